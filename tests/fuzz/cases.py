@@ -31,7 +31,7 @@ BASE = """
     --global-batch-size 4
     --train-iters --train-samples --train-tokens = --train-iters 3
     --lr 1e-2
-    --mock-data --data-path = --mock-data
+    --mock-data --data-path --train-data-path = --mock-data
     --make-vocab-size-divisible-by 8
     --hidden-dropout 0
     --attention-dropout 0
@@ -107,7 +107,8 @@ def parse(flags_of_run: tuple[str, ...]) -> TrainConfig:
             out += (default or names).split()
     # Flags of one line belong together: a case that gives one of them gives all.
     words = [word for f in flags_of_run if not f.startswith("--poison") for word in f.split()]
-    size = f"--vocab-size={WORDS + ('--data-path' not in given)}"
+    has_files = not given.isdisjoint(("--data-path", "--train-data-path"))
+    size = f"--vocab-size={WORDS if has_files else WORDS + 1}"
     return flags.parse(TrainConfig, [*ALWAYS, size, *out, *words], "meshwright test", check=False).config
 
 
@@ -144,13 +145,24 @@ def refusals(case: Case) -> tuple[str, ...]:
     except (UserError, ValueError) as error:
         return (str(error),)
     out += [line for config in made for line in checks.problems(config)]
-    # torch's own kernel draws its dropout from the order of samples on a rank.
-    drops = draws_its_own(made)
-    return tuple(out) + (("--attention-impl sdpa draws its own dropout",) if drops else ())
+    return tuple(out) or tuple(line for config in made for line in beyond_settings(config))
 
 
-def draws_its_own(made: list[TrainConfig]) -> bool:
-    return any(c.model.attention_impl == "sdpa" and c.model.attention_dropout for c in made)
+def beyond_settings(config: TrainConfig) -> list[str]:
+    """Return why a legal run cannot be trained here, or cannot equal one process."""
+    m, p, out = config.model, config.parallel, []
+    if m.attention_impl == "sdpa" and m.attention_dropout:
+        out.append("--attention-impl sdpa draws its own dropout, which depends on the layout")
+    if p.pipeline_model_parallel_size > 1:
+        import torch
+
+        from meshwright.parallel.pipeline import require_tried
+
+        try:
+            require_tried(p.pipeline_schedule, torch.device("cpu"))
+        except UserError as error:
+            out.append(str(error))
+    return out
 
 
 # Drawing
@@ -215,6 +227,7 @@ TRAINING: dict[str, Chances] = {
         "--params-dtype float32": 2,
         "--bf16": 2,
         "--bf16 --fp32-residual-connection": 1,
+        "--bf16 --fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max": 1,
         "--fp16 --initial-loss-scale 16 --loss-scale-window 2": 2,
         "--fp16 --initial-loss-scale 64 --loss-scale-window 1 --hysteresis 1": 2,
         "--fp16 --loss-scale 128 --fp32-residual-connection": 1,
@@ -237,6 +250,7 @@ TRAINING: dict[str, Chances] = {
         "--data-path 0.3 small 0.7 ends --split 90,10,0": 2,
         "--data-path small large --split 100,0,0": 1,
         "--data-path small --split 70,20,10 --dataloader-type cyclic": 1,
+        "--train-data-path small --valid-data-path tiny ends --multiple-validation-sets": 1,
         "--data-path 2 tiny 1 small --split 100,0,0 --last-epoch-cutoff 1": 2,
     },
     "validation": {"--eval-iters 0": 1, "": 2, "--eval-iters 2 --eval-interval 2": 2, "--full-validation": 1},
@@ -303,7 +317,13 @@ LAYOUT: dict[str, Chances] = {
     "reading": {"": 4, "--num-workers 2": 1},
     "saving": {"": 4, "--async-save": 2, "--ckpt-format torch": 1},
     "attention": {"": 4, "--attention-impl reference": 1, "--attention-impl sdpa": 1},
-    "padding": {"": 2, "--make-vocab-size-divisible-by 1": 1, "--make-vocab-size-divisible-by 128": 1},
+    "padding": {
+        "": 3,
+        "--make-vocab-size-divisible-by 1": 1,
+        "--make-vocab-size-divisible-by 128": 1,
+        "--pad-vocab-size-to 48": 1,
+    },
+    "schedule on resume": {"": 6, "--use-checkpoint-opt_param-scheduler": 1, "--override-opt_param-scheduler": 1},
     "products": {"": 3, "--tp-overlap off": 1},
 }
 

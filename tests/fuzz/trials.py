@@ -13,8 +13,9 @@ How far apart may they be?
               float64 is made of as many roundings of the same size. The layout's may be SPREAD
               times that, or SPREAD u if that is more: one process can be close by chance.
     weights   Adam divides gradients by their own size, so that one that is 0 but for rounding can
-              move a weight by up to the learning rate; see `step_error`. In all but float64 this
-              is a step in any direction, and wrong weights show in the next step's gradients.
+              move a weight by up to the learning rate; see `step_errors`. In all but float64 this
+              is a step in any direction. Other gradients then move too: after Adam's first step, a
+              tensor's distance is compared with the largest relative one of all tensors.
     exactly   All ranks record the same numbers; counters, learning rates, loss scales and skipped
               steps are those of one process; steps that a layout takes again after a resume have
               the same bits. Layouts that differ only in their data-parallel ranks need not have:
@@ -27,10 +28,10 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +49,8 @@ NUMBERS = ("loss", "grad_norm", "params_norm")
 # Gradients that are 0 but for rounding, such as those of keys' biases, are as small as the
 # roundings of larger ones. Below this share of the largest tensor's, differences count less.
 SMALL = {"": 1e-5, "exp_avg": 1e-5, "exp_avg_sq": 1e-10, "momentum": 1e-5, "weights": 1e-5}
+
+BIG = 1e-3  # the same for the tensors that tell how far roundings have grown
 
 Pieces = list[tuple[tuple[slice, ...], Tensor]]  # each with its place in the full tensor
 Tensors = dict[str, Pieces]
@@ -186,7 +189,7 @@ def references(case: Case) -> tuple[Trace, Trace]:
     own = train(config, Team(), Layout(), True, case.poison)
     if config.precision.dtype == "float64":
         return own, own
-    p = dataclasses.replace(config.precision, fp16=False, bf16=False, fp32_residual_connection=False)
+    p = dataclasses.replace(config.precision, fp16=False, bf16=False, fp32_residual_connection=False, fp8_format=None)
     exact = dataclasses.replace(config, precision=dataclasses.replace(p, params_dtype="float64", loss_scale=None))
     if case.poison:
         exact = dataclasses.replace(exact, training=dataclasses.replace(exact.training, on_nonfinite="skip:99"))
@@ -204,6 +207,14 @@ def leg_config(case: Case, number: int, folder: Path) -> TrainConfig:
     if len(case.legs) > 1:
         c = dataclasses.replace(c, save=str(folder))
     return dataclasses.replace(config, checkpoint=c, training=t)
+
+
+class Free(NamedTuple):
+    """What Adam's steps allow: in weights, and in all that later steps compute from them."""
+
+    kind: str  # of tensors without a suffix in their name
+    is_late: bool
+    weights: float = 0.0
 
 
 class Distances:
@@ -236,28 +247,27 @@ class Distances:
             allowed = SPREAD * max(abs(own - exact), self.unit * abs(exact))
         self.note(what, abs(got - exact), allowed, f" ({got!r} instead of {exact!r})")
 
-    def tensors(
-        self, what: str, got: Tensors, exact: Tensors, own: Tensors, weights: str = "", free: float = 0.0
-    ) -> None:
-        """`free` is what weights may differ by in any case."""
-        most: dict[str, float] = {}
-        for name, ((_, x),) in exact.items():
-            kind = name.partition("/")[2] or weights
-            most[kind] = max(most.get(kind, 0.0), float(x.abs().max()) * SMALL[kind])
+    def tensors(self, what: str, got: Tensors, exact: Tensors, own: Tensors, free: Free) -> None:
+        sizes = {name: float(x.abs().max()) for name, ((_, x),) in exact.items()}
+        apart = {name: float((own[name][0][1] - x).abs().max()) for name, ((_, x),) in exact.items()}
+        kinds = {name: name.partition("/")[2] or free.kind for name in exact}
+        most = {kind: max(sizes[n] for n in exact if kinds[n] == kind) for kind in kinds.values()}
+        # The largest relative distance of one process among the tensors that are not tiny.
+        grown = {kind: 0.0 for kind in most}
+        for name, kind in kinds.items() if free.is_late else ():
+            if sizes[name] > BIG * most[kind]:
+                grown[kind] = max(grown[kind], apart[name] / sizes[name])
         for name, pieces in got.items():
-            least = most[name.partition("/")[2] or weights]
-            (_, true), (_, near) = exact[name][0], own[name][0]
-            largest = max(float(true.abs().max()), least)
+            kind, ((_, true),) = kinds[name], exact[name]
+            largest = max(sizes[name], SMALL[kind] * most[kind])
             if self.dtype == "float64":
                 allowed = NEAR * largest
             else:
-                allowed = SPREAD * max(float((near - true).abs().max()), self.unit * largest)
-            allowed = max(allowed, free if weights and "/" not in name else 0.0)
+                allowed = SPREAD * max(apart[name], max(grown[kind], self.unit) * largest)
+            if kind == "weights":
+                allowed = max(allowed, free.weights)
             far = max((float((x - true[place]).abs().max()) for place, x in pieces if x.numel()), default=0.0)
-            if far != far and bool(near.isfinite().all()):
-                self.wrong.append(f"{what} of {name}: not finite")
-            else:
-                self.note(f"{what} of {name}", far, allowed)
+            self.note(f"{what} of {name}", far, allowed)
 
     def compare(self, got: Trace, exact: Trace, own: Trace) -> None:
         for i, row in got.rows.items():
@@ -265,25 +275,40 @@ class Distances:
                 self.wrong.append(f"step {i} was taken, which one process did not take")
                 continue
             self.rows(i, row, exact.rows[i], own.rows[i])
-            free = sum(self.step_error(j, exact, own) for j in own.rows if j <= i)
+            before = self.step_errors(range(i), exact, own)
             if not row["skipped"]:
-                self.tensors(f"step {i}: gradient", *(t.gradients[i] for t in (got, exact, own)))
-            self.tensors(f"step {i}: state", *(t.states[i] for t in (got, exact, own)), "weights", free)
+                if self.dtype == "float64" and "num_zeros" in row:
+                    self.zeros(i, row["num_zeros"], exact.gradients[i])
+                free = Free("", bool(before))
+                self.tensors(f"step {i}: gradient", *(t.gradients[i] for t in (got, exact, own)), free)
+            errors = before + self.step_errors([i], exact, own)
+            free = Free("weights", bool(errors), sum(errors))
+            self.tensors(f"step {i}: state", *(t.states[i] for t in (got, exact, own)), free)
         for key, loss in got.validations.items():
             if key in own.validations:
                 self.number(f"loss of the {key}", loss, exact.validations[key], own.validations[key])
             else:
                 self.wrong.append(f"{key}: a validation that one process did not make")
 
-    def step_error(self, i: int, exact: Trace, own: Trace) -> float:
-        """Return by how much a rounding of gradients can change a weight in a step of Adam's.
+    def step_errors(self, steps: Iterable[int], exact: Trace, own: Trace) -> list[float]:
+        """Return by how much a rounding of gradients can change a weight in each step of Adam's.
 
         It moves a weight by lr m / (sqrt(v) + eps), where both may be roundings of 0.
         """
-        if self.eps is None or own.rows[i]["skipped"]:
-            return 0.0
-        largest = max(float(x.abs().max()) for ((_, x),) in exact.gradients[i].values())
-        return own.rows[i]["lr"] * min(STRIDE, ROUNDINGS * self.unit * largest / self.eps)
+        out = []
+        for i in steps if self.eps is not None else ():
+            if i in own.rows and not own.rows[i]["skipped"]:
+                largest = max(float(x.abs().max()) for ((_, x),) in exact.gradients[i].values())
+                out.append(own.rows[i]["lr"] * min(STRIDE, ROUNDINGS * self.unit * largest / self.eps))
+        return out
+
+    def zeros(self, i: int, got: float, exact: Tensors) -> None:
+        """Check the number of gradients that are 0: others may be 0 or a rounding of it."""
+        largest = max(float(x.abs().max()) for ((_, x),) in exact.values())
+        small = sum(int((x.abs() <= 1e-13 * largest).sum()) for ((_, x),) in exact.values())
+        unused = sum(int((x == 0).all(-1).sum()) * x.shape[-1] for n, ((_, x),) in exact.items() if n == "wte.weight")
+        if not unused <= got <= small:
+            self.wrong.append(f"step {i}: {got:g} gradients are 0, not {unused} to {small}")
 
     def rows(self, i: int, row: dict[str, float], exact: dict[str, float], own: dict[str, float]) -> None:
         self.same(f"step {i}: numbers recorded", sorted(row), sorted(own))
