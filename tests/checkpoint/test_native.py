@@ -109,7 +109,7 @@ def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
     want = blank(named)
     with captured_output() as (said, _):
         loaded = loading.load(tmp_path, want)
-    assert loaded == (5000, state(5000)) and hold_equal(named, want)
+    assert loaded is not None and loaded[:2] == (5000, state(5000)) and hold_equal(named, want)
     assert said == [
         f" loading checkpoint from {tmp_path} at iteration 5000",
         " checkpoint version 3.0",

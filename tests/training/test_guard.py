@@ -146,3 +146,32 @@ def test_what_is_a_spike(run, spoiling):
     assert run(*SPIKE, "--spike-window", "14", "--spike-factor", "0.001").out.count("the loss") == 0  # too few
     refused = run(*SPIKE, "--spike-window", "4", "--on-spike", "skip:1")
     assert "--spike-window 4 is not in 8 to 10000" in refused.err and "neither off, warn, stop nor roll" in refused.err
+
+
+def test_the_first_line_of_a_recovery(run, tmp_path, monkeypatch):
+    """It says what was found, passed over and verified, and what is done again."""
+    save, folder = tmp_path / "a", tmp_path / "run"
+    saved = (*BASE, "--save", save, "--save-interval", 2, "--run-dir", folder)
+    real = loop.Trainer.step
+
+    def die(self, stop):
+        if self.progress.iteration == 7:
+            raise KeyboardInterrupt
+        real(self, stop)
+
+    monkeypatch.setattr(loop.Trainer, "step", die)
+    assert run(*saved).status == 130
+    rows = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"end"' not in line]
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")  # killed, so nothing says how it ended
+    flip_bit(next(steps.step_folder(save, 6).glob("*.safetensors")), 4000)
+    (save / "iter_0000008.tmp").mkdir()
+    monkeypatch.setattr(loop.Trainer, "step", real)
+    got = run(*saved, "--load", save)
+    [line] = [line for line in got.out.splitlines() if line.startswith(" > found steps")]
+    start, damage, left, verified, end = line.split("; ")
+    assert start == f" > found steps 6, 4, 2 in {save}" and left == "iter_0000008.tmp was never finished"
+    assert damage.startswith("6: skipped, damaged (") and "rank_00000.safetensors: bytes 0 to" in damage
+    assert verified.startswith("4: verified (4 files, 0.4 MB, ") and verified.endswith(" s)")
+    assert end == "resuming at step 4, redoing 3 steps since: the attempt before was killed after step 7"
+    again = run(*saved, "--load", save, "--train-iters", "10", "--override-opt_param-scheduler", "--verify", "full")
+    assert "; 9: verified in full (" in again.out and "; resuming at step 9\n" in again.out

@@ -30,6 +30,7 @@ READERS |= {steps.LIBAI: "oneflow", steps.ONEFLOW: "oneflow"}
 class Loaded(NamedTuple):
     step: int
     state: dict[str, Any]
+    notes: tuple[str, ...] = ()  # about steps that were passed over
 
 
 class OpenOptions(NamedTuple):
@@ -80,11 +81,15 @@ def open_any(path: str | Path, options: OpenOptions = PLAIN, report: Report = sa
     return None
 
 
+def skipping(folder: Path, damage: Damaged) -> str:
+    return f"WARNING: skipping {folder.name}, it is damaged: {damage}"
+
+
 def older(path: Path, place: Place, damage: Damaged, report: Report = say) -> Found:
     """Find the step before a damaged one; raise the damage if no other may be taken."""
     if not place.ours or path.resolve() == place.folder.resolve():
         raise damage
-    report(f"WARNING: skipping {place.folder.name}, it is damaged: {damage}")
+    report(skipping(place.folder, damage))
     try:
         return steps.find(path, below=place.step)
     except Damaged as no_older:
@@ -107,14 +112,17 @@ def load(
     """
     path = Path(path)
     place, notes = find_on_lead(path, lambda: steps.find(path), team)
+    said: list[str] = []
     while True:
+        said += notes
         for note in notes:
             say(note)
         if place is None:
             return None
         try:
-            return load_place(place, want, options, accept, team)
+            return load_place(place, want, options, accept, team)._replace(notes=tuple(said))
         except Damaged as damage:
+            said.append(skipping(place.folder, damage))
             place, notes = find_on_lead(path, functools.partial(older, path, place, damage), team)
 
 

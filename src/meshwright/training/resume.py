@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
+import re
+import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright import tokenizers
 from meshwright.checkpoint import loading, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
-from meshwright.checkpoint.manifests import Damaged, find_manifest
+from meshwright.checkpoint.manifests import Damaged, find_manifest, read_manifest
 from meshwright.checkpoint.saved_model import GPT_NETWORK, model_settings, recorded_settings
 from meshwright.checkpoint.sources import Named, Source
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
@@ -83,6 +87,7 @@ class State:
         def want(source: Source) -> Named:
             return self.net.store.named_state(options.optimizer and bool(source.state))
 
+        begun = time.perf_counter()
         try:
             loaded = loading.load(c.load, want, options=options, accept=self.accept, team=self.team)
         except Damaged as damage:
@@ -96,6 +101,8 @@ class State:
             return False
         if loaded.state and not c.finetune:
             self.loaded = loaded.step
+            seconds = time.perf_counter() - begun
+            remark(f" > {self.team.run_on_lead(lambda: describe_recovery(self.config, loaded, seconds))}")
             self.saver.kept = loaded.step if self.team.run_on_lead(lambda: is_kept(c, loaded.step)) else None
             self.forget_best()
         return True
@@ -242,6 +249,50 @@ class State:
             state["fp8"] = scales.state(self.team.gather)
         best = p.best_iteration if self.config.checkpoint.keep_best else None
         return self.saver.save(p.iteration, self.tensors(), state, saved_settings(self.config), best)
+
+
+def describe_recovery(config: TrainConfig, loaded: loading.Loaded, seconds: float) -> str:
+    """Return what was found in --load, passed over and verified, and what is done again."""
+    c = config.checkpoint
+    assert c.load
+    root, one = steps.split_path(c.load)
+    found = [one] if one is not None else steps.steps(root)
+    numbers = ", ".join(f"{n:,}" for n in found[:SHOWN]) + f" and {len(found) - SHOWN} more" * (len(found) > SHOWN)
+    parts = [f"found step{'s' * (len(found) > 1)} {numbers} in {root}"] if found else []
+    for note in loaded.notes:
+        skipped = re.match(r"WARNING: skipping iter_0*(\d+), it is damaged: (.*)", note, re.S)
+        parts.append(f"{skipped[1]}: skipped, damaged ({skipped[2]})" if skipped else note.removeprefix("WARNING: "))
+    parts += [f"{name} was never finished" for name in steps.listing(root) if one is None and name.endswith(".tmp")]
+    folder = steps.step_folder(root, loaded.step)
+    if find_manifest(folder).exists():
+        files = read_manifest(folder).values()
+        size = sum(f.size for f in files)
+        amount = f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+        how = f"verified{' in full' * (c.verify == 'full')} ({len(files)} files, {amount}, {seconds:.1f} s)"
+        parts.append(f"{loaded.step:,}: {how}")
+    parts.append(f"resuming at step {loaded.step:,}")
+    last = last_step(Path(c.run_dir or c.save or "")) if is_continued(c) else None
+    if last is not None and last[0] > loaded.step:
+        parts[-1] += f", redoing {last[0] - loaded.step:,} steps since: the attempt before {last[1]}"
+    return "; ".join(parts)
+
+
+SHOWN, TAIL = 8, 1 << 16  # steps that are named; bytes at the end of the log that are read
+
+
+def last_step(folder: Path) -> tuple[int, str] | None:
+    """Return the last step in the log of a run, and how its attempt ended."""
+    with contextlib.suppress(OSError), (folder / "metrics.jsonl").open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - TAIL, 0))
+        ended = ""
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut by a kill, or by the seek
+                row = json.loads(line)
+                if row["event"] == "end" and not ended:
+                    ended = f"ended after step {int(row['iteration']):,} ({row['reason']})"
+                elif row["event"] == "step":
+                    return int(row["iteration"]), ended or f"was killed after step {int(row['iteration']):,}"
+    return None
 
 
 # Before anything is built
