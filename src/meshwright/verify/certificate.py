@@ -139,8 +139,9 @@ def table(config: TrainConfig, made: Comparison, place: Place) -> list[str]:
     ]
     for one in made.compared:
         verdict = "equal" if one.is_equal else f"DIFFERENT, most in {one.worst}"
-        shown = "0, bit for bit" if not one.largest and one.what in EXACT else size(one.largest)
-        lines.append(f"{one.what:24}{one.count:7}  {shown:>18}  {size(one.tolerance):>8}  {verdict}")
+        shown = "0, bit for bit" if one.what in EXACT and not one.largest else size(one.largest)
+        allowed = "0" if one.what in EXACT else f"{one.tolerance:.0e}"
+        lines.append(f"{one.what:24}{one.count:7}  {shown:>18}  {allowed:>8}  {verdict}")
     worst = max(made.gradients, key=lambda name: made.gradients[name])
     lines += ["", f"worst tensor: {worst}, whose {GRADIENTS} differ by {size(made.gradients[worst])}"]
     return lines + ["not compared:", *(f"  - {one}" for one in made.not_compared)]

@@ -27,6 +27,7 @@ from meshwright.checkpoint.boxes import split_boxes
 from meshwright.checkpoint.sources import Named
 from meshwright.data.loader import Batch
 from meshwright.kernels import dropout
+from meshwright.launch import rendezvous
 from meshwright.launch.team import ALONE, Team
 from meshwright.settings.schema import Checkpoint, TrainConfig
 from meshwright.training.loop import Trainer
@@ -108,7 +109,7 @@ def compare(
 
 def compare_twins(twin: Twin, steps: int, folder: Path | None, place: Place) -> Comparison:
     """Compare a configuration as it is with one process; see `compare`."""
-    connected = small_run.Connected()
+    connected = small_run.Connected(rendezvous.timeout())
     if place.connect is Place.connect:
         place = dataclasses.replace(place, connect=connected)
     with contextlib.ExitStack() as held:
