@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,8 @@ def make_flags(folder: Path) -> list[str]:
 def start(folder: Path, log: str, argv: list[str], samples: str = "samples") -> subprocess.Popen[bytes]:
     """Start Python; what its ranks read is written into the folder `samples`."""
     (folder / samples).mkdir(exist_ok=True)
-    more = {"OMP_NUM_THREADS": "1", "SAMPLES": str(folder / samples)}
+    paths = [str(Path(__file__).parents[1] / name) for name in ("", "compat")]  # of `helpers` and `documents`
+    more = {"OMP_NUM_THREADS": "1", "SAMPLES": str(folder / samples), "PYTHONPATH": os.pathsep.join(paths)}
     with (folder / log).open("a") as file:
         return subprocess.Popen(
             [sys.executable, *argv], stdout=file, stderr=file, env=environment() | more, start_new_session=True

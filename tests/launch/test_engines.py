@@ -140,6 +140,25 @@ def test_the_command_is_read_back_word_for_word(engine: str, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_that_survives_the_loss_of_nodes(engine: str, capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    if engine == "ray":
+        words = ["--nnodes=2", "--nproc-per-node=4", "--min-ranks=4", *TRAIN]
+        assert main(["launch", "--write=ray", *words]) == USAGE
+        assert "use --engine ray" in capsys.readouterr().err
+        assert main(["launch", "--write=slurm", "--engine=ray", *words]) == USAGE
+        return
+    texts = [write(capsys, engine, *words, *TRAIN) for words in ((), ("--min-ranks", "4"))]
+    given = [flags.parse(LaunchConfig, READERS[engine](text), "").config for text in texts]
+    most = 4 if engine == "docker" else 8
+    assert [(one.min_ranks, one.max_ranks) for one in given] == [(None, None), (4, most)]
+    if engine == "slurm":
+        assert ["--no-kill" in text for text in texts] == [False, True]
+        assert re.search(r"^#SBATCH --no-kill$", texts[1], re.M) and re.search(r"^srun --no-kill ", texts[1], re.M)
+    elif engine in ("kubernetes", "jobset"):
+        assert [re.findall(r"backoffLimit: (\d+)", text) for text in texts] == [["0"], [str(engines.RESTARTS)]]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_settings_of_the_environment_are_in_the_file(
     engine: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable
 
 from meshwright.device import require_address_space
-from meshwright.errors import DONE, UserError
+from meshwright.errors import DONE, UNAVAILABLE, UserError
 from meshwright.launch import rendezvous
-from meshwright.launch.launcher import TOGETHER, LaunchConfig, Plan, build_program, make_plan, wanted
+from meshwright.launch.launcher import TOGETHER, LaunchConfig, Plan, build_program, find_bounds, make_plan, wanted
 from meshwright.launch.world import World, find_world, require_world_size
 from meshwright.settings import flags, help
-from meshwright.settings.schema import Parallel
+from meshwright.settings.schema import Parallel, spelling
 
 
 def main(argv: list[str]) -> int:
@@ -27,6 +27,8 @@ def main(argv: list[str]) -> int:
         raise UserError(f"nothing to start; name {', '.join(TOGETHER)} with its flags, or a Python script")
     if words[0] in TOGETHER and help.asked(words) is not None:
         return int(importlib.import_module(f"meshwright.commands.{words[0]}").main(words[1:]))
+    if given.write is not None and given.engine != "torch":
+        raise UserError(f"--engine {given.engine} starts the command now, --write writes a file; give only one")
     if given.write is not None:
         from meshwright.launch import engines
         from meshwright.training.resume import checkpoint_architecture
@@ -35,6 +37,8 @@ def main(argv: list[str]) -> int:
     if given.write_to or given.image or given.overwrite:
         raise UserError("--write-to, --image and --overwrite need --write ENGINE")
     program = build_program(words)
+    if given.engine == "ray":
+        return run_on_ray(given, words)
     plan = make_plan(given)
     require_address_space()
     if plan.least:
@@ -52,6 +56,27 @@ def run_elastic(plan: Plan, program: list[str], words: list[str]) -> int:
 
     shapes = find_shapes(words, plan.least, plan.most, checkpoint_architecture) if plan.node == 0 else []
     return members.run(dataclasses.replace(plan, shapes=tuple(shapes)), program)
+
+
+def run_on_ray(given: LaunchConfig, words: list[str]) -> int:
+    """Launch on a Ray cluster: that of RAY_ADDRESS, one that runs here, or a new local one."""
+    for name in ("node_rank", "master_addr", "master_port", "node_ips"):
+        if getattr(given, name) is not None:
+            raise UserError(f"--engine ray and {spelling(name)}: Ray places the ranks; leave {spelling(name)} out")
+    count = given.nproc_per_node
+    if given.max_ranks is None and not re.fullmatch("[1-9][0-9]{0,3}", count):
+        raise UserError("--engine ray needs --max-ranks, or --nproc-per-node and --nnodes as numbers")
+    least, most = find_bounds(given, given.max_ranks or int(count) * (given.nnodes or 1))
+    try:
+        from meshwright.launch import on_ray
+    except ImportError as error:
+        missing = f"--engine ray needs Ray Train ({error})"
+        raise UserError(f"{missing}; pip install 'meshwright[ray]'", UNAVAILABLE) from None
+    from meshwright.training.resume import checkpoint_architecture
+
+    workers = (least, most) if most else int(count) * (given.nnodes or 1)
+    uses_gpu = on_ray.has_gpus() and not re.search(r"--device[= ]cpu", " ".join(words))
+    return on_ray.fit(words, workers, use_gpu=uses_gpu, failures=given.max_restarts, complete=checkpoint_architecture)
 
 
 def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -> int:

@@ -15,6 +15,7 @@ from meshwright.errors import UserError
 from meshwright.settings import checks, flags
 from meshwright.settings.schema import TrainConfig
 
+Complete = Callable[[TrainConfig, set[str]], TrainConfig]
 OURS = "pretrain_gpt.py"  # the script whose flags are those of train
 
 
@@ -42,9 +43,11 @@ class Shape:
         return f": data-parallel size {self.dp}{f', {number}' if number else ''}{smaller}"
 
 
-def find_shapes(
-    command: list[str], least: int, most: int, complete: Callable[[TrainConfig, set[str]], TrainConfig]
-) -> list[Shape]:
+def take_as_given(config: TrainConfig, given: set[str]) -> TrainConfig:
+    return config
+
+
+def find_shapes(command: list[str], least: int, most: int, complete: Complete = take_as_given) -> list[Shape]:
     """Return what `command` can run on, from the largest number of ranks to the smallest.
 
     The global batch and the tensor, pipeline and context sizes stay; a micro-batch may become
@@ -70,6 +73,13 @@ def find_shapes(
         why = next(flags.listed(one) for one in found if isinstance(one, list))
         raise UserError(f"{range_of}: nothing fits the command: {why}")
     return shapes
+
+
+def save_folder(command: list[str]) -> str | None:
+    """Return the --save of train, None for a script."""
+    if command[0] != "train" and Path(command[0]).name != OURS:
+        return None
+    return flags.parse(TrainConfig, command[1:], "meshwright train", check=False).config.checkpoint.save
 
 
 def require_resumable(config: TrainConfig, command: list[str]) -> None:

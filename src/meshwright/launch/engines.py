@@ -25,7 +25,8 @@ import yaml
 from meshwright.device import NVIDIA
 from meshwright.errors import BAD_DATA, DONE, IO, LOCKED, NON_FINITE, USAGE, UserError
 from meshwright.files import fill, replacing
-from meshwright.launch.launcher import PORT, LaunchConfig, build_program
+from meshwright.launch.elastic import find_shapes
+from meshwright.launch.launcher import PORT, LaunchConfig, build_program, find_bounds
 from meshwright.settings import checks, flags
 from meshwright.settings.command import PROJECT, our_version
 from meshwright.settings.pages import PAGES, TOGETHER
@@ -57,6 +58,7 @@ class Job:
     uses_gpus: bool = True
     run_folder: str | None = None  # with metrics.jsonl
     environment: dict[str, str] = field(default_factory=dict)
+    is_elastic: bool = False  # goes on when nodes are lost
     folder: str = ""  # where relative paths in the command begin
     file: str = "FILE"
 
@@ -118,6 +120,11 @@ def make_job(
     where = trained and (trained.checkpoint.run_dir or trained.checkpoint.save)
     slug = re.sub("[^a-z0-9]+", "-", Path(where or command[0]).stem.lower()).strip("-")
     launch = ["--max-restarts", str(given.max_restarts)] if given.max_restarts else []
+    if (bounds := find_bounds(given, nodes * int(count)))[0]:
+        if given.write == "ray":
+            raise UserError("--write ray starts the same nodes again; for --min-ranks use --engine ray in their place")
+        find_shapes(command, *bounds, complete)
+        launch += [f"--min-ranks={bounds[0]}", f"--max-ranks={bounds[1]}"]
     if nodes > 1:
         launch += ["--wait", str(WAIT) if sources["wait"] == "default" else f"{given.wait:g}"]
     job = Job(
@@ -131,6 +138,7 @@ def make_job(
         uses_gpus=device != "cpu" and command[0] != "preprocess",
         run_folder=where or None,
         environment={name: value for name, value in os.environ.items() if name.startswith("MESHWRIGHT_")},
+        is_elastic=bounds[0] > 0,
         folder=str(Path.cwd()),
         file=Path(given.write_to or "FILE").name,
     )
@@ -217,6 +225,8 @@ def slurm(job: Job) -> str:
         DEVICES=job.devices,
         CPUS=CORES * job.devices,
         GPUS=f"#SBATCH --gpus-per-node={job.devices}\n" if job.uses_gpus else "",
+        KEEP="#SBATCH --no-kill\n" if job.is_elastic else "",
+        STEP=" --no-kill" if job.is_elastic else "",
         PYTHON=shlex.quote(sys.executable),
         FOLDER=shlex.quote(job.folder),
         PORT=job.port or f"$(({PORT - 9500} + SLURM_JOB_ID % 9000))",
@@ -332,7 +342,7 @@ def job_of_nodes(job: Job, address: str) -> dict[str, Any]:
         "completionMode": "Indexed",
         "parallelism": job.nodes,
         "completions": job.nodes,
-        "backoffLimit": 0,
+        "backoffLimit": RESTARTS if job.is_elastic else 0,  # a lost pod comes again by itself, or with all others
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": final}]},
         "template": {"spec": pod},
     }
@@ -355,7 +365,12 @@ def kubernetes_comments(job: Job, needs: str) -> list[str]:
         "",
         f"    kubectl apply -f {shlex.quote(job.file)}",
         "",
-        f"After an interruption all nodes start again, at most {RESTARTS} times; statuses "
+        (
+            "A lost node is replaced while the others go on"
+            if job.is_elastic
+            else "After an interruption all nodes start again"
+        )
+        + f", at most {RESTARTS} times; statuses "
         + f"{', '.join(map(str, FINAL))} end the job.",
     ]
 

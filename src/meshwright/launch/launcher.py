@@ -66,6 +66,9 @@ class LaunchConfig:
     )
     max_ranks: int | None = flag(None, "most ranks to use; others are spares (none: all)")
     wait: float = flag(START_SECONDS, "seconds to wait for the other machines at the start")
+    engine: Literal["torch", "ray"] = flag(
+        "torch", "who starts and replaces the ranks: torch's agent here, or Ray Train on a cluster (extra ray)"
+    )
     write: Literal["slurm", "kubernetes", "jobset", "skypilot", "ray", "docker"] | None = flag(
         None, "start nothing; write the command into a file for this engine"
     )

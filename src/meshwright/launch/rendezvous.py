@@ -19,6 +19,7 @@ import struct
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -101,7 +102,8 @@ def _open_store(world: World, until: float) -> tuple[TCPStore, str]:
     """Meet all ranks on the store of rank 0 or of torch's agent; return it and a key prefix."""
     global _joined
     assert world.address is not None and world.port is not None
-    hosts = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts = world.rank == 0 and not is_agents
     place = (world.address, world.port)
     store = _hosted.get(place) or connect(*place, hosts, until, "rank 0")
     if hosts:
@@ -109,19 +111,57 @@ def _open_store(world: World, until: float) -> tuple[TCPStore, str]:
 
     from torch._C._distributed_c10d import PrefixStore
 
-    # A restarted run meets on the same store; ranks of other jobs must not be counted.
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    # A restarted run meets on the same store of an agent; ranks of other jobs must not be counted.
+    names = ("TORCHELASTIC_RUN_ID", *["TORCHELASTIC_RESTART_COUNT"] * is_agents)
     prefix = "/".join(["meshwright", *(os.environ.get(n, "0") for n in names), str(_joined)])
     _joined += 1
+    met = threading.Event()
     try:
+        if world.launcher == "torchrun" and is_agents:
+            prefix = f"meshwright/{_name_attempt(PrefixStore('meshwright/names', store), world.rank, until, met)}"
         meet(PrefixStore(prefix, store), world.rank, world.size, until)
     except UserError:
         if hosts:
             time.sleep(1)  # the others still read the reason from this process
         raise
+    finally:
+        met.set()
     store.set_timeout(timeout())
     _choose_interface(world.address, world.port)
     return store, prefix
+
+
+def _name_attempt(store: Store, me: int, until: float, met: threading.Event) -> str:
+    """Return the name that rank 0 gives this attempt on a store that serves several.
+
+    When machines come or go, torchrun starts all ranks anew with the same restart count, which
+    those that came later do not even share. So each rank leaves a random word, and rank 0 answers
+    every word until all have met.
+    """
+    mine = uuid.uuid4().hex
+    if me > 0:
+        with no_stderr():
+            store.set(f"word/{store.add('words', 1)}", mine)
+            while not store.check([f"answer/{mine}"]):
+                if time.monotonic() > until:
+                    raise UserError("rank 0 did not come in time; start it, or see in its log why it ended", HANG)
+                time.sleep(0.02)
+            return store.get(f"answer/{mine}").decode()
+
+    def answer() -> None:
+        waiting: set[int] = set()
+        known = 0
+        with contextlib.suppress(RuntimeError):  # the store is closed
+            while not met.wait(0.02):
+                if (last := store.add("words", 0)) > known:
+                    waiting |= set(range(known + 1, last + 1))
+                    known = last
+                for n in [n for n in waiting if store.check([f"word/{n}"])]:
+                    store.set(f"answer/{store.get(f'word/{n}').decode()}", mine)
+                    waiting.remove(n)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return mine
 
 
 def require_own_devices(team: Team, device: torch.device) -> None:

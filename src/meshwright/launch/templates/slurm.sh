@@ -13,7 +13,7 @@
 #SBATCH --output=%x-%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
-#SBATCH --signal=B:USR1@600
+@KEEP@#SBATCH --signal=B:USR1@600
 #
 # Ten minutes before the time limit, this script is sent USR1: it lets the run save, and queues the
 # job again. The command continues from its own checkpoints. Crashes, time-outs and lost nodes are
@@ -42,7 +42,7 @@ warn() {
 trap warn USR1
 
 # Each node knows its own SLURM_NODEID.
-srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 \
+srun@STEP@ --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 \
     bash -c 'exec "$0" -u -m meshwright launch --node-rank "$SLURM_NODEID" "$@"' "$PYTHON" \
     --nproc-per-node @DEVICES@ --nnodes @NODES@ --master-addr "${hosts[0]}" --master-port "$PORT" \
     @LAUNCH@ "${COMMAND[@]}" &

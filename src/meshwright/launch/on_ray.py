@@ -1,0 +1,198 @@
+"""Train under Ray Train: its workers are the ranks, and Ray replaces those that it loses.
+
+    from meshwright.launch import on_ray
+    status = on_ray.fit(["train", "--preset", "gpt2-345m", ...], workers=(2, 8), use_gpu=True)
+
+Each worker runs the command as a process of its own, which can save on a signal and dies with the
+worker. Ray chooses the number of workers; the flags of an elastic launch follow it. This module
+needs the extra `ray`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import ray
+import ray.train
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from meshwright.errors import DONE, HANG, SIGTERM
+from meshwright.launch import elastic
+from meshwright.launch.agent import GRACE, LOST, describe_end, exit_status, is_final
+from meshwright.launch.launcher import build_program
+from meshwright.launch.orphans import LAUNCHER_PID
+from meshwright.launch.world import ATTEMPT
+
+ASK = 2.0  # seconds between a worker's questions whether the run is to stop
+CAUSE = 3.0  # seconds in which the cause of a failure may show after a rank that only lost another
+_child: subprocess.Popen[bytes] | None = None  # the rank of this worker
+_is_stopped = False
+
+
+@ray.remote(num_cpus=0)
+class Notes:
+    """What the driver and the workers say to one another."""
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self.is_stopping = False
+
+    def stop(self) -> None:
+        self.is_stopping = True
+
+    def end(self, status: int) -> None:
+        self.status = status
+
+    def read(self) -> tuple[bool, int | None]:
+        return self.is_stopping, self.status
+
+
+def fit(
+    command: list[str],
+    workers: int | tuple[int, int],
+    *,
+    use_gpu: bool = False,
+    resources: dict[str, float] | None = None,
+    failures: int = 3,
+    resize_seconds: float = 60.0,
+    storage: str | None = None,
+    complete: elastic.Complete = elastic.take_as_given,
+) -> int:
+    """Run `command` (train and its flags, or a script) on Ray's workers and return its status.
+
+    `workers` is their number, or the least and the most of them; `resources` are those of each,
+    `failures` the most restarts, `resize_seconds` the time between two looks for more resources.
+    `storage` holds Ray's own notes of the run, in its folder `ray` (none: --save), which all nodes
+    must share; `complete` may take a model's settings from --load. SIGTERM lets the run save.
+    """
+    least, most = (workers, workers) if isinstance(workers, int) else workers
+    shapes = elastic.find_shapes(command, least, most, complete)
+    build_program(command)
+    ray.init(ignore_reinit_error=True)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # it may lose others
+    notes: Any = Notes.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
+    trainer = TorchTrainer(
+        run_rank,
+        train_loop_config={"command": command, "shapes": shapes, "notes": notes, "folder": os.getcwd()},
+        torch_config=Ranks(),
+        scaling_config=ScalingConfig(
+            num_workers=workers,
+            use_gpu=use_gpu,
+            resources_per_worker=resources,
+            elastic_resize_monitor_interval_s=resize_seconds,
+        ),
+        run_config=RunConfig(
+            failure_config=FailureConfig(max_failures=failures),
+            storage_path=os.path.abspath(storage or elastic.save_folder(command) or "."),
+            name="ray",
+        ),
+    )
+    before = signal.signal(signal.SIGTERM, lambda number, frame: notes.stop.remote())
+    try:
+        trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        print(f"meshwright on Ray: {error}", file=sys.stderr)
+        return HANG
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    status: int | None = ray.get(notes.read.remote())[1]
+    return status or DONE
+
+
+def has_gpus() -> bool:
+    ray.init(ignore_reinit_error=True)
+    return bool(ray.cluster_resources().get("GPU"))
+
+
+class Ranks(TorchConfig):  # type: ignore[misc]
+    """Ray's settings without its connections: the ranks connect themselves."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return Meeting
+
+
+class Meeting(Backend):  # type: ignore[misc]
+    """Where the ranks of each attempt meet, and their end before the next one."""
+
+    share_cuda_visible_devices = True
+    sizes: list[int] = []  # the numbers of workers of all attempts
+
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        address, port = worker_group.execute_single(0, find_address)
+        before, self.sizes = self.sizes, [*self.sizes, len(worker_group)]
+        why = (
+            f"attempt {len(self.sizes)} on Ray, with {self.sizes[-1]} workers after {before[-1]}"
+            if before
+            else "on Ray"
+        )
+        worker_group.execute(set_variables, {"MASTER_ADDR": address, "MASTER_PORT": str(port), ATTEMPT: why})
+
+    def on_shutdown(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        """Let the ranks save, if all are there, before Ray starts others in their place."""
+        worker_group.execute(stop_rank)
+
+
+def set_variables(values: dict[str, str]) -> None:
+    os.environ.update(values)  # its method itself would be sent with a copy of the driver's variables
+
+
+def find_address() -> tuple[str, int]:
+    """Return this node's address and a free port."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return ray.util.get_node_ip_address(), s.getsockname()[1]
+
+
+def stop_rank() -> None:
+    global _is_stopped
+    _is_stopped = True
+    if _child is not None and _child.poll() is None:
+        _child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            _child.wait(GRACE)
+
+
+def run_rank(given: dict[str, Any]) -> None:
+    """Run one rank as a child of this worker; raise if it fails and another start may help."""
+    global _child
+    here = ray.train.get_context()
+    rank, size = here.get_world_rank(), here.get_world_size()
+    shape = next(one for one in given["shapes"] if one.ranks <= size)
+    if rank >= shape.ranks:
+        return  # idle: so many ranks would not fit the command
+    why = f"{os.environ[ATTEMPT]}: {shape.ranks} of {size} ranks{shape.describe()}"
+    place = {"RANK": rank, "WORLD_SIZE": shape.ranks, "LOCAL_RANK": here.get_local_rank(), LAUNCHER_PID: os.getpid()}
+    place["LOCAL_WORLD_SIZE"] = min(here.get_local_world_size(), shape.ranks)
+    environ = os.environ | {name: str(value) for name, value in place.items()} | {ATTEMPT: why}
+    words = [sys.executable, *build_program(given["command"]), *shape.flags]
+    _child = subprocess.Popen(words, env=environ, cwd=given["folder"])
+    asked, notes = time.monotonic(), given["notes"]
+    while _child.poll() is None:
+        time.sleep(0.1)
+        if time.monotonic() - asked > ASK:
+            asked = time.monotonic()
+            if ray.get(notes.read.remote())[0] and not _is_stopped:
+                _child.terminate()
+                asked += GRACE
+    if (code := _child.returncode) == DONE or _is_stopped:
+        return
+    is_stopping, status = ray.get(notes.read.remote())
+    if is_final(code) or (is_stopping and exit_status(code) == SIGTERM):
+        ray.get(notes.end.remote(exit_status(code)))
+        return
+    if code in LOST:
+        time.sleep(CAUSE)
+        if ray.get(notes.read.remote())[1] is not None:
+            return
+    raise RuntimeError(f"rank {rank} {describe_end(code)}")
