@@ -37,9 +37,10 @@ import torch
 from torch import Tensor
 
 from fuzz.cases import Case, configs, in_one_process
-from layouts import EOD, NEAR
 from meshwright.settings.schema import TrainConfig
 
+NEAR = 1e-9
+EOD = 5  # of mock data
 SPREAD = 16.0
 STRIDE = 3.0  # steps of Adam are about lr, or a few times that at first
 ROUNDINGS = 8  # of the largest gradient, in each other one
