@@ -236,7 +236,7 @@ class Distances:
             self.wrong.append(f"{what}: {far:.2e} apart, {allowed:.2e} allowed{text}")
 
     def same(self, what: str, got: Any, want: Any) -> None:
-        if got != want and not (got != got and want != want):
+        if repr(got) != repr(want):  # NaN is NaN
             self.wrong.append(f"{what}: {got} instead of {want}")
 
     def number(self, what: str, got: float, exact: float, own: float) -> None:
