@@ -20,7 +20,7 @@ FUZZ ?=
 
 FAULTS = $(TESTS) -n 2 -q $(shell $(BIN)/python tests/faults/table.py)
 
-.PHONY: demo test check test-long faults faults-long faults-soak fuzz bench install clean
+.PHONY: demo test check test-long faults faults-long faults-soak fuzz elastic bench install clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/base: pyproject.toml constraints.txt
@@ -63,6 +63,9 @@ faults-soak: $(VENV)/test
 
 fuzz: $(VENV)/test
 	PYTHONPATH=src:tests $(BIN)/python -m fuzz --cases $(CASES) --jobs $(JOBS) --seed $(SEED) $(FUZZ)
+
+elastic: $(VENV)/test
+	$(TESTS) -s -m long tests/launch/test_elastic.py tests/launch/test_on_ray.py
 
 bench: $(VENV)/test
 	$(BIN)/python benchmarks/loop.py

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,21 +61,21 @@ def main(folder: Path, what: str) -> int:
     node = cluster.add_node(num_cpus=1, resources={"rank": 1})
     ray.init(address=cluster.address)
 
-    def play() -> None:
-        try:
-            train_on(folder, size[1])
-            act(folder, cluster, node)
-        except BaseException:
-            traceback.print_exc()
-        (folder / "end").touch()
-
-    threading.Thread(target=play, daemon=True).start()
     command = [str(elastic_runs.RECORDER), *elastic_runs.make_flags(folder)]
-    status = on_ray.fit(command, size, resources={"CPU": 0, "rank": 1}, resize_seconds=5)
-    print(f"status {status}", flush=True)
+    status: list[int] = []
+
+    def fit() -> None:
+        status.append(on_ray.fit(command, size, resources={"CPU": 0, "rank": 1}, resize_seconds=5))
+
+    fitting = threading.Thread(target=fit)  # nodes are added in the main thread only
+    fitting.start()
+    train_on(folder, size[1])
+    act(folder, cluster, node)
+    (folder / "end").touch()
+    fitting.join()
     ray.shutdown()  # before the cluster, whose end would end this process
     cluster.shutdown()
-    return status
+    return status[0]
 
 
 if __name__ == "__main__":

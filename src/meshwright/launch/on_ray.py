@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -73,7 +74,8 @@ def fit(
     `workers` is their number, or the least and the most of them; `resources` are those of each,
     `failures` the most restarts, `resize_seconds` the time between two looks for more resources.
     `storage` holds Ray's own notes of the run, in its folder `ray` (none: --save), which all nodes
-    must share; `complete` may take a model's settings from --load. SIGTERM lets the run save.
+    must share; `complete` may take a model's settings from --load. In the main thread, SIGTERM
+    lets the run save.
     """
     least, most = (workers, workers) if isinstance(workers, int) else workers
     shapes = elastic.find_shapes(command, least, most, complete)
@@ -97,14 +99,16 @@ def fit(
             name="ray",
         ),
     )
-    before = signal.signal(signal.SIGTERM, lambda number, frame: notes.stop.remote())
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: notes.stop.remote()) if is_main else None
     try:
         trainer.fit()
     except ray.train.TrainingFailedError as error:
         print(f"meshwright on Ray: {error}", file=sys.stderr)
         return HANG
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if is_main:
+            signal.signal(signal.SIGTERM, before)
     status: int | None = ray.get(notes.read.remote())[1]
     return status or DONE
 
