@@ -18,7 +18,7 @@ from meshwright.verify.compare import GRADIENTS, ORDER, compare
 from meshwright.verify.small_run import Place
 from ranks import run_ranks
 
-TP = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --attention-dropout 0.1 --bf16"
+TP = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --num-layers 2 --bf16 --attention-dropout 0.1"
 MORE = [
     "--world-size 2 --zero-stage 3 --recompute-granularity full --untie-embeddings-and-output-weights",
     "--world-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --cpu-optimizer",
@@ -69,7 +69,10 @@ def test_a_layout_equals_one_process_and_a_missing_sum_is_named(tmp_path):
     assert "ln_" in first["name"] or first["name"].endswith("proj.bias") or first["name"] == "wpe.weight", first
     assert f"gradients differ first, {first['name']} by" in broken["error"] and "DIFFERENT" in broken["table"]
 
-    for values, words in ((made, "<b>Layout verified</b>: 5"), (broken, "<b>Layout differs</b>: gradients, ")):
+    for values, words in (
+        (made, "<b>Layout verified</b>: 28 parameters, "),
+        (broken, "<b>Layout differs</b>: gradients, "),
+    ):
         (tmp_path / CERTIFICATE).write_text(json.dumps(values))
         assert words in show_certificate(tmp_path)[0]
     (tmp_path / CERTIFICATE).write_text("{")
