@@ -27,6 +27,7 @@ from meshwright import device
 from meshwright.kernels import (
     activation,
     adamw,
+    clock_triton,
     decode,
     dropout,
     embedding,
@@ -193,6 +194,10 @@ def decoding() -> None:
             decode.attend(qkv, texts, heads.Sizes(groups, per_group, head), angles if groups == 4 else None)
 
 
+def clocks() -> None:
+    clock_triton.stamp[(1,)](torch.zeros(2, dtype=torch.int64), 1, num_warps=1)
+
+
 CALLS = {
     f.__name__: f
     for f in (
@@ -208,6 +213,7 @@ CALLS = {
         casts,
         casts_in_kernels,
         decoding,
+        clocks,
     )
 }
 MORE = {f.__name__: f for f in (norms_of_all_widths,)}

@@ -248,6 +248,7 @@ TABLE = {
         **dict.fromkeys("wandb_project wandb_exp_name wandb_save_dir".split(), "test_trackers.py::test_wandb"),
         **dict.fromkeys("profile profile_step_start profile_step_end".split(), "test_profile.py::test_profile"),
         "steps_per_print": "test_loop.py::test_deepspeeds_lines",
+        "log_straggler": "test_stragglers.py::test_a_slow_rank_is_named_and_the_run_goes_on",
         "nvidia_smi_at": "test_loop.py::test_nvidia_smi",
         "trackio_project": "test_trackers.py::test_trackio",
         **dict.fromkeys(

@@ -176,7 +176,19 @@ def test_the_state(tmp_path, monkeypatch):
     assert (a["state"], b["state"]) == ("running", "ended") and b["attempts"][0]["end"] == "done"
     assert (a["step"], a["amount"], a["unit"], a["skipped"]) == (4, 16 * 16, "tokens", 1)
     assert (a["best"], a["validation"], a["left"]) == ([4.0, 2], 4.5, 5 * 0.01) and a["loss"] == 3.0
-    assert watcher.state()["different"] == {"lr": [1.0, 2.0]} and b["samples"] == [4]
+    assert watcher.state()["different"] == {"lr": [1.0, 2.0]} and b["samples"] == [4] and a["slow"] == []
+    lag = {
+        "event": "straggler",
+        "attempt": 1,
+        "iteration": 3,
+        "rank": 1,
+        "slow": True,
+        "text": "rank 1 (n) takes 2.0 x",
+    }
+    for is_slow, said in ((True, ["rank 1 (n) takes 2.0 x (step 3)"]), (False, [])):
+        append(tmp_path / "a", lag | {"slow": is_slow})
+        watcher.look()
+        assert watcher.state()["runs"][0]["slow"] == said
     monkeypatch.setattr("meshwright.watch.runs.PATIENCE", -1.0)
     assert watcher.state()["runs"][0]["state"] == "silent"
 

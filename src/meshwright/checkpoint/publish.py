@@ -30,6 +30,7 @@ from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, listi
 from meshwright.console import remark
 from meshwright.errors import IO, LOCKED, UserError
 from meshwright.files import naming_file, open_locked, replacing, sync
+from meshwright.launch.pulse import pulse
 from meshwright.launch.team import ALONE, Team
 
 Write = Callable[[bytes | bytearray | memoryview], None]
@@ -195,6 +196,7 @@ def write_chunk(fd: int, begin: int, parts: tuple[memoryview, ...]) -> str:
     if hasattr(os, "posix_fadvise"):
         # Linux writes to the disk now, not all at once in fsync; unwritten pages stay cached.
         os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
+    pulse.tick()
     return sha256(parts)
 
 

@@ -195,6 +195,8 @@ class Agent(LocalElasticAgent):
             return
         setting = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
         grace = 5 if self.is_stopping else int(setting) if setting.isdecimal() else GRACE
+        if HANG in self.failed.values():  # what is left hangs or is stopped, and no rank can save alone
+            grace = TOGETHER
         self.is_stopping |= death_sig not in WARNINGS
         _ignore_repeats()
         self._pcontext.close(death_sig, grace)

@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 # Connecting
 
 _minutes = 10.0  # the time-out that `join` was given
+_patience = 1  # times as long torch waits, where a watchdog decides
 _joined = 0  # how often `join` ran: a second run in these processes needs fresh keys on the store
+_store: tuple[TCPStore, str] | None = None  # the store of this run, and its prefix there
 _hosted: dict[tuple[str, int], TCPStore] = {}  # the stores that this process serves
 
 
@@ -49,15 +51,17 @@ def join(
     timeout_minutes: float = 10,
     device: torch.device | None = None,
     seconds: float | None = None,
+    is_watched: bool = False,
 ) -> Team:
     """Connect all ranks; raise UserError with the missing ones if they do not come in `seconds`.
 
     `backend` is "gloo", the device's own, or both as "cpu:gloo,cuda:nccl". The team's group always
-    serves CPU tensors, through gloo.
+    serves CPU tensors, through gloo. With `is_watched` the caller starts a watchdog, and torch's
+    own time-outs are a last resort.
     """
-    global _minutes
+    global _minutes, _patience
     die_with_launcher()
-    _minutes = timeout_minutes
+    _minutes, _patience = timeout_minutes, 3 if is_watched else 1
     if world.size == 1:
         return Team()
     until = deadline(START_SECONDS if seconds is None else seconds)
@@ -82,7 +86,9 @@ def join(
             torch.accelerator.set_device_index(bound)
         # No device_id: with it, messages between two ranks would wait for those of their group.
         run = PrefixStore(f"{prefix}/run", store)
-        dist.init_process_group(backend, store=run, rank=world.rank, world_size=world.size, timeout=timeout())
+        # All ranks meet in this group, perhaps while one of them saves for long.
+        longest = max(timeout(), datetime.timedelta(days=1)) if is_watched else timeout()
+        dist.init_process_group(backend, store=run, rank=world.rank, world_size=world.size, timeout=longest)
     except RuntimeError as error:
         if explain_lost_rank(error) is None:
             raise
@@ -100,7 +106,7 @@ def join(
 
 def _open_store(world: World, until: float) -> tuple[TCPStore, str]:
     """Meet all ranks on the store of rank 0 or of torch's agent; return it and a key prefix."""
-    global _joined
+    global _joined, _store
     assert world.address is not None and world.port is not None
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     hosts = world.rank == 0 and not is_agents
@@ -127,6 +133,7 @@ def _open_store(world: World, until: float) -> tuple[TCPStore, str]:
     finally:
         met.set()
     store.set_timeout(timeout())
+    _store = store, prefix
     _choose_interface(world.address, world.port)
     return store, prefix
 
@@ -180,7 +187,16 @@ def require_own_devices(team: Team, device: torch.device) -> None:
 
 def timeout() -> datetime.timedelta:
     """Return the time-out of this run's collectives; torch would give a new group its default."""
-    return datetime.timedelta(minutes=_minutes)
+    return datetime.timedelta(minutes=_patience * _minutes)
+
+
+def own_store(name: str) -> Store:
+    """Return the run's store for another thread: on a connection and under a prefix of its own."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    assert _store is not None
+    store, prefix = _store
+    return PrefixStore(f"{prefix}/{name}", store.clone())  # type: ignore[attr-defined]
 
 
 def leave() -> None:

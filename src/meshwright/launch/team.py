@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright.errors import UNEXPECTED, UserError
+from meshwright.launch.pulse import pulse
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,6 +38,7 @@ class Team:
         import torch
         import torch.distributed as dist
 
+        pulse.tick()
         mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = list(torch.empty(self.size, dtype=torch.int64))
         dist.all_gather(lengths, torch.tensor(mine.numel()), group=self.group)
@@ -44,6 +46,7 @@ class Team:
         padded[: mine.numel()] = mine
         table = list(torch.empty(self.size, padded.numel(), dtype=torch.uint8))
         dist.all_gather(table, padded, group=self.group)
+        pulse.tick()
         return [json.loads(bytes(row[:n].numpy())) for row, n in zip(table, lengths, strict=True)]
 
     def wait(self) -> None:

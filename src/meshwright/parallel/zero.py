@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright import device as devices
-from meshwright.kernels import adamw
+from meshwright.kernels import adamw, clock
 from meshwright.kernels.fp8 import Scales
 from meshwright.model.gpt import GPT
 from meshwright.optim import rules
@@ -51,6 +51,7 @@ from meshwright.parallel.parts import Parts
 from meshwright.settings.schema import Optimizer
 
 ALIGN = 128
+ARRIVED, TOGETHER = 0, 1  # times of a step: when a rank has its own gradients, and when all ranks have met
 DRAWN = 8 << 30  # most bytes of initial weights that are drawn at once
 Named = dict[str, tuple[tuple[int, ...], list[shard.Box], Tensor]]
 Draw = Callable[[Iterable[tuple[str, Tensor]]], None]
@@ -138,6 +139,7 @@ class Store(Parts):
         self.full = torch.float64 if spec.dtype is torch.float64 else torch.float32
         self.home = torch.device("cpu") if spec.offload else spec.device
         self.scales: Scales | None = None  # of fp8 products
+        self.times = clock.new_times(2, spec.device) if spec.layout.world > 1 else None  # of the last step, in ns
 
     # Weights
 
@@ -219,12 +221,14 @@ class Store(Parts):
         element is the loss, is replaced by its sum over all ranks. Without a finite norm and loss,
         nothing is updated.
         """
+        self.note_time(ARRIVED)
         self.finish_sums()
         flat, squares = self.flat, self.sum_of_squares()
         sums = squares[None] if sums is None else sums
         if self.layout.world > 1:
             both = torch.cat([sums.to(squares).view(-1), squares[None]])
             dist.all_reduce(both)
+            self.note_time(TOGETHER)
             sums.copy_(both[:-1].view_as(sums))
             squares = both[-1]
         judge = self.judge if flat is None else flat.judge
@@ -246,6 +250,10 @@ class Store(Parts):
         if self.flat is not None:
             return self.flat.squares()
         return self.squares([self.summed(p) for p in self.pieces if p.counted])
+
+    def note_time(self, place: int) -> None:
+        if self.times is not None:
+            clock.stamp(self.times, place)
 
     def judge(self, squares: Tensor, loss: Tensor, numbers: rules.Numbers) -> rules.Verdict:
         """Compute the clip factor, and whether the step is applied."""

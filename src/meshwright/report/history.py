@@ -63,6 +63,7 @@ class Attempt:
     end: dict[str, Any] | None = None  # None: still running, or killed
     unsaved: list[int] = field(default_factory=list)  # the iterations whose save failed
     rollbacks: list[int] = field(default_factory=list)  # the iterations at which it went back
+    slow: dict[int, str] = field(default_factory=dict)  # rank: how much slower than the others it is
 
     @property
     def startup(self) -> float:
@@ -157,6 +158,10 @@ class Record:
             self.attempts[-1].unsaved.append(iteration)
         elif event == "rollback" and self.attempts:
             self.attempts[-1].rollbacks.append(iteration)
+        elif event == "straggler" and self.attempts:
+            slow, rank = self.attempts[-1].slow, int(row["rank"])
+            slow.pop(rank, None)
+            slow |= {rank: f"{row['text']} (step {iteration})"} if row["slow"] else {}
         elif event == "end" and self.attempts and self.attempts[-1].number == int(row["attempt"]):
             self.attempts[-1].end = row
             row["time"] = now

@@ -110,8 +110,10 @@ _IDLE = {
     "metrics.jsonl in the run's folder has tokens, time and gradient norm of every step": """log-progress
         log-l2-norm-grad-to-tensorboard log-runtime-to-tensorboard runtime-time-unit:1""",
     "config.toml in the run's folder holds every setting": "config-logger-dir:1 save-config-filepath:1",
-    "it is not measured; --timing-log-level compares the ranks' times": """log-straggler disable-straggler-on-startup
-        straggler-ctrlr-port:1 straggler-minmax-count:1 gpu-sniff-test-interval:1 run-workload-inspector-server""",
+    "slow ranks are named all along, at log intervals; see --log-straggler": """disable-straggler-on-startup
+        straggler-ctrlr-port:1 straggler-minmax-count:1""",
+    "it is not measured; --timing-log-level compares the ranks' times": """gpu-sniff-test-interval:1
+        run-workload-inspector-server""",
     "energy is not measured; run codecarbon separately": "codecarbon-dir:1 log-energy",
     "this figure is not measured": "log-max-attention-logit",
     "the log line has the peak memory of the device": "log-memory-interval:1 log-device-memory-used",

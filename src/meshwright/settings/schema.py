@@ -565,6 +565,7 @@ class Logging:
         "(none: between two steps, on the devices of the run)",
         needs=EVAL_TASKS_FLAG,
     )
+    log_straggler: bool = flag(True, "name ranks that take 1.5 x the median time of a step or more")
     nvidia_smi_at: list[int] = flag(
         [], "after these iterations, print nvidia-smi's use and memory of each machine's GPUs", bound=">0"
     )

@@ -28,12 +28,14 @@ from meshwright.console import notice, remark, say, say_time, show
 from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, count_used, list_epochs, make_marks
 from meshwright.data.loader import Batch, Loader, LoaderSpec
 from meshwright.data.samples import Dataset
-from meshwright.errors import NON_FINITE, UserError
+from meshwright.errors import HANG, NON_FINITE, UserError
+from meshwright.launch.pulse import pulse
 from meshwright.launch.team import Team
 from meshwright.model import counts
 from meshwright.model.gpt import DRAWING, initialise
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedule import warn_of_idle_steps
+from meshwright.parallel.zero import ARRIVED, TOGETHER
 from meshwright.settings.command import our_version
 from meshwright.settings.grammar import skipped
 from meshwright.tokenizers import Tokenizer
@@ -50,6 +52,7 @@ from meshwright.training.screen import Beginning, LineScreen
 from meshwright.training.sizes import describe_long_step, parameters_of_ranks
 from meshwright.training.step import StepSettings, Submitted, Update, evaluate, train_step
 from meshwright.training.stop import StopConditions
+from meshwright.training.stragglers import Stragglers
 
 ALL_DONE = "all iterations done"
 
@@ -84,6 +87,7 @@ class Trainer:
         self.submitted: Submitted | None = None  # the last step, if it is not settled
         self.unwritten: Callable[[], None] | None = None  # writes the log of the last step that is
         self.guard = Guard(self)
+        self.stragglers = Stragglers(None, self.config.logging.log_interval)
         every = self.config.parallel.check_replicas_interval
         self.replicas = Replicas(self.net, team, every, self.config.checkpoint.save)
         # A step's learning rate and loss scale must not depend on whether the one before was
@@ -252,9 +256,11 @@ class Trainer:
     def step(self, stop: StopConditions) -> None:
         """Update the weights with the next global batch."""
         begun = time.perf_counter()
+        pulse.enter("data", self.progress.iteration + 1)
         with self.timers.time("batch-generator", 2):
             micro_batches = self.next_batch()
         waited = time.perf_counter() - begun
+        pulse.enter("forward-backward")
         settings = self.step_settings(stop)
         update = train_step(self.net, micro_batches, settings, self.timers.time)
         self.record(self.count(settings, update, waited))
@@ -301,6 +307,8 @@ class Trainer:
             extras["num_zeros"] = self.net.store.zeros()
         if self.config.logging.log_params_norm:
             extras["params_norm"] = self.net.store.norm()
+        if (times := self.net.store.times) is not None:
+            extras |= {"arrived": times[ARRIVED], "met": times[TOGETHER]}
         numbers = torch.cat([update, *(x.double().view(1) for x in extras.values())]) if extras else update
         size, scheduled = self.config.batch(p.consumed_train_samples), p.schedule_samples
         p.iteration += 1
@@ -317,6 +325,8 @@ class Trainer:
         p, c, scaler, settings = self.progress, self.config, self.state.scaler, step.settings
         loss, norm, wanting_stop, *values = step.numbers()
         shown = dict(zip(step.extras, values, strict=True))
+        if "met" in shown:
+            self.stragglers.note(step.iteration, step.data_ms, shown.pop("arrived"), shown.pop("met"))
         if self.state.schedule.wd_style != "constant":
             shown["weight_decay"] = settings.weight_decay
         self.may_have_to_stop = self.team.size == 1 or wanting_stop > 0
@@ -372,6 +382,8 @@ class Trainer:
         write, self.unwritten = self.unwritten, None
         if write is not None:
             write()
+        for iteration, lag in self.stragglers.changes() if self.team.is_lead else ():
+            self.metrics.straggler(iteration, lag)
 
     # Around the steps
 
@@ -498,6 +510,7 @@ class Trainer:
         if not (saves or validates or prints or samples or scores):
             return
         self.finish()
+        self.stragglers.pause()
         pause = time.perf_counter()
         if prints:
             self.metrics.print_gpus()
@@ -507,6 +520,7 @@ class Trainer:
             if is_best:
                 p.best_iteration, p.best_loss = p.iteration, loss
         if samples:
+            pulse.enter("samples")
             samples.write(p.iteration, self.metrics)
         if saves or (c.save and is_best and c.keep_best):
             self.save()
@@ -517,11 +531,13 @@ class Trainer:
     def score(self, act: Callable[..., None], stop: StopConditions) -> None:
         """Call one of the methods of `scores` for the weights after the last step."""
         self.finish()
+        pulse.enter("scores")
         p, is_alone = self.progress, self.team.size == 1
         act(p.iteration, p.consumed_train_samples, self.metrics, lambda: is_alone and stop.signal is not None)
 
     def validate(self, name: str, prefix: str, ahead: int, stop: StopConditions) -> float:
         """Return the mean loss of the "valid" or "test" sets, printing each; NaN if none."""
+        pulse.enter("validation")
         sets = [(key, data) for key, data in self.data.items() if data is not None and key.split("/")[0] == name]
         losses = [self.validate_set(key, data, prefix, ahead, stop) for key, data in sets]
         return sum(losses) / len(losses) if losses else math.nan
@@ -565,7 +581,12 @@ class Trainer:
         for prefix, number in sorted(used.items(), key=lambda item: -item[1])[:20] if aloud else ():
             say(f" > samples of each data set so far: {number:12d} {prefix}")
 
+    def report_hang(self, text: str) -> None:
+        """Record that the watchdog, whose thread calls this, is about to end the run."""
+        self.metrics.record_failure(self.progress.iteration, UserError(text, HANG))
+
     def save(self) -> None:
+        pulse.enter("save")
         self.replicas.require_equal(self.progress.iteration)
         self.guard.note_save()
         self.report_samples_used()

@@ -31,6 +31,7 @@ from meshwright.training.folder import LivePage
 from meshwright.training.lines import FORMS, MEGATRON, Check, Interval, in_deepspeeds_form
 from meshwright.training.screen import LineScreen
 from meshwright.training.startup import Startup
+from meshwright.training.stragglers import Lag
 from meshwright.training.trackers import open_trackers, tags, validation_tags
 
 # Dense half-precision peaks in FLOP/s by a part of the device's name, from the vendors' datasheets.
@@ -74,7 +75,7 @@ class Metrics:
         self.flops, self.total_steps = attempt.flops_per_token, attempt.total_steps
         self.device, self.timers, self.screen = timers.device, timers, attempt.screen
         self.peak = peak_flops(self.device)
-        self.file, self.attempt_number = -1, 1
+        self.file, self.attempt_number, self.has_failed = -1, 1, False
         self.unwritten = bytearray()  # rows, or the rest of one, that a full disk refused
         self.is_late = False  # whether that was said
         self.path = (folder or Path()) / "metrics.jsonl"
@@ -107,7 +108,7 @@ class Metrics:
 
         With --save-error warn, rows wait in memory while the disk is full.
         """
-        if self.file < 0:
+        if self.file < 0 or self.has_failed:
             return
         plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         head = {"event": event, "attempt": self.attempt_number, "iteration": iteration}
@@ -266,6 +267,13 @@ class Metrics:
         self.row("scores", iteration, scores={n: v if math.isfinite(v) else str(v) for n, v in scores.items()}, **facts)
         self._track({f"scores/{name}": value for name, value in scores.items()}, iteration, consumed)
 
+    def straggler(self, iteration: int, lag: Lag) -> None:
+        """Record that a rank is slow, or no longer."""
+        remark(f" > {'WARNING: ' * lag.is_slow}{lag}")
+        values = {"ratio": lag.ratio, "ms": lag.ms, "data_ms": lag.data_ms, "median_ms": lag.median}
+        rounded = {name: round(value, 3) for name, value in values.items()}
+        self.row("straggler", iteration, rank=lag.rank, host=lag.host, slow=lag.is_slow, text=str(lag), **rounded)
+
     def print_gpus(self) -> None:
         """Print the use and memory of this machine's GPUs, once a machine: by its first rank."""
         if self.gpus_are_hidden or find_world(os.environ, self.config.parallel.local_rank).local_rank:
@@ -288,6 +296,7 @@ class Metrics:
         reason = "not finite" if status == NON_FINITE else (str(error) or type(error).__name__).splitlines()[0]
         with contextlib.suppress(OSError):  # perhaps the disk is full, which is why it ends
             self.row("end", iteration, reason=reason, status=status)
+        self.has_failed = True  # the watchdog and the training may both find out
         self.page.close(failed=True)
 
     @property

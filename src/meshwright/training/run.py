@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from meshwright.checkpoint import publish, steps
 from meshwright.console import logged_to, remark, say, say_arguments, say_time, show
 from meshwright.errors import UserError
 from meshwright.launch import rendezvous
+from meshwright.launch.pulse import pulse
 from meshwright.launch.team import Team
+from meshwright.launch.watchdog import Watchdog
 from meshwright.launch.world import ATTEMPT, find_world, require_world_size
 from meshwright.parallel.layout import connect, layout_of
 from meshwright.settings import argument_dump, checks, data_paths, deepspeed_json, flags
@@ -57,6 +60,7 @@ class Job:
     handle_signals: bool
     idle: Mapping[str, Any]
     startup: Startup
+    watchdog: Watchdog | None
     rehearse: Rehearse | None = None
 
 
@@ -100,22 +104,30 @@ def run(
         device = devices.pick(p.device, here.local_rank)
     if config.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
+    watchdog: Watchdog | None = None
     try:
         backend = pick_backend(p, device, here.rank == 0)
         with startup.phase("ranks", "waiting for all ranks"):
-            team = rendezvous.join(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
-        job = Job(model, loss, datasets, command or [], handle_signals, idle or {}, startup, rehearse)
+            minutes, seconds = p.distributed_timeout_minutes, p.start_timeout_seconds
+            team = rendezvous.join(here, backend, minutes, device, seconds, is_watched=True)
+        if team.size > 1:
+            watchdog = Watchdog(here, rendezvous.own_store("watchdog"), minutes)
+        job = Job(model, loss, datasets, command or [], handle_signals, idle or {}, startup, watchdog, rehearse)
         status = run_on_rank(config, device, team, job)
         if status > 128 and here.launcher == "torchrun" and team.is_lead:
             after = "what torchrun prints after this line, and its status 1, is its way to end after a signal"
             print(f"the run has ended as it was asked to, with status {status}; {after}", file=sys.stderr, flush=True)
         return status
     except Exception as error:
+        if watchdog is not None and watchdog.is_ending():
+            threading.Event().wait(30)
         reported = rendezvous.error_to_report(out_of_memory(error, config) or error, here)
         if reported is error:
             raise
         raise reported from error
     finally:
+        if watchdog is not None:
+            watchdog.stop()
         rendezvous.leave()
 
 
@@ -162,6 +174,8 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
         layout = connect(layout_of(config, team.rank), rendezvous.timeout())
         open_log = held.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
         team.run_on_lead(lambda: lock_folders(config, held))
+        if job.watchdog is not None:
+            job.watchdog.folder = folder
         if job.rehearse is not None and config.training.verify_layout:
             job.rehearse(config, layout, device, team, job)
         timers = Timers(int(config.logging.timing_log_level), config.logging.timing_log_option, device, team, startup)
@@ -185,6 +199,9 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
         timers.print_phases("model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
 
         trainer.open_folder(folder, tokenizer, job.command, screen)
+        if job.watchdog is not None:
+            job.watchdog.at_end = trainer.report_hang
+            trainer.stragglers.watchdog = job.watchdog if config.logging.log_straggler else None
         say(startup.line())
         open_log()
         held.callback(trainer.close)
@@ -223,6 +240,7 @@ def finish(trainer: Trainer, reason: str, stop: StopConditions, tokenizer: Token
     """Validate, save and export after the loop."""
     from meshwright.training.loop import ALL_DONE
 
+    pulse.enter("end")
     config, c = trainer.config, trainer.config.checkpoint
     if reason == ALL_DONE:
         trainer.validate("valid", "the end of training for val data", 0, stop)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 from meshwright.console import say
+from meshwright.launch.pulse import pulse
 
 PATIENCE = 2.0  # seconds until the log says what is waited for
 
@@ -33,6 +34,7 @@ class Startup:
 
     def wait(self, doing: str) -> None:
         self.end_wait()
+        pulse.enter("startup", 0, doing)
         if self.prints:
             self.timer = threading.Timer(PATIENCE, say, (f" > {doing} ...",))
             self.timer.daemon = True

@@ -19,6 +19,7 @@ from meshwright import device as devices
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.data.loader import Batch
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.launch.pulse import pulse
 from meshwright.model.attention import Stream, Where, seed_dropout
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.optim.rules import Numbers
@@ -131,6 +132,7 @@ def train_step(net: Network, batches: list[Batch], settings: StepSettings, timed
         if net.graphs is not None and replay(net, batches, rows, counted, settings.seed):
             return net.graphs.totals
         numbers, totals = accumulate(net, batches, rows, counted, settings, timed)
+        pulse.enter("optimizer")
         with timed("optimizer", 1):
             update(net, numbers[-1] if net.store.reads_tensors else rows[-1], totals)
         return totals
@@ -213,6 +215,7 @@ def forward_backward(
         net.store.clear_gradients()
         totals.zero_()
         totals[STOPPING].copy_(wants_stop)
+    pulse.tick()
     with timed("forward-compute", 2):
         out = forward(net, net.parts[0], batch, seed)
         loss = loss_sum(net.loss(out, batch), batch.loss_mask) / divisor
@@ -234,6 +237,7 @@ def pipeline_step(
 
     def compute_loss(part: Any, b: Batch, stream: Tensor | None = None) -> Tensor:
         """Return a micro-batch's share of the loss, or the next stage's input."""
+        pulse.tick()
         with timed("forward-compute", 2):
             out = forward(net, part, b, s.seed, stream)
             if not getattr(part, "last", True):
@@ -315,6 +319,7 @@ def evaluate(net: Network, batches: Iterator[list[Batch]], should_stop: Callable
 
     stopped = False
     for micro_batches in batches:
+        pulse.tick()
         if stopped := should_stop():
             break
         if net.pipeline is not None:

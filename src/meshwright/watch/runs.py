@@ -114,6 +114,7 @@ def describe(run: Follower, name: str, now: float) -> dict[str, Any]:
         attempts = run.record.attempts
         out["attempts"] = [describe_attempt(a) for a in attempts]
         out["state"] = state_of(run, now)
+        out["slow"] = list(attempts[-1].slow.values()) if attempts and attempts[-1].end is None else []
         out["updated"], out["steps"] = run.updated, run.count
         out["unit"] = "tokens" if run.setting("seq_length") else "samples"
         out["samples"] = sorted({i for i, _ in run.record.samples})

@@ -183,6 +183,7 @@ function drawRuns() {
   $("runs").replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows));
   if (focused) [...$("runs").querySelectorAll("input")].find((box) => box.dataset.run === focused)?.focus();
   const problems = state.runs.flatMap((run) => run.damage.map((text) => `${run.name}: ${word("damaged")}: ${text}`));
+  problems.push(...state.runs.flatMap((run) => run.slow.map((text) => `${run.name}: ${text}`)));
   $("problems").replaceChildren(...[...new Set(problems)].map((text) => make("li", {}, text)));
   const running = state.runs.filter((run) => run.state === "running");
   const lead = running.length === 1 && running[0].step ? `${whole(running[0].step)} · ${figure(running[0].loss)} · ` : "";

@@ -1,0 +1,146 @@
+"""What the checks of a run cost: a step with and without them, in turns.
+
+usage: python benchmarks/trust_cost.py [--pairs N] [--steps N] [--check-every K] -- FLAGS OF TRAIN
+
+Off: the plain step. On: the watchdog with its signs of life over a store, the times of each step
+for naming slow ranks, and the hash of the weights every K steps. K is smaller than the default, so
+that few steps show what a hash costs; the share at the default interval is computed from that. One
+process does all of it, as each rank of a larger run would; the exchange of 8 bytes a rank is left
+out. The hash of saved files (SHA-256, in the background on a GPU) is timed beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+from meshwright import console
+from meshwright import device as devices
+from meshwright.kernels import clock
+from meshwright.launch.team import Team
+from meshwright.launch.watchdog import Watchdog
+from meshwright.launch.world import World
+from meshwright.parallel.layout import Layout
+from meshwright.settings import flags
+from meshwright.settings.schema import Parallel, TrainConfig
+from meshwright.training import network
+from meshwright.training.loop import Trainer
+from meshwright.training.metrics import Timers
+from meshwright.training.replicas import Copies
+from meshwright.training.stop import StopConditions
+
+NEEDED = "--mock-data --eval-iters 0 --train-iters 1000000 --log-interval 1000000 --lr 1e-5".split()
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5, help="turns of off and on (default: 5)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of each half of a turn (default: 20)")
+    parser.add_argument("--check-every", type=int, default=5, help="steps between hashes while on (default: 5)")
+    parser.add_argument("flags", nargs="*")
+    given = parser.parse_args(argv)
+    trainer, stop = open_trainer([*NEEDED, *given.flags])
+    every = given.check_every
+    seconds: dict[str, list[float]] = {"off": [], "on": []}
+    run(trainer, stop, 5, False, every)  # kernels are loaded, graphs captured
+    run(trainer, stop, 5, True, every)
+    watchdog = start_watchdog()
+    for turn in range(given.pairs):
+        for name in ("off", "on") if turn % 2 == 0 else ("on", "off"):
+            if watchdog is None and name == "on":
+                watchdog = start_watchdog()
+            if watchdog is not None and name == "off":
+                watchdog.stop()
+                watchdog = None
+            seconds[name].append(run(trainer, stop, given.steps, name == "on", every))
+    if watchdog is not None:
+        watchdog.stop()
+    report(trainer, seconds, every)
+    return 0
+
+
+def open_trainer(words: list[str]) -> tuple[Trainer, StopConditions]:
+    console.set_stream(None)
+    config = flags.parse(TrainConfig, words, "trust_cost").config
+    device, team = devices.pick(config.parallel.device, 0), Team()
+    timers = Timers(0, "minmax", device, team)
+    vocab = config.tokenizer.vocab_size or 50257
+    padded = -(-vocab // config.model.make_vocab_size_divisible_by) * config.model.make_vocab_size_divisible_by
+    trainer = Trainer(network.Spec(config, Layout(), device, vocab, padded), team, timers)
+    trainer.load_or_initialise()
+    trainer.open_data(None, None)
+    trainer.open_folder(None, None, [])
+    store = trainer.net.store
+    # As on a rank of several: the weights and the masters are what other ranks hold too.
+    held = store.held()
+    trainer.replicas.copies = [Copies("weights", [[0]], held, getattr(store, "weights", None))]
+    if getattr(store, "master", None) is not getattr(store, "weights", None):
+        trainer.replicas.copies.append(Copies("masters", [[0]], {}, store.master))  # type: ignore[union-attr]
+    return trainer, StopConditions(config.training, time.perf_counter(), False)
+
+
+def start_watchdog() -> Watchdog:
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    store = TCPStore("127.0.0.1", 0, None, True, datetime.timedelta(seconds=30), wait_for_workers=False)
+    return Watchdog(World(address="127.0.0.1", port=store.port), PrefixStore("w", store), 10.0)
+
+
+def run(trainer: Trainer, stop: StopConditions, steps: int, is_on: bool, every: int) -> float:
+    """Return the seconds of a step."""
+    store, device = trainer.net.store, trainer.device
+    trainer.replicas.every = every if is_on else 1 << 40
+    if trainer.net.graphs is None:  # graphs keep the kernels that they were captured with
+        store.times = clock.new_times(2, device) if is_on else None
+    devices.synchronize(device)
+    begun = time.perf_counter()
+    for _ in range(steps):
+        trainer.step(stop)
+    trainer.finish()
+    devices.synchronize(device)
+    return (time.perf_counter() - begun) / steps
+
+
+def report(trainer: Trainer, seconds: dict[str, list[float]], every: int) -> None:
+    default = Parallel().check_replicas_interval
+    off, on = (statistics.median(seconds[name]) for name in ("off", "on"))
+    replicas, device = trainer.replicas, trainer.device
+    alone = []
+    for _ in range(5):
+        devices.synchronize(device)
+        begun = time.perf_counter()
+        replicas.begin(0)
+        replicas.look()
+        alone.append(time.perf_counter() - begun)
+    hashed = statistics.median(alone)
+    rest = on - off - hashed / every
+    ours = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    parameters = sum(x.numel() for x in trainer.net.store.held().values())
+    print(
+        f"commit {ours}, torch {torch.__version__}, {devices.name(device)}, {platform.node()}, {parameters:,} parameters"
+    )
+    print(f"CUDA graphs: {'on' if trainer.net.graphs is not None else 'off'}\n")
+    print("| turn | off, ms | on, ms | on / off |\n|---|---|---|---|")
+    for n, (a, b) in enumerate(zip(seconds["off"], seconds["on"], strict=True), 1):
+        print(f"| {n} | {1e3 * a:.3f} | {1e3 * b:.3f} | {b / a:.4f} |")
+    print(f"| median | {1e3 * off:.3f} | {1e3 * on:.3f} | {on / off:.4f} |\n")
+    print(f"a hash alone, waited for: {1e3 * hashed:.3f} ms, here every {every} steps, at defaults every {default}")
+    print(f"the rest of the difference (watchdog, times of steps, noise): {1e3 * rest:.3f} ms a step")
+    share = (hashed / default + max(rest, 0.0)) / off
+    print(f"share of a step at defaults: {share:.3%} (hash alone {hashed / default / off:.4%})")
+    data = bytes(1 << 26)
+    begun = time.perf_counter()
+    hashlib.sha256(data).digest()
+    print(f"SHA-256 of saved files: {(1 << 26) / (time.perf_counter() - begun) / 1e9:.2f} GB/s on one core")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

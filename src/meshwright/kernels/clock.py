@@ -1,0 +1,30 @@
+"""The time on the clock that runs a rank's steps, written into memory without waiting for it.
+
+On a GPU a kernel of one program reads the GPU's own clock at its place among the other kernels: in
+CUDA graphs too, where events measure nothing. On a CPU it is the host's clock.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from meshwright import device as devices
+
+
+def new_times(count: int, device: torch.device) -> Tensor | None:
+    """Return memory for times in nanoseconds [count] int64, or None if there is no such clock."""
+    has_clock = device.type == "cpu" or (device.type == devices.NVIDIA and torch.version.hip is None)
+    return torch.zeros(count, dtype=torch.int64, device=device) if has_clock else None
+
+
+def stamp(times: Tensor, place: int) -> None:
+    """Write the time at which all earlier work of this stream is done."""
+    if times.device.type == "cpu":
+        times[place] = time.perf_counter_ns()
+        return
+    from meshwright.kernels import clock_triton
+
+    clock_triton.stamp[(1,)](times, place, num_warps=1)

@@ -1,0 +1,99 @@
+"""Ranks for which the others wait are named, once, and the run goes on."""
+
+import functools
+import time
+
+import pytest
+
+from helpers import TINY_FLAGS, read_rows
+from meshwright.training import loop
+from meshwright.training.stragglers import Stragglers
+from ranks import train_on_ranks
+
+FLAGS = [f for f in TINY_FLAGS if not f.startswith(("--global", "--train-iters", "--eval"))]
+FLAGS += ["--global-batch-size=4", "--train-iters=24", "--log-interval=4", "--distributed-timeout-minutes=0.05"]
+
+
+def sleep_in(name, until, rank):
+    """Have rank 1 sleep in each step up to one, and every rank a little."""
+    real, calls = getattr(loop.Trainer, name), []
+
+    def call(*more):
+        calls.append(1)
+        time.sleep(0.15 if rank == 1 and len(calls) <= until else 0.02)
+        return real(*more)
+
+    setattr(loop.Trainer, name, call)
+
+
+@pytest.mark.whole
+def test_a_slow_rank_is_named_and_the_run_goes_on(tmp_path):
+    argv = [*FLAGS, f"--run-dir={tmp_path / 'run'}"]
+    assert train_on_ranks(2, argv, tmp_path, functools.partial(sleep_in, "step_settings", 24)) == [0, 0]
+    out = (tmp_path / "log-0").read_text()
+    rows = read_rows(tmp_path / "run", "straggler")
+    assert [(row["rank"], row["slow"]) for row in rows] == [(1, True)] and rows[0]["ratio"] > 1.5, out
+    assert f" > WARNING: {rows[0]['text']}\n" in out and out.count("x the median step time") == 1
+    assert len(read_rows(tmp_path / "run")) == 24
+
+
+@pytest.mark.long
+def test_a_rank_that_waits_for_data_and_gets_well(tmp_path):
+    argv = [*FLAGS, f"--run-dir={tmp_path / 'run'}", "--tensor-model-parallel-size=2", "--train-iters=60"]
+    assert train_on_ranks(2, argv, tmp_path, functools.partial(sleep_in, "next_batch", 24)) == [0, 0]
+    rows = read_rows(tmp_path / "run", "straggler")
+    assert [(row["rank"], row["slow"]) for row in rows] == [(1, True), (1, False)]
+    assert "of it for data" in rows[0]["text"] and "no longer slow" in rows[1]["text"]
+
+
+@pytest.mark.long
+def test_no_straggler_is_named_without_the_flag_or_without_one(tmp_path):
+    argv = [*FLAGS, f"--run-dir={tmp_path / 'run'}", "--no-log-straggler"]
+    assert train_on_ranks(2, argv, tmp_path, functools.partial(sleep_in, "step_settings", 24)) == [0, 0]
+    assert read_rows(tmp_path / "run", "straggler") == []
+
+
+class Board:
+    """Stands in for the watchdog, with what the ranks post."""
+
+    def __init__(self):
+        self.board, self.posted = None, []
+
+    def post(self, values):
+        self.posted.append(values)
+
+    def take_board(self):
+        board, self.board = self.board, None
+        return board
+
+
+def test_named_once_and_when_well_again():
+    board = Board()
+    stragglers = Stragglers(board, 1)
+    for times, said in (
+        ([10, 10.5, 9.8, 29], ["rank 3 (d) takes 2.9 x the median step time: 29.0 ms; the median is 10.0 ms"]),
+        ([10, 10, 10, 31], []),
+        ([10, 10, 10, 13], []),  # below 1.5, but not below 1.25
+        ([10, 10, 10, 12], ["rank 3 (d) is no longer slow: 1.2 x the median step time"]),
+        ([0.1, 0.1, 0.9, 0.1], []),  # noise
+        (
+            [10, 30, 30, 10],
+            [
+                f"rank {r} ({h}) takes 3.0 x the median step time: 30.0 ms; the median is 10.0 ms"
+                for r, h in ((1, "b"), (2, "c"))
+            ],
+        ),
+    ):
+        board.board = [(host, 7, ms, 0.0) for host, ms in zip("abcd", times, strict=True)]
+        assert [str(lag) for _, lag in stragglers.changes()] == said
+    assert stragglers.changes() == []
+
+
+def test_a_step_after_a_pause_does_not_count():
+    board = Board()
+    stragglers = Stragglers(board, 2)
+    for step, (arrived, met) in enumerate([(1, 2), (5, 6), (9, 10), (15, 16)], 1):
+        if step == 3:
+            stragglers.pause()
+        stragglers.note(step, 1.0, arrived * 1e6, met * 1e6)
+    assert board.posted == [(2, 3.0, 1.0), (4, 5.0, 1.0)]
