@@ -3,10 +3,10 @@
 usage: python benchmarks/trust_cost.py [--pairs N] [--steps N] [--check-every K] -- FLAGS OF TRAIN
 
 Off: the plain step. On: the watchdog with its signs of life over a store, the times of each step
-for naming slow ranks, and the hash of the weights every K steps. K is smaller than the default, so
-that few steps show what a hash costs; the share at the default interval is computed from that. One
-process does all of it, as each rank of a larger run would; the exchange of 8 bytes a rank is left
-out. The hash of saved files (SHA-256, in the background on a GPU) is timed beside it.
+for naming slow ranks, and the hash of the weights every K steps; K is smaller than the default, so
+that few steps show it. Then each part is measured alone, and its share of a step at the defaults is
+computed. One process does all of it, as each rank of a larger run would; the exchange of 8 bytes a
+rank is left out. The hash of saved files (SHA-256, in the background on a GPU) is timed beside it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 
 from meshwright import console
 from meshwright import device as devices
 from meshwright.kernels import clock
+from meshwright.launch.pulse import pulse
 from meshwright.launch.team import Team
-from meshwright.launch.watchdog import Watchdog
+from meshwright.launch.watchdog import Watchdog, thread_time
 from meshwright.launch.world import World
 from meshwright.parallel.layout import Layout
 from meshwright.settings import flags
@@ -52,18 +54,17 @@ def main(argv: list[str]) -> int:
     seconds: dict[str, list[float]] = {"off": [], "on": []}
     run(trainer, stop, 5, False, every)  # kernels are loaded, graphs captured
     run(trainer, stop, 5, True, every)
-    watchdog = start_watchdog()
+    used = lived = 0.0
     for turn in range(given.pairs):
         for name in ("off", "on") if turn % 2 == 0 else ("on", "off"):
-            if watchdog is None and name == "on":
-                watchdog = start_watchdog()
-            if watchdog is not None and name == "off":
-                watchdog.stop()
-                watchdog = None
+            watchdog = start_watchdog() if name == "on" else None
+            begun = time.perf_counter()
             seconds[name].append(run(trainer, stop, given.steps, name == "on", every))
-    if watchdog is not None:
-        watchdog.stop()
-    report(trainer, seconds, every)
+            if watchdog is not None:
+                lived += time.perf_counter() - begun
+                used += sum(thread_time(thread.ident or 0) for thread in watchdog.threads)
+                watchdog.stop()
+    report(trainer, seconds, every, used / lived)
     return 0
 
 
@@ -109,37 +110,53 @@ def run(trainer: Trainer, stop: StopConditions, steps: int, is_on: bool, every: 
     return (time.perf_counter() - begun) / steps
 
 
-def report(trainer: Trainer, seconds: dict[str, list[float]], every: int) -> None:
-    default = Parallel().check_replicas_interval
+def report(trainer: Trainer, seconds: dict[str, list[float]], every: int, threads: float) -> None:
+    """Print both ways in turns, then each part alone, which is above the noise of a busy machine.
+
+    `threads` is the processor's time of the watchdog's threads for each second of the run.
+    """
+    default, device = Parallel().check_replicas_interval, trainer.device
     off, on = (statistics.median(seconds[name]) for name in ("off", "on"))
-    replicas, device = trainer.replicas, trainer.device
-    alone = []
-    for _ in range(5):
-        devices.synchronize(device)
-        begun = time.perf_counter()
-        replicas.begin(0)
-        replicas.look()
-        alone.append(time.perf_counter() - begun)
-    hashed = statistics.median(alone)
-    rest = on - off - hashed / every
     ours = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     parameters = sum(x.numel() for x in trainer.net.store.held().values())
-    print(
-        f"commit {ours}, torch {torch.__version__}, {devices.name(device)}, {platform.node()}, {parameters:,} parameters"
-    )
-    print(f"CUDA graphs: {'on' if trainer.net.graphs is not None else 'off'}\n")
-    print("| turn | off, ms | on, ms | on / off |\n|---|---|---|---|")
+    graphs = "on" if trainer.net.graphs is not None and not trainer.net.graphs.is_off else "off"
+    where = f"torch {torch.__version__}, {devices.name(device)}, {platform.node()}"
+    print(f"commit {ours}, {where}, {parameters:,} parameters, CUDA graphs {graphs}\n")
+    print(f"| turn | off, ms a step | on (hash every {every}) | on / off |\n|---|---|---|---|")
     for n, (a, b) in enumerate(zip(seconds["off"], seconds["on"], strict=True), 1):
         print(f"| {n} | {1e3 * a:.3f} | {1e3 * b:.3f} | {b / a:.4f} |")
     print(f"| median | {1e3 * off:.3f} | {1e3 * on:.3f} | {on / off:.4f} |\n")
-    print(f"a hash alone, waited for: {1e3 * hashed:.3f} ms, here every {every} steps, at defaults every {default}")
-    print(f"the rest of the difference (watchdog, times of steps, noise): {1e3 * rest:.3f} ms a step")
-    share = (hashed / default + max(rest, 0.0)) / off
-    print(f"share of a step at defaults: {share:.3%} (hash alone {hashed / default / off:.4%})")
+    replicas, times = trainer.replicas, clock.new_times(2, device)
+    hashed = alone(lambda: (replicas.begin(0), replicas.look()), 5, device)
+    stamped = 2 * alone(lambda: clock.stamp(times, 0), 100, device) if times is not None else 0.0
+    phases = 4 * alone(lambda: pulse.enter("data", 1), 1000, device)
+    parts = {
+        f"hash of the copies, every {default} steps": hashed / default,
+        "times of a step": stamped,
+        "phases of a step": phases,
+        "threads of the watchdog": threads * off,
+    }
+    print("| part alone, at defaults | ms a step | share |\n|---|---|---|")
+    for name, cost in (parts | {"all": sum(parts.values())}).items():
+        print(f"| {name} | {1e3 * cost:.4f} | {cost / off:.4%} |")
+    print(f"\none hash, waited for: {1e3 * hashed:.3f} ms", end="; ")
     data = bytes(1 << 26)
     begun = time.perf_counter()
     hashlib.sha256(data).digest()
-    print(f"SHA-256 of saved files: {(1 << 26) / (time.perf_counter() - begun) / 1e9:.2f} GB/s on one core")
+    print(f"SHA-256 of saved files: {len(data) / (time.perf_counter() - begun) / 1e9:.2f} GB/s on one core")
+
+
+def alone(act: Callable[[], object], count: int, device: torch.device) -> float:
+    """Return the median seconds of an act, of five rounds of `count`."""
+    rounds = []
+    for _ in range(5):
+        devices.synchronize(device)
+        begun = time.perf_counter()
+        for _ in range(count):
+            act()
+        devices.synchronize(device)
+        rounds.append((time.perf_counter() - begun) / count)
+    return statistics.median(rounds)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def test_a_cut_cable_ends_both_machines(
         assert [p.wait() for p in processes] == [status] * 2, read_logs(tmp_path)
         took = time.monotonic() - cut
     for log in read_logs(tmp_path):
-        assert f"another rank ended, or did not answer within --distributed-timeout-minutes {MINUTES}" in log
+        assert f"(--distributed-timeout-minutes {MINUTES})" in log
         assert "Traceback" not in log or status == 1  # torchrun's own
     assert took < MINUTES * 60 + 30  # leaving takes up to 10 s, and the launchers some more
     alone = as_one_process(tmp_path, f"{flags} --exit-interval={steps}")
