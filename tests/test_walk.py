@@ -2,7 +2,7 @@
 
 Traced are all functions of ours that the second step of a real run calls. Left out, with all that
 they call, are the model itself, what the loop does beside the batch (ASIDE), and questions to the
-layout, the device and the settings (LOOKED_UP).
+layout, the device and the settings (LOOKED_UP), and notes for the watchdog.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from meshwright.training.loop import Trainer
 SOURCE = Path(meshwright.__file__).parent
 MOST_FILES, MOST_LINES = 4, 400
 MODEL = ("model/", "kernels/")
-LOOKED_UP = ("parallel/layout", "device", "settings/")
+LOOKED_UP = ("parallel/layout", "device", "settings/", "launch/pulse")
 ASIDE = {
     *("Trainer.is_done", "Trainer.reason_to_stop", "Trainer.skip_iterations", "Trainer.validate_and_save"),
     *("Trainer.step_settings", "Trainer.count", "Trainer.record", "Trainer.batches", "Timers.time"),
-    "profiler.<locals>.before_step",
+    *("profiler.<locals>.before_step", "Replicas.after"),
 }
 
 
