@@ -30,13 +30,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from meshwright.errors import HANG
 from meshwright.launch import pulse as pulses
+from meshwright.launch import rendezvous
 from meshwright.launch.pulse import PHASES, Pulse
 from meshwright.launch.world import World
 
@@ -398,6 +399,23 @@ class Watchdog:
                 os.kill(pid, signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def watched(world: World, minutes: float) -> Iterator[Watchdog | None]:
+    """Watch this rank during the block; one process alone waits for nobody."""
+    if world.size == 1:
+        yield None
+        return
+    watchdog = Watchdog(world, rendezvous.own_store("watchdog"), minutes)
+    try:
+        yield watchdog
+    except Exception:
+        if watchdog.is_ending():
+            threading.Event().wait(30)  # its thread reports, and ends the process
+        raise
+    finally:
+        watchdog.stop()
+
+
 def stacks_of(folder: Path, rank: int) -> Path:
     return folder / f"stacks-rank{rank}.txt"
 
@@ -449,11 +467,9 @@ def write(fd: int, text: str) -> None:
 
 
 def title(ranks: list[int], hosts: dict[int, str]) -> str:
-    from meshwright.launch.rendezvous import format_ranks
-
     if len(ranks) == 1:
         return f"rank {ranks[0]}{f' ({hosts[ranks[0]]})' if ranks[0] in hosts else ''}"
-    return f"ranks {format_ranks(ranks)}"
+    return f"ranks {rendezvous.format_ranks(ranks)}"
 
 
 def describe(frame: FrameType) -> str:

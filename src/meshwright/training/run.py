@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from meshwright.errors import UserError
 from meshwright.launch import rendezvous
 from meshwright.launch.pulse import pulse
 from meshwright.launch.team import Team
-from meshwright.launch.watchdog import Watchdog
+from meshwright.launch.watchdog import Watchdog, watched
 from meshwright.launch.world import ATTEMPT, find_world, require_world_size
 from meshwright.parallel.layout import connect, layout_of
 from meshwright.settings import argument_dump, checks, data_paths, deepspeed_json, flags
@@ -104,30 +103,24 @@ def run(
         device = devices.pick(p.device, here.local_rank)
     if config.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
-    watchdog: Watchdog | None = None
     try:
         backend = pick_backend(p, device, here.rank == 0)
         with startup.phase("ranks", "waiting for all ranks"):
             minutes, seconds = p.distributed_timeout_minutes, p.start_timeout_seconds
             team = rendezvous.join(here, backend, minutes, device, seconds, is_watched=True)
-        if team.size > 1:
-            watchdog = Watchdog(here, rendezvous.own_store("watchdog"), minutes)
-        job = Job(model, loss, datasets, command or [], handle_signals, idle or {}, startup, watchdog, rehearse)
-        status = run_on_rank(config, device, team, job)
+        with watched(here, minutes) as watchdog:
+            job = Job(model, loss, datasets, command or [], handle_signals, idle or {}, startup, watchdog, rehearse)
+            status = run_on_rank(config, device, team, job)
         if status > 128 and here.launcher == "torchrun" and team.is_lead:
             after = "what torchrun prints after this line, and its status 1, is its way to end after a signal"
             print(f"the run has ended as it was asked to, with status {status}; {after}", file=sys.stderr, flush=True)
         return status
     except Exception as error:
-        if watchdog is not None and watchdog.is_ending():
-            threading.Event().wait(30)
         reported = rendezvous.error_to_report(out_of_memory(error, config) or error, here)
         if reported is error:
             raise
         raise reported from error
     finally:
-        if watchdog is not None:
-            watchdog.stop()
         rendezvous.leave()
 
 
