@@ -387,25 +387,26 @@ class Watchdog:
                 for number in SIGNALS if who["obeys"] else SIGNALS[:1]:
                     os.kill(pid, number)
                 os.kill(pid, signal.SIGCONT)
-                time.sleep(min(0.5, EXIT / 2))
+                time.sleep(0.5)
                 text = f"rank {rank}, process {pid} on {who['host']}\n{memory.read()[pulses.SHOWN :]}"
             if self.folder is not None and self.folder.is_dir():
                 stacks_of(self.folder, rank).write_text(text)
             else:
                 write(2, text)
-            time.sleep(min(0.5, EXIT / 2))
+            time.sleep(0.5)
             # Our own launcher kills it a little later, and knows that the run failed before.
             if started(pid) == who["started"] and self.world.launcher != "meshwright launch":
                 os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
-def watched(world: World, minutes: float) -> Iterator[Watchdog | None]:
+def watched(world: World, minutes: float, folder: str | None) -> Iterator[Watchdog | None]:
     """Watch this rank during the block; one process alone waits for nobody."""
     if world.size == 1:
         yield None
         return
     watchdog = Watchdog(world, rendezvous.own_store("watchdog"), minutes)
+    watchdog.folder = Path(folder) if folder else None
     try:
         yield watchdog
     except Exception:

@@ -31,6 +31,7 @@ from meshwright.data.samples import Dataset
 from meshwright.errors import HANG, NON_FINITE, UserError
 from meshwright.launch.pulse import pulse
 from meshwright.launch.team import Team
+from meshwright.launch.watchdog import Watchdog
 from meshwright.model import counts
 from meshwright.model.gpt import DRAWING, initialise
 from meshwright.optim.loss_scale import LossScale
@@ -580,6 +581,12 @@ class Trainer:
             self.metrics.row("used", p.iteration, consumed_samples=p.consumed_train_samples, samples=used)
         for prefix, number in sorted(used.items(), key=lambda item: -item[1])[:20] if aloud else ():
             say(f" > samples of each data set so far: {number:12d} {prefix}")
+
+    def watch(self, watchdog: Watchdog | None) -> None:
+        """Take part in what the watchdog does: give it the times of steps, record what it finds."""
+        if watchdog is not None:
+            watchdog.at_end = self.report_hang
+            self.stragglers.watchdog = watchdog if self.config.logging.log_straggler else None
 
     def report_hang(self, text: str) -> None:
         """Record that the watchdog, whose thread calls this, is about to end the run."""

@@ -108,7 +108,7 @@ def run(
         with startup.phase("ranks", "waiting for all ranks"):
             minutes, seconds = p.distributed_timeout_minutes, p.start_timeout_seconds
             team = rendezvous.join(here, backend, minutes, device, seconds, is_watched=True)
-        with watched(here, minutes) as watchdog:
+        with watched(here, minutes, config.checkpoint.run_dir or config.checkpoint.save) as watchdog:
             job = Job(model, loss, datasets, command or [], handle_signals, idle or {}, startup, watchdog, rehearse)
             status = run_on_rank(config, device, team, job)
         if status > 128 and here.launcher == "torchrun" and team.is_lead:
@@ -167,8 +167,6 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
         layout = connect(layout_of(config, team.rank), rendezvous.timeout())
         open_log = held.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
         team.run_on_lead(lambda: lock_folders(config, held))
-        if job.watchdog is not None:
-            job.watchdog.folder = folder
         if job.rehearse is not None and config.training.verify_layout:
             job.rehearse(config, layout, device, team, job)
         timers = Timers(int(config.logging.timing_log_level), config.logging.timing_log_option, device, team, startup)
@@ -176,7 +174,6 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
             tokenizer, vocab, padded = print_settings(config, folder, team, values)
         say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
         say_time("after megatron is initialized")
-
         with timers.phase("model-and-optimizer-setup"):
             spec = network.Spec(config, layout, device, vocab, padded, job.model, job.loss)
             with startup.phase("model", "building the model"):
@@ -192,9 +189,7 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
         timers.print_phases("model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
 
         trainer.open_folder(folder, tokenizer, job.command, screen)
-        if job.watchdog is not None:
-            job.watchdog.at_end = trainer.report_hang
-            trainer.stragglers.watchdog = job.watchdog if config.logging.log_straggler else None
+        trainer.watch(job.watchdog)
         say(startup.line())
         open_log()
         held.callback(trainer.close)
