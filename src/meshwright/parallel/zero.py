@@ -209,6 +209,9 @@ class Store(Parts):
     def wait_for_weights(self) -> None:
         """Wait until no collective uses the weights."""
 
+    def forget_gathered(self) -> None:
+        """Free weights that were gathered for a pass, which a load has made out of date."""
+
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of each summed gradient, without padded rows of the vocabulary."""
         raise NotImplementedError

@@ -112,6 +112,10 @@ class FullyShardedStore(Store):
     def publish_weights(self, has_all: bool = True) -> None:
         """Do nothing: the shards are the weights, and the next forward pass gathers them."""
 
+    def forget_gathered(self) -> None:
+        for module in (m for model in self.models for m in model.modules() if isinstance(m, FSDPModule)):
+            module.reshard()
+
     def clear_gradients(self) -> None:
         for p in self.parameters.values():
             p.grad = None

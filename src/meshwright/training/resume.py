@@ -171,6 +171,7 @@ class State:
         )
         if loaded is None:
             return None
+        self.net.store.forget_gathered()
         self.net.store.publish_weights()
         self.net.store.wait_for_weights()  # a CUDA graph cannot
         self.saver.kept = None
