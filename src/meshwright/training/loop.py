@@ -16,6 +16,7 @@ import math
 import platform
 import signal
 import time
+import weakref
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import TracebackType
@@ -87,7 +88,7 @@ class Trainer:
         self.samples: Samples | None = None  # of --sample-interval
         self.submitted: Submitted | None = None  # the last step, if it is not settled
         self.unwritten: Callable[[], None] | None = None  # writes the log of the last step that is
-        self.guard = Guard(self)
+        self.guard = Guard(weakref.proxy(self))
         self.stragglers = Stragglers(None, self.config.logging.log_interval)
         every = self.config.parallel.check_replicas_interval
         self.replicas = Replicas(self.net, team, every, self.config.checkpoint.save)
@@ -185,7 +186,8 @@ class Trainer:
             remark(f"WARNING: {long}")
         attempt = Attempt(p.iteration, p.consumed_train_samples, self.total_steps(), flops, screen)
         self.metrics = Metrics(folder if self.team.is_lead else None, c, attempt, self.timers, self.team)
-        self.state.saver.note_loss = lambda step, why: self.metrics.row("save-failed", step, reason=why)
+        metrics = self.metrics
+        self.state.saver.note_loss = lambda step, why: metrics.row("save-failed", step, reason=why)
         # A "start" replaces earlier rows from this iteration on, an "evaluate" none.
         event = "evaluate" if c.training.skip_train else "start"
         row: dict[str, Any] = {"command": command, "version": our_version(), "torch": torch.__version__}
@@ -442,6 +444,8 @@ class Trainer:
         with contextlib.ExitStack() as held:
             held.callback(self.metrics.close)
             held.callback(self.state.saver.close)
+            if self.net.graphs is not None:
+                held.callback(self.net.graphs.captured.clear)  # NCCL waits for graphs of its collectives
             if self.scores is not None:
                 self.scores.close()
 
