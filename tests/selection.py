@@ -20,7 +20,7 @@ LIMIT = 0.1  # seconds, of the slowest case
 THINNED = {
     "test_same_losses.py::test_layouts": 2,
     "test_fp8_fused.py::test_gradient_of_heads": 3,
-    "test_kill.py::test_kill_at_each_point_of_the_save": 4,
+    "test_kill.py::test_kill_at_each_point_of_the_save": 8,
     "test_kill.py::test_kills_during_the_recovery": 2,
     "test_environment.py::test_a_run_does_not_depend_on_the_environment": 5,
     "test_kill.py::test_control_without_restoring_differs": 3,

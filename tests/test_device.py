@@ -25,7 +25,10 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 CPU = torch.device("cpu")
 
 
-OTHERS = {"model_parallel_cuda_manual_seed"}  # megatron-core's, which `meshwright bench` compares with
+OTHERS = {
+    "model_parallel_cuda_manual_seed",  # megatron-core's, which `meshwright bench` compares with
+    "share_cuda_visible_devices",  # Ray's
+}
 
 
 def find_kinds(path):

@@ -134,6 +134,8 @@ ONLY_HERE = {
     r" > running the plain PyTorch block on cpu with .*": "the kernels in use",
     r" > ready to train after .*": "the seconds of the start",
     r" > nothing is left to train: step \d+ of \d+ is done": "why no step follows",
+    r" > found step \d+ in .*: verified .*": "what the run goes on from",
+    r" > goodput .*": "where its time went",
 }
 
 

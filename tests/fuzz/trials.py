@@ -81,7 +81,7 @@ class Trace:
         self.rows[iteration] = {n: float(v) for n, v in (values | more).items() if n in names}
 
     def validation(self, consumed: int, check: Any) -> None:
-        self.validations[f"{check.name} {check.dataset or check.when}, step {check.iteration}"] = check.loss
+        self.validations[f"{check.name} {check.dataset} {check.when}, step {check.iteration}"] = check.loss
 
     def row(self, *values: Any, **more: Any) -> None:
         pass

@@ -4,7 +4,7 @@ import gc
 import weakref
 
 import pytest
-import torch._dynamo  # its import keeps the frames that cause it
+import torch._dynamo  # noqa: F401  its first import keeps the frames that cause it
 
 from meshwright.__main__ import main
 from meshwright.launch import rendezvous

@@ -388,7 +388,12 @@ class Watchdog:
                 for number in SIGNALS if who["obeys"] else SIGNALS[:1]:
                     os.kill(pid, number)
                 os.kill(pid, signal.SIGCONT)
-                time.sleep(0.5)
+                size = -1
+                for _ in range(6):  # until it is written
+                    time.sleep(0.5)
+                    before, size = size, os.fstat(memory.fileno()).st_size
+                    if size == before:
+                        break
                 text = f"rank {rank}, process {pid} on {who['host']}\n{memory.read()[pulses.SHOWN :]}"
             if self.folder is not None and self.folder.is_dir():
                 stacks_of(self.folder, rank).write_text(text)
