@@ -61,16 +61,21 @@ def run_programs(
             context.Process(target=_program, args=(script, *one))
             for one in zip(argv, environ, [folder] * len(argv), files, strict=True)
         ]
-        try:
-            for process in started:
-                process.start()
-            for process in started:
-                process.join()
-        finally:
-            for process in started:
-                if process.is_alive():
-                    process.kill()
-        return [p.exitcode or 0 for p in started], [f.read_text(errors="replace") for f in files]
+        return _finished(started), [f.read_text(errors="replace") for f in files]
+
+
+def _finished(processes: list[Any]) -> list[int]:
+    """Start processes and return their exit statuses; kill those that an error leaves running."""
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+    return [-1 if p.exitcode is None else p.exitcode for p in processes]
 
 
 def _program(script: Path, argv: list[str], environ: dict[str, str], folder: Path, log: Path) -> None:
@@ -94,16 +99,7 @@ def train_on_ranks(world: int, flags: list[str], folder: Path, prepare: Callable
     context = multiprocessing.get_context("forkserver")
     port = free_port()
     started = [context.Process(target=_train, args=(r, world, port, flags, folder, prepare)) for r in range(world)]
-    try:
-        for process in started:
-            process.start()
-        for process in started:
-            process.join()
-    finally:
-        for process in started:
-            if process.is_alive():
-                process.kill()
-    return [-1 if p.exitcode is None else p.exitcode for p in started]
+    return _finished(started)
 
 
 def _train(rank: int, world: int, port: int, flags: list[str], folder: Path, prepare: Callable[[int], None]) -> None:

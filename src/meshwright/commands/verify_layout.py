@@ -119,7 +119,7 @@ def compare(config: TrainConfig, command: list[str]) -> int:
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, verify_layout=steps))
     here = find_world(os.environ, p.local_rank)
     device = devices.pick(p.device, here.local_rank)
-    try:
+    with rendezvous.reporting(here):
         backend = pick_backend(p, device, here.rank == 0)
         team = rendezvous.join(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
         console.set_stream("stdout" if team.is_lead else None)
@@ -127,13 +127,6 @@ def compare(config: TrainConfig, command: list[str]) -> int:
         require_equal_settings(team, mock)
         place = Place(team, device)
         certificate.verify(config, place, command, lambda made, line: show(config, place, made, line))
-    except Exception as error:
-        reported = rendezvous.error_to_report(error, here)
-        if reported is error:
-            raise
-        raise reported from error
-    finally:
-        rendezvous.leave()
     return DONE
 
 

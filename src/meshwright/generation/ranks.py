@@ -71,19 +71,12 @@ def run(
         elif here.rank:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-    try:
+    with rendezvous.reporting(here):
         backend = pick_backend(p, device, here.rank == 0)
         team = rendezvous.join(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
         if not team.is_lead:
             console.set_stream(None)
         lead(c, given, work, device, team, folders)
-    except Exception as error:
-        reported = rendezvous.error_to_report(error, here)
-        if reported is error:
-            raise
-        raise reported from error
-    finally:
-        rendezvous.leave()
     return DONE
 
 

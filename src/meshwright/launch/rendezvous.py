@@ -486,6 +486,20 @@ def error_to_report(error: Exception, here: World) -> Exception:
     return UserError(message, reported.status, everywhere=True)
 
 
+@contextlib.contextmanager
+def reporting(here: World) -> Iterator[None]:
+    """Raise the errors of the block as this rank should print them, and leave at its end."""
+    try:
+        yield
+    except Exception as error:
+        reported = error_to_report(error, here)
+        if reported is error:
+            raise
+        raise reported from error
+    finally:
+        leave()
+
+
 def explain_lost_rank(error: BaseException) -> UserError | None:
     """Return the error to raise for torch's if another rank exited or did not answer, else None."""
     if not isinstance(error, RuntimeError):
