@@ -64,9 +64,9 @@ def test_the_model_keeps_its_layout() -> None:
 @pytest.mark.parametrize(
     "command, message",
     [
-        (["train", *TINY_FLAGS], "--min-ranks needs --save FOLDER and --load FOLDER, the same"),
+        (["train", *TINY_FLAGS], "--min-ranks and --max-ranks need --save FOLDER and --load FOLDER, the same"),
         ([*TRAIN, "--world-size=4"], "--world-size contradicts --min-ranks"),
-        ([f for f in TRAIN if "global" not in f], "--min-ranks needs --global-batch-size"),
+        ([f for f in TRAIN if "global" not in f], "--min-ranks and --max-ranks need --global-batch-size"),
         ([*TRAIN, "--global-batch-size=5"], "--min-ranks 2 to --max-ranks 4: nothing fits the command: --global-batch"),
         ([*TRAIN, "--tensor-model-parallel-size=8"], "no multiple of 8, the ranks of one replica, is among them"),
         (["generate"], "are for train and for scripts, not for generate"),

@@ -16,6 +16,7 @@ from meshwright.settings import checks, flags
 from meshwright.settings.schema import TrainConfig
 
 Complete = Callable[[TrainConfig, set[str]], TrainConfig]
+BOTH = "--min-ranks and --max-ranks"
 OURS = "pretrain_gpt.py"  # the script whose flags are those of train
 
 
@@ -56,7 +57,7 @@ def find_shapes(command: list[str], least: int, most: int, complete: Complete = 
     """
     if command[0] != "train" and Path(command[0]).name != OURS:
         if not command[0].endswith(".py"):
-            raise UserError(f"--min-ranks and --max-ranks are for train and for scripts, not for {command[0]}")
+            raise UserError(f"{BOTH} are for train and for scripts, not for {command[0]}")
         return [Shape(ranks) for ranks in range(most, least - 1, -1)]
     parsed = flags.parse(TrainConfig, [f"--world-size={most}", *command[1:]], "meshwright train", check=False)
     config = parsed.config
@@ -86,11 +87,15 @@ def require_resumable(config: TrainConfig, command: list[str]) -> None:
     """Refuse a command that would begin again, or compute something else, with other ranks."""
     c, t = config.checkpoint, config.training
     if not c.save or c.load != c.save:
-        raise UserError("--min-ranks needs --save FOLDER and --load FOLDER, the same: the run continues from there")
+        raise UserError(
+            "--min-ranks and --max-ranks need --save FOLDER and --load FOLDER, the same: the run continues from there"
+        )
     if t.global_batch_size is None:
-        raise UserError("--min-ranks needs --global-batch-size: without it the batch would follow the number of ranks")
+        raise UserError(
+            "--min-ranks and --max-ranks need --global-batch-size: without it the batch would follow the number of ranks"
+        )
     if any(word.partition("=")[0] in ("--world-size", "--world_size") for word in command):
-        raise UserError("--world-size contradicts --min-ranks and --max-ranks; leave it out")
+        raise UserError(f"--world-size contradicts {BOTH}; leave it out")
 
 
 def fit(command: list[str], ranks: int, known: TrainConfig) -> Shape | list[str]:

@@ -499,6 +499,7 @@ class Checkpoint:
     save_error: Literal["stop", "warn"] = flag(
         "stop",
         "after a full or failing disk: stop, or go on, try again at the next save, and end with 74 if that fails",
+        needs="--save",
     )
     run_dir: str | None = flag(None, "folder for config.toml, metrics.jsonl, log.txt and report.html (none: --save)")
 
