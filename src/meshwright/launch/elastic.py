@@ -87,13 +87,9 @@ def require_resumable(config: TrainConfig, command: list[str]) -> None:
     """Refuse a command that would begin again, or compute something else, with other ranks."""
     c, t = config.checkpoint, config.training
     if not c.save or c.load != c.save:
-        raise UserError(
-            "--min-ranks and --max-ranks need --save FOLDER and --load FOLDER, the same: the run continues from there"
-        )
+        raise UserError(f"{BOTH} need --save FOLDER and --load FOLDER, the same: the run continues from there")
     if t.global_batch_size is None:
-        raise UserError(
-            "--min-ranks and --max-ranks need --global-batch-size: without it the batch would follow the number of ranks"
-        )
+        raise UserError(f"{BOTH} need --global-batch-size: without it the batch would follow the number of ranks")
     if any(word.partition("=")[0] in ("--world-size", "--world_size") for word in command):
         raise UserError(f"--world-size contradicts {BOTH}; leave it out")
 
