@@ -17,11 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import BAD_DATA, DONE, SIGINT, UserError
-from meshwright.quickstart import folder as folders
-from meshwright.quickstart.collect import collect
 from meshwright.quickstart.plan import SIZES, Size
 from meshwright.quickstart.shell import Logged, step
-from meshwright.quickstart.tour import Tour
 from meshwright.settings import flags
 from meshwright.settings.schema import flag
 
@@ -63,6 +60,7 @@ def main(argv: list[str]) -> int:
 def run(folder: Path, scale: Scale | None = None) -> int:
     """Run all steps; return 130 after Ctrl-C."""
     from meshwright.checkpoint import publish
+    from meshwright.quickstart import folder as folders
 
     folders.take(folder, MARK, "demo")
     with publish.lock(folder):
@@ -80,6 +78,9 @@ def run(folder: Path, scale: Scale | None = None) -> int:
 
 
 def tour(folder: Path, scale: Scale) -> None:
+    from meshwright.quickstart.collect import collect
+    from meshwright.quickstart.tour import Tour
+
     began = time.perf_counter()
     t = Tour(folder, "demo.log", "cpu")
 

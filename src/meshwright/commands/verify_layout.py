@@ -13,7 +13,6 @@ from meshwright.commands import launch
 from meshwright.errors import DONE, UserError
 from meshwright.launch.launcher import Plan, build_program
 from meshwright.launch.world import World, find_world
-from meshwright.report.page import CERTIFICATE
 from meshwright.settings import checks, data_paths, flags
 from meshwright.settings.schema import Model, TrainConfig
 
@@ -131,7 +130,7 @@ def compare(config: TrainConfig, command: list[str]) -> int:
 
 
 def show(config: TrainConfig, place: Place, made: Comparison, line: str) -> None:
-    from meshwright.verify.certificate import table
+    from meshwright.verify.certificate import CERTIFICATE, table
 
     for row in [*table(config, made, place), "", line]:
         console.show(row)

@@ -130,7 +130,7 @@ class Watchdog:
             faulthandler.register(SIGNALS[0], self.stacks, all_threads=True, chain=False)
             self.obeys = threading.current_thread() is threading.main_thread()
         if self.obeys:
-            signal.signal(SIGNALS[1], lambda *_: os._exit(HANG))
+            signal.signal(SIGNALS[1], self.leave_woken)
         self.first: Identity | None = None  # rank 0's
         # The judge must not wait for the store, which may be gone.
         acts = {"watchdog": self.judge, "signs of life": self.exchange}
@@ -361,6 +361,18 @@ class Watchdog:
                     self.wake(int(rank), who)
         reporting.join(max(until - time.monotonic(), 0))
         time.sleep(max(until - time.monotonic(), 0))
+        if time.monotonic() - self.woken < EXIT:
+            self.leave_woken()
+        os._exit(HANG)
+
+    def leave_woken(self, *_: object) -> None:
+        """End this process once the stacks that a neighbour asked for are written."""
+        until, size = time.monotonic() + 1.0, -1
+        while self.stacks >= 0 and time.monotonic() < until:
+            before, size = size, os.fstat(self.stacks).st_size
+            if pulses.SHOWN < size == before:
+                break
+            time.sleep(0.1)
         os._exit(HANG)
 
     def dump(self, prints: bool) -> None:
@@ -392,7 +404,7 @@ class Watchdog:
                 for _ in range(6):  # until it is written
                     time.sleep(0.5)
                     before, size = size, os.fstat(memory.fileno()).st_size
-                    if size == before:
+                    if pulses.SHOWN < size == before:
                         break
                 text = f"rank {rank}, process {pid} on {who['host']}\n{memory.read()[pulses.SHOWN :]}"
             if self.folder is not None and self.folder.is_dir():
