@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from meshwright.lazy_compiler import spare, spare_step
 from meshwright.optim.muon import Muon
 from meshwright.settings.schema import Optimizer
 
@@ -17,6 +18,8 @@ STATE = {
     "sgd": {"momentum_buffer": "momentum"},
     "muon": {"momentum_buffer": "momentum"},
 }
+AdamW, SGD = spare_step(torch.optim.AdamW), spare_step(torch.optim.SGD)
+spare(torch.optim.Optimizer.add_param_group)
 
 
 class Numbers(NamedTuple):
@@ -63,5 +66,5 @@ def make(o: Optimizer, kind: Rule, parameters: list[nn.Parameter]) -> torch.opti
     if kind == "muon":  # updates of AdamW's size, so that one learning rate serves both
         return Muon(group, o.muon_momentum, o.muon_num_ns_steps)
     if kind == "sgd":
-        return torch.optim.SGD(group, lr=0.0, momentum=o.sgd_momentum, fused=True)
-    return torch.optim.AdamW(group, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
+        return SGD(group, lr=0.0, momentum=o.sgd_momentum, fused=True)
+    return AdamW(group, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
