@@ -53,6 +53,7 @@ def test_seed_003(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(steps(place / "checkpoints/003"), as_one_process(place, first, monkeypatch), ROUNDING)
 
 
+@pytest.mark.long
 @covers("benchmarks/run-deepspeed")
 def test_both_lines_of_the_document_end_in_the_refusal(place: Path) -> None:
     """Its second machine has twice the batch: refused by name, not trained or hung on.

@@ -92,6 +92,7 @@ def test_two_nodes_with_equal_arguments(clone: Path, tool: Any) -> None:
     assert_same(steps(clone / "logs/two"), steps(clone / "logs/one"), ROUNDING)
 
 
+@pytest.mark.long
 @covers("benchmarks/run-libai", "benchmarks/libai-switch-off-saving", "benchmarks/libai-show-memory")
 def test_the_benchmark_under_its_launcher(clone: Path, tmp_path: Path) -> None:
     """Its folder of logs: LiBai's lines, memory after 6 steps, the config; nothing is saved."""

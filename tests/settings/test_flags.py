@@ -534,8 +534,8 @@ STARTS = [["--help"], *([name, "--help"] for name in COMMANDS), *(["data", verb,
     "argv", [*STARTS, ["train", *TINY_FLAGS, "--print-config"]], ids=lambda argv: " ".join(argv[:2])
 )
 def test_starts_at_once_and_without_heavy_imports(argv):
-    """Compare processor time with a known import; the first run may have to compile files."""
-    limit = 2 if argv == ["--help"] else 4 if argv[-1] == "--help" else 5
+    """Count processor time; on a slow machine, in units of a known import."""
+    limit = 0.2 if argv == ["--help"] else 0.3 if argv[-1] == "--help" else 0.5
 
     def seconds(*words):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -544,10 +544,12 @@ def test_starts_at_once_and_without_heavy_imports(argv):
         assert done.returncode == 0 and len(done.stdout) > 150, done.stderr
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    ratios = []
-    while len(ratios) < 5 and min(ratios, default=limit) >= limit:
-        ratios.append(seconds(PLAIN, *argv) / seconds(YARDSTICK))
-    assert min(ratios) < limit, ratios
+    took = []
+    while len(took) < 5 and min(took, default=limit) >= limit:  # the first run may have to compile files
+        took.append(seconds(PLAIN, *argv))
+        if took[-1] >= limit:
+            took[-1] *= min(1, 0.08 / seconds(YARDSTICK))
+    assert min(took) < limit, took
 
 
 # Every name that the documents and the programs they use pass

@@ -121,6 +121,7 @@ def test_saved_and_kept_on_resume(run, memory, tmp_path):
     assert first.losses + resumed.losses == whole.losses
 
 
+@pytest.mark.long
 def test_more_fits_with_less_kept(run, memory):
     """Recomputation, bf16 and shorter samples each fit a larger micro-batch."""
     counted = memory(0)
