@@ -137,11 +137,16 @@ def steps_of(case: Case) -> int:
 
 
 @functools.cache
+def problems_alone(flags_of_run: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(checks.problems(in_one_process(Case(flags_of_run, ()))))
+
+
+@functools.cache
 def refusals(case: Case) -> tuple[str, ...]:
     """Return what the checks of settings say against a case."""
     try:
         made = configs(case)
-        out = checks.problems(in_one_process(case))
+        out = list(problems_alone(case.flags))
     except (UserError, ValueError) as error:
         return (str(error),)
     out += [line for config in made for line in checks.problems(config)]

@@ -11,7 +11,9 @@ How far apart may they be?
               2^-24 in float32, 2^-8 in bfloat16 and 2^-11 in float16. How roundings add up and
               grow, the same run in one process and the same format tells: its distance from
               float64 is made of as many roundings of the same size. The layout's may be SPREAD
-              times that, or SPREAD u if that is more: one process can be close by chance.
+              times that, or SPREAD u if that is more: one process can be close by chance. Adam can
+              turn a rounding into a step, which a third run of one process tells: float64, its
+              gradients shaken by SHAKE u of each tensor's largest. The more distant one counts.
     weights   Adam divides gradients by their own size, so that one that is 0 but for rounding can
               move a weight by up to the learning rate; see `step_errors`. In all but float64 this
               is a step in any direction. Other gradients then move too: after Adam's first step, a
@@ -42,6 +44,7 @@ from meshwright.settings.schema import TrainConfig
 NEAR = 1e-9
 EOD = 5  # of mock data
 SPREAD = 16.0
+SHAKE = 1.0
 STRIDE = 3.0  # steps of Adam are about lr, or a few times that at first
 ROUNDINGS = 8  # of the largest gradient, in each other one
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, "float64": 2.0**-53}
@@ -133,15 +136,21 @@ def placed(named: Any, values: dict[str, Tensor] | None = None, scale: float = 1
 
 
 @contextlib.contextmanager
-def traced(trainer: Any, trace: Trace) -> Iterator[None]:
-    """Keep the gradients of each step as they were summed, and the state after it."""
+def traced(trainer: Any, trace: Trace, shake: float) -> Iterator[None]:
+    """Keep the gradients of each step as they were summed, and the state after it.
+
+    The step gets them shaken by up to that share of the largest one of their tensor.
+    """
     store, step = trainer.net.store, trainer.step
-    finish_sums = store.finish_sums
+    finish_sums, random = store.finish_sums, torch.Generator().manual_seed(1)
 
     def finish() -> None:
         finish_sums()
         named, scale = store.named_state(with_optimizer=False), trainer.state.scaler.scale
         trace.gradients[trainer.progress.iteration + 1] = placed(named, dict(store.each_gradient()), scale)
+        for _, gradient in store.each_gradient() if shake else ():
+            noise = torch.rand(gradient.shape, generator=random, dtype=gradient.dtype) * 2 - 1
+            gradient.add_(noise * gradient.abs().max(), alpha=shake)
 
     def step_and_keep(stop: Any) -> None:
         step(stop)
@@ -154,7 +163,9 @@ def traced(trainer: Any, trace: Trace) -> Iterator[None]:
         del store.finish_sums, trainer.step
 
 
-def train(config: TrainConfig, team: Any, layout: Any, saves_at_end: bool, bad: tuple[int, ...]) -> Trace:
+def train(
+    config: TrainConfig, team: Any, layout: Any, saves_at_end: bool, bad: tuple[int, ...], shake: float = 0.0
+) -> Trace:
     """Train one leg, as `meshwright train` does after its set-up."""
     from meshwright.training.loop import Trainer
     from meshwright.training.metrics import Timers
@@ -173,7 +184,7 @@ def train(config: TrainConfig, team: Any, layout: Any, saves_at_end: bool, bad: 
     trace = Trace()
     trainer.metrics = trace  # type: ignore[assignment]
     stop = StopConditions(config.training, time.perf_counter(), saves=False)
-    with contextlib.closing(trainer), traced(trainer, trace):
+    with contextlib.closing(trainer), traced(trainer, trace, shake):
         reason = trainer.train(stop)
         if saves_at_end:
             finish(trainer, reason, stop, tokenizer)
@@ -181,20 +192,29 @@ def train(config: TrainConfig, team: Any, layout: Any, saves_at_end: bool, bad: 
     return trace
 
 
-def references(case: Case) -> tuple[Trace, Trace]:
-    """Return the run in one process: in float64, and in the format of the case."""
+class References(NamedTuple):
+    """The run in one process."""
+
+    exact: Trace  # in float64
+    own: Trace  # in the format of the case
+    shaken: Trace  # in float64, with gradients that differ by roundings of that format
+
+
+def references(case: Case) -> References:
     from meshwright.launch.team import Team
     from meshwright.parallel.layout import Layout
 
     config = in_one_process(case)
     own = train(config, Team(), Layout(), True, case.poison)
     if config.precision.dtype == "float64":
-        return own, own
+        return References(own, own, own)
     p = dataclasses.replace(config.precision, fp16=False, bf16=False, fp32_residual_connection=False, fp8_format=None)
     exact = dataclasses.replace(config, precision=dataclasses.replace(p, params_dtype="float64", loss_scale=None))
     if case.poison:
         exact = dataclasses.replace(exact, training=dataclasses.replace(exact.training, on_nonfinite="skip:99"))
-    return train(exact, Team(), Layout(), True, case.poison), own
+    shake = SHAKE * UNIT[config.precision.dtype]
+    runs = [train(exact, Team(), Layout(), True, case.poison, share) for share in (0.0, shake)]
+    return References(runs[0], own, runs[1])
 
 
 def leg_config(case: Case, number: int, folder: Path) -> TrainConfig:
@@ -239,18 +259,21 @@ class Distances:
         if repr(got) != repr(want):  # NaN is NaN
             self.wrong.append(f"{what}: {got} instead of {want}")
 
-    def number(self, what: str, got: float, exact: float, own: float) -> None:
-        if not (math.isfinite(got) and math.isfinite(own) and math.isfinite(exact)):
+    def number(self, what: str, got: float, exact: float, own: float, shaken: float) -> None:
+        if not all(map(math.isfinite, (got, exact, own, shaken))):
             return self.same(f"{what} is finite", math.isfinite(got), math.isfinite(own))
         if self.dtype == "float64":
             allowed = NEAR * abs(exact)
         else:
-            allowed = SPREAD * max(abs(own - exact), self.unit * abs(exact))
+            allowed = SPREAD * max(abs(own - exact), abs(shaken - exact), self.unit * abs(exact))
         self.note(what, abs(got - exact), allowed, f" ({got!r} instead of {exact!r})")
 
-    def tensors(self, what: str, got: Tensors, exact: Tensors, own: Tensors, free: Free) -> None:
+    def tensors(self, what: str, got: Tensors, exact: Tensors, own: Tensors, shaken: Tensors, free: Free) -> None:
         sizes = {name: float(x.abs().max()) for name, ((_, x),) in exact.items()}
-        apart = {name: float((own[name][0][1] - x).abs().max()) for name, ((_, x),) in exact.items()}
+        apart = {
+            name: max(float((one[name][0][1] - x).abs().max()) for one in (own, shaken))
+            for name, ((_, x),) in exact.items()
+        }
         kinds = {name: name.partition("/")[2] or free.kind for name in exact}
         most = {kind: max(sizes[n] for n in exact if kinds[n] == kind) for kind in kinds.values()}
         # The largest relative distance of one process among the tensors that are not tiny.
@@ -270,24 +293,24 @@ class Distances:
             far = max((float((x - true[place]).abs().max()) for place, x in pieces if x.numel()), default=0.0)
             self.note(f"{what} of {name}", far, allowed)
 
-    def compare(self, got: Trace, exact: Trace, own: Trace) -> None:
+    def compare(self, got: Trace, exact: Trace, own: Trace, shaken: Trace) -> None:
         for i, row in got.rows.items():
             if i not in own.rows:
                 self.wrong.append(f"step {i} was taken, which one process did not take")
                 continue
-            self.rows(i, row, exact.rows[i], own.rows[i])
+            self.rows(i, row, exact.rows[i], own.rows[i], shaken.rows[i])
             before = self.step_errors(range(i), exact, own)
             if not row["skipped"]:
                 if self.dtype == "float64" and "num_zeros" in row:
                     self.zeros(i, row["num_zeros"], exact.gradients[i])
                 free = Free("", bool(before))
-                self.tensors(f"step {i}: gradient", *(t.gradients[i] for t in (got, exact, own)), free)
+                self.tensors(f"step {i}: gradient", *(t.gradients[i] for t in (got, exact, own, shaken)), free)
             errors = before + self.step_errors([i], exact, own)
             free = Free("weights", bool(errors), sum(errors))
-            self.tensors(f"step {i}: state", *(t.states[i] for t in (got, exact, own)), free)
+            self.tensors(f"step {i}: state", *(t.states[i] for t in (got, exact, own, shaken)), free)
         for key, loss in got.validations.items():
             if key in own.validations:
-                self.number(f"loss of the {key}", loss, exact.validations[key], own.validations[key])
+                self.number(f"loss of the {key}", loss, *(t.validations[key] for t in (exact, own, shaken)))
             else:
                 self.wrong.append(f"{key}: a validation that one process did not make")
 
@@ -311,12 +334,13 @@ class Distances:
         if not unused <= got <= small:
             self.wrong.append(f"step {i}: {got:g} gradients are 0, not {unused} to {small}")
 
-    def rows(self, i: int, row: dict[str, float], exact: dict[str, float], own: dict[str, float]) -> None:
+    def rows(self, i: int, row: dict[str, float], *one_process: dict[str, float]) -> None:
+        exact, own, shaken = one_process
         self.same(f"step {i}: numbers recorded", sorted(row), sorted(own))
         for name in EXACT:
             self.same(f"step {i}: {name}", row.get(name), own.get(name))
         for name in NUMBERS:
-            self.number(f"step {i}: {name}", row[name], exact[name], own[name])
+            self.number(f"step {i}: {name}", row[name], exact[name], own[name], shaken[name])
 
     def repeated(self, got: Trace, before: Trace) -> None:
         """Require the bits of the steps that the same layout took before."""

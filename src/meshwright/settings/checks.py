@@ -331,11 +331,13 @@ def remote_paths(config: Any) -> list[str]:
     for group in group_values(config):
         for f in dataclasses.fields(group):
             value = getattr(group, f.name)
-            flag = word_of(f.name) if f.metadata["positional"] else spelling(f.name)
-            for one in (value if isinstance(value, list) else [value]) if f.name not in NO_PATHS else ():
+            for one in value if isinstance(value, list) else [value]:
+                if one is None or isinstance(one, int | float) or f.name in NO_PATHS:
+                    continue
                 # A Path has lost one of two slashes.
                 text = str(one).replace(":/", "://", 1) if isinstance(one, os.PathLike) else one
                 if isinstance(text, str) and (address := find_address(text)):
+                    flag = word_of(f.name) if f.metadata["positional"] else spelling(f.name)
                     out.append(f"{flag} {refuse_address(address)}")
     return out
 
