@@ -44,7 +44,7 @@ FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 
  --eval-iters 1 --log-interval 10 --vocab-size 64 --device cpu --save-interval 3 --keep-last 2 --split 80,10,10
  --num-workers 0 --no-tensorboard"""
 GRACE = 5.0  # seconds in which every process of a killed run must be gone
-TOO_LONG = 100.0  # seconds
+TOO_LONG = 300.0  # seconds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ import statistics
 import tempfile
 import time
 import traceback
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +78,24 @@ def undisturbed(run: Run, data: Path) -> list[tuple[Any, ...]]:
     return clean.losses()
 
 
+_kills: Any = None  # of all workers, a number in shared memory
+
+
+def share_count(count: Any) -> None:
+    global _kills
+    _kills = count
+
+
 def soak(run: Run, share: Share, rng: random.Random, wanted: int, programs: float, until: float) -> None:
     """Kill one run until it ends, or has to."""
     status = 1
     while status and share.totals.kills + run.totals.kills < wanted and time.time() < until:
+        before = run.totals.kills
         real = rng.random() < programs
         seconds = rng.uniform(4, 12) if real else rng.uniform(0.1, 3)
         status = run.launch(rng.choice(LAUNCHERS), Harm(after=seconds, victim=rng.random()), real)
+        with _kills.get_lock():
+            _kills.value += run.totals.kills - before
         kept = [path for path in run.path.glob("iter_*") if path.is_dir()]
         share.steps_kept = max(share.steps_kept, len(kept))
         size = sum(file.stat().st_size for path in kept for file in path.iterdir())
@@ -109,12 +120,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args()
-    began, total = time.time(), Share()
+    began, total, context = time.time(), Share(), multiprocessing.get_context("spawn")
+    kills = context.Value("l", 0)
     with (
         tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool,
+        ProcessPoolExecutor(given.jobs, context, share_count, (kills,)) as pool,
     ):
         work = [pool.submit(worker, n, given, Path(folder), began + given.seconds) for n in range(given.jobs)]
+        while wait(work, timeout=30).not_done:
+            print(f"{time.time() - began:5.0f} s: {kills.value} of {given.kills} kills", flush=True)
         for share in (one.result() for one in work):
             total.totals.add(share.totals)
             total.fds += share.fds
