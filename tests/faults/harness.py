@@ -8,7 +8,6 @@ program. So a launch takes a fraction of a second. With `programs` they are prog
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import logging
@@ -64,6 +63,7 @@ class Harm:
     """What is done to a launch."""
 
     after: float | None = None  # seconds, until one of its processes is killed
+    rows: int = 0  # of metrics that are waited for before these seconds
     victim: float = 0.0  # which of them, from 0 to 1: the launcher, then the ranks
     point: str = ""  # of the save protocol, where one rank kills itself, in the first launch that gets there
     rank: int = 0
@@ -127,9 +127,8 @@ class Forked:
         return code
 
 
-def _launcher(name: str, argv: list[str], harm: Harm, folder: Path, tag: str) -> None:
+def _launcher(name: str, argv: list[str], harm: Harm, folder: Path) -> None:
     """Be a launcher of two ranks, in a process of its own."""
-    ctypes.CDLL(None).prctl(15, tag.encode())  # PR_SET_NAME, which forks inherit
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -255,13 +254,15 @@ FORGET = {"data": _forget_data, "random numbers": _forget_random_numbers, "momen
 # Launches
 
 
-def processes(tag: str) -> list[int]:
-    """Return the processes of a launch that are alive, the launcher first."""
-    found = []
-    mark = f"FAULTS_TAG={tag}\0".encode()
+def processes(folder: Path) -> list[int]:
+    """Return the live processes that print into the log of a run, the launcher first.
+
+    torch renames processes, and forks have the variables of their server.
+    """
+    found, log = [], str(folder / "log")
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (path / "comm").read_text().strip() == tag or mark in (path / "environ").read_bytes():
+            if log in (os.readlink(path / "fd/1"), os.readlink(path / "fd/2")):
                 state = (path / "stat").read_text().rpartition(")")[2].split()[0]
                 if state not in "ZX":
                     found.append(int(path.name))
@@ -271,14 +272,10 @@ def processes(tag: str) -> list[int]:
 class Launch:
     """One launch of two ranks, by forks or, with `programs`, by programs."""
 
-    count = 0
-
     def __init__(
         self, launcher: str, argv: list[str], folder: Path, harm: Harm | None = None, programs: bool = False
     ) -> None:
-        Launch.count += 1
-        self.tag = f"mw{os.getpid()}.{Launch.count}"  # of at most 15 letters
-        self.programs = programs
+        self.folder, self.programs = folder.resolve(), programs
         harm = harm or Harm()
         if programs:
             name = ["meshwright", "launch"] if launcher == "meshwright" else ["torch.distributed.run", "--standalone"]
@@ -286,10 +283,10 @@ class Launch:
             if launcher == "meshwright":
                 words = [word for n, word in enumerate(words) if n not in (5, 6)]
             with open(folder / "log", "a") as log:
-                environ = os.environ | {"FAULTS_TAG": self.tag, "OMP_NUM_THREADS": "1"}
+                environ = os.environ | {"OMP_NUM_THREADS": "1"}
                 self.program = subprocess.Popen(words, env=environ, stdout=log, stderr=log)
         else:
-            self.fork = FORK.Process(target=_launcher, args=(launcher, argv, harm, folder, self.tag))
+            self.fork = FORK.Process(target=_launcher, args=(launcher, argv, harm, folder))
             self.fork.start()
         self.pid = self.program.pid if programs else self.fork.pid or 0
 
@@ -304,7 +301,7 @@ class Launch:
 
     def kill(self, victim: float) -> int | None:
         """Kill one process; return the number of the victim, 0 for the launcher."""
-        ranks = [pid for pid in processes(self.tag) if pid != self.pid]
+        ranks = [pid for pid in processes(self.folder) if pid != self.pid]
         number = min(int(victim * (1 + len(ranks))), len(ranks))
         with contextlib.suppress(ProcessLookupError):
             os.kill(ranks[number - 1] if number else self.pid, signal.SIGKILL)
@@ -314,7 +311,7 @@ class Launch:
     def orphans(self) -> int:
         """Return how many processes are left after the grace, and end them."""
         until = time.monotonic() + GRACE
-        while (left := processes(self.tag)) and time.monotonic() < until:
+        while (left := processes(self.folder)) and time.monotonic() < until:
             time.sleep(0.02)
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
@@ -336,7 +333,11 @@ class Run:
         harm = harm or Harm()
         launch = Launch(launcher, self.argv, self.folder, harm, programs)
         self.totals.launches += 1
-        status = launch.end(TOO_LONG if harm.after is None else harm.after)
+        status, rows = None, self.count_rows() + harm.rows
+        while harm.rows and status is None and self.count_rows() < rows:
+            status = launch.end(0.01)
+        if status is None:
+            status = launch.end(TOO_LONG if harm.after is None else harm.after)
         victim = launch.kill(harm.victim) if status is None and harm.after is not None else None
         if victim is not None:
             self.killed_at.append(time.time())
@@ -364,6 +365,10 @@ class Run:
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
 
+    def count_rows(self) -> int:
+        file = self.path / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
     def losses(self) -> list[tuple[Any, ...]]:
         """Return iteration, loss, norm, rate and scale of every step that was taken, in order."""
         kept = ("iteration", "loss", "grad_norm", "lr", "loss_scale", "skipped", "consumed_samples")
@@ -386,11 +391,18 @@ class Run:
         return t
 
 
+def draw_harm(rng: random.Random, rows: int, seconds: float) -> Harm:
+    """Return a kill within some seconds of the launch, or of some rows of metrics."""
+    if rng.random() < 1 / 3:
+        return Harm(after=rng.uniform(0, seconds), victim=rng.random())
+    return Harm(after=rng.uniform(0, 0.1), rows=rng.randint(1, rows), victim=rng.random())
+
+
 def kill_at_random(run: Run, rng: random.Random, kills: int, seconds: float, launcher: str, programs: bool) -> Totals:
-    """Kill a run `kills` times, within `seconds` after each launch, unless it ends; finish it."""
+    """Kill a run `kills` times, while it starts or after some steps, and finish it."""
     status = 1
     while status and run.totals.kills < kills:
-        harm = Harm(after=rng.uniform(0.1, 1) * seconds, victim=rng.random())
+        harm = draw_harm(rng, run.case.steps // (kills + 1), seconds / 2)
         status = run.launch(launcher, harm, programs)
     if status:
         run.finish(launcher, programs=programs)

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from faults import table
-from faults.harness import LAUNCHERS, LAYOUTS, PRECISIONS, Case, Harm, Run, Totals, write_data
+from faults.harness import LAUNCHERS, LAYOUTS, PRECISIONS, Case, Run, Totals, draw_harm, write_data
 
 MOST_STEPS = 3  # checkpoints in a folder: the two that are kept, and one that is being written
 FD_SLOPE, RSS_SLOPE = 0.05, 200.0  # descriptors and kB per launch
@@ -92,8 +92,8 @@ def soak(run: Run, share: Share, rng: random.Random, wanted: int, programs: floa
     while status and share.totals.kills + run.totals.kills < wanted and time.time() < until:
         before = run.totals.kills
         real = rng.random() < programs
-        seconds = rng.uniform(4, 12) if real else rng.uniform(0.1, 3)
-        status = run.launch(rng.choice(LAUNCHERS), Harm(after=seconds, victim=rng.random()), real)
+        harm = draw_harm(rng, 30, 6 if real else 2)
+        status = run.launch(rng.choice(LAUNCHERS), harm, real)
         with _kills.get_lock():
             _kills.value += run.totals.kills - before
         kept = [path for path in run.path.glob("iter_*") if path.is_dir()]

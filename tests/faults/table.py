@@ -18,6 +18,7 @@ FAULTS: dict[str, tuple[str, str]] = {
         "kill -9 of a rank or of the launcher at a random moment",
         "test_kill.py::test_kills_at_random_moments test_kill.py::test_kills_of_programs "
         "test_launch.py::test_ranks_die_with_their_launcher test_orphans.py::test_ranks_end_with_a_killed_launcher "
+        "test_orphans.py::test_a_rank_that_begins_after_torchrun_ended "
         "test_orphans.py::test_programs_between test_orphans.py::test_both_programs_of_deepspeed "
         "test_orphans.py::test_training_under_real_launchers "
         "test_runs_on_ranks.py::test_a_killed_rank_is_reported",

@@ -64,7 +64,7 @@ def test_kills_at_random_moments(runs: Runs, case: Case, figures: Callable[..., 
         run, seconds = runs.of(case)
         totals = kill_at_random(run, random.Random(f"{case}{launcher}"), 3, seconds, launcher, programs=False)
         figures(**totals.figures())
-        assert totals.differing == totals.orphans == 0, (totals, run.log())
+        assert totals.kills == 3 and totals.differing == totals.orphans == 0, (totals, run.log())
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -91,6 +92,47 @@ def test_ranks_end_with_a_killed_launcher(name: str, started: list[int]) -> None
     launcher.kill()
     assert not outlives(rank, 5)
     launcher.communicate()
+
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0", "RANK": "0"}
+
+
+def test_a_rank_that_begins_after_torchrun_ended(started: list[int]) -> None:
+    """It was started just before torchrun was killed."""
+    late = "import os, time\nos.write(1, f'{os.getpid()}\\n'.encode())\nparent = os.getppid()\n"
+    late += "while os.getppid() == parent:\n    time.sleep(0.01)\n" + RANK
+    launcher, rank = start(started, *PYTHON, LAUNCHER, json.dumps(TORCHRUN), *PYTHON, late)
+    assert outlives(rank, 0.1)
+    launcher.kill()
+    assert not outlives(rank, 5)
+    launcher.communicate()
+
+
+@pytest.mark.parametrize(
+    ("ancestors", "without", "lost"),
+    [
+        (["init"], "", True),  # the first process, which takes in orphans
+        (["systemd", "init"], "", True),  # a user's
+        (["bash", "init"], "bash", True),  # a script between, which lives on
+        (["python3"], "", False),  # torchrun is the first process of a container
+        (["torchrun", "init"], "", False),
+        (["bash", "init"], "", False),  # its variables were set by hand
+        (["init"], "LOCAL_RANK", False),
+    ],
+)
+def test_who_has_lost_torchrun(ancestors: list[str], without: str, lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`without`: a program that has torchrun's variables, or one that is not set."""
+    pids = [1, 7, 8][: len(ancestors)][::-1]
+    known = dict(zip(pids, ancestors, strict=True))
+    environ = {name: value for name, value in TORCHRUN.items() if name != without}
+
+    def look_at(pid: int) -> tuple[str, int, dict[str, str]]:
+        return known[pid], pids[pids.index(pid) + 1], environ if known[pid] == without else {}
+
+    monkeypatch.setattr(os, "getppid", lambda: pids[0])
+    monkeypatch.setattr(orphans, "_look_at", look_at)
+    monkeypatch.setattr(orphans, "_read", lambda pid, file: f"/usr/bin/{known[pid]}\0-m\0x".encode())
+    assert orphans._has_lost_torchrun(environ) is lost
 
 
 def test_programs_between(started: list[int]) -> None:

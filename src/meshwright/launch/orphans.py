@@ -46,6 +46,9 @@ def die_with_launcher() -> None:
         if TORCHRUN in os.environ and len(pids) == 1:
             _die_with_parent(pids[0])
         threading.Thread(target=_end_with, args=(pids,), name="launcher", daemon=True).start()
+    elif not _watched and sys.platform.startswith("linux") and _has_lost_torchrun(os.environ):
+        os.write(2, b"torchrun ended before this rank began; the rank ends too\n")
+        os._exit(UNEXPECTED)
 
 
 def _die_with_parent(launcher: int) -> None:
@@ -58,6 +61,20 @@ def _die_with_parent(launcher: int) -> None:
             os.kill(launcher, 0)
         except OSError:  # it ended before this was set
             os._exit(UNEXPECTED)
+
+
+def _has_lost_torchrun(environ: Mapping[str, str]) -> bool:
+    """Return whether torchrun, an ancestor while it lives, ended before this process looked."""
+    if not all(name in environ for name in (TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE", "LOCAL_RANK")):
+        return False
+    pid = os.getppid()
+    while pid > 1:
+        name, parent, inherited = _look_at(pid)
+        if inherited.get(TORCHRUN) != environ[TORCHRUN]:
+            return name in ("systemd", "init")  # of a user, which takes in the children of the dead
+        pid = parent
+    first = _read(1, "cmdline").split(b"\0")[0]
+    return pid == 1 and first != b"" and b"python" not in first  # in a container, torchrun may be the first process
 
 
 def launchers(environ: Mapping[str, str]) -> list[int]:
