@@ -333,8 +333,8 @@ class Run:
         harm = harm or Harm()
         launch = Launch(launcher, self.argv, self.folder, harm, programs)
         self.totals.launches += 1
-        status, rows = None, self.count_rows() + harm.rows
-        while harm.rows and status is None and self.count_rows() < rows:
+        status, rows, until = None, self.count_rows() + harm.rows, time.monotonic() + TOO_LONG
+        while status is None and self.count_rows() < rows and time.monotonic() < until:
             status = launch.end(0.01)
         if status is None:
             status = launch.end(TOO_LONG if harm.after is None else harm.after)

@@ -130,7 +130,8 @@ def compare(config: TrainConfig, command: list[str]) -> int:
 
 
 def show(config: TrainConfig, place: Place, made: Comparison, line: str) -> None:
-    from meshwright.verify.certificate import CERTIFICATE, table
+    from meshwright.report.page import CERTIFICATE
+    from meshwright.verify.certificate import table
 
     for row in [*table(config, made, place), "", line]:
         console.show(row)

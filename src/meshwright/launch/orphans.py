@@ -41,13 +41,15 @@ def die_with_launcher() -> None:
     if own and own.isdigit():
         _watched = True
         _die_with_parent(int(own))
-    elif not _watched and sys.platform.startswith("linux") and (pids := launchers(os.environ)):
+    elif _watched or not sys.platform.startswith("linux"):
+        return
+    elif pids := launchers(os.environ):
         _watched = True
         if TORCHRUN in os.environ and len(pids) == 1:
             _die_with_parent(pids[0])
         threading.Thread(target=_end_with, args=(pids,), name="launcher", daemon=True).start()
-    elif not _watched and sys.platform.startswith("linux") and _has_lost_torchrun(os.environ):
-        os.write(2, b"torchrun ended before this rank began; the rank ends too\n")
+    elif _has_lost_torchrun(os.environ):
+        os.write(2, b"torchrun ended before this rank began; start the run again\n")
         os._exit(UNEXPECTED)
 
 

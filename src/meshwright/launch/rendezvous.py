@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 from meshwright import device as devices
@@ -487,12 +487,15 @@ def error_to_report(error: Exception, here: World) -> Exception:
 
 
 @contextlib.contextmanager
-def reporting(here: World) -> Iterator[None]:
-    """Raise the errors of the block as this rank should print them, and leave at its end."""
+def reporting(here: World, explain: Callable[[Exception], Exception | None] = lambda error: None) -> Iterator[None]:
+    """Raise the errors of the block as this rank should print them, and leave at its end.
+
+    `explain` may return a better error in the place of one.
+    """
     try:
         yield
     except Exception as error:
-        reported = error_to_report(error, here)
+        reported = error_to_report(explain(error) or error, here)
         if reported is error:
             raise
         raise reported from error

@@ -331,9 +331,9 @@ def remote_paths(config: Any) -> list[str]:
     for group in group_values(config):
         for f in dataclasses.fields(group):
             value = getattr(group, f.name)
+            if value is None or isinstance(value, int | float) or f.name in NO_PATHS:
+                continue
             for one in value if isinstance(value, list) else [value]:
-                if one is None or isinstance(one, int | float) or f.name in NO_PATHS:
-                    continue
                 # A Path has lost one of two slashes.
                 text = str(one).replace(":/", "://", 1) if isinstance(one, os.PathLike) else one
                 if isinstance(text, str) and (address := find_address(text)):

@@ -103,7 +103,7 @@ def run(
         device = devices.pick(p.device, here.local_rank)
     if config.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
-    try:
+    with rendezvous.reporting(here, lambda error: out_of_memory(error, config)):
         backend = pick_backend(p, device, here.rank == 0)
         with startup.phase("ranks", "waiting for all ranks"):
             minutes, seconds = p.distributed_timeout_minutes, p.start_timeout_seconds
@@ -114,14 +114,7 @@ def run(
         if status > 128 and here.launcher == "torchrun" and team.is_lead:
             after = "what torchrun prints after this line, and its status 1, is its way to end after a signal"
             print(f"the run has ended as it was asked to, with status {status}; {after}", file=sys.stderr, flush=True)
-        return status
-    except Exception as error:
-        reported = rendezvous.error_to_report(out_of_memory(error, config) or error, here)
-        if reported is error:
-            raise
-        raise reported from error
-    finally:
-        rendezvous.leave()
+    return status
 
 
 def out_of_memory(error: Exception, config: TrainConfig) -> UserError | None:

@@ -16,7 +16,7 @@ import torch
 from meshwright import device as devices
 from meshwright.errors import UNEQUAL, UserError
 from meshwright.files import replacing
-from meshwright.report.page import CERTIFICATE as CERTIFICATE
+from meshwright.report.page import CERTIFICATE
 from meshwright.settings import flags
 from meshwright.settings.command import our_version
 from meshwright.settings.schema import TrainConfig
