@@ -158,6 +158,8 @@ def beyond_settings(config: TrainConfig) -> list[str]:
     m, p, out = config.model, config.parallel, []
     if m.attention_impl == "sdpa" and m.attention_dropout:
         out.append("--attention-impl sdpa draws its own dropout, which depends on the layout")
+    if m.glu_activation == "reglu" and config.precision.dtype != "float64":
+        out.append("the slope of relu jumps, so a rounding at 0 can change a gradient by any amount")
     if p.pipeline_model_parallel_size > 1:
         import torch
 

@@ -109,13 +109,12 @@ def serve(pipe: Any, log: str, data: str) -> None:
             pipe.send(answer)
 
 
-def run_one(traces: list[Any], case: Case, folder: str) -> int:
-    """Write what one process records; return how many steps it took."""
+def run_one(traces: list[Any], case: Case, folder: str, is_closer: bool) -> None:
+    """Write what one process records."""
     from fuzz import trials
 
-    made = trials.references(case)
+    made = trials.references(case, trials.LOOKS if is_closer else 1)
     Path(folder, "one").write_bytes(pickle.dumps(made))
-    return len(made[0].rows)
 
 
 def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], folder: str, bug: str) -> Any:
@@ -148,7 +147,7 @@ def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], 
             gc.collect()  # a trainer has cycles, and its groups' threads live as long as it
     distances = trials.Distances(config)
     if Path(folder, "one").exists():  # else one process refused to train it
-        distances.compare(trace, *pickle.loads(Path(folder, "one").read_bytes()))  # noqa: S301, of our own
+        distances.compare(trace, pickle.loads(Path(folder, "one").read_bytes()))  # noqa: S301, of our own
     if traces and case.legs[number - 1].flags == leg.flags:
         distances.repeated(trace, traces[-1])
     traces.append(trace)
@@ -200,17 +199,22 @@ class Crew:
         self.cases += 1
         if self.cases % LIVES == 0:
             self.close()
-        where = Path(tempfile.mkdtemp(dir=self.folder))
-        try:
-            outcome = self._run(case, where, bug)
-        finally:
-            shutil.rmtree(where, ignore_errors=True)
-        if self.is_stuck:
-            self.close()
+        outcome = self._run_in_folder(case, bug, False)
+        if outcome.kind == "differs" and cases.in_one_process(case).precision.dtype != "float64":
+            outcome = self._run_in_folder(case, bug, True)
         return outcome
 
-    def _run(self, case: Case, where: Path, bug: str) -> Outcome:
-        first = self._ask([("one", case, str(where))])
+    def _run_in_folder(self, case: Case, bug: str, is_closer: bool) -> Outcome:
+        where = Path(tempfile.mkdtemp(dir=self.folder))
+        try:
+            return self._run(case, where, bug, is_closer)
+        finally:
+            shutil.rmtree(where, ignore_errors=True)
+            if self.is_stuck:
+                self.close()
+
+    def _run(self, case: Case, where: Path, bug: str, is_closer: bool) -> Outcome:
+        first = self._ask([("one", case, str(where), is_closer)])
         if isinstance(first, Outcome) and first.kind != "refused":
             return dataclasses.replace(first, lines=("one process:", *first.lines))
         most, place = 0.0, ""

@@ -13,7 +13,11 @@ How far apart may they be?
               float64 is made of as many roundings of the same size. The layout's may be SPREAD
               times that, or SPREAD u if that is more: one process can be close by chance. Adam can
               turn a rounding into a step, which a third run of one process tells: float64, its
-              gradients shaken by SHAKE u of each tensor's largest. The more distant one counts.
+              gradients shaken by u of each tensor's largest (Muon's by bfloat16's). The more
+              distant one counts. Some networks turn one rounding in ten into a change of a whole
+              step, so a case that is too far away is compared again with LOOKS shaken runs of
+              each format.
+    squares   Adam's second moments may be as far as the squares of such gradients.
     weights   Adam divides gradients by their own size, so that one that is 0 but for rounding can
               move a weight by up to the learning rate; see `step_errors`. In all but float64 this
               is a step in any direction. Other gradients then move too: after Adam's first step, a
@@ -44,7 +48,7 @@ from meshwright.settings.schema import TrainConfig
 NEAR = 1e-9
 EOD = 5  # of mock data
 SPREAD = 16.0
-SHAKE = 1.0
+LOOKS = 8
 STRIDE = 3.0  # steps of Adam are about lr, or a few times that at first
 ROUNDINGS = 8  # of the largest gradient, in each other one
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, "float64": 2.0**-53}
@@ -136,13 +140,13 @@ def placed(named: Any, values: dict[str, Tensor] | None = None, scale: float = 1
 
 
 @contextlib.contextmanager
-def traced(trainer: Any, trace: Trace, shake: float) -> Iterator[None]:
+def traced(trainer: Any, trace: Trace, shake: float, seed: int) -> Iterator[None]:
     """Keep the gradients of each step as they were summed, and the state after it.
 
     The step gets them shaken by up to that share of the largest one of their tensor.
     """
     store, step = trainer.net.store, trainer.step
-    finish_sums, random = store.finish_sums, torch.Generator().manual_seed(1)
+    finish_sums, random = store.finish_sums, torch.Generator().manual_seed(seed)
 
     def finish() -> None:
         finish_sums()
@@ -164,7 +168,13 @@ def traced(trainer: Any, trace: Trace, shake: float) -> Iterator[None]:
 
 
 def train(
-    config: TrainConfig, team: Any, layout: Any, saves_at_end: bool, bad: tuple[int, ...], shake: float = 0.0
+    config: TrainConfig,
+    team: Any,
+    layout: Any,
+    saves_at_end: bool,
+    bad: tuple[int, ...],
+    shake: float = 0.0,
+    seed: int = 0,
 ) -> Trace:
     """Train one leg, as `meshwright train` does after its set-up."""
     from meshwright.training.loop import Trainer
@@ -184,7 +194,7 @@ def train(
     trace = Trace()
     trainer.metrics = trace  # type: ignore[assignment]
     stop = StopConditions(config.training, time.perf_counter(), saves=False)
-    with contextlib.closing(trainer), traced(trainer, trace, shake):
+    with contextlib.closing(trainer), traced(trainer, trace, shake, seed):
         reason = trainer.train(stop)
         if saves_at_end:
             finish(trainer, reason, stop, tokenizer)
@@ -196,25 +206,34 @@ class References(NamedTuple):
     """The run in one process."""
 
     exact: Trace  # in float64
-    own: Trace  # in the format of the case
-    shaken: Trace  # in float64, with gradients that differ by roundings of that format
+    rounded: list[Trace]  # first in the format of the case, then shaken by its roundings
 
 
-def references(case: Case) -> References:
+def references(case: Case, looks: int = 1) -> References:
+    """Train the case in one process; with several looks, shake both formats as often."""
     from meshwright.launch.team import Team
     from meshwright.parallel.layout import Layout
 
+    def run(config: TrainConfig, shake: float = 0.0, seed: int = 0) -> Trace:
+        return train(config, Team(), Layout(), True, case.poison, shake, seed)
+
     config = in_one_process(case)
-    own = train(config, Team(), Layout(), True, case.poison)
-    if config.precision.dtype == "float64":
-        return References(own, own, own)
+    own, dtype = run(config), config.precision.dtype
+    if dtype == "float64":
+        return References(own, [own])
     p = dataclasses.replace(config.precision, fp16=False, bf16=False, fp32_residual_connection=False, fp8_format=None)
     exact = dataclasses.replace(config, precision=dataclasses.replace(p, params_dtype="float64", loss_scale=None))
     if case.poison:
         exact = dataclasses.replace(exact, training=dataclasses.replace(exact.training, on_nonfinite="skip:99"))
-    shake = SHAKE * UNIT[config.precision.dtype]
-    runs = [train(exact, Team(), Layout(), True, case.poison, share) for share in (0.0, shake)]
-    return References(runs[0], own, runs[1])
+    shake = UNIT["bfloat16" if config.optimizer.optimizer == "muon" else dtype]
+    formats = [exact] if looks == 1 else [exact, config]
+    shaken = [run(one, shake, seed + 1) for one in formats for seed in range(looks)]
+    like = [trace for trace in shaken if _skipped(trace) == _skipped(own)]  # no other step has overflowed
+    return References(run(exact), [own, *like])
+
+
+def _skipped(trace: Trace) -> dict[int, float]:
+    return {i: row["skipped"] for i, row in trace.rows.items()}
 
 
 def leg_config(case: Case, number: int, folder: Path) -> TrainConfig:
@@ -259,19 +278,21 @@ class Distances:
         if repr(got) != repr(want):  # NaN is NaN
             self.wrong.append(f"{what}: {got} instead of {want}")
 
-    def number(self, what: str, got: float, exact: float, own: float, shaken: float) -> None:
-        if not all(map(math.isfinite, (got, exact, own, shaken))):
-            return self.same(f"{what} is finite", math.isfinite(got), math.isfinite(own))
+    def number(self, what: str, got: float, one: References, of: Callable[[Trace], float]) -> None:
+        exact, rounded = of(one.exact), list(map(of, one.rounded))
+        if not all(map(math.isfinite, (got, exact, *rounded))):
+            return self.same(f"{what} is finite", math.isfinite(got), math.isfinite(rounded[0]))
         if self.dtype == "float64":
             allowed = NEAR * abs(exact)
         else:
-            allowed = SPREAD * max(abs(own - exact), abs(shaken - exact), self.unit * abs(exact))
+            allowed = SPREAD * max(self.unit * abs(exact), *(abs(x - exact) for x in rounded))
         self.note(what, abs(got - exact), allowed, f" ({got!r} instead of {exact!r})")
 
-    def tensors(self, what: str, got: Tensors, exact: Tensors, own: Tensors, shaken: Tensors, free: Free) -> None:
+    def tensors(self, what: str, got: Tensors, one: References, of: Callable[[Trace], Tensors], free: Free) -> None:
+        exact, rounded = of(one.exact), list(map(of, one.rounded))
         sizes = {name: float(x.abs().max()) for name, ((_, x),) in exact.items()}
         apart = {
-            name: max(float((one[name][0][1] - x).abs().max()) for one in (own, shaken))
+            name: max(float((each[name][0][1] - x).abs().max()) for each in rounded)
             for name, ((_, x),) in exact.items()
         }
         kinds = {name: name.partition("/")[2] or free.kind for name in exact}
@@ -290,27 +311,30 @@ class Distances:
                 allowed = SPREAD * max(apart[name], max(grown[kind], self.unit) * largest)
             if kind == "weights":
                 allowed = max(allowed, free.weights)
+            if kind == "exp_avg_sq" and self.dtype != "float64":
+                allowed = max(allowed, of_squares(sizes[name], apart[name]))
             far = max((float((x - true[place]).abs().max()) for place, x in pieces if x.numel()), default=0.0)
             self.note(f"{what} of {name}", far, allowed)
 
-    def compare(self, got: Trace, exact: Trace, own: Trace, shaken: Trace) -> None:
+    def compare(self, got: Trace, one: References) -> None:
+        exact, own = one.exact, one.rounded[0]
         for i, row in got.rows.items():
             if i not in own.rows:
                 self.wrong.append(f"step {i} was taken, which one process did not take")
                 continue
-            self.rows(i, row, exact.rows[i], own.rows[i], shaken.rows[i])
+            self.rows(i, row, one)
             before = self.step_errors(range(i), exact, own)
             if not row["skipped"]:
                 if self.dtype == "float64" and "num_zeros" in row:
                     self.zeros(i, row["num_zeros"], exact.gradients[i])
                 free = Free("", bool(before))
-                self.tensors(f"step {i}: gradient", *(t.gradients[i] for t in (got, exact, own, shaken)), free)
+                self.tensors(f"step {i}: gradient", got.gradients[i], one, lambda t, i=i: t.gradients[i], free)  # type: ignore[misc]
             errors = before + self.step_errors([i], exact, own)
             free = Free("weights", bool(errors), sum(errors))
-            self.tensors(f"step {i}: state", *(t.states[i] for t in (got, exact, own, shaken)), free)
+            self.tensors(f"step {i}: state", got.states[i], one, lambda t, i=i: t.states[i], free)  # type: ignore[misc]
         for key, loss in got.validations.items():
             if key in own.validations:
-                self.number(f"loss of the {key}", loss, *(t.validations[key] for t in (exact, own, shaken)))
+                self.number(f"loss of the {key}", loss, one, lambda t, key=key: t.validations[key])  # type: ignore[misc]
             else:
                 self.wrong.append(f"{key}: a validation that one process did not make")
 
@@ -334,13 +358,13 @@ class Distances:
         if not unused <= got <= small:
             self.wrong.append(f"step {i}: {got:g} gradients are 0, not {unused} to {small}")
 
-    def rows(self, i: int, row: dict[str, float], *one_process: dict[str, float]) -> None:
-        exact, own, shaken = one_process
+    def rows(self, i: int, row: dict[str, float], one: References) -> None:
+        own = one.rounded[0].rows[i]
         self.same(f"step {i}: numbers recorded", sorted(row), sorted(own))
         for name in EXACT:
             self.same(f"step {i}: {name}", row.get(name), own.get(name))
         for name in NUMBERS:
-            self.number(f"step {i}: {name}", row[name], exact[name], own[name], shaken[name])
+            self.number(f"step {i}: {name}", row[name], one, lambda t, name=name: t.rows[i][name])  # type: ignore[misc]
 
     def repeated(self, got: Trace, before: Trace) -> None:
         """Require the bits of the steps that the same layout took before."""
@@ -350,6 +374,12 @@ class Distances:
                 mine, theirs = getattr(got, kind)[i], getattr(before, kind)[i]
                 if wrong := [name for name in mine if not equal(mine[name], theirs[name])]:
                     self.wrong.append(f"step {i}, taken again: other {kind} of {', '.join(wrong[:4])}")
+
+
+def of_squares(size: float, apart: float) -> float:
+    """Return how far a square may be if another, so far from this size, is of a rounded number."""
+    root = math.sqrt(size)
+    return (root + SPREAD * (math.sqrt(size + apart) - root)) ** 2 - size
 
 
 def equal(a: Pieces, b: Pieces) -> bool:

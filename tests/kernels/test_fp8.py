@@ -302,6 +302,18 @@ def test_a_trial_leaves_no_trace():
     assert torch.equal(there(x, weight), y)
 
 
+def test_a_trial_leaves_casts_where_they_are():
+    """A CUDA graph goes on reading them."""
+    scales, here, weight, _, x, grad = network()
+    here(x, weight).backward(grad)
+    scales.update()
+    scales.refresh()
+    cast, kept = here.cast, [t.float() for t in (here.cast.rows, here.cast.turned)]
+    with scales.trial():
+        here(x * 100, weight).backward(grad)
+    assert here.cast is cast and all(map(torch.equal, kept, (cast.rows.float(), cast.turned.float())))
+
+
 def test_recomputation_changes_nothing():
     from torch.utils.checkpoint import checkpoint
 

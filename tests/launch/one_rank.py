@@ -3,8 +3,8 @@
 Arguments: --local_rank=N or --local-rank N as launchers pass it, --seconds=X to wait for the
 others, --size=N as --world-size, and one word: an exit status for rank 1, `kill` (SIGKILL for rank
 1), `leave` (rank 1 ends with 0, too early), `crash` or `raise` (rank 1 does), `once` (rank 1 fails
-in its first attempt), `slow` (all wait and print the signals that they get), `again` (all leave and
-meet once more).
+in its first attempt), `deaf` (rank 1 fails, and the others hear no signal), `slow` (all wait and
+print the signals that they get), `again` (all leave and meet once more).
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ def act(what: str, world: World, team: Any) -> int:
             raise ValueError("a mistake")
         if what == "once" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             return 1
+    if what == "deaf":
+        if world.rank == 1:
+            return 1
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(100)
     if what == "slow":
         signals: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):

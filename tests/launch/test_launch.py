@@ -101,6 +101,15 @@ def test_exit_status(act: str, status: int, words: str) -> None:
     assert all(line.startswith("words: another rank ended") for line in lines[:-1]) and len(lines) <= 2
 
 
+@pytest.mark.whole
+def test_ranks_that_wait_on_a_device_end_soon_after_a_failure() -> None:
+    """They cannot save alone; torch would wait for 30 seconds."""
+    began = time.monotonic()
+    done = run(*LAUNCH, "--nproc_per_node=2", SCRIPT, "deaf", OMP_NUM_THREADS="1")
+    assert done.returncode == 1 and "rank 1 ended with status 1" in done.stderr
+    assert agent.HOPELESS < time.monotonic() - began < agent.HOPELESS + 15
+
+
 @pytest.mark.long
 def test_our_commands_in_ranks() -> None:
     """Errors of a command keep their status."""

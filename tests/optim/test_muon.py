@@ -26,7 +26,7 @@ def parameters(shapes=SHAPES, gated=(2, 12, 8), seed=0, dtype=torch.float32):
 def set_gradients(params, step, scale=1.0):
     g = torch.Generator().manual_seed(100 + step)
     for p in params:
-        p.grad = torch.randn(p.shape, generator=g, dtype=p.dtype) * scale
+        p.grad = torch.randn(p.shape, generator=g, dtype=p.dtype).to(p.device) * scale
 
 
 def copies(params):
@@ -173,17 +173,17 @@ def test_the_kernels_give_the_same_update(monkeypatch):
     """With Triton's kernels and the gram form, weights differ from torch's form by its rounding."""
     kernel = pytest.importorskip("meshwright.kernels.symmetric_triton", reason="Triton is not installed")
     shapes = [(24, 8), (8, 24), (16, 16), (24, 8)]
-    plain = parameters(shapes)
-    kernels = copies(plain)
-    for params in (plain, kernels):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    start = [p.detach().to(device) for p in parameters(shapes)]
+    plain, kernels = copies(start), copies(start)
+    monkeypatch.setattr("meshwright.kernels.symmetric_triton.TILES", kernel.Tiles(16, 16))
+    monkeypatch.setattr("meshwright.kernels.symmetric.SMALLEST", 1)
+    for params, has in ((plain, False), (kernels, True)):
+        monkeypatch.setattr("meshwright.device.has_kernels", lambda device, has=has: has)
         optimizer = Muon(params)
         set_rates(optimizer)
         set_gradients(params, 0)
         optimizer.step()
-        monkeypatch.setattr("meshwright.device.has_kernels", lambda device: True)
-        monkeypatch.setattr("meshwright.kernels.symmetric_triton.TILES", kernel.Tiles(16, 16))
-        monkeypatch.setattr("meshwright.kernels.symmetric.SMALLEST", 1)
-    start = parameters(shapes)
     for a, b, old in zip(plain, kernels, start, strict=True):
         moved = (a - old).norm()
         assert 0 < (a - b).norm() < 8 * ROUNDING * moved

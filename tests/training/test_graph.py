@@ -13,7 +13,7 @@ from meshwright.model.loss import token_losses
 from meshwright.parallel.layout import Layout
 from meshwright.settings.flags import parse
 from meshwright.settings.schema import TrainConfig
-from meshwright.training import graph, network, step
+from meshwright.training import graph, loop, network, step
 from meshwright.training.step import Network, StepSettings, train_step
 from stores import CPU, VOCAB, is_equal, make, snapshot
 
@@ -285,6 +285,27 @@ def test_resume_in_the_middle_on_a_gpu(tmp_path):
     first = on_gpu(tmp_path / "first", *flags, "--exit-interval", 9, "--save", tmp_path / "c")
     second = on_gpu(tmp_path / "second", *flags, "--load", tmp_path / "c")
     assert first + second == whole
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("flags", [[], ["--fp8-format", "hybrid"], ["--optimizer", "muon"]], ids=" ".join)
+def test_a_rollback_on_a_gpu(tmp_path, monkeypatch, flags):
+    """A replayed step meets a NaN; the run goes back and on as one without graphs does."""
+    real = loop.Trainer.train
+
+    def spoilt(trainer, stop):
+        plain = trainer.net.loss
+        trainer.net.loss = lambda out, b: plain(out, b) * torch.where(b.sample_ids == 20, torch.nan, 1.0)[:, None]
+        return real(trainer, stop)
+
+    monkeypatch.setattr(loop.Trainer, "train", spoilt)
+    more = ["--bf16", "--micro-batch-size", 1, "--global-batch-size", 2, "--save-interval", 4, *flags]
+    more += ["--on-nonfinite", "rollback:1"]
+    on, off = (on_gpu(tmp_path / x, *more, "--save", tmp_path / x, "--cuda-graphs", x) for x in ("on", "off"))
+    [row] = read_rows(tmp_path / "on", "rollback")
+    assert (row["iteration"], row["to"]) == (11, 8) and on == off and len(on) > 17
 
 
 @gpu

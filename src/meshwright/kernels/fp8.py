@@ -260,17 +260,20 @@ class Scales:
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
-        """Forget what the passes of this block record; other processes have no part in them."""
+        """Forget what the passes of this block record; other processes have no part in them.
+
+        Casts of weights that were there stay in their memory, which CUDA graphs read.
+        """
         tensors, is_set, combine = self.tensors(), list(self.is_set), self.combine
-        kept = [x.clone() for x in tensors]
+        kept, casts = [x.clone() for x in tensors], [each.cast for each in self.products]
         self.combine = None
         try:
             yield
         finally:
             torch._foreach_copy_(tensors, kept)
             self.is_set, self.combine = is_set, combine
-            for each in self.products:
-                each.cast = None
+            for each, cast in zip(self.products, casts, strict=True):
+                each.cast = cast
 
     def tensors(self) -> list[Tensor]:
         """Return all that a step changes, but for the weights' casts."""

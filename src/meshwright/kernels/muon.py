@@ -3,7 +3,8 @@
 `advance` reads the gradients and returns what Newton-Schulz orthogonalises; `apply` takes its
 result from the weights. Both leave everything as it was if `skipped` is not 0, which the host
 never reads. On CUDA each is one Triton kernel over all matrices; the plain twin takes one matrix
-after the other.
+after the other. As in torch, the update is computed in 16 bits; only matrices of float64, by which
+layouts are compared, keep their format.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from meshwright.kernels.twins import is_triton
 def advance(
     gradients: list[Tensor], moments: list[Tensor], scale: Tensor, skipped: Tensor, momentum: float
 ) -> tuple[Tensor, Tensor]:
-    """Update the moments; return Nesterov's look-ahead [n, *shape] in bfloat16, and its norms [n].
+    """Update the moments; return Nesterov's look-ahead [n, *shape] and its norms [n].
 
-    The gradients are divided by `scale`.
+    The gradients are divided by `scale`. The look-ahead is in bfloat16, or in float64 as they are.
     """
-    if is_triton(gradients[0]):
+    if is_triton(gradients[0]) and gradients[0].dtype != torch.float64:
         from meshwright.kernels import muon_triton
 
         return muon_triton.advance(gradients, moments, scale, skipped, momentum)
@@ -30,7 +31,7 @@ def advance(
 
 def apply(weights: list[Tensor], updates: Tensor, kept: Tensor, rate: Tensor, skipped: Tensor) -> None:
     """Set each weight to kept * weight - rate * its update."""
-    if is_triton(weights[0]):
+    if is_triton(weights[0]) and weights[0].dtype != torch.float64:
         from meshwright.kernels import muon_triton
 
         muon_triton.apply(weights, updates, kept, rate, skipped)
@@ -41,13 +42,15 @@ def apply(weights: list[Tensor], updates: Tensor, kept: Tensor, rate: Tensor, sk
 def plain_advance(
     gradients: list[Tensor], moments: list[Tensor], scale: Tensor, skipped: Tensor, momentum: float
 ) -> tuple[Tensor, Tensor]:
-    out = gradients[0].new_empty(len(gradients), *gradients[0].shape, dtype=torch.bfloat16)
+    is_exact = gradients[0].dtype == torch.float64
+    low = torch.float64 if is_exact else torch.bfloat16
+    out = gradients[0].new_empty(len(gradients), *gradients[0].shape, dtype=low)
     for gradient, moment, ahead in zip(gradients, moments, out, strict=True):
         now = gradient / scale
         new = moment.lerp(now, 1 - momentum)
         ahead.copy_(now.lerp(new, momentum))
         moment.copy_(torch.where(skipped > 0, moment, new))
-    return out, torch.linalg.vector_norm(out, dim=(1, 2), dtype=torch.float32)
+    return out, torch.linalg.vector_norm(out, dim=(1, 2), dtype=low if is_exact else torch.float32)
 
 
 def plain_apply(weights: list[Tensor], updates: Tensor, kept: Tensor, rate: Tensor, skipped: Tensor) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
@@ -32,6 +32,8 @@ from meshwright.launch.orphans import LAUNCHER_PID
 from meshwright.launch.world import RUN_ID
 
 GRACE = 300  # seconds that ranks have to save after a signal
+HOPELESS = 5  # seconds for ranks to end after another one failed, when they cannot save together any more
+TEARDOWN = 30  # seconds after SIGKILL, in which a device's driver frees the memory of a rank
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *WARNINGS)  # that the agent passes on
 TOGETHER = 2  # seconds in which a second signal is the first one's: to a whole process group, and by a script
 
@@ -160,6 +162,8 @@ class Agent(LocalElasticAgent):
             if time.monotonic() - self.since < max(patience(code) for code in self.failed.values()):
                 return RunResult(state=WorkerState.HEALTHY)
         self.since = None
+        if self.failed and self._pcontext is not None and find_cause(self.failed)[1] not in STOPPED:
+            stop_hopeless(self._pcontext)  # torch would give them 30 seconds
         result: RunResult = super()._monitor_workers(worker_group)
         if not result.is_failed():
             return result
@@ -212,6 +216,12 @@ def _ignore_repeats() -> None:
 
     for number in SIGNALS:
         signal.signal(number, handle)
+
+
+def stop_hopeless(ranks: PContext) -> None:
+    """Stop ranks that wait for one that is gone, perhaps in a call that never returns."""
+    ranks.close(signal.SIGTERM, HOPELESS)
+    ranks.close(signal.SIGKILL, TEARDOWN)
 
 
 # How ranks end. An exit code below 0 is a signal, as in subprocess.

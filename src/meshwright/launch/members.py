@@ -36,7 +36,6 @@ POLL = 0.2  # seconds between two looks at the decision, and at the machines
 BEAT = 1.0  # seconds between the beats of a machine
 SILENT = 10.0  # seconds without a beat after which a machine is lost
 SETTLE = 2.0  # seconds that a machine is there before the others make room: several may come together
-HOPELESS = 10  # seconds for ranks to end after a failure, when they cannot save together any more
 FREE, RUNNING, FINISHED, GONE = "free", "running", "finished", "gone"  # states of a machine
 T = TypeVar("T")
 
@@ -352,8 +351,10 @@ class ElasticAgent(agent.Agent):
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         if self._pcontext is not None:
-            can_save = self.there.decision.get("orderly") and not self.failed
-            self._pcontext.close(signal.SIGTERM, GRACE if can_save else HOPELESS)
+            if self.there.decision.get("orderly") and not self.failed:
+                self._pcontext.close(signal.SIGTERM, GRACE)
+            else:
+                agent.stop_hopeless(self._pcontext)
         if self.uses_devices and self.failed and find_cause(self.failed)[1] not in LOST + STOPPED:
             self.there.announce(ranks=devices.show_answering(self.plan.processes))
 
@@ -382,7 +383,7 @@ class ElasticAgent(agent.Agent):
                     status = 128 + (signal.SIGTERM if death_sig == signal.SIGHUP else death_sig)
                     self.there.council.end(status, f"machine 0 {why}, which ends the run")
         elif isinstance(error, Over) and error.status not in (DONE, SIGTERM, SIGINT) and self._pcontext is not None:
-            self._pcontext.close(death_sig, HOPELESS)
+            agent.stop_hopeless(self._pcontext)
             return
         super()._shutdown(death_sig, timeout)
 

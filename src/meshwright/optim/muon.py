@@ -114,6 +114,8 @@ def scalar(value: float | Tensor, like: Tensor) -> Tensor:
 
 def normalised(x: Tensor, norms: Tensor) -> Tensor:
     """Return x [n, r, c] / its norms [n], rounded as torch does, in the iterations' format."""
+    if x.dtype is torch.float64:
+        return x / norms.clamp(min=SMALLEST_NORM)[:, None, None]
     low = torch.float16 if devices.has_kernels(x.device) else torch.bfloat16
     rounded = norms.bfloat16().clamp(min=SMALLEST_NORM)[:, None, None]
     return torch.div(x, rounded, out=torch.empty_like(x, dtype=low))

@@ -163,7 +163,6 @@ def as_usual(net: Network) -> Iterator[None]:
         if net.is_compiled:
             held.enter_context(torch.compiler.set_stance("force_eager"))
         if (scales := net.store.scales) is not None:
-            held.callback(scales.refresh)
             held.enter_context(scales.trial())
         for p in (p for part in net.parts for p in part.parameters() if hasattr(p, "sink")):
             held.callback(setattr, p, "sink", p.sink)

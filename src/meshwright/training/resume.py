@@ -103,8 +103,9 @@ class State:
             self.loaded = loaded.step
             seconds = time.perf_counter() - begun
             remark(f" > {self.team.run_on_lead(lambda: describe_recovery(self.config, loaded, seconds))}")
-            self.saver.kept = loaded.step if self.team.run_on_lead(lambda: is_kept(c, loaded.step)) else None
             self.forget_best()
+            if self.team.run_on_lead(lambda: is_kept(c, loaded.step)):
+                self.saver.continue_from(loaded.step, self.progress.best_iteration)
         return True
 
     def accept(self, source: Source) -> Source:

@@ -70,6 +70,17 @@ class Saver:
 
             self.background = Background(team, device)
 
+    def continue_from(self, step: int, best: int | None) -> None:
+        """Note that --save holds the run's state, and remove what a killed run left to remove.
+
+        Otherwise each kill between a save and its removal would take the room of one more step.
+        """
+        self.kept, folder = step, self.config.checkpoint.save
+        assert folder
+        if not self.config.training.skip_train:
+            with self.tolerating():
+                self.team.run_on_lead(explained(folder, step, lambda: self.tidy(step, best)))
+
     def save(
         self, step: int, named: Named, state: dict[str, Any], settings: dict[str, Any], best: int | None
     ) -> float | None:
