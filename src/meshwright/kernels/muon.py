@@ -42,15 +42,15 @@ def apply(weights: list[Tensor], updates: Tensor, kept: Tensor, rate: Tensor, sk
 def plain_advance(
     gradients: list[Tensor], moments: list[Tensor], scale: Tensor, skipped: Tensor, momentum: float
 ) -> tuple[Tensor, Tensor]:
-    is_exact = gradients[0].dtype == torch.float64
-    low = torch.float64 if is_exact else torch.bfloat16
+    given = gradients[0].dtype
+    low, wide = (given, given) if given == torch.float64 else (torch.bfloat16, torch.float32)
     out = gradients[0].new_empty(len(gradients), *gradients[0].shape, dtype=low)
     for gradient, moment, ahead in zip(gradients, moments, out, strict=True):
         now = gradient / scale
         new = moment.lerp(now, 1 - momentum)
         ahead.copy_(now.lerp(new, momentum))
         moment.copy_(torch.where(skipped > 0, moment, new))
-    return out, torch.linalg.vector_norm(out, dim=(1, 2), dtype=low if is_exact else torch.float32)
+    return out, torch.linalg.vector_norm(out, dim=(1, 2), dtype=wide)
 
 
 def plain_apply(weights: list[Tensor], updates: Tensor, kept: Tensor, rate: Tensor, skipped: Tensor) -> None:
