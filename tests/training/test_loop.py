@@ -198,11 +198,12 @@ def test_keep_best(run, tmp_path, monkeypatch):
 
 def test_steps_that_a_killed_run_did_not_remove_go_before_the_next_save(run, tmp_path, monkeypatch):
     save, kept = tmp_path / "save", []
-    run("--save", save, "--save-interval", 2)
+    run("--save", save, "--save-interval", 2, "--eval-interval", 2)
     real = loop.train_step
     monkeypatch.setattr(loop, "train_step", lambda *a: kept.append(steps_in(save)) or real(*a))
     flags = ("--keep-last", 2, "--train-iters", 7, "--override-opt_param-scheduler")
     assert run("--save", save, "--load", save, *flags).status == 0 and kept == [[4, 6]] and steps_in(save) == [6, 7]
+    assert not (save / steps.BEST).exists()
 
 
 def test_a_damaged_step_is_neither_counted_nor_removed(run, tmp_path):

@@ -105,7 +105,7 @@ class State:
             remark(f" > {self.team.run_on_lead(lambda: describe_recovery(self.config, loaded, seconds))}")
             self.forget_best()
             if self.team.run_on_lead(lambda: is_kept(c, loaded.step)):
-                self.saver.continue_from(loaded.step, self.progress.best_iteration)
+                self.saver.continue_from(loaded.step, self.best_to_keep)
         return True
 
     def accept(self, source: Source) -> Source:
@@ -190,6 +190,10 @@ class State:
             remark(f" > note: {message}: the extra rows are treated as padding")
         return source.of_vocabulary(size)
 
+    @property
+    def best_to_keep(self) -> int | None:
+        return self.progress.best_iteration if self.config.checkpoint.keep_best else None
+
     def forget_best(self) -> None:
         """Forget a best step that --save does not hold, so that a later one can take its place."""
         c, best = self.config.checkpoint, self.progress.best_iteration
@@ -249,8 +253,7 @@ class State:
         state |= {"epochs": self.epochs, "blends": blends, "losses": list(self.losses)}
         if (scales := self.net.store.scales) is not None:
             state["fp8"] = scales.state(self.team.gather)
-        best = p.best_iteration if self.config.checkpoint.keep_best else None
-        return self.saver.save(p.iteration, self.tensors(), state, saved_settings(self.config), best)
+        return self.saver.save(p.iteration, self.tensors(), state, saved_settings(self.config), self.best_to_keep)
 
 
 def describe_recovery(config: TrainConfig, loaded: loading.Loaded, seconds: float) -> str:
