@@ -411,9 +411,12 @@ class Watchdog:
                 stacks_of(self.folder, rank).write_text(text)
             else:
                 write(2, text)
-            time.sleep(0.5)
+            for _ in range(25):  # it first waits for its own stacks
+                time.sleep(0.1)
+                if started(pid) != who["started"]:
+                    return
             # Our own launcher kills it a little later, and knows that the run failed before.
-            if started(pid) == who["started"] and self.world.launcher != "meshwright launch":
+            if self.world.launcher != "meshwright launch":
                 os.kill(pid, signal.SIGKILL)
 
 
