@@ -22,7 +22,7 @@ def advance(
 
     The gradients are divided by `scale`. The look-ahead is in bfloat16, or in float64 as they are.
     """
-    if is_triton(gradients[0]) and gradients[0].dtype != torch.float64:
+    if is_triton(gradients[0]):
         from meshwright.kernels import muon_triton
 
         return muon_triton.advance(gradients, moments, scale, skipped, momentum)
@@ -31,7 +31,7 @@ def advance(
 
 def apply(weights: list[Tensor], updates: Tensor, kept: Tensor, rate: Tensor, skipped: Tensor) -> None:
     """Set each weight to kept * weight - rate * its update."""
-    if is_triton(weights[0]) and weights[0].dtype != torch.float64:
+    if is_triton(weights[0]):
         from meshwright.kernels import muon_triton
 
         muon_triton.apply(weights, updates, kept, rate, skipped)
