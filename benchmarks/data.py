@@ -86,7 +86,7 @@ def peer(kind: str, workers: int, corpus: str, prefix: str, vocab: str, merges: 
 
     import numpy as np
 
-    from meshwright.data.format.writer import Writer
+    from meshwright.data.files.writer import Writer
 
     with (
         Writer(prefix, np.uint16) as writer,

@@ -40,7 +40,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 
 def corpus(prefix: Path, documents: int, mean: int) -> None:
     """Token files of lengths drawn around `mean`, block by block."""
-    from meshwright.data.format.indexed import HEADER, MAGIC
+    from meshwright.data.files.indexed import HEADER, MAGIC
 
     rng, block = np.random.default_rng(1), 1 << 22
     with open(f"{prefix}.idx", "wb") as idx:
@@ -69,7 +69,7 @@ def corpus(prefix: Path, documents: int, mean: int) -> None:
 def ours(prefix: Path, cache: Path, samples: int, fast: bool) -> dict[str, Any]:
     from meshwright import console
     from meshwright.data import samples as module
-    from meshwright.data.format.indexed import Indexed
+    from meshwright.data.files.indexed import Indexed
     from meshwright.data.loader import Samples
 
     console.set_stream(None)
@@ -144,7 +144,7 @@ def blend(sources: int, samples: int, peer: str) -> dict[str, Any]:
 
 
 def opened(prefix: Path) -> dict[str, Any]:
-    from meshwright.data.format.indexed import Indexed
+    from meshwright.data.files.indexed import Indexed
 
     before = status(os.getpid())
     with counted() as spent:

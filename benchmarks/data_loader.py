@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 from meshwright import console
-from meshwright.data.format.indexed import Indexed
-from meshwright.data.format.writer import Writer
+from meshwright.data.files.indexed import Indexed
+from meshwright.data.files.writer import Writer
 from meshwright.data.loader import Loader, LoaderSpec, Samples
 
 VOCAB = 50257

@@ -31,12 +31,12 @@ SIZES = {"1.3B": (24, 2048, 16), "345M": (24, 1024, 16), "tiny": (2, 64, 4)}
 
 def build(size: str, device: str, folder: Path, *more: str) -> Any:
     from meshwright import console
-    from meshwright.launch.team import ALONE
     from meshwright.parallel.layout import Layout
+    from meshwright.ranks.team import ALONE
     from meshwright.settings import flags
     from meshwright.settings.schema import TrainConfig
+    from meshwright.training.log.metrics import Timers
     from meshwright.training.loop import Trainer
-    from meshwright.training.metrics import Timers
     from meshwright.training.network import Spec
 
     console.set_stream(None)

@@ -228,7 +228,7 @@ def main() -> None:
         try:
             measure_all(given)
         finally:
-            from meshwright.launch import rendezvous
+            from meshwright.ranks import rendezvous
 
             rendezvous.leave()
 
@@ -257,12 +257,12 @@ def measure_all(given: argparse.Namespace) -> None:
     """Every cell, on every rank, one after the other."""
     from meshwright import device as devices
     from meshwright.data.datasets import build_datasets
-    from meshwright.launch import rendezvous
-    from meshwright.launch.world import find_world
     from meshwright.parallel.layout import connect, layout_of
+    from meshwright.ranks import rendezvous
+    from meshwright.ranks.world import find_world
     from meshwright.settings.flags import parse
     from meshwright.settings.schema import TrainConfig
-    from meshwright.training.preflight import pick_backend
+    from meshwright.training.before.preflight import pick_backend
 
     began = time.perf_counter()
     world = find_world(os.environ)
@@ -623,7 +623,7 @@ def shares(events: list[dict[str, Any]]) -> dict[str, float] | None:
 
     "exposed" is a NCCL kernel and no other; with "compute" and "idle" it makes up the whole.
     """
-    from meshwright.training.profile import length, union
+    from meshwright.training.log.profile import length, union
 
     kernels = [(e["ts"], e["ts"] + e["dur"], "nccl" in e["name"].lower()) for e in events if e.get("cat") == "kernel"]
     if not kernels:

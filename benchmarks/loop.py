@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright import console
-from meshwright.data.format.indexed import Indexed
-from meshwright.data.format.writer import Writer
+from meshwright.data.files.indexed import Indexed
+from meshwright.data.files.writer import Writer
 from meshwright.data.loader import Batch, Loader, LoaderSpec, Samples
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import token_losses

@@ -26,18 +26,18 @@ import torch
 from meshwright import console
 from meshwright import device as devices
 from meshwright.kernels import clock
-from meshwright.launch.pulse import pulse
-from meshwright.launch.team import Team
-from meshwright.launch.watchdog import Watchdog, thread_time
-from meshwright.launch.world import World
 from meshwright.parallel.layout import Layout
+from meshwright.ranks.pulse import pulse
+from meshwright.ranks.team import Team
+from meshwright.ranks.watchdog import Watchdog, thread_time
+from meshwright.ranks.world import World
 from meshwright.settings import flags
 from meshwright.settings.schema import Parallel, TrainConfig
 from meshwright.training import network
+from meshwright.training.health.replicas import Copies
+from meshwright.training.health.stop import StopConditions
+from meshwright.training.log.metrics import Timers
 from meshwright.training.loop import Trainer
-from meshwright.training.metrics import Timers
-from meshwright.training.replicas import Copies
-from meshwright.training.stop import StopConditions
 
 NEEDED = "--mock-data --eval-iters 0 --train-iters 1000000 --log-interval 1000000 --lr 1e-5".split()
 

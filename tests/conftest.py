@@ -53,7 +53,7 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """
     if request.node.get_closest_marker("pictures") is None:
         monkeypatch.setattr("meshwright.training.run.write_report", lambda folder: None)
-        monkeypatch.setattr("meshwright.training.folder.LivePage.draw", lambda page: None)
+        monkeypatch.setattr("meshwright.training.state.folder.LivePage.draw", lambda page: None)
 
 
 @pytest.fixture(autouse=True)

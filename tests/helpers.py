@@ -18,8 +18,8 @@ import torch
 from meshwright.__main__ import main
 from meshwright.checkpoint import native, steps
 from meshwright.checkpoint.native import Entry
-from meshwright.data.format.indexed import Indexed
-from meshwright.data.format.writer import Writer
+from meshwright.data.files.indexed import Indexed
+from meshwright.data.files.writer import Writer
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.settings import schema as settings
 

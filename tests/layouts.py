@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright import console
-from meshwright.launch.team import Team
+from meshwright.ranks.team import Team
 from meshwright.settings import checks, flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.verify import small_run

@@ -18,7 +18,7 @@ from documents import ROOT
 from meshwright.__main__ import COMMANDS, main
 from meshwright.commands.data import VERBS
 from meshwright.settings import flags
-from meshwright.settings.megatron_flags import NO_EFFECT, REFUSED
+from meshwright.settings.other_programs.megatron_flags import NO_EFFECT, REFUSED
 
 READMES = sorted(ROOT.glob("compat/*/*.md"))  # their scripts have flags of their own
 GUIDE = [ROOT / "README.md", ROOT / "README.zh.md", *sorted(ROOT.glob("docs/**/*.md"))]

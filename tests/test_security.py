@@ -19,10 +19,10 @@ from faults import table
 from helpers import TINY_FLAGS, write_counting
 from meshwright.__main__ import main
 from meshwright.checkpoint import manifests, publish, steps
-from meshwright.data.format.indexed import Indexed
+from meshwright.data.files.indexed import Indexed
 from meshwright.data.loader import Samples
 from meshwright.generation import templates
-from meshwright.launch import rendezvous
+from meshwright.ranks import rendezvous
 
 ROOT = Path(__file__).parents[1]
 HOSTILE = "test_hostile_files.py::test_hostile_files"
@@ -302,7 +302,7 @@ PICKLES = re.compile(
 def test_only_readers_of_other_formats_know_pickle() -> None:
     source = ROOT / "src" / "meshwright"
     found = {path.parent for path in source.rglob("*.py") if PICKLES.search(path.read_text())}
-    assert found == {source / "checkpoint" / "formats"}
+    assert found == {source / "checkpoint" / "foreign" / "pickle"}
 
 
 def test_training_opens_no_connection(trained: tuple[Path, list[object]]) -> None:

@@ -18,7 +18,7 @@ import pytest
 import meshwright
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
-from meshwright.data.format.writer import Writer
+from meshwright.data.files.writer import Writer
 from meshwright.training.loop import Trainer
 
 SOURCE = Path(meshwright.__file__).parent

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from meshwright.device import describe_lack
 from meshwright.errors import DONE, IO, SIGINT, UNAVAILABLE, USAGE, UserError
-from meshwright.launch.orphans import die_with_launcher
+from meshwright.ranks.orphans import die_with_launcher
 
 # The module of each command is commands/NAME.py, with _ for -.
 COMMANDS = {

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from meshwright.data.datasets import Datasets
     from meshwright.evaluation.score import Score
     from meshwright.generation.engine import LanguageModel
-    from meshwright.report.history import History
+    from meshwright.runs.history import History
     from meshwright.training.network import Model
     from meshwright.training.step import Loss
 
@@ -48,7 +48,7 @@ class TrainResult:
     @property
     def history(self) -> History:
         """Steps, validations and attempts, read from the run folder."""
-        from meshwright.report.history import read_history
+        from meshwright.runs.history import read_history
 
         if self.folder is None:
             raise UserError("the run kept no history; give save or run_dir")
@@ -74,8 +74,8 @@ def train(
     only), Ctrl-C and SIGTERM finish the step and save.
     """
     from meshwright.launch.launcher import wanted
-    from meshwright.training.resume import checkpoint_architecture
     from meshwright.training.run import run
+    from meshwright.training.state.resume import checkpoint_architecture
     from meshwright.verify.rehearsal import rehearse
 
     idle = {}

@@ -22,12 +22,12 @@ from meshwright.__main__ import main
 from meshwright.checkpoint import native, publish, steps
 from meshwright.checkpoint.background import Background
 from meshwright.errors import IO, UserError
-from meshwright.launch.team import Team
 from meshwright.parallel.layout import Layout
+from meshwright.ranks.team import Team
 from meshwright.report.page import write_report
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.saver import Saver
+from meshwright.training.state.saver import Saver
 from ranks import run_ranks
 
 pytestmark = pytest.mark.whole
@@ -116,7 +116,7 @@ def test_a_save_is_reported_after_the_rename(tmp_path: Path, monkeypatch: pytest
         real(line)
 
     monkeypatch.setattr("meshwright.console.say", say)
-    monkeypatch.setattr("meshwright.training.saver.say", say)
+    monkeypatch.setattr("meshwright.training.state.saver.say", say)
     assert train(tmp_path, "--async-save") == 0
     lines = [(line.split()[0], there) for line, there in said if "checkpoint at iteration       6" in line]
     # The last step is reported after its save, and again at the end of the run.

@@ -21,7 +21,8 @@ from meshwright.__main__ import main
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.boxes import split_boxes
 from meshwright.checkpoint.convert import complete_source, native_files, select
-from meshwright.checkpoint.formats import huggingface_writer, pickles
+from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
+from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.sources import Known, Source
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
 from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError
@@ -349,8 +350,8 @@ def imported():
     """Return the anonymous memory of a process that has only imported what the command does."""
     code = (
         "import torch, safetensors, tokenizers, meshwright.checkpoint.convert, meshwright.model.gpt;"
-        "import meshwright.checkpoint.formats.huggingface;"
-        "import meshwright.checkpoint.formats.megatron_writer; print(open('/proc/self/status').read())"
+        "import meshwright.checkpoint.foreign.huggingface.reader;"
+        "import meshwright.checkpoint.foreign.megatron.writer; print(open('/proc/self/status').read())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return anonymous(done.stdout)

@@ -29,12 +29,12 @@ from meshwright.checkpoint.sources import Source
 from meshwright.commands import inspect
 from meshwright.data import datasets
 from meshwright.errors import BAD_DATA, IO, LOCKED, UNEXPECTED, USAGE, UserError
-from meshwright.launch.team import ALONE, Team
 from meshwright.parallel import shard
+from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.schema import Checkpoint, Data, Tokenizer, TrainConfig
-from meshwright.training import preflight
+from meshwright.training.before import preflight
 from meshwright.training.loop import Trainer
-from meshwright.training.resume import Progress, State
+from meshwright.training.state.resume import Progress, State
 from ranks import run_ranks
 
 

@@ -30,7 +30,7 @@ from documents import (
     started,
     steps,
 )
-from meshwright.data.format.indexed import Indexed
+from meshwright.data.files.indexed import Indexed
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 

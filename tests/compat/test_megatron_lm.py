@@ -34,9 +34,9 @@ from documents import (
 )
 from fakes import put_first
 from helpers import train_on_texts
-from meshwright.checkpoint.formats import megatron
+from meshwright.checkpoint.foreign.megatron import reader as megatron
 from meshwright.settings import flags
-from meshwright.settings.argument_dump import arguments
+from meshwright.settings.other_programs.argument_dump import arguments
 from meshwright.settings.schema import TrainConfig
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]

@@ -12,7 +12,7 @@ from helpers import blend_rule, captured_output, error_of, write_counting
 from meshwright.data import blend
 from meshwright.data.blend import Blend, blend_order, normalise
 from meshwright.data.datasets import build_datasets
-from meshwright.data.format.indexed import Indexed
+from meshwright.data.files.indexed import Indexed
 from meshwright.data.loader import Cyclic, Loader, LoaderSpec, Mock, Samples
 from meshwright.settings import checks
 from meshwright.settings.schema import Data, Tokenizer, TrainConfig, Training

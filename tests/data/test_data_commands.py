@@ -23,9 +23,10 @@ import pytest
 
 from helpers import tokens_of
 from meshwright.__main__ import main
-from meshwright.data.format.indexed import HEADER, MAGIC, Indexed
-from meshwright.data.format.writer import Writer
-from meshwright.data.tools import fetch, merge, verify
+from meshwright.data.files import verify
+from meshwright.data.files.indexed import HEADER, MAGIC, Indexed
+from meshwright.data.files.writer import Writer
+from meshwright.data.tools import fetch, merge
 from meshwright.data.tools import forecast as ahead
 from meshwright.data.tools.statistics import Lengths, document_lengths, summary, token_counts
 from meshwright.errors import UserError
@@ -175,7 +176,7 @@ def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     whole = check(prefix)
     lengths = Counter(sum(map(len, d)) for d in documents)
     monkeypatch.setattr("meshwright.files.BLOCK", 6)  # bytes, three tokens
-    monkeypatch.setattr("meshwright.data.format.blocks.BLOCK", 3)
+    monkeypatch.setattr("meshwright.data.files.blocks.BLOCK", 3)
     monkeypatch.setattr("meshwright.data.tools.statistics.SHORT", 20)
     assert check(prefix) == whole and not whole.problems
     counted = document_lengths(Indexed(prefix))

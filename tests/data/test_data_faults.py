@@ -14,8 +14,8 @@ import zlib
 import numpy as np
 
 from helpers import error_of, tokens_of
-from meshwright.data.format.indexed import HEADER, Indexed, check_vocabulary
-from meshwright.data.format.writer import Writer
+from meshwright.data.files.indexed import HEADER, Indexed, check_vocabulary
+from meshwright.data.files.writer import Writer
 from meshwright.data.prepare import preprocess, text
 from meshwright.settings.preprocess import Preprocess, PreprocessConfig
 from meshwright.settings.schema import Tokenizer

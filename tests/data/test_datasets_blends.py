@@ -12,14 +12,14 @@ from helpers import TINY_FLAGS, blend_rule, captured_output, error_of, open_step
 from meshwright.__main__ import main
 from meshwright.data.blend import Blend, Chain, normalise, samples_needed
 from meshwright.data.datasets import build_datasets, continue_datasets, count_used
-from meshwright.data.format.indexed import Indexed
+from meshwright.data.files.indexed import Indexed
 from meshwright.data.history import History
 from meshwright.data.loader import Loader, LoaderSpec, Mock, Samples
 from meshwright.errors import USAGE
 from meshwright.settings import checks, data_paths
 from meshwright.settings.data_paths import PathSet, Source, path_sets
 from meshwright.settings.schema import Data, Logging, Tokenizer, TrainConfig, Training
-from meshwright.training.trackers import validation_tags
+from meshwright.training.log.trackers import validation_tags
 
 SEQ = 8
 
@@ -553,7 +553,7 @@ def test_validation_on_training_data_is_reported():
 @pytest.mark.pictures
 def test_several_sets_in_the_report(files):
     from meshwright.report import page
-    from meshwright.report.history import read_history
+    from meshwright.runs.history import read_history
 
     step = {"attempt": 1, "consumed_samples": 4, "loss": 5.0, "grad_norm": 1.0, "lr": 0.1}
     step |= {"skipped": False, "ms": 1.0, "tokens_per_second": 9.0}

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from helpers import error_of, tokens_of
-from meshwright.data.format import indexed as indexed_module
-from meshwright.data.format.indexed import HEADER, Indexed, fingerprint
-from meshwright.data.format.writer import Writer, token_dtype
+from meshwright.data.files import indexed as indexed_module
+from meshwright.data.files.indexed import HEADER, Indexed, fingerprint
+from meshwright.data.files.writer import Writer, token_dtype
 from meshwright.errors import IO, UserError
 
 
@@ -266,7 +266,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
 
 KILLED = """
 import os, sys, numpy as np
-from meshwright.data.format.writer import Writer
+from meshwright.data.files.writer import Writer
 calls, limit = 0, int(sys.argv[2])
 def counted(name):
     real = getattr(os, name)

@@ -16,7 +16,7 @@ import zstandard
 
 from helpers import error_of
 from meshwright.__main__ import main
-from meshwright.data.format.indexed import Indexed
+from meshwright.data.files.indexed import Indexed
 from meshwright.data.prepare import folders, inputs, markup, plain, text
 from meshwright.data.prepare.folders import PassedOver
 from meshwright.data.prepare.inputs import find

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from meshwright.__main__ import main
-from meshwright.data.format.indexed import Indexed
-from meshwright.data.format.writer import Writer
+from meshwright.data.files.indexed import Indexed
+from meshwright.data.files.writer import Writer
 from meshwright.errors import LOCKED, SIGINT
 
 SHORT = ["one text", "another text"]

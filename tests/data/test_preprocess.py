@@ -14,7 +14,7 @@ import pytest
 
 from helpers import error_of, tokens_of
 from meshwright import tokenizers
-from meshwright.data.format.indexed import Indexed
+from meshwright.data.files.indexed import Indexed
 from meshwright.data.prepare import preprocess, text
 from meshwright.errors import BAD_DATA, IO
 from meshwright.settings.preprocess import Preprocess, PreprocessConfig

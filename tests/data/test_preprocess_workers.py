@@ -19,8 +19,8 @@ import pytest
 import ranks  # noqa: F401  so that the fork server has imported torch
 from helpers import error_of
 from meshwright.__main__ import main
-from meshwright.data.format import writer as writing
-from meshwright.data.format.indexed import Indexed
+from meshwright.data.files import writer as writing
+from meshwright.data.files.indexed import Indexed
 from meshwright.data.prepare import containers, encoding, journal, preprocess, text, workers
 from meshwright.data.tools import merge as merging
 from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, UserError

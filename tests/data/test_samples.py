@@ -15,11 +15,11 @@ import pytest
 from helpers import captured_output, error_of, tokens_of
 from meshwright.data import index_cache, loader, samples
 from meshwright.data.datasets import build_datasets, check_vocabulary
-from meshwright.data.format.indexed import Indexed
-from meshwright.data.format.writer import Writer
+from meshwright.data.files.indexed import Indexed
+from meshwright.data.files.verify import damaged_caches
+from meshwright.data.files.writer import Writer
 from meshwright.data.loader import Mock, Samples
 from meshwright.data.samples import build_indices, epochs_needed, split_bounds
-from meshwright.data.tools.verify import damaged_caches
 from meshwright.settings.schema import Data, Tokenizer, TrainConfig, Training
 
 

@@ -9,7 +9,7 @@ import nltk
 import pytest
 
 from helpers import error_of, tokens_of
-from meshwright.data.format.indexed import Indexed
+from meshwright.data.files.indexed import Indexed
 from meshwright.data.prepare import preprocess, sentences
 from meshwright.errors import LOCKED, UNAVAILABLE, USAGE
 from meshwright.settings.checks import problems

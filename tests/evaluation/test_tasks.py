@@ -16,7 +16,7 @@ from meshwright.errors import UserError
 from meshwright.evaluation import lambada, results, wikitext
 from meshwright.evaluation.score import windows
 from meshwright.generation import ranks
-from meshwright.launch.team import Team
+from meshwright.ranks.team import Team
 from meshwright.settings import flags
 from meshwright.tokenizers import Bytes
 from ranks import run_ranks

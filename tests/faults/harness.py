@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.format.writer import Writer
+from meshwright.data.files.writer import Writer
 from ranks import PRELOAD
 
 FORK = multiprocessing.get_context("forkserver")
@@ -184,8 +184,8 @@ def _prepare(harm: Harm, folder: Path) -> None:
     import torch
 
     from meshwright.checkpoint import publish
-    from meshwright.training import folder as run_folder
     from meshwright.training import loop, run
+    from meshwright.training.state import folder as run_folder
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])

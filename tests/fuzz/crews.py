@@ -34,7 +34,7 @@ from fuzz.cases import WORDS, Case, Drawing, configs
 multiprocessing.set_forkserver_preload(
     """torch torch.distributed torch._dynamo torch.distributed.fsdp torch.distributed.pipelining pytest
     meshwright.training.run meshwright.training.loop meshwright.checkpoint.background
-    meshwright.checkpoint.formats.megatron_writer meshwright.checkpoint.formats.megatron fuzz.trials""".split()
+    meshwright.checkpoint.foreign.megatron.writer meshwright.checkpoint.foreign.megatron.reader fuzz.trials""".split()
 )
 CONTEXT = multiprocessing.get_context("forkserver")
 LIMIT = 180.0  # seconds of a leg
@@ -57,7 +57,7 @@ class Outcome:
 
 def write_data(folder: Path) -> None:
     """Write token files: documents of a few kinds, with and without many ends."""
-    from meshwright.data.format.writer import Writer
+    from meshwright.data.files.writer import Writer
 
     rng = np.random.RandomState(0)
     kinds = {"tiny": (12, 3, 12), "small": (120, 3, 12), "large": (300, 1, 40), "ends": (200, 3, 30)}
@@ -125,8 +125,8 @@ def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], 
     import torch.distributed as dist
 
     from fuzz import trials
-    from meshwright.launch.team import Team
     from meshwright.parallel.layout import connect, layout_of
+    from meshwright.ranks.team import Team
 
     rank, world = place
     if not number:

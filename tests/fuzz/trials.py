@@ -79,7 +79,7 @@ class Trace:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state | {n: _each(torch.from_numpy, state[n]) for n in ("gradients", "states")})
 
-    # The parts of meshwright.training.metrics.Metrics that a Trainer uses.
+    # The parts of meshwright.training.log.metrics.Metrics that a Trainer uses.
     folder = None
 
     def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
@@ -177,12 +177,12 @@ def train(
     seed: int = 0,
 ) -> Trace:
     """Train one leg, as `meshwright train` does after its set-up."""
+    from meshwright.training.before.preflight import vocabulary
+    from meshwright.training.health.stop import StopConditions
+    from meshwright.training.log.metrics import Timers
     from meshwright.training.loop import Trainer
-    from meshwright.training.metrics import Timers
     from meshwright.training.network import Spec
-    from meshwright.training.preflight import vocabulary
     from meshwright.training.run import finish
-    from meshwright.training.stop import StopConditions
 
     device = torch.device("cpu")
     tokenizer, vocab, padded = vocabulary(config, None)
@@ -211,8 +211,8 @@ class References(NamedTuple):
 
 def references(case: Case, looks: int = 1) -> References:
     """Train the case in one process; with several looks, shake both formats as often."""
-    from meshwright.launch.team import Team
     from meshwright.parallel.layout import Layout
+    from meshwright.ranks.team import Team
 
     def run(config: TrainConfig, shake: float = 0.0, seed: int = 0) -> Trace:
         return train(config, Team(), Layout(), True, case.poison, shake, seed)

@@ -21,8 +21,8 @@ from meshwright.errors import UserError
 from meshwright.evaluation.score import score
 from meshwright.generation import beam, decoder, engine, ranks
 from meshwright.generation.requests import Request
-from meshwright.launch.team import Team
 from meshwright.parallel.layout import Layout
+from meshwright.ranks.team import Team
 from meshwright.settings import flags
 from meshwright.settings.schema import GenerateConfig, Sampling, Tokenizer
 from ranks import run_ranks

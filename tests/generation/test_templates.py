@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from meshwright import tokenizers
-from meshwright.checkpoint.formats import huggingface_writer
+from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.generation import templates
 

@@ -19,8 +19,8 @@ import time
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.launch import rendezvous
-from meshwright.launch.world import World, find_world, require_world_size
+from meshwright.ranks import rendezvous
+from meshwright.ranks.world import World, find_world, require_world_size
 
 
 def main() -> int:

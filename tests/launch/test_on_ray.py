@@ -17,7 +17,7 @@ import pytest
 
 from meshwright.commands import launch
 from meshwright.errors import UNAVAILABLE, UserError
-from meshwright.training.resume import checkpoint_architecture
+from meshwright.training.state.resume import checkpoint_architecture
 
 HAS_RAY = all(importlib.util.find_spec(name) for name in ("ray", "pandas", "tensorboardX"))
 DRIVER = str(Path(__file__).with_name("ray_driver.py"))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from helpers import TINY_FLAGS, free_port
-from meshwright.launch import orphans
+from meshwright.ranks import orphans
 
 # Starts the program in argv[2:] with the variables in argv[1], as launchers do. The thread that
 # forks ends at once, as Open MPI's do.
@@ -28,7 +28,7 @@ time.sleep(100)
 """
 RANK = """
 import os, sys, time
-from meshwright.launch.orphans import die_with_launcher
+from meshwright.ranks.orphans import die_with_launcher
 die_with_launcher()
 os.write(1, f"{os.getpid()}\\n".encode())
 time.sleep(100)
@@ -182,7 +182,7 @@ def test_a_shell_is_no_launcher(script: str, started: list[int]) -> None:
 
 def test_without_pidfd(started: list[int]) -> None:
     """An old kernel, or a sandbox, has none."""
-    rank = "import os, meshwright.launch.orphans as o; del os.pidfd_open; o.POLL = 0.05\n" + RANK
+    rank = "import os, meshwright.ranks.orphans as o; del os.pidfd_open; o.POLL = 0.05\n" + RANK
     launcher, pid = start(started, *PYTHON, LAUNCHER, VARIABLES["mpirun"], *PYTHON, rank)
     assert outlives(pid, 0.2)
     launcher.kill()

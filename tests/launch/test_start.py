@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from helpers import free_port
 from meshwright.errors import HANG, UNAVAILABLE, USAGE, UserError
-from meshwright.launch import rendezvous
-from meshwright.launch.team import Team
-from meshwright.launch.world import World, find_world, first_host, require_world_size, tasks_per_node
+from meshwright.ranks import rendezvous
+from meshwright.ranks.team import Team
+from meshwright.ranks.world import World, find_world, first_host, require_world_size, tasks_per_node
 from ranks import run_programs, run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")

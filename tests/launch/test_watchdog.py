@@ -12,9 +12,10 @@ import pytest
 from helpers import TINY_FLAGS, read_rows
 from meshwright.checkpoint import steps
 from meshwright.errors import HANG
-from meshwright.launch import watchdog
-from meshwright.launch.pulse import pulse
-from meshwright.training import loop, network, saver
+from meshwright.ranks import watchdog
+from meshwright.ranks.pulse import pulse
+from meshwright.training import loop, network
+from meshwright.training.state import saver
 from ranks import train_on_ranks
 
 pytestmark = pytest.mark.whole

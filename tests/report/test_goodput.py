@@ -6,10 +6,10 @@ import pytest
 from pages import step_row
 
 from helpers import printed_losses
-from meshwright.report import goodput
-from meshwright.report.history import read_history
-from meshwright.watch.follow import Follower
-from meshwright.watch.runs import describe
+from meshwright.runs import goodput
+from meshwright.runs.follow import Follower
+from meshwright.runs.history import read_history
+from meshwright.runs.overview import describe
 
 
 def start(attempt, iteration, time, ready):

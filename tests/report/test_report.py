@@ -11,8 +11,8 @@ import pytest
 from pages import Page, check_row, step_row
 
 from meshwright.__main__ import main
-from meshwright.report.history import PATIENCE, final_loss, read_history
 from meshwright.report.page import write_report
+from meshwright.runs.history import PATIENCE, final_loss, read_history
 
 EVIL = "<script>alert('1')</script>"
 

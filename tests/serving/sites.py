@@ -17,11 +17,11 @@ from typing import Any
 from meshwright import tokenizers
 from meshwright.errors import UserError
 from meshwright.generation.requests import Event, Request
-from meshwright.serving import protocol
 from meshwright.serving.app import Server
-from meshwright.serving.guard import Limits
 from meshwright.serving.scheduler import Scheduler
 from meshwright.serving.served import Served
+from meshwright.web import protocol
+from meshwright.web.guard import Limits
 
 LENGTH = 64
 LOGPROB = -0.5

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from sites import Site, read_all, site, wait_until
 
-from meshwright.serving import guard, protocol
-from meshwright.serving.guard import Limits
+from meshwright.web import guard, protocol
+from meshwright.web.guard import Limits
 
 READ = 0.6  # seconds
 

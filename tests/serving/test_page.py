@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sites import Site, site, wait_until
 
-from meshwright.serving.guard import Limits
+from meshwright.web.guard import Limits
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 

@@ -23,10 +23,10 @@ from helpers import free_port, train_on_texts
 from meshwright import load, tokenizers
 from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA, NON_FINITE, UNAVAILABLE, USAGE
+from meshwright.fields import Refused
 from meshwright.generation import beam
 from meshwright.generation.requests import Request
 from meshwright.serving import start
-from meshwright.serving.fields import Refused
 from meshwright.settings.schema import Sampling
 
 SHAPE = "--num-layers=1 --hidden-size=16 --num-attention-heads=2 --seq-length=48 --max-position-embeddings=48 "

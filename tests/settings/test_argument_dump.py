@@ -6,8 +6,8 @@ import pytest
 
 from helpers import TINY_FLAGS
 from meshwright.settings import flags
-from meshwright.settings.argument_dump import ABSENT, ALWAYS, NAMED, arguments
-from meshwright.settings.megatron_flags import NO_EFFECT, REFUSED
+from meshwright.settings.other_programs.argument_dump import ABSENT, ALWAYS, NAMED, arguments
+from meshwright.settings.other_programs.megatron_flags import NO_EFFECT, REFUSED
 from meshwright.settings.schema import TrainConfig
 
 

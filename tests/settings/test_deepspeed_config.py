@@ -9,7 +9,8 @@ import pytest
 from documents import CONFIG_003
 from meshwright.__main__ import main
 from meshwright.errors import USAGE, UserError
-from meshwright.settings import deepspeed_json, flags
+from meshwright.settings import flags
+from meshwright.settings.other_programs import deepspeed_json
 from meshwright.settings.schema import Parallel, TrainConfig
 from meshwright.training.run import run
 

@@ -386,7 +386,7 @@ def test_files(run, tmp_path):
 
 @pytest.mark.parametrize("flag", ["--progress", "--no-progress"])
 def test_progress_bar(run, monkeypatch, flag):
-    from meshwright.training import metrics
+    from meshwright.training.log import metrics
 
     class Bar:
         def stop(self):

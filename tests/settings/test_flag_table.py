@@ -17,7 +17,7 @@ from meshwright.errors import UserError
 from meshwright.settings import flags
 from meshwright.settings import schema as settings
 from meshwright.settings.fields import choices_of, inner_type, not_yet
-from meshwright.settings.megatron_flags import EQUAL, NO_EFFECT, OTHER_MODELS, REFUSED, RETIRED
+from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OTHER_MODELS, REFUSED, RETIRED
 from meshwright.settings.schema import TrainConfig
 
 TESTS = Path(__file__).parents[1]

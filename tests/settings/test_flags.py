@@ -16,8 +16,8 @@ from meshwright.commands.data import VERBS, MergeConfig
 from meshwright.errors import BAD_DATA, USAGE, UserError
 from meshwright.model import counts
 from meshwright.settings import flags
-from meshwright.settings import megatron_flags as foreign_flags
 from meshwright.settings import schema as settings
+from meshwright.settings.other_programs import megatron_flags as foreign_flags
 from meshwright.settings.preprocess import PreprocessConfig
 from meshwright.settings.presets import PRESETS
 from meshwright.settings.schema import GenerateConfig, TrainConfig

@@ -17,7 +17,7 @@ from meshwright.__main__ import COMMANDS, GROUPS, main, usage
 from meshwright.commands.data import VERBS
 from meshwright.errors import UserError
 from meshwright.settings import docs_pages, fields, help
-from meshwright.settings.megatron_flags import NO_EFFECT
+from meshwright.settings.other_programs.megatron_flags import NO_EFFECT
 from meshwright.settings.pages import PAGES, SHORT
 from meshwright.settings.schema import TrainConfig, spelling
 

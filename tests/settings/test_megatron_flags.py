@@ -8,7 +8,14 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.settings import flags
-from meshwright.settings.megatron_flags import EQUAL, NO_EFFECT, OTHER_MODELS, REFUSED, RETIRED, known_elsewhere
+from meshwright.settings.other_programs.megatron_flags import (
+    EQUAL,
+    NO_EFFECT,
+    OTHER_MODELS,
+    REFUSED,
+    RETIRED,
+    known_elsewhere,
+)
 from meshwright.settings.schema import TrainConfig
 
 # Names and numbers of values (*: any), from Megatron-LM's megatron/training/arguments.py of early

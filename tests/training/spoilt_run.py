@@ -5,7 +5,8 @@ import os
 import sys
 
 from meshwright.__main__ import main
-from meshwright.training import diagnosis, step
+from meshwright.training import step
+from meshwright.training.health import diagnosis
 
 real_loss, real_forward, seen = step.loss_sum, step.forward, []
 

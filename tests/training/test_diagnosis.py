@@ -14,7 +14,7 @@ import layouts
 from helpers import read_rows
 from meshwright import console
 from meshwright.errors import UserError
-from meshwright.launch.team import Team
+from meshwright.ranks.team import Team
 from meshwright.training import loop
 from ranks import run_ranks
 
@@ -90,7 +90,7 @@ def test_a_loss_of_the_users(run, monkeypatch, tmp_path):
     from meshwright.training import step
 
     monkeypatch.setattr(step, "loss_sum", lambda losses, mask: losses.sum() / 0)
-    monkeypatch.setattr("meshwright.training.diagnosis.loss_sum", step.loss_sum)
+    monkeypatch.setattr("meshwright.training.health.diagnosis.loss_sum", step.loss_sum)
     got = run("--on-nonfinite", "skip:1")
     assert got.status == 70 and "1 of 1 values that the loss function made from finite inputs; lower" in got.err
     assert "WARNING: iteration 1 (samples up to 4): the loss is inf, so this step was not applied; it began" in got.out

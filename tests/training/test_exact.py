@@ -17,12 +17,12 @@ import safetensors.numpy
 
 import meshwright.checkpoint.loading
 import meshwright.optim.loss_scale
-import meshwright.training.resume
+import meshwright.training.state.resume
 from helpers import printed_losses, read_rows
 from meshwright.__main__ import main
 from meshwright.checkpoint.publish import step_folder
 from meshwright.data.datasets import build_datasets
-from meshwright.data.format.writer import Writer
+from meshwright.data.files.writer import Writer
 from meshwright.settings import flags
 from meshwright.settings import schema as config
 
@@ -278,9 +278,9 @@ def forget_adams_time(monkeypatch):
 
 
 def forget_schedule(monkeypatch):
-    load = meshwright.training.resume.State.accept
+    load = meshwright.training.state.resume.State.accept
     monkeypatch.setattr(
-        "meshwright.training.resume.State.accept",
+        "meshwright.training.state.resume.State.accept",
         lambda self, source: load(self, dataclasses.replace(source, state=source.state | {"schedule_samples": 100})),
     )
 

@@ -11,9 +11,9 @@ import torch
 import torch.utils.checkpoint
 
 from meshwright.settings.schema import Training
-from meshwright.training import memory as fit
-from meshwright.training import stop
-from meshwright.training.stop import StopConditions
+from meshwright.training.before import memory as fit
+from meshwright.training.health import stop
+from meshwright.training.health.stop import StopConditions
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 

@@ -13,7 +13,7 @@ from helpers import TINY_FLAGS, free_port, read_losses
 from meshwright import device as devices
 from meshwright.__main__ import main
 from meshwright.checkpoint.publish import step_folder
-from meshwright.data.format.writer import Writer
+from meshwright.data.files.writer import Writer
 from meshwright.errors import UserError
 from meshwright.settings import flags
 from meshwright.settings.schema import Precision, TrainConfig
@@ -172,7 +172,9 @@ def test_a_checkpoint_is_that_of_bfloat16(tmp_path, whole):
 
 @pytest.mark.parametrize("more", ["--recompute-granularity=full --recompute-method=uniform", "--micro-batch-size=auto"])
 def test_how_it_is_run_changes_nothing(run, losses, monkeypatch, more):
-    monkeypatch.setattr("meshwright.training.memory.find_largest", lambda attempt, *rest: (attempt(4), 2)[1:] * 2)
+    monkeypatch.setattr(
+        "meshwright.training.before.memory.find_largest", lambda attempt, *rest: (attempt(4), 2)[1:] * 2
+    )
     assert run(*FP8, *more.split()).losses == losses
 
 

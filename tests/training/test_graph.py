@@ -13,7 +13,8 @@ from meshwright.model.loss import token_losses
 from meshwright.parallel.layout import Layout
 from meshwright.settings.flags import parse
 from meshwright.settings.schema import TrainConfig
-from meshwright.training import graph, loop, network, step
+from meshwright.training import graphs as graph
+from meshwright.training import loop, network, step
 from meshwright.training.step import Network, StepSettings, train_step
 from stores import CPU, VOCAB, is_equal, make, snapshot
 

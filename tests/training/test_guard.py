@@ -9,8 +9,9 @@ import pytest
 
 from helpers import TINY_FLAGS, flip_bit, free_port, open_step, read_rows
 from meshwright.checkpoint import steps
-from meshwright.report.history import read_history
-from meshwright.training import guard, loop, step
+from meshwright.runs.history import read_history
+from meshwright.training import loop, step
+from meshwright.training.health import guard
 from ranks import run_programs
 
 pytestmark = pytest.mark.whole  # seconds, not moments

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from helpers import TinyRun, read_rows
-from meshwright.training import folder as run_folder
-from meshwright.training.folder import LivePage
+from meshwright.training.state import folder as run_folder
+from meshwright.training.state.folder import LivePage
 
 
 @pytest.fixture

@@ -18,11 +18,13 @@ from helpers import TINY_FLAGS, flip_bit, open_step, read_rows
 from meshwright import device
 from meshwright.__main__ import main
 from meshwright.checkpoint import manifests, native, publish, steps
-from meshwright.data.format.writer import Writer
-from meshwright.report import history as report
+from meshwright.data.files.writer import Writer
+from meshwright.runs import history as report
 from meshwright.settings import schema
 from meshwright.tokenizers import train_bpe
-from meshwright.training import loop, metrics, sizes
+from meshwright.training import loop
+from meshwright.training.before import sizes
+from meshwright.training.log import metrics
 
 
 def steps_in(folder):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from meshwright.training import profile
+from meshwright.training.log import profile
 
 
 def kernel(name, begin, duration, cat="kernel", tid=7):

@@ -11,7 +11,7 @@ from helpers import TINY_FLAGS, read_rows
 from meshwright.checkpoint import steps
 from meshwright.errors import UNEXPECTED
 from meshwright.training import loop
-from meshwright.training.replicas import ROWS, WIDTH, digest
+from meshwright.training.health.replicas import ROWS, WIDTH, digest
 from ranks import train_on_ranks
 
 pytestmark = pytest.mark.whole

@@ -15,10 +15,10 @@ from meshwright.__main__ import main
 from meshwright.evaluation import tasks
 from meshwright.evaluation.score import Window, plain_scorer, score_windows
 from meshwright.generation import engine
-from meshwright.report.history import read_history
 from meshwright.report.page import page
+from meshwright.runs.history import read_history
 from meshwright.settings.schema import Tokenizer
-from meshwright.training import scores
+from meshwright.training.beside import scores
 
 TEXT = "the cat sat on the mat and the dog sat on the cat. "
 FLAGS = (

@@ -18,7 +18,7 @@ from helpers import TINY_FLAGS
 from meshwright import console
 from meshwright.__main__ import main
 from meshwright.errors import UserError
-from meshwright.training import lines, screen
+from meshwright.training.log import lines, screen
 
 
 def _train_on(terminal, argv, environment):

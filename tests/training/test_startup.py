@@ -6,8 +6,8 @@ import pytest
 
 from helpers import read_rows
 from meshwright.console import say
-from meshwright.training import startup
-from meshwright.training.startup import Startup
+from meshwright.training.log import startup
+from meshwright.training.log.startup import Startup
 
 PHASES = "torch ranks modules tokenizer model weights data".split()
 

@@ -7,7 +7,7 @@ import pytest
 
 from helpers import TINY_FLAGS, read_rows
 from meshwright.training import loop
-from meshwright.training.stragglers import Stragglers
+from meshwright.training.health.stragglers import Stragglers
 from ranks import train_on_ranks
 
 FLAGS = [f for f in TINY_FLAGS if not f.startswith(("--global", "--train-iters", "--eval"))]

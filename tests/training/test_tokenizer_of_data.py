@@ -12,7 +12,7 @@ from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA
 from meshwright.settings.schema import Tokenizer as Flags
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.folder import as_continued
+from meshwright.training.state.folder import as_continued
 
 TEXTS = ["the theme of the thesis, the other then " * 8, "a hundred and one words in one row " * 8]
 SIZES = "--num-layers=1 --hidden-size=16 --num-attention-heads=2 --seq-length=16 --micro-batch-size=2 --lr=1e-3"

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from meshwright.errors import UserError
-from meshwright.launch.team import Team
+from meshwright.ranks.team import Team
 from meshwright.settings import flags
 from meshwright.settings import schema as config
-from meshwright.training.metrics import Timers
-from meshwright.training.trackers import TAGS, open_trackers, tags, validation_tags
+from meshwright.training.log.metrics import Timers
+from meshwright.training.log.trackers import TAGS, open_trackers, tags, validation_tags
 
 ROW = {"iteration": 6, "loss": 2.5, "grad_norm": 0.5, "lr": 0.25, "loss_scale": 8.0, "ms": 500.0, "memory": 4096}
 ROW |= {"batch": 16, "params_norm": 3.0, "num_zeros": 7, "reserved": 8192, "allocated_count": 9, "world_size": 2}

@@ -488,7 +488,7 @@ def test_an_unread_result_is_no_failure_but_lost_work_is(tmp_path):
 def test_changed_data_is_noted_on_resume(tmp_path, capsys):
     import numpy as np
 
-    from meshwright.data.format.writer import Writer
+    from meshwright.data.files.writer import Writer
 
     def write(seed):
         rng = np.random.RandomState(seed)
@@ -555,7 +555,7 @@ def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
     from meshwright.parallel.layout import Layout
     from meshwright.parallel.pipeline import stages
     from meshwright.parallel.shard import rule
-    from meshwright.training.sizes import parameters_of_ranks
+    from meshwright.training.before.sizes import parameters_of_ranks
 
     argv = ["--world-size=4", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--num-layers=5"]
     argv += [f"--pipeline-schedule={schedule}", "--num-query-groups=2", "--group-query-attention", "--qk-layernorm"]
@@ -586,7 +586,7 @@ def test_dry_run_prints_sizes(tmp_path, capsys):
 
 
 def test_dry_run_refuses_the_vocabulary_that_training_refuses(tmp_path, capsys):
-    from meshwright.data.format.writer import Writer
+    from meshwright.data.files.writer import Writer
 
     with Writer(tmp_path / "x", "uint16") as writer:
         writer.add(list(range(200)))

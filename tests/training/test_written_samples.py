@@ -9,7 +9,7 @@ from layouts import FLAGS, run_all
 from meshwright.errors import USAGE
 from meshwright.settings import flags
 from meshwright.settings.schema import Sampling, TrainConfig
-from meshwright.training.samples import Samples, in_one_line
+from meshwright.training.beside.samples import Samples, in_one_line
 
 BYTES = ["--tokenizer=byte", "--vocab-size=257", "--sample-interval=2"]
 

@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from layouts import parse
-from meshwright.launch.team import Team
 from meshwright.parallel.parts import Parts
+from meshwright.ranks.team import Team
 from meshwright.report.page import CERTIFICATE, show_certificate
 from meshwright.verify import certificate, small_run
 from meshwright.verify.compare import GRADIENTS, ORDER, compare

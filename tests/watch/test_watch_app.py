@@ -21,8 +21,8 @@ for package in ("starlette", "uvicorn", "httpx"):
 
 from starlette.testclient import TestClient  # noqa: E402
 
+from meshwright.runs.overview import Watcher  # noqa: E402
 from meshwright.watch import app as application  # noqa: E402
-from meshwright.watch.runs import Watcher  # noqa: E402
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_flags(tmp_path, capsys):
 
 def test_without_the_extra(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    for name in ("watch.app", "serving.protocol"):
+    for name in ("watch.app", "web.protocol"):
         monkeypatch.delitem(sys.modules, f"meshwright.{name}", raising=False)
     assert main(["watch", str(tmp_path)]) == UNAVAILABLE
     assert "watch needs uvicorn: install it with pip install 'meshwright[serve]'" in capsys.readouterr().err

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from pages import check_row, step_row
 
+from meshwright.runs.follow import Follower
 from meshwright.watch.curves import View, curves
-from meshwright.watch.follow import Follower
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from pages import check_row, step_row
 
-from meshwright.report.history import read_history
-from meshwright.watch import follow
-from meshwright.watch.follow import Follower
-from meshwright.watch.runs import Watcher
+from meshwright.runs import follow
+from meshwright.runs.follow import Follower
+from meshwright.runs.history import read_history
+from meshwright.runs.overview import Watcher
 
 
 def start_row(attempt=1, iteration=0, **more):
@@ -189,7 +189,7 @@ def test_the_state(tmp_path, monkeypatch):
         append(tmp_path / "a", lag | {"slow": is_slow})
         watcher.look()
         assert watcher.state()["runs"][0]["slow"] == said
-    monkeypatch.setattr("meshwright.watch.runs.PATIENCE", -1.0)
+    monkeypatch.setattr("meshwright.runs.overview.PATIENCE", -1.0)
     assert watcher.state()["runs"][0]["state"] == "silent"
 
 

@@ -18,7 +18,7 @@ from config_flags import TABLES, to_flags  # noqa: E402
 from meshwright.__main__ import main  # noqa: E402
 from meshwright.errors import UserError  # noqa: E402
 from meshwright.files import replacing  # noqa: E402
-from meshwright.launch.world import find_world  # noqa: E402
+from meshwright.ranks.world import find_world  # noqa: E402
 from meshwright.settings import lazy_config  # noqa: E402
 
 MODULES = ("libai", "oneflow", "flowvision", "omegaconf")

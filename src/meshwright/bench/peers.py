@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.bench.rows import Row
 from meshwright.bench.runs import Plan, find_reason
-from meshwright.launch.orphans import LAUNCHER_PID
+from meshwright.ranks.orphans import LAUNCHER_PID
 
 # The packages that each program needs, by the names of their modules.
 PACKAGES = {

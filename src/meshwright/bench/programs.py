@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from meshwright import device as devices
 from meshwright.errors import UserError
-from meshwright.launch.orphans import die_with_launcher
+from meshwright.ranks.orphans import die_with_launcher
 from meshwright.settings import flags
 from meshwright.settings.schema import Model, TrainConfig
 from meshwright.tokenizers import padded_size

@@ -19,7 +19,7 @@ from typing import Any
 
 from meshwright import tokenizers
 from meshwright.bench.rows import RECIPE, WARMUP, Row
-from meshwright.launch.orphans import LAUNCHER_PID
+from meshwright.ranks.orphans import LAUNCHER_PID
 
 TRACED = 3  # steps that --profile adds to the end of a run
 GRACE = 20  # seconds that a stopped run has to end

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from meshwright import device as devices
 from meshwright.checkpoint.sources import Named
 from meshwright.console import notice, say
-from meshwright.launch.team import Team
+from meshwright.ranks.team import Team
 
 PATIENCE = datetime.timedelta(days=1)  # for the slowest rank's disk; if a rank dies, its launcher ends all
 ALIGNED = 64  # bytes

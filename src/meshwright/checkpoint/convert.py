@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright import tokenizers
 from meshwright.checkpoint import loading, native, publish, steps
-from meshwright.checkpoint.formats import huggingface_writer
+from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import Damaged
 from meshwright.checkpoint.publish import Produce
@@ -301,7 +301,7 @@ def read_extent(source: Source, extent: native.Extent) -> torch.Tensor:
 
 
 def megatron_files(source: Selection, job: Conversion) -> dict[str, Produce]:
-    from meshwright.checkpoint.formats import megatron_writer
+    from meshwright.checkpoint.foreign.megatron import writer as megatron_writer
 
     target, model = job.target, job.config.model
     if target.dtype:

@@ -19,12 +19,12 @@ from meshwright.checkpoint.sources import Known, Named, Source
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE, Place
 from meshwright.console import notice, say
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.launch.team import ALONE, Team
+from meshwright.ranks.team import ALONE, Team
 
 # The reader of each kind, imported when needed: `open(folder, trust, heads, optimizer)`.
-READERS = {steps.MEGATRON: "megatron", steps.TORCH_DIST: "torch_dist", HUGGING_FACE: "huggingface"}
-READERS |= {steps.DEEPSPEED: "deepspeed", steps.UNIVERSAL: "deepspeed"}
-READERS |= {steps.LIBAI: "oneflow", steps.ONEFLOW: "oneflow"}
+READERS = {steps.MEGATRON: "megatron.reader", steps.TORCH_DIST: "megatron.torch_dist"}
+READERS |= {steps.DEEPSPEED: "megatron.deepspeed", steps.UNIVERSAL: "megatron.deepspeed"}
+READERS |= {HUGGING_FACE: "huggingface.reader", steps.LIBAI: "libai.reader", steps.ONEFLOW: "libai.reader"}
 
 
 class Loaded(NamedTuple):
@@ -58,7 +58,7 @@ def open_place(place: Place, options: OpenOptions = PLAIN, team: Team = ALONE) -
         return source
     if place.ours and options.verify != "none":
         manifests.verify(place.folder, full=True, team=team)
-    reader = importlib.import_module(f"meshwright.checkpoint.formats.{READERS[place.kind]}")
+    reader = importlib.import_module(f"meshwright.checkpoint.foreign.{READERS[place.kind]}")
     try:
         source = reader.open(place.folder, options.trust, options.heads, options.optimizer)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.errors import BAD_DATA, IO, UserError
-from meshwright.launch.team import ALONE, Team
+from meshwright.ranks.team import ALONE, Team
 
 FORMAT = "meshwright checkpoint 1"
 CHUNK = 16 << 20  # bytes that one hash covers; a slice reads at most this much extra at each end

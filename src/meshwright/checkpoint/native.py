@@ -38,7 +38,7 @@ from meshwright.checkpoint.publish import Produce, Write
 from meshwright.checkpoint.sources import Known, Named, Source, check_state
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import BAD_DATA, IO, UserError
-from meshwright.launch.team import ALONE, Team
+from meshwright.ranks.team import ALONE, Team
 
 if TYPE_CHECKING:
     import torch

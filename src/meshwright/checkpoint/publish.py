@@ -30,8 +30,8 @@ from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, listi
 from meshwright.console import remark
 from meshwright.errors import IO, LOCKED, UserError
 from meshwright.files import naming_file, open_locked, replacing, sync
-from meshwright.launch.pulse import pulse
-from meshwright.launch.team import ALONE, Team
+from meshwright.ranks.pulse import pulse
+from meshwright.ranks.team import ALONE, Team
 
 Write = Callable[[bytes | bytearray | memoryview], None]
 Produce = Callable[[Write], None]  # writes a file's bytes, in order

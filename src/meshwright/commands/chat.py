@@ -11,7 +11,7 @@ from meshwright import device as devices
 from meshwright.commands import launch
 from meshwright.errors import DONE
 from meshwright.generation.terminal import accept_any_text
-from meshwright.launch.world import World, is_idle
+from meshwright.ranks.world import World, is_idle
 from meshwright.settings import checks, command, flags
 from meshwright.settings.grammar import unescape
 from meshwright.settings.schema import READING, ReadConfig, Sampling, Tokenizer, flag

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from meshwright.console import notice
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
-from meshwright.launch.world import find_world
+from meshwright.ranks.world import find_world
 from meshwright.settings import checks, command, data_paths
 from meshwright.settings.grammar import did_you_mean, near_path, prefix_of
 from meshwright.settings.help import WORDS
@@ -241,7 +241,7 @@ def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
 
 def verify(config: VerifyConfig, dry: bool) -> None:
     from meshwright import tokenizers
-    from meshwright.data.tools.verify import run
+    from meshwright.data.files.verify import run
 
     v, t = config.verification, config.tokenizer
     prefixes = strip_endings(v.prefixes, must_exist=False)
@@ -266,7 +266,7 @@ def inspect(config: InspectConfig, dry: bool) -> None:
     if dry:
         print(f"would read {prefix or 'the data of the training'}")
         return
-    from meshwright.data.format.indexed import Indexed
+    from meshwright.data.files.indexed import Indexed
     from meshwright.data.tools import statistics
 
     if i.sample is not None:

@@ -13,7 +13,7 @@ from meshwright import console
 from meshwright.checkpoint import steps
 from meshwright.commands import launch
 from meshwright.errors import BAD_DATA, DONE, UserError
-from meshwright.launch.world import World
+from meshwright.ranks.world import World
 from meshwright.settings import checks, command, data_paths, flags
 from meshwright.settings.grammar import eval_tasks
 from meshwright.settings.schema import READING, Logging, ReadConfig, Sampling, Tokenizer, flag, spelling

@@ -17,8 +17,8 @@ from meshwright.files import replacing
 from meshwright.generation import prompts as prompt_files
 from meshwright.generation.prompts import Prompt
 from meshwright.generation.terminal import Terminal, accept_any_text, replace_surrogates
-from meshwright.launch.world import World, is_idle
 from meshwright.progress import new_bar
+from meshwright.ranks.world import World, is_idle
 from meshwright.settings import command, flags
 from meshwright.settings.grammar import unescape
 from meshwright.settings.schema import GenerateConfig

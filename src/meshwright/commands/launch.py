@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from meshwright.device import require_address_space
 from meshwright.errors import DONE, UNAVAILABLE, UserError
-from meshwright.launch import rendezvous
 from meshwright.launch.launcher import TOGETHER, LaunchConfig, Plan, build_program, find_bounds, make_plan, wanted
-from meshwright.launch.world import World, find_world, require_world_size
+from meshwright.ranks import rendezvous
+from meshwright.ranks.world import World, find_world, require_world_size
 from meshwright.settings import flags, help
 from meshwright.settings.schema import Parallel, spelling
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--engine {given.engine} starts the command now, --write writes a file; give only one")
     if given.write is not None:
         from meshwright.launch import engines
-        from meshwright.training.resume import checkpoint_architecture
+        from meshwright.training.state.resume import checkpoint_architecture
 
         return engines.write(given, parsed.sources, words, checkpoint_architecture)
     if given.write_to or given.image or given.overwrite:
@@ -52,7 +52,7 @@ def run_elastic(plan: Plan, program: list[str], words: list[str]) -> int:
     """Launch with the ranks that are there. Machine 0 decides, so it alone must know what fits."""
     from meshwright.launch import members  # imports torch
     from meshwright.launch.elastic import find_shapes
-    from meshwright.training.resume import checkpoint_architecture
+    from meshwright.training.state.resume import checkpoint_architecture
 
     shapes = find_shapes(words, plan.least, plan.most, checkpoint_architecture) if plan.node == 0 else []
     return members.run(dataclasses.replace(plan, shapes=tuple(shapes)), program)
@@ -72,7 +72,7 @@ def run_on_ray(given: LaunchConfig, words: list[str]) -> int:
     except ImportError as error:
         missing = f"--engine ray needs Ray Train ({error})"
         raise UserError(f"{missing}; pip install 'meshwright[ray]'", UNAVAILABLE) from None
-    from meshwright.training.resume import checkpoint_architecture
+    from meshwright.training.state.resume import checkpoint_architecture
 
     workers = (least, most) if most else int(count) * (given.nnodes or 1)
     uses_gpu = on_ray.has_gpus() and not re.search(r"--device[= ]cpu", " ".join(words))

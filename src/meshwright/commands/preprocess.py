@@ -8,7 +8,7 @@ import sys
 
 from meshwright.console import notice
 from meshwright.errors import DONE
-from meshwright.launch.world import World, find_world
+from meshwright.ranks.world import World, find_world
 from meshwright.settings import command
 from meshwright.settings.preprocess import PreprocessConfig
 
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         if not job.is_done(dry_run=True):
             print(f"would write {' and '.join(f'{prefix}.bin/.idx' for prefix in job.prefixes)}")
         return DONE
-    from meshwright.launch import rendezvous
+    from meshwright.ranks import rendezvous
 
     world = find_world(os.environ)
     try:

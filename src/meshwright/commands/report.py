@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         return compare(c.folders, c.output, c.json, c.tolerance)
     (folder,) = c.folders
     if c.losses:
-        from meshwright.report.history import read_history
+        from meshwright.runs.history import read_history
 
         for s in read_history(folder).steps:
             print(s.iteration, s.loss.hex(), s.grad_norm.hex(), s.lr.hex())

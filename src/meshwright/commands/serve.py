@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from meshwright.commands import launch
 from meshwright.errors import DONE, UNAVAILABLE, UserError
-from meshwright.launch.world import World, is_idle
+from meshwright.ranks.world import World, is_idle
 from meshwright.settings import checks, command, flags
 from meshwright.settings.schema import READING, Logging, ReadConfig, Tokenizer, flag
 
@@ -113,8 +113,8 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     # torch is imported only now, so that a mistake in the flags is reported at once.
     from meshwright.generation import engine, ranks, templates
     from meshwright.serving import start
-    from meshwright.serving.guard import Limits
     from meshwright.serving.served import Served
+    from meshwright.web.guard import Limits
 
     assert c.checkpoint.load
     load, given = c.checkpoint.load, flags.given(parsed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.commands import launch
 from meshwright.errors import DONE, UserError
-from meshwright.launch.world import World
+from meshwright.ranks.world import World
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 
@@ -29,7 +29,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         raise
     config = parsed.config
     if config.checkpoint.load:
-        from meshwright.training.resume import checkpoint_architecture
+        from meshwright.training.state.resume import checkpoint_architecture
 
         given = {name for name, source in parsed.sources.items() if source != "default"}
         config = checkpoint_architecture(config, given)
@@ -39,7 +39,8 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     if parsed.print_config:
         print(flags.to_toml(config, parsed.sources))
         return DONE
-    from meshwright.training import preflight, run
+    from meshwright.training import run
+    from meshwright.training.before import preflight
     from meshwright.verify.rehearsal import rehearse
 
     launched = None if dry else launch.relaunch(config.parallel, ["train", *argv])

@@ -12,7 +12,7 @@ from meshwright import console
 from meshwright.commands import launch
 from meshwright.errors import DONE, UserError
 from meshwright.launch.launcher import Plan, build_program
-from meshwright.launch.world import World, find_world
+from meshwright.ranks.world import World, find_world
 from meshwright.settings import checks, data_paths, flags
 from meshwright.settings.schema import Model, TrainConfig
 
@@ -58,7 +58,7 @@ def complete_from_checkpoint(config: TrainConfig, sources: Mapping[str, str]) ->
     """Take the architecture from --load, which is all that is read there."""
     if not config.checkpoint.load:
         return config
-    from meshwright.training.resume import checkpoint_architecture
+    from meshwright.training.state.resume import checkpoint_architecture
 
     config = checkpoint_architecture(config, {name for name, source in sources.items() if source != "default"})
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=None))
@@ -109,8 +109,8 @@ def start(c: TrainConfig, argv: list[str]) -> int:
 def compare(config: TrainConfig, command: list[str]) -> int:
     """Compare on this rank; rank 0 prints the table."""
     from meshwright import device as devices
-    from meshwright.launch import rendezvous
-    from meshwright.training.preflight import pick_backend, require_equal_settings
+    from meshwright.ranks import rendezvous
+    from meshwright.training.before.preflight import pick_backend, require_equal_settings
     from meshwright.verify import certificate
     from meshwright.verify.small_run import Place
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.console import say
 from meshwright.data.blend import Blend, Chain, Tail
-from meshwright.data.format.indexed import Indexed, check_vocabulary
+from meshwright.data.files.indexed import Indexed, check_vocabulary
 from meshwright.data.history import (
     History,
     Part,

@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwright.console import notice, remark
 from meshwright.data.blend import normalise, samples_needed
-from meshwright.data.format.indexed import Indexed, fingerprint
+from meshwright.data.files.indexed import Indexed, fingerprint
 from meshwright.data.samples import split_bounds
 from meshwright.errors import BAD_DATA, USAGE, UserError
 from meshwright.settings.data_paths import SPLITS, PathSet, Source, path_sets

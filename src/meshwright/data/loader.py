@@ -29,7 +29,7 @@ from torch import Tensor
 from meshwright import device as devices
 from meshwright.console import say
 from meshwright.data.blend import Composite
-from meshwright.data.format.indexed import Indexed, fingerprint
+from meshwright.data.files.indexed import Indexed, fingerprint
 from meshwright.data.index_cache import Ints, Room, cached_indices
 from meshwright.data.samples import VERSION, Dataset, build_indices, epochs_needed, require_sample
 from meshwright.errors import BAD_DATA, UserError

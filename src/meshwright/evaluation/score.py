@@ -204,7 +204,7 @@ def score(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], length: in
 
 def read_token_files(d: Data, tokenizer: Tokenizer, divided: bool) -> Iterator[tuple[list[int], int]]:
     """Yield tokens and bytes of the documents of --data-path, or of --split's validation part."""
-    from meshwright.data.format.indexed import Indexed, check_vocabulary
+    from meshwright.data.files.indexed import Indexed, check_vocabulary
     from meshwright.data.samples import split_bounds
 
     for source in path_sets(d)[0].sources:

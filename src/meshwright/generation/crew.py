@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from meshwright.evaluation.score import Rows, score_part
-from meshwright.launch.team import Team
 from meshwright.model.attention import Cache, Cached, Where
 from meshwright.parallel.calls import Calls
 from meshwright.parallel.forward import Piece, Runner
+from meshwright.ranks.team import Team
 
 
 class Crew:

@@ -22,13 +22,13 @@ from meshwright.evaluation.score import Scorer, plain_scorer
 from meshwright.generation import decoder
 from meshwright.generation.crew import Crew
 from meshwright.generation.requests import Request
-from meshwright.launch.team import ALONE, Team
 from meshwright.model.attention import Cache, Where
 from meshwright.model.gpt import GPT
 from meshwright.parallel import forward
 from meshwright.parallel.forward import Runner
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.parts import Parts
+from meshwright.ranks.team import ALONE, Team
 from meshwright.settings import checks
 from meshwright.settings.schema import Data, Model, Parallel, Sampling, TrainConfig
 from meshwright.settings.schema import Tokenizer as TokenizerFlags

@@ -21,14 +21,14 @@ from meshwright import device as devices
 from meshwright.errors import DONE
 from meshwright.generation import engine
 from meshwright.generation.engine import LanguageModel
-from meshwright.launch import rendezvous
-from meshwright.launch.team import Team
-from meshwright.launch.world import find_world
 from meshwright.optim.loss_scale import dtype_of
 from meshwright.parallel.layout import Layout, connect
+from meshwright.ranks import rendezvous
+from meshwright.ranks.team import Team
+from meshwright.ranks.world import find_world
 from meshwright.settings import flags
 from meshwright.settings.schema import Checkpoint, Parallel, Precision, Tokenizer
-from meshwright.training.preflight import pick_backend
+from meshwright.training.before.preflight import pick_backend
 
 
 class Settings(Protocol):

@@ -26,10 +26,10 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from meshwright import errors
 from meshwright.device import cores
 from meshwright.errors import DONE, HANG, SIGINT, SIGTERM, UNEXPECTED, WARNINGS
-from meshwright.launch import rendezvous
 from meshwright.launch.launcher import Plan
-from meshwright.launch.orphans import LAUNCHER_PID
-from meshwright.launch.world import RUN_ID
+from meshwright.ranks import rendezvous
+from meshwright.ranks.orphans import LAUNCHER_PID
+from meshwright.ranks.world import RUN_ID
 
 GRACE = 300  # seconds that ranks have to save after a signal
 HOPELESS = 5  # seconds for ranks to end after another one failed, when they cannot save together any more

@@ -19,7 +19,7 @@ from typing import Literal
 from meshwright import device as devices
 from meshwright.errors import UNAVAILABLE, UserError
 from meshwright.launch.elastic import Shape
-from meshwright.launch.world import START_SECONDS, find_world
+from meshwright.ranks.world import START_SECONDS, find_world
 from meshwright.settings.pages import TOGETHER as TOGETHER
 from meshwright.settings.schema import Parallel, flag, spelling
 

@@ -27,10 +27,11 @@ from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStore
 
 from meshwright import device as devices
 from meshwright.errors import DONE, HANG, SIGINT, SIGTERM, UNAVAILABLE
-from meshwright.launch import agent, elastic, rendezvous
+from meshwright.launch import agent, elastic
 from meshwright.launch.agent import GRACE, LOST, SIGNALS, STOPPED, describe_end, exit_status, find_cause, is_final, say
 from meshwright.launch.launcher import Plan
-from meshwright.launch.world import ATTEMPT, RUN_ID
+from meshwright.ranks import rendezvous
+from meshwright.ranks.world import ATTEMPT, RUN_ID
 
 POLL = 0.2  # seconds between two looks at the decision, and at the machines
 BEAT = 1.0  # seconds between the beats of a machine

@@ -31,8 +31,8 @@ from meshwright.errors import DONE, HANG, SIGTERM
 from meshwright.launch import elastic
 from meshwright.launch.agent import GRACE, LOST, describe_end, exit_status, is_final
 from meshwright.launch.launcher import build_program
-from meshwright.launch.orphans import LAUNCHER_PID
-from meshwright.launch.world import ATTEMPT
+from meshwright.ranks.orphans import LAUNCHER_PID
+from meshwright.ranks.world import ATTEMPT
 
 ASK = 2.0  # seconds between a worker's questions whether the run is to stop
 CAUSE = 3.0  # seconds in which the cause of a failure may show after a rank that only lost another

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.launch.team import Team
 from meshwright.parallel import gloo
+from meshwright.ranks.team import Team
 
 END = ""  # the action after which the others leave
 FOREVER = timedelta(days=365)  # a person may think about the next prompt

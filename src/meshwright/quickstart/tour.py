@@ -54,7 +54,7 @@ class Tour:
 
     def tokenize(self) -> int:
         """Return the number of tokens."""
-        from meshwright.data.format.indexed import Indexed
+        from meshwright.data.files.indexed import Indexed
 
         files = ["--input", self.train, "--output-prefix", self.tokens]
         self.call("preprocess", *files, "--tokenizer", self.vocabulary, "--append-eod", show=outcome)

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 from meshwright.errors import BAD_DATA, DONE, UNEXPECTED, USAGE, UserError
 from meshwright.progress import duration
-from meshwright.report import goodput, plot
-from meshwright.report.history import History, read_history, read_settings, wall_time
+from meshwright.report import plot
 from meshwright.report.html import document, escape, table, write_page
 from meshwright.report.page import columns, explain_validations
+from meshwright.runs import goodput
+from meshwright.runs.history import History, read_history, read_settings, wall_time
 from meshwright.settings.schema import OUTCOME, Model
 
 # Colours with a contrast of at least 3 to a white and to a dark page.

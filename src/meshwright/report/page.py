@@ -14,18 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.progress import duration
-from meshwright.report import goodput, plot
-from meshwright.report.history import (
-    PATIENCE,
-    Attempt,
-    History,
-    Step,
-    Validation,
-    read_history,
-    read_settings,
-    wall_time,
-)
+from meshwright.report import plot
 from meshwright.report.html import document, escape, table, write_page
+from meshwright.runs import goodput
+from meshwright.runs.history import PATIENCE, Attempt, History, Step, Validation, read_history, read_settings, wall_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from meshwright.fields import Fields, Refused, parse
 from meshwright.serving import megatron, openai
-from meshwright.serving.fields import Fields, Refused, parse
-from meshwright.serving.guard import App, Guard, Limits, Receive, Scope, Send, as_refused, error_of, too_large
 from meshwright.serving.metrics import Metrics
 from meshwright.serving.scheduler import Job, Scheduler
 from meshwright.serving.served import Served
+from meshwright.web.guard import App, Guard, Limits, Receive, Scope, Send, as_refused, error_of, too_large
 
 # Address: package, file and type. The colours and the form are those of the page of `report`.
 PAGE = {

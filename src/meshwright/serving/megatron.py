@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.fields import Fields, Refused
 from meshwright.generation.beam import Beam, begin_search
 from meshwright.generation.requests import Event, Request
 from meshwright.serving import openai
-from meshwright.serving.fields import Fields, Refused
 from meshwright.serving.scheduler import Job, Scheduler
 from meshwright.serving.served import Served
 from meshwright.settings.schema import Sampling

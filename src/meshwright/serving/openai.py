@@ -15,10 +15,10 @@ from typing import Any, Literal
 import orjson
 
 from meshwright.errors import UserError
+from meshwright.fields import Fields, Refused
 from meshwright.generation.dialogue import SYSTEM, Dialogue, Turn
 from meshwright.generation.requests import Event, Request, Top
 from meshwright.generation.stream import TextStream
-from meshwright.serving.fields import Fields, Refused
 from meshwright.serving.scheduler import Job
 from meshwright.serving.served import Served
 from meshwright.settings.schema import Sampling

@@ -10,11 +10,11 @@ from meshwright.errors import DONE
 from meshwright.generation.decoder import Decoder
 from meshwright.generation.requests import Request
 from meshwright.serving.app import Server
-from meshwright.serving.guard import Limits
-from meshwright.serving.protocol import server
 from meshwright.serving.scheduler import Scheduler
 from meshwright.serving.served import Served
 from meshwright.settings.schema import Sampling
+from meshwright.web.guard import Limits
+from meshwright.web.protocol import server
 
 
 def run(served: Served, limits: Limits, slots: int, queue: int, listening: socket.socket) -> int:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from meshwright.errors import BAD_DATA, DONE, UserError
-from meshwright.settings import checks, deepspeed_json, help, lazy_config, presets
+from meshwright.settings import checks, help, lazy_config, presets
 from meshwright.settings.fields import cached, choices_of, inner_type, switches, word_of
 from meshwright.settings.fields import default_of as default_of
 from meshwright.settings.fields import every_config as every_config
@@ -32,7 +32,8 @@ from meshwright.settings.fields import groups as groups
 from meshwright.settings.fields import is_list as is_list
 from meshwright.settings.fields import is_not_yet as is_not_yet
 from meshwright.settings.grammar import did_you_mean, find_address, refuse_address
-from meshwright.settings.megatron_flags import EQUAL, NO_EFFECT, known_elsewhere
+from meshwright.settings.other_programs import deepspeed_json
+from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, known_elsewhere
 from meshwright.settings.schema import TrainConfig, is_flat, spelling
 
 C = TypeVar("C")

@@ -33,7 +33,7 @@ from meshwright.settings.fields import (
     word_of,
 )
 from meshwright.settings.grammar import did_you_mean
-from meshwright.settings.megatron_flags import NO_EFFECT, known_elsewhere
+from meshwright.settings.other_programs.megatron_flags import NO_EFFECT, known_elsewhere
 from meshwright.settings.pages import PAGES, SHORT, Page
 from meshwright.settings.presets import PRESETS
 from meshwright.settings.schema import is_flat, spelling

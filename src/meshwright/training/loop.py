@@ -30,31 +30,33 @@ from meshwright.data.datasets import Datasets, check_datasets, continue_datasets
 from meshwright.data.loader import Batch, Loader, LoaderSpec
 from meshwright.data.samples import Dataset
 from meshwright.errors import HANG, NON_FINITE, UserError
-from meshwright.launch.pulse import pulse
-from meshwright.launch.team import Team
-from meshwright.launch.watchdog import Watchdog
 from meshwright.model import counts
 from meshwright.model.gpt import DRAWING, initialise
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedule import warn_of_idle_steps
 from meshwright.parallel.zero import ARRIVED, TOGETHER
+from meshwright.ranks.pulse import pulse
+from meshwright.ranks.team import Team
+from meshwright.ranks.watchdog import Watchdog
 from meshwright.settings.command import our_version
 from meshwright.settings.grammar import skipped
 from meshwright.tokenizers import Tokenizer
-from meshwright.training import folder as run_folder
-from meshwright.training import memory, network, scores
-from meshwright.training.guard import Guard
-from meshwright.training.lines import FORMS, MEGATRON, Check
-from meshwright.training.metrics import Attempt, Metrics, Timers
-from meshwright.training.profile import profiler
-from meshwright.training.replicas import Replicas
-from meshwright.training.resume import Progress, State
-from meshwright.training.samples import Samples
-from meshwright.training.screen import Beginning, LineScreen
-from meshwright.training.sizes import describe_long_step, parameters_of_ranks
+from meshwright.training import network
+from meshwright.training.before import memory
+from meshwright.training.before.sizes import describe_long_step, parameters_of_ranks
+from meshwright.training.beside import scores
+from meshwright.training.beside.samples import Samples
+from meshwright.training.health.guard import Guard
+from meshwright.training.health.replicas import Replicas
+from meshwright.training.health.stop import StopConditions
+from meshwright.training.health.stragglers import Stragglers
+from meshwright.training.log.lines import FORMS, MEGATRON, Check
+from meshwright.training.log.metrics import Attempt, Metrics, Timers
+from meshwright.training.log.profile import profiler
+from meshwright.training.log.screen import Beginning, LineScreen
+from meshwright.training.state import folder as run_folder
+from meshwright.training.state.resume import Progress, State
 from meshwright.training.step import StepSettings, Submitted, Update, evaluate, train_step
-from meshwright.training.stop import StopConditions
-from meshwright.training.stragglers import Stragglers
 
 ALL_DONE = "all iterations done"
 

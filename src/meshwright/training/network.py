@@ -24,7 +24,7 @@ from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED
 from meshwright.parallel.tensor import spread
 from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.settings.schema import Parallel, TrainConfig
-from meshwright.training import graph
+from meshwright.training import graphs as graph
 from meshwright.training.step import Loss, Network, make_loss
 
 if TYPE_CHECKING:

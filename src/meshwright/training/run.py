@@ -17,22 +17,28 @@ from meshwright import device as devices
 from meshwright.checkpoint import publish, steps
 from meshwright.console import logged_to, remark, say, say_arguments, say_time, show
 from meshwright.errors import UserError
-from meshwright.launch import rendezvous
-from meshwright.launch.pulse import pulse
-from meshwright.launch.team import Team
-from meshwright.launch.watchdog import Watchdog, watched
-from meshwright.launch.world import ATTEMPT, find_world, require_world_size
 from meshwright.parallel.layout import connect, layout_of
-from meshwright.settings import argument_dump, checks, data_paths, deepspeed_json, flags
+from meshwright.ranks import rendezvous
+from meshwright.ranks.pulse import pulse
+from meshwright.ranks.team import Team
+from meshwright.ranks.watchdog import Watchdog, watched
+from meshwright.ranks.world import ATTEMPT, find_world, require_world_size
+from meshwright.settings import checks, data_paths, flags
 from meshwright.settings import command as commands
+from meshwright.settings.other_programs import argument_dump, deepspeed_json
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
-from meshwright.training.folder import goodput_of, write_report
-from meshwright.training.preflight import build_vocabulary_on_all, pick_backend, require_equal_settings, require_files
-from meshwright.training.resume import guard_existing, guard_run_folder
-from meshwright.training.saver import check_export
-from meshwright.training.startup import Startup
-from meshwright.training.stop import StopConditions
+from meshwright.training.before.preflight import (
+    build_vocabulary_on_all,
+    pick_backend,
+    require_equal_settings,
+    require_files,
+)
+from meshwright.training.health.stop import StopConditions
+from meshwright.training.log.startup import Startup
+from meshwright.training.state.folder import goodput_of, write_report
+from meshwright.training.state.resume import guard_existing, guard_run_folder
+from meshwright.training.state.saver import check_export
 
 if TYPE_CHECKING:
     import torch
@@ -144,9 +150,9 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
     c, startup = config.checkpoint, job.startup
     with startup.phase("modules", "importing Meshwright"):
         from meshwright.training import network
+        from meshwright.training.log.metrics import Timers
+        from meshwright.training.log.screen import open_screen
         from meshwright.training.loop import Trainer
-        from meshwright.training.metrics import Timers
-        from meshwright.training.screen import open_screen
 
     screen = open_screen(config.logging) if team.is_lead else None
     console.set_stream("stdout" if team.is_lead else None, screen)

@@ -19,14 +19,14 @@ from meshwright import device as devices
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.data.loader import Batch
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.launch.pulse import pulse
 from meshwright.model.attention import Stream, Where, seed_dropout
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.optim.rules import Numbers
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.tensor import joining
-from meshwright.training.graph import Graphs, Turn, copy_into
+from meshwright.ranks.pulse import pulse
+from meshwright.training.graphs import Graphs, Turn, copy_into
 
 if TYPE_CHECKING:
     from meshwright.parallel.pipeline import Pipeline

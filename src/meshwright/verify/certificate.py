@@ -20,8 +20,8 @@ from meshwright.report.page import CERTIFICATE
 from meshwright.settings import flags
 from meshwright.settings.command import our_version
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.preflight import pick_backend
-from meshwright.training.sizes import describe_layout
+from meshwright.training.before.preflight import pick_backend
+from meshwright.training.before.sizes import describe_layout
 from meshwright.verify.compare import EXACT, GRADIENTS, Comparison, compare
 from meshwright.verify.small_run import Place
 from meshwright.verify.twin import make_twin

@@ -27,8 +27,8 @@ from meshwright.checkpoint.boxes import split_boxes
 from meshwright.checkpoint.sources import Named
 from meshwright.data.loader import Batch
 from meshwright.kernels import dropout
-from meshwright.launch import rendezvous
-from meshwright.launch.team import ALONE, Team
+from meshwright.ranks import rendezvous
+from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.schema import Checkpoint, TrainConfig
 from meshwright.training.loop import Trainer
 from meshwright.verify import small_run

@@ -10,8 +10,8 @@ from meshwright import console
 if TYPE_CHECKING:
     import torch
 
-    from meshwright.launch.team import Team
     from meshwright.parallel.layout import Layout
+    from meshwright.ranks.team import Team
     from meshwright.settings.schema import TrainConfig
     from meshwright.training.run import Job
 

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from meshwright.data.loader import Marks, Mock
-from meshwright.launch.team import ALONE, Team
 from meshwright.parallel.layout import Layout, connect, layout_of
+from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.schema import TrainConfig
+from meshwright.training.before.preflight import vocabulary
+from meshwright.training.health.stop import StopConditions
+from meshwright.training.log.metrics import Timers
 from meshwright.training.loop import Trainer
-from meshwright.training.metrics import Timers
 from meshwright.training.network import Spec
-from meshwright.training.preflight import vocabulary
-from meshwright.training.stop import StopConditions
 from meshwright.verify.twin import SAMPLES
 
 if TYPE_CHECKING:

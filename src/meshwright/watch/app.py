@@ -18,11 +18,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwright.errors import UNAVAILABLE, UserError
-from meshwright.serving.callers import check_caller
-from meshwright.serving.fields import Refused
-from meshwright.serving.protocol import server
+from meshwright.fields import Refused
+from meshwright.runs.overview import Watcher, describe_samples, nulls
 from meshwright.watch.curves import Axis, View, curves
-from meshwright.watch.runs import Watcher, describe_samples, nulls
+from meshwright.web.callers import check_caller
+from meshwright.web.protocol import server
 
 # Address: package, file and type. The colours and the form are those of the page of `report`.
 FILES = {

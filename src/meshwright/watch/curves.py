@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from meshwright.report import plot
-from meshwright.watch.follow import Follower, Steps
+from meshwright.runs.follow import Follower, Steps
 
 Axis = Literal["step", "tokens", "time"]
 SMOOTH = ("loss", "grad_norm", "tokens_per_second", "ms")  # as on the page of `report`

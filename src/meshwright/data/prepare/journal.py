@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from meshwright.data.format.writer import PARTS
+from meshwright.data.files.writer import PARTS
 from meshwright.data.prepare.plain import PIECE
 from meshwright.errors import IO, LOCKED, UserError
 from meshwright.files import open_locked

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from meshwright import origin, tokenizers
-from meshwright.data.format.writer import Writer, is_made, token_dtype
+from meshwright.data.files.writer import Writer, is_made, token_dtype
 from meshwright.data.prepare import sentences
 from meshwright.data.prepare.encoding import Encoded, Encoder
 from meshwright.data.prepare.folders import PassedOver, shown
@@ -34,10 +34,10 @@ from meshwright.data.prepare.workers import encode_pieces
 from meshwright.data.tools.merge import join
 from meshwright.device import cores
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.launch import rendezvous
-from meshwright.launch.team import Team
-from meshwright.launch.world import World
 from meshwright.progress import SkippedLines, new_bar
+from meshwright.ranks import rendezvous
+from meshwright.ranks.team import Team
+from meshwright.ranks.world import World
 from meshwright.settings.command import our_version
 from meshwright.settings.preprocess import Preprocess, PreprocessConfig
 from meshwright.settings.schema import Tokenizer, spelling

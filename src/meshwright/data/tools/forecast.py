@@ -18,7 +18,7 @@ import numpy as np
 
 from meshwright import console
 from meshwright.data.blend import Composite, blend_order
-from meshwright.data.format.indexed import Indexed
+from meshwright.data.files.indexed import Indexed
 from meshwright.data.history import Part, SetSpec, find_parts, needed_sets
 from meshwright.data.tools.statistics import text_of
 from meshwright.errors import BAD_DATA, IO, UserError

@@ -20,9 +20,9 @@ import numpy as np
 
 from meshwright import origin, tokenizers
 from meshwright.console import notice
-from meshwright.data.format.blocks import Header, blocks
-from meshwright.data.format.indexed import BLOCK, Column, Indexed
-from meshwright.data.format.writer import Writer, is_made
+from meshwright.data.files.blocks import Header, blocks
+from meshwright.data.files.indexed import BLOCK, Column, Indexed
+from meshwright.data.files.writer import Writer, is_made
 from meshwright.data.index_cache import hold_lock
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import make_folder

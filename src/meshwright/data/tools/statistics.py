@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.format.blocks import Header, Ints, blocks, document_ends
-from meshwright.data.format.indexed import Column, Indexed
+from meshwright.data.files.blocks import Header, Ints, blocks, document_ends
+from meshwright.data.files.indexed import Column, Indexed
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.progress import progress_bar
 from meshwright.tokenizers import Tokenizer

@@ -1,0 +1,427 @@
+"""Open a Hugging Face folder: GPT-2, or Llama and its relatives (Mistral, Qwen 2 and 3).
+
+The weights become views of the mapped files, `model.safetensors` or `pytorch_model.bin`, in one
+file or in parts. Code in a folder (`auto_map`) is never read. An option that this package cannot
+compute is refused by name, since a model that runs and gives other results would be worse.
+huggingface_writer.py is the counterpart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshwright.checkpoint.foreign.pickle import pickles
+from meshwright.checkpoint.manifests import parse_json, read_small
+from meshwright.checkpoint.sources import Mapped, Piece
+from meshwright.checkpoint.steps import HUGGING_FACE
+from meshwright.errors import UserError, bad_data
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG = "config.json"
+JSON_LIMIT = 16 << 20  # bytes, enough for an index of 100,000 tensors
+HEADER_LIMIT = 16 << 20  # bytes of a file's own list; the library would read 100 MB
+SINGLE = ("model.safetensors", "pytorch_model.bin")
+
+Tensors = Mapping[str, "torch.Tensor"]
+Pieces = dict[str, list[Piece]]
+
+
+def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
+    """Open the folder; its heads are config.json's, and loading compares them with the flags."""
+    folder = Path(folder)
+    config = read_object(inside(folder, CONFIG))
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in READERS:
+        raise refused(folder, f"it is a {kind!r} model", f"{', '.join(READERS)} can be loaded")
+    given = Given(folder, config, dict(tensors_of(folder, trust)))
+    settings, pieces = READERS[kind](given)
+    given.check_used()
+    source = Mapped(HUGGING_FACE, folder, 0, config=FIXED | settings, notes=given.notes, pieces=pieces)
+    return source.of_vocabulary(given.number("vocab_size"))
+
+
+def refused(folder: Path, what: str, cure: str) -> UserError:
+    return bad_data(f"{folder / CONFIG}: {what}, which this package does not compute; {cure}")
+
+
+# Files
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    value = parse_json(read_small(path, JSON_LIMIT), path)
+    if not isinstance(value, dict):
+        raise bad_data(f"{path}: not a JSON object")
+    return value
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Return the plain file of that name; links may lead within the folder or the hub's cache."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
+        raise bad_data(f"{folder}: {name[:200]!r} is not a plain name; nothing outside the folder is read")
+    real = folder.resolve()
+    cache = real.parent.parent / "blobs" if real.parent.name == "snapshots" else real  # where its links lead
+    path = (folder / name).resolve()
+    if not any(path.is_relative_to(root) for root in (real, cache)):
+        raise bad_data(f"{folder / name} leads to {path}; nothing outside the folder is read")
+    if not path.is_file():
+        raise bad_data(f"{folder / name}: there is no such file")
+    return path
+
+
+def tensors_of(folder: Path, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of the folder, without reading it."""
+    for single in SINGLE:
+        if (folder / single).exists():
+            yield from read_file(inside(folder, single), trust).items()
+            return
+        if (folder / f"{single}.index.json").exists():
+            index = inside(folder, f"{single}.index.json")
+            yield from indexed(folder, index, read_object(index).get("weight_map"), trust)
+            return
+    raise bad_data(f"{folder} has neither {' nor '.join(SINGLE)}, nor an index of parts of one")
+
+
+def indexed(folder: Path, index: Path, where: Any, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise bad_data(f"{index}: weight_map does not give each tensor a file")
+    files = {name: read_file(inside(folder, name), trust) for name in sorted(set(where.values()))}
+    for name, file in where.items():
+        if name not in files[file]:
+            raise bad_data(f"{folder / file} lacks {name}, which {index.name} puts there")
+        yield name, files[file][name]
+
+
+def read_file(path: Path, trust: bool) -> Tensors:
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    if path.suffix == ".bin" or not is_safetensors(path):
+        tree = pickles.load(path, trust=trust)
+        if not isinstance(tree, dict) or not all(isinstance(t, torch.Tensor) for t in tree.values()):
+            raise bad_data(f"{path}: not a state dict of tensors alone")
+        return tree
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in list(file.keys())}  # views: no byte is read
+    except (SafetensorError, OSError) as error:
+        raise bad_data(f"{path}: not a complete safetensors file: {str(error)[:200]}") from error
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether the file begins as one; links into the library's cache have no suffix to judge by."""
+    with path.open("rb") as file:
+        begin = file.read(9)
+    if begin[8:] != b"{":
+        if path.suffix == ".safetensors":
+            found = f"begins with {begin!r}" if begin else "is empty"
+            raise bad_data(f"{path}: not a safetensors file, it {found}")
+        return False
+    length = int.from_bytes(begin[:8], "little")
+    if length > HEADER_LIMIT:
+        raise bad_data(f"{path}: its list of tensors has {length:,} bytes; at most {HEADER_LIMIT:,} are read")
+    return True
+
+
+# Settings and tensors
+
+
+class Given:
+    """A folder's settings and tensors; each is requested by name and checked."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], tensors: Tensors) -> None:
+        self.folder, self.config, self.tensors = folder, config, tensors
+        self.notes: list[str] = []
+        self.used: set[str] = set()
+
+    def number(self, key: str, default: int | None = None) -> int:
+        value = default if self.config.get(key) is None else self.config[key]
+        if type(value) is not int or not 0 < value < 1 << 31:
+            raise bad_data(f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be an integer of at least 1")
+        return value
+
+    def real(self, key: str, default: float, among: Mapping[str, Any] | None = None) -> float:
+        value = (self.config if among is None else among).get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise bad_data(f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be a number above 0")
+        return float(value)
+
+    def share(self, key: str, default: float) -> float:
+        """Return a dropout; one that is not stated is transformers' default, with a note."""
+        value = default if self.config.get(key) is None else self.config[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise bad_data(f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be in [0, 1)")
+        return float(value)
+
+    def note_defaults(self, **defaults: float) -> None:
+        """Note which of these keys config.json leaves to transformers' defaults."""
+        if missing := [key for key in defaults if self.config.get(key) is None]:
+            values = ", ".join(f"{key} {defaults[key]:g}" for key in missing)
+            self.notes.append(
+                f" > note: {CONFIG} does not state all settings; transformers' defaults are used: {values}"
+            )
+
+    def want(self, key: str, *good: Any, default: Any = None) -> Any:
+        """Return a setting that must have one of these values."""
+        value = self.config.get(key, default)
+        if value not in good:
+            raise refused(self.folder, f"{key} is {str(value)[:100]}", f"{' or '.join(map(str, good))} would do")
+        return value
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    def take(self, name: str, *shape: int | None) -> torch.Tensor:
+        """Return a tensor of this shape; None stands for any size."""
+        if name not in self.tensors:
+            raise bad_data(f"{self.folder} has no tensor {name}")
+        tensor = self.tensors[name]
+        self.used.add(name)
+        if len(shape) != tensor.ndim or any(b not in (a, None) for a, b in zip(tensor.shape, shape, strict=True)):
+            wanted = [size or "any" for size in shape]
+            raise bad_data(f"{self.folder}: {name} is {list(tensor.shape)}, by {CONFIG} it is {wanted}")
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise bad_data(f"{self.folder}: {name} holds {tensor.dtype}; quantised weights are not read")
+        return tensor
+
+    def check_used(self) -> None:
+        """Refuse tensors of another network; buffers that old versions saved do not count."""
+        buffer = r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)"
+        left = [name for name in self.tensors if name not in self.used and not re.fullmatch(buffer, name)]
+        if left:
+            shown = ", ".join(left[:5]) + ", ..." * (len(left) > 5)
+            raise bad_data(f"{self.folder}: {len(left)} tensors have no place in this network: {shown}")
+
+
+# Settings that are equal in every folder of these kinds.
+OFF = (
+    "embed_layernorm apply_layernorm_1p apply_residual_connection_post_layernorm squared_relu qk_layernorm "
+    "use_rotary_position_embeddings openai_gelu"
+)
+FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "rotary_percent": 1.0}
+
+
+def one_piece(tensor: torch.Tensor) -> list[Piece]:
+    return [Piece((0,) * tensor.ndim, tensor)]
+
+
+def qkv_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int, head: int) -> list[Piece]:
+    """Join three tensors of rows by head: each group's queries, then its key and value."""
+    queries = q.shape[0] // groups
+    pieces, at = [], 0
+    for g in range(groups):
+        for tensor, rows in ((q, queries), (k, head), (v, head)):
+            pieces.append(Piece((at,) + (0,) * (q.ndim - 1), tensor[g * rows : (g + 1) * rows]))
+            at += rows
+    return pieces
+
+
+def head_of(given: Given, pieces: Pieces, wte: torch.Tensor, tied: bool) -> bool:
+    """Add the output table if it is separate; return whether it is."""
+    if not given.has("lm_head.weight") and tied:
+        return False
+    theirs = given.take("lm_head.weight", *wte.shape)
+    if tied:
+        if theirs.dtype == wte.dtype and theirs.equal(wte):
+            return False
+        given.notes.append(
+            "config.json ties the output table to the embedding; their numbers differ: they stay separate"
+        )
+    pieces["lm_head.weight"] = one_piece(theirs)
+    return True
+
+
+def gpt2(given: Given) -> tuple[dict[str, Any], Pieces]:
+    """Read GPT-2.
+
+    Its linear weights are [in, out]; the columns of c_attn are all queries, then keys, then values.
+    """
+    given.want("scale_attn_weights", True, default=True)
+    given.want("scale_attn_by_inverse_layer_idx", False, default=False)
+    given.want("add_cross_attention", False, default=False)
+    kinds = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu")
+    activation = given.want("activation_function", *kinds, default="gelu_new")
+    h, layers, heads = (given.number(key) for key in ("n_embd", "n_layer", "n_head"))
+    f, positions = given.number("n_inner", 4 * h), given.number("n_positions", 1024)
+    if h % heads:
+        raise bad_data(f"{given.folder / CONFIG}: n_embd {h} is not a multiple of n_head {heads}")
+    prefix = "transformer." if given.has("transformer.wte.weight") else ""
+    wte = given.take(f"{prefix}wte.weight", None, h)
+    pieces = {"wte.weight": one_piece(wte), "wpe.weight": one_piece(given.take(f"{prefix}wpe.weight", positions, h))}
+
+    def linear(ours: str, theirs: str, rows: int, columns: int) -> None:
+        pieces[f"{ours}.weight"] = one_piece(given.take(f"{theirs}.weight", columns, rows).t())
+        pieces[f"{ours}.bias"] = one_piece(given.take(f"{theirs}.bias", rows))
+
+    def norm(ours: str, theirs: str) -> None:
+        for end in (".weight", ".bias"):
+            pieces[ours + end] = one_piece(given.take(theirs + end, h))
+
+    for i in range(layers):
+        ours, theirs = f"h.{i}", f"{prefix}h.{i}"
+        for end, shape in ((".weight", (h, 3 * h)), (".bias", (3 * h,))):
+            q, k, v = given.take(f"{theirs}.attn.c_attn{end}", *shape).t().tensor_split(3)
+            pieces[f"{ours}.attn.qkv{end}"] = qkv_rows(q, k, v, heads, h // heads)
+        linear(f"{ours}.attn.proj", f"{theirs}.attn.c_proj", h, h)
+        linear(f"{ours}.mlp.fc", f"{theirs}.mlp.c_fc", f, h)
+        linear(f"{ours}.mlp.proj", f"{theirs}.mlp.c_proj", h, f)
+        norm(f"{ours}.ln_1", f"{theirs}.ln_1")
+        norm(f"{ours}.ln_2", f"{theirs}.ln_2")
+    norm("ln_f", f"{prefix}ln_f")
+    untied = head_of(given, pieces, wte, given.config.get("tie_word_embeddings", True) is True)
+    return gpt2_dropouts(given) | {
+        "num_layers": layers,
+        "hidden_size": h,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": f,
+        "kv_channels": h // heads,
+        "max_position_embeddings": positions,
+        "layernorm_epsilon": given.real("layer_norm_epsilon", 1e-5),
+        "untie_embeddings_and_output_weights": untied,
+        "bias_gelu_fusion": activation != "gelu",
+        "swiglu": False,
+        "num_query_groups": None,
+        "group_query_attention": False,
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "add_qkv_bias": False,
+    }, pieces
+
+
+def gpt2_dropouts(given: Given) -> dict[str, float]:
+    """Return the settings of a training, which weights and shapes do not prove."""
+    given.note_defaults(**GPT2_DEFAULTS)
+    hidden, embedding, attention = (given.share(f"{x}_pdrop", 0.1) for x in ("resid", "embd", "attn"))
+    out = {"hidden_dropout": hidden, "attention_dropout": attention}
+    out |= {} if embedding == hidden else {"embedding_dropout": embedding}
+    return out | {"init_method_std": given.real("initializer_range", 0.02)}
+
+
+# transformers' values where config.json states none.
+GPT2_DEFAULTS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+GPT2_DEFAULTS |= {"layer_norm_epsilon": 1e-5, "initializer_range": 0.02}
+LLAMA_DEFAULTS = {"attention_dropout": 0.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
+LLAMA_NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
+LLAMA_NORMS |= {"attn.ln_q": "self_attn.q_norm", "attn.ln_k": "self_attn.k_norm"}
+
+
+class Sizes(NamedTuple):
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    head: int
+
+
+def llama(given: Given) -> tuple[dict[str, Any], Pieces]:
+    """Read Llama and its relatives.
+
+    The rotation pairs (i, i + head / 2) within a head, as ours does. Some linear layers may have
+    biases and others not: with qkv's only this is a setting of ours, otherwise the others are zero.
+    """
+    given.want("hidden_act", "silu", "swish", default="silu")
+    h, heads, layers = (given.number(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    groups, head = given.number("num_key_value_heads", heads), given.number("head_dim", h // heads or None)
+    sizes = Sizes(h, given.number("intermediate_size"), heads, groups, head)
+    if heads % groups:
+        raise bad_data(f"{given.folder / CONFIG}: {heads} heads are not a multiple of {groups} key-value heads")
+    positions = given.number("max_position_embeddings", 2048)
+    check_window(given, positions)
+    wte = given.take("model.embed_tokens.weight", None, h)
+    pieces: Pieces = {"wte.weight": one_piece(wte), "ln_f.weight": one_piece(given.take("model.norm.weight", h))}
+    qkv_bias, proj_bias, mlp_bias = (
+        given.has(f"model.layers.0.{name}_proj.bias") for name in ("self_attn.q", "self_attn.o", "mlp.down")
+    )
+    qk_norm = given.has("model.layers.0.self_attn.q_norm.weight")
+    all_biases = proj_bias or mlp_bias
+    if all_biases and not (qkv_bias and proj_bias and mlp_bias):
+        given.notes.append("only some of its linear layers have biases: the others get zeros")
+    for i in range(layers):
+        ours, theirs = f"h.{i}", f"model.layers.{i}"
+        for name, norm in LLAMA_NORMS.items():
+            if qk_norm or not name.startswith("attn."):
+                size = head if name.startswith("attn.") else h
+                pieces[f"{ours}.{name}.weight"] = one_piece(given.take(f"{theirs}.{norm}.weight", size))
+        for name, linear in linears(given, sizes, theirs, "weight"):
+            pieces[f"{ours}.{name}.weight"] = linear
+        for name, bias in linears(given, sizes, theirs, "bias") if qkv_bias or all_biases else ():
+            if all_biases or name == "attn.qkv":
+                pieces[f"{ours}.{name}.bias"] = bias
+    untied = head_of(given, pieces, wte, given.config.get("tie_word_embeddings", False) is True)
+    given.note_defaults(**LLAMA_DEFAULTS)
+    return {
+        "hidden_dropout": 0.0,  # these networks have none
+        "attention_dropout": given.share("attention_dropout", 0.0),
+        "init_method_std": given.real("initializer_range", 0.02),
+        "num_layers": layers,
+        "hidden_size": h,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": sizes.ffn,
+        "kv_channels": head,
+        "max_position_embeddings": positions,
+        "layernorm_epsilon": given.real("rms_norm_eps", 1e-6),
+        "untie_embeddings_and_output_weights": untied,
+        "swiglu": True,
+        "num_query_groups": groups,
+        "position_embedding_type": "rope",
+        "rotary_base": rotary_base(given),
+        "normalization": "RMSNorm",
+        "add_bias_linear": all_biases,
+        "add_qkv_bias": qkv_bias and not all_biases,
+        "qk_layernorm": qk_norm,
+    }, pieces
+
+
+def linears(given: Given, s: Sizes, layer: str, end: str) -> Iterator[tuple[str, list[Piece]]]:
+    """Yield our four linear layers: their weights, or their biases, zero where missing."""
+
+    def get(name: str, rows: int, columns: int) -> torch.Tensor:
+        name = f"{layer}.{name}_proj.{end}"
+        if end == "weight":
+            return given.take(name, rows, columns)
+        if given.has(name):
+            return given.take(name, rows)
+        return given.tensors["model.norm.weight"].new_zeros(1).expand(rows)
+
+    heads = {"q": s.heads, "k": s.groups, "v": s.groups}
+    q, k, v = (get(f"self_attn.{x}", n * s.head, s.hidden) for x, n in heads.items())
+    yield "attn.qkv", qkv_rows(q, k, v, s.groups, s.head)
+    yield "attn.proj", one_piece(get("self_attn.o", s.hidden, s.heads * s.head))
+    gate, up = (get(f"mlp.{x}", s.ffn, s.hidden)[None] for x in ("gate", "up"))
+    yield "mlp.fc", [Piece((i,) + (0,) * (part.ndim - 1), part) for i, part in enumerate((gate, up))]
+    yield "mlp.proj", one_piece(get("mlp.down", s.hidden, s.ffn))
+
+
+def check_window(given: Given, positions: int) -> None:
+    """Refuse attention to the last so many tokens only, unless it covers all positions."""
+    mistral = given.config["model_type"] == "mistral"
+    if mistral and "sliding_window" in given.config and given.config["sliding_window"] is None:
+        return
+    if not mistral and given.config.get("use_sliding_window") is not True:
+        return
+    window = given.number("sliding_window", 4096)
+    if window < positions:
+        cure = f"one of max_position_embeddings, {positions}, or null would do"
+        raise refused(given.folder, f"sliding_window is {window}", cure)
+
+
+def rotary_base(given: Given) -> float:
+    """Return the base, which transformers 5 keeps in rope_parameters, and 4 beside rope_scaling."""
+    rope = given.config.get("rope_parameters") or given.config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
+    if kind != "default" or any(isinstance(value, dict) for value in rope.values()):
+        what = f"the kind of rotation (rope_parameters, rope_scaling) is {str(rope)[:200]}"
+        raise refused(given.folder, what, "default would do")
+    share = rope.get("partial_rotary_factor", given.config.get("partial_rotary_factor", 1.0))
+    if share != 1.0:
+        raise refused(given.folder, f"partial_rotary_factor is {share}", "1.0 would do")
+    return given.real("rope_theta", 10000.0, rope if "rope_theta" in rope else None)
+
+
+READERS: dict[str, Callable[[Given], tuple[dict[str, Any], Pieces]]]
+READERS = {"gpt2": gpt2, "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama}

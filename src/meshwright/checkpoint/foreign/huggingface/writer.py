@@ -1,0 +1,394 @@
+"""Write a Hugging Face folder that `AutoModelForCausalLM` and `AutoTokenizer` load unchanged.
+
+The settings decide the network: GPT-2 for learned positions; for rotary ones Llama, or Qwen 2 or 3
+for options that Llama lacks. Settings that theirs cannot express are refused in one list.
+
+The safetensors files are written by hand, the header and then one tensor after the other, since the
+library needs all of a file's tensors in memory. Here one is, plus a strip of it if transposed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from meshwright import tokenizers
+from meshwright.checkpoint import saved_model
+from meshwright.checkpoint.boxes import Shape
+from meshwright.checkpoint.foreign.huggingface.reader import LLAMA_NORMS
+from meshwright.checkpoint.manifests import sha256
+from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH, safetensors_header
+from meshwright.checkpoint.publish import write_durably
+from meshwright.checkpoint.saved_model import SavedModel
+from meshwright.checkpoint.sources import Source
+from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError, bad_data
+from meshwright.files import naming_file, sync, write_all
+from meshwright.settings.schema import Model
+from meshwright.tokenizers import CHAT_CONFIG, CHAT_TEMPLATE, END_OF_TEXT, GPT2BPE, HuggingFace, Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_SHARD = 5_000_000_000  # bytes, the limit that transformers has used for years
+MARK = "meshwright.json"  # in a run's export: which run, and the files as written
+Boxes = list[tuple[Shape, Shape]]
+Spans = list[tuple[int, int]]
+Ids = dict[str, int | None]
+
+
+class Part(NamedTuple):
+    """A tensor of theirs as consecutive boxes of one of ours."""
+
+    name: str
+    ours: str
+    boxes: Boxes
+    read: Shape  # of the joined boxes
+    dtype: str  # safetensors' name
+    transposed: bool
+
+    @property
+    def shape(self) -> Shape:
+        return self.read[::-1] if self.transposed else self.read
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.read) * SIZES[self.dtype]
+
+
+def write(
+    source: Source,
+    folder: Path,
+    dtype: str | None = None,
+    max_shard: float = MAX_SHARD,
+    tokenizer: Tokenizer | None = None,
+    run: Path | None = None,
+    again: bool = False,
+) -> list[str]:
+    """Write the complete folder or nothing; return notes for the user.
+
+    Without a dtype each tensor keeps its own. `again` may replace an earlier export of the `run`.
+    """
+    saved = saved_model.describe(source)
+    m = saved.model
+    kind = require_expressible(m, source.folder, BAD_DATA)
+    folder = folder.resolve()  # a link stays, its target is filled
+    refuse_full(folder, run if again else None)
+    parts = list((gpt2 if kind == "gpt2" else llama)(Plan(source, m, dtype)))
+    notes: list[str] = []
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as own:
+        temporary = Path(own) / folder.name  # with the permissions that any new folder has
+        temporary.mkdir()
+        ids = write_tokenizer(temporary, source, tokenizer, notes)
+        config = describe(kind, saved, parts[0]) | ids
+        write_json(temporary / "config.json", config)
+        write_json(temporary / "generation_config.json", {"_from_model_config": True} | ids)
+        write_tensors(temporary, source, parts, max_shard)
+        if run is not None:
+            write_json(temporary / MARK, {"run": name_of(run), "files": files_of(temporary)})
+        sync(temporary)
+        if folder.exists() and any(folder.iterdir()):
+            folder.rename(Path(own) / "before")
+        temporary.rename(folder)
+        sync(folder.parent)
+    return notes
+
+
+def require_expressible(m: Model, where: Path, status: int = USAGE) -> str:
+    """Return the kind of network that expresses the model, or refuse with every obstacle."""
+    kind, cannot = choose(m)
+    if cannot:
+        raise UserError("\n  ".join([f"{where}: {ARCHITECTURES[kind]} cannot express", *cannot]), status)
+    return kind
+
+
+def refuse_full(folder: Path, run: Path | None = None) -> None:
+    """Refuse to write over anything but an unchanged export of the same run."""
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        mark = read_mark(folder) if run is not None else None
+        if run is None or mark is None or mark.get("run") != name_of(run):
+            what = "is not empty" if folder.is_dir() else "is not a folder"
+            raise UserError(f"{folder} {what}, and nothing is overwritten; give another folder, or remove it", LOCKED)
+        if mark.get("files") != files_of(folder):
+            raise UserError(f"{folder} was changed since this run wrote it; give another folder", LOCKED)
+
+
+def name_of(run: Path) -> str:
+    """Return a hash of the run's path, since the folder may be given to others."""
+    return sha256([str(run.resolve()).encode(errors="surrogateescape")])
+
+
+def read_mark(folder: Path) -> dict[str, Any] | None:
+    try:
+        mark = json.loads((folder / MARK).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return mark if isinstance(mark, dict) else None
+
+
+def files_of(folder: Path) -> dict[str, list[int]]:
+    """Return sizes and times, which reveal a change."""
+    found = {path.name: path.lstat() for path in folder.iterdir() if path.name != MARK}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
+
+
+# Architectures
+
+
+def choose(m: Model) -> tuple[str, list[str]]:
+    """Return the kind of network, and the settings that it cannot express."""
+    heads = m.num_attention_heads or 1
+    square = heads * m.head_dim == m.hidden_size
+    either = {
+        f"--position-embedding-type {m.position_embedding_type}": m.position in ("alibi", "none"),
+        "--embed-layernorm": m.embed_layernorm,
+        "--apply-layernorm-1p": m.apply_layernorm_1p,
+        "--apply-residual-connection-post-layernorm": m.apply_residual_connection_post_layernorm,
+    }
+    if m.position != "rope":
+        cannot = either | {
+            f"--normalization {m.normalization}": m.normalization != "LayerNorm",
+            f"the activation {m.activation}": m.activation not in ("gelu-tanh", "gelu"),
+            "--disable-bias-linear": not m.add_bias_linear,
+            f"{m.groups} groups of {heads} heads": m.groups != heads,
+            f"{heads} heads of {m.head_dim} for a width of {m.hidden_size}": not square,
+            "--qk-layernorm": m.qk_layernorm,
+        }
+        return "gpt2", [what for what, wrong in cannot.items() if wrong]
+    kind = "qwen3" if m.qk_layernorm else "qwen2" if m.add_qkv_bias and not m.add_bias_linear else "llama"
+    cannot = either | {
+        f"--normalization {m.normalization}": m.normalization != "RMSNorm",
+        f"the activation {m.activation}": m.activation != "swiglu",
+        f"--rotary-percent {m.rotary_percent}": m.rotating != m.head_dim,
+        "--qk-layernorm with biases": m.qk_layernorm and m.qkv_bias,
+        f"a width of {m.hidden_size}, not a multiple of {heads} heads": (m.hidden_size or 0) % heads != 0,
+    }
+    return kind, [what for what, wrong in cannot.items() if wrong]
+
+
+def describe(kind: str, saved: SavedModel, wte: Part) -> dict[str, Any]:
+    """Return the contents of config.json."""
+    m = saved.model
+    common = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], "vocab_size": wte.shape[0]}
+    common |= {"initializer_range": m.init_method_std, "torch_dtype": TORCH[wte.dtype]}
+    common["tie_word_embeddings"] = "lm_head.weight" not in saved.source.tensors
+    if kind == "gpt2":
+        return common | {
+            "n_embd": m.hidden_size,
+            "n_layer": m.num_layers,
+            "n_head": m.num_attention_heads,
+            "n_inner": m.ffn,
+            "n_positions": saved.require_positions(),
+            "layer_norm_epsilon": m.layernorm_epsilon,
+            "activation_function": "gelu" if m.activation == "gelu" else "gelu_new",
+            "embd_pdrop": m.dropout_of_embeddings,
+            "resid_pdrop": m.hidden_dropout,
+            "attn_pdrop": m.attention_dropout,
+        }
+    return common | {
+        "hidden_size": m.hidden_size,
+        "num_hidden_layers": m.num_layers,
+        "num_attention_heads": m.num_attention_heads,
+        "num_key_value_heads": m.groups,
+        "head_dim": m.head_dim,
+        "intermediate_size": m.ffn,
+        "hidden_act": "silu",
+        "max_position_embeddings": saved.require_positions(),
+        "rms_norm_eps": m.layernorm_epsilon,
+        **dict.fromkeys(("attention_bias", "mlp_bias"), m.add_bias_linear),
+        "attention_dropout": m.attention_dropout,
+        "rope_theta": m.rotary_base,
+        # transformers 4 reads rope_theta, 5 this:
+        "rope_parameters": {"rope_type": "default", "rope_theta": m.rotary_base},
+    }
+
+
+# Tensors
+
+
+class Plan:
+    """Makes the parts of the tensors to write, in one dtype."""
+
+    def __init__(self, source: Source, m: Model, dtype: str | None) -> None:
+        self.source, self.m, self.dtype = source, m, dtype
+
+    def part(self, name: str, ours: str, spans: Spans | None = None, transposed: bool = False) -> Part:
+        """Return rows of one of our tensors; all of them without `spans`."""
+        known = self.source.tensors[ours]
+        inner = known.shape[1:]
+        spans = spans or [(0, known.shape[0])]
+        boxes = [((begin, *(0 for _ in inner)), (end - begin, *inner)) for begin, end in spans]
+        read = (sum(end - begin for begin, end in spans), *inner)
+        return Part(name, ours, boxes, read, NAMES[self.dtype or known.dtype], transposed and len(read) == 2)
+
+    def copies(self, names: dict[str, str], transposed: bool = False) -> Iterator[Part]:
+        """Yield the weights and biases that exist."""
+        for ours, theirs in names.items():
+            for end in (".weight", ".bias"):
+                if ours + end in self.source.tensors:
+                    yield self.part(theirs + end, ours + end, transposed=transposed)
+
+    def qkv(self) -> list[Spans]:
+        """Return the rows of all queries, keys and values."""
+        d, queries = self.m.head_dim, (self.m.num_attention_heads or 1) // self.m.groups
+        spans: list[Spans] = [[], [], []]
+        at = 0
+        for _ in range(self.m.groups):
+            for mine, count in zip(spans, (queries * d, d, d), strict=True):
+                mine.append((at, at + count))
+                at += count
+        return spans
+
+
+def gpt2(plan: Plan) -> Iterator[Part]:
+    q, k, v = plan.qkv()
+    yield from plan.copies({"wte": "transformer.wte", "wpe": "transformer.wpe", "ln_f": "transformer.ln_f"})
+    for i in range(plan.m.num_layers or 0):
+        ours, theirs = f"h.{i}", f"transformer.h.{i}"
+        for end in (".weight", ".bias"):
+            yield plan.part(f"{theirs}.attn.c_attn{end}", f"{ours}.attn.qkv{end}", q + k + v, transposed=True)
+        names = {"attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
+        yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.items()}, transposed=True)
+        yield from plan.copies({f"{ours}.{name}": f"{theirs}.{name}" for name in ("ln_1", "ln_2")})
+    yield from plan.copies({"lm_head": "lm_head"})
+
+
+def llama(plan: Plan) -> Iterator[Part]:
+    spans = plan.qkv()
+    yield from plan.copies({"wte": "model.embed_tokens", "ln_f": "model.norm"})
+    for i in range(plan.m.num_layers or 0):
+        ours, theirs = f"h.{i}", f"model.layers.{i}"
+        for end in (".weight", ".bias"):
+            if f"{ours}.attn.qkv{end}" in plan.source.tensors:
+                for x, rows in zip("qkv", spans, strict=True):
+                    yield plan.part(f"{theirs}.self_attn.{x}_proj{end}", f"{ours}.attn.qkv{end}", rows)
+            if f"{ours}.mlp.fc{end}" in plan.source.tensors:
+                for which, x in enumerate(("gate", "up")):
+                    part = plan.part(f"{theirs}.mlp.{x}_proj{end}", f"{ours}.mlp.fc{end}", [(which, which + 1)])
+                    yield part._replace(read=part.read[1:])  # without the dimension of the halves
+        names = LLAMA_NORMS | {"attn.proj": "self_attn.o_proj", "mlp.proj": "mlp.down_proj"}
+        yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.items()})
+    yield from plan.copies({"lm_head": "lm_head"})
+
+
+ARCHITECTURES = {"gpt2": "GPT2LMHeadModel"}
+ARCHITECTURES |= {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3")}
+
+
+# Files
+
+
+def write_tensors(folder: Path, source: Source, parts: list[Part], max_shard: float) -> None:
+    shards: list[list[Part]] = [[]]
+    for part in parts:
+        if shards[-1] and sum(p.bytes for p in shards[-1]) + part.bytes > max_shard:
+            shards.append([])
+        shards[-1].append(part)
+    if len(shards) == 1:
+        write_safetensors(folder / "model.safetensors", source, parts)
+        return
+    where = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(folder / name, source, shard)
+        where.update(dict.fromkeys((part.name for part in shard), name))
+    total = sum(part.bytes for part in parts)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def write_safetensors(path: Path, source: Source, parts: list[Part]) -> None:
+    parts = sorted(parts, key=lambda part: -SIZES[part.dtype])  # widest first: every element is aligned
+    head = safetensors_header((part.name, part.dtype, part.shape) for part in parts)
+    with naming_file(path), path.open("xb", buffering=0) as file:
+        write_all(file.fileno(), memoryview(head))
+        for part in parts:
+            for strip in strips(part, read(source, part)):
+                write_all(file.fileno(), strip)
+        os.fsync(file.fileno())
+
+
+def read(source: Source, part: Part) -> torch.Tensor:
+    """Return the tensor in our order."""
+    import torch
+
+    tensor = torch.empty(part.read, dtype=getattr(torch, TORCH[part.dtype]))
+    source.fill({part.ours: (source.tensors[part.ours].shape, part.boxes, tensor)})
+    return tensor
+
+
+def strips(part: Part, tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes in their order; a transposed tensor in strips, for speed copied twice."""
+    import torch
+
+    if not part.transposed:
+        yield tensor.view(-1).view(torch.uint8).numpy().data
+        return
+    count = max(1, PART // (tensor.shape[0] * tensor.element_size()))
+    for i in range(0, tensor.shape[1], count):
+        yield tensor[:, i : i + count].contiguous().t().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    write_durably(path, json.dumps(value, indent=2, sort_keys=True).encode() + b"\n")
+
+
+def write_tokenizer(folder: Path, source: Source, tokenizer: Tokenizer | None, notes: list[str]) -> Ids:
+    """Write what `AutoTokenizer` reads; return the ids at the begin and end of a text.
+
+    Without a tokenizer both are None: the library's default would end a text at an ordinary id.
+    """
+    if tokenizer is None:
+        notes.append("no tokenizer is written: the source has none, and no flag names one")
+        return {"bos_token_id": None, "eos_token_id": None}
+    rows = source.tensors["wte.weight"].shape[0]
+    if tokenizer.size > rows:
+        what = f"the tokenizer has {tokenizer.size:,} ids, {source.folder} {rows:,} rows"
+        raise bad_data(f"{what}; give the model's own tokenizer")
+    ids: Ids = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
+    library = as_library(tokenizer)
+    if library is None:
+        notes.append(f"no tokenizer is written: Hugging Face has no equivalent of {tokenizer.name}")
+        return ids
+    write_durably(folder / "tokenizer.json", library.to_str(pretty=True).encode())
+    for name, path in tokenizer.files.items() if isinstance(tokenizer, GPT2BPE) else ():
+        write_durably(folder / name, path.read_bytes())
+    word = library.id_to_token(tokenizer.eod)
+    words = {"bos_token": word, "eos_token": word, "unk_token": word if isinstance(tokenizer, GPT2BPE) else None}
+    fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    fixed["model_max_length"] = saved_model.describe(source).require_positions()
+    fixed |= write_chat_template(folder, tokenizer)
+    write_json(folder / CHAT_CONFIG, {name: w for name, w in words.items() if w is not None} | fixed)
+    return ids
+
+
+def write_chat_template(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Copy the chat template beside the tokenizer's files; return its settings, if it has some."""
+    kept: dict[str, Any] = {}
+    for beside in {path.parent for path in tokenizer.files.values()}:
+        if (path := beside / CHAT_TEMPLATE).is_file():
+            write_durably(folder / CHAT_TEMPLATE, path.read_bytes())
+        config = tokenizers.read_chat_config(beside)
+        if path.is_file() or config.get("chat_template"):  # whose answers may end with a token of their own
+            kept |= {name: config[name] for name in ("chat_template", "eos_token") if name in config}
+    return kept
+
+
+def as_library(tokenizer: Tokenizer) -> Any:
+    """Return a tokenizer of the library that gives the same ids, or None."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Library
+
+    if isinstance(tokenizer, HuggingFace):
+        return Library.from_file(str(tokenizer.files["tokenizer.json"]))
+    if not isinstance(tokenizer, GPT2BPE):
+        return None
+    library = Library(models.BPE.from_file(str(tokenizer.files["vocab.json"]), str(tokenizer.files["merges.txt"])))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
+    return library

@@ -1,0 +1,221 @@
+"""Open folders of LiBai and OneFlow-GPT: weights only.
+
+OneFlow writes a variable as a folder of two files: `out`, its bytes, and `meta`, its shape and type
+as text of a protobuf (oneflow/python/framework/check_point_v2.py of Oneflow-Inc/oneflow at
+097825ab, 2021). OneFlow-GPT's `iter500_snapshot/` holds one such folder per variable. In LiBai's
+`model_0004999/`, `model` is a pickle whose tensors name such folders beside it, or, since 0.9, hold
+their bytes (python/oneflow/framework/check_point_v2.py at 00d0adea).
+
+In both, query, key and value rows are [head, 3, head_dim], as here; GELU is exact. OneFlow-GPT's
+linear weights are [in, out] (LanguageModeling/GPT/oneflow_gpt/model.py of
+Oneflow-Inc/OneFlow-Benchmark at 0558f05e), as LiBai's in the spring of 2022 (libai/layers/linear.py
+of Oneflow-Inc/libai at 02ec5e8d); later [out, in] (models/utils/model_utils/gpt_loader.py).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.checkpoint.foreign.megatron import names
+from meshwright.checkpoint.foreign.pickle import pickles
+from meshwright.checkpoint.manifests import read_small
+from meshwright.checkpoint.sources import Mapped, Piece
+from meshwright.checkpoint.steps import LIBAI, ONEFLOW
+from meshwright.errors import bad_data
+
+if TYPE_CHECKING:
+    import torch
+
+META_LIMIT, YAML_LIMIT = 1 << 16, 1 << 20  # bytes
+TYPES = {"kFloat": "float32", "kDouble": "float64", "kFloat16": "float16", "kBFloat16": "bfloat16"}
+META = re.compile(r"\s*shape\s*\{((?:\s*dim:\s*\d{1,18}){1,8})\s*\}(?:\s*stride\s*\{[^{}]*\})?\s*data_type:\s*(\w+)\s*")
+
+# OneFlow-GPT's names; a layer is `model-h0-`.
+LAYER = {
+    "layernorm_1": "ln_1",
+    "layernorm_2": "ln_2",
+    "attn-c_attn": "attn.qkv",
+    "attn-c_proj": "attn.proj",
+    "mlp-c_fc": "mlp.fc",
+    "mlp-c_proj": "mlp.proj",
+}
+KINDS = {"weight": "weight", "bias": "bias", "gamma": "weight", "beta": "bias"}
+# LiBai's, where they are not Megatron's.
+LIKE_MEGATRON = {
+    "embeddings.token_embeddings.": "embedding.word_embeddings.",
+    "embeddings.position_embeddings.": "embedding.position_embeddings.",
+    "transformer.layernorm_f.": "transformer.final_layernorm.",
+}
+
+# LiBai's config.yaml
+DROPOUTS = {"output_dropout_prob": "hidden_dropout", "attention_dropout_prob": "attention_dropout"}
+DROPOUTS |= {"embedding_dropout_prob": "embedding_dropout", "initializer_range": "init_method_std"}
+
+OFF = "bias_gelu_fusion openai_gelu swiglu squared_relu untie_embeddings_and_output_weights embed_layernorm"
+FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "num_query_groups": None}
+FIXED |= {"normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute"}
+
+
+def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
+    """Open one step.
+
+    The number of heads does not follow from the shapes; LiBai's config.yaml or the flags give it.
+    """
+    folder, notes = Path(folder), list[str]()
+    is_libai = (folder / "model").exists()
+    if is_libai:
+        tensors = by_our_names(folder, libai_tensors(folder / "model", trust), libai_name)
+        stated = libai_settings(folder, notes)
+    else:
+        tensors, stated = by_our_names(folder, variables(folder), oneflow_name), {}
+    if heads is not None:
+        stated.setdefault("num_attention_heads", heads)
+    settings, weights = check(folder, tensors)
+    pieces = {name: [Piece((0,) * tensor.ndim, tensor)] for name, tensor in weights.items()}
+    kind = LIBAI if is_libai else ONEFLOW
+    return Mapped(kind, folder, 0, config=settings | stated, notes=notes, pieces=pieces)
+
+
+# Files
+
+
+def variables(folder: Path) -> dict[str, torch.Tensor]:
+    """Return every variable that has a folder of its name."""
+    found = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    wanted = [name for name in found if not re.search(r"^System-|-(m|v)$", name)]  # counters and Adam's moments
+    return {name: variable(folder, name) for name in wanted}
+
+
+def variable(folder: Path, name: str) -> torch.Tensor:
+    """Return a view of the mapped file `out`."""
+    import torch
+
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or (folder / name).is_symlink():
+        raise bad_data(f"{folder}: {name[:200]!r} is not a plain folder; nothing outside is read")
+    path, meta = folder / name / "out", folder / name / "meta"
+    text = read_small(meta, META_LIMIT).decode(errors="replace")
+    parts = META.fullmatch(text)
+    if not parts or parts[2] not in TYPES:
+        raise bad_data(f"{meta}: {text[:100]!r} is not a shape and one of {', '.join(TYPES)}")
+    shape, dtype = [int(n) for n in re.findall(r"\d+", parts[1])], getattr(torch, TYPES[parts[2]])
+    count = math.prod(shape)
+    found = path.lstat() if path.exists() else None
+    if found is None or not stat.S_ISREG(found.st_mode) or found.st_size != count * dtype.itemsize or not count:
+        is_file = found is not None and stat.S_ISREG(found.st_mode)
+        size = f"{found.st_size:,} bytes" if found and is_file else "there is no plain file"
+        raise bad_data(f"{path}: {size}, by {meta.name} it has {count * dtype.itemsize:,} bytes")
+    return torch.from_file(str(path), shared=False, size=count, dtype=dtype).view(shape)
+
+
+def libai_tensors(path: Path, trust: bool) -> dict[str, torch.Tensor]:
+    """Read what flow.save wrote: a folder with or without a pickle, or a pickle."""
+    import torch
+
+    if path.is_dir() and not (path / "pickled_data").exists():
+        return variables(path)
+    file = path / "pickled_data" if path.is_dir() else path
+    tree = pickles.load(file, trust=trust)
+    data = tree.get("data") if isinstance(tree, dict) else None
+    if not isinstance(data, dict) or tree.get("protocol_version") != 1:
+        raise bad_data(f"{file}: not what flow.save wrote, a dict with protocol_version 1")
+    out = {}
+    for name, tensor in data.items():
+        state = getattr(tensor, "state", None)
+        place, held = (state.get("path"), state.get("data")) if isinstance(state, dict) else (None, None)
+        if isinstance(place, str) and path.is_dir():
+            out[str(name)] = variable(path, place)
+        elif isinstance(held, torch.Tensor) and held.is_floating_point():
+            out[str(name)] = held
+        else:
+            raise bad_data(f"{file}: {str(name)[:100]} is not one of OneFlow's tensors")
+    return out
+
+
+def libai_settings(folder: Path, notes: list[str]) -> dict[str, Any]:
+    """Return the network's settings in config.yaml beside the step, which is optional."""
+    import yaml
+
+    path = folder.parent / "config.yaml"
+    if not path.is_file():
+        return {}
+    try:
+        stated = yaml.safe_load(read_small(path, YAML_LIMIT))["model"]["cfg"]
+        names = {"num_attention_heads": int, "layernorm_epsilon": float, "apply_residual_post_layernorm": bool}
+        settings = {name: kind(stated[name]) for name, kind in names.items() if name in stated}
+        settings |= {ours: float(stated[theirs]) for theirs, ours in DROPOUTS.items() if theirs in stated}
+    except (yaml.YAMLError, RecursionError, KeyError, TypeError, ValueError, AttributeError) as error:
+        notes.append(f"{path} is ignored, its settings cannot be read: {str(error)[:200]}")
+        return {}
+    if "apply_residual_post_layernorm" in settings:
+        settings["apply_residual_connection_post_layernorm"] = settings.pop("apply_residual_post_layernorm")
+    return settings
+
+
+# Names and shapes
+
+
+def oneflow_name(key: str) -> str | None:
+    key = key.removeprefix("model-")
+    if key in ("wte", "wpe"):
+        return f"{key}.weight"
+    found = re.fullmatch(r"(?:h(\d+)-(.+)|layernorm_f)-(weight|bias|gamma|beta)", key)
+    if not found or (found[1] and found[2] not in LAYER):
+        return None
+    return f"h.{int(found[1])}.{LAYER[found[2]]}.{KINDS[found[3]]}" if found[1] else f"ln_f.{KINDS[found[3]]}"
+
+
+def libai_name(key: str) -> str | None:
+    key = re.sub(r"^.*?(?=(embeddings|transformer)\.)", "", key)  # GPT_model., and what wraps it
+    for theirs, megatron in LIKE_MEGATRON.items():
+        key = megatron + key.removeprefix(theirs) if key.startswith(theirs) else key
+    name = names.parse_name(key) if len(key) < 200 else None
+    return None if name is None else name.ours if name.layer is None else f"h.{name.layer}.{name.ours}"
+
+
+def by_our_names(folder: Path, theirs: Mapping[str, torch.Tensor], ours: Any) -> dict[str, torch.Tensor]:
+    found = {key: ours(key) for key in theirs}
+    unknown = [key for key, name in found.items() if name is None]
+    if unknown or not any(name == "wte.weight" and theirs[key].ndim == 2 for key, name in found.items()):
+        what = f"{', '.join(unknown[:5])} has no place in a GPT" if unknown else "it has no table of tokens"
+        raise bad_data(f"{folder}: not a GPT of LiBai or OneFlow-GPT: {what}")
+    return {name: theirs[key] for key, name in found.items() if name is not None}
+
+
+def check(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the settings that the shapes prove, and the weights, all of them, as [out, in]."""
+    layers = len({name.split(".")[1] for name in tensors if name.startswith("h.")})
+    rows, width = tensors["wte.weight"].shape
+    qkv = tensors.get("h.0.attn.qkv.weight")
+    turned = qkv is not None and tuple(qkv.shape) == (width, 3 * width)
+    weights = {
+        name: tensor.t() if turned and name.endswith(("qkv.weight", "proj.weight", "fc.weight")) else tensor
+        for name, tensor in tensors.items()
+    }
+    fc, wpe = weights.get("h.0.mlp.fc.weight"), weights.get("wpe.weight")
+    ffn, positions = (0 if t is None or t.ndim != 2 else t.shape[0] for t in (fc, wpe))
+    parts: dict[str, tuple[int, ...]] = {"ln_1": (width,), "attn.qkv": (3 * width, width), "attn.proj": (width, width)}
+    parts |= {"ln_2": (width,), "mlp.fc": (ffn, width), "mlp.proj": (width, ffn)}
+    full = {f"h.{i}.{name}": shape for i in range(layers) for name, shape in parts.items()} | {"ln_f": (width,)}
+    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (rows, width), "wpe.weight": (positions, width)}
+    for name, shape in full.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    wrong = [f"{name} has no place" for name in weights if name not in shapes]
+    wrong += [
+        f"{name}: {list(weights[name].shape) if name in weights else 'missing'}, expected {list(shape)}"
+        for name, shape in shapes.items()
+        if name not in weights or tuple(weights[name].shape) != shape
+    ]
+    if wrong:
+        raise bad_data("\n  ".join([f"{folder} is not a complete GPT:", *wrong[:10]]))
+    return {
+        "num_layers": layers,
+        "hidden_size": width,
+        "ffn_hidden_size": ffn,
+        "max_position_embeddings": positions,
+    } | FIXED, weights

@@ -1,0 +1,145 @@
+"""Megatron-Core's distributed optimizer in memory order ("dp_reshardable", default since 2025).
+
+Flat buckets of masters and moments do not say which parameter is where. The order is rebuilt for
+both kinds of layer (Megatron-Core's, Transformer Engine's): the last parameter first, each from a
+multiple of 64 elements, a bucket ending after a parameter. It is proved: all sizes of buckets must
+agree, and the masters, rounded, must be the model's weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+
+from meshwright.checkpoint.boxes import Shape
+from meshwright.checkpoint.foreign.megatron.sharded import (
+    MOMENTS,
+    Boxes,
+    Parameter,
+    Rank,
+    Sizes,
+    as_boxes,
+    empty,
+    is_rounded,
+    lay_out,
+)
+from meshwright.checkpoint.sources import Mapped, Piece
+from meshwright.parallel import shard
+
+PREFIX = r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_"
+KEY = re.compile(PREFIX + r"(\d+)\.gbuf_idx_(\d+)\.dtype_.+\.bucket_idx_(\d+)\.(param|exp_avg|exp_avg_sq)")
+BESIDE = re.compile(PREFIX + r"0\.(optimizer|grad_scaler)/shard_0_1")  # no tensors: equal on every rank
+ALIGNED = 64  # elements
+# A layer's parts in module order: Megatron-Core's own, and with Transformer Engine's fused norms.
+ORDERS = (
+    ("ln_1", "attn.proj", "attn.qkv", "attn.ln_q", "attn.ln_k", "ln_2", "mlp.fc", "mlp.proj"),
+    ("attn.proj", "ln_1", "attn.qkv", "attn.ln_q", "attn.ln_k", "ln_2", "mlp.fc", "mlp.proj"),
+)
+
+Buckets = dict[int, dict[str, tuple[Shape, Boxes]]]  # by number, by kind: size and parts
+
+
+def by_parameter(
+    source: Mapped, tensors: Mapping[str, tuple[Shape, Boxes]], sizes: Sizes, tensor_ranks: int
+) -> dict[str, list[Piece]]:
+    """Return masters and moments of a source that has only weights, or raise ValueError."""
+    groups: dict[int, dict[int, Buckets]] = {}  # by rank, by chunk of the model
+    for key, tensor in tensors.items():
+        if found := KEY.fullmatch(key):
+            group, chunk, bucket = map(int, found.groups()[:3])
+            groups.setdefault(group, {}).setdefault(chunk, {}).setdefault(bucket, {})[found[4]] = tensor
+    stages, rest = divmod(len(groups), tensor_ranks)
+    chunks = len(next(iter(groups.values()), ()))
+    if rest or not stages or sorted(groups) != list(range(len(groups))) or sizes.layers % (stages * chunks):
+        raise ValueError(f"it has buffers of {len(groups)} ranks, {tensor_ranks} tensor ranks, {sizes.layers} layers")
+    why = ValueError("it has no buffers")
+    for order in ORDERS:
+        try:
+            ranks = [Rank(source.folder, tp, 0, {}, [[]]) for tp in range(tensor_ranks)]
+            for group, by_chunk in groups.items():
+                for chunk, buckets in by_chunk.items():
+                    place = range(chunk * stages + group // tensor_ranks, stages * chunks)
+                    found_here = filled(source, order, place, buckets, tensor_ranks)
+                    ranks[group % tensor_ranks].chunks[0] += found_here
+            pieces = lay_out(ranks, dataclasses.replace(sizes, t=tensor_ranks), 3.0)
+            prove(source, pieces)
+            return pieces
+        except ValueError as error:
+            why = error
+    raise why
+
+
+def filled(source: Mapped, order: Sequence[str], place: range, buckets: Buckets, tensor_ranks: int) -> list[Parameter]:
+    """Return the parameters of the chunk of the model at `place.start`, with their values."""
+    waiting = list(held(source, order, place))[::-1]
+    out = []
+    for number in sorted(buckets):
+        by_kind, end = buckets[number], 0
+        if set(by_kind) != {"param", *MOMENTS}:
+            raise ValueError(f"bucket {number} has only {sorted(by_kind)}")
+        (size,) = by_kind["param"][0]
+        while waiting:
+            name, copy = waiting[0]
+            shape = share(name, source.tensors[name].shape, tensor_ranks)
+            begin = -(-end // ALIGNED) * ALIGNED
+            if begin + prod(shape) > size:
+                break
+            end = begin + prod(shape)
+            p = Parameter(name, re.sub(r"h\.\d+\.", "", name), empty(shape))
+            for kind, (_, boxes) in by_kind.items():
+                p.values["" if kind == "param" else kind] = stretch(p, begin, boxes)
+            out += [] if copy else [p]
+            waiting.pop(0)
+        if end != size:
+            raise ValueError(f"bucket {number} has {size:,} elements, where {end:,} are expected")
+    if waiting:
+        raise ValueError(f"{waiting[0][0]} is in no bucket")
+    return out
+
+
+def held(source: Mapped, order: Sequence[str], place: range) -> Iterator[tuple[str, bool]]:
+    """Yield a chunk's parameters in the order of its modules: (name, is the last stage's copy)."""
+    first, last = place.start == 0, len(place) == 1
+    layers = 1 + max(int(name.split(".")[1]) for name in source.tensors if name.startswith("h."))
+    here = range(place.start * layers // place.stop, (place.start + 1) * layers // place.stop)
+    names = ["wte.weight", "wpe.weight"] * first
+    names += [f"h.{layer}.{part}.{kind}" for layer in here for part in order for kind in ("weight", "bias")]
+    names += ["ln_f.weight", "ln_f.bias", "lm_head.weight"] * last
+    yield from ((name, False) for name in names if name in source.tensors)
+    if last and not first and "lm_head.weight" not in source.tensors:
+        yield "wte.weight", True
+
+
+def share(name: str, shape: Shape, tensor_ranks: int) -> Shape:
+    """Return the shape of a tensor rank's part; a gate's halves are stacked."""
+    cut = shard.rule(name).cut
+    if cut is not None:
+        at = len(shape) + cut
+        shape = tuple(n // tensor_ranks if i == at else n for i, n in enumerate(shape))
+    gated = ".mlp.fc." in name and len(shape) == (3 if name.endswith("weight") else 2)
+    return (shape[0] * shape[1], *shape[2:]) if gated else shape
+
+
+def stretch(p: Parameter, begin: int, boxes: Boxes) -> Boxes:
+    """Return the parameter's elements, which start at `begin` in a bucket."""
+    out: Boxes = []
+    for (at,), values in boxes:
+        low, high = max(begin, at), min(begin + prod(p.shape), at + len(values))
+        if low < high:
+            out += as_boxes(p, low - begin, high - begin, values[low - at : high - at])
+    return out
+
+
+def prove(source: Mapped, pieces: Mapping[str, list[Piece]]) -> None:
+    """Compare numbers of each master's first row, rounded, with the model's."""
+    import torch
+
+    for name in source.tensors:
+        for offset, master in pieces.get(name, ()):
+            some = (*(1 for _ in master.shape[:-1]), min(master.shape[-1], 64))
+            model = torch.empty(some, dtype=getattr(torch, source.tensors[name].dtype))
+            source.fill({name: (source.tensors[name].shape, [(offset, some)], model)})
+            if not is_rounded(model, master[tuple(slice(0, n) for n in some)]):
+                raise ValueError(f"the masters at the place of {name} are not the model's weights")

@@ -1,0 +1,306 @@
+"""`meshwright data verify`: report everything that is wrong with token files.
+
+Both files are read once, in blocks, so memory does not grow with them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright import tokenizers
+from meshwright.console import notice
+from meshwright.data.files.blocks import Header, blocks, document_ends
+from meshwright.data.files.indexed import Column, Indexed
+from meshwright.data.index_cache import INVALID, open_entry
+from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.files import checksums, replacing
+from meshwright.progress import Clock, progress_bar
+from meshwright.settings.schema import Tokenizer as TokenizerFlags
+
+Digest = Callable[[BinaryIO, Callable[[int, bytes], None]], None]  # calls a function for each block of a file
+
+
+@dataclass
+class Findings:
+    """The problems of one pair of files, remarks on it, and its contents."""
+
+    prefix: str
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    sequences: int = 0
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    dtype: str = ""
+    with_eod: str = ""
+    crc32: dict[str, str] = field(default_factory=dict)
+    sha256: dict[str, str] = field(default_factory=dict)  # path: digest
+
+    def line(self, speed: str) -> str:
+        sums = ", ".join(f"crc32 of {part} {crc}" for part, crc in self.crc32.items())
+        return (
+            f"{self.prefix}: whole: {self.documents:,} documents, {self.sequences:,} sequences, {self.tokens:,} tokens "
+            f"({self.dtype}), {self.with_eod}{sums}, {speed}"
+        )
+
+
+def check(
+    prefix: str, vocab_size: int | None, eod: int | None, hashes: bool, advance: Callable[[int], None]
+) -> Findings:
+    """Check one pair of files in full. `hashes`: compute the SHA-256 of both too."""
+    found = Findings(prefix)
+
+    def digest(file: BinaryIO, inspect: Callable[[int, bytes], None] = lambda start, block: None) -> None:
+        def shown(start: int, block: bytes) -> None:
+            inspect(start, block)
+            advance(len(block))
+
+        crc, sha = checksums(file, hashes, shown)
+        found.crc32[Path(file.name).suffix] = crc
+        if hashes:
+            found.sha256[file.name] = sha
+
+    try:
+        with open(f"{prefix}.idx", "rb") as idx:
+            digest(idx)
+            header = Header(prefix, idx)
+            is_sound = check_arrays(header, found)
+            with open(f"{prefix}.bin", "rb") as file:
+                check_tokens(file, header, is_sound, vocab_size, eod, found, digest)
+    except FileNotFoundError as error:
+        found.problems.append(f"{error.filename} does not exist")
+    except OSError as error:
+        found.problems.append(f"{error.filename or prefix} cannot be read: {error.strerror or error}")
+    except UserError as error:
+        found.problems.append(str(error))
+    return found
+
+
+def check_arrays(header: Header, found: Findings) -> bool:
+    """Check lengths, pointers and document borders; return whether all three are right."""
+    name, itemsize = f"{found.prefix}.idx", header.dtype.itemsize
+    found.dtype = header.dtype.name
+    found.sequences, found.documents = len(header.lengths), max(len(header.borders) - 1, 0)
+    negative, astray, backwards = Tally(), Tally(), Tally()
+    for (start, sizes), (_, begins) in zip(blocks(header.lengths), blocks(header.begins), strict=True):
+        lengths = sizes.astype(np.int64)
+        negative.add(start, lengths < 0)
+        ends = found.tokens + np.cumsum(lengths)
+        astray.add(start, begins != (ends - lengths) * itemsize)
+        found.tokens = int(ends[-1])
+    first, last = -1, 0
+    for start, borders in blocks(header.borders):
+        backwards.add(start, np.diff(borders, prepend=last) < 0)
+        first, last = first if start else int(borders[0]), int(borders[-1])
+    problems = [
+        *negative.describe("sequence", "has a length below 0", "have"),
+        *astray.describe("sequence", "has a pointer that is not the sum of the lengths before it", "have"),
+        *backwards.describe("document border", "lies before the one before it", "do"),
+    ]
+    if first != 0 or last != found.sequences:
+        problems.append(
+            f"the document borders run from {first:,} to {last:,}, not from 0 to the {found.sequences:,} sequences"
+        )
+    found.problems += [f"{name}: {line}" for line in problems]
+    return not problems
+
+
+class Tally:
+    """The number of wrong places, and the first of them."""
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, -1
+
+    def add(self, start: int, wrong: npt.NDArray[np.bool_]) -> None:
+        places = np.flatnonzero(wrong)
+        if len(places):
+            self.first = self.first if self.count else start + int(places[0])
+            self.count += len(places)
+
+    def describe(self, kind: str, does: str, plural: str) -> list[str]:
+        more = f" (and {self.count - 1:,} more {plural} so)" if self.count > 1 else ""
+        return [f"{kind} {self.first:,} {does}{more}"] if self.count else []
+
+
+def check_tokens(
+    file: BinaryIO, header: Header, is_sound: bool, vocab: int | None, eod: int | None, found: Findings, digest: Digest
+) -> None:
+    """Check the .bin's length, ids and ends of documents. `is_sound`: the index is right."""
+    name, itemsize = f"{found.prefix}.bin", header.dtype.itemsize
+    found.bytes = os.fstat(file.fileno()).st_size
+    tokens = Column(file, header.dtype, found.bytes // itemsize)
+    if is_sound and found.bytes != found.tokens * itemsize:
+        lost = find_uncounted_ends(header, tokens, found, eod)
+        found.problems.append(
+            lost
+            or f"{name} has {found.bytes:,} bytes, but its .idx describes {found.tokens:,} tokens of {itemsize} bytes, "
+            f"{found.tokens * itemsize:,}: one of the two is cut short or belongs to other data"
+        )
+        is_sound = False
+    strange, last = Tally(), Counter[int]()
+    ends = document_ends(header) if is_sound else iter(())
+    pending = np.zeros(0, np.int64)
+
+    def inspect(begin: int, block: bytes) -> None:
+        nonlocal pending
+        start, ids = begin // itemsize, np.frombuffer(block, header.dtype, len(block) // itemsize)
+        strange.add(start, (ids < 0) | (ids >= vocab if vocab else False))
+        while (not len(pending) or pending[-1] <= start + len(ids)) and (more := next(ends, None)) is not None:
+            pending = np.concatenate([pending, more])
+        here = int(np.searchsorted(pending, start + len(ids), side="right"))
+        values, counts = np.unique(ids[pending[:here] - 1 - start], return_counts=True)
+        last.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        pending = pending[here:]
+
+    digest(file, inspect)
+    if strange.count:
+        where = f", in sequence {Indexed(found.prefix).sequence_at(strange.first):,}" if is_sound else ""
+        held = int(tokens.read(strange.first, strange.first + 1)[0])
+        allowed = f"0 ... {vocab - 1}, the tokenizer's" if vocab else "0 and above"
+        found.problems.append(
+            f"{name}: {strange.count:,} ids are not in {allowed}; the first is {held} at token {strange.first:,}{where}"
+        )
+    found.with_eod = describe_ends(last, eod, found)
+
+
+def find_uncounted_ends(header: Header, tokens: Column, found: Findings, eod: int | None) -> str:
+    """Describe the damage of Megatron-LM from 26 June to 5 August 2023, "" if there is none.
+
+    It wrote ends of documents into .bin, but into no length: the k-th document with text, counted
+    from 1, ends k tokens later than its index says. The first thousand documents show it.
+    """
+    surplus = len(tokens) - found.tokens
+    documents = sum(map(len, document_ends(header)))
+    if surplus != documents or not documents or found.bytes % header.dtype.itemsize:
+        return ""
+    ends = next(document_ends(header))[:1000]
+    held = {int(tokens.read(place, place + 1)[0]) for place in (ends + np.arange(len(ends))).tolist()}
+    if len(held) != 1 or (eod is not None and held != {eod}):
+        return ""
+    return (
+        f"{found.prefix}: made with --append-eod by a Megatron-LM of 26 June to 5 August 2023: the {documents:,} "
+        f"end-of-document ids ({held.pop()}) are in .bin, but in no length of .idx, so every document after the first "
+        "begins too early; preprocess the text again"
+    )
+
+
+def describe_ends(last: Counter[int], eod: int | None, found: Findings) -> str:
+    """Say how many documents end with the end of document, or with the most frequent last id."""
+    total = sum(last.values())
+    if not total:
+        return ""
+    token = last.most_common(1)[0][0] if eod is None else eod
+    count = last[token]
+    if eod is None and count <= total // 2:
+        return "no common end of documents, "
+    if 0 < count < total:
+        kind = "end-of-document id" if eod is not None else "most frequent last id"
+        found.notes.append(
+            f"{found.prefix}: {total - count:,} of {total:,} documents do not end with {token}, the {kind}: were files "
+            "with and without --append-eod merged?"
+        )
+    share = "all" if count == total else f"{count / total:.2%}" if count else "none"
+    return f"{share} of the documents end with {token}, "
+
+
+# Checksum files, as sha256sum writes and reads them
+
+
+def read_checksums(path: Path) -> dict[str, str]:
+    """Return absolute path -> digest; the names in the file are relative to its folder."""
+    out = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--checksums {path} cannot be read: {getattr(error, 'strerror', error)}", BAD_DATA) from None
+    for number, line in enumerate(lines, start=1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match = re.fullmatch(r"([0-9a-fA-F]{64}) [ *]*(.+)", line.strip())
+        if not match:
+            what = f"{line[:80]!r} is not a line of sha256sum: 64 hexadecimal digits, a name"
+            raise UserError(f"{path}:{number}: {what}", BAD_DATA)
+        out[str((path.parent / match[2]).resolve())] = match[1].lower()
+    return out
+
+
+def compare_checksums(path: Path, one: Findings) -> None:
+    expected = read_checksums(path)
+    for name, digest in one.sha256.items():
+        known = expected.get(str(Path(name).resolve()))
+        if known is None:
+            one.problems.append(f"{name} is not in {path}, the file of checksums")
+        elif known != digest:
+            one.problems.append(f"{name} has the SHA-256 {digest}, but {path} says {known}; it is another file")
+
+
+def write_checksums(path: Path, found: list[Findings]) -> None:
+    folder = path.parent.resolve()
+    lines = []
+    for name, digest in (pair for one in found for pair in one.sha256.items()):
+        place = Path(name).resolve()
+        lines.append(f"{digest}  {place.relative_to(folder) if place.is_relative_to(folder) else place}\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write("".join(lines).encode())
+
+
+def damaged_caches(folder: Path) -> tuple[int, list[str]]:
+    """Return the number of index cache entries beside the data, and what is wrong with them."""
+    problems = []
+    records = sorted((folder / "index-cache").glob("*.json"))
+    for record in records:
+        try:
+            open_entry(record, in_full=True)
+        except INVALID as error:
+            problems.append(f"{record} is damaged ({error}); remove it, or a training builds it again")
+    return len(records), problems
+
+
+def run(prefixes: list[str], t: TokenizerFlags, checksums: Path | None) -> None:
+    """Check all pairs and the index caches beside them; print the results; raise for any problem.
+
+    Ids are compared with the tokenizer of the flags, or the one beside the data. The file
+    `checksums` is compared if it exists, otherwise written once everything is intact.
+    """
+    compares = checksums is not None and checksums.exists()
+    found = []
+    for prefix in prefixes:
+        clock, size = Clock(), sum(p.stat().st_size for e in (".idx", ".bin") if (p := Path(prefix + e)).is_file())
+        with progress_bar(Path(prefix).name, size) as advance:
+            try:
+                tokenizer, wrong = tokenizers.resolve_for_data(t, tokenizers.find_of_data([prefix])), list[str]()
+            except UserError as error:
+                tokenizer, wrong = None, [str(error)]
+            vocab, eod = (tokenizer.size, tokenizer.eod) if tokenizer else (t.vocab_size, None)
+            one = check(prefix, vocab, eod, checksums is not None, advance)
+            one.problems += wrong
+        found.append(one)
+        if compares and checksums:
+            compare_checksums(checksums, one)
+        for line in one.notes:
+            notice(f"note: {line}")
+        print("\n".join(one.problems) or one.line(clock.speed(size)), flush=True)
+    problems = sum(len(one.problems) for one in found)
+    for folder in dict.fromkeys(Path(prefix).parent for prefix in prefixes):
+        count, damaged = damaged_caches(folder)
+        problems += len(damaged)
+        for line in damaged or ([f"{folder / 'index-cache'}: whole: {count} entries"] if count else []):
+            print(line)
+    if problems:
+        raise UserError(f"{problems} problem{'s' * (problems > 1)}, listed above", BAD_DATA)
+    if checksums and not compares:
+        try:
+            write_checksums(checksums, found)
+        except OSError as error:
+            raise UserError(f"--checksums {checksums} cannot be written: {error.strerror or error}", IO) from None
+        print(f"wrote {checksums}: the SHA-256 of {2 * len(found)} files, which `sha256sum -c` reads too")

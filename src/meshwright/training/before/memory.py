@@ -1,0 +1,160 @@
+"""`--micro-batch-size auto`: find the largest micro-batch that fits beside weights and optimizer.
+
+Activation memory grows linearly with the micro-batch size. On an accelerator, trial passes with one
+and two samples give the slope; the divisors of each rank's batch that are predicted to fit are then
+tried, largest first. On a CPU, where running out of memory ends the process and torch keeps no
+peak, the bytes of the live tensors are counted instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from meshwright import device as devices
+from meshwright.data.loader import Batch
+from meshwright.errors import UserError
+from meshwright.model.loss import loss_sum
+from meshwright.ranks.team import Team
+from meshwright.settings.schema import TrainConfig
+from meshwright.training.before.sizes import bytes_per_parameter, logits_bytes
+from meshwright.training.step import Network, forward
+
+SHARE = 0.92  # of the memory; the rest is for the gaps of the allocator and for other libraries
+
+
+def require_memory(config: TrainConfig, parameters: int, padded: int, device: torch.device) -> None:
+    """Refuse a run whose state and logits of one micro-batch cannot fit, before allocating."""
+    have = devices.total_memory(device)
+    micro, seq = config.micro_batch, config.data.seq_length
+    assert seq
+    here, host = bytes_per_parameter(config)
+    state, logits = parameters * (here + host if device.type == "cpu" else here), logits_bytes(config, padded)
+    if state + logits > have:
+        raise UserError(
+            f"this run needs at least {(state + logits) / 2**30:,.1f} GiB ({state / 2**30:,.1f} for {parameters:,} "
+            f"parameters with their optimizer, {logits / 2**30:,.1f} for the logits of {micro} x {seq} tokens), "
+            f"but the device has {have / 2**30:,.1f} GiB; reduce the model, --micro-batch-size or --seq-length"
+        )
+
+
+def fit_micro_batch(
+    net: Network, config: TrainConfig, vocab: int, preferred: int | None, team: Team
+) -> tuple[int, str]:
+    """Run the network on random ids to find the micro-batch size; return it and a log message."""
+    t, d, length = config.training, config.data, config.data.seq_length
+    assert length
+    sizes = [size // config.dp for size in (config.global_batch, *t.rampup_batch_size[:2])]
+
+    def attempt(size: int) -> None:
+        ids = torch.randint(vocab, (size, length + 1), generator=torch.Generator().manual_seed(0))
+        places = torch.arange(length).expand(size, length)
+        batch = Batch(
+            ids[:, :-1].contiguous(),
+            ids[:, 1:].contiguous(),
+            torch.arange(size),
+            torch.ones(size, length) if d.eod_mask_loss else None,
+            places if d.reset_position_ids else None,
+            places.int() // 64 if d.reset_attention_mask else None,
+        )
+        net.store.last = False  # send nothing: another rank may have run out of memory
+        with devices.on_stream(net.stream):
+            b = batch.to(net.device)
+            loss_sum(net.loss(forward(net, net.parts[0], b, t.seed), b), b.loss_mask).backward()  # type: ignore[no-untyped-call]
+
+    for part in net.parts:
+        part.train()
+    scales = net.store.scales
+    with contextlib.nullcontext() if scales is None else scales.trial():
+        size, message = find_largest(attempt, sizes, net.device, preferred)
+    return min(team.gather(size)), message
+
+
+def find_largest(
+    attempt: Callable[[int], None], batches: list[int], device: torch.device, preferred: int | None
+) -> tuple[int, str]:
+    """Return the largest micro-batch that fits and a log message.
+
+    `attempt(n)` runs a forward and backward pass over n samples. `batches` are the run's batch
+    sizes per data-parallel rank, which the micro-batch must divide. `preferred`, the size used
+    before the run was resumed, is kept if it fits.
+    """
+    common = math.gcd(*batches)
+    small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
+    divisors = sorted({*small, *(common // n for n in small)})
+    if device.type == "cpu":
+        each, have = (peak_bytes(attempt, 3) - peak_bytes(attempt, 1)) / 2, devices.free_memory(device)
+        fitting = [n for n in divisors if n * each <= SHARE * have]
+        size = preferred if preferred in fitting else max(fitting, default=1)
+        return size, f"one sample takes {each / 2**20:,.1f} MiB, {have / 2**30:,.1f} GiB are free"
+    have = devices.free_memory(device)
+    if preferred in divisors and try_size(attempt, preferred, device) is not None:
+        return preferred, "as before"
+    one, two = try_size(attempt, 1, device), try_size(attempt, 2, device)
+    if one is None or two is None:
+        return 1, "two samples do not fit"
+    each, rest = (two - one) / 2**30, (2 * one - two) / 2**30
+    message = f"one sample takes {each:,.2f} GiB beside {rest:,.2f}, of {have / 2**30:,.1f}"
+    for n in reversed(divisors):
+        if one + (n - 1) * (two - one) <= SHARE * have and try_size(attempt, n, device) is not None:
+            return n, message
+    return 1, message
+
+
+def try_size(attempt: Callable[[int], None], size: int, device: torch.device) -> int | None:
+    """Return the peak bytes of an attempt, or None if it ran out of memory."""
+    devices.reset_memory(device)
+    try:
+        attempt(size)
+        devices.synchronize(device)
+        return devices.peak_memory(device) or 0
+    except RuntimeError as error:
+        if not devices.is_out_of_memory(error):
+            raise
+    finally:
+        gc.collect()  # the frames of the exception hold its tensors
+        devices.reset_memory(device)
+    return None
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes held at once by tensors made in the block, each storage counted once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self.known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._note, out)
+        return out
+
+    def _note(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        if storage not in self.known:
+            self.known[storage] = size = storage.nbytes()
+            self._count(size)
+            weakref.finalize(storage, self._count, -size)
+
+    def _count(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def peak_bytes(attempt: Callable[[int], None], size: int) -> int:
+    """Return the peak bytes of an attempt; they include the weights, the same for every size."""
+    counter = Peak()
+    with counter:
+        attempt(size)
+    return counter.peak

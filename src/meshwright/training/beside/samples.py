@@ -1,0 +1,121 @@
+"""Samples of --sample-interval: text that the network writes between two steps, in any layout.
+
+Each new token is a forward pass over the whole text, as a validation's, without a key/value cache:
+it works wherever a validation does, and a sample costs less than its tokens' number of sequences.
+Random numbers are those of `generate`, functions of (seed, prompt, position), so that the training
+draws none less or more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.console import remark
+from meshwright.data.loader import Batch
+from meshwright.errors import UserError
+from meshwright.generation import sampling
+from meshwright.kernels.twins import upcast
+from meshwright.settings.schema import Sampling, TrainConfig
+from meshwright.tokenizers import Tokenizer
+from meshwright.training.beside.scores import runs_one_shape
+from meshwright.training.log.metrics import Metrics
+from meshwright.training.step import Network, forward
+
+WIDTH = 64  # texts are padded to a multiple of this, so that few shapes occur
+
+
+class Samples:
+    """The prompts of --sample-prompts, which all ranks continue together."""
+
+    def __init__(self, config: TrainConfig, net: Network, vocab: int, tokenizer: Tokenizer | None) -> None:
+        g, self.length = config.logging, config.data.seq_length or 0
+        if tokenizer is None:
+            raise UserError("--sample-interval writes text, for which the run needs a tokenizer; give --tokenizer")
+        self.net, self.vocab, self.tokenizer, self.rows = net, vocab, tokenizer, config.micro_batch
+        self.seed, self.count = config.training.seed, g.sample_length
+        self.options = Sampling(temperature=g.sample_temperature)
+        self.prompts = g.sample_prompts or [""]
+        # An empty prompt begins a document.
+        self.ids = [list(tokenizer.encode(prompt)) or [tokenizer.eod] for prompt in self.prompts]
+        for prompt, ids in zip(self.prompts, self.ids, strict=True):
+            if len(ids) >= self.length:
+                message = f"--sample-prompts: {prompt[:30]!r} has {len(ids)} tokens; the model reads {self.length}"
+                raise UserError(f"{message}, shorten it")
+        self.is_fixed = runs_one_shape(net)
+
+    def write(self, iteration: int, metrics: Metrics) -> None:
+        """Continue the prompts with the current weights and record the texts."""
+        for number, (prompt, ids) in enumerate(zip(self.prompts, self.generate(), strict=True)):
+            text = self.tokenizer.decode(ids)
+            remark(f" > sample at iteration {iteration}: {prompt + '|' if prompt else ''}{in_one_line(text)}")
+            metrics.sample(iteration, number, prompt, text)
+
+    def generate(self) -> list[list[int]]:
+        """Return the new tokens of each prompt, without an end-of-document token."""
+        texts, done = [list(ids) for ids in self.ids], [False] * len(self.ids)
+        kind, device, eod = sampling.Kind.of(self.options), self.net.device, self.tokenizer.eod
+        numbers = torch.tensor([sampling.numbers(self.options)] * len(texts), dtype=torch.float64, device=device)
+        temperature, top_p, min_p, penalty = numbers.unbind(1)
+        keys = torch.tensor([sampling.key(self.seed, row) for row in range(len(texts))], device=device)
+        controls = sampling.Controls(temperature, top_p, min_p, penalty, torch.zeros_like(keys), keys)
+        for _ in range(self.count):
+            logits = self.next_logits(texts)
+            at = torch.tensor(list(map(len, texts)), device=device)
+            for row, token in enumerate(sampling.choose(logits, kind, controls, at, None).tolist()):
+                done[row] = done[row] or token == eod or len(texts[row]) >= self.length
+                if not done[row]:
+                    texts[row].append(token)
+            if all(done):
+                break
+        return [text[len(ids) :] for text, ids in zip(texts, self.ids, strict=True)]
+
+    @torch.no_grad()
+    def next_logits(self, texts: list[list[int]]) -> Tensor:
+        """Return the logits [texts, vocabulary] behind each text, the same on all ranks."""
+        net, at = self.net, self.net.layout.at
+        for part in net.parts:
+            part.train(False)
+        longest = max(map(len, texts))
+        width = self.length if self.is_fixed else min(-(-longest // WIDTH) * WIDTH, self.length)
+        padded = texts + [texts[-1]] * (-len(texts) % self.rows)
+        tokens = torch.tensor([text + [0] * (width - len(text)) for text in padded])
+        ends = torch.tensor([len(text) - 1 for text in padded]).split(self.rows)  # type: ignore[no-untyped-call]
+        columns = width // net.layout.cp
+        first = at("cp") * columns
+        mine = tokens[:, first : first + columns].contiguous().split(self.rows)  # type: ignore[no-untyped-call]
+        batches = [Batch(t, t, torch.arange(self.rows)).to(net.device) for t in mine]
+        place = {id(batch): end - first for batch, end in zip(batches, ends, strict=True)}
+
+        def compute(part: Any, batch: Batch, stream: Tensor | None = None) -> Tensor:
+            out = forward(net, part, batch, None, stream)
+            if not getattr(part, "last", True):
+                return out
+            end = place[id(batch)].to(out.device)
+            here = (end >= 0) & (end < columns)
+            picked = out[torch.arange(len(end), device=out.device), end.where(here, 0)]
+            return upcast(picked).masked_fill(~here[:, None], 0)
+
+        if net.pipeline is not None:
+            found = net.pipeline.evaluate(batches, compute)
+        else:
+            found = [compute(net.parts[0], batch) for batch in batches]
+        if net.layout.world == 1:
+            return torch.cat(found)[: len(texts), : self.vocab]
+        # One replica adds its part: the last stage's ids of this tensor rank.
+        kind = torch.float64 if next(net.parts[0].parameters()).dtype is torch.float64 else torch.float32
+        total = torch.zeros(len(padded), self.vocab, dtype=kind, device=net.device)
+        if found and not at("replicas", "shard"):
+            part = torch.cat(found)
+            begin = at("tp") * part.shape[1]
+            total[:, begin : begin + part.shape[1]] = part[:, : max(self.vocab - begin, 0)]
+        dist.all_reduce(total)
+        return total[: len(texts)]
+
+
+def in_one_line(text: str) -> str:
+    """Return a text for the log, without what moves a terminal's cursor or changes its colours."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))

@@ -1,0 +1,303 @@
+"""Find where a step began to be not finite: compute it again and look at all that it makes.
+
+The step was not applied, so the same weights, samples and random numbers give the same values
+again, unless a fault of the hardware made them. All ranks call `find` together; steps that are
+finite cost nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import platform
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from meshwright import device as devices
+from meshwright.data.loader import Batch
+from meshwright.model.fused import FusedBlock
+from meshwright.model.gpt import Block
+from meshwright.model.loss import loss_sum
+from meshwright.parallel.layout import Layout
+from meshwright.ranks.team import Team
+from meshwright.training.step import Network, StepSettings, accumulate, forward, prepare
+
+PART = 1 << 26  # elements that are looked at together
+SHOWN = 8  # ranks that are named
+
+
+class Origin(NamedTuple):
+    """Where it began, in words, and what metrics.jsonl has of it."""
+
+    text: str
+    facts: dict[str, Any]
+
+    @property
+    def is_state(self) -> bool:
+        """Whether weights or moments in memory are not finite."""
+        return bool(self.facts["kind"] == "state")
+
+    @property
+    def is_transient(self) -> bool:
+        return bool(self.facts["kind"] == "none")
+
+
+class Place(NamedTuple):
+    """What one rank found; of several ranks', the least `order` came first."""
+
+    order: list[int]
+    text: str
+    name: str  # of the module, parameter or state
+    is_fused: bool = False  # whether it is a whole block, run by fused kernels
+
+
+def find(net: Network, team: Team, batches: list[Batch], settings: StepSettings, has_loss: bool) -> Origin:
+    """Find where a step began to be not finite; `has_loss` if its loss was finite."""
+    first = functools.partial(first_of_all, team, net.layout)
+    with devices.on_stream(net.stream), as_usual(net):
+        net.store.wait_for_weights()
+        if origin := first("state", bad_state(net)):
+            return origin
+        here = [b.to(net.device) for b in batches]
+        if origin := first("forward", run_forward(net, here, settings.seed)):
+            if origin.facts["fused"]:
+                with plain_blocks(net):  # the same up to rounding, module by module
+                    return first("forward", run_forward(net, here, settings.seed)) or origin
+            return origin
+        if has_loss:
+            made, summed = run_backward(net, batches, settings)
+            if origin := first("backward", made) or first("sum", summed):
+                return origin
+    hosts = sorted(set(team.gather(platform.node())))
+    text = "computed again, it is finite: a transient fault, so suspect the hardware of "
+    return Origin(text + some(hosts), {"kind": "none", "hosts": hosts})
+
+
+def first_of_all(team: Team, layout: Layout, kind: str, mine: Place | None) -> Origin | None:
+    """Return the first of what all ranks found, with the ranks that found it."""
+    shown = {n: dims for n, dims in COORDINATES.items() if n != "cp" or layout.cp > 1}
+    at = ", ".join(f"{name} {layout.at(*dims)}" for name, dims in shown.items())
+    found = [
+        one for one in team.gather([*mine, f"{team.rank} ({at}, host {platform.node()})"] if mine else None) if one
+    ]
+    if not found:
+        return None
+    order, text, name, is_fused, _ = min(found)
+    ranks = [one[-1] for one in found if one[0] == order and one[2] == name]
+    where = "" if team.size == 1 else f", on rank{'s' * (len(ranks) > 1)} {some(ranks)}"
+    return Origin(
+        f"it began in {text}{where}",
+        {"kind": kind, "name": name, "fused": is_fused, "ranks": [int(one.split()[0]) for one in ranks]},
+    )
+
+
+COORDINATES = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("replicas", "shard")}
+
+
+def some(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+# Numbers
+
+
+def count_bad(x: Tensor) -> Tensor:
+    """Count the values that are not finite, on the device."""
+    return torch.stack([(~part.isfinite()).sum() for part in torch.split(x.detach().flatten(), PART)]).sum()
+
+
+def floats(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of numbers that are not whole in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point() and value.numel():
+            yield value
+    elif isinstance(value, tuple | list | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from floats(one)
+
+
+def bad_in(value: Any) -> tuple[int, int]:
+    """Return how many values are not finite, and of how many."""
+    found = list(floats(value))
+    return sum(int(count_bad(x)) for x in found), sum(x.numel() for x in found)
+
+
+def of(numbers: tuple[int, int]) -> str:
+    return f"{numbers[0]:,} of {numbers[1]:,} values"
+
+
+def first_bad(tensors: dict[str, Tensor], before: str) -> Place | None:
+    """Return the first tensor that is not finite, after one wait for the device."""
+    named = [(name, x) for name, x in tensors.items() if x.numel()]
+    if not named:
+        return None
+    counts = torch.stack([count_bad(x).cpu() for _, x in named]).tolist()
+    for i, ((name, x), bad) in enumerate(zip(named, counts, strict=True)):
+        if bad:
+            return Place([i], f"{before}{name} ({of((bad, x.numel()))})", name)
+    return None
+
+
+def bad_state(net: Network) -> Place | None:
+    """Look at this rank's weights and moments, and at the copies that the layers read."""
+    kept = {name: x for name, (_, _, x) in net.store.named_state().items()}
+    found = first_bad({n: x for n, x in kept.items() if "/" not in n}, "the weights ")
+    read = {n: p for part in net.parts for n, p in part.named_parameters() if not hasattr(p, "to_local")}
+    found = found or first_bad(read, "the copy that the layers read of the weights ")
+    return found or first_bad({n: x for n, x in kept.items() if "/" in n}, "the optimizer's state ")
+
+
+# Passes
+
+
+@contextlib.contextmanager
+def as_usual(net: Network) -> Iterator[None]:
+    """Have the passes of the block run with hooks: not compiled, gradients given to autograd.
+
+    fp8's scales learn nothing from them.
+    """
+    with contextlib.ExitStack() as held:
+        if net.is_compiled:
+            held.enter_context(torch.compiler.set_stance("force_eager"))
+        if (scales := net.store.scales) is not None:
+            held.enter_context(scales.trial())
+        for p in (p for part in net.parts for p in part.parameters() if hasattr(p, "sink")):
+            held.callback(setattr, p, "sink", p.sink)
+            del p.sink
+        for part in net.parts:
+            part.train()
+        yield
+
+
+@contextlib.contextmanager
+def plain_blocks(net: Network) -> Iterator[None]:
+    blocks = [m for part in net.parts for m in part.modules() if isinstance(m, FusedBlock)]
+    for block in blocks:
+        block.forward = functools.partial(Block.forward, block)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
+
+
+@torch.no_grad()
+def run_forward(net: Network, batches: list[Batch], seed: int) -> Place | None:
+    """Run the forward pass; return the first module that made what is not finite."""
+    watch = Watch(net, has_gradients=False)
+
+    def act(part: Any, b: Batch, stream: Tensor | None = None) -> Tensor:
+        out = forward(net, part, b, seed, stream)
+        if not getattr(part, "last", True):
+            return out
+        loss = loss_sum(net.loss(out, b), b.loss_mask)
+        watch.see("the loss function", watch.place(net.parts.index(part)), out, loss)
+        return loss
+
+    with watch.attached():
+        if net.pipeline is not None:
+            net.pipeline.evaluate(batches, act)
+        else:
+            for b in batches:
+                act(net.parts[0], b)
+    return watch.made or watch.passed_on
+
+
+def run_backward(net: Network, batches: list[Batch], settings: StepSettings) -> tuple[Place | None, Place | None]:
+    """Compute the gradients; return the first that is not finite on this rank, and after sums."""
+    if net.graphs is not None:
+        net.graphs.release()  # their memory is needed; they are captured again
+    watch = Watch(net, has_gradients=True)
+    with watch.attached():
+        accumulate(net, batches, *prepare(net, batches, settings), settings)
+        net.store.finish_sums()
+    summed = first_bad(dict(net.store.each_gradient()), "the sum over the ranks of the gradient of ")
+    if summed is None and not bool(net.store.sum_of_squares().isfinite()):
+        summed = Place([0], "the norm: the gradients are finite, the sum of their squares is not", "norm")
+    return watch.gradient(), summed
+
+
+class Watch:
+    """Hooks on all modules of this rank's parts."""
+
+    def __init__(self, net: Network, has_gradients: bool) -> None:
+        self.net, self.has_gradients = net, has_gradients
+        self.calls = 0
+        self.microbatches = [-1] * len(net.parts)
+        self.made: Place | None = None  # from finite inputs
+        self.passed_on: Place | None = None
+        self.gradients: dict[bool, Place] = {}  # the first that is not finite: of a parameter, of an output
+        self.known: dict[int, Tensor] = {}  # parameters with a hook
+        self.handles: list[Any] = []
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        try:
+            for chunk, part in enumerate(self.net.parts):
+                for name, module in part.named_modules():
+                    enter = functools.partial(self.enter, chunk, name)
+                    leave = functools.partial(self.leave, chunk, name or type(part).__name__)
+                    self.handles.append(module.register_forward_pre_hook(enter))
+                    self.handles.append(module.register_forward_hook(leave, with_kwargs=True))
+            yield
+        finally:
+            for handle in self.handles:
+                handle.remove()
+
+    def place(self, chunk: int) -> list[int]:
+        """Return the order of what happens now: the micro-batch, the stage, the call."""
+        self.calls += 1
+        stage = chunk if self.net.pipeline is None else self.net.pipeline.stages[chunk]
+        return [self.microbatches[chunk], stage, self.calls]
+
+    def enter(self, chunk: int, name: str, module: nn.Module, args: Any) -> None:
+        if not name:
+            self.microbatches[chunk] += 1
+        if not self.has_gradients:
+            return
+        for inner, p in module.named_parameters(prefix=name):  # ZeRO 3 has gathered them by now
+            if id(p) not in self.known and p.requires_grad and not hasattr(p, "to_local"):
+                self.known[id(p)] = p
+                self.handles.append(p.register_hook(self.gradient_hook(chunk, inner, "", True)))  # type: ignore[no-untyped-call]
+
+    def leave(self, chunk: int, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        order = self.place(chunk)
+        if not self.has_gradients:
+            self.see(name, order, (args, kwargs), output, isinstance(module, FusedBlock))
+            return
+        for x in floats(output):
+            if x.requires_grad:
+                x.register_hook(self.gradient_hook(chunk, name, "the output of ", False))  # type: ignore[no-untyped-call]
+
+    def see(self, name: str, order: list[int], source: Any, output: Any, is_fused: bool = False) -> None:
+        """Take note of an output that is not finite, and of whether its inputs are."""
+        if self.made is not None or not (bad := bad_in(output))[0]:
+            return
+        is_first = not bad_in(source)[0]
+        of_inputs = " from finite inputs" if is_first else ""
+        text = f"the forward pass of micro-batch {order[0] + 1}: {of(bad)} that {name} made{of_inputs}"
+        if is_first:
+            self.made = Place(order, text, name, is_fused)
+        self.passed_on = self.passed_on or Place(order, text, name, is_fused)
+
+    def gradient_hook(self, chunk: int, name: str, before: str, is_parameter: bool) -> Callable[[Tensor], None]:
+        stage = self.place(chunk)[1]
+
+        def see(grad: Tensor) -> None:
+            self.calls += 1
+            if is_parameter not in self.gradients and (bad := bad_in(grad))[0]:
+                text = f"the gradient of {before}{name} ({of(bad)})"
+                self.gradients[is_parameter] = Place([-stage, self.calls], text, name)
+
+        return see
+
+    def gradient(self) -> Place | None:
+        """Return the first gradient that was not finite; a parameter's, if that came later, too."""
+        if not self.gradients:
+            return None
+        first, *rest = sorted(self.gradients.values())
+        then = f", then {rest[0].text}" if rest and first is not self.gradients.get(True) else ""
+        return first._replace(text=f"the backward pass: {first.text}{then}")

@@ -1,0 +1,410 @@
+"""A run's numbers: Megatron's lines or the short screen, metrics.jsonl, a progress bar."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright import device as devices
+from meshwright.console import remark, say, show
+from meshwright.errors import BAD_DATA, NON_FINITE, SIGINT, UNEXPECTED, UserError
+from meshwright.evaluation.tasks import Task
+from meshwright.files import naming_file
+from meshwright.progress import new_bar
+from meshwright.ranks.team import Team
+from meshwright.ranks.world import find_world
+from meshwright.runs.history import final_loss
+from meshwright.settings import flags
+from meshwright.settings.schema import TrainConfig
+from meshwright.training.health.stragglers import Lag
+from meshwright.training.log.lines import FORMS, MEGATRON, Check, Interval, in_deepspeeds_form
+from meshwright.training.log.screen import LineScreen
+from meshwright.training.log.startup import Startup
+from meshwright.training.log.trackers import open_trackers, tags, validation_tags
+from meshwright.training.state.folder import LivePage
+
+# Dense half-precision peaks in FLOP/s by a part of the device's name, from the vendors' datasheets.
+PEAKS = {"B200": 2250e12, "RTX 4090": 165e12, "L40S": 362e12, "V100": 125e12}
+PEAKS |= dict.fromkeys(("H100", "H200", "H800"), 989e12) | dict.fromkeys(("A100", "A800"), 312e12)
+
+# Printed by --nvidia-smi-at.
+GPU_FIELDS = "timestamp,name,driver_version,utilization.gpu,utilization.memory,memory.total,memory.free,memory.used"
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the device's peak FLOP/s, or None if it is unknown (as for CPUs).
+
+    Without a peak, no MFU is printed.
+    """
+    name = devices.name(device)
+    return next((peak for key, peak in PEAKS.items() if key in name), None)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The start of an attempt, and the size of the whole run."""
+
+    done: int  # iterations
+    consumed: int  # samples
+    total_steps: int
+    flops_per_token: float
+    screen: LineScreen | None = None
+
+
+class Metrics:
+    """The sums since the last log line, the JSON-lines file, the trackers and the progress bar.
+
+    Every rank has one. Those that do not lead have no folder and print nothing.
+    """
+
+    def __init__(self, folder: Path | None, config: TrainConfig, attempt: Attempt, timers: Timers, team: Team) -> None:
+        assert config.data.seq_length
+        self.world, self.is_lead = team.size, team.is_lead
+        self.folder, self.config, self.g, self.seq = folder, config, config.logging, config.data.seq_length
+        self.flops, self.total_steps = attempt.flops_per_token, attempt.total_steps
+        self.device, self.timers, self.screen = timers.device, timers, attempt.screen
+        self.peak = peak_flops(self.device)
+        self.file, self.attempt_number, self.has_failed = -1, 1, False
+        self.unwritten = bytearray()  # rows, or the rest of one, that a full disk refused
+        self.is_late = False  # whether that was said
+        self.path = (folder or Path()) / "metrics.jsonl"
+        if folder is not None:
+            self.attempt_number = 1 + _count_starts(folder / "metrics.jsonl")
+            self.file = os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        name = folder.resolve().name if folder is not None else "meshwright"
+        self.trackers, self.bar = [], None
+        if team.is_lead:
+            settings = flags.to_dict(config)
+            self.trackers = open_trackers(self.g, folder, settings, name, attempt.done + 1, attempt.consumed)
+            self.bar = _start_bar(self.total_steps) if self.g.progress and sys.stderr.isatty() else None
+        self._reset()
+        self.since_print = (0, 0, 0.0)  # steps, samples and seconds since the last line of --steps-per-print
+        self.iteration = attempt.done
+        # As many as the mean at the end may need.
+        self.recent = collections.deque[tuple[int, float]](maxlen=max(self.g.log_interval, self.total_steps // 50, 1))
+        self.memory_is_printed = self.gpus_are_hidden = False
+        self.form, self.head_is_printed = FORMS.get(self.g.log_format, MEGATRON), False
+        self.page = LivePage(None if config.training.skip_train else folder)
+
+    def _reset(self) -> None:
+        self.losses: list[float] = []  # of steps that were not skipped
+        self.skipped_losses: list[float] = []
+        self.steps = self.samples = self.skipped = self.nan = 0
+        self.seconds = self.data_ms = 0.0
+
+    def row(self, event: str, iteration: int, **values: Any) -> None:
+        """Append one row immediately, so that a kill can truncate only the last line.
+
+        With --save-error warn, rows wait in memory while the disk is full.
+        """
+        if self.file < 0 or self.has_failed:
+            return
+        plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        head = {"event": event, "attempt": self.attempt_number, "iteration": iteration}
+        line = json.dumps(head | {"time": round(time.time(), 3)} | plain)
+        self.unwritten += line.encode() + b"\n"
+        with self._tolerating():
+            while self.unwritten:
+                del self.unwritten[: os.write(self.file, self.unwritten)]
+            self.is_late = False
+
+    def sync(self) -> None:
+        """Flush to disk, so that after a power cut no checkpoint has more steps than the log."""
+        if self.file >= 0:
+            with self._tolerating():
+                os.fsync(self.file)
+
+    @contextlib.contextmanager
+    def _tolerating(self) -> Iterator[None]:
+        """Raise an error of the disk; with --save-error warn say it once."""
+        try:
+            with naming_file(self.path):
+                yield
+        except OSError as error:
+            if self.config.checkpoint.save_error == "stop":
+                raise
+            if not self.is_late:
+                remark(f"WARNING: {self.path}: {error.strerror}; its rows wait in memory (--save-error warn)")
+            self.is_late = True
+
+    def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
+        """Record one step, and print a line every --log-interval steps.
+
+        The line shows the learning rate of the next step, as Megatron's does.
+        """
+        batch, loss = values["batch"], values["loss"]
+        self.steps += 1
+        self.samples += batch
+        self.seconds += seconds
+        self.data_ms += values["data_ms"]
+        self.skipped += values["skipped"]
+        self.nan += not math.isfinite(loss)
+        (self.skipped_losses if values["skipped"] else self.losses).append(loss)
+        if not values["skipped"]:
+            self.recent.append((iteration, loss))
+        self.iteration = iteration
+        tokens, memory = batch * self.seq / seconds, devices.peak_memory(self.device)
+        row = values | {
+            "ms": round(seconds * 1e3, 3),
+            "tokens_per_second": round(tokens, 1),
+            "tflops": round(tokens * self.flops / self.world / 1e12, 4),  # per device
+            "mfu": round(tokens * self.flops / self.world / self.peak, 4) if self.peak else None,
+            "memory": memory,
+        }
+        self.row("step", iteration, consumed_samples=consumed, **row)
+        if self.trackers:
+            extra: dict[str, Any] = {"iteration": iteration, "world_size": self.world}
+            extra["timers"] = self.timers.times_of_step()
+            if self.g.log_memory_to_tensorboard and memory is not None:
+                stats = devices.memory_stats(self.device)
+                extra |= {
+                    "reserved": stats["reserved_bytes.all.current"],
+                    "memory": stats["allocated_bytes.all.current"],
+                    "allocated_count": stats.get("allocation.all.current", 0),
+                }
+            self._track(tags(self.g, row | extra), iteration, consumed)
+        if self.bar is not None:
+            self.bar[0].update(self.bar[1], completed=iteration, loss=f"{loss:.4f}", speed=f"{tokens:,.0f} tokens/s")
+        if every := self.g.steps_per_print:
+            steps, samples, time_spent = self.since_print
+            self.since_print = (steps + 1, samples + batch, time_spent + seconds)
+            if iteration % every == 0:
+                say(in_deepspeeds_form(iteration, loss, *self.since_print))
+                self.since_print = (0, 0, 0.0)
+        if iteration % self.g.log_interval == 0 or iteration == self.total_steps or not math.isfinite(loss):
+            self._line(iteration, consumed, next_lr, values)
+        self.page.update()
+        self.timers.startup.end_wait()  # for the first step
+
+    def _track(self, values: dict[str, float], iteration: int, consumed: int) -> None:
+        for tracker in self.trackers:
+            tracker.scalars(values, iteration, consumed)
+
+    def _line(self, iteration: int, consumed: int, lr: float, values: dict[str, Any]) -> None:
+        samples = self.samples / self.seconds
+        tokens = samples * self.seq
+        in_all = self.config.samples
+        left = (in_all - consumed if in_all else (self.total_steps - iteration) * values["batch"]) / samples
+        memory = devices.peak_memory(self.device)
+        losses = self.losses or self.skipped_losses
+        interval = Interval(
+            iteration=iteration,
+            total=self.total_steps,
+            consumed=consumed,
+            steps=self.steps,
+            seconds=self.seconds,
+            data_seconds=self.data_ms / 1e3,
+            lr=lr,
+            values=values,
+            loss=sum(losses) / len(losses),
+            skipped=self.skipped,
+            nan=self.nan,
+            samples_per_second=samples,
+            tokens_per_second=tokens,
+            flops=tokens * self.flops / self.world,
+            peak=self.peak,
+            memory=memory,
+            left=max(left, 0),
+            micro_batches=consumed // (self.config.micro_batch * self.config.dp),
+        )
+        if self.form.head and not self.head_is_printed:
+            self.head_is_printed = True
+            show(self.form.head)
+        say(interval.in_megatrons_form(), self.form.step(interval))
+        if self.screen is not None:
+            show(self.screen.step(interval))
+        if memory is not None and not self.memory_is_printed:
+            self.memory_is_printed, stats = True, devices.memory_stats(self.device)
+            columns = {"allocated": "allocated_bytes.all.current", "max allocated": "allocated_bytes.all.peak"}
+            columns |= {"reserved": "reserved_bytes.all.current", "max reserved": "reserved_bytes.all.peak"}
+            shown = " | ".join(f"{name}: {stats[key] / 2**20}" for name, key in columns.items())
+            say(f"[Rank 0] (after {iteration} iterations) memory (MB) | {shown}")
+        self.timers.print_means(self.steps)
+        self._reset()
+
+    def roll_back(self, to: int, iteration: int, **values: Any) -> None:
+        """Record that the steps after `to`, up to `iteration`, were undone."""
+        while self.recent and self.recent[-1][0] > to:
+            self.recent.pop()
+        self.row("rollback", iteration, to=to, **values)
+
+    def validation(self, consumed: int, check: Check) -> None:
+        """Record one validation and print Megatron's framed line."""
+        say(check.in_megatrons_form())
+        if self.screen is not None:
+            show(self.screen.validation(check))
+        end = {"end": True} if check.is_at_end else {}
+        row = {"name": check.name, "loss": check.loss, "ppl": check.ppl}
+        row |= {"set": check.dataset} if check.dataset else {}
+        self.row("validation", check.iteration, seconds=round(check.seconds, 3), **row, **end)
+        self._track(validation_tags(self.g, row), check.iteration, consumed)
+
+    def sample(self, iteration: int, number: int, prompt: str, text: str) -> None:
+        """Record text that the model wrote."""
+        self.row("sample", iteration, number=number, prompt=prompt, text=text)
+        for tracker in self.trackers:
+            tracker.text(f"sample {number}", prompt + text, iteration)
+
+    def score(self, iteration: int, consumed: int, task: Task, values: dict[str, float], seconds: float) -> None:
+        """Record the measures of one of --eval-tasks, and print Megatron's framed line."""
+        say(f"scores at iteration {iteration} ({task.variant}):\n{task.line(values)}")
+        if self.screen is not None:
+            show(self.screen.score(iteration, task.name, task.headline, values))
+        scores, plain = task.scores(values), {n: v if math.isfinite(v) else str(v) for n, v in values.items()}
+        facts: dict[str, Any] = {"task": task.name, "variant": task.variant, "file": task.file, "sha256": task.sha256}
+        facts |= {"seconds": round(seconds, 3), "values": plain}
+        self.row("scores", iteration, scores={n: v if math.isfinite(v) else str(v) for n, v in scores.items()}, **facts)
+        self._track({f"scores/{name}": value for name, value in scores.items()}, iteration, consumed)
+
+    def straggler(self, iteration: int, lag: Lag) -> None:
+        """Record that a rank is slow, or no longer."""
+        remark(f" > {'WARNING: ' * lag.is_slow}{lag}")
+        values = {"ratio": lag.ratio, "ms": lag.ms, "data_ms": lag.data_ms, "median_ms": lag.median}
+        rounded = {name: round(value, 3) for name, value in values.items()}
+        self.row("straggler", iteration, rank=lag.rank, host=lag.host, slow=lag.is_slow, text=str(lag), **rounded)
+
+    def print_gpus(self) -> None:
+        """Print the use and memory of this machine's GPUs, once a machine: by its first rank."""
+        if self.gpus_are_hidden or find_world(os.environ, self.config.parallel.local_rank).local_rank:
+            return
+        try:
+            lines = devices.ask_nvidia_smi(GPU_FIELDS).strip().splitlines()
+        except RuntimeError as error:
+            self.gpus_are_hidden, lines = True, [f" > --nvidia-smi-at: {error}, so nothing is printed"]
+        for line in lines:
+            if self.is_lead:
+                remark(line)
+            else:  # the lead's log has no lines of other machines
+                with contextlib.suppress(OSError):
+                    print(line, flush=True)
+
+    def record_failure(self, iteration: int, error: BaseException) -> None:
+        """Record why the run ends, and have the page say so."""
+        status = error.status if isinstance(error, UserError) else UNEXPECTED
+        status = SIGINT if isinstance(error, KeyboardInterrupt) else status
+        reason = "not finite" if status == NON_FINITE else (str(error) or type(error).__name__).splitlines()[0]
+        with contextlib.suppress(OSError):  # perhaps the disk is full, which is why it ends
+            self.row("end", iteration, reason=reason, status=status)
+        self.has_failed = True  # the watchdog and the training may both find out
+        self.page.close(failed=True)
+
+    @property
+    def final_loss(self) -> tuple[float, int]:
+        """The mean training loss at the end of this attempt, and of how many steps."""
+        return final_loss([loss for _, loss in self.recent], self.iteration, self.g.log_interval)
+
+    def stop_bar(self) -> None:
+        if self.bar is not None:
+            self.bar[0].stop()
+            self.bar = None
+
+    def close(self) -> None:
+        for tracker in self.trackers:
+            tracker.close()
+        self.stop_bar()
+        self.page.close()
+        if self.file >= 0:
+            if self.unwritten:
+                remark(f"WARNING: {self.path} lacks its last {len(self.unwritten):,} bytes: the disk took no more")
+            os.close(self.file)
+            self.file = -1
+
+
+def _count_starts(path: Path) -> int:
+    """Return the number of attempts so far, and cut off a last line that a kill left incomplete."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return 0
+    except OSError as e:
+        raise UserError(f"cannot read {path}: {e.strerror}", BAD_DATA) from None
+    if data and not data.endswith(b"\n"):
+        os.truncate(path, data.rfind(b"\n") + 1)
+    return data.count(b'{"event": "start"') + data.count(b'{"event": "evaluate"')
+
+
+def _start_bar(total: int) -> tuple[Any, Any]:
+    columns = ("bar", "count", "loss {task.fields[loss]}", "{task.fields[speed]}", "left")
+    bar, task = new_bar(*columns, total=total, loss="-", speed="-")
+    bar.start()
+    return bar, task
+
+
+class Timers:
+    """Wall-clock timers, printed as Megatron prints them.
+
+    --timing-log-level selects those within a step.
+    """
+
+    def __init__(
+        self, level: int, option: str, device: torch.device, team: Team, startup: Startup | None = None
+    ) -> None:
+        self.level, self.option, self.team, self.device = level, option, team, device
+        self.startup = startup or Startup(prints=False)
+        self.phases: dict[str, float] = {}  # ms, of the set-up
+        self.steps: dict[str, float] = {}  # ms, summed since the last log line
+        self.before: dict[str, float] = {}  # the same sums before the last step
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the set-up."""
+        start = time.perf_counter()
+        yield
+        self.phases[name] = 1e3 * (time.perf_counter() - start)
+
+    @contextlib.contextmanager
+    def time(self, name: str, level: int) -> Iterator[None]:
+        """Time a phase of a step, and add it to the sum for the next log line."""
+        if level > self.level or not self.level:
+            yield
+            return
+        self._wait()
+        start = time.perf_counter()
+        yield
+        self._wait()
+        self.steps[name] = self.steps.get(name, 0.0) + 1e3 * (time.perf_counter() - start)
+
+    def _wait(self) -> None:
+        """Wait for this rank's own work.
+
+        Waiting for the whole device would include what other ranks are yet to send, and they may be
+        waiting for work that this rank has not launched.
+        """
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
+
+    def times_of_step(self) -> dict[str, float]:
+        """Return the times since the last call."""
+        new = {name: ms - self.before.get(name, 0.0) for name, ms in self.steps.items()}
+        self.before = dict(self.steps)
+        return new
+
+    def print_means(self, steps: int) -> None:
+        if self.steps:
+            self._print({name: ms / steps for name, ms in self.steps.items()})
+        self.steps.clear()
+        self.before.clear()
+
+    def print_phases(self, *names: str) -> None:
+        self._print({name: self.phases[name] for name in names})
+
+    def _print(self, times: dict[str, float]) -> None:
+        titles = {"minmax": "(min, max) time", "max": "max time", "all": "times"}
+        say(f"{titles[self.option]} across ranks (ms):")
+        everyone = self.team.gather(times)
+        for name in times:
+            ms = [of_rank.get(name, 0.0) for of_rank in everyone]
+            ranks = "".join(f"\n     rank {rank:2d}: {one:.2f}" for rank, one in enumerate(ms))
+            value = {"minmax": f": ({min(ms):.2f}, {max(ms):.2f})", "max": f": {max(ms):.2f}", "all": f":{ranks}"}
+            say(f"    {name} {'.' * (47 - len(name))}{value[self.option]}")

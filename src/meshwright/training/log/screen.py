@@ -1,0 +1,338 @@
+"""The short screen of a run on a terminal: a header, a line per logged step, and what comes next.
+
+Megatron's log, which has the same figures and more, is then in log.txt only.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright import tokenizers
+from meshwright.settings import data_paths
+from meshwright.settings.command import our_version
+from meshwright.settings.schema import Logging, TrainConfig
+from meshwright.training.before.sizes import describe_layout, describe_memory
+from meshwright.training.log.lines import Check, Interval
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.status import Status
+    from rich.text import Text
+
+    from meshwright.tokenizers import Tokenizer
+
+WIDTH = 80
+INDENT = "  "
+# Megatron's lines that do not say what is being done: settings, times, dates.
+FIGURES = re.compile(r"\.{4,}|across ranks \(ms\)|datetime: |^---|^ +rank +\d+: ")
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Figures of a run that are known when it begins."""
+
+    config: TrainConfig
+    folder: Path | None
+    tokenizer: Tokenizer | None
+    vocab: int
+    padded: int
+    parameters: int
+    device: str
+    iteration: int  # steps that earlier attempts have done
+    total: int  # steps of the run
+    loaded: str | None  # what was loaded; None: the weights are random
+    best: tuple[int, float] | None  # iteration and loss of the best validation so far
+
+
+@dataclass(frozen=True)
+class Column:
+    title: str
+    width: int
+    text: Callable[[Interval, float], str]  # of the interval and the seconds since the start
+    rank: int  # a narrow terminal goes without the highest ones
+
+
+COLUMNS = (
+    Column("step", 7, lambda x, _: f"{x.iteration:,}", 0),
+    Column("loss", 8, lambda x, _: f"{x.loss:.4f}", 0),
+    Column("gradient", 9, lambda x, _: f"{x.values['grad_norm']:.3f}", 4),
+    Column("rate", 9, lambda x, _: f"{x.lr:.2e}", 3),
+    Column("tokens/s", 10, lambda x, _: f"{x.tokens_per_second:,.0f}", 1),
+    Column("MFU", 6, lambda x, _: "-" if x.mfu is None else f"{x.mfu:.1%}", 6),
+    Column("elapsed", 9, lambda _, seconds: clock(seconds), 5),
+    Column("left", 9, lambda x, _: clock(x.left), 2),
+)
+
+
+def open_screen(logging: Logging) -> LineScreen | None:
+    """Return the short screen, or None if the log itself is shown: --log-format."""
+    is_terminal = sys.stdout.isatty()
+    is_short = logging.log_format == "short" or (logging.log_format == "auto" and is_terminal)
+    return LineScreen(is_terminal and sys.stderr.isatty() and logging.progress) if is_short else None
+
+
+class LineScreen:
+    """Forms lines of at most 80 columns; the caller prints them."""
+
+    def __init__(self, has_status: bool) -> None:
+        from rich.console import Console
+
+        has_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self.console = Console(color_system="auto" if has_colours else None, highlight=False, emoji=False)
+        self.began = time.perf_counter()
+        self.columns: tuple[Column, ...] = COLUMNS
+        self.last: Interval | None = None
+        self.checks: dict[str, list[Check]] = {}  # of each set
+        self.best: tuple[int, float] | None = None
+        self.run: Beginning | None = None
+        self.status: Status | None = None
+        if has_status:
+            # On stderr, as the progress bar that follows; lines on stdout go above it.
+            terminal = Console(file=sys.stderr)
+            spinner = "dots" if terminal.encoding.startswith("utf") else "line"
+            self.status = terminal.status("starting", spinner=spinner)
+            self.status.start()
+
+    def form(self, *parts: RenderableType) -> str:
+        """Return text with the terminal's colours, no line of it longer than the screen."""
+        with self.console.capture() as captured:
+            for part in parts:
+                self.console.print(part, width=self.width, soft_wrap=False, overflow="fold")
+        return "\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n"))
+
+    @property
+    def width(self) -> int:
+        return min(WIDTH, self.console.width)
+
+    def grid(self, rows: Iterable[tuple[str, str]]) -> RenderableType:
+        """Return names and values in two columns; a long value is cut, and a path in its middle."""
+        from rich.table import Table
+        from rich.text import Text
+
+        grid, pairs = Table.grid(padding=(0, 2)), list(rows)
+        names = max(len(name) for name, _ in pairs)
+        room = self.width - len(INDENT) - names - 2
+        for name, value in pairs:
+            path, space, rest = value.partition(" ")
+            if "/" in path:
+                value = shorten(path, max(room - len(space + rest), 12)) + space + rest
+            grid.add_row(Text(INDENT + name, "dim"), Text(value, no_wrap=True, overflow="ellipsis"))
+        return grid
+
+    # What console shows
+
+    def follow(self, line: str) -> None:
+        """Show what the set-up is doing, until the header replaces it."""
+        if self.status is not None and not FIGURES.search(line) and (text := line.strip(" >.")):
+            self.status.update(shorten(text.splitlines()[0], self.width - 4).replace("[", "\\["))
+
+    def format_remark(self, line: str) -> str:
+        from rich.padding import Padding
+        from rich.text import Text
+
+        text = " ".join(line.removeprefix(" > ").split())
+        is_warning = text.startswith("WARNING")
+        return self.form(Padding(Text(text, "yellow" if is_warning else "dim"), (0, 0, 0, len(INDENT))))
+
+    # The run, in order
+
+    def begin(self, run: Beginning) -> str:
+        """Return the header, of at most twelve lines."""
+        from rich.text import Text
+
+        self.close()
+        self.run, self.best, self.began = run, run.best, time.perf_counter()
+        title = Text.assemble(("Meshwright", "bold"), f" {our_version()} on {run.device}")
+        title.truncate(self.width, overflow="ellipsis")
+        return self.form(title, self.grid(facts(run))) + "\n"
+
+    def head(self, has_mfu: bool = False) -> Text:
+        """Return the head of the table, with the columns that fit."""
+        from rich.text import Text
+
+        chosen = sorted((c for c in COLUMNS if has_mfu or c.title != "MFU"), key=lambda c: c.rank)
+        if self.run is not None and (step := len(f"{self.run.total:,}")) > COLUMNS[0].width - 1:
+            chosen[0] = Column("step", step + 1, COLUMNS[0].text, 0)
+        while len(chosen) > 1 and sum(c.width for c in chosen) + len(INDENT) > self.width:
+            chosen.pop()
+        names = [c.title for c in COLUMNS]
+        self.columns = tuple(sorted(chosen, key=lambda c: names.index(c.title)))
+        return Text(INDENT + "".join(c.title.rjust(c.width) for c in self.columns), "dim")
+
+    def step(self, x: Interval) -> str:
+        from rich.text import Text
+
+        lines: list[RenderableType] = [] if self.last is not None else [self.head(x.peak is not None)]
+        self.last = x
+        seconds = time.perf_counter() - self.began
+        line = Text(INDENT)
+        for column in self.columns:
+            line.append(column.text(x, seconds).rjust(column.width), "bold" if column.title == "loss" else "")
+        lines.append(line)
+        if x.skipped:
+            scale = f", loss scale {x.values['loss_scale']:g}"
+            lines.append(
+                Text(f"{INDENT}{x.skipped} of these {x.steps} steps were skipped: not finite{scale}", "yellow")
+            )
+        return self.form(*lines)
+
+    def validation(self, check: Check) -> str:
+        """Return a line of the table, with the loss below the training losses."""
+        from rich.text import Text
+
+        earlier = self.checks.setdefault(check.title, [])
+        known = [x.loss for x in earlier if not math.isnan(x.loss)]
+        if self.best is not None and check.name != "test" and not check.dataset:
+            known.append(self.best[1])
+        earlier.append(check)
+        is_again = any(x.iteration == check.iteration and x.loss != check.loss for x in earlier[:-1])
+        is_best = check.name != "test" and bool(known) and check.loss < min(known) and not is_again
+        cells = {"step": f"{check.iteration:,}", "loss": f"{check.loss:.4f}"}
+        line = Text(INDENT + "".join(cells.get(c.title, "").rjust(c.width) for c in self.columns[:2]), "bold")
+        line.append(f"  {check.title}{' at the end' * check.is_at_end}{', on other batches' * is_again}", "bold")
+        line.append(f", perplexity {check.ppl:,.2f}{', the lowest so far' * is_best}")
+        line.truncate(self.width, overflow="ellipsis")
+        return self.form(line) if self.last is not None else self.form(self.head(), line)
+
+    def score(self, iteration: int, task: str, headline: str, values: dict[str, float]) -> str:
+        """Return a line with the measure that says most of one of --eval-tasks."""
+        from rich.text import Text
+
+        line = Text(f"{INDENT}{f'{iteration:,}'.rjust(self.columns[0].width)}", "bold")
+        line.append(f"  {task}: {headline.replace('_', ' ')} {values[headline]:,.4f}", "bold")
+        line.truncate(self.width, overflow="ellipsis")
+        return self.form(line) if self.last is not None else self.form(self.head(), line)
+
+    def close(self) -> None:
+        """Remove the line that shows the set-up."""
+        if self.status is not None:
+            self.status.stop()
+            self.status = None
+
+    def end(self, reason: str, is_done: bool, iteration: int, training: tuple[float, int]) -> str:
+        """Return how the run ended after `iteration` steps, and what to type next.
+
+        `training` is the mean loss at the end and of how many steps it is, as on the page.
+        """
+        assert self.run is not None
+        rows = [("done" if is_done else "stopped", self.describe_end(reason, is_done, iteration))]
+        rows += [*self.training_loss(*training), *self.results()]
+        if (folder := self.run.folder) is not None:
+            rows.append(("page", str(folder / "report.html")))
+        out = self.form("", self.grid(rows))
+        room = self.width - len(INDENT)
+        lines = [INDENT + line for words in next_commands(self.run, is_done) for line in broken(words, room)]
+        if not self.run.config.checkpoint.save:
+            lines.append(self.form("the model was not kept: --save DIR keeps it"))
+        return "\n".join([out, "", "next:", *lines])
+
+    def describe_end(self, reason: str, is_done: bool, at: int) -> str:
+        assert self.run is not None
+        steps = f"{at:,} steps" if is_done else f"after step {at:,} of {self.run.total:,}"
+        why = "" if is_done else f" ({reason})"
+        return f"{steps} in {clock(time.perf_counter() - self.began)}{why}"
+
+    def training_loss(self, mean: float, count: int) -> list[tuple[str, str]]:
+        words = f", mean of the last {count:,} steps" if count > 1 else ""
+        return [("loss", f"{mean:.4f} in training{words}")] if count else []
+
+    def results(self) -> list[tuple[str, str]]:
+        """Return the last validation of each set, which is the one at the end, and the lowest."""
+        out = []
+        for title, checks in self.checks.items():
+            lowest = min(checks, key=lambda c: math.inf if math.isnan(c.loss) else c.loss)
+            at, best = lowest.iteration, lowest.loss
+            if self.best is not None and checks[0].name != "test" and not checks[0].dataset and self.best[1] < best:
+                at, best = self.best
+            final = checks[-1]
+            is_again = at == final.iteration  # the same weights, so another loss says nothing about the training
+            lowest_was = f"; {best:.4f} on other batches" if is_again else f"; the lowest was {best:.4f} at step {at:,}"
+            out.append((title, f"{final.loss:.4f}, perplexity {final.ppl:,.2f}{lowest_was * (best < final.loss)}"))
+        return out
+
+
+def facts(run: Beginning) -> list[tuple[str, str]]:
+    """Return the lines of the header as names and values."""
+    c = run.config
+    m, t, o, seq = c.model, c.training, c.optimizer, c.data.seq_length or 0
+    shape = f"{m.num_layers} layers of {m.hidden_size}, {m.num_attention_heads} heads"
+    tokens = (c.samples or c.steps * c.global_batch) * seq
+    files = list(dict.fromkeys(data_paths.prefixes(c.data)))
+    data = "random ids (--mock-data)" if c.data.mock_data else files[0] if files else "the caller's data sets"
+    data += f" and {len(files) - 1} more" if len(files) > 1 else ""
+    tokenizer = run.tokenizer.name if run.tokenizer is not None else "none"
+    number = c.micro_batches(c.global_batch)
+    micro = f"{number} x {c.micro_batch} on each rank" if c.world > 1 else f"{number} x {c.micro_batch}"
+    batch = f"{c.global_batch:,} sequences of {seq:,} = {c.global_batch * seq:,} tokens, as {micro}"
+    batch = f"{t.rampup_batch_size[0]:,} sequences, growing to {batch}" if t.rampup_batch_size else batch
+    return [
+        ("model", f"{run.parameters:,} parameters: {shape}, context of {seq:,}"),
+        ("run", f"{run.total:,} steps, {tokens:,} tokens; {describe_start(run)}"),
+        ("data", data),
+        ("tokenizer", f"{tokenizer}, {run.vocab:,} ids"),
+        ("batch", batch),
+        ("precision", f"{c.precision.dtype}{f', recompute {t.recompute}' if t.recompute else ''}"),
+        ("layout", describe_layout(c)),
+        ("memory", f"{describe_memory(c, run.padded)} and activations"),
+        ("rate", f"{o.lr:g} to {o.min_lr:g}, {o.lr_decay_style}{describe_warmup(c)}; {o.optimizer}"),
+        ("folder", f"{run.folder} (log.txt, report.html)" if run.folder else "none: nothing is kept without --save"),
+    ]
+
+
+def describe_start(run: Beginning) -> str:
+    if run.loaded is None:
+        return "new"
+    return f"goes on at step {run.iteration:,} of {run.loaded}" if run.iteration else f"weights of {run.loaded}"
+
+
+def describe_warmup(c: TrainConfig) -> str:
+    steps = round(c.warmup_samples / c.global_batch)
+    return f" after {steps:,} steps of warm-up" if steps else ""
+
+
+def next_commands(run: Beginning, is_done: bool) -> list[list[str]]:
+    """Return three commands that follow from how the run ended."""
+    save, folder = run.config.checkpoint.save, run.folder
+    out = [["train", "--config", str(folder / "config.toml")]] if folder is not None and not is_done else []
+    if save and tokenizers.find_saved(Path(save)):
+        out += [["chat", save], ["evaluate", save, "--input", "FILE.txt"]]
+    elif save:
+        out.append(["inspect", save])
+    if folder is not None:
+        out.append(["report", str(folder), "OTHER-RUN"])
+    return [["meshwright", *words] for words in out[:3]]
+
+
+def broken(words: list[str], room: int) -> list[str]:
+    """Return a command as lines to copy: more than one if it is longer than the screen."""
+    command = shlex.join(words)
+    if len(command) <= room:
+        return [command]
+    first, *rest = shlex.join(words[:2]), *map(shlex.quote, words[2:])
+    return [f"{line} \\" for line in (first, *(INDENT + word for word in rest[:-1]))] + [INDENT + rest[-1]]
+
+
+def shorten(text: str, room: int) -> str:
+    """Leave out the middle of a text that is too long."""
+    if len(text) <= room:
+        return text
+    half = max(room - 1, 2) // 2
+    return f"{text[: max(room - 1 - half, 0)]}…{text[-half:]}"
+
+
+def clock(seconds: float) -> str:
+    """Return a time as m:ss, h:mm:ss or days and hours."""
+    minutes, s = divmod(round(max(seconds, 0)), 60)
+    hours, m = divmod(minutes, 60)
+    if hours >= 48:
+        return f"{hours // 24} d {hours % 24} h"
+    return f"{hours}:{m:02d}:{s:02d}" if hours else f"{m}:{s:02d}"

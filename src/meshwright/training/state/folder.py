@@ -1,0 +1,185 @@
+"""The run folder beside the checkpoints: settings, vocabulary and report page."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from meshwright import tokenizers
+from meshwright.checkpoint import publish, steps
+from meshwright.console import remark
+from meshwright.errors import UserError
+from meshwright.files import replacing
+from meshwright.report.page import write_report as write_page_of
+from meshwright.runs import goodput
+from meshwright.runs.history import read_history
+from meshwright.settings import flags
+from meshwright.settings.schema import TrainConfig
+from meshwright.tokenizers import Tokenizer
+
+# The files of a run beside its checkpoints. tokenizer/ is copied: the new run may be reading it.
+FILES = "config.toml metrics.jsonl log.txt report.html tensorboard wandb profile".split()
+
+
+def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | None, will_train: bool = True) -> None:
+    """Move an earlier run aside and write the settings.
+
+    A finished run keeps those that it has: nothing is trained with the new ones.
+    """
+    c = config.checkpoint
+    if c.save_overwrite and not config.training.skip_train:
+        roots = {Path(path).resolve(): Path(path) for path in (c.save, c.run_dir) if path}
+        loaded = steps.split_path(c.load)[0].resolve() if c.load else None
+        for real, root in roots.items():
+            # A run that goes on from an earlier step of the same folder keeps its curves.
+            others = [name for name in FILES if (root / name).exists() and real != loaded]
+            if others or steps.list_checkpoints(root):
+                remark(f"moved the earlier run to {move_aside(root, others)}")
+    if c.save:  # a killed run with --ckpt-format torch leaves it
+        shutil.rmtree(Path(c.save) / publish.PARTS, ignore_errors=True)
+    is_new = folder is not None and not (folder / "config.toml").exists()
+    # An evaluation does not change how the run continues.
+    if folder is not None and not config.training.skip_train and (will_train or is_new):
+        keep_settings(folder, config, tokenizer)
+
+
+def move_aside(root: Path, others: list[str]) -> Path:
+    aside = publish.move_aside(root, others)
+    if (root / "tokenizer").is_dir():
+        shutil.copytree(root / "tokenizer", aside / "tokenizer")
+    return aside
+
+
+def keep_settings(folder: Path, config: TrainConfig, tokenizer: Tokenizer | None) -> None:
+    """Write config.toml, which continues this run, and the vocabulary for generate."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.toml.*.tmp", "report.html.*.tmp", "tokenizer/*.tmp"):  # left by a killed run
+        for left in folder.glob(name):
+            left.unlink(missing_ok=True)
+    with replacing(folder / "config.toml") as file:
+        # Bytes of a folder's name that are not UTF-8 arrive as lone surrogates; write them back.
+        file.write(flags.to_toml(as_continued(config)).encode(errors="surrogateescape"))
+    if tokenizer is not None:
+        tokenizers.save(tokenizer, folder / "tokenizer")
+
+
+def as_continued(config: TrainConfig) -> TrainConfig:
+    """Return the settings for continuing this run.
+
+    Settings that apply only to its first start are left out. The rank settings are cleared too,
+    because the next launcher assigns them again.
+    """
+    c = config.checkpoint
+    if c.save:
+        elsewhere = c.load is not None and Path(c.load).resolve() != Path(c.save).resolve()
+        c = dataclasses.replace(
+            c,
+            load=c.save,
+            finetune=False,
+            save_overwrite=False,
+            use_checkpoint_args=False,
+            no_load_optim=c.no_load_optim and c.no_save_optim,
+            # A run that starts with another run's weights must not restart with random ones if
+            # it is killed before its first save.
+            exit_on_missing_checkpoint=c.exit_on_missing_checkpoint or elsewhere,
+        )
+    p, t = dataclasses.replace(config.parallel, world_size=None, local_rank=None), config.tokenizer
+    if t.tokenizer and not os.path.exists(os.path.expanduser(t.tokenizer)):  # the run's own copy needs no download
+        t = dataclasses.replace(t, tokenizer="byte" if t.tokenizer == "byte" else None)
+    return dataclasses.replace(config, checkpoint=c, parallel=p, tokenizer=t)
+
+
+def goodput_of(folder: Path) -> goodput.Goodput | None:
+    """Return the share of the run's time that went into steps which count, if it is known."""
+    try:
+        return goodput.of_history(read_history(folder))
+    except (UserError, OSError):  # a log that someone has edited
+        return None
+
+
+def write_report(folder: Path) -> None:
+    """Write the report page; a failure is printed and does not fail the run."""
+    try:
+        write_page_of(folder)
+    except Exception as e:
+        print(f"note: no report.html: {e}", file=sys.stderr)
+
+
+DRAW = """
+import os, pathlib, sys
+os.nice(19)
+from meshwright.report.page import write_report
+write_report(pathlib.Path(sys.argv[1]))
+"""
+
+
+class LivePage:
+    """Rewrites the report page while the run goes on.
+
+    It is drawn by a process of the lowest priority, which shares nothing with the training, at most
+    twice a minute, and seldom enough that its processor time is at most a fiftieth of the run's.
+    """
+
+    FIRST, EVERY, SHARE = 3.0, 30.0, 0.02  # seconds, seconds, processor time per time
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.process: subprocess.Popen[bytes] | None = None
+        self.begun, self.next, self.used = 0.0, time.monotonic() + self.FIRST, 0.0
+
+    def update(self) -> None:
+        """Start to draw the page if it is time; the caller does not wait."""
+        now = time.monotonic()
+        if self.folder is None or now < self.next:
+            return
+        if self.process is not None:
+            if self.process.poll() is None:
+                return
+            self.process = None
+            self.next = self.begun + max(self.EVERY, (children_seconds() - self.used) / self.SHARE)
+        if now >= self.next:
+            self.begun, self.next, self.used = now, now + self.EVERY, children_seconds()
+            self.process = self.draw()
+
+    def draw(self) -> subprocess.Popen[bytes] | None:
+        root = str(Path(__file__).parents[2])  # of a clone that is not installed
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        none = subprocess.DEVNULL
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-P", "-c", DRAW, str(self.folder)],
+                stdin=none,
+                stdout=none,
+                stderr=none,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError:  # no memory or too many processes: the page is drawn later
+            return None
+
+    def close(self, failed: bool = False) -> None:
+        """Stop drawing. After a failure draw once more, in a process that outlives this one."""
+        if self.folder is None:
+            return
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            (self.folder / f"report.html.{self.process.pid}.tmp").unlink(missing_ok=True)
+            self.process = None
+        if failed and (last := self.draw()) is not None:
+            threading.Thread(target=last.wait, daemon=True).start()  # leaves no zombie in a program that goes on
+        self.folder = None
+
+
+def children_seconds() -> float:
+    """Return the processor time of the processes that this one has started and waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -1,0 +1,520 @@
+"""Resume from a checkpoint: take over its state, compare its settings, refuse contradictions."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright import tokenizers
+from meshwright.checkpoint import loading, native, publish, steps
+from meshwright.checkpoint.loading import OpenOptions
+from meshwright.checkpoint.manifests import Damaged, find_manifest, read_manifest
+from meshwright.checkpoint.saved_model import GPT_NETWORK, model_settings, recorded_settings
+from meshwright.checkpoint.sources import Named, Source
+from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
+from meshwright.console import remark, say
+from meshwright.data.files.indexed import Indexed, fingerprint
+from meshwright.data.history import History, continue_history, find_parts, needed_sets
+from meshwright.errors import BAD_DATA, LOCKED, UserError
+from meshwright.optim.schedule import Schedule, build_schedule, resume_schedule, warn_of_idle_steps
+from meshwright.ranks.team import Team
+from meshwright.runs.history import read_settings
+from meshwright.settings import flags
+from meshwright.settings.checks import contradictions
+from meshwright.settings.data_paths import given, path_sets, prefixes
+from meshwright.settings.schema import ARCHITECTURE, STATED, Checkpoint, Logging, Parallel, TrainConfig, spelling
+from meshwright.settings.schema import Tokenizer as TokenizerFlags
+from meshwright.tokenizers import Tokenizer
+from meshwright.training.state.saver import Saver, is_continued
+
+if TYPE_CHECKING:
+    from meshwright.optim.loss_scale import LossScale
+    from meshwright.training.step import Network
+
+
+@dataclass
+class Progress:
+    """The counters of a run.
+
+    With the weights, moments and loss scale they are its whole state: random draws do not depend on
+    any generator's state.
+    """
+
+    iteration: int = 0  # every attempt counts, skipped ones too
+    consumed_train_samples: int = 0  # likewise
+    schedule_samples: int = 0  # of successful steps only: what the schedule follows
+    nonfinite_in_a_row: int = 0
+    rollbacks: int = 0  # to the weights of the newest checkpoint; 0 once one with further steps is saved
+    best_iteration: int | None = None  # the one with the lowest validation loss
+    best_loss: float | None = None
+
+
+class State:
+    """Everything that a checkpoint keeps: counters, schedule, loss scale, the network's tensors."""
+
+    def __init__(
+        self, config: TrainConfig, net: Network, scaler: LossScale, vocab: int, padded: int, positions: int, team: Team
+    ) -> None:
+        self.config, self.net, self.scaler, self.team = config, net, scaler, team
+        self.saver = Saver(config, net.layout, team, net.device)
+        self.sizes = {"true_vocab_size": vocab, "padded_vocab_size": padded, "positions": positions}
+        self.schedule = build_schedule(config)
+        self.progress = Progress()
+        t = config.training
+        # Of the last steps, in which a spike would stand out.
+        self.losses = deque[float](maxlen=0 if t.on_spike == "off" else t.spike_window)
+        self.skips: list[Any] = []  # (first sample, rule) of samples not trained on, for the record
+        self.blends: History | None = None  # of the training set
+        self.epochs: list[list[Any]] | None = None  # of the training set; its order depends on them
+        self.loaded: int | None = None  # the step this run continues from
+        self.micro_batch_before: int | None = None  # the micro-batch size of the run it continues
+
+    def load(self) -> bool:
+        """Load the checkpoint of --load; return False if there is none and none is needed."""
+        c = self.config.checkpoint
+        assert c.load
+        options = open_options(self.config)
+
+        def want(source: Source) -> Named:
+            return self.net.store.named_state(options.optimizer and bool(source.state))
+
+        begun = time.perf_counter()
+        try:
+            loaded = loading.load(c.load, want, options=options, accept=self.accept, team=self.team)
+        except Damaged as damage:
+            hint = "to start anew, give another folder or --save-overwrite"
+            raise Damaged(f"{damage}; {hint}", everywhere=damage.everywhere) from damage
+        if loaded is None:
+            refuse_missing(self.config)
+            note = f"{c.load} holds no checkpoint yet: the weights are random"
+            remark(f"WARNING: could not find the metadata file {Path(c.load) / steps.TRACKER}", on_screen=note)
+            say("    will not load any checkpoints and will start from random")
+            return False
+        if loaded.state and not c.finetune:
+            self.loaded = loaded.step
+            seconds = time.perf_counter() - begun
+            remark(f" > {self.team.run_on_lead(lambda: describe_recovery(self.config, loaded, seconds))}")
+            self.forget_best()
+            if self.team.run_on_lead(lambda: is_kept(c, loaded.step)):
+                self.saver.continue_from(loaded.step, self.best_to_keep)
+        return True
+
+    def accept(self, source: Source) -> Source:
+        """Take over a checkpoint's counters before its tensors are read, or refuse it."""
+        c, state, saved = self.config.checkpoint, source.state, source.config
+        if (name := state.get("network", GPT_NETWORK)) != self.net.name:
+            raise UserError(
+                f"the checkpoint holds a {name} but this run builds a {self.net.name}, so its weights cannot be used; "
+                "run the program that trained it, or change --load",
+                BAD_DATA,
+            )
+        for line in differences(self.config, saved):
+            remark(line)
+        cut = self.cut_vocabulary(source)
+        if c.finetune or not state:
+            why = "--finetune" if c.finetune else f"{source.kind}, weights only"
+            remark(f" > {why}: only the weights are loaded; step, samples and schedule begin at 0")
+            return cut
+        if "schedule" not in state:
+            remark(" > note: the checkpoint has no schedule; the schedule of the flags continues from its samples")
+        elif self.config.training.skip_train:  # no step will follow the schedule, so do not compare it
+            self.schedule = Schedule(**state["schedule"])
+        else:
+            self.schedule, lines = resume_schedule(self.schedule, state["schedule"], self.config)
+            for line in lines:
+                say(line)
+        if c.no_load_optim:
+            remark(" > --no-load-optim: the step and the schedule continue, the optimizer's moments begin at 0")
+        self.take_over(state)
+        if c.no_load_optim:
+            self.net.store.steps = 0
+        self.skips, self.epochs = state.get("skips", []), state.get("epochs")
+        self.blends = History.from_state(state.get("blends"))
+        before = saved.get("micro_batch_size")
+        self.micro_batch_before = before if isinstance(before, int) else None
+        return cut
+
+    def take_over(self, state: dict[str, Any]) -> None:
+        """Take over what changes with every step, besides the tensors."""
+        for f in dataclasses.fields(Progress):
+            setattr(self.progress, f.name, state.get(f.name, f.default))
+        self.scaler.load(state.get("loss_scale", {"dynamic": False}))
+        if (scales := self.net.store.scales) is not None:
+            scales.load(state.get("fp8"))
+        self.losses.clear()
+        self.losses.extend(state.get("losses", []))
+        self.net.store.steps = state.get("optimizer_steps", self.progress.iteration)
+
+    def roll_back(self) -> int | None:
+        """Load the newest checkpoint of --save into the live network; return its step, if any.
+
+        Everything is loaded in place: CUDA graphs go on reading the same memory.
+        """
+        self.saver.wait()
+        save, options = self.config.checkpoint.save, open_options(self.config)._replace(optimizer=True)
+        assert save
+
+        def take_over(source: Source) -> Source:
+            self.take_over(source.state)
+            return source
+
+        loaded = loading.load(
+            save, lambda source: self.net.store.named_state(), options=options, accept=take_over, team=self.team
+        )
+        if loaded is None:
+            return None
+        self.net.store.forget_gathered()
+        self.net.store.publish_weights()
+        self.net.store.wait_for_weights()  # a CUDA graph cannot
+        self.saver.kept = None
+        return loaded.step
+
+    def cut_vocabulary(self, source: Source) -> Source:
+        """Return another program's checkpoint without the padding of its tables."""
+        size = self.sizes["true_vocab_size"]
+        if source.kind == NATIVE:  # compared with all other shapes
+            return source
+        if source.vocab not in (None, size):
+            message = f"the vocabulary has {size:,} ids, {source.folder} was made with {source.vocab:,}"
+            if source.kind != HUGGING_FACE or size > (source.vocab or 0):  # whose size may include padding
+                raise UserError(message, BAD_DATA)
+            remark(f" > note: {message}: the extra rows are treated as padding")
+        return source.of_vocabulary(size)
+
+    @property
+    def best_to_keep(self) -> int | None:
+        return self.progress.best_iteration if self.config.checkpoint.keep_best else None
+
+    def forget_best(self) -> None:
+        """Forget a best step that --save does not hold, so that a later one can take its place."""
+        c, best = self.config.checkpoint, self.progress.best_iteration
+        if c.keep_best and c.save and best is not None:
+            save = c.save
+            if c.save_overwrite or not self.team.run_on_lead(lambda: best in steps.steps(save)):
+                self.progress.best_iteration = self.progress.best_loss = None
+
+    def set_epochs(self, epochs: list[list[Any]]) -> None:
+        """Record the epochs of the training set, and note if the checkpoint had others.
+
+        All epochs are shuffled together, as in Megatron, so more epochs mean another order.
+        """
+        if self.epochs and epochs and epochs != self.epochs:
+            now, before = (
+                " and ".join(
+                    f"{n} epoch{'s' * (n != 1)}{', the last one shuffled separately' * is_separate}"
+                    for n, is_separate in each
+                )
+                for each in (epochs, self.epochs)
+            )
+            note = (
+                f" > note: the training set is now {now}; at the checkpoint it was {before}: all epochs are shuffled "
+            )
+            remark(f"{note}together (as in Megatron), so the order has changed, and samples may be seen again")
+        self.epochs = epochs
+
+    def check(self, tokenizer: Tokenizer | None, will_train: bool) -> None:
+        """Require the checkpoint's vocabulary, and disk space for one more checkpoint."""
+        c = self.config.checkpoint
+        kept = steps.split_path(c.load)[0] / "tokenizer" if c.load else None
+        if kept and tokenizer:
+            self.team.run_on_all(lambda: tokenizers.require_same(tokenizer, kept))
+        if c.save and will_train:
+            if c.ckpt_format == "torch" and self.net.name != GPT_NETWORK:
+                raise UserError(f"--ckpt-format torch: Megatron-LM has no {self.net.name}; native holds any network")
+            # The previous step and the new one; Megatron's format needs a temporary one too.
+            copies = 3 if c.ckpt_format == "torch" else 2
+            publish.check_writable(c.save, native.bytes_of(self.tensors(), self.team), self.team, copies)
+
+    def tensors(self) -> Any:
+        return self.net.store.named_state(not self.config.checkpoint.no_save_optim, to_save=True)
+
+    def save_weights(self, root: Path) -> None:
+        """Write the weights alone as a step into another folder than --save."""
+        state = dataclasses.asdict(self.progress) | self.sizes | {"network": self.net.name}
+        with publish.lock(root) if self.team.is_lead else contextlib.nullcontext():
+            named = self.net.store.named_state(False, to_save=True)
+            native.save(root, self.progress.iteration, named, state, saved_settings(self.config), team=self.team)
+
+    def save(self) -> float | None:
+        """Save this state, unless --save holds it; return the seconds that the run waited."""
+        p = self.progress
+        schedule, blends = dataclasses.asdict(self.schedule), self.blends.state() if self.blends else None
+        state = dataclasses.asdict(p) | self.sizes | {"schedule": schedule, "loss_scale": self.scaler.state()}
+        state |= {"skips": self.skips, "optimizer_steps": self.net.store.steps, "network": self.net.name}
+        state |= {"epochs": self.epochs, "blends": blends, "losses": list(self.losses)}
+        if (scales := self.net.store.scales) is not None:
+            state["fp8"] = scales.state(self.team.gather)
+        return self.saver.save(p.iteration, self.tensors(), state, saved_settings(self.config), self.best_to_keep)
+
+
+def describe_recovery(config: TrainConfig, loaded: loading.Loaded, seconds: float) -> str:
+    """Return what was found in --load, passed over and verified, and what is done again."""
+    c = config.checkpoint
+    assert c.load
+    root, one = steps.split_path(c.load)
+    found = [one] if one is not None else steps.steps(root)
+    numbers = ", ".join(f"{n:,}" for n in found[:SHOWN]) + f" and {len(found) - SHOWN} more" * (len(found) > SHOWN)
+    parts = [f"found step{'s' * (len(found) > 1)} {numbers} in {root}"] if found else []
+    for note in loaded.notes:
+        skipped = re.match(r"WARNING: skipping iter_0*(\d+), it is damaged: (.*)", note, re.S)
+        parts.append(f"{skipped[1]}: skipped, damaged ({skipped[2]})" if skipped else note.removeprefix("WARNING: "))
+    parts += [f"{name} was never finished" for name in steps.listing(root) if one is None and name.endswith(".tmp")]
+    folder = steps.step_folder(root, loaded.step)
+    if find_manifest(folder).exists():
+        files = read_manifest(folder).values()
+        size = sum(f.size for f in files)
+        amount = f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+        how = f"verified{' in full' * (c.verify == 'full')} ({len(files)} files, {amount}, {seconds:.1f} s)"
+        parts.append(f"{loaded.step:,}: {how}")
+    parts.append(f"resuming at step {loaded.step:,}")
+    last = last_step(Path(c.run_dir or c.save or "")) if is_continued(c) else None
+    if last is not None and last[0] > loaded.step:
+        parts[-1] += f", redoing {last[0] - loaded.step:,} steps since: the attempt before {last[1]}"
+    return "; ".join(parts)
+
+
+SHOWN, TAIL = 8, 1 << 16  # steps that are named; bytes at the end of the log that are read
+
+
+def last_step(folder: Path) -> tuple[int, str] | None:
+    """Return the last step in the log of a run, and how its attempt ended."""
+    with contextlib.suppress(OSError), (folder / "metrics.jsonl").open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - TAIL, 0))
+        ended = ""
+        for line in reversed(file.read().splitlines()):
+            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut by a kill, or by the seek
+                row = json.loads(line)
+                if row["event"] == "end" and not ended:
+                    ended = f"ended after step {int(row['iteration']):,} ({row['reason']})"
+                elif row["event"] == "step":
+                    return int(row["iteration"]), ended or f"was killed after step {int(row['iteration']):,}"
+    return None
+
+
+# Before anything is built
+
+
+def open_options(config: TrainConfig) -> OpenOptions:
+    c = config.checkpoint
+    return OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads, not (c.finetune or c.no_load_optim))
+
+
+def refuse_missing(config: TrainConfig) -> None:
+    """Refuse a --load without a checkpoint, unless it is --save: then the run starts anew."""
+    c = config.checkpoint
+    needed = ("num_layers", "hidden_size", "num_attention_heads")
+    lacking = [spelling(n) for n in needed if not getattr(config.model, n)]
+    switches = ("use_checkpoint_args", "finetune", "exit_on_missing_checkpoint", "no_load_optim")
+    on = [spelling(n) for n in switches if getattr(c, n)] + ["--skip-train"] * config.training.skip_train
+    if on:
+        then = f", but {on[0]} needs one; give a folder that holds a checkpoint"
+    elif lacking:
+        then = f", and without one {', '.join(lacking)} must be given"
+    elif not is_continued(c):
+        then = f"; to start anew, leave --load out{f', or give --load {c.save} as in --save' if c.save else ''}"
+    else:
+        return
+    found = "no checkpoint found" if Path(c.load or "").exists() else "there is no such folder"
+    raise UserError(f"--load {c.load}: {found}{then}", BAD_DATA, everywhere=True)
+
+
+def require_moments(config: TrainConfig, source: Source) -> None:
+    """Refuse a checkpoint without the moments of --optimizer, as loading would."""
+    wanted = {"adam": "exp_avg", "adamw": "exp_avg"}.get(config.optimizer.optimizer, "momentum")
+    if not config.checkpoint.no_load_optim and not any(name.endswith(f"/{wanted}") for name in source.tensors):
+        raise UserError(
+            f"{source.folder} has no state of --optimizer {config.optimizer.optimizer}: it was saved with "
+            "--no-save-optim or another --optimizer; add --no-load-optim or --finetune",
+            BAD_DATA,
+        )
+
+
+def is_kept(c: Checkpoint, step: int) -> bool:
+    """Return whether --save holds the loaded step, under the name it would be saved with."""
+    folder = steps.step_folder(c.save or "", step)
+    return is_continued(c) and (find_manifest(folder).exists() or steps.is_foreign(folder))
+
+
+def guard_existing(config: TrainConfig) -> None:
+    """Refuse a --save with checkpoints of another run, unless --save-overwrite moves them."""
+    c = config.checkpoint
+    assert c.save
+    existing, continues = steps.list_checkpoints(c.save), is_continued(c)
+    if not existing and steps.kind_of(Path(c.save)) == HUGGING_FACE:
+        note = f" > note: the Hugging Face model in {c.save} is kept; from the first save on, commands given this "
+        remark(note + "folder use the run's checkpoints")
+    if continues and not c.finetune:
+        if c.save_overwrite:
+            raise UserError("--save-overwrite starts anew and --load continues the same folder; give only one of them")
+        return
+    if not existing or c.save_overwrite:
+        return
+    if continues:
+        message = f"--finetune starts a new run, but --save {c.save} holds the one that is loaded: give another folder"
+        raise UserError(message, LOCKED)
+    ours = steps.steps(c.save)
+    newest = steps.step_folder(c.save, ours[0]).name if ours else existing[-1]
+    then = f"continue from {c.load}" if c.load else "start anew"
+    message = f"--save {c.save} already holds {newest}: add --load {c.save} to continue it, or --save-overwrite to "
+    raise UserError(f"{message}move it aside and {then}", LOCKED)
+
+
+def guard_run_folder(config: TrainConfig) -> None:
+    """Refuse to hide the curves of another run in the folder, unless --save-overwrite moves them.
+
+    A run goes on there if it continues from, or saves to, the folder that the earlier one saved to.
+    """
+    c = config.checkpoint
+    folder = Path(c.run_dir or c.save or "")
+    if not (c.run_dir or c.save) or c.save_overwrite or config.training.skip_train or not holds_steps(folder):
+        return
+    if is_continued(c) and not c.finetune and folder.resolve() == Path(c.save or "").resolve():
+        return
+    before = read_settings(folder).get("checkpoint", {}).get("save")
+    mine = [c.save] if c.finetune else [c.save, c.load]
+    if before and Path(str(before)).resolve() in [steps.split_path(path)[0].resolve() for path in mine if path]:
+        return
+    flag = "--run-dir" if c.run_dir else "--save"
+    ways = f"{flag} {folder} already holds the curves of another run: give another folder, or --save-overwrite to move "
+    more = f", or --load {before} --save {before} to continue that run" if before else ""
+    raise UserError(f"{ways}its files aside{more}", LOCKED)
+
+
+def holds_steps(folder: Path) -> bool:
+    """Return whether a run logged a step in the folder."""
+    try:
+        with (folder / "metrics.jsonl").open("rb") as file:
+            return any(b'"event": "step"' in line for line in file)
+    except FileNotFoundError:
+        return False
+
+
+# Settings that may change on resume without a note: they do not change what is computed, or are
+# reported elsewhere.
+_FREE = {
+    *ARCHITECTURE,
+    *(f.name for g in (Parallel, Checkpoint, Logging, TokenizerFlags) for f in dataclasses.fields(g)),
+    *(name for name in flags.fields(TrainConfig) if name.startswith(("lr", "exit_", "recompute_", "init_method_"))),
+    *("min_lr", "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+    *("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "initial_loss_scale"),
+    *("data_cache_path", "data_impl", "mmap_warmup", "num_workers", "data_fingerprint", "data_sets"),
+    *("blend_change_at", "make_vocab_size_divisible_by", "pad_vocab_size_to", "micro_batch_size", "checkpoint_in_cpu"),
+    *("kill_switch_path", "skip_train", "compile", "checkpoint_activations", "deterministic_mode"),
+    *("on_nonfinite", "on_spike", "spike_factor", "spike_window", "verify_layout"),
+}
+
+# Settings that --finetune may change: a longer context, for example, needs another rotation.
+_TUNABLE = {"rotary_base", "rotary_percent", "layernorm_epsilon"}
+
+
+def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
+    """Describe each setting that differs from the checkpoint's; refuse another architecture."""
+    # Settings that another program's checkpoint does not record are taken from the flags.
+    model = model_settings(saved, "the checkpoint", config.model)
+    tunable = _TUNABLE if config.checkpoint.finetune else set()
+    fixed = [n for n in ARCHITECTURE if n != "max_position_embeddings" and n not in tunable]
+    contradicted = contradictions(config.model, model, fixed)
+    if contradicted:
+        raise UserError("\n  ".join(["these flags contradict the checkpoint:", *contradicted]), BAD_DATA)
+    ours = saved_settings(config)
+    out = [
+        f" > note: {name} is {_shown(ours[name])}, the checkpoint was trained with {_shown(saved[name])}"
+        for name in ours
+        if name not in _FREE - tunable and name in saved and saved[name] != ours[name]
+    ]
+    needed = [
+        *(n for n in STATED if n != "embedding_dropout"),
+        "layernorm_epsilon",
+        *["rotary_base"] * (config.model.position == "rope"),
+    ]
+    if unstated := [name for name in needed if name not in saved]:
+        values = ", ".join(f"{spelling(name)} {getattr(config.model, name):g}" for name in unstated)
+        out.append(f" > note: the checkpoint does not state all settings; used are {values}")
+    equal_sets = saved.get("data_sets", ours["data_sets"]) == ours["data_sets"]
+    if not equal_sets and all(saved.get(n) == ours[n] for n in given(config.data)):
+        out.append(" > note: the contents of the files that list the data have changed since the checkpoint")
+    equal_paths = equal_sets and all(saved.get(n) == ours[n] for n in ("data_path", "train_data_path"))
+    if equal_paths and saved.get("data_fingerprint") != ours["data_fingerprint"]:
+        changed = "the files of --data-path have changed since the checkpoint"
+        out.append(f" > note: {changed}; the run continues with the new ones")
+    return out
+
+
+def _shown(value: Any) -> Any:
+    shown = "not set" if value in (None, []) else value
+    return f"{str(shown)[:500]} ..." if len(str(shown)) > 500 else shown
+
+
+def saved_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings to save with a checkpoint, and what identifies the data."""
+    sets = [] if config.data.mock_data else path_sets(config.data)  # may be listed in files
+    return flags.to_dict(config) | {
+        "world_size": None,
+        "data_fingerprint": [fingerprint(prefix) for prefix in prefixes(config.data)],
+        "data_sets": [[one.key, [[s.prefix, s.weight, s.begin, s.end] for s in one.sources]] for one in sets],
+    }
+
+
+def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+    """Take the architecture, and what else it states, from --load where no flag is given."""
+    c = config.checkpoint
+    if not c.load:
+        return config
+    options = open_options(config)._replace(verify="none")
+    source = loading.open_any(c.load, options, report=lambda line: None)  # reported when it is loaded
+    if source is None:
+        refuse_missing(config)
+        return config
+    saved = recorded_settings(source)
+    # GPT-2 is trained on sequences as long as its table of positions.
+    if "seq_length" not in saved and model_settings(saved, source.folder).position == "learned":
+        saved["seq_length"] = saved.get("max_position_embeddings")
+    wanted = {
+        n: v for n, v in saved.items() if n in (*ARCHITECTURE, *STATED, "seq_length", "vocab_size") and n not in given
+    }
+    known = flags.from_saved(TrainConfig, wanted, str(source.folder))
+    groups: dict[str, Any] = {"model": config.model, "data": config.data, "tokenizer": config.tokenizer}
+    for name, group in groups.items():
+        mine = {f.name for f in dataclasses.fields(group)}
+        groups[name] = dataclasses.replace(group, **{n: v for n, v in known.items() if n in mine})
+    return dataclasses.replace(config, **groups)
+
+
+def fresh_schedule(config: TrainConfig) -> list[str]:
+    """Return the warnings about the schedule of a run that starts at step 0."""
+    return [f"WARNING: {line}" for line in warn_of_idle_steps(build_schedule(config), config, config.steps)]
+
+
+def check_loading(config: TrainConfig) -> list[str]:
+    """Return the lines that a run would print about its checkpoint before it reads a tensor."""
+    assert config.checkpoint.load
+    source = loading.open_any(config.checkpoint.load, open_options(config))
+    if source is None:
+        return [f"no checkpoint in {config.checkpoint.load}: the run would start anew", *fresh_schedule(config)]
+    state = source.state
+    verb = "continue from" if state and not config.checkpoint.finetune else "take the weights of"
+    lines = [*source.notes, f"it would {verb} step {source.step} in {source.root}", *differences(config, source.config)]
+    if not state or config.checkpoint.finetune:
+        lines += fresh_schedule(config)
+    else:
+        require_moments(config, source)
+        schedule = build_schedule(config)
+        if "schedule" in state:
+            schedule, _ = resume_schedule(schedule, state["schedule"], config)
+        done = [state.get(n, 0) for n in ("iteration", "consumed_train_samples", "schedule_samples")]
+        lines += [f"WARNING: {w}" for w in warn_of_idle_steps(schedule, config, config.steps, *done)]
+        past = History.from_state(state.get("blends"))
+        sets = {} if config.data.mock_data else {w.key: w for w in needed_sets(config)}
+        if past is not None and "train" in sets:
+            mine, consumed = find_parts(config, sets["train"], Indexed), state["consumed_train_samples"]
+            lines += continue_history(past, mine, sets["train"].samples, consumed, config.data.blend_change_at).lines()
+    return lines

@@ -1,0 +1,217 @@
+"""Write checkpoints: choose the format, save in the background, and remove older steps."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.checkpoint import loading, native, publish, steps
+from meshwright.console import remark, say
+from meshwright.errors import IO, UserError
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshwright.checkpoint.background import Background
+    from meshwright.checkpoint.sources import Named
+    from meshwright.parallel.layout import Layout
+    from meshwright.ranks.team import Team
+    from meshwright.settings.schema import Checkpoint, TrainConfig
+    from meshwright.tokenizers import Tokenizer
+
+
+def is_continued(c: Checkpoint) -> bool:
+    """Return whether --load and --save are the same folder, however they are spelt."""
+    return bool(c.load and c.save) and Path(c.load or "").resolve() == Path(c.save or "").resolve()
+
+
+def check_export(config: TrainConfig) -> None:
+    """Refuse a --save-hf that could not be written at the end of the run."""
+    c = config.checkpoint
+    if c.save_hf:
+        from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
+
+        huggingface_writer.require_expressible(config.model, Path(c.save_hf))
+        huggingface_writer.refuse_full(Path(c.save_hf), Path(c.save) if c.save and is_continued(c) else None)
+
+
+def explained(folder: str, step: int, act: Callable[[], None]) -> Callable[[], None]:
+    return publish.explain_failures(Path(folder), step)(act)
+
+
+def is_complete(folder: str, step: int) -> bool:
+    with contextlib.suppress(UserError, OSError):
+        return steps.latest(folder)[0] == step
+    return False
+
+
+class Saver:
+    """Saves the steps of a run; `kept` is the step in --save that equals the run's state now.
+
+    With --save-error warn, `lost` are the steps whose save failed, and `note_loss` records them.
+    """
+
+    def __init__(self, config: TrainConfig, layout: Layout, team: Team, device: torch.device) -> None:
+        c = config.checkpoint
+        self.config, self.layout, self.team = config, layout, team
+        self.kept: int | None = None
+        self.lost: list[int] = []
+        self.failure: UserError | None = None  # of the last of them
+        self.note_loss: Callable[[int, str], None] = lambda step, reason: None
+        self.background: Background | None = None
+        if c.save and (device.type != "cpu" if c.async_save is None else c.async_save):
+            from meshwright.checkpoint.background import Background
+
+            self.background = Background(team, device)
+
+    def continue_from(self, step: int, best: int | None) -> None:
+        """Note that --save holds the run's state, and remove what a killed run left to remove.
+
+        Otherwise each kill between a save and its removal would take the room of one more step.
+        """
+        self.kept, folder = step, self.config.checkpoint.save
+        assert folder
+        if not self.config.training.skip_train:
+            with self.tolerating():
+                self.team.run_on_lead(explained(folder, step, lambda: self.tidy(step, best)))
+
+    def save(
+        self, step: int, named: Named, state: dict[str, Any], settings: dict[str, Any], best: int | None
+    ) -> float | None:
+        """Write a step and return the seconds that the run waited; None if --save held it."""
+        began, folder = time.perf_counter(), self.config.checkpoint.save
+        assert folder
+        self.wait()
+        if step == self.kept:
+            for line in native.save_messages(folder, step):
+                say(line)
+            with self.tolerating():
+                self.team.run_on_lead(explained(folder, step, lambda: publish.write_tracker(folder, step)))
+                self.team.run_on_lead(explained(folder, step, lambda: self.tidy(step, best)))
+            return None
+        # The state has lists that the run will append to.
+        write = functools.partial(self.write, step, copy.deepcopy(state), settings, best)
+        self.kept = step
+        with self.tolerating():
+            if self.background is not None and self.background.fits(named):
+                self.background.begin(named, write)
+            else:
+                write(named, self.team)
+        return time.perf_counter() - began if self.kept == step else None
+
+    @contextlib.contextmanager
+    def tolerating(self) -> Iterator[None]:
+        """Go on after a save that the disk made fail, with --save-error warn; on all ranks."""
+        try:
+            yield
+        except UserError as error:
+            is_shared = error.everywhere or self.team.size == 1
+            if self.config.checkpoint.save_error == "stop" or error.status != IO or not is_shared:
+                raise
+            step, folder = self.kept, self.config.checkpoint.save
+            assert step is not None and folder
+            remark(f"WARNING: {error}; the run goes on and saves again as usual (--save-error warn)")
+            if not self.team.run_on_lead(lambda: is_complete(folder, step)):  # else only what followed has failed
+                self.kept, self.failure = None, error
+                self.lost.append(step)
+                self.note_loss(step, str(error))
+
+    def require_saved(self, step: int) -> None:
+        """Raise the failure that the run went on after, unless its state is saved now."""
+        if self.failure is not None and self.kept != step:
+            raise self.failure
+
+    def write(
+        self, step: int, state: dict[str, Any], settings: dict[str, Any], best: int | None, named: Named, team: Team
+    ) -> None:
+        folder = self.config.checkpoint.save
+        assert folder
+        before, after = native.save_messages(folder, step)
+        say(before)
+        if self.config.checkpoint.ckpt_format == "torch":
+            self.write_for_megatron(Path(folder), step, named, state, settings, team)
+        else:
+            native.save(folder, step, named, state, settings, team=team)
+        remark(after, f"saved step {step:,}")
+        team.run_on_lead(explained(folder, step, lambda: self.tidy(step, best)))
+
+    def write_for_megatron(
+        self, root: Path, step: int, named: Named, state: dict[str, Any], settings: dict[str, Any], team: Team
+    ) -> None:
+        """Write Megatron's format by way of a temporary native step.
+
+        Each Megatron rank reads its part from that step, so the files do not depend on how ZeRO and
+        the pipeline divide the state.
+        """
+        from meshwright.checkpoint.foreign.megatron import writer as megatron_writer
+
+        parts, at = root / publish.PARTS, self.layout.at
+        team.run_on_lead(lambda: shutil.rmtree(parts, ignore_errors=True))  # left by a killed run
+        try:
+            native.save(parts, step, named, state, settings, team=team, run=root)
+            mine: dict[str, publish.Produce] = {}
+
+            def lay_out() -> int:
+                folder = steps.step_folder(parts, step)
+                publish.wait_until_visible(folder, team)
+                source = native.open_step(folder, step)
+                tp, pp, padded = self.layout.tp, self.layout.pp, state["padded_vocab_size"]
+                files = list(megatron_writer.files(source, tp, pp, padded, with_optimizer=True).items())
+                mine.update([] if at("replicas", "shard", "cp") else [files[at("tp") * pp + at("pp")]])
+                return sum(file.size for file in source.manifest.values())
+
+            size, *_ = team.run_on_all(lay_out)
+            publish.write_step(root, step, mine, bytes_needed=size, team=team)
+        finally:
+            if team.is_lead:
+                shutil.rmtree(parts, ignore_errors=True)
+
+    def tidy(self, step: int, best: int | None) -> None:
+        """Update the tracker of the best step and remove old steps."""
+        c = self.config.checkpoint
+        assert c.save
+        if best is not None and best in steps.steps(c.save):
+            publish.write_tracker(c.save, best, steps.BEST)
+        if c.keep_last:
+            for old in publish.prune(c.save, step, c.keep_last, c.keep_every, best):
+                remark(f" > removed step {old}: --keep-last {c.keep_last}")
+
+    @property
+    def in_flight(self) -> bool:
+        return self.background is not None and self.background.flying is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has failed."""
+        return self.background is not None and self.background.failed
+
+    def wait(self) -> None:
+        """Wait until no save is in flight, and raise its failure if that ends the run."""
+        if self.background is not None:
+            with self.tolerating():
+                self.background.wait()
+
+    def export(self, tokenizer: Tokenizer | None) -> None:
+        """Write --save-hf from the last saved step."""
+        c = self.config.checkpoint
+        if c.save_hf and self.kept is None:
+            remark(" > --save-hf: nothing was trained or saved, so nothing is written")
+        elif c.save_hf and c.save and self.kept is not None and self.team.is_lead:
+            from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
+
+            source = loading.open_any(steps.step_folder(c.save, self.kept))
+            assert source is not None
+            target, run = Path(c.save_hf), Path(c.save)
+            for note in huggingface_writer.write(source, target, tokenizer=tokenizer, run=run, again=is_continued(c)):
+                remark(f" > {note}")
+            remark(f" > wrote the model of iteration {self.kept} to {c.save_hf}, for Hugging Face's libraries")
+
+    def close(self) -> None:
+        if self.background is not None:
+            self.background.close()

@@ -1,0 +1,161 @@
+"""What every request passes first: where it comes from, its key, its size; and how errors look."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from meshwright.errors import UserError
+from meshwright.fields import Refused
+from meshwright.serving.metrics import Metrics
+from meshwright.serving.scheduler import Broken, Full
+from meshwright.web.callers import check_caller
+from meshwright.web.protocol import LARGEST_HEADER, error_object
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = ("/", "/base.css", "/page.css", "/page.js", "/health")  # without a key
+LEFTOVER = 1 << 20, 0.5  # bytes and seconds of a refused body that are read, so that the answer arrives
+HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Who may ask, and how much."""
+
+    api_key: str | None = None
+    hosts: Collection[str] = ()  # names beside localhost, this machine's and bare addresses
+    body: int = 8 << 20  # bytes
+    read_seconds: float = 10.0
+    answer_seconds: float = 600.0
+    own_hosts: frozenset[str] = field(default_factory=lambda: frozenset({"localhost", socket.gethostname().lower()}))
+
+    def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """Raise Refused for a request that does not come from where it should."""
+        names = self.own_hosts | {host.lower() for host in self.hosts}
+        check_caller(scope["method"], headers, names, "name it with --allowed-hosts")
+        if self.api_key is not None and scope["path"] not in OPEN:
+            given = headers.get(b"authorization", b"").strip()
+            if not hmac.compare_digest(given, b"Bearer " + self.api_key.encode()):
+                refused = Refused("the API key is missing or wrong; send Authorization: Bearer KEY", status=401)
+                refused.code, refused.headers = "invalid_api_key", {"www-authenticate": "Bearer"}
+                raise refused
+
+
+class Guard:
+    """The outermost application: checks requests, counts answers, turns errors into JSON."""
+
+    def __init__(self, app: App, limits: Limits, metrics: Metrics, paths: Collection[str]) -> None:
+        self.app, self.limits, self.metrics, self.paths = app, limits, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began, status, is_read = time.monotonic(), 0, False
+        path = scope["path"] if scope["path"] in self.paths else "other"
+
+        async def reply(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", []), *HEADERS]}
+            await send(message)
+
+        async def read() -> MutableMapping[str, Any]:
+            nonlocal is_read
+            message = await receive()
+            is_read = is_read or not message.get("more_body")
+            return message
+
+        try:
+            try:
+                self._check(scope)
+                await self.app(scope, read, reply)
+            except Exception as error:
+                refused = as_refused(error)
+                if status:  # the answer has begun: cut it off
+                    raise
+                if refused.status == 500 and not isinstance(error, Broken):
+                    traceback.print_exc(file=sys.stderr)
+                await self._refuse(refused, None if is_read else receive, reply)
+        finally:
+            self.metrics.requests[path, status or 499] += 1  # 499: the client left before the answer
+            self.metrics.observe("request_seconds", time.monotonic() - began)
+
+    def _check(self, scope: Scope) -> None:
+        pairs: list[tuple[bytes, bytes]] = scope["headers"]
+        headers = dict(reversed(pairs))
+        if sum(len(name) + len(value) for name, value in pairs) > LARGEST_HEADER:  # came in one piece
+            raise Refused(f"the header is longer than {LARGEST_HEADER} bytes; send a shorter one", status=431)
+        for name in (b"host", b"origin", b"content-length", b"authorization", b"content-type"):
+            if sum(key == name for key, _ in pairs) > 1:
+                raise Refused(f"the header {name.decode()} is there twice; send it once")
+        if scope["http_version"] not in ("1.0", "1.1"):
+            raise Refused(f"HTTP/{scope['http_version'][:9]} is not spoken here; send HTTP/1.1")
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            raise Refused("content-length and transfer-encoding exclude each other; send one of them")
+        self.limits.check(scope, headers)
+        if int(headers.get(b"content-length", b"0")) > self.limits.body:  # h11 has checked that it is a number
+            raise too_large(self.limits.body)
+
+    async def _refuse(self, refused: Refused, receive: Receive | None, send: Send) -> None:
+        """Send an error; close the connection, after some of a body that was not read."""
+        body = orjson.dumps(error_of(refused))
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        headers |= refused.headers
+        raw = [(k.encode(), v.encode()) for k, v in headers.items()]
+        await send({"type": "http.response.start", "status": refused.status, "headers": raw})
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        # Closing while bytes wait unread resets the connection, and the client loses the answer.
+        left, seconds = LEFTOVER if receive else (0, 0)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while receive and left > 0 and (message := await receive())["type"] == "http.request":
+                    left -= len(message["body"])
+                    if not message.get("more_body"):
+                        break
+        await send({"type": "http.response.body", "body": b""})
+
+
+def too_large(most: int) -> Refused:
+    return Refused(f"the body is larger than {most} bytes; send less, or raise --max-body-size", status=413)
+
+
+def as_refused(error: Exception) -> Refused:
+    """Return what a client is answered for an exception."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, Full):
+        refused = Refused("too many requests are at work; try again later", code="queue_full", status=429)
+        refused.headers = {"retry-after": str(error.seconds)}
+        return refused
+    if isinstance(error, TimeoutError):
+        message = "the answer was not complete in time; ask for fewer tokens, or raise --request-timeout"
+        return Refused(message, code="timeout", status=503)
+    if isinstance(error, UserError):  # of the decoder, which knows its own limits
+        return Refused(str(error))
+    if isinstance(error, Broken):
+        return Refused(str(error), code="model_failed", status=500)
+    return Refused("the server made a mistake; its log has more", status=500)
+
+
+def error_of(refused: Refused) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    kind = "server_error" if refused.status >= 500 else kinds.get(refused.status, "invalid_request_error")
+    return error_object(refused.message, kind, refused.param, refused.code) | {"message": refused.message}
