@@ -228,9 +228,9 @@ def main() -> None:
         try:
             measure_all(given)
         finally:
-            from meshwright.ranks import rendezvous
+            from meshwright.ranks.lost import leave_ranks
 
-            rendezvous.leave()
+            leave_ranks()
 
 
 def is_wanted(cell: Cell, model: str, world: int, given: argparse.Namespace) -> bool:
@@ -258,7 +258,7 @@ def measure_all(given: argparse.Namespace) -> None:
     from meshwright import device as devices
     from meshwright.data.datasets import build_datasets
     from meshwright.parallel.layout import connect, layout_of
-    from meshwright.ranks import rendezvous
+    from meshwright.ranks.connect import join_ranks
     from meshwright.ranks.world import find_world
     from meshwright.settings.flags import parse
     from meshwright.settings.schema import TrainConfig
@@ -268,7 +268,7 @@ def measure_all(given: argparse.Namespace) -> None:
     world = find_world(os.environ)
     any_cell = parse(TrainConfig, line_of(given.models[0], CELLS[given.models[0]][0], given).split(), "train").config
     device = devices.pick(any_cell.parallel.device, world.local_rank)
-    team = rendezvous.join(world, pick_backend(any_cell, device), 5, device, seconds=120)
+    team = join_ranks(world, pick_backend(any_cell, device), 5, device, seconds=120)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if team.is_lead:
         tell(f"{world.size} ranks joined in {time.perf_counter() - began:.1f} s" + " again" * restarted)

@@ -28,7 +28,7 @@ from meshwright.verify.compare import relative
 from meshwright.verify.compare import rows_of as rows_of
 from meshwright.verify.small_run import Connected, Place
 from meshwright.verify.twin import alone as alone
-from ranks import run_ranks
+from on_ranks import run_ranks
 
 TIMEOUT = datetime.timedelta(minutes=2)  # so that a deadlock fails and shows where
 NEAR = 1e-9

@@ -22,7 +22,7 @@ from meshwright.checkpoint import manifests, publish, steps
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.loader import Samples
 from meshwright.generation import templates
-from meshwright.ranks import rendezvous
+from meshwright.ranks import connect
 
 ROOT = Path(__file__).parents[1]
 HOSTILE = "test_hostile_files.py::test_hostile_files"
@@ -281,13 +281,13 @@ def listening() -> set[str]:
 def test_the_store_of_one_machine_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reaches the store reads and writes it; on one machine only its users do."""
     before, until = listening(), time.monotonic() + 20
-    store = rendezvous.connect("127.0.0.1", 0, True, until, "rank 0")
+    store = connect.connect_store("127.0.0.1", 0, True, until, "rank 0")
     assert listening() - before == {f"0100007F:{store.port:04X}"}
     store.set("secret", "1")
-    other = rendezvous.connect("127.0.0.1", store.port, False, until, "rank 0")
+    other = connect.connect_store("127.0.0.1", store.port, False, until, "rank 0")
     assert other.get("secret") == b"1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that it is set back
-    rendezvous._choose_interface("127.0.0.1", store.port)
+    connect._choose_interface("127.0.0.1", store.port)
     names = dict((name, number) for number, name in socket.if_nameindex())
     assert os.environ["GLOO_SOCKET_IFNAME"] in names and "lo" in os.environ["GLOO_SOCKET_IFNAME"]
 

@@ -67,7 +67,7 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
         )
     number, count = int(index or local_rank), torch.accelerator.device_count()
     if count == 1 and not index and os.environ.get(HIDES.get(there.type, "")):
-        # srun shows each process only its own device; rendezvous.join checks that none is shared.
+        # srun shows each process only its own device; join_ranks checks that none is shared.
         number = 0
     if number >= count:
         hides = f", or check whether {HIDES[there.type]} hides some" if there.type in HIDES else ""

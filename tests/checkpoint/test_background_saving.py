@@ -28,7 +28,7 @@ from meshwright.report.page import write_report
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.state.saver import Saver
-from ranks import run_ranks
+from on_ranks import run_ranks
 
 pytestmark = pytest.mark.whole
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-import ranks
+import on_ranks
 from helpers import DTYPES, Box, blank, box_elements, captured_output, flip_bit, hold_equal, random_boxes, random_tensor
 from meshwright import console
 from meshwright.checkpoint import boxes as geometry
@@ -35,7 +35,7 @@ from meshwright.settings.schema import Checkpoint, Data, Tokenizer, TrainConfig
 from meshwright.training.before import preflight
 from meshwright.training.loop import Trainer
 from meshwright.training.state.resume import Progress, State
-from ranks import run_ranks
+from on_ranks import run_ranks
 
 
 def team() -> Team:
@@ -333,7 +333,7 @@ OF_RANK_0 = ("manifest_unsynced", "before_rename", "after_rename", "before_track
 def test_a_rank_is_killed_while_others_wait(tmp_path: Path, who: int, point: str) -> None:
     root, files = tmp_path / "run", str(tmp_path / "store")
     args = (killed, 2, files, (root, who, point))
-    context = mp.start_processes(ranks._rank, args, 2, join=False, start_method="forkserver")
+    context = mp.start_processes(on_ranks._rank, args, 2, join=False, start_method="forkserver")
     for process in context.processes:
         process.join(30)
     assert [p.exitcode for p in context.processes] == [-signal.SIGKILL if n == who else 1 for n in range(2)]

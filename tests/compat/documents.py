@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from ranks import run_programs
+from on_ranks import run_programs
 
 ROOT = Path(__file__).parents[2]
 

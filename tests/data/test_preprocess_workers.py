@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-import ranks  # noqa: F401  so that the fork server has imported torch
+import on_ranks  # noqa: F401  so that the fork server has imported torch
 from helpers import error_of
 from meshwright.__main__ import main
 from meshwright.data.files import writer as writing

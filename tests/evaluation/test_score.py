@@ -20,7 +20,7 @@ from meshwright.generation import engine
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
 from meshwright.settings.schema import Model, Tokenizer
-from ranks import run_ranks
+from on_ranks import run_ranks
 
 TEXT = "die Katze saß auf der Matte. " * 3
 LENGTH = 16

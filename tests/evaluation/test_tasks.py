@@ -19,7 +19,7 @@ from meshwright.generation import ranks
 from meshwright.ranks.team import Team
 from meshwright.settings import flags
 from meshwright.tokenizers import Bytes
-from ranks import run_ranks
+from on_ranks import run_ranks
 
 LENGTH = 32  # of conftest.py
 

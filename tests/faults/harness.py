@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.files.writer import Writer
-from ranks import PRELOAD
+from on_ranks import PRELOAD
 
 FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload([*PRELOAD, "meshwright.launch.agent", "torch.distributed.run", "faults.harness"])

@@ -118,13 +118,13 @@ FAULTS: dict[str, tuple[str, str]] = {
         "a rank that hangs",
         "test_watchdog.py::test_a_stopped_rank test_watchdog.py::test_every_way_to_hang "
         "test_two_machines.py::test_a_cut_cable_ends_both_machines test_gloo.py::test_the_time_out_is_passed_on "
-        "test_start.py::test_a_missing_rank_is_named",
+        "test_connect.py::test_a_missing_rank_is_named",
     ),
     "F18": ("a rank that is slow", "test_stragglers.py::test_a_slow_rank_is_named_and_the_run_goes_on"),
     "F19": (
         "one rank that fails or leaves",
         "test_launch.py::test_exit_status test_launch.py::test_the_cause_of_several_failures "
-        "test_start.py::test_which_errors_mean_a_lost_rank test_device.py::test_the_host_refuses_memory "
+        "test_connect.py::test_which_errors_mean_a_lost_rank test_device.py::test_the_host_refuses_memory "
         "test_device.py::test_limits_on_address_space",
     ),
     "F20": (

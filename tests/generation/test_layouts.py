@@ -25,7 +25,7 @@ from meshwright.parallel.layout import Layout
 from meshwright.ranks.team import Team
 from meshwright.settings import flags
 from meshwright.settings.schema import GenerateConfig, Sampling, Tokenizer
-from ranks import run_ranks
+from on_ranks import run_ranks
 
 LENGTH = 32
 TEXTS = ["the cat sat on the mat. ", "a dog ran. " * 9, "ein Bär.", "x"]

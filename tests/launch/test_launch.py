@@ -25,7 +25,7 @@ from meshwright.launch.launcher import Plan
 from meshwright.settings import flags
 from meshwright.settings.schema import Parallel
 
-SCRIPT = str(Path(__file__).with_name("one_rank.py"))
+SCRIPT = str(Path(__file__).parents[1] / "ranks" / "one_rank.py")
 LAUNCH = [sys.executable, "-m", "meshwright", "launch"]
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshwright.parallel import gloo
 from meshwright.parallel.layout import Layout, connect
-from ranks import run_ranks
+from on_ranks import run_ranks
 
 
 def body(interface):

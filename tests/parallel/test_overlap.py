@@ -19,7 +19,7 @@ from meshwright.parallel import comm, overlap
 from meshwright.parallel.layout import connect
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
-from ranks import run_ranks
+from on_ranks import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ import pytest
 from helpers import TINY_FLAGS, free_port, open_step, read_rows
 from meshwright.__main__ import main
 from meshwright.data.files.writer import Writer
-from ranks import run_programs
+from on_ranks import run_programs
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 SCRIPT = Path(__file__).parents[2] / "pretrain_gpt.py"

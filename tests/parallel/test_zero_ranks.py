@@ -15,7 +15,7 @@ from meshwright.optim.rules import Numbers
 from meshwright.parallel.layout import Layout, connect
 from meshwright.parallel.zero import ALIGN, StoreSpec
 from meshwright.settings.schema import Optimizer
-from ranks import run_ranks
+from on_ranks import run_ranks
 from stores import GATED, VOCAB, gradient, is_equal, kinds, losses_of, make, snapshot, tokens
 
 pytestmark = pytest.mark.whole  # seconds, not moments

@@ -16,7 +16,7 @@ from meshwright import console
 from meshwright.errors import UserError
 from meshwright.ranks.team import Team
 from meshwright.training import loop
-from ranks import run_ranks
+from on_ranks import run_ranks
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 

@@ -7,7 +7,7 @@ import pytest
 import torch._dynamo  # noqa: F401  its first import keeps the frames that cause it
 
 from meshwright.__main__ import main
-from meshwright.ranks import rendezvous
+from meshwright.ranks import lost
 from meshwright.training import loop
 
 FLAGS = """--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 2 --train-iters 3
@@ -25,7 +25,7 @@ def test_nothing_holds_the_trainer_when_the_connections_close(more, tmp_path, mo
         make(self, *arguments)
 
     monkeypatch.setattr(loop.Trainer, "__init__", note)
-    monkeypatch.setattr(rendezvous, "leave", lambda: alive.extend(one() is not None for one in made))
+    monkeypatch.setattr(lost, "leave_ranks", lambda: alive.extend(one() is not None for one in made))
     gc.disable()
     try:
         assert main(["train", *FLAGS, *more, f"--save={tmp_path / 'run'}"]) == 0

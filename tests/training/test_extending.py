@@ -28,7 +28,7 @@ from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.training import run as train
 from meshwright.training.network import Spec
-from ranks import run_programs
+from on_ranks import run_programs
 
 pytestmark = pytest.mark.whole
 

@@ -17,7 +17,7 @@ from meshwright.data.files.writer import Writer
 from meshwright.errors import UserError
 from meshwright.settings import flags
 from meshwright.settings.schema import Precision, TrainConfig
-from ranks import run_programs
+from on_ranks import run_programs
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 

@@ -12,7 +12,7 @@ from meshwright.checkpoint import steps
 from meshwright.runs.history import read_history
 from meshwright.training import loop, step
 from meshwright.training.health import guard
-from ranks import run_programs
+from on_ranks import run_programs
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 

@@ -12,7 +12,7 @@ from meshwright.checkpoint import steps
 from meshwright.errors import UNEXPECTED
 from meshwright.training import loop
 from meshwright.training.health.replicas import ROWS, WIDTH, digest
-from ranks import train_on_ranks
+from on_ranks import train_on_ranks
 
 pytestmark = pytest.mark.whole
 

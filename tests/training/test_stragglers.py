@@ -8,7 +8,7 @@ import pytest
 from helpers import TINY_FLAGS, read_rows
 from meshwright.training import loop
 from meshwright.training.health.stragglers import Stragglers
-from ranks import train_on_ranks
+from on_ranks import train_on_ranks
 
 FLAGS = [f for f in TINY_FLAGS if not f.startswith(("--global", "--train-iters", "--eval"))]
 FLAGS += ["--global-batch-size=4", "--train-iters=24", "--log-interval=4", "--distributed-timeout-minutes=0.05"]

@@ -16,7 +16,7 @@ from meshwright.report.page import CERTIFICATE, show_certificate
 from meshwright.verify import certificate, small_run
 from meshwright.verify.compare import GRADIENTS, ORDER, compare
 from meshwright.verify.small_run import Place
-from ranks import run_ranks
+from on_ranks import run_ranks
 
 TP = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --num-layers 2 --bf16 --attention-dropout 0.1"
 MORE = [

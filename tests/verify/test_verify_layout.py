@@ -12,7 +12,7 @@ from meshwright.errors import UNEQUAL, UserError
 from meshwright.report.page import CERTIFICATE
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
-from ranks import run_programs
+from on_ranks import run_programs
 
 PROGRAM = """
 import os, sys

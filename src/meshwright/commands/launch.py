@@ -12,7 +12,7 @@ from collections.abc import Callable
 from meshwright.device import require_address_space
 from meshwright.errors import DONE, UNAVAILABLE, UserError
 from meshwright.launch.launcher import TOGETHER, LaunchConfig, Plan, build_program, find_bounds, make_plan, wanted
-from meshwright.ranks import rendezvous
+from meshwright.ranks.lost import REPORT_SECONDS
 from meshwright.ranks.world import World, find_world, require_world_size
 from meshwright.settings import flags, help
 from meshwright.settings.schema import Parallel, spelling
@@ -95,7 +95,7 @@ def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -
         return command_line(words, world)
     except UserError as error:
         if world.local_rank and not error.everywhere:
-            time.sleep(rendezvous.REPORT_SECONDS)
+            time.sleep(REPORT_SECONDS)
         raise
 
 

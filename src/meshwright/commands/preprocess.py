@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
     parsed = command.settings(PreprocessConfig, argv, "preprocess", "Text to .bin/.idx.")
     if parsed is None:
         return DONE
-    from meshwright.data.prepare.preprocess import prepare, run
+    from meshwright.data.prepare.preprocess import WAIT_MINUTES, prepare, run
 
     if parsed.dry_run:
         with open(os.devnull, "w") as nowhere:
@@ -31,16 +31,16 @@ def main(argv: list[str]) -> int:
         if not job.is_done(dry_run=True):
             print(f"would write {' and '.join(f'{prefix}.bin/.idx' for prefix in job.prefixes)}")
         return DONE
-    from meshwright.ranks import rendezvous
+    from meshwright.ranks.lost import explain_lost_rank, leave_ranks
 
     world = find_world(os.environ)
     try:
         prefixes = run(parsed.config, sys.stdout, sys.stderr, world)
     except RuntimeError as error:
-        raise (rendezvous.explain_lost_rank(error) if world.size > 1 else None) or error from None
+        raise (explain_lost_rank(error, WAIT_MINUTES) if world.size > 1 else None) or error from None
     finally:
         if world.size > 1:
-            rendezvous.leave()
+            leave_ranks()
     if world.rank == 0:
         notice(f"next: meshwright train --data-path {shlex.quote(prefixes[0])} --save RUN ...")
     return DONE

@@ -109,7 +109,8 @@ def start(c: TrainConfig, argv: list[str]) -> int:
 def compare(config: TrainConfig, command: list[str]) -> int:
     """Compare on this rank; rank 0 prints the table."""
     from meshwright import device as devices
-    from meshwright.ranks import rendezvous
+    from meshwright.ranks.connect import join_ranks
+    from meshwright.ranks.lost import reporting
     from meshwright.training.before.preflight import pick_backend, require_equal_settings
     from meshwright.verify import certificate
     from meshwright.verify.small_run import Place
@@ -118,9 +119,9 @@ def compare(config: TrainConfig, command: list[str]) -> int:
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, verify_layout=steps))
     here = find_world(os.environ, p.local_rank)
     device = devices.pick(p.device, here.local_rank)
-    with rendezvous.reporting(here):
+    with reporting(here, p.distributed_timeout_minutes):
         backend = pick_backend(p, device, here.rank == 0)
-        team = rendezvous.join(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
+        team = join_ranks(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
         console.set_stream("stdout" if team.is_lead else None)
         mock = dataclasses.replace(config, data=dataclasses.replace(data_paths.without(config.data), mock_data=True))
         require_equal_settings(team, mock)

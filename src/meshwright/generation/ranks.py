@@ -23,7 +23,9 @@ from meshwright.generation import engine
 from meshwright.generation.engine import LanguageModel
 from meshwright.optim.loss_scale import dtype_of
 from meshwright.parallel.layout import Layout, connect
-from meshwright.ranks import rendezvous
+from meshwright.ranks.compare import require_equal
+from meshwright.ranks.connect import join_ranks
+from meshwright.ranks.lost import reporting
 from meshwright.ranks.team import Team
 from meshwright.ranks.world import find_world
 from meshwright.settings import flags
@@ -71,9 +73,9 @@ def run(
         elif here.rank:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-    with rendezvous.reporting(here):
+    with reporting(here, p.distributed_timeout_minutes):
         backend = pick_backend(p, device, here.rank == 0)
-        team = rendezvous.join(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
+        team = join_ranks(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
         if not team.is_lead:
             console.set_stream(None)
         lead(c, given, work, device, team, folders)
@@ -90,8 +92,8 @@ def lead(
 ) -> None:
     """Load this rank's part of each folder's model and call `work` on rank 0, or follow it."""
     p, settings = c.parallel, flags.to_dict(c)
-    rendezvous.require_equal(team, {name: value for name, value in settings.items() if name != "local_rank"})
-    layout = connect(layout_of(p, team), rendezvous.timeout())
+    require_equal(team, {name: value for name, value in settings.items() if name != "local_rank"})
+    layout = connect(layout_of(p, team), team.timeout)
     for folder in folders or [c.checkpoint.load or ""]:
         m = engine.load(folder, given, c.tokenizer, dtype_of(c.precision), device, layout=layout, team=team)
         if not with_model(m, work):

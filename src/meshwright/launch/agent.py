@@ -27,7 +27,7 @@ from meshwright import errors
 from meshwright.device import cores
 from meshwright.errors import DONE, HANG, SIGINT, SIGTERM, UNEXPECTED, WARNINGS
 from meshwright.launch.launcher import Plan
-from meshwright.ranks import rendezvous
+from meshwright.ranks import connect
 from meshwright.ranks.orphans import LAUNCHER_PID
 from meshwright.ranks.world import RUN_ID
 
@@ -47,8 +47,8 @@ def run(plan: Plan, program: list[str], kind: type[Agent] | None = None) -> int:
 
 
 def _run(plan: Plan, program: list[str], kind: type[Agent]) -> int:
-    until = rendezvous.deadline(plan.wait)
-    store = rendezvous.connect(plan.address, plan.port, plan.node == 0, until, "machine 0")
+    until = connect.deadline(plan.wait)
+    store = connect.connect_store(plan.address, plan.port, plan.node == 0, until, "machine 0")
     environ = dict(os.environ)
     _prepare_environment(plan)
     agent = kind(plan, program, store, until)
@@ -104,7 +104,7 @@ class Meeting(RendezvousHandler):
         plan = self.plan
         # After a failure the other machines first stop their ranks, which have 30 seconds.
         end = self.until if self.attempts == 0 else time.monotonic() + 30 + plan.wait
-        rendezvous.meet(PrefixStore(f"machines/{self.attempts}", self.store), plan.node, plan.nodes, end, "machine")
+        connect.meet_all(PrefixStore(f"machines/{self.attempts}", self.store), plan.node, plan.nodes, end, "machine")
         self.run_id = self.store.compare_set("run", "", f"{RUN_ID}{os.getpid()}-{time.time_ns()}").decode()
         own = PrefixStore(f"agents/{self.attempts}", self.store)
         self.attempts += 1
@@ -183,7 +183,7 @@ class Agent(LocalElasticAgent):
     def leave(self) -> None:
         """Say to machine 0 that this one needs its store no more."""
         if self.plan.node > 0:
-            with contextlib.suppress(RuntimeError), rendezvous.no_stderr():
+            with contextlib.suppress(RuntimeError), connect.no_stderr():
                 self.store.set(f"done/{self.plan.node}", "")
 
     def _exit_barrier(self) -> None:

@@ -30,7 +30,8 @@ from meshwright.errors import DONE, HANG, SIGINT, SIGTERM, UNAVAILABLE
 from meshwright.launch import agent, elastic
 from meshwright.launch.agent import GRACE, LOST, SIGNALS, STOPPED, describe_end, exit_status, find_cause, is_final, say
 from meshwright.launch.launcher import Plan
-from meshwright.ranks import rendezvous
+from meshwright.ranks import connect
+from meshwright.ranks.compare import format_ranks
 from meshwright.ranks.world import ATTEMPT, RUN_ID
 
 POLL = 0.2  # seconds between two looks at the decision, and at the machines
@@ -214,9 +215,9 @@ class Council:
         return [*said, *(f"machine {n} joins" for n in joining if self.place)]
 
     def report_waiting(self, free: dict[int, int], now: float) -> None:
-        if self.is_silent and now - self.began > rendezvous.SILENCE:
+        if self.is_silent and now - self.began > connect.SILENCE:
             self.is_silent = False
-            missing = rendezvous.format_ranks([n for n in range(self.plan.nodes) if n not in free])
+            missing = format_ranks([n for n in range(self.plan.nodes) if n not in free])
             until = max(self.until, self.began + self.plan.wait) if self.place else self.until
             say(f"waiting for machine {missing}, up to {max(until - now, 0):.0f} s more")
 
@@ -390,7 +391,7 @@ class ElasticAgent(agent.Agent):
 
     def leave(self) -> None:
         self.there.ended.set()
-        with contextlib.suppress(Over, RuntimeError), rendezvous.no_stderr():
+        with contextlib.suppress(Over, RuntimeError), connect.no_stderr():
             self.there.announce(state=GONE)
             if self.there.council:
                 if "over" not in self.there.council.decision:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright.errors import UNEXPECTED, UserError
 from meshwright.ranks.pulse import pulse
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
 
 
@@ -25,6 +27,8 @@ class Team:
     rank: int = 0
     size: int = 1
     group: ProcessGroup | None = None  # of all ranks, through gloo
+    timeout: timedelta = timedelta(minutes=10)  # after which torch gives up waiting for a rank
+    store: Store | None = None  # of this run alone
 
     @property
     def is_lead(self) -> bool:
@@ -39,15 +43,15 @@ class Team:
         import torch.distributed as dist
 
         pulse.tick()
-        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = list(torch.empty(self.size, dtype=torch.int64))
-        dist.all_gather(lengths, torch.tensor(mine.numel()), group=self.group)
+        dist.all_gather(lengths, torch.tensor(text.numel()), group=self.group)
         padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
-        padded[: mine.numel()] = mine
-        table = list(torch.empty(self.size, padded.numel(), dtype=torch.uint8))
-        dist.all_gather(table, padded, group=self.group)
+        padded[: text.numel()] = text
+        texts = list(torch.empty(self.size, padded.numel(), dtype=torch.uint8))
+        dist.all_gather(texts, padded, group=self.group)
         pulse.tick()
-        return [json.loads(bytes(row[:n].numpy())) for row, n in zip(table, lengths, strict=True)]
+        return [json.loads(bytes(row[:n].numpy())) for row, n in zip(texts, lengths, strict=True)]
 
     def wait(self) -> None:
         """Wait until every rank is here."""
@@ -59,9 +63,9 @@ class Team:
 
     def run_lead_first(self, act: Callable[[], T]) -> T:
         """Call `act` on rank 0 first, so that the others find what it made."""
-        made: list[T] = []
-        self.run_on_lead(lambda: made.append(act()))
-        return made[0] if made else act()
+        results: list[T] = []
+        self.run_on_lead(lambda: results.append(act()))
+        return results[0] if results else act()
 
     def run_on_all(self, act: Callable[[], Any]) -> list[Any]:
         """Call `act` on every rank; return all results, JSON values, or raise the first error."""
@@ -78,10 +82,10 @@ class Team:
         outcomes = self.gather(outcome)
         if defect is not None:
             raise defect
-        for one in outcomes:
-            if "error" in one:
-                raise _rebuild_error(one)
-        return [one["value"] for one in outcomes]
+        for other in outcomes:
+            if "error" in other:
+                raise _rebuild_error(other)
+        return [other["value"] for other in outcomes]
 
 
 ALONE = Team()

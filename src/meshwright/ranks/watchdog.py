@@ -37,8 +37,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from meshwright.errors import HANG
 from meshwright.ranks import pulse as pulses
-from meshwright.ranks import rendezvous
+from meshwright.ranks.compare import format_ranks
 from meshwright.ranks.pulse import PHASES, Pulse
+from meshwright.ranks.team import Team
 from meshwright.ranks.world import World
 
 if TYPE_CHECKING:
@@ -421,12 +422,15 @@ class Watchdog:
 
 
 @contextlib.contextmanager
-def watched(world: World, minutes: float, folder: str | None) -> Iterator[Watchdog | None]:
+def watched(world: World, team: Team, minutes: float, folder: str | None) -> Iterator[Watchdog | None]:
     """Watch this rank during the block; one process alone waits for nobody."""
-    if world.size == 1:
+    if team.store is None:
         yield None
         return
-    watchdog = Watchdog(world, rendezvous.own_store("watchdog"), minutes)
+    from torch._C._distributed_c10d import PrefixStore
+
+    store = PrefixStore("watchdog", team.store.clone())  # type: ignore[attr-defined]  # on its own connection
+    watchdog = Watchdog(world, store, minutes)
     watchdog.folder = Path(folder) if folder else None
     try:
         yield watchdog
@@ -491,7 +495,7 @@ def write(fd: int, text: str) -> None:
 def title(ranks: list[int], hosts: dict[int, str]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}{f' ({hosts[ranks[0]]})' if ranks[0] in hosts else ''}"
-    return f"ranks {rendezvous.format_ranks(ranks)}"
+    return f"ranks {format_ranks(ranks)}"
 
 
 def describe(frame: FrameType) -> str:

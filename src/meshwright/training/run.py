@@ -18,7 +18,8 @@ from meshwright.checkpoint import publish, steps
 from meshwright.console import logged_to, remark, say, say_arguments, say_time, show
 from meshwright.errors import UserError
 from meshwright.parallel.layout import connect, layout_of
-from meshwright.ranks import rendezvous
+from meshwright.ranks.connect import join_ranks
+from meshwright.ranks.lost import reporting
 from meshwright.ranks.pulse import pulse
 from meshwright.ranks.team import Team
 from meshwright.ranks.watchdog import Watchdog, watched
@@ -109,12 +110,12 @@ def run(
         device = devices.pick(p.device, here.local_rank)
     if config.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
-    with rendezvous.reporting(here, lambda error: out_of_memory(error, config)):
+    with reporting(here, p.distributed_timeout_minutes, lambda error: out_of_memory(error, config)):
         backend = pick_backend(p, device, here.rank == 0)
         with startup.phase("ranks", "waiting for all ranks"):
             minutes, seconds = p.distributed_timeout_minutes, p.start_timeout_seconds
-            team = rendezvous.join(here, backend, minutes, device, seconds, is_watched=True)
-        with watched(here, minutes, config.checkpoint.run_dir or config.checkpoint.save) as watchdog:
+            team = join_ranks(here, backend, minutes, device, seconds, is_watched=True)
+        with watched(here, team, minutes, config.checkpoint.run_dir or config.checkpoint.save) as watchdog:
             job = Job(model, loss, datasets, command or [], handle_signals, idle or {}, startup, watchdog, rehearse)
             status = run_on_rank(config, device, team, job)
         if status > 128 and here.launcher == "torchrun" and team.is_lead:
@@ -163,7 +164,7 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
             held.callback(console.set_stream, "stdout")  # what the caller does next has no screen
             held.callback(screen.close)
         require_equal_settings(team, config)
-        layout = connect(layout_of(config, team.rank), rendezvous.timeout())
+        layout = connect(layout_of(config, team.rank), team.timeout)
         open_log = held.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
         team.run_on_lead(lambda: lock_folders(config, held))
         if job.rehearse is not None and config.training.verify_layout:

@@ -27,7 +27,6 @@ from meshwright.checkpoint.boxes import split_boxes
 from meshwright.checkpoint.sources import Named
 from meshwright.data.loader import Batch
 from meshwright.kernels import dropout
-from meshwright.ranks import rendezvous
 from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.schema import Checkpoint, TrainConfig
 from meshwright.training.loop import Trainer
@@ -109,7 +108,7 @@ def compare(
 
 def compare_twins(twin: Twin, steps: int, folder: Path | None, place: Place) -> Comparison:
     """Compare a configuration as it is with one process; see `compare`."""
-    connected = small_run.Connected(rendezvous.timeout())
+    connected = small_run.Connected(place.team.timeout)
     if place.connect is Place.connect:
         place = dataclasses.replace(place, connect=connected)
     with contextlib.ExitStack() as held:

@@ -14,7 +14,7 @@ from meshwright.checkpoint import loading
 from meshwright.checkpoint.foreign.megatron import deepspeed
 from meshwright.checkpoint.steps import DEEPSPEED, Place
 from meshwright.errors import UserError
-from ranks import run_ranks
+from on_ranks import run_ranks
 
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 BF16, FP16 = {"bf16": True}, {"fp16": True}

@@ -26,7 +26,7 @@ from meshwright.errors import UserError
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
 from meshwright.settings.schema import Model
-from ranks import run_ranks
+from on_ranks import run_ranks
 
 VERSION = importlib.metadata.version("megatron-core") if HAS_CORE else ""
 STRETCHES = "fully_sharded_model_space"  # which releases since 0.14 read and do not write

@@ -35,7 +35,8 @@ from meshwright.data.tools.merge import join
 from meshwright.device import cores
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.progress import SkippedLines, new_bar
-from meshwright.ranks import rendezvous
+from meshwright.ranks.compare import require_equal
+from meshwright.ranks.connect import join_ranks
 from meshwright.ranks.team import Team
 from meshwright.ranks.world import World
 from meshwright.settings.command import our_version
@@ -43,6 +44,7 @@ from meshwright.settings.preprocess import Preprocess, PreprocessConfig
 from meshwright.settings.schema import Tokenizer, spelling
 
 MIB = 1 << 20
+WAIT_MINUTES = 7 * 24 * 60  # faster ranks wait for the slowest one
 
 
 @dataclass
@@ -66,15 +68,14 @@ def run(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World |
     """Write a pair of files for each key, <prefix>_<key>_document or _sentence; return these."""
     started = time.perf_counter()
     world = world or World()
-    # Faster ranks wait for the slowest one, for up to a week.
-    team = rendezvous.join(world, timeout_minutes=7 * 24 * 60) if world.size > 1 else Team()
+    team = join_ranks(world, timeout_minutes=WAIT_MINUTES) if world.size > 1 else Team()
     with ExitStack() as stack:
         if not team.is_lead:
             stdout = stderr = stack.enter_context(open(os.devnull, "w"))
         jobs: list[Job] = []
         team.run_on_all(lambda: jobs.append(prepare(config, stdout, stderr, world)))
         (job,) = jobs
-        rendezvous.require_equal(team, job.comparable)
+        require_equal(team, job.comparable)
         if team.run_on_lead(job.is_done):
             return job.prefixes
         say_to_scripts(f"Time to startup: {time.perf_counter() - started}", stdout)

@@ -16,7 +16,7 @@ from meshwright.console import say
 from meshwright.data.files.indexed import Indexed, check_vocabulary
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 from meshwright.model import counts
-from meshwright.ranks import rendezvous
+from meshwright.ranks.compare import require_equal
 from meshwright.ranks.team import Team
 from meshwright.settings import checks, flags
 from meshwright.settings.command import our_version
@@ -74,7 +74,7 @@ def require_equal_settings(team: Team, config: TrainConfig) -> None:
     files = zip(prefixes(config.data), ours.pop("data_fingerprint"), strict=True)
     ours |= {f"--data-path {prefix} (its files)": fingerprint for prefix, fingerprint in files}
     ours |= {"meshwright": our_version(), "torch": torch.__version__, "numpy": numpy.__version__}
-    rendezvous.require_equal(team, ours | {"python": platform.python_version()})
+    require_equal(team, ours | {"python": platform.python_version()})
 
 
 def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | None, int, int]:
@@ -132,7 +132,7 @@ def build_vocabulary_on_all(config: TrainConfig, folder: Path | None, team: Team
         kind = tokenizer.name if tokenizer else None
         return {"tokenizer": kind, "vocabulary size": vocab, "padded vocabulary size": padded, **named}
 
-    rendezvous.require_equal(team, team.run_on_all(build)[team.rank])
+    require_equal(team, team.run_on_all(build)[team.rank])
     return made[0]
 
 

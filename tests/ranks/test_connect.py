@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ import torch.distributed as dist
 
 from helpers import free_port
 from meshwright.errors import HANG, UNAVAILABLE, USAGE, UserError
-from meshwright.ranks import rendezvous
+from meshwright.ranks import connect
+from meshwright.ranks.compare import require_equal
+from meshwright.ranks.lost import explain_lost_rank, leave_ranks
 from meshwright.ranks.team import Team
 from meshwright.ranks.world import World, find_world, first_host, require_world_size, tasks_per_node
-from ranks import run_programs, run_ranks
+from on_ranks import run_programs, run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
 
@@ -216,7 +220,7 @@ def test_an_unknown_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UserError, match="GLOO_SOCKET_IFNAME=eth77 names no network interface of this machine, which has"
     ):
-        rendezvous._choose_interface("127.0.0.1", 1)
+        connect._choose_interface("127.0.0.1", 1)
 
 
 def test_two_processes_with_one_rank(tmp_path: Path) -> None:
@@ -231,7 +235,7 @@ def test_two_processes_with_one_rank(tmp_path: Path) -> None:
 
 def _compare_different_values() -> None:
     rank, team = dist.get_rank(), Team(dist.get_rank(), 4, dist.group.WORLD)
-    rendezvous.require_equal(team, {"a": 1, "b": [1, None]})
+    require_equal(team, {"a": 1, "b": [1, None]})
     mine: dict[str, Any] = {
         "seed": 1,
         "global_batch_size": 512 if rank < 2 else 1024,
@@ -240,19 +244,19 @@ def _compare_different_values() -> None:
     if rank == 2:
         mine["extra"] = None
     with pytest.raises(UserError) as caught:
-        rendezvous.require_equal(team, mine)
+        require_equal(team, mine)
     assert caught.value.status == USAGE and str(caught.value).split("\n  ")[1:] == [
         "global_batch_size: 512 on ranks 0-1, 1024 on ranks 2-3",
         "torch: 2.11 on rank 0, 2.13 on ranks 1-3",
         "extra: nothing on ranks 0-1, 3, none on rank 2",
     ]
     with pytest.raises(UserError, match=r"f19: .*\n  and 30 more$"):
-        rendezvous.require_equal(team, {f"f{n}": rank for n in range(50)})
+        require_equal(team, {f"f{n}": rank for n in range(50)})
 
 
 def test_different_values_are_listed_by_rank() -> None:
     run_ranks(_compare_different_values, 4)
-    rendezvous.require_equal(Team(), {"a": 1})
+    require_equal(Team(), {"a": 1})
 
 
 # Losing a rank
@@ -284,23 +288,40 @@ SOURCES = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
     ],
 )
 def test_which_errors_mean_a_lost_rank(error: BaseException, gone: bool) -> None:
-    lost = rendezvous.explain_lost_rank(error)
+    lost = explain_lost_rank(error, 10)
     assert (lost is not None) == gone
     if lost is not None:
         assert lost.status == HANG and "--distributed-timeout-minutes" in str(lost) and "/pytorch/" not in str(lost)
 
 
 def test_leave_without_having_joined() -> None:
-    rendezvous.leave()
-    assert rendezvous.join(World(), "gloo", 1) == Team()
+    leave_ranks()
+    assert connect.join_ranks(World(), "gloo", 1) == Team()
 
 
 def test_a_long_wait_says_for_whom(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(rendezvous, "SILENCE", 0)
+    monkeypatch.setattr(connect, "SILENCE", 0)
     port, until = free_port(), time.monotonic() + 0.5
     with pytest.raises(UserError, match="could not be reached"):
-        rendezvous.connect("127.0.0.1", port, False, until, "machine 0")
+        connect.connect_store("127.0.0.1", port, False, until, "machine 0")
     assert capfd.readouterr().err.count(f"waiting for machine 0 at 127.0.0.1:{port}, up to 0 s more: ") == 1
     with pytest.raises(UserError, match="missing: machine 1"):
-        rendezvous.meet(dist.HashStore(), 0, 2, until, "machine")
+        connect.meet_all(dist.HashStore(), 0, 2, until, "machine")
     assert capfd.readouterr().err == "waiting for machine 1, up to 0 s more\n"
+
+
+def test_other_threads_keep_their_error_output_during_the_wait(capfd: pytest.CaptureFixture[str]) -> None:
+    store = dist.HashStore()
+
+    def write_and_come() -> None:
+        time.sleep(0.3)
+        for n in range(20):
+            os.write(2, f"line {n}\n".encode())
+            time.sleep(0.01)
+        connect.meet_all(store, 1, 2, time.monotonic() + 20)
+
+    thread = threading.Thread(target=write_and_come)
+    thread.start()
+    connect.meet_all(store, 0, 2, time.monotonic() + 20)
+    thread.join()
+    assert capfd.readouterr().err.count("line") >= 18  # a poll, four times a second, takes microseconds

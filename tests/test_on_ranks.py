@@ -1,4 +1,4 @@
-"""The ranks of tests/ranks.py compute together, raise errors in the test, and start fast."""
+"""The ranks of tests/on_ranks.py compute together, raise errors in the test, and start fast."""
 
 import time
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import run_ranks
+from on_ranks import run_ranks
 
 
 def split_mlp_equals_dense() -> None:

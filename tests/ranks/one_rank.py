@@ -19,7 +19,8 @@ import time
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.ranks import rendezvous
+from meshwright.ranks.connect import join_ranks
+from meshwright.ranks.lost import explain_lost_rank, leave_ranks
 from meshwright.ranks.world import World, find_world, require_world_size
 
 
@@ -33,7 +34,7 @@ def main() -> int:
     try:
         world = find_world(os.environ, given.local_rank)
         require_world_size(world, given.size)
-        team = rendezvous.join(world, "gloo", 1, seconds=given.seconds)
+        team = join_ranks(world, "gloo", 1, seconds=given.seconds)
         ranks = team.gather([world.rank, world.local_rank, world.local_size, os.getpid()])
         if team.is_lead:
             line = json.dumps({"launcher": world.launcher, "ranks": ranks})
@@ -43,13 +44,13 @@ def main() -> int:
         print(f"words: {error}", file=sys.stderr, flush=True)
         return error.status
     except RuntimeError as error:
-        lost = rendezvous.explain_lost_rank(error)
+        lost = explain_lost_rank(error, 1)
         if lost is None:
             raise
         print(f"words: {lost}", file=sys.stderr, flush=True)
         return lost.status
     finally:
-        rendezvous.leave()
+        leave_ranks()
 
 
 def act(what: str, world: World, team: Any) -> int:
@@ -84,8 +85,8 @@ def act(what: str, world: World, team: Any) -> int:
                 return 128 + signals[0]
         return 0
     if what == "again":
-        rendezvous.leave()
-        team = rendezvous.join(world, "gloo", 1, seconds=20)
+        leave_ranks()
+        team = join_ranks(world, "gloo", 1, seconds=20)
     for _ in range(2):
         team.wait()
     return 0

@@ -16,7 +16,7 @@ from meshwright.ranks import watchdog
 from meshwright.ranks.pulse import pulse
 from meshwright.training import loop, network
 from meshwright.training.state import saver
-from ranks import train_on_ranks
+from on_ranks import train_on_ranks
 
 pytestmark = pytest.mark.whole
 

@@ -1,0 +1,392 @@
+"""Connect the ranks of a run, on the store of rank 0 or of torch's agent.
+
+torch.distributed carries everything, but if something goes wrong at the start, it is silent for
+minutes and then prints a C++ trace. Here the ranks first count one another on the store, so that a
+missing rank is named within START_SECONDS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from meshwright import device as devices
+from meshwright.errors import HANG, UNAVAILABLE, USAGE, UserError
+from meshwright.ranks.compare import format_ranks
+from meshwright.ranks.lost import first_line, is_lost_rank
+from meshwright.ranks.orphans import die_with_launcher
+from meshwright.ranks.team import Team
+from meshwright.ranks.world import START_SECONDS, World
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+SILENCE = 10  # seconds of waiting before it is said for whom
+WATCHED_PATIENCE = 3  # times as long torch waits for a rank, where a watchdog decides first
+
+_runs_met = 0  # a second run in these processes needs fresh keys on the store
+_served: dict[tuple[str, int], TCPStore] = {}  # the stores that this process serves
+
+
+def join_ranks(
+    world: World,
+    backend: str = "gloo",
+    timeout_minutes: float = 10,
+    device: torch.device | None = None,
+    seconds: float | None = None,
+    is_watched: bool = False,
+) -> Team:
+    """Connect all ranks; raise UserError with the missing ones if they do not come in `seconds`.
+
+    `backend` is "gloo", the device's own, or both as "cpu:gloo,cuda:nccl". The team's group always
+    serves CPU tensors, through gloo. With `is_watched` the caller starts a watchdog, and torch's
+    own time-outs are a last resort.
+    """
+    die_with_launcher()
+    if world.size == 1:
+        return Team()
+    timeout = timedelta(minutes=timeout_minutes) * (WATCHED_PATIENCE if is_watched else 1)
+    until = deadline(START_SECONDS if seconds is None else seconds)
+    store = _meet_on_store(world, until)
+    store.set_timeout(timeout)
+
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+
+    if ":" not in backend and backend != "gloo":
+        assert device is not None
+        backend = f"{device.type}:{backend}"
+    if ":" in backend and "cpu:" not in backend:
+        backend = f"cpu:gloo,{backend}"
+    probe = None
+    bound = device if device is not None and device.type != "cpu" else None
+    try:
+        if world.size > world.local_size:  # between nodes a firewall may allow only the store's port
+            left = timedelta(seconds=max(until - time.monotonic(), 10.0))
+            probe = dist.ProcessGroupGloo(PrefixStore("probe", store), world.rank, world.size, left)
+        if bound is not None:
+            torch.accelerator.set_device_index(bound)
+        # No device_id: with it, messages between two ranks would wait for those of their group.
+        run_store = PrefixStore("run", store)
+        # All ranks meet in this group, perhaps while one of them saves for long.
+        longest = max(timeout, timedelta(days=1)) if is_watched else timeout
+        dist.init_process_group(backend, store=run_store, rank=world.rank, world_size=world.size, timeout=longest)
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        raise UserError(
+            f"rank {world.rank} reached the store at {world.address}:{world.port} but not every other rank; open all "
+            f"ports between the nodes ({first_line(error)})",
+            HANG,
+        ) from None
+    del probe  # not earlier: others may still have been connecting to it
+    team = Team(world.rank, world.size, dist.group.WORLD, timeout, store)
+    if bound is not None and backend != "gloo":
+        require_own_devices(team, bound)
+    return team
+
+
+def _meet_on_store(world: World, until: float) -> PrefixStore:
+    """Meet all ranks on the store of rank 0 or of torch's agent; return the run's part of it."""
+    global _runs_met
+    assert world.address is not None and world.port is not None
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = world.rank == 0 and not is_agents
+    address = (world.address, world.port)
+    store = _served.get(address) or connect_store(*address, serves, until, "rank 0")
+    if serves:
+        _served[address] = store
+
+    from torch._C._distributed_c10d import PrefixStore
+
+    # A restarted run meets on the same store of an agent; ranks of other jobs must not be counted.
+    names = ("TORCHELASTIC_RUN_ID", *["TORCHELASTIC_RESTART_COUNT"] * is_agents)
+    prefix = "/".join(["meshwright", *(os.environ.get(n, "0") for n in names), str(_runs_met)])
+    _runs_met += 1
+    have_met = threading.Event()
+    try:
+        if world.launcher == "torchrun" and is_agents:
+            prefix = f"meshwright/{_name_attempt(PrefixStore('meshwright/names', store), world.rank, until, have_met)}"
+        run_store = PrefixStore(prefix, store)
+        meet_all(run_store, world.rank, world.size, until)
+    except UserError:
+        if serves:
+            time.sleep(1)  # the others still read the reason from this process
+        raise
+    finally:
+        have_met.set()
+    _choose_interface(*address)
+    return run_store
+
+
+def _name_attempt(store: Store, rank: int, until: float, have_met: threading.Event) -> str:
+    """Return the name that rank 0 gives this attempt on a store that serves several.
+
+    When machines come or go, torchrun starts all ranks anew with the same restart count, which
+    those that came later do not even share. So each rank leaves a random word, and rank 0 answers
+    every word until all have met.
+    """
+    word = uuid.uuid4().hex
+    if rank > 0:
+        with no_stderr():
+            store.set(f"word/{store.add('words', 1)}", word)
+        while not _has(store, f"answer/{word}"):
+            if time.monotonic() > until:
+                raise UserError("rank 0 did not come in time; start it, or see in its log why it ended", HANG)
+            time.sleep(0.02)
+        return store.get(f"answer/{word}").decode()
+
+    def answer() -> None:
+        waiting: set[int] = set()
+        last_seen = 0
+        with contextlib.suppress(RuntimeError):  # the store is closed
+            while not have_met.wait(0.02):
+                if (last := store.add("words", 0)) > last_seen:
+                    waiting |= set(range(last_seen + 1, last + 1))
+                    last_seen = last
+                for n in [n for n in waiting if store.check([f"word/{n}"])]:
+                    store.set(f"answer/{store.get(f'word/{n}').decode()}", word)
+                    waiting.remove(n)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return word
+
+
+def require_own_devices(team: Team, device: torch.device) -> None:
+    """Raise UserError if two ranks use one device; NCCL's own error names neither."""
+    holders: dict[str, list[int]] = {}
+    for rank, name in enumerate(team.gather(f"{devices.identity(device)} of {socket.gethostname()}")):
+        holders.setdefault(name, []).append(rank)
+    name, ranks = max(holders.items(), key=lambda item: len(item[1]))
+    if len(ranks) > 1:
+        raise UserError(
+            f"ranks {format_ranks(ranks)} share one {device.type} device, {name}; start one rank per device, or check "
+            f"whether {devices.HIDES.get(device.type, 'a variable')} hides the others",
+            everywhere=True,
+        )
+
+
+def deadline(seconds: float) -> float:
+    """Return the time.monotonic() of this process's age of `seconds`, or a third from now."""
+    began = now = time.monotonic()
+    with contextlib.suppress(OSError, AttributeError, ValueError, IndexError), open("/proc/self/stat") as f:
+        ticks = int(f.read().rpartition(")")[2].split()[19])
+        began -= time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return max(began + seconds, now + seconds / 3)
+
+
+def connect_store(address: str, port: int, serves: bool, until: float, who: str) -> TCPStore:
+    """Return the store at address:port, which one process serves (port 0: any free one).
+
+    `who` names that process in errors. Plain sockets try first: torch's store reports failures as
+    C++ traces, and waits forever for a program that accepts the connection and sends nothing.
+    """
+    listening = None
+    if serves:
+        port, listening = _listen(address, port)
+    else:
+        _require_reached(address, port, until, who)
+    stores: list[TCPStore] = []
+    errors: list[RuntimeError] = []
+
+    def make() -> None:
+        from torch._C._distributed_c10d import TCPStore
+
+        left = timedelta(seconds=max(until - time.monotonic(), 1.0))
+        # multi_tenant: torch's agent in this process gets the same store when it asks for it
+        more = {"wait_for_workers": False, "multi_tenant": True, "master_listen_fd": listening}
+        try:
+            stores.append(TCPStore(address, port, None, serves, left, **more))  # type: ignore[arg-type]
+        except RuntimeError as error:
+            errors.append(error)
+
+    import torch.distributed  # noqa: F401  importing must not count as waiting
+
+    thread = threading.Thread(target=make, daemon=True)
+    with no_stderr():
+        thread.start()
+        thread.join(max(until - time.monotonic(), 1.0) + 5)  # Python must not end while a thread is in C++
+    if stores:
+        return stores[0]
+    if errors and "EADDRINUSE" in str(errors[0]):
+        raise _occupied(port)
+    if serves:
+        raise UserError(
+            f"this is {who}, but cannot reach itself at {address}; set MASTER_ADDR or --master-addr to an address of "
+            f"this machine ({socket.gethostname()})",
+            UNAVAILABLE,
+        )
+    raise UserError(
+        f"{address}:{port} answers, but not as {who} of this run; choose another MASTER_PORT or --master-port",
+        UNAVAILABLE,
+    )
+
+
+def _listen(address: str, port: int) -> tuple[int, int | None]:
+    """Return the port and, if no other machine can reach the address, a socket that listens there.
+
+    torch's own would listen on all addresses of this machine, and asks those who connect for no
+    secret. A name of this machine does not count as local: it may be that of a network's address.
+    """
+    _require_free(port)
+    if address != "localhost" and not address.startswith("127."):
+        return port, None
+    try:
+        listening = socket.create_server((address, port), backlog=1024)
+    except OSError:
+        raise _occupied(port) from None
+    return listening.getsockname()[1], listening.detach()
+
+
+def _require_free(port: int) -> None:
+    for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as s:
+                s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                s.bind((host, port))
+            return  # with IPv6, :: stands for both
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise _occupied(port) from None
+            if error.errno == errno.EACCES:
+                raise UserError(f"port {port} needs root privileges; choose one from 1024", UNAVAILABLE) from None
+
+
+def _occupied(port: int) -> UserError:
+    return UserError(
+        f"port {port} of this machine ({socket.gethostname()}) is in use; choose another MASTER_PORT or --master-port",
+        UNAVAILABLE,
+    )
+
+
+def _require_reached(address: str, port: int, until: float, who: str) -> None:
+    began, is_silent = time.monotonic(), True
+    while True:
+        left = until - time.monotonic()
+        try:
+            socket.create_connection((address, port), timeout=max(min(left, 5.0), 0.1)).close()
+            return
+        except socket.gaierror as error:
+            why = f"the name {address} has no address ({error.strerror})"
+        except OSError as error:
+            why = error.strerror or str(error)
+        if time.monotonic() > until - 0.2:
+            raise UserError(
+                f"{who} at {address}:{port} could not be reached within {time.monotonic() - began:.0f} s: {why}; check "
+                "that it was started, with the same MASTER_ADDR and MASTER_PORT, and that no firewall blocks the port",
+                UNAVAILABLE,
+            )
+        if is_silent and time.monotonic() - began > SILENCE:
+            is_silent = False
+            text = f"waiting for {who} at {address}:{port}, up to {max(left, 0):.0f} s more: {why}"
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(min(0.2, max(left, 0.0)))
+
+
+def meet_all(store: Store, number: int, size: int, until: float, noun: str = "rank") -> None:
+    """Return when all are here; otherwise raise the same UserError in every process.
+
+    Each process counts itself; the one that finds all present, or a problem, writes the verdict
+    that all wait for. They poll, because torch's own waiting prints lines about each time-out.
+    """
+    try:
+        _await_verdict(store, number, size, until, noun)
+        with no_stderr():
+            verdict = json.loads(store.get("verdict"))
+    except RuntimeError as error:
+        raise UserError(f"{noun} 0, or its launcher, exited during startup; see its log", HANG) from error
+    if verdict["problem"]:
+        raise UserError(verdict["problem"], verdict["status"])
+
+
+def _await_verdict(store: Store, number: int, size: int, until: float, noun: str) -> None:
+    began, is_silent = time.monotonic(), number == 0
+    with no_stderr():
+        first_size = int(store.compare_set("size", "", str(size)))
+        if first_size != size:
+            problem = f"{noun} {number} was started as one of {size} {noun}s, others as one of {first_size}"
+            _set_verdict(store, f"{problem}; give all the same number", USAGE)
+        elif store.add(f"arrived/{number}", 1) > 1:
+            problem = f"two processes came as {noun} {number} of {size}; give each its own number"
+            _set_verdict(store, f"{problem}, or choose another port if another run uses this one")
+        elif store.add("count", 1) == size:
+            _set_verdict(store, "")
+    pause = 0.01
+    while not _has(store, "verdict"):
+        now = time.monotonic()
+        if now > until or (is_silent and now - began > SILENCE):
+            missing = [n for n in range(size) if not _has(store, f"arrived/{n}")]
+        if is_silent and now - began > SILENCE and missing:
+            is_silent = False
+            text = f"waiting for {noun} {format_ranks(missing)}, up to {max(until - now, 0):.0f} s more"
+            print(text, file=sys.stderr, flush=True)
+        if now > until:
+            came = f"{size - len(missing)} of {size} {noun}s came within {time.monotonic() - began:.0f} s"
+            gone = f"missing: {noun} {format_ranks(missing)}" if missing else "one of them has exited"
+            _set_verdict(store, f"{came}; {gone}. Start it, or see in its log why it ended", HANG)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.25)
+
+
+def _has(store: Store, key: str) -> bool:
+    with no_stderr():
+        return store.check([key])
+
+
+def _set_verdict(store: Store, problem: str, status: int = UNAVAILABLE) -> None:
+    store.compare_set("verdict", "", json.dumps({"problem": problem, "status": status}))
+
+
+def _choose_interface(address: str, port: int) -> None:
+    """Set GLOO_SOCKET_IFNAME to the interface that leads to rank 0, unless the user chose one.
+
+    gloo itself takes that of the machine's name, often 127.0.1.1 or of another network.
+    """
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        names = sorted(name for _, name in socket.if_nameindex())
+        if not {*names} & {*chosen.split(",")}:
+            has = f"which has {', '.join(names)}"
+            raise UserError(f"GLOO_SOCKET_IFNAME={chosen} names no network interface of this machine, {has}")
+    if chosen or not sys.platform.startswith("linux"):
+        return
+    import fcntl
+
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((socket.gethostbyname(address), port))  # sends nothing; it looks up the route
+        own = s.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name[:15].encode()))  # SIOCGIFADDR
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name
+                    return
+
+
+@contextlib.contextmanager
+def no_stderr() -> Iterator[None]:
+    """Discard the process's error output, to which C++ code writes directly.
+
+    Other threads' output is lost too, so the block must not wait.
+    """
+    sys.stderr.flush()
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)
