@@ -9,15 +9,19 @@ from __future__ import annotations
 import errno
 import fcntl
 import filecmp
+import functools
 import hashlib
+import math
 import os
 import re
 import shutil
+import socket
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
 from typing import BinaryIO
@@ -98,23 +102,53 @@ def write_lines(path: Path, lines: Iterable[bytes], overwrite: bool, flag: str) 
     return True
 
 
-def open_locked(path: str | Path, wait: bool = False) -> tuple[int, bool]:
+@contextmanager
+def lock(path: Path, patience: float = math.inf, stays: bool = False) -> Iterator[bool]:
+    """Hold an exclusive lock on a file of its own; yield whether the file system has locks.
+
+    While it is held, the file names this process. Raise BlockingIOError, with the name of the other
+    process, if that still holds the lock after `patience` seconds. At the end the file is removed,
+    or is left empty if it `stays`.
+    """
+    fd, has_locks = open_locked(path, patience)
+    try:
+        owner = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
+        with suppress(OSError):  # on a full disk, what the caller writes next reports it
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, owner.encode(), 0)
+        yield has_locks
+    finally:
+        with suppress(OSError):
+            if stays:
+                os.ftruncate(fd, 0)
+            else:
+                path.unlink(missing_ok=True)
+        os.close(fd)
+
+
+def open_locked(path: Path, patience: float = 0.0) -> tuple[int, bool]:
     """Open or create a file and lock it; return its descriptor and whether there are locks.
 
-    Raise BlockingIOError if another process holds the lock, unless it should `wait`. The kernel
-    releases the lock when the descriptor is closed or the process dies, so that no lock is ever
-    stale.
+    The kernel releases the lock when the descriptor is closed or the process dies, so that no lock
+    is ever stale.
     """
+    until = time.monotonic() + patience
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         has_locks = True
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB))
         except OSError as error:
             has_locks = False
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 os.close(fd)
-                raise
+                if error.errno != errno.EWOULDBLOCK:
+                    raise
+                if time.monotonic() > until:
+                    owner = path.read_text(errors="replace").strip() or "a process that gives no name"
+                    raise BlockingIOError(errno.EWOULDBLOCK, owner, str(path)) from None
+                time.sleep(0.05)
+                continue
         try:
             if os.path.samestat(os.stat(path), os.fstat(fd)):
                 return fd, has_locks
@@ -140,6 +174,36 @@ def fill(template: str, **values: object) -> str:
     """Return a file of this package with its names of the form @NAME@ replaced by values."""
     text = resources.files("meshwright").joinpath(template).read_text(encoding="utf-8")
     return re.sub("@([A-Z]+)@", lambda found: str(values[found[1]]), text)
+
+
+def sha256(path: str | Path) -> str:
+    """Return the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sample(path: str | Path, size: int, count: int, prefix: bytes = b"") -> str:
+    """Return the SHA-256 of `prefix` and of `count` blocks of a file, spread evenly.
+
+    The first block is its beginning and the last one its end. A file that is no longer than the
+    blocks is read in full.
+    """
+    digest = hashlib.sha256(prefix)
+    with open(path, "rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        if length <= size * count:
+            digest.update(file.read())
+        else:
+            for n in range(count):
+                file.seek((length - size) * n // (count - 1))
+                digest.update(file.read(size))
+    return digest.hexdigest()
+
+
+def crc32(path: Path) -> int:
+    """Return the CRC-32 of a file."""
+    with path.open("rb") as file:
+        return functools.reduce(lambda crc, block: zlib.crc32(block, crc), iter(lambda: file.read(BLOCK), b""), 0)
 
 
 def checksums(file: BinaryIO, hashed: bool, inspect: Callable[[int, bytes], None]) -> tuple[str, str]:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright import files
 from meshwright.errors import LOCKED, UserError
-from meshwright.files import replacing
 
 SMALL = 1 << 24  # bytes in all; up to here files are known by their contents
-BLOCK, BLOCKS = 1 << 12, 8  # bytes and number of the samples of a longer file
+SAMPLES = 1 << 12, 8  # bytes of a sample of a longer file, and their number
 
 
 def digest_of(paths: Sequence[str | Path]) -> str:
@@ -74,29 +74,24 @@ def _state_of(path: str | Path, about: os.stat_result | None, is_small: bool) ->
     size = about.st_size
     if not is_small and size < 1 << 20:
         return [size, about.st_mtime_ns]
-    with open(path, "rb") as file:
-        if is_small:
-            return [size, hashlib.file_digest(file, "sha256").hexdigest()]
-        digest = hashlib.sha256()
-        for n in range(BLOCKS):
-            file.seek((size - BLOCK) * n // (BLOCKS - 1))
-            digest.update(file.read(BLOCK))
-    return [size, about.st_mtime_ns, digest.hexdigest()]
+    if is_small:
+        return [size, files.sha256(path)]
+    return [size, about.st_mtime_ns, files.sample(path, *SAMPLES)]
 
 
 def write(record: Path, made_from: dict[str, Any], sizes: dict[str, int]) -> None:
     """Record the origin of files that have these names and sizes, or will have them next."""
-    with replacing(record) as file:
+    with files.replacing(record) as file:
         file.write(json.dumps({"made_from": made_from, "bytes": sizes}, indent=1).encode() + b"\n")
 
 
-def is_done(record: Path, made_from: dict[str, Any], files: Sequence[Path], overwrite: bool, flag: str) -> bool:
+def is_done(record: Path, made_from: dict[str, Any], paths: Sequence[Path], overwrite: bool, flag: str) -> bool:
     """Return whether these files were made from this already, and are unchanged.
 
     Raise UserError if they are there and were made from something else, unless `overwrite`; `flag`
     names them. Files of which some are missing are those of an interrupted command.
     """
-    there = [file for file in files if file.exists()]
+    there = [path for path in paths if path.exists()]
     if overwrite or not there:
         return False
     try:
@@ -105,9 +100,9 @@ def is_done(record: Path, made_from: dict[str, Any], files: Sequence[Path], over
     except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         before, sizes = {}, {}
     if before == made_from:
-        if len(there) < len(files):
+        if len(there) < len(paths):
             return False
-        if {file.name: file.stat().st_size for file in files} == sizes:
+        if {path.name: path.stat().st_size for path in paths} == sizes:
             return True
     other = [name for name in made_from if before.get(name) != made_from[name]]
     changes = " and ".join(_changed(name, before.get(name), made_from[name]) for name in other)

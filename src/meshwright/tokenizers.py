@@ -27,9 +27,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from meshwright import hub
+from meshwright import files, hub
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.files import replacing
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 
 END_OF_TEXT = "<|endoftext|>"
@@ -456,9 +455,9 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
     for name, source in {**tokenizer.files, **{path.name: path for path in beside if path.is_file()}}.items():
         target = folder / name
         if not target.exists() or _sha256(target) != _sha256(source):
-            with replacing(target) as file:
+            with files.replacing(target) as file:
                 file.write(source.read_bytes())
-    with replacing(folder / "meta.json") as file:
+    with files.replacing(folder / "meta.json") as file:
         file.write(json.dumps(_meta(tokenizer), indent=1).encode() + b"\n")
 
 
@@ -539,8 +538,8 @@ def keep_beside(tokenizer: Tokenizer, prefix: str) -> None:
 
 def describe(meta: Mapping[str, Any]) -> str:
     """Return name, size and, to tell files apart, the beginning of a hash of all their hashes."""
-    files = "".join(sha256 for _, sha256 in sorted(meta["sha256"].items()))
-    digest = f", SHA-256 {hashlib.sha256(files.encode()).hexdigest()[:8]}" if files else ""
+    digests = "".join(sha256 for _, sha256 in sorted(meta["sha256"].items()))
+    digest = f", SHA-256 {hashlib.sha256(digests.encode()).hexdigest()[:8]}" if digests else ""
     return f"{meta['type']}, {meta['vocab_size']:,} ids{digest}"
 
 
@@ -675,6 +674,6 @@ def _damage(message: str) -> UserError:
 
 def _sha256(path: Path) -> str:
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return files.sha256(path)
     except OSError as error:
         raise _damage(f"{path} cannot be read: {error.strerror}") from None

@@ -15,8 +15,7 @@ import json
 import os
 import secrets
 import time
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.console import notice, say
-from meshwright.files import open_locked, replacing
+from meshwright.files import crc32, lock, replacing
 
 Ints = npt.NDArray[np.integer[Any]]
 # Files up to this size are checked byte by byte at every start, in some hundredths of a second; of
@@ -86,7 +85,7 @@ class Files(Room):
         facts = {
             **key,
             "bytes": {part: path.stat().st_size for part, path in self.paths.items()},
-            "crc32": {part: checksum(path) for part, path in self.paths.items()},
+            "crc32": {part: crc32(path) for part, path in self.paths.items()},
         }
         with replacing(record) as file:
             file.write(json.dumps(facts, indent=1).encode() + b"\n")
@@ -119,7 +118,7 @@ def cached_indices(folder: str | Path | None, key: dict[str, Any], parts: Sequen
     files = Files({part: array_path(record, part) for part in parts})
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with hold_lock(folder / f"{name}.lock") as is_locked:
+        with lock(folder / f"{name}.lock") as is_locked:
             for left in folder.glob(f"{name}_*.tmp") if is_locked else ():  # by a process that was killed
                 left.unlink(missing_ok=True)
             found = find_entry(record, parts)  # another process may have built it meanwhile
@@ -170,7 +169,7 @@ def open_entry(record: Path, in_full: bool = False) -> dict[str, Ints]:
         path = array_path(record, part)
         size, is_current = path.stat().st_size, "bytes" in facts  # 0.5 kept no sizes, and sampled large files
         if size <= SMALL or (in_full and is_current):
-            if checksum(path) != crc:
+            if crc32(path) != crc:
                 raise ValueError(f"the checksum of {path.name} differs")
         elif is_current and size != facts["bytes"][part]:
             raise ValueError(f"{path.name} has {size:,} bytes, not {facts['bytes'][part]:,}")
@@ -180,23 +179,3 @@ def open_entry(record: Path, in_full: bool = False) -> dict[str, Ints]:
 
 def array_path(entry: Path, part: str) -> Path:
     return entry.with_name(f"{entry.stem}_{part}_idx.npy")
-
-
-@contextlib.contextmanager
-def hold_lock(path: Path) -> Iterator[bool]:
-    """Let in one process of this machine at a time; yield whether the file system has locks."""
-    handle, is_locked = open_locked(path, wait=True)
-    try:
-        yield is_locked
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def checksum(path: Path) -> int:
-    """Return the CRC-32 of a file."""
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from meshwright.console import say
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.evaluation import lambada, wikitext
 from meshwright.evaluation.score import Scorer, Window, document_windows, score_windows
+from meshwright.files import sha256
 from meshwright.settings.grammar import EVAL_TASKS
 from meshwright.settings.texts import TextInputs
 
@@ -76,7 +76,7 @@ def make(name: str, path: str, tokenizer: Tokenizer, length: int, stride: int | 
     assert name in EVAL_TASKS
     if not Path(path).is_file() and name != "text":
         raise UserError(f"{name}={path}: there is no such file", BAD_DATA)
-    digest = sha256_of(path)
+    digest = sha256(path) if Path(path).is_file() else ""
     if name == "text":
         stride = min(stride or max(1, length // 2), length)
         made, measure = text_windows(path, tokenizer, length, stride)
@@ -139,11 +139,3 @@ def run(
             return None
         found.append(values)
     return task.measure(torch.cat(found))
-
-
-def sha256_of(path: str) -> str:
-    """Return the digest of a file, or an empty string for a folder."""
-    if not Path(path).is_file():
-        return ""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

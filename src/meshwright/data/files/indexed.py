@@ -18,7 +18,6 @@ library neither checks a file before use nor writes it atomically.
 from __future__ import annotations
 
 import bisect
-import hashlib
 import mmap
 import os
 import struct
@@ -28,6 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from meshwright import files
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.settings.grammar import near_path
 
@@ -180,18 +180,8 @@ def fingerprint(prefix: str | Path) -> str:
 
     The pointers are running sums, so a changed length shows in every later block.
     """
-    paths = [Path(f"{prefix}.idx"), Path(f"{prefix}.bin")]
-    sizes = [path.stat().st_size for path in paths]
-    digest = hashlib.sha256(repr(sizes).encode())
-    block, blocks = 1 << 16, 16
-    with paths[0].open("rb") as idx:
-        if sizes[0] <= block * blocks:
-            digest.update(idx.read())
-        else:
-            for n in range(blocks):
-                idx.seek((sizes[0] - block) * n // (blocks - 1))
-                digest.update(idx.read(block))
-    return digest.hexdigest()
+    sizes = [os.path.getsize(f"{prefix}{ending}") for ending in (".idx", ".bin")]
+    return files.sample(f"{prefix}.idx", 1 << 16, 16, repr(sizes).encode())
 
 
 def check_vocabulary(indexed: Indexed, vocab_size: int) -> None:

@@ -76,16 +76,10 @@ PATIENCE = 2.0  # seconds; forked workers share the lock of a killed command unt
 
 def open_journal(path: str) -> TextIO:
     """Open the file, locked so that no other process writes this output."""
-    prefix, until = path.removesuffix(".progress"), time.monotonic() + PATIENCE
+    prefix = path.removesuffix(".progress")
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            try:
-                return os.fdopen(open_locked(path)[0], "r+", encoding="utf-8")
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.05)
+        return os.fdopen(open_locked(Path(path), PATIENCE)[0], "r+", encoding="utf-8")
     except BlockingIOError:
         raise UserError(f"another process is writing {prefix}; wait for it", LOCKED) from None
     except OSError as error:

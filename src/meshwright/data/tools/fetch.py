@@ -19,9 +19,9 @@ from http import HTTPStatus
 from pathlib import Path
 
 from meshwright.console import notice
-from meshwright.data.index_cache import hold_lock
 from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError
-from meshwright.files import make_folder
+from meshwright.files import lock, make_folder
+from meshwright.files import sha256 as sha256_of
 from meshwright.progress import progress_bar
 from meshwright.settings.command import our_version
 
@@ -128,7 +128,7 @@ def fetch(name: str, known: Known, folder: Path) -> str:
     path = folder / name
     make_folder(folder, "--output")
     try:
-        with hold_lock(folder / f"{name}.lock"):  # a second process waits, and finds the file
+        with lock(folder / f"{name}.lock"):  # a second process waits, and finds the file
             return check_present(path, known) if path.exists() else fetch_missing(path, known)
     except OSError as error:
         raise UserError(f"{error.filename or path} cannot be written: {error.strerror or error}", IO) from None
@@ -163,11 +163,6 @@ def fetch_missing(path: Path, known: Known) -> str:
         )
     checked = "SHA-256 verified" if known.sha256 else f"not verified: its SHA-256 is not known; this one has {digest}"
     return f"{path}: {size:,} bytes, {checked}"
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def find_parts(path: Path, url: str) -> list[Path]:

@@ -23,9 +23,8 @@ from meshwright.console import notice
 from meshwright.data.files.blocks import Header, blocks
 from meshwright.data.files.indexed import BLOCK, Column, Indexed
 from meshwright.data.files.writer import Writer, is_made
-from meshwright.data.index_cache import hold_lock
 from meshwright.errors import BAD_DATA, IO, UserError
-from meshwright.files import make_folder
+from meshwright.files import lock, make_folder
 from meshwright.progress import progress_bar
 from meshwright.settings.schema import Tokenizer as TokenizerFlags
 
@@ -114,7 +113,7 @@ def join(
     size = sum(shard.tokens for shard in shards) * dtype.itemsize
     folder = Path(output_prefix).resolve().parent
     make_folder(folder, "--output-prefix")
-    with hold_lock(Path(f"{output_prefix}.lock")), Writer(output_prefix, dtype) as writer:
+    with lock(Path(f"{output_prefix}.lock")), Writer(output_prefix, dtype) as writer:
         index = sum(12 * shard.sequences + 8 * shard.documents for shard in shards)
         make_folder(folder, "--output-prefix", size + 2 * index)  # leftovers of a killed merge are gone now
         places = [append_index(writer, shard) for shard in shards]
