@@ -69,7 +69,7 @@ def start_peer(kind: str, vocab: str, merges: str) -> None:
         encode = lambda text: library.encode(text).ids  # noqa: E731
     else:
         from meshwright import tokenizers
-        from meshwright.settings.schema import Tokenizer as Settings
+        from meshwright.settings.schema import TokenizerFlags as Settings
 
         encode = tokenizers.build(Settings(vocab_file=vocab, merge_file=merges)).encode  # tiktoken with GPT-2's ranks
 

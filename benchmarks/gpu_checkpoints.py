@@ -48,7 +48,7 @@ def build(size: str, device: str, folder: Path, *more: str) -> Any:
         f"--lr 1e-4 --train-iters 100 --mock-data --vocab-size {vocab} --bf16 --attention-dropout 0 --hidden-dropout 0 "
         f"--device {device} --save {folder} --num-workers 0 {' '.join(more)}"
     )
-    config = flags.parse(TrainConfig, line.split(), "benchmark").config
+    config = flags.parse_settings(TrainConfig, line.split(), "benchmark").config
     device_ = torch.device(device, 0) if device != "cpu" else torch.device("cpu")
     trainer = Trainer(
         Spec(config, Layout(), device_, vocab, -(-vocab // 128) * 128), ALONE, Timers(0, "minmax", device_, ALONE)

@@ -260,13 +260,15 @@ def measure_all(given: argparse.Namespace) -> None:
     from meshwright.parallel.layout import connect, layout_of
     from meshwright.ranks.connect import join_ranks
     from meshwright.ranks.world import find_world
-    from meshwright.settings.flags import parse
+    from meshwright.settings.flags import parse_settings
     from meshwright.settings.schema import TrainConfig
     from meshwright.training.before.preflight import pick_backend
 
     began = time.perf_counter()
     world = find_world(os.environ)
-    any_cell = parse(TrainConfig, line_of(given.models[0], CELLS[given.models[0]][0], given).split(), "train").config
+    any_cell = parse_settings(
+        TrainConfig, line_of(given.models[0], CELLS[given.models[0]][0], given).split(), "train"
+    ).config
     device = devices.pick(any_cell.parallel.device, world.local_rank)
     team = join_ranks(world, pick_backend(any_cell, device), 5, device, seconds=120)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -300,7 +302,7 @@ def measure_all(given: argparse.Namespace) -> None:
             watch.begin(model, cell)
             begin, row, error, layout = time.perf_counter(), None, None, None
             try:
-                config = parse(TrainConfig, [*line.split(), f"--world-size={cell.ranks}"], "train").config
+                config = parse_settings(TrainConfig, [*line.split(), f"--world-size={cell.ranks}"], "train").config
                 team.run_on_lead(
                     lambda config=config: build_datasets(config, vocabulary_of(config)[0]) and None
                 )  # then it is kept
@@ -841,14 +843,14 @@ def overhead(given: argparse.Namespace) -> None:
     from meshwright import device as devices
     from meshwright.data.datasets import build_datasets
     from meshwright.parallel.layout import Layout
-    from meshwright.settings.flags import parse
+    from meshwright.settings.flags import parse_settings
     from meshwright.settings.schema import TrainConfig
     from meshwright.training import network
     from meshwright.training.step import StepSettings, train_step
 
     for model in given.models:
         line = line_of(model, replace(CELLS[model][0], batch=CELLS[model][0].micro), given)
-        config = parse(TrainConfig, [*line.split(), "--world-size=1"], "train").config
+        config = parse_settings(TrainConfig, [*line.split(), "--world-size=1"], "train").config
         device = devices.pick(config.parallel.device)
         vocab, padded = vocabulary_of(config)
         net = network.build(network.Spec(config, Layout(), device, vocab, padded))

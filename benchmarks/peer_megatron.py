@@ -135,10 +135,10 @@ def main() -> None:
 
 
 def of_flags(model: str) -> Any:
-    from meshwright.settings.flags import parse
+    from meshwright.settings.flags import parse_settings
     from meshwright.settings.schema import TrainConfig
 
-    return parse(
+    return parse_settings(
         TrainConfig,
         [*MODELS[model].split(), "--mock-data", "--lr=1e-4", "--train-iters=1", "--micro-batch-size=1"],
         "peer",

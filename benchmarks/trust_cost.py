@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
 
 def open_trainer(words: list[str]) -> tuple[Trainer, StopConditions]:
     console.set_stream(None)
-    config = flags.parse(TrainConfig, words, "trust_cost").config
+    config = flags.parse_settings(TrainConfig, words, "trust_cost").config
     device, team = devices.pick(config.parallel.device, 0), Team()
     timers = Timers(0, "minmax", device, team)
     vocab = config.tokenizer.vocab_size or 50257

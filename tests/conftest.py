@@ -23,8 +23,7 @@ import selection  # noqa: E402
 from faults import table  # noqa: E402
 from helpers import TINY_FLAGS, TinyRun  # noqa: E402
 from meshwright import console, device  # noqa: E402
-from meshwright.settings import flags  # noqa: E402
-from meshwright.settings import schema as settings  # noqa: E402
+from meshwright.settings import fields  # noqa: E402
 
 os.environ.setdefault(*device.FUSED_MULTIPLY_ADD)
 
@@ -90,9 +89,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for line in table.lines(report for reports in ends for report in reports):
         terminalreporter.write_line(line)
     later: dict[int, set[str]] = {}
-    for configuration in flags.every_config():
-        for _, f, _ in flags.fields(configuration).values():
-            if flags.is_not_yet(f):
-                later.setdefault(f.metadata["step"], set()).add(settings.spelling(f.name))
+    for configuration in fields.every_config():
+        for _, f, _ in fields.config_fields(configuration).values():
+            if fields.is_not_yet(f):
+                later.setdefault(f.metadata["step"], set()).add(fields.spelling(f.name))
     for step, names in sorted(later.items()):
         terminalreporter.write_line(f"not yet, step {step}: {len(names)} flags: {' '.join(sorted(names))}")

@@ -45,7 +45,7 @@ FLAGS = """
 
 @functools.cache
 def parse(line: str) -> TrainConfig:
-    return flags.parse(TrainConfig, [*FLAGS.split(), *line.split()], "meshwright test").config
+    return flags.parse_settings(TrainConfig, [*FLAGS.split(), *line.split()], "meshwright test").config
 
 
 # Runs and their records
@@ -220,7 +220,7 @@ def line_of(case: Case) -> str:
 @functools.cache
 def settings(line: str) -> dict[str, dict[str, Any]]:
     """Return group -> setting -> value for what these flags change."""
-    got = flags.parse(TrainConfig, [*FLAGS.split(), *line.split()], "meshwright test", check=False).config
+    got = flags.parse_settings(TrainConfig, [*FLAGS.split(), *line.split()], "meshwright test", check=False).config
     out: dict[str, dict[str, Any]] = {}
     for f in dataclasses.fields(TrainConfig):
         group, plain = getattr(got, f.name), getattr(parse(""), f.name)

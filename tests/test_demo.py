@@ -48,17 +48,17 @@ def test_tour(tmp_path, capfd, monkeypatch):
     last = [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  meshwright ")]
     assert [c[0] for c in last] == ["chat", "report", "inspect", "quickstart", "train"]
     assert main(last[1]) == 0 and main(last[2]) == 0
-    c = flags.parse(TrainConfig, last[4][1:], "meshwright train").config
+    c = flags.parse_settings(TrainConfig, last[4][1:], "meshwright train").config
     assert (c.model.num_layers, c.training.global_batch_size, c.checkpoint.load) == (24, 512, "gpt2-345m")
 
 
 def test_345m_command_and_recipe_are_valid():
     words = shlex.split(demo.GPT2_345M)
     assert words[:2] == ["meshwright", "train"]
-    assert flags.parse(TrainConfig, words[2:], "meshwright train").config.precision.bf16
+    assert flags.parse_settings(TrainConfig, words[2:], "meshwright train").config.precision.bf16
     own = demo.Scale()
     command = Tour(Path("x"), "log", "cpu").run_command(own.model, 0, own.steps)
-    assert not flags.parse(TrainConfig, command[1:], "meshwright train").notices
+    assert not flags.parse_settings(TrainConfig, command[1:], "meshwright train").notices
 
 
 def test_only_its_own_folder(tmp_path, capsys, monkeypatch):

@@ -73,7 +73,7 @@ def known_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Parse a command line without running it; the files it names need not exist."""
-    original = flags.parse
+    original = flags.parse_settings
 
     def parse(cls: type, argv: list[str], *args: Any, **options: Any) -> None:
         c = original(cls, argv, *args, **options | {"check": False}).config

@@ -18,7 +18,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 # Each layer may import from itself and from those above it.
 LAYERS = [
     ["errors", "console", "files", "progress"],
-    ["hub", "origin", "fields"],
+    ["hub", "origin", "fields", "version"],
     ["device"],
     ["settings", "cuda_graphs", "lazy_compiler"],
     ["ranks", "tokenizers"],

@@ -17,7 +17,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA, UNAVAILABLE, USAGE, UserError
-from meshwright.settings.schema import Tokenizer as Flags
+from meshwright.settings.schema import TokenizerFlags as Flags
 
 TEXT = "It's the year 2024: don't panic.\n\n  Indented\tλόγος 你好 🙂 naïve  <|endoftext|> x=1;\r\n"
 GPT2 = Path(os.environ.get("GPT2_VOCABULARY", Path(__file__).parents[2] / "shared" / "gpt2"))

@@ -38,7 +38,7 @@ __all__ = sorted([*_HOMES, "__version__"])
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from meshwright.settings.command import our_version
+        from meshwright.version import our_version
 
         return our_version()
     if name not in _HOMES:

@@ -121,7 +121,7 @@ def _run(name: str, argv: list[str]) -> int:
         print(version(with_torch=name == "-V"))
         return DONE
     if name not in COMMANDS:
-        from meshwright.settings.grammar import did_you_mean
+        from meshwright.settings.hints import did_you_mean
 
         hint = did_you_mean(name, COMMANDS, 0.7) or "; `meshwright help` lists the commands"
         print(f"meshwright: no command {name!r}{hint}", file=sys.stderr)
@@ -164,7 +164,7 @@ def usage() -> str:
 
 
 def version(with_torch: bool = False) -> str:
-    from meshwright.settings.command import installed_version, our_version
+    from meshwright.version import installed_version, our_version
 
     more = f", torch {installed_version('torch')}, Python {sys.version.split()[0]}" if with_torch else ""
     return f"meshwright {our_version()}{more}"

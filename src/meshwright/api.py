@@ -86,9 +86,9 @@ def train(
         words = shlex.split(config) if isinstance(config, str) else list(config)
         if only_prints := {"-h", "--help", "--print-config", "--dry-run"}.intersection(words):
             raise UserError(f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()")
-        parsed = flags.parse(TrainConfig, words, "meshwright.train", values=settings, check=datasets is None)
+        parsed = flags.parse_settings(TrainConfig, words, "meshwright.train", values=settings, check=datasets is None)
         flags.print_notices(parsed)
-        config, idle = checkpoint_architecture(parsed.config, set(flags.given(parsed))), parsed.idle
+        config, idle = checkpoint_architecture(parsed.config, set(flags.given_settings(parsed))), parsed.idle
     if wanted(config.parallel) is not None:
         raise UserError("train() runs in this process; start several ranks with `meshwright launch` or torchrun")
     if handle_signals and threading.current_thread() is not threading.main_thread():
@@ -117,7 +117,7 @@ def load(
     if dtype not in get_args(DType):
         raise UserError(f"dtype {dtype!r} is unknown; give {', '.join(get_args(DType))}")
     values = {**settings, "load": os.fspath(path)}
-    parsed = flags.parse(GenerateConfig, [], "meshwright.load", values=values, check=False)
+    parsed = flags.parse_settings(GenerateConfig, [], "meshwright.load", values=values, check=False)
     if idle := settings.keys() - DESCRIBING - {"device"}:
         raise UserError(f"load() does not use {', '.join(sorted(idle))}; leave it out (precision is dtype=)")
     c = parsed.config
@@ -125,7 +125,7 @@ def load(
         raise UserError(flags.listed(wrong))
     where = devices.pick(c.parallel.device)
     with console.lines_on_stderr():  # stdout is the caller's
-        return engine.load(os.fspath(path), flags.given(parsed), c.tokenizer, getattr(torch, dtype), where)
+        return engine.load(os.fspath(path), flags.given_settings(parsed), c.tokenizer, getattr(torch, dtype), where)
 
 
 def generate(model: LanguageModel | str | os.PathLike[str], prompt: str = "", **options: Any) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import device as devices
-from meshwright.settings.command import PROJECT, installed_version, our_version
+from meshwright.version import PROJECT, installed_version, our_version
 
 GIB, MIB = 1 << 30, 1 << 20
 TESTED = ((2, 11), (2, 13))  # versions of torch, first and last

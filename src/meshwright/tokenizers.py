@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from meshwright import files, hub
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.settings.schema import Tokenizer as TokenizerFlags
+from meshwright.settings.schema import TokenizerFlags
 
 END_OF_TEXT = "<|endoftext|>"
 CHAT_TEMPLATE, CHAT_CONFIG = "chat_template.jinja", "tokenizer_config.json"  # where Hugging Face keeps a chat template

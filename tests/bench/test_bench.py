@@ -23,7 +23,7 @@ def test_train_accepts_every_row(name, tmp_path):
     for row in rows.rows_of(name, 2):
         _, *words = [w for w in Plan(tmp_path, has_profile=True).command(row) if w != "launch"]
         words = words[words.index("train") + 1 :] if "train" in words else words
-        config = flags.parse(TrainConfig, [f"--world-size={row.gpus}", *words], "bench").config
+        config = flags.parse_settings(TrainConfig, [f"--world-size={row.gpus}", *words], "bench").config
         assert config.training.train_iters == row.steps + runs.TRACED
         assert config.model.hidden_size and config.logging.profile_step_start == row.steps + 1
         assert not row.beside or row.beside in [one.name for one in rows.rows_of(name, 2)]
@@ -34,7 +34,7 @@ def test_train_accepts_fewer_steps_than_the_warm_up(name, steps, tmp_path):
     for row in rows.rows_of(name, 2):
         words = Plan(tmp_path, steps=steps).command(row)
         words = words[words.index("train") + 1 :]
-        config = flags.parse(TrainConfig, [f"--world-size={row.gpus}", *words], "bench").config
+        config = flags.parse_settings(TrainConfig, [f"--world-size={row.gpus}", *words], "bench").config
         assert config.training.train_iters == (steps or row.steps)
 
 

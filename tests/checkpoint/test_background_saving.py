@@ -256,7 +256,7 @@ def test_ranks_save_together_and_share_a_failure(tmp_path: Path) -> None:
 
 def test_a_save_has_the_state_of_its_step(tmp_path: Path) -> None:
     """The list of skipped samples grows while the step before is still being written."""
-    config = flags.parse(TrainConfig, [*TINY_FLAGS, "--save", str(tmp_path), "--async-save"], "test").config
+    config = flags.parse_settings(TrainConfig, [*TINY_FLAGS, "--save", str(tmp_path), "--async-save"], "test").config
     saver, go = Saver(config, Layout(), Team(), CPU), threading.Event()
     real = saver.write
     saver.write = lambda *args: (go.wait(10), real(*args))  # type: ignore[method-assign, assignment, return-value]

@@ -26,7 +26,7 @@ from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.sources import Known, Source
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
 from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError
-from meshwright.settings.schema import Tokenizer
+from meshwright.settings.schema import TokenizerFlags
 
 pytestmark = pytest.mark.whole
 ROOT = Path(__file__).resolve().parents[2]
@@ -271,7 +271,7 @@ def test_a_known_vocabulary_is_not_cut(folder, tmp_path):
     for kind, size in (("Megatron", 60), ("Megatron", 62), (HUGGING_FACE, 62), (NATIVE, 60)):
         source.kind = kind
         with pytest.raises(UserError, match=f"a vocabulary of {size} ids, the checkpoint has 61$"):
-            complete_source(source, {}, Tokenizer(vocab_size=size))
+            complete_source(source, {}, TokenizerFlags(vocab_size=size))
 
 
 @pytest.fixture(scope="module")

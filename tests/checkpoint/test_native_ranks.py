@@ -31,7 +31,7 @@ from meshwright.data import datasets
 from meshwright.errors import BAD_DATA, IO, LOCKED, UNEXPECTED, USAGE, UserError
 from meshwright.parallel import shard
 from meshwright.ranks.team import ALONE, Team
-from meshwright.settings.schema import Checkpoint, Data, Tokenizer, TrainConfig
+from meshwright.settings.schema import Checkpoint, Data, TokenizerFlags, TrainConfig
 from meshwright.training.before import preflight
 from meshwright.training.loop import Trainer
 from meshwright.training.state.resume import Progress, State
@@ -367,7 +367,7 @@ def other_files(folder: Path) -> None:
     """Give each rank its own disk, with other vocabularies and data of one name."""
     t = team()
     os.chdir(folder / f"node{t.rank}")
-    given = Tokenizer(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="tokenizer.json")
+    given = TokenizerFlags(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="tokenizer.json")
     checkpoint = Checkpoint(run_dir=f"run{t.rank}")  # which only the lead writes to
     config = TrainConfig(tokenizer=given, data=Data(data_path=["a"]), checkpoint=checkpoint)
     with pytest.raises(UserError, match=r"SHA-256 of the tokenizer's tokenizer.json: \w+ on rank 0, \w+ on rank 1"):

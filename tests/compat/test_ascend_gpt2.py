@@ -203,7 +203,7 @@ def test_settings_of_each_size(place: Path, system: Path, tmp_path: Path, record
     words = (tmp_path / "args").read_text().split("\0")[:-2]
     assert words[:6] == ["-m", "meshwright", "launch", "--nproc-per-node", "8", "train"]
     argv = [str(system / w) if w.startswith(("ckpts/", "test/")) else w for w in words[6:]]
-    c = flags.parse(TrainConfig, [*argv, "--world-size", "8"], "meshwright train").config
+    c = flags.parse_settings(TrainConfig, [*argv, "--world-size", "8"], "meshwright train").config
     m, t, p = c.model, c.training, c.parallel
     got = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, m.hidden_size, m.num_layers)
     got += (c.data.seq_length, m.num_attention_heads, c.global_batch, c.micro_batch, c.optimizer.lr, c.optimizer.min_lr)

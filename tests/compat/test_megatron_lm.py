@@ -36,7 +36,7 @@ from fakes import put_first
 from helpers import train_on_texts
 from meshwright.checkpoint.foreign.megatron import reader as megatron
 from meshwright.settings import flags
-from meshwright.settings.other_programs.argument_dump import arguments
+from meshwright.settings.other_programs.argument_dump import dumped_arguments
 from meshwright.settings.schema import TrainConfig
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
@@ -236,8 +236,8 @@ def test_two_ranks(place: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch
 def test_values_of_arguments(tmp_path: Path) -> None:
     """The document's flags give its block of arguments, numbers included."""
     argv = words(tmp_path, block("megatron-lm/pretrain-345m"), "torchrun")[1:]
-    parsed = flags.parse(TrainConfig, argv, "train")
-    ours = {name: str(value) for name, value in arguments(parsed.config, parsed.idle, "nccl").items()}
+    parsed = flags.parse_settings(TrainConfig, argv, "train")
+    ours = {name: str(value) for name, value in dumped_arguments(parsed.config, parsed.idle, "nccl").items()}
     theirs = dict(re.findall(r"^  (\w+) \.+ (.*)$", block("megatron-lm/run-and-log"), re.M))
     other = {name for name, value in theirs.items() if ours[name] != value}
     assert len(theirs) == 225 and other == set(OTHER_VALUES) - {"distributed_backend"}
@@ -372,7 +372,7 @@ def launched(workspace: Path, name: str, *argv: str, **env: str) -> tuple[list[s
     assert (COMPAT / given[at]).resolve() == COMPAT / "pretrain_gpt.py"
     nodes = int(given[given.index("--nnodes") + 1]) if "--nnodes" in given else 1
     world = nodes * int(given[given.index("--nproc_per_node") + 1])
-    return given[:at], flags.parse(TrainConfig, [*given[at + 1 :], f"--world-size={world}"], "train").config
+    return given[:at], flags.parse_settings(TrainConfig, [*given[at + 1 :], f"--world-size={world}"], "train").config
 
 
 def test_scripts_of_examples(workspace: Path) -> None:
@@ -404,7 +404,7 @@ def test_the_shorter_way_of_the_page(tmp_path: Path) -> None:
     assert found
     shorter = shlex.split(found[1].replace("\\\n", " "))
     given = words(tmp_path, block("megatron-lm/pretrain-345m"), "torchrun")[1:]
-    one, other = (flags.to_dict(flags.parse(TrainConfig, argv, "train").config) for argv in (shorter, given))
+    one, other = (flags.to_dict(flags.parse_settings(TrainConfig, argv, "train").config) for argv in (shorter, given))
     files = {"data_path", "vocab_file", "merge_file", "save", "load"}
     assert {name for name in one if one[name] != other[name]} == files
 

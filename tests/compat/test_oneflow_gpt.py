@@ -87,7 +87,7 @@ def train(monkeypatch: pytest.MonkeyPatch, folder: Path, argv: list[str]) -> int
 def planned(argv: list[str]) -> dict[str, Any]:
     """Return the settings that the program resolves."""
     argv = ["--config", str(SYSTEM / "oneflow_gpt/defaults.toml"), *argv, "--dry-run"]
-    config = flags.parse(TrainConfig, argv, "", check=False).config
+    config = flags.parse_settings(TrainConfig, argv, "", check=False).config
     more = {"dp": config.dp, "batch": config.global_batch, "micro_batches": config.micro_batches(config.global_batch)}
     return flags.to_dict(config) | more
 
@@ -373,8 +373,8 @@ def test_the_plan_of_four_nodes(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> N
     expected = {"num_layers": 24, "hidden_size": 2304, "num_attention_heads": 24, "seq_length": 2048, "dp": 2}
     expected |= {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 4, "batch": 512, "micro_batches": 32}
     assert {name: seen[name] for name in expected} == expected
-    parallel = flags.parse(TrainConfig, argv, "").config.parallel
-    given = flags.parse(launcher.LaunchConfig, launcher.wanted(parallel) or [], "").config
+    parallel = flags.parse_settings(TrainConfig, argv, "").config.parallel
+    given = flags.parse_settings(launcher.LaunchConfig, launcher.wanted(parallel) or [], "").config
     for number, ip in enumerate(ips):
         monkeypatch.setattr(launcher, "_is_own", lambda address, ip=ip: address == ip)
         plan = launcher.make_plan(given)

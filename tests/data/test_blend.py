@@ -15,7 +15,7 @@ from meshwright.data.datasets import build_datasets
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.loader import Cyclic, Loader, LoaderSpec, Mock, Samples
 from meshwright.settings import checks
-from meshwright.settings.schema import Data, Tokenizer, TrainConfig, Training
+from meshwright.settings.schema import Data, TokenizerFlags, TrainConfig, Training
 
 
 def check(weights, size):
@@ -85,7 +85,7 @@ def build(vocab=3000, **settings):
     config = TrainConfig(
         data=Data(**{"seq_length": 8, "split": "700,200,100", **settings}),
         training=Training(**{**training, **inner}),
-        tokenizer=Tokenizer(),
+        tokenizer=TokenizerFlags(),
     )
     assert not [p for p in checks.problems(config) if "data" in p]
     with captured_output() as (lines, notices):

@@ -276,7 +276,7 @@ def test_one_training_sample(tmp_path: Path) -> None:
 
     a, b = two_pairs(tmp_path)
     argv = ["--data-path", "3", a, "1", b, *TRAIN]
-    config = flags.parse(InspectConfig, [*argv, "--sample", "7"], "test").config
+    config = flags.parse_settings(InspectConfig, [*argv, "--sample", "7"], "test").config
     with contextlib.redirect_stdout(io.StringIO()):
         expected = build_datasets(config, 257)
     for name in ("train", "valid"):
@@ -402,7 +402,7 @@ def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
     facts = json.loads(out)
     sets = {one["set"]: one for one in facts["sets"]}
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        data = build_datasets(flags.parse(PlanConfig, argv, "test").config, 257)
+        data = build_datasets(flags.parse_settings(PlanConfig, argv, "test").config, 257)
     for name in ("train", "valid"):
         blend, sources = data[name], sets[name]["sources"]
         assert status == 0 and isinstance(blend, Blend) and sets[name]["counted"] == "in the real order"

@@ -17,8 +17,8 @@ from helpers import error_of, tokens_of
 from meshwright.data.files.indexed import HEADER, Indexed, check_vocabulary
 from meshwright.data.files.writer import Writer
 from meshwright.data.prepare import preprocess, text
-from meshwright.settings.preprocess import Preprocess, PreprocessConfig
-from meshwright.settings.schema import Tokenizer
+from meshwright.settings.schema import TokenizerFlags
+from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
 
 BAD = {
     "not UTF-8": b'{"text": "caf\xe9"}',
@@ -57,7 +57,7 @@ def hostile(seed, lines=4000):
 def run(folder, given, **settings):
     p = Preprocess(input=[str(given)], output_prefix=str(folder / "out"), on_error="skip", overwrite=True, **settings)
     stderr = io.StringIO()
-    preprocess.run(PreprocessConfig(p, Tokenizer(tokenizer_type="ByteTokenizer")), io.StringIO(), stderr)
+    preprocess.run(PreprocessConfig(p, TokenizerFlags(tokenizer_type="ByteTokenizer")), io.StringIO(), stderr)
     data = Indexed(folder / "out_text_document")
     return [bytes(tokens_of(data, n).tolist()).decode() for n in range(len(data))], stderr.getvalue().splitlines()[-1]
 

@@ -17,8 +17,8 @@ from meshwright.data.history import History
 from meshwright.data.loader import Loader, LoaderSpec, Mock, Samples
 from meshwright.errors import USAGE
 from meshwright.settings import checks, data_paths
-from meshwright.settings.data_paths import PathSet, Source, path_sets
-from meshwright.settings.schema import Data, Logging, Tokenizer, TrainConfig, Training
+from meshwright.settings.data_paths import PathSet, TokenFiles, path_sets
+from meshwright.settings.schema import Data, Logging, TokenizerFlags, TrainConfig, Training
 from meshwright.training.log.trackers import validation_tags
 
 SEQ = 8
@@ -36,7 +36,7 @@ def settings(**given):
     training = {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 20, "eval_interval": 10, "eval_iters": 2}
     inner = {k: given.pop(k) for k in list(given) if k in {*training, "train_samples", "skip_train"}}
     data = Data(**{"seq_length": SEQ, "split": "700,200,100", **given})
-    return TrainConfig(data=data, training=Training(**{**training, **inner}), tokenizer=Tokenizer())
+    return TrainConfig(data=data, training=Training(**{**training, **inner}), tokenizer=TokenizerFlags())
 
 
 def build(**given):
@@ -64,11 +64,11 @@ def test_bigscience_groups():
             test_weighted_split_paths=["Z: D"],
         )
     )
-    assert train.sources == (Source("A", 0.6, 0.0, 0.6), Source("B", 0.3), Source("C", 0.1))
+    assert train.sources == (TokenFiles("A", 0.6, 0.0, 0.6), TokenFiles("B", 0.3), TokenFiles("C", 0.1))
     assert (train.key, one.key, two.key, test.key) == ("train", "valid/X", "valid/Y", "test/Z")
-    assert one.sources == (Source("A", 0.6, 0.6, 0.8), Source("B", 0.4))
-    assert two.sources == (Source("C", None, 0.8, 1.0),)  # alone, as in bigscience, it is read without a blend
-    assert test.sources == (Source("D"),) and not test.divided
+    assert one.sources == (TokenFiles("A", 0.6, 0.6, 0.8), TokenFiles("B", 0.4))
+    assert two.sources == (TokenFiles("C", None, 0.8, 1.0),)  # alone, as in bigscience, it is read without a blend
+    assert test.sources == (TokenFiles("D"),) and not test.divided
 
 
 def test_groups_from_a_file(files):
@@ -78,8 +78,8 @@ def test_groups_from_a_file(files):
     [train, x, y] = path_sets(
         Data(valid_weighted_split_paths_path="valid.txt", train_weighted_split_paths_path="train.txt")
     )
-    assert train == PathSet("train", None, (Source("p3"),), "--train-weighted-split-paths-path")
-    assert x.sources == (Source("p0", 0.6, 0.0, 0.5), Source("p1", 0.4)) and y.sources == (Source("p2"),)
+    assert train == PathSet("train", None, (TokenFiles("p3"),), "--train-weighted-split-paths-path")
+    assert x.sources == (TokenFiles("p0", 0.6, 0.0, 0.5), TokenFiles("p1", 0.4)) and y.sources == (TokenFiles("p2"),)
     (files / "test.txt").write_text('"Z: p1"\n')
     [_, z] = path_sets(Data(train_weighted_split_paths=["T: p3"], test_weighted_split_paths_path="test.txt"))
     assert z.key == "test/Z"
@@ -91,13 +91,13 @@ def test_groups_from_a_file(files):
 def test_paths_from_files(files):
     (files / "paths").write_text("0.7 p0\n0.3 p1\n")
     assert path_sets(Data(data_args_path="paths")) == [
-        PathSet(split, None, (Source("p0", 0.7), Source("p1", 0.3)), "--data-args-path", True)
+        PathSet(split, None, (TokenFiles("p0", 0.7), TokenFiles("p1", 0.3)), "--data-args-path", True)
         for split in ("train", "valid", "test")
     ]
     (files / "split.json").write_text(json.dumps({"train": ["0.7", "p0", 0.3, "p1"], "valid": "p2", "test": None}))
     assert path_sets(Data(per_split_data_args_path="split.json")) == [
-        PathSet("train", None, (Source("p0", 0.7), Source("p1", 0.3)), "--per-split-data-args-path"),
-        PathSet("valid", None, (Source("p2"),), "--per-split-data-args-path"),
+        PathSet("train", None, (TokenFiles("p0", 0.7), TokenFiles("p1", 0.3)), "--per-split-data-args-path"),
+        PathSet("valid", None, (TokenFiles("p2"),), "--per-split-data-args-path"),
     ]
     by_flags = build(data_path=["0.7", "p0", "0.3", "p1"])[0]
     by_file = build(data_args_path="paths")[0]
@@ -580,7 +580,7 @@ def test_each_set_has_its_own_tag():
 
 def test_without_files_of_its_own(files):
     d = Data(valid_data_path=["a", "b"], train_data_path=["c"], data_cache_path="x")
-    assert data_paths.given(data_paths.without(d)) == [] and data_paths.without(d).data_cache_path == "x"
+    assert data_paths.path_settings(data_paths.without(d)) == [] and data_paths.without(d).data_cache_path == "x"
     assert (
         data_paths.prefixes(d) == ["c", "a", "b"] and data_paths.prefixes(Data(data_path=["a"], mock_data=True)) == []
     )

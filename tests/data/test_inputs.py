@@ -22,9 +22,8 @@ from meshwright.data.prepare.folders import PassedOver
 from meshwright.data.prepare.inputs import find
 from meshwright.data.prepare.preprocess import run
 from meshwright.errors import BAD_DATA, IO
-from meshwright.settings.preprocess import Preprocess, PreprocessConfig
-from meshwright.settings.schema import Tokenizer
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.schema import TokenizerFlags
+from meshwright.settings.text_inputs import Preprocess, PreprocessConfig, TextInputs
 
 
 def read(*paths, **flags):
@@ -40,7 +39,7 @@ def preprocess(tmp_path, *paths, **flags):
     settings = {"output_prefix": str(tmp_path / "out" / "x"), "overwrite": True, **flags}
     p = Preprocess(input=[str(path) for path in paths], **settings)
     out, err = io.StringIO(), io.StringIO()
-    run(PreprocessConfig(p, Tokenizer(tokenizer_type="ByteTokenizer")), out, err)
+    run(PreprocessConfig(p, TokenizerFlags(tokenizer_type="ByteTokenizer")), out, err)
     data = Indexed(tmp_path / "out" / "x_text_document")
     ids, ends = bytes(data.tokens.tolist()), [int(n) for n in data.sizes]
     starts = [sum(ends[:n]) for n in range(len(ends))]

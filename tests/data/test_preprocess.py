@@ -17,9 +17,8 @@ from meshwright import tokenizers
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.prepare import preprocess, text
 from meshwright.errors import BAD_DATA, IO
-from meshwright.settings.preprocess import Preprocess, PreprocessConfig
-from meshwright.settings.schema import Tokenizer
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.schema import TokenizerFlags
+from meshwright.settings.text_inputs import Preprocess, PreprocessConfig, TextInputs
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +30,7 @@ def work(tmp_path, given, tokenizer="ByteTokenizer", vocab_size=None, stderr=Non
         given = [str(tmp_path / "in.jsonl")]
     settings = {"output_prefix": str(tmp_path / "out"), "overwrite": True, **settings}
     config = PreprocessConfig(
-        Preprocess(input=given, **settings), Tokenizer(tokenizer_type=tokenizer, vocab_size=vocab_size)
+        Preprocess(input=given, **settings), TokenizerFlags(tokenizer_type=tokenizer, vocab_size=vocab_size)
     )
     stdout, stderr = io.StringIO(), stderr or io.StringIO()
     preprocess.run(config, stdout, stderr)
@@ -251,7 +250,9 @@ def test_megatrons_command_line(tmp_path):
         assert done.returncode == 0, done.stderr
         written.append([f.read_bytes() for f in files])
     assert written[0] == written[1]
-    t = tokenizers.build(Tokenizer(vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt")))
+    t = tokenizers.build(
+        TokenizerFlags(vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt"))
+    )
     data = Indexed(tmp_path / "meg-gpt2_text_document")
     assert [tokens_of(data, n).tolist() for n in range(50)] == [[*t.encode(f"the theme {n}"), 269] for n in range(50)]
     (tmp_path / "in.jsonl").write_bytes(b"{}\n")

@@ -24,8 +24,8 @@ from meshwright.data.files.indexed import Indexed
 from meshwright.data.prepare import containers, encoding, journal, preprocess, text, workers
 from meshwright.data.tools import merge as merging
 from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, UserError
-from meshwright.settings.preprocess import Preprocess, PreprocessConfig
-from meshwright.settings.schema import Tokenizer
+from meshwright.settings.schema import TokenizerFlags
+from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def run(folder, output, *inputs, **settings):
     settings = {"append_eod": True, "overwrite": True, **settings}
     p = Preprocess(input=[str(one) for one in inputs], output_prefix=str(folder / output), **settings)
     stderr = io.StringIO()
-    preprocess.run(PreprocessConfig(p, Tokenizer(tokenizer_type="ByteTokenizer")), io.StringIO(), stderr)
+    preprocess.run(PreprocessConfig(p, TokenizerFlags(tokenizer_type="ByteTokenizer")), io.StringIO(), stderr)
     return stderr.getvalue()
 
 
@@ -373,7 +373,7 @@ def test_a_merge_that_fails_keeps_the_parts(tmp_path, small, monkeypatch):
     a = write_corpus(tmp_path / "a", 50)
     config = PreprocessConfig(
         Preprocess(input=[str(a)], output_prefix=str(tmp_path / "out"), workers=1),
-        Tokenizer(tokenizer_type="ByteTokenizer"),
+        TokenizerFlags(tokenizer_type="ByteTokenizer"),
     )
     job = preprocess.prepare(config, io.StringIO(), io.StringIO(), preprocess.World(0, 2))
     job.work()

@@ -20,7 +20,7 @@ from meshwright.data.files.verify import damaged_caches
 from meshwright.data.files.writer import Writer
 from meshwright.data.loader import Mock, Samples
 from meshwright.data.samples import build_indices, epochs_needed, split_bounds
-from meshwright.settings.schema import Data, Tokenizer, TrainConfig, Training
+from meshwright.settings.schema import Data, TokenizerFlags, TrainConfig, Training
 
 
 def data(prefix, sizes, vocab=1000, dtype=np.uint16):
@@ -235,7 +235,7 @@ def config(prefix, **changes):
     seq_length = changes.pop("seq_length", 8)
     inner = {k: changes.pop(k) for k in list(changes) if k in training or k == "seed"}
     settings = {"data_path": [str(prefix)], "seq_length": seq_length, "split": "700,200,100", **changes}
-    return TrainConfig(data=Data(**settings), training=Training(**{**training, **inner}), tokenizer=Tokenizer())
+    return TrainConfig(data=Data(**settings), training=Training(**{**training, **inner}), tokenizer=TokenizerFlags())
 
 
 def build_and_capture(settings, vocab=1000):

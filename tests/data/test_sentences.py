@@ -13,8 +13,8 @@ from meshwright.data.files.indexed import Indexed
 from meshwright.data.prepare import preprocess, sentences
 from meshwright.errors import LOCKED, UNAVAILABLE, USAGE
 from meshwright.settings.checks import problems
-from meshwright.settings.preprocess import Preprocess, PreprocessConfig
-from meshwright.settings.schema import Tokenizer
+from meshwright.settings.schema import TokenizerFlags
+from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
 
 # Sentences are divided by |; the text has a blank there.
 ENGLISH = """
@@ -130,7 +130,7 @@ def test_each_is_a_sequence(tmp_path, punkt):
         how = {"append_eod": True, "lang": lang, "split_sentences": True, "keep_newlines": keep}
         how |= {"sentence_splitter": splitter, "overwrite": overwrite}
         p = Preprocess(input=[str(tmp_path / "in.jsonl")], output_prefix=str(tmp_path / "out"), **how)
-        tokenizer = Tokenizer(tokenizer_type="ByteTokenizer")
+        tokenizer = TokenizerFlags(tokenizer_type="ByteTokenizer")
         preprocess.run(PreprocessConfig(p, tokenizer), io.StringIO(), io.StringIO())
 
     for splitter, lang in ways.items():

@@ -25,7 +25,7 @@ from meshwright.data.prepare import containers, plain, tables, text
 from meshwright.data.prepare.inputs import find
 from meshwright.data.prepare.text import BadLine, lines_of, pieces, units
 from meshwright.errors import IO, UNAVAILABLE, UserError
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.text_inputs import TextInputs
 
 
 def line(text, **more):

@@ -21,7 +21,7 @@ from meshwright.data.prepare import inputs, plain, text
 from meshwright.data.prepare.inputs import find
 from meshwright.data.prepare.wikitext import text_of
 from meshwright.errors import BAD_DATA
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.text_inputs import TextInputs
 
 MARKUP = {
     "'''Bold''' and ''it'' '''''both'''''": "Bold and it both",

@@ -19,7 +19,7 @@ from meshwright.evaluation.trigram import trigram_bits_per_byte
 from meshwright.generation import engine
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
-from meshwright.settings.schema import Model, Tokenizer
+from meshwright.settings.schema import Model, TokenizerFlags
 from on_ranks import run_ranks
 
 TEXT = "die Katze saß auf der Matte. " * 3
@@ -67,7 +67,7 @@ def test_figures_equal_a_plain_computation(score, run, tmp_path):
     path.write_text(TEXT[:50])
     status, got, _ = score("--input", path)
     raw = TEXT[:50].encode()
-    model = engine.load(str(run), {}, Tokenizer(), torch.float64, torch.device("cpu")).model
+    model = engine.load(str(run), {}, TokenizerFlags(), torch.float64, torch.device("cpu")).model
     with torch.no_grad():
         nats = plain_loss(model, [256, *raw], LENGTH, LENGTH // 2)
     assert status == 0 and (got["tokens"], got["bytes"], got["documents"]) == (len(raw), len(raw), 1)

@@ -165,11 +165,11 @@ def test_several_checkpoints_in_one_call(evaluate, trained, files, tmp_path):
 def on_two_ranks(run, spec, out):
     team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     words = ["--load", run, "--device=cpu", "--world-size=2", "--tensor-model-parallel-size=2", spec]
-    parsed = flags.parse(EvaluateConfig, words, "test", check=False)
+    parsed = flags.parse_settings(EvaluateConfig, words, "test", check=False)
     folders = step_folders([run], "all")
     scoring = Scoring(parsed.config, folders, [], False)
     with console.lines_on_stderr():
-        ranks.lead(parsed.config, flags.given(parsed), scoring.work, torch.device("cpu"), team, folders)
+        ranks.lead(parsed.config, flags.given_settings(parsed), scoring.work, torch.device("cpu"), team, folders)
     if team.is_lead:
         results.write(scoring.results, out)
 

@@ -109,7 +109,7 @@ def parse(flags_of_run: tuple[str, ...]) -> TrainConfig:
     words = [word for f in flags_of_run if not f.startswith("--poison") for word in f.split()]
     has_files = not given.isdisjoint(("--data-path", "--train-data-path"))
     size = f"--vocab-size={WORDS if has_files else WORDS + 1}"
-    return flags.parse(TrainConfig, [*ALWAYS, size, *out, *words], "meshwright test", check=False).config
+    return flags.parse_settings(TrainConfig, [*ALWAYS, size, *out, *words], "meshwright test", check=False).config
 
 
 def configs(case: Case) -> list[TrainConfig]:

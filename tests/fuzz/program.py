@@ -125,7 +125,7 @@ class Hunt:
         import numpy
         import torch
 
-        from meshwright.settings.command import our_version
+        from meshwright.version import our_version
 
         values: dict[str, dict[str, int]] = {}
         for (name, value), n in sorted(self.values.items()):

@@ -24,7 +24,7 @@ from meshwright.generation.requests import Request
 from meshwright.parallel.layout import Layout
 from meshwright.ranks.team import Team
 from meshwright.settings import flags
-from meshwright.settings.schema import GenerateConfig, Sampling, Tokenizer
+from meshwright.settings.schema import GenerateConfig, Sampling, TokenizerFlags
 from on_ranks import run_ranks
 
 LENGTH = 32
@@ -70,8 +70,8 @@ def on_ranks(load, lines, out, cls, work):
     results = []
     for line in lines:
         words = ["--load", str(load), "--device=cpu", f"--world-size={team.size}", *line.split()]
-        parsed = flags.parse(cls, words, "test", check=False)
-        given = flags.given(parsed)
+        parsed = flags.parse_settings(cls, words, "test", check=False)
+        given = flags.given_settings(parsed)
         ranks.lead(parsed.config, given, lambda m: results.append(work(m)), torch.device("cpu"), team)
     if team.is_lead:
         Path(out).write_text(json.dumps(results))
@@ -92,7 +92,7 @@ def figures(m):
 
 
 def alone(load, dtype=torch.float64):
-    return engine.load(str(load), {}, Tokenizer(), dtype, torch.device("cpu"))
+    return engine.load(str(load), {}, TokenizerFlags(), dtype, torch.device("cpu"))
 
 
 CASES = [(shape, world) for shape in SHAPES for world in LAYOUTS]
@@ -278,4 +278,4 @@ def test_the_model_must_fit_the_layout(runs, capsys):
     assert "1 rank is not a multiple of --tensor-model-parallel-size 2 = 2: start 2" in capsys.readouterr().err
     layout, cpu = Layout(tp=3), torch.device("cpu")
     with pytest.raises(UserError, match="--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3"):
-        engine.load(str(runs("gpt2")), {}, Tokenizer(), torch.float32, cpu, layout=layout)
+        engine.load(str(runs("gpt2")), {}, TokenizerFlags(), torch.float32, cpu, layout=layout)

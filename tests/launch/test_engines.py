@@ -131,11 +131,11 @@ READERS: dict[str, Callable[[str], list[str]]] = {
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_command_is_read_back_word_for_word(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = write(capsys, engine, "--max-restarts", "2", *TRAIN)
-    given = flags.parse(LaunchConfig, READERS[engine](text), "meshwright launch").config
+    given = flags.parse_settings(LaunchConfig, READERS[engine](text), "meshwright launch").config
     assert given.command == TRAIN
     assert (given.nnodes or 1, given.nproc_per_node, given.max_restarts) == (1 + (engine != "docker"), "4", 2)
     assert given.wait == (30 if engine == "docker" else engines.WAIT)
-    configs = [flags.parse(TrainConfig, c[1:], "", check=False).config for c in (TRAIN, given.command)]
+    configs = [flags.parse_settings(TrainConfig, c[1:], "", check=False).config for c in (TRAIN, given.command)]
     assert configs[0] == configs[1] and configs[1].data.data_path == HARD
 
 
@@ -148,7 +148,7 @@ def test_a_run_that_survives_the_loss_of_nodes(engine: str, capsys: pytest.Captu
         assert main(["launch", "--write=slurm", "--engine=ray", *words]) == USAGE
         return
     texts = [write(capsys, engine, *words, *TRAIN) for words in ((), ("--min-ranks", "4"))]
-    given = [flags.parse(LaunchConfig, READERS[engine](text), "").config for text in texts]
+    given = [flags.parse_settings(LaunchConfig, READERS[engine](text), "").config for text in texts]
     most = 4 if engine == "docker" else 8
     assert [(one.min_ranks, one.max_ranks) for one in given] == [(None, None), (4, most)]
     if engine == "slurm":
@@ -186,7 +186,7 @@ def test_settings_of_the_environment_are_in_the_file(
 def test_a_script_and_a_cpu(engine: str, capsys: pytest.CaptureFixture[str], place: Path) -> None:
     (place / "my_script.py").touch()
     text = write(capsys, engine, "my_script.py", "--x", "$y")
-    assert flags.parse(LaunchConfig, READERS[engine](text), "").config.command == ["my_script.py", "--x", "$y"]
+    assert flags.parse_settings(LaunchConfig, READERS[engine](text), "").config.command == ["my_script.py", "--x", "$y"]
     words = {"slurm": "gpus-per-node", "ray": '"GPU":', "skypilot": "accelerators", "docker": "--gpus"}
     assert words.get(engine, "nvidia.com/gpu") in text
     text = write(capsys, engine, *TRAIN, "--device", "cpu")
@@ -749,7 +749,7 @@ def test_the_ray_driver(
     assert groups[0] == ([{"CPU": 16, "GPU": 4}] * 2, "STRICT_SPREAD")
     for node, words in enumerate(calls[:2]):
         assert words[:5] == [sys.executable, "-u", "-m", "meshwright", "launch"]
-        given = flags.parse(LaunchConfig, words[5:], "").config
+        given = flags.parse_settings(LaunchConfig, words[5:], "").config
         assert (given.nnodes, given.node_rank, given.master_addr, given.command) == (2, node, "10.0.0.7", TRAIN)
 
 

@@ -223,7 +223,9 @@ def test_the_port_of_the_machine_is_in_use() -> None:
 
 
 def plan(*words: str) -> Plan:
-    return launcher.make_plan(flags.parse(launcher.LaunchConfig, [*words, "train"], "meshwright launch").config)
+    return launcher.make_plan(
+        flags.parse_settings(launcher.LaunchConfig, [*words, "train"], "meshwright launch").config
+    )
 
 
 def test_plans() -> None:

@@ -139,7 +139,7 @@ LINES = [LINE, f"{LINE} --fused-kernels on {MORE}"]
 
 
 def training(line):
-    config = flags.parse(TrainConfig, [*FLAGS.split(), *line.split()], "test").config
+    config = flags.parse_settings(TrainConfig, [*FLAGS.split(), *line.split()], "test").config
     want, pipelines = rows_of(trained(config, 2, connect=connect)), Pipelines()
     with pipelines.installed():
         got = rows_of(trained(config, 2, connect=connect))

@@ -7,7 +7,7 @@ import re
 import parallelism as document
 import pytest
 
-from meshwright.settings import flags
+from meshwright.settings import fields
 from meshwright.settings import schema as config
 
 
@@ -45,4 +45,4 @@ def test_bytes_match_a_ring_counted_by_hand():
 def test_flags_exist():
     named = set(re.findall(r"`(--[a-z0-9_-]+)", document.PAGE.read_text(encoding="utf-8")))
     assert len(named) >= 14
-    assert named <= {config.spelling(name) for name in flags.fields(config.TrainConfig)} | {"--dry-run"}
+    assert named <= {fields.spelling(name) for name in fields.config_fields(config.TrainConfig)} | {"--dry-run"}

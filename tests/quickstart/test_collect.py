@@ -9,7 +9,7 @@ from meshwright.data.prepare import text
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.quickstart import collect
 from meshwright.quickstart.collect import Documents, cut
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.text_inputs import TextInputs
 
 
 def words(number, seed=0):

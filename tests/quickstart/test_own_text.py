@@ -14,7 +14,7 @@ from meshwright.quickstart import collect, own_text, plan, shell, tour
 from meshwright.quickstart.collect import Documents
 from meshwright.quickstart.folder import Progress
 from meshwright.quickstart.plan import Size
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.text_inputs import TextInputs
 
 
 @pytest.fixture

@@ -6,23 +6,25 @@ import pytest
 
 from helpers import TINY_FLAGS
 from meshwright.settings import flags
-from meshwright.settings.other_programs.argument_dump import ABSENT, ALWAYS, NAMED, arguments
+from meshwright.settings.other_programs.argument_dump import ABSENT, ALWAYS, NAMED, dumped_arguments
 from meshwright.settings.other_programs.megatron_flags import NO_EFFECT, REFUSED
 from meshwright.settings.schema import TrainConfig
 
 
 def dump(*words: str) -> dict[str, str]:
-    parsed = flags.parse(TrainConfig, [*TINY_FLAGS, *words], "train")
-    return {name: str(value) for name, value in arguments(parsed.config, parsed.idle, "gloo").items()}
+    parsed = flags.parse_settings(TrainConfig, [*TINY_FLAGS, *words], "train")
+    return {name: str(value) for name, value in dumped_arguments(parsed.config, parsed.idle, "gloo").items()}
 
 
 def test_no_setting_is_missing_or_hidden_by_the_table() -> None:
-    parsed = flags.parse(TrainConfig, TINY_FLAGS, "train")
+    parsed = flags.parse_settings(TrainConfig, TINY_FLAGS, "train")
     ours = set(flags.to_dict(parsed.config))
-    assert ours <= set(arguments(parsed.config, {}, "gloo"))
+    assert ours <= set(dumped_arguments(parsed.config, {}, "gloo"))
     assert not ours & {*ABSENT[::2], *ALWAYS}
     known = {name.lstrip("-").replace("-", "_") for name in (*NO_EFFECT, *REFUSED)}
-    assert set(NAMED) <= known and {name for name, _ in NAMED.values()} <= set(arguments(parsed.config, {}, "gloo"))
+    assert set(NAMED) <= known and {name for name, _ in NAMED.values()} <= set(
+        dumped_arguments(parsed.config, {}, "gloo")
+    )
 
 
 @pytest.mark.parametrize(

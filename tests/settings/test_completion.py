@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.__main__ import COMMANDS, main
 from meshwright.settings import completion, help
-from meshwright.settings.fields import fields
+from meshwright.settings.fields import config_fields
 from meshwright.settings.schema import TrainConfig
 
 DRIVER = """
@@ -85,7 +85,7 @@ def test_bash_completes_every_command_and_flag_but_those_of_old_command_lines(sc
 
 
 def test_paths_are_fields_that_exist() -> None:
-    every = set(fields(TrainConfig))
+    every = set(config_fields(TrainConfig))
     for words in completion.words_of_commands():
         every |= {e.name for e in words.flags}
     assert set(help.PATHS) - every <= {"prefix", "prefixes", "datasets"}

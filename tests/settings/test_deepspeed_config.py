@@ -9,7 +9,7 @@ import pytest
 from documents import CONFIG_003
 from meshwright.__main__ import main
 from meshwright.errors import USAGE, UserError
-from meshwright.settings import flags
+from meshwright.settings import fields, flags
 from meshwright.settings.other_programs import deepspeed_json
 from meshwright.settings.schema import Parallel, TrainConfig
 from meshwright.training.run import run
@@ -27,7 +27,7 @@ def parse(tmp_path, monkeypatch):
     def call(file, line=""):
         (tmp_path / "ds.json").write_text(file if isinstance(file, str) else json.dumps(file))
         argv = [*SMALL, "--deepspeed", "--deepspeed_config", "ds.json", *line.split()]
-        return flags.parse(TrainConfig, argv, "meshwright test")
+        return flags.parse_settings(TrainConfig, argv, "meshwright test")
 
     return call
 
@@ -79,7 +79,7 @@ def refusal(parse):
 def test_taken(parse, file, name, want):
     got = parse(BATCHES | file, "--world-size 2" if "zero_optimization" in file else "")
     assert flags.to_dict(got.config)[name] == want
-    default = flags.default_of(flags.fields(TrainConfig)[name][1])
+    default = fields.default_of(fields.config_fields(TrainConfig)[name][1])
     assert got.sources[name] == ("ds.json" if want != default else "default")
 
 
@@ -143,7 +143,7 @@ def test_a_saved_configuration_reads_back(parse, tmp_path):
     """Then every setting is given, and agrees with the file."""
     got = parse(CONFIG_003.replace("$MICRO", "2").replace("$GLOBAL", "8"), "--world-size 2")
     (tmp_path / "c.toml").write_text(flags.to_toml(got.config))
-    again = flags.parse(TrainConfig, ["--config", str(tmp_path / "c.toml")], "meshwright test")
+    again = flags.parse_settings(TrainConfig, ["--config", str(tmp_path / "c.toml")], "meshwright test")
     assert again.config == got.config
 
 
@@ -156,12 +156,12 @@ def test_print_config_names_the_file(parse, tmp_path, capsys):
 def test_a_dry_run_reads_the_file_too(parse, tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(BATCHES))
     argv = [*SMALL, "--deepspeed_config", "ds.json", "--dry-run"]
-    assert flags.parse(TrainConfig, argv, "meshwright test", check=False).config.micro_batch == 2
+    assert flags.parse_settings(TrainConfig, argv, "meshwright test", check=False).config.micro_batch == 2
 
 
 def test_without_a_file_nothing_changes():
     config = TrainConfig(parallel=Parallel(deepspeed=True))
-    assert deepspeed_json.merge(config, ()) == (config, [], [])
+    assert deepspeed_json.merge_deepspeed(config, ()) == (config, [], [])
 
 
 # Contradictions between a key and a flag, with both values
@@ -250,7 +250,7 @@ def test_unreadable(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     argv = [*SMALL, "--micro-batch-size=1", "--deepspeed_config", name]
     with pytest.raises(UserError) as caught:
-        flags.parse(TrainConfig, argv, "meshwright test")
+        flags.parse_settings(TrainConfig, argv, "meshwright test")
     assert str(caught.value).startswith(f"--deepspeed_config {name}: ") and len(str(caught.value).splitlines()) == 1
 
 
@@ -258,20 +258,22 @@ def test_not_utf_8(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_bytes(b'{"\xff": 1}')
     with pytest.raises(UserError, match="not UTF-8 text"):
-        flags.parse(TrainConfig, [*SMALL, "--micro-batch-size=1", "--deepspeed_config", "ds.json"], "meshwright test")
+        flags.parse_settings(
+            TrainConfig, [*SMALL, "--micro-batch-size=1", "--deepspeed_config", "ds.json"], "meshwright test"
+        )
 
 
 def test_every_key_is_of_one_kind_and_every_setting_is_real():
     tables = [deepspeed_json.MAPPED, deepspeed_json.IDLE, deepspeed_json.REFUSED, deepspeed_json.OURS]
     assert sum(map(len, tables)) == len(set().union(*tables))
-    assert {name for name, _ in deepspeed_json.MAPPED.values()} <= flags.fields(TrainConfig).keys()
+    assert {name for name, _ in deepspeed_json.MAPPED.values()} <= fields.config_fields(TrainConfig).keys()
 
 
 def test_from_python_the_file_counts_too(tmp_path, capsys):
     """run(config) reads it; settings not at their default must agree with it."""
     (tmp_path / "ds.json").write_text(json.dumps({"gradient_clipping": 0.5, "train_batch_size": 4}))
     argv = [*SMALL, "--micro-batch-size=2", "--eval-iters=0", "--device=cpu", "--run-dir", str(tmp_path / "run")]
-    config = flags.parse(TrainConfig, argv, "meshwright test").config
+    config = flags.parse_settings(TrainConfig, argv, "meshwright test").config
     parallel = replace(config.parallel, deepspeed_config=str(tmp_path / "ds.json"))
     assert run(replace(config, parallel=parallel)) == 0
     out, err = capsys.readouterr()

@@ -11,9 +11,9 @@ import torch
 from helpers import TINY_FLAGS, read_losses
 from meshwright.__main__ import main
 from meshwright.data.prepare import preprocess
-from meshwright.settings.flags import parse
-from meshwright.settings.preprocess import Preprocess, PreprocessConfig
-from meshwright.settings.schema import Tokenizer, TrainConfig
+from meshwright.settings.flags import parse_settings
+from meshwright.settings.schema import TokenizerFlags, TrainConfig
+from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
 
 
 @pytest.fixture(scope="session")
@@ -353,7 +353,7 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
         params.publish_weights()
         batches = [Batch(tokens[i], (tokens[i] + 1) % 64, torch.tensor([2 * i, 2 * i + 1]), masks[i]) for i in parts]
         flag = ["--loss-mean", how] if how in ("global", "microbatch") else []
-        mean = parse(TrainConfig, flag, "meshwright train", check=False).config.training.loss_mean
+        mean = parse_settings(TrainConfig, flag, "meshwright train", check=False).config.training.loss_mean
         settings = StepSettings(1, 0.0, 0.0, loss_mean=mean)
         losses[how] = float(train_step(Network([model], params, loss, cpu), batches, settings)[0])
     assert losses["microbatch"] == pytest.approx((losses["first"] + losses["second"]) / 2)
@@ -411,7 +411,7 @@ def files(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
         settings = Preprocess(input=[str(folder / f"{name}.jsonl")], output_prefix=str(folder / name), append_eod=True)
         preprocess.run(
-            PreprocessConfig(settings, Tokenizer(tokenizer_type="ByteTokenizer")), io.StringIO(), io.StringIO()
+            PreprocessConfig(settings, TokenizerFlags(tokenizer_type="ByteTokenizer")), io.StringIO(), io.StringIO()
         )
     return folder
 

@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.settings import flags
-from meshwright.settings import schema as settings
+from meshwright.settings import fields, flags
 from meshwright.settings.fields import choices_of, inner_type, not_yet
 from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OTHER_MODELS, REFUSED, RETIRED
 from meshwright.settings.schema import TrainConfig
 
 TESTS = Path(__file__).parents[1]
-CONFIGS = flags.every_config()
+CONFIGS = fields.every_config()
 E = "test_flag_effects.py::"
 # Another spelling, or no effect on one process: equal losses.
 SAME = E + "test_leaves_the_losses_equal"
@@ -355,6 +354,23 @@ TABLE = {
         "output": "test_data_commands.py::test_fetch_continues_where_it_was_cut",
         "sha256": "test_data_commands.py::test_a_wrong_checksum_leaves_nothing",
     },
+    "conversion": {
+        "paths": "test_convert.py::test_a_circle_of_conversions_ends_with_the_same_file",
+        "to": "test_convert.py::test_a_circle_of_conversions_ends_with_the_same_file",
+        "target_tensor_parallel_size": "test_convert.py::test_impossible_conversions_are_refused",
+        "target_pipeline_parallel_size": "test_convert.py::test_impossible_conversions_are_refused",
+        "dtype": "test_convert.py::test_precision",
+        "no_optimizer": "test_convert.py::test_optimizer_state_and_counters_are_converted",
+    },
+    "deduplication": {
+        **dict.fromkeys(
+            "threshold shingle num_seeds num_bands seed".split(),
+            "test_dedup.py::test_removes_what_comparing_all_pairs_removes",
+        ),
+        **dict.fromkeys(
+            "inputs output_file removed_file json_key overwrite".split(), "test_dedup.py::test_files_and_their_lines"
+        ),
+    },
     "loose_text": {
         **dict.fromkeys(
             "json_path output_file each_line overwrite".split(), "test_data_commands.py::test_loose_files_become_one"
@@ -365,7 +381,7 @@ TABLE = {
 
 def entries():
     """Return (group, field name) -> field of all commands."""
-    return {(g, n): f for cls in CONFIGS for n, (g, f, _) in flags.fields(cls).items()}
+    return {(g, n): f for cls in CONFIGS for n, (g, f, _) in fields.config_fields(cls).items()}
 
 
 def file_of(name):
@@ -392,7 +408,7 @@ def test_every_flag_has_an_entry_and_no_entry_is_left_over():
 
 def test_not_yet_marks_exactly_those_flags(capsys):
     marked = {(g, n) for g, names in TABLE.items() for n, where in names.items() if where == "not yet"}
-    true = {key for key, f in entries().items() if flags.is_not_yet(f)}
+    true = {key for key, f in entries().items() if fields.is_not_yet(f)}
     assert marked == true
     by_step = {}
     for key in sorted(true):
@@ -406,9 +422,9 @@ def test_not_yet_marks_exactly_those_flags(capsys):
 def test_not_yet_is_refused_by_name(cls):
     """Every such flag at once, each with a value other than its default, gives one line each."""
     argv, wanted = [], set()
-    for name, (_, f, kind) in flags.fields(cls).items():
-        if flags.is_not_yet(f):
-            flag, default, inner = settings.spelling(name), flags.default_of(f), inner_type(kind)
+    for name, (_, f, kind) in fields.config_fields(cls).items():
+        if fields.is_not_yet(f):
+            flag, default, inner = fields.spelling(name), fields.default_of(f), inner_type(kind)
             wanted.add(flag)
             if kind is bool:
                 argv.append("--no-" + flag[2:] if default else flag)
@@ -419,7 +435,7 @@ def test_not_yet_is_refused_by_name(cls):
     if not wanted:
         return
     with pytest.raises(UserError) as caught:
-        flags.parse(cls, argv, "meshwright test")
+        flags.parse_settings(cls, argv, "meshwright test")
     refused = [line.split()[0] for line in str(caught.value).splitlines() if " is not yet in" in line]
     assert sorted(refused) == sorted(wanted)
 
@@ -454,16 +470,16 @@ does not have, and what it answers. `*` stands for any ending.
 def reference() -> str:
     """Return docs/flags.md: a table for each group of settings."""
     out = [HEAD]
-    for name, group in {name: group for cls in CONFIGS for name, group in flags.groups(cls).items()}.items():
+    for name, group in {name: group for cls in CONFIGS for name, group in fields.config_groups(cls).items()}.items():
         out += [f"## {name.capitalize().replace('_', ' ')}", "", (group.__doc__ or "").splitlines()[0], ""]
         out += ["| flag | other spellings | default | meaning |", "|---|---|---|---|"]
         kinds = typing.get_type_hints(group)
         for f in dataclasses.fields(group):
-            aliases, default = " ".join(f"`{a}`" for a in f.metadata["aliases"]), flags.default_of(f)
+            aliases, default = " ".join(f"`{a}`" for a in f.metadata["aliases"]), fields.default_of(f)
             shown = "" if default in (None, []) else f"`{json.dumps(default)}`"
             lacking = not_yet(f, kinds[f.name])
             meaning = f.metadata["help"] + (f" *({lacking})*" if lacking else "")
-            cells = [f"`{settings.spelling(f.name)}`", aliases, shown, meaning.replace("|", "\\|")]
+            cells = [f"`{fields.spelling(f.name)}`", aliases, shown, meaning.replace("|", "\\|")]
             out.append("| " + " | ".join(cells) + " |")
         out.append("")
     return "\n".join(out + elsewhere())
@@ -483,7 +499,7 @@ def elsewhere() -> list[str]:
         "Refused": {reason: names for reason, names in refused.items() if "not yet" not in reason} | models,
         "Without effect": idle,
         "Renamed": {f"use {new}": [old] for old, new in RETIRED.items()}
-        | {f"{settings.spelling(name)} {value}": [old] for old, (name, value) in EQUAL.items()},
+        | {f"{fields.spelling(name)} {value}": [old] for old, (name, value) in EQUAL.items()},
     }
     out = OTHERS.splitlines()
     for heading, table in tables.items():
@@ -501,9 +517,9 @@ def test_the_page_of_flags_is_up_to_date():
 
 def test_the_page_marks_all_that_answers_not_yet():
     lines = reference().splitlines()
-    for _, (_, f, kind) in flags.fields(TrainConfig).items():
+    for _, (_, f, kind) in fields.config_fields(TrainConfig).items():
         if only := f.metadata["only"]:
-            [line] = [line for line in lines if line.startswith(f"| `{settings.spelling(f.name)}` |")]
+            [line] = [line for line in lines if line.startswith(f"| `{fields.spelling(f.name)}` |")]
             *_, mark = line.partition(" *(not yet")
             assert mark and all(choice in mark for choice in choices_of(kind) if choice not in only)
     begin, end = lines.index("### Not yet"), lines.index("### Refused")

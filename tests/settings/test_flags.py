@@ -15,23 +15,23 @@ from meshwright.__main__ import COMMANDS, main
 from meshwright.commands.data import VERBS, MergeConfig
 from meshwright.errors import BAD_DATA, USAGE, UserError
 from meshwright.model import counts
-from meshwright.settings import flags
+from meshwright.settings import fields, flags
 from meshwright.settings import schema as settings
 from meshwright.settings.other_programs import megatron_flags as foreign_flags
-from meshwright.settings.preprocess import PreprocessConfig
 from meshwright.settings.presets import PRESETS
 from meshwright.settings.schema import GenerateConfig, TrainConfig
+from meshwright.settings.text_inputs import PreprocessConfig
 
-CONFIGS = flags.every_config()
+CONFIGS = fields.every_config()
 
 
 def parse(*argv, cls=TrainConfig, **more):
-    return flags.parse(cls, list(argv), "meshwright test", **{"check": False} | more)
+    return flags.parse_settings(cls, list(argv), "meshwright test", **{"check": False} | more)
 
 
 def refusal(*argv, cls=TrainConfig, check=False):
     with pytest.raises(UserError) as caught:
-        flags.parse(cls, list(argv), "meshwright test", check=check)
+        flags.parse_settings(cls, list(argv), "meshwright test", check=check)
     assert caught.value.status == USAGE
     return str(caught.value)
 
@@ -119,12 +119,12 @@ def test_saved_settings_of_an_older_or_newer_release():
 
 def test_every_field_has_help_and_no_two_flags_collide():
     for cls in CONFIGS:
-        names = [f.name for g in flags.groups(cls).values() for f in dataclasses.fields(g)]
+        names = [f.name for g in fields.config_groups(cls).values() for f in dataclasses.fields(g)]
         assert len(names) == len(set(names)), cls
         seen = {}
-        for _, f, _ in flags.fields(cls).values():
+        for _, f, _ in fields.config_fields(cls).values():
             assert f.metadata["help"].strip() and not f.metadata["help"].endswith("."), f.name
-            for spelling in {settings.spelling(f.name), *f.metadata["aliases"]}:
+            for spelling in {fields.spelling(f.name), *f.metadata["aliases"]}:
                 assert seen.setdefault(spelling, f.name) == f.name, spelling
         for spelling in seen:
             assert spelling not in foreign_flags.RETIRED or (cls, spelling) == (MergeConfig, "--datasets")
@@ -139,18 +139,18 @@ def test_every_field_has_help_and_no_two_flags_collide():
 def test_every_alias_sets_its_field():
     for cls in CONFIGS:
         parser = flags._parser(cls)
-        for _, f, kind in flags.fields(cls).values():
+        for _, f, kind in fields.config_fields(cls).values():
             for alias in f.metadata["aliases"]:
                 namespace, unknown = parser.parse_known_args([alias] if kind is bool else [alias, "1"])
                 is_off = kind is bool and alias.startswith(("--disable", "--no-"))
-                want = not is_off if kind is bool else ["1"] if flags.is_list(kind) else "1"
+                want = not is_off if kind is bool else ["1"] if fields.is_list(kind) else "1"
                 assert vars(namespace)[f.name] == want and not unknown, alias
 
 
 def test_both_x_and_no_x():
     for cls in CONFIGS:
-        names = [n for n, (_, _, kind) in flags.fields(cls).items() if kind is bool and not n.startswith("no_")]
-        on = [settings.spelling(n) for n in names]
+        names = [n for n, (_, _, kind) in fields.config_fields(cls).items() if kind is bool and not n.startswith("no_")]
+        on = [fields.spelling(n) for n in names]
         off = ["--no-" + flag[2:] for flag in on]
         for argv, want in ((on, True), (off, False), (on + off, False), (off + on, True)):  # the last one counts
             got = flags.to_dict(parse(*argv, cls=cls).config)
@@ -610,7 +610,7 @@ ONEFLOW = (
     ],
 )
 def test_commands_of_the_documents(cls, line, accepted):
-    got = flags.parse(cls, line.split(), "meshwright test")
+    got = flags.parse_settings(cls, line.split(), "meshwright test")
     assert sum("is accepted" in n for n in got.notices) == accepted
 
 
@@ -703,7 +703,7 @@ def test_every_name_of_the_argument_dump_is_known():
     assert len(DUMP) == 225 and len(set(DUMP)) == 225
     parser = flags._parser(TrainConfig)
     for name in [n for n in DUMP if n not in DERIVED]:
-        spelled = [PRINTED_AS.get(name), settings.spelling(name), "--" + name.replace("_", "-")]
+        spelled = [PRINTED_AS.get(name), fields.spelling(name), "--" + name.replace("_", "-")]
         flag = next((s for s in spelled if s in parser._option_string_actions), spelled[0] or spelled[2])
         known = flag in parser._option_string_actions
         assert known or not flags._unknown(flag, parser).startswith("unknown"), name

@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.__main__ import main
-from meshwright.settings.grammar import near_path
+from meshwright.settings.hints import near_path
 
 
 def test_a_path_that_does_not_exist_brings_up_what_is_named_like_it(tmp_path, monkeypatch):

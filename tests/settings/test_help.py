@@ -17,9 +17,10 @@ from meshwright.__main__ import COMMANDS, GROUPS, main, usage
 from meshwright.commands.data import VERBS
 from meshwright.errors import UserError
 from meshwright.settings import docs_pages, fields, help
+from meshwright.settings.fields import spelling
 from meshwright.settings.other_programs.megatron_flags import NO_EFFECT
 from meshwright.settings.pages import PAGES, SHORT
-from meshwright.settings.schema import TrainConfig, spelling
+from meshwright.settings.schema import TrainConfig
 
 ROOT = Path(__file__).parents[2]
 PAGED = [name for name in COMMANDS if name not in ("data", "help")] + [f"data {verb}" for verb in VERBS]
@@ -61,7 +62,9 @@ def test_pages_name_what_their_commands_have(name: str, monkeypatch: pytest.Monk
 
 def test_pages_are_of_commands_that_exist() -> None:
     assert set(PAGES) == set(PAGED), "settings/pages.py has a page for each command"
-    assert set(SHORT) <= {name for cls in fields.every_config() for name in fields.fields(cls)} | set(help.CONTROLS)
+    assert set(SHORT) <= {name for cls in fields.every_config() for name in fields.config_fields(cls)} | set(
+        help.CONTROLS
+    )
     for page in PAGES.values():
         for command in re.findall(r"meshwright (\S+)", " ".join(page.examples)):
             assert command in COMMANDS
@@ -114,7 +117,7 @@ def test_where_docs_explain() -> None:
     for page, names in docs_pages.PAGES.items():
         text = (ROOT / page).read_text()
         for cls in fields.every_config():
-            for name, (_, f, _) in fields.fields(cls).items():
+            for name, (_, f, _) in fields.config_fields(cls).items():
                 if name in names.split():
                     words = {spelling(name), "--no-" + spelling(name)[2:], *f.metadata["aliases"]}
                     assert any(re.search(rf"{re.escape(w)}\b", text) for w in words), f"{page} lacks {name}"
@@ -154,15 +157,15 @@ def test_the_list_of_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_versions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import meshwright
-    from meshwright.settings import command
+    from meshwright import version as versions
 
     version = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]  # type: ignore[index]
     assert run(capsys, "--version") == f"meshwright {version}\n" and meshwright.__version__ == version
     assert re.fullmatch(rf"meshwright {version}, torch 2\.\S+, Python 3\.\S+\n", run(capsys, "-V"))
-    monkeypatch.setattr(command, "PROJECT", tmp_path / "pyproject.toml")
-    assert command.our_version() == command.installed_version("meshwright") or "uninstalled"
+    monkeypatch.setattr(versions, "PROJECT", tmp_path / "pyproject.toml")
+    assert versions.our_version() == versions.installed_version("meshwright") or "uninstalled"
     (tmp_path / "pyproject.toml").write_text('name = "another"\nversion = "9.9"\n')  # a project that vendors us
-    assert command.our_version() != "9.9"
+    assert versions.our_version() != "9.9"
 
 
 def test_help_inside_help(capsys: pytest.CaptureFixture[str]) -> None:

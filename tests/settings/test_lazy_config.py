@@ -169,10 +169,12 @@ def test_values_of_the_command_line() -> None:
 def test_settings_of_ours_in_a_python_file(tmp_path: Path) -> None:
     path = write(tmp_path, "layers = 2\nmodel = dict(num_layers=layers, hidden_size=16 * layers)\nlr = 3e-4\n", "s.py")
     with pytest.raises(UserError, match="unknown setting 'layers' in .*s.py"):
-        flags.parse(TrainConfig, ["--config", str(path), "--dry-run"], "meshwright train", check=False)
+        flags.parse_settings(TrainConfig, ["--config", str(path), "--dry-run"], "meshwright train", check=False)
     path.write_text(path.read_text().replace("layers = 2\n", "").replace("layers", "2"))
     path.write_text(path.read_text().replace("num_2", "num_layers"))
-    config = flags.parse(TrainConfig, ["--config", str(path), "--dry-run"], "meshwright train", check=False).config
+    config = flags.parse_settings(
+        TrainConfig, ["--config", str(path), "--dry-run"], "meshwright train", check=False
+    ).config
     assert (config.model.num_layers, config.model.hidden_size, config.optimizer.lr) == (2, 32, 3e-4)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.settings import flags
+from meshwright.settings import fields, flags
 from meshwright.settings.other_programs.megatron_flags import (
     EQUAL,
     NO_EFFECT,
@@ -24,7 +24,7 @@ MEGATRON = dict(line.split() for line in Path(__file__).with_name("megatron_core
 
 
 def parse(*argv):
-    return flags.parse(TrainConfig, list(argv), "meshwright train", check=False)
+    return flags.parse_settings(TrainConfig, list(argv), "meshwright train", check=False)
 
 
 def refusal(*argv):
@@ -64,7 +64,7 @@ def test_idle_flags_leave_the_next_flag_alone():
 
 def test_a_switch_that_is_one_of_our_settings(tmp_path):
     for name, (field, value) in EQUAL.items():
-        group = flags.fields(TrainConfig)[field][0]
+        group = fields.config_fields(TrainConfig)[field][0]
         parsed = parse("--loss-mean", "microbatch", "--bf16", name)
         assert getattr(getattr(parsed.config, group), field) == value and parsed.notices == []
         (tmp_path / "c.yaml").write_text(f"loss_mean: microbatch\nbf16: true\n{name[2:].replace('-', '_')}: true\n")

@@ -18,7 +18,7 @@ SMALL = """--num-layers=4 --hidden-size=32 --num-attention-heads=4 --seq-length=
 
 
 def parse(line="", cls=TrainConfig):
-    return flags.parse(cls, [*SMALL, *line.split()] if cls is TrainConfig else line.split(), "meshwright test")
+    return flags.parse_settings(cls, [*SMALL, *line.split()] if cls is TrainConfig else line.split(), "meshwright test")
 
 
 def refusal(line, cls=TrainConfig):
@@ -123,7 +123,7 @@ def test_pipeline_layout(layout):
     c = sized(24, pipeline_model_parallel_size=4, pipeline_layout=layout)
     assert c.stages == [6, 6, 6, 6] and c.chunks == 1
     small = ["--num-layers", "24", "--pipeline-model-parallel-size", "4", "--world-size", "4"]
-    got = flags.parse(TrainConfig, [*SMALL, *small, "--custom-pipeline-stage-id", layout], "meshwright test")
+    got = flags.parse_settings(TrainConfig, [*SMALL, *small, "--custom-pipeline-stage-id", layout], "meshwright test")
     assert got.config.stages == [6, 6, 6, 6]
 
 
@@ -179,7 +179,7 @@ PP2 = f"{W} 2 {PP} 2"
 def test_wrong_layouts(layout, words):
     argv = [*SMALL, *PP2.split(), "--pipeline-layout", layout]
     with pytest.raises(UserError) as caught:
-        flags.parse(TrainConfig, argv, "meshwright test")
+        flags.parse_settings(TrainConfig, argv, "meshwright test")
     assert words in str(caught.value) and str(caught.value).startswith("--pipeline-layout ")
     assert len(str(caught.value)) < 300
 
@@ -360,12 +360,12 @@ def test_recompute_by_deepspeeds_name():
 
 def test_tiny_flags_fit_many_layouts():
     for more in (f"{W} 2 {TP} 2", PP2, f"{W} 2 --zero-stage 3", f"{W} 2 {CP} 2 --attention-dropout 0"):
-        got = flags.parse(TrainConfig, [*TINY_FLAGS, *more.split()], "meshwright test")
+        got = flags.parse_settings(TrainConfig, [*TINY_FLAGS, *more.split()], "meshwright test")
         assert got.config.world == 2 and dataclasses.replace(got.config) == got.config
 
 
 def command(text, *more):
-    return flags.parse(TrainConfig, [*text.split(), *more], "meshwright test").config
+    return flags.parse_settings(TrainConfig, [*text.split(), *more], "meshwright test").config
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ NAMES = [name for one in FAMILIES for name in one.presets]
 
 
 def parse(*argv, check=False):
-    return flags.parse(TrainConfig, list(argv), "meshwright train", check=check)
+    return flags.parse_settings(TrainConfig, list(argv), "meshwright train", check=check)
 
 
 def settings(name, *more):

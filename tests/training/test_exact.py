@@ -199,7 +199,7 @@ def test_the_run_has_the_events_to_survive(blend, whole, tmp_path):
     least = min(scales)
     assert scales[0] == scales[1] == 2 * scales[2]  # forgiven, halved
     assert max(scales[scales.index(least) :]) >= 4 * least  # doubled twice
-    settings = flags.parse(config.TrainConfig, arguments(tmp_path, *blend), "meshwright train").config
+    settings = flags.parse_settings(config.TrainConfig, arguments(tmp_path, *blend), "meshwright train").config
     mixed = build_datasets(settings, WORDS + 1)["train"]
     small = mixed.parts[0]
     per_epoch = (int(small.indexed.sizes.sum()) - 1) // SEQ

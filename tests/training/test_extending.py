@@ -352,7 +352,7 @@ def test_muon_without_layers_is_refused(example):
 def test_custom_data_needs_no_files(tmp_path: Path) -> None:
     """Paths of token files in the settings are neither opened nor saved."""
     argv = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--data-path", "none", "--save", str(tmp_path)]
-    config = flags.parse(TrainConfig, argv, "test").config
+    config = flags.parse_settings(TrainConfig, argv, "test").config
     data = {"train": Mock(64, 24, 16, 1), "valid": Mock(64, 24, 16, 2), "test": None}
     assert train.run(config, datasets=data) == 0
     assert open_step(tmp_path, 6).config["data_fingerprint"] == []

@@ -123,7 +123,7 @@ def test_which_layers():
 )
 def test_refusals(argv, message):
     with pytest.raises(UserError) as caught:
-        flags.parse(TrainConfig, [*TINY_FLAGS, "--fp8-format=e4m3", *argv.split()], "meshwright train")
+        flags.parse_settings(TrainConfig, [*TINY_FLAGS, "--fp8-format=e4m3", *argv.split()], "meshwright train")
     assert message in str(caught.value)
 
 

@@ -11,7 +11,7 @@ from meshwright.__main__ import main
 from meshwright.data.loader import Batch
 from meshwright.model.loss import token_losses
 from meshwright.parallel.layout import Layout
-from meshwright.settings.flags import parse
+from meshwright.settings.flags import parse_settings
 from meshwright.settings.schema import TrainConfig
 from meshwright.training import graphs as graph
 from meshwright.training import loop, network, step
@@ -215,7 +215,7 @@ def test_steps_of_another_shape_between_replays():
 
 
 def reason(*flags, layout=None, kind="cuda", custom=False):
-    config = parse(TrainConfig, list(map(str, [*TINY_FLAGS, *flags])), "meshwright train", check=False).config
+    config = parse_settings(TrainConfig, list(map(str, [*TINY_FLAGS, *flags])), "meshwright train", check=False).config
     return graph.reason_against(config, layout or Layout(), torch.device(kind), custom)
 
 

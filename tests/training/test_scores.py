@@ -17,7 +17,7 @@ from meshwright.evaluation.score import Window, plain_scorer, score_windows
 from meshwright.generation import engine
 from meshwright.report.page import page
 from meshwright.runs.history import read_history
-from meshwright.settings.schema import Tokenizer
+from meshwright.settings.schema import TokenizerFlags
 from meshwright.training.beside import scores
 
 TEXT = "the cat sat on the mat and the dog sat on the cat. "
@@ -52,7 +52,7 @@ def test_scores_are_those_of_the_saved_weights(scored, files):
     assert [(r["iteration"], r["task"]) for r in rows] == [
         (i, name) for i in (4, 8, 12) for name in ("lambada", "wikitext", "text")
     ]
-    m = engine.load(str(scored), {}, Tokenizer(), torch.float64, torch.device("cpu"))
+    m = engine.load(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
     for row in rows[-3:]:
         task = tasks.make(row["task"], row["file"], m.tokenizer, 16, 8)
         want = tasks.run(task, plain_scorer(m.model), 16, 8)
@@ -126,7 +126,7 @@ def test_default_interval(scored, tmp_path, files):
     )
     assert {i for scores in read_history(folder).scores.values() for i in scores} == {12}  # only at the end
     [interval] = [line for line in (folder / "log.txt").read_text().splitlines() if " > --eval-tasks: " in line]
-    m = engine.load(str(scored), {}, Tokenizer(), torch.float64, torch.device("cpu"))
+    m = engine.load(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
     made = [tasks.make(name, path, m.tokenizer, 16, 8) for name, path in (one.split("=") for one in files.split(","))]
     fed = sum(len(w.tokens) - 1 for task in made for w in task.windows)
     every = int(interval.split("every ")[1].split()[0].replace(",", ""))

@@ -10,7 +10,7 @@ import pytest
 from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA
-from meshwright.settings.schema import Tokenizer as Flags
+from meshwright.settings.schema import TokenizerFlags as Flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.state.folder import as_continued
 

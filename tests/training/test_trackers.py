@@ -9,7 +9,7 @@ import torch
 
 from meshwright.errors import UserError
 from meshwright.ranks.team import Team
-from meshwright.settings import flags
+from meshwright.settings import fields
 from meshwright.settings import schema as config
 from meshwright.training.log.metrics import Timers
 from meshwright.training.log.trackers import TAGS, open_trackers, tags, validation_tags
@@ -61,7 +61,7 @@ def test_flags_choose():
     none = logging(log_learning_rate_to_tensorboard=False, log_loss_scale_to_tensorboard=False)
     assert tags(none, ROW).keys() == always
     assert validation_tags(logging(), CHECK) == {"lm loss validation": 2.0}
-    assert {flag for _, flag in TAGS.values() if flag} <= flags.fields(config.TrainConfig).keys()
+    assert {flag for _, flag in TAGS.values() if flag} <= fields.config_fields(config.TrainConfig).keys()
 
 
 def test_missing_values_are_left_out_and_a_skipped_step_has_no_loss():

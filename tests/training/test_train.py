@@ -28,8 +28,8 @@ from meshwright import console
 from meshwright.__main__ import main
 from meshwright.errors import UserError
 from meshwright.files import replacing
-from meshwright.settings.data_paths import Source
-from meshwright.settings.flags import parse
+from meshwright.settings.data_paths import TokenFiles
+from meshwright.settings.flags import parse_settings
 from meshwright.settings.schema import TrainConfig
 
 
@@ -310,7 +310,7 @@ def test_signal_finishes_the_step_and_saves(tmp_path, capfd, monkeypatch, number
 @pytest.mark.parametrize("handle_signals", [False, True])
 def test_run_in_a_thread_leaves_signals_alone(tmp_path, handle_signals):
     """Python allows no handlers there, and a notebook or a service has its own."""
-    config = parse(TrainConfig, [*TINY_FLAGS, "--save", str(tmp_path / "run")], "test").config
+    config = parse_settings(TrainConfig, [*TINY_FLAGS, "--save", str(tmp_path / "run")], "test").config
     before = signal.getsignal(signal.SIGTERM)
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(meshwright.training.run.run, config, handle_signals=handle_signals).result() == 0
@@ -326,7 +326,7 @@ def test_python_callers_keep_their_signal_handlers(monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(meshwright.training.loop, "train_step", noting)
-    assert meshwright.training.run.run(parse(TrainConfig, TINY_FLAGS, "test").config) == 0
+    assert meshwright.training.run.run(parse_settings(TrainConfig, TINY_FLAGS, "test").config) == 0
     assert seen == [handlers] * 6
 
 
@@ -559,7 +559,7 @@ def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
 
     argv = ["--world-size=4", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--num-layers=5"]
     argv += [f"--pipeline-schedule={schedule}", "--num-query-groups=2", "--group-query-attention", "--qk-layernorm"]
-    c = parse(TrainConfig, [*TINY_FLAGS, *argv, *more], "train", check=False).config
+    c = parse_settings(TrainConfig, [*TINY_FLAGS, *argv, *more], "train", check=False).config
     counted = []
     for rank in range(2):
         layout = Layout(2, 1, 1, 1, 1, rank)
@@ -689,7 +689,7 @@ def test_a_load_that_holds_nothing_is_refused(tmp_path, capsys):
         assert status == 65 and f"--load {tmp_path / load}" in err and "leave --load out" in err and not out
         assert main(["train", *TINY_FLAGS, "--load", str(tmp_path / load), "--dry-run"]) == 65
     assert not (tmp_path / "new").exists()
-    config = parse(TrainConfig, [*TINY_FLAGS, "--load", str(tmp_path / "nope")], "meshwright train").config
+    config = parse_settings(TrainConfig, [*TINY_FLAGS, "--load", str(tmp_path / "nope")], "meshwright train").config
     with pytest.raises(UserError, match="no such folder"):  # from Python
         meshwright.training.run.run(config)
     assert train(tmp_path, "--load", f"{tmp_path}/./new", save="new")[0] == 0
@@ -773,10 +773,10 @@ def test_an_error_of_the_disk_names_its_file(tmp_path, capsys, monkeypatch):
 
 
 def test_the_name_of_a_token_file_stands_for_the_pair(tmp_path):
-    assert [Source(f"a/b{end}").prefix for end in ("", ".bin", ".idx", ".txt")] == ["a/b", "a/b", "a/b", "a/b.txt"]
+    assert [TokenFiles(f"a/b{end}").prefix for end in ("", ".bin", ".idx", ".txt")] == ["a/b", "a/b", "a/b", "a/b.txt"]
     write_counting(tmp_path / "a.bin", [9])  # a prefix that ends so is kept
-    assert Source(str(tmp_path / "a.bin")).prefix == str(tmp_path / "a.bin")
-    data = parse(
+    assert TokenFiles(str(tmp_path / "a.bin")).prefix == str(tmp_path / "a.bin")
+    data = parse_settings(
         TrainConfig, [*TINY_FLAGS, "--data-path", "0.5", "b.bin", "0.5", "c.idx"], "meshwright train"
     ).config.data
     assert data.data_path == ["0.5", "b", "0.5", "c"]

@@ -86,7 +86,7 @@ LAYOUTS = [
 def test_layouts():
     def config(line, world):
         more = f"{line} --world-size {world} --sample-interval 1 --sample-length 7 --sample-prompts".split()
-        return flags.parse(TrainConfig, [*FLAGS.split(), *more, *PROMPTS], "meshwright test").config
+        return flags.parse_settings(TrainConfig, [*FLAGS.split(), *more, *PROMPTS], "meshwright test").config
 
     ((logits, plain),) = run_all({"": config("--micro-batch-size 4", 1)}, 1, 1, read=texts_of)[""]
     assert all(text for text in plain) and len(set(map(str, plain))) == len(PROMPTS)

@@ -87,11 +87,11 @@ def test_what_is_missing_is_filled_in():
         "--hidden-size 96 --tensor-model-parallel-size 3 --world-size 9",
         "--preset gpt2-117m --num-distributed-optimizer-instances 2 --zero-stage 1",
     ):
-        given = flags.parse(TrainConfig, words.split(), "meshwright verify-layout", check=False).config
+        given = flags.parse_settings(TrainConfig, words.split(), "meshwright verify-layout", check=False).config
         ranks = verify_layout.ranks_wanted(given)
         assert ranks == (given.parallel.world_size or given.parallel.model_ranks * (4 if "instances" in words else 2))
         more = [f"--world-size={ranks}", *verify_layout.missing(given, ranks)]
-        flags.parse(TrainConfig, [*more, *words.split()], "meshwright verify-layout")
+        flags.parse_settings(TrainConfig, [*more, *words.split()], "meshwright verify-layout")
 
 
 def test_too_many_ranks_are_refused():

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.settings.grammar import did_you_mean
+from meshwright.settings.hints import did_you_mean
 from meshwright.settings.lazy_config import flattened
 
 TABLES = ("model", "train", "optim", "dataloader", "tokenization", "graph")  # LiBai reads no others

@@ -17,7 +17,7 @@ from meshwright.bench import table
 from meshwright.bench.rows import Row
 from meshwright.bench.runs import Plan, measure
 from meshwright.progress import duration, new_bar
-from meshwright.settings.command import installed_version, our_version
+from meshwright.version import installed_version, our_version
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -41,7 +41,7 @@ TRIAL = 5  # steps of each micro-batch, the first two not counted
 
 
 def main(request: dict[str, Any], path: Path) -> None:
-    config = flags.parse(TrainConfig, [*request["flags"], "--mock-data", "--train-iters=1000"], "peer").config
+    config = flags.parse_settings(TrainConfig, [*request["flags"], "--mock-data", "--train-iters=1000"], "peer").config
     device = devices.pick(config.parallel.device)
     build, package = PROGRAMS[request["program"]]
     ids = config.tokenizer.vocab_size

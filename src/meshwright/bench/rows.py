@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.errors import UserError
-from meshwright.settings.grammar import did_you_mean
+from meshwright.settings.hints import did_you_mean
 from meshwright.settings.presets import ALIASES, PRESETS, family
 
 A = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"

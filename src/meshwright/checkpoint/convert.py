@@ -27,9 +27,10 @@ from meshwright.checkpoint.steps import HUGGING_FACE
 from meshwright.console import notice
 from meshwright.errors import BAD_DATA, LOCKED, UserError, not_a_run
 from meshwright.progress import progress_bar
-from meshwright.settings import checks, flags
-from meshwright.settings.grammar import find_address, refuse_address
-from meshwright.settings.schema import ARCHITECTURE, DESCRIBING, STATED, GenerateConfig, Tokenizer, spelling
+from meshwright.settings import checks, fields, flags
+from meshwright.settings.fields import spelling
+from meshwright.settings.hints import find_address, refuse_address
+from meshwright.settings.schema import ARCHITECTURE, DESCRIBING, STATED, GenerateConfig, TokenizerFlags
 
 if TYPE_CHECKING:
     import torch
@@ -115,10 +116,10 @@ class Conversion:
 
 def prepare(source: str | Path, target: Target, settings: Mapping[str, Any]) -> Conversion:
     """Open the source and check that it, the settings and its tokenizer fit together."""
-    if unknown := settings.keys() - flags.fields(GenerateConfig).keys():
+    if unknown := settings.keys() - fields.config_fields(GenerateConfig).keys():
         raise UserError(f"unknown settings: {', '.join(sorted(unknown))}")
     given = flags.from_saved(GenerateConfig, settings, "settings")
-    config, _ = flags.build(GenerateConfig, [("settings", given)])
+    config, _ = flags.build_config(GenerateConfig, [("settings", given)])
     if wrong := checks.unusable(config) + checks.not_yet(config):
         raise UserError(flags.listed(wrong))
     c = config.checkpoint
@@ -146,7 +147,7 @@ def suggest_older(path: Path, source: Source) -> str:
 Complete = tuple[Source, tokenizers.Tokenizer | None]
 
 
-def complete_source(source: Source, given: Mapping[str, Any], t: Tokenizer) -> Complete:
+def complete_source(source: Source, given: Mapping[str, Any], t: TokenizerFlags) -> Complete:
     """Complete the source by the flags, cut it to its true vocabulary, and find its tokenizer."""
     saved, where = describe(source, given), source.folder
     tokenizer = find_tokenizer(saved, t)
@@ -177,7 +178,7 @@ def complete_source(source: Source, given: Mapping[str, Any], t: Tokenizer) -> C
     return source, tokenizer
 
 
-def find_tokenizer(saved: SavedModel, t: Tokenizer) -> tokenizers.Tokenizer | None:
+def find_tokenizer(saved: SavedModel, t: TokenizerFlags) -> tokenizers.Tokenizer | None:
     """Return the tokenizer of the flags, or the one kept with the checkpoint, if any."""
     kept = None if tokenizers.is_named(t) else saved.tokenizer_folder
     try:

@@ -17,7 +17,7 @@ from meshwright.checkpoint.sources import Source
 from meshwright.checkpoint.steps import Place
 from meshwright.data.history import History
 from meshwright.errors import BAD_DATA, UserError, not_a_run
-from meshwright.settings import flags
+from meshwright.settings import fields, flags
 from meshwright.settings.schema import OUTCOME, TrainConfig
 
 
@@ -117,7 +117,7 @@ def list_settings(saved: Mapping[str, Any]) -> list[str]:
     """List by group the settings that the run was made with, except those at their defaults."""
     defaults = flags.to_dict(TrainConfig())
     lines = []
-    for group, kind in flags.groups(TrainConfig).items():
+    for group, kind in fields.config_groups(TrainConfig).items():
         names = (f.name for f in dataclasses.fields(kind))
         changed = [f"{name} {saved[name]}" for name in names if name in saved and saved[name] != defaults[name]]
         if changed:

@@ -13,7 +13,8 @@ from meshwright.bench import rows
 from meshwright.bench.rows import Peer
 from meshwright.errors import DONE, UNEXPECTED, UserError
 from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig, flag
+from meshwright.settings.fields import flag
+from meshwright.settings.schema import TrainConfig
 
 ABOUT = "Measure the speed of training: each row of a SET is one run of `meshwright train`. Its flags go after --."
 Words = list[str]  # a field below is named list
@@ -55,7 +56,7 @@ class BenchConfig:
 def main(argv: Words) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     words, extra = argv[:at], argv[at + 1 :]
-    c = flags.parse(BenchConfig, words, "meshwright bench", about=ABOUT).config
+    c = flags.parse_settings(BenchConfig, words, "meshwright bench", about=ABOUT).config
     check_flags_of_train(extra)
     if c.list and not c.sets:
         print("\n".join(f"{name:<10} {about}" for name, about in rows.ABOUT.items()))
@@ -91,6 +92,6 @@ def check_flags_of_train(extra: Words) -> None:
         if (name := word.partition("=")[0].replace("_", "-")) in OURS:
             raise UserError(f"{name} after --: each row has its own; give {OURS[name]}")
     try:
-        flags.parse(TrainConfig, extra, "meshwright train", check=False)
+        flags.parse_settings(TrainConfig, extra, "meshwright train", check=False)
     except UserError as error:
         raise UserError(f"after --: {error}", error.status) from None

@@ -13,8 +13,9 @@ from meshwright.errors import DONE
 from meshwright.generation.terminal import accept_any_text
 from meshwright.ranks.world import World, is_idle
 from meshwright.settings import checks, command, flags
+from meshwright.settings.fields import flag
 from meshwright.settings.grammar import unescape
-from meshwright.settings.schema import READING, ReadConfig, Sampling, Tokenizer, flag
+from meshwright.settings.schema import READING, ReadConfig, Sampling, TokenizerFlags
 
 if TYPE_CHECKING:
     from meshwright.generation.engine import LanguageModel
@@ -40,7 +41,7 @@ class ChatConfig(ReadConfig):
     sampling: Sampling = Sampling()
 
     USES: ClassVar[frozenset[str]] = frozenset(
-        {f.name for group in (ChatFlags, Sampling, Tokenizer) for f in dataclasses.fields(group)}
+        {f.name for group in (ChatFlags, Sampling, TokenizerFlags) for f in dataclasses.fields(group)}
         | {*READING, "seed", "deterministic_mode"} - {"micro_batch_size"}
     )
 
@@ -68,7 +69,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
 
     console.set_stream("stderr")  # stdout is for the dialogue
     assert c.checkpoint.load
-    given = flags.given(parsed)
+    given = flags.given_settings(parsed)
     if parsed.dry_run:
         fit = engine.open_fit(c.checkpoint.load, given, c.tokenizer)
         templates.choose(c.chat.chat_template, fit.tokenizer, fit.saved.tokenizer_folder)

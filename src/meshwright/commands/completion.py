@@ -7,7 +7,7 @@ from typing import Literal
 
 from meshwright.errors import DONE
 from meshwright.settings import flags
-from meshwright.settings.schema import MISSING, flag
+from meshwright.settings.fields import MISSING, flag
 
 ABOUT = "Print a script that completes commands, flags, values and files; write it to a file or `eval` it."
 
@@ -20,7 +20,7 @@ class CompletionConfig:
 
 
 def main(argv: list[str]) -> int:
-    shell = flags.parse(CompletionConfig, argv, "meshwright completion", about=ABOUT).config.shell
+    shell = flags.parse_settings(CompletionConfig, argv, "meshwright completion", about=ABOUT).config.shell
     from meshwright.settings import completion
 
     print(completion.script(shell))

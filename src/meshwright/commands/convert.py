@@ -14,14 +14,17 @@ from typing import ClassVar, Literal
 
 from meshwright.console import notice, say
 from meshwright.errors import DONE
-from meshwright.settings import command, flags
-from meshwright.settings.schema import Checkpoint, Data, GenerateConfig, Model, Tokenizer, flag
+from meshwright.settings import command, fields, flags
+from meshwright.settings.fields import flag
+from meshwright.settings.schema import Checkpoint, Data, GenerateConfig, Model, TokenizerFlags
 
 ABOUT = "Convert a checkpoint of any program: convert SRC DST --to native|torch|huggingface."
 
 
 @dataclass(frozen=True)
 class Conversion:
+    """What to convert, and to what."""
+
     paths: list[str] = flag([], "SRC DST: a checkpoint or a folder of them, and the folder to write")
     to: Literal["native", "torch", "huggingface"] | None = flag(
         None, "our format, Megatron-LM's tree of torch files, or a folder for transformers"
@@ -34,14 +37,16 @@ class Conversion:
 
 @dataclass(frozen=True)
 class ConvertConfig:
+    """Settings of `meshwright convert`."""
+
     conversion: Conversion = Conversion()
     model: Model = Model()
-    tokenizer: Tokenizer = Tokenizer()
+    tokenizer: TokenizerFlags = TokenizerFlags()
     data: Data = Data()
     checkpoint: Checkpoint = Checkpoint()
 
     USES: ClassVar[frozenset[str]] = frozenset(
-        {f.name for group in (Conversion, Model, Tokenizer) for f in dataclasses.fields(group)}
+        {f.name for group in (Conversion, Model, TokenizerFlags) for f in dataclasses.fields(group)}
         | {"seq_length", "verify", "trust_pickle"}
     )
 
@@ -61,8 +66,8 @@ def main(argv: list[str]) -> int:
 
     ranks = (c.target_tensor_parallel_size, c.target_pipeline_parallel_size)
     target = Target(Path(c.paths[1]), c.to, c.dtype, not c.no_optimizer, *ranks)
-    known = flags.fields(GenerateConfig)
-    given = {name: value for name, value in flags.given(parsed).items() if name in known}
+    known = fields.config_fields(GenerateConfig)
+    given = {name: value for name, value in flags.given_settings(parsed).items() if name in known}
     job = prepare(c.paths[0], target, given)
     source, folder = job.source, target.folder
     if parsed.dry_run:

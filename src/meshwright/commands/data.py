@@ -14,10 +14,11 @@ from meshwright.console import notice
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
 from meshwright.ranks.world import find_world
 from meshwright.settings import checks, command, data_paths
-from meshwright.settings.grammar import did_you_mean, near_path, prefix_of
+from meshwright.settings.fields import flag, spelling
+from meshwright.settings.grammar import prefix_of
 from meshwright.settings.help import WORDS
-from meshwright.settings.schema import Tokenizer as TokenizerFlags
-from meshwright.settings.schema import TrainConfig, flag, spelling
+from meshwright.settings.hints import did_you_mean, near_path
+from meshwright.settings.schema import TokenizerFlags, TrainConfig
 
 TOP = 20  # default of --top
 USAGE_END = "`meshwright data VERB --help` lists a verb's flags."
@@ -290,7 +291,7 @@ def inspect(config: InspectConfig, dry: bool) -> None:
 
 def with_prefix(config: InspectConfig, prefix: str | None) -> InspectConfig:
     """Put a prefix given without a flag in the place of --data-path."""
-    named = data_paths.given(config.data)
+    named = data_paths.path_settings(config.data)
     if prefix and named:
         raise UserError(f"{prefix} and {spelling(named[0])} both name the data; give one")
     return dataclasses.replace(config, data=dataclasses.replace(config.data, data_path=[prefix])) if prefix else config

@@ -20,7 +20,7 @@ from meshwright.errors import BAD_DATA, DONE, SIGINT, UserError
 from meshwright.quickstart.plan import SIZES, Size
 from meshwright.quickstart.shell import Logged, step
 from meshwright.settings import flags
-from meshwright.settings.schema import flag
+from meshwright.settings.fields import flag
 
 MARK = ".meshwright-demo"  # the file that marks a folder as a demo's
 # Tests, tables of character codes, help texts and installed packages: not the library's own code.
@@ -54,7 +54,7 @@ class DemoConfig:
 
 def main(argv: list[str]) -> int:
     about = "Train and use a small model on this machine, in three to five minutes."
-    return run(flags.parse(DemoConfig, argv, "meshwright demo", about=about).config.dir)
+    return run(flags.parse_settings(DemoConfig, argv, "meshwright demo", about=about).config.dir)
 
 
 def run(folder: Path, scale: Scale | None = None) -> int:

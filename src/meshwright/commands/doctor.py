@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import DONE, UNAVAILABLE
 from meshwright.settings import flags
-from meshwright.settings.schema import flag
+from meshwright.settings.fields import flag
 
 ABOUT = "Check this machine in a few seconds. Status 0 means that training can start here, 69 that it cannot."
 
@@ -20,7 +20,7 @@ class DoctorConfig:
 
 
 def main(argv: list[str]) -> int:
-    c = flags.parse(DoctorConfig, argv, "meshwright doctor", about=ABOUT).config
+    c = flags.parse_settings(DoctorConfig, argv, "meshwright doctor", about=ABOUT).config
     from meshwright import doctor
 
     facts = doctor.examine()

@@ -15,9 +15,10 @@ from meshwright.commands import launch
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.ranks.world import World
 from meshwright.settings import checks, command, data_paths, flags
+from meshwright.settings.fields import flag, spelling
 from meshwright.settings.grammar import eval_tasks
-from meshwright.settings.schema import READING, Logging, ReadConfig, Sampling, Tokenizer, flag, spelling
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.schema import READING, Logging, ReadConfig, Sampling, TokenizerFlags
+from meshwright.settings.text_inputs import TextInputs
 
 if TYPE_CHECKING:
     from meshwright.evaluation.results import Result
@@ -57,7 +58,7 @@ class EvaluateConfig(ReadConfig):
     logging: Logging = Logging()
 
     USES: ClassVar[frozenset[str]] = frozenset(
-        {f.name for group in (Evaluate, Tokenizer) for f in dataclasses.fields(group)}
+        {f.name for group in (Evaluate, TokenizerFlags) for f in dataclasses.fields(group)}
         | {*READING, "data_path", "split", "split_arithmetic", "eval_tasks", "log_interval"}
     )
 
@@ -76,7 +77,7 @@ class EvaluateConfig(ReadConfig):
     def problems(self) -> list[str]:
         e, c = self.evaluate, dataclasses.replace(self.checkpoint, load=next(iter(self.folders), None))
         out = checks.reading_problems(dataclasses.replace(self, checkpoint=c), "evaluate", copies=True)
-        others = [n for n in data_paths.given(self.data) if n != "data_path"]
+        others = [n for n in data_paths.path_settings(self.data) if n != "data_path"]
         out += [f"{spelling(n)} is not read by evaluate; name token files with --data-path" for n in others]
         given = {"--input": e.input, "--data-path": self.data.data_path, "--task": e.task, "--harness": e.harness}
         given["--eval-tasks"] = self.logging.eval_tasks
@@ -132,7 +133,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     from meshwright.generation import engine, ranks
 
     console.set_stream(None if e.json else "stdout")
-    given = flags.given(parsed)
+    given = flags.given_settings(parsed)
     if parsed.dry_run:
         what = f"{len(texts)} documents" if e.input else c.data.data_path[0] if c.data.data_path else "tasks"
         for folder in folders:

@@ -56,7 +56,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     is_megatrons = t.num_samples or t.sample_input_file or (t.dialogue == "megatron" and not prompts)
     console.set_stream("stdout" if is_megatrons else "stderr")  # else stdout is for text
     assert c.checkpoint.load
-    given = flags.given(parsed)
+    given = flags.given_settings(parsed)
     if parsed.dry_run:
         fit = engine.open_fit(c.checkpoint.load, given, c.tokenizer)
         print(f"the flags fit step {fit.source.step} in {fit.source.root}; nothing was loaded and nothing written")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.settings import flags
-from meshwright.settings.schema import MISSING, flag
+from meshwright.settings.fields import MISSING, flag
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class InspectCheckpointConfig:
 
 def main(argv: list[str]) -> int:
     about = "Show what a checkpoint of any program holds, or how two checkpoints differ."
-    c = flags.parse(InspectCheckpointConfig, argv, "meshwright inspect", about=about).config
+    c = flags.parse_settings(InspectCheckpointConfig, argv, "meshwright inspect", about=about).config
     from meshwright.checkpoint import steps
     from meshwright.checkpoint.inspect import Detail, compare, describe_folder
     from meshwright.checkpoint.loading import OpenOptions

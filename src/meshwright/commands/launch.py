@@ -15,12 +15,13 @@ from meshwright.launch.launcher import TOGETHER, LaunchConfig, Plan, build_progr
 from meshwright.ranks.lost import REPORT_SECONDS
 from meshwright.ranks.world import World, find_world, require_world_size
 from meshwright.settings import flags, help
-from meshwright.settings.schema import Parallel, spelling
+from meshwright.settings.fields import spelling
+from meshwright.settings.schema import Parallel
 
 
 def main(argv: list[str]) -> int:
     about = f"Start COMMAND, {', '.join(TOGETHER)} or a Python script, as several ranks. Flags of launch go before it."
-    parsed = flags.parse(LaunchConfig, argv, "meshwright launch", about=about)
+    parsed = flags.parse_settings(LaunchConfig, argv, "meshwright launch", about=about)
     given = parsed.config
     words = given.command[1:] if given.command[:1] == ["--"] else given.command
     if not words:

@@ -10,7 +10,7 @@ from meshwright.console import notice
 from meshwright.errors import DONE
 from meshwright.ranks.world import World, find_world
 from meshwright.settings import command
-from meshwright.settings.preprocess import PreprocessConfig
+from meshwright.settings.text_inputs import PreprocessConfig
 
 
 def main(argv: list[str]) -> int:

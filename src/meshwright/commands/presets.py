@@ -11,9 +11,10 @@ from typing import Any
 
 from meshwright.errors import DONE
 from meshwright.model import counts
-from meshwright.settings import flags
+from meshwright.settings import fields, flags
+from meshwright.settings.fields import flag, spelling
 from meshwright.settings.presets import ALIASES, FAMILIES, PRESETS, family, require
-from meshwright.settings.schema import TrainConfig, flag, spelling
+from meshwright.settings.schema import TrainConfig
 
 FOOT = """
 memory: at least, to train on one device in bf16 with AdamW and micro-batches of
@@ -41,34 +42,39 @@ class PresetsConfig:
 
 def main(argv: list[str]) -> int:
     about = "List the presets of `train --preset`, or print one as flags."
-    c = flags.parse(PresetsConfig, argv, "meshwright presets", about=about).config
+    c = flags.parse_settings(PresetsConfig, argv, "meshwright presets", about=about).config
     if c.name:
         require(c.name)
     if c.json:
-        print(json.dumps(describe(c.name) if c.name else [describe(n) for f in FAMILIES for n in f.presets], indent=2))
+        print(
+            json.dumps(
+                describe_preset(c.name) if c.name else [describe_preset(n) for f in FAMILIES for n in f.presets],
+                indent=2,
+            )
+        )
     elif not c.name:
-        print("\n".join(table()))
+        print("\n".join(list_presets()))
     elif c.toml:
-        print(to_toml(c.name))
+        print(preset_as_toml(c.name))
     else:
-        about_one = describe(c.name)
-        size = f"{_short(about_one['parameters'])} parameters with a vocabulary of {about_one['vocabulary']:,} ids"
+        about_one = describe_preset(c.name)
+        size = f"{_rounded(about_one['parameters'])} parameters with a vocabulary of {about_one['vocabulary']:,} ids"
         print(f"# {c.name}: {size}\n# {about_one['source']}", file=sys.stderr)
         if sys.stdout.isatty():
-            print(" \\\n    ".join(to_flags(c.name)))
+            print(" \\\n    ".join(preset_as_flags(c.name)))
         else:
-            print(" ".join(to_flags(c.name)))
+            print(" ".join(preset_as_flags(c.name)))
     return DONE
 
 
-def describe(name: str) -> dict[str, Any]:
+def describe_preset(name: str) -> dict[str, Any]:
     """Return a preset's size, source, memory in bytes and settings."""
     from meshwright.tokenizers import padded_size
     from meshwright.training.before.sizes import bytes_per_parameter, logits_bytes
 
     settings = PRESETS[name]
     own = {"fp16": False, "bf16": True, "micro_batch_size": 1, "optimizer": "adam"}
-    config, _ = flags.build(TrainConfig, [(name, settings | own)])
+    config, _ = flags.build_config(TrainConfig, [(name, settings | own)])
     vocabulary, positions = family(name).vocabulary, settings.get("max_position_embeddings", 0)
     padded = padded_size(vocabulary, config.model.make_vocab_size_divisible_by, 1, None)
     state = bytes_per_parameter(config)[0] * counts.parameters(config.model, padded, positions)
@@ -82,22 +88,22 @@ def describe(name: str) -> dict[str, Any]:
     }
 
 
-def table() -> list[str]:
+def list_presets() -> list[str]:
     """Return the list of all presets, within 80 columns."""
     out = [f"{'preset':<24}{'parameters':>10}{'layers':>8}{'width':>7}{'heads':>8}{'context':>9}{'memory':>13}"]
     for one in FAMILIES:
         out += ["", one.source]
         for name, s in one.presets.items():
-            about, groups = describe(name), s.get("num_query_groups")
+            about, groups = describe_preset(name), s.get("num_query_groups")
             heads = f"{s['num_attention_heads']}" + (f"/{groups}" if groups else "")
             memory = f"{about['memory_bytes'] / 2**30:,.1f} GiB"
-            left = f"  {name:<22}{_short(about['parameters']):>10}{s['num_layers']:>8}{s['hidden_size']:>7,}"
+            left = f"  {name:<22}{_rounded(about['parameters']):>10}{s['num_layers']:>8}{s['hidden_size']:>7,}"
             out.append(f"{left}{heads:>8}{s['seq_length']:>9,}{memory:>13}")
     others = ", ".join(f"{alias} = {name}" for alias, name in ALIASES.items())
     return [*out, "", *textwrap.wrap(f"also: {others}", 80, subsequent_indent="  "), FOOT.rstrip()]
 
 
-def to_flags(name: str) -> list[str]:
+def preset_as_flags(name: str) -> list[str]:
     """Return a preset as words of a command line, each flag with its value."""
     out = []
     for key, value in PRESETS[name].items():
@@ -108,16 +114,16 @@ def to_flags(name: str) -> list[str]:
     return out
 
 
-def to_toml(name: str) -> str:
+def preset_as_toml(name: str) -> str:
     """Return a preset as a file that --config reads."""
-    known, about = flags.fields(TrainConfig), describe(name)
+    known, about = fields.config_fields(TrainConfig), describe_preset(name)
     lines = [f"# {name}: {about['parameters']:,} parameters with {about['vocabulary']:,} ids", f"# {about['source']}"]
-    for group in flags.groups(TrainConfig):
+    for group in fields.config_groups(TrainConfig):
         values = {k: v for k, v in PRESETS[name].items() if known[k][0] == group and v is not None}
         if values:
             lines += ["", f"[{group}]", *(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())]
     return "\n".join(lines)
 
 
-def _short(n: int) -> str:
+def _rounded(n: int) -> str:
     return f"{n / 1e9:.2f}B" if n >= 1e9 else f"{n / 1e6:.1f}M"

@@ -11,8 +11,8 @@ from pathlib import Path
 from meshwright import device as devices
 from meshwright.errors import DONE, SIGINT
 from meshwright.settings import flags
-from meshwright.settings.schema import MISSING, flag
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.fields import MISSING, flag
+from meshwright.settings.text_inputs import TextInputs
 
 MARK = ".meshwright-quickstart"  # marks a folder as a quickstart's, and holds its progress
 # Bytes of text that a second can make use of: of one core, and of an accelerator.
@@ -37,7 +37,7 @@ ABOUT = "Make a model of your own text on this machine, by commands that are pri
 
 
 def main(argv: list[str]) -> int:
-    c = flags.parse(QuickstartConfig, argv, "meshwright quickstart", about=ABOUT).config
+    c = flags.parse_settings(QuickstartConfig, argv, "meshwright quickstart", about=ABOUT).config
     # Imported late, for a quick --help.
     from meshwright.checkpoint import publish
     from meshwright.quickstart import folder as folders

@@ -8,7 +8,7 @@ from typing import Literal
 
 from meshwright.errors import DONE
 from meshwright.settings import flags
-from meshwright.settings.schema import MISSING, flag
+from meshwright.settings.fields import MISSING, flag
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ReportConfig:
 
 def main(argv: list[str]) -> int:
     about = "Write one page with plots of a run, or a comparison of several, or print a table of logs."
-    c = flags.parse(ReportConfig, argv, "meshwright report", about=about).config
+    c = flags.parse_settings(ReportConfig, argv, "meshwright report", about=about).config
     if c.logs:
         from meshwright.report.logs import extract
 

@@ -14,7 +14,8 @@ from meshwright.commands import launch
 from meshwright.errors import DONE, UNAVAILABLE, UserError
 from meshwright.ranks.world import World, is_idle
 from meshwright.settings import checks, command, flags
-from meshwright.settings.schema import READING, Logging, ReadConfig, Tokenizer, flag
+from meshwright.settings.fields import flag
+from meshwright.settings.schema import READING, Logging, ReadConfig, TokenizerFlags
 
 if TYPE_CHECKING:
     from meshwright.generation.engine import LanguageModel
@@ -65,7 +66,8 @@ class ServeConfig(ReadConfig):
     logging: Logging = Logging()
 
     USES: ClassVar[frozenset[str]] = frozenset(
-        {f.name for group in (Serve, Tokenizer) for f in dataclasses.fields(group)} | (READING - {"micro_batch_size"})
+        {f.name for group in (Serve, TokenizerFlags) for f in dataclasses.fields(group)}
+        | (READING - {"micro_batch_size"})
     )
 
     def problems(self) -> list[str]:
@@ -117,7 +119,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     from meshwright.web.guard import Limits
 
     assert c.checkpoint.load
-    load, given = c.checkpoint.load, flags.given(parsed)
+    load, given = c.checkpoint.load, flags.given_settings(parsed)
     if parsed.dry_run:
         fit = engine.open_fit(load, given, c.tokenizer)
         print(f"the flags fit step {fit.source.step} in {fit.source.root}; nothing was loaded")

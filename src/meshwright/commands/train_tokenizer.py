@@ -17,8 +17,8 @@ from meshwright.console import notice
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.files import make_folder
 from meshwright.settings import flags
-from meshwright.settings.schema import MISSING, flag
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.fields import MISSING, flag
+from meshwright.settings.text_inputs import TextInputs
 
 if TYPE_CHECKING:
     from meshwright.data.prepare.inputs import Found
@@ -40,7 +40,7 @@ class TrainTokenizerConfig(TextInputs):
 
 
 def main(argv: list[str]) -> int:
-    given = flags.parse(TrainTokenizerConfig, argv, "meshwright train-tokenizer", about="Learn a BPE.").config
+    given = flags.parse_settings(TrainTokenizerConfig, argv, "meshwright train-tokenizer", about="Learn a BPE.").config
     from meshwright.data.prepare.inputs import find
     from meshwright.tokenizers import GPT2BPE, train_bpe
 

@@ -34,7 +34,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         "compare gradients, weights, optimizer state, losses, dropout, sample order and resuming. Without a launcher, "
         "start the ranks here, on the CPU."
     )
-    given = flags.parse(TrainConfig, words, "meshwright verify-layout", check=False, about=about)
+    given = flags.parse_settings(TrainConfig, words, "meshwright verify-layout", check=False, about=about)
     if given.print_config:
         print(flags.to_toml(given.config, given.sources))
         return DONE
@@ -45,7 +45,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     stated = complete_from_checkpoint(config, given.sources)
     ranks = world.size if world.launcher != "none" else ranks_wanted(stated)
     words = [f"--world-size={ranks}", *missing(stated, ranks), *words]
-    parsed = flags.parse(TrainConfig, words, "meshwright verify-layout")
+    parsed = flags.parse_settings(TrainConfig, words, "meshwright verify-layout")
     config = complete_from_checkpoint(parsed.config, parsed.sources)
     if problems := checks.problems(config, needs_data=False):
         raise UserError(flags.listed(problems))

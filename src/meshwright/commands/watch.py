@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.errors import DONE, UNAVAILABLE, UserError
 from meshwright.settings import flags
-from meshwright.settings.schema import MISSING, flag
+from meshwright.settings.fields import MISSING, flag
 
 PORT = 6400
 
@@ -31,7 +31,7 @@ class WatchConfig:
 
 def main(argv: list[str]) -> int:
     about = "Show runs in a browser while they go on: curves, samples and scores, several runs over each other."
-    c = flags.parse(WatchConfig, argv, "meshwright watch", about=about).config
+    c = flags.parse_settings(WatchConfig, argv, "meshwright watch", about=about).config
     try:
         from meshwright.watch.app import serve
     except ModuleNotFoundError as error:

@@ -19,7 +19,7 @@ from meshwright.data.blend import normalise, samples_needed
 from meshwright.data.files.indexed import Indexed, fingerprint
 from meshwright.data.samples import split_bounds
 from meshwright.errors import BAD_DATA, USAGE, UserError
-from meshwright.settings.data_paths import SPLITS, PathSet, Source, path_sets
+from meshwright.settings.data_paths import SPLITS, PathSet, TokenFiles, path_sets
 from meshwright.settings.grammar import split_shares
 from meshwright.settings.schema import Data, TrainConfig
 
@@ -43,7 +43,7 @@ class SetSpec:
 class Part:
     """The documents of a pair of files that belong to a set."""
 
-    source: Source
+    source: TokenFiles
     indexed: Indexed
     documents: range
     tokens: int
@@ -81,7 +81,7 @@ def needed_sets(config: TrainConfig) -> list[SetSpec]:
     return [SetSpec(s, sizes[s.split], d.full_validation and s.split == "valid") for s in sets if s.split in sizes]
 
 
-def document_range(d: Data, paths: PathSet, source: Source, n: int) -> range:
+def document_range(d: Data, paths: PathSet, source: TokenFiles, n: int) -> range:
     """Return which of a file's n documents belong to a set."""
     if paths.divided:
         bounds, i = split_bounds(d.split, n, d.split_arithmetic), SPLITS.index(paths.split)

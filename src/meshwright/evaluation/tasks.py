@@ -15,7 +15,7 @@ from meshwright.evaluation import lambada, wikitext
 from meshwright.evaluation.score import Scorer, Window, document_windows, score_windows
 from meshwright.files import sha256
 from meshwright.settings.grammar import EVAL_TASKS
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.text_inputs import TextInputs
 
 if TYPE_CHECKING:
     from torch import Tensor

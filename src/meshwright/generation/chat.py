@@ -20,8 +20,9 @@ from meshwright.generation.stream import TextStream
 from meshwright.generation.terminal import Terminal, fail_softly, history_file, interruptible, line_editing
 from meshwright.settings import checks
 from meshwright.settings.fields import inner_type
-from meshwright.settings.flags import convert
-from meshwright.settings.grammar import did_you_mean, unescape
+from meshwright.settings.flags import convert_value
+from meshwright.settings.grammar import unescape
+from meshwright.settings.hints import did_you_mean
 from meshwright.settings.schema import Sampling
 
 NAMED = 11  # letters of a token in the table of /tokens, which fits 80 columns
@@ -225,7 +226,7 @@ class Chat:
         target = SETTINGS[name]
         kind = typing.get_type_hints(Sampling)[target] if target else int
         try:
-            new = convert(inner_type(kind), value)
+            new = convert_value(inner_type(kind), value)
         except argparse.ArgumentTypeError as error:
             raise UserError(f"{name}: {error}") from None
         if name == "seed":

@@ -30,8 +30,7 @@ from meshwright.parallel.layout import Layout
 from meshwright.parallel.parts import Parts
 from meshwright.ranks.team import ALONE, Team
 from meshwright.settings import checks
-from meshwright.settings.schema import Data, Model, Parallel, Sampling, TrainConfig
-from meshwright.settings.schema import Tokenizer as TokenizerFlags
+from meshwright.settings.schema import Data, Model, Parallel, Sampling, TokenizerFlags, TrainConfig
 from meshwright.tokenizers import Tokenizer
 
 ONE_RANK = Layout()

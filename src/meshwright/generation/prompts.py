@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.settings import checks
-from meshwright.settings.grammar import did_you_mean
+from meshwright.settings.hints import did_you_mean
 from meshwright.settings.schema import Sampling
 
 # Keys of a JSON line: those of Sampling by other names, too, and these.

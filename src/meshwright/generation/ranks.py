@@ -29,7 +29,7 @@ from meshwright.ranks.lost import reporting
 from meshwright.ranks.team import Team
 from meshwright.ranks.world import find_world
 from meshwright.settings import flags
-from meshwright.settings.schema import Checkpoint, Parallel, Precision, Tokenizer
+from meshwright.settings.schema import Checkpoint, Parallel, Precision, TokenizerFlags
 from meshwright.training.before.preflight import pick_backend
 
 
@@ -37,7 +37,7 @@ class Settings(Protocol):
     """The flags that say which model runs, where and how."""
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> TokenizerFlags: ...
     @property
     def precision(self) -> Precision: ...
     @property

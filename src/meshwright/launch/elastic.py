@@ -59,7 +59,7 @@ def find_shapes(command: list[str], least: int, most: int, complete: Complete = 
         if not command[0].endswith(".py"):
             raise UserError(f"{BOTH} are for train and for scripts, not for {command[0]}")
         return [Shape(ranks) for ranks in range(most, least - 1, -1)]
-    parsed = flags.parse(TrainConfig, [f"--world-size={most}", *command[1:]], "meshwright train", check=False)
+    parsed = flags.parse_settings(TrainConfig, [f"--world-size={most}", *command[1:]], "meshwright train", check=False)
     config = parsed.config
     require_resumable(config, command)
     if Path(config.checkpoint.load or "").exists():
@@ -80,7 +80,7 @@ def save_folder(command: list[str]) -> str | None:
     """Return the --save of train, None for a script."""
     if command[0] != "train" and Path(command[0]).name != OURS:
         return None
-    return flags.parse(TrainConfig, command[1:], "meshwright train", check=False).config.checkpoint.save
+    return flags.parse_settings(TrainConfig, command[1:], "meshwright train", check=False).config.checkpoint.save
 
 
 def require_resumable(config: TrainConfig, command: list[str]) -> None:
@@ -96,7 +96,9 @@ def require_resumable(config: TrainConfig, command: list[str]) -> None:
 
 def fit(command: list[str], ranks: int, known: TrainConfig) -> Shape | list[str]:
     """Return how the command runs on so many ranks, or why it does not."""
-    config = flags.parse(TrainConfig, [f"--world-size={ranks}", *command[1:]], "meshwright train", check=False).config
+    config = flags.parse_settings(
+        TrainConfig, [f"--world-size={ranks}", *command[1:]], "meshwright train", check=False
+    ).config
     config = dataclasses.replace(config, model=known.model)
     t = config.training
     wanted, first = t.micro_batch_size, list[str]()

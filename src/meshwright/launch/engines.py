@@ -28,9 +28,10 @@ from meshwright.files import fill, replacing
 from meshwright.launch.elastic import find_shapes
 from meshwright.launch.launcher import PORT, LaunchConfig, build_program, find_bounds
 from meshwright.settings import checks, flags
-from meshwright.settings.command import PROJECT, our_version
+from meshwright.settings.fields import spelling
 from meshwright.settings.pages import PAGES, TOGETHER
-from meshwright.settings.schema import TrainConfig, spelling
+from meshwright.settings.schema import TrainConfig
+from meshwright.version import PROJECT, our_version
 
 FINAL = (USAGE, BAD_DATA, NON_FINITE, LOCKED, IO)  # another start would end the same way
 RESTARTS = 20  # most starts after the first
@@ -156,9 +157,9 @@ def check_command(command: list[str], nodes: int, devices: int, complete: Comple
     page, ranks = PAGES[name], nodes * devices
     cls = pkgutil.resolve_name(page.config)
     if cls is not TrainConfig:
-        return flags.parse(cls, words, f"meshwright {name}", page.positional, check=False).config
+        return flags.parse_settings(cls, words, f"meshwright {name}", page.positional, check=False).config
     words = [f"--world-size={ranks}", *words, "--dry-run"]
-    parsed = flags.parse(TrainConfig, words, "meshwright train", check=False)
+    parsed = flags.parse_settings(TrainConfig, words, "meshwright train", check=False)
     config = parsed.config
     if config.checkpoint.load and Path(config.checkpoint.load).exists():
         config = complete(config, {name for name, source in parsed.sources.items() if source != "default"})

@@ -20,8 +20,9 @@ from meshwright import device as devices
 from meshwright.errors import UNAVAILABLE, UserError
 from meshwright.launch.elastic import Shape
 from meshwright.ranks.world import START_SECONDS, find_world
+from meshwright.settings.fields import flag, spelling
 from meshwright.settings.pages import TOGETHER as TOGETHER
-from meshwright.settings.schema import Parallel, flag, spelling
+from meshwright.settings.schema import Parallel
 
 PORT = 29500  # torchrun's default
 

@@ -17,7 +17,7 @@ from meshwright.data.prepare.records import BadLine, PassedFile
 from meshwright.data.prepare.text import pieces, units
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.files import replacing
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.text_inputs import TextInputs
 
 HELD_OUT = 0.05  # share of the bytes, and the most of them
 MOST_HELD_OUT = 200_000

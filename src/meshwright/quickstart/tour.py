@@ -13,7 +13,7 @@ from meshwright.data.prepare.text import read_texts
 from meshwright.progress import duration
 from meshwright.quickstart.plan import Size
 from meshwright.quickstart.shell import Logged, call, shorten
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.text_inputs import TextInputs
 
 COMPARED = 50_000_000  # bytes of text from which the trigram model learns
 PROMPT = 40  # characters of a held-out text that a prompt takes, to the end of a word

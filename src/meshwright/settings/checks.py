@@ -11,18 +11,17 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from meshwright.settings import data_paths
-from meshwright.settings.fields import word_of
+from meshwright.settings.fields import group_values, spelling, word_of
 from meshwright.settings.grammar import (
     ON_NONFINITE,
     ON_SPIKE,
     eval_tasks,
-    find_address,
     reaction,
-    refuse_address,
     skipped,
     split_layers,
     split_shares,
 )
+from meshwright.settings.hints import find_address, refuse_address
 from meshwright.settings.schema import (
     ARCHITECTURE,
     EXIT_SIGNALS,
@@ -37,8 +36,6 @@ from meshwright.settings.schema import (
     Sampling,
     TrainConfig,
     Training,
-    group_values,
-    spelling,
 )
 
 
@@ -257,7 +254,8 @@ def notices(config: Any) -> list[str]:
         "--checkpoint-activations": t.deepspeed_activation_checkpointing and not t.checkpoint_activations,
         "--partition-activations has no effect; --sequence-parallel splits activations": p.partition_activations,
         "--swiglu and --glu-activation are both given; --glu-activation is used": m.swiglu and m.glu_activation,
-        "--mock-data: the files of --data-path and similar flags are not read": d.mock_data and data_paths.given(d),
+        "--mock-data: the files of --data-path and similar flags are not read": d.mock_data
+        and data_paths.path_settings(d),
         "--profile without --run-dir or --save keeps no trace": g.profile and not (k.run_dir or k.save),
         f"{start} is after the last step; nothing is profiled": is_late,
         f"--nvidia-smi-at {' '.join(map(str, beyond))}: after the last step, so not printed": beyond,

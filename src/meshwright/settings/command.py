@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TypeVar
 
 from meshwright import device
@@ -22,7 +21,7 @@ def settings(
 
     Of several ranks one `prints`.
     """
-    parsed = flags.parse(cls, argv, f"meshwright {name}", positional=positional, about=about)
+    parsed = flags.parse_settings(cls, argv, f"meshwright {name}", positional=positional, about=about)
     if parsed.print_config:
         print(flags.to_toml(parsed.config, parsed.sources))
         return None
@@ -50,26 +49,3 @@ def explain_out_of_memory(less: str) -> Iterator[None]:
         if explained is None:
             raise
         raise explained from error
-
-
-PROJECT = Path(__file__).parents[3] / "pyproject.toml"  # there in a clone only
-
-
-def our_version() -> str:
-    """Return this code's version; in a clone an older installation may have left other metadata."""
-    with contextlib.suppress(OSError):
-        text = PROJECT.read_text(encoding="utf-8")
-        found = re.search(r'^version = "(.+)"', text, re.M)
-        if found and re.search('^name = "meshwright"', text, re.M):
-            return found[1]
-    return installed_version("meshwright") or "uninstalled"
-
-
-def installed_version(package: str) -> str | None:
-    """Return the version of an installed package without importing it."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

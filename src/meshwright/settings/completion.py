@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.files import fill
-from meshwright.settings.help import Command, Entry, entries
+from meshwright.settings.help import Command, HelpEntry, entries
 from meshwright.settings.pages import PAGES, TOGETHER
 from meshwright.settings.presets import PRESETS
 
@@ -27,11 +27,11 @@ class Words:
     """What can follow one command."""
 
     name: str
-    flags: list[Entry]
+    flags: list[HelpEntry]
     positional: str  # "dirs", "files", "prefixes" or words; empty if the command takes none
 
     @staticmethod
-    def kind(e: Entry) -> str:
+    def kind(e: HelpEntry) -> str:
         """Return the values of a flag: a kind of file, words, "any", or "" for a switch."""
         return " ".join(e.choices) or KINDS.get(e.value.split()[0], "any") if e.value else ""
 

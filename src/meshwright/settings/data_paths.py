@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.settings.grammar import blend, find_address, prefix_of, refuse_address
-from meshwright.settings.schema import Data, spelling
+from meshwright.settings.fields import spelling
+from meshwright.settings.grammar import blend, prefix_of
+from meshwright.settings.hints import find_address, refuse_address
+from meshwright.settings.schema import Data
 
 SPLITS = ("train", "valid", "test")
 # The settings of each way; the last one names a file that holds the values of the others.
@@ -30,7 +32,7 @@ GROUPS = tuple(f"{split}_weighted_split_paths{end}" for split in SPLITS for end 
 
 
 @dataclass(frozen=True)
-class Source:
+class TokenFiles:
     """A pair of token files in a set; `begin` and `end` bound the share of its documents."""
 
     prefix: str
@@ -48,7 +50,7 @@ class PathSet:
 
     split: str  # train, valid or test
     name: str | None  # of a named validation or test set
-    sources: tuple[Source, ...]
+    sources: tuple[TokenFiles, ...]
     flag: str  # that names them
     divided: bool = False  # by --split
 
@@ -57,13 +59,13 @@ class PathSet:
         return f"{self.split}/{self.name}" if self.name else self.split
 
 
-def given(d: Data) -> list[str]:
+def path_settings(d: Data) -> list[str]:
     """Return the settings that name token files."""
     return [name for name in (*TOGETHER, *APART, *GROUPS) if getattr(d, name)]
 
 
 def without(d: Data) -> Data:
-    nothing: dict[str, Any] = {n: [] if isinstance(getattr(d, n), list) else None for n in given(d)}
+    nothing: dict[str, Any] = {n: [] if isinstance(getattr(d, n), list) else None for n in path_settings(d)}
     return dataclasses.replace(d, **nothing)
 
 
@@ -74,7 +76,7 @@ def prefixes(d: Data) -> list[str]:
 
 def path_sets(d: Data) -> list[PathSet]:
     """Return the sets in the order train, valid, test, then in the given order."""
-    named = given(d)
+    named = path_settings(d)
     ways = [[n for n in way if n in named] for way in (TOGETHER, APART, GROUPS)]
     meanings = ("--split divides", "takes whole files", "names groups")
     used = [(" and ".join(map(spelling, way)), meaning) for way, meaning in zip(ways, meanings, strict=True) if way]
@@ -113,7 +115,7 @@ def _apart(d: Data) -> list[PathSet]:
     return out
 
 
-def _each_alone(sources: tuple[Source, ...], d: Data, flag: str) -> list[PathSet]:
+def _each_alone(sources: tuple[TokenFiles, ...], d: Data, flag: str) -> list[PathSet]:
     """Return a set for each path, named by its file, or by its number if two names are equal."""
     if any(s.weight is not None for s in sources):
         raise ValueError(f"{flag} with weights and --multiple-validation-sets: each path is a set; leave weights out")
@@ -151,7 +153,7 @@ def _groups(d: Data) -> list[PathSet]:
     return out
 
 
-def _weighted_group(text: str) -> tuple[str, tuple[Source, ...]]:
+def _weighted_group(text: str) -> tuple[str, tuple[TokenFiles, ...]]:
     """Parse `NAME: WEIGHT START:END PATH, ...`, or `NAME: PATH` for one whole file."""
     form = "NAME: WEIGHT START:END PATH, WEIGHT START:END PATH ..., or NAME: PATH"
     name, colon, rest = (part.strip() for part in text.partition(":"))
@@ -160,7 +162,7 @@ def _weighted_group(text: str) -> tuple[str, tuple[Source, ...]]:
     if not (name and colon and (lengths == [1] or set(lengths) == {3})):
         raise ValueError(f" is not of the form {form}")
     if lengths == [1]:
-        return name, (Source(parts[0][0]),)
+        return name, (TokenFiles(parts[0][0]),)
     sources, weights = [], []
     for weight, part, prefix in parts:
         try:
@@ -175,20 +177,20 @@ def _weighted_group(text: str) -> tuple[str, tuple[Source, ...]]:
         if not 0 <= weights[-1] < math.inf:
             raise ValueError(f": the weight {weight} must be a number not below 0")
         # A single source needs no weight.
-        sources.append(Source(prefix, weights[-1] if len(parts) > 1 else None, begin, end))
+        sources.append(TokenFiles(prefix, weights[-1] if len(parts) > 1 else None, begin, end))
     if len(parts) > 1 and not 0 < sum(weights) < math.inf:
         raise ValueError(f": the weights {' '.join(f'{w:g}' for w in weights)[:200]} must have a finite sum above 0")
     return name, tuple(sources)
 
 
-def _blend(values: list[str], flag: str) -> tuple[Source, ...]:
+def _blend(values: list[str], flag: str) -> tuple[TokenFiles, ...]:
     try:
         weights, paths = blend(values)
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from None
     if not paths:
         raise ValueError(f"{flag} names no data")
-    return tuple(map(Source, paths, weights)) if weights else tuple(map(Source, paths))
+    return tuple(map(TokenFiles, paths, weights)) if weights else tuple(map(TokenFiles, paths))
 
 
 def _per_split(path: str, flag: str) -> dict[str, list[str]]:
@@ -258,7 +260,7 @@ def _check_validation(d: Data, sets: list[PathSet]) -> None:
     for one in sets:
         if one.name and ("/" in one.name or not one.name.isprintable()):
             raise ValueError(f"the set's name {one.name!r} becomes a part of tags; give printable letters without /")
-    if (d.multiple_validation_sets or d.validation_set_names) and not any(n in APART for n in given(d)):
+    if (d.multiple_validation_sets or d.validation_set_names) and not any(n in APART for n in path_settings(d)):
         flag = "--multiple-validation-sets" if d.multiple_validation_sets else "--validation-set-names"
         raise ValueError(f"{flag} needs --valid-data-path, or the valid of --per-split-data-args-path")
     blends = [one for one in sets if one.split == "valid" and len(one.sources) > 1]

@@ -8,27 +8,65 @@ import pkgutil
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from dataclasses import MISSING as MISSING
+from typing import Any, Literal, TypeVar
 
-from meshwright.settings.schema import is_flat, spelling
+from meshwright.settings.pages import PAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Configurations whose settings a file or the environment may hold, imported when a name is unknown.
-CONFIGS = (
-    *("meshwright.settings.schema:TrainConfig", "meshwright.settings.schema:GenerateConfig"),
-    *("meshwright.settings.preprocess:PreprocessConfig", "meshwright.commands.evaluate:EvaluateConfig"),
-    "meshwright.commands.serve:ServeConfig",
-    "meshwright.commands.chat:ChatConfig",
-    *(f"meshwright.commands.data:{n}Config" for n in "Verify Inspect Index Plan Merge Fetch LooseText".split()),
-)
+
+def flag(
+    default: Any,
+    help: str,
+    *aliases: str,
+    only: tuple[Any, ...] | None = None,
+    step: int = 0,
+    bound: Literal[">0", ">=0", "[0,1)"] | None = None,
+    needs: str | tuple[str, ...] = (),
+    positional: Literal[True, "rest"] | None = None,
+) -> Any:
+    """Return a dataclass field that is a flag; the default `MISSING` makes it required.
+
+    Args:
+        aliases: Other spellings.
+        only: Values that work before release `step`.
+        step: Release in which the other values are planned.
+        bound: Range of a number.
+        needs: Conditions, keys of `checks.CONDITIONS`, without which the flag has no effect.
+        positional: Given without a flag; "rest" takes all that follows. Only in flat dataclasses.
+    """
+    needs = (needs,) if isinstance(needs, str) else needs
+    metadata = dict(help=help, aliases=aliases, only=only, step=step, bound=bound, needs=needs, positional=positional)
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def spelling(name: str) -> str:
+    """Return the flag of a field; three underscores are kept, as in Megatron."""
+    return "--" + name.replace("_", "-").replace("opt-param", "opt_param").replace(
+        "deepspeed-config", "deepspeed_config"
+    )
+
+
+def is_flat(config: Any) -> bool:
+    """Return whether a configuration's own fields are flags, not groups of them."""
+    return "help" in dataclasses.fields(config)[0].metadata
+
+
+def group_values(config: Any) -> list[Any]:
+    """Return the groups of settings of a configuration; a flat one is its own only group."""
+    return [config] if is_flat(config) else [getattr(config, f.name) for f in dataclasses.fields(config)]
 
 
 def every_config() -> list[type]:
-    return [pkgutil.resolve_name(name) for name in CONFIGS]
+    """Return the configurations whose settings a file or the environment may hold."""
+    configs = [pkgutil.resolve_name(name) for name in dict.fromkeys(page.config for page in PAGES.values())]
+    return [config for config in configs if not is_flat(config)]
 
 
-def groups(cls: type) -> dict[str, type]:
+def config_groups(cls: type) -> dict[str, type]:
     """Return group name -> dataclass, a command's own first; a flat configuration has one, ""."""
     if is_flat(cls):
         return {"": cls}
@@ -43,10 +81,10 @@ def cached(function: F) -> F:
 
 
 @cached
-def fields(cls: type) -> Mapping[str, tuple[str, dataclasses.Field[Any], Any]]:
+def config_fields(cls: type) -> Mapping[str, tuple[str, dataclasses.Field[Any], Any]]:
     """Return field name -> (group name, field, type) of a configuration class."""
     out = {}
-    for group_name, group in groups(cls).items():
+    for group_name, group in config_groups(cls).items():
         hints = typing.get_type_hints(group)
         for f in dataclasses.fields(group):
             out[f.name] = (group_name, f, hints[f.name])

@@ -24,17 +24,24 @@ from typing import Any, Generic, TypeVar
 
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.settings import checks, help, lazy_config, presets
-from meshwright.settings.fields import cached, choices_of, inner_type, switches, word_of
-from meshwright.settings.fields import default_of as default_of
-from meshwright.settings.fields import every_config as every_config
-from meshwright.settings.fields import fields as fields
-from meshwright.settings.fields import groups as groups
-from meshwright.settings.fields import is_list as is_list
-from meshwright.settings.fields import is_not_yet as is_not_yet
-from meshwright.settings.grammar import did_you_mean, find_address, refuse_address
+from meshwright.settings.fields import (
+    cached,
+    choices_of,
+    config_fields,
+    config_groups,
+    default_of,
+    every_config,
+    inner_type,
+    is_flat,
+    is_list,
+    spelling,
+    switches,
+    word_of,
+)
+from meshwright.settings.hints import did_you_mean, find_address, refuse_address
 from meshwright.settings.other_programs import deepspeed_json
 from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, known_elsewhere
-from meshwright.settings.schema import TrainConfig, is_flat, spelling
+from meshwright.settings.schema import TrainConfig
 
 C = TypeVar("C")
 
@@ -62,14 +69,14 @@ class Parsed(Generic[C]):
     print_config: bool
 
 
-class _Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """argparse without its usage dump and exit."""
 
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(message)
 
 
-def parse(
+def parse_settings(
     cls: type[C],
     argv: list[str],
     prog: str,
@@ -82,7 +89,7 @@ def parse(
 
     `values` are settings by name, from Python. They win over the command line.
     """
-    names_follow = any(f.metadata["positional"] == "rest" for _, f, _ in fields(cls).values())
+    names_follow = any(f.metadata["positional"] == "rest" for _, f, _ in config_fields(cls).values())
     if (topic := help.asked(argv, names_follow)) is not None:
         help.show(help.Command(cls, prog, about, positional), topic)
         raise SystemExit(DONE)
@@ -92,7 +99,7 @@ def parse(
     cli, values = vars(namespace), dict(values or {})
     control = {k: cli.pop(k, None) for k in ("preset", "config_file", "dry_run", "print_config")}
     control |= {k: values.pop(k) for k in ("preset", "config_file") if k in values}
-    reader = _Reader(cls, complaints)
+    reader = LayerReader(cls, complaints)
     if positional:
         unknown = _take_positional(cls, positional, cli, unknown, complaints)
     for name in NO_EFFECT:
@@ -113,7 +120,7 @@ def parse(
         layers[0] = (layers[0][0], known)
     if complaints and is_flat(cls):
         raise UserError(listed(complaints))
-    built, sources = build(cls, layers)
+    built, sources = build_config(cls, layers)
     remote = checks.remote_paths(built)  # before a file is opened
     if (check or control["dry_run"]) and isinstance(built, TrainConfig) and not remote:
         built = _with_deepspeed(built, sources, reader)
@@ -130,7 +137,7 @@ def parse(
     return Parsed(built, sources, reader.notices, reader.idle, *only_prints)
 
 
-def _parse_known(parser: _Parser, argv: list[str], complaints: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def _parse_known(parser: FlagParser, argv: list[str], complaints: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse; beside missing flags report unknown ones too: a misspelled one is often the reason."""
     try:
         return parser.parse_known_args(argv)
@@ -146,7 +153,7 @@ def _parse_known(parser: _Parser, argv: list[str], complaints: list[str]) -> tup
         raise UserError(listed([*complaints, str(error)])) from None
 
 
-def _layers_below(reader: _Reader, preset: str | None, file: str | None) -> list[tuple[str, dict[str, Any]]]:
+def _layers_below(reader: LayerReader, preset: str | None, file: str | None) -> list[tuple[str, dict[str, Any]]]:
     """Return the layers that the command line overrides."""
     layers = []
     if preset:
@@ -166,7 +173,7 @@ def _take_positional(
 ) -> list[str]:
     """Move arguments without a flag, before or after flags, to their field; return the others."""
     bare = cli.pop("bare", None)
-    if is_list(fields(cls)[positional][2]):
+    if is_list(config_fields(cls)[positional][2]):
         words = [*(bare or []), *(word for word in unknown if not word.startswith("-"))]
         if words:
             cli[positional] = [*words, *cli.get(positional, [])]
@@ -178,7 +185,7 @@ def _take_positional(
 
 def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
     """Report flags of the command line that the command accepts and does not use."""
-    used, known = getattr(cls, "USES", None), fields(cls)
+    used, known = getattr(cls, "USES", None), config_fields(cls)
     return [
         f"{spelling(name)} has no effect on this command"
         for name, value in typed.items()
@@ -186,9 +193,11 @@ def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _with_deepspeed(config: Any, sources: dict[str, str], reader: _Reader) -> Any:
+def _with_deepspeed(config: Any, sources: dict[str, str], reader: LayerReader) -> Any:
     """Let the file of --deepspeed_config fill what is still at its default."""
-    filled, notices, wrong = deepspeed_json.merge(config, {n for n, source in sources.items() if source != "default"})
+    filled, notices, wrong = deepspeed_json.merge_deepspeed(
+        config, {n for n, source in sources.items() if source != "default"}
+    )
     before, after = to_dict(config), to_dict(filled)
     sources.update({n: str(config.parallel.deepspeed_config) for n in after if after[n] != before[n]})
     reader.notices += notices
@@ -200,10 +209,10 @@ def listed(complaints: list[str]) -> str:
     return "\n  ".join(["", *complaints]) if len(complaints) > 1 else complaints[0]
 
 
-def build(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, dict[str, str]]:
+def build_config(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, dict[str, str]]:
     """Lay the layers over the defaults; return the configuration and each value's source."""
-    known = fields(cls)
-    values: dict[str, dict[str, Any]] = {g: {} for g in groups(cls)}
+    known = config_fields(cls)
+    values: dict[str, dict[str, Any]] = {g: {} for g in config_groups(cls)}
     sources = dict.fromkeys(known, "default")
     for label, layer in layers:
         for name in {other for given in layer for other in REPLACES.get(given, ())} - layer.keys():
@@ -215,17 +224,17 @@ def build(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, di
             sources[name] = label
     if is_flat(cls):
         return cls(**values[""]), sources
-    return cls(**{g: kind(**values[g]) for g, kind in groups(cls).items()}), sources
+    return cls(**{g: kind(**values[g]) for g, kind in config_groups(cls).items()}), sources
 
 
 # The parser.
 
 
 @cached
-def _parser(cls: type, positional: str | None = None) -> _Parser:
+def _parser(cls: type, positional: str | None = None) -> FlagParser:
     """Return the parser of a command line; `help` shows the flags, so it has no texts."""
-    known = fields(cls)
-    parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
+    known = config_fields(cls)
+    parser = FlagParser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
     parser.add_argument("-h", "--help", "--help-all", action="store_true")  # for suggestions; `parse` answers it
     # -1e-3 is a number too.
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
@@ -250,7 +259,7 @@ def _parser(cls: type, positional: str | None = None) -> _Parser:
     return parser
 
 
-def _add(parser: _Parser, f: dataclasses.Field[Any], kind: Any) -> None:
+def _add(parser: FlagParser, f: dataclasses.Field[Any], kind: Any) -> None:
     """Add the argparse entries of one field."""
     required = default_of(f) is dataclasses.MISSING
     if positional := f.metadata["positional"]:
@@ -267,7 +276,7 @@ def _add(parser: _Parser, f: dataclasses.Field[Any], kind: Any) -> None:
         parser.add_argument(spelling(f.name), *f.metadata["aliases"], dest=f.name, **more)
 
 
-def convert(kind: Any, value: Any) -> Any:
+def convert_value(kind: Any, value: Any) -> Any:
     """Return a value of any layer as the field's type; raise ArgumentTypeError if it is not one."""
     words = [typing.get_args(k) for k in typing.get_args(kind) if typing.get_origin(k) is typing.Literal]
     if words and value in words[0]:  # beside numbers, as in `int | Literal["auto"]`
@@ -289,7 +298,7 @@ def convert(kind: Any, value: Any) -> Any:
         raise argparse.ArgumentTypeError(f"{_short(value)} is not true or false")
     if typing.get_origin(inner) is list:
         values = value.split() if isinstance(value, str) else value if isinstance(value, list) else [value]
-        return [convert(typing.get_args(inner)[0], v) for v in values]
+        return [convert_value(typing.get_args(inner)[0], v) for v in values]
     try:
         if inner is int and isinstance(value, float | str) and not str(value).lstrip("+-").isdigit():
             as_float = float(value)  # 1e6 and 2000.0 are whole numbers too
@@ -351,11 +360,11 @@ def _without_switch_values(argv: list[str], parser: argparse.ArgumentParser) -> 
 # Files and the environment.
 
 
-class _Reader:
+class LayerReader:
     """Converts the values of each layer and collects complaints and notices."""
 
     def __init__(self, cls: type, complaints: list[str]) -> None:
-        self.cls, self.known = cls, fields(cls)
+        self.cls, self.known = cls, config_fields(cls)
         self.complaints = complaints
         self.notices: list[str] = []
         self.idle: dict[str, Any] = {}
@@ -376,7 +385,7 @@ class _Reader:
             if name in self.known:
                 try:
                     is_raw = name == "prompt" and isinstance(value, str)  # "none" is a prompt too
-                    out[name] = value if is_raw else convert(self.known[name][2], value)
+                    out[name] = value if is_raw else convert_value(self.known[name][2], value)
                 except argparse.ArgumentTypeError as e:
                     is_bare = self.known[name][1].metadata["positional"]
                     self.complaints.append(f"{word_of(name) if is_bare else spelling(name)}{where}: {e}")
@@ -427,13 +436,13 @@ class _Reader:
         return self.convert_all(self._without_others(found), " in the environment (MESHWRIGHT_*)")
 
     def _is_section(self, key: Any) -> bool:
-        return key in groups(self.cls) or any(key in groups(other) for other in every_config())
+        return key in config_groups(self.cls) or any(key in config_groups(other) for other in every_config())
 
     def _without_others(self, found: dict[Any, Any]) -> dict[Any, Any]:
         """Leave out settings of other commands: a file or a shell may hold settings for several."""
         if all(_key(str(k)) in self.known for k in found):
             return found
-        others = {name for other in every_config() for name in fields(other)} - set(self.known)
+        others = {name for other in every_config() for name in config_fields(other)} - set(self.known)
         return {k: v for k, v in found.items() if _key(str(k)) not in others}
 
 
@@ -441,7 +450,7 @@ def _key(name: str) -> str:
     return name.replace("-", "_")
 
 
-def given(parsed: Parsed[Any]) -> dict[str, Any]:
+def given_settings(parsed: Parsed[Any]) -> dict[str, Any]:
     """Return the settings that were given by flags, environment, file or preset."""
     values = to_dict(parsed.config)
     return {name: values[name] for name, source in parsed.sources.items() if source != "default"}
@@ -475,7 +484,7 @@ def _toml(value: Any) -> str:
 
 def from_saved(cls: type[C], saved: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the settings of a checkpoint that this class has, converted to their types."""
-    reader = _Reader(cls, [])
+    reader = LayerReader(cls, [])
     out = reader.convert_all({k: v for k, v in saved.items() if k in reader.known}, f" in {where}")
     if reader.complaints:
         raise UserError(listed(reader.complaints), BAD_DATA)

@@ -2,64 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import os
 import re
-from collections.abc import Iterable
-
-
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return "; did you mean X?" for the closest known word, or an empty string.
-
-    A suggestion must not mislead: it is never the opposite (--no-x for --x), and the parts in which
-    the two differ must be alike too (--min-learning-rate is not --learning-rate).
-    """
-    near = (other for other in difflib.get_close_matches(word, list(known), 5, cutoff) if _is_alike(word, other))
-    return next((f"; did you mean {other}?" for other in near), "")
-
-
-def near_path(path: str, ending: str = "") -> str:
-    """Return "; did you mean X?" for what is named like a path that does not exist, or nothing.
-
-    Names with this ending count, without it: first those that go on where the path ends.
-    """
-    folder, name = os.path.split(path)
-    with contextlib.suppress(OSError):
-        there = [n.removesuffix(ending) for n in sorted(os.listdir(folder or "."))[:10_000] if n.endswith(ending)]
-        others = [n for n in there if n != name and n.isprintable() and not n.startswith(".")]
-        longer = [n for n in others if name and n.startswith(name)]
-        if near := longer[:3] or difflib.get_close_matches(name, others, 1, 0.8):
-            return f"; did you mean {' or '.join(os.path.join(folder, n) for n in near)}?"
-    return ""
-
-
-def _is_alike(word: str, other: str) -> bool:
-    parts, others = (re.split("[-_ ]+", w.lstrip("-")) for w in (word, other))
-    if (parts[0] in ("no", "disable")) != (others[0] in ("no", "disable")):
-        return False
-    mine, theirs = ("-".join(p for p in a if p not in b) for a, b in ((parts, others), (others, parts)))
-    return mine == theirs or difflib.SequenceMatcher(None, mine, theirs).ratio() >= 0.5
-
-
-def find_address(text: str) -> str | None:
-    """Return the first word that is an address, such as s3://bucket/folder, and no local path."""
-    found = re.search(r"""(?:^|[\s"'])([A-Za-z][A-Za-z0-9+.-]+://[^\s"',]*)""", text)
-    return found[1] if found else None
-
-
-def refuse_address(address: str) -> str:
-    """Return why an address cannot be read or written, and what to do."""
-    scheme, _, rest = address.partition(":")
-    rest = rest.strip("/")
-    advice = {
-        "file": f"give the path /{rest}",
-        "hf": f"a name on the Hugging Face Hub is given alone, as {rest or 'gpt2'}, and only to --tokenizer",
-        **dict.fromkeys(("http", "https"), "download it first, as by `meshwright data fetch`"),
-    }
-    return f"{address} is an address, not a path of this machine; " + advice.get(
-        scheme.lower(), "mount it here, or copy from and to a local folder"
-    )
 
 
 def split_shares(split: str) -> list[float]:

@@ -23,20 +23,21 @@ from meshwright.errors import UserError
 from meshwright.settings import docs_pages
 from meshwright.settings.fields import (
     choices_of,
+    config_fields,
+    config_groups,
     default_of,
-    fields,
-    groups,
     inner_type,
+    is_flat,
     is_list,
     not_yet,
+    spelling,
     switches,
     word_of,
 )
-from meshwright.settings.grammar import did_you_mean
+from meshwright.settings.hints import did_you_mean
 from meshwright.settings.other_programs.megatron_flags import NO_EFFECT, known_elsewhere
 from meshwright.settings.pages import PAGES, SHORT, Page
 from meshwright.settings.presets import PRESETS
-from meshwright.settings.schema import is_flat, spelling
 
 WORDS = ("-h", "--help", "--help-all")
 ALL = "all"
@@ -66,7 +67,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Entry:
+class HelpEntry:
     """One flag or positional argument as the help shows it."""
 
     name: str  # of the field
@@ -154,7 +155,7 @@ def answer(command: Command, topic: str = "") -> list[str]:
     return search(command, shown, topic, names)
 
 
-def search(command: Command, shown: list[Entry], topic: str, names: dict[str, str]) -> list[str]:
+def search(command: Command, shown: list[HelpEntry], topic: str, names: dict[str, str]) -> list[str]:
     """Return the flags whose name or text has the word."""
     word = _key(topic)
     found = [e for e in shown if word in _key(e.flag) or re.search(rf"\b{re.escape(word)}", e.right.lower())]
@@ -166,9 +167,9 @@ def search(command: Command, shown: list[Entry], topic: str, names: dict[str, st
     raise UserError(f"--help {topic}: no group or flag of that name{hint or groups}")
 
 
-def entries(command: Command, hidden: bool = False) -> list[Entry]:
+def entries(command: Command, hidden: bool = False) -> list[HelpEntry]:
     """Return what the help of a command lists; with `hidden` also flags that it only accepts."""
-    known = fields(command.config)
+    known = config_fields(command.config)
     used = known if hidden else getattr(command.config, "USES", known)
     out = []
     if command.positional:
@@ -177,19 +178,19 @@ def entries(command: Command, hidden: bool = False) -> list[Entry]:
         text = f"{text}; same as {spelling(command.positional)}"
         word = word_of(f.name)
         out.append(
-            Entry(command.positional, "arguments", word, "..." if is_list(kind) and " " not in word else "", text)
+            HelpEntry(command.positional, "arguments", word, "..." if is_list(kind) and " " not in word else "", text)
         )
     if not is_flat(command.config):
         for name, (flag, value, text) in CONTROLS.items():
             listed = tuple(PRESETS) if name == "preset" else ()
-            out.append(Entry(name, CONTROL, flag, value, text, choices=listed))
+            out.append(HelpEntry(name, CONTROL, flag, value, text, choices=listed))
     for name, (group, f, kind) in known.items():
         if name in used:
             out.append(_entry(group or "flags", f, kind))
     return out
 
 
-def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> Entry:
+def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
     default, meta = default_of(f), f.metadata
     lacking = not_yet(f, kind)
     text = meta["help"] + (f" [{lacking}]" if lacking else "")
@@ -200,15 +201,15 @@ def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> Entry:
         shown = " ".join(map(str, default))
     rest: dict[str, Any] = {"field": f, "kind": kind, "choices": tuple(map(str, choices_of(kind)))}
     if meta["positional"]:
-        return Entry(f.name, "arguments", word_of(f.name), "..." if is_list(kind) else "", text, **rest)
+        return HelpEntry(f.name, "arguments", word_of(f.name), "..." if is_list(kind) else "", text, **rest)
     if inner_type(kind) is bool:
         on, off = switches(f)
         names, others = (off, on) if default is True else (on, off)
         text = f"disable: {text}" if default is True else text
-        return Entry(f.name, group, names[0], "", text, "", (*names[1:], *others), **rest)
+        return HelpEntry(f.name, group, names[0], "", text, "", (*names[1:], *others), **rest)
     if default is dataclasses.MISSING:
         text += " (required)"
-    return Entry(f.name, group, spelling(f.name), placeholder(f.name, kind), text, shown, meta["aliases"], **rest)
+    return HelpEntry(f.name, group, spelling(f.name), placeholder(f.name, kind), text, shown, meta["aliases"], **rest)
 
 
 def placeholder(name: str, kind: Any) -> str:
@@ -242,20 +243,20 @@ PATHS = {
 # Screens.
 
 
-def usage(command: Command, shown: list[Entry]) -> list[str]:
+def usage(command: Command, shown: list[HelpEntry]) -> list[str]:
     words = [_shape(e) for e in shown if e.group == "arguments"]
     lines = [" ".join(["usage:", command.prog, "[flags]", *words])]
     about, *notes = command.about.split("\n\n")
     return [*lines, "", *textwrap.wrap(about, _width()), *(line for note in notes for line in ("", *note.split("\n")))]
 
 
-def _shape(e: Entry) -> str:
+def _shape(e: HelpEntry) -> str:
     """Return a positional argument for the usage: [WORD] if it may be missing."""
     needed = e.field is not None and default_of(e.field) is dataclasses.MISSING
     return e.left if needed or (e.field and e.field.metadata["positional"] == "rest") else f"[{e.left}]"
 
 
-def common(command: Command, shown: list[Entry]) -> list[str]:
+def common(command: Command, shown: list[HelpEntry]) -> list[str]:
     """Return the common flags, a line each, examples, and how to see more."""
     by_name = {e.name: e for e in shown}
     lines = usage(command, shown)
@@ -274,7 +275,7 @@ def common(command: Command, shown: list[Entry]) -> list[str]:
     return [*lines, f"  --help-all     all {len(shown)} flags"]
 
 
-def everything(command: Command, shown: list[Entry], full: bool) -> list[str]:
+def everything(command: Command, shown: list[HelpEntry], full: bool) -> list[str]:
     """Return all flags of a command, by groups."""
     lines = usage(command, shown)
     for group in dict.fromkeys(e.group for e in shown):
@@ -286,8 +287,12 @@ def everything(command: Command, shown: list[Entry], full: bool) -> list[str]:
     return lines
 
 
-def _section(group: str, rows: list[Entry], command: Command) -> list[str]:
-    doc = (groups(command.config)[group].__doc__ or "").splitlines() if group in groups(command.config) else []
+def _section(group: str, rows: list[HelpEntry], command: Command) -> list[str]:
+    doc = (
+        (config_groups(command.config)[group].__doc__ or "").splitlines()
+        if group in config_groups(command.config)
+        else []
+    )
     about = (
         f" {doc[0][0].lower()}{doc[0][1:].rstrip('.')}"
         if doc and "(" not in doc[0] and group not in doc[0].lower()
@@ -296,7 +301,7 @@ def _section(group: str, rows: list[Entry], command: Command) -> list[str]:
     return [*textwrap.wrap(f"{group.capitalize().replace('_', ' ')}:{about}", _width()), *_rows(rows)]
 
 
-def _rows(rows: list[Entry]) -> list[str]:
+def _rows(rows: list[HelpEntry]) -> list[str]:
     lines: list[str] = []
     for e in rows:
         texts = textwrap.wrap(e.right, _width() - LEFT, break_long_words=False) or [""]
@@ -314,7 +319,7 @@ def _examples(command: Command) -> list[str]:
     return ["", "Examples:" if len(command.page.examples) > 1 else "Example:", *texts] if texts else []
 
 
-def detail(command: Command, e: Entry) -> list[str]:
+def detail(command: Command, e: HelpEntry) -> list[str]:
     """Return all that is known of one flag."""
     rows = {"values": _values(e), "default": e.default or _no_default(e)}
     if e.also:
@@ -334,7 +339,7 @@ def detail(command: Command, e: Entry) -> list[str]:
     return lines
 
 
-def _values(e: Entry) -> str:
+def _values(e: HelpEntry) -> str:
     if e.choices:
         return ", ".join(e.choices)
     if not e.value:
@@ -347,7 +352,7 @@ def _values(e: Entry) -> str:
     return f"{kind}, {bounds[bound]}" if bound else kind
 
 
-def _no_default(e: Entry) -> str:
+def _no_default(e: HelpEntry) -> str:
     if e.field is not None and default_of(e.field) is dataclasses.MISSING:
         return "none: it is required"
     if not e.value:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.errors import UserError
-from meshwright.settings.grammar import did_you_mean
+from meshwright.settings.hints import did_you_mean
 
 # Limits of one reading, with all files that it imports.
 FILES, BYTES, STEPS, DEPTH = 50, 1 << 16, 100_000, 60

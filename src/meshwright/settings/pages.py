@@ -135,7 +135,7 @@ PAGES = {
         ),
     ),
     "preprocess": Page(
-        "meshwright.settings.preprocess:PreprocessConfig",
+        "meshwright.settings.text_inputs:PreprocessConfig",
         None,
         {
             "Text": "input json_keys include exclude on_error",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.settings.grammar import did_you_mean
+from meshwright.settings.hints import did_you_mean
 
 SIZES = "num_layers hidden_size num_attention_heads seq_length micro_batch_size global_batch_size".split()
 

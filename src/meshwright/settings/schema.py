@@ -8,39 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from dataclasses import MISSING as MISSING
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
+from meshwright.settings.fields import flag
 from meshwright.settings.grammar import prefix_of, split_layers
-
-
-def flag(
-    default: Any,
-    help: str,
-    *aliases: str,
-    only: tuple[Any, ...] | None = None,
-    step: int = 0,
-    bound: Literal[">0", ">=0", "[0,1)"] | None = None,
-    needs: str | tuple[str, ...] = (),
-    positional: Literal[True, "rest"] | None = None,
-) -> Any:
-    """Return a dataclass field that is a flag; the default `MISSING` makes it required.
-
-    Args:
-        aliases: Other spellings.
-        only: Values that work before release `step`.
-        step: Release in which the other values are planned.
-        bound: Range of a number.
-        needs: Conditions, keys of `checks.CONDITIONS`, without which the flag has no effect.
-        positional: Given without a flag; "rest" takes all that follows. Only in flat dataclasses.
-    """
-    needs = (needs,) if isinstance(needs, str) else needs
-    metadata = dict(help=help, aliases=aliases, only=only, step=step, bound=bound, needs=needs, positional=positional)
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
 
 # Conditions of several flags.
 ROPE, WSD = "--position-embedding-type rope", "--lr-decay-style WSD"
@@ -49,16 +21,6 @@ FULL, DATA_PARALLEL = "--recompute-granularity full", "several data-parallel ran
 SEQUENCE, SPIKE = "--sequence-parallel", "--on-spike"
 SAMPLES = "--sample-interval"
 EVAL_TASKS_FLAG = "--eval-tasks"
-
-
-def is_flat(config: Any) -> bool:
-    """Return whether a configuration's own fields are flags, not groups of them."""
-    return "help" in dataclasses.fields(config)[0].metadata
-
-
-def group_values(config: Any) -> list[Any]:
-    """Return the groups of settings of a configuration; a flat one is its own only group."""
-    return [config] if is_flat(config) else [getattr(config, f.name) for f in dataclasses.fields(config)]
 
 
 @dataclass(frozen=True)
@@ -160,7 +122,7 @@ PlannedTokenizerType = Literal[
 
 
 @dataclass(frozen=True)
-class Tokenizer:
+class TokenizerFlags:
     """The tokenizer."""
 
     tokenizer: str | None = flag(
@@ -221,6 +183,8 @@ class Data:
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             object.__setattr__(self, name, [prefix_of(word) for word in getattr(self, name)])
 
+
+Tokenizer = TokenizerFlags  # its name in scripts that were written for earlier releases
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 
@@ -594,7 +558,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Texts:
+class TextFlags:
     """Prompts, and where the texts go."""
 
     prompt: str | None = flag(None, "print a continuation of this text")
@@ -627,7 +591,7 @@ class TrainConfig:
     """All settings of a training run."""
 
     model: Model = Model()
-    tokenizer: Tokenizer = Tokenizer()
+    tokenizer: TokenizerFlags = TokenizerFlags()
     data: Data = Data()
     training: Training = Training()
     optimizer: Optimizer = Optimizer()
@@ -747,7 +711,7 @@ OUTCOME = {
 
 
 # Settings that complete what a checkpoint does not say of itself.
-DESCRIBING = {*ARCHITECTURE, *(f.name for f in dataclasses.fields(Tokenizer))} | set(
+DESCRIBING = {*ARCHITECTURE, *(f.name for f in dataclasses.fields(TokenizerFlags))} | set(
     "attention_impl seq_length verify trust_pickle make_vocab_size_divisible_by".split()
 )
 
@@ -767,7 +731,7 @@ class ReadConfig:
     """Base of the settings of commands that read a trained model; each adds groups of its own."""
 
     model: Model = Model()
-    tokenizer: Tokenizer = Tokenizer()
+    tokenizer: TokenizerFlags = TokenizerFlags()
     data: Data = Data()
     training: Training = Training()
     precision: Precision = Precision()
@@ -779,19 +743,12 @@ class ReadConfig:
 class GenerateConfig(ReadConfig):
     """Settings of `meshwright generate`."""
 
-    texts: Texts = Texts()
+    texts: TextFlags = TextFlags()
     sampling: Sampling = Sampling()
     logging: Logging = Logging()
 
     # Megatron's generation takes every training flag; these are the ones that matter here.
     USES: ClassVar[frozenset[str]] = frozenset(
-        {f.name for group in (Texts, Sampling, Tokenizer) for f in dataclasses.fields(group)}
+        {f.name for group in (TextFlags, Sampling, TokenizerFlags) for f in dataclasses.fields(group)}
         | {*READING, "seed", "deterministic_mode"}
-    )
-
-
-def spelling(name: str) -> str:
-    """Return the flag of a field; three underscores are kept, as in Megatron."""
-    return "--" + name.replace("_", "-").replace("opt-param", "opt_param").replace(
-        "deepspeed-config", "deepspeed_config"
     )

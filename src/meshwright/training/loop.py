@@ -38,7 +38,6 @@ from meshwright.parallel.zero import ARRIVED, TOGETHER
 from meshwright.ranks.pulse import pulse
 from meshwright.ranks.team import Team
 from meshwright.ranks.watchdog import Watchdog
-from meshwright.settings.command import our_version
 from meshwright.settings.grammar import skipped
 from meshwright.tokenizers import Tokenizer
 from meshwright.training import network
@@ -57,6 +56,7 @@ from meshwright.training.log.screen import Beginning, LineScreen
 from meshwright.training.state import folder as run_folder
 from meshwright.training.state.resume import Progress, State
 from meshwright.training.step import StepSettings, Submitted, Update, evaluate, train_step
+from meshwright.version import our_version
 
 ALL_DONE = "all iterations done"
 

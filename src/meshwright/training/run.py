@@ -135,7 +135,7 @@ def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
     """Apply the file of --deepspeed_config, except to settings that are not defaults."""
     defaults = flags.to_dict(TrainConfig())
     given = {name for name, value in flags.to_dict(config).items() if value != defaults[name]}
-    config, notes, wrong = deepspeed_json.merge(config, given)
+    config, notes, wrong = deepspeed_json.merge_deepspeed(config, given)
     if wrong:
         raise UserError(flags.listed(wrong))
     for note in notes if prints else ():
@@ -158,7 +158,7 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
     screen = open_screen(config.logging) if team.is_lead else None
     console.set_stream("stdout" if team.is_lead else None, screen)
     folder = Path(root) if (root := c.run_dir or c.save) else None
-    values = argument_dump.arguments(config, job.idle, pick_backend(config.parallel, device))
+    values = argument_dump.dumped_arguments(config, job.idle, pick_backend(config.parallel, device))
     with contextlib.ExitStack() as held:
         if screen is not None:
             held.callback(console.set_stream, "stdout")  # what the caller does next has no screen

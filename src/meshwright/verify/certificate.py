@@ -18,13 +18,13 @@ from meshwright.errors import UNEQUAL, UserError
 from meshwright.files import replacing
 from meshwright.report.page import CERTIFICATE
 from meshwright.settings import flags
-from meshwright.settings.command import our_version
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.before.preflight import pick_backend
 from meshwright.training.before.sizes import describe_layout
 from meshwright.verify.compare import EXACT, GRADIENTS, Comparison, compare
 from meshwright.verify.small_run import Place
 from meshwright.verify.twin import make_twin
+from meshwright.version import our_version
 
 Show = Callable[[Comparison, str], None]  # takes the summary too, one line
 

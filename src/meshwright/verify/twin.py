@@ -20,7 +20,7 @@ from meshwright.settings.schema import (
     Optimizer,
     Parallel,
     Precision,
-    Tokenizer,
+    TokenizerFlags,
     TrainConfig,
     Training,
 )
@@ -137,14 +137,14 @@ def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
     return model, p
 
 
-def vocabulary(c: TrainConfig, m: Model) -> tuple[Tokenizer, Model]:
+def vocabulary(c: TrainConfig, m: Model) -> tuple[TokenizerFlags, Model]:
     """Return a small vocabulary that leaves rows of padding on the last tensor rank."""
     tp, size = c.parallel.tensor_model_parallel_size, c.tokenizer.vocab_size
     if c.data.mock_data and size and size <= SMALL_VOCABULARY:
-        return Tokenizer(vocab_size=size), m
+        return TokenizerFlags(vocab_size=size), m
     rows = 8 * tp * -(-40 // (8 * tp))
     m = replace(m, make_vocab_size_divisible_by=8, pad_vocab_size_to=rows if m.pad_vocab_size_to else None)
-    return Tokenizer(vocab_size=rows - 3), m
+    return TokenizerFlags(vocab_size=rows - 3), m
 
 
 def training(c: TrainConfig, on_accelerator: bool) -> Training:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from meshwright import files
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.settings.grammar import near_path
+from meshwright.settings.hints import near_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"

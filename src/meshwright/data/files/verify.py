@@ -24,7 +24,7 @@ from meshwright.data.index_cache import INVALID, open_entry
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import checksums, replacing
 from meshwright.progress import Clock, progress_bar
-from meshwright.settings.schema import Tokenizer as TokenizerFlags
+from meshwright.settings.schema import TokenizerFlags
 
 Digest = Callable[[BinaryIO, Callable[[int, bytes], None]], None]  # calls a function for each block of a file
 

@@ -20,8 +20,8 @@ from meshwright.data.prepare import containers, folders, tables, wiki
 from meshwright.data.prepare.folders import Choice, PassedOver, shown
 from meshwright.data.prepare.plain import HTML_NAME, PIECE
 from meshwright.errors import BAD_DATA, IO, UserError
-from meshwright.settings.grammar import near_path
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.hints import near_path
+from meshwright.settings.text_inputs import TextInputs
 
 START = 1 << 16  # bytes that are read to recognise JSON lines in a folder
 # Names of JSON lines; in a folder, what is only called .json must look like them.

@@ -39,9 +39,10 @@ from meshwright.ranks.compare import require_equal
 from meshwright.ranks.connect import join_ranks
 from meshwright.ranks.team import Team
 from meshwright.ranks.world import World
-from meshwright.settings.command import our_version
-from meshwright.settings.preprocess import Preprocess, PreprocessConfig
-from meshwright.settings.schema import Tokenizer, spelling
+from meshwright.settings.fields import spelling
+from meshwright.settings.schema import TokenizerFlags
+from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
+from meshwright.version import our_version
 
 MIB = 1 << 20
 WAIT_MINUTES = 7 * 24 * 60  # faster ranks wait for the slowest one
@@ -425,7 +426,7 @@ def build_encoder(config: PreprocessConfig, dtype: Any) -> Encoder:
 
 
 @functools.lru_cache(maxsize=1)
-def build_tokenizer(settings: Tokenizer) -> tokenizers.Tokenizer:
+def build_tokenizer(settings: TokenizerFlags) -> tokenizers.Tokenizer:
     return tokenizers.build(settings)
 
 

@@ -14,7 +14,7 @@ from importlib import resources
 from typing import Any
 
 from meshwright.errors import UNAVAILABLE, USAGE, UserError
-from meshwright.settings.grammar import did_you_mean
+from meshwright.settings.hints import did_you_mean
 
 _CLOSERS = "\"'”’»›)\\]}*_」』）〕】》〉"
 _OPENERS = "\"'“‘„‚«‹([{¿¡*_"

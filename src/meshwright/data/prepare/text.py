@@ -21,7 +21,7 @@ from meshwright.data.prepare.plain import BOM, HTML_NAME, LINES, LONGEST, PIECE,
 from meshwright.data.prepare.records import BadLine as BadLine
 from meshwright.data.prepare.records import PassedFile, Texts, no_text
 from meshwright.errors import BAD_DATA, IO, UserError
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.text_inputs import TextInputs
 
 FILES = 1000  # in a piece at most
 ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON array of objects begins

@@ -23,7 +23,7 @@ from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError
 from meshwright.files import lock, make_folder
 from meshwright.files import sha256 as sha256_of
 from meshwright.progress import progress_bar
-from meshwright.settings.command import our_version
+from meshwright.version import our_version
 
 BLOCK = 1 << 20
 TRIES = 5  # in a row without a single new byte

@@ -26,7 +26,7 @@ from meshwright.data.files.writer import Writer, is_made
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import lock, make_folder
 from meshwright.progress import progress_bar
-from meshwright.settings.schema import Tokenizer as TokenizerFlags
+from meshwright.settings.schema import TokenizerFlags
 
 TOGETHER = 8  # files copied at a time by --merge distributed: enough to hide the latency of a network disk
 PROBE = 1 << 14  # tokens at both ends of each shard that are read again at the end

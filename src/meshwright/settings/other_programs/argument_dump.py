@@ -71,7 +71,7 @@ NAMED = {
 UNSET = "no_load_optim no_save_optim rampup_batch_size train_data_path valid_data_path test_data_path".split()
 
 
-def arguments(config: TrainConfig, idle: Mapping[str, Any], device_backend: str) -> dict[str, Any]:
+def dumped_arguments(config: TrainConfig, idle: Mapping[str, Any], device_backend: str) -> dict[str, Any]:
     """Return name -> value of the block.
 
     Args:

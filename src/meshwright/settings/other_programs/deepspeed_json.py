@@ -12,8 +12,9 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from meshwright.settings.grammar import did_you_mean
-from meshwright.settings.schema import TrainConfig, spelling
+from meshwright.settings.fields import spelling
+from meshwright.settings.hints import did_you_mean
+from meshwright.settings.schema import TrainConfig
 
 
 def number(value: Any) -> float:
@@ -135,7 +136,7 @@ REFUSED = {
 OURS = {"optimizer": "--optimizer and its flags", "scheduler": "--lr-decay-style and its flags"}
 
 
-def merge(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, list[str], list[str]]:
+def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, list[str], list[str]]:
     """Fill a configuration from --deepspeed_config; return it, notices and every objection.
 
     `given` are the settings with a source: they never change, and must agree with the file.
@@ -144,7 +145,7 @@ def merge(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, lis
     if not path:
         return config, [], []
     try:
-        found, notices, wrong = _sort_keys(read(path), path)
+        found, notices, wrong = _sort_keys(read_deepspeed(path), path)
     except ValueError as error:
         return config, [], [f"--deepspeed_config {path}: {error}"]
     if not found.get("fp16.enabled", config.precision.fp16):  # its other keys have no effect
@@ -222,7 +223,7 @@ def _fill_accumulation(config: TrainConfig, taken: dict[str, Any], wrong: list[s
     return filled
 
 
-def read(path: str) -> dict[str, Any]:
+def read_deepspeed(path: str) -> dict[str, Any]:
     """Return the file's object; ValueError says what is wrong, such as a repeated key."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -19,11 +19,9 @@ from meshwright.model import counts
 from meshwright.ranks.compare import require_equal
 from meshwright.ranks.team import Team
 from meshwright.settings import checks, flags
-from meshwright.settings.command import our_version
 from meshwright.settings.data_paths import prefixes
-from meshwright.settings.grammar import near_path
-from meshwright.settings.schema import Parallel, TrainConfig
-from meshwright.settings.schema import Tokenizer as TokenizerFlags
+from meshwright.settings.hints import near_path
+from meshwright.settings.schema import Parallel, TokenizerFlags, TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.before.sizes import describe_layout, describe_memory, describe_place, parameters_of_ranks
 from meshwright.training.state.resume import (
@@ -34,6 +32,7 @@ from meshwright.training.state.resume import (
     saved_settings,
 )
 from meshwright.training.state.saver import check_export
+from meshwright.version import our_version
 
 if TYPE_CHECKING:
     import torch

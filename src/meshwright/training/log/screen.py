@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 from meshwright import tokenizers
 from meshwright.settings import data_paths
-from meshwright.settings.command import our_version
 from meshwright.settings.schema import Logging, TrainConfig
 from meshwright.training.before.sizes import describe_layout, describe_memory
 from meshwright.training.log.lines import Check, Interval
+from meshwright.version import our_version
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

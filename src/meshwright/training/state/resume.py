@@ -28,11 +28,11 @@ from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.optim.schedule import Schedule, build_schedule, resume_schedule, warn_of_idle_steps
 from meshwright.ranks.team import Team
 from meshwright.runs.history import read_settings
-from meshwright.settings import flags
+from meshwright.settings import fields, flags
 from meshwright.settings.checks import contradictions
-from meshwright.settings.data_paths import given, path_sets, prefixes
-from meshwright.settings.schema import ARCHITECTURE, STATED, Checkpoint, Logging, Parallel, TrainConfig, spelling
-from meshwright.settings.schema import Tokenizer as TokenizerFlags
+from meshwright.settings.data_paths import path_sets, path_settings, prefixes
+from meshwright.settings.fields import spelling
+from meshwright.settings.schema import ARCHITECTURE, STATED, Checkpoint, Logging, Parallel, TokenizerFlags, TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.state.saver import Saver, is_continued
 
@@ -403,7 +403,11 @@ def holds_steps(folder: Path) -> bool:
 _FREE = {
     *ARCHITECTURE,
     *(f.name for g in (Parallel, Checkpoint, Logging, TokenizerFlags) for f in dataclasses.fields(g)),
-    *(name for name in flags.fields(TrainConfig) if name.startswith(("lr", "exit_", "recompute_", "init_method_"))),
+    *(
+        name
+        for name in fields.config_fields(TrainConfig)
+        if name.startswith(("lr", "exit_", "recompute_", "init_method_"))
+    ),
     *("min_lr", "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
     *("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "initial_loss_scale"),
     *("data_cache_path", "data_impl", "mmap_warmup", "num_workers", "data_fingerprint", "data_sets"),
@@ -440,7 +444,7 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
         values = ", ".join(f"{spelling(name)} {getattr(config.model, name):g}" for name in unstated)
         out.append(f" > note: the checkpoint does not state all settings; used are {values}")
     equal_sets = saved.get("data_sets", ours["data_sets"]) == ours["data_sets"]
-    if not equal_sets and all(saved.get(n) == ours[n] for n in given(config.data)):
+    if not equal_sets and all(saved.get(n) == ours[n] for n in path_settings(config.data)):
         out.append(" > note: the contents of the files that list the data have changed since the checkpoint")
     equal_paths = equal_sets and all(saved.get(n) == ours[n] for n in ("data_path", "train_data_path"))
     if equal_paths and saved.get("data_fingerprint") != ours["data_fingerprint"]:

@@ -1,12 +1,47 @@
-"""The settings of `meshwright preprocess`."""
+"""The flags of `preprocess`, and those by which other commands find their text too."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.settings.schema import Tokenizer, flag
-from meshwright.settings.texts import TextInputs
+from meshwright.settings.fields import flag, spelling
+from meshwright.settings.schema import TokenizerFlags
+
+SEPARATOR = "<|endoftext|>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextInputs:
+    """Text to read."""
+
+    input: list[str] = flag(
+        [], "text, also compressed: folders, plain files, HTML, JSON lines, Parquet, archives; - for standard input"
+    )
+    include: list[str] = flag([], "patterns of the files to read in folders and archives, whatever their suffix")
+    exclude: list[str] = flag([], "patterns of files and folders to leave out")
+    json_keys: list[str] = flag(["text"], "keys whose text is read from JSON lines and tables", "--json-key")
+    document_separator: str = flag(SEPARATOR, "line between the documents of a plain text; '' for a blank line")
+
+    def words(self) -> list[str]:
+        """Return these flags as words of a command, without those that have their defaults."""
+        out = []
+        for field in dataclasses.fields(TextInputs):
+            value = getattr(self, field.name)
+            if value != getattr(TextInputs(), field.name):
+                name = spelling(field.name)  # only after `=` may a value begin with a hyphen
+                out += [f"{name}={value}"] if isinstance(value, str) else [name, *value]
+        return out
+
+    def input_problems(self) -> list[str]:
+        """Return what is wrong with these flags."""
+        conditions = {
+            "--input is needed: files or folders of text": self.input,
+            "--json-keys names no key; give at least one": self.json_keys,
+            "--document-separator must be a single line": not set("\r\n") & set(self.document_separator),
+        }
+        return [message for message, holds in conditions.items() if not holds]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +68,7 @@ class PreprocessConfig:
     """Settings of `meshwright preprocess`."""
 
     preprocess: Preprocess = Preprocess()
-    tokenizer: Tokenizer = Tokenizer()
+    tokenizer: TokenizerFlags = TokenizerFlags()
 
     def problems(self) -> list[str]:
         p = self.preprocess
