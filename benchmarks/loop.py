@@ -85,7 +85,7 @@ def our_steps(prefix: Path) -> Iterator[float]:
     params = ParameterStore(model, StoreSpec(config.Optimizer(weight_decay=0.1), torch.float32, cpu, VOCAB))
     params.initialise(lambda masters: initialise(masters, m, VOCAB, 1))
     data = Samples(Indexed(prefix), range(400), 4096, SEQ, seed=1)
-    net = Network([model], params, losses, cpu)
+    net = Network(parts=[model], store=params, loss=losses, device=cpu)
     for batches in Loader(data, LoaderSpec(BATCH, lambda consumed: BATCH, VOCAB, workers=2, at_end="wrap")):
         loss, norm, _ = train_step(net, batches, StepSettings(1, 1e-3, 0.1))
         yield torch.stack((loss, norm)).tolist()[0]

@@ -365,7 +365,7 @@ def test_each_layer_draws_its_dropout_after_the_layer_before(monkeypatch, recomp
     assert generator.places[:2] == [(seed, 0), (seed, each)]
     assert set(generator.places[2:]) == (set(generator.places[:2]) if recompute == "full" else set())
     stage = make(m).train()
-    stage.keep(range(1, 2), first=False, last=True)
+    stage.keep(range(1, 2), has_embedding=False, has_head=True)
     generator.places.clear()
     for _ in range(2):
         stage(x, training(first_sample=5), stream=torch.zeros(*x.shape, m.hidden_size))

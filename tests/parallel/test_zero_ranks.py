@@ -79,7 +79,7 @@ def one_step(model, store, mine, lr=1e-2):
     store.clear_gradients()
     total = 0.0
     for i, (batch, unused) in enumerate(mine):
-        store.last = i == len(mine) - 1
+        store.begin_backward(i == len(mine) - 1)
         left_out = [p for n, p in model.named_parameters() if n in unused]
         for p in left_out:
             p.requires_grad_(False)
@@ -307,7 +307,7 @@ def check_non_finite(layout, dtype):
                 value, sink = next(bad), getattr(model.get_parameter(name), "sink", None) if here and name else None
 
                 def spoil(*parts, store=store, at=at, value=value, sink=sink, micro=micro):
-                    if store.last == bool(micro):
+                    if store.is_last_backward == bool(micro):
                         sink.begin()[0].view(-1)[at] = value
                     type(sink).end(sink, *parts)
 
@@ -315,7 +315,7 @@ def check_non_finite(layout, dtype):
                     sink.end = spoil
                 store.clear_gradients()
                 for i, (batch, _) in enumerate(mine[1]):
-                    store.last = i == 1
+                    store.begin_backward(i == 1)
                     losses_of(model, [batch])
                 sums = torch.tensor([value if here and name is None else 1.0, 2.0])
                 norm = store.step(Numbers(1e-2, 0.1, 1.0), sums)

@@ -355,7 +355,9 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
         flag = ["--loss-mean", how] if how in ("global", "microbatch") else []
         mean = parse_settings(TrainConfig, flag, "meshwright train", check=False).config.training.loss_mean
         settings = StepSettings(1, 0.0, 0.0, loss_mean=mean)
-        losses[how] = float(train_step(Network([model], params, loss, cpu), batches, settings)[0])
+        losses[how] = float(
+            train_step(Network(parts=[model], store=params, loss=loss, device=cpu), batches, settings)[0]
+        )
     assert losses["microbatch"] == pytest.approx((losses["first"] + losses["second"]) / 2)
     assert losses["global"] == pytest.approx((32 * losses["first"] + 2 * losses["second"]) / 34)
     assert losses["global"] != pytest.approx(losses["microbatch"], rel=1e-6)

@@ -55,10 +55,10 @@ class Recorder:
 
     def python(self):
         buckets = [(set(b.seen), b.is_summed) for b in self.store.buckets.values()]
-        return copy.copy(self.store.added), self.store._last, buckets
+        return copy.copy(self.store.added), self.store.is_last_backward, buckets
 
     def restore(self, python):
-        added, self.store._last, buckets = python
+        added, self.store.is_last_backward, buckets = python
         self.store.added = set(added)
         for b, (seen, is_summed) in zip(self.store.buckets.values(), buckets, strict=True):
             b.seen, b.is_summed = set(seen), is_summed
@@ -199,7 +199,7 @@ def test_steps_of_another_shape_between_replays():
     nets = []
     for _ in range(2):
         model, store = make(m)
-        nets.append(Network([model], store, losses, CPU))
+        nets.append(Network(parts=[model], store=store, loss=losses, device=CPU))
     nets[1].graphs = Recorded(None, nets[1].parts, nets[1].store, True)
     for i, shape in enumerate(shapes):
         x = torch.randint(0, VOCAB, (2, *shape), generator=generator)

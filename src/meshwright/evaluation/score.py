@@ -10,7 +10,6 @@ the new ones, so that they have a context. Bits per byte compares different voca
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from meshwright.model.gpt import GPT
-    from meshwright.parallel.forward import Runner
+    from meshwright.parallel.cut_model import CutModel
+    from meshwright.parallel.layout import Layout
     from meshwright.settings.schema import Data
     from meshwright.tokenizers import Tokenizer
 
@@ -107,29 +107,39 @@ def plain_scorer(model: GPT) -> Scorer:
     return run
 
 
-def score_part(runner: Runner, batches: list[Rows]) -> Tensor:
+def score_part(net: CutModel, vocab: int, batches: list[Rows]) -> Tensor:
     """Score with this rank's part of a model: the sum of all ranks' results is that of a scorer.
 
-    Copies of the model share out the micro-batches, and context ranks the columns of each.
+    Copies of the model share out the micro-batches, and context ranks the columns of each. All run
+    equally many passes, because with ZeRO 3 they gather weights for each other: surplus ones repeat
+    a micro-batch and do not count.
     """
     import torch
 
-    from meshwright.parallel.forward import Piece
+    from meshwright.data.loader import Batch
 
-    layout, vocab = runner.layout, runner.model.vocab
-    first = layout.at("tp") * (runner.padded // layout.tp)
-    mine = list(range(layout.at("replicas", "shard"), len(batches), layout.dp))
-    pieces = []
-    for i in mine:
-        rows = Rows(*(runner.columns(x) for x in batches[i]))
-        finish = functools.partial(count, rows=rows, vocab=vocab, first=first, group=layout.group("tp"))
-        pieces.append(Piece(rows.tokens.to(runner.device), runner.where(rows.tokens.shape[1]), finish))
-    found = runner.run(pieces)
-    out = [torch.zeros(len(rows.tokens), 2, dtype=torch.float64) for rows in batches]
-    if not layout.at("tp"):  # the others have the same numbers
-        for i, values in zip(mine, found, strict=False):  # none before the last stage
-            out[i] = values.cpu()
+    layout = net.layout
+    numbers = [turn + layout.at("replicas", "shard") for turn in range(0, len(batches), layout.dp)]
+    cut = [Rows(*(columns_of(x, layout) for x in batches[i % len(batches)])) for i in numbers]
+
+    def count_part(logits: Tensor, i: int) -> Tensor:
+        return count(logits, cut[i], vocab, layout.at("tp") * logits.shape[-1], layout.group("tp"))
+
+    results = net.infer([Batch(rows.tokens, rows.labels, torch.arange(len(rows.tokens))) for rows in cut], count_part)
+    out = [torch.zeros(len(rows.tokens), 2, dtype=torch.float64, device=net.device) for rows in batches]
+    for i, values in zip(numbers, results, strict=True) if net.has_results else ():
+        if i < len(batches):
+            out[i] = values
     return torch.cat(out)
+
+
+def columns_of(x: Tensor, layout: Layout) -> Tensor:
+    """Return this context rank's columns of [B, T], padded so that all have as many."""
+    import torch.nn.functional as F
+
+    if layout.cp == 1:
+        return x
+    return F.pad(x, (0, -x.shape[1] % layout.cp)).chunk(layout.cp, 1)[layout.at("cp")].contiguous()
 
 
 def count(logits: Tensor, rows: Rows, vocab: int, first: int = 0, group: ProcessGroup | None = None) -> Tensor:

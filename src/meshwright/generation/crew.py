@@ -15,15 +15,15 @@ from torch import Tensor
 from meshwright.evaluation.score import Rows, score_part
 from meshwright.model.attention import Cache, Cached, Where
 from meshwright.parallel.calls import Calls
-from meshwright.parallel.forward import Piece, Runner
+from meshwright.parallel.cut_model import CutModel, ModelInput
 from meshwright.ranks.team import Team
 
 
 class Crew:
     """The ranks of a layout. All make one; then rank 0 calls what has no underscore."""
 
-    def __init__(self, runner: Runner, team: Team) -> None:
-        self.runner, self.calls = runner, Calls(team)
+    def __init__(self, model: CutModel, padded: int, team: Team) -> None:
+        self.model, self.padded, self.calls = model, padded, Calls(team)
         self.calls.actions |= {"forward": self._forward, "rearrange": self._rearrange, "score": self._score}
         self.numbers: WeakKeyDictionary[Cache, int] = WeakKeyDictionary()  # of the caches in use on rank 0
         self.fresh = itertools.count()
@@ -41,19 +41,21 @@ class Crew:
         logits: Tensor = self.calls.call("forward", torch.tensor(head), tokens.cpu(), *(x.cpu() for x in rest))
         return logits
 
+    @torch.inference_mode()
     def _forward(self, head: Tensor, tokens: Tensor, *rest: Tensor) -> Tensor | None:
         last_only, *of_cache = head.tolist()
-        runner, where = self.runner, Where(heads=self.runner.heads)
+        model, where = self.model, Where(heads=self.model.heads)
         if of_cache:
             number, slots, length, seen = of_cache
             alive, *rows = rest
             self.caches = {n: cache for n, cache in self.caches.items() if n in alive.tolist()}
             cache = self.caches.setdefault(number, Cache(slots, length))
-            at, used, *ends = (x.to(runner.device) for x in rows)
+            at, used, *ends = (x.to(model.device) for x in rows)
             where.cached = Cached(cache, at, used, seen, *ends)
-        found = runner.run([Piece(tokens.to(runner.device), where, runner.gather_ids)], bool(last_only))
-        shape = (len(tokens), 1 if last_only else tokens.shape[1], runner.padded)
-        return runner.send_to_lead(found[0] if found else None, shape)
+        inputs = [ModelInput(tokens.to(model.device), where)]
+        logits = model.run_passes(inputs, lambda logits, i: model.gather_ids(logits), bool(last_only))
+        shape = (len(tokens), 1 if last_only else tokens.shape[1], self.padded)
+        return model.send_to_lead(logits[0] if logits else None, shape)
 
     def rearrange(self, cache: Cache, rows: Tensor, used: int) -> None:
         self.calls.call("rearrange", torch.tensor([self.numbers[cache], used]), rows.cpu())
@@ -61,14 +63,15 @@ class Crew:
     @torch.inference_mode()
     def _rearrange(self, head: Tensor, rows: Tensor) -> None:
         number, used = head.tolist()
-        self.caches[number].rearrange(rows.to(self.runner.device), used)
+        self.caches[number].rearrange(rows.to(self.model.device), used)
 
     def score(self, batches: list[Rows]) -> Tensor:
         """Score micro-batches as a `Scorer` does; copies of the model share them out."""
         values: Tensor = self.calls.call("score", *(x.long() for rows in batches for x in rows))
         return values
 
+    @torch.inference_mode()
     def _score(self, *tensors: Tensor) -> Tensor:
         threes = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
         batches = [Rows(tokens, labels, counted.bool()) for tokens, labels, counted in threes]
-        return self.calls.sum(score_part(self.runner, batches))
+        return self.calls.sum(score_part(self.model, self.model.parts[0].vocab, batches).cpu())

@@ -24,8 +24,7 @@ from meshwright.generation.crew import Crew
 from meshwright.generation.requests import Request
 from meshwright.model.attention import Cache, Where
 from meshwright.model.gpt import GPT
-from meshwright.parallel import forward
-from meshwright.parallel.forward import Runner
+from meshwright.parallel.cut_model import CutModel, build_cut_model
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.parts import Parts
 from meshwright.ranks.team import ALONE, Team
@@ -243,19 +242,18 @@ def load(
 
     All ranks of the layout call this together, and each reads its own part.
     """
-    opened: list[tuple[Fit, Runner]] = []
+    opened: list[tuple[Fit, CutModel]] = []
 
     def accept(source: Source) -> Source:
         fit = check_fit(describe(source, given), given, vocabulary, layout)
-        runner = forward.build(fit.model, fit.vocab, fit.padded, fit.positions, fit.layers, layout)
-        runner.allocate(dtype, device)
-        opened.append((fit, runner))
+        sizes = fit.vocab, fit.padded, fit.positions
+        opened.append((fit, build_cut_model(fit.model, sizes, fit.layers, layout, dtype, device)))
         return fit.source
 
     def want(source: Source) -> Named:
-        fit, runner = opened[-1]
+        fit, model = opened[-1]
         parts, out = Parts(layout, fit.vocab, False, False, ()), dict[str, Any]()
-        for name, p in runner.model.named_parameters():
+        for name, p in model.parts[0].named_parameters():
             full, place, shape = parts.saved(name, p.shape)
             p[shape[0] :] = 0
             box = (tuple(place), tuple(shape))
@@ -264,9 +262,9 @@ def load(
 
     if loading.load(folder, want, options=open_options(given), accept=accept, team=team) is None:
         raise not_a_run(folder, "checkpoint")
-    fit, runner = opened[-1]
-    runner.open()
+    fit, model = opened[-1]
+    model.open_pipeline()
     length = given.get("seq_length") or fit.saved.seq_length or fit.positions
     length, kept = min(length, fit.positions), fit.saved.tokenizer_folder
-    crew = Crew(runner, team) if team.size > 1 else None
-    return LanguageModel(runner.model, fit.tokenizer, fit.source.step, length, crew, kept)
+    crew = Crew(model, fit.padded, team) if team.size > 1 else None
+    return LanguageModel(model.parts[0], fit.tokenizer, fit.source.step, length, crew, kept)

@@ -105,23 +105,23 @@ class GPT(nn.Module):
         self.ln_emb = Norm(m, m.hidden_size) if m.embed_layernorm else None
         self.h = nn.ModuleDict({str(i): block(m, i, self.options) for i in range(m.num_layers)})
         self.end = getattr(block, "end", Block.end)
-        self.first, self.last = True, True  # has the embedding, has the head
+        self.has_embedding = self.has_head = True
         self.drawn: dict[tuple[int, int, bool], int] = {}  # shape -> numbers that a layer's attention draws
         self.ln_f = Norm(m, m.hidden_size)
         untied = m.untie_embeddings_and_output_weights
         self.lm_head = Linear(m.hidden_size, padded, bias=False) if untied else None
 
-    def keep(self, layers: range, first: bool, last: bool) -> None:
+    def keep(self, layers: range, has_embedding: bool, has_head: bool) -> None:
         """Delete all but these layers and, if asked for, the embedding and the head."""
-        self.first, self.last = first, last
+        self.has_embedding, self.has_head = has_embedding, has_head
         for i in set(map(int, self.h)) - set(layers):
             del self.h[str(i)]
-        if not first:
+        if not has_embedding:
             self.wpe = self.ln_emb = None
-        if not last:
+        if not has_head:
             del self.ln_f
             self.lm_head = None
-        if not first and (not last or self.lm_head is not None):
+        if not has_embedding and (not has_head or self.lm_head is not None):
             del self.wte
 
     def forward(self, tokens: Tensor, where: Where, last_only: bool = False, stream: Tensor | None = None) -> Tensor:
@@ -156,7 +156,7 @@ class GPT(nn.Module):
             else:
                 residual, pending = self.run(residual, pending, shared, sites, layers)
         rows, p = sites[2 * here[-1] + 2], self.m.hidden_dropout
-        if not self.last:
+        if not self.has_head:
             return join(residual, pending, rows, p)
         y = self.end(residual, pending, rows, p, self.ln_f)
         if last_only:

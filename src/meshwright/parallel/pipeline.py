@@ -26,14 +26,13 @@ from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED, Action, Kind, schedule, stages_of
 
 if TYPE_CHECKING:
-    from meshwright.data.loader import Batch
     from meshwright.model.gpt import GPT
 
 # Versions of torch whose zero-bubble lists were tested, by device.
 TRIED = {"cpu": ("2.13",), devices.NVIDIA: ("2.11",)}
 
-# (stage, micro-batch, incoming stream) -> outgoing stream, or the loss after the last stage.
-Forward = Callable[["GPT", "Batch", Tensor | None], Tensor]
+# (stage, number of the micro-batch, incoming stream) -> outgoing stream, or the last stage's result
+Forward = Callable[["GPT", int, Tensor | None], Tensor]
 
 
 class Held(NamedTuple):
@@ -75,16 +74,16 @@ class Pipeline:
                     dist.recv(x, self.ranks[source], group=self._lane(begin, way))
 
     def train(
-        self, batches: list[Batch], forward: Forward, scale: float, before_backward: Callable[[bool], None]
+        self, tokens: Sequence[Tensor], forward: Forward, scale: float, before_backward: Callable[[bool], None]
     ) -> list[Tensor]:
-        """Run forward and backward of all micro-batches; return the last stage's losses.
+        """Run forward and backward of micro-batches [B, T]; return the last stage's losses.
 
         `before_backward` is called before each backward pass with whether it is its stage's last.
         """
         held: dict[tuple[int, int], Held] = {}
         losses: list[Tensor] = []
         waiting: dict[tuple[int, int], Waiting] = {}
-        actions = actions_of(self.kind, self.size, self.rank, len(batches), len(self.parts))
+        actions = actions_of(self.kind, self.size, self.rank, len(tokens), len(self.parts))
         is_split = any(action.op in "IW" for action in actions)
         queue: Waiting = []
 
@@ -94,11 +93,11 @@ class Pipeline:
             if op == "F":
                 if received is not None:
                     received.requires_grad_()
-                output = forward(part, batches[i], received)
-                if part.last:
+                output = forward(part, i, received)
+                if part.has_head:
                     losses.append(output.detach())
                     output = output * scale
-                sending = None if part.last else self._send(output.detach(), stage, 1, i)
+                sending = None if part.has_head else self._send(output.detach(), stage, 1, i)
                 held[chunk, i] = Held(received, output, sending)
             elif op == "W":
                 compute(waiting.pop((chunk, i)))
@@ -106,7 +105,7 @@ class Pipeline:
                 source, output, sending = held.pop((chunk, i))
                 if sending is not None:
                     sending.wait()
-                before_backward(i == len(batches) - 1 and not is_split)
+                before_backward(i == len(tokens) - 1 and not is_split)
                 torch.autograd.backward(output, received)
                 if op == "I":
                     waiting[chunk, i] = list(queue)
@@ -118,45 +117,45 @@ class Pipeline:
                     self._send_and_keep(source.grad, stage, -1, i)
 
         with deferred() if is_split else contextlib.nullcontext(queue) as queue:
-            self._run(actions, batches, run_action)
+            self._run(actions, tokens, run_action)
         return losses
 
-    def evaluate(self, batches: Sequence[Any], forward: Callable[[GPT, Any, Tensor | None], Tensor]) -> list[Tensor]:
-        """Run forward only; return the last stage's results. Batches need only their `tokens`."""
+    def evaluate(self, tokens: Sequence[Tensor], forward: Forward) -> list[Tensor]:
+        """Run forward only; return the last stage's results."""
         results: list[Tensor] = []
 
         def run_action(action: Action, received: Tensor | None) -> None:
             part = self.parts[action.chunk]
-            output = forward(part, batches[action.microbatch], received)
-            if part.last:
+            output = forward(part, action.microbatch, received)
+            if part.has_head:
                 results.append(output)
             else:
                 self._send_and_keep(output, self.stages[action.chunk], 1, action.microbatch)
 
-        order = [Action("F", chunk, i) for chunk in range(len(self.parts)) for i in range(len(batches))]
-        self._run(order, batches, run_action)
+        order = [Action("F", chunk, i) for chunk in range(len(self.parts)) for i in range(len(tokens))]
+        self._run(order, tokens, run_action)
         return results
 
     def _run(
-        self, actions: list[Action], batches: Sequence[Any], run_action: Callable[[Action, Tensor | None], None]
+        self, actions: list[Action], tokens: Sequence[Tensor], run_action: Callable[[Action, Tensor | None], None]
     ) -> None:
         for action in actions:
-            run_action(action, self._receive(action, batches[action.microbatch]))
+            run_action(action, self._receive(action, tokens[action.microbatch]))
         for work, _ in self.sent:
             work.wait()
         self.sent.clear()
 
-    def _receive(self, action: Action, batch: Any) -> Tensor | None:
+    def _receive(self, action: Action, tokens: Tensor) -> Tensor | None:
         """Return what an action needs from another stage, if anything."""
         part, stage = self.parts[action.chunk], self.stages[action.chunk]
-        if action.op == "W" or (part.first if action.op == "F" else part.last):
+        if action.op == "W" or (part.has_embedding if action.op == "F" else part.has_head):
             return None
         way = 1 if action.op == "F" else -1
         source = self.rank_of(stage - way)
         if source == self.rank:
             return self.local.pop((stage, way, action.microbatch))
-        rows = (1, batch.tokens.numel() // self.layout.tp) if self.sequence else batch.tokens.shape
-        buffer = torch.empty(*rows, self.hidden, dtype=self.dtype, device=batch.tokens.device)
+        rows = (1, tokens.numel() // self.layout.tp) if self.sequence else tokens.shape
+        buffer = torch.empty(*rows, self.hidden, dtype=self.dtype, device=tokens.device)
         dist.recv(buffer, self.ranks[source], group=self._lane(stage - way, way))
         return buffer
 

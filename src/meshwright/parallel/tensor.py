@@ -192,7 +192,7 @@ def spread(model: GPT, layout: Layout, by_rows: Plain | None, columns: int) -> r
     for block in blocks:
         block.attn.qkv.product = block.mlp.fc.product = entering
         block.attn.proj.product = block.mlp.proj.product = leaving
-    if model.first or hasattr(model, "wte"):
+    if model.has_embedding or hasattr(model, "wte"):
         model.wte = Rows(model.wte, layout.at("tp") * len(model.wte.weight), leave)  # type: ignore[assignment]
     model.product = entering
     return heads

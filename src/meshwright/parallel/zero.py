@@ -189,6 +189,10 @@ class Store(Parts):
                     update.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=self.home)
         self.reads_tensors = self.flat is not None and all(rule == "muon" for rule, _ in self.updates)
 
+    def begin_backward(self, is_last: bool) -> None:
+        """Prepare for a backward pass; `is_last` if it is the step's last through its layers."""
+        raise NotImplementedError
+
     def finish_sums(self) -> None:
         """Wait until the gradients are summed over the ranks."""
 
@@ -364,7 +368,7 @@ class ParameterStore(Store):
         for part in models:
             self._take_over(part)
         self._make_pieces()
-        self.last = True
+        self.begin_backward(True)
 
     # Memory layout
 
@@ -558,16 +562,10 @@ class ParameterStore(Store):
             self.share.zero_()
         for bucket in self.buckets.values():
             bucket.is_summed = False
-        self.last = True
+        self.begin_backward(True)
 
-    @property
-    def last(self) -> bool:
-        """Whether the next backward pass is the step's last through its layers; set before each."""
-        return self._last
-
-    @last.setter
-    def last(self, value: bool) -> None:
-        self._last = value
+    def begin_backward(self, is_last: bool) -> None:
+        self.is_last_backward = is_last
         for bucket in self.buckets.values():
             bucket.seen.clear()
             bucket.parts.clear()
@@ -606,7 +604,7 @@ class ParameterStore(Store):
 
     def sum_over_ranks(self, bucket: Bucket) -> None:
         """Start the sum over the ranks that hold the same weights."""
-        bucket.is_summed = self.last
+        bucket.is_summed = self.is_last_backward
         full, group = bucket.gradients, self.layout.group
         assert full is not None
         if bucket.partial:
@@ -667,7 +665,7 @@ class ParameterStore(Store):
             bucket.gradients = torch.zeros(bucket.size, dtype=self.full, device=self.device)
         for name in bucket.spans.keys() - self.added if self.keeps_gradients else ():
             _view(bucket.gradients, bucket.spans[name]).zero_()
-        self.last = True
+        self.begin_backward(True)
         self.sum_over_ranks(bucket)
 
     def take_gradients(self) -> None:
@@ -742,7 +740,7 @@ class _Place:
             if len(bucket.seen) == len(bucket.spans) and not bucket.partial:
                 if not store.keeps_gradients:
                     store.sum_over_ranks(bucket)
-                elif store.last:
+                elif store.is_last_backward:
                     store.sum_full_buckets()
 
 
@@ -750,7 +748,7 @@ def uses_of(model: nn.Module, name: str) -> int:
     """Return in how many places the network uses a parameter; 0 if unknown, as in custom models."""
     if not isinstance(model, GPT):
         return 0
-    return 2 if name == "wte.weight" and model.first and model.last and model.lm_head is None else 1
+    return 2 if name == "wte.weight" and model.has_embedding and model.has_head and model.lm_head is None else 1
 
 
 def _matrices(

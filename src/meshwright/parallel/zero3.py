@@ -65,17 +65,10 @@ class FullyShardedStore(Store):
             self.parameters |= dict(model.named_parameters())
         self._make_pieces()
 
-    @property
-    def last(self) -> bool:
-        """Whether the next backward pass is the step's last, which alone sums over replicas."""
-        return self._last
-
-    @last.setter
-    def last(self, value: bool) -> None:
-        self._last = value
-        if self.layout.replicas > 1:
+    def begin_backward(self, is_last: bool) -> None:
+        if self.layout.replicas > 1:  # the last backward pass alone sums over them
             for model in self.models:
-                model.set_requires_all_reduce(value)
+                model.set_requires_all_reduce(is_last)
 
     def dimension(self, shape: torch.Size) -> int:
         """Return the dimension to shard: the first, but the second of a gated MLP's [2, F, H]."""

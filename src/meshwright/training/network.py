@@ -90,7 +90,7 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
             raise UserError(f"{flag} is for the layers of our own models, and this one is custom; leave it out")
     parts, heads, name, execution = build_parts(spec, options)
     tied = layout.pp > 1 and not m.untie_embeddings_and_output_weights
-    if tied and parts[0].first and parts[-1].last:  # a V-shaped pipeline: both ends are on the first rank
+    if tied and parts[0].has_embedding and parts[-1].has_head:  # a V-shaped pipeline: both ends are on the first rank
         parts[-1].wte = parts[0].wte
     tied = tied and p.pipeline_schedule not in V_SHAPED
     names = {n: x for part in parts for n, x in part.named_parameters()}
@@ -117,7 +117,19 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
         pipeline = Pipeline(layout, p.pipeline_schedule, parts, m.hidden_size or 0, spec.sequence, wide)
         pipeline.open(device)
     loss = make_loss(spec.vocab, layout, spec.loss)
-    net = Network(parts, store, loss, device, layout, spec.sequence, heads, pipeline, name, execution, compiled)
+    net = Network(
+        parts=parts,
+        store=store,
+        loss=loss,
+        device=device,
+        layout=layout,
+        sequence=spec.sequence,
+        heads=heads,
+        pipeline=pipeline,
+        name=name,
+        execution=execution,
+        is_compiled=compiled,
+    )
     net.stream, net.without_graphs = stream, without
     if without is None:
         assert isinstance(store, ParameterStore)

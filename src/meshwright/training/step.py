@@ -19,17 +19,17 @@ from meshwright import device as devices
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.data.loader import Batch
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.model.attention import Stream, Where, seed_dropout
+from meshwright.model.attention import Where, seed_dropout
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.optim.rules import Numbers
 from meshwright.parallel import comm
+from meshwright.parallel.cut_model import CutModel
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.tensor import joining
 from meshwright.ranks.pulse import pulse
 from meshwright.training.graphs import Graphs, Turn, copy_into
 
 if TYPE_CHECKING:
-    from meshwright.parallel.pipeline import Pipeline
     from meshwright.parallel.zero import ParameterStore
     from meshwright.parallel.zero3 import FullyShardedStore
 
@@ -42,49 +42,18 @@ Timed = Callable[[str, int], contextlib.AbstractContextManager[None]]
 CHECK_MASKS = "check the data and --eod-mask-loss"
 
 
-@dataclass
-class Network:
-    """The model as one rank runs it, with the store that owns its parameters."""
+@dataclass(kw_only=True)
+class Network(CutModel):
+    """The model as one rank trains it, with the store that owns its parameters."""
 
-    parts: list[Any]  # the whole model, or the stages of one pipeline rank
     store: ParameterStore | FullyShardedStore
     loss: Loss
-    device: torch.device
-    layout: Layout = Layout()
-    sequence: bool = False  # sequence parallelism
-    heads: range | None = None  # the attention heads computed on this rank
-    pipeline: Pipeline | None = None
     name: str = GPT_NETWORK  # saved in checkpoints: the kind of network that their tensors belong to
     execution: str = ""  # a description for the log
     is_compiled: bool = False
     stream: Any = None  # on which all steps run if some may be CUDA graphs
     graphs: Graphs | None = None
     without_graphs: str | None = None  # why there are none
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether this rank's losses count: the last stage's do, once per tensor group."""
-        return any(getattr(part, "last", True) for part in self.parts) and not self.layout.at("tp")
-
-    def where(self, b: Batch, seed: int | None) -> Where:
-        """Return the positions of this rank's part of a micro-batch; no seed means no dropout."""
-        t, device, layout = b.tokens.shape[1], b.tokens.device, self.layout
-        samples = None if seed is None else b.sample_ids
-        w = Where(samples, None, seed or 0, b.first_sample, b.position_ids, b.doc_ids, heads=self.heads)
-        first = layout.at("cp") * t
-        if layout.cp > 1:
-            w.columns, w.length = torch.arange(first, first + t, device=device), t * layout.cp
-        if self.sequence:
-            w.stream = self.stream_of(b, samples, first)
-        return w
-
-    def stream_of(self, b: Batch, samples: Tensor | None, first: int) -> Stream:
-        """Return the positions of the tokens between a tensor rank's parts of the layers."""
-        t, rank = b.tokens.shape[1], self.layout.at("tp")
-        rows = b.tokens.numel() // self.layout.tp
-        n = torch.arange(rank * rows, (rank + 1) * rows, device=b.tokens.device)
-        ids = None if b.position_ids is None else b.position_ids.flatten()[n][None]
-        return Stream(None if samples is None else samples[n // t][None], (first + n % t)[None], ids)
 
 
 @dataclass(frozen=True)
@@ -217,12 +186,12 @@ def forward_backward(
         totals[STOPPING].copy_(wants_stop)
     pulse.tick()
     with timed("forward-compute", 2):
-        out = forward(net, net.parts[0], batch, seed)
+        out = forward_part(net, net.parts[0], batch, seed)
         loss = loss_sum(net.loss(out, batch), batch.loss_mask) / divisor
-    net.store.last = turn.last
+    net.store.begin_backward(turn.last)
     with timed("backward-compute", 2):
         (loss * scale).backward()  # type: ignore[no-untyped-call]
-    if net.has_loss:
+    if net.has_results:
         totals[LOSS] += loss.detach()
 
 
@@ -233,21 +202,19 @@ def pipeline_step(
     assert net.pipeline is not None
     net.store.clear_gradients()
     totals[STOPPING] = numbers[0, STOP]
-    places = {id(batch): i for i, batch in enumerate(batches)}
 
-    def compute_loss(part: Any, b: Batch, stream: Tensor | None = None) -> Tensor:
+    def compute_loss(part: Any, i: int, stream: Tensor | None) -> Tensor:
         """Return a micro-batch's share of the loss, or the next stage's input."""
         pulse.tick()
         with timed("forward-compute", 2):
-            out = forward(net, part, b, s.seed, stream)
-            if not getattr(part, "last", True):
+            out = forward_part(net, part, batches[i], s.seed, stream)
+            if not part.has_head:
                 return out
-            return loss_sum(net.loss(out, b), b.loss_mask) / numbers[places[id(b)], DIVISOR]
+            return sum_losses(net, batches, out, i) / numbers[i, DIVISOR]
 
     with timed("forward-backward", 1):
-        set_last = functools.partial(setattr, net.store, "last")
-        losses = net.pipeline.train(batches, compute_loss, s.scale, set_last)
-    if net.has_loss:
+        losses = net.pipeline.train([b.tokens for b in batches], compute_loss, s.scale, net.store.begin_backward)
+    if net.has_results:
         for loss in losses:  # one after the other, however the micro-batches are stored
             totals[LOSS] += loss
 
@@ -260,7 +227,7 @@ def update(net: Network, numbers: Tensor, totals: Tensor) -> None:
     totals.copy_(torch.stack((sums[0], norm.double(), sums[1])))
 
 
-def forward(net: Network, part: Any, batch: Batch, seed: int | None, stream: Tensor | None = None) -> Tensor:
+def forward_part(net: Network, part: Any, batch: Batch, seed: int | None, stream: Tensor | None = None) -> Tensor:
     """Return logits [B, T, padded vocabulary] or the next stage's input; no seed, no dropout."""
     where = net.where(batch, seed)
     return part(batch.tokens, where) if stream is None else part(batch.tokens, where, stream=stream)  # type: ignore[no-any-return]
@@ -302,37 +269,32 @@ def count_unmasked(net: Network, batches: list[Batch]) -> float | Tensor:
     return unmasked
 
 
+def sum_losses(net: Network, batches: list[Batch], logits: Tensor, i: int) -> Tensor:
+    """Return the sum of the losses of micro-batch i."""
+    return loss_sum(net.loss(logits, batches[i]), batches[i].loss_mask)
+
+
 @torch.no_grad()
 def evaluate(net: Network, batches: Iterator[list[Batch]], should_stop: Callable[[], bool] = lambda: False) -> float:
     """Return the mean loss of the unmasked tokens of these global batches, without dropout.
 
     Checks `should_stop` before each batch; the mean is then that of the batches so far.
     """
-    for part in net.parts:
-        part.train(False)
     sums = torch.zeros(2, dtype=torch.float64, device=net.device)  # loss, tokens
-
-    def compute_loss(part: Any, batch: Batch, stream: Tensor | None = None) -> Tensor:
-        b = batch.to(net.device)
-        out = forward(net, part, b, None, stream)
-        return loss_sum(net.loss(out, b), b.loss_mask) if getattr(part, "last", True) else out
-
-    stopped = False
+    is_stopped = False
     for micro_batches in batches:
         pulse.tick()
-        if stopped := should_stop():
+        if is_stopped := should_stop():
             break
-        if net.pipeline is not None:
-            losses = net.pipeline.evaluate([b.to(net.device) for b in micro_batches], compute_loss)
-        else:
-            losses = [compute_loss(net.parts[0], batch) for batch in micro_batches]
-        if net.has_loss:
+        on_device = [batch.to(net.device) for batch in micro_batches]
+        losses = net.infer(on_device, functools.partial(sum_losses, net, on_device))
+        if net.has_results:
             for loss in losses:
                 sums[0] += loss
             sums[1] += 0 if net.layout.at("cp") else sum(b.unmasked for b in micro_batches)
     if net.layout.world > 1:
         dist.all_reduce(sums)
     total, tokens = sums.tolist()
-    if not tokens and not stopped:
+    if not tokens and not is_stopped:
         raise UserError(f"every token of the validation set is masked; {CHECK_MASKS}", BAD_DATA, True)
     return total / max(tokens, 1)  # type: ignore[no-any-return]

@@ -28,7 +28,7 @@ from meshwright.model.loss import loss_sum
 from meshwright.ranks.team import Team
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.before.sizes import bytes_per_parameter, logits_bytes
-from meshwright.training.step import Network, forward
+from meshwright.training.step import Network, forward_part
 
 SHARE = 0.92  # of the memory; the rest is for the gaps of the allocator and for other libraries
 
@@ -67,10 +67,10 @@ def fit_micro_batch(
             places if d.reset_position_ids else None,
             places.int() // 64 if d.reset_attention_mask else None,
         )
-        net.store.last = False  # send nothing: another rank may have run out of memory
+        net.store.begin_backward(False)  # send nothing: another rank may have run out of memory
         with devices.on_stream(net.stream):
             b = batch.to(net.device)
-            loss_sum(net.loss(forward(net, net.parts[0], b, t.seed), b), b.loss_mask).backward()  # type: ignore[no-untyped-call]
+            loss_sum(net.loss(forward_part(net, net.parts[0], b, t.seed), b), b.loss_mask).backward()  # type: ignore[no-untyped-call]
 
     for part in net.parts:
         part.train()

@@ -8,8 +8,6 @@ draws none less or more.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,7 +21,7 @@ from meshwright.settings.schema import Sampling, TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.beside.scores import runs_one_shape
 from meshwright.training.log.metrics import Metrics
-from meshwright.training.step import Network, forward
+from meshwright.training.step import Network
 
 WIDTH = 64  # texts are padded to a multiple of this, so that few shapes occur
 
@@ -77,8 +75,6 @@ class Samples:
     def next_logits(self, texts: list[list[int]]) -> Tensor:
         """Return the logits [texts, vocabulary] behind each text, the same on all ranks."""
         net, at = self.net, self.net.layout.at
-        for part in net.parts:
-            part.train(False)
         longest = max(map(len, texts))
         width = self.length if self.is_fixed else min(-(-longest // WIDTH) * WIDTH, self.length)
         padded = texts + [texts[-1]] * (-len(texts) % self.rows)
@@ -87,29 +83,23 @@ class Samples:
         columns = width // net.layout.cp
         first = at("cp") * columns
         mine = tokens[:, first : first + columns].contiguous().split(self.rows)  # type: ignore[no-untyped-call]
-        batches = [Batch(t, t, torch.arange(self.rows)).to(net.device) for t in mine]
-        place = {id(batch): end - first for batch, end in zip(batches, ends, strict=True)}
+        batches = [Batch(t, t, torch.arange(self.rows)) for t in mine]
 
-        def compute(part: Any, batch: Batch, stream: Tensor | None = None) -> Tensor:
-            out = forward(net, part, batch, None, stream)
-            if not getattr(part, "last", True):
-                return out
-            end = place[id(batch)].to(out.device)
-            here = (end >= 0) & (end < columns)
-            picked = out[torch.arange(len(end), device=out.device), end.where(here, 0)]
-            return upcast(picked).masked_fill(~here[:, None], 0)
+        def take_ends(logits: Tensor, i: int) -> Tensor:
+            """Return the logits behind each text, 0 if it ends in another rank's columns."""
+            end = ends[i].to(logits.device) - first
+            is_inside = (end >= 0) & (end < columns)
+            chosen = logits[torch.arange(len(end), device=logits.device), end.where(is_inside, 0)]
+            return upcast(chosen).masked_fill(~is_inside[:, None], 0)
 
-        if net.pipeline is not None:
-            found = net.pipeline.evaluate(batches, compute)
-        else:
-            found = [compute(net.parts[0], batch) for batch in batches]
+        parts = net.infer(batches, take_ends)
         if net.layout.world == 1:
-            return torch.cat(found)[: len(texts), : self.vocab]
+            return torch.cat(parts)[: len(texts), : self.vocab]
         # One replica adds its part: the last stage's ids of this tensor rank.
         kind = torch.float64 if next(net.parts[0].parameters()).dtype is torch.float64 else torch.float32
         total = torch.zeros(len(padded), self.vocab, dtype=kind, device=net.device)
-        if found and not at("replicas", "shard"):
-            part = torch.cat(found)
+        if parts and not at("replicas", "shard"):
+            part = torch.cat(parts)
             begin = at("tp") * part.shape[1]
             total[:, begin : begin + part.shape[1]] = part[:, : max(self.vocab - begin, 0)]
         dist.all_reduce(total)

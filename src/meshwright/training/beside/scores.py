@@ -13,26 +13,23 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint import steps
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.console import remark, say
-from meshwright.data.loader import Batch
 from meshwright.errors import UserError
 from meshwright.evaluation import tasks
-from meshwright.evaluation.score import Rows, Scorer, count
+from meshwright.evaluation.score import Rows, Scorer, score_part
 from meshwright.evaluation.tasks import Task
 from meshwright.ranks.team import Team
 from meshwright.settings.grammar import eval_tasks
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.log.metrics import Metrics
-from meshwright.training.step import Network, forward
+from meshwright.training.step import Network
 
 # The share of a run's time that scores take at the default interval, if a forward pass is a third
 # of a step. Padding and the restart of a pipeline of steps cost more: it must stay below 2 %.
@@ -103,7 +100,7 @@ class Scores:
 
     @property
     def scorer(self) -> Scorer:
-        return lambda batches: score(self.net, self.vocab, batches)
+        return lambda batches: score_on_all(self.net, self.vocab, batches)
 
 
 def runs_one_shape(net: Network) -> bool:
@@ -114,46 +111,12 @@ def runs_one_shape(net: Network) -> bool:
     return net.is_compiled or net.sequence or net.layout.cp > 1 or net.name != GPT_NETWORK
 
 
-@torch.no_grad()
-def score(net: Network, vocab: int, batches: list[Rows]) -> Tensor:
-    """Score micro-batches as a `Scorer` does, in the run's layout: on all ranks, with one result.
-
-    Replicas share out the micro-batches. All run equally many passes, because with ZeRO 3 they
-    gather weights for each other: surplus ones repeat a micro-batch and do not count.
-    """
-    for part in net.parts:
-        part.train(False)
-    at, dp, cp = net.layout.at, net.layout.dp, net.layout.cp
-    chosen = [turn + at("replicas", "shard") for turn in range(0, len(batches), dp)]
-    mine = [cut(batches[i % len(batches)], at("cp"), cp) for i in chosen]
-    sent = [Batch(r.tokens, r.labels, torch.arange(len(r.tokens))).to(net.device) for r in mine]
-    place = {id(batch): i for i, batch in enumerate(sent)}
-
-    def compute(part: Any, batch: Batch, stream: Tensor | None = None) -> Tensor:
-        out = forward(net, part, batch, None, stream)
-        if not getattr(part, "last", True):
-            return out
-        first = at("tp") * out.shape[-1]
-        return count(out, mine[place[id(batch)]], vocab, first, net.layout.group("tp"))
-
-    if net.pipeline is not None:
-        found = net.pipeline.evaluate(sent, compute)
-    else:
-        found = [compute(net.parts[0], batch) for batch in sent]
-    out = [torch.zeros(len(rows.tokens), 2, dtype=torch.float64, device=net.device) for rows in batches]
-    if net.has_loss:
-        for i, values in zip(chosen, found, strict=True):
-            if i < len(batches):
-                out[i] = values
-    total = torch.cat(out)
+def score_on_all(net: Network, vocab: int, batches: list[Rows]) -> Tensor:
+    """Score micro-batches on all ranks, as a `Scorer` does."""
+    total = score_part(net, vocab, batches)
     if net.layout.world > 1:
         dist.all_reduce(total)
     return total.cpu()
-
-
-def cut(rows: Rows, rank: int, ranks: int) -> Rows:
-    """Return a context rank's columns."""
-    return rows if ranks == 1 else Rows(*(x.chunk(ranks, 1)[rank].contiguous() for x in rows))
 
 
 class ScoresBeside(Scores):

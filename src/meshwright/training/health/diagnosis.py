@@ -20,10 +20,9 @@ from meshwright import device as devices
 from meshwright.data.loader import Batch
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import Block
-from meshwright.model.loss import loss_sum
 from meshwright.parallel.layout import Layout
 from meshwright.ranks.team import Team
-from meshwright.training.step import Network, StepSettings, accumulate, forward, prepare
+from meshwright.training.step import Network, StepSettings, accumulate, prepare, sum_losses
 
 PART = 1 << 26  # elements that are looked at together
 SHOWN = 8  # ranks that are named
@@ -184,25 +183,17 @@ def plain_blocks(net: Network) -> Iterator[None]:
             del block.forward
 
 
-@torch.no_grad()
 def run_forward(net: Network, batches: list[Batch], seed: int) -> Place | None:
     """Run the forward pass; return the first module that made what is not finite."""
     watch = Watch(net, has_gradients=False)
 
-    def act(part: Any, b: Batch, stream: Tensor | None = None) -> Tensor:
-        out = forward(net, part, b, seed, stream)
-        if not getattr(part, "last", True):
-            return out
-        loss = loss_sum(net.loss(out, b), b.loss_mask)
-        watch.see("the loss function", watch.place(net.parts.index(part)), out, loss)
+    def see_loss(logits: Tensor, i: int) -> Tensor:
+        loss = sum_losses(net, batches, logits, i)
+        watch.see("the loss function", watch.place(len(net.parts) - 1), logits, loss)
         return loss
 
     with watch.attached():
-        if net.pipeline is not None:
-            net.pipeline.evaluate(batches, act)
-        else:
-            for b in batches:
-                act(net.parts[0], b)
+        net.infer(batches, see_loss, seed)
     return watch.made or watch.passed_on
 
 

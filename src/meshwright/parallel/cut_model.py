@@ -1,0 +1,145 @@
+"""One rank's part of a model that may be cut over ranks, and forward passes of all parts together.
+
+All ranks of one copy of the model call these passes together, with the same micro-batches. A stage
+receives the residual stream, computes its layers and sends the stream on; the last one has the
+logits, each tensor rank those of its ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.model.attention import Stream, Where
+from meshwright.model.gpt import GPT
+from meshwright.parallel import comm
+from meshwright.parallel.layout import Layout
+from meshwright.parallel.pipeline import Pipeline, stages
+from meshwright.parallel.tensor import spread
+
+if TYPE_CHECKING:
+    from meshwright.data.loader import Batch
+    from meshwright.settings.schema import Model
+
+# (logits of this rank's ids, number of the micro-batch) -> result
+Finish = Callable[[Tensor, int], Tensor]
+
+
+class ModelInput(NamedTuple):
+    """A micro-batch as the model reads it."""
+
+    tokens: Tensor  # [B, T] int64
+    where: Where
+
+
+@dataclass(kw_only=True)
+class CutModel:
+    """One rank's part of a model, with what it needs to run together with the other ranks."""
+
+    parts: list[Any]  # the complete model, or the stages of one pipeline rank
+    device: torch.device
+    layout: Layout = Layout()
+    sequence: bool = False  # sequence parallelism
+    heads: range | None = None  # the attention heads computed on this rank
+    pipeline: Pipeline | None = None
+
+    @property
+    def has_results(self) -> bool:
+        """Whether this rank's results count: the last stage's do, once per tensor group."""
+        return (self.pipeline is None or self.parts[-1].has_head) and not self.layout.at("tp")
+
+    def where(self, b: Batch, seed: int | None) -> Where:
+        """Return the positions of this rank's part of a micro-batch; no seed means no dropout."""
+        t, device, layout = b.tokens.shape[1], b.tokens.device, self.layout
+        samples = None if seed is None else b.sample_ids
+        w = Where(samples, None, seed or 0, b.first_sample, b.position_ids, b.doc_ids, heads=self.heads)
+        first = layout.at("cp") * t
+        if layout.cp > 1:
+            w.columns, w.length = torch.arange(first, first + t, device=device), t * layout.cp
+        if self.sequence:
+            w.stream = self.stream_of(b, samples, first)
+        return w
+
+    def stream_of(self, b: Batch, samples: Tensor | None, first: int) -> Stream:
+        """Return the positions of the tokens between a tensor rank's parts of the layers."""
+        t, rank = b.tokens.shape[1], self.layout.at("tp")
+        rows = b.tokens.numel() // self.layout.tp
+        n = torch.arange(rank * rows, (rank + 1) * rows, device=b.tokens.device)
+        ids = None if b.position_ids is None else b.position_ids.flatten()[n][None]
+        return Stream(None if samples is None else samples[n // t][None], (first + n % t)[None], ids)
+
+    def infer(self, batches: Sequence[Batch], finish: Finish, seed: int | None = None) -> list[Tensor]:
+        """Return what `finish` makes of each micro-batch's logits; no seed means no dropout.
+
+        Ranks without the model's head return nothing.
+        """
+        for part in self.parts:
+            if part.training != (seed is not None):
+                part.train(seed is not None)
+        on_device = [batch.to(self.device) for batch in batches]
+        return self.run_passes([ModelInput(b.tokens, self.where(b, seed)) for b in on_device], finish)
+
+    @torch.no_grad()
+    def run_passes(self, inputs: Sequence[ModelInput], finish: Finish, last_only: bool = False) -> list[Tensor]:
+        """Run the passes of `infer`; with `last_only` the logits are those of the last tokens."""
+        options = {"last_only": True} if last_only else {}
+
+        def run_part(part: Any, i: int, stream: Tensor | None) -> Tensor:
+            tokens, where = inputs[i]
+            out: Tensor = part(tokens, where, **(options if stream is None else options | {"stream": stream}))
+            return finish(out, i) if self.pipeline is None or part.has_head else out
+
+        if self.pipeline is not None:
+            return self.pipeline.evaluate([tokens for tokens, _ in inputs], run_part)
+        return [run_part(self.parts[0], i, None) for i in range(len(inputs))]
+
+    # Generation, which has one stage on each pipeline rank
+
+    def open_pipeline(self) -> None:
+        """Connect the ranks, all in the same order, before the first pass."""
+        comm.open_all(self.layout, self.device)
+        if self.layout.pp > 1:
+            (part,) = self.parts
+            dtype = next(part.parameters()).dtype
+            self.pipeline = Pipeline(self.layout, "1f1b", self.parts, part.m.hidden_size, False, dtype)
+            self.pipeline.open(self.device)
+            self.send_to_lead(torch.zeros(1, dtype=dtype, device=self.device), (1,))
+
+    def gather_ids(self, logits: Tensor) -> Tensor:
+        """Return the logits of all ids, from every tensor rank's own."""
+        group = self.layout.group("tp")
+        return logits if group is None else torch.cat(comm.all_gather(logits, group).chunk(self.layout.tp), -1)
+
+    def send_to_lead(self, x: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+        """Pass a tensor of the last stage to rank 0; return it there, as on one stage alone."""
+        if self.pipeline is None or self.layout.at("tp"):
+            return x
+        lane, received = self.layout.groups["forward around"], None
+        (part,) = self.parts
+        if part.has_head:
+            assert x is not None and x.shape == shape
+            dist.send(x.contiguous(), self.pipeline.ranks[0], group=lane)
+        elif part.has_embedding:
+            received = torch.empty(shape, dtype=self.pipeline.dtype, device=self.device)
+            dist.recv(received, self.pipeline.ranks[-1], group=lane)
+        return received
+
+
+def build_cut_model(
+    m: Model, sizes: tuple[int, int, int], layers: list[int], layout: Layout, dtype: torch.dtype, device: torch.device
+) -> CutModel:
+    """Build this rank's part of a model to evaluate or generate with; its weights are not set.
+
+    `sizes` are the vocabulary's, true and padded, and the number of positions. `layers` holds the
+    number of layers of each pipeline stage.
+    """
+    with torch.device("meta"):
+        (part,) = stages(lambda: GPT(m, *sizes), layers, layout)
+        heads = spread(part, layout, None, 0)
+    part.to(dtype).to_empty(device=device).eval().requires_grad_(False)
+    return CutModel(parts=[part], device=device, layout=layout, heads=heads)
