@@ -107,34 +107,36 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     with devices.on_stream(stream):  # where parameters are made, autograd adds up their gradients
         store = new_store(parts, store_spec, is_sharded)
         store.set_scales(fp8.attach(parts, config.precision, device))
-    compiled = options.compiled
-    if compiled:
+    if options.compiled:
         for part in parts:
             pick.compile_blocks(part)
-    pipeline = None
-    if layout.pp > 1:
-        wide = torch.float32 if options.fp32_residual and dtype is not torch.float64 else dtype
-        pipeline = Pipeline(layout, p.pipeline_schedule, parts, m.hidden_size or 0, spec.sequence, wide)
-        pipeline.open(device)
-    loss = make_loss(spec.vocab, layout, spec.loss)
     net = Network(
         parts=parts,
         store=store,
-        loss=loss,
+        loss=make_loss(spec.vocab, layout, spec.loss),
         device=device,
         layout=layout,
         sequence=spec.sequence,
         heads=heads,
-        pipeline=pipeline,
+        pipeline=open_pipeline(spec, parts) if layout.pp > 1 else None,
         name=name,
         execution=execution,
-        is_compiled=compiled,
+        is_compiled=options.compiled,
     )
     net.stream, net.without_graphs = stream, without
     if without is None:
         assert isinstance(store, ParameterStore)
         net.graphs = graph.Graphs(CudaGraphs(device), parts, store, config.training.cuda_graphs == "auto")
     return net
+
+
+def open_pipeline(spec: Spec, parts: list[Any]) -> Pipeline:
+    p, dtype = spec.config.parallel, dtype_of(spec.config.precision)
+    sent = torch.float32 if spec.options.fp32_residual and dtype is not torch.float64 else dtype
+    hidden = spec.config.model.hidden_size or 0
+    pipeline = Pipeline(spec.layout, p.pipeline_schedule, parts, hidden, spec.sequence, sent)
+    pipeline.open(spec.device)
+    return pipeline
 
 
 def new_store(parts: list[Any], spec: StoreSpec, is_sharded: bool) -> ParameterStore | FullyShardedStore:
