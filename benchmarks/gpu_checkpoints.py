@@ -164,7 +164,7 @@ def main() -> None:
         for _ in range(args.rounds):
             if verify == "cold":
                 cold(last)
-            reads.append(timed(lambda: loading.load(last, trainer.net.store.named_state())))
+            reads.append(timed(lambda: loading.load_checkpoint(last, trainer.net.store.named_state())))
         tell(f"ours read and verified, {verify}", reads)
     shutil.rmtree(last)
     state.saver.background = kept

@@ -17,7 +17,7 @@ import torch
 
 from meshwright.__main__ import main
 from meshwright.checkpoint import native, steps
-from meshwright.checkpoint.native import Entry
+from meshwright.checkpoint.native import BoxedTensor
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
 from meshwright.errors import BAD_DATA, UserError
@@ -33,9 +33,9 @@ TINY_FLAGS = (
 ).split()
 
 
-def open_step(root: str | os.PathLike[str], step: int) -> native.Native:
+def open_step(root: str | os.PathLike[str], step: int) -> native.NativeSource:
     """Open a native step, with its state and its settings."""
-    return native.open_step(steps.step_folder(os.fspath(root), step), step)
+    return native.open_native(steps.step_folder(os.fspath(root), step), step)
 
 
 @contextlib.contextmanager
@@ -151,7 +151,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> 
     return torch.randint(0, 100, shape, generator=generator).to(dtype)
 
 
-def hold_equal(a: native.Named, b: native.Named) -> bool:
+def hold_equal(a: native.TensorBoxes, b: native.TensorBoxes) -> bool:
     """Return whether both hold equal tensors under the names of `a`."""
     return all(torch.equal(a[name][2], b[name][2]) for name in a)
 
@@ -189,9 +189,11 @@ def box_elements(full: torch.Tensor, boxes: list[Box]) -> torch.Tensor:
     return torch.cat([full[box_slices(*box)].reshape(-1) for box in boxes])
 
 
-def blank(named: native.Named) -> dict[str, Entry]:
+def blank(named: native.TensorBoxes) -> dict[str, BoxedTensor]:
     """Return the same entries with other values, to be loaded into."""
-    return {name: Entry(shape, boxes, torch.full_like(tensor, 77)) for name, (shape, boxes, tensor) in named.items()}
+    return {
+        name: BoxedTensor(shape, boxes, torch.full_like(tensor, 77)) for name, (shape, boxes, tensor) in named.items()
+    }
 
 
 def error_of(call: Callable[[], object], status: int = BAD_DATA) -> str:

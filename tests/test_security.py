@@ -246,11 +246,11 @@ def test_checksums_are_no_signatures(tmp_path: Path) -> None:
     publish.write_step(tmp_path, 1, {"state.json": lambda write: write(b'{"step": 1}')})
     folder = steps.step_folder(tmp_path, 1)
     (folder / "state.json").write_bytes(b'{"step": 2}')
-    with pytest.raises(manifests.Damaged):
-        manifests.verify(folder, full=True)
+    with pytest.raises(manifests.DamagedCheckpoint):
+        manifests.verify_step(folder, full=True)
     entry = publish.write_file(tmp_path / "other", lambda write: write(b'{"step": 2}'))
     (folder / manifests.MANIFEST).write_bytes(manifests.encode_manifest({"state.json": entry}))
-    manifests.verify(folder, full=True)
+    manifests.verify_step(folder, full=True)
 
 
 def test_a_template_may_loop(tmp_path: Path) -> None:

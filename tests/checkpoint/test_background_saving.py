@@ -71,9 +71,9 @@ def test_a_save_holds_the_numbers_of_its_own_step(
 def test_a_change_after_the_save_began_is_not_written() -> None:
     background, go, wrote = Background(Team(), CPU), threading.Event(), list[float]()
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
-    tensors = {str(n): native.full_entry(torch.full((3, 5), n, dtype=dtype)) for n, dtype in enumerate(dtypes, 1)}
+    tensors = {str(n): native.undivided(torch.full((3, 5), n, dtype=dtype)) for n, dtype in enumerate(dtypes, 1)}
 
-    def write(named: native.Named, team: Team) -> None:
+    def write(named: native.TensorBoxes, team: Team) -> None:
         assert go.wait(10)
         wrote.extend(float(t.double().mean()) for _, _, t in named.values())
 
@@ -92,7 +92,7 @@ def test_a_change_after_the_save_began_is_not_written() -> None:
 
 def test_one_save_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events = list[str]()
-    real = native.save
+    real = native.save_step
 
     def recorded(*args: object, **more: object) -> None:
         assert threading.current_thread() is not threading.main_thread()
@@ -101,7 +101,7 @@ def test_one_save_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         real(*args, **more)  # type: ignore[arg-type]
         events.append("end")
 
-    monkeypatch.setattr(native, "save", recorded)
+    monkeypatch.setattr(native, "save_step", recorded)
     assert train(tmp_path, "--async-save") == 0
     assert events == ["begin", "end"] * 6 and steps.latest(tmp_path)[0] == 6
 
@@ -160,7 +160,7 @@ def test_going_on_after_a_failed_save(
     assert out.count("WARNING: No space left on device") == 2 and "bytes are free" in out
     assert "saving failed at iterations 2, 3; the last state is saved" in out
     assert [row["iteration"] for row in read_rows(tmp_path, "save-failed")] == [2, 3]
-    assert sorted(steps.steps(tmp_path)) == [1, 4, 5] and not list(tmp_path.glob("*.tmp"))
+    assert sorted(steps.list_steps(tmp_path)) == [1, 4, 5] and not list(tmp_path.glob("*.tmp"))
     page = write_report(tmp_path).read_text()
     assert "<b>Saving failed</b> at steps 2, 3; the run went on" in page
 
@@ -187,7 +187,7 @@ def test_a_failure_after_the_rename(
     monkeypatch.setattr(publish, "write_tracker", fail)
     assert train(tmp_path, "--no-async-save", "--save-error", "warn", "--train-iters", "2") == 0
     assert "WARNING: Input/output error at tracker" in capsys.readouterr().out
-    assert sorted(steps.steps(tmp_path)) == [1, 2] and not read_rows(tmp_path, "save-failed")
+    assert sorted(steps.list_steps(tmp_path)) == [1, 2] and not read_rows(tmp_path, "save-failed")
 
 
 def test_rows_wait_while_the_disk_is_full(
@@ -261,7 +261,7 @@ def test_a_save_has_the_state_of_its_step(tmp_path: Path) -> None:
     real = saver.write
     saver.write = lambda *args: (go.wait(10), real(*args))  # type: ignore[method-assign, assignment, return-value]
     state: dict[str, list[int]] = {"skips": []}
-    saver.save(1, {"a": native.full_entry(torch.ones(3))}, state, {}, None)
+    saver.save(1, {"a": native.undivided(torch.ones(3))}, state, {}, None)
     state["skips"].append(7)
     go.set()
     saver.wait()
@@ -273,10 +273,10 @@ def test_a_save_has_the_state_of_its_step(tmp_path: Path) -> None:
 def test_a_failure_is_reported_when_something_else_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     background = Background(Team(), CPU)
 
-    def fails(named: native.Named, team: Team) -> None:
+    def fails(named: native.TensorBoxes, team: Team) -> None:
         raise UserError("no room", IO)
 
-    background.begin({"a": native.full_entry(torch.ones(3))}, fails)
+    background.begin({"a": native.undivided(torch.ones(3))}, fails)
     background.close()
     assert "the save in flight failed: no room" in capsys.readouterr().err
 

@@ -23,7 +23,7 @@ from meshwright.checkpoint.boxes import split_boxes
 from meshwright.checkpoint.convert import complete_source, native_files, select
 from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.sources import Known, Source
+from meshwright.checkpoint.sources import Source, TensorInfo
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
 from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError
 from meshwright.settings.schema import TokenizerFlags
@@ -48,7 +48,7 @@ class Made(Source):
         config = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
         config |= {"ffn_hidden_size": 4 * width, "max_position_embeddings": positions}
         made = cls("made", Path("made"), 7, config=config, vocab=vocab, state=STATE if optimizer else {})
-        made.known = {name: Known(shape, "float32") for name, shape in known.items()}
+        made.known = {name: TensorInfo(shape, "float32") for name, shape in known.items()}
         return made
 
     @property
@@ -81,11 +81,11 @@ STATE = json.loads("""{
 
 
 def values(path):
-    source = loading.open_any(path, report=lambda line: None)
+    source = loading.open_checkpoint(path, report=lambda line: None)
     assert source is not None
     source = source if source.vocab else source.of_vocabulary(61)
     out = {name: torch.empty(known.shape, dtype=getattr(torch, known.dtype)) for name, known in source.tensors.items()}
-    source.fill({name: native.full_entry(t) for name, t in out.items()})
+    source.fill({name: native.undivided(t) for name, t in out.items()})
     return out, source
 
 
@@ -106,7 +106,7 @@ def convert(*words, status=DONE):
 def folder(tmp_path_factory):
     """A Hugging Face folder with 61 ids, written by our writer."""
     path = tmp_path_factory.mktemp("source") / "hf"
-    huggingface_writer.write(Made.of(2, 32, 4, 61, 16), path)
+    huggingface_writer.write_huggingface(Made.of(2, 32, 4, 61, 16), path)
     return path
 
 
@@ -222,9 +222,9 @@ def test_impossible_conversions_are_refused(folder, tmp_path):
 
 def saved(tmp_path):
     source = Made.of(2, 32, 4, 61, 16, optimizer=True)
-    named = {name: native.full_entry(torch.empty(known.shape)) for name, known in source.tensors.items()}
+    named = {name: native.undivided(torch.empty(known.shape)) for name, known in source.tensors.items()}
     source.fill(named)
-    native.save(tmp_path / "saved", 7, named, STATE, source.config)
+    native.save_step(tmp_path / "saved", 7, named, STATE, source.config)
     return tmp_path / "saved"
 
 
@@ -235,7 +235,7 @@ def test_a_failure_leaves_nothing(folder, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(native, "byte_views", fail)
-    monkeypatch.setattr(pickles, "bytes_of", fail)
+    monkeypatch.setattr(pickles, "tensor_bytes", fail)
     for to in ("native", "torch"):
         convert(folder, tmp_path / "new", "--to", to, status=74)
         assert not (tmp_path / "new").exists()
@@ -285,7 +285,7 @@ def test_the_tokenizer_is_converted(vocabulary, tmp_path):
     """It is named by flags, kept by a run, or in a Hugging Face folder."""
     files = ["--vocab-file", vocabulary / "vocab.json", "--merge-file", vocabulary / "merges.txt"]
     kept = tokenizers.GPT2BPE(vocabulary / "vocab.json", vocabulary / "merges.txt")
-    huggingface_writer.write(Made.of(2, 32, 4, kept.size, 16), tmp_path / "hf")
+    huggingface_writer.write_huggingface(Made.of(2, 32, 4, kept.size, 16), tmp_path / "hf")
     _, notices = convert(tmp_path / "hf", tmp_path / "bare", "--to=huggingface")
     assert "no tokenizer is written" in notices[0]
     convert(tmp_path / "hf", tmp_path / "a", "--to=native", *files)
@@ -298,7 +298,7 @@ def test_the_tokenizer_is_converted(vocabulary, tmp_path):
         words, vocab = ["--out-seq-length=4", "--prompt=the cat", "--device=cpu"], files if name == "b" else []
         with captured_output() as said:
             assert main(["generate", str(tmp_path / name), *words, *map(str, vocab)]) == DONE, said
-    huggingface_writer.write(Made.of(2, 32, 4, 300, 16), tmp_path / "wide")
+    huggingface_writer.write_huggingface(Made.of(2, 32, 4, 300, 16), tmp_path / "wide")
     said = joined(convert(tmp_path / "wide", tmp_path / "d", "--to=native", *files))
     assert f"--true-vocab-size {kept.size}" in said and not (tmp_path / "d" / "tokenizer").exists()
 
@@ -371,7 +371,7 @@ def test_memory(optimizer, tmp_path, record_property):
     base, rows = imported(), []
     allowed = base + 2 * largest + 200e6
     before = first = tmp_path / "0"
-    (write_made if optimizer else huggingface_writer.write)(source, first)
+    (write_made if optimizer else huggingface_writer.write_huggingface)(source, first)
     for number, to in enumerate(["torch", "native"] if optimizer else ["native", "torch", "huggingface"], start=1):
         after = tmp_path / str(number)
         most, took = most_memory("convert", before, after, "--to", to, *(FOUR_RANKS if to == "torch" else ()))

@@ -32,24 +32,24 @@ from helpers import (
 from meshwright.checkpoint import boxes as geometry
 from meshwright.checkpoint import loading, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
-from meshwright.checkpoint.native import Entry, full_entry
+from meshwright.checkpoint.native import BoxedTensor, undivided
 from meshwright.commands import inspect
 from meshwright.errors import LOCKED, UserError
 
 
-def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Entry]:
+def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, BoxedTensor]:
     shapes = {"wte.weight": (50, 8), "h.0.attn.qkv.weight": (24, 8), "ln_f.bias": (8,)}
-    out = {name: full_entry(random_tensor(shape, dtype, seed + i)) for i, (name, shape) in enumerate(shapes.items())}
-    return out | {f"{name}/exp_avg": full_entry(e.tensor / 2) for name, e in out.items()}
+    out = {name: undivided(random_tensor(shape, dtype, seed + i)) for i, (name, shape) in enumerate(shapes.items())}
+    return out | {f"{name}/exp_avg": undivided(e.tensor / 2) for name, e in out.items()}
 
 
 def state(step: int) -> dict[str, object]:
     return {"iteration": step, "consumed_train_samples": 8 * step, "lr": 0.1 + 1e-17 * step}
 
 
-def save(root: Path, step: int, seed: int = 0) -> dict[str, Entry]:
+def save(root: Path, step: int, seed: int = 0) -> dict[str, BoxedTensor]:
     named = model(seed)
-    native.save(root, step, named, state(step), {"num_layers": 1})
+    native.save_step(root, step, named, state(step), {"num_layers": 1})
     return named
 
 
@@ -65,14 +65,14 @@ def test_any_boxes_load_into_any_boxes(tmp_path: Path, monkeypatch: pytest.Monke
             name, dtype = f"t{i}", rng.choice(DTYPES)
             fulls[name] = full = random_tensor(shape, dtype, 100 * trial + i)
             boxes = random_boxes(shape, rng)
-            saved[name] = Entry(shape, boxes, box_elements(full, boxes))
+            saved[name] = BoxedTensor(shape, boxes, box_elements(full, boxes))
             boxes = random_boxes(shape, rng)
             boxes = boxes[: rng.randrange(1, len(boxes) + 1)]
             expected[name] = box_elements(full, boxes)
             buffer = torch.full((expected[name].numel() + 7,), 1).to(dtype)  # a slice of a flat buffer
-            want[name] = Entry(shape, boxes, buffer[3:-4])
-        native.save(tmp_path, trial, saved, {})
-        loading.load(tmp_path, want)
+            want[name] = BoxedTensor(shape, boxes, buffer[3:-4])
+        native.save_step(tmp_path, trial, saved, {})
+        loading.load_checkpoint(tmp_path, want)
         for name in fulls:
             assert torch.equal(want[name].tensor, expected[name]), (trial, name)
             rest = want[name].tensor._base
@@ -82,11 +82,11 @@ def test_any_boxes_load_into_any_boxes(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_safetensors_reads_our_files(tmp_path: Path) -> None:
-    named = {f"t.{dtype}": full_entry(random_tensor((3, 5), dtype)) for dtype in DTYPES}
-    named |= {"scalar": full_entry(torch.tensor(3.0)), "empty": full_entry(torch.empty(0, 4))}
+    named = {f"t.{dtype}": undivided(random_tensor((3, 5), dtype)) for dtype in DTYPES}
+    named |= {"scalar": undivided(torch.tensor(3.0)), "empty": undivided(torch.empty(0, 4))}
     full = random_tensor((4, 6), torch.bfloat16)
     boxes = [((0, 0), (3, 6)), ((3, 1), (1, 5)), ((0, 0), (0, 6)), ((3, 0), (1, 1))]
-    native.save(tmp_path, 1, named | {"part": Entry((4, 6), boxes, box_elements(full, boxes))}, {})
+    native.save_step(tmp_path, 1, named | {"part": BoxedTensor((4, 6), boxes, box_elements(full, boxes))}, {})
     with safe_open(tmp_path / "iter_0000001" / "rank_00000.safetensors", "pt") as file:
         assert set(file.keys()) == {*named, "part[0:3,0:6]", "part[3:4,0:1]", "part[3:4,1:6]"}
         for name, entry in named.items():
@@ -100,15 +100,15 @@ def test_safetensors_reads_our_files(tmp_path: Path) -> None:
 
 def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
     with captured_output() as (said, _):
-        assert loading.load(tmp_path, {}) is None
+        assert loading.load_checkpoint(tmp_path, {}) is None
     assert said == []  # the caller says what that means
     named = model()
-    native.save(tmp_path, 5000, named, state(5000))
+    native.save_step(tmp_path, 5000, named, state(5000))
     where = f"checkpoint at iteration    5000 to {tmp_path}"
     assert native.save_messages(tmp_path, 5000) == (f"saving {where}\n", f"  successfully saved {where}")
     want = blank(named)
     with captured_output() as (said, _):
-        loaded = loading.load(tmp_path, want)
+        loaded = loading.load_checkpoint(tmp_path, want)
     assert loaded is not None and loaded[:2] == (5000, state(5000)) and hold_equal(named, want)
     assert said == [
         f" loading checkpoint from {tmp_path} at iteration 5000",
@@ -120,7 +120,7 @@ def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
 def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     assert "never overwritten" in error_of(lambda: save(tmp_path, 1, seed=3), LOCKED)
-    loading.load(tmp_path, want := blank(named))
+    loading.load_checkpoint(tmp_path, want := blank(named))
     assert hold_equal(named, want)
 
 
@@ -134,16 +134,16 @@ def test_200_bit_flips_never_load(tmp_path: Path, figures: Callable[..., None]) 
         path = sorted(folder.iterdir())[i % 5]
         bit = rng.randrange(8 * path.stat().st_size)
         flip_bit(path, bit)
-        error_of(lambda: manifests.verify(folder, full=True))
+        error_of(lambda: manifests.verify_step(folder, full=True))
         if i < 50:
             want = blank(good)
             verify = "full" if path.name == native.CONFIG else "read"
             with captured_output() as (said, _):
-                loaded = loading.load(tmp_path, want, options=OpenOptions(verify))
+                loaded = loading.load_checkpoint(tmp_path, want, options=OpenOptions(verify))
             assert loaded is not None and loaded.step == 1 and hold_equal(good, want)
             assert any(line.startswith("WARNING: skipping iter_0000002") and path.name in line for line in said)
         flip_bit(path, bit)
-    loaded = loading.load(tmp_path, blank(good))
+    loaded = loading.load_checkpoint(tmp_path, blank(good))
     assert loaded is not None and loaded.step == 2
     figures(flips="200/200")
 
@@ -154,10 +154,12 @@ def test_reading_leaves_other_chunks_alone_and_full_does_not(tmp_path: Path, mon
     path = steps.step_folder(tmp_path, 1) / "rank_00000.safetensors"
     flip_bit(path, 8 * (path.stat().st_size - 1))  # wte.weight/exp_avg is written last
     want = {name: entry for name, entry in blank(named).items() if "/" not in name}
-    assert loading.load(tmp_path, want, options=OpenOptions(optimizer=False)) and hold_equal(want, named)
-    assert path.name in error_of(lambda: loading.load(tmp_path, want, options=OpenOptions("full", optimizer=False)))
-    assert path.name in error_of(lambda: loading.load(tmp_path, blank(named)))
-    assert path.name in error_of(lambda: loading.load(steps.step_folder(tmp_path, 1), blank(named)))
+    assert loading.load_checkpoint(tmp_path, want, options=OpenOptions(optimizer=False)) and hold_equal(want, named)
+    assert path.name in error_of(
+        lambda: loading.load_checkpoint(tmp_path, want, options=OpenOptions("full", optimizer=False))
+    )
+    assert path.name in error_of(lambda: loading.load_checkpoint(tmp_path, blank(named)))
+    assert path.name in error_of(lambda: loading.load_checkpoint(steps.step_folder(tmp_path, 1), blank(named)))
 
 
 def test_names_and_shapes_must_agree(tmp_path: Path) -> None:
@@ -165,14 +167,14 @@ def test_names_and_shapes_must_agree(tmp_path: Path) -> None:
     save(tmp_path, 2)
     want = blank(named)
     del want["ln_f.bias/exp_avg"]
-    want["wte.weight"] = full_entry(torch.zeros(60, 8))
-    want["h.1.ln_1.weight"] = full_entry(torch.zeros(3))
-    message = error_of(lambda: loading.load(tmp_path, want))
+    want["wte.weight"] = undivided(torch.zeros(60, 8))
+    want["h.1.ln_1.weight"] = undivided(torch.zeros(3))
+    message = error_of(lambda: loading.load_checkpoint(tmp_path, want))
     assert "wte.weight: the model has (60, 8), the checkpoint (50, 8)" in message
     assert "h.1.ln_1.weight: the model has (3,), the checkpoint has none" in message
     assert "ln_f.bias/exp_avg: the model has none, the checkpoint has (8,)" in message
     assert not want["wte.weight"].tensor.any()  # compared before anything was read
-    message = error_of(lambda: loading.load(tmp_path, want, options=OpenOptions(optimizer=False)))
+    message = error_of(lambda: loading.load_checkpoint(tmp_path, want, options=OpenOptions(optimizer=False)))
     assert "ln_f.bias/exp_avg" not in message
 
 
@@ -180,7 +182,7 @@ def test_another_dtype_is_converted_and_reported(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     want = blank(model(dtype=torch.bfloat16))
     with captured_output() as (said, _):
-        loading.load(tmp_path, want)
+        loading.load_checkpoint(tmp_path, want)
     assert " 6 tensors converted from F32 to BF16" in said
     assert all(torch.equal(want[name].tensor, named[name].tensor.bfloat16()) for name in named)
 
@@ -211,18 +213,18 @@ def test_a_hostile_index_is_damaged(tmp_path: Path) -> None:
     changes = [{"boxes": 5}, {"dtype": "F128"}, {"shape": [10**30, 8]}, {"shape": [1] * 1000}]
     for change in [{"boxes": [good | bad]} for bad in bad_boxes] + changes:
         edit_index(steps.step_folder(tmp_path, 1), change)
-        assert native.INDEX in error_of(lambda: loading.load(tmp_path, blank(named))), change
+        assert native.INDEX in error_of(lambda: loading.load_checkpoint(tmp_path, blank(named))), change
         edit_index(steps.step_folder(tmp_path, 1), json.loads(index)["tensors"]["wte.weight"])
-    assert loading.load(tmp_path, blank(named))
+    assert loading.load_checkpoint(tmp_path, blank(named))
     edit_index(steps.step_folder(tmp_path, 1), {"shape": [10**9, 10**9]})  # compared, not allocated
-    assert "(1000000000, 1000000000)" in error_of(lambda: loading.load(tmp_path, blank(named)))
+    assert "(1000000000, 1000000000)" in error_of(lambda: loading.load_checkpoint(tmp_path, blank(named)))
 
 
 def test_a_huge_header_is_noticed_and_never_parsed(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     path = steps.step_folder(tmp_path, 1) / "rank_00000.safetensors"
     path.write_bytes(struct.pack("<Q", 1 << 40) + path.read_bytes()[8:])
-    assert path.name in error_of(lambda: loading.load(tmp_path, blank(named)))
+    assert path.name in error_of(lambda: loading.load_checkpoint(tmp_path, blank(named)))
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
@@ -231,8 +233,8 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     halves = [((0, 0), (6250, 4000)), ((0, 4000), (6250, 4000))]
     want = torch.full((6250 * 4000,), 2.0)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    native.save(tmp_path, 1, {"x": full_entry(big)}, {})
-    loading.load(tmp_path, {"x": Entry((6250, 8000), halves[1:], want)})
+    native.save_step(tmp_path, 1, {"x": undivided(big)}, {})
+    loading.load_checkpoint(tmp_path, {"x": BoxedTensor((6250, 8000), halves[1:], want)})
     assert bool((want == 1).all())
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 160 << 10  # KiB: 64 MiB read ahead, one being read, one joined, and what threads of 16 cores keep
@@ -240,23 +242,23 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
 
 def test_entries_that_do_not_fit_are_not_saved(tmp_path: Path) -> None:
     for entry in (
-        Entry((4,), [((0,), (3,))], torch.zeros(4)),
-        Entry((4,), [((2,), (3,))], torch.zeros(3)),
-        Entry((4, 1), [((0,), (4,))], torch.zeros(4)),
-        Entry((4,), [((0,), (3,))], torch.zeros(3)),  # a hole
-        Entry((4,), [((0,), (3,)), ((2,), (1,))], torch.zeros(4)),  # twice
-        full_entry(torch.zeros(4, dtype=torch.complex64)),
+        BoxedTensor((4,), [((0,), (3,))], torch.zeros(4)),
+        BoxedTensor((4,), [((2,), (3,))], torch.zeros(3)),
+        BoxedTensor((4, 1), [((0,), (4,))], torch.zeros(4)),
+        BoxedTensor((4,), [((0,), (3,))], torch.zeros(3)),  # a hole
+        BoxedTensor((4,), [((0,), (3,)), ((2,), (1,))], torch.zeros(4)),  # twice
+        undivided(torch.zeros(4, dtype=torch.complex64)),
     ):
         with pytest.raises(ValueError):
-            native.save(tmp_path, 1, {"x": entry}, {})
+            native.save_step(tmp_path, 1, {"x": entry}, {})
     with pytest.raises(ValueError):
-        native.save(tmp_path, 1, {}, {"loss": float("nan")})
+        native.save_step(tmp_path, 1, {}, {"loss": float("nan")})
     with pytest.raises(UserError, match="would have"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "INDEX_LIMIT", 10)
         save(tmp_path, 1)
     with pytest.raises(RuntimeError):
-        native.save(tmp_path, 1, {"x": full_entry(torch.zeros(2, 3).t())}, {})
-    assert steps.steps(tmp_path) == []
+        native.save_step(tmp_path, 1, {"x": undivided(torch.zeros(2, 3).t())}, {})
+    assert steps.list_steps(tmp_path) == []
 
 
 def test_inspect_shows_steps_tensors_and_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from meshwright import console
 from meshwright.checkpoint import boxes as geometry
 from meshwright.checkpoint import loading, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
-from meshwright.checkpoint.native import Entry, full_entry
+from meshwright.checkpoint.native import BoxedTensor, undivided
 from meshwright.checkpoint.sources import Source
 from meshwright.commands import inspect
 from meshwright.data import datasets
@@ -53,8 +53,8 @@ def error_of(call: Callable[[], object], status: int = BAD_DATA) -> str:
     return str(caught.value)
 
 
-def entry(full: torch.Tensor, boxes: list[Box]) -> Entry:
-    return Entry(tuple(full.shape), boxes, box_elements(full, boxes) if boxes else full.new_empty(0))
+def entry(full: torch.Tensor, boxes: list[Box]) -> BoxedTensor:
+    return BoxedTensor(tuple(full.shape), boxes, box_elements(full, boxes) if boxes else full.new_empty(0))
 
 
 def sharded(shape: tuple[int, ...], dim: int, tp: int, zero: int, rank: int) -> list[Box]:
@@ -82,7 +82,7 @@ def any_cutting(root: Path) -> None:
                 shape = shape[:-1] + tuple(2 * n for n in shape[-1:])
             full = fulls[f"t{i}"] = random_tensor(shape, common.choice(DTYPES), 100 * trial + i)
             if how == "one rank":
-                boxes: list[Box] = full_entry(full).boxes * everybody.is_lead  # type: ignore[operator]
+                boxes: list[Box] = undivided(full).boxes * everybody.is_lead  # type: ignore[operator]
             elif how == "random boxes" or not shape:
                 boxes = [box for box in random_boxes(shape, common) if common.randrange(4) == everybody.rank]
             elif how == "slices":
@@ -91,7 +91,7 @@ def any_cutting(root: Path) -> None:
                 boxes = sharded(shape, len(shape) - 1, 2, 2, everybody.rank)
             if boxes or own.random() < 0.5:  # who holds nothing of it may name it or not
                 saved[f"t{i}"] = entry(full, boxes)
-        native.save(root, trial, saved, {"iteration": trial}, team=everybody)
+        native.save_step(root, trial, saved, {"iteration": trial}, team=everybody)
         for number, holds in enumerate(everybody.gather(any(e.boxes for e in saved.values()))):
             assert (steps.step_folder(root, trial) / f"rank_{number:05d}.safetensors").exists() == holds
         for t in teams:
@@ -103,7 +103,7 @@ def any_cutting(root: Path) -> None:
                         want[name] = entry(full, boxes)
                 filled = blank(want)
                 verify = common.choice(["read", "full"])
-                assert loading.load(root, filled, options=OpenOptions(verify), team=t)[:2] == (
+                assert loading.load_checkpoint(root, filled, options=OpenOptions(verify), team=t)[:2] == (
                     trial,
                     {"iteration": trial},
                 )
@@ -122,7 +122,7 @@ def model(seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: random_tensor(shape, torch.float32, seed + i) for i, (name, shape) in enumerate(shapes.items())}
 
 
-def mine(t: Team, seed: int = 0) -> dict[str, Entry]:
+def mine(t: Team, seed: int = 0) -> dict[str, BoxedTensor]:
     """Return the entries of a rank of two stages, which share their layer; ln_f has one rank."""
     fulls = model(seed)
     stage, place = divmod(t.rank, t.size // 2)
@@ -135,12 +135,12 @@ def mine(t: Team, seed: int = 0) -> dict[str, Entry]:
     return out
 
 
-def save(root: Path, step: int, named: native.Named) -> None:
-    native.save(root, step, named, {"iteration": step}, {"of": team().size}, team=team())
+def save(root: Path, step: int, named: native.TensorBoxes) -> None:
+    native.save_step(root, step, named, {"iteration": step}, {"of": team().size}, team=team())
 
 
-def full_entries(seed: int = 0) -> dict[str, Entry]:
-    return {name: full_entry(full) for name, full in model(seed).items()}
+def full_entries(seed: int = 0) -> dict[str, BoxedTensor]:
+    return {name: undivided(full) for name, full in model(seed).items()}
 
 
 def a_step_again(root: Path) -> None:
@@ -158,7 +158,7 @@ def a_step_again(root: Path) -> None:
         save(root, 5, mine(t))
     assert [line for line in said if "WARNING" in line and "rank_00002" in line] == said[:1] * t.is_lead
     assert (root / "iter_0000005.damaged").is_dir()
-    manifests.verify(steps.step_folder(root, 5), full=True)
+    manifests.verify_step(steps.step_folder(root, 5), full=True)
 
 
 def test_a_complete_step_stays_and_a_damaged_one_is_written_again(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_one_ranks_full_disk_fails_the_save_of_all(tmp_path: Path) -> None:
 def defects(root: Path) -> None:
     t = team()
 
-    def refused(named: native.Named, *words: str) -> None:
+    def refused(named: native.TensorBoxes, *words: str) -> None:
         with pytest.raises(ValueError) as caught:
             save(root, 1, named)
         assert all(word in str(caught.value) for word in words), caught.value
@@ -205,7 +205,7 @@ def defects(root: Path) -> None:
     refused({"x": entry(full, [((24 * t.rank, 0), (24, 7))])}, "384 elements", "336")
     refused({"x": entry(full[: 48 - t.rank], [])}, "[47, 8] F32 on rank 1", "48, 8")
     refused({"x": entry(full.to([torch.float32, torch.float16][t.rank]), [])}, "F16 on rank 1", "F32")
-    bad = {"x": Entry((4,), [((0,), (3,))], torch.zeros(4))} if t.rank == 1 else {}
+    bad = {"x": BoxedTensor((4,), [((0,), (3,))], torch.zeros(4))} if t.rank == 1 else {}
     with pytest.raises(ValueError if t.rank == 1 else UserError) as caught:  # its own defect has its traceback
         save(root, 1, bad)
     if t.is_lead:
@@ -221,7 +221,7 @@ def test_the_boxes_of_all_ranks_cover_every_tensor_once(tmp_path: Path) -> None:
 def loads(root: Path) -> None:
     t = team()
     with captured_output() as (said, _):
-        assert loading.load(root / "none", mine(t), team=t) is None
+        assert loading.load_checkpoint(root / "none", mine(t), team=t) is None
     assert said == []
     for step in (1, 2, 3):
         save(root, step, mine(t, 10 * step))
@@ -236,16 +236,16 @@ def loads(root: Path) -> None:
         return source
 
     with captured_output() as (said, _):
-        loaded = loading.load(root, want, accept=accept, team=t)
+        loaded = loading.load_checkpoint(root, want, accept=accept, team=t)
     assert (
         loaded is not None and loaded[:2] == (2, {"iteration": 2}) and hold_equal(mine(t, 20), want) and seen == [3, 2]
     )
     assert len([line for line in said if "skipping iter_0000003" in line and "rank_00002" in line]) == t.is_lead
-    assert "rank_00002" in error_of(lambda: loading.load(steps.step_folder(root, 3), want, team=t))
+    assert "rank_00002" in error_of(lambda: loading.load_checkpoint(steps.step_folder(root, 3), want, team=t))
     if t.is_lead:  # full verification is shared, and finds what no rank reads
         flip_bit(steps.step_folder(root, 2) / native.CONFIG, 8)
     t.wait()
-    assert loading.load(root, want, options=OpenOptions("full"), team=t)[:2] == (1, {"iteration": 1})
+    assert loading.load_checkpoint(root, want, options=OpenOptions("full"), team=t)[:2] == (1, {"iteration": 1})
     assert hold_equal(mine(t, 10), want)
 
     def refuse(source: Source) -> Source:
@@ -253,23 +253,23 @@ def loads(root: Path) -> None:
             raise UserError("not this one", 2)
         return source
 
-    assert error_of(lambda: loading.load(root, want, accept=refuse, team=t), 2) == "not this one"
+    assert error_of(lambda: loading.load_checkpoint(root, want, accept=refuse, team=t), 2) == "not this one"
     if t.rank == 1:
-        want["x"] = full_entry(torch.zeros(3))
+        want["x"] = undivided(torch.zeros(3))
     if t.rank > 1:
         del want["ln_f.bias"]
-    message = error_of(lambda: loading.load(root, want, team=t))
+    message = error_of(lambda: loading.load_checkpoint(root, want, team=t))
     assert "x: the model has (3,), the checkpoint has none" in message
     assert "ln_f.bias: the model has none, the checkpoint has (8,)" in message and message.count("\n") == 2
-    half = {n: Entry(e.shape, e.boxes, e.tensor.bfloat16()) for n, e in blank(mine(t)).items()}
+    half = {n: BoxedTensor(e.shape, e.boxes, e.tensor.bfloat16()) for n, e in blank(mine(t)).items()}
     with captured_output() as (said, _):
-        loading.load(steps.step_folder(root, 1), half, team=t)
+        loading.load_checkpoint(steps.step_folder(root, 1), half, team=t)
     assert (" 4 tensors converted from F32 to BF16" in said) == t.is_lead
     if t.is_lead:
         for step in (1, 2, 3):
             (steps.step_folder(root, step) / native.STATE).unlink()
     t.wait()
-    message = error_of(lambda: loading.load(root, half, team=t))
+    message = error_of(lambda: loading.load_checkpoint(root, half, team=t))
     assert all(f"iter_000000{step}" in message for step in (1, 2, 3))
 
 
@@ -292,20 +292,20 @@ def not_shared(root: Path) -> None:
         save(here, 1, mine(t))
     t.wait()
     assert not t.is_lead or not list(here.iterdir())  # rank 0 looks: it goes on to save there
-    native.save(root / "node0", 1, full_entries(), {}) if t.is_lead else None
+    native.save_step(root / "node0", 1, full_entries(), {}) if t.is_lead else None
     t.wait()
     with pytest.raises(UserError, match=r"rank 1 on .* does not see .*iter_0000001.*all nodes share"):
-        loading.load(here, blank(mine(t)), team=t)
+        loading.load_checkpoint(here, blank(mine(t)), team=t)
     if t.rank:
-        native.save(here, 1, full_entries(1), {})
+        native.save_step(here, 1, full_entries(1), {})
     t.wait()
     with pytest.raises(UserError, match="rank 1 sees another"):
-        loading.load(here, blank(mine(t)), team=t)
+        loading.load_checkpoint(here, blank(mine(t)), team=t)
     if t.rank:
         shutil.rmtree(here)
         shutil.copytree(root / "node0", here)
     t.wait()
-    assert loading.load(here, want := blank(mine(t)), team=t)  # copies are as good
+    assert loading.load_checkpoint(here, want := blank(mine(t)), team=t)  # copies are as good
     assert hold_equal(mine(t), want)
 
 
@@ -339,10 +339,10 @@ def test_a_rank_is_killed_while_others_wait(tmp_path: Path, who: int, point: str
     assert [p.exitcode for p in context.processes] == [-signal.SIGKILL if n == who else 1 for n in range(2)]
     step, _ = steps.latest(root)
     assert step == (2 if point in OF_RANK_0[2:] else 1)
-    manifests.verify(steps.step_folder(root, step), full=True)
-    native.save(root, step + 1, full_entries(7), {"iteration": step + 1})  # as the run does that continues
+    manifests.verify_step(steps.step_folder(root, step), full=True)
+    native.save_step(root, step + 1, full_entries(7), {"iteration": step + 1})  # as the run does that continues
     assert steps.latest(root)[0] == step + 1 and not list(root.glob("*.tmp"))
-    loading.load(root, want := blank(full_entries()))
+    loading.load_checkpoint(root, want := blank(full_entries()))
     assert hold_equal(full_entries(7), want)
 
 

@@ -52,8 +52,8 @@ def publish_if_not_there(root: Path, step: int) -> None:
 
 def damaged(folder: Path) -> str:
     try:
-        manifests.verify(folder, full=True)
-    except manifests.Damaged as damage:
+        manifests.verify_step(folder, full=True)
+    except manifests.DamagedCheckpoint as damage:
         return str(damage)
     return ""
 
@@ -110,14 +110,14 @@ def test_killed_at_every_point(tmp_path: Path, point: str, case: str) -> None:
         step, _ = steps.latest(tmp_path)
         assert step in ({None, 2} if case == "first step" else {1, 2})
         if step == 1 or (step == 2 and case != "a damaged step again"):
-            manifests.verify(steps.step_folder(tmp_path, step), full=True)
+            manifests.verify_step(steps.step_folder(tmp_path, step), full=True)
         assert len(list(tmp_path.glob("*.tmp"))) <= 2  # the step and the tracker
     assert kills
     publish_if_not_there(tmp_path, 2)
     write_step(tmp_path, 3)
     assert steps.latest(tmp_path) == (3, [])
-    for step in steps.steps(tmp_path):
-        manifests.verify(steps.step_folder(tmp_path, step), full=True)
+    for step in steps.list_steps(tmp_path):
+        manifests.verify_step(steps.step_folder(tmp_path, step), full=True)
     assert not list(tmp_path.glob("*.tmp"))
     assert (tmp_path / steps.TRACKER).read_bytes() == b"3"
 
@@ -132,9 +132,9 @@ def test_200_single_bit_flips_in_all_files(tmp_path: Path, figures: Callable[...
         path = rng.choice(files)
         bit = rng.randrange(8 * path.stat().st_size)
         flip_bit(path, bit)
-        error_of(lambda: manifests.verify(folder, full=True))
+        error_of(lambda: manifests.verify_step(folder, full=True))
         flip_bit(path, bit)
-    manifests.verify(folder, full=True)
+    manifests.verify_step(folder, full=True)
     figures(flips_in_small_chunks="200/200")
 
 
@@ -143,7 +143,7 @@ def test_damage_names_file_and_offset(tmp_path: Path) -> None:
     folder = steps.step_folder(tmp_path, 1)
     flip_bit(folder / "rank_00000.safetensors", 8 * 700)
     assert steps.latest(tmp_path) == (1, [])  # manifest and sizes hold
-    assert "rank_00000.safetensors: bytes 640 to 704" in error_of(lambda: manifests.verify(folder, full=True))
+    assert "rank_00000.safetensors: bytes 640 to 704" in error_of(lambda: manifests.verify_step(folder, full=True))
 
 
 def test_only_the_chunks_read_are_hashed(tmp_path: Path) -> None:
@@ -151,8 +151,8 @@ def test_only_the_chunks_read_are_hashed(tmp_path: Path) -> None:
     path = steps.step_folder(tmp_path, 1) / "rank_00000.safetensors"
     whole = path.read_bytes()
     flip_bit(path, 8 * 700)  # in bytes 640 to 704
-    file = manifests.verify(path.parent)[path.name]
-    with manifests.Reader(path, file, range(3)) as reader:
+    file = manifests.verify_step(path.parent)[path.name]
+    with manifests.VerifiedReader(path, file, range(3)) as reader:
         assert reader.read(10, 640) == whole[10:640]
         assert reader.read(704, 1000) == whole[704:]
         assert reader.read(0, 1) == whole[:1]  # backwards
@@ -197,7 +197,7 @@ def test_a_step_that_cannot_be_opened_is_not_damaged(
     folder = steps.step_folder(tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
-        message = error_of(lambda: manifests.verify(folder, full=True), IO)
+        message = error_of(lambda: manifests.verify_step(folder, full=True), IO)
         assert os.strerror(code) in message and "iter_0000002/rank_00000.safetensors" in message
         error_of(lambda: write_step(tmp_path, 2), IO)
     assert steps.latest(tmp_path) == (2, []) and not list(tmp_path.glob("*.damaged"))
@@ -207,7 +207,7 @@ def test_a_step_that_cannot_be_opened_is_not_damaged(
 
     monkeypatch.setattr(Path, "lstat", no_rights)
     assert str(folder / manifests.MANIFEST) in error_of(lambda: steps.latest(tmp_path), IO)
-    assert publish.prune(tmp_path, 2, 1, None, None) == []
+    assert publish.prune_steps(tmp_path, 2, 1, None, None) == []
 
 
 def test_damage_of_all_steps_is_no_fresh_start(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None
     entry = publish.write_file(tmp_path / "other", lambda write: write(b"x" * 10))
     for name in ("../secret", str(tmp_path / "secret"), "..", "a/b", ".hidden", ""):
         (tmp_path / "iter_0000001" / manifests.MANIFEST).write_bytes(manifests.encode_manifest({name: entry}))
-        assert "plain name" in error_of(lambda: manifests.verify(tmp_path / "iter_0000001"))
+        assert "plain name" in error_of(lambda: manifests.verify_step(tmp_path / "iter_0000001"))
 
 
 def test_a_hostile_manifest_is_damaged(tmp_path: Path) -> None:
@@ -233,13 +233,13 @@ def test_a_hostile_manifest_is_damaged(tmp_path: Path) -> None:
     texts = ["[" * 100_000, '"\xff"', "null", '{"format": "meshwright checkpoint 9"}']
     for raw in texts + [f'{{"files": {body}}}' for body in bodies]:
         (tmp_path / manifests.MANIFEST).write_bytes(raw.encode("latin-1"))
-        error_of(lambda: manifests.verify(tmp_path))
+        error_of(lambda: manifests.verify_step(tmp_path))
 
 
 def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / manifests.MANIFEST, "wb") as file:
         file.truncate(1 << 40)  # a hole
-    assert "above the limit of" in error_of(lambda: manifests.verify(tmp_path))
+    assert "above the limit of" in error_of(lambda: manifests.verify_step(tmp_path))
 
 
 def test_a_complete_step_is_never_overwritten(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_complete_step_is_never_overwritten(tmp_path: Path) -> None:
     written = folder.stat().st_ino
     message = error_of(lambda: write_step(tmp_path, 1, seed=2), LOCKED)
     assert "iter_0000001" in message and "--save-overwrite" in message and folder.stat().st_ino == written
-    manifests.verify(folder, full=True)
+    manifests.verify_step(folder, full=True)
 
 
 def test_a_step_above_the_one_just_saved_is_neither_counted_nor_removed(tmp_path: Path) -> None:
@@ -256,9 +256,9 @@ def test_a_step_above_the_one_just_saved_is_neither_counted_nor_removed(tmp_path
     for step in (5, 10, 12, 15):
         write_step(tmp_path, step)
     flip_bit(steps.step_folder(tmp_path, 15) / "rank_00000.safetensors", 8 * 700)
-    assert publish.prune(tmp_path, 12, 1, None, None) == [10, 5]
-    assert steps.steps(tmp_path) == [15, 12]
-    assert publish.prune(tmp_path, 15, 1, None, None) == [12]  # once 15 is written anew
+    assert publish.prune_steps(tmp_path, 12, 1, None, None) == [10, 5]
+    assert steps.list_steps(tmp_path) == [15, 12]
+    assert publish.prune_steps(tmp_path, 15, 1, None, None) == [12]  # once 15 is written anew
 
 
 def test_a_damaged_step_is_kept_aside_and_written_anew(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_damaged_step_is_kept_aside_and_written_anew(tmp_path: Path) -> None:
     with captured_output() as (said, _):
         write_step(tmp_path, 1)
     assert len(said) == 1 and "iter_0000001.damaged" in said[0]
-    manifests.verify(steps.step_folder(tmp_path, 1), full=True)
+    manifests.verify_step(steps.step_folder(tmp_path, 1), full=True)
     assert (tmp_path / "iter_0000001.damaged").is_dir()
 
 
@@ -295,7 +295,7 @@ def test_an_unfinished_step_is_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "garbage", "-3", "12x", "\0" * 50, "1" * 100])
 def test_a_tracker_without_a_number_is_ignored_or_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / steps.TRACKER).write_text(text)
-    assert "not an iteration" in error_of(lambda: steps.find(tmp_path))
+    assert "not an iteration" in error_of(lambda: steps.find_step(tmp_path))
     write_step(tmp_path, 1)
     (tmp_path / steps.TRACKER).write_text(text)
     step, notes = steps.latest(tmp_path)
@@ -304,7 +304,7 @@ def test_a_tracker_without_a_number_is_ignored_or_refused(tmp_path: Path, text: 
 
 def test_a_tracker_ahead_of_us_is_refused(tmp_path: Path) -> None:
     (tmp_path / steps.TRACKER).write_text("500")
-    assert "500" in error_of(lambda: steps.find(tmp_path))
+    assert "500" in error_of(lambda: steps.find_step(tmp_path))
     write_step(tmp_path, 4)
     assert (tmp_path / steps.TRACKER).read_text() == "4"
     (tmp_path / steps.TRACKER).write_text("500\n")
@@ -320,44 +320,44 @@ def test_checkpoints_of_other_programs_are_found_and_kept(tmp_path: Path) -> Non
     megatron = tmp_path / "a/iter_0000500"
     (megatron / "mp_rank_00").mkdir(parents=True)
     (megatron / "mp_rank_00/model_optim_rng.pt").touch()
-    assert "give the path of the one itself" in error_of(lambda: steps.find(tmp_path / "a"))
-    place = steps.Place(steps.MEGATRON, megatron, 500, tmp_path / "a")
+    assert "give the path of the one itself" in error_of(lambda: steps.find_step(tmp_path / "a"))
+    place = steps.StepLocation(steps.MEGATRON, megatron, 500, tmp_path / "a")
     for path in (megatron, megatron / "mp_rank_00", megatron / "mp_rank_00/model_optim_rng.pt"):
-        assert steps.find(path) == (place, [])
+        assert steps.find_step(path) == (place, [])
     (tmp_path / "a" / steps.TRACKER).write_text("500")
-    assert steps.find(tmp_path / "a") == (place, []) and not place.ours
+    assert steps.find_step(tmp_path / "a") == (place, []) and not place.ours
     error_of(lambda: write_step(tmp_path / "a", 500), LOCKED)
     write_step(tmp_path / "a", 400)
     assert steps.latest(tmp_path / "a") == (400, [])
     (tmp_path / "a" / steps.TRACKER).write_text("500")
-    message = error_of(lambda: steps.find(tmp_path / "a"))
+    message = error_of(lambda: steps.find_step(tmp_path / "a"))
     assert "500 of Megatron" in message and "400" in message and str(megatron) in message
     for name in (".metadata", "common.pt", "__0_0.distcp"):  # Megatron-Core's torch_dist, not whole
         step = tmp_path / name.strip(".") / "iter_0000500"
         step.mkdir(parents=True)
         (step / name).touch()
         assert "a Megatron checkpoint" in error_of(lambda: write_step(step.parent, 500), LOCKED)  # noqa: B023
-        assert step.is_dir() and not steps.steps(step.parent)
+        assert step.is_dir() and not steps.list_steps(step.parent)
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / steps.TRACKER).write_text("release")
-    assert "no checkpoint in" in error_of(lambda: steps.find(tmp_path / "b"))
+    assert "no checkpoint in" in error_of(lambda: steps.find_step(tmp_path / "b"))
     (tmp_path / "b/release/mp_rank_00").mkdir(parents=True)
-    assert steps.find(tmp_path / "b")[0] == (steps.MEGATRON, tmp_path / "b/release", 0, tmp_path / "b")
+    assert steps.find_step(tmp_path / "b")[0] == (steps.MEGATRON, tmp_path / "b/release", 0, tmp_path / "b")
     (tmp_path / "c/global_step500").mkdir(parents=True)
     (tmp_path / "c/global_step500/layer_01-model_00-model_states.pt").touch()
     (tmp_path / "c/latest").write_text("global_step500")
-    assert steps.find(tmp_path / "c")[0] == (steps.DEEPSPEED, tmp_path / "c/global_step500", 500, tmp_path / "c")
+    assert steps.find_step(tmp_path / "c")[0] == (steps.DEEPSPEED, tmp_path / "c/global_step500", 500, tmp_path / "c")
     write_step(tmp_path / "c", 400)
-    message = error_of(lambda: steps.find(tmp_path / "c"))
+    message = error_of(lambda: steps.find_step(tmp_path / "c"))
     assert "500 of DeepSpeed" in message and "400" in message
     for text in ("../x", "a/b", "", "..", "global_step7"):
         (tmp_path / "d").mkdir(exist_ok=True)
         (tmp_path / "d/latest").write_text(text)
-        error_of(lambda: steps.find(tmp_path / "d"))
+        error_of(lambda: steps.find_step(tmp_path / "d"))
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "hf").mkdir(exist_ok=True)
         (tmp_path / "hf" / name).touch()
-    assert steps.find(tmp_path / "hf")[0] == (steps.HUGGING_FACE, tmp_path / "hf", 0, tmp_path / "hf")
+    assert steps.find_step(tmp_path / "hf")[0] == (steps.HUGGING_FACE, tmp_path / "hf", 0, tmp_path / "hf")
 
 
 def test_a_second_writer_learns_who_has_the_folder(tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_a_write_that_fails_half_way_leaves_the_previous_step(tmp_path: Path) ->
     assert os.waitstatus_to_exitcode(in_child(save)) == IO
     assert not list(tmp_path.glob("iter_*.tmp"))
     assert steps.latest(tmp_path) == (1, [])
-    manifests.verify(steps.step_folder(tmp_path, 1), full=True)
+    manifests.verify_step(steps.step_folder(tmp_path, 1), full=True)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES])

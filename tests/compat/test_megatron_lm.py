@@ -272,9 +272,9 @@ def test_checkpoint_util(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     util = "tools/checkpoint_util.py"
     assert script(util, *both, "--load-dir", tmp_path / "a", "--save-dir", tmp_path / "b", *cut) == 0
     assert script(util, *both, "--load-dir", tmp_path / "b", "--save-dir", tmp_path / "c") == 0
-    before = megatron.open(tmp_path / "a/iter_0000007").of_vocabulary(form.vocab)
+    before = megatron.open_megatron(tmp_path / "a/iter_0000007").of_vocabulary(form.vocab)
     for folder in ("b", "c"):
-        assert_reads(megatron.open(tmp_path / folder / "iter_0000007"), read_tensors(before))
+        assert_reads(megatron.open_megatron(tmp_path / folder / "iter_0000007"), read_tensors(before))
         ranks = sorted(path.name for path in (tmp_path / folder / "iter_0000007").glob("mp_*"))
         assert ranks == [f"mp_rank_0{t}_00{p}" for t in (0, 1) for p in (0, 1)]
 
@@ -286,7 +286,7 @@ def test_checkpoint_util(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     given = [*both, "--load-dir", tmp_path / "r", "--save-dir", tmp_path / "d", "--vocab-file", tmp_path / "vocab.json"]
     assert script("tools/checkpoint/util.py", *given) == 65 and "--num-attention-heads" in capsys.readouterr().err
     assert script(util, *given, "--num-attention-heads", 4) == 0
-    assert megatron.open(tmp_path / "d/iter_0000001").vocab == 61
+    assert megatron.open_megatron(tmp_path / "d/iter_0000001").vocab == 61
 
     assert script(util, *both, "--load-dir", tmp_path / "none", "--save-dir", tmp_path / "e") == 65
     assert script(util, "--model-type", "BERT") == 2 and "choose from" in capsys.readouterr().err

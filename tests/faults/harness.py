@@ -237,7 +237,7 @@ def _forget_random_numbers() -> None:
 def _forget_moments() -> None:
     from meshwright.checkpoint import loading
 
-    real = loading.load
+    real = loading.load_checkpoint
 
     def weights_alone(path: Any, want: Any, **more: Any) -> Any:
         def weights(source: Any) -> Any:
@@ -245,7 +245,7 @@ def _forget_moments() -> None:
 
         return real(path, weights, **more | {"options": more["options"]._replace(optimizer=False)})
 
-    loading.load = weights_alone  # type: ignore[assignment]
+    loading.load_checkpoint = weights_alone  # type: ignore[assignment]
 
 
 FORGET = {"data": _forget_data, "random numbers": _forget_random_numbers, "moments": _forget_moments}

@@ -258,7 +258,7 @@ def test_a_loaded_store_continues_bit_for_bit(rule, dtype, tmp_path):
     o = Optimizer(optimizer=rule)
     model, store = make(GATED, o, dtype=dtype)
     steps(model, store, 3)
-    native.save(tmp_path, 3, store.named_state(), {"iteration": 3}, {})
+    native.save_step(tmp_path, 3, store.named_state(), {"iteration": 3}, {})
     named = store.named_state()
     names = {n for n, _ in model.named_parameters()}
     want = {"adamw": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum"}, "muon": {"momentum"}}
@@ -267,7 +267,7 @@ def test_a_loaded_store_continues_bit_for_bit(rule, dtype, tmp_path):
     assert all(t.dtype is torch.float32 for _, _, t in named.values())
 
     other, again = make(GATED, o, dtype=dtype, seed=2)
-    loading.load(tmp_path, again.named_state())
+    loading.load_checkpoint(tmp_path, again.named_state())
     again.publish_weights()
     again.steps = store.steps
     assert is_equal(snapshot(store), snapshot(again))

@@ -143,4 +143,4 @@ def wait_a_while(*_):
 def test_a_slow_save_is_no_hang(tmp_path, act):
     """The others wait for longer than the time-out, or for most of it."""
     statuses, text, _ = run(tmp_path, act, "save", 0.06, "--save-interval=3", wrong=0)
-    assert statuses == [0, 0] and "hangs" not in text and sorted(steps.steps(tmp_path / "run")) == [3, 6, 9], text
+    assert statuses == [0, 0] and "hangs" not in text and sorted(steps.list_steps(tmp_path / "run")) == [3, 6, 9], text

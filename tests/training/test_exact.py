@@ -286,7 +286,7 @@ def forget_schedule(monkeypatch):
 
 
 def forget_moments(monkeypatch):
-    load = meshwright.checkpoint.loading.load
+    load = meshwright.checkpoint.loading.load_checkpoint
 
     def weights_alone(path, want, **more):
         def weights(source):
@@ -294,7 +294,7 @@ def forget_moments(monkeypatch):
 
         return load(path, weights, **more | {"options": more["options"]._replace(optimizer=False)})
 
-    monkeypatch.setattr("meshwright.checkpoint.loading.load", weights_alone)
+    monkeypatch.setattr("meshwright.checkpoint.loading.load_checkpoint", weights_alone)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_a_spike(run, spoiling, tmp_path, flags):
     assert (
         stopped.status == 70 and stopped.losses == got.losses[:11] and "(--on-spike stop); the checkpoi" in stopped.err
     )
-    assert max(steps.steps(tmp_path / "a")) == 10
+    assert max(steps.list_steps(tmp_path / "a")) == 10
     back = run(*flags, "--on-spike", "rollback:2", *saving(tmp_path / "b", 4))
     assert back.status == 0 and back.column("to", "rollback") == [8, 11]  # to one set of weights
     assert back.column("from_sample", "rollback") == [32, 44] and back.column("to_sample", "rollback") == [44, 48]

@@ -28,7 +28,7 @@ from meshwright.training.log import metrics
 
 
 def steps_in(folder):
-    return sorted(steps.steps(folder))
+    return sorted(steps.list_steps(folder))
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_a_damaged_step_is_neither_counted_nor_removed(run, tmp_path):
     save = tmp_path / "save"
     run("--save", save, "--save-interval", 2)
     (save / "iter_0000004" / "state.json").write_text("{}")
-    assert publish.prune(save, 6, 1, None, None) == [2] and steps_in(save) == [4, 6]
+    assert publish.prune_steps(save, 6, 1, None, None) == [2] and steps_in(save) == [4, 6]
 
 
 def test_finetune_takes_the_weights_alone(run, tmp_path):
@@ -240,7 +240,7 @@ def test_no_load_optim(run, tmp_path):
 def test_no_save_optim(run, tmp_path):
     save = tmp_path / "a"
     run("--save", save, "--no-save-optim", "--train-iters", 3)
-    names = native.read_index(save / "iter_0000003", manifests.verify(save / "iter_0000003"))
+    names = native.read_index(save / "iter_0000003", manifests.verify_step(save / "iter_0000003"))
     assert names and not [n for n in names if "/" in n]
     refused = run("--load", save, "--override-opt_param-scheduler")
     assert refused.status == 65 and "--no-load-optim or --finetune" in refused.err
@@ -452,7 +452,7 @@ def test_overwriting_the_folder_of_the_loaded_step(run, tmp_path):
     got = run("--load", save / "iter_0000006", "--save", save, "--save-overwrite")
     assert got.status == 0 and got.column("iteration") == [] and steps_in(save) == [6]
     assert (save / "replaced-1" / "iter_0000006").is_dir()
-    manifests.verify(save / "iter_0000006", full=True)
+    manifests.verify_step(save / "iter_0000006", full=True)
 
 
 def test_a_kill_before_the_tracker_of_the_last_step(run, tmp_path):

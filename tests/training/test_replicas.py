@@ -48,7 +48,7 @@ def test_the_rank_that_differs_is_named_within_the_interval(tmp_path):
     statuses, out, logged = train(tmp_path, 3, ["--check-replicas-interval=4"], wrong=1)
     assert statuses == [UNEXPECTED] * 3
     assert re.search(r"iteration 4: rank 1 \(\S+\) has other weights than 2 ranks that agree: h\.1\.mlp\.fc\.wei", out)
-    assert "Traceback" not in out and logged == [1, 2, 3, 4] and list(steps.steps(tmp_path / "run")) == []
+    assert "Traceback" not in out and logged == [1, 2, 3, 4] and list(steps.list_steps(tmp_path / "run")) == []
     assert read_rows(tmp_path / "run", "end")[0]["status"] == UNEXPECTED
 
 
@@ -81,7 +81,7 @@ def test_a_save_compares(tmp_path, world, flags, name, what):
     """The interval is long, so the save at the end is the first to look."""
     statuses, out, _ = train(tmp_path, world, flags, wrong=world - 1, at=8, name=name)
     assert statuses == [UNEXPECTED] * world and re.search(rf"iteration 8: .*{what}.*: {name}", out)
-    assert list(steps.steps(tmp_path / "run")) == []
+    assert list(steps.list_steps(tmp_path / "run")) == []
 
 
 @pytest.mark.long

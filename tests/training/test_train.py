@@ -518,8 +518,8 @@ def test_full_disk_keeps_the_last_checkpoint(tmp_path, capsys, monkeypatch):
             monkeypatch.setattr(publish.os, "pwrite", full)
         return real(*args, **more)
 
-    real = meshwright.checkpoint.native.save
-    monkeypatch.setattr(meshwright.checkpoint.native, "save", save)
+    real = meshwright.checkpoint.native.save_step
+    monkeypatch.setattr(meshwright.checkpoint.native, "save_step", save)
     status, _ = train(tmp_path, "--save-interval", "3")
     monkeypatch.undo()
     err = capsys.readouterr().err

@@ -45,7 +45,7 @@ def command(argv: list[str]) -> list[str]:
 def ranks_of(folder: str) -> tuple[int, int]:
     """Return the ranks of a Megatron checkpoint, (1, 1) of any other."""
     try:
-        place, _ = steps.find(folder)
+        place, _ = steps.find_step(folder)
         is_theirs = place is not None and place.kind == steps.MEGATRON
         found = list(megatron.files(place.folder)) if place is not None and is_theirs else []
     except UserError:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import device as devices
-from meshwright.checkpoint.sources import Named
+from meshwright.checkpoint.sources import TensorBoxes
 from meshwright.console import notice, say
 from meshwright.ranks.team import Team
 
@@ -32,7 +32,7 @@ class Background:
         self.flying: Future[Any] | None = None
         self.pool: ThreadPoolExecutor | None = None
 
-    def fits(self, named: Named) -> bool:
+    def fits(self, named: TensorBoxes) -> bool:
         """Return whether every machine has memory for the copies; all ranks call this together."""
         if self.memory is not None:
             return True
@@ -48,7 +48,7 @@ class Background:
             )
         return lacking is None
 
-    def begin(self, named: Named, write: Callable[[Named, Team], Any]) -> None:
+    def begin(self, named: TensorBoxes, write: Callable[[TensorBoxes, Team], Any]) -> None:
         """Copy the tensors and have a thread `write` them. The previous save must have ended."""
         assert self.flying is None
         if self.pool is None:
@@ -58,7 +58,7 @@ class Background:
                 self.team = dataclasses.replace(self.team, group=group)
         self.flying = self.pool.submit(write, self.copy(named), self.team)
 
-    def copy(self, named: Named) -> Named:
+    def copy(self, named: TensorBoxes) -> TensorBoxes:
         if self.memory is None:
             self.memory = devices.allocate_pinned(copy_size(named), self.device)
         out, at = {}, 0
@@ -88,7 +88,7 @@ class Background:
             notice(f"the save in flight failed: {self.flying.exception()}")
 
 
-def copy_size(named: Named) -> int:
+def copy_size(named: TensorBoxes) -> int:
     return sum(aligned_size(tensor) for _, _, tensor in named.values())
 
 

@@ -19,10 +19,10 @@ from meshwright import tokenizers
 from meshwright.checkpoint import loading, native, publish, steps
 from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.loading import OpenOptions
-from meshwright.checkpoint.manifests import Damaged
+from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.publish import Produce
-from meshwright.checkpoint.saved_model import SavedModel, describe
-from meshwright.checkpoint.sources import Known, Named, Source
+from meshwright.checkpoint.saved_model import SavedModel, describe_model
+from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import HUGGING_FACE
 from meshwright.console import notice
 from meshwright.errors import BAD_DATA, LOCKED, UserError, not_a_run
@@ -41,7 +41,7 @@ REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 @dataclass(frozen=True)
-class Target:
+class ConversionTarget:
     """The folder to write, the format, the type of the weights (None: unchanged), and the ranks."""
 
     folder: Path
@@ -91,30 +91,30 @@ def convert(
     for place in (source, target):
         if address := find_address(os.fspath(place)):
             raise UserError(refuse_address(address))
-    wanted = Target(Path(target), to, dtype, optimizer, tensor_parallel, pipeline_parallel)
-    return prepare(Path(source), wanted, settings).run()
+    wanted = ConversionTarget(Path(target), to, dtype, optimizer, tensor_parallel, pipeline_parallel)
+    return prepare_conversion(Path(source), wanted, settings).run()
 
 
 @dataclass(frozen=True)
-class Conversion:
+class PreparedConversion:
     """A conversion that has been checked and not yet run."""
 
     path: Path
     source: Source
-    target: Target
+    target: ConversionTarget
     config: GenerateConfig
     tokenizer: tokenizers.Tokenizer | None
 
     def run(self) -> Converted:
         began = time.perf_counter()
         try:
-            tensors, size = write(self)
-        except Damaged as damage:
-            raise Damaged(f"{damage}{suggest_older(self.path, self.source)}") from damage
+            tensors, size = write_target(self)
+        except DamagedCheckpoint as damage:
+            raise DamagedCheckpoint(f"{damage}{suggest_older(self.path, self.source)}") from damage
         return Converted(tensors, size, time.perf_counter() - began)
 
 
-def prepare(source: str | Path, target: Target, settings: Mapping[str, Any]) -> Conversion:
+def prepare_conversion(source: str | Path, target: ConversionTarget, settings: Mapping[str, Any]) -> PreparedConversion:
     """Open the source and check that it, the settings and its tokenizer fit together."""
     if unknown := settings.keys() - fields.config_fields(GenerateConfig).keys():
         raise UserError(f"unknown settings: {', '.join(sorted(unknown))}")
@@ -123,13 +123,13 @@ def prepare(source: str | Path, target: Target, settings: Mapping[str, Any]) -> 
     if wrong := checks.unusable(config) + checks.not_yet(config):
         raise UserError(flags.listed(wrong))
     c = config.checkpoint
-    opened = loading.open_any(source, OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads))
+    opened = loading.open_checkpoint(source, OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads))
     if opened is None:
         raise not_a_run(source, "checkpoint")
     for note in opened.notes:
         notice(note)
     complete, tokenizer = complete_source(opened, given, config.tokenizer)
-    return Conversion(Path(source), complete, target, config, tokenizer)
+    return PreparedConversion(Path(source), complete, target, config, tokenizer)
 
 
 def suggest_older(path: Path, source: Source) -> str:
@@ -137,7 +137,7 @@ def suggest_older(path: Path, source: Source) -> str:
     place = None
     if source.folder.resolve() != path.resolve():
         with contextlib.suppress(UserError):
-            place, _ = steps.find(path, below=source.step)
+            place, _ = steps.find_step(path, below=source.step)
     return f"; {place.folder} is older and looks whole: give that path" if place else ""
 
 
@@ -149,7 +149,7 @@ Complete = tuple[Source, tokenizers.Tokenizer | None]
 
 def complete_source(source: Source, given: Mapping[str, Any], t: TokenizerFlags) -> Complete:
     """Complete the source by the flags, cut it to its true vocabulary, and find its tokenizer."""
-    saved, where = describe(source, given), source.folder
+    saved, where = describe_model(source, given), source.folder
     tokenizer = find_tokenizer(saved, t)
     own = tokenizer.size if tokenizer else None
     size = (own if tokenizer and tokenizer.name == tokenizers.Null.name else t.vocab_size) or source.vocab or own
@@ -201,9 +201,9 @@ class Selection(Source):
     advance: Callable[[int], None] = lambda count: None  # counts the bytes read
 
     @property
-    def tensors(self) -> Mapping[str, Known]:
+    def tensors(self) -> Mapping[str, TensorInfo]:
         return {
-            name: Known(known.shape, self.dtype or known.dtype if "/" not in name else known.dtype)
+            name: TensorInfo(known.shape, self.dtype or known.dtype if "/" not in name else known.dtype)
             for name, known in self.inner.tensors.items()
             if self.optimizer or "/" not in name
         }
@@ -212,7 +212,7 @@ class Selection(Source):
     def bytes(self) -> int:
         return sum(math.prod(known.shape) * native.SIZES[native.NAMES[known.dtype]] for known in self.tensors.values())
 
-    def fill(self, want: Named) -> None:
+    def fill(self, want: TensorBoxes) -> None:
         self.inner.fill(want)
         self.advance(native.bytes_of(want))
 
@@ -225,7 +225,7 @@ def select(source: Source, optimizer: bool = True, dtype: str | None = None) -> 
 # Writing
 
 
-def write(job: Conversion) -> tuple[int, int]:
+def write_target(job: PreparedConversion) -> tuple[int, int]:
     """Write the target; return the number of tensors and of bytes."""
     source, target = job.source, job.target
     optimizer = target.to != "huggingface" and target.optimizer and source.has_optimizer
@@ -237,14 +237,14 @@ def write(job: Conversion) -> tuple[int, int]:
     total = chosen.bytes
     with progress_bar("convert", total) as chosen.advance:
         if target.to == "huggingface":
-            for note in huggingface_writer.write(chosen, target.folder, tokenizer=job.tokenizer):
+            for note in huggingface_writer.write_huggingface(chosen, target.folder, tokenizer=job.tokenizer):
                 notice(note)
         else:
             write_step(chosen, job)
     return len(chosen.tensors), total
 
 
-def write_step(source: Selection, job: Conversion) -> None:
+def write_step(source: Selection, job: PreparedConversion) -> None:
     """Write a step, in our format or as Megatron's tree, by the protocol of every save."""
     folder = job.target.folder
     if folder.exists() and not folder.is_dir():
@@ -254,7 +254,7 @@ def write_step(source: Selection, job: Conversion) -> None:
     if held:
         what = f"{folder} already holds {min(held)}, and nothing is overwritten"
         raise UserError(f"{what}; give another folder, or remove this one", LOCKED)
-    files = native_files(source) if job.target.to == "native" else megatron_files(source, job)
+    files = native_files(source) if job.target.to == "native" else files_for_megatron(source, job)
     step = source.step or int(job.target.to == "torch")  # Megatron takes no iteration 0
     is_new = not folder.exists()
     try:
@@ -282,15 +282,15 @@ def native_files(source: Source) -> dict[str, Produce]:
     import torch
 
     shapes = {
-        name: native.full_entry(torch.empty(known.shape, dtype=getattr(torch, known.dtype), device="meta"))
+        name: native.undivided(torch.empty(known.shape, dtype=getattr(torch, known.dtype), device="meta"))
         for name, known in source.tensors.items()
     }
-    sizes = {"true_vocab_size": source.vocab, "positions": describe(source).require_positions()}
+    sizes = {"true_vocab_size": source.vocab, "positions": describe_model(source).require_positions()}
     config = source.config if source.state else source.config | {"max_position_embeddings": sizes["positions"]}
     return native.step_files(shapes, sizes | source.state, config, functools.partial(read_extent, source))[0]
 
 
-def read_extent(source: Source, extent: native.Extent) -> torch.Tensor:
+def read_extent(source: Source, extent: native.BoxToWrite) -> torch.Tensor:
     """Read a box into memory that, unlike torch's, returns to the system at once."""
     import torch
 
@@ -301,7 +301,7 @@ def read_extent(source: Source, extent: native.Extent) -> torch.Tensor:
     return tensor
 
 
-def megatron_files(source: Selection, job: Conversion) -> dict[str, Produce]:
+def files_for_megatron(source: Selection, job: PreparedConversion) -> dict[str, Produce]:
     from meshwright.checkpoint.foreign.megatron import writer as megatron_writer
 
     target, model = job.target, job.config.model
@@ -310,4 +310,4 @@ def megatron_files(source: Selection, job: Conversion) -> dict[str, Produce]:
     t, p = target.tensor_parallel, target.pipeline_parallel
     assert source.vocab
     padded = tokenizers.padded_size(source.vocab, model.make_vocab_size_divisible_by, t, model.pad_vocab_size_to)
-    return megatron_writer.files(source, t, p, padded, source.has_optimizer)
+    return megatron_writer.megatron_files(source, t, p, padded, source.has_optimizer)

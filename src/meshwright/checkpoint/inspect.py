@@ -11,10 +11,10 @@ from typing import Any
 
 from meshwright.checkpoint import loading, native, steps
 from meshwright.checkpoint.loading import OpenOptions
-from meshwright.checkpoint.manifests import Damaged, verify
+from meshwright.checkpoint.manifests import DamagedCheckpoint, verify_step
 from meshwright.checkpoint.saved_model import model_settings
 from meshwright.checkpoint.sources import Source
-from meshwright.checkpoint.steps import Place
+from meshwright.checkpoint.steps import StepLocation
 from meshwright.data.history import History
 from meshwright.errors import BAD_DATA, UserError, not_a_run
 from meshwright.settings import fields, flags
@@ -38,7 +38,7 @@ def describe_folder(
     number = named if step is None else step
     if not root.exists():
         raise not_a_run(root, "checkpoint")
-    present = steps.steps(root)[::-1]
+    present = steps.list_steps(root)[::-1]
     if present and (number is None or number in present):
         return describe_steps(root, number, detail, options)
     if present and step is not None:
@@ -53,7 +53,7 @@ def describe_folder(
 
 
 def open_existing(path: Path, options: OpenOptions) -> Source:
-    source = loading.open_any(path, options)
+    source = loading.open_checkpoint(path, options)
     if source is None:
         raise not_a_run(path, "checkpoint")
     return source
@@ -73,13 +73,13 @@ def describe_steps(root: Path, step: int | None, detail: Detail, options: OpenOp
     contents: list[str] | None = None
     undamaged = True
     lines = [f"{root}"]
-    for number in steps.steps(root) if step is None else [step]:
+    for number in steps.list_steps(root) if step is None else [step]:
         folder = steps.step_folder(root, number)
-        kind = steps.kind_of(folder) or steps.NATIVE
+        kind = steps.kind_of_folder(folder) or steps.NATIVE
         try:
-            manifest = verify(folder, detail.full)
-            source = loading.open_place(Place(kind, folder, number, root), options._replace(verify="none"))
-        except Damaged as damage:
+            manifest = verify_step(folder, detail.full)
+            source = loading.open_found_step(StepLocation(kind, folder, number, root), options._replace(verify="none"))
+        except DamagedCheckpoint as damage:
             lines.append(f"  {folder.name}  verified: NO, {damage}")
             undamaged = False
             continue
@@ -128,7 +128,7 @@ def list_settings(saved: Mapping[str, Any]) -> list[str]:
 # Two checkpoints
 
 
-def compare(first: str | Path, second: str | Path, options: OpenOptions = loading.PLAIN) -> list[str]:
+def compare_checkpoints(first: str | Path, second: str | Path, options: OpenOptions = loading.PLAIN) -> list[str]:
     """List the settings and tensors in which two checkpoints differ, one tensor at a time."""
     a, b = (open_existing(Path(path), options) for path in (first, second))
     lines = []
@@ -167,7 +167,7 @@ def compare_tensor(a: Source, b: Source, name: str) -> Iterator[str]:
         dtype = torch.float64 if "float64" in (one.dtype, two.dtype) else torch.float32
         values = [torch.empty(one.shape, dtype=dtype) for _ in range(2)]
         for source, value in zip((a, b), values, strict=True):
-            source.fill({name: native.full_entry(value)})
+            source.fill({name: native.undivided(value)})
         types = f", {one.dtype} | {two.dtype}" if one.dtype != two.dtype else ""
         if differ := int((values[0] != values[1]).sum()):
             furthest = float((values[0] - values[1]).abs().max())

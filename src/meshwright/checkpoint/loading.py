@@ -14,20 +14,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.checkpoint import manifests, native, publish, steps
-from meshwright.checkpoint.manifests import Damaged
-from meshwright.checkpoint.sources import Known, Named, Source
-from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE, Place
+from meshwright.checkpoint.manifests import DamagedCheckpoint
+from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
+from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE, StepLocation
 from meshwright.console import notice, say
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.ranks.team import ALONE, Team
 
-# The reader of each kind, imported when needed: `open(folder, trust, heads, optimizer)`.
-READERS = {steps.MEGATRON: "megatron.reader", steps.TORCH_DIST: "megatron.torch_dist"}
-READERS |= {steps.DEEPSPEED: "megatron.deepspeed", steps.UNIVERSAL: "megatron.deepspeed"}
-READERS |= {HUGGING_FACE: "huggingface.reader", steps.LIBAI: "libai.reader", steps.ONEFLOW: "libai.reader"}
+# The reader of each kind, imported when needed: called as (folder, trust, heads, optimizer).
+READERS = {
+    steps.MEGATRON: "megatron.reader:open_megatron",
+    steps.TORCH_DIST: "megatron.torch_dist:open_torch_dist",
+    steps.DEEPSPEED: "megatron.deepspeed:open_deepspeed",
+    steps.UNIVERSAL: "megatron.deepspeed:open_deepspeed",
+    HUGGING_FACE: "huggingface.reader:open_huggingface",
+    steps.LIBAI: "libai.reader:open_libai",
+    steps.ONEFLOW: "libai.reader:open_libai",
+}
 
 
-class Loaded(NamedTuple):
+class LoadedStep(NamedTuple):
     step: int
     state: dict[str, Any]
     notes: tuple[str, ...] = ()  # about steps that were passed over
@@ -45,22 +51,23 @@ class OpenOptions(NamedTuple):
 PLAIN = OpenOptions()
 Accept = Callable[[Source], Source]
 Report = Callable[[str], None]
-Found = tuple[Place | None, list[str]]  # and the notes to print
+Found = tuple[StepLocation | None, list[str]]  # and the notes to print
 
 
-def open_place(place: Place, options: OpenOptions = PLAIN, team: Team = ALONE) -> Source:
+def open_found_step(place: StepLocation, options: OpenOptions = PLAIN, team: Team = ALONE) -> Source:
     """Open a step with its reader; files of ours that are not hashed when read are hashed now."""
     if options.trust and place.kind != NATIVE and team.is_lead:
         notice(f"--trust-pickle: any code in the files of {place.folder} is run")
     if place.kind == NATIVE:
-        source: Source = native.open_step(place.folder, place.step, options.verify, team)
+        source: Source = native.open_native(place.folder, place.step, options.verify, team)
         source.root = place.root
         return source
     if place.ours and options.verify != "none":
-        manifests.verify(place.folder, full=True, team=team)
-    reader = importlib.import_module(f"meshwright.checkpoint.foreign.{READERS[place.kind]}")
+        manifests.verify_step(place.folder, full=True, team=team)
+    module, _, function = READERS[place.kind].partition(":")
+    read = getattr(importlib.import_module(f"meshwright.checkpoint.foreign.{module}"), function)
     try:
-        source = reader.open(place.folder, options.trust, options.heads, options.optimizer)
+        source = read(place.folder, options.trust, options.heads, options.optimizer)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         message = f"{place.folder}: not laid out as {place.kind}'s checkpoints: {error!r:.300}"
         raise UserError(message, BAD_DATA) from error
@@ -68,42 +75,42 @@ def open_place(place: Place, options: OpenOptions = PLAIN, team: Team = ALONE) -
     return source
 
 
-def open_any(path: str | Path, options: OpenOptions = PLAIN, report: Report = say) -> Source | None:
+def open_checkpoint(path: str | Path, options: OpenOptions = PLAIN, report: Report = say) -> Source | None:
     """Open what `load` would read in one process; return None if there is no checkpoint."""
-    place, notes = steps.find(path)
+    place, notes = steps.find_step(path)
     while place is not None:
         for note in notes:
             report(note)
         try:
-            return open_place(place, options)
-        except Damaged as damage:
+            return open_found_step(place, options)
+        except DamagedCheckpoint as damage:
             place, notes = older(Path(path), place, damage, report)
     return None
 
 
-def skipping(folder: Path, damage: Damaged) -> str:
+def skipping(folder: Path, damage: DamagedCheckpoint) -> str:
     return f"WARNING: skipping {folder.name}, it is damaged: {damage}"
 
 
-def older(path: Path, place: Place, damage: Damaged, report: Report = say) -> Found:
+def older(path: Path, place: StepLocation, damage: DamagedCheckpoint, report: Report = say) -> Found:
     """Find the step before a damaged one; raise the damage if no other may be taken."""
     if not place.ours or path.resolve() == place.folder.resolve():
         raise damage
     report(skipping(place.folder, damage))
     try:
-        return steps.find(path, below=place.step)
-    except Damaged as no_older:
-        raise Damaged(f"{damage}; {no_older}", everywhere=True) from damage
+        return steps.find_step(path, below=place.step)
+    except DamagedCheckpoint as no_older:
+        raise DamagedCheckpoint(f"{damage}; {no_older}", everywhere=True) from damage
 
 
-def load(
+def load_checkpoint(
     path: str | Path,
-    want: Named | Callable[[Source], Named],
+    want: TensorBoxes | Callable[[Source], TensorBoxes],
     *,
     options: OpenOptions = PLAIN,
     accept: Accept = lambda source: source,
     team: Team = ALONE,
-) -> Loaded | None:
+) -> LoadedStep | None:
     """Fill the wanted tensors from what the path means; return None without any checkpoint.
 
     If a step of ours proves damaged, the next older one is loaded, with a warning. Without
@@ -111,7 +118,7 @@ def load(
     raises to refuse a source before any tensor is read, or returns the source to read.
     """
     path = Path(path)
-    place, notes = find_on_lead(path, lambda: steps.find(path), team)
+    place, notes = find_on_lead(path, lambda: steps.find_step(path), team)
     said: list[str] = []
     while True:
         said += notes
@@ -121,7 +128,7 @@ def load(
             return None
         try:
             return load_place(place, want, options, accept, team)._replace(notes=tuple(said))
-        except Damaged as damage:
+        except DamagedCheckpoint as damage:
             said.append(skipping(place.folder, damage))
             place, notes = find_on_lead(path, functools.partial(older, path, place, damage), team)
 
@@ -138,12 +145,16 @@ def find_on_lead(path: Path, find: Callable[[], Found], team: Team) -> Found:
     if found is None:
         return None, notes
     kind, step, folder, root = found
-    return Place(kind, Path(os.path.normpath(path / folder)), step, Path(os.path.normpath(path / root))), notes
+    return StepLocation(kind, Path(os.path.normpath(path / folder)), step, Path(os.path.normpath(path / root))), notes
 
 
 def load_place(
-    place: Place, want: Named | Callable[[Source], Named], options: OpenOptions, accept: Accept, team: Team
-) -> Loaded:
+    place: StepLocation,
+    want: TensorBoxes | Callable[[Source], TensorBoxes],
+    options: OpenOptions,
+    accept: Accept,
+    team: Team,
+) -> LoadedStep:
     release = " release" if place.folder.name == "release" else ""
     at = "" if release or place.kind == HUGGING_FACE else f" at iteration {place.step}"
     say(f" loading{release} checkpoint from {place.root}{at}")
@@ -152,7 +163,7 @@ def load_place(
     def open_here() -> list[Any]:
         if not team.is_lead:
             publish.wait_until_visible(place.folder, team)
-        opened.append(open_place(place, options, team))
+        opened.append(open_found_step(place, options, team))
         return [manifests.sha256([opened[0].identity.encode()])]
 
     for rank, (sha256,) in enumerate(digests := team.run_on_all(open_here)):
@@ -175,10 +186,10 @@ def load_place(
         say(note)
     team.run_on_all(lambda: source.fill(mine))
     say(f"  successfully loaded checkpoint from {place.root}{' at iteration 0' if release else at}")
-    return Loaded(source.step, source.state)
+    return LoadedStep(source.step, source.state)
 
 
-def check_names(folder: Path, known: Mapping[str, Known], want: Mapping[str, Any], optimizer: bool) -> None:
+def check_names(folder: Path, known: Mapping[str, TensorInfo], want: Mapping[str, Any], optimizer: bool) -> None:
     """Compare names and shapes, and report all differences together.
 
     `want` is the index of all ranks' wanted tensors; each pipeline stage wants only its own part.
@@ -201,6 +212,6 @@ def check_names(folder: Path, known: Mapping[str, Known], want: Mapping[str, Any
         raise UserError(message, BAD_DATA, everywhere=True)
 
 
-def conversions(known: Mapping[str, Known], want: Mapping[str, Any]) -> list[str]:
+def conversions(known: Mapping[str, TensorInfo], want: Mapping[str, Any]) -> list[str]:
     kinds = Counter((native.NAMES[known[name].dtype], tensor["dtype"]) for name, tensor in want.items())
     return [f" {n} tensors converted from {a} to {b}" for (a, b), n in sorted(kinds.items()) if a != b]

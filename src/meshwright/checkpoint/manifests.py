@@ -33,7 +33,7 @@ MANIFEST_LIMIT = 32 << 20  # bytes: the hashes of an 8 TB checkpoint
 JSON_LIMIT = 16 << 20
 
 
-class Damaged(UserError):
+class DamagedCheckpoint(UserError):
     """A checkpoint file is missing or differs from what was written."""
 
     def __init__(self, message: str, everywhere: bool = False) -> None:
@@ -41,12 +41,12 @@ class Damaged(UserError):
 
 
 def unreadable(path: Path, error: OSError, rest: str = "") -> UserError:
-    """Return Damaged if the file is missing, otherwise an I/O UserError.
+    """Return DamagedCheckpoint if the file is missing, otherwise an I/O UserError.
 
     Examples of the second are missing permission and a failing disk.
     """
     message = f"{path}: {error.strerror}{rest}"
-    return Damaged(message) if error.errno in (errno.ENOENT, errno.ENOTDIR) else UserError(message, IO)
+    return DamagedCheckpoint(message) if error.errno in (errno.ENOENT, errno.ENOTDIR) else UserError(message, IO)
 
 
 class File(NamedTuple):
@@ -84,26 +84,29 @@ def read_manifest(folder: Path) -> Manifest:
     raw = read_small(path, MANIFEST_LIMIT)
     body = parse_json(raw, path)
     if not isinstance(body, dict):
-        raise Damaged(f"{path}: not a manifest")
+        raise DamagedCheckpoint(f"{path}: not a manifest")
     if isinstance(body.get("format"), str) and body["format"].startswith("meshwright") and body["format"] != FORMAT:
-        raise Damaged(f"{path}: written in the format {body['format']!r}, but this version reads {FORMAT!r}")
+        raise DamagedCheckpoint(f"{path}: written in the format {body['format']!r}, but this version reads {FORMAT!r}")
     try:
         manifest = {name: File(file["size"], file["sha256"]) for name, file in body["files"].items()}
         valid = all(isinstance(n, int) and len(sha) == 64 * (-(-n // CHUNK)) for n, sha in manifest.values())
     except (KeyError, TypeError, AttributeError):
         valid = False
     if not valid or raw != encode_manifest(manifest):
-        raise Damaged(f"{path}: not as it was written (its own SHA-256 differs)")
+        raise DamagedCheckpoint(f"{path}: not as it was written (its own SHA-256 differs)")
     for name in manifest:
         if not re.fullmatch(r"(mp_rank_\d+(_\d+)?/)?[A-Za-z0-9_][A-Za-z0-9_.-]*", name):
-            raise Damaged(f"{path}: the file name {name!r} is not a plain name; nothing outside the folder is read")
+            raise DamagedCheckpoint(
+                f"{path}: the file name {name!r} is not a plain name; nothing outside the folder is read"
+            )
     return manifest
 
 
-def verify(folder: str | Path, full: bool = False, team: Team = ALONE) -> Manifest:
+def verify_step(folder: str | Path, full: bool = False, team: Team = ALONE) -> Manifest:
     """Check the manifest and all sizes, and with `full` every byte; return the manifest.
 
-    Raises Damaged, naming file and offset. Each rank of a team hashes its share of the chunks.
+    Raise DamagedCheckpoint, which names file and offset. Each rank of a team hashes its share of
+    the chunks.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -114,33 +117,33 @@ def verify(folder: str | Path, full: bool = False, team: Team = ALONE) -> Manife
         count = len(file.sha256) // 64
         mine = [index for index in range(count) if (number + index) % team.size == team.rank]
         number += count
-        with Reader(folder / name, file, mine) as reader:
+        with VerifiedReader(folder / name, file, mine) as reader:
             for index in mine:
                 reader.chunk(index)
     return manifest
 
 
 def plain_size(path: Path, expected: str = "") -> int:
-    """Return the size of a file; raise Damaged for a link or anything else."""
+    """Return the size of a file; raise DamagedCheckpoint for a link or anything else."""
     try:
         found = path.lstat()
     except OSError as error:
         raise unreadable(path, error, expected) from error
     if not stat.S_ISREG(found.st_mode) or (path.parent.name.startswith("mp_rank_") and path.parent.is_symlink()):
-        raise Damaged(f"{path}: not a plain file (a link, or something else), so it is not read")
+        raise DamagedCheckpoint(f"{path}: not a plain file (a link, or something else), so it is not read")
     return found.st_size
 
 
 def check_size(path: Path, file: File) -> None:
     size = plain_size(path, f"; the manifest says {file.size:,} bytes")
     if size != file.size:
-        raise Damaged(f"{path} is {size:,} bytes long, but the manifest says {file.size:,}")
+        raise DamagedCheckpoint(f"{path} is {size:,} bytes long, but the manifest says {file.size:,}")
 
 
-class Reader:
+class VerifiedReader:
     """Read byte ranges of one file, hashing each chunk before any of it is returned.
 
-    `ahead` lists the chunks that will be needed. `last` keeps the last one for the next Reader.
+    `ahead` lists the chunks that will be needed. `last` keeps the last one for the next reader.
     """
 
     def __init__(self, path: Path, file: File, ahead: Iterable[int] = (), last: Chunks | None = None) -> None:
@@ -155,7 +158,7 @@ class Reader:
             raise unreadable(path, error) from error
         self.pool = ThreadPoolExecutor(THREADS)
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> VerifiedReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -201,13 +204,15 @@ class Reader:
             while got < len(data):
                 count = os.preadv(self.fd, [memoryview(data)[got:]], begin + got)
                 if not count:
-                    raise Damaged(f"{self.path}: ends at byte {begin + got:,} of {self.file.size:,}")
+                    raise DamagedCheckpoint(f"{self.path}: ends at byte {begin + got:,} of {self.file.size:,}")
                 got += count
         except OSError as error:
             raise unreadable(self.path, error, f" at byte {begin + got:,}") from error
         if sha256([data]) != self.file.sha256[64 * index : 64 * index + 64]:
             end = begin + len(data)
-            raise Damaged(f"{self.path}: bytes {begin:,} to {end:,} are not what was written (their SHA-256 differs)")
+            raise DamagedCheckpoint(
+                f"{self.path}: bytes {begin:,} to {end:,} are not what was written (their SHA-256 differs)"
+            )
         return data
 
 
@@ -215,10 +220,10 @@ def read_json(folder: Path, manifest: Manifest, name: str, limit: int = JSON_LIM
     """Read a JSON file of a step, verified."""
     path = folder / name
     if name not in manifest:
-        raise Damaged(f"{path}: not in the manifest")
+        raise DamagedCheckpoint(f"{path}: not in the manifest")
     if manifest[name].size > limit:
-        raise Damaged(f"{path}: {manifest[name].size:,} bytes of JSON, above the limit of {limit:,}")
-    with Reader(path, manifest[name]) as reader:
+        raise DamagedCheckpoint(f"{path}: {manifest[name].size:,} bytes of JSON, above the limit of {limit:,}")
+    with VerifiedReader(path, manifest[name]) as reader:
         return parse_json(bytes(reader.read(0, manifest[name].size)) if manifest[name].size else b"", path)
 
 
@@ -229,13 +234,13 @@ def parse_json(raw: bytes, path: Path) -> Any:
     try:
         return json.loads(raw.decode(), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path}: not JSON that we wrote: {str(error)[:200]}") from error
+        raise DamagedCheckpoint(f"{path}: not JSON that we wrote: {str(error)[:200]}") from error
 
 
 def read_small(path: Path, limit: int) -> bytes:
     """Read a plain file of bounded size."""
     if (size := plain_size(path)) > limit:
-        raise Damaged(f"{path}: {size:,} bytes, above the limit of {limit:,}")
+        raise DamagedCheckpoint(f"{path}: {size:,} bytes, above the limit of {limit:,}")
     try:
         return path.read_bytes()
     except OSError as error:

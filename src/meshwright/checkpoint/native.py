@@ -1,8 +1,7 @@
 """Native checkpoint format: save tensors from one layout and load them into any other.
 
-All ranks save and load together; each passes the boxes (`sources.Named`) that it holds or wants.
-The saved boxes must cover every tensor exactly once, so if several ranks hold copies, only one
-passes them.
+All ranks save and load together; each passes the `TensorBoxes` that it holds or wants. The saved
+boxes must cover every tensor exactly once, so if several ranks hold copies, only one passes them.
 
 A step folder holds one `rank_00000.safetensors` for each rank that has elements, `index.json` (per
 tensor: global shape, dtype, boxes with file and byte range), `state.json` (counters and schedules)
@@ -33,9 +32,9 @@ from meshwright.checkpoint.boxes import (
     split_boxes,
     strides,
 )
-from meshwright.checkpoint.manifests import Damaged, Manifest, encode_manifest, sha256
+from meshwright.checkpoint.manifests import DamagedCheckpoint, Manifest, encode_manifest, sha256
 from meshwright.checkpoint.publish import Produce, Write
-from meshwright.checkpoint.sources import Known, Named, Source, check_state
+from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo, check_state
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.ranks.team import ALONE, Team
@@ -53,7 +52,7 @@ INDEX_LIMIT = 32 << 20  # bytes: about 250,000 boxes
 PART = 16 << 20  # the largest copy of a part of a tensor, in bytes
 
 
-class Entry(NamedTuple):
+class BoxedTensor(NamedTuple):
     """A local tensor and the boxes of the global tensor that it holds."""
 
     shape: Shape
@@ -61,13 +60,13 @@ class Entry(NamedTuple):
     tensor: torch.Tensor
 
 
-def full_entry(tensor: torch.Tensor) -> Entry:
+def undivided(tensor: torch.Tensor) -> BoxedTensor:
     """Return the entry of a tensor that one process holds completely."""
     shape = tuple(tensor.shape)
-    return Entry(shape, [((0,) * len(shape), shape)], tensor)
+    return BoxedTensor(shape, [((0,) * len(shape), shape)], tensor)
 
 
-def bytes_of(named: Named, team: Team = ALONE) -> int:
+def bytes_of(named: TensorBoxes, team: Team = ALONE) -> int:
     """Return the size of a checkpoint of these tensors on all ranks."""
     return sum(team.gather(sum(tensor.numel() * tensor.element_size() for _, _, tensor in named.values())))
 
@@ -75,7 +74,7 @@ def bytes_of(named: Named, team: Team = ALONE) -> int:
 # Saving
 
 
-class Extent(NamedTuple):
+class BoxToWrite(NamedTuple):
     """A box in a safetensors file: consecutive elements of a flat tensor."""
 
     key: str
@@ -84,10 +83,10 @@ class Extent(NamedTuple):
     flat: torch.Tensor
 
 
-def save(
+def save_step(
     root: str | Path,
     step: int,
-    named: Named,
+    named: TensorBoxes,
     state: Mapping[str, Any],
     config: Mapping[str, Any] | None = None,
     *,
@@ -103,10 +102,10 @@ def save(
 
 
 def step_files(
-    named: Named,
+    named: TensorBoxes,
     state: Mapping[str, Any],
     config: Mapping[str, Any],
-    fetch: Callable[[Extent], torch.Tensor] = lambda extent: extent.flat,
+    fetch: Callable[[BoxToWrite], torch.Tensor] = lambda extent: extent.flat,
     team: Team = ALONE,
 ) -> tuple[dict[str, Produce], int]:
     """Return this rank's files of a step, and roughly the size of all ranks' files in bytes.
@@ -114,7 +113,7 @@ def step_files(
     `fetch` returns an extent's elements; pass it when `named` holds only shapes (meta tensors).
     """
     file = f"rank_{team.rank:05d}.safetensors"
-    head, extents = b"", list[Extent]()
+    head, extents = b"", list[BoxToWrite]()
     texts: dict[str, bytes] = {}
 
     def describe() -> dict[str, Any]:
@@ -167,15 +166,15 @@ def merge_indexes(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return tensors
 
 
-def lay_out(named: Named) -> tuple[bytes, list[Extent]]:
+def lay_out(named: TensorBoxes) -> tuple[bytes, list[BoxToWrite]]:
     """Return a safetensors header and the extents after it, widest types first to align them."""
     extents = []
     for name, (shape, boxes, tensor) in named.items():
         for box, flat in split_boxes(boxes, flatten(name, shape, boxes, tensor)):
             if box.size == tuple(shape):
-                extents.append(Extent(name, dtype_name(tensor), box, flat))
+                extents.append(BoxToWrite(name, dtype_name(tensor), box, flat))
             elif flat.numel():  # a rank's slice of a flat buffer may be empty
-                extents.append(Extent(name + ranges(box), dtype_name(tensor), box, flat))
+                extents.append(BoxToWrite(name + ranges(box), dtype_name(tensor), box, flat))
     extents.sort(key=lambda extent: (-SIZES[extent.dtype], extent.key))
     return safetensors_header((extent.key, extent.dtype, extent.box.size) for extent in extents), extents
 
@@ -196,7 +195,7 @@ def ranges(box: Box) -> str:
     return "[" + ",".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.size, strict=True)) + "]"
 
 
-def index_of(named: Named, extents: list[Extent], file: str, begin: int) -> dict[str, Any]:
+def index_of(named: TensorBoxes, extents: list[BoxToWrite], file: str, begin: int) -> dict[str, Any]:
     """Return shape, type and boxes of each tensor, a box with its byte range in the file."""
     tensors: dict[str, Any] = {
         name: {"shape": tuple(shape), "dtype": dtype_name(tensor), "boxes": []}
@@ -255,7 +254,7 @@ class StoredTensor(NamedTuple):
     boxes: list[StoredBox]
 
 
-class Copy(NamedTuple):
+class BoxCopy(NamedTuple):
     """A box to read, and where its elements go."""
 
     dtype: str
@@ -272,54 +271,54 @@ class Copy(NamedTuple):
 
 
 @dataclass
-class Native(Source):
+class NativeSource(Source):
     manifest: Manifest = field(default_factory=dict)
     stored: dict[str, StoredTensor] = field(default_factory=dict)
     last: manifests.Chunks = field(default_factory=dict)
 
     @property
-    def tensors(self) -> Mapping[str, Known]:
-        return {name: Known(tensor.shape, TORCH[tensor.dtype]) for name, tensor in self.stored.items()}
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return {name: TensorInfo(tensor.shape, TORCH[tensor.dtype]) for name, tensor in self.stored.items()}
 
     @property
     def identity(self) -> str:
         return sha256([encode_manifest(self.manifest)])
 
-    def fill(self, want: Named) -> None:
+    def fill(self, want: TensorBoxes) -> None:
         for theirs, ours in read_pieces(self.folder, self.manifest, self.stored, want, self.last):
             ours.copy_(theirs)
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
         return [(one.file, one.box) for one in self.stored[name].boxes]
 
-    def of_vocabulary(self, size: int) -> Native:
+    def of_vocabulary(self, size: int) -> NativeSource:
         if size != self.vocab:
             raise UserError(f"{self.folder} was made with a vocabulary of {self.vocab:,} ids, not {size:,}", BAD_DATA)
         return self
 
 
-def open_step(folder: Path, step: int, verify: str = "read", team: Team = ALONE) -> Native:
+def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALONE) -> NativeSource:
     """Open a step; with verify="full" every byte is hashed now, each rank a share."""
-    manifest = manifests.verify(folder, verify == "full", team)
+    manifest = manifests.verify_step(folder, verify == "full", team)
     state, config = (manifests.read_json(folder, manifest, name) for name in (STATE, CONFIG))
     for name, value in ((STATE, state), (CONFIG, config)):
         if not isinstance(value, dict):
-            raise Damaged(f"{folder / name}: not a JSON object")
+            raise DamagedCheckpoint(f"{folder / name}: not a JSON object")
     check_state(state, folder / STATE)
     stored, vocab = read_index(folder, manifest), state.get("true_vocab_size")
     if "iteration" not in state:  # weights alone, converted from another program's
         state = {}
-    return Native(NATIVE, folder, step, config=config, state=state, vocab=vocab, manifest=manifest, stored=stored)
+    return NativeSource(NATIVE, folder, step, config=config, state=state, vocab=vocab, manifest=manifest, stored=stored)
 
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]
 
 
 def read_pieces(
-    folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor], want: Named, last: manifests.Chunks
+    folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor], want: TensorBoxes, last: manifests.Chunks
 ) -> Iterator[Pair]:
     """Yield the wanted elements in pieces: those of the file, and their place in our tensor."""
-    by_file: dict[str, list[Copy]] = {}
+    by_file: dict[str, list[BoxCopy]] = {}
     for name, (shape, boxes, tensor) in want.items():
         for copy in plan_copies(folder, name, stored[name], flatten(name, shape, boxes, tensor), boxes):
             by_file.setdefault(copy.stored.file, []).append(copy)
@@ -327,7 +326,7 @@ def read_pieces(
         yield from read_file(folder / file, manifest[file], copies, last)
 
 
-def read_file(path: Path, file: manifests.File, copies: list[Copy], last: manifests.Chunks) -> Iterator[Pair]:
+def read_file(path: Path, file: manifests.File, copies: list[BoxCopy], last: manifests.Chunks) -> Iterator[Pair]:
     """Yield the pieces of one file from its beginning to its end."""
     import torch
 
@@ -335,7 +334,7 @@ def read_file(path: Path, file: manifests.File, copies: list[Copy], last: manife
     chunks: set[int] = set()
     for begin, end in (copy.bytes for copy in copies):
         chunks.update(range(begin // manifests.CHUNK, (end - 1) // manifests.CHUNK + 1))
-    with manifests.Reader(path, file, sorted(chunks), last) as reader:
+    with manifests.VerifiedReader(path, file, sorted(chunks), last) as reader:
         for copy in copies:
             dtype = getattr(torch, TORCH[copy.dtype])
             for low, high in pieces(copy):
@@ -347,7 +346,7 @@ def read_file(path: Path, file: manifests.File, copies: list[Copy], last: manife
                 yield theirs, copy.target.as_strided(size, strides(copy.wanted.size), to)
 
 
-def pieces(copy: Copy) -> Iterator[tuple[Shape, Shape]]:
+def pieces(copy: BoxCopy) -> Iterator[tuple[Shape, Shape]]:
     """Cut the box of a copy at the ends of chunks, so that no piece is joined from two."""
     waiting = [(copy.low, copy.high)]
     while waiting:
@@ -368,19 +367,19 @@ def pieces(copy: Copy) -> Iterator[tuple[Shape, Shape]]:
 
 def plan_copies(
     folder: Path, name: str, stored: StoredTensor, target: torch.Tensor, boxes: Sequence[tuple[Shape, Shape]]
-) -> list[Copy]:
+) -> list[BoxCopy]:
     """Plan which part of which stored box fills which part of the wanted boxes."""
-    copies: list[Copy] = []
+    copies: list[BoxCopy] = []
     for wanted, flat in split_boxes(boxes, target):
         mine = []
         for piece in stored.boxes:
             low, high = intersection(wanted, piece.box)
             if not_empty(low, high):
-                mine.append(Copy(stored.dtype, piece, flat, wanted, low, high))
+                mine.append(BoxCopy(stored.dtype, piece, flat, wanted, low, high))
         found = sum(math.prod(minus(copy.high, copy.low)) for copy in mine)
         if found != flat.numel():
             where = f"{folder / INDEX}: {name} from {wanted.offset}, size {wanted.size}"
-            raise Damaged(f"{where}, has {flat.numel():,} elements, but the stored boxes give {found:,}")
+            raise DamagedCheckpoint(f"{where}, has {flat.numel():,} elements, but the stored boxes give {found:,}")
         copies += mine
     return copies
 
@@ -399,10 +398,12 @@ def read_index(folder: Path, manifest: Manifest) -> dict[str, StoredTensor]:
                 box = Box(parse_sizes(raw["offset"]), parse_sizes(raw["size"]))
                 fits = end - begin == math.prod(box.size) * SIZES[dtype] and end <= manifest[raw["file"]].size
                 if not fits or not inside(box, shape):
-                    raise Damaged(f"{path}: a box of {name[:100]!r} lies outside its tensor or its file")
+                    raise DamagedCheckpoint(f"{path}: a box of {name[:100]!r} lies outside its tensor or its file")
                 tensors[name].boxes.append(StoredBox(raw["file"], begin, box))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise Damaged(f"{path}: not an index that we wrote: {type(error).__name__} {str(error)[:200]}") from error
+        raise DamagedCheckpoint(
+            f"{path}: not an index that we wrote: {type(error).__name__} {str(error)[:200]}"
+        ) from error
     return tensors
 
 

@@ -25,8 +25,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from meshwright.checkpoint import manifests
-from meshwright.checkpoint.manifests import THREADS, Damaged, File, Manifest, encode_manifest, sha256, verify
-from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, listing, step_folder, steps
+from meshwright.checkpoint.manifests import (
+    THREADS,
+    DamagedCheckpoint,
+    File,
+    Manifest,
+    encode_manifest,
+    sha256,
+    verify_step,
+)
+from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, list_steps, listing, step_folder
 from meshwright.console import remark
 from meshwright.errors import IO, LOCKED, UserError
 from meshwright.files import naming_file, open_locked, replacing, sync
@@ -125,8 +133,8 @@ def refuse_overwriting(root: Path, step: int, team: Team) -> None:
         return
     if not foreign:
         try:
-            team.run_on_all(lambda: bool(verify(target, True, team)))
-        except Damaged as damage:
+            team.run_on_all(lambda: bool(verify_step(target, True, team)))
+        except DamagedCheckpoint as damage:
             remark(f"WARNING: {damage}; writing the step again and keeping the damaged one as {target.name}.damaged")
             return
     raise UserError(
@@ -218,7 +226,7 @@ def write_tracker(root: str | Path, step: int, name: str = TRACKER) -> None:
     reached("after_tracker")
 
 
-def prune(root: str | Path, newest: int, keep_last: int, keep_every: int | None, best: int | None) -> list[int]:
+def prune_steps(root: str | Path, newest: int, keep_last: int, keep_every: int | None, best: int | None) -> list[int]:
     """Remove steps before `newest`, which was just saved, and return their numbers.
 
     The caller holds the lock. The newest `keep_last` complete steps stay, as do multiples of
@@ -228,9 +236,9 @@ def prune(root: str | Path, newest: int, keep_last: int, keep_every: int | None,
     that looks complete.
     """
     root, complete = Path(root), []
-    for step in (n for n in steps(root) if n <= newest):
+    for step in (n for n in list_steps(root) if n <= newest):
         with contextlib.suppress(UserError):
-            verify(step_folder(root, step))
+            verify_step(step_folder(root, step))
             complete.append(step)
     removed = [n for n in complete[keep_last:] if n != best and not (keep_every and n and n % keep_every == 0)]
     for step in removed:

@@ -64,13 +64,13 @@ def open_saved(
 ) -> SavedModel:
     """Open the newest complete step under `path`, or the given one, and `describe` its model."""
     path = Path(path) if step is None else steps.step_folder(path, step)
-    source = loading.open_any(path, options)
+    source = loading.open_checkpoint(path, options)
     if source is None:
         raise not_a_run(path, "checkpoint")
-    return describe(source, given)
+    return describe_model(source, given)
 
 
-def describe(source: Source, given: Mapping[str, Any] | None = None) -> SavedModel:
+def describe_model(source: Source, given: Mapping[str, Any] | None = None) -> SavedModel:
     """Describe the model of a step; the flags in `given` only fill in what it does not say."""
     given = given or {}
     network = source.state.get("network", GPT_NETWORK)

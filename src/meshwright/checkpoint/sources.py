@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 # Tensors to load or save: name -> (global shape, boxes as (offset, size), tensor). The tensor is
 # contiguous and holds the elements of its boxes, each in row order, one box after the other.
-Named = Mapping[str, tuple[Shape, Sequence[tuple[Shape, Shape]], "torch.Tensor"]]
+TensorBoxes = Mapping[str, tuple[Shape, Sequence[tuple[Shape, Shape]], "torch.Tensor"]]
 
 
-class Known(NamedTuple):
+class TensorInfo(NamedTuple):
     """Shape and type of a tensor that has not been read."""
 
     shape: Shape
@@ -58,10 +58,10 @@ class Source(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def tensors(self) -> Mapping[str, Known]: ...
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     @abc.abstractmethod
-    def fill(self, want: Named) -> None:
+    def fill(self, want: TensorBoxes) -> None:
         """Read the wanted tensors; names and shapes have been compared before."""
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
@@ -82,7 +82,7 @@ class Source(abc.ABC):
         return any("/" in name for name in self.tensors)
 
 
-class Piece(NamedTuple):
+class TensorView(NamedTuple):
     """A box of our tensor, as a view of that size on another program's file."""
 
     offset: Shape
@@ -95,10 +95,10 @@ EDGE, FILES = 1 << 16, 10_000  # bytes hashed at each end of a file, and the mos
 
 
 @dataclass
-class Mapped(Source):
+class MappedSource(Source):
     """Another program's checkpoint; checks that the pieces cover each tensor exactly once."""
 
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    pieces: dict[str, list[TensorView]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         index: dict[str, dict[str, Any]] = {}
@@ -114,12 +114,12 @@ class Mapped(Source):
         except ValueError as error:
             raise UserError(f"{self.folder}: parts are missing or duplicated: {error}", BAD_DATA) from error
         self._tensors = {
-            name: Known(index[name]["shape"], str(pieces[0].tensor.dtype).removeprefix("torch."))
+            name: TensorInfo(index[name]["shape"], str(pieces[0].tensor.dtype).removeprefix("torch."))
             for name, pieces in self.pieces.items()
         }
 
     @property
-    def tensors(self) -> Mapping[str, Known]:
+    def tensors(self) -> Mapping[str, TensorInfo]:
         return self._tensors
 
     @property
@@ -127,7 +127,7 @@ class Mapped(Source):
         """With the files' names, sizes and ends: other numbers make another checkpoint."""
         return repr((super().identity, [(str(p.relative_to(self.folder)), *edges(p)) for p in files_in(self.folder)]))
 
-    def fill(self, want: Named) -> None:
+    def fill(self, want: TensorBoxes) -> None:
         for name, (_, boxes, tensor) in want.items():
             for box, flat in split_boxes(boxes, tensor.detach().view(-1)):
                 self._fill_box(name, box, flat.view(box.size))
@@ -143,7 +143,7 @@ class Mapped(Source):
     def parts(self, name: str) -> list[tuple[str, Box]]:
         return [(self.folder.name, Box(p.offset, tuple(p.tensor.shape))) for p in self.pieces[name]]
 
-    def of_vocabulary(self, size: int) -> Mapped:
+    def of_vocabulary(self, size: int) -> MappedSource:
         cut = {}
         for name, pieces in self.pieces.items():
             if not shard.rule(name.partition("/")[0]).rows:
@@ -152,7 +152,7 @@ class Mapped(Source):
             rows = self.tensors[name].shape[0]
             if rows < size:
                 raise UserError(f"{self.folder}: {name} has {rows:,} rows, the vocabulary {size:,} ids", BAD_DATA)
-            cut[name] = [Piece(p.offset, p.tensor[: size - p.offset[0]]) for p in pieces if p.offset[0] < size]
+            cut[name] = [TensorView(p.offset, p.tensor[: size - p.offset[0]]) for p in pieces if p.offset[0] < size]
         return dataclasses.replace(self, vocab=size, pieces=cut)
 
 

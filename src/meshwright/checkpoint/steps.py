@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.checkpoint.manifests import HIDDEN, MANIFEST, Damaged, find_manifest, verify
+from meshwright.checkpoint.manifests import HIDDEN, MANIFEST, DamagedCheckpoint, find_manifest, verify_step
 from meshwright.errors import BAD_DATA, UserError, not_a_run
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -35,7 +35,7 @@ PATTERNS = {
 }
 
 
-class Place(NamedTuple):
+class StepLocation(NamedTuple):
     """The location of a step."""
 
     kind: str
@@ -59,7 +59,7 @@ def split_path(path: str | Path) -> tuple[Path, int | None]:
     return (path.parent, int(found[1])) if found else (path, None)
 
 
-def find(path: str | Path, below: int | None = None) -> tuple[Place | None, list[str]]:
+def find_step(path: str | Path, below: int | None = None) -> tuple[StepLocation | None, list[str]]:
     """Return the step that a path means, or None without any checkpoint, and the notes to print.
 
     In a folder of steps the newest is meant, or with `below` the newest one before that.
@@ -70,21 +70,21 @@ def find(path: str | Path, below: int | None = None) -> tuple[Place | None, list
     if re.fullmatch(r"mp_rank_\d\d+(_\d{3,}){0,2}", path.name):
         path = path.parent
     root, step = split_path(path)
-    kind = kind_of(path)
+    kind = kind_of_folder(path)
     # A run may go on in the folder of another program's step.
-    if below is None and (step is not None or (kind is not None and not steps(path))):
+    if below is None and (step is not None or (kind is not None and not list_steps(path))):
         if kind == HUGGING_FACE:
-            return Place(kind, path, 0, path), []
+            return StepLocation(kind, path, 0, path), []
         number = re.search(r"(\d{1,15})(_universal|_snapshot)?$", path.name)
-        return Place(kind or NATIVE, path, int(number[1]) if number else 0, path.parent), []
+        return StepLocation(kind or NATIVE, path, int(number[1]) if number else 0, path.parent), []
     newest, notes = latest(root, below)
     if newest is not None:
         folder = step_folder(root, newest)
-        return Place(kind_of(folder) or NATIVE, folder, newest, root), notes
+        return StepLocation(kind_of_folder(folder) or NATIVE, folder, newest, root), notes
     return find_foreign(root), notes
 
 
-def kind_of(folder: Path) -> str | None:
+def kind_of_folder(folder: Path) -> str | None:
     """Return the program whose step a folder is, judging by the names in it."""
     try:
         names = os.listdir(folder)
@@ -98,7 +98,7 @@ def kind_of(folder: Path) -> str | None:
     return None
 
 
-def find_foreign(root: Path) -> Place | None:
+def find_foreign(root: Path) -> StepLocation | None:
     """Return the step that another program's tracker names; raise if none does."""
     names = foreign_names(root)
     if not names:
@@ -108,8 +108,8 @@ def find_foreign(root: Path) -> Place | None:
             return place_named_by(root, tracker, read_tracker(root / tracker))
     snapshots = sorted(int(m[1]) for m in (re.fullmatch(r"iter(\d+)_snapshot", name) for name in names) if m)
     if snapshots:
-        return Place(ONEFLOW, root / f"iter{snapshots[-1]}_snapshot", snapshots[-1], root)
-    kinds = sorted({str(kind_of(root / name)) for name in names})
+        return StepLocation(ONEFLOW, root / f"iter{snapshots[-1]}_snapshot", snapshots[-1], root)
+    kinds = sorted({str(kind_of_folder(root / name)) for name in names})
     raise UserError(
         f"{root} holds {', '.join(names[:5])} ({', '.join(kinds)}), but no file that says which one "
         f"is meant ({TRACKER}, {DEEPSPEED_TRACKER}); give the path of the one itself",
@@ -117,7 +117,7 @@ def find_foreign(root: Path) -> Place | None:
     )
 
 
-def place_named_by(root: Path, tracker: str, text: str) -> Place:
+def place_named_by(root: Path, tracker: str, text: str) -> StepLocation:
     """Return the step that the text of a tracker names."""
     name = text
     if tracker == TRACKER and text != "release":
@@ -126,12 +126,12 @@ def place_named_by(root: Path, tracker: str, text: str) -> Place:
         name = step_folder(root, int(text)).name
     if not re.fullmatch(r"[\w-][\w.-]*", name):
         raise UserError(f"{root / tracker} says {text!r}, which is no folder's name", BAD_DATA)
-    kind = kind_of(root / name)
+    kind = kind_of_folder(root / name)
     if kind is None:
         missing = f"there is no checkpoint in {root / name}; remove that file to start again"
         raise UserError(f"{root / tracker} names {text}, but {missing}", BAD_DATA)
     number = re.search(r"\d+$", name)
-    return Place(kind, root / name, int(number[0]) if number else 0, root)
+    return StepLocation(kind, root / name, int(number[0]) if number else 0, root)
 
 
 def read_tracker(path: Path) -> str:
@@ -153,22 +153,22 @@ def latest(root: str | Path, below: int | None = None) -> tuple[int | None, list
     notes: list[str] = []
     check_trackers(root, names, notes)
     damages = [f"{root / name} was found damaged and moved aside" for name in names if name.endswith(".damaged")]
-    for step in (n for n in steps(root) if below is None or n < below):
+    for step in (n for n in list_steps(root) if below is None or n < below):
         try:
-            verify(step_folder(root, step))
+            verify_step(step_folder(root, step))
             return step, notes
-        except Damaged as damage:
+        except DamagedCheckpoint as damage:
             notes.append(f"WARNING: skipping {step_folder(root, step).name}, it is damaged: {damage}")
             damages.append(str(damage))
     if damages:
-        raise Damaged(f"no undamaged checkpoint in {root}: {'; '.join(damages)}")
+        raise DamagedCheckpoint(f"no undamaged checkpoint in {root}: {'; '.join(damages)}")
     if below is not None:
-        raise Damaged(f"there is no older checkpoint in {root}")
+        raise DamagedCheckpoint(f"there is no older checkpoint in {root}")
     notes += [f"WARNING: {root / name} was never finished and is ignored" for name in names if name.endswith(".tmp")]
     return None, notes
 
 
-def steps(root: str | Path) -> list[int]:
+def list_steps(root: str | Path) -> list[int]:
     """List our steps, complete or not, newest first: by number, because times change."""
     return sorted(our_numbers(Path(root), r"iter_(\d{7,})"), reverse=True)
 
@@ -221,7 +221,9 @@ def check_trackers(root: Path, names: list[str], notes: list[str]) -> None:
             notes.append(f"WARNING: {root / name} says {text!r}, not an iteration; ignored")
         elif named and int(named[1]) > newest:
             folder = root / text if name == DEEPSPEED_TRACKER else step_folder(root, int(named[1]))
-            whose, path = (f" of {kind}", f", or give the path {folder}") if (kind := kind_of(folder)) else ("", "")
+            whose, path = (
+                (f" of {kind}", f", or give the path {folder}") if (kind := kind_of_folder(folder)) else ("", "")
+            )
             raise UserError(
                 f"{root / name} names iteration {named[1]}{whose}, but our newest is iteration {newest}: "
                 f"write {newest} into it to continue from there{path}",

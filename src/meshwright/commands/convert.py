@@ -22,7 +22,7 @@ ABOUT = "Convert a checkpoint of any program: convert SRC DST --to native|torch|
 
 
 @dataclass(frozen=True)
-class Conversion:
+class ConversionFlags:
     """What to convert, and to what."""
 
     paths: list[str] = flag([], "SRC DST: a checkpoint or a folder of them, and the folder to write")
@@ -39,14 +39,14 @@ class Conversion:
 class ConvertConfig:
     """Settings of `meshwright convert`."""
 
-    conversion: Conversion = Conversion()
+    conversion: ConversionFlags = ConversionFlags()
     model: Model = Model()
     tokenizer: TokenizerFlags = TokenizerFlags()
     data: Data = Data()
     checkpoint: Checkpoint = Checkpoint()
 
     USES: ClassVar[frozenset[str]] = frozenset(
-        {f.name for group in (Conversion, Model, TokenizerFlags) for f in dataclasses.fields(group)}
+        {f.name for group in (ConversionFlags, Model, TokenizerFlags) for f in dataclasses.fields(group)}
         | {"seq_length", "verify", "trust_pickle"}
     )
 
@@ -62,13 +62,13 @@ def main(argv: list[str]) -> int:
         return DONE
     c = parsed.config.conversion
     assert c.to
-    from meshwright.checkpoint.convert import Target, prepare
+    from meshwright.checkpoint.convert import ConversionTarget, prepare_conversion
 
     ranks = (c.target_tensor_parallel_size, c.target_pipeline_parallel_size)
-    target = Target(Path(c.paths[1]), c.to, c.dtype, not c.no_optimizer, *ranks)
+    target = ConversionTarget(Path(c.paths[1]), c.to, c.dtype, not c.no_optimizer, *ranks)
     known = fields.config_fields(GenerateConfig)
     given = {name: value for name, value in flags.given_settings(parsed).items() if name in known}
-    job = prepare(c.paths[0], target, given)
+    job = prepare_conversion(c.paths[0], target, given)
     source, folder = job.source, target.folder
     if parsed.dry_run:
         print(f"{source.folder} ({source.kind}) would become {folder} ({target.to}); nothing was written")

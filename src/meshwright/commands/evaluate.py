@@ -155,7 +155,7 @@ def step_folders(folders: list[str], which: str | None) -> list[str]:
         return folders
     out = []
     for folder in folders:
-        there = sorted(steps.steps(folder))
+        there = sorted(steps.list_steps(folder))
         wanted = there if which == "all" else [int(n) for n in which.split(",")]
         if missing := sorted(set(wanted) - set(there)):
             has = ", ".join(map(str, there)) or "none"

@@ -35,12 +35,12 @@ def main(argv: list[str]) -> int:
     about = "Show what a checkpoint of any program holds, or how two checkpoints differ."
     c = flags.parse_settings(InspectCheckpointConfig, argv, "meshwright inspect", about=about).config
     from meshwright.checkpoint import steps
-    from meshwright.checkpoint.inspect import Detail, compare, describe_folder
+    from meshwright.checkpoint.inspect import Detail, compare_checkpoints, describe_folder
     from meshwright.checkpoint.loading import OpenOptions
 
     options = OpenOptions("full" if c.full else "read", c.trust_pickle, c.num_attention_heads)
     if c.other is not None:
-        print("\n".join(compare(c.dir, c.other, options) or ["the two hold the same"]))
+        print("\n".join(compare_checkpoints(c.dir, c.other, options) or ["the two hold the same"]))
         return DONE
     lines, undamaged = describe_folder(c.dir, c.step, Detail(c.full, c.tensors, c.boxes), options)
     print("\n".join(lines))

@@ -14,8 +14,8 @@ from torch import Tensor
 from meshwright import tokenizers
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.loading import OpenOptions
-from meshwright.checkpoint.saved_model import SavedModel, describe, open_saved
-from meshwright.checkpoint.sources import Named, Source
+from meshwright.checkpoint.saved_model import SavedModel, describe_model, open_saved
+from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import BAD_DATA, UserError, not_a_run
 from meshwright.evaluation.score import Scorer, plain_scorer
@@ -245,22 +245,22 @@ def load(
     opened: list[tuple[Fit, CutModel]] = []
 
     def accept(source: Source) -> Source:
-        fit = check_fit(describe(source, given), given, vocabulary, layout)
+        fit = check_fit(describe_model(source, given), given, vocabulary, layout)
         sizes = fit.vocab, fit.padded, fit.positions
         opened.append((fit, build_cut_model(fit.model, sizes, fit.layers, layout, dtype, device)))
         return fit.source
 
-    def want(source: Source) -> Named:
+    def want(source: Source) -> TensorBoxes:
         fit, model = opened[-1]
         parts, out = Parts(layout, fit.vocab, False, False, ()), dict[str, Any]()
         for name, p in model.parts[0].named_parameters():
             full, place, shape = parts.saved(name, p.shape)
             p[shape[0] :] = 0
             box = (tuple(place), tuple(shape))
-            out[name] = native.Entry(tuple(full), [box] if shape[0] else [], p[: shape[0]])
+            out[name] = native.BoxedTensor(tuple(full), [box] if shape[0] else [], p[: shape[0]])
         return out
 
-    if loading.load(folder, want, options=open_options(given), accept=accept, team=team) is None:
+    if loading.load_checkpoint(folder, want, options=open_options(given), accept=accept, team=team) is None:
         raise not_a_run(folder, "checkpoint")
     fit, model = opened[-1]
     model.open_pipeline()

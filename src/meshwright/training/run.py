@@ -207,7 +207,7 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
 
 def newest_step(folder: str | None) -> int | None:
     """Return the number of the last step that a run has saved."""
-    return next(iter(steps.steps(folder)), None) if folder else None
+    return next(iter(steps.list_steps(folder)), None) if folder else None
 
 
 def lock_folders(config: TrainConfig, held: contextlib.ExitStack) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from meshwright import console
 from meshwright.checkpoint.boxes import split_boxes
-from meshwright.checkpoint.sources import Named
+from meshwright.checkpoint.sources import TensorBoxes
 from meshwright.data.loader import Batch
 from meshwright.kernels import dropout
 from meshwright.ranks.team import ALONE, Team
@@ -145,8 +145,8 @@ def shared_folder(folder: Path | None, team: Team) -> Iterator[Path | None]:
 class Step(NamedTuple):
     """What one step made on one rank; tensors are copies on the host."""
 
-    gradients: Named
-    state: Named  # after the step
+    gradients: TensorBoxes
+    state: TensorBoxes  # after the step
     numbers: list[float]  # COLUMNS
     samples: list[int]
     draws: Tensor  # hashes of seed, sample and position that dropout is drawn from
@@ -191,7 +191,7 @@ class Watched:
         ):
             setattr(owner, name, new)
 
-    def state(self) -> Named:
+    def state(self) -> TensorBoxes:
         """Return copies of this rank's weights and optimizer state."""
         named = self.trainer.net.store.named_state()
         return {name: (shape, boxes, _on_host(x)) for name, (shape, boxes, x) in named.items()}
@@ -224,7 +224,7 @@ def _on_host(x: Tensor) -> Tensor:
     return x.detach().to("cpu", torch.float64, copy=True)
 
 
-def whole(named: Named) -> dict[str, Tensor]:
+def whole(named: TensorBoxes) -> dict[str, Tensor]:
     """Return the tensors of one process, which holds them completely."""
     return {name: x.view(shape) for name, (shape, _, x) in named.items()}
 
@@ -269,7 +269,7 @@ class Recorder:
     def numbers(self, what: str, name: str, step: int, got: float, want: float) -> None:
         self.note(what, name, step, relative(got, want))
 
-    def tensors(self, what: str, step: int, got: Named, want: dict[str, Tensor], floor: float = FLOOR) -> None:
+    def tensors(self, what: str, step: int, got: TensorBoxes, want: dict[str, Tensor], floor: float = FLOOR) -> None:
         """Compare this rank's parts with whole tensors."""
         sizes = {name: float(x.abs().max()) if x.numel() else 0.0 for name, x in want.items()}
         for name, (shape, boxes, tensor) in got.items():
@@ -302,7 +302,7 @@ class _Comparing:
         self.seen = Recorder(TOLERANCE[config.precision.dtype])
         self.is_repeatable = place.device.type == "cpu"
         self.one: list[Step] = []  # rank 0: of one process
-        self.drawn: Named = {}  # rank 0: its initial weights
+        self.drawn: TensorBoxes = {}  # rank 0: its initial weights
         self.validation = 0.0
 
     def run(self) -> None:
@@ -332,12 +332,12 @@ class _Comparing:
                 if step + 1 == self.steps:
                     self.validation = run.validate()
 
-    def train(self, run: Watched) -> tuple[Named, dict[str, Any], Step]:
+    def train(self, run: Watched) -> tuple[TensorBoxes, dict[str, Any], Step]:
         """Train in the layout; return what it saved, its counters then, and its step after that."""
         drawn = {name: x for name, x in run.state().items() if "/" not in name}
         self.seen.tensors(DRAWN, 0, drawn, broadcast(whole(self.drawn), self.team), floor=0.0)
         self.check_cover(run)
-        saved: Named = {}
+        saved: TensorBoxes = {}
         counters: dict[str, Any] = {}
         for number in range(1, self.steps + 2):
             made = run.step()
@@ -405,7 +405,7 @@ class _Comparing:
 
     # Resuming
 
-    def resume(self, saved: Named, counters: dict[str, Any], last: Step) -> None:
+    def resume(self, saved: TensorBoxes, counters: dict[str, Any], last: Step) -> None:
         """Load the saved state into the same layout and take its next step again."""
         with self.running(self.config, Checkpoint(load=str(self.folder))) as run:
             self.compare_bits(RESUMED, run.state(), saved)
@@ -417,9 +417,9 @@ class _Comparing:
         else:  # the order of atomic additions differs
             self.compare_step(self.steps + 1, again, GOES_ON, GOES_ON)
 
-    def take_over(self, saved: Named, counters: dict[str, Any]) -> None:
+    def take_over(self, saved: TensorBoxes, counters: dict[str, Any]) -> None:
         """Load the saved state into one process, on rank 0, which takes the next step alone."""
-        loaded: list[tuple[Named, dict[str, Any], Step]] = []
+        loaded: list[tuple[TensorBoxes, dict[str, Any], Step]] = []
 
         def load() -> None:
             with self.running(alone(self.config), Checkpoint(load=str(self.folder)), ALONE) as run:
@@ -435,7 +435,7 @@ class _Comparing:
             for name, got, number_of_one in zip(COLUMNS, mine[2].numbers, want.numbers, strict=True):
                 self.seen.numbers(ONE_GOES_ON, name, number, got, number_of_one)
 
-    def compare_bits(self, what: str, got: Named, want: Named) -> None:
+    def compare_bits(self, what: str, got: TensorBoxes, want: TensorBoxes) -> None:
         for name in got.keys() | want.keys():
             is_same = name in got and name in want and torch.equal(got[name][2], want[name][2])
             self.seen.note(what, name, self.steps, 0.0 if is_same else math.inf)

@@ -12,7 +12,7 @@ from foreign import assert_reads, read_tensors
 
 from meshwright.checkpoint import loading
 from meshwright.checkpoint.foreign.megatron import deepspeed
-from meshwright.checkpoint.steps import DEEPSPEED, Place
+from meshwright.checkpoint.steps import DEEPSPEED, StepLocation
 from meshwright.errors import UserError
 from on_ranks import run_ranks
 
@@ -44,7 +44,7 @@ def test_what_deepspeed_writes(case, tmp_path):
     stage, world, options = CASES[case]
     run_ranks(files.body, world, str(tmp_path), stage, options)
     truths = [torch.load(tmp_path / f"truth_{rank}.pt") for rank in range(world)]
-    source = deepspeed.open(tmp_path / "global_step3")
+    source = deepspeed.open_deepspeed(tmp_path / "global_step3")
     assert_reads(source, join_ranks(truths, options))
     assert source.config["num_attention_heads"] == 2 and source.config["num_layers"] == files.L
     state = source.state
@@ -66,7 +66,7 @@ def test_universal_by_deepspeed(case, tmp_path):
     stage, world, options = CASES[case]
     run_ranks(files.body, world, str(tmp_path), stage, options)
     run_ranks(files.universal, 1, str(tmp_path / "global_step3"))
-    source = deepspeed.open(tmp_path / "global_step3_universal")
+    source = deepspeed.open_deepspeed(tmp_path / "global_step3_universal")
     assert_reads(source, join_ranks([torch.load(tmp_path / f"truth_{rank}.pt") for rank in range(world)], options))
     assert source.state["optimizer_steps"] == 3 and source.state["schedule"]["decay"] == 800
 
@@ -142,7 +142,7 @@ def expected_tensors(values, rows=files.V - 3):
 @pytest.mark.parametrize("form", FORMS)
 def test_forms_of_zero(form, tmp_path):
     values = files.model(gated=FORMS[form].get("gated", False))
-    source = deepspeed.open(files.write(tmp_path, values, **FORMS[form]))
+    source = deepspeed.open_deepspeed(files.write(tmp_path, values, **FORMS[form]))
     assert_reads(source, expected_tensors(values))
     assert source.vocab == files.V - 3
     state = source.state
@@ -150,7 +150,7 @@ def test_forms_of_zero(form, tmp_path):
     scale = {"dynamic": True, "scale": 512.0, "growth_tracker": 20, "hysteresis_tracker": 2, "in_a_row": 0}
     assert state["loss_scale"] == scale
     if "stage" not in FORMS[form]:
-        source = deepspeed.open(source.folder, optimizer=False)
+        source = deepspeed.open_deepspeed(source.folder, optimizer=False)
         assert_reads(source, {name: t.bfloat16() for name, t in expected_tensors({"": values[""]}).items()})
         assert source.state["iteration"] == 30
 
@@ -158,7 +158,7 @@ def test_forms_of_zero(form, tmp_path):
 @pytest.mark.parametrize("options", [{"untied": True}, {"embedding_norm": True}])
 def test_parts_that_some_models_have(options, tmp_path):
     values = files.model(**options)
-    source = deepspeed.open(files.write(tmp_path, values, pp=2))
+    source = deepspeed.open_deepspeed(files.write(tmp_path, values, pp=2))
     assert_reads(source, expected_tensors(values))
     assert source.config["untie_embeddings_and_output_weights"] == ("untied" in options)
     assert source.config["embed_layernorm"] == ("embedding_norm" in options)
@@ -167,7 +167,7 @@ def test_parts_that_some_models_have(options, tmp_path):
 @pytest.mark.parametrize("pp", [0, 2])
 def test_weights_only(pp, tmp_path):
     values = files.model()
-    source = deepspeed.open(files.write(tmp_path, values, tp=2, pp=pp, only_weights=True))
+    source = deepspeed.open_deepspeed(files.write(tmp_path, values, tp=2, pp=pp, only_weights=True))
     assert_reads(source, {name: t.bfloat16() for name, t in expected_tensors({"": values[""]}).items()})
     assert not source.state
 
@@ -177,7 +177,7 @@ def test_an_embedding_that_the_last_stage_saved_too(tmp_path):
     folder = files.write(tmp_path, values, pp=2)
     name = "layer_{:02d}-model_00-model_states.pt"
     (folder / name.format(files.L + 5)).write_bytes((folder / name.format(1)).read_bytes())
-    assert_reads(deepspeed.open(folder), expected_tensors(values))
+    assert_reads(deepspeed.open_deepspeed(folder), expected_tensors(values))
 
 
 def test_fp16_of_fused_adam_without_zero(tmp_path):
@@ -191,7 +191,7 @@ def test_fp16_of_fused_adam_without_zero(tmp_path):
     scale = {"cur_scale": 64.0, "cur_iter": 30, "last_overflow_iter": 9, "scale_window": 1000}
     optimizer = {"optimizer_state_dict": inner, "fp32_groups_flat": rows[""], "dynamic_loss_scale": True, **scale}
     change(folder / "mp_rank_00_model_states.pt", lambda tree: tree.update(optimizer=optimizer))
-    source = deepspeed.open(folder)
+    source = deepspeed.open_deepspeed(folder)
     assert_reads(source, expected_tensors(values))
     assert source.state["optimizer_steps"] == 30 and source.state["loss_scale"]["scale"] == 64.0
 
@@ -199,18 +199,18 @@ def test_fp16_of_fused_adam_without_zero(tmp_path):
 def test_a_pipeline_without_zero_loads_weights_only(tmp_path):
     folder = files.write(tmp_path, files.model(), pp=2, only_weights=True)
     change(folder / "mp_rank_00_model_states.pt", lambda tree: tree.update(optimizer={"state": {}}))
-    source = deepspeed.open(folder)
+    source = deepspeed.open_deepspeed(folder)
     assert not source.has_optimizer and "--no-load-optim" in source.notes[0] and source.state["iteration"] == 30
 
 
 def test_universal(tmp_path):
     values = files.model(untied=True)
-    source = deepspeed.open(files.joined_by_hand(tmp_path, values))
+    source = deepspeed.open_deepspeed(files.joined_by_hand(tmp_path, values))
     assert_reads(source, expected_tensors(values, files.V))
     assert source.state["optimizer_steps"] == 30
     for path in (tmp_path / "global_step30_universal").rglob("exp_avg.pt"):
         path.unlink()
-    source = deepspeed.open(tmp_path / "global_step30_universal")
+    source = deepspeed.open_deepspeed(tmp_path / "global_step30_universal")
     assert_reads(source, expected_tensors({"": values[""]}, files.V))
     assert not source.state
 
@@ -220,7 +220,7 @@ def test_universal_of_gates_over_tensor_ranks(kind, tmp_path):
     """Halves joined separately are read; halves mixed by tensor rank are refused."""
     values = files.model(gated=True)
     folder = files.joined_by_hand(tmp_path, values)
-    assert_reads(deepspeed.open(folder), expected_tensors(values, files.V))  # one tensor rank
+    assert_reads(deepspeed.open_deepspeed(folder), expected_tensors(values, files.V))  # one tensor rank
     args = Namespace(**vars(files.ARGS), tensor_model_parallel_size=2)
     change(folder / "mp_rank_00_model_states.pt", lambda tree: tree.update(args=args))
     for path in folder.glob("zero/*dense_h_to_4h*/*.pt"):
@@ -229,11 +229,11 @@ def test_universal_of_gates_over_tensor_ranks(kind, tmp_path):
             saved = saved if isinstance(saved, dict) else {"param": saved}
             torch.save(saved | {"param_n_sub_params": 2}, path)
     with pytest.raises(UserError, match="parameter_with_2_sub_params_cat_dim_0") as refused:
-        deepspeed.open(folder)
+        deepspeed.open_deepspeed(folder)
     path = folder / f"zero/3.mlp.dense_h_to_4h.{kind}/exp_avg.pt"
     assert str(path) in str(refused.value)
     torch.save({"param": deepspeed.read_tensor(path, False).clone(), "param_n_sub_params": 2}, path)
-    assert_reads(deepspeed.open(folder), expected_tensors(values, files.V))
+    assert_reads(deepspeed.open_deepspeed(folder), expected_tensors(values, files.V))
 
 
 def change(path, act):
@@ -287,15 +287,15 @@ def test_refused(damage, tmp_path):
     folder = files.write(tmp_path, files.model(), tp=2, pp=2, dp=12)
     spoil(folder)
     with pytest.raises(UserError, match=said):
-        loading.open_place(Place(DEEPSPEED, folder, 30, tmp_path))
+        loading.open_found_step(StepLocation(DEEPSPEED, folder, 30, tmp_path))
 
 
 def test_no_heads_and_no_files(tmp_path):
     folder = files.write(tmp_path, files.model())
     change(folder / "mp_rank_00_model_states.pt", lambda t: t.pop("args"))
     with pytest.raises(UserError, match="--num-attention-heads"):
-        deepspeed.open(folder)
-    assert deepspeed.open(folder, heads=4).config["num_attention_heads"] == 4
+        deepspeed.open_deepspeed(folder)
+    assert deepspeed.open_deepspeed(folder, heads=4).config["num_attention_heads"] == 4
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="no file for"):
-        deepspeed.open(tmp_path / "empty")
+        deepspeed.open_deepspeed(tmp_path / "empty")

@@ -19,17 +19,19 @@ import torch  # noqa: F401
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.foreign.huggingface import reader as huggingface
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.steps import TORCH_DIST, Place
+from meshwright.checkpoint.steps import TORCH_DIST, StepLocation
 from meshwright.errors import BAD_DATA, UserError
 
 pytestmark = pytest.mark.whole
 
 MEMORY, SECONDS = 200 << 20, 5.0
 OPENERS: dict[str, Callable[[Path, bool], Any]] = {
-    "native": lambda path, _: native.open_step(path, 1, verify="full"),
-    "pickle": lambda path, trust: pickles.load(path, trust=trust),
-    "huggingface": lambda path, trust: huggingface.open(path, trust=trust),
-    "dcp": lambda path, trust: loading.open_place(Place(TORCH_DIST, path, 1, path), loading.OpenOptions(trust=trust)),
+    "native": lambda path, _: native.open_native(path, 1, verify="full"),
+    "pickle": lambda path, trust: pickles.load_pickle(path, trust=trust),
+    "huggingface": lambda path, trust: huggingface.open_huggingface(path, trust=trust),
+    "dcp": lambda path, trust: loading.open_found_step(
+        StepLocation(TORCH_DIST, path, 1, path), loading.OpenOptions(trust=trust)
+    ),
 }
 
 

@@ -19,7 +19,7 @@ from meshwright import tokenizers
 from meshwright.checkpoint import native
 from meshwright.checkpoint.foreign.huggingface import reader as huggingface
 from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
-from meshwright.checkpoint.foreign.huggingface.writer import write
+from meshwright.checkpoint.foreign.huggingface.writer import write_huggingface as write
 from meshwright.errors import LOCKED, UserError
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
@@ -68,7 +68,7 @@ def ours(source):
     named = dict(model.named_parameters())
     assert {n: tuple(p.shape) for n, p in named.items()} == {n: t.shape for n, t in source.tensors.items()}
     with torch.no_grad():
-        source.fill({name: native.full_entry(p.detach()) for name, p in named.items()})
+        source.fill({name: native.undivided(p.detach()) for name, p in named.items()})
     return model
 
 
@@ -82,10 +82,10 @@ def assert_same_logits(mine, other, length=LENGTH):
 
 def as_native(root, source):
     """Save the source in our own format and open it."""
-    named = {name: native.full_entry(t) for name, t in read_tensors(source).items()}
+    named = {name: native.undivided(t) for name, t in read_tensors(source).items()}
     state = {"true_vocab_size": source.vocab, "positions": source.config["max_position_embeddings"]}
-    native.save(root, 7, named, state, source.config)
-    return native.open_step(root / "iter_0000007", 7)
+    native.save_step(root, 7, named, state, source.config)
+    return native.open_native(root / "iter_0000007", 7)
 
 
 @pytest.mark.parametrize("name", THEIRS)
@@ -93,11 +93,11 @@ def test_both_ways(name, tmp_path):
     """Going transformers -> ours -> native -> theirs keeps logits and every number."""
     model = theirs(name)
     model.save_pretrained(tmp_path / "a")
-    source = huggingface.open(tmp_path / "a")
+    source = huggingface.open_huggingface(tmp_path / "a")
     assert_same_logits(ours(source), model)
     stored = as_native(tmp_path / "native", source)
     write(stored, tmp_path / "b")
-    back = huggingface.open(tmp_path / "b")
+    back = huggingface.open_huggingface(tmp_path / "b")
     assert_reads(back, read_tensors(source))
     assert back.config == source.config
     said = json.loads((tmp_path / "b" / "config.json").read_text())
@@ -149,10 +149,10 @@ def test_what_a_folder_does_not_state_is_noted(tmp_path, capsys):
     assert line.endswith("transformers' defaults are used: attention_dropout 0")
     theirs("gpt2").save_pretrained(tmp_path / "b")
     change_config(tmp_path / "b", embd_pdrop=0.2)
-    again = huggingface.open(tmp_path / "b")
+    again = huggingface.open_huggingface(tmp_path / "b")
     assert again.config["embedding_dropout"] == 0.2 and not again.notes
     change_config(tmp_path / "b", resid_pdrop=1.5)
-    assert "resid_pdrop is 1.5; it must be in [0, 1)" in error_of(lambda: huggingface.open(tmp_path / "b"))
+    assert "resid_pdrop is 1.5; it must be in [0, 1)" in error_of(lambda: huggingface.open_huggingface(tmp_path / "b"))
 
 
 def test_files_of_every_kind(tmp_path):
@@ -162,9 +162,9 @@ def test_files_of_every_kind(tmp_path):
     model.save_pretrained(tmp_path / "many", max_shard_size="20KB")
     model.transformer.save_pretrained(tmp_path / "bare")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
-    want = read_tensors(huggingface.open(tmp_path / "one"))
+    want = read_tensors(huggingface.open_huggingface(tmp_path / "one"))
     for name in ("many", "bare"):
-        assert_reads(huggingface.open(tmp_path / name), want)
+        assert_reads(huggingface.open_huggingface(tmp_path / name), want)
     state = {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"}
     state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 16, 16, dtype=torch.uint8)  # as versions before 4.28 had it
     for name in ("pickle", "pickles"):
@@ -178,9 +178,9 @@ def test_files_of_every_kind(tmp_path):
         where |= dict.fromkeys(half, f"pytorch_model-{i}.bin")
     (tmp_path / "pickles" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
     for name in ("pickle", "pickles"):
-        assert_reads(huggingface.open(tmp_path / name), want)
-    write(huggingface.open(tmp_path / "one"), tmp_path / "half", dtype="bfloat16", max_shard=20_000)
-    source = huggingface.open(tmp_path / "half")
+        assert_reads(huggingface.open_huggingface(tmp_path / name), want)
+    write(huggingface.open_huggingface(tmp_path / "one"), tmp_path / "half", dtype="bfloat16", max_shard=20_000)
+    source = huggingface.open_huggingface(tmp_path / "half")
     half = read_tensors(source)
     assert_reads(source, {k: v.bfloat16() for k, v in want.items()})
     index = json.loads((tmp_path / "half" / "model.safetensors.index.json").read_text())
@@ -192,7 +192,7 @@ def test_files_of_every_kind(tmp_path):
 def test_nothing_is_read_when_it_is_opened(tmp_path):
     """The tensors are views of the mapped file."""
     theirs("llama-grouped").save_pretrained(tmp_path)
-    source = huggingface.open(tmp_path)
+    source = huggingface.open_huggingface(tmp_path)
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     path = str(tmp_path / "model.safetensors")
     mapped = [[int(x, 16) for x in line[0].split("-")] for line in maps if line[-1] == path]
@@ -203,22 +203,22 @@ def test_nothing_is_read_when_it_is_opened(tmp_path):
 def test_folders_of_equal_shapes_have_different_identities(tmp_path):
     """Ranks compare identities, so that all load the same numbers."""
     theirs("gpt2").save_pretrained(tmp_path / "a")
-    known = huggingface.open(tmp_path / "a").identity
+    known = huggingface.open_huggingface(tmp_path / "a").identity
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     (tmp_path / "b" / "trainer.log").write_text("whatever a run writes beside it")
     os.mkfifo(tmp_path / "b" / "pipe")
-    assert huggingface.open(tmp_path / "b").identity == known
+    assert huggingface.open_huggingface(tmp_path / "b").identity == known
     with (tmp_path / "b" / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
-    assert huggingface.open(tmp_path / "b").identity != known
+    assert huggingface.open_huggingface(tmp_path / "b").identity != known
 
 
 def test_a_table_with_more_rows_than_ids_and_one_that_differs(tmp_path):
     model = theirs("gpt2")
     model.save_pretrained(tmp_path)
     change_config(tmp_path, vocab_size=50)
-    source = huggingface.open(tmp_path)
+    source = huggingface.open_huggingface(tmp_path)
     assert source.vocab == 50 and source.tensors["wte.weight"].shape == (50, 32)
     change_config(tmp_path, vocab_size=VOCAB)
     from safetensors.torch import load_file, save_file
@@ -226,10 +226,10 @@ def test_a_table_with_more_rows_than_ids_and_one_that_differs(tmp_path):
     state = load_file(tmp_path / "model.safetensors")
     head = state["transformer.wte.weight"].clone()
     save_file(state | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
-    assert "lm_head.weight" not in huggingface.open(tmp_path).tensors
+    assert "lm_head.weight" not in huggingface.open_huggingface(tmp_path).tensors
     head[0, 0] += 1
     save_file(state | {"lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
-    source = huggingface.open(tmp_path)
+    source = huggingface.open_huggingface(tmp_path)
     assert source.config["untie_embeddings_and_output_weights"] and "stay separate" in source.notes[0]
     assert torch.equal(read_tensors(source)["lm_head.weight"], head)
 
@@ -272,11 +272,11 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
     ]:
         shutil.copytree(tmp_path / folder, tmp_path / "x")
         change_config(tmp_path / "x", **changes)
-        message = error_of(lambda: huggingface.open(tmp_path / "x"))
+        message = error_of(lambda: huggingface.open_huggingface(tmp_path / "x"))
         assert re.search(said, message) and str(tmp_path) in message
         shutil.rmtree(tmp_path / "x")
     change_config(tmp_path / "llama", model_type="mistral", sliding_window=LENGTH, rope_parameters=None, rope_theta=5.0)
-    assert huggingface.open(tmp_path / "llama").config["rotary_base"] == 5.0
+    assert huggingface.open_huggingface(tmp_path / "llama").config["rotary_base"] == 5.0
 
 
 def test_damaged_folders_and_names_that_lead_out(tmp_path):
@@ -318,7 +318,7 @@ def test_damaged_folders_and_names_that_lead_out(tmp_path):
     ]:
         shutil.copytree(tmp_path / "good", tmp_path / "x")
         break_it(tmp_path / "x", how)
-        assert re.search(said, error_of(lambda: huggingface.open(tmp_path / "x")))
+        assert re.search(said, error_of(lambda: huggingface.open_huggingface(tmp_path / "x")))
         shutil.rmtree(tmp_path / "x")
     cache = tmp_path / "models--a--b"  # as the library's cache has it: links to ../../blobs
     (cache / "blobs").mkdir(parents=True)
@@ -326,7 +326,10 @@ def test_damaged_folders_and_names_that_lead_out(tmp_path):
     for file in ("config.json", tensors):
         shutil.copy(tmp_path / "good" / file, cache / "blobs" / f"of-{len(file)}")
         (cache / "snapshots" / "1" / file).symlink_to(f"../../blobs/of-{len(file)}")
-    assert_reads(huggingface.open(cache / "snapshots" / "1"), read_tensors(huggingface.open(tmp_path / "good")))
+    assert_reads(
+        huggingface.open_huggingface(cache / "snapshots" / "1"),
+        read_tensors(huggingface.open_huggingface(tmp_path / "good")),
+    )
 
 
 def test_settings_they_cannot_express_are_listed(tmp_path):
@@ -342,11 +345,11 @@ def test_settings_they_cannot_express_are_listed(tmp_path):
         ("llama", {"qk_layernorm": True, "add_qkv_bias": True}, ["--qk-layernorm with biases"]),
         ("llama", {"apply_residual_connection_post_layernorm": True}, ["post-layernorm"]),
     ]:
-        source = huggingface.open(tmp_path / folder)
+        source = huggingface.open_huggingface(tmp_path / folder)
         source.config |= changes
         message = error_of(lambda source=source: write(source, tmp_path / "out"))
         assert all(words in message for words in listed) and len(message.splitlines()) == 1 + len(listed), message
-    source = huggingface.open(tmp_path / "gpt2")
+    source = huggingface.open_huggingface(tmp_path / "gpt2")
     source.state["network"] = "Mine"
     with pytest.raises(UserError, match="a Mine"):
         write(source, tmp_path / "out")
@@ -355,7 +358,7 @@ def test_settings_they_cannot_express_are_listed(tmp_path):
 
 def test_a_folder_is_complete_or_absent(tmp_path, monkeypatch):
     theirs("gpt2").save_pretrained(tmp_path / "a")
-    source = huggingface.open(tmp_path / "a")
+    source = huggingface.open_huggingface(tmp_path / "a")
     assert "not empty" in error_of(lambda: write(source, tmp_path / "a"), LOCKED)
     (tmp_path / "b").mkdir()
     (tmp_path / "b.tmp").mkdir()
@@ -389,14 +392,18 @@ def vocabulary(tmp_path_factory):
 
 def write_with(tokenizer, folder):
     theirs("gpt2", vocab_size=300).save_pretrained(folder.with_name("source"))
-    return write(huggingface.open(folder.with_name("source")), folder, tokenizer=tokenizer)
+    return write(huggingface.open_huggingface(folder.with_name("source")), folder, tokenizer=tokenizer)
 
 
 def test_tokenizer_of_two_files(vocabulary, tmp_path):
     tokenizer = tokenizers.GPT2BPE(vocabulary / "vocab.json", vocabulary / "merges.txt")
     assert write_with(tokenizer, tmp_path / "out") == []
     check_tokenizer(tmp_path / "out", tokenizer)
-    write(huggingface.open(tmp_path / "out"), tmp_path / "again", tokenizer=tokenizers.HuggingFace(tmp_path / "out"))
+    write(
+        huggingface.open_huggingface(tmp_path / "out"),
+        tmp_path / "again",
+        tokenizer=tokenizers.HuggingFace(tmp_path / "out"),
+    )
     check_tokenizer(tmp_path / "again", tokenizer)
 
 
@@ -448,7 +455,7 @@ def test_tokenizers_without_a_counterpart(tmp_path):
     assert "ByteTokenizer" in notes[0] and not (tmp_path / "out" / "tokenizer.json").exists()
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["eos_token_id"] == config["bos_token_id"] == 256
-    source = huggingface.open(tmp_path / "out")
+    source = huggingface.open_huggingface(tmp_path / "out")
     assert "no tokenizer is written" in write(source, tmp_path / "none")[0]
     config = transformers.AutoConfig.from_pretrained(tmp_path / "none")
     assert config.bos_token_id is None and config.eos_token_id is None

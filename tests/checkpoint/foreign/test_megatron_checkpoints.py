@@ -18,8 +18,8 @@ from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.boxes import Box
 from meshwright.checkpoint.foreign.megatron import reader as megatron
 from meshwright.checkpoint.foreign.megatron import writer as megatron_writer
-from meshwright.checkpoint.sources import Mapped, Piece, Source
-from meshwright.checkpoint.steps import MEGATRON, Place
+from meshwright.checkpoint.sources import MappedSource, Source, TensorView
+from meshwright.checkpoint.steps import MEGATRON, StepLocation
 from meshwright.commands import convert
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.model.attention import Where
@@ -70,7 +70,7 @@ CUT_NAMES = [name if name in FEW else pytest.param(name, marks=pytest.mark.long)
 def test_weights_of_every_form(name: str, tmp_path: Path) -> None:
     f = (WEIGHTS | CUT)[name]
     model = plain(f)
-    source = megatron.open(write(tmp_path / "iter_0000007", f, model)).of_vocabulary(f.vocab)
+    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, model)).of_vocabulary(f.vocab)
     assert_reads(source, {name: t.to(f.dtype) for name, t in ours(f, model).items()})
     assert source.version == str(f.version or 0) and not source.state
 
@@ -100,7 +100,7 @@ STATES = {
 def test_optimizer_of_every_form(name: str, tmp_path: Path) -> None:
     f = STATES[name]
     three, expected = with_moments(f)
-    source = megatron.open(write(tmp_path / "iter_0000007", f, *three)).of_vocabulary(f.vocab)
+    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, *three)).of_vocabulary(f.vocab)
     assert_reads(source, expected)
     state = source.state
     assert (state["iteration"], state["optimizer_steps"], source.step) == (7, 6, 7)
@@ -137,7 +137,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
     f = NETWORKS[name]
     model = plain(f)
     step = "iter_0000007" if f.args else "release"
-    source = megatron.open(write(tmp_path / step, f, model), heads=f.heads).of_vocabulary(f.vocab)
+    source = megatron.open_megatron(write(tmp_path / step, f, model), heads=f.heads).of_vocabulary(f.vocab)
     tokens = torch.randint(f.vocab, (2, f.positions), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         logits = build_model(source, f)(tokens, Where())
@@ -174,8 +174,8 @@ def test_the_345m_release(tmp_path: Path) -> None:
     f = Form(version=None, words="2019", args=False, iteration=0)
     folder = write(tmp_path / "release", f, plain(f))
     with pytest.raises(UserError, match="--num-attention-heads"):
-        megatron.open(folder)
-    source = megatron.open(folder, heads=4)
+        megatron.open_megatron(folder)
+    source = megatron.open_megatron(folder, heads=4)
     assert (source.version, source.state, source.vocab, source.step) == ("0", {}, None, 0)
     assert source.tensors["wte.weight"].shape == (64, 32)
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
@@ -189,18 +189,18 @@ def test_a_file_without_a_schedule_or_samples(tmp_path: Path) -> None:
     three, expected = with_moments(f)
     folder = write(tmp_path / "iter_0000007", f, *three)
     change(lambda t: t.pop("opt_param_scheduler"))(folder)
-    source = megatron.open(folder).of_vocabulary(f.vocab)
+    source = megatron.open_megatron(folder).of_vocabulary(f.vocab)
     assert_reads(source, expected)
     assert "schedule" not in source.state and source.state["schedule_samples"] == 56
     change(lambda t: [delattr(t["args"], name) for name in ("consumed_train_samples", "global_batch_size")])(folder)
-    source = megatron.open(folder)
+    source = megatron.open_megatron(folder)
     assert not source.state and not source.has_optimizer and "how many samples" in source.notes[0]
 
 
 def test_settings_from_arguments(tmp_path: Path) -> None:
     f = Form(bigscience=True, embed_norm=True, gated=True)
     folder = write(tmp_path / "iter_0000007", f, plain(f))
-    source = megatron.open(folder)
+    source = megatron.open_megatron(folder)
     stated = {"glu_activation": "geglu", "position_embedding_type": "learned_absolute", "embed_layernorm": True}
     stated |= {"fp16": True, "seq_length": 16, "layernorm_epsilon": 1e-5}
     stated |= {"num_query_groups": None, "normalization": "LayerNorm"}
@@ -208,26 +208,26 @@ def test_settings_from_arguments(tmp_path: Path) -> None:
 
     for place, ours_ in (("alibi", "alibi"), ("rotary", "rope")):
         f = Form(bigscience=True, place=place)
-        source = megatron.open(write(tmp_path / place, f, plain(f)))
+        source = megatron.open_megatron(write(tmp_path / place, f, plain(f)))
         assert source.config["position_embedding_type"] == ours_ and "max_position_embeddings" not in source.config
     f = Form(place="none", words="late 2023")
-    assert "--position-embedding-type" in megatron.open(write(tmp_path / "unsaid", f, plain(f))).notes[0]
+    assert "--position-embedding-type" in megatron.open_megatron(write(tmp_path / "unsaid", f, plain(f))).notes[0]
 
 
 def test_a_release_has_no_state(tmp_path: Path) -> None:
     f = Form(state="masters")
     three, expected = with_moments(f)
     write(tmp_path / "release", f, *three)
-    source = megatron.open(tmp_path / "release")
+    source = megatron.open_megatron(tmp_path / "release")
     assert not source.state and not source.has_optimizer
-    source = megatron.open(write(tmp_path / "iter_0000007", f, *three), optimizer=False)
+    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, *three), optimizer=False)
     assert source.state["iteration"] == 7 and not source.has_optimizer
 
 
 def test_reading_one_box(tmp_path: Path) -> None:
     """A box may cross the borders of the old ranks, in a permuted matrix."""
     f = Form(version=1.0, tp=4)
-    source = megatron.open(write(tmp_path / "iter_0000007", f, plain(f)))
+    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, plain(f)))
     box = Box((13, 5), (50, 20))
     got = torch.empty(box.size, dtype=torch.float16)
     name = "h.1.attn.qkv.weight"
@@ -308,7 +308,7 @@ def test_damage_is_refused(name: str, tmp_path: Path) -> None:
     damage, words = DAMAGES[name]
     damage(folder)
     with pytest.raises(UserError, match=words) as refused:
-        loading.open_place(Place(MEGATRON, folder, 7, tmp_path))
+        loading.open_found_step(StepLocation(MEGATRON, folder, 7, tmp_path))
     assert refused.value.status == BAD_DATA and str(folder) in str(refused.value)
 
 
@@ -327,8 +327,8 @@ def test_damaged_buffers(state: str, edit: Any, words: str, tmp_path: Path) -> N
     folder = write(tmp_path / "iter_0000007", f, *three)
     change(edit, name="distrib_optim.pt")(folder)
     with pytest.raises(UserError, match=words):
-        megatron.open(folder)
-    assert megatron.open(folder, optimizer=False).tensors
+        megatron.open_megatron(folder)
+    assert megatron.open_megatron(folder, optimizer=False).tensors
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -337,10 +337,10 @@ def test_masters_may_differ_by_a_last_bit(dtype: torch.dtype, tmp_path: Path) ->
     f, bit = Form(state="masters", dtype=dtype), torch.finfo(dtype).eps
     folder = write(tmp_path / "iter_0000007", f, *with_moments(f)[0])
     change(lambda t: t["optimizer"]["fp32_from_fp16_params"][0][2].data.mul_(1 + 0.4 * bit))(folder)
-    assert megatron.open(folder).has_optimizer
+    assert megatron.open_megatron(folder).has_optimizer
     change(lambda t: t["optimizer"]["fp32_from_fp16_params"][0][2].data.mul_(1 + 4 * bit))(folder)
     with pytest.raises(UserError, match="not those of the model"):
-        megatron.open(folder)
+        megatron.open_megatron(folder)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_wsd(stated: dict[str, Any], wanted: tuple[int, str] | None, tmp_path: P
     folder = write(tmp_path / "iter_0000007", f, *with_moments(f)[0])
     change(lambda t: t["opt_param_scheduler"].update(lr_decay_style="WSD"))(folder)
     change(lambda t: vars(t["args"]).update(stated, lr_warmup_init=1e-6))(folder)
-    source = megatron.open(folder)
+    source = megatron.open_megatron(folder)
     assert source.state["schedule_samples"] == 48 and source.has_optimizer
     if wanted is None:
         assert "schedule" not in source.state and "lr_wsd_decay_samples" in source.notes[-1]
@@ -365,7 +365,7 @@ def test_wsd(stated: dict[str, Any], wanted: tuple[int, str] | None, tmp_path: P
     assert (curve["wsd_samples"], curve["wsd_style"], curve["init_lr"]) == (*wanted, 1e-6)
     again = written(source.of_vocabulary(61), tmp_path / "again/iter_0000007", 1, 1)
     change(lambda t: t.pop("meshwright"))(again)
-    assert megatron.open(again).state["schedule"] == curve
+    assert megatron.open_megatron(again).state["schedule"] == curve
 
 
 def test_data_ranks_that_are_missing(tmp_path: Path) -> None:
@@ -374,28 +374,28 @@ def test_data_ranks_that_are_missing(tmp_path: Path) -> None:
     folder = write(tmp_path / "iter_0000007", f, *three)
     shutil.rmtree(folder / "mp_rank_00_001")
     with pytest.raises(UserError, match="data ranks are missing"):
-        megatron.open(folder)
+        megatron.open_megatron(folder)
     (folder / "mp_rank_00_002").rename(folder / "mp_rank_00_001")
     with pytest.raises(UserError, match="slices|at the place of"):
-        megatron.open(folder)
+        megatron.open_megatron(folder)
 
 
 def test_tensor_ranks_of_two_types(tmp_path: Path) -> None:
     folder = write(tmp_path / "iter_0000007", Form(tp=2), plain(Form()))
     change(lambda t: encoder(t).update({WEIGHT: encoder(t)[WEIGHT].float()}), "01")(folder)
     with pytest.raises(UserError, match="several types"):
-        megatron.open(folder)
+        megatron.open_megatron(folder)
 
 
 def test_copies_that_differ_by_rounding_are_reported(tmp_path: Path) -> None:
     f = Form(layers=4, tp=2, pp=2)
     folder = write(tmp_path / "iter_0000007", f, plain(f))
     change(lambda t: encoder(t)[NORM][0].mul_(1 + 2**-10), "01_000")(folder)
-    source = megatron.open(folder)
+    source = megatron.open_megatron(folder)
     assert [note for note in source.notes if "1 tensors" in note and "h.1.ln_1.weight" in note]
     change(lambda t: t["model"]["word_embeddings_for_head"]["weight"].add_(1), "00_001")(folder)
     with pytest.raises(UserError, match="must hold the same wte"):
-        megatron.open(folder)
+        megatron.open_megatron(folder)
 
 
 # Writing
@@ -418,20 +418,20 @@ STATE = {
 
 def native_source(root: Path, f: Form, config: dict[str, Any]) -> tuple[Source, Tensors]:
     _, tensors = with_moments(f)
-    named = {name: native.full_entry(tensor) for name, tensor in tensors.items()}
-    native.save(root, 7, named, STATE | {"true_vocab_size": f.vocab}, config)
-    return native.open_step(root / "iter_0000007", 7), tensors
+    named = {name: native.undivided(tensor) for name, tensor in tensors.items()}
+    native.save_step(root, 7, named, STATE | {"true_vocab_size": f.vocab}, config)
+    return native.open_native(root / "iter_0000007", 7), tensors
 
 
-def source_of(f: Form, config: dict[str, Any], folder: Path = Path()) -> tuple[Mapped, Tensors]:
+def source_of(f: Form, config: dict[str, Any], folder: Path = Path()) -> tuple[MappedSource, Tensors]:
     """Return the same state in memory."""
     _, tensors = with_moments(f)
-    pieces = {name: [Piece((0,) * tensor.ndim, tensor)] for name, tensor in tensors.items()}
-    return Mapped("memory", folder, 7, config=config, state=STATE, vocab=f.vocab, pieces=pieces), tensors
+    pieces = {name: [TensorView((0,) * tensor.ndim, tensor)] for name, tensor in tensors.items()}
+    return MappedSource("memory", folder, 7, config=config, state=STATE, vocab=f.vocab, pieces=pieces), tensors
 
 
 def written(source: Source, folder: Path, t: int, p: int, padded: int = 64, optimizer: bool = True) -> Path:
-    for name, produce in megatron_writer.files(source, t, p, padded, optimizer).items():
+    for name, produce in megatron_writer.megatron_files(source, t, p, padded, optimizer).items():
         (folder / name).parent.mkdir(parents=True)
         with open(folder / name, "wb") as file:
             produce(file.write)
@@ -442,7 +442,7 @@ def written(source: Source, folder: Path, t: int, p: int, padded: int = 64, opti
 def test_from_native_and_back(t: int, p: int, tmp_path: Path) -> None:
     f = Form(layers=4)
     source, tensors = native_source(tmp_path / "run", f, CONFIG) if t == p == 2 else source_of(f, CONFIG)
-    back = megatron.open(written(source, tmp_path / "iter_0000007", t, p))
+    back = megatron.open_megatron(written(source, tmp_path / "iter_0000007", t, p))
     assert_reads(back, tensors)
     assert (back.config, back.state, back.vocab) == (source.config, source.state, source.vocab)
 
@@ -464,12 +464,12 @@ def test_other_networks_from_native_and_back(options: tuple[Form, dict[str, Any]
     f, more = options
     source, tensors = source_of(f, CONFIG | {"num_layers": 2} | more)
     folder = written(source, tmp_path / "iter_0000007", 2, 2)
-    assert_reads(megatron.open(folder), tensors)
+    assert_reads(megatron.open_megatron(folder), tensors)
     for path in folder.glob("*/*.pt"):  # and without our own words
         tree = load(path)
         del tree["meshwright"]
         torch.save(tree, path)
-    back = megatron.open(folder)
+    back = megatron.open_megatron(folder)
     assert_reads(back, tensors)
     for name in more:
         assert back.config[name] == more[name], name
@@ -481,12 +481,14 @@ def test_every_form_through_megatron_and_native(name: str, tmp_path: Path) -> No
     """Reading, writing in another layout and saving as ours change no bit."""
     f = STATES[name]
     three, expected = with_moments(f)
-    source = megatron.open(write(tmp_path / "iter_0000007", f, *three)).of_vocabulary(f.vocab)
+    source = megatron.open_megatron(write(tmp_path / "iter_0000007", f, *three)).of_vocabulary(f.vocab)
     t = 1 if f.multi_query else 4
-    again = megatron.open(written(source, tmp_path / "again/iter_0000007", t, 2, padded=68))
+    again = megatron.open_megatron(written(source, tmp_path / "again/iter_0000007", t, 2, padded=68))
     tensors = read_tensors(again)
-    native.save(tmp_path / "run", 7, {n: native.full_entry(x) for n, x in tensors.items()}, again.state, again.config)
-    last = native.open_step(tmp_path / "run/iter_0000007", 7)
+    native.save_step(
+        tmp_path / "run", 7, {n: native.undivided(x) for n, x in tensors.items()}, again.state, again.config
+    )
+    last = native.open_native(tmp_path / "run/iter_0000007", 7)
     assert_reads(last, expected)
     assert again.config == source.config and last.state == again.state == source.state
 
@@ -542,7 +544,7 @@ def test_one_part_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     fill = source.fill
     monkeypatch.setattr(source, "fill", lambda want: (asked.append(len(want)), fill(want))[1])
-    produce = megatron_writer.files(source, 2, 1, 64, True)["mp_rank_00/model_optim_rng.pt"]
+    produce = megatron_writer.megatron_files(source, 2, 1, 64, True)["mp_rank_00/model_optim_rng.pt"]
     assert not asked
     produce(lambda data: None)
     assert set(asked) == {1} and len(asked) == 4 * (2 + 2 * 12 + 2)  # weights, masters, two moments
@@ -550,8 +552,8 @@ def test_one_part_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_weights_only_keep_their_dtype(tmp_path: Path) -> None:
     f = Form(version=0, args=False)
-    source = megatron.open(write(tmp_path / "release", f, plain(f)), heads=4).of_vocabulary(61)
-    back = megatron.open(written(source, tmp_path / "again/release", 1, 1))
+    source = megatron.open_megatron(write(tmp_path / "release", f, plain(f)), heads=4).of_vocabulary(61)
+    back = megatron.open_megatron(written(source, tmp_path / "again/release", 1, 1))
     assert_reads(back, {name: t.half() for name, t in ours(f, plain(f)).items()})
     assert back.state == {} and back.vocab == 61
 
@@ -562,19 +564,19 @@ def test_models_that_megatron_cannot_hold() -> None:
         UserError,
         match="(?s)4 heads cannot be divided by 3.*64 rows of the MLP.*4 layers .* by 3.*61 ids do not fit 60",
     ):
-        megatron_writer.files(source, 3, 3, 60, True)
+        megatron_writer.megatron_files(source, 3, 3, 60, True)
     for name in ("h.0.attn.ln_q.weight", "wte.weight/momentum"):
         source, _ = source_of(Form(layers=4), CONFIG)
         source.pieces[name] = source.pieces["ln_f.weight"]
         with pytest.raises(UserError, match=f"no place in it, such as {name}"):
-            megatron_writer.files(dataclasses.replace(source), 1, 1, 64, True)
+            megatron_writer.megatron_files(dataclasses.replace(source), 1, 1, 64, True)
 
 
 def test_doubles_stay_doubles(tmp_path: Path) -> None:
     source, tensors = source_of(Form(layers=4), CONFIG | {"fp16": False})
     for name, pieces in source.pieces.items():
-        source.pieces[name] = [Piece(p.offset, p.tensor.double() / 3) for p in pieces]
-    back = megatron.open(written(dataclasses.replace(source), tmp_path / "iter_0000007", 2, 1))
+        source.pieces[name] = [TensorView(p.offset, p.tensor.double() / 3) for p in pieces]
+    back = megatron.open_megatron(written(dataclasses.replace(source), tmp_path / "iter_0000007", 2, 1))
     assert_reads(back, {name: tensor.double() / 3 for name, tensor in tensors.items()})
 
 
@@ -585,7 +587,7 @@ def test_an_optimizer_without_a_schedule_is_written(tmp_path: Path, capsys: pyte
     assert "does not state its schedule" in capsys.readouterr().err
     tree = load(folder / "mp_rank_00/model_optim_rng.pt")
     assert "opt_param_scheduler" not in tree and tree["optimizer"]["optimizer"]["param_groups"][0]["lr"] == 0.5
-    back = megatron.open(folder)
+    back = megatron.open_megatron(folder)
     assert_reads(back, tensors)
     assert back.state == source.state
 
@@ -594,14 +596,14 @@ def test_no_master_is_rounded(tmp_path: Path) -> None:
     """Weights without an optimizer are the masters; with one they are read from it."""
     source, tensors = source_of(Form(layers=4, gated=True), CONFIG | {"swiglu": True})
     weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}
-    assert_reads(megatron.open(written(source, tmp_path / "a/iter_0000007", 2, 1, optimizer=False)), weights)
+    assert_reads(megatron.open_megatron(written(source, tmp_path / "a/iter_0000007", 2, 1, optimizer=False)), weights)
     folder = written(source, tmp_path / "b/iter_0000007", 1, 2)
     assert encoder(load(folder / "mp_rank_00_001/model_optim_rng.pt"))[NORM].dtype == torch.float16
-    back = megatron.open(folder, optimizer=False)
+    back = megatron.open_megatron(folder, optimizer=False)
     assert_reads(back, weights)
     assert back.state == STATE
     folder.rename(tmp_path / "b/release")
-    back = megatron.open(tmp_path / "b/release")
+    back = megatron.open_megatron(tmp_path / "b/release")
     assert_reads(back, weights)
     assert not back.state
 
@@ -627,21 +629,21 @@ def test_our_own_entry_is_checked(name: str, tmp_path: Path) -> None:
     folder = written(source, tmp_path / "iter_0000007", 1, 1, optimizer=False)
     change(lambda t: t.update(meshwright=FALSE_WORDS[name](t["meshwright"])))(folder)
     with pytest.raises(UserError, match="not what") as refused:
-        megatron.open(folder)
+        megatron.open_megatron(folder)
     assert refused.value.status == BAD_DATA and str(folder) in str(refused.value)
 
 
 def test_state_in_our_own_format_is_checked(tmp_path: Path) -> None:
-    named = {"wte.weight": native.full_entry(torch.ones(2, 2))}
-    native.save(tmp_path, 7, named, STATE | {"optimizer_steps": "6"})
+    named = {"wte.weight": native.undivided(torch.ones(2, 2))}
+    native.save_step(tmp_path, 7, named, STATE | {"optimizer_steps": "6"})
     with pytest.raises(UserError, match=r"state.json: not what a run saves: optimizer_steps"):
-        native.open_step(tmp_path / "iter_0000007", 7)
+        native.open_native(tmp_path / "iter_0000007", 7)
     curve = dataclasses.asdict(Schedule(1e-3, 0.0, 0, 80, "WSD", 0.1, 0.1, 80, "constant", wsd_samples=8))
-    native.save(tmp_path, 8, named, STATE | {"schedule": curve})
-    native.open_step(tmp_path / "iter_0000008", 8)
-    native.save(tmp_path, 9, named, STATE | {"schedule": curve | {"wsd_samples": 0}})
+    native.save_step(tmp_path, 8, named, STATE | {"schedule": curve})
+    native.open_native(tmp_path / "iter_0000008", 8)
+    native.save_step(tmp_path, 9, named, STATE | {"schedule": curve | {"wsd_samples": 0}})
     with pytest.raises(UserError, match=r"not what a run saves: schedule \(.*division by zero"):
-        native.open_step(tmp_path / "iter_0000009", 9)
+        native.open_native(tmp_path / "iter_0000009", 9)
 
 
 @pytest.mark.parametrize("more", [["--dtype=bfloat16"], []])
@@ -649,14 +651,14 @@ def test_convert_rounds_only_with_dtype(more: list[str], tmp_path: Path) -> None
     source, _ = native_source(tmp_path / "run", Form(layers=4), CONFIG)
     argv = [str(tmp_path / "run"), str(tmp_path / "out"), "--to=torch", "--no-optimizer", *more]
     assert convert.main(argv) == 0
-    weights = megatron.open(tmp_path / "out/iter_0000007")
+    weights = megatron.open_megatron(tmp_path / "out/iter_0000007")
     assert {known.dtype for known in weights.tensors.values()} == {"bfloat16" if more else "float32"}
 
 
 def test_counters_without_the_optimizer(tmp_path: Path) -> None:
     """Counters survive --no-save-optim in our own format."""
     source, _ = source_of(Form(layers=4), CONFIG)
-    back = megatron.open(written(source, tmp_path / "iter_0000007", 1, 1, optimizer=False))
+    back = megatron.open_megatron(written(source, tmp_path / "iter_0000007", 1, 1, optimizer=False))
     assert back.state == STATE and not back.has_optimizer
-    back = megatron.open(written(source, tmp_path / "release", 1, 1, optimizer=False))
+    back = megatron.open_megatron(written(source, tmp_path / "release", 1, 1, optimizer=False))
     assert back.state == {} and back.vocab == 61

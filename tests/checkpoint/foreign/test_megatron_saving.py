@@ -104,7 +104,7 @@ def test_a_run_in_a_hugging_face_folder(tmp_path: Path) -> None:
     assert main(["train", *run, "--exit-interval", "3"]) == 0
     assert main(["train", *run]) == 0
     assert [line.split()[0] for line in losses(tmp_path / "hf")] == ["1", "2", "3", "4", "5", "6"]
-    place, _ = steps.find(tmp_path / "hf")
+    place, _ = steps.find_step(tmp_path / "hf")
     assert place is not None and place.step == 6
 
 
@@ -161,4 +161,4 @@ def test_save_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path / "hf"), str(tmp_path / "run"), "--tensors"]) == 2
     flags = ["--save", str(tmp_path / "c"), "--save-hf", str(tmp_path / "d"), "--squared-relu"]
     assert main(["train", *TINY_FLAGS, *flags]) == 2 and "squared-relu" in capsys.readouterr().err
-    assert not (tmp_path / "c").exists() or not steps.steps(tmp_path / "c")
+    assert not (tmp_path / "c").exists() or not steps.list_steps(tmp_path / "c")

@@ -175,17 +175,17 @@ def assert_same_logits(source, weights):
     named = dict(model.named_parameters())
     assert named.keys() == source.tensors.keys()
     with torch.no_grad():
-        source.fill({name: native.full_entry(p.detach()) for name, p in named.items()})
+        source.fill({name: native.undivided(p.detach()) for name, p in named.items()})
         torch.testing.assert_close(model(tokens, Where()), logits(weights, tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_oneflow_gpt(weights, tmp_path):
     write_oneflow_gpt(tmp_path / "iter500_snapshot", weights)
-    source = oneflow.open(tmp_path / "iter500_snapshot", heads=HEADS)
+    source = oneflow.open_libai(tmp_path / "iter500_snapshot", heads=HEADS)
     assert source.kind == "OneFlow-GPT" and source.state == {} and source.vocab is None
     assert (source.config["num_layers"], source.config["ffn_hidden_size"]) == (LAYERS, FFN)
     assert_same_logits(source, weights)
-    found = loading.open_any(tmp_path)
+    found = loading.open_checkpoint(tmp_path)
     assert found is not None and found.kind == "OneFlow-GPT" and found.tensors == source.tensors
 
 
@@ -194,30 +194,30 @@ def test_oneflow_gpt_is_converted(weights, tmp_path, capsys):
     words = ["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to=huggingface", f"--true-vocab-size={VOCAB}"]
     assert main(words) != 0 and "give --num-attention-heads" in capsys.readouterr().err
     assert main([*words, f"--num-attention-heads={HEADS}"]) == 0
-    assert_same_logits(huggingface.open(tmp_path / "hf"), weights)
+    assert_same_logits(huggingface.open_huggingface(tmp_path / "hf"), weights)
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["in-out", "out-in"])
 @pytest.mark.parametrize("form", ["folders", "pickle and folders", "pickle"])
 def test_libai(form, turned, weights, flow_tensor, tmp_path):
     folder = write_libai(tmp_path, libai_state(weights, turned), flow_tensor, form)
-    source = oneflow.open(folder)
+    source = oneflow.open_libai(folder)
     assert source.kind == "LiBai" and source.config["num_attention_heads"] == HEADS and not source.notes
     assert (source.config["hidden_dropout"], source.config["init_method_std"]) == (0.05, 0.03)
     assert source.config["embedding_dropout"] == 0.1
     assert_same_logits(source, weights)
-    found = loading.open_any(tmp_path)
+    found = loading.open_checkpoint(tmp_path)
     assert found is not None and found.kind == "LiBai"
 
 
 def test_heads_come_from_the_flags_if_no_file_states_them(weights, flow_tensor, tmp_path):
     folder = write_libai(tmp_path, libai_state(weights, True), flow_tensor, "folders", yaml=False)
-    assert not oneflow.open(folder).config.keys() & {"num_attention_heads", "hidden_dropout"}
-    assert oneflow.open(folder, heads=HEADS).config["num_attention_heads"] == HEADS
+    assert not oneflow.open_libai(folder).config.keys() & {"num_attention_heads", "hidden_dropout"}
+    assert oneflow.open_libai(folder, heads=HEADS).config["num_attention_heads"] == HEADS
     bad = "model: !!python/object:os.system {}"
     for text in (bad, "[" * 10_000, "model: 3", "model: {cfg: {num_attention_heads: x}}"):
         (tmp_path / "config.yaml").write_text(text)
-        source = oneflow.open(folder)
+        source = oneflow.open_libai(folder)
         assert "cannot be read" in source.notes[0] and "num_attention_heads" not in source.config
 
 
@@ -263,6 +263,6 @@ def test_damage_is_refused(weights, flow_tensor, tmp_path):
     ]:
         shutil.copytree(tmp_path / "good", tmp_path / "x")
         how(tmp_path / "x")
-        assert re.search(said, error_of(lambda: oneflow.open(tmp_path / "x")))
+        assert re.search(said, error_of(lambda: oneflow.open_libai(tmp_path / "x")))
         for name in ("x", "libai"):
             shutil.rmtree(tmp_path / name, ignore_errors=True)

@@ -79,7 +79,7 @@ def test_files_of_torch_save_come_back_as_views_of_the_file(tmp_path: Path, zipp
     path, saved = tmp_path / "model.pt", tree()
     torch.save(saved, path, _use_new_zipfile_serialization=zipped)
 
-    read = pickles.load(path)
+    read = pickles.load_pickle(path)
 
     assert equals(read, saved)
     assert read["tied"].data_ptr() == read["w"].data_ptr() == read["transposed"].data_ptr()
@@ -87,7 +87,7 @@ def test_files_of_torch_save_come_back_as_views_of_the_file(tmp_path: Path, zipp
     mapped = [[int(x, 16) for x in line.split()[0].split("-")] for line in lines if line.endswith(str(path))]
     for tensor in (read["w"], read["row"], *read["dtypes"]):
         assert any(low <= tensor.data_ptr() < high for low, high in mapped)
-    assert len(mapped) == 1 and pickles.load(path)["w"].data_ptr() == read["w"].data_ptr()  # mapped once
+    assert len(mapped) == 1 and pickles.load_pickle(path)["w"].data_ptr() == read["w"].data_ptr()  # mapped once
 
 
 @pytest.mark.parametrize("protocol", (2, 3, 4, 5))
@@ -98,7 +98,7 @@ def test_plain_pickles(tmp_path: Path, protocol: int) -> None:
         if "torch.Tensor" not in str(type(value)) and key not in ("parameter", "dtypes")
     } | {"long": bytes(range(256)) * 300}
     (tmp_path / "plain").write_bytes(pickle.dumps(saved, protocol))
-    read = pickles.load(tmp_path / "plain")
+    read = pickles.load_pickle(tmp_path / "plain")
     assert read["long"] == saved["long"] and isinstance(read["long"], memoryview if protocol > 2 else bytes)
     assert equals(read | {"long": saved["long"]}, saved)
 
@@ -107,7 +107,7 @@ def test_numpy_arrays_that_are_large_stay_in_the_file(tmp_path: Path) -> None:
     for protocol in (4, 5):
         array = np.arange(200_000, dtype=np.float32).reshape(400, 500)
         (tmp_path / f"{protocol}").write_bytes(pickle.dumps({"w": array, "f": np.asfortranarray(array)}, protocol))
-        read = pickles.load(tmp_path / f"{protocol}")
+        read = pickles.load_pickle(tmp_path / f"{protocol}")
         assert equals(read, {"w": array, "f": array})
         assert str(tmp_path / f"{protocol}") in next(
             line
@@ -146,7 +146,7 @@ def test_classes_of_known_packages_are_inert(tmp_path: Path) -> None:
             kind.__module__ = __name__
     (tmp_path / "x.pkl").write_bytes(file.getvalue())
 
-    read = pickles.load(tmp_path / "x.pkl")
+    read = pickles.load_pickle(tmp_path / "x.pkl")
 
     mode, scaler, settings = read["mode"], read["scaler"], read["settings"]
     assert (mode.module, mode.name, mode.args) == ("megatron.core.nowhere", "Mode", (2,))
@@ -167,13 +167,13 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
     state = {"w": torch.randn(3, 4), "half": torch.ones(5).bfloat16(), "step": 7}
     with warnings.catch_warnings(action="ignore"):  # that it is a single process
         dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    read = pickles.load(tmp_path / ".metadata")
+    read = pickles.load_pickle(tmp_path / ".metadata")
 
     assert read.state_dict_metadata["w"].chunks[0].sizes == (3, 4)
     assert read.state_dict_metadata["w"].properties.state[0] == torch.float32
     assert isinstance(read, pickles.Stub) and read.name == dcp_metadata.Metadata.__name__
     items = {
-        index.fqn: pickles.load(tmp_path / place.relative_path, place.offset, place.length)
+        index.fqn: pickles.load_pickle(tmp_path / place.relative_path, place.offset, place.length)
         for index, place in read.storage_data.items()
     }
     assert equals(items, {name: state[name] for name in items}) and set(items) == set(state)
@@ -195,7 +195,7 @@ def test_every_damage_is_refused(tmp_path: Path) -> None:
         path = tmp_path / f"{attempt}"
         path.write_bytes(raw)
         try:
-            pickles.load(path)
+            pickles.load_pickle(path)
         except UserError as error:
             refused += 1
             assert error.status == BAD_DATA and str(path) in str(error) and len(str(error)) < 1000
@@ -211,14 +211,14 @@ def test_files_that_are_no_checkpoint(tmp_path: Path) -> None:
     says = {".": "not a file", "absent": "No such file", "empty": "empty", "text": "instruction b'n'"}
     says |= {"tar": "tar archive", "safetensors": "instruction", "big": "big-endian"}
     for name, said in says.items():
-        assert re.search(said, error_of(partial(pickles.load, tmp_path / name)))
+        assert re.search(said, error_of(partial(pickles.load_pickle, tmp_path / name)))
     with pytest.raises(UserError, match="bytes 10 to 30 are wanted"):
-        pickles.load(tmp_path / "text", 10, 20)
+        pickles.load_pickle(tmp_path / "text", 10, 20)
 
 
 def archive_of(entries: dict[str, bytes]) -> bytes:
     out = bytearray()
-    archive.write(out.extend, ((name, lambda data=data: data) for name, data in entries.items()))
+    archive.write_archive(out.extend, ((name, lambda data=data: data) for name, data in entries.items()))
     return bytes(out)
 
 
@@ -234,15 +234,15 @@ def test_an_unknown_class_is_refused_by_name_and_only_trust_runs_it(tmp_path: Pa
         else:
             torch.save({"x": Secret()}, path, _use_new_zipfile_serialization=name == "zip")
         with pytest.raises(UserError, match=rf"{name}: .*it names builtins.print.*--trust-pickle runs it"):
-            pickles.load(path)
-        assert pickles.load(path, trust=True) in ({"x": None}, None)
+            pickles.load_pickle(path)
+        assert pickles.load_pickle(path, trust=True) in ({"x": None}, None)
 
 
 def test_limits_of_time_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpickler, "COST", 10_000)
     (tmp_path / "long").write_bytes(pickle.dumps(list(range(1000))))
     with pytest.raises(UserError, match="would take more than 0 MiB"):
-        pickles.load(tmp_path / "long")
+        pickles.load_pickle(tmp_path / "long")
 
 
 def test_names_of_entries_have_an_allowance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,17 +250,17 @@ def test_names_of_entries_have_an_allowance(monkeypatch: pytest.MonkeyPatch) -> 
     long = archive_of({f"archive/{number:04d}{'x' * 65_000}\N{GRINNING FACE}": b"" for number in range(1500)})
     tracemalloc.start()
     with pytest.raises(ValueError, match="at most 200,000 in 67,108,864 are read"):
-        archive.records(memoryview(long))
+        archive.find_records(memoryview(long))
     monkeypatch.setattr(archive, "DIRECTORY", 1 << 30)
     with pytest.raises(ValueError, match=r"a name of 65,0\d\d bytes; at most 512"):
-        archive.records(memoryview(long))
+        archive.find_records(memoryview(long))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
     short = archive_of({f"{number:03d}\N{GRINNING FACE}{'x' * 400}": b"" for number in range(100)})
-    assert len(archive.records(memoryview(short))) == 100
+    assert len(archive.find_records(memoryview(short))) == 100
     monkeypatch.setattr(archive, "DIRECTORY", 100_000)
     with pytest.raises(ValueError, match="names of its entries take more than 100,000"):
-        archive.records(memoryview(short))
+        archive.find_records(memoryview(short))
 
 
 # Writing
@@ -268,7 +268,7 @@ def test_names_of_entries_have_an_allowance(monkeypatch: pytest.MonkeyPatch) -> 
 
 def written(path: Path, body: Any) -> Path:
     with open(path, "wb") as file:
-        pickles.write(body, file.write)
+        pickles.write_torch_file(body, file.write)
     return path
 
 
@@ -282,9 +282,9 @@ def test_torch_load_reads_what_we_write(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([argparse.Namespace]):
         assert equals(torch.load(path, weights_only=True), expected)
     read = torch.load(path, weights_only=False, mmap=True)
-    assert equals(read, expected) and equals(pickles.load(path), expected)
+    assert equals(read, expected) and equals(pickles.load_pickle(path), expected)
     assert read["tied"].data_ptr() == read["w"].data_ptr()
-    assert all(record.begin % 64 == 0 for record in archive.records(memoryview(path.read_bytes())).values())
+    assert all(record.begin % 64 == 0 for record in archive.find_records(memoryview(path.read_bytes())).values())
 
 
 def test_one_tensor_at_a_time(tmp_path: Path) -> None:
@@ -324,9 +324,9 @@ def test_archives_of_more_than_4_gib(tmp_path: Path, monkeypatch: pytest.MonkeyP
             else:
                 file.write(data)
 
-        pickles.write({"table": table, "after": torch.arange(3)}, write)
+        pickles.write_torch_file({"table": table, "after": torch.arange(3)}, write)
 
-    for read in (pickles.load(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt", mmap=True)):
+    for read in (pickles.load_pickle(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt", mmap=True)):
         assert read["table"].shape == (size,) and read["table"][-1] == 0 and torch.equal(read["after"], torch.arange(3))
     with zipfile.ZipFile(tmp_path / "x.pt") as other:
         assert other.getinfo("archive/data/0").file_size == size and len(other.read("archive/data/1")) == 24

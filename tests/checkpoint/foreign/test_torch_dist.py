@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from meshwright.checkpoint import loading
 from meshwright.checkpoint.foreign.megatron import torch_dist
-from meshwright.checkpoint.steps import TORCH_DIST, Place
+from meshwright.checkpoint.steps import TORCH_DIST, StepLocation
 from meshwright.errors import UserError
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
@@ -65,7 +65,7 @@ def test_what_megatron_core_writes(case, tmp_path):
     if (kind == STRETCHES) != (VERSION < "0.14") and kind not in (None, "whole"):
         pytest.skip(f"megatron-core {VERSION} does not write {options['optimizer']}")
     run_ranks(core_files.body, tp * pp * dp, str(tmp_path), tp, pp, options)
-    source = torch_dist.open(tmp_path / "iter_0000010")
+    source = torch_dist.open_torch_dist(tmp_path / "iter_0000010")
     truths = [torch.load(path) for path in sorted(tmp_path.glob("truth_*.pt"))]
     got = read_tensors(source)
     assert_reads(source, join_ranks(truths, bool(options.get("cfg"))))
@@ -210,7 +210,7 @@ def cut(t, shares):
 def test_names_of_equal_and_different_layers(prefix, tmp_path):
     weights = small()
     alike = {prefix + n: t for n, t in weights.items()} | {prefix + "decoder.layers.mlp.linear_fc1._extra_state": b"x"}
-    assert_reads(torch_dist.open(write(tmp_path, alike)), expected(weights))
+    assert_reads(torch_dist.open_torch_dist(write(tmp_path, alike)), expected(weights))
     apart = {}
     for n, t in weights.items():
         for layer in range(L):
@@ -219,7 +219,9 @@ def test_names_of_equal_and_different_layers(prefix, tmp_path):
     names |= {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
     for theirs, local in names.items():
         apart = {n.replace(theirs, local): t for n, t in apart.items()}
-    source = torch_dist.open(write(tmp_path, apart, {"args": Namespace(num_attention_heads=2), "iteration": 10}))
+    source = torch_dist.open_torch_dist(
+        write(tmp_path, apart, {"args": Namespace(num_attention_heads=2), "iteration": 10})
+    )
     assert_reads(source, expected(weights))
     assert not source.state  # weights alone
     assert source.config["max_position_embeddings"] == P and source.config["ffn_hidden_size"] == F
@@ -250,11 +252,11 @@ def test_optimizer_by_parameter_and_in_stretches(tmp_path):
             shape = (*shares, t.numel() // prod(shares))
             stretches[f"chained_0.optimizer.state.{kind}.{name}"] = Boxes(shape, flat)
     for tree in (by_parameter, stretches):
-        source = torch_dist.open(write(tmp_path, tree))
+        source = torch_dist.open_torch_dist(write(tmp_path, tree))
         assert_reads(source, wanted)
         assert source.state["optimizer_steps"] == 10 and source.state["schedule"]["decay"] == 800
-        assert_reads(torch_dist.open(source.folder, trust=True), wanted)
-        source = torch_dist.open(source.folder, optimizer=False)
+        assert_reads(torch_dist.open_torch_dist(source.folder, trust=True), wanted)
+        source = torch_dist.open_torch_dist(source.folder, optimizer=False)
         assert_reads(source, expected(weights))
         assert source.state["iteration"] == 10
 
@@ -264,7 +266,7 @@ def test_separate_halves_of_a_gate(tmp_path):
     tree = dict(weights)
     for name in [n for n in tree if "fc1.weight" in n or "fc1.bias" in n]:
         tree[f"{name}_w"], tree[f"{name}_v"] = (t.contiguous() for t in tree.pop(name).chunk(2, 1))
-    assert_reads(torch_dist.open(write(tmp_path, tree)), expected(weights))
+    assert_reads(torch_dist.open_torch_dist(write(tmp_path, tree)), expected(weights))
 
 
 BUCKET = "optimizer.distributed.dp_group_idx_{}.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_{}.{}"
@@ -303,7 +305,7 @@ def test_buffers_of_the_distributed_optimizer(tmp_path):
     half = {n: t.bfloat16() for n, t in weights.items()}
     step = {"optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1": [{"param_groups": [{"step": 12}]}]}
     tree = half | in_memory(kinds, ["word_embeddings", "fc2.weight"]) | step
-    source = torch_dist.open(write(tmp_path, tree))
+    source = torch_dist.open_torch_dist(write(tmp_path, tree))
     wanted = expected(weights)
     for kind in ("exp_avg", "exp_avg_sq"):
         wanted |= {f"{n}/{kind}": t for n, t in expected(kinds[kind]).items()}
@@ -323,7 +325,7 @@ def test_buffers_that_do_not_fit_are_reported(why, tmp_path):
     if why == "another size":
         row = noise(900)
         buffers |= {BUCKET.format(1, 1, kind): Boxes(row.shape, [([0], row)]) for kind in kinds}
-    source = torch_dist.open(write(tmp_path, weights | buffers))
+    source = torch_dist.open_torch_dist(write(tmp_path, weights | buffers))
     assert_reads(source, expected(weights))
     assert not source.has_optimizer and "--no-load-optim" in source.notes[0]
     assert source.state["iteration"] == 10  # which --no-load-optim goes on from
@@ -354,16 +356,16 @@ def test_refused(why, tmp_path):
     tree, (spoil, said) = small(), REFUSED[why]
     spoil(tree)
     with pytest.raises(UserError, match=said):
-        loading.open_place(Place(TORCH_DIST, write(tmp_path, tree), 10, tmp_path))
+        loading.open_found_step(StepLocation(TORCH_DIST, write(tmp_path, tree), 10, tmp_path))
 
 
 def test_options_that_we_do_not_build_are_named(tmp_path):
     common = {"args": Namespace(num_attention_heads=2, multi_latent_attention=True)}
     with pytest.raises(UserError, match="multi_latent_attention True"):
-        torch_dist.open(write(tmp_path, small(), common))
+        torch_dist.open_torch_dist(write(tmp_path, small(), common))
     with pytest.raises(UserError, match="--num-attention-heads"):
-        torch_dist.open(write(tmp_path, small(), {}))
-    assert torch_dist.open(tmp_path / "iter_0000010", heads=4).config["num_attention_heads"] == 4
+        torch_dist.open_torch_dist(write(tmp_path, small(), {}))
+    assert torch_dist.open_torch_dist(tmp_path / "iter_0000010", heads=4).config["num_attention_heads"] == 4
 
 
 def test_a_file_that_ends_early_is_refused(tmp_path):
@@ -372,9 +374,9 @@ def test_a_file_that_ends_early_is_refused(tmp_path):
         whole = path.read_bytes()
         path.write_bytes(whole[:-40])
         with pytest.raises(UserError):
-            torch_dist.open(folder)
+            torch_dist.open_torch_dist(folder)
         path.write_bytes(whole)
-    torch_dist.open(folder)
+    torch_dist.open_torch_dist(folder)
 
 
 def test_nothing_outside_of_the_folder_is_read(tmp_path):
@@ -387,4 +389,4 @@ def test_nothing_outside_of_the_folder_is_read(tmp_path):
     assert name in metadata.read_bytes()
     metadata.write_bytes(metadata.read_bytes().replace(name, other))
     with pytest.raises(UserError, match="outside"):
-        torch_dist.open(folder)
+        torch_dist.open_torch_dist(folder)

@@ -80,7 +80,7 @@ def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | No
     """Return the tokenizer, if the flags name one, and the true and padded vocabulary sizes."""
     t, m = config.tokenizer, config.model
     kind, loaded, data = t.tokenizer_type, loaded_folder(config), tokenizers.find_of_data(prefixes(config.data))
-    is_loaded = loaded is not None and steps.find(loaded)[0] is not None
+    is_loaded = loaded is not None and steps.find_step(loaded)[0] is not None
     # Beside data that know their tokenizer, files that a killed or replaced run left mean nothing.
     kept = tokenizers.find_saved(loaded if is_loaded else None) if data else tokenizers.find_saved(folder, loaded)
     tokenizer: Tokenizer | None

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from meshwright import tokenizers
 from meshwright.checkpoint import loading, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
-from meshwright.checkpoint.manifests import Damaged, find_manifest, read_manifest
+from meshwright.checkpoint.manifests import DamagedCheckpoint, find_manifest, read_manifest
 from meshwright.checkpoint.saved_model import GPT_NETWORK, model_settings, recorded_settings
-from meshwright.checkpoint.sources import Named, Source
+from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
 from meshwright.console import remark, say
 from meshwright.data.files.indexed import Indexed, fingerprint
@@ -84,15 +84,15 @@ class State:
         assert c.load
         options = open_options(self.config)
 
-        def want(source: Source) -> Named:
+        def want(source: Source) -> TensorBoxes:
             return self.net.store.named_state(options.optimizer and bool(source.state))
 
         begun = time.perf_counter()
         try:
-            loaded = loading.load(c.load, want, options=options, accept=self.accept, team=self.team)
-        except Damaged as damage:
+            loaded = loading.load_checkpoint(c.load, want, options=options, accept=self.accept, team=self.team)
+        except DamagedCheckpoint as damage:
             hint = "to start anew, give another folder or --save-overwrite"
-            raise Damaged(f"{damage}; {hint}", everywhere=damage.everywhere) from damage
+            raise DamagedCheckpoint(f"{damage}; {hint}", everywhere=damage.everywhere) from damage
         if loaded is None:
             refuse_missing(self.config)
             note = f"{c.load} holds no checkpoint yet: the weights are random"
@@ -167,7 +167,7 @@ class State:
             self.take_over(source.state)
             return source
 
-        loaded = loading.load(
+        loaded = loading.load_checkpoint(
             save, lambda source: self.net.store.named_state(), options=options, accept=take_over, team=self.team
         )
         if loaded is None:
@@ -199,7 +199,7 @@ class State:
         c, best = self.config.checkpoint, self.progress.best_iteration
         if c.keep_best and c.save and best is not None:
             save = c.save
-            if c.save_overwrite or not self.team.run_on_lead(lambda: best in steps.steps(save)):
+            if c.save_overwrite or not self.team.run_on_lead(lambda: best in steps.list_steps(save)):
                 self.progress.best_iteration = self.progress.best_loss = None
 
     def set_epochs(self, epochs: list[list[Any]]) -> None:
@@ -242,7 +242,7 @@ class State:
         state = dataclasses.asdict(self.progress) | self.sizes | {"network": self.net.name}
         with publish.lock(root) if self.team.is_lead else contextlib.nullcontext():
             named = self.net.store.named_state(False, to_save=True)
-            native.save(root, self.progress.iteration, named, state, saved_settings(self.config), team=self.team)
+            native.save_step(root, self.progress.iteration, named, state, saved_settings(self.config), team=self.team)
 
     def save(self) -> float | None:
         """Save this state, unless --save holds it; return the seconds that the run waited."""
@@ -256,12 +256,12 @@ class State:
         return self.saver.save(p.iteration, self.tensors(), state, saved_settings(self.config), self.best_to_keep)
 
 
-def describe_recovery(config: TrainConfig, loaded: loading.Loaded, seconds: float) -> str:
+def describe_recovery(config: TrainConfig, loaded: loading.LoadedStep, seconds: float) -> str:
     """Return what was found in --load, passed over and verified, and what is done again."""
     c = config.checkpoint
     assert c.load
     root, one = steps.split_path(c.load)
-    found = [one] if one is not None else steps.steps(root)
+    found = [one] if one is not None else steps.list_steps(root)
     numbers = ", ".join(f"{n:,}" for n in found[:SHOWN]) + f" and {len(found) - SHOWN} more" * (len(found) > SHOWN)
     parts = [f"found step{'s' * (len(found) > 1)} {numbers} in {root}"] if found else []
     for note in loaded.notes:
@@ -349,7 +349,7 @@ def guard_existing(config: TrainConfig) -> None:
     c = config.checkpoint
     assert c.save
     existing, continues = steps.list_checkpoints(c.save), is_continued(c)
-    if not existing and steps.kind_of(Path(c.save)) == HUGGING_FACE:
+    if not existing and steps.kind_of_folder(Path(c.save)) == HUGGING_FACE:
         note = f" > note: the Hugging Face model in {c.save} is kept; from the first save on, commands given this "
         remark(note + "folder use the run's checkpoints")
     if continues and not c.finetune:
@@ -361,7 +361,7 @@ def guard_existing(config: TrainConfig) -> None:
     if continues:
         message = f"--finetune starts a new run, but --save {c.save} holds the one that is loaded: give another folder"
         raise UserError(message, LOCKED)
-    ours = steps.steps(c.save)
+    ours = steps.list_steps(c.save)
     newest = steps.step_folder(c.save, ours[0]).name if ours else existing[-1]
     then = f"continue from {c.load}" if c.load else "start anew"
     message = f"--save {c.save} already holds {newest}: add --load {c.save} to continue it, or --save-overwrite to "
@@ -474,7 +474,7 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
     if not c.load:
         return config
     options = open_options(config)._replace(verify="none")
-    source = loading.open_any(c.load, options, report=lambda line: None)  # reported when it is loaded
+    source = loading.open_checkpoint(c.load, options, report=lambda line: None)  # reported when it is loaded
     if source is None:
         refuse_missing(config)
         return config
@@ -501,7 +501,7 @@ def fresh_schedule(config: TrainConfig) -> list[str]:
 def check_loading(config: TrainConfig) -> list[str]:
     """Return the lines that a run would print about its checkpoint before it reads a tensor."""
     assert config.checkpoint.load
-    source = loading.open_any(config.checkpoint.load, open_options(config))
+    source = loading.open_checkpoint(config.checkpoint.load, open_options(config))
     if source is None:
         return [f"no checkpoint in {config.checkpoint.load}: the run would start anew", *fresh_schedule(config)]
     state = source.state

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from meshwright.checkpoint.background import Background
-    from meshwright.checkpoint.sources import Named
+    from meshwright.checkpoint.sources import TensorBoxes
     from meshwright.parallel.layout import Layout
     from meshwright.ranks.team import Team
     from meshwright.settings.schema import Checkpoint, TrainConfig
@@ -38,7 +38,7 @@ def check_export(config: TrainConfig) -> None:
         from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 
         huggingface_writer.require_expressible(config.model, Path(c.save_hf))
-        huggingface_writer.refuse_full(Path(c.save_hf), Path(c.save) if c.save and is_continued(c) else None)
+        huggingface_writer.refuse_occupied(Path(c.save_hf), Path(c.save) if c.save and is_continued(c) else None)
 
 
 def explained(folder: str, step: int, act: Callable[[], None]) -> Callable[[], None]:
@@ -82,7 +82,7 @@ class Saver:
                 self.team.run_on_lead(explained(folder, step, lambda: self.tidy(step, best)))
 
     def save(
-        self, step: int, named: Named, state: dict[str, Any], settings: dict[str, Any], best: int | None
+        self, step: int, named: TensorBoxes, state: dict[str, Any], settings: dict[str, Any], best: int | None
     ) -> float | None:
         """Write a step and return the seconds that the run waited; None if --save held it."""
         began, folder = time.perf_counter(), self.config.checkpoint.save
@@ -128,7 +128,13 @@ class Saver:
             raise self.failure
 
     def write(
-        self, step: int, state: dict[str, Any], settings: dict[str, Any], best: int | None, named: Named, team: Team
+        self,
+        step: int,
+        state: dict[str, Any],
+        settings: dict[str, Any],
+        best: int | None,
+        named: TensorBoxes,
+        team: Team,
     ) -> None:
         folder = self.config.checkpoint.save
         assert folder
@@ -137,12 +143,12 @@ class Saver:
         if self.config.checkpoint.ckpt_format == "torch":
             self.write_for_megatron(Path(folder), step, named, state, settings, team)
         else:
-            native.save(folder, step, named, state, settings, team=team)
+            native.save_step(folder, step, named, state, settings, team=team)
         remark(after, f"saved step {step:,}")
         team.run_on_lead(explained(folder, step, lambda: self.tidy(step, best)))
 
     def write_for_megatron(
-        self, root: Path, step: int, named: Named, state: dict[str, Any], settings: dict[str, Any], team: Team
+        self, root: Path, step: int, named: TensorBoxes, state: dict[str, Any], settings: dict[str, Any], team: Team
     ) -> None:
         """Write Megatron's format by way of a temporary native step.
 
@@ -154,15 +160,15 @@ class Saver:
         parts, at = root / publish.PARTS, self.layout.at
         team.run_on_lead(lambda: shutil.rmtree(parts, ignore_errors=True))  # left by a killed run
         try:
-            native.save(parts, step, named, state, settings, team=team, run=root)
+            native.save_step(parts, step, named, state, settings, team=team, run=root)
             mine: dict[str, publish.Produce] = {}
 
             def lay_out() -> int:
                 folder = steps.step_folder(parts, step)
                 publish.wait_until_visible(folder, team)
-                source = native.open_step(folder, step)
+                source = native.open_native(folder, step)
                 tp, pp, padded = self.layout.tp, self.layout.pp, state["padded_vocab_size"]
-                files = list(megatron_writer.files(source, tp, pp, padded, with_optimizer=True).items())
+                files = list(megatron_writer.megatron_files(source, tp, pp, padded, with_optimizer=True).items())
                 mine.update([] if at("replicas", "shard", "cp") else [files[at("tp") * pp + at("pp")]])
                 return sum(file.size for file in source.manifest.values())
 
@@ -176,10 +182,10 @@ class Saver:
         """Update the tracker of the best step and remove old steps."""
         c = self.config.checkpoint
         assert c.save
-        if best is not None and best in steps.steps(c.save):
+        if best is not None and best in steps.list_steps(c.save):
             publish.write_tracker(c.save, best, steps.BEST)
         if c.keep_last:
-            for old in publish.prune(c.save, step, c.keep_last, c.keep_every, best):
+            for old in publish.prune_steps(c.save, step, c.keep_last, c.keep_every, best):
                 remark(f" > removed step {old}: --keep-last {c.keep_last}")
 
     @property
@@ -205,10 +211,12 @@ class Saver:
         elif c.save_hf and c.save and self.kept is not None and self.team.is_lead:
             from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 
-            source = loading.open_any(steps.step_folder(c.save, self.kept))
+            source = loading.open_checkpoint(steps.step_folder(c.save, self.kept))
             assert source is not None
             target, run = Path(c.save_hf), Path(c.save)
-            for note in huggingface_writer.write(source, target, tokenizer=tokenizer, run=run, again=is_continued(c)):
+            for note in huggingface_writer.write_huggingface(
+                source, target, tokenizer=tokenizer, run=run, again=is_continued(c)
+            ):
                 remark(f" > {note}")
             remark(f" > wrote the model of iteration {self.kept} to {c.save_hf}, for Hugging Face's libraries")
 

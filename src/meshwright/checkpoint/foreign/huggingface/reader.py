@@ -3,7 +3,7 @@
 The weights become views of the mapped files, `model.safetensors` or `pytorch_model.bin`, in one
 file or in parts. Code in a folder (`auto_map`) is never read. An option that this package cannot
 compute is refused by name, since a model that runs and gives other results would be worse.
-huggingface_writer.py is the counterpart.
+writer.py is the counterpart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.manifests import parse_json, read_small
-from meshwright.checkpoint.sources import Mapped, Piece
+from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.checkpoint.steps import HUGGING_FACE
 from meshwright.errors import UserError, bad_data
 
@@ -28,21 +28,23 @@ HEADER_LIMIT = 16 << 20  # bytes of a file's own list; the library would read 10
 SINGLE = ("model.safetensors", "pytorch_model.bin")
 
 Tensors = Mapping[str, "torch.Tensor"]
-Pieces = dict[str, list[Piece]]
+Views = dict[str, list[TensorView]]
 
 
-def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
+def open_huggingface(
+    folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True
+) -> MappedSource:
     """Open the folder; its heads are config.json's, and loading compares them with the flags."""
     folder = Path(folder)
     config = read_object(inside(folder, CONFIG))
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READERS:
         raise refused(folder, f"it is a {kind!r} model", f"{', '.join(READERS)} can be loaded")
-    given = Given(folder, config, dict(tensors_of(folder, trust)))
-    settings, pieces = READERS[kind](given)
-    given.check_used()
-    source = Mapped(HUGGING_FACE, folder, 0, config=FIXED | settings, notes=given.notes, pieces=pieces)
-    return source.of_vocabulary(given.number("vocab_size"))
+    hf = HuggingFaceFolder(folder, config, dict(tensors_of(folder, trust)))
+    settings, pieces = READERS[kind](hf)
+    hf.check_used()
+    source = MappedSource(HUGGING_FACE, folder, 0, config=FIXED | settings, notes=hf.notes, pieces=pieces)
+    return source.of_vocabulary(hf.number("vocab_size"))
 
 
 def refused(folder: Path, what: str, cure: str) -> UserError:
@@ -101,7 +103,7 @@ def read_file(path: Path, trust: bool) -> Tensors:
     from safetensors import SafetensorError, safe_open
 
     if path.suffix == ".bin" or not is_safetensors(path):
-        tree = pickles.load(path, trust=trust)
+        tree = pickles.load_pickle(path, trust=trust)
         if not isinstance(tree, dict) or not all(isinstance(t, torch.Tensor) for t in tree.values()):
             raise bad_data(f"{path}: not a state dict of tensors alone")
         return tree
@@ -130,7 +132,7 @@ def is_safetensors(path: Path) -> bool:
 # Settings and tensors
 
 
-class Given:
+class HuggingFaceFolder:
     """A folder's settings and tensors; each is requested by name and checked."""
 
     def __init__(self, folder: Path, config: dict[str, Any], tensors: Tensors) -> None:
@@ -205,66 +207,64 @@ OFF = (
 FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "rotary_percent": 1.0}
 
 
-def one_piece(tensor: torch.Tensor) -> list[Piece]:
-    return [Piece((0,) * tensor.ndim, tensor)]
+def one_piece(tensor: torch.Tensor) -> list[TensorView]:
+    return [TensorView((0,) * tensor.ndim, tensor)]
 
 
-def qkv_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int, head: int) -> list[Piece]:
+def qkv_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int, head: int) -> list[TensorView]:
     """Join three tensors of rows by head: each group's queries, then its key and value."""
     queries = q.shape[0] // groups
     pieces, at = [], 0
     for g in range(groups):
         for tensor, rows in ((q, queries), (k, head), (v, head)):
-            pieces.append(Piece((at,) + (0,) * (q.ndim - 1), tensor[g * rows : (g + 1) * rows]))
+            pieces.append(TensorView((at,) + (0,) * (q.ndim - 1), tensor[g * rows : (g + 1) * rows]))
             at += rows
     return pieces
 
 
-def head_of(given: Given, pieces: Pieces, wte: torch.Tensor, tied: bool) -> bool:
+def head_of(hf: HuggingFaceFolder, pieces: Views, wte: torch.Tensor, tied: bool) -> bool:
     """Add the output table if it is separate; return whether it is."""
-    if not given.has("lm_head.weight") and tied:
+    if not hf.has("lm_head.weight") and tied:
         return False
-    theirs = given.take("lm_head.weight", *wte.shape)
+    theirs = hf.take("lm_head.weight", *wte.shape)
     if tied:
         if theirs.dtype == wte.dtype and theirs.equal(wte):
             return False
-        given.notes.append(
-            "config.json ties the output table to the embedding; their numbers differ: they stay separate"
-        )
+        hf.notes.append("config.json ties the output table to the embedding; their numbers differ: they stay separate")
     pieces["lm_head.weight"] = one_piece(theirs)
     return True
 
 
-def gpt2(given: Given) -> tuple[dict[str, Any], Pieces]:
+def read_gpt2(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
     """Read GPT-2.
 
     Its linear weights are [in, out]; the columns of c_attn are all queries, then keys, then values.
     """
-    given.want("scale_attn_weights", True, default=True)
-    given.want("scale_attn_by_inverse_layer_idx", False, default=False)
-    given.want("add_cross_attention", False, default=False)
+    hf.want("scale_attn_weights", True, default=True)
+    hf.want("scale_attn_by_inverse_layer_idx", False, default=False)
+    hf.want("add_cross_attention", False, default=False)
     kinds = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu")
-    activation = given.want("activation_function", *kinds, default="gelu_new")
-    h, layers, heads = (given.number(key) for key in ("n_embd", "n_layer", "n_head"))
-    f, positions = given.number("n_inner", 4 * h), given.number("n_positions", 1024)
+    activation = hf.want("activation_function", *kinds, default="gelu_new")
+    h, layers, heads = (hf.number(key) for key in ("n_embd", "n_layer", "n_head"))
+    f, positions = hf.number("n_inner", 4 * h), hf.number("n_positions", 1024)
     if h % heads:
-        raise bad_data(f"{given.folder / CONFIG}: n_embd {h} is not a multiple of n_head {heads}")
-    prefix = "transformer." if given.has("transformer.wte.weight") else ""
-    wte = given.take(f"{prefix}wte.weight", None, h)
-    pieces = {"wte.weight": one_piece(wte), "wpe.weight": one_piece(given.take(f"{prefix}wpe.weight", positions, h))}
+        raise bad_data(f"{hf.folder / CONFIG}: n_embd {h} is not a multiple of n_head {heads}")
+    prefix = "transformer." if hf.has("transformer.wte.weight") else ""
+    wte = hf.take(f"{prefix}wte.weight", None, h)
+    pieces = {"wte.weight": one_piece(wte), "wpe.weight": one_piece(hf.take(f"{prefix}wpe.weight", positions, h))}
 
     def linear(ours: str, theirs: str, rows: int, columns: int) -> None:
-        pieces[f"{ours}.weight"] = one_piece(given.take(f"{theirs}.weight", columns, rows).t())
-        pieces[f"{ours}.bias"] = one_piece(given.take(f"{theirs}.bias", rows))
+        pieces[f"{ours}.weight"] = one_piece(hf.take(f"{theirs}.weight", columns, rows).t())
+        pieces[f"{ours}.bias"] = one_piece(hf.take(f"{theirs}.bias", rows))
 
     def norm(ours: str, theirs: str) -> None:
         for end in (".weight", ".bias"):
-            pieces[ours + end] = one_piece(given.take(theirs + end, h))
+            pieces[ours + end] = one_piece(hf.take(theirs + end, h))
 
     for i in range(layers):
         ours, theirs = f"h.{i}", f"{prefix}h.{i}"
         for end, shape in ((".weight", (h, 3 * h)), (".bias", (3 * h,))):
-            q, k, v = given.take(f"{theirs}.attn.c_attn{end}", *shape).t().tensor_split(3)
+            q, k, v = hf.take(f"{theirs}.attn.c_attn{end}", *shape).t().tensor_split(3)
             pieces[f"{ours}.attn.qkv{end}"] = qkv_rows(q, k, v, heads, h // heads)
         linear(f"{ours}.attn.proj", f"{theirs}.attn.c_proj", h, h)
         linear(f"{ours}.mlp.fc", f"{theirs}.mlp.c_fc", f, h)
@@ -272,15 +272,15 @@ def gpt2(given: Given) -> tuple[dict[str, Any], Pieces]:
         norm(f"{ours}.ln_1", f"{theirs}.ln_1")
         norm(f"{ours}.ln_2", f"{theirs}.ln_2")
     norm("ln_f", f"{prefix}ln_f")
-    untied = head_of(given, pieces, wte, given.config.get("tie_word_embeddings", True) is True)
-    return gpt2_dropouts(given) | {
+    untied = head_of(hf, pieces, wte, hf.config.get("tie_word_embeddings", True) is True)
+    return gpt2_dropouts(hf) | {
         "num_layers": layers,
         "hidden_size": h,
         "num_attention_heads": heads,
         "ffn_hidden_size": f,
         "kv_channels": h // heads,
         "max_position_embeddings": positions,
-        "layernorm_epsilon": given.real("layer_norm_epsilon", 1e-5),
+        "layernorm_epsilon": hf.real("layer_norm_epsilon", 1e-5),
         "untie_embeddings_and_output_weights": untied,
         "bias_gelu_fusion": activation != "gelu",
         "swiglu": False,
@@ -293,13 +293,13 @@ def gpt2(given: Given) -> tuple[dict[str, Any], Pieces]:
     }, pieces
 
 
-def gpt2_dropouts(given: Given) -> dict[str, float]:
+def gpt2_dropouts(hf: HuggingFaceFolder) -> dict[str, float]:
     """Return the settings of a training, which weights and shapes do not prove."""
-    given.note_defaults(**GPT2_DEFAULTS)
-    hidden, embedding, attention = (given.share(f"{x}_pdrop", 0.1) for x in ("resid", "embd", "attn"))
+    hf.note_defaults(**GPT2_DEFAULTS)
+    hidden, embedding, attention = (hf.share(f"{x}_pdrop", 0.1) for x in ("resid", "embd", "attn"))
     out = {"hidden_dropout": hidden, "attention_dropout": attention}
     out |= {} if embedding == hidden else {"embedding_dropout": embedding}
-    return out | {"init_method_std": given.real("initializer_range", 0.02)}
+    return out | {"init_method_std": hf.real("initializer_range", 0.02)}
 
 
 # transformers' values where config.json states none.
@@ -310,7 +310,7 @@ LLAMA_NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
 LLAMA_NORMS |= {"attn.ln_q": "self_attn.q_norm", "attn.ln_k": "self_attn.k_norm"}
 
 
-class Sizes(NamedTuple):
+class LlamaSizes(NamedTuple):
     hidden: int
     ffn: int
     heads: int
@@ -318,58 +318,58 @@ class Sizes(NamedTuple):
     head: int
 
 
-def llama(given: Given) -> tuple[dict[str, Any], Pieces]:
+def read_llama(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
     """Read Llama and its relatives.
 
     The rotation pairs (i, i + head / 2) within a head, as ours does. Some linear layers may have
     biases and others not: with qkv's only this is a setting of ours, otherwise the others are zero.
     """
-    given.want("hidden_act", "silu", "swish", default="silu")
-    h, heads, layers = (given.number(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    groups, head = given.number("num_key_value_heads", heads), given.number("head_dim", h // heads or None)
-    sizes = Sizes(h, given.number("intermediate_size"), heads, groups, head)
+    hf.want("hidden_act", "silu", "swish", default="silu")
+    h, heads, layers = (hf.number(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    groups, head = (hf.number("num_key_value_heads", heads), hf.number("head_dim", h // heads or None))
+    sizes = LlamaSizes(h, hf.number("intermediate_size"), heads, groups, head)
     if heads % groups:
-        raise bad_data(f"{given.folder / CONFIG}: {heads} heads are not a multiple of {groups} key-value heads")
-    positions = given.number("max_position_embeddings", 2048)
-    check_window(given, positions)
-    wte = given.take("model.embed_tokens.weight", None, h)
-    pieces: Pieces = {"wte.weight": one_piece(wte), "ln_f.weight": one_piece(given.take("model.norm.weight", h))}
+        raise bad_data(f"{hf.folder / CONFIG}: {heads} heads are not a multiple of {groups} key-value heads")
+    positions = hf.number("max_position_embeddings", 2048)
+    check_window(hf, positions)
+    wte = hf.take("model.embed_tokens.weight", None, h)
+    pieces: Views = {"wte.weight": one_piece(wte), "ln_f.weight": one_piece(hf.take("model.norm.weight", h))}
     qkv_bias, proj_bias, mlp_bias = (
-        given.has(f"model.layers.0.{name}_proj.bias") for name in ("self_attn.q", "self_attn.o", "mlp.down")
+        hf.has(f"model.layers.0.{name}_proj.bias") for name in ("self_attn.q", "self_attn.o", "mlp.down")
     )
-    qk_norm = given.has("model.layers.0.self_attn.q_norm.weight")
+    qk_norm = hf.has("model.layers.0.self_attn.q_norm.weight")
     all_biases = proj_bias or mlp_bias
     if all_biases and not (qkv_bias and proj_bias and mlp_bias):
-        given.notes.append("only some of its linear layers have biases: the others get zeros")
+        hf.notes.append("only some of its linear layers have biases: the others get zeros")
     for i in range(layers):
         ours, theirs = f"h.{i}", f"model.layers.{i}"
         for name, norm in LLAMA_NORMS.items():
             if qk_norm or not name.startswith("attn."):
                 size = head if name.startswith("attn.") else h
-                pieces[f"{ours}.{name}.weight"] = one_piece(given.take(f"{theirs}.{norm}.weight", size))
-        for name, linear in linears(given, sizes, theirs, "weight"):
+                pieces[f"{ours}.{name}.weight"] = one_piece(hf.take(f"{theirs}.{norm}.weight", size))
+        for name, linear in linears(hf, sizes, theirs, "weight"):
             pieces[f"{ours}.{name}.weight"] = linear
-        for name, bias in linears(given, sizes, theirs, "bias") if qkv_bias or all_biases else ():
+        for name, bias in linears(hf, sizes, theirs, "bias") if qkv_bias or all_biases else ():
             if all_biases or name == "attn.qkv":
                 pieces[f"{ours}.{name}.bias"] = bias
-    untied = head_of(given, pieces, wte, given.config.get("tie_word_embeddings", False) is True)
-    given.note_defaults(**LLAMA_DEFAULTS)
+    untied = head_of(hf, pieces, wte, hf.config.get("tie_word_embeddings", False) is True)
+    hf.note_defaults(**LLAMA_DEFAULTS)
     return {
         "hidden_dropout": 0.0,  # these networks have none
-        "attention_dropout": given.share("attention_dropout", 0.0),
-        "init_method_std": given.real("initializer_range", 0.02),
+        "attention_dropout": hf.share("attention_dropout", 0.0),
+        "init_method_std": hf.real("initializer_range", 0.02),
         "num_layers": layers,
         "hidden_size": h,
         "num_attention_heads": heads,
         "ffn_hidden_size": sizes.ffn,
         "kv_channels": head,
         "max_position_embeddings": positions,
-        "layernorm_epsilon": given.real("rms_norm_eps", 1e-6),
+        "layernorm_epsilon": hf.real("rms_norm_eps", 1e-6),
         "untie_embeddings_and_output_weights": untied,
         "swiglu": True,
         "num_query_groups": groups,
         "position_embedding_type": "rope",
-        "rotary_base": rotary_base(given),
+        "rotary_base": rotary_base(hf),
         "normalization": "RMSNorm",
         "add_bias_linear": all_biases,
         "add_qkv_bias": qkv_bias and not all_biases,
@@ -377,51 +377,51 @@ def llama(given: Given) -> tuple[dict[str, Any], Pieces]:
     }, pieces
 
 
-def linears(given: Given, s: Sizes, layer: str, end: str) -> Iterator[tuple[str, list[Piece]]]:
+def linears(hf: HuggingFaceFolder, s: LlamaSizes, layer: str, end: str) -> Iterator[tuple[str, list[TensorView]]]:
     """Yield our four linear layers: their weights, or their biases, zero where missing."""
 
     def get(name: str, rows: int, columns: int) -> torch.Tensor:
         name = f"{layer}.{name}_proj.{end}"
         if end == "weight":
-            return given.take(name, rows, columns)
-        if given.has(name):
-            return given.take(name, rows)
-        return given.tensors["model.norm.weight"].new_zeros(1).expand(rows)
+            return hf.take(name, rows, columns)
+        if hf.has(name):
+            return hf.take(name, rows)
+        return hf.tensors["model.norm.weight"].new_zeros(1).expand(rows)
 
     heads = {"q": s.heads, "k": s.groups, "v": s.groups}
     q, k, v = (get(f"self_attn.{x}", n * s.head, s.hidden) for x, n in heads.items())
     yield "attn.qkv", qkv_rows(q, k, v, s.groups, s.head)
     yield "attn.proj", one_piece(get("self_attn.o", s.hidden, s.heads * s.head))
     gate, up = (get(f"mlp.{x}", s.ffn, s.hidden)[None] for x in ("gate", "up"))
-    yield "mlp.fc", [Piece((i,) + (0,) * (part.ndim - 1), part) for i, part in enumerate((gate, up))]
+    yield "mlp.fc", [TensorView((i,) + (0,) * (part.ndim - 1), part) for i, part in enumerate((gate, up))]
     yield "mlp.proj", one_piece(get("mlp.down", s.hidden, s.ffn))
 
 
-def check_window(given: Given, positions: int) -> None:
+def check_window(hf: HuggingFaceFolder, positions: int) -> None:
     """Refuse attention to the last so many tokens only, unless it covers all positions."""
-    mistral = given.config["model_type"] == "mistral"
-    if mistral and "sliding_window" in given.config and given.config["sliding_window"] is None:
+    mistral = hf.config["model_type"] == "mistral"
+    if mistral and "sliding_window" in hf.config and hf.config["sliding_window"] is None:
         return
-    if not mistral and given.config.get("use_sliding_window") is not True:
+    if not mistral and hf.config.get("use_sliding_window") is not True:
         return
-    window = given.number("sliding_window", 4096)
+    window = hf.number("sliding_window", 4096)
     if window < positions:
         cure = f"one of max_position_embeddings, {positions}, or null would do"
-        raise refused(given.folder, f"sliding_window is {window}", cure)
+        raise refused(hf.folder, f"sliding_window is {window}", cure)
 
 
-def rotary_base(given: Given) -> float:
+def rotary_base(hf: HuggingFaceFolder) -> float:
     """Return the base, which transformers 5 keeps in rope_parameters, and 4 beside rope_scaling."""
-    rope = given.config.get("rope_parameters") or given.config.get("rope_scaling") or {}
+    rope = hf.config.get("rope_parameters") or hf.config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
     if kind != "default" or any(isinstance(value, dict) for value in rope.values()):
         what = f"the kind of rotation (rope_parameters, rope_scaling) is {str(rope)[:200]}"
-        raise refused(given.folder, what, "default would do")
-    share = rope.get("partial_rotary_factor", given.config.get("partial_rotary_factor", 1.0))
+        raise refused(hf.folder, what, "default would do")
+    share = rope.get("partial_rotary_factor", hf.config.get("partial_rotary_factor", 1.0))
     if share != 1.0:
-        raise refused(given.folder, f"partial_rotary_factor is {share}", "1.0 would do")
-    return given.real("rope_theta", 10000.0, rope if "rope_theta" in rope else None)
+        raise refused(hf.folder, f"partial_rotary_factor is {share}", "1.0 would do")
+    return hf.real("rope_theta", 10000.0, rope if "rope_theta" in rope else None)
 
 
-READERS: dict[str, Callable[[Given], tuple[dict[str, Any], Pieces]]]
-READERS = {"gpt2": gpt2, "llama": llama, "mistral": llama, "qwen2": llama, "qwen3": llama}
+READERS: dict[str, Callable[[HuggingFaceFolder], tuple[dict[str, Any], Views]]]
+READERS = {"gpt2": read_gpt2, "llama": read_llama, "mistral": read_llama, "qwen2": read_llama, "qwen3": read_llama}

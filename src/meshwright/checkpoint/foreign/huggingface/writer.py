@@ -41,7 +41,7 @@ Spans = list[tuple[int, int]]
 Ids = dict[str, int | None]
 
 
-class Part(NamedTuple):
+class ExportedTensor(NamedTuple):
     """A tensor of theirs as consecutive boxes of one of ours."""
 
     name: str
@@ -60,7 +60,7 @@ class Part(NamedTuple):
         return math.prod(self.read) * SIZES[self.dtype]
 
 
-def write(
+def write_huggingface(
     source: Source,
     folder: Path,
     dtype: str | None = None,
@@ -73,19 +73,19 @@ def write(
 
     Without a dtype each tensor keeps its own. `again` may replace an earlier export of the `run`.
     """
-    saved = saved_model.describe(source)
+    saved = saved_model.describe_model(source)
     m = saved.model
     kind = require_expressible(m, source.folder, BAD_DATA)
     folder = folder.resolve()  # a link stays, its target is filled
-    refuse_full(folder, run if again else None)
-    parts = list((gpt2 if kind == "gpt2" else llama)(Plan(source, m, dtype)))
+    refuse_occupied(folder, run if again else None)
+    parts = list((export_gpt2 if kind == "gpt2" else export_llama)(ExportPlan(source, m, dtype)))
     notes: list[str] = []
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as own:
         temporary = Path(own) / folder.name  # with the permissions that any new folder has
         temporary.mkdir()
         ids = write_tokenizer(temporary, source, tokenizer, notes)
-        config = describe(kind, saved, parts[0]) | ids
+        config = describe_config(kind, saved, parts[0]) | ids
         write_json(temporary / "config.json", config)
         write_json(temporary / "generation_config.json", {"_from_model_config": True} | ids)
         write_tensors(temporary, source, parts, max_shard)
@@ -101,13 +101,13 @@ def write(
 
 def require_expressible(m: Model, where: Path, status: int = USAGE) -> str:
     """Return the kind of network that expresses the model, or refuse with every obstacle."""
-    kind, cannot = choose(m)
+    kind, cannot = choose_architecture(m)
     if cannot:
         raise UserError("\n  ".join([f"{where}: {ARCHITECTURES[kind]} cannot express", *cannot]), status)
     return kind
 
 
-def refuse_full(folder: Path, run: Path | None = None) -> None:
+def refuse_occupied(folder: Path, run: Path | None = None) -> None:
     """Refuse to write over anything but an unchanged export of the same run."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         mark = read_mark(folder) if run is not None else None
@@ -140,7 +140,7 @@ def files_of(folder: Path) -> dict[str, list[int]]:
 # Architectures
 
 
-def choose(m: Model) -> tuple[str, list[str]]:
+def choose_architecture(m: Model) -> tuple[str, list[str]]:
     """Return the kind of network, and the settings that it cannot express."""
     heads = m.num_attention_heads or 1
     square = heads * m.head_dim == m.hidden_size
@@ -171,7 +171,7 @@ def choose(m: Model) -> tuple[str, list[str]]:
     return kind, [what for what, wrong in cannot.items() if wrong]
 
 
-def describe(kind: str, saved: SavedModel, wte: Part) -> dict[str, Any]:
+def describe_config(kind: str, saved: SavedModel, wte: ExportedTensor) -> dict[str, Any]:
     """Return the contents of config.json."""
     m = saved.model
     common = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], "vocab_size": wte.shape[0]}
@@ -211,22 +211,24 @@ def describe(kind: str, saved: SavedModel, wte: Part) -> dict[str, Any]:
 # Tensors
 
 
-class Plan:
+class ExportPlan:
     """Makes the parts of the tensors to write, in one dtype."""
 
     def __init__(self, source: Source, m: Model, dtype: str | None) -> None:
         self.source, self.m, self.dtype = source, m, dtype
 
-    def part(self, name: str, ours: str, spans: Spans | None = None, transposed: bool = False) -> Part:
+    def part(self, name: str, ours: str, spans: Spans | None = None, transposed: bool = False) -> ExportedTensor:
         """Return rows of one of our tensors; all of them without `spans`."""
         known = self.source.tensors[ours]
         inner = known.shape[1:]
         spans = spans or [(0, known.shape[0])]
         boxes = [((begin, *(0 for _ in inner)), (end - begin, *inner)) for begin, end in spans]
-        read = (sum(end - begin for begin, end in spans), *inner)
-        return Part(name, ours, boxes, read, NAMES[self.dtype or known.dtype], transposed and len(read) == 2)
+        shape_read = (sum(end - begin for begin, end in spans), *inner)
+        return ExportedTensor(
+            name, ours, boxes, shape_read, NAMES[self.dtype or known.dtype], transposed and len(shape_read) == 2
+        )
 
-    def copies(self, names: dict[str, str], transposed: bool = False) -> Iterator[Part]:
+    def copies(self, names: dict[str, str], transposed: bool = False) -> Iterator[ExportedTensor]:
         """Yield the weights and biases that exist."""
         for ours, theirs in names.items():
             for end in (".weight", ".bias"):
@@ -245,7 +247,7 @@ class Plan:
         return spans
 
 
-def gpt2(plan: Plan) -> Iterator[Part]:
+def export_gpt2(plan: ExportPlan) -> Iterator[ExportedTensor]:
     q, k, v = plan.qkv()
     yield from plan.copies({"wte": "transformer.wte", "wpe": "transformer.wpe", "ln_f": "transformer.ln_f"})
     for i in range(plan.m.num_layers or 0):
@@ -258,7 +260,7 @@ def gpt2(plan: Plan) -> Iterator[Part]:
     yield from plan.copies({"lm_head": "lm_head"})
 
 
-def llama(plan: Plan) -> Iterator[Part]:
+def export_llama(plan: ExportPlan) -> Iterator[ExportedTensor]:
     spans = plan.qkv()
     yield from plan.copies({"wte": "model.embed_tokens", "ln_f": "model.norm"})
     for i in range(plan.m.num_layers or 0):
@@ -283,8 +285,8 @@ ARCHITECTURES |= {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Qwen
 # Files
 
 
-def write_tensors(folder: Path, source: Source, parts: list[Part], max_shard: float) -> None:
-    shards: list[list[Part]] = [[]]
+def write_tensors(folder: Path, source: Source, parts: list[ExportedTensor], max_shard: float) -> None:
+    shards: list[list[ExportedTensor]] = [[]]
     for part in parts:
         if shards[-1] and sum(p.bytes for p in shards[-1]) + part.bytes > max_shard:
             shards.append([])
@@ -301,18 +303,18 @@ def write_tensors(folder: Path, source: Source, parts: list[Part], max_shard: fl
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
 
 
-def write_safetensors(path: Path, source: Source, parts: list[Part]) -> None:
+def write_safetensors(path: Path, source: Source, parts: list[ExportedTensor]) -> None:
     parts = sorted(parts, key=lambda part: -SIZES[part.dtype])  # widest first: every element is aligned
     head = safetensors_header((part.name, part.dtype, part.shape) for part in parts)
     with naming_file(path), path.open("xb", buffering=0) as file:
         write_all(file.fileno(), memoryview(head))
         for part in parts:
-            for strip in strips(part, read(source, part)):
+            for strip in strips(part, read_exported(source, part)):
                 write_all(file.fileno(), strip)
         os.fsync(file.fileno())
 
 
-def read(source: Source, part: Part) -> torch.Tensor:
+def read_exported(source: Source, part: ExportedTensor) -> torch.Tensor:
     """Return the tensor in our order."""
     import torch
 
@@ -321,7 +323,7 @@ def read(source: Source, part: Part) -> torch.Tensor:
     return tensor
 
 
-def strips(part: Part, tensor: torch.Tensor) -> Iterator[memoryview]:
+def strips(part: ExportedTensor, tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yield the bytes in their order; a transposed tensor in strips, for speed copied twice."""
     import torch
 
@@ -360,7 +362,7 @@ def write_tokenizer(folder: Path, source: Source, tokenizer: Tokenizer | None, n
     word = library.id_to_token(tokenizer.eod)
     words = {"bos_token": word, "eos_token": word, "unk_token": word if isinstance(tokenizer, GPT2BPE) else None}
     fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    fixed["model_max_length"] = saved_model.describe(source).require_positions()
+    fixed["model_max_length"] = saved_model.describe_model(source).require_positions()
     fixed |= write_chat_template(folder, tokenizer)
     write_json(folder / CHAT_CONFIG, {name: w for name, w in words.items() if w is not None} | fixed)
     return ids

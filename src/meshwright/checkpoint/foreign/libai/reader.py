@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.checkpoint.foreign.megatron import names
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.manifests import read_small
-from meshwright.checkpoint.sources import Mapped, Piece
+from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.checkpoint.steps import LIBAI, ONEFLOW
 from meshwright.errors import bad_data
 
@@ -62,7 +62,7 @@ FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": N
 FIXED |= {"normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute"}
 
 
-def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
+def open_libai(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
     """Open one step.
 
     The number of heads does not follow from the shapes; LiBai's config.yaml or the flags give it.
@@ -77,9 +77,9 @@ def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer:
     if heads is not None:
         stated.setdefault("num_attention_heads", heads)
     settings, weights = check(folder, tensors)
-    pieces = {name: [Piece((0,) * tensor.ndim, tensor)] for name, tensor in weights.items()}
+    pieces = {name: [TensorView((0,) * tensor.ndim, tensor)] for name, tensor in weights.items()}
     kind = LIBAI if is_libai else ONEFLOW
-    return Mapped(kind, folder, 0, config=settings | stated, notes=notes, pieces=pieces)
+    return MappedSource(kind, folder, 0, config=settings | stated, notes=notes, pieces=pieces)
 
 
 # Files
@@ -120,7 +120,7 @@ def libai_tensors(path: Path, trust: bool) -> dict[str, torch.Tensor]:
     if path.is_dir() and not (path / "pickled_data").exists():
         return variables(path)
     file = path / "pickled_data" if path.is_dir() else path
-    tree = pickles.load(file, trust=trust)
+    tree = pickles.load_pickle(file, trust=trust)
     data = tree.get("data") if isinstance(tree, dict) else None
     if not isinstance(data, dict) or tree.get("protocol_version") != 1:
         raise bad_data(f"{file}: not what flow.save wrote, a dict with protocol_version 1")

@@ -17,15 +17,15 @@ from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.foreign.megatron.sharded import (
     MOMENTS,
     Boxes,
+    ModelSizes,
     Parameter,
-    Rank,
-    Sizes,
+    RankFile,
     as_boxes,
     empty,
     is_rounded,
     lay_out,
 )
-from meshwright.checkpoint.sources import Mapped, Piece
+from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.parallel import shard
 
 PREFIX = r"(?:chained_0\.)?optimizer\.distributed\.dp_group_idx_"
@@ -42,8 +42,8 @@ Buckets = dict[int, dict[str, tuple[Shape, Boxes]]]  # by number, by kind: size 
 
 
 def by_parameter(
-    source: Mapped, tensors: Mapping[str, tuple[Shape, Boxes]], sizes: Sizes, tensor_ranks: int
-) -> dict[str, list[Piece]]:
+    source: MappedSource, tensors: Mapping[str, tuple[Shape, Boxes]], sizes: ModelSizes, tensor_ranks: int
+) -> dict[str, list[TensorView]]:
     """Return masters and moments of a source that has only weights, or raise ValueError."""
     groups: dict[int, dict[int, Buckets]] = {}  # by rank, by chunk of the model
     for key, tensor in tensors.items():
@@ -57,7 +57,7 @@ def by_parameter(
     why = ValueError("it has no buffers")
     for order in ORDERS:
         try:
-            ranks = [Rank(source.folder, tp, 0, {}, [[]]) for tp in range(tensor_ranks)]
+            ranks = [RankFile(source.folder, tp, 0, {}, [[]]) for tp in range(tensor_ranks)]
             for group, by_chunk in groups.items():
                 for chunk, buckets in by_chunk.items():
                     place = range(chunk * stages + group // tensor_ranks, stages * chunks)
@@ -71,7 +71,9 @@ def by_parameter(
     raise why
 
 
-def filled(source: Mapped, order: Sequence[str], place: range, buckets: Buckets, tensor_ranks: int) -> list[Parameter]:
+def filled(
+    source: MappedSource, order: Sequence[str], place: range, buckets: Buckets, tensor_ranks: int
+) -> list[Parameter]:
     """Return the parameters of the chunk of the model at `place.start`, with their values."""
     waiting = list(held(source, order, place))[::-1]
     out = []
@@ -99,7 +101,7 @@ def filled(source: Mapped, order: Sequence[str], place: range, buckets: Buckets,
     return out
 
 
-def held(source: Mapped, order: Sequence[str], place: range) -> Iterator[tuple[str, bool]]:
+def held(source: MappedSource, order: Sequence[str], place: range) -> Iterator[tuple[str, bool]]:
     """Yield a chunk's parameters in the order of its modules: (name, is the last stage's copy)."""
     first, last = place.start == 0, len(place) == 1
     layers = 1 + max(int(name.split(".")[1]) for name in source.tensors if name.startswith("h."))
@@ -132,7 +134,7 @@ def stretch(p: Parameter, begin: int, boxes: Boxes) -> Boxes:
     return out
 
 
-def prove(source: Mapped, pieces: Mapping[str, list[Piece]]) -> None:
+def prove(source: MappedSource, pieces: Mapping[str, list[TensorView]]) -> None:
     """Compare numbers of each master's first row, rounded, with the model's."""
     import torch
 

@@ -37,14 +37,14 @@ from meshwright.checkpoint.foreign.megatron.sharded import (
     COPY,
     MOMENTS,
     Parameter,
-    Rank,
+    RankFile,
     as_boxes,
     empty,
     measure_model,
     one_box,
 )
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.sources import Mapped
+from meshwright.checkpoint.sources import MappedSource
 from meshwright.errors import bad_data
 
 if TYPE_CHECKING:
@@ -59,12 +59,12 @@ KINDS = ("", *MOMENTS)
 Files = dict[tuple[int, ...], Path]
 
 
-def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
+def open_deepspeed(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
     """Open one step; `heads` is for folders that do not state them.
 
     Without `optimizer` its state is not read, unless it holds the weights.
     """
-    models = [pickles.load(path, trust=trust) for path in model_files(folder)]
+    models = [pickles.load_pickle(path, trust=trust) for path in model_files(folder)]
     args, notes = megatron_state.namespace(models[0].get("args")), list[str]()
     joined = (folder / "zero").is_dir()
     ranks, layers = read_universal(folder, trust) if joined else read_tensor_ranks(folder, models, trust)
@@ -121,7 +121,7 @@ def model_files(folder: Path) -> list[Path]:
 # Names
 
 
-def our_name(key: str, layers: Sequence[int]) -> names.Name | None:
+def our_name(key: str, layers: Sequence[int]) -> names.ParameterName | None:
     """Return our name for DeepSpeed's; `layers` are the numbers in the pipeline that are layers."""
     key = key.removeprefix("module.")
     if found := re.fullmatch(r"tied_modules\.\w+\.(.+)", key):
@@ -162,7 +162,7 @@ def parameters(folder: Path, tensors: Mapping[str, torch.Tensor], layers: Sequen
 # Weights
 
 
-def read_tensor_ranks(folder: Path, models: Sequence[dict[str, Any]], trust: bool) -> tuple[list[Rank], list[int]]:
+def read_tensor_ranks(folder: Path, models: Sequence[dict[str, Any]], trust: bool) -> tuple[list[RankFile], list[int]]:
     """Return each tensor rank with the parameters of all stages, and the numbers of the layers."""
     files = matching(folder, LAYER)
     count = 1 + max((tp for _, tp in files), default=len(models) - 1)
@@ -178,7 +178,7 @@ def read_tensor_ranks(folder: Path, models: Sequence[dict[str, Any]], trust: boo
         if not files and any(t.numel() != prod(shapes.get(key, t.shape)) for key, t in tensors.items()):
             tensors = {key: empty(shape) for key, shape in shapes.items()}  # ZeRO-3 stores no weights here
         layers = layer_numbers(list(tensors))
-        ranks.append(Rank(folder, tp, 0, {}, [list(parameters(folder, tensors, layers))]))
+        ranks.append(RankFile(folder, tp, 0, {}, [list(parameters(folder, tensors, layers))]))
     return ranks, layers
 
 
@@ -187,20 +187,20 @@ def layer_tensors(folder: Path, paths: Sequence[Path], trust: bool) -> dict[str,
     return {
         f"{int(path.name[6:].partition('-')[0])}.{key}": tensor
         for path in paths
-        for key, tensor in flattened(pickles.load(path, trust=trust))
+        for key, tensor in flattened(pickles.load_pickle(path, trust=trust))
     }
 
 
-def read_universal(folder: Path, trust: bool) -> tuple[list[Rank], list[int]]:
+def read_universal(folder: Path, trust: bool) -> tuple[list[RankFile], list[int]]:
     """Return one rank with every parameter, each joined in a folder of its name."""
     found = sorted(path.name for path in (folder / "zero").iterdir() if (path / "fp32.pt").is_file())
     layers = layer_numbers(found)
     tensors = {name: read_tensor(folder / "zero" / name / "fp32.pt", trust) for name in found}
-    return [Rank(folder, 0, 0, {}, [list(parameters(folder, tensors, layers))])], layers
+    return [RankFile(folder, 0, 0, {}, [list(parameters(folder, tensors, layers))])], layers
 
 
 def read_tensor(path: Path, trust: bool) -> torch.Tensor:
-    value = pickles.load(path, trust=trust)
+    value = pickles.load_pickle(path, trust=trust)
     return value["param"] if isinstance(value, dict) else value  # type: ignore[no-any-return]
 
 
@@ -214,7 +214,7 @@ def check_gates(folder: Path, layers: Sequence[int], trust: bool) -> None:
         name = our_name(path.parent.name, layers) if path.stem in ("fp32", *MOMENTS) else None
         if name is None or not name.ours.startswith("mlp.fc."):
             continue
-        saved = pickles.load(path, trust=trust)
+        saved = pickles.load_pickle(path, trust=trust)
         if not isinstance(saved, dict) or (saved.get("param_n_sub_params") != 2 and "sub_param_shape" not in saved):
             raise bad_data(
                 f"{path}: the MLP is gated, and without param_n_sub_params its halves are mixed by tensor rank; name "
@@ -222,7 +222,7 @@ def check_gates(folder: Path, layers: Sequence[int], trust: bool) -> None:
             )
 
 
-def universal_states(folder: Path, rank: Rank, layers: Sequence[int], trust: bool) -> dict[str, Any]:
+def universal_states(folder: Path, rank: RankFile, layers: Sequence[int], trust: bool) -> dict[str, Any]:
     """Give each parameter its moments; return settings, empty if some are missing."""
     by_name = {p.name: p for p in rank.parameters}
     step = None
@@ -235,7 +235,7 @@ def universal_states(folder: Path, rank: Rank, layers: Sequence[int], trust: boo
             continue
         p.values = {kind: one_box(read_tensor(path / f"{kind or 'fp32'}.pt", trust)) for kind in KINDS}
         if step is None and (path / "step.pt").is_file():
-            step = pickles.load(path / "step.pt", trust=trust)
+            step = pickles.load_pickle(path / "step.pt", trust=trust)
     check_filled(folder, rank)
     return {"param_groups": [{"step": step}]}
 
@@ -254,7 +254,7 @@ class Stretch(NamedTuple):
 
 
 def optimizer_states(
-    folder: Path, ranks: list[Rank], layers: list[int], models: list[dict[str, Any]], trust: bool, notes: list[str]
+    folder: Path, ranks: list[RankFile], layers: list[int], models: list[dict[str, Any]], trust: bool, notes: list[str]
 ) -> dict[str, Any]:
     """Fill the parameters' values, stage by stage, without later copies of the embedding."""
     files, beside = matching(folder, SHARE), dict[str, Any]()
@@ -265,7 +265,7 @@ def optimizer_states(
         shares = [path for (_, m), path in files.items() if m == mp]
         if shares:
             require_all(folder, f"model rank {mp} and data rank", [dp for dp, m in files if m == mp])
-            trees = [state_dict(path, pickles.load(path, trust=trust)) for path in shares]
+            trees = [state_dict(path, pickles.load_pickle(path, trust=trust)) for path in shares]
             from_shares(waiting, model, trees, layers)
             beside = settings_of(trees[0])
         elif isinstance(model.get("optimizer"), dict) and len(models) == len(ranks):
@@ -291,7 +291,7 @@ def state_dict(path: Path, tree: Any) -> dict[str, Any]:
     return found
 
 
-def check_filled(folder: Path, rank: Rank) -> None:
+def check_filled(folder: Path, rank: RankFile) -> None:
     for p in rank.parameters:
         for kind in KINDS:
             held = sum(values.numel() for _, values in p.values.get(kind, ()))

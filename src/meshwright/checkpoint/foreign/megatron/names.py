@@ -47,7 +47,7 @@ OUTSIDE = {
 NO_PARAMETER = re.compile(r"(.*\.)?(_extra_state|(rotary_pos_emb|rotary_emb)\.inv_freq)")
 
 
-class Name(NamedTuple):
+class ParameterName(NamedTuple):
     layer: int | None  # as the file counts
     ours: str  # without the layer: "attn.qkv.weight", "ln_f.bias"
 
@@ -56,20 +56,20 @@ class Name(NamedTuple):
         return self.ours if self.layer is None else f"h.{begin + self.layer}.{self.ours}"
 
 
-def parse_name(key: str) -> Name | None:
+def parse_name(key: str) -> ParameterName | None:
     """Return our name, or None if the key is no known parameter of a GPT."""
     key = key.removeprefix("module.")
     # The decoder in a language_model is the second half of a T5.
     key = "?" if key.startswith("language_model.decoder.") else key.removeprefix("language_model.")
     for pattern, ours in OUTSIDE.items():
         if found := re.fullmatch(pattern, key):
-            return Name(None, found.expand(ours))
+            return ParameterName(None, found.expand(ours))
     found = re.fullmatch(r"(?:transformer|encoder|decoder)\.layers\.(\d+)\.(.+?)[._](weight|bias)", key)
     if not found:
         return None
     number, stem, kind = found.groups()
     part = JOINED.get(stem.removesuffix(".layer_norm")) if stem.endswith(".layer_norm") else LAYER.get(stem)
-    return Name(int(number), f"{part}.{kind}") if part else None
+    return ParameterName(int(number), f"{part}.{kind}") if part else None
 
 
 def layer_name(ours: str) -> str:

@@ -29,14 +29,14 @@ from meshwright.checkpoint.foreign.megatron.sharded import (
     COPY,
     MOMENTS,
     Parameter,
-    Rank,
+    RankFile,
     as_boxes,
     is_rounded,
     measure_model,
     one_box,
 )
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.sources import Mapped, aligned, check_json, check_state
+from meshwright.checkpoint.sources import MappedSource, aligned, check_json, check_state
 from meshwright.errors import UserError, bad_data
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ WITHOUT = "add --no-load-optim to load only the weights"
 DRIFT = 1e-3
 
 
-def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
+def open_megatron(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
     """Open one step; `heads` is for files that do not state them.
 
     Without `optimizer` its state is not read, unless the file is ours: then its masters are the
     weights, as in our own format.
     """
-    ranks = [Rank(path, tp, pp, read(path, trust)) for (tp, pp), path in sorted(files(folder).items())]
+    ranks = [RankFile(path, tp, pp, read(path, trust)) for (tp, pp), path in sorted(files(folder).items())]
     first, notes = ranks[0], list[str]()
     args, version = megatron_state.namespace(first.tree.get("args")), require_equal(ranks, "checkpoint_version")
     layers = name_parameters(folder, ranks, args.get("num_layers"))
@@ -81,7 +81,7 @@ def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer:
     return source.of_vocabulary(vocab) if vocab else source
 
 
-def read_own(rank: Rank) -> dict[str, Any] | None:
+def read_own(rank: RankFile) -> dict[str, Any] | None:
     """Return the settings and state that this package wrote beside the tree; None if it did not."""
     own: dict[str, Any] | None = rank.tree.get("meshwright")
     if own is None:
@@ -116,13 +116,13 @@ def files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def read(path: Path, trust: bool) -> dict[str, Any]:
-    tree = pickles.load(path, trust=trust)
+    tree = pickles.load_pickle(path, trust=trust)
     if not isinstance(tree, dict):
         raise bad_data(f"{path}: holds a {type(tree).__name__}, not the dictionary of a Megatron checkpoint")
     return tree
 
 
-def shards(rank: Rank) -> list[Path]:
+def shards(rank: RankFile) -> list[Path]:
     """Return the files of the data ranks' slices of the optimizer's state, if it was sharded."""
     found = sorted(rank.path.parent.parent.glob(f"{rank.path.parent.name}_*/{SHARD}"))
     if [path.parent.name for path in found] != [f"{rank.path.parent.name}_{d:03d}" for d in range(len(found))]:
@@ -130,7 +130,7 @@ def shards(rank: Rank) -> list[Path]:
     return found
 
 
-def require_equal(ranks: Sequence[Rank], key: str) -> Any:
+def require_equal(ranks: Sequence[RankFile], key: str) -> Any:
     """Return a number that all files must agree on."""
     values = {str(rank.path): rank.tree.get(key, 0) for rank in ranks}
     (path, value), *others = values.items()
@@ -145,7 +145,7 @@ def require_equal(ranks: Sequence[Rank], key: str) -> Any:
 # Names
 
 
-def name_parameters(folder: Path, ranks: Sequence[Rank], stated: Any) -> int:
+def name_parameters(folder: Path, ranks: Sequence[RankFile], stated: Any) -> int:
     """Give each tensor our name; return the number of layers.
 
     With virtual stages, layers are counted through chunk 0 of every stage, then through chunk 1.
@@ -169,12 +169,12 @@ def name_parameters(folder: Path, ranks: Sequence[Rank], stated: Any) -> int:
     return begin
 
 
-def parameter(name: names.Name, tensor: torch.Tensor, begin: int) -> Parameter:
+def parameter(name: names.ParameterName, tensor: torch.Tensor, begin: int) -> Parameter:
     ours = re.sub(r"^attn\.(query|key_value)\.", "attn.qkv.", name.ours)
     return Parameter(name._replace(ours=ours).full(begin), name.ours, tensor)
 
 
-def models(rank: Rank) -> list[Any]:
+def models(rank: RankFile) -> list[Any]:
     if "model" in rank.tree:
         return [rank.tree["model"]]
     count = next(n for n in range(len(rank.tree) + 1) if f"model{n}" not in rank.tree)
@@ -183,7 +183,7 @@ def models(rank: Rank) -> list[Any]:
     return [rank.tree[f"model{n}"] for n in range(count)]
 
 
-def flat(rank: Rank, tree: Any) -> list[tuple[names.Name, torch.Tensor]]:
+def flat(rank: RankFile, tree: Any) -> list[tuple[names.ParameterName, torch.Tensor]]:
     """Return the parameters in the file's order, which is the model's."""
     out = []
     for key, tensor in flattened(tree):
@@ -206,9 +206,9 @@ def flattened(tree: Any, before: str = "") -> Iterator[tuple[str, torch.Tensor]]
             yield f"{before}{key}", value
 
 
-def check_copies(ranks: Sequence[Rank], notes: list[str]) -> None:
+def check_copies(ranks: Sequence[RankFile], notes: list[str]) -> None:
     """Compare copies of replicated tensors and of the token table: note rounding, refuse more."""
-    first: dict[tuple[str, str, int], tuple[Rank, torch.Tensor]] = {}
+    first: dict[tuple[str, str, int], tuple[RankFile, torch.Tensor]] = {}
     differ: list[str] = []
     for rank in ranks:
         for p in rank.parameters:
@@ -248,7 +248,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 # The optimizer's state
 
 
-def read_optimizer(rank: Rank, trust: bool) -> Iterator[int]:
+def read_optimizer(rank: RankFile, trust: bool) -> Iterator[int]:
     """Fill the parameters' `values`; yield every step count of Adam in the files."""
     beside, tree = shards(rank), rank.tree.get("optimizer")
     if (path := rank.path.with_name(FLAT)).exists():
@@ -299,7 +299,7 @@ def numbered(path: Path, tree: Any) -> tuple[list[dict[str, Any]], list[Any]]:
     return [state[key] for key in keys], [master for group in masters for master in group]
 
 
-def from_one_file(rank: Rank, tree: Any) -> None:
+def from_one_file(rank: RankFile, tree: Any) -> None:
     states, masters = numbered(rank.path, tree)
     order, masters = decayed_first(rank.parameters), masters[::-1]
     if len(states) != len(order):
@@ -324,7 +324,7 @@ def tensor_of(path: Path, value: Any, shape: Shape, p: Parameter) -> torch.Tenso
     return value.detach()
 
 
-def from_flat(rank: Rank, path: Path, tree: dict[Any, Any]) -> None:
+def from_flat(rank: RankFile, path: Path, tree: dict[Any, Any]) -> None:
     """Read a buffer per chunk, last parameter first, or several padded buckets."""
     for number, chunk in enumerate(rank.chunks):
         by_type = tree.get(number)
@@ -354,7 +354,7 @@ def in_buckets(path: Path, buckets: list[Any], waiting: list[Parameter]) -> Iter
         raise unknown(path, f"it ends before {waiting[at].name}")
 
 
-def from_shards(rank: Rank, paths: Sequence[Path], trust: bool) -> Any:
+def from_shards(rank: RankFile, paths: Sequence[Path], trust: bool) -> Any:
     """Join the data ranks' equal parts of each chunk's buffer, last parameter first.
 
     Each rank numbers the parameters of its own part from first to last.
@@ -387,7 +387,7 @@ def parts_of_buffer(chunk: Sequence[Parameter], number: int, count: int) -> Iter
             yield p, begin, end
 
 
-def check_values(rank: Rank, p: Parameter) -> None:
+def check_values(rank: RankFile, p: Parameter) -> None:
     """Compare the first and last row of each box of masters with the model: layers are alike."""
     for offset, master in p.values[""]:
         model = p.tensor[tuple(slice(o, o + n) for o, n in zip(offset, master.shape, strict=True))]

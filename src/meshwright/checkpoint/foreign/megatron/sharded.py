@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.boxes import Shape
-from meshwright.checkpoint.sources import Piece, aligned
+from meshwright.checkpoint.sources import TensorView, aligned
 from meshwright.errors import bad_data
 from meshwright.parallel import shard
 
@@ -28,7 +28,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 Boxes = list[tuple[Shape, "torch.Tensor"]]  # parts of a rank's tensor: offset and elements
 
 
-class Run(NamedTuple):
+class RowMap(NamedTuple):
     """Rows of a rank's tensor, and their place in ours.
 
     `to` has one dimension more if the MLP is gated: which half.
@@ -59,7 +59,7 @@ class Parameter:
 
 
 @dataclass
-class Rank:
+class RankFile:
     """The file of tensor rank `tp` of pipeline stage `pp`; `chunks` are its virtual stages."""
 
     path: Path
@@ -73,7 +73,7 @@ class Rank:
         return [p for chunk in self.chunks for p in chunk]
 
 
-def check_complete(folder: Path, ranks: Sequence[Rank], layers: int) -> None:
+def check_complete(folder: Path, ranks: Sequence[RankFile], layers: int) -> None:
     """Require the same names on all ranks of a stage, equal layers, and all that a GPT needs."""
     by_stage: dict[int, list[str]] = {}
     for rank in ranks:
@@ -90,7 +90,7 @@ def check_complete(folder: Path, ranks: Sequence[Rank], layers: int) -> None:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """Sizes of the whole model, from the shapes; `heads` cannot be derived."""
 
     t: int
@@ -106,7 +106,7 @@ class Sizes:
     positions: int | None
 
     @classmethod
-    def from_shapes(cls, ranks: Sequence[Rank], args: Mapping[str, Any], heads: int | None) -> Sizes:
+    def from_shapes(cls, ranks: Sequence[RankFile], args: Mapping[str, Any], heads: int | None) -> ModelSizes:
         first = ranks[0]
         shapes = {p.part: p.shape for rank in ranks for p in rank.parameters}
         qkv, wte = shapes.get("attn.qkv.weight", (0, 0)), shapes["wte.weight"]
@@ -153,41 +153,43 @@ class Sizes:
         }.get(kind, (h, None))
         return (out,) if into is None or last == "bias" else (out, into)
 
-    def runs(self, p: Parameter, tp: int, version: float) -> list[Run]:
+    def runs(self, p: Parameter, tp: int, version: float) -> list[RowMap]:
         """Return where the rows of a rank's tensor belong in ours."""
         rows, *columns = shape = self.rank_shape(p.part)
         rest = (0,) * len(columns)
         if p.part.startswith("attn.key_value."):
-            return [Run(slice(0, rows), (self.heads * self.head_dim, *rest))]
+            return [RowMap(slice(0, rows), (self.heads * self.head_dim, *rest))]
         if p.part.startswith("attn.qkv.") and version < 2:
             return self.older_qkv(rows // 3, rest, tp, version)
         if p.part.startswith("mlp.fc.") and self.gates == 2:
             half = rows // 2
-            return [Run(slice(i * half, (i + 1) * half), (i ^ self.gate_last, tp * half, *rest)) for i in (0, 1)]
+            return [RowMap(slice(i * half, (i + 1) * half), (i ^ self.gate_last, tp * half, *rest)) for i in (0, 1)]
         to = [0] * len(shape)
         if (cut := shard.rule(p.name).cut) is not None:
             to[cut] = tp * shape[cut]
-        return [Run(slice(0, rows), tuple(to))]
+        return [RowMap(slice(0, rows), tuple(to))]
 
-    def older_qkv(self, width: int, rest: Shape, tp: int, version: float) -> list[Run]:
+    def older_qkv(self, width: int, rest: Shape, tp: int, version: float) -> list[RowMap]:
         """Map version 0, [3, heads, head_dim], or 1, [heads, head_dim, 3], to ours."""
         n, out = self.head_dim, []
         for head, which in product(range(width // n), range(3)):
             first, begin = which * width + head * n, 3 * head * n
             rows = slice(first, first + n) if version < 1 else slice(begin + which, begin + 3 * n, 3)
-            out.append(Run(rows, (3 * tp * width + begin + which * n, *rest)))
+            out.append(RowMap(rows, (3 * tp * width + begin + which * n, *rest)))
         return out
 
 
-def measure_model(folder: Path, ranks: list[Rank], layers: int, args: Mapping[str, Any], heads: int | None) -> Sizes:
+def measure_model(
+    folder: Path, ranks: list[RankFile], layers: int, args: Mapping[str, Any], heads: int | None
+) -> ModelSizes:
     """Return the model's sizes once every tensor is there and fits them."""
     check_complete(folder, ranks, layers)
-    sizes = Sizes.from_shapes(ranks, args, heads)
+    sizes = ModelSizes.from_shapes(ranks, args, heads)
     check_shapes(ranks, sizes)
     return sizes
 
 
-def check_shapes(ranks: Sequence[Rank], sizes: Sizes) -> None:
+def check_shapes(ranks: Sequence[RankFile], sizes: ModelSizes) -> None:
     for rank in ranks:
         for p in rank.parameters:
             want = sizes.rank_shape("wte.weight" if p.part == COPY else p.part)
@@ -227,9 +229,9 @@ def is_rounded(model: torch.Tensor, master: torch.Tensor) -> bool:
 # The table
 
 
-def lay_out(ranks: Sequence[Rank], sizes: Sizes, version: float) -> dict[str, list[Piece]]:
+def lay_out(ranks: Sequence[RankFile], sizes: ModelSizes, version: float) -> dict[str, list[TensorView]]:
     """Return where each rank's values lie in our tensors."""
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[TensorView]] = {}
     for rank in ranks:
         for p in rank.parameters:
             if p.part == COPY or (p.is_replicated and rank.tp):
@@ -241,7 +243,7 @@ def lay_out(ranks: Sequence[Rank], sizes: Sizes, version: float) -> dict[str, li
     return pieces
 
 
-def place(run: Run, offset: Shape, box: torch.Tensor) -> Iterator[Piece]:
+def place(run: RowMap, offset: Shape, box: torch.Tensor) -> Iterator[TensorView]:
     """Yield the part of a box in these rows; if they are not adjacent, the box is the tensor."""
     rows, at = run.rows, list(run.to)
     row = len(at) - box.ndim
@@ -251,4 +253,4 @@ def place(run: Run, offset: Shape, box: torch.Tensor) -> Iterator[Piece]:
     for i, n in enumerate((low - rows.start, *offset[1:])):
         at[row + i] += n
     part = box[low - offset[0] : high - offset[0] : rows.step]
-    yield Piece(tuple(at), part.unsqueeze(0) if row else part)
+    yield TensorView(tuple(at), part.unsqueeze(0) if row else part)

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.foreign.megatron.sharded import Rank, Sizes, lay_out
-from meshwright.checkpoint.sources import Mapped
+from meshwright.checkpoint.foreign.megatron.sharded import ModelSizes, RankFile, lay_out
+from meshwright.checkpoint.sources import MappedSource
 from meshwright.optim.schedule import Schedule
 
 Values = Mapping[str, Any]
@@ -47,14 +47,20 @@ def namespace(args: Any) -> dict[str, Any]:
 
 
 def as_source(
-    kind: str, folder: Path, ranks: list[Rank], sizes: Sizes, args: Values, notes: list[str], version: float = 3.0
-) -> Mapped:
+    kind: str,
+    folder: Path,
+    ranks: list[RankFile],
+    sizes: ModelSizes,
+    args: Values,
+    notes: list[str],
+    version: float = 3.0,
+) -> MappedSource:
     """Return the ranks' parameters as a source, with the settings that their files state."""
     pieces = lay_out(ranks, sizes, version)
-    return Mapped(kind, folder, 0, config=config(args, sizes, pieces, notes), notes=notes, pieces=pieces)
+    return MappedSource(kind, folder, 0, config=config(args, sizes, pieces, notes), notes=notes, pieces=pieces)
 
 
-def config(args: Mapping[str, Any], sizes: Sizes, held: Collection[str], notes: list[str]) -> dict[str, Any]:
+def config(args: Mapping[str, Any], sizes: ModelSizes, held: Collection[str], notes: list[str]) -> dict[str, Any]:
     """Return settings that the shapes prove, then those that the arguments state."""
     out = {
         "num_layers": sizes.layers,
@@ -77,7 +83,7 @@ def config(args: Mapping[str, Any], sizes: Sizes, held: Collection[str], notes: 
     return out | positions(args, sizes, notes)
 
 
-def positions(args: Mapping[str, Any], sizes: Sizes, notes: list[str]) -> dict[str, Any]:
+def positions(args: Mapping[str, Any], sizes: ModelSizes, notes: list[str]) -> dict[str, Any]:
     if sizes.positions is not None:
         return {"position_embedding_type": "learned_absolute", "max_position_embeddings": sizes.positions}
     kind = args.get("position_embedding_type")

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 from meshwright.checkpoint.boxes import Box, Shape, inside, plus
 from meshwright.checkpoint.foreign.megatron import core_buffers, names
 from meshwright.checkpoint.foreign.megatron import state as megatron_state
-from meshwright.checkpoint.foreign.megatron.sharded import Boxes, Parameter, Rank, empty, measure_model
+from meshwright.checkpoint.foreign.megatron.sharded import Boxes, Parameter, RankFile, empty, measure_model
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.sources import Mapped
+from meshwright.checkpoint.sources import MappedSource
 from meshwright.errors import bad_data
 from meshwright.parallel import shard
 
@@ -43,40 +43,44 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Stored(NamedTuple):
+class DistTensor(NamedTuple):
     """A tensor as the folder holds it."""
 
     shape: Shape
     boxes: Boxes
 
 
-class Meaning(NamedTuple):
+class NameParts(NamedTuple):
     """The parts of a tensor's name."""
 
-    name: names.Name
+    name: names.ParameterName
     stacked: bool  # all layers in one tensor, whose first dimension counts them
     half: int | None  # of a gated MLP's first product, if its halves are separate
 
 
-def open(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> Mapped:
+def open_torch_dist(
+    folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True
+) -> MappedSource:
     """Open one step; `heads` is for folders that do not state them.
 
     Without `optimizer` its state is not read.
     """
-    common = pickles.load(folder / "common.pt", trust=trust) if (folder / "common.pt").exists() else {}
-    metadata = pickles.load(folder / ".metadata", trust=trust)
+    common = pickles.load_pickle(folder / "common.pt", trust=trust) if (folder / "common.pt").exists() else {}
+    metadata = pickles.load_pickle(folder / ".metadata", trust=trust)
     tensors = stored(folder, metadata, trust, optimizer)
     if optimizer and isinstance(common.get("optimizer"), dict):
         common["optimizer"] = {**common["optimizer"], **beside_buffers(folder, metadata, trust)}
     return from_tensors(folder, common, tensors, heads)
 
 
-def from_tensors(folder: Path, common: dict[str, Any], tensors: dict[str, Stored], heads: int | None) -> Mapped:
+def from_tensors(
+    folder: Path, common: dict[str, Any], tensors: dict[str, DistTensor], heads: int | None
+) -> MappedSource:
     args, notes = megatron_state.namespace(common.get("args")), list[str]()
     for option, harmless in OTHERS.items():
         if args.get(option) is not None and args[option] not in harmless:
             raise bad_data(f"{folder}: its model has {option} {args[option]}, which we do not build")
-    rank = Rank(folder, 0, 0, common, [list(parameters(folder, tensors))])
+    rank = RankFile(folder, 0, 0, common, [list(parameters(folder, tensors))])
     layers = {int(p.name.split(".")[1]) for p in rank.parameters if p.name.startswith("h.")}
     sizes = measure_model(folder, [rank], 1 + max(layers, default=-1), args, heads)
     complete_optimizer(rank)
@@ -102,10 +106,10 @@ def from_tensors(folder: Path, common: dict[str, Any], tensors: dict[str, Stored
 # Files
 
 
-def stored(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> dict[str, Stored]:
+def stored(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> dict[str, DistTensor]:
     """Return every tensor with its boxes, those of a model mapped; other entries are not read."""
     entries = metadata.state_dict_metadata
-    found = {key: Stored(tuple(entry.size), []) for key, entry in entries.items() if hasattr(entry, "chunks")}
+    found = {key: DistTensor(tuple(entry.size), []) for key, entry in entries.items() if hasattr(entry, "chunks")}
     if not optimizer:
         found = {key: tensor for key, tensor in found.items() if not STATE.fullmatch(key) and not BUFFERS.match(key)}
     for index, info in metadata.storage_data.items():
@@ -114,7 +118,7 @@ def stored(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> dict[st
             continue
         if not re.fullmatch(r"\w[\w.-]*", info.relative_path) or getattr(info, "transform_descriptors", None):
             raise bad_data(f"{folder}: {index.fqn} lies outside the folder or is compressed: {info.relative_path}")
-        view = pickles.load(folder / info.relative_path, info.offset, info.length, trust)
+        view = pickles.load_pickle(folder / info.relative_path, info.offset, info.length, trust)
         at = tuple(index.offset) if index.offset is not None else (0,) * view.ndim
         if not inside(Box(at, tuple(view.shape)), tensor.shape):
             raise bad_data(f"{folder}: a part of {index.fqn} {tensor.shape} is {tuple(view.shape)} at {at}")
@@ -129,7 +133,7 @@ def stored(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> dict[st
 def beside_buffers(folder: Path, metadata: Any, trust: bool) -> dict[str, Any]:
     """Return groups and loss scale, which other kinds of optimizer state keep in common.pt."""
     return {
-        found[1]: pickles.load(folder / info.relative_path, info.offset, info.length, trust)[0]
+        found[1]: pickles.load_pickle(folder / info.relative_path, info.offset, info.length, trust)[0]
         for index, info in metadata.storage_data.items()
         if (found := core_buffers.BESIDE.fullmatch(index.fqn)) and re.fullmatch(r"\w[\w.-]*", info.relative_path)
     }
@@ -138,17 +142,17 @@ def beside_buffers(folder: Path, metadata: Any, trust: bool) -> dict[str, Any]:
 # Names
 
 
-def meaning(key: str) -> Meaning | None:
+def meaning(key: str) -> NameParts | None:
     """Return the parts of a name, or None if it is no known parameter of a GPT."""
     key = PREFIX.sub("", key, count=1)
     half = {"_w": 0, "_v": 1}.get(key[-2:])
     key = key if half is None else key[:-2]
     stacked = re.match(r"decoder\.layers\.(?!\d)", key) is not None
     name = names.parse_name(key.replace("layers.", "layers.0.", 1) if stacked else key)
-    return None if name is None else Meaning(name, stacked, half)
+    return None if name is None else NameParts(name, stacked, half)
 
 
-def parameters(folder: Path, tensors: Mapping[str, Stored]) -> Iterator[Parameter]:
+def parameters(folder: Path, tensors: Mapping[str, DistTensor]) -> Iterator[Parameter]:
     """Yield each parameter with its weights and its optimizer state."""
     found: dict[str, Parameter] = {}
     strange = [key for key in tensors if not (STATE.fullmatch(key) or meaning(key) or BESIDE.fullmatch(key))]
@@ -166,7 +170,7 @@ def parameters(folder: Path, tensors: Mapping[str, Stored]) -> Iterator[Paramete
     yield from found.values()
 
 
-def join_shares(tensor: Stored, shape: Shape) -> Stored:
+def join_shares(tensor: DistTensor, shape: Shape) -> DistTensor:
     """Return stretches of shares as boxes of the whole tensor."""
     if len(tensor.shape) == len(shape):
         return tensor
@@ -179,10 +183,10 @@ def join_shares(tensor: Stored, shape: Shape) -> Stored:
         for offset, size in shard.boxes(share, begin, begin + len(flat)):
             boxes.append((plus(at, offset), flat[start : start + prod(size)].view(size)))
             start += prod(size)
-    return Stored(shape, boxes)
+    return DistTensor(shape, boxes)
 
 
-def add(found: dict[str, Parameter], kind: str, means: Meaning, tensor: Stored) -> None:
+def add(found: dict[str, Parameter], kind: str, means: NameParts, tensor: DistTensor) -> None:
     """Give the parameter, or each layer's, its boxes of this kind."""
     layers, shape = (tensor.shape[0], tensor.shape[1:]) if means.stacked else (1, tensor.shape)
     rows = shape[0] if means.half is not None else 0
@@ -201,7 +205,7 @@ def add(found: dict[str, Parameter], kind: str, means: Meaning, tensor: Stored) 
 # What is beside the tensors
 
 
-def complete_optimizer(rank: Rank) -> None:
+def complete_optimizer(rank: RankFile) -> None:
     """Put masters in the weights' place; drop state that lacks moments of any parameter."""
     is_complete = all({"exp_avg", "exp_avg_sq"} <= set(p.values) for p in rank.parameters)
     masters = is_complete and all("param" in p.values for p in rank.parameters)
@@ -211,6 +215,6 @@ def complete_optimizer(rank: Rank) -> None:
         p.values = p.values if is_complete else {"": p.values[""]}
 
 
-def tensor_ranks(tensors: Mapping[str, Stored]) -> int:
+def tensor_ranks(tensors: Mapping[str, DistTensor]) -> int:
     """Return over how many ranks the table of tokens is cut."""
     return next(len(t.boxes) for key, t in tensors.items() if key.endswith("embedding.word_embeddings.weight"))

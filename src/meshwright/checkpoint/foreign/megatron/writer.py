@@ -25,7 +25,7 @@ from meshwright.checkpoint.foreign.megatron.sharded import MOMENTS
 from meshwright.checkpoint.foreign.megatron.state import SCHEDULE
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.publish import Produce, Write
-from meshwright.checkpoint.sources import Known, Source
+from meshwright.checkpoint.sources import Source, TensorInfo
 from meshwright.console import notice
 from meshwright.errors import UserError
 from meshwright.optim.schedule import Schedule
@@ -51,11 +51,11 @@ POSITIONS = {"learned": "learned_absolute", "rope": "rope", "alibi": "alibi", "n
 
 
 @dataclass(frozen=True)
-class Target:
+class MegatronExport:
     """The source to write, and the layout of the files."""
 
     source: Source
-    tensors: Mapping[str, Known]
+    tensors: Mapping[str, TensorInfo]
     model: Model
     t: int  # tensor ranks
     p: int  # stages
@@ -73,21 +73,21 @@ class Target:
         return getattr(torch, name)  # type: ignore[no-any-return]
 
 
-def files(source: Source, t: int, p: int, padded: int, with_optimizer: bool) -> dict[str, Produce]:
+def megatron_files(source: Source, t: int, p: int, padded: int, with_optimizer: bool) -> dict[str, Produce]:
     """Return what writes each file of the step's folder; ranks can share them."""
     config = {f.name: source.config[f.name] for f in fields(Model) if f.name in source.config}
     optimizer = with_optimizer and source.has_optimizer and bool(source.state)
     if optimizer and "schedule" not in source.state:
         notice(f"{source.folder} does not state its schedule: Megatron-LM needs --no-load-optim; Meshwright does not")
-    target = Target(source, source.tensors, Model(**config), t, p, padded, optimizer)
-    check(target)
+    target = MegatronExport(source, source.tensors, Model(**config), t, p, padded, optimizer)
+    check_export(target)
     return {
-        f"mp_rank_{tp:02d}{f'_{pp:03d}' * (p > 1)}/{MODEL}": functools.partial(write, target, tp, pp)
+        f"mp_rank_{tp:02d}{f'_{pp:03d}' * (p > 1)}/{MODEL}": functools.partial(write_rank, target, tp, pp)
         for tp, pp in product(range(t), range(p))
     }
 
 
-def check(target: Target) -> None:
+def check_export(target: MegatronExport) -> None:
     """Refuse, in one list, everything that Megatron could not load."""
     m, t, p = target.model, target.t, target.p
     rows = target.tensors["wte.weight"].shape[0]
@@ -104,7 +104,7 @@ def check(target: Target) -> None:
     ]
     if rows > target.padded:
         wrong.append(f"{rows} ids do not fit {target.padded} rows (--pad-vocab-size-to)")
-    placed = {ours for pp in range(p) for _, ours in parameters(target, pp)}
+    placed = {ours for pp in range(p) for _, ours in stage_parameters(target, pp)}
     kinds = ("", *MOMENTS) if target.optimizer else ("",)
     left = {name for name in target.tensors if target.optimizer or "/" not in name}
     left -= {f"{ours}/{kind}" if kind else ours for ours in placed for kind in kinds}
@@ -114,30 +114,30 @@ def check(target: Target) -> None:
         raise UserError("\n  ".join(["cannot be written as a Megatron-LM checkpoint:", *wrong]))
 
 
-def write(target: Target, tp: int, pp: int, out: Write) -> None:
+def write_rank(target: MegatronExport, tp: int, pp: int, out: Write) -> None:
     """Write one rank's file."""
-    source, held = target.source, list(parameters(target, pp))
+    source, held = target.source, list(stage_parameters(target, pp))
     model: dict[str, Any] = {}
     for (*path, last), ours in held:
         inner = model
         for key in path:
             inner = inner.setdefault(key, {})
-        inner[last] = part(target, ours, tp, target.dtype)
+        inner[last] = rank_part(target, ours, tp, target.dtype)
     tree: dict[str, Any] = {
-        "args": arguments(target),
+        "args": megatron_arguments(target),
         "checkpoint_version": 3.0,
         "iteration": source.state.get("iteration", source.step),
         "model": model,
         "meshwright": {"config": source.config, "state": source.state, "vocab": source.vocab},
     }
     if target.optimizer:
-        tree["optimizer"] = optimizer(target, [ours for _, ours in held], tp)
+        tree["optimizer"] = adam_state(target, [ours for _, ours in held], tp)
         if curve := schedule_of(source.state):
-            tree["opt_param_scheduler"] = scheduler(curve, source.state.get("schedule_samples", 0))
-    pickles.write(tree, out)
+            tree["opt_param_scheduler"] = megatron_schedule(curve, source.state.get("schedule_samples", 0))
+    pickles.write_torch_file(tree, out)
 
 
-def parameters(target: Target, pp: int) -> Iterator[tuple[tuple[str, ...], str]]:
+def stage_parameters(target: MegatronExport, pp: int) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield (path in their tree, our name) of a stage's parameters, in their model's order."""
     each, held = (target.model.num_layers or 0) // target.p, target.tensors
     pairs = dict(BEFORE) if pp == 0 else {}
@@ -151,7 +151,7 @@ def parameters(target: Target, pp: int) -> Iterator[tuple[tuple[str, ...], str]]
         yield ("word_embeddings_for_head", "weight"), "wte.weight"
 
 
-def part(target: Target, name: str, tp: int, dtype: torch.dtype | None = None) -> pickles.Later:
+def rank_part(target: MegatronExport, name: str, tp: int, dtype: torch.dtype | None = None) -> pickles.Later:
     """Return a tensor rank's part of one of our tensors, by default in its own dtype."""
     import torch
 
@@ -185,7 +185,7 @@ def part(target: Target, name: str, tp: int, dtype: torch.dtype | None = None) -
 # Settings and optimizer
 
 
-def arguments(target: Target) -> argparse.Namespace:
+def megatron_arguments(target: MegatronExport) -> argparse.Namespace:
     """Return the settings under Megatron's names, which are ours."""
     m, config, state = target.model, target.source.config, target.source.state
     position, rows = m.position, target.tensors.get("wpe.weight")
@@ -221,7 +221,7 @@ def arguments(target: Target) -> argparse.Namespace:
     return argparse.Namespace(**values)
 
 
-def optimizer(target: Target, held: list[str], tp: int) -> dict[str, Any]:
+def adam_state(target: MegatronExport, held: list[str], tp: int) -> dict[str, Any]:
     """Return Adam's state by number: first what decays, then biases and norms.
 
     Masters are added if the model is rounded.
@@ -247,11 +247,11 @@ def optimizer(target: Target, held: list[str], tp: int) -> dict[str, Any]:
         for params, share in ((numbers[:cut], 1.0), (numbers[cut:], 0.0))
     ]
     order = enumerate(groups[0] + plain)
-    moments = {i: {kind: part(target, f"{ours}/{kind}", tp) for kind in MOMENTS} for i, ours in order}
+    moments = {i: {kind: rank_part(target, f"{ours}/{kind}", tp) for kind in MOMENTS} for i, ours in order}
     inner = {"state": moments, "param_groups": param_groups}
     if target.dtype == getattr(torch, target.tensors["wte.weight"].dtype):
         return inner
-    masters = [[part(target, ours, tp) for ours in group] for group in groups]
+    masters = [[rank_part(target, ours, tp) for ours in group] for group in groups]
     out: dict[str, Any] = {"optimizer": inner, "fp32_from_fp16_params": masters}
     scale = state.get("loss_scale", {"dynamic": False})
     if scale["dynamic"]:
@@ -264,7 +264,7 @@ def schedule_of(state: dict[str, Any]) -> Schedule | None:
     return Schedule(**state["schedule"]) if "schedule" in state else None
 
 
-def scheduler(curve: Schedule, samples: int) -> dict[str, Any]:
+def megatron_schedule(curve: Schedule, samples: int) -> dict[str, Any]:
     """Return the schedule under the names of 2022 and 2023."""
     values = {"done": samples, **asdict(curve)}
     return {theirs[0]: values[ours] for ours, theirs in SCHEDULE.items()}

@@ -23,7 +23,7 @@ SIZES64 = 20  # bytes that zipfile adds to an entry's header
 Data = bytes | bytearray | memoryview
 
 
-class Record(NamedTuple):
+class ByteRange(NamedTuple):
     begin: int
     end: int
 
@@ -31,19 +31,19 @@ class Record(NamedTuple):
 # Reading
 
 
-def records(data: memoryview) -> dict[str, Record]:
+def find_records(data: memoryview) -> dict[str, ByteRange]:
     """Return where each entry's bytes lie, or raise ValueError."""
-    place, count, size = directory(data)
+    place, count, size = find_directory(data)
     if count > ENTRIES or not count * ENTRY.size <= size <= DIRECTORY:
         raise ValueError(
             f"its directory has {size:,} bytes and claims {count:,} entries; "
             f"at most {ENTRIES:,} in {DIRECTORY:,} are read"
         )
-    found: dict[str, Record] = {}
+    found: dict[str, ByteRange] = {}
     extents, memory = [], 0
     position, stop = place, place + size
     for _ in range(count):
-        name, record, header, position = entry(data[:stop], position, place)
+        name, record, header, position = read_entry(data[:stop], position, place)
         if name in found:
             raise ValueError(f"two entries are called {name!r}")
         memory += sys.getsizeof(name)  # up to four times its bytes: one letter above U+FFFF widens all
@@ -58,7 +58,7 @@ def records(data: memoryview) -> dict[str, Record]:
     return found
 
 
-def directory(data: memoryview) -> tuple[int, int, int]:
+def find_directory(data: memoryview) -> tuple[int, int, int]:
     """Return where the table of entries begins, their number, and its length."""
     tail = bytes(data[-(END.size + FULL16) :])
     at = tail.rfind(b"PK\5\6")
@@ -78,7 +78,7 @@ def directory(data: memoryview) -> tuple[int, int, int]:
     return place, count, size
 
 
-def entry(data: memoryview, at: int, limit: int) -> tuple[str, Record, int, int]:
+def read_entry(data: memoryview, at: int, limit: int) -> tuple[str, ByteRange, int, int]:
     """Return one line of the table: name, bytes, place of its header, start of the next line."""
     signature, _, _, flags, method, _, _, _, packed, size, name_size, extra_size, comment, _, _, kind, header = (
         ENTRY.unpack_from(data, at)
@@ -90,7 +90,7 @@ def entry(data: memoryview, at: int, limit: int) -> tuple[str, Record, int, int]
     name = raw.decode()
     if signature != b"PK\1\2" or len(extra) != extra_size:
         raise ValueError("its directory is damaged")
-    size, packed, header = wide(extra, size, packed, header)
+    size, packed, header = widen(extra, size, packed, header)
     if method or packed != size or flags & 1:
         raise ValueError(f"its entry {name!r} is compressed or encrypted; torch.save does neither")
     if name.startswith("/") or "\\" in name or ".." in name.split("/") or kind >> 28 == 0xA:
@@ -103,10 +103,10 @@ def entry(data: memoryview, at: int, limit: int) -> tuple[str, Record, int, int]
         raise ValueError(f"its entry {name!r} is not where the directory says")
     if begin + size > limit:
         raise ValueError(f"its entry {name!r} ends at byte {begin + size:,}, beyond the directory at {limit:,}")
-    return name, Record(begin, begin + size), header, at + name_size + extra_size + comment
+    return name, ByteRange(begin, begin + size), header, at + name_size + extra_size + comment
 
 
-def wide(extra: bytes, *fields: int) -> list[int]:
+def widen(extra: bytes, *fields: int) -> list[int]:
     """Return the fields, full ones replaced by the 64-bit ones of the extra block."""
     at, wider = 0, b""
     while at + 4 <= len(extra):
@@ -121,7 +121,7 @@ def wide(extra: bytes, *fields: int) -> list[int]:
 # Writing
 
 
-class Stream:
+class AppendOnlyFile:
     """A file for zipfile that can only be appended to."""
 
     def __init__(self, send: Callable[[Data], None]) -> None:
@@ -136,9 +136,9 @@ class Stream:
         """Do nothing: there is no buffer."""
 
 
-def write(send: Callable[[Data], None], entries: Iterable[tuple[str, Callable[[], Data]]]) -> None:
+def write_archive(send: Callable[[Data], None], entries: Iterable[tuple[str, Callable[[], Data]]]) -> None:
     """Write entries; each function makes its bytes when they are due."""
-    stream = Stream(send)
+    stream = AppendOnlyFile(send)
     with zipfile.ZipFile(stream, "w") as out:  # type: ignore[call-overload]  # write() and flush() are all it needs
         for name, make in entries:
             info = zipfile.ZipInfo(name)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.boxes import strides
 from meshwright.checkpoint.foreign.pickle import archive
-from meshwright.checkpoint.foreign.pickle.unpickler import STORAGES, Name, Reader, Stub
+from meshwright.checkpoint.foreign.pickle.unpickler import STORAGES, ForeignName, PickleReader, Stub
 from meshwright.errors import bad_data
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from meshwright.checkpoint.publish import Write
 
-__all__ = ["Later", "Name", "Stub", "load", "write"]
+__all__ = ["ForeignName", "Later", "Stub", "load_pickle", "write_torch_file"]
 
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of torch.save before 1.6
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # named since Python 3.13
@@ -43,7 +43,7 @@ NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" el
 mappings: weakref.WeakValueDictionary[tuple[int, ...], mmap.mmap] = weakref.WeakValueDictionary()
 
 
-def load(path: str | Path, begin: int = 0, length: int | None = None, trust: bool = False) -> Any:
+def load_pickle(path: str | Path, begin: int = 0, length: int | None = None, trust: bool = False) -> Any:
     """Return the object in a file or a part of one, its tensors as views of the file on the CPU.
 
     Foreign objects become `Stub`s, byte strings of 64 KiB and more memoryviews, NumPy's arrays
@@ -57,7 +57,7 @@ def load(path: str | Path, begin: int = 0, length: int | None = None, trust: boo
     data = full[begin:end]
     try:
         if trust:
-            return run(path, None if length is None and begin == 0 else data)
+            return run_trusted(path, None if length is None and begin == 0 else data)
         return read_archive(data) if bytes(data[:4]) == b"PK\3\4" else read_stream(data)
     except Exception as error:  # damaged, hostile and trusted files can fail in any way
         reason = str(error) if type(error) in (ValueError, *ValueError.__subclasses__()) else f"damaged: {error!r:.300}"
@@ -82,7 +82,7 @@ def mapped(path: Path) -> mmap.mmap:
         raise bad_data(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def run(path: Path, part: memoryview | None) -> Any:
+def run_trusted(path: Path, part: memoryview | None) -> Any:
     """Run the file, as the user asked with --trust-pickle."""
     import torch
 
@@ -96,7 +96,7 @@ def run(path: Path, part: memoryview | None) -> Any:
 
 
 def read_archive(data: memoryview) -> Any:
-    records = archive.records(data)
+    records = archive.find_records(data)
     found = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")]
     prefix = found[0].removesuffix("data.pkl") if len(found) == 1 else ""
     if not prefix or any(not name.startswith(prefix) for name in records) or f"{prefix}constants.pkl" in records:
@@ -114,7 +114,7 @@ def read_archive(data: memoryview) -> Any:
         return record.begin
 
     program = records[found[0]]
-    return Reader(data, place, program.begin, program.end).load()
+    return PickleReader(data, place, program.begin, program.end).load()
 
 
 def read_stream(data: memoryview) -> Any:
@@ -125,7 +125,7 @@ def read_stream(data: memoryview) -> Any:
     """
     if bytes(data[257:262]) == b"ustar":
         raise ValueError("a tar archive of torch 0.1; load it with torch.load and save it again")
-    reader = Reader(data)
+    reader = PickleReader(data)
     first = reader.load()
     if type(first) is not int or first != MAGIC:
         return first
@@ -167,7 +167,7 @@ class Later:
     make: Callable[[], torch.Tensor]
 
 
-class Stored(NamedTuple):
+class StorageReference(NamedTuple):
     """A storage in the pickle."""
 
     key: str
@@ -175,7 +175,7 @@ class Stored(NamedTuple):
     numbers: int
 
 
-class Pickler(pickle.Pickler):
+class TensorPickler(pickle.Pickler):
     """Writes tensors as torch does, their bytes elsewhere; refuses what our reader would."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -187,7 +187,7 @@ class Pickler(pickle.Pickler):
 
         if isinstance(value, (torch.Tensor, Later)):
             shape = tuple(value.shape)
-            stored = Stored(str(len(self.tensors)), value.dtype, math.prod(shape))
+            stored = StorageReference(str(len(self.tensors)), value.dtype, math.prod(shape))
             self.tensors.append(value)
             return torch._utils._rebuild_tensor_v2, (stored, 0, shape, strides(shape), False, OrderedDict())
         allowed = (torch._utils._rebuild_tensor_v2, OrderedDict, argparse.Namespace, *storage_classes().values())
@@ -196,7 +196,7 @@ class Pickler(pickle.Pickler):
         raise TypeError(f"a {type(value).__name__} is not written into a checkpoint")
 
     def persistent_id(self, value: Any) -> Any:
-        if type(value) is Stored:
+        if type(value) is StorageReference:
             return "storage", storage_classes()[value.dtype], value.key, "cpu", value.numbers
         return None
 
@@ -208,18 +208,18 @@ def storage_classes() -> dict[torch.dtype, Any]:
     return {getattr(torch, dtype): getattr(torch, f"{name}Storage") for name, dtype in typed.items()}
 
 
-def write(tree: Any, write: Write) -> None:
+def write_torch_file(tree: Any, send: Write) -> None:
     """Write a tree of containers, numbers, strings, Namespaces and tensors as torch.save does."""
     file = io.BytesIO()
-    pickler = Pickler(file)
+    pickler = TensorPickler(file)
     pickler.dump(tree)
     entries: dict[str, Callable[[], archive.Data]] = {"data.pkl": file.getbuffer, "byteorder": sys.byteorder.encode}
-    entries |= {f"data/{key}": functools.partial(bytes_of, tensor) for key, tensor in enumerate(pickler.tensors)}
+    entries |= {f"data/{key}": functools.partial(tensor_bytes, tensor) for key, tensor in enumerate(pickler.tensors)}
     entries["version"] = lambda: b"3\n"
-    archive.write(write, ((f"archive/{name}", make) for name, make in entries.items()))
+    archive.write_archive(send, ((f"archive/{name}", make) for name, make in entries.items()))
 
 
-def bytes_of(tensor: torch.Tensor | Later) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor | Later) -> memoryview:
     import torch
 
     made = tensor.make() if isinstance(tensor, Later) else tensor

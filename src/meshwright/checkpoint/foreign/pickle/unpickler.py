@@ -56,12 +56,12 @@ NUMPY = {f"{kind[0]}{bits // 8}": f"{kind}{bits}" for kind in ("int", "uint") fo
 NUMPY |= {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool"}
 
 
-class Refused(ValueError):
+class RefusedPickle(ValueError):
     """Why reading a pickle stopped."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Name:
+class ForeignName:
     """A class or function that a file names."""
 
     module: str
@@ -76,7 +76,7 @@ class Stub:
 
     __slots__ = ("module", "name", "args", "state")
 
-    def __init__(self, kind: Name, args: tuple[Any, ...]) -> None:
+    def __init__(self, kind: ForeignName, args: tuple[Any, ...]) -> None:
         self.module, self.name, self.args = kind.module, kind.name, args
         self.state: Any = None
 
@@ -90,14 +90,14 @@ class Stub:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Function:
+class AllowedFunction:
     """A function of ours that stands for one that files call."""
 
     call: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Storage:
+class StorageRange:
     """Elements of a mapped file; `begin` is None while their place is not known yet."""
 
     dtype: torch.dtype
@@ -105,7 +105,7 @@ class Storage:
     count: int
 
 
-Place = Callable[[str, int], int | None]  # a storage's key and size in bytes -> where it begins
+FindStorage = Callable[[str, int], int | None]  # a storage's key and size in bytes -> where it begins
 
 # Instructions
 
@@ -139,7 +139,7 @@ COSTS |= dict.fromkeys(LONGS | TEXTS | STRINGS | BYTES, 72)
 COSTS |= {pickle.EMPTY_DICT[0]: 80, pickle.EMPTY_SET[0]: 232}
 PLAIN = {code: STEP + cost for code, cost in COSTS.items() if not LENGTHS[code] and code != STOP}
 
-# Instructions that are replaced: how the operands become a tuple, and the Reader method for it.
+# Instructions that are replaced: how the operands become a tuple, and the method of PickleReader.
 CALLS = {
     pickle.REDUCE: (pickle.TUPLE2, "reduce"),
     pickle.NEWOBJ: (pickle.TUPLE2, "reduce"),
@@ -158,17 +158,17 @@ CALL_COST = 200
 
 
 def reference(method: str) -> bytes:
-    """Return instructions that hand the tuple on top of the stack to a method of Reader."""
+    """Return instructions that hand the tuple on top of the stack to a method of PickleReader."""
     return pickle.BININT1 + bytes([METHODS.index(method)]) + pickle.TUPLE2 + pickle.BINPERSID
 
 
 REPLACED = {code[0]: operands + reference(method) for code, (operands, method) in CALLS.items()}
 
 
-class Unpickler(pickle.Unpickler):
+class TranslatedUnpickler(pickle.Unpickler):
     """Runs a translated program; every global and every reference is the reader's to answer."""
 
-    def __init__(self, program: io.BytesIO, reader: Reader) -> None:
+    def __init__(self, program: io.BytesIO, reader: PickleReader) -> None:
         super().__init__(program, encoding="latin1")
         self.reader = reader
 
@@ -180,13 +180,15 @@ class Unpickler(pickle.Unpickler):
         return getattr(self.reader, METHODS[method])(*operands)
 
 
-class Reader:
+class PickleReader:
     """Reads the pickles in a piece of memory, one after the other, within one allowance.
 
     `place` finds the storages of tensors; without it a pickle that mentions one is refused.
     """
 
-    def __init__(self, data: memoryview, place: Place | None = None, position: int = 0, end: int | None = None) -> None:
+    def __init__(
+        self, data: memoryview, place: FindStorage | None = None, position: int = 0, end: int | None = None
+    ) -> None:
         self.data, self.place, self.position = data, place, position
         self.end = len(data) if end is None else end  # of the program
         self.cost = 0
@@ -197,7 +199,7 @@ class Reader:
 
     def load(self) -> Any:
         """Return the next pickle's object: a tree without cycles, which can be walked."""
-        result = Unpickler(self.translate(), self).load()
+        result = TranslatedUnpickler(self.translate(), self).load()
         self.measure(result, {})
         self.arrays, self.long = {}, []
         return result
@@ -219,7 +221,7 @@ class Reader:
             replaced, length = REPLACED.get(code), LENGTHS.get(code, 0)
             if replaced is None and code not in COSTS:
                 self.check_end(at, 1)
-                raise Refused(f"instruction {bytes([code])!r} at byte {at:,} is in no checkpoint we know")
+                raise RefusedPickle(f"instruction {bytes([code])!r} at byte {at:,} is in no checkpoint we know")
             at = begin = at + 1
             cost = STEP + COSTS.get(code, CALL_COST)
             if length > 0:
@@ -257,28 +259,28 @@ class Reader:
             for _ in range(2 if code == GLOBAL else 1):
                 found = bytes(self.data[at : min(at + LONG_LINE, self.end)]).find(b"\n")
                 if found < 0:
-                    raise Refused(f"no line ends within {LONG_LINE:,} bytes after byte {at:,}")
+                    raise RefusedPickle(f"no line ends within {LONG_LINE:,} bytes after byte {at:,}")
                 at += found + 1
             return begin, at
         prefix = PREFIXES[kind]
         self.check_end(at, prefix.size)
         (length,) = prefix.unpack_from(self.data, at)
         if code in LONGS and length > LONG_NUMBER:
-            raise Refused(f"a number of {length:,} bytes; at most {LONG_NUMBER} are read")
+            raise RefusedPickle(f"a number of {length:,} bytes; at most {LONG_NUMBER} are read")
         if code in TEXTS | STRINGS and length > LONG_TEXT:
-            raise Refused(f"a text of {length:,} bytes; at most {LONG_TEXT:,} are read")
+            raise RefusedPickle(f"a text of {length:,} bytes; at most {LONG_TEXT:,} are read")
         at += prefix.size
         self.check_end(at, length)
         return at, at + length
 
     def check_end(self, at: int, count: int) -> None:
         if count < 0 or at + count > self.end:
-            raise Refused(f"it ends at byte {self.end:,}, but byte {at:,} needs {count:,} more")
+            raise RefusedPickle(f"it ends at byte {self.end:,}, but byte {at:,} needs {count:,} more")
 
     def charge(self, count: int) -> None:
         self.cost += count
         if self.cost > COST:
-            raise Refused(f"its objects would take more than {COST >> 20} MiB, not counting tensors")
+            raise RefusedPickle(f"its objects would take more than {COST >> 20} MiB, not counting tensors")
 
     # The instructions that are replaced
 
@@ -288,13 +290,13 @@ class Reader:
     def reduce(self, function: Any, args: Any, keywords: Any = None) -> Any:
         """Return what our function makes of the arguments, or a Stub for a foreign one."""
         if keywords:
-            raise Refused("an object that is made with keywords")
+            raise RefusedPickle("an object that is made with keywords")
         if type(args) is not tuple:
-            raise Refused(f"{function!r:.200} is called with {type(args).__name__}, not a tuple")
-        if isinstance(function, Name):
+            raise RefusedPickle(f"{function!r:.200} is called with {type(args).__name__}, not a tuple")
+        if isinstance(function, ForeignName):
             return Stub(function, args)
-        if not isinstance(function, Function):
-            raise Refused(f"it calls a {type(function).__name__}")
+        if not isinstance(function, AllowedFunction):
+            raise RefusedPickle(f"it calls a {type(function).__name__}")
         return function.call(*args)
 
     def build(self, target: Any, state: Any) -> Any:
@@ -312,12 +314,12 @@ class Reader:
         elif type(target) is dict and type(state) is dict:
             pass  # attributes of an OrderedDict, where torch notes the versions of modules
         else:
-            raise Refused(f"it sets the state of a {type(target).__name__}")
+            raise RefusedPickle(f"it sets the state of a {type(target).__name__}")
         return target
 
     def extend(self, target: Any, values: tuple[Any, ...]) -> Any:
         if type(target) is not list:
-            raise Refused(f"it appends to {type(target).__name__}, not a list")
+            raise RefusedPickle(f"it appends to {type(target).__name__}, not a list")
         before = sys.getsizeof(target)
         self.charge(16 * len(values))
         target.extend(values)
@@ -330,7 +332,7 @@ class Reader:
             self.charge(100)
             items = target.state = {} if target.state is None else target.state
         if type(items) is not dict:
-            raise Refused(f"it sets items of {type(items).__name__}, not of a dict")
+            raise RefusedPickle(f"it sets items of {type(items).__name__}, not of a dict")
         for key, value in zip(values[::2], values[1::2], strict=True):
             before = sys.getsizeof(items)
             items[self.key(key)] = value
@@ -339,7 +341,7 @@ class Reader:
 
     def add_items(self, target: Any, values: Iterable[Any]) -> Any:
         if type(target) is not set:
-            raise Refused(f"it adds to {type(target).__name__}, not to a set")
+            raise RefusedPickle(f"it adds to {type(target).__name__}, not to a set")
         for value in values:
             before = sys.getsizeof(target)
             target.add(self.key(value))
@@ -348,7 +350,7 @@ class Reader:
 
     def make_set(self, values: Any = ()) -> Any:
         if type(values) not in (list, tuple):
-            raise Refused("a set of something other than a list")
+            raise RefusedPickle("a set of something other than a list")
         return self.add_items(set(), values)
 
     def key(self, key: Any) -> Any:
@@ -359,30 +361,30 @@ class Reader:
                 and not (type(part) is int and abs(part) < 1 << 60)
                 and not (part is None or type(part) is bool or isinstance(part, Stub) or is_dtype(part))
             ):
-                raise Refused(f"a {type(key).__name__} as a key")
+                raise RefusedPickle(f"a {type(key).__name__} as a key")
         return key
 
-    def find_storage(self, pid: Any) -> Storage:
+    def find_storage(self, pid: Any) -> StorageRange:
         """Return the storage that a persistent id names."""
         if self.place is None or type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
-            raise Refused("a reference to something outside of it that is not a storage of a tensor")
+            raise RefusedPickle("a reference to something outside of it that is not a storage of a tensor")
         _, dtype, key, _, count, *view = pid
         if not is_dtype(dtype) or type(key) is not str or type(count) is not int or count < 0:
-            raise Refused("a storage without type, key or size")
+            raise RefusedPickle("a storage without type, key or size")
         begin = self.place(key, count * dtype.itemsize)
         if view and view[0] is not None:  # in files before torch 1.6: a part of another storage
             _, offset, size = view[0]
             if not 0 <= offset <= offset + size <= count:
-                raise Refused(f"a view of elements {offset:,} to {offset + size:,} on a storage of {count:,}")
+                raise RefusedPickle(f"a view of elements {offset:,} to {offset + size:,} on a storage of {count:,}")
             begin, count = None if begin is None else begin + offset * dtype.itemsize, size
-        return Storage(dtype, begin, count)
+        return StorageRange(dtype, begin, count)
 
     # Globals
 
     def find(self, module: str, name: str) -> Any:
         """Return what stands for a global."""
         if len(module) + len(name) > 500:
-            raise Refused("a global whose name has more than 500 letters")
+            raise RefusedPickle("a global whose name has more than 500 letters")
         module = {"__builtin__": "builtins", "copy_reg": "copyreg"}.get(module, module)
         full = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
         if full not in self.globals:
@@ -399,12 +401,12 @@ class Reader:
         if module in ("torch", f"torch.{NVIDIA}", "torch.storage") and storage and kind in STORAGES:
             return getattr(torch, STORAGES[kind])
         if full in FUNCTIONS:
-            return Function(getattr(self, FUNCTIONS[full]))
+            return AllowedFunction(getattr(self, FUNCTIONS[full]))
         if full in ("argparse.Namespace", "types.SimpleNamespace"):  # the latter from transformers' converters
-            return Function(argparse.Namespace)
+            return AllowedFunction(argparse.Namespace)
         if full in INERT_NAMES or any(f"{module}.".startswith(f"{known}.") for known in INERT):
-            return Name(module, name)
-        raise Refused(
+            return ForeignName(module, name)
+        raise RefusedPickle(
             f"it names {full}, which is neither numbers nor settings, and was not run. --trust-pickle runs it, "
             "and with it whatever its author put in: only for files you trust"
         )
@@ -414,8 +416,13 @@ class Reader:
     def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
         import torch
 
-        if not isinstance(storage, Storage) or not are_sizes((offset,)) or not are_sizes(size) or not are_sizes(stride):
-            raise Refused("a tensor made of something other than a storage and numbers")
+        if (
+            not isinstance(storage, StorageRange)
+            or not are_sizes((offset,))
+            or not are_sizes(size)
+            or not are_sizes(stride)
+        ):
+            raise RefusedPickle("a tensor made of something other than a storage and numbers")
         self.charge(1500)
         if storage.begin is None:
             return torch.empty(0)
@@ -423,7 +430,7 @@ class Reader:
         last = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         if (count and last >= storage.count) or count > storage.count:
             what = f"a tensor of {size}, strides {stride}, from {offset:,}"
-            raise Refused(f"{what} on a storage of {storage.count:,} numbers")
+            raise RefusedPickle(f"{what} on a storage of {storage.count:,} numbers")
         if not count:
             return torch.empty(size, dtype=storage.dtype)
         place = storage.dtype, storage.begin
@@ -434,26 +441,26 @@ class Reader:
     def tensor_of_bytes(self, storage: Any, *args: Any) -> torch.Tensor:
         """Return a tensor on a storage of bytes; strides and offset count elements."""
         offset, size, stride, _, _, dtype, *_ = args
-        if not isinstance(storage, Storage) or not is_dtype(dtype):
-            raise Refused("a tensor without a storage or type")
+        if not isinstance(storage, StorageRange) or not is_dtype(dtype):
+            raise RefusedPickle("a tensor without a storage or type")
         count = storage.count * storage.dtype.itemsize // dtype.itemsize
-        return self.tensor(Storage(dtype, storage.begin, count), offset, size, stride)
+        return self.tensor(StorageRange(dtype, storage.begin, count), offset, size, stride)
 
     def parameter(self, tensor: Any, *_: Any) -> torch.Tensor:
         import torch
 
         if not isinstance(tensor, torch.Tensor):
-            raise Refused("a parameter that is not a tensor")
+            raise RefusedPickle("a parameter that is not a tensor")
         return tensor
 
     def tensor_of_class(self, function: Any, _type: Any, args: Any, _state: Any) -> Any:
-        if not isinstance(function, Function) or type(args) is not tuple:
-            raise Refused("a tensor of a class of its own")
+        if not isinstance(function, AllowedFunction) or type(args) is not tuple:
+            raise RefusedPickle("a tensor of a class of its own")
         return function.call(*args)
 
     def size(self, numbers: Any) -> tuple[int, ...]:
         if not are_sizes(numbers):
-            raise Refused("a torch.Size that is not made of numbers")
+            raise RefusedPickle("a torch.Size that is not made of numbers")
         return tuple(numbers)
 
     def mapping(self, *args: Any) -> dict[Any, Any]:
@@ -471,12 +478,12 @@ class Reader:
             return text.encode("latin1")
         if isinstance(text, (bytes, bytearray, memoryview)):
             return text
-        raise Refused("an encoding that bytes do not need")
+        raise RefusedPickle("an encoding that bytes do not need")
 
     def member(self, kind: Any, name: Any) -> Stub:
         """Stand for getattr() of an enum, by which some versions of Python write a member."""
-        if not isinstance(kind, Name) or type(name) is not str:
-            raise Refused("getattr() of something other than an enum. It was not run")
+        if not isinstance(kind, ForeignName) or type(name) is not str:
+            raise RefusedPickle("getattr() of something other than an enum. It was not run")
         return Stub(kind, (name,))
 
     def empty_array(self, *_: Any) -> torch.Tensor:
@@ -491,7 +498,7 @@ class Reader:
         import torch
 
         if type(code) is not str or code.lstrip("<|=") not in NUMPY:
-            raise Refused(f"a NumPy array of {str(code)[:20] if type(code) is str else 'objects'}: not numbers")
+            raise RefusedPickle(f"a NumPy array of {str(code)[:20] if type(code) is str else 'objects'}: not numbers")
         return getattr(torch, NUMPY[code.lstrip("<|=")])
 
     def scalar(self, dtype: Any, raw: Any) -> Any:
@@ -504,9 +511,9 @@ class Reader:
         raw = raw.encode("latin1") if type(raw) is str else raw
         shape = (shape,) if type(shape) is int else shape
         if not isinstance(raw, (bytes, bytearray, memoryview)) or not is_dtype(dtype) or not are_sizes(shape):
-            raise Refused("a NumPy array that is not numbers")
+            raise RefusedPickle("a NumPy array that is not numbers")
         if math.prod(shape) * dtype.itemsize != len(raw):
-            raise Refused(f"a NumPy array of {shape} in {len(raw):,} bytes")
+            raise RefusedPickle(f"a NumPy array of {shape} in {len(raw):,} bytes")
         self.charge(1500)
         if not len(raw):
             return torch.empty(shape, dtype=dtype)
@@ -541,7 +548,7 @@ class Reader:
                 total, height = total + count, max(height, below + 1)
             seen = known[id(value)] = total, height
         if seen[1] > DEPTH or seen[0] > VALUES:
-            raise Refused(f"its containers hold themselves, or each other {DEPTH} deep, or {VALUES:,} times")
+            raise RefusedPickle(f"its containers hold themselves, or each other {DEPTH} deep, or {VALUES:,} times")
         return seen
 
 
