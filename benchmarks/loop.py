@@ -25,7 +25,8 @@ from meshwright.data.files.writer import Writer
 from meshwright.data.loader import Batch, Loader, LoaderSpec, Samples
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import token_losses
-from meshwright.parallel.zero import ParameterStore, StoreSpec
+from meshwright.parallel.flat import FlatStore
+from meshwright.parallel.store import StoreSpec
 from meshwright.settings import schema as config
 from meshwright.training.step import Network, StepSettings, train_step
 
@@ -82,7 +83,7 @@ def our_steps(prefix: Path) -> Iterator[float]:
     with torch.device("meta"):
         model = GPT(m, VOCAB, VOCAB, SEQ)
     cpu = torch.device("cpu")
-    params = ParameterStore(model, StoreSpec(config.Optimizer(weight_decay=0.1), torch.float32, cpu, VOCAB))
+    params = FlatStore(model, StoreSpec(config.Optimizer(weight_decay=0.1), torch.float32, cpu, VOCAB))
     params.initialise(lambda masters: initialise(masters, m, VOCAB, 1))
     data = Samples(Indexed(prefix), range(400), 4096, SEQ, seed=1)
     net = Network(parts=[model], store=params, loss=losses, device=cpu)

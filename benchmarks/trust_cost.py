@@ -81,7 +81,7 @@ def open_trainer(words: list[str]) -> tuple[Trainer, StopConditions]:
     trainer.open_folder(None, None, [])
     store = trainer.net.store
     # As on a rank of several: the weights and the masters are what other ranks hold too.
-    held = store.held()
+    held = store.weights_by_name()
     trainer.replicas.copies = [Copies("weights", [[0]], held, getattr(store, "weights", None))]
     if getattr(store, "master", None) is not getattr(store, "weights", None):
         trainer.replicas.copies.append(Copies("masters", [[0]], {}, store.master))  # type: ignore[union-attr]
@@ -118,7 +118,7 @@ def report(trainer: Trainer, seconds: dict[str, list[float]], every: int, thread
     default, device = Parallel().check_replicas_interval, trainer.device
     off, on = (statistics.median(seconds[name]) for name in ("off", "on"))
     ours = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    parameters = sum(x.numel() for x in trainer.net.store.held().values())
+    parameters = sum(x.numel() for x in trainer.net.store.weights_by_name().values())
     graphs = "on" if trainer.net.graphs is not None and not trainer.net.graphs.is_off else "off"
     where = f"torch {torch.__version__}, {devices.name(device)}, {platform.node()}"
     print(f"commit {ours}, {where}, {parameters:,} parameters, CUDA graphs {graphs}\n")

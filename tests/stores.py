@@ -8,7 +8,8 @@ from helpers import TINY
 from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import loss_sum, token_losses
-from meshwright.parallel.zero import ParameterStore, StoreSpec
+from meshwright.parallel.flat import FlatStore
+from meshwright.parallel.store import StoreSpec
 from meshwright.settings import schema as config
 
 CPU = torch.device("cpu")
@@ -24,7 +25,7 @@ def make(m=TINY, o=None, dtype=torch.float32, device=CPU, seed=1, padded=64, **m
     """Return an initialised model and its store, as at the start of a run."""
     with torch.device("meta"):
         model = GPT(m, VOCAB, padded, 16)
-    store = ParameterStore(model, StoreSpec(o or config.Optimizer(), dtype, device, VOCAB, **more))
+    store = FlatStore(model, StoreSpec(o or config.Optimizer(), dtype, device, VOCAB, **more))
     store.initialise(lambda masters: initialise(masters, m, VOCAB, seed))
     store.publish_weights()
     return model, store
@@ -66,7 +67,7 @@ def view(store, flat, name):
 
 def masters(store):
     """Yield every parameter of one process in full precision, padded rows included."""
-    assert store.layout.tp == store.parts == 1
+    assert store.layout.tp == store.shard_count == 1
     for bucket in store.buckets.values():
         for name in bucket.spans:
             yield name, view(store, store.master, name)
@@ -79,7 +80,7 @@ def gradient(store, name):
 def state(store, name):
     """Return a parameter's optimizer state by torch's names."""
     begin, shape = span(store, name)
-    (piece,) = (p for p in store.pieces if p.begin <= begin < p.begin + p.master.numel())
+    (piece,) = (p for p in store.update_ranges if p.begin <= begin < p.begin + p.master.numel())
     at = begin - piece.begin
     return {key: flat[at : at + shape.numel()].view(shape) for key, flat in piece.state.items()}
 

@@ -17,9 +17,9 @@ from meshwright.optim.loss_scale import LossScale
 def missing_reduction() -> AbstractContextManager[Any]:
     """With ZeRO 1 or 2 and several copies of the shards, gradients are not summed over these."""
     from meshwright.parallel import comm
-    from meshwright.parallel.zero import ParameterStore
+    from meshwright.parallel.flat import FlatStore
 
-    plain = ParameterStore.finish_sums
+    plain = FlatStore.finish_sums
 
     def finish_sums(store: Any) -> None:
         skipped = store.layout.group("replicas")
@@ -27,7 +27,7 @@ def missing_reduction() -> AbstractContextManager[Any]:
         with mock.patch.object(comm, "total", lambda x, group: x if group is skipped else total(x, group)):
             plain(store)
 
-    return mock.patch.object(ParameterStore, "finish_sums", finish_sums)
+    return mock.patch.object(FlatStore, "finish_sums", finish_sums)
 
 
 def wrong_dropout_offset() -> AbstractContextManager[Any]:
@@ -48,18 +48,18 @@ def wrong_dropout_offset() -> AbstractContextManager[Any]:
 
 def double_counted_tied_gradient() -> AbstractContextManager[Any]:
     """The table that the first and the last stage share gets its gradient twice."""
-    from meshwright.parallel.zero import ParameterStore
+    from meshwright.parallel.flat import FlatStore
 
-    plain = ParameterStore.finish_sums
+    plain = FlatStore.finish_sums
 
     def finish_sums(store: Any) -> None:
         plain(store)
-        if store.tied and "wte" in store.buckets:
+        if store.sharding.tied and "wte" in store.buckets:
             bucket = store.buckets["wte"]
             _, begin = store.part_offsets(bucket)
-            store.share[begin : begin + bucket.size // store.parts] *= 2
+            store.share[begin : begin + bucket.size // store.shard_count] *= 2
 
-    return mock.patch.object(ParameterStore, "finish_sums", finish_sums)
+    return mock.patch.object(FlatStore, "finish_sums", finish_sums)
 
 
 def stale_scaler() -> AbstractContextManager[Any]:

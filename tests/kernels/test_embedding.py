@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from helpers import TINY
 from meshwright import device as devices
 from meshwright.kernels import embedding
-from meshwright.parallel.zero import ParameterStore, StoreSpec
+from meshwright.parallel.flat import FlatStore
+from meshwright.parallel.store import StoreSpec
 from meshwright.settings.schema import Optimizer
 from stores import CPU, VOCAB, gradient, losses_of, make, tokens
 
@@ -48,7 +49,7 @@ class Table(torch.nn.Module):
 def test_without_a_sink_it_is_torchs(kernels):
     """A custom model's parameters have none."""
     table = Table()
-    ParameterStore(table, StoreSpec(Optimizer(), torch.float32, CPU, VOCAB))
+    FlatStore(table, StoreSpec(Optimizer(), torch.float32, CPU, VOCAB))
     out = embedding.embedding(tokens(), table.weight)
     assert "EmbeddingBackward" in type(out.grad_fn).__name__
     assert torch.equal(out, F.embedding(tokens(), table.weight))

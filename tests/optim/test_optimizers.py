@@ -12,7 +12,8 @@ from helpers import TINY
 from meshwright.checkpoint import loading, native
 from meshwright.optim import rules
 from meshwright.optim.rules import Numbers
-from meshwright.parallel.zero import ParameterStore, StoreSpec
+from meshwright.parallel.flat import FlatStore
+from meshwright.parallel.store import StoreSpec
 from meshwright.settings.schema import Optimizer
 from stores import (
     CPU,
@@ -91,7 +92,7 @@ def test_every_parameter_has_its_rule():
         )
         assert store.updates.keys() == {(torchs, True), (torchs, False)}
         for kind, update in store.updates.items():  # each parameter is updated once
-            masters = [id(p.master) for p in store.pieces if kind_of_piece(store, p) == kind]
+            masters = [id(p.master) for p in store.update_ranges if kind_of_piece(store, p) == kind]
             assert list(map(id, update.param_groups[0]["params"])) == masters != []
 
 
@@ -336,13 +337,13 @@ def test_offload_on_a_cpu_changes_nothing(rule, dtype, scale):
 )
 def test_offload(run, tmp_path, monkeypatch, flags):
     """A run saved with --cpu-optimizer and resumed without it has the losses of one without."""
-    made, real = [], ParameterStore.__init__
+    made, real = [], FlatStore.__init__
 
     def init(self, *args):
         real(self, *args)
         made.append(self.offload)
 
-    monkeypatch.setattr(ParameterStore, "__init__", init)
+    monkeypatch.setattr(FlatStore, "__init__", init)
     flags, save = [*flags, "--eval-iters", "0", "--lr-decay-iters", "6"], str(tmp_path / "save")
     if "--fp16" in flags:
         flags += ["--initial-loss-scale", "1024"]
@@ -364,7 +365,7 @@ def test_offload_from_a_gpu(rule, dtype):
         model, store = make(o=Optimizer(optimizer=rule), dtype=dtype, device=device, offload=offload)
         assert store.weights.device.type == store.gradients.device.type == store.share.device.type == "cuda"
         assert store.host_share.is_pinned() == offload
-        for p in store.pieces:
+        for p in store.update_ranges:
             kept = [store.master, store.host_share, p.master, p.master.grad, *p.state.values()]
             assert {x.device.type for x in kept} == {"cpu" if offload else "cuda"}
             assert p.master.grad.is_pinned() == offload
@@ -396,7 +397,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zeros_and_norm_count_no_gaps(rule, dtype):
     model = Odd()
-    store = ParameterStore(model, StoreSpec(Optimizer(optimizer=rule), dtype, CPU, 5))
+    store = FlatStore(model, StoreSpec(Optimizer(optimizer=rule), dtype, CPU, 5))
     g = torch.Generator().manual_seed(4)
     squares = 0.0
     for _, p in masters(store):
@@ -410,14 +411,14 @@ def test_zeros_and_norm_count_no_gaps(rule, dtype):
         (p * factor).sum().backward()
         zeros += int((factor == 0).sum())
         total += p.numel()
-    assert int(store.zeros()) == zeros and 0 < zeros < total
+    assert int(store.count_zero_gradients()) == zeros and 0 < zeros < total
     assert store.weights.numel() > total
-    assert float(store.norm()) == pytest.approx(math.sqrt(squares), rel=1e-6)
+    assert float(store.weight_norm()) == pytest.approx(math.sqrt(squares), rel=1e-6)
     store.step(Numbers(0.0, 0.0, 1.0))
-    assert int(store.zeros()) == zeros  # clipping changes none
+    assert int(store.count_zero_gradients()) == zeros  # clipping changes none
     store.clear_gradients()
     store.step(Numbers(0.0, 0.0, 1.0))
-    assert int(store.zeros()) == total
+    assert int(store.count_zero_gradients()) == total
 
 
 def test_zeros_and_norm_in_a_run(run):

@@ -11,7 +11,8 @@ from torch import nn
 from helpers import open_step
 from meshwright.optim.loss_scale import LossScale, dtype_of
 from meshwright.optim.rules import Numbers
-from meshwright.parallel.zero import ParameterStore, StoreSpec
+from meshwright.parallel.flat import FlatStore
+from meshwright.parallel.store import StoreSpec
 from meshwright.settings.schema import Optimizer, Precision
 from meshwright.training import step as training_step
 from stores import CPU, gradient, is_equal, kinds, masters, one_of_each_kind, snapshot
@@ -110,7 +111,7 @@ def test_forced_overflows(rule):
     model = One()
     p = Precision(fp16=True, initial_loss_scale=2.0**32, loss_scale_window=5, hysteresis=2)
     store, ours = (
-        ParameterStore(model, StoreSpec(Optimizer(optimizer=rule, clip_grad=1.0), torch.float16, CPU, 2)),
+        FlatStore(model, StoreSpec(Optimizer(optimizer=rule, clip_grad=1.0), torch.float16, CPU, 2)),
         LossScale(p),
     )
     for _, master in masters(store):

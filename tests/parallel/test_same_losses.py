@@ -295,7 +295,7 @@ def broken(name, trainer, step):
             where = type(net).where
             net.where = lambda b, seed: dataclasses.replace(where(net, b, seed), columns=None)
         elif name == "norm with copies":
-            store.pieces = [p._replace(counted=True) for p in store.pieces]
+            store.update_ranges = [p._replace(is_counted=True) for p in store.update_ranges]
         elif name == "new weights are kept":
             store.publish_weights = lambda *has_all: None
     yield

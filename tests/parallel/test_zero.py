@@ -11,8 +11,9 @@ import torch
 from helpers import TINY
 from meshwright.model.gpt import initialise
 from meshwright.optim.rules import Numbers
-from meshwright.parallel import zero
-from meshwright.parallel.zero import ALIGN, ParameterStore, StoreSpec
+from meshwright.parallel import store as store_module
+from meshwright.parallel.flat import FlatStore
+from meshwright.parallel.store import ALIGN, StoreSpec
 from meshwright.settings import schema as config
 from stores import (
     CPU,
@@ -72,7 +73,7 @@ def test_low_precision_keeps_full_masters(dtype):
     norms = a.step(Numbers(1e-3, 0.0, 1.0)).item(), b.step(Numbers(1e-3, 0.0, scale)).item()
     assert norms[1] == pytest.approx(norms[0], rel=0.03)
     assert b.master.dtype is b.gradients.dtype is b.share.dtype is torch.float32
-    for piece in b.pieces:
+    for piece in b.update_ranges:
         assert {x.dtype for x in (piece.master, piece.master.grad, *piece.state.values())} == {torch.float32}
     for (name, p), (_, q) in zip(masters(a), masters(b), strict=True):
         assert (p - q).abs().max() < 2.2e-3, name  # Adam's first step is +-lr
@@ -190,7 +191,7 @@ def test_gradients_land_where_they_belong(dtype, count):
     batches = [tokens(), (tokens() + 7) % VOCAB][:count]
     store.clear_gradients()
     losses_of(model, batches)
-    want = {n: torch.zeros_like(p, dtype=store.full) for n, p in plain.named_parameters()}
+    want = {n: torch.zeros_like(p, dtype=store.full_dtype) for n, p in plain.named_parameters()}
     for batch in batches:
         plain.zero_grad()
         losses_of(plain, [batch])
@@ -202,7 +203,7 @@ def test_gradients_land_where_they_belong(dtype, count):
         assert (got - want[name]).norm() <= bound * want[name].norm(), name
         assert not (is_low and count > 1 and torch.equal(got, got.to(dtype).to(got))), name
     assert store.share is store.gradients is store.host_share
-    for piece in store.pieces:  # what the update reads
+    for piece in store.update_ranges:  # what the update reads
         part = slice(piece.begin, piece.begin + piece.master.numel())
         assert piece.master.grad.data_ptr() == store.gradients[part].data_ptr()
         assert piece.master.data_ptr() == store.master[part].data_ptr()
@@ -252,13 +253,13 @@ def test_norm_of_a_large_buffer():
     """Adding float32 squares sequentially would lose 0.04 % over ten million elements."""
     big = torch.nn.Module()
     big.weight = torch.nn.Parameter(torch.empty(10_000, 1_000, device="meta"))
-    store = ParameterStore(big, StoreSpec(config.Optimizer(lr=1.0), torch.float32, CPU, vocab=1))
-    (piece,) = store.pieces
+    store = FlatStore(big, StoreSpec(config.Optimizer(lr=1.0), torch.float32, CPU, vocab=1))
+    (piece,) = store.update_ranges
     store.master.normal_(generator=torch.Generator().manual_seed(1))
     store.clear_gradients()
     (big.weight * (store.master * 0.1).view_as(big.weight)).sum().backward()
     exact = torch.linalg.vector_norm(piece.master.detach().double()).item()
-    assert store.norm().item() == pytest.approx(exact, rel=2e-7)
+    assert store.weight_norm().item() == pytest.approx(exact, rel=2e-7)
     assert store.step(Numbers(0.0, 0.0, 1.0)).item() == pytest.approx(0.1 * exact, rel=2e-7)
 
 
@@ -282,6 +283,6 @@ def test_initial_weights_drawn_by_several_threads(monkeypatch, most, threads):
         with lock:
             alive[0] -= 1
 
-    monkeypatch.setattr(zero, "DRAWN", most)
-    store.initialise(draw, at_once=3)
+    monkeypatch.setattr(store_module, "DRAWN_BYTES", most)
+    store.initialise(draw, threads=3)
     assert torch.equal(store.master, alone.master) and most_alive[0] == threads

@@ -13,7 +13,7 @@ from helpers import TINY
 from meshwright.model.gpt import GPT
 from meshwright.optim.rules import Numbers
 from meshwright.parallel.layout import Layout, connect
-from meshwright.parallel.zero import ALIGN, StoreSpec
+from meshwright.parallel.store import ALIGN, StoreSpec
 from meshwright.settings.schema import Optimizer
 from on_ranks import run_ranks
 from stores import GATED, VOCAB, gradient, is_equal, kinds, losses_of, make, snapshot, tokens
@@ -123,7 +123,7 @@ def everything(store, with_optimizer=True):
         assert (shape, boxes) == held[name][:2] and torch.equal(x, held[name][2])
     parts = all_ranks(store.layout, {name: (*held[name][:2], name in saved, held[name][2]) for name in held})
     values, counts = assembled([{n: (s, b, x) for n, (s, b, _, x) in part.items()} for part in parts])
-    assert all((c == store.layout.world // store.parts).all() for c in counts.values())
+    assert all((c == store.layout.world // store.shard_count).all() for c in counts.values())
     once, counts = assembled([{n: (s, b, x) for n, (s, b, mine, x) in part.items() if mine} for part in parts])
     assert is_equal(once, values) and all((c == 1).all() for c in counts.values())
     return values
@@ -136,7 +136,7 @@ def summed(store):
         for name, (_, shape) in bucket.spans.items():
             to, low, high = store.local_range(name)
             mine[name] = (shape, low, store.share[to : to + high - low])
-    out = {name: torch.full((shape.numel(),), math.nan, dtype=store.full) for name, (shape, _, _) in mine.items()}
+    out = {name: torch.full((shape.numel(),), math.nan, dtype=store.full_dtype) for name, (shape, _, _) in mine.items()}
     for part in all_ranks(store.layout, mine):
         for name, (_, low, x) in part.items():
             out[name][low : low + len(x)] = x
@@ -171,7 +171,7 @@ def check_exact(layout, micro, unused, rule, m):
         assert (
             store.share.numel()
             == store.master.numel()
-            == sum(p.master.numel() for p in store.pieces) + gaps(store)
+            == sum(p.master.numel() for p in store.update_ranges) + gaps(store)
             == part
         )
         assert store.gradients.numel() == (0 if stage == 2 and layout.shard > 1 else store.size)
@@ -181,7 +181,7 @@ def check_exact(layout, micro, unused, rule, m):
         for stage, (model, store) in enumerate(divided):
             got = one_step(model, store, every[layout.at("replicas", "shard")])
             torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
-            torch.testing.assert_close(store.norm(), alone.norm(), rtol=1e-12, atol=0)
+            torch.testing.assert_close(store.weight_norm(), alone.weight_norm(), rtol=1e-12, atol=0)
             assert store.steps == alone.steps
             if 0 < step < STEPS - 1:
                 continue
@@ -190,7 +190,7 @@ def check_exact(layout, micro, unused, rule, m):
             check_published(model, store, values)
             sums = summed(store)
             close(sums, {name: gradient(alone, name) for name in sums}, 1e-12)
-            assert int(store.zeros()) == zeros_of(sums), (step, stage)
+            assert int(store.count_zero_gradients()) == zeros_of(sums), (step, stage)
 
 
 def zeros_of(sums):
@@ -204,7 +204,8 @@ def zeros_of(sums):
 def gaps(store):
     """Count the padding elements at the end of buckets in this rank's part."""
     part = [
-        (b.size // store.parts * store.place, b.size // store.parts, b.kinds[-1][2]) for b in store.buckets.values()
+        (b.size // store.shard_count * store.shard_index, b.size // store.shard_count, b.kinds[-1][2])
+        for b in store.buckets.values()
     ]
     return sum(max(0, min(size, first + size - end)) for first, size, end in part)
 
@@ -215,14 +216,14 @@ def test_float64_equals_one_process(sizes, micro):
 
 
 def check_even_shards(layout):
-    from meshwright.parallel.zero3 import FullyShardedStore
+    from meshwright.parallel.fsdp import FullyShardedStore
 
     m = dataclasses.replace(GATED, num_layers=8)
     with torch.device("meta"):
         model = GPT(m, VOCAB, 64, 16)
     spec = StoreSpec(Optimizer(), torch.float32, torch.device("cpu"), VOCAB, layout=layout, zero=3)
     store = FullyShardedStore([model], spec)
-    here = sum(p.master.numel() for p in store.pieces)
+    here = sum(p.master.numel() for p in store.update_ranges)
     assert here * layout.shard == sum(shape.numel() for shape in store.shapes.values()), (layout.rank, here)
 
 
@@ -258,13 +259,17 @@ def check_low(layout, micro, dtype):
             assert got.item() == pytest.approx(norm.item(), rel=1e-2 if step else 1e-6)
             assert sums.tolist() == pytest.approx(wanted_sums.tolist(), rel=1e-2 if step else 1e-6)
             zeros = zeros_of(summed(store))
-            assert int(store.zeros()) == zeros
+            assert int(store.count_zero_gradients()) == zeros
             if step == 0:
-                assert zeros == pytest.approx(int(alone.zeros()), abs=8)  # keys' biases have rounding errors only
+                assert zeros == pytest.approx(
+                    int(alone.count_zero_gradients()), abs=8
+                )  # keys' biases have rounding errors only
     stages = [everything(store) for _, store in divided]
     for (model, store), values in zip(divided, stages, strict=True):
         check_published(model, store, values)
-        assert store.norm().item() == pytest.approx(alone.norm().item(), rel=1e-4) and store.steps == STEPS
+        assert (
+            store.weight_norm().item() == pytest.approx(alone.weight_norm().item(), rel=1e-4) and store.steps == STEPS
+        )
     want = assembled([alone.named_state()])[0]
     if micro == 1:
         assert is_equal(stages[1], stages[2])
@@ -328,7 +333,7 @@ def check_non_finite(layout, dtype):
         for i in range(1, STEPS):
             got, want = one_step(model, store, mine[i]), one_step(other, undisturbed, mine[i])
             assert torch.equal(got[0], want[0]) and got[0].isfinite() and torch.equal(got[1], want[1])
-            assert int(store.zeros()) == int(undisturbed.zeros())
+            assert int(store.count_zero_gradients()) == int(undisturbed.count_zero_gradients())
         assert is_equal(snapshot(store), snapshot(undisturbed)) and is_equal(everything(store), everything(undisturbed))
 
 
@@ -398,9 +403,9 @@ def check_memory(layout):
     """Parts are multiples of ALIGN; ZeRO 2 keeps no full gradients, and few sums pending."""
     for stage in (0, 1, 2):
         model, store = make(GATED, dtype=torch.bfloat16, layout=layout, zero=stage)
-        assert store.parts == (layout.shard if stage else 1) and store.keeps_gradients == (stage < 2)
+        assert store.shard_count == (layout.shard if stage else 1) and store.keeps_gradients == (stage < 2)
         for bucket in store.buckets.values():
-            assert bucket.size % (ALIGN * store.parts) == 0 and bucket.begin % (ALIGN * store.parts) == 0
+            assert bucket.size % (ALIGN * store.shard_count) == 0 and bucket.begin % (ALIGN * store.shard_count) == 0
             assert all(offset % ALIGN == 0 for offset, _ in bucket.spans.values())
         assert kinds(store) == kinds(make(GATED)[1])
         most = []

@@ -274,7 +274,7 @@ def forget_clean_steps(monkeypatch):
 
 
 def forget_adams_time(monkeypatch):
-    monkeypatch.setattr("meshwright.parallel.zero.ParameterStore.steps", property(lambda s: 0, lambda s, v: None))
+    monkeypatch.setattr("meshwright.parallel.flat.FlatStore.steps", property(lambda s: 0, lambda s, v: None))
 
 
 def forget_schedule(monkeypatch):

@@ -48,7 +48,7 @@ class Recorder:
 
     def tensors(self):
         s = self.store
-        states = [x for piece in s.pieces for x in piece.state.values()]
+        states = [x for piece in s.update_ranges for x in piece.state.values()]
         casts = [] if s.scales is None else [each.cast for each in s.scales.products]
         scaled = [] if s.scales is None else [*s.scales.tensors(), *(x for cast in casts for x in cast[:2])]
         return [s.weights, s.gradients, s.share, s.master, self.totals, *states, *s._adam_steps(), *scaled]

@@ -29,7 +29,7 @@ def flip(wrong, at, name, rank):
         taken.append(1)
         if rank == wrong and len(taken) == at:
             net.store.wait_for_weights()  # what is not yet gathered would spread
-            weight = net.store.held()[name].view(-1)[-1:]
+            weight = net.store.weights_by_name()[name].view(-1)[-1:]
             integer, bit = (torch.int16, 4) if weight.element_size() == 2 else (torch.int32, 20)
             weight.view(integer).bitwise_xor_(1 << bit)
         return out

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from layouts import parse
-from meshwright.parallel.parts import Parts
+from meshwright.parallel.shard import Sharding
 from meshwright.ranks.team import Team
 from meshwright.report.page import CERTIFICATE, show_certificate
 from meshwright.verify import certificate, small_run
@@ -33,7 +33,7 @@ def compare_all(file: str, lines: list[str]) -> None:
     team, found = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD), {}
     place = Place(team, connect=small_run.Connected())
     for line in lines:
-        wrong = mock.patch.object(Parts, "is_partial", lambda parts, name: False)
+        wrong = mock.patch.object(Sharding, "is_partial", lambda parts, name: False)
         flags = (TP if line == "broken" else line).replace("--bf16", "--params-dtype float32 --bf16")
         with wrong if line == "broken" else mock.MagicMock():
             made = compare(parse(flags), team, 1, None, place)

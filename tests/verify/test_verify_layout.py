@@ -17,9 +17,9 @@ from on_ranks import run_programs
 PROGRAM = """
 import os, sys
 from meshwright.__main__ import main
-from meshwright.parallel.parts import Parts
+from meshwright.parallel.shard import Sharding
 if "BROKEN" in os.environ:
-    Parts.is_partial = lambda parts, name: False
+    Sharding.is_partial = lambda parts, name: False
 sys.exit(main(sys.argv[1:]))
 """
 TP = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -69,7 +69,7 @@ def test_the_command_starts_ranks_itself(tmp_path, is_broken):
     argv = ["verify-layout", *TP, "--run-dir", str(tmp_path / "run"), "--verify-layout", "1"]
     if is_broken:  # a bug that the ranks have too
         (tmp_path / "sitecustomize.py").write_text(
-            "import sys, meshwright.parallel.parts as m\nm.Parts.is_partial = lambda parts, name: False\n"
+            "import sys, meshwright.parallel.shard as m\nm.Sharding.is_partial = lambda parts, name: False\n"
         )
     [status], [out] = run_programs(program, [argv], [{"PYTHONPATH": str(tmp_path)}], tmp_path)
     assert status == (UNEQUAL if is_broken else 0), out

@@ -26,7 +26,7 @@ from meshwright.model.attention import Cache, Where
 from meshwright.model.gpt import GPT
 from meshwright.parallel.cut_model import CutModel, build_cut_model
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.parts import Parts
+from meshwright.parallel.shard import Sharding
 from meshwright.ranks.team import ALONE, Team
 from meshwright.settings import checks
 from meshwright.settings.schema import Data, Model, Parallel, Sampling, TokenizerFlags, TrainConfig
@@ -252,9 +252,9 @@ def load(
 
     def want(source: Source) -> TensorBoxes:
         fit, model = opened[-1]
-        parts, out = Parts(layout, fit.vocab, False, False, ()), dict[str, Any]()
+        parts, out = Sharding(layout, fit.vocab), dict[str, Any]()
         for name, p in model.parts[0].named_parameters():
-            full, place, shape = parts.saved(name, p.shape)
+            full, place, shape = parts.saved_part(name, p.shape)
             p[shape[0] :] = 0
             box = (tuple(place), tuple(shape))
             out[name] = native.BoxedTensor(tuple(full), [box] if shape[0] else [], p[: shape[0]])

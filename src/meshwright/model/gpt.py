@@ -19,7 +19,6 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,8 +33,6 @@ from meshwright.kernels.linear import linear
 from meshwright.model.attention import Attention, Shared, Where, is_reference, seed_dropout, share
 from meshwright.model.layers import MLP, Embedding, Linear, Norm
 from meshwright.settings.schema import Model
-
-DRAWING = 16  # most tensors that are drawn at once
 
 
 @dataclass(frozen=True)
@@ -276,5 +273,6 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
                 p[:true_rows] = draw.to(p.device)
             p[true_rows:] = 0
 
-    with ThreadPoolExecutor(min(DRAWING, devices.cores())) as threads:  # torch releases the GIL
-        list(threads.map(torch.no_grad()(fill), *zip(*masters, strict=True)))
+    with torch.no_grad():
+        for name, p in masters:
+            fill(name, p)

@@ -1,6 +1,6 @@
-"""THE table: how tensor parallelism cuts each parameter.
+"""THE table: how tensor parallelism cuts each parameter, and its application to one layout.
 
-Read by the parallelizer, the parameter stores and the checkpoints.
+Read by the parallelizer, the parameter stores and the checkpoints. Imports no torch.
 
     cut      the dimension that is cut into `tp` equal parts, counted from the end; None: not cut
     partial  for parameters that are not cut: when a rank's gradient is partial and must be summed
@@ -16,39 +16,104 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from meshwright.parallel.layout import Layout
 
 
-class Rule(NamedTuple):
+class CutRule(NamedTuple):
     cut: int | None
     partial: Literal["always", "sequence", "never"] = "sequence"
     rows: bool = False
 
 
-TABLE = {
-    r"(wte|lm_head)\.weight": Rule(-2, rows=True),
-    r"wpe\.weight": Rule(None),
-    r"ln_(emb|f)\.(weight|bias)": Rule(None),
-    r"h\.\d+\.ln_[12]\.(weight|bias)": Rule(None),
-    r"h\.\d+\.attn\.qkv\.weight": Rule(-2),  # rows [group, its queries then k then v, head_dim]: cut between groups
-    r"h\.\d+\.attn\.qkv\.bias": Rule(-1),
-    r"h\.\d+\.attn\.ln_[qk]\.(weight|bias)": Rule(None, "always"),
-    r"h\.\d+\.attn\.proj\.weight": Rule(-1),
-    r"h\.\d+\.mlp\.fc\.weight": Rule(-2),  # [F, H], or a gate's [2, F, H]
-    r"h\.\d+\.mlp\.fc\.bias": Rule(-1),
-    r"h\.\d+\.mlp\.proj\.weight": Rule(-1),
-    r"h\.\d+\.(attn|mlp)\.proj\.bias": Rule(None),
+CUTS = {
+    r"(wte|lm_head)\.weight": CutRule(-2, rows=True),
+    r"wpe\.weight": CutRule(None),
+    r"ln_(emb|f)\.(weight|bias)": CutRule(None),
+    r"h\.\d+\.ln_[12]\.(weight|bias)": CutRule(None),
+    r"h\.\d+\.attn\.qkv\.weight": CutRule(-2),  # rows [group, its queries then k then v, head_dim]: cut between groups
+    r"h\.\d+\.attn\.qkv\.bias": CutRule(-1),
+    r"h\.\d+\.attn\.ln_[qk]\.(weight|bias)": CutRule(None, "always"),
+    r"h\.\d+\.attn\.proj\.weight": CutRule(-1),
+    r"h\.\d+\.mlp\.fc\.weight": CutRule(-2),  # [F, H], or a gate's [2, F, H]
+    r"h\.\d+\.mlp\.fc\.bias": CutRule(-1),
+    r"h\.\d+\.mlp\.proj\.weight": CutRule(-1),
+    r"h\.\d+\.(attn|mlp)\.proj\.bias": CutRule(None),
 }
 
 
-def rule(name: str) -> Rule:
-    return next((r for pattern, r in TABLE.items() if re.fullmatch(pattern, name)), Rule(None, "never"))
+def rule(name: str) -> CutRule:
+    return next((r for pattern, r in CUTS.items() if re.fullmatch(pattern, name)), CutRule(None, "never"))
 
 
 def unit(name: str) -> str:
     """Return a parameter's unit of communication: its layer, or a part outside the layers."""
     head = name.split(".")
     return ".".join(head[:2]) if head[0] == "h" else head[0]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which part of each parameter a rank holds.
+
+    `vocab` is the true vocabulary size: rows beyond it in wte and lm_head stay 0 and are not saved.
+    `sequence` is sequence parallelism. `tied`: the last pipeline stage uses the first one's token
+    table as its head. Ranks that differ only in the dimensions `replicated` hold the same values.
+    """
+
+    layout: Layout
+    vocab: int
+    sequence: bool = False
+    tied: bool = False
+    replicated: tuple[str, ...] = ()
+
+    def is_cut(self, name: str) -> bool:
+        return self.layout.tp > 1 and rule(name).cut is not None
+
+    def is_partial(self, name: str) -> bool:
+        """Whether the gradient must be summed over the tensor ranks."""
+        cut, partial, _ = rule(name)
+        if self.layout.tp == 1 or cut is not None:
+            return False
+        return partial == "always" or (partial == "sequence" and self.sequence)
+
+    def is_counted(self, name: str) -> bool:
+        """Whether this rank's values count in norms and are saved; the others are copies."""
+        at = self.layout.at
+        if self.tied and name == "wte.weight" and at("pp"):
+            return False
+        return not (at("tp") and not self.is_cut(name)) and not at(*self.replicated)
+
+    def full_shape(self, name: str, shape: torch.Size) -> tuple[int, ...]:
+        """Return the shape of the full tensor, given that of a tensor rank's part."""
+        cut, full = rule(name).cut, list(shape)
+        if cut is not None:
+            full[cut] *= self.layout.tp
+        return tuple(full)
+
+    def cut(self, name: str, full: Tensor) -> Tensor:
+        """Return this tensor rank's part."""
+        cut = rule(name).cut
+        return full if cut is None else full.chunk(self.layout.tp, cut)[self.layout.at("tp")]
+
+    def saved_part(self, name: str, shape: torch.Size) -> tuple[list[int], list[int], list[int]]:
+        """Return the full tensor's shape, and the offsets and the shape of this rank's part.
+
+        All are as saved in a checkpoint: without rows beyond the true vocabulary.
+        """
+        (cut, _, has_vocab), full, part = rule(name), list(self.full_shape(name, shape)), list(shape)
+        offsets = [0] * len(full)
+        if cut is not None:
+            offsets[cut] = self.layout.at("tp") * shape[cut]
+        if has_vocab:
+            full[0], part[0] = self.vocab, min(max(self.vocab - offsets[0], 0), shape[0])
+        return full, offsets, part
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets, sizes
@@ -68,7 +133,7 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
 
     if complete > last:
         return of_row(last, begin % inner, end % inner)
-    out = of_row(complete - 1, begin % inner, inner) if begin % inner else []
+    cut = of_row(complete - 1, begin % inner, inner) if begin % inner else []
     if complete < last:
-        out.append(((complete, *[0] * len(shape[1:])), (last - complete, *shape[1:])))
-    return out + of_row(last, 0, end % inner)
+        cut.append(((complete, *[0] * len(shape[1:])), (last - complete, *shape[1:])))
+    return cut + of_row(last, 0, end % inner)

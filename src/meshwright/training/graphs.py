@@ -37,7 +37,7 @@ from meshwright.parallel.layout import Layout
 from meshwright.settings.schema import TrainConfig
 
 if TYPE_CHECKING:
-    from meshwright.parallel.zero import ParameterStore
+    from meshwright.parallel.flat import FlatStore
 
 WARM_UP = 2  # steps of each kind that run as usual
 HOST_BOUND = 2**34  # tokens x hidden size^2, see `reason_against`
@@ -89,7 +89,7 @@ class Captured:
 class Graphs:
     """The captured pieces of a run's steps."""
 
-    def __init__(self, backend: Backend, parts: list[Any], store: ParameterStore, needs_room: bool) -> None:
+    def __init__(self, backend: Backend, parts: list[Any], store: FlatStore, needs_room: bool) -> None:
         self.backend, self.parts, self.store, self.needs_room = backend, parts, store, needs_room
         self.totals = torch.zeros(3, dtype=torch.float64, device=store.device)  # see step.Update
         self.seen: Counter[Kind] = Counter()

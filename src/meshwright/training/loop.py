@@ -31,10 +31,10 @@ from meshwright.data.loader import Batch, Loader, LoaderSpec
 from meshwright.data.samples import Dataset
 from meshwright.errors import HANG, NON_FINITE, UserError
 from meshwright.model import counts
-from meshwright.model.gpt import DRAWING, initialise
+from meshwright.model.gpt import initialise
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedule import warn_of_idle_steps
-from meshwright.parallel.zero import ARRIVED, TOGETHER
+from meshwright.parallel.store import ALL_MET, DRAWING_THREADS, HAS_GRADIENTS
 from meshwright.ranks.pulse import pulse
 from meshwright.ranks.team import Team
 from meshwright.ranks.watchdog import Watchdog
@@ -122,8 +122,8 @@ class Trainer:
             if not self.has_loaded:
                 own = getattr(self.net.parts[0], "initialise", None)  # a custom model's, which may use one generator
                 m, seed, draw = self.config.model, self.config.training.seed, own or initialise
-                at_once = 1 if own else min(DRAWING, devices.cores())
-                self.net.store.initialise(lambda masters: draw(masters, m, self.vocab, seed), at_once)
+                threads = 1 if own else min(DRAWING_THREADS, devices.cores())
+                self.net.store.initialise(lambda masters: draw(masters, m, self.vocab, seed), threads)
             self.net.store.publish_weights()
 
     def fit_micro_batch(self) -> None:
@@ -309,11 +309,11 @@ class Trainer:
         """Count a step as applied, which `settle` corrects, and begin to read its numbers."""
         p, extras = self.progress, {}
         if self.config.logging.log_num_zeros_in_grad:
-            extras["num_zeros"] = self.net.store.zeros()
+            extras["num_zeros"] = self.net.store.count_zero_gradients()
         if self.config.logging.log_params_norm:
-            extras["params_norm"] = self.net.store.norm()
+            extras["params_norm"] = self.net.store.weight_norm()
         if (times := self.net.store.times) is not None:
-            extras |= {"arrived": times[ARRIVED], "met": times[TOGETHER]}
+            extras |= {"arrived": times[HAS_GRADIENTS], "met": times[ALL_MET]}
         numbers = torch.cat([update, *(x.double().view(1) for x in extras.values())]) if extras else update
         size, scheduled = self.config.batch(p.consumed_train_samples), p.schedule_samples
         p.iteration += 1

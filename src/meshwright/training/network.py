@@ -18,17 +18,18 @@ from meshwright.model import fp8, pick
 from meshwright.model.gpt import GPT, Options, name_of
 from meshwright.optim.loss_scale import dtype_of
 from meshwright.parallel import comm, mapped, overlap
+from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline import Pipeline, require_tried, stages
 from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED
+from meshwright.parallel.store import StoreSpec
 from meshwright.parallel.tensor import spread
-from meshwright.parallel.zero import ParameterStore, StoreSpec
 from meshwright.settings.schema import Parallel, TrainConfig
 from meshwright.training import graphs as graph
 from meshwright.training.step import Loss, Network, make_loss
 
 if TYPE_CHECKING:
-    from meshwright.parallel.zero3 import FullyShardedStore
+    from meshwright.parallel.fsdp import FullyShardedStore
 
 Model = Callable[..., nn.Module]  # as GPT: (config.Model, vocab, padded, positions, options=...)
 
@@ -125,7 +126,7 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     )
     net.stream, net.without_graphs = stream, without
     if without is None:
-        assert isinstance(store, ParameterStore)
+        assert isinstance(store, FlatStore)
         net.graphs = graph.Graphs(CudaGraphs(device), parts, store, config.training.cuda_graphs == "auto")
     return net
 
@@ -139,10 +140,10 @@ def open_pipeline(spec: Spec, parts: list[Any]) -> Pipeline:
     return pipeline
 
 
-def new_store(parts: list[Any], spec: StoreSpec, is_sharded: bool) -> ParameterStore | FullyShardedStore:
+def new_store(parts: list[Any], spec: StoreSpec, is_sharded: bool) -> FlatStore | FullyShardedStore:
     if not is_sharded:
-        return ParameterStore(parts, spec)
-    from meshwright.parallel.zero3 import FullyShardedStore  # torch takes a second to import FSDP
+        return FlatStore(parts, spec)
+    from meshwright.parallel.fsdp import FullyShardedStore  # torch takes a second to import FSDP
 
     return FullyShardedStore(parts, spec)
 

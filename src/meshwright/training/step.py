@@ -1,6 +1,6 @@
 """One global batch on one rank: `train_step` updates the weights, `evaluate` returns a mean loss.
 
-data/loader.py reads the batch from disk; parallel/zero.py turns its gradients into new weights.
+data/loader.py reads the batch from disk; parallel/store.py turns its gradients into new weights.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from meshwright.ranks.pulse import pulse
 from meshwright.training.graphs import Graphs, Turn, copy_into
 
 if TYPE_CHECKING:
-    from meshwright.parallel.zero import ParameterStore
-    from meshwright.parallel.zero3 import FullyShardedStore
+    from meshwright.parallel.flat import FlatStore
+    from meshwright.parallel.fsdp import FullyShardedStore
 
 Loss = Callable[[Tensor, Batch], Tensor]  # logits [B, T, vocab] and the batch to losses [B, T]
 Update = Tensor  # [3] float64: loss, gradient norm, ranks that want to stop
@@ -46,7 +46,7 @@ CHECK_MASKS = "check the data and --eod-mask-loss"
 class Network(CutModel):
     """The model as one rank trains it, with the store that owns its parameters."""
 
-    store: ParameterStore | FullyShardedStore
+    store: FlatStore | FullyShardedStore
     loss: Loss
     name: str = GPT_NETWORK  # saved in checkpoints: the kind of network that their tensors belong to
     execution: str = ""  # a description for the log

@@ -26,7 +26,8 @@ from torch import Tensor
 from meshwright import device as devices
 from meshwright.errors import UNEXPECTED, UserError
 from meshwright.parallel import comm
-from meshwright.parallel.zero import ParameterStore, Store
+from meshwright.parallel.flat import FlatStore
+from meshwright.parallel.store import Store
 from meshwright.ranks.team import Team
 from meshwright.training.step import Network
 
@@ -51,18 +52,18 @@ class Copies:
 
 def copies_in(store: Store) -> list[Copies]:
     """Return what this layout holds more than once: the same kinds on every rank."""
-    layout, held = store.layout, store.held()
-    weights = Copies("weights", layout.members(*store.replicated), held)
+    layout, held = store.layout, store.weights_by_name()
+    weights = Copies("weights", layout.members(*store.sharding.replicated), held)
     kinds = [weights]
-    if isinstance(store, ParameterStore):
+    if isinstance(store, FlatStore):
         weights.groups, weights.flat = layout.members("replicas", "shard", "cp"), store.weights
         if store.master is not store.weights and not store.offload:
             ranges = ((name, *store.local_range(name)) for name in held)
             parts = {name: store.master[begin : begin + high - low] for name, begin, low, high in ranges}
-            kinds.append(Copies("master weights", layout.members(*store.replicated), parts, store.master))
-    uncut = {name: x for name, x in held.items() if not store.is_cut(name)}
+            kinds.append(Copies("master weights", layout.members(*store.sharding.replicated), parts, store.master))
+    uncut = {name: x for name, x in held.items() if not store.sharding.is_cut(name)}
     kinds.append(Copies("weights", layout.members("tp"), uncut))
-    if store.tied:  # the first and the last stage have the token table
+    if store.sharding.tied:  # the first and the last stage have the token table
         ends = [sorted({g[0], g[-1]}) for g in layout.members("pp")]
         table = {name: x for name, x in held.items() if name == "wte.weight"}
         kinds.append(Copies("token tables", ends, table))

@@ -3,7 +3,7 @@
 fully_shard gathers a layer's weights before the layer runs. The shards are the full-precision
 masters; forward and backward see them in the lower precision.
 
-Only the update is our own (zero.py): torch's neither clips across pipeline stages nor makes all
+Only the update is our own (store.py): torch's neither clips across pipeline stages nor makes all
 ranks agree to skip an fp16 overflow. fully_shard sees the tensor ranks' parts as plain parameters;
 only the table in shard.py knows how they are cut.
 """
@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 from meshwright.optim import rules
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.zero import Named, Piece, Store, StoreSpec, Updated
+from meshwright.parallel.store import Named, Store, StoreSpec, Updated, UpdateRange
 
 
 class FullyShardedStore(Store):
@@ -36,9 +36,9 @@ class FullyShardedStore(Store):
         # A layer's output is a view, but nothing writes to it (gpt.join adds out of place).
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         mesh, self.ranks = mesh_of(layout, device), layout.size("shard", "cp")
-        low = dtype if dtype is not self.full else None
+        low = dtype if dtype is not self.full_dtype else None
         # The residual stream may be wider than the weights, so inputs are not cast.
-        precision = MixedPrecisionPolicy(low, self.full if low else None, cast_forward_inputs=False)
+        precision = MixedPrecisionPolicy(low, self.full_dtype if low else None, cast_forward_inputs=False)
         more: dict[str, Any] = {}
         if spec.offload:
             more["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
@@ -47,7 +47,7 @@ class FullyShardedStore(Store):
         more |= {"mesh": mesh, "mp_policy": precision, "shard_placement_fn": lambda p: Shard(self.dimension(p.shape))}
         self.models: list[Any] = models
         for model in models:
-            model.to(self.full)
+            model.to(self.full_dtype)
             self.shapes |= {name: p.shape for name, p in model.named_parameters()}
             # Keep what backward needs first, unless other micro-batches run forward in between.
             *blocks, last = model.h.children()
@@ -61,12 +61,12 @@ class FullyShardedStore(Store):
                 if isinstance(module, FSDPModule):  # losses are already divided by the tokens
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
-            model.to_empty(device=self.home)
+            model.to_empty(device=self.update_device)
             self.parameters |= dict(model.named_parameters())
-        self._make_pieces()
+        self._make_update_ranges()
 
     def begin_backward(self, is_last: bool) -> None:
-        if self.layout.replicas > 1:  # the last backward pass alone sums over them
+        if self.layout.replicas > 1:  # the last pass alone sums over them
             for model in self.models:
                 model.set_requires_all_reduce(is_last)
 
@@ -74,8 +74,8 @@ class FullyShardedStore(Store):
         """Return the dimension to shard: the first, but the second of a gated MLP's [2, F, H]."""
         return 1 if len(shape) > 1 and shape[0] < self.ranks and shape[1] % self.ranks == 0 else 0
 
-    def _make_pieces(self) -> None:
-        self.pieces, self.named = [], {}
+    def _make_update_ranges(self) -> None:
+        self.update_ranges, self.named = [], {}
         updated: Updated = {}
         for name, p in self.parameters.items():
             local = p.to_local().detach()
@@ -83,8 +83,8 @@ class FullyShardedStore(Store):
             master = nn.Parameter(local)
             rule = rules.rule(self.optimizer, name, local)
             state = {key: torch.zeros_like(local) for key in rules.STATE[rule]}
-            piece = self.named[name] = Piece(self.is_counted(name), 0, master, state)
-            self.pieces.append(piece)
+            piece = self.named[name] = UpdateRange(self.sharding.is_counted(name), 0, master, state)
+            self.update_ranges.append(piece)
             updated.setdefault((rule, rules.decays(name, local)), []).append((master, state))
         self.make_updates(updated)
 
@@ -99,7 +99,7 @@ class FullyShardedStore(Store):
     def set_master(self, name: str, tensor: Tensor) -> None:
         self.named[name].master.data.copy_(tensor.narrow(*self.rows(name)))
 
-    def held(self) -> dict[str, Tensor]:
+    def weights_by_name(self) -> dict[str, Tensor]:
         return {name: piece.master.detach() for name, piece in self.named.items()}
 
     def publish_weights(self, has_all: bool = True) -> None:
@@ -118,13 +118,13 @@ class FullyShardedStore(Store):
         for name, piece in self.named.items():
             grad = self.parameters[name].grad
             piece.master.grad = torch.zeros_like(piece.master) if grad is None else grad.to_local()
-            if self.is_partial(name):
+            if self.sharding.is_partial(name):
                 partial.append(piece.master.grad)
         if partial:  # in one collective
             flat = self._total(torch.cat([x.flatten() for x in partial]), "tp")
             parts = list(flat.split_with_sizes([x.numel() for x in partial]))
             torch._foreach_copy_([x.view(-1) for x in partial], parts)
-        if self.tied and self.layout.group("embedding") is not None:
+        if self.sharding.tied and self.layout.group("embedding") is not None:
             table = self.named["wte.weight"].master.grad
             assert table is not None
             table.copy_(self._total(table, "embedding"))
@@ -135,17 +135,17 @@ class FullyShardedStore(Store):
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
         for name, piece in self.named.items():
             dimension, first, size = self.rows(name)
-            true = self.saved(name, self.shapes[name])[2][dimension] - first
+            true = self.sharding.saved_part(name, self.shapes[name])[2][dimension] - first
             yield name, self.summed(piece).narrow(dimension, 0, max(0, min(size, true)))
 
     def named_state(self, with_optimizer: bool = True, to_save: bool = False) -> Named:
-        """Return this rank's part of a checkpoint, as ParameterStore.named_state does."""
+        """Return this rank's part of a checkpoint, as FlatStore.named_state does."""
         out: Named = {}
         for name, piece in self.named.items():
-            if to_save and not self.is_counted(name):
+            if to_save and not self.sharding.is_counted(name):
                 continue
             dimension, first, size = self.rows(name)
-            full, place, part = self.saved(name, self.shapes[name])
+            full, place, part = self.sharding.saved_part(name, self.shapes[name])
             place[dimension] += first
             part[dimension] = max(0, min(size, part[dimension] - first))
             boxes = [(tuple(place), tuple(part))] if all(part) else []

@@ -29,8 +29,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,27 +38,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright import device as devices
-from meshwright.kernels import adamw, clock
-from meshwright.kernels.fp8 import Scales
+from meshwright.kernels import adamw
 from meshwright.model.gpt import GPT
 from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
 from meshwright.parallel import comm, shard
-from meshwright.parallel.layout import Layout
 from meshwright.parallel.mapped import Mapping
-from meshwright.parallel.parts import Parts
-from meshwright.settings.schema import Optimizer
-
-ALIGN = 128
-ARRIVED, TOGETHER = 0, 1  # times of a step: when a rank has its own gradients, and when all ranks have met
-DRAWN = 8 << 30  # most bytes of initial weights that are drawn at once
-Named = dict[str, tuple[tuple[int, ...], list[shard.Box], Tensor]]
-Draw = Callable[[Iterable[tuple[str, Tensor]]], None]
-State = dict[str, Tensor]
-Updated = dict[tuple[rules.Rule, bool], list[tuple[nn.Parameter, State]]]  # by rule and by whether weights decay
+from meshwright.parallel.store import ALIGN, Named, RuleState, Store, StoreSpec, Updated, UpdateRange
 
 
-class Kind(NamedTuple):
+class UpdateKind(NamedTuple):
     """Properties that decide how a parameter is updated and counted."""
 
     rule: rules.Rule
@@ -83,7 +71,7 @@ class Bucket:
     partial: bool  # gradients must be summed over the tensor ranks too
     size: int = 0
     spans: dict[str, tuple[int, torch.Size]] = field(default_factory=dict)  # name -> offset in the bucket, shape
-    kinds: list[tuple[Kind, int, int]] = field(default_factory=list)  # kind, first offset, end
+    kinds: list[tuple[UpdateKind, int, int]] = field(default_factory=list)  # kind, first offset, end
     gradients: Tensor | None = None  # full, not sharded
     seen: set[str] = field(default_factory=set)  # gradients received in this backward pass
     parts: dict[str, int] = field(default_factory=dict)  # how many parts of each
@@ -92,261 +80,7 @@ class Bucket:
     gathering: tuple[Any, Tensor] | None = None  # pending all-gather of new weights, and its input
 
 
-class Piece(NamedTuple):
-    """A range of this rank's part in which all elements are of one kind."""
-
-    counted: bool  # in norms; False for a copy of what another rank counts
-    begin: int  # offset in the sharded buffers
-    master: nn.Parameter  # its .grad holds the gradients on the device of the update
-    state: State
-    rule: rules.Rule = "adamw"
-    target: int = 0  # offset of its weights in the full buffer
-
-
-@dataclass(frozen=True)
-class StoreSpec:
-    """The settings of a run that a parameter store needs besides the model."""
-
-    optimizer: Optimizer
-    dtype: torch.dtype  # of weights and activations
-    device: torch.device
-    vocab: int  # true size; rows beyond it are padding
-    offload: bool = False  # keep masters and optimizer state in host memory
-    layout: Layout = Layout()
-    zero: int = 0  # ZeRO stage
-    sequence_parallel: bool = False
-    tied: bool = False  # the first and last pipeline stages share the token table
-    mapping: Mapping | None = None  # for sums by copy engines
-
-
-class Store(Parts):
-    """Base of the parameter stores: one update from summed gradients, sharded or not.
-
-    Norm of the gradients over all ranks -> clip factor -> fused update, which also unscales and
-    clips. If the norm or the loss is not finite, nothing changes. The device decides this without
-    synchronising with the host.
-    """
-
-    pieces: list[Piece]
-    updates: dict[tuple[rules.Rule, bool], torch.optim.Optimizer]  # by rule and by whether weights decay
-    shapes: dict[str, torch.Size]  # of this tensor rank's part of each parameter
-    flat: FlatAdamW | None = None  # the update of what AdamW owns, where Triton runs
-    reads_tensors = False  # whether `step` takes tensors as its numbers, so that a CUDA graph can hold it
-
-    def __init__(self, spec: StoreSpec, replicated: tuple[str, ...]) -> None:
-        super().__init__(spec.layout, spec.vocab, spec.sequence_parallel, spec.tied, replicated)
-        self.optimizer, self.dtype, self.device, self.offload = spec.optimizer, spec.dtype, spec.device, spec.offload
-        self.full = torch.float64 if spec.dtype is torch.float64 else torch.float32
-        self.home = torch.device("cpu") if spec.offload else spec.device
-        self.scales: Scales | None = None  # of fp8 products
-        self.times = clock.new_times(2, spec.device) if spec.layout.world > 1 else None  # of the last step, in ns
-
-    # Weights
-
-    def initialise(self, draw: Draw, at_once: int = 1) -> None:
-        """Draw full tensors and keep this rank's part, so that no layout changes a value.
-
-        With `at_once` above 1, as many threads draw a tensor each; fewer where these would need
-        more than DRAWN bytes on the host. Otherwise eight tensors are drawn after eight others.
-        """
-        shapes = {name: self.full_shape(name, shape) for name, shape in self.shapes.items()}
-
-        def fill(some: Iterable[str]) -> None:
-            full = {name: torch.zeros(shapes[name]) for name in some}
-            draw(full.items())
-            for name, tensor in full.items():
-                self.set_master(name, self.cut(name, tensor))
-
-        if at_once == 1:
-            names = iter(shapes)
-            while some := list(itertools.islice(names, 8)):
-                fill(some)
-            return
-        # Large ones first, so that no thread is left with one at the end.
-        order = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
-        largest = 4 * math.prod(shapes[order[0]]) if order else 0
-        with ThreadPoolExecutor(max(1, min(at_once, DRAWN // max(largest, 1)))) as threads:
-            list(threads.map(torch.no_grad()(fill), ([name] for name in order)))
-        devices.synchronize(self.home)
-
-    def set_master(self, name: str, tensor: Tensor) -> None:
-        """Copy this rank's part of `tensor`, which is this tensor rank's cut of the parameter."""
-
-    def held(self) -> dict[str, Tensor]:
-        """Return the weights that this rank holds, by parameter."""
-        raise NotImplementedError
-
-    # Update
-
-    def make_updates(self, members: Updated) -> None:
-        """Create torch's optimizers and their state, which a checkpoint may then fill."""
-        self.updates = {}
-        for (rule, decays), updated in members.items():
-            update = self.updates[rule, decays] = rules.make(self.optimizer, rule, [p for p, _ in updated])
-            for p, state in updated:
-                update.state[p] = dict(state)
-                if rule == "adamw":
-                    update.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=self.home)
-        self.reads_tensors = self.flat is not None and all(rule == "muon" for rule, _ in self.updates)
-
-    def begin_backward(self, is_last: bool) -> None:
-        """Prepare for a backward pass; `is_last` if it is the step's last through its layers."""
-        raise NotImplementedError
-
-    def finish_sums(self) -> None:
-        """Wait until the gradients are summed over the ranks."""
-
-    def publish_weights(self, has_all: bool = True) -> None:
-        """Copy masters to weights after a step, an initialisation or a load.
-
-        Without `has_all`, AdamW over flat buffers has written its own.
-        """
-
-    def summed(self, piece: Piece) -> Tensor:
-        """Return a piece's summed gradients, on the training device."""
-        assert piece.master.grad is not None
-        return piece.master.grad
-
-    def take_gradients(self) -> None:
-        """Copy the summed gradients to the device of the update."""
-
-    def wait_for_weights(self) -> None:
-        """Wait until no collective uses the weights."""
-
-    def forget_gathered(self) -> None:
-        """Free weights that were gathered for a pass, which a load has made out of date."""
-
-    def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of each summed gradient, without padded rows of the vocabulary."""
-        raise NotImplementedError
-
-    @torch.no_grad()
-    def step(self, numbers: rules.Numbers, sums: Tensor | None = None) -> Tensor:
-        """Clip and update; return the unclipped norm.
-
-        The gradients arrive multiplied by the scale, which is divided out. `sums`, whose first
-        element is the loss, is replaced by its sum over all ranks. Without a finite norm and loss,
-        nothing is updated.
-        """
-        self.note_time(ARRIVED)
-        self.finish_sums()
-        flat, squares = self.flat, self.sum_of_squares()
-        sums = squares[None] if sums is None else sums
-        if self.layout.world > 1:
-            both = torch.cat([sums.to(squares).view(-1), squares[None]])
-            dist.all_reduce(both)
-            self.note_time(TOGETHER)
-            sums.copy_(both[:-1].view_as(sums))
-            squares = both[-1]
-        judge = self.judge if flat is None else flat.judge
-        verdict = judge(squares, sums.view(-1)[0], numbers)
-        self.take_gradients()
-        for (rule, decays), update in self.updates.items():
-            update.param_groups[0].update(lr=numbers.lr, weight_decay=numbers.weight_decay if decays else 0.0)
-            self._update(rule, update, verdict, numbers.scale)
-        if flat is not None:
-            self.wait_for_weights()
-            flat.update(verdict)
-        if self.scales is not None:  # the new weights are then cast with new scales
-            self.scales.update()
-        self.publish_weights(flat is None)
-        return verdict.norm
-
-    def sum_of_squares(self) -> Tensor:
-        """Return the sum of squares of this rank's summed gradients that count."""
-        if self.flat is not None:
-            return self.flat.squares()
-        return self.squares([self.summed(p) for p in self.pieces if p.counted])
-
-    def note_time(self, place: int) -> None:
-        if self.times is not None:
-            clock.stamp(self.times, place)
-
-    def judge(self, squares: Tensor, loss: Tensor, numbers: rules.Numbers) -> rules.Verdict:
-        """Compute the clip factor, and whether the step is applied."""
-        norm = (squares.sqrt() / numbers.scale).to(self.full)
-        clip = self.optimizer.clip_grad
-        shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else norm.new_ones(())
-        return rules.Verdict(norm, shrink, norm.isfinite() & loss.isfinite())
-
-    def _update(
-        self, rule: rules.Rule, update: torch.optim.Optimizer, verdict: rules.Verdict, scale: float | Tensor
-    ) -> None:
-        shrink, is_finite = verdict.shrink, verdict.is_finite
-        # torch's fused kernels divide by a float32, too coarse for float64 tests.
-        if rule != "muon" and self.full is torch.float64:
-            factor = (shrink / scale).where(is_finite, 0.0)  # the gaps between parameters stay 0
-            torch._foreach_mul_([p.grad for p in update.param_groups[0]["params"]], factor.to(self.home))
-        else:  # torch's interface to its fused kernels: divide by grad_scale, skip if found_inf
-            update.grad_scale = (scale / shrink).to(self.home)  # type: ignore[attr-defined]
-        update.found_inf = (~is_finite).float().to(self.home)  # type: ignore[attr-defined]
-        update.step()
-
-    def _adam_steps(self) -> list[Tensor]:
-        if self.flat is not None:
-            return [self.flat.step]
-        return [s["step"] for (rule, _), u in self.updates.items() if rule == "adamw" for s in u.state.values()]
-
-    @property
-    def steps(self) -> int:
-        """Adam's t: the number of successful steps, kept on the device, which decides on skips."""
-        return int(next((step.item() for step in self._adam_steps()), 0))
-
-    @steps.setter
-    def steps(self, value: int) -> None:
-        for step in self._adam_steps():
-            step.fill_(value)
-
-    # Scales of fp8
-
-    def set_scales(self, scales: Scales | None) -> None:
-        """Update the scales of the products with each step, alike on ranks with the same layers."""
-        self.scales = scales
-        groups = [group for name in ("gradients", "tp") if (group := self.layout.group(name)) is not None]
-
-        def combine(amax: Tensor) -> None:
-            for group in groups:
-                dist.all_reduce(amax, dist.ReduceOp.MAX, group)
-
-        if scales is not None and groups:
-            scales.combine = combine
-
-    # Statistics for the log
-
-    def zeros(self) -> Tensor:
-        """Count the gradients that are exactly 0, without the gaps between parameters."""
-        counts = [torch.sum(x == 0) for name, x in self.each_gradient() if self.is_counted(name)]
-        none = torch.zeros((), dtype=torch.float64, device=self.device)
-        return self._sum_over_ranks(torch.stack([x.to(none) for x in counts]).sum() if counts else none)
-
-    def norm(self) -> Tensor:
-        """Return the norm of all weights."""
-        squares = self.squares([p.master.detach() for p in self.pieces if p.counted])
-        return self._sum_over_ranks(squares).sqrt()
-
-    def _sum_over_ranks(self, x: Tensor) -> Tensor:
-        if self.layout.world > 1:
-            dist.all_reduce(x)
-        return x
-
-    def squares(self, flats: list[Tensor]) -> Tensor:
-        """Return the sum of squares in float64.
-
-        On a CPU torch adds float32 squares sequentially, which loses a percent over a hundred
-        million elements, so the norms of short rows are taken first there.
-        """
-        if not flats:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        if flats[0].device.type != "cpu":
-            return torch.stack(torch._foreach_norm(flats)).double().square().sum()
-        norms: list[Tensor] = []
-        for x in (x.flatten() for x in flats):
-            rows, rest = len(x) // ALIGN, x[len(x) - len(x) % ALIGN :]
-            norms += [x[: rows * ALIGN].view(rows, ALIGN).norm(dim=1), rest.norm()[None]]
-        return torch.cat(norms).double().square().sum().to(self.device)
-
-
-class ParameterStore(Store):
+class FlatStore(Store):
     """Store for ZeRO 0 to 2; allocates and owns the memory of `model`, built on the meta device."""
 
     def __init__(self, model: nn.Module | list[nn.Module], spec: StoreSpec) -> None:
@@ -355,28 +89,32 @@ class ParameterStore(Store):
         self.is_sharded = spec.zero > 0 and spec.layout.group("shard") is not None
         super().__init__(spec, ("replicas",) if self.is_sharded else ("replicas", "shard", "cp"))
         self.keeps_gradients = spec.zero < 2 or not self.is_sharded  # full ones, from micro-batch to micro-batch
-        self.parts = self.layout.size("shard", "cp") if self.is_sharded else 1
-        self.place = self.layout.at("shard", "cp") if self.is_sharded else 0
+        self.shard_count = self.layout.size("shard", "cp") if self.is_sharded else 1
+        self.shard_index = self.layout.at("shard", "cp") if self.is_sharded else 0
         self.added: set[str] = set()  # parameters that received a gradient in this step
-        self.pending: list[Bucket] = []  # ZeRO 2: buckets with sums in progress
+        self.pending_buckets: list[Bucket] = []  # ZeRO 2: buckets with sums in progress
         self.buckets: dict[str, Bucket] = {}
         self.bucket_of: dict[str, Bucket] = {}  # by parameter
         self.shapes = {}
         self._lay_out(models)
-        self.order = sorted(reversed(self.buckets.values()), key=lambda bucket: bucket.partial)  # in which sums start
+        self.sum_order = sorted(
+            reversed(self.buckets.values()), key=lambda bucket: bucket.partial
+        )  # in which sums start
         self._allocate(spec.mapping)
         for part in models:
             self._take_over(part)
-        self._make_pieces()
-        self.begin_backward(True)
+        self._make_update_ranges()
+        self.begin_backward(is_last=True)
 
     # Memory layout
 
     def _lay_out(self, models: list[nn.Module]) -> None:
-        units: dict[str, dict[Kind, dict[str, torch.Size]]] = {}
+        units: dict[str, dict[UpdateKind, dict[str, torch.Size]]] = {}
         for name, p in itertools.chain(*(part.named_parameters() for part in models)):
-            unit = "partial" if self.is_partial(name) else shard.unit(name)
-            kind = Kind(rules.rule(self.optimizer, name, p), rules.decays(name, p), not self.is_cut(name))
+            unit = "partial" if self.sharding.is_partial(name) else shard.unit(name)
+            kind = UpdateKind(
+                rules.rule(self.optimizer, name, p), rules.decays(name, p), not self.sharding.is_cut(name)
+            )
             units.setdefault(unit, {}).setdefault(kind, {})[name] = p.shape
         begin = 0
         for unit, kinds in units.items():
@@ -388,7 +126,7 @@ class ParameterStore(Store):
                     self.bucket_of[name], self.shapes[name] = bucket, shape
                     bucket.size += -(-shape.numel() // ALIGN) * ALIGN
                 bucket.kinds.append((kind, start, bucket.size))
-            bucket.size += -bucket.size % (ALIGN * self.parts)
+            bucket.size += -bucket.size % (ALIGN * self.shard_count)
             begin += bucket.size
         self.size = begin
 
@@ -396,21 +134,23 @@ class ParameterStore(Store):
         def zeros(size: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)
 
-        part = self.size // self.parts
-        self.mapped = mapping.zeros(self.size, self.full) if mapping else None  # gradients
+        part = self.size // self.shard_count
+        self.mapped = mapping.zeros(self.size, self.full_dtype) if mapping else None  # gradients
         self.mapped_weights = mapping.zeros(self.size, self.dtype) if mapping and self.is_sharded else None
         if self.mapped:
             self.mapped.reserve(max(bucket.size for bucket in self.buckets.values()))
             self.gradients = self.mapped.mine
         else:
-            self.gradients = zeros(self.size if self.keeps_gradients else 0, self.full, self.device)
+            self.gradients = zeros(self.size if self.keeps_gradients else 0, self.full_dtype, self.device)
         self.weights = self.mapped_weights.mine if self.mapped_weights else zeros(self.size, self.dtype, self.device)
-        self.share = zeros(part, self.full, self.device) if self.is_sharded else self.gradients
-        is_separate = self.dtype is not self.full or self.offload or self.is_sharded
-        self.master = zeros(part, self.full, self.home) if is_separate else self.weights
+        self.share = zeros(part, self.full_dtype, self.device) if self.is_sharded else self.gradients
+        is_separate = self.dtype is not self.full_dtype or self.offload or self.is_sharded
+        self.master = zeros(part, self.full_dtype, self.update_device) if is_separate else self.weights
         pinned = self.offload and self.device.type != "cpu"  # for fast copies
-        self.host_share = zeros(part, self.full, self.home, pinned) if self.offload else self.share
-        self.outgoing = zeros(part if self.offload else 0, self.dtype, self.home, pinned)  # new weights to copy
+        self.host_share = zeros(part, self.full_dtype, self.update_device, pinned) if self.offload else self.share
+        self.outgoing = zeros(
+            part if self.offload else 0, self.dtype, self.update_device, pinned
+        )  # new weights to copy
         for bucket in self.buckets.values():
             if self.keeps_gradients:
                 bucket.gradients = self.gradients[bucket.begin : bucket.begin + bucket.size]
@@ -438,23 +178,23 @@ class ParameterStore(Store):
 
     def part_offsets(self, bucket: Bucket) -> tuple[int, int]:
         """Return the offsets of this rank's part: in the bucket, in the sharded buffers."""
-        return self.place * (bucket.size // self.parts), bucket.begin // self.parts
+        return self.shard_index * (bucket.size // self.shard_count), bucket.begin // self.shard_count
 
-    def _ranges(self) -> Iterator[tuple[Bucket, Kind, adamw.Range]]:
+    def _ranges(self) -> Iterator[tuple[Bucket, UpdateKind, adamw.Range]]:
         """Cut this rank's part into ranges of one kind."""
         for bucket in self.buckets.values():
             first, begin = self.part_offsets(bucket)
             for kind, kind_begin, kind_end in bucket.kinds:
-                low, high = max(kind_begin, first), min(kind_end, first + bucket.size // self.parts)
+                low, high = max(kind_begin, first), min(kind_end, first + bucket.size // self.shard_count)
                 if low < high:
                     mine = begin + low - first, begin + high - first
                     yield bucket, kind, adamw.Range(*mine, kind.decays, bucket.begin + low)
 
-    def _make_pieces(self) -> None:
+    def _make_update_ranges(self) -> None:
         """Make a piece of each range, and hand it to its optimizer."""
-        self.pieces = []
+        self.update_ranges = []
         updated: Updated = {}
-        is_flat = devices.has_kernels(self.device) and self.full is torch.float32 and not self.offload
+        is_flat = devices.has_kernels(self.device) and self.full_dtype is torch.float32 and not self.offload
         own = [r for _, kind, r in self._ranges() if kind.rule == "adamw" and is_flat]
         if own:
             weights = None if self.master is self.weights else self.weights
@@ -472,18 +212,22 @@ class ParameterStore(Store):
                 updated.setdefault((kind.rule, kind.decays), []).extend(several)
             begin = next(begin for k, begin, _ in bucket.kinds if k == kind)
             name = next(n for n, (offset, _) in bucket.spans.items() if begin <= offset)
-            self.pieces.append(Piece(self.is_counted(name), r.begin, master, state, kind.rule, r.target))
+            self.update_ranges.append(
+                UpdateRange(self.sharding.is_counted(name), r.begin, master, state, kind.rule, r.target)
+            )
         if self.flat is not None:
-            self.flat.count([r for p, (_, _, r) in zip(self.pieces, self._ranges(), strict=True) if p.counted])
+            self.flat.count(
+                [r for p, (_, _, r) in zip(self.update_ranges, self._ranges(), strict=True) if p.is_counted]
+            )
         self.make_updates(updated)
 
     # Weights
 
     def set_master(self, name: str, tensor: Tensor) -> None:
         to, low, high = self.local_range(name)
-        self.master[to : to + high - low] = tensor.flatten()[low:high].to(self.home)
+        self.master[to : to + high - low] = tensor.flatten()[low:high].to(self.update_device)
 
-    def held(self) -> dict[str, Tensor]:
+    def weights_by_name(self) -> dict[str, Tensor]:
         places = ((name, bucket.begin, bucket.spans[name]) for name, bucket in self.bucket_of.items())
         return {name: _view(self.weights, (begin + offset, shape)) for name, begin, (offset, shape) in places}
 
@@ -493,7 +237,7 @@ class ParameterStore(Store):
         first, begin = self.part_offsets(bucket)
         offset, shape = bucket.spans[name]
         low = max(offset, first)
-        high = max(low, min(offset + shape.numel(), first + bucket.size // self.parts))
+        high = max(low, min(offset + shape.numel(), first + bucket.size // self.shard_count))
         return begin + low - first, low - offset, high - offset
 
     def publish_weights(self, has_all: bool = True) -> None:
@@ -512,17 +256,17 @@ class ParameterStore(Store):
             return
         for bucket in self.buckets.values():
             _, begin = self.part_offsets(bucket)
-            self._own_weights(bucket).copy_(new[begin : begin + bucket.size // self.parts], non_blocking=True)
+            self._own_weights(bucket).copy_(new[begin : begin + bucket.size // self.shard_count], non_blocking=True)
 
     def _copy_others(self) -> None:
-        for p in self.pieces:
+        for p in self.update_ranges:
             if p.rule != "adamw":
                 self.weights[p.target : p.target + p.master.numel()].copy_(p.master)
 
     def _own_weights(self, bucket: Bucket) -> Tensor:
         """Return the weights that this rank updates."""
         first, _ = self.part_offsets(bucket)
-        return self.weights[bucket.begin + first : bucket.begin + first + bucket.size // self.parts]
+        return self.weights[bucket.begin + first : bucket.begin + first + bucket.size // self.shard_count]
 
     def _gather_weights(self) -> None:
         """Start to gather the ranks' parts, in place."""
@@ -551,7 +295,7 @@ class ParameterStore(Store):
         for bucket in self.buckets.values():
             bucket.gathering = None
             bucket.sums.clear()
-        self.pending.clear()
+        self.pending_buckets.clear()
 
     # Gradients
 
@@ -562,7 +306,7 @@ class ParameterStore(Store):
             self.share.zero_()
         for bucket in self.buckets.values():
             bucket.is_summed = False
-        self.begin_backward(True)
+        self.begin_backward(is_last=True)
 
     def begin_backward(self, is_last: bool) -> None:
         self.is_last_backward = is_last
@@ -575,7 +319,7 @@ class ParameterStore(Store):
 
         Kernels do so in one part for each of the parameter's `uses` in the network; 0 is unknown.
         """
-        place = _Place(self, bucket, name, uses)
+        place = GradientSink(self, bucket, name, uses)
 
         def add(p: Tensor) -> None:
             if p.grad is None:  # kernels have put it into the total
@@ -595,7 +339,7 @@ class ParameterStore(Store):
         Buckets usually fill in this order, but not if a rank's losses leave a parameter out; sums
         started in different orders on different ranks would be mixed up.
         """
-        for bucket in self.order:
+        for bucket in self.sum_order:
             if bucket.is_summed:
                 continue
             if bucket.partial or len(bucket.seen) < len(bucket.spans):
@@ -623,14 +367,14 @@ class ParameterStore(Store):
     def _scatter(self, bucket: Bucket, full: Tensor) -> PendingSum:
         """Start to sum a bucket into the ranks' shares; ZeRO 2 frees it when that has ended."""
         _, begin = self.part_offsets(bucket)
-        part = self.share[begin : begin + bucket.size // self.parts]
+        part = self.share[begin : begin + bucket.size // self.shard_count]
         if self.mapped:
             return PendingSum(self.mapped.scatter(bucket.begin, bucket.size, part), full)
         if not self.keeps_gradients:  # the share holds other micro-batches' sums
             part, bucket.gradients = torch.empty_like(part), None
-            self.pending.append(bucket)
-            if len(self.pending) > 2:
-                self._finish(self.pending.pop(0))
+            self.pending_buckets.append(bucket)
+            if len(self.pending_buckets) > 2:
+                self._finish(self.pending_buckets.pop(0))
         work = comm.scatter_into(part, full, group=self.layout.group("shard"), async_op=True)
         return PendingSum(work, full, None if self.keeps_gradients else part)
 
@@ -644,28 +388,28 @@ class ParameterStore(Store):
         bucket.sums.clear()
 
     def finish_sums(self) -> None:
-        for bucket in self.order:
+        for bucket in self.sum_order:
             if not self.keeps_gradients and bucket.gradients is None and bucket.spans.keys() <= self.added:
                 continue  # the sums of all micro-batches have started
             if not bucket.is_summed:
                 self._complete(bucket)
         for bucket in self.buckets.values():
             self._finish(bucket)
-        self.pending.clear()
+        self.pending_buckets.clear()
         if self.is_sharded:
             comm.total(self.share, self.layout.group("replicas"))
-        if self.tied and "wte" in self.buckets:
+        if self.sharding.tied and "wte" in self.buckets:
             bucket = self.buckets["wte"]
             _, begin = self.part_offsets(bucket)
-            comm.total(self.share[begin : begin + bucket.size // self.parts], self.layout.group("embedding"))
+            comm.total(self.share[begin : begin + bucket.size // self.shard_count], self.layout.group("embedding"))
 
     def _complete(self, bucket: Bucket) -> None:
         """Sum a bucket although some losses of this step do not depend on all of its parameters."""
         if bucket.gradients is None:
-            bucket.gradients = torch.zeros(bucket.size, dtype=self.full, device=self.device)
+            bucket.gradients = torch.zeros(bucket.size, dtype=self.full_dtype, device=self.device)
         for name in bucket.spans.keys() - self.added if self.keeps_gradients else ():
             _view(bucket.gradients, bucket.spans[name]).zero_()
-        self.begin_backward(True)
+        self.begin_backward(is_last=True)
         self.sum_over_ranks(bucket)
 
     def take_gradients(self) -> None:
@@ -675,13 +419,13 @@ class ParameterStore(Store):
     def wait_for_weights(self) -> None:
         self._wait_for(self.buckets)
 
-    def summed(self, piece: Piece) -> Tensor:
+    def summed(self, piece: UpdateRange) -> Tensor:
         return self.share[piece.begin : piece.begin + piece.master.numel()]
 
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.shapes:
             to, low, high = self.local_range(name)
-            high = max(low, min(high, math.prod(self.saved(name, self.shapes[name])[2])))
+            high = max(low, min(high, math.prod(self.sharding.saved_part(name, self.shapes[name])[2])))
             yield name, self.share[to : to + high - low]
 
     def named_state(self, with_optimizer: bool = True, to_save: bool = False) -> Named:
@@ -692,14 +436,14 @@ class ParameterStore(Store):
         """
         out: Named = {}
         for name, bucket in self.bucket_of.items():
-            if to_save and not self.is_counted(name):
+            if to_save and not self.sharding.is_counted(name):
                 continue
             to, low, high = self.local_range(name)
-            full, place, part = self.saved(name, self.shapes[name])
+            full, place, part = self.sharding.saved_part(name, self.shapes[name])
             high = max(low, min(high, math.prod(part)))
             boxes = [(tuple(map(operator.add, o, place)), n) for o, n in shard.boxes(tuple(part), low, high)]
             kind = next(kind for kind, a, b in bucket.kinds if a <= bucket.spans[name][0] < b)
-            piece = next((p for p in self.pieces if p.begin <= to < p.begin + p.master.numel()), None)
+            piece = next((p for p in self.update_ranges if p.begin <= to < p.begin + p.master.numel()), None)
             flats = {"": self.master[to : to + high - low]}
             if with_optimizer:
                 for key, saved_as in rules.STATE[kind.rule].items():
@@ -712,10 +456,10 @@ class ParameterStore(Store):
         return out
 
 
-class _Place:
+class GradientSink:
     """The total of one parameter's gradient, to which hooks and kernels add: a gradients.Sink."""
 
-    def __init__(self, store: ParameterStore, bucket: Bucket, name: str, uses: int) -> None:
+    def __init__(self, store: FlatStore, bucket: Bucket, name: str, uses: int) -> None:
         self.store, self.bucket, self.name, self.uses = store, bucket, name, uses
         self.span = bucket.spans[name]
         self.view: tuple[Tensor, Tensor] | None = None  # kept gradients of the bucket, and the part of them
@@ -723,7 +467,7 @@ class _Place:
     def begin(self) -> tuple[Tensor, bool]:
         store, bucket = self.store, self.bucket
         if bucket.gradients is None:  # ZeRO 2: one micro-batch's
-            bucket.gradients = torch.zeros(bucket.size, dtype=store.full, device=store.device)
+            bucket.gradients = torch.zeros(bucket.size, dtype=store.full_dtype, device=store.device)
         if not store.keeps_gradients:
             return _view(bucket.gradients, self.span), True
         if self.view is None or self.view[0] is not bucket.gradients:
@@ -752,8 +496,8 @@ def uses_of(model: nn.Module, name: str) -> int:
 
 
 def _matrices(
-    master: nn.Parameter, state: State, spans: list[tuple[int, torch.Size]]
-) -> list[tuple[nn.Parameter, State]]:
+    master: nn.Parameter, state: RuleState, spans: list[tuple[int, torch.Size]]
+) -> list[tuple[nn.Parameter, RuleState]]:
     """Return views of a piece and its state matrix by matrix, as Muon updates them."""
     assert master.grad is not None
     views = [

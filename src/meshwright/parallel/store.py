@@ -1,0 +1,292 @@
+"""The update of the parameters from their summed gradients, whichever way they are stored.
+
+`FlatStore` (flat.py, ZeRO 0 to 2) and `FullyShardedStore` (fsdp.py, ZeRO 3) decide where weights,
+gradients and optimizer state are in memory, and how the ranks sum gradients.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from meshwright import device as devices
+from meshwright.kernels import clock
+from meshwright.kernels.fp8 import Scales
+from meshwright.optim import rules
+from meshwright.optim.adamw import FlatAdamW
+from meshwright.parallel import shard
+from meshwright.parallel.layout import Layout
+from meshwright.parallel.mapped import Mapping
+from meshwright.settings.schema import Optimizer
+
+ALIGN = 128
+HAS_GRADIENTS, ALL_MET = 0, 1  # times of a step: when a rank has its own gradients, and when all ranks have met
+DRAWING_THREADS = 16  # most tensors of initial weights that are drawn at once
+DRAWN_BYTES = 8 << 30  # most bytes of initial weights that are drawn at once
+Named = dict[str, tuple[tuple[int, ...], list[shard.Box], Tensor]]
+Draw = Callable[[Iterable[tuple[str, Tensor]]], None]
+RuleState = dict[str, Tensor]
+Updated = dict[tuple[rules.Rule, bool], list[tuple[nn.Parameter, RuleState]]]  # by rule and by whether weights decay
+
+
+class UpdateRange(NamedTuple):
+    """A range of this rank's elements that are updated and counted alike."""
+
+    is_counted: bool  # in norms; False for a copy of what another rank counts
+    begin: int  # offset in the sharded buffers
+    master: nn.Parameter  # its .grad holds the gradients on the device of the update
+    state: RuleState
+    rule: rules.Rule = "adamw"
+    target: int = 0  # offset of its weights in the full buffer
+
+
+@dataclass(frozen=True)
+class StoreSpec:
+    """The settings of a run that a parameter store needs besides the model."""
+
+    optimizer: Optimizer
+    dtype: torch.dtype  # of weights and activations
+    device: torch.device
+    vocab: int  # true size; rows beyond it are padding
+    offload: bool = False  # keep masters and optimizer state in host memory
+    layout: Layout = Layout()
+    zero: int = 0  # ZeRO stage
+    sequence_parallel: bool = False
+    tied: bool = False  # the first and last pipeline stages share the token table
+    mapping: Mapping | None = None  # for sums by copy engines
+
+
+class Store:
+    """Base of the parameter stores: one update from summed gradients, sharded or not.
+
+    Norm of the gradients over all ranks -> clip factor -> fused update, which also unscales and
+    clips. If the norm or the loss is not finite, nothing changes. The device decides this without
+    synchronising with the host.
+    """
+
+    update_ranges: list[UpdateRange]
+    updates: dict[tuple[rules.Rule, bool], torch.optim.Optimizer]  # by rule and by whether weights decay
+    shapes: dict[str, torch.Size]  # of this tensor rank's part of each parameter
+    flat: FlatAdamW | None = None  # the update of what AdamW owns, where Triton runs
+    reads_tensors = False  # whether `step` takes tensors as its numbers, so that a CUDA graph can hold it
+
+    def __init__(self, spec: StoreSpec, replicated: tuple[str, ...]) -> None:
+        self.layout = spec.layout
+        self.sharding = shard.Sharding(spec.layout, spec.vocab, spec.sequence_parallel, spec.tied, replicated)
+        self.optimizer, self.dtype, self.device, self.offload = spec.optimizer, spec.dtype, spec.device, spec.offload
+        self.full_dtype = torch.float64 if spec.dtype is torch.float64 else torch.float32
+        self.update_device = torch.device("cpu") if spec.offload else spec.device
+        self.scales: Scales | None = None  # of fp8 products
+        self.times = clock.new_times(2, spec.device) if spec.layout.world > 1 else None  # of the last step, in ns
+
+    # Weights
+
+    def initialise(self, draw: Draw, threads: int = 1) -> None:
+        """Draw full tensors and keep this rank's part, so that no layout changes a value.
+
+        With several threads each draws one tensor at a time; there are fewer threads where the
+        tensors would need more than DRAWN_BYTES on the host. With one, tensors are drawn in order,
+        eight at a time.
+        """
+        shapes = {name: self.sharding.full_shape(name, shape) for name, shape in self.shapes.items()}
+
+        def fill(names: Iterable[str]) -> None:
+            full = {name: torch.zeros(shapes[name]) for name in names}
+            draw(full.items())
+            for name, tensor in full.items():
+                self.set_master(name, self.sharding.cut(name, tensor))
+
+        if threads == 1:
+            names = iter(shapes)
+            while batch := list(itertools.islice(names, 8)):
+                fill(batch)
+            return
+        # Large ones first, so that no thread is left with one at the end.
+        largest_first = sorted(shapes, key=lambda name: -math.prod(shapes[name]))
+        most_bytes = 4 * math.prod(shapes[largest_first[0]]) if shapes else 0
+        with ThreadPoolExecutor(max(1, min(threads, DRAWN_BYTES // max(most_bytes, 1)))) as pool:
+            list(pool.map(torch.no_grad()(fill), ([name] for name in largest_first)))
+        devices.synchronize(self.update_device)
+
+    def set_master(self, name: str, tensor: Tensor) -> None:
+        """Copy this rank's part of `tensor`, which is this tensor rank's cut of the parameter."""
+
+    def weights_by_name(self) -> dict[str, Tensor]:
+        """Return the weights that this rank holds, by parameter."""
+        raise NotImplementedError
+
+    # Update
+
+    def make_updates(self, members: Updated) -> None:
+        """Create torch's optimizers and their state, which a checkpoint may then fill."""
+        self.updates = {}
+        for (rule, decays), updated in members.items():
+            update = self.updates[rule, decays] = rules.make(self.optimizer, rule, [p for p, _ in updated])
+            for p, state in updated:
+                update.state[p] = dict(state)
+                if rule == "adamw":
+                    update.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=self.update_device)
+        self.reads_tensors = self.flat is not None and all(rule == "muon" for rule, _ in self.updates)
+
+    def finish_sums(self) -> None:
+        """Wait until the gradients are summed over the ranks."""
+
+    def publish_weights(self, has_all: bool = True) -> None:
+        """Copy masters to weights after a step, an initialisation or a load.
+
+        Without `has_all`, AdamW over flat buffers has written its own.
+        """
+
+    def summed(self, elements: UpdateRange) -> Tensor:
+        """Return a range's summed gradients, on the training device."""
+        assert elements.master.grad is not None
+        return elements.master.grad
+
+    def take_gradients(self) -> None:
+        """Copy the summed gradients to the device of the update."""
+
+    def begin_backward(self, is_last: bool) -> None:
+        """Prepare for a backward pass; `is_last`: the step's last one through its layers."""
+
+    def wait_for_weights(self) -> None:
+        """Wait until no collective uses the weights."""
+
+    def forget_gathered(self) -> None:
+        """Free weights that were gathered for a pass, which a load has made out of date."""
+
+    def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's part of each summed gradient, without padded rows of the vocabulary."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, numbers: rules.Numbers, sums: Tensor | None = None) -> Tensor:
+        """Clip and update; return the unclipped norm.
+
+        The gradients arrive multiplied by the scale, which is divided out. `sums`, whose first
+        element is the loss, is replaced by its sum over all ranks. Without a finite norm and loss,
+        nothing is updated.
+        """
+        self.note_time(HAS_GRADIENTS)
+        self.finish_sums()
+        flat, squares = self.flat, self.sum_of_squares()
+        sums = squares[None] if sums is None else sums
+        if self.layout.world > 1:
+            both = torch.cat([sums.to(squares).view(-1), squares[None]])
+            dist.all_reduce(both)
+            self.note_time(ALL_MET)
+            sums.copy_(both[:-1].view_as(sums))
+            squares = both[-1]
+        judge = self.judge if flat is None else flat.judge
+        verdict = judge(squares, sums.view(-1)[0], numbers)
+        self.take_gradients()
+        for (rule, decays), update in self.updates.items():
+            update.param_groups[0].update(lr=numbers.lr, weight_decay=numbers.weight_decay if decays else 0.0)
+            self._update(rule, update, verdict, numbers.scale)
+        if flat is not None:
+            self.wait_for_weights()
+            flat.update(verdict)
+        if self.scales is not None:  # the new weights are then cast with new scales
+            self.scales.update()
+        self.publish_weights(flat is None)
+        return verdict.norm
+
+    def sum_of_squares(self) -> Tensor:
+        """Return the sum of squares of this rank's summed gradients that count."""
+        if self.flat is not None:
+            return self.flat.squares()
+        return self.squares([self.summed(p) for p in self.update_ranges if p.is_counted])
+
+    def note_time(self, moment: int) -> None:
+        if self.times is not None:
+            clock.stamp(self.times, moment)
+
+    def judge(self, squares: Tensor, loss: Tensor, numbers: rules.Numbers) -> rules.Verdict:
+        """Compute the clip factor, and whether the step is applied."""
+        norm = (squares.sqrt() / numbers.scale).to(self.full_dtype)
+        clip = self.optimizer.clip_grad
+        shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else norm.new_ones(())
+        return rules.Verdict(norm, shrink, norm.isfinite() & loss.isfinite())
+
+    def _update(
+        self, rule: rules.Rule, update: torch.optim.Optimizer, verdict: rules.Verdict, scale: float | Tensor
+    ) -> None:
+        shrink, is_finite = verdict.shrink, verdict.is_finite
+        # torch's fused kernels divide by a float32, too coarse for float64 tests.
+        if rule != "muon" and self.full_dtype is torch.float64:
+            factor = (shrink / scale).where(is_finite, 0.0)  # the gaps between parameters stay 0
+            torch._foreach_mul_([p.grad for p in update.param_groups[0]["params"]], factor.to(self.update_device))
+        else:  # torch's interface to its fused kernels: divide by grad_scale, skip if found_inf
+            update.grad_scale = (scale / shrink).to(self.update_device)  # type: ignore[attr-defined]
+        update.found_inf = (~is_finite).float().to(self.update_device)  # type: ignore[attr-defined]
+        update.step()
+
+    def _adam_steps(self) -> list[Tensor]:
+        if self.flat is not None:
+            return [self.flat.step]
+        return [s["step"] for (rule, _), u in self.updates.items() if rule == "adamw" for s in u.state.values()]
+
+    @property
+    def steps(self) -> int:
+        """Adam's t: the number of successful steps, kept on the device, which decides on skips."""
+        return int(next((step.item() for step in self._adam_steps()), 0))
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        for step in self._adam_steps():
+            step.fill_(value)
+
+    # Scales of fp8
+
+    def set_scales(self, scales: Scales | None) -> None:
+        """Update the scales of the products with each step, alike on ranks with the same layers."""
+        self.scales = scales
+        groups = [group for name in ("gradients", "tp") if (group := self.layout.group(name)) is not None]
+
+        def combine(amax: Tensor) -> None:
+            for group in groups:
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+
+        if scales is not None and groups:
+            scales.combine = combine
+
+    # Statistics for the log
+
+    def count_zero_gradients(self) -> Tensor:
+        """Count the gradients that are exactly 0, without the gaps between parameters."""
+        counts = [torch.sum(x == 0) for name, x in self.each_gradient() if self.sharding.is_counted(name)]
+        none = torch.zeros((), dtype=torch.float64, device=self.device)
+        return self._sum_over_ranks(torch.stack([x.to(none) for x in counts]).sum() if counts else none)
+
+    def weight_norm(self) -> Tensor:
+        """Return the norm of all weights."""
+        squares = self.squares([p.master.detach() for p in self.update_ranges if p.is_counted])
+        return self._sum_over_ranks(squares).sqrt()
+
+    def _sum_over_ranks(self, x: Tensor) -> Tensor:
+        if self.layout.world > 1:
+            dist.all_reduce(x)
+        return x
+
+    def squares(self, flats: list[Tensor]) -> Tensor:
+        """Return the sum of squares in float64.
+
+        On a CPU torch adds float32 squares sequentially, which loses a percent over a hundred
+        million elements, so the norms of short rows are taken first there.
+        """
+        if not flats:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        if flats[0].device.type != "cpu":
+            return torch.stack(torch._foreach_norm(flats)).double().square().sum()
+        norms: list[Tensor] = []
+        for x in (x.flatten() for x in flats):
+            rows, rest = len(x) // ALIGN, x[len(x) - len(x) % ALIGN :]
+            norms += [x[: rows * ALIGN].view(rows, ALIGN).norm(dim=1), rest.norm()[None]]
+        return torch.cat(norms).double().square().sum().to(self.device)
