@@ -37,10 +37,9 @@ from meshwright.generation.decoder import Decoder
 from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Request
 from meshwright.kernels import decode
-from meshwright.kernels.decode import Layer, Texts
-from meshwright.kernels.decode_plain import plain_attend, plain_linear
-from meshwright.kernels.heads_plain import Sizes
-from meshwright.kernels.norm_plain import NormWeights
+from meshwright.kernels.decode import CachedTexts, DecodeLinear
+from meshwright.kernels.heads import HeadSizes
+from meshwright.kernels.norm import NormWeights
 from meshwright.model.gpt import GPT
 from meshwright.settings.schema import Model, Sampling
 from meshwright.tokenizers import Null
@@ -133,21 +132,21 @@ def check_kernels() -> None:
             n, k = (3000, 1024) if normed else (1024, 4096)
             weights = None if normed is None else NormWeights(draw(k), draw(k) if normed == "layer" else None, 1e-5)
             wide = n * (1 + (kind == "swiglu"))
-            layer = Layer(draw(wide, k) * k**-0.5, draw(wide), weights, kind)
+            layer = DecodeLinear(draw(wide, k) * k**-0.5, draw(wide), weights, kind)
             x, residual = draw(rows, k) + 1, None if kind or normed else draw(rows, n)
-            want = plain_linear(doubled(x), doubled(layer), doubled(residual))
+            want = decode.linear_of_rows(doubled(x), doubled(layer), doubled(residual))
             error = distance(decode.linear(x, layer, residual), want)
             print(f"{'ok' if error < 1e-2 else 'WRONG'} linear {rows} rows {kind or '-'} {normed or '-'}: {error:.1e}")
     for groups, per_group, dim, half in ((16, 1, 64, 0), (4, 4, 128, 64), (2, 1, 96, 48)):
         for rows in (1, 8, 64):
-            sizes, room = Sizes(groups, per_group, dim), 1088
+            sizes, room = HeadSizes(groups, per_group, dim), 1088
             keys, values = draw(rows + 1, room, groups, dim), draw(rows + 1, room, groups, dim)
             used = torch.randint(0, 1000, (rows,), device="cuda")
-            texts = Texts(keys, values, torch.randperm(rows + 1, device="cuda")[:rows], used, 1024)
+            texts = CachedTexts(keys, values, torch.randperm(rows + 1, device="cuda")[:rows], used, 1024)
             angles = torch.randn(room, half, device="cuda")
             rotation = (angles.cos(), angles.sin()) if half else None
             qkv = draw(rows, groups * (per_group + 2) * dim)
-            want = plain_attend(qkv.double(), doubled(texts), sizes, rotation)
+            want = decode.attend.plain(qkv.double(), doubled(texts), sizes, rotation)
             errors = [distance(decode.attend(qkv, texts, sizes, rotation), want) for _ in range(20)]
             print(f"{'ok' if max(errors) < 1e-2 else 'WRONG'} attend {rows} rows {tuple(sizes)}: {max(errors):.1e}")
 
@@ -342,14 +341,14 @@ def sweep() -> None:
 
 
 def product_time(n: int, k: int, tile: tuple[int, int] | None) -> float:
-    from meshwright.kernels import decode_triton
+    from meshwright.kernels.triton import decode as decode_triton
 
     draw = functools.partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     norm = NormWeights(draw(k), draw(k), 1e-5) if n > k else None
-    layers = [Layer(draw(n, k), None, norm) for _ in range(max(2, 200_000_000 // (2 * n * k)))]
+    layers = [DecodeLinear(draw(n, k), None, norm) for _ in range(max(2, 200_000_000 // (2 * n * k)))]
     x, residual = draw(1, k), None if norm else draw(1, n)
-    shape = None if tile is None else decode_triton.Tile(*tile)
-    return timed(lambda i: decode_triton.linear(x, layers[i], residual, shape), len(layers))
+    shape = None if tile is None else decode_triton.LinearTile(*tile)
+    return timed(lambda i: decode_triton.linear_of_row(x, layers[i], residual, shape), len(layers))
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     python benchmarks/gpu_fp8.py [--parts bytes casts ...] [--sizes 32768x1024] [--tiles ...]
 
 Prints "WRONG" where a figure is not what it must be, goes on, and ends with the number of them.
-After `casts`, the other parts run with the fastest tiles, which it prints as kernels/fp8_triton.py
+After `casts`, the other parts run with the fastest tiles, which it prints as kernels/triton/fp8.py
 must have them.
 """
 
@@ -21,9 +21,10 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from meshwright.kernels import activation, fp8, fp8_triton, heads, norm
+from meshwright.kernels import activation, fp8, heads, norm
 from meshwright.kernels.fp8 import E4M3, E5M2, LARGEST, Into, Recipe, Scales
 from meshwright.kernels.gradients import multiply_into
+from meshwright.kernels.triton import fp8 as fp8_triton
 from meshwright.model import fp8 as model_fp8
 from meshwright.model.attention import Where, share
 from meshwright.model.fused import FusedBlock
@@ -65,12 +66,12 @@ def check_bytes() -> None:
         x = torch.randn(n, c, device=GPU).bfloat16() * torch.rand(n, 1, device=GPU).bfloat16()
         if special:
             x.view(-1)[:3] = torch.tensor([torch.inf, -torch.inf, torch.nan], device=GPU)
-        out, turned = fp8.empty((n, c), dtype, GPU, True)
+        out, turned = fp8.empty_casts((n, c), dtype, GPU, True)
         assert turned is not None
         for y in (out, turned):
             y.view(torch.uint8).random_()
         amax, by = torch.zeros(4, device=GPU), torch.full((4,), scale, device=GPU)
-        fp8_triton.quantise(x, by[0], amax[0], out, turned, LARGEST[dtype])
+        fp8_triton.quantise(x, by[0], amax[0], out, turned)
         right = wanted(x, by[0], dtype)
         bad = int((out.view(torch.uint8) != right).sum()), int((turned.view(torch.uint8)[:, :n] != right.t()).sum())
         padding = int(turned.view(torch.uint8)[:, n:].count_nonzero())
@@ -94,7 +95,7 @@ class Total:
         pass
 
 
-def a_map(inside: int, outside: int, hybrid: bool) -> tuple[Scales, fp8.Product, torch.nn.Parameter]:
+def a_map(inside: int, outside: int, hybrid: bool) -> tuple[Scales, fp8.Fp8Product, torch.nn.Parameter]:
     scales = Scales(Recipe(hybrid), GPU)
     here = scales.add(["h.0.mlp.fc"])["h.0.mlp.fc"]
     weight = torch.nn.Parameter((torch.randn(outside, inside, device=GPU) * 0.02).bfloat16())
@@ -144,24 +145,24 @@ def gigabytes(label: str, f: Callable[[], Any], moved: int) -> float:
     return ms
 
 
-def time_casts(sizes: list[list[int]], tiles: list[fp8_triton.Tile]) -> None:
+def time_casts(sizes: list[list[int]], tiles: list[fp8_triton.CastTile]) -> None:
     """Time the cast and the transposition by tile; the best are constants of fp8_triton.py."""
     for n, h in sizes:
         c = 4 * h
         x, one = torch.randn(n, c, device=GPU).bfloat16(), torch.ones(4, device=GPU)
-        out, turned = fp8.empty((n, c), E4M3, GPU, True)
+        out, turned = fp8.empty_casts((n, c), E4M3, GPU, True)
         assert turned is not None
 
         def cast(turned: Tensor | None = turned) -> None:
-            fp8_triton.quantise(x, one[0], one[1], out, turned, 448.0)  # noqa: B023
+            fp8_triton.quantise(x, one[0], one[1], out, turned)  # noqa: B023
 
         def turn() -> None:
-            fp8_triton.turn(out, turned)  # noqa: B023
+            fp8_triton.transpose_into(out, turned)  # noqa: B023
 
-        found: dict[str, list[tuple[float, fp8_triton.Tile]]] = {"CAST": [], "TURN": []}
+        found: dict[str, list[tuple[float, fp8_triton.CastTile]]] = {"CAST": [], "TRANSPOSE": []}
         for tile in tiles:
-            fp8_triton.CAST = fp8_triton.TURN = tile
-            for name, f, moved in (("CAST", cast, 4), ("TURN", turn, 2)):
+            fp8_triton.CAST = fp8_triton.TRANSPOSE = tile
+            for name, f, moved in (("CAST", cast, 4), ("TRANSPOSE", turn, 2)):
                 if name == "CAST" and tile.rows * tile.columns > 128 * 32 * tile.warps:
                     continue  # it would take more registers than there are
                 turned.view(torch.uint8).random_()
@@ -213,7 +214,7 @@ def writers(n: int, h: int) -> Iterator[tuple[str, tuple[int, int], Callable[[An
         return torch.randn(shape, device=GPU).bfloat16()
 
     x, pending, weight, shift = draw(n, h), draw(n, h), draw(h), draw(h)
-    join = norm.join_of(x, pending, weight, None, 0.0)
+    join = norm.operands_of(x, pending, weight, None, 0.0)
     weights = norm.NormWeights(weight, shift, 1e-5)
     yield "norm", (n, h), lambda into: norm.forward(join, weights, into)[1:2], 6
     u, grad = draw(n, 4 * h), draw(n, 4 * h)
@@ -225,8 +226,8 @@ def writers(n: int, h: int) -> Iterator[tuple[str, tuple[int, int], Callable[[An
     grads = [draw(n // 1024, 1024, h // 64, 64) for _ in range(3)]
     angles = torch.randn(1, 1024, 1, 32, device=GPU)
     for name, rotation in (("heads", None), ("rotated heads", (angles.cos(), angles.sin()))):
-        sizes = heads.Sizes(h // 64, 1, 64)
-        yield f"gradient of {name}", (n, 3 * h), lambda into: heads.backward(grads, sizes, rotation, True, into), 2  # noqa: B023
+        sizes = heads.HeadSizes(h // 64, 1, 64)
+        yield f"gradient of {name}", (n, 3 * h), lambda into: heads.pack(grads, sizes, rotation, True, into), 2  # noqa: B023
 
 
 def check_and_time_writers(sizes: list[list[int]]) -> None:
@@ -236,7 +237,7 @@ def check_and_time_writers(sizes: list[list[int]]) -> None:
             y, *rest = make(None)
             scale, results = 0.7 * LARGEST[dtype] / y.abs().max().float().view(1), []
             for is_fused in (False, True):
-                out, _ = fp8.empty(shape, dtype, GPU, False)
+                out, _ = fp8.empty_casts(shape, dtype, GPU, False)
                 out.view(torch.uint8).random_()
                 into = Into(out, scale, torch.zeros(1, device=GPU))
                 _, *again = make(into) if is_fused else (into.fill(y), *rest)
@@ -269,7 +270,7 @@ def time_blocks(sizes: list[list[int]]) -> None:
             where = Where(columns=torch.arange(1024, device=GPU))
             shared, none = share(m, where, torch.zeros(n // 1024, 1024, device=GPU), torch.bfloat16, False), [None] * 9
             if name != "bf16":
-                model_fp8.attach([model], Precision(bf16=True, fp8_format="e4m3"), GPU)
+                model_fp8.attach_fp8([model], Precision(bf16=True, fp8_format="e4m3"), GPU)
             if name == "fp8, casts apart":
                 for block in model.h.children():
                     del block.enter, block.transform
@@ -356,7 +357,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=list(parts), choices=parts, help="what to do")
     given = parser.parse_args()
     sizes = [list(map(int, size.split("x"))) for size in given.sizes]
-    tiles = [fp8_triton.Tile(*map(int, tile.split("x"))) for tile in given.tiles]
+    tiles = [fp8_triton.CastTile(*map(int, tile.split("x"))) for tile in given.tiles]
     print(f"{torch.cuda.get_device_name(GPU)}, torch {torch.__version__}, triton {triton.__version__}")
     for name in given.parts:
         began = time.perf_counter()

@@ -30,22 +30,14 @@ GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when kernels are defined
 
-from meshwright.kernels import (  # noqa: E402
-    activation,
-    activation_triton,
-    adamw,
-    adamw_triton,
-    columns_triton,
-    dropout,
-    embedding,
-    heads,
-    heads_triton,
-    muon_triton,
-    norm_plain,
-    norm_triton,
-    symmetric,
-    symmetric_triton,
-)
+from meshwright.kernels import activation, adamw, dropout, embedding, heads, norm, symmetric  # noqa: E402
+from meshwright.kernels.triton import activation as activation_triton  # noqa: E402
+from meshwright.kernels.triton import adamw as adamw_triton  # noqa: E402
+from meshwright.kernels.triton import columns as columns_triton  # noqa: E402
+from meshwright.kernels.triton import heads as heads_triton  # noqa: E402
+from meshwright.kernels.triton import muon as muon_triton  # noqa: E402
+from meshwright.kernels.triton import norm as norm_triton  # noqa: E402
+from meshwright.kernels.triton import symmetric as symmetric_triton  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 SETS_BYTES = 256 << 20  # of all sets of inputs, five times the L2 cache of an H200
@@ -104,8 +96,8 @@ def norm_cases() -> Iterator[Case]:
             yield norm_backward(n, width, p)
 
 
-def norm_weights(width: int) -> norm_plain.NormWeights:
-    return norm_plain.NormWeights(draw(width, mean=1.0), draw(width), 1e-5)
+def norm_weights(width: int) -> norm.NormWeights:
+    return norm.NormWeights(draw(width, mean=1.0), draw(width), 1e-5)
 
 
 def hashes(n: int, p: float) -> torch.Tensor | None:
@@ -116,10 +108,10 @@ def norm_forward(n: int, width: int, p: float) -> Case:
     return Case(
         f"norm forward, dropout {p}",
         f"{n} x {width}",
-        lambda: (norm_plain.Join(draw(n, width), draw(n, width), draw(width), hashes(n, p), p), norm_weights(width)),
+        lambda: (norm.Operands(draw(n, width), draw(n, width), draw(width), hashes(n, p), p), norm_weights(width)),
         norm_triton.forward,
-        lambda join, norm: norm_plain.plain_forward(
-            norm_plain.Join(*doubled(join)), norm_plain.NormWeights(*doubled(norm))
+        lambda operands, weights: norm.forward.plain(
+            norm.Operands(*doubled(operands)), norm.NormWeights(*doubled(weights))
         ),
         n * width * 2 * 4,
     )
@@ -133,12 +125,12 @@ def norm_backward(n: int, width: int, p: float) -> Case:
         return (
             draw(n, width),
             draw(n, width),
-            norm_plain.Saved(x, mean, rstd, hashes(n, p), draw(width, mean=1.0), *rest),
+            norm.SavedRows(x, mean, rstd, hashes(n, p), draw(width, mean=1.0), *rest),
         )
 
-    def exact(dx: torch.Tensor, dy: torch.Tensor, saved: norm_plain.Saved) -> Outputs:
-        wide = norm_plain.Saved(*doubled(saved))._replace(dtype=torch.float64)
-        return norm_plain.plain_backward(dx.double(), dy.double(), wide)
+    def exact(dx: torch.Tensor, dy: torch.Tensor, saved: norm.SavedRows) -> Outputs:
+        wide = norm.SavedRows(*doubled(saved))._replace(dtype=torch.float64)
+        return norm.backward.plain(dx.double(), dy.double(), wide)
 
     def variants() -> Iterator[str]:
         block = max(1024, 1 << (width - 1).bit_length())
@@ -168,7 +160,7 @@ def column_cases() -> Iterator[Case]:
             "columns: sums",
             f"{n} x {width}",
             lambda n=n, width=width: (draw(n, width),),
-            lambda x: [columns_triton.column_sums(x)],
+            lambda x: [columns_triton.sum_rows(x)],
             lambda x: [x.double().sum(0, keepdim=True)],
             n * width * 2,
             compared=lambda out: [out[0].sum(0)],  # type: ignore[union-attr]
@@ -233,7 +225,7 @@ def activation_tiles() -> Iterator[str]:
 
 def heads_cases() -> Iterator[Case]:
     """Attention's first product in bf16: GPT's heads, then with RoPE, then grouped with RoPE."""
-    gpt, grouped = heads.Sizes(16, 1, 64), heads.Sizes(8, 4, 128)
+    gpt, grouped = heads.HeadSizes(16, 1, 64), heads.HeadSizes(8, 4, 128)
     for b, t in shapes((32, 1024), (1, 1024)):
         yield heads_backward(b, t, gpt, rotated=False)
         yield heads_forward(b, t, gpt)
@@ -243,29 +235,29 @@ def heads_cases() -> Iterator[Case]:
         yield heads_backward(b, t, grouped, rotated=True)
 
 
-def angles(t: int, sizes: heads.Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+def angles(t: int, sizes: heads.HeadSizes) -> tuple[torch.Tensor, torch.Tensor]:
     angle = draw(1, t, 1, sizes.head_dim // 2, dtype=torch.float32)
     return angle.cos(), angle.sin()
 
 
-def heads_shape(b: int, t: int, sizes: heads.Sizes) -> str:
+def heads_shape(b: int, t: int, sizes: heads.HeadSizes) -> str:
     return f"{b} x {t} x ({sizes.groups * sizes.per_group} + 2 x {sizes.groups}) x {sizes.head_dim}"
 
 
-def heads_forward(b: int, t: int, sizes: heads.Sizes) -> Case:
+def heads_forward(b: int, t: int, sizes: heads.HeadSizes) -> Case:
     groups, per_group, dim = sizes
     return Case(
         "heads forward, RoPE",
         heads_shape(b, t, sizes),
         lambda: (draw(b, t, groups * (per_group + 2) * dim), angles(t, sizes)),
-        lambda qkv, rotation: heads_triton.rotate(qkv, sizes, rotation),
+        lambda qkv, rotation: heads_triton.rotate_qk(qkv, sizes, rotation),
         lambda qkv, rotation: heads.forward(qkv.double(), sizes, rotation)[:2],
         b * t * groups * (per_group + 1) * dim * 2 * 2,
         variants=heads_tiles,
     )
 
 
-def heads_backward(b: int, t: int, sizes: heads.Sizes, rotated: bool) -> Case:
+def heads_backward(b: int, t: int, sizes: heads.HeadSizes, rotated: bool) -> Case:
     groups, per_group, dim = sizes
 
     def make() -> tuple[Any, ...]:
@@ -277,7 +269,7 @@ def heads_backward(b: int, t: int, sizes: heads.Sizes, rotated: bool) -> Case:
         heads_shape(b, t, sizes),
         make,
         lambda grads, rotation: heads_triton.pack(grads, sizes, rotation, True),
-        lambda grads, rotation: heads.backward(doubled(grads), sizes, rotation, True),
+        lambda grads, rotation: heads.pack(doubled(grads), sizes, rotation, True),
         b * t * groups * (per_group + 2) * dim * 2 * 2,
         compared=lambda out: (out[0], out[1].sum(0)),  # type: ignore[union-attr]
         variants=heads_tiles,
@@ -317,9 +309,9 @@ def symmetric_case(kind: str, shape: tuple[int, int, int], by_cublas: bool) -> C
     def variants() -> Iterator[str]:
         tried = [(128, 64, 8, 2, 128), (128, 64, 8, 4, 255), (128, 64, 4, 3, 255), (128, 32, 8, 5, 128)]
         tried += [(128, 128, 8, 2, 255), (64, 64, 4, 4, 128), (64, 128, 4, 3, 128)]
-        return vary(vars(symmetric_triton), ["TILES"], ([symmetric_triton.Tiles(*tiles)] for tiles in tried))
+        return vary(vars(symmetric_triton), ["TILES"], ([symmetric_triton.SymmetricTiles(*tiles)] for tiles in tried))
 
-    product = symmetric.plain if by_cublas else symmetric_triton.product
+    product = symmetric.full_product if by_cublas else symmetric_triton.symmetric_product
     return Case(
         f"symmetric: {kind}{', cuBLAS' if by_cublas else ''}",
         f"{n} x {m} x {k}",
@@ -359,7 +351,7 @@ def muon_cases() -> Iterator[Case]:
             return weights, torch.stack(updates).half()
 
         def apply(weights: Any, updates: Any, number: torch.Tensor = number) -> Outputs:
-            muon_triton.apply(weights, updates, number, number, number * 0)
+            muon_triton.subtract(weights, updates, number, number, number * 0)
             return weights  # type: ignore[no-any-return]
 
         def applied(weights: Any, updates: Any) -> Outputs:
@@ -379,7 +371,7 @@ def adamw_cases() -> Iterator[Case]:
 
 
 def norm_of_gradients(size: int) -> Case:
-    table = adamw.make_table([adamw.Range(0, size)], torch.device(DEVICE))
+    table = adamw.make_table([adamw.FlatRange(0, size)], torch.device(DEVICE))
 
     def exact(x: torch.Tensor) -> Outputs:
         return [sum(part.double().square().sum() for part in x.split(1 << 26))]
@@ -388,12 +380,12 @@ def norm_of_gradients(size: int) -> Case:
         tried = (1056, 16), (4096, 16), (8192, 16), (2048, 8), (2048, 32)
         return vary(vars(adamw_triton), ["PROGRAMS", "ROWS"], tried)
 
-    run = adamw_triton.squares
+    run = adamw_triton.sum_squares
     return Case(
         "adamw: squares",
         str(size),
         lambda: (torch.randn(size, device=DEVICE),),
-        lambda x: [run(x, table, adamw.BLOCK).sum()],
+        lambda x: [run(x, table)],
         exact,
         size * 4,
         variants=variants,
@@ -402,7 +394,7 @@ def norm_of_gradients(size: int) -> Case:
 
 def adamw_update(size: int, low: torch.dtype | None) -> Case:
     """The first 2^20 elements are compared; all in float64 would not fit."""
-    table, settings = adamw.make_table([adamw.Range(0, size, True)], torch.device(DEVICE)), (0.9, 0.95, 1e-8)
+    table, settings = adamw.make_table([adamw.FlatRange(0, size, True)], torch.device(DEVICE)), (0.9, 0.95, 1e-8)
     decision = torch.tensor([1.0, 0.5, 1.0, 0.5, 1e-3, 1e-2, 1.5], device=DEVICE)
 
     def make() -> tuple[Any, ...]:
@@ -411,7 +403,7 @@ def adamw_update(size: int, low: torch.dtype | None) -> Case:
         return (*flats, None if low is None else torch.zeros(size, dtype=low, device=DEVICE))
 
     def run(*flats: torch.Tensor | None) -> Outputs:
-        adamw_triton.update(flats, table, settings, decision, adamw.BLOCK)
+        adamw_triton.update_blocks(flats, table, settings, decision)
         return flats[1:]
 
     def exact(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, p: torch.Tensor, w: torch.Tensor | None) -> Outputs:

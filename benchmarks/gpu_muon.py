@@ -20,7 +20,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels import symmetric, symmetric_triton
+from meshwright.kernels import symmetric
+from meshwright.kernels.triton import symmetric as symmetric_triton
 from meshwright.optim import muon
 
 MODELS = {"345M": (24, 1024), "1.3B": (24, 2048), "2.7B": (32, 2560)}  # layers, hidden size
@@ -134,7 +135,7 @@ def time_update(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], siz
     return f"{ms:8.2f} ms {work / 1e12:7.2f} TFLOP {work / ms / 1e9:7.0f} TFLOP/s  off {off:.4f}  +{more:.2f} GiB"
 
 
-def updates(size: tuple[int, int], tiles: list[symmetric_triton.Tiles]) -> None:
+def updates(size: tuple[int, int], tiles: list[symmetric_triton.SymmetricTiles]) -> None:
     layers, hidden = size
     attempt("torch.optim.Muon", lambda: time_update(torchs, size, flops(hidden, layers, False, False)))
     smallest, orthogonalise = symmetric.SMALLEST, muon.orthogonalise
@@ -153,7 +154,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["345M", "1.3B"])
     parser.add_argument("--tiles", nargs="+", default=["128x64x8x3x128", "128x64x8x4x255", "128x64x4x3x255"])
     args = parser.parse_args()
-    tiles = [symmetric_triton.Tiles(*map(int, t.split("x"))) for t in args.tiles]
+    tiles = [symmetric_triton.SymmetricTiles(*map(int, t.split("x"))) for t in args.tiles]
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     for name in args.models:
         print(name)

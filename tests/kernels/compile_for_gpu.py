@@ -27,12 +27,10 @@ from meshwright import device
 from meshwright.kernels import (
     activation,
     adamw,
-    clock_triton,
     decode,
     dropout,
     embedding,
     fp8,
-    fp8_triton,
     gradients,
     heads,
     muon,
@@ -40,6 +38,8 @@ from meshwright.kernels import (
     symmetric,
 )
 from meshwright.kernels.cross_entropy import cross_entropy
+from meshwright.kernels.triton import clock as clock_triton
+from meshwright.kernels.triton import fp8 as fp8_triton
 
 compiled = {}  # by the compiler's key
 
@@ -117,27 +117,27 @@ def activations() -> None:
 def splits() -> None:
     angles = tuple(torch.zeros(1, 8, 1, 32) for _ in range(2))
     for rotation in (None, angles):
-        backward(*heads.split_heads(take(2, 8, 1536), heads.Sizes(4, 4, 64), rotation, take(1536)))
+        backward(*heads.split_heads(take(2, 8, 1536), heads.HeadSizes(4, 4, 64), rotation, take(1536)))
 
 
 def muons() -> None:
     matrices = [torch.zeros(512, 512) for _ in range(2)]
     one = torch.ones(())
     updates, _ = muon.advance(matrices, [m.clone() for m in matrices], one, one, 0.95)
-    muon.apply(matrices, updates, one, one, one)
+    muon.subtract(matrices, updates, one, one, one)
     half = updates.half()
-    symmetric.product(half, half, half, 1.0, 1.0, 1.0)
+    symmetric.symmetric_product(half, half, half, 1.0, 1.0, 1.0)
 
 
 def updates() -> None:
-    settings, cpu = adamw.Settings(0.9, 0.95, 1e-8), torch.device("cpu")
-    table, one = adamw.make_table([adamw.Range(0, 4096)], cpu), torch.ones((), dtype=torch.float64)
+    settings, cpu = adamw.AdamWConstants(0.9, 0.95, 1e-8), torch.device("cpu")
+    table, one = adamw.make_table([adamw.FlatRange(0, 4096)], cpu), torch.ones((), dtype=torch.float64)
     flats = [torch.zeros(4096) for _ in range(4)]
-    adamw.squares(flats[0], table)
+    adamw.sum_squares(flats[0], table)
     for loss in (one, one.float()):
         decision = adamw.decide(adamw.make_constants(settings, 1.0, cpu), (one, loss, one, one, one), torch.zeros(()))
     for weights in (None, *(flats[0].to(dtype) for dtype in (torch.bfloat16, torch.float16))):
-        adamw.update(adamw.Buffers(*flats, weights), table, settings, decision)
+        adamw.update(adamw.AdamWBuffers(*flats, weights), table, settings, decision)
 
 
 def tables() -> None:
@@ -149,11 +149,11 @@ def casts() -> None:
     x, one = torch.zeros(64, 64, dtype=torch.bfloat16), torch.ones(())
     for format in (torch.float8_e4m3fn, torch.float8_e5m2):
         out = torch.empty(64, 64, dtype=format)
-        fp8_triton.quantise(x, one, one, out, torch.empty_like(out), 448.0)
-    fp8_triton.turn(out, torch.empty_like(out))
-    fp8_triton.quantise(x, one, None, out, None, 448.0)
-    job = x, out, torch.empty_like(out), 0
-    fp8_triton.quantise_many(job, fp8_triton.prepare([job], None), one, one, 448.0)
+        fp8_triton.quantise(x, one, one, out, torch.empty_like(out))
+    fp8_triton.transpose_into(out, torch.empty_like(out))
+    fp8_triton.quantise(x, one, None, out, None)
+    cast = x, out, torch.empty_like(out), 0
+    fp8_triton.quantise_many(cast, fp8_triton.prepare_casts([cast], None), one, one)
 
 
 def casts_in_kernels() -> None:
@@ -163,7 +163,7 @@ def casts_in_kernels() -> None:
         into = fp8.Into(input, one, amax)
         activation.forward("gelu-tanh", take(8, 4096).detach(), into)
         activation.forward("swiglu", take(8, 8192).detach(), into)
-        join = norm.join_of(take(8, 1024), take(8, 1024), take(1024), None, 0.0)
+        join = norm.operands_of(take(8, 1024), take(8, 1024), take(1024), None, 0.0)
         norm.forward(join, norm.NormWeights(take(1024), take(1024), 1e-5), fp8.Into(y, one, amax))
     into = fp8.Into(grad, one, one)
     activation.backward("gelu-tanh", take(8, 4096).detach(), take(8, 4096).detach(), True, into)
@@ -171,27 +171,27 @@ def casts_in_kernels() -> None:
     angles = tuple(torch.zeros(1, 8, 1, 32) for _ in range(2))
     for rotation in (None, angles):
         into = fp8.Into(torch.empty(16, 3072, dtype=torch.float8_e4m3fn), one, one)
-        heads.backward([take(2, 8, 16, 64).detach() for _ in range(3)], heads.Sizes(16, 1, 64), rotation, True, into)
+        heads.pack([take(2, 8, 16, 64).detach() for _ in range(3)], heads.HeadSizes(16, 1, 64), rotation, True, into)
 
 
 def decoding() -> None:
     norms = [norm.NormWeights(take(1024), take(1024), 1e-5), norm.NormWeights(take(1024), None, 1e-5), None]
     angles = tuple(torch.zeros(256, 32) for _ in range(2))
     x, slots = take(1, 1024), torch.arange(1)
-    state = decode.Rows(slots, slots, slots, slots > 1)
+    state = decode.TextState(slots, slots, slots, slots > 1)
     for wpe in (None, take(256, 1024)):
         decode.embed(state, slots, take(50304, 1024), wpe)
     for draws in (None, decode.Draws(slots.double(), slots)):
-        decode.pick(take(1, 50304), 50257, slots, state, 50256, draws)
+        decode.choose_tokens(take(1, 50304), 50257, slots, state, 50256, draws)
     for weights, kind in zip(norms, ("gelu-tanh", "swiglu", ""), strict=True):
-        decode.linear(x, decode.Layer(take(4096, 1024), take(4096), weights, kind), None if kind else x)
-    decode.linear(x, decode.Layer(take(50304, 1024), None, norms[0]))
+        decode.linear(x, decode.DecodeLinear(take(4096, 1024), take(4096), weights, kind), None if kind else x)
+    decode.linear(x, decode.DecodeLinear(take(50304, 1024), None, norms[0]))
     for rows in (1, 64):
         for groups, per_group, head in ((16, 1, 64), (4, 4, 128), (2, 1, 96)):
             caches = [torch.zeros(rows + 1, 320, groups, head, dtype=torch.bfloat16) for _ in range(2)]
-            texts = decode.Texts(*caches, torch.arange(rows), torch.arange(rows), 256)
+            texts = decode.CachedTexts(*caches, torch.arange(rows), torch.arange(rows), 256)
             qkv = take(rows, groups * (per_group + 2) * head)
-            decode.attend(qkv, texts, heads.Sizes(groups, per_group, head), angles if groups == 4 else None)
+            decode.attend(qkv, texts, heads.HeadSizes(groups, per_group, head), angles if groups == 4 else None)
 
 
 def clocks() -> None:

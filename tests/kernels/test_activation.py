@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.kernels import activation
+from meshwright.kernels import twins
 from meshwright.kernels.activation import activate
 from sinks import Total
 
@@ -56,7 +56,7 @@ def wanted(kind, u, grad):
 @pytest.fixture(params=["plain", "triton"])
 def with_kernels(request, monkeypatch):
     """Run the plain twin, or the kernels whatever the device."""
-    monkeypatch.setattr(activation, "is_triton", lambda x: request.param == "triton")
+    monkeypatch.setattr(twins, "is_triton", lambda x: request.param == "triton")
     return request.param == "triton"
 
 
@@ -86,17 +86,21 @@ FORMATS = [(kind, torch.bfloat16) for kind in KINDS] + [
 @pytest.mark.parametrize(("kind", "dtype"), FORMATS)
 def test_kernels(kind, dtype, monkeypatch):
     """Sizes that fill no tile, and a gradient that is not contiguous."""
-    monkeypatch.setattr(activation, "is_triton", lambda x: True)
+    monkeypatch.setattr(twins, "is_triton", lambda x: True)
     compare(kind, dtype, (3, 13), 130)
 
 
 def test_every_tile_gives_the_same_sums():
-    from meshwright.kernels import activation_triton
+    from meshwright.kernels.triton import activation as activation_triton
 
     u, _, grad = case("swiglu", (40,), 12, torch.float32)
     want = wanted("swiglu", u, grad)
-    for tile in (activation_triton.TILE, activation_triton.Tile(8, 4, 16), activation_triton.Tile(16, 8, 8, 3, 2)):
-        du, partials = activation_triton.backward("swiglu", u.detach(), grad, True, tile)
+    for tile in (
+        activation_triton.TILE,
+        activation_triton.BackwardTile(8, 4, 16),
+        activation_triton.BackwardTile(16, 8, 8, 3, 2),
+    ):
+        du, partials = activation_triton.backward("swiglu", u.detach(), grad, True, tile=tile)
         assert partials.dtype is torch.float32 and partials.shape == (-(-40 // tile.rows), 24)
         assert distance(du, want[1]) < 1e-6 and distance(partials.sum(0), want[2]) < 1e-6
     assert activation_triton.backward("swiglu", u.detach(), grad, False)[1] is None

@@ -9,14 +9,14 @@ from meshwright import device as devices
 from meshwright.kernels import adamw
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SETTINGS = adamw.Settings(0.9, 0.95, 1e-8)
+SETTINGS = adamw.AdamWConstants(0.9, 0.95, 1e-8)
 # Roundings of float32 in exp_avg_sq: two of the gradient's factor, which its square doubles, and
 # one each of the square, of its product with 1 - beta2 and of the sum.
 BOUND = 7 * 2**-24
 SIZE = 128 * 43  # two full programs and a part
 # Gaps, which another rule updates, and pieces that decay or not, whose weights lie elsewhere.
 PIECES = [(0, 7, True, 1), (7, 8, False, 0), (20, 39, True, 24), (40, 42, False, 8)]
-RANGES = [adamw.Range(128 * a, 128 * b, decays, 128 * target) for a, b, decays, target in PIECES]
+RANGES = [adamw.FlatRange(128 * a, 128 * b, decays, 128 * target) for a, b, decays, target in PIECES]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def make(dtype, low):
     table = adamw.make_table(RANGES, DEVICE)
     state = [torch.zeros(table.shape[1] * 128, dtype=dtype, device=DEVICE) for _ in range(2)]
     weights = None if low is None else torch.full((SIZE,), math.nan, dtype=low, device=DEVICE)
-    return adamw.Buffers(draw(SIZE, dtype=dtype), *state, draw(SIZE, seed=1, dtype=dtype), weights), table
+    return adamw.AdamWBuffers(draw(SIZE, dtype=dtype), *state, draw(SIZE, seed=1, dtype=dtype), weights), table
 
 
 def owned():
@@ -68,7 +68,7 @@ def test_steps_equal_torchs(low, clip, scale):
         ours.gradients.copy_(gradient * scale)
         if is_bad := i == 2:
             ours.gradients[5] = math.inf
-        total = adamw.squares(ours.gradients, table)
+        total = adamw.sum_squares(ours.gradients, table)
         kept = [x.clone() for x in (ours.exp_avg, ours.exp_avg_sq, ours.master)]
         lr = 1e-2 / (i + 1)
         decision = adamw.decide(constants, numbers(total.item(), lr=lr, scale=scale), step)
@@ -118,7 +118,7 @@ def test_twins_agree(monkeypatch):
         decisions = []
         for i in range(3):
             buffers.gradients.copy_(draw(SIZE, seed=i))
-            total = adamw.squares(buffers.gradients, table)
+            total = adamw.sum_squares(buffers.gradients, table)
             decisions.append(adamw.decide(constants, numbers(total.item(), scale=2.0), step))
             adamw.update(buffers, table, SETTINGS, decisions[-1])
         both.append((buffers, torch.stack(decisions)))
@@ -145,14 +145,14 @@ def test_squares_count_the_tables_blocks(ranges):
     x = draw(SIZE) * torch.arange(SIZE, device=DEVICE)
     table = adamw.make_table(ranges, DEVICE)
     want = sum(float(x[a:b].double().square().sum()) for a, b, *_ in ranges)
-    assert adamw.squares(x, table).item() == pytest.approx(want, rel=1e-7)
+    assert adamw.sum_squares(x, table).item() == pytest.approx(want, rel=1e-7)
 
 
 def test_many_tiles_of_one_program(monkeypatch):
     """A program sums every n-th tile when there are more tiles than programs."""
-    from meshwright.kernels import adamw_triton
+    from meshwright.kernels.triton import adamw as adamw_triton
 
     monkeypatch.setattr(adamw_triton, "PROGRAMS", 2)
     x = draw(128 * 100)
-    total = adamw.squares(x, adamw.make_table([adamw.Range(0, 128 * 99)], DEVICE))
+    total = adamw.sum_squares(x, adamw.make_table([adamw.FlatRange(0, 128 * 99)], DEVICE))
     assert total.item() == pytest.approx(float(x[: 128 * 99].double().square().sum()), rel=1e-7)

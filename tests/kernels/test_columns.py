@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.kernels import columns, gradients
+from meshwright.kernels import columns, gradients, twins
 from sinks import Total
 
 
@@ -19,9 +19,9 @@ def parameter(shape, adds, device):
 @pytest.fixture(params=["plain", "triton"])
 def form(request, monkeypatch):
     """Run the twin, or the kernels with poisoned outputs; return the device."""
-    monkeypatch.setattr(columns, "is_triton", lambda x: request.param == "triton")
+    monkeypatch.setattr(twins, "is_triton", lambda x: request.param == "triton")
     if request.param == "triton":
-        from meshwright.kernels import columns_triton
+        from meshwright.kernels.triton import columns as columns_triton
 
         monkeypatch.setattr(columns_triton, "PER_PROCESSOR", 3)
     empty = torch.empty

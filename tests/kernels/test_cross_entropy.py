@@ -183,16 +183,16 @@ def test_logits_that_are_a_slice():
 @pytest.mark.parametrize(("vocab", "padded"), [(50257, 50304), (17, 128), (4096, 4096), (4097, 4224)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_triton_equals_plain(vocab, padded, dtype):
-    from meshwright.kernels import cross_entropy_triton as kernel
+    from meshwright.kernels.triton import cross_entropy as kernel
 
     logits, labels, factors = case(300, vocab, padded, dtype, "cuda")
-    lses, picked = kernel.forward(logits, labels, vocab)
-    want, there = module.plain_forward(logits, labels, vocab)
+    lses, picked = kernel.log_sum_exp(logits, labels, vocab)
+    want, there = module.log_sum_exp.plain(logits, labels, vocab)
     torch.testing.assert_close(lses, want, rtol=2e-6, atol=2e-6)
     assert torch.equal(picked, there)
     a, b = logits.clone(), logits.clone()
-    kernel.backward(a, labels, lses, factors.float(), vocab)
-    module.plain_backward(b, labels, want, factors.float(), vocab)
+    kernel.overwrite(a, labels, lses, factors.float(), vocab)
+    module.overwrite.plain(b, labels, want, factors.float(), vocab)
     torch.testing.assert_close(
         a, b, rtol=2 * UNIT[dtype], atol=1.2e-7
     )  # a number near 0: float16's smallest are 6e-8 apart
@@ -223,15 +223,15 @@ def test_a_vocabulary_in_parts(device):
 @gpu
 def test_triton_on_rows_of_a_wider_tensor():
     """Strided rows work, and the columns beside them do not change."""
-    from meshwright.kernels import cross_entropy_triton as kernel
+    from meshwright.kernels.triton import cross_entropy as kernel
 
     logits, labels, factors = case(8, 37, 64, torch.float32, "cuda")
     part, alone = logits[:, :40], logits[:, :40].contiguous()
-    (lse, a), (b, _) = kernel.forward(part, labels, 37), kernel.forward(alone, labels, 37)
+    (lse, a), (b, _) = kernel.log_sum_exp(part, labels, 37), kernel.log_sum_exp(alone, labels, 37)
     torch.testing.assert_close(lse, b)
     assert torch.equal(a, logits[torch.arange(8, device=a.device), labels])
-    kernel.backward(part, labels, lse, factors.float(), 37)
-    kernel.backward(alone, labels, lse, factors.float(), 37)
+    kernel.overwrite(part, labels, lse, factors.float(), 37)
+    kernel.overwrite(alone, labels, lse, factors.float(), 37)
     torch.testing.assert_close(part, alone)
     assert (logits[:, 40:] == 100).all()
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 from test_activation import DEVICE, distance, nan_in_new_memory  # noqa: F401
 
-from meshwright.kernels import decode
-from meshwright.kernels.decode import BAD, NONE, Draws, Layer, Rows, Texts
-from meshwright.kernels.decode_plain import plain_attend, plain_embed, plain_linear, plain_pick
-from meshwright.kernels.heads_plain import Sizes
-from meshwright.kernels.norm_plain import NormWeights
+from meshwright.kernels import decode, twins
+from meshwright.kernels.decode import BAD, NONE, CachedTexts, DecodeLinear, Draws, TextState
+from meshwright.kernels.heads import HeadSizes
+from meshwright.kernels.norm import NormWeights
 
 ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}  # the interpreter cuts bfloat16 off
 WORST = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # it has no products of bfloat16
@@ -45,31 +44,31 @@ def layer_of(name, n, k, dtype):
     shift = draw(k, dtype=dtype) if norm == "layer" else None
     weights = None if norm is None else NormWeights(draw(k, dtype=dtype), shift, 1e-5, float(norm == "rms"))
     bias = draw(width, dtype=dtype) if has_bias else None
-    return Layer(draw(width, k, dtype=dtype) * k**-0.5, bias, weights, kind), has_residual
+    return DecodeLinear(draw(width, k, dtype=dtype) * k**-0.5, bias, weights, kind), has_residual
 
 
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("name", LAYERS)
 def test_linear(name, dtype, monkeypatch):
     """Sizes that fill no tile; x has a mean, which the norm removes."""
-    monkeypatch.setattr(decode, "is_triton", lambda x: True)
+    monkeypatch.setattr(twins, "is_triton", lambda x: True)
     layer, has_residual = layer_of(name, 21, 130, dtype)
     x = draw(1, 130, dtype=dtype, mean=1.0)
     residual = draw(1, 21, dtype=dtype) if has_residual else None
     got = decode.linear(x, layer, residual)
-    want = plain_linear(doubled(x), doubled(layer), doubled(residual))
+    want = decode.linear_of_rows(doubled(x), doubled(layer), doubled(residual))
     assert got.dtype is dtype and got.shape == (1, 21) and distance(got, want) < ERROR[dtype]
-    assert distance(plain_linear(x, layer, residual), want) < ERROR[dtype]
+    assert distance(decode.linear_of_rows(x, layer, residual), want) < ERROR[dtype]
 
 
 def test_every_tile_gives_the_same():
-    from meshwright.kernels.decode_triton import Tile, linear, tile_of
+    from meshwright.kernels.triton.decode import LinearTile, linear_of_row, tile_of
 
     layer, _ = layer_of("swiglu", 40, 130, torch.float32)
     x = draw(1, 130)
-    want = plain_linear(doubled(x), doubled(layer))
-    for tile in (Tile(1), Tile(8, 8), Tile(64)):
-        assert distance(linear(x, layer, None, tile), want) < 2e-6
+    want = decode.linear_of_rows(doubled(x), doubled(layer))
+    for tile in (LinearTile(1), LinearTile(8, 8), LinearTile(64)):
+        assert distance(linear_of_row(x, layer, None, tile), want) < 2e-6
     for columns in (64, 1024, 4096, 50304):
         for inner in (64, 768, 1024, 4096, 8192, 20480):
             tile = tile_of(columns, inner, 132)
@@ -87,9 +86,9 @@ LENGTHS = [0, 63, 64, 150]
 
 def case(shape, dtype, room=256):
     groups, per_group, dim, half = SHAPES[shape]
-    sizes, slots = Sizes(groups, per_group, dim), torch.tensor([4, 0, 5, 2], device=DEVICE)
+    sizes, slots = HeadSizes(groups, per_group, dim), torch.tensor([4, 0, 5, 2], device=DEVICE)
     keys, values = (draw(6, room, groups, dim, dtype=dtype) for _ in range(2))
-    texts = Texts(keys, values, slots, torch.tensor(LENGTHS, device=DEVICE), 256)
+    texts = CachedTexts(keys, values, slots, torch.tensor(LENGTHS, device=DEVICE), 256)
     angles = torch.randn(room, half, device=DEVICE)
     rotation = (angles.cos(), angles.sin()) if half else None
     return draw(4, groups * (per_group + 2) * dim, dtype=dtype), texts, sizes, rotation
@@ -99,15 +98,15 @@ def case(shape, dtype, room=256):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attend(shape, processors, dtype, monkeypatch):
     """In one part and in several, some of them empty: values, and what is added to the cache."""
-    monkeypatch.setattr(decode, "is_triton", lambda x: True)
+    monkeypatch.setattr(twins, "is_triton", lambda x: True)
     monkeypatch.setattr("meshwright.device.processors", lambda device: processors)
     qkv, texts, sizes, rotation = case(shape, dtype)
-    exact, again = doubled(texts), Texts(*(x.clone() if isinstance(x, torch.Tensor) else x for x in texts))
-    want = plain_attend(qkv.double(), exact, sizes, rotation)
+    exact, again = doubled(texts), CachedTexts(*(x.clone() if isinstance(x, torch.Tensor) else x for x in texts))
+    want = decode.attend.plain(qkv.double(), exact, sizes, rotation)
     for _ in range(2):  # the counters are 0 again
         got = decode.attend(qkv, texts, sizes, rotation)
         assert got.dtype is dtype and distance(got, want) < ERROR[dtype]
-    assert distance(plain_attend(qkv, again, sizes, rotation), want) < ERROR[dtype]
+    assert distance(decode.attend.plain(qkv, again, sizes, rotation), want) < ERROR[dtype]
     assert torch.equal(texts.values, again.values)
     assert distance(texts.keys, exact.keys) < ERROR[dtype] / 10
 
@@ -115,17 +114,17 @@ def test_attend(shape, processors, dtype, monkeypatch):
 def rows_of(slots):
     token, used = torch.randint(0, 60, (slots,)), torch.randint(0, 9, (slots,))
     active = torch.arange(slots) % 3 > 0
-    return Rows(*(x.to(DEVICE) for x in (token, used, used + 1 + torch.arange(slots) % 4, active)))
+    return TextState(*(x.to(DEVICE) for x in (token, used, used + 1 + torch.arange(slots) % 4, active)))
 
 
 @pytest.mark.parametrize("dtype", ERROR)
 @pytest.mark.parametrize("learned", [False, True])
 def test_embed(dtype, learned, monkeypatch):
-    monkeypatch.setattr(decode, "is_triton", lambda x: True)
+    monkeypatch.setattr(twins, "is_triton", lambda x: True)
     rows, slots = rows_of(9), torch.tensor([3, 0, 8, 5], device=DEVICE)
     wte, wpe = draw(60, 40, dtype=dtype), draw(9, 40, dtype=dtype) if learned else None
     x, used = decode.embed(rows, slots, wte, wpe)
-    want, places = plain_embed(rows, slots, wte.double(), doubled(wpe))
+    want, places = decode.embed.plain(rows, slots, wte.double(), doubled(wpe))
     assert torch.equal(used, places) and x.dtype is dtype and distance(x, want) < ERROR[dtype]
 
 
@@ -133,7 +132,7 @@ def test_embed(dtype, learned, monkeypatch):
 @pytest.mark.parametrize("dtype", ERROR)
 def test_pick(dtype, is_drawn, monkeypatch):
     """Ends of documents, limits, rows that have ended, ties, numbers that are not finite."""
-    monkeypatch.setattr(decode, "is_triton", lambda x: True)
+    monkeypatch.setattr(twins, "is_triton", lambda x: True)
     slots, vocab = torch.tensor([4, 0, 8, 5, 7, 1, 2, 10, 11], device=DEVICE), 5000
     logits = draw(9, 5056, dtype=dtype)
     logits[:, vocab:] = 99
@@ -144,10 +143,10 @@ def test_pick(dtype, is_drawn, monkeypatch):
     draws = Draws(temperature, torch.arange(12, device=DEVICE) * -(2**59) + 5) if is_drawn else None
     for eod in (10, -1):
         rows = rows_of(12)
-        want = Rows(*(x.clone() for x in rows))
-        report = plain_pick(logits, vocab, slots, want, eod, draws)
+        want = TextState(*(x.clone() for x in rows))
+        report = decode.choose_tokens.plain(logits, vocab, slots, want, eod, draws)
         assert report[0] == (77 if not is_drawn else report[0]) and BAD in report.tolist() and NONE in report.tolist()
-        assert torch.equal(decode.pick(logits, vocab, slots, rows, eod, draws), report)
+        assert torch.equal(decode.choose_tokens(logits, vocab, slots, rows, eod, draws), report)
         for name in ("used", "limit", "active"):
             assert torch.equal(getattr(rows, name), getattr(want, name)), name
         known = slots[report != BAD]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.kernels import dropout
+from meshwright.kernels import dropout, twins
 
 SAMPLES, POSITIONS = torch.arange(7, 11)[:, None], torch.arange(64)
 
@@ -59,7 +59,7 @@ def test_sites_in_one_kernel(seed, monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     every, columns = torch.tensor([0, 5, 2**31, 2**32 + 5, 2**40], device=device)[:, None], torch.arange(301)
     columns = columns.to(device)
-    monkeypatch.setattr(dropout, "is_triton", lambda x: True)
+    monkeypatch.setattr(twins, "is_triton", lambda x: True)
     for samples in (every, every[1:2]):
         want = dropout.at_sites(dropout.rows(seed, samples, columns), 5)
         got = dropout.site_rows(seed, 5, samples, columns)
@@ -77,7 +77,7 @@ def test_backward_uses_the_same_mask():
     y = dropout.dropout(x, rows(1, 7), 0.3)
     y.sum().backward()
     torch.testing.assert_close(x.grad, dropout.keep(rows(1, 7), 16, 0.3) / torch.tensor(0.7, dtype=torch.float64))
-    assert torch.equal(y.detach(), dropout.plain(x.detach(), rows(1, 7), 0.3))
+    assert torch.equal(y.detach(), dropout.mask_and_scale(x.detach(), rows(1, 7), 0.3))
 
 
 def test_golden_bits():
@@ -94,13 +94,13 @@ GOLDEN = ["1010100011011100", "1000011010010110", "0011100111100010", "011010011
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("site", [0, 49, ~5])
 def test_triton_equals_plain(columns, dtype, site):
-    from meshwright.kernels.dropout_triton import drop
+    from meshwright.kernels.triton.dropout import drop
 
     here = rows(77, site, SAMPLES.cuda(), POSITIONS.cuda())
     x = torch.randn(4, 64, columns, device="cuda", dtype=dtype)
     y = drop(x, here, 0.1)
     assert torch.equal(y != 0, dropout.keep(here, columns, 0.1) & (x != 0))
-    torch.testing.assert_close(y, dropout.plain(x, here, 0.1))
+    torch.testing.assert_close(y, dropout.mask_and_scale(x, here, 0.1))
     assert torch.equal(here.cpu(), rows(77, site))
 
 
@@ -111,14 +111,14 @@ def test_triton_forward_and_backward_have_one_mask():
     x = torch.randn(64, 4, 32, device="cuda").transpose(0, 1).requires_grad_()
     y = dropout.dropout(x, here, 0.3)
     y.backward(torch.ones_like(y))
-    torch.testing.assert_close(y, dropout.plain(x, here, 0.3))
-    torch.testing.assert_close(x.grad, dropout.plain(torch.ones_like(x), here, 0.3))
+    torch.testing.assert_close(y, dropout.mask_and_scale(x, here, 0.3))
+    torch.testing.assert_close(x.grad, dropout.mask_and_scale(torch.ones_like(x), here, 0.3))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_triton_interpreted(p):
-    from meshwright.kernels.dropout_triton import drop
+    from meshwright.kernels.triton.dropout import drop
 
     here, x = rows(77, 49, SAMPLES[:1], POSITIONS[:3]), torch.ones(1, 3, 100)
-    torch.testing.assert_close(drop(x, here, p), dropout.plain(x, here, p))
+    torch.testing.assert_close(drop(x, here, p), dropout.mask_and_scale(x, here, p))

@@ -10,21 +10,21 @@ from meshwright.kernels import fp8
 from meshwright.kernels.fp8 import E4M3, E5M2, LARGEST, Recipe, Scales
 from sinks import Total
 
-fp8_triton = pytest.importorskip("meshwright.kernels.fp8_triton", reason="Triton is not installed")
+fp8_triton = pytest.importorskip("meshwright.kernels.triton.fp8", reason="Triton is not installed")
 
 pytestmark = pytest.mark.whole  # Triton's interpreter takes seconds
 KERNELS = "cuda" if torch.cuda.is_available() else "cpu"  # there Triton's interpreter runs them
 
 
-def casts(quantise, x, scale, dtype, is_turned=True, is_recorded=True, amax=0.25):
+def casts(quantise, x, scale, dtype, is_transposed=True, is_recorded=True, amax=0.25):
     """Return both layouts and the amax, from poisoned memory."""
-    out, turned = fp8.empty(x.shape, dtype, x.device, is_turned)
-    for y in (out, turned):
+    out, transposed = fp8.empty_casts(x.shape, dtype, x.device, is_transposed)
+    for y in (out, transposed):
         if y is not None:
             y.view(torch.uint8).fill_(0x55)
     high = torch.tensor([amax], device=x.device)
-    quantise(x, torch.tensor([scale], device=x.device), high if is_recorded else None, out, turned, LARGEST[dtype])
-    return out, turned, high.item()
+    quantise(x, torch.tensor([scale], device=x.device), high if is_recorded else None, out, transposed)
+    return out, transposed, high.item()
 
 
 def bits(x):
@@ -38,7 +38,8 @@ def some(n, c, dtype, scale, is_exact):
 
 
 # Triton's interpreter loses the carry of a rounding (1.94 becomes 1), so it gets exact numbers.
-KINDS = pytest.mark.parametrize(("quantise", "is_exact"), [(fp8_triton.quantise, KERNELS == "cpu"), (fp8.plain, False)])
+BOTH = [(fp8_triton.quantise, KERNELS == "cpu"), (fp8.quantise.plain, False)]
+KINDS = pytest.mark.parametrize(("quantise", "is_exact"), BOTH)
 
 
 @KINDS
@@ -47,15 +48,15 @@ KINDS = pytest.mark.parametrize(("quantise", "is_exact"), [(fp8_triton.quantise,
 def test_cast_is_torchs_in_both_layouts(quantise, is_exact, dtype, n, c, scale):
     x = some(n, c, dtype, scale, is_exact)
     x[0, 0] = 3 * LARGEST[dtype] / scale
-    out, turned, amax = casts(quantise, x, scale, dtype)
+    out, transposed, amax = casts(quantise, x, scale, dtype)
     wanted = (x.float() * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
     assert torch.equal(bits(out), bits(wanted))
-    assert turned.shape == (c, -(-n // 16) * 16)
-    assert torch.equal(bits(turned[:, :n]), bits(wanted.t())) and not bits(turned[:, n:]).any()
+    assert transposed.shape == (c, -(-n // 16) * 16)
+    assert torch.equal(bits(transposed[:, :n]), bits(wanted.t())) and not bits(transposed[:, n:]).any()
     assert amax == max(0.25, x.abs().max().item())
 
 
-@pytest.mark.parametrize("quantise", [fp8_triton.quantise, fp8.plain], ids=["triton", "plain"])
+@pytest.mark.parametrize("quantise", [fp8_triton.quantise, fp8.quantise.plain], ids=["triton", "plain"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_nothing_infinite_becomes_finite(quantise, dtype):
     x = torch.tensor([[1.0, torch.inf, -torch.inf, torch.nan] * 4], device=KERNELS)
@@ -63,30 +64,30 @@ def test_nothing_infinite_becomes_finite(quantise, dtype):
     assert torch.equal(out.float().isfinite(), x.isfinite()) and amax == 1.0
 
 
-@pytest.mark.parametrize("quantise", [fp8_triton.quantise, fp8.plain], ids=["triton", "plain"])
+@pytest.mark.parametrize("quantise", [fp8_triton.quantise, fp8.quantise.plain], ids=["triton", "plain"])
 def test_what_is_not_asked_for_stays(quantise):
     x = torch.full((20, 16), 0.125, device=KERNELS).t()  # not contiguous
-    out, turned, amax = casts(quantise, x, 1.0, E4M3, is_turned=False, is_recorded=False, amax=0.0)
-    assert turned is None and amax == 0.0 and bool((out.float() == 0.125).all())
+    out, transposed, amax = casts(quantise, x, 1.0, E4M3, is_transposed=False, is_recorded=False, amax=0.0)
+    assert transposed is None and amax == 0.0 and bool((out.float() == 0.125).all())
     assert casts(quantise, x, 1.0, E4M3)[2] == 0.25  # a smaller amax does not lower it
 
 
-@pytest.mark.parametrize("turn", [fp8_triton.turn, fp8.plain_turn], ids=["triton", "plain"])
+@pytest.mark.parametrize("transpose", [fp8_triton.transpose_into, fp8.transpose_into.plain], ids=["triton", "plain"])
 @pytest.mark.parametrize(("n", "c"), [(128, 128), (70, 136), (3, 16), (133, 272)])
-def test_turn(turn, n, c):
+def test_transpose(transpose, n, c):
     q = torch.randint(256, (n, c), dtype=torch.uint8, device=KERNELS)
-    turned = torch.full((c, -(-n // 16) * 16), 0x55, dtype=torch.uint8, device=KERNELS)
-    turn(q, turned)
-    assert torch.equal(turned[:, :n], q.t()) and not turned[:, n:].any()
+    transposed = torch.full((c, -(-n // 16) * 16), 0x55, dtype=torch.uint8, device=KERNELS)
+    transpose(q, transposed)
+    assert torch.equal(transposed[:, :n], q.t()) and not transposed[:, n:].any()
 
 
 @pytest.mark.parametrize("pack", [1, 2, 4, 8])
 @pytest.mark.parametrize("down", [True, False])
 def test_every_tile_gives_the_same_bytes(monkeypatch, pack, down):
     x = some(70, 48, E4M3, 1.0, True)
-    wanted = casts(fp8.plain, x, 1.0, E4M3)
-    for name in ("CAST", "TURN"):
-        monkeypatch.setattr(fp8_triton, name, fp8_triton.Tile(32, 16, 2, pack, down))
+    wanted = casts(fp8.quantise.plain, x, 1.0, E4M3)
+    for name in ("CAST", "TRANSPOSE"):
+        monkeypatch.setattr(fp8_triton, name, fp8_triton.CastTile(32, 16, 2, pack, down))
     got = casts(fp8_triton.quantise, x, 1.0, E4M3)
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got[:2], wanted[:2], strict=True)) and got[2] == wanted[2]
 
@@ -97,11 +98,11 @@ PLAIN = Recipe()
 def network(recipe=PLAIN, inside=32, outside=48, rows=40, dtype=torch.bfloat16):
     """Return scales with one map, its weight and bias, an input and a gradient."""
     scales = Scales(recipe, torch.device("cpu"))
-    here = scales.add(["h.0.mlp.fc"])["h.0.mlp.fc"]
+    product = scales.add(["h.0.mlp.fc"])["h.0.mlp.fc"]
     weight = torch.nn.Parameter(torch.randn(outside, inside, dtype=dtype) * 0.02)
     bias = torch.nn.Parameter(torch.randn(outside, dtype=dtype))
     x = torch.randn(2, rows // 2, inside, dtype=dtype).requires_grad_()
-    return scales, here, weight, bias, x, torch.randn(2, rows // 2, outside, dtype=dtype) * 1e-4
+    return scales, product, weight, bias, x, torch.randn(2, rows // 2, outside, dtype=dtype) * 1e-4
 
 
 def emulated(x, dtype):
@@ -113,8 +114,8 @@ def emulated(x, dtype):
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("biased", [False, True])
 def test_products(hybrid, biased):
-    _, here, weight, bias, x, grad = network(Recipe(hybrid))
-    y = here(x, weight, bias if biased else None)
+    _, product, weight, bias, x, grad = network(Recipe(hybrid))
+    y = product(x, weight, bias if biased else None)
     y.backward(grad)
     q_x, q_w = emulated(x.detach().flatten(0, 1), E4M3), emulated(weight.detach(), E4M3)
     q_g = emulated(grad.flatten(0, 1), E5M2 if hybrid else E4M3)
@@ -133,20 +134,20 @@ def test_products(hybrid, biased):
 
 
 def test_weight_gradients_go_into_the_total():
-    _, here, weight, _, x, grad = network()
-    here(x, weight).backward(grad)
+    _, product, weight, _, x, grad = network()
+    product(x, weight).backward(grad)
     wanted, weight.grad = weight.grad.float(), None
     weight.sink = Total(weight)
     for n in (1, 2):
-        here(x, weight).backward(grad)
+        product(x, weight).backward(grad)
         assert weight.grad is None and weight.sink.ended == n
         torch.testing.assert_close(weight.sink.total, n * wanted, rtol=2**-7, atol=0)
 
 
 def test_a_stack_of_matrices_is_one():
-    _, here, weight, bias, x, grad = network()
+    _, product, weight, bias, x, grad = network()
     stack = torch.nn.Parameter(weight.detach().view(2, 24, 32))
-    y, z = here(x, weight, bias), here(x, stack, bias)
+    y, z = product(x, weight, bias), product(x, stack, bias)
     assert torch.equal(y, z)
     z.backward(grad)
     assert stack.grad.shape == stack.shape
@@ -159,12 +160,12 @@ def chosen(scales, role="input"):
 @pytest.mark.parametrize("margin", [0, 2])
 def test_scales_follow_by_a_step(margin):
     """The first use takes its own amax; then each step has the scale of the step before."""
-    scales, here, weight, _, x, _ = network(Recipe(margin=margin))
+    scales, product, weight, _, x, _ = network(Recipe(margin=margin))
     for factor in (1.0, 4.0, 0.5):
         amax = (x.detach() * factor).abs().max().item()
         with torch.no_grad():
             before = chosen(scales) if factor != 1.0 else 448 / amax / 2**margin
-        here(x.detach() * factor, weight)
+        product(x.detach() * factor, weight)
         assert chosen(scales) == pytest.approx(before)
         scales.update()
         assert chosen(scales) == pytest.approx(448 / amax / 2**margin)
@@ -172,48 +173,48 @@ def test_scales_follow_by_a_step(margin):
 
 @pytest.mark.parametrize("uses_max", [False, True])
 def test_history(uses_max):
-    scales, here, weight, _, x, _ = network(Recipe(history=3, uses_max=uses_max))
+    scales, product, weight, _, x, _ = network(Recipe(history=3, uses_max=uses_max))
     x = x.detach() / x.detach().abs().max()
     seen = []
     for size in (1.0, 8.0, 2.0, 4.0, 1.0, 1.0):
-        here(x * size, weight)
+        product(x * size, weight)
         scales.update()
         seen.append(size)
         assert chosen(scales) == pytest.approx(448 / (max(seen[-3:]) if uses_max else size))
 
 
 def test_amaxes_that_say_nothing_keep_the_scale():
-    scales, here, weight, _, x, _ = network()
-    here(x, weight)
+    scales, product, weight, _, x, _ = network()
+    product(x, weight)
     before = chosen(scales)
     scales.update()
     scales.update()  # no use between: an amax of 0
     assert chosen(scales) == before
-    here(torch.full_like(x, torch.inf), weight)
+    product(torch.full_like(x, torch.inf), weight)
     scales.update()
     assert chosen(scales) == before
-    here(torch.full_like(x, 1e-38), weight)  # 448 / 1e-38 is beyond float32
+    product(torch.full_like(x, 1e-38), weight)  # 448 / 1e-38 is beyond float32
     scales.update()
     assert chosen(scales) == 2.0**100
 
 
 def test_what_is_evaluated_has_no_part():
-    scales, here, weight, _, x, _ = network()
+    scales, product, weight, _, x, _ = network()
     with torch.no_grad():
-        first = here(x * 2, weight)
-        assert torch.equal(here(x, weight) * 2, first)  # each its own scale
-    y = here(x, weight)
+        first = product(x * 2, weight)
+        assert torch.equal(product(x, weight) * 2, first)  # each its own scale
+    y = product(x, weight)
     with torch.no_grad():
-        assert not torch.equal(here(x * 2, weight), y * 2)  # clamped
+        assert not torch.equal(product(x * 2, weight), y * 2)  # clamped
     scales.update()
     assert chosen(scales) == pytest.approx(448 / x.abs().max().item())
 
 
 def test_the_first_scale_is_combined():
     """Processes with the same weights begin with the scale of the largest amax among them."""
-    scales, here, weight, _, x, grad = network()
+    scales, product, weight, _, x, grad = network()
     scales.combine = lambda amax: amax.mul_(2)
-    here(x, weight).backward(grad)
+    product(x, weight).backward(grad)
     assert chosen(scales) == pytest.approx(224 / x.abs().max().item())
     assert chosen(scales, "gradient") == pytest.approx(224 / grad.abs().max().item())
     assert chosen(scales, "weight") == pytest.approx(224 / weight.abs().max().item())
@@ -222,15 +223,15 @@ def test_the_first_scale_is_combined():
 
 
 def test_weights_are_cast_once_into_the_same_memory():
-    scales, here, weight, _, x, _ = network()
-    y = here(x, weight)
-    place = here.cast.rows.data_ptr(), here.cast.turned.data_ptr()
+    scales, product, weight, _, x, _ = network()
+    y = product(x, weight)
+    place = product.cast.rows.data_ptr(), product.cast.transposed.data_ptr()
     weight.data.mul_(0.5)
-    assert torch.equal(here(x, weight), y)
+    assert torch.equal(product(x, weight), y)
     scales.update()
     scales.refresh()
-    assert torch.equal(here(x, weight), y / 2)
-    assert (here.cast.rows.data_ptr(), here.cast.turned.data_ptr()) == place
+    assert torch.equal(product(x, weight), y / 2)
+    assert (product.cast.rows.data_ptr(), product.cast.transposed.data_ptr()) == place
 
 
 def test_casts_of_many_weights_in_one_launch(monkeypatch):
@@ -240,28 +241,28 @@ def test_casts_of_many_weights_in_one_launch(monkeypatch):
     weights = [torch.randn(r, c, device=KERNELS).to(E4M3).bfloat16() for r, c in ((32, 16), (16, 160), (144, 48))]
     for weight in weights:
         weight[0, 0] = 7.0  # a scale of 64
-    monkeypatch.setattr(fp8_triton, "CAST", fp8_triton.Tile(32, 64, 2))
-    for here, weight in zip(maps, weights, strict=True):
-        here.know(weight)
-    wanted = [x.clone() for here in maps for x in (here.cast.rows, here.cast.turned)]
+    monkeypatch.setattr(fp8_triton, "CAST", fp8_triton.CastTile(32, 64, 2))
+    for product, weight in zip(maps, weights, strict=True):
+        product.know(weight)
+    wanted = [x.clone() for product in maps for x in (product.cast.rows, product.cast.transposed)]
     amax, launched = scales.amax.clone(), []
     assert scales.amax.count_nonzero() == 3
     for moved in (False, True):
         if moved:
             maps[0].parameter = weights[0].clone()
-        for here in maps:
-            here.cast.rows.view(torch.uint8).fill_(0x55)
-            here.cast.turned.view(torch.uint8).fill_(0x55)
+        for product in maps:
+            product.cast.rows.view(torch.uint8).fill_(0x55)
+            product.cast.transposed.view(torch.uint8).fill_(0x55)
         scales.amax.zero_()
         with monkeypatch.context() as patch:
             patch.setattr(devices, "has_kernels", lambda device: True)
             launch = fp8_triton.quantise_many
             patch.setattr(fp8_triton, "quantise_many", lambda *a, launch=launch: (launched.append(a), launch(*a)))
             scales.refresh()
-            known = scales.jobs
+            first = scales.weight_casts
             scales.refresh()
-            assert scales.jobs is known
-        got = [x for here in maps for x in (here.cast.rows, here.cast.turned)]
+            assert scales.weight_casts is first
+        got = [x for product in maps for x in (product.cast.rows, product.cast.transposed)]
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, wanted, strict=True))
         assert torch.equal(scales.amax, amax)
     assert len(launched) == 4
@@ -269,16 +270,16 @@ def test_casts_of_many_weights_in_one_launch(monkeypatch):
 
 def test_state():
     recipe = Recipe(history=2)
-    scales, here, weight, _, x, grad = network(recipe)
+    scales, product, weight, _, x, grad = network(recipe)
     for factor in (1.0, 3.0):
-        here(x * factor, weight).backward(grad)
+        product(x * factor, weight).backward(grad)
         scales.update()
         scales.refresh()
     again, there, *_ = network(recipe)
     again.load(scales.state())
     for name in ("scale", "inverse", "history"):
         assert torch.equal(getattr(scales, name)[:, 0], getattr(again, name)[:, 0])
-    assert torch.equal(there(x, weight), here(x, weight))
+    assert torch.equal(there(x, weight), product(x, weight))
     assert again.state() == scales.state()
     for other in (None, scales.state() | {"recipe": {"hybrid": True, "margin": 0}}):
         fresh, *_ = network(recipe)
@@ -291,27 +292,27 @@ def test_state():
 
 
 def test_a_trial_leaves_no_trace():
-    scales, here, weight, _, x, grad = network()
+    scales, product, weight, _, x, grad = network()
     scales.combine = pytest.fail
     with scales.trial():
-        here(x * 100, weight).backward(grad)
+        product(x * 100, weight).backward(grad)
     scales.combine = None
     assert not any(scales.is_set) and not scales.amax.any()
-    y = here(x, weight)
+    y = product(x, weight)
     other, there, *_ = network()
     assert torch.equal(there(x, weight), y)
 
 
 def test_a_trial_leaves_casts_where_they_are():
     """A CUDA graph goes on reading them."""
-    scales, here, weight, _, x, grad = network()
-    here(x, weight).backward(grad)
+    scales, product, weight, _, x, grad = network()
+    product(x, weight).backward(grad)
     scales.update()
     scales.refresh()
-    cast, kept = here.cast, [t.float() for t in (here.cast.rows, here.cast.turned)]
+    cast, kept = product.cast, [t.float() for t in (product.cast.rows, product.cast.transposed)]
     with scales.trial():
-        here(x * 100, weight).backward(grad)
-    assert here.cast is cast and all(map(torch.equal, kept, (cast.rows.float(), cast.turned.float())))
+        product(x * 100, weight).backward(grad)
+    assert product.cast is cast and all(map(torch.equal, kept, (cast.rows.float(), cast.transposed.float())))
 
 
 def test_recomputation_changes_nothing():
@@ -320,8 +321,8 @@ def test_recomputation_changes_nothing():
     results = []
     for recompute in (False, True):
         torch.manual_seed(0)
-        scales, here, weight, bias, x, grad = network()
-        y = checkpoint(here, x, weight, bias, use_reentrant=False) if recompute else here(x, weight, bias)
+        scales, product, weight, bias, x, grad = network()
+        y = checkpoint(product, x, weight, bias, use_reentrant=False) if recompute else product(x, weight, bias)
         y.backward(grad)
         results.append([y.detach(), x.grad, weight.grad, bias.grad, scales.amax, scales.scale])
     for a, b in zip(*results, strict=True):

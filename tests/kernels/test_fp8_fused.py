@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.kernels import activation, dropout, fp8, fp8_triton, heads, norm
+from meshwright.kernels import activation, dropout, fp8, heads, norm, twins
 from meshwright.kernels.fp8 import E4M3, E5M2, LARGEST, Into
-from meshwright.kernels.norm_plain import Join, NormWeights
+from meshwright.kernels.norm import NormWeights, Operands
 
 pytestmark = pytest.mark.whole  # Triton's interpreter takes seconds
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there Triton's interpreter runs the kernels
@@ -19,13 +19,7 @@ def form(request, monkeypatch):
 
     The interpreter rounds to fp8 in its own way, in each kernel alike.
     """
-    is_triton = request.param == "triton"
-    for part in (activation, norm, heads):
-        monkeypatch.setattr(part, "is_triton", lambda x: is_triton)
-    if is_triton:
-        monkeypatch.setattr(
-            fp8, "quantise", lambda x, s, a, out, turned: fp8_triton.quantise(x, s, a, out, turned, LARGEST[out.dtype])
-        )
+    monkeypatch.setattr(twins, "is_triton", lambda x: request.param == "triton")
     for name in ("empty", "empty_like"):
         empty = getattr(torch, name)
         monkeypatch.setattr(
@@ -46,7 +40,7 @@ def same(make, shape, dtype, amax):
     y, *rest = make(None)
     results = []
     for is_fused in (False, True):
-        out, _ = fp8.empty(shape, dtype, y.device, False)
+        out, _ = fp8.empty_casts(shape, dtype, y.device, False)
         out = poison(out)
         high = None if amax is None else torch.tensor([amax], device=DEVICE)
         scale = torch.tensor([0.7 * LARGEST[dtype] / y.float().abs().max().item()], device=DEVICE)
@@ -77,7 +71,7 @@ def test_norm(n, width, kind, amax):
     if shift is not None:  # only in rows beyond the last, where x is 0, is y 40
         residual[:, 0], weight[0], shift[0] = -100.0, 8.0, 40.0
     weights = NormWeights(weight, shift, 1e-5)
-    join = Join(residual, draw(n, width), None, dropout.rows(1, torch.arange(n, device=DEVICE)), 0.1)
+    join = Operands(residual, draw(n, width), None, dropout.rows(1, torch.arange(n, device=DEVICE)), 0.1)
 
     def make(into):
         x, y, mean, rstd = norm.forward(join, weights, into)
@@ -105,18 +99,18 @@ def test_gradient_of_an_activation(kind, amax, dtype):
 @GRADIENT
 @pytest.mark.parametrize("rotating", [0, 8, 16])
 def test_gradient_of_heads(rotating, amax, dtype):
-    sizes, b, t = heads.Sizes(2, 2, 16), 2, 5
+    sizes, b, t = heads.HeadSizes(2, 2, 16), 2, 5
     angles = torch.randn(1, t, 1, rotating // 2, device=DEVICE)
     rotation = (angles.cos(), angles.sin()) if rotating else None
     grads = draw(b, 4, t, 16).transpose(1, 2), draw(b, t, 2, 16), draw(b, t, 2, 16) * 9
-    same(lambda into: heads.backward(grads, sizes, rotation, True, into), (b * t, 128), dtype, amax)
+    same(lambda into: heads.pack(grads, sizes, rotation, True, into), (b * t, 128), dtype, amax)
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 def test_nothing_infinite_becomes_finite(value):
     u = draw(4, 32)
     u[1, 3] = value
-    out, _ = fp8.empty((4, 32), E4M3, u.device, False)
+    out, _ = fp8.empty_casts((4, 32), E4M3, u.device, False)
     high = torch.zeros(1, device=DEVICE)
     activation.backward("squared-relu", u, torch.ones_like(u), False, Into(out, torch.ones(1, device=DEVICE), high))
     assert bool(out.float()[1, 3].isfinite()) == (value == -torch.inf) and 0 < high < torch.inf

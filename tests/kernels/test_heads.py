@@ -8,9 +8,8 @@ import torch
 from test_activation import DEVICE, ERROR, distance, nan_in_new_memory  # noqa: F401
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.kernels import heads
-from meshwright.kernels.heads import split_heads
-from meshwright.kernels.heads_plain import Sizes, rotate, split
+from meshwright.kernels import twins
+from meshwright.kernels.heads import HeadSizes, rotate, split, split_heads
 from sinks import Total
 
 # groups, queries per group, head_dim, rotated dimensions
@@ -50,13 +49,13 @@ def wanted(shape, qkv, rotation, grads):
 
 
 def run(shape, qkv, rotation, bias):
-    return split_heads(qkv, Sizes(*SHAPES[shape][:3]), rotation, bias)
+    return split_heads(qkv, HeadSizes(*SHAPES[shape][:3]), rotation, bias)
 
 
 @pytest.fixture(params=["plain", "triton"])
 def with_kernels(request, monkeypatch):
     """Run the plain twin, or the kernels whatever the device."""
-    monkeypatch.setattr(heads, "is_triton", lambda x: request.param == "triton")
+    monkeypatch.setattr(twins, "is_triton", lambda x: request.param == "triton")
     return request.param == "triton"
 
 
@@ -91,7 +90,7 @@ FORMATS = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels(shape, monkeypatch):
     """Positions and samples that fill no tile; with some shapes each sample has its positions."""
-    monkeypatch.setattr(heads, "is_triton", lambda x: True)
+    monkeypatch.setattr(twins, "is_triton", lambda x: True)
     compare(shape, FORMATS[shape], (3, 33), "grouped" in shape)
 
 
@@ -130,15 +129,15 @@ def test_recomputed_unused_outputs_and_no_gradients(shape, with_kernels):
 
 
 def test_every_tile_gives_the_same_sums(monkeypatch):
-    from meshwright.kernels import heads_triton
+    from meshwright.kernels.triton import heads as heads_triton
 
     qkv, _, rotation, grads = case("rope", torch.float32, (3, 5))
     want = wanted("rope", qkv, rotation, grads)[1]
-    sizes = Sizes(*SHAPES["rope"][:3])
-    for tile in (heads_triton.TILE, heads_triton.Tile(4, 2), heads_triton.Tile(8, 1, 3, 2)):
-        grad, partials = heads_triton.pack(grads, sizes, rotation, True, tile)
+    sizes = HeadSizes(*SHAPES["rope"][:3])
+    for tile in (heads_triton.TILE, heads_triton.SlotTile(4, 2), heads_triton.SlotTile(8, 1, 3, 2)):
+        grad, partials = heads_triton.pack(grads, sizes, rotation, True, tile=tile)
         assert partials.shape == (-(-5 // tile.step) * -(-3 // tile.samples), qkv.shape[-1])
         assert distance(grad, want) < 1e-6 and distance(partials.sum(0), want.sum((0, 1))) < 1e-6
     assert heads_triton.pack(grads, sizes, rotation, False)[1] is None
-    monkeypatch.setattr(heads_triton, "TILE", heads_triton.Tile(1, 1))
+    monkeypatch.setattr(heads_triton, "TILE", heads_triton.SlotTile(1, 1))
     assert len(heads_triton.pack(grads, sizes, rotation, True)[1]) == 15

@@ -7,7 +7,7 @@ import torch
 
 from meshwright.kernels import muon
 
-muon_triton = pytest.importorskip("meshwright.kernels.muon_triton", reason="Triton is not installed")
+muon_triton = pytest.importorskip("meshwright.kernels.triton.muon", reason="Triton is not installed")
 
 # more than a block, and addresses that 16 divides or not
 CASES = [((4, 8), 0), ((64, 65), 4), ((64, 65), 1), ((3, 5), 0)]
@@ -41,7 +41,7 @@ def test_advance(shape, gap, skipped, momentum):
         gradients[0][0, 0] = math.nan
     args = number(2.0), number(skipped), momentum
     ahead, norms = muon_triton.advance(gradients, moments, *args)
-    want, want_norms = muon.plain_advance(gradients, twins, *args)
+    want, want_norms = muon.advance.plain(gradients, twins, *args)
     assert ahead.dtype is want.dtype is torch.bfloat16
     if skipped:
         assert all(map(torch.equal, moments, before)) and all(map(torch.equal, twins, before))
@@ -58,14 +58,14 @@ def test_advance(shape, gap, skipped, momentum):
 @pytest.mark.parametrize(("shape", "gap"), CASES)
 @pytest.mark.parametrize("skipped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_apply(shape, gap, skipped, dtype):
+def test_subtract(shape, gap, skipped, dtype):
     weights, updates = matrices(shape, gap=gap), torch.randn(3, *shape).to(dtype)
     if skipped:
         updates[0, 0, 0] = math.nan
     before, twins = [x.clone() for x in weights], [x.clone() for x in weights]
     args = number(0.9), number(0.25), number(skipped)
-    muon_triton.apply(weights, updates, *args)
-    muon.plain_apply(twins, updates, *args)
+    muon_triton.subtract(weights, updates, *args)
+    muon.subtract.plain(twins, updates, *args)
     for x, twin, old, update in zip(weights, twins, before, updates, strict=True):
         want = old if skipped else 0.9 * old - 0.25 * update.float()
         torch.testing.assert_close(x, want, rtol=1e-5, atol=1e-6)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.kernels import columns, dropout
-from meshwright.kernels import norm as module
+from meshwright.kernels import dropout, twins
 from meshwright.kernels.norm import NormWeights, add_norm
 from meshwright.model.gpt import join
 from meshwright.model.layers import Norm
@@ -124,10 +123,9 @@ def test_plain(name, dtype):
 @pytest.fixture
 def triton(monkeypatch):
     """Run the Triton kernels with poisoned outputs."""
-    from meshwright.kernels import columns_triton
+    from meshwright.kernels.triton import columns as columns_triton
 
-    for part in (module, columns):
-        monkeypatch.setattr(part, "is_triton", lambda x: True)
+    monkeypatch.setattr(twins, "is_triton", lambda x: True)
     if KERNELS == "cpu":  # the interpreter takes long for each program
         monkeypatch.setattr(columns_triton, "REDUCED_COLUMNS", 1024)
     for name in ("empty", "empty_like"):
@@ -179,7 +177,7 @@ def test_gradient_of_x_alone():
     x, _ = case.run(t)
     x.backward(case.grads[0])
     assert torch.equal(t["residual"].grad, case.grads[0])
-    assert torch.equal(t["pending"].grad, dropout.plain(case.grads[0], case.rows, case.p))
+    assert torch.equal(t["pending"].grad, dropout.mask_and_scale(case.grads[0], case.rows, case.p))
     assert not t["weight"].grad.any() and not t["shift"].grad.any()
 
 

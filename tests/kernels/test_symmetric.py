@@ -5,9 +5,9 @@ import torch
 
 from meshwright.kernels import symmetric
 
-kernel = pytest.importorskip("meshwright.kernels.symmetric_triton", reason="Triton is not installed")
-by_triton = kernel.product
-TILES = kernel.Tiles(16, 16, 4, 2)  # the interpreter is slow
+kernel = pytest.importorskip("meshwright.kernels.triton.symmetric", reason="Triton is not installed")
+by_triton = kernel.symmetric_product
+TILES = kernel.SymmetricTiles(16, 16, 4, 2)  # the interpreter is slow
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def on_the_gpu_if_there_is_one():
 
 
 def by_twin(a, b, c, scale, keep, diagonal, tiles=None):
-    return symmetric.plain(a, b, c, scale, keep, diagonal)
+    return symmetric.full_product(a, b, c, scale, keep, diagonal)
 
 
 def close(got, want):
@@ -67,4 +67,4 @@ def test_every_tile_is_computed_once():
 def test_small_and_plain_matrices_use_the_twin():
     assert not symmetric.is_halved(torch.empty(1, 1024, 8, dtype=torch.float16, device="cpu"))
     x = torch.randn(2, 8, 8, dtype=torch.float64)
-    torch.testing.assert_close(symmetric.product(x, x, scale=2.0), 2 * x @ x.mT)
+    torch.testing.assert_close(symmetric.symmetric_product(x, x, scale=2.0), 2 * x @ x.mT)

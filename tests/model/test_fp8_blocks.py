@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers import TINY
-from meshwright.kernels.fp8 import Product
+from meshwright.kernels.fp8 import Fp8Product
 from meshwright.model import fp8
 from meshwright.model.attention import Shared, Where
 from meshwright.model.fused import FusedBlock
@@ -38,7 +38,7 @@ def build(m, options, p=HYBRID, block=FusedBlock):
         for x in model.parameters():
             x.add_(torch.randn(x.shape, generator=random) * (0.3 if x.ndim == 1 else 0.0))
     model = model.to(DEVICE, torch.bfloat16)
-    return model, fp8.attach([model], p, DEVICE)
+    return model, fp8.attach_fp8([model], p, DEVICE)
 
 
 def steps(m, is_fused, with_sinks, options):
@@ -106,10 +106,10 @@ def test_collectives_around_products_stay():
     model.h["0"].attn.qkv.product = model.h["0"].mlp.fc.product = lambda x, weight, bias=None, by=None: by(
         x, weight, bias
     )
-    fp8.attach([model], HYBRID, DEVICE)
+    fp8.attach_fp8([model], HYBRID, DEVICE)
     assert not vars(model.h["0"]).keys() & {"enter", "transform"}
     assert vars(model.h["1"]).keys() >= {"enter", "transform"}
-    assert isinstance(model.h["1"].mlp.fc.product, Product)
+    assert isinstance(model.h["1"].mlp.fc.product, Fp8Product)
 
 
 def test_what_is_added_does_not_stay_in_memory():

@@ -11,7 +11,7 @@ from meshwright import device as devices
 from meshwright.generation import sampling
 from meshwright.generation.requests import Request, Top
 from meshwright.generation.sampling import Controls, Kind
-from meshwright.kernels.decode import BAD, NONE, Draws, Rows
+from meshwright.kernels.decode import BAD, NONE, Draws, TextState
 from meshwright.kernels.twins import upcast
 
 LEAST = 1e-12  # of a top_p that decays: 0 would be all tokens
@@ -51,8 +51,8 @@ class State:
         self.seen: Tensor | None = None  # [slots + 1, vocab] tokens of the texts, if some penalty needs it
 
     @property
-    def rows(self) -> Rows:
-        return Rows(self.token, self.used, self.limit, self.active)
+    def rows(self) -> TextState:
+        return TextState(self.token, self.used, self.limit, self.active)
 
     @property
     def draws(self) -> Draws:

@@ -20,10 +20,10 @@ from meshwright.console import remark
 from meshwright.cuda_graphs import CudaGraphs
 from meshwright.generation.sampling import Kind
 from meshwright.generation.state import Outputs, State, choose
-from meshwright.kernels.decode import pick
+from meshwright.kernels.decode import choose_tokens
 from meshwright.kernels.grid import power_of_2
 from meshwright.model.attention import Cache, Cached, Where
-from meshwright.model.decode import Step
+from meshwright.model.decode import DecodeStep
 from meshwright.model.gpt import GPT
 
 SHORTEST = 256  # length of the shortest steps
@@ -36,7 +36,7 @@ class Steps:
 
     def __init__(self, model: GPT, cache: Cache, state: State, eod: int) -> None:
         self.model, self.state, self.cache, self.eod = model, state, cache, eod
-        self.step = Step(model, cache)
+        self.step = DecodeStep(model, cache)
         self.captures = state.device.type == devices.NVIDIA
         self.slots: dict[int, torch.Tensor] = {}  # by rows
         self.names: dict[int, list[int]] = {}  # what these hold
@@ -88,7 +88,7 @@ class Steps:
         s, slots = self.state, self.slots[rows]
         logits = self.step(s.rows, slots, longest)
         if not (kind.filtered or kind.penalised or kind.avoiding) and k < 0:
-            return Outputs(pick(logits, s.vocab, slots, s.rows, self.eod, s.draws if kind.sampled else None))
+            return Outputs(choose_tokens(logits, s.vocab, slots, s.rows, self.eod, s.draws if kind.sampled else None))
         s.used[slots] += s.active[slots]
         return choose(s, slots, logits[:, : s.vocab], kind, k, self.eod)
 

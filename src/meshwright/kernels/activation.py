@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.kernels import gradients
 from meshwright.kernels.fp8 import Into
-from meshwright.kernels.twins import is_triton, upcast
+from meshwright.kernels.twins import twin, upcast
 
 
 def activate(kind: str, u: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -40,24 +40,22 @@ class _Activate(torch.autograd.Function):
         return du, None if partials is None else gradients.from_columns(ctx.parameter, partials), None
 
 
+def _input(kind: str, u: Tensor, *_: Any) -> Tensor:
+    return u
+
+
+@twin("activation.forward", of=_input)
 def forward(kind: str, u: Tensor, into: Into | None = None) -> Tensor:
     """Return the activation of u."""
-    if is_triton(u):
-        from meshwright.kernels import activation_triton
-
-        return activation_triton.forward(kind, u, into)
     a = plain(kind, halves(kind, upcast(u))).to(u.dtype)
     return a if into is None else into.fill(a)
 
 
+@twin("activation.backward", of=_input)
 def backward(
     kind: str, u: Tensor, grad: Tensor, summed: bool, into: Into | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of u and, if asked for, partial sums [n, F or 2F] of its columns."""
-    if is_triton(u):
-        from meshwright.kernels import activation_triton
-
-        return activation_triton.backward(kind, u, grad, summed, into=into)
     with torch.enable_grad():
         x = upcast(u.detach()).requires_grad_()
         (du,) = torch.autograd.grad(plain(kind, halves(kind, x)), x, upcast(grad))

@@ -19,14 +19,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.kernels.twins import is_triton
+from meshwright.kernels.twins import twin
 
 BLOCK = 128
 # Elements of a decision, float32 [7]. FINITE is 1 or 0: without it, nothing changes.
 NORM, SHRINK, FINITE, FACTOR, DECAY, STEP_SIZE, INVERSE_ROOT = range(7)
 
 
-class Range(NamedTuple):
+class FlatRange(NamedTuple):
     """Elements of a flat buffer, at multiples of BLOCK."""
 
     begin: int
@@ -35,7 +35,7 @@ class Range(NamedTuple):
     target: int = 0  # first element of their weights
 
 
-class Buffers(NamedTuple):
+class AdamWBuffers(NamedTuple):
     """The memory of one update; gradients and masters are laid out alike."""
 
     gradients: Tensor
@@ -45,7 +45,7 @@ class Buffers(NamedTuple):
     weights: Tensor | None  # a copy in a lower precision, if there is one
 
 
-class Settings(NamedTuple):
+class AdamWConstants(NamedTuple):
     """The constants of the rule."""
 
     beta1: float
@@ -53,13 +53,13 @@ class Settings(NamedTuple):
     eps: float
 
 
-def make_constants(settings: Settings, clip: float, device: torch.device) -> Tensor:
+def make_constants(settings: AdamWConstants, clip: float, device: torch.device) -> Tensor:
     """Return the logarithms of the betas and the largest norm (0 does not clip), float64 [3]."""
     values = [math.log(beta) if beta else -math.inf for beta in settings[:2]]
     return torch.tensor([*values, clip], dtype=torch.float64, device=device)
 
 
-def make_table(ranges: list[Range], device: torch.device) -> Tensor:
+def make_table(ranges: list[FlatRange], device: torch.device) -> Tensor:
     """Return the table of some ranges."""
     rows = [torch.empty(2, 0, dtype=torch.int64)]
     for r in ranges:
@@ -68,15 +68,13 @@ def make_table(ranges: list[Range], device: torch.device) -> Tensor:
     return torch.cat(rows, 1).to(device, torch.int32)
 
 
-def squares(x: Tensor, table: Tensor) -> Tensor:
+@twin("adamw.sum_squares")
+def sum_squares(x: Tensor, table: Tensor) -> Tensor:
     """Return the sum of squares of the table's blocks, float64 []; the same bits every time."""
-    if not is_triton(x):
-        return x.view(-1, BLOCK)[table[0].long() >> 1].double().square().sum()
-    from meshwright.kernels import adamw_triton
-
-    return adamw_triton.squares(x, table, BLOCK).sum()
+    return x.view(-1, BLOCK)[table[0].long() >> 1].double().square().sum()
 
 
+@twin("adamw.decide", of=lambda constants, numbers, step: step)
 def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tensor:
     """Count a step if the norm and the loss are finite; return the decision.
 
@@ -84,10 +82,6 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
     rate, the weight decay and the loss scale, which the gradients still hold. `step` is Adam's t,
     float32 [].
     """
-    if is_triton(step):
-        from meshwright.kernels import adamw_triton
-
-        return adamw_triton.decide(constants, numbers, step)
     total, loss, lr, weight_decay, scale = (x.double() for x in numbers)
     log1, log2, clip = constants
     norm = total.sqrt() / scale
@@ -99,19 +93,18 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
     return torch.stack([norm, shrink, is_finite.double(), shrink / scale, lr * weight_decay, size, root]).float()
 
 
-def update(buffers: Buffers, table: Tensor, settings: Settings, decision: Tensor) -> None:
+def update(buffers: AdamWBuffers, table: Tensor, settings: AdamWConstants, decision: Tensor) -> None:
     """Apply AdamW to the table's blocks, as torch.optim.AdamW does."""
-    if not table.numel():
+    if table.numel():
+        update_blocks(buffers, table, settings, decision)
+
+
+@twin("adamw.update_blocks", of=lambda buffers, *_: buffers.master)
+def update_blocks(buffers: AdamWBuffers, table: Tensor, settings: AdamWConstants, decision: Tensor) -> None:
+    """Apply AdamW to some blocks if the step is finite."""
+    if not decision[FINITE]:
         return
-    if is_triton(buffers.master):
-        from meshwright.kernels import adamw_triton
-
-        adamw_triton.update(buffers, table, settings, decision, BLOCK)
-    elif decision[FINITE]:
-        _plain_update(buffers, table.long(), settings, decision.to(buffers.master.dtype))
-
-
-def _plain_update(buffers: Buffers, table: Tensor, settings: Settings, decision: Tensor) -> None:
+    table, decision = table.long(), decision.to(buffers.master.dtype)
     blocks, decays = table[0] >> 1, (table[0] & 1)[:, None]
     master, m, v = buffers.master.view(-1, BLOCK), buffers.exp_avg.view(-1, BLOCK), buffers.exp_avg_sq.view(-1, BLOCK)
     g = buffers.gradients.view(-1, BLOCK)[blocks] * decision[FACTOR]

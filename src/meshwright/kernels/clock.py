@@ -25,6 +25,6 @@ def stamp(times: Tensor, place: int) -> None:
     if times.device.type == "cpu":
         times[place] = time.perf_counter_ns()
         return
-    from meshwright.kernels import clock_triton
+    from meshwright.kernels.triton import clock as clock_triton
 
     clock_triton.stamp[(1,)](times, place, num_warps=1)

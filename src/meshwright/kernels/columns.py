@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from meshwright.kernels.twins import is_triton
+from meshwright.kernels.twins import twin
 
-Place = tuple[Tensor, bool]  # a vector, and whether to add to it, or overwrite it
+Total = tuple[Tensor, bool]  # a vector, and whether to add to it, or overwrite it
 
 
 def with_sums(x: Tensor, partials: Tensor) -> Tensor:
@@ -25,24 +25,22 @@ def with_sums(x: Tensor, partials: Tensor) -> Tensor:
 
 def column_sums(x: Tensor) -> Tensor:
     """Return partial sums [n, C] of the rows of x [..., C]; those kept with an unchanged x."""
-    kept, version = getattr(x, "column_sums", (None, 0))
-    if isinstance(kept, Tensor) and version == x._version:
-        return kept
-    matrix = x.reshape(-1, x.shape[-1])
-    if is_triton(matrix):
-        from meshwright.kernels.columns_triton import column_sums
+    sums, version = getattr(x, "column_sums", (None, 0))
+    if isinstance(sums, Tensor) and version == x._version:
+        return sums
+    return sum_rows(x.reshape(-1, x.shape[-1]))
 
-        return column_sums(matrix)
+
+@twin("columns.sum_rows")
+def sum_rows(matrix: Tensor) -> Tensor:
+    """Return partial sums [n, C] of the rows of a matrix [N, C]."""
     return matrix.sum(0, keepdim=True, dtype=torch.promote_types(matrix.dtype, torch.float32))
 
 
-def reduce_into(places: Sequence[Place | None], partials: Tensor) -> None:
+@twin("columns.reduce_into", of=lambda totals, partials: partials)
+def reduce_into(totals: Sequence[Total | None], partials: Tensor) -> None:
     """Write or add partials[i].sum(0), from [k, n, C], to the i-th of up to three vectors."""
-    if is_triton(partials):
-        from meshwright.kernels.columns_triton import reduce_into
-
-        return reduce_into(places, partials)
-    for place, rows in zip(places, partials, strict=True):
-        if place is not None:
-            total, adds = place
+    for vector, rows in zip(totals, partials, strict=True):
+        if vector is not None:
+            total, adds = vector
             total.add_(rows.sum(0)) if adds else total.copy_(rows.sum(0))

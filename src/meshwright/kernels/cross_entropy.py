@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.twins import is_triton, upcast
+from meshwright.kernels.twins import twin, upcast
 
 PORTION = 1 << 20  # elements that the plain twin processes at a time; they fit a CPU's cache
 
@@ -27,20 +27,15 @@ def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, first: int = 0, co
     The logits may cover only the ids from `first` on. `combine` then turns their log-sum-exp and
     the label's logit (0 if it is not among them) into those of the full vocabulary.
     """
-    here = min(max(vocab - first, 0), logits.shape[1])
-    return _CrossEntropy.apply(logits, labels - first if first else labels, here, combine)  # type: ignore[no-any-return,no-untyped-call]
+    count = min(max(vocab - first, 0), logits.shape[1])  # ids of the vocabulary among these logits
+    return _CrossEntropy.apply(logits, labels - first if first else labels, count, combine)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, combine: Combine | None) -> Tensor:
         ctx.vocab, ctx.used = vocab, False
-        if is_triton(logits):
-            from meshwright.kernels.cross_entropy_triton import forward
-
-            lse, picked = forward(logits, labels, vocab)
-        else:
-            lse, picked = plain_forward(logits, labels, vocab)
+        lse, picked = log_sum_exp(logits, labels, vocab)
         if combine is not None:
             lse, picked = combine(lse, picked)
         ctx.save_for_backward(logits, labels, lse)
@@ -52,13 +47,7 @@ class _CrossEntropy(torch.autograd.Function):
             raise RuntimeError("a second backward pass through this loss: the first one overwrote its logits")
         ctx.used = True
         logits, labels, lse = ctx.saved_tensors
-        if is_triton(logits):
-            from meshwright.kernels.cross_entropy_triton import backward
-
-            backward(logits, labels, lse, grad, ctx.vocab)
-            torch.autograd.graph.increment_version(logits)  # another backward pass that needs them then fails
-        else:
-            plain_backward(logits, labels, lse, grad, ctx.vocab)
+        overwrite(logits, labels, lse, grad, ctx.vocab)
         return logits, None, None, None
 
 
@@ -66,29 +55,31 @@ def portions(logits: Tensor) -> range:
     return range(0, len(logits), max(1, PORTION // logits.shape[1]))
 
 
-def plain_forward(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+@twin("cross_entropy.log_sum_exp")
+def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Return log-sum-exps and the labels' logits, 0 for a label that is not here."""
     lses, picked = [], []
     for i in portions(logits) if vocab else ():
         x, label = upcast(logits[i : i + portions(logits).step, :vocab]), labels[i : i + portions(logits).step]
         high = x.amax(-1, keepdim=True)
         lses.append((x - high).exp_().sum(-1).log_() + high.squeeze(1))
-        one, here = at_labels(label, vocab)
-        picked.append(x.gather(1, one).squeeze(1).where(here, 0.0))
+        index, is_label = at_labels(label, vocab)
+        picked.append(x.gather(1, index).squeeze(1).where(is_label, 0.0))
     if not vocab:  # these logits are all padding
         none = upcast(logits.new_zeros(len(logits)))
         return none - float("inf"), none
     return torch.cat(lses), torch.cat(picked)
 
 
-def plain_backward(logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, vocab: int) -> None:
+@twin("cross_entropy.overwrite")
+def overwrite(logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, vocab: int) -> None:
     """Set logits to (softmax - 1 at the label) * grad, and to 0 beyond the vocabulary."""
     for i in portions(logits):
         x = logits[i : i + portions(logits).step]
         p = (upcast(x[:, :vocab]) - lse[i : i + len(x), None]).exp_()
         if vocab:
-            one, here = at_labels(labels[i : i + len(x)], vocab)
-            p.scatter_add_(1, one, -here.to(p.dtype)[:, None])
+            index, is_label = at_labels(labels[i : i + len(x)], vocab)
+            p.scatter_add_(1, index, -is_label.to(p.dtype)[:, None])
         x[:, :vocab] = p.mul_(grad[i : i + len(x), None])
         x[:, vocab:] = 0
 

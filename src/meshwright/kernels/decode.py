@@ -1,88 +1,140 @@
 """The parts of a network's step by one token: few rows, so that time goes into reading the weights.
 
-    embed    the last tokens' embeddings, and their positions'
-    linear   activation(norm(x) W + bias) + residual, one pass over W
-    expand   activation(x W + bias) of several rows
-    attend   rotation, the new key and value into the cache, attention over each row's own length
-    pick     the likeliest or drawn tokens, with which rows end or the next step begins
+    embed          the last tokens' embeddings, and their positions'
+    linear         activation(norm(x) W + bias) + residual, one pass over W
+    expand         activation(x W + bias) of several rows
+    attend         rotation, the new key and value into the cache, attention over each row's length
+    choose_tokens  the likeliest or drawn tokens, with which rows end or the next step begins
 
 Hand-written because torch needs four kernels where these take one, and a kernel of a few rows ends
 before the next one could be launched; its attention has no kernel for rows of unequal lengths over
 one cache. No gradients. Products and softmax are summed in float32 and rounded where the network
-rounds: behind the norm, the product, the activation and the addition.
+rounds: after the norm, the product, the activation and the addition.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.device import NVIDIA
-from meshwright.kernels import activation
-from meshwright.kernels.decode_plain import (
-    BAD,
-    NONE,
-    Draws,
-    Layer,
-    Rows,
-    Texts,
-    plain_attend,
-    plain_embed,
-    plain_linear,
-    plain_pick,
-)
-from meshwright.kernels.heads_plain import Sizes
-from meshwright.kernels.twins import is_triton
-
-__all__ = ["BAD", "NONE", "Draws", "Layer", "Rows", "Texts", "attend", "embed", "expand", "linear", "pick"]
+from meshwright.kernels import activation, norm
+from meshwright.kernels.draws import gumbel
+from meshwright.kernels.heads import HeadSizes, rotate, split
+from meshwright.kernels.norm import NormWeights, Operands
+from meshwright.kernels.twins import twin, upcast
 
 
-def embed(rows: Rows, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> tuple[Tensor, Tensor]:
+class DecodeLinear(NamedTuple):
+    """A linear map [N, K] and what surrounds it."""
+
+    weight: Tensor  # of a gated kind [2 N, K]: the gate, then what it gates
+    bias: Tensor | None = None
+    norm: NormWeights | None = None
+    kind: str = ""  # of activation.py
+
+
+class CachedTexts(NamedTuple):
+    """The rows' places in the cache of a layer."""
+
+    keys: Tensor  # [slots, room, groups, head_dim]
+    values: Tensor
+    slots: Tensor  # [B]
+    used: Tensor  # [B] tokens in the cache, the place of the new one
+    longest: int  # above every row's `used`; decides how the work is split
+
+
+class TextState(NamedTuple):
+    """What the host does not see of the texts between two steps, one element per slot."""
+
+    token: Tensor  # int64, the last one, whose keys and values are not in the cache yet
+    used: Tensor  # int64, tokens in the cache
+    limit: Tensor  # int64, tokens at which the text ends
+    active: Tensor  # bool, whether it goes on
+
+
+class Draws(NamedTuple):
+    """How the slots' tokens are drawn; with temperature 0 the likeliest is taken."""
+
+    temperature: Tensor  # float64
+    key: Tensor  # int64, the stream of draws.py
+
+
+NONE, BAD = -1, -2  # in the place of a token: the row had ended; its logits were not finite
+
+
+@twin("decode.embed", of=lambda state, slots, wte, wpe: wte)
+def embed(state: TextState, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the embeddings [B, H] of the slots' last tokens, and `used` [B]."""
-    if is_triton(wte):
-        from meshwright.kernels import decode_triton
-
-        return decode_triton.embed(rows, slots, wte, wpe)
-    return plain_embed(rows, slots, wte, wpe)
+    used = state.used[slots]
+    x = F.embedding(state.token[slots], wte)
+    return (x if wpe is None else x + F.embedding(used, wpe)), used
 
 
-def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int, draws: Draws | None = None) -> Tensor:
+@twin("decode.choose_tokens")
+def choose_tokens(
+    logits: Tensor, vocab: int, slots: Tensor, state: TextState, eod: int, draws: Draws | None = None
+) -> Tensor:
     """Choose among the first `vocab` logits [B, padded], and begin the next step.
 
     Without `draws` the likeliest token is taken. Return what to report [B]: the token, NONE or BAD.
     """
-    if is_triton(logits):
-        from meshwright.kernels import decode_triton
+    logits, active = logits[:, :vocab], state.active[slots]
+    new, is_finite = logits.argmax(-1), logits.amax(-1).isfinite()  # not if there is a NaN
+    position = state.used[slots] + active
+    if draws is not None:
+        temperature = draws.temperature[slots]
+        scaled = logits.double() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        drawn = (scaled + gumbel(draws.key[slots], position, vocab)).argmax(-1)
+        new = torch.where(temperature > 0, drawn, new)
+    state.token[slots], state.used[slots] = new, position
+    state.active[slots] = active & is_finite & (new != eod) & (position + 1 < state.limit[slots])
+    return torch.where(active, torch.where(is_finite, new, BAD), NONE)
 
-        return decode_triton.pick(logits, vocab, slots, rows, eod, draws)
-    return plain_pick(logits, vocab, slots, rows, eod, draws)
 
-
-def linear(x: Tensor, layer: Layer, residual: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, layer: DecodeLinear, residual: Tensor | None = None) -> Tensor:
     """Map x [B, K] to [B, N]; several rows are a library's work."""
-    if len(x) == 1 and is_triton(x):
-        from meshwright.kernels import decode_triton
-
-        return decode_triton.linear(x, layer, residual)
-    return plain_linear(x, layer, residual)
+    return linear_of_row(x, layer, residual) if len(x) == 1 else linear_of_rows(x, layer, residual)
 
 
-def expand(x: Tensor, layer: Layer) -> Tensor:
+def linear_of_rows(x: Tensor, layer: DecodeLinear, residual: Tensor | None = None) -> Tensor:
+    """Return activation(norm(x) W^T + bias) + residual, by torch alone."""
+    if layer.norm is not None:
+        x = norm.forward.plain(Operands(None, x, None, None, 0.0), layer.norm)[1]  # type: ignore[attr-defined]
+    y = F.linear(x, layer.weight, layer.bias)
+    if layer.kind:
+        y = activation.plain(layer.kind, activation.halves(layer.kind, upcast(y))).to(y.dtype)
+    return y if residual is None else residual + y
+
+
+linear_of_row = twin("decode.linear_of_row")(linear_of_rows)
+
+
+def expand(x: Tensor, layer: DecodeLinear) -> Tensor:
     """Return activation(x W^T + bias) of several rows."""
     if layer.kind == "gelu-tanh" and layer.bias is not None and x.device.type == NVIDIA:
         return torch._addmm_activation(layer.bias, x, layer.weight.t(), use_gelu=True)  # in one kernel of cuBLAS
     return activation.forward(layer.kind, F.linear(x, layer.weight, layer.bias))
 
 
-def attend(qkv: Tensor, texts: Texts, sizes: Sizes, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+@twin("decode.attend")
+def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
     """Return the attention [B, heads head_dim] of new tokens, whose keys and values join the cache.
 
     qkv [B, columns] as heads.py splits them; `rotation` are cosines and sines [positions, half] in
     float32.
     """
-    if is_triton(qkv):
-        from meshwright.kernels import decode_triton
-
-        return decode_triton.attend(qkv, texts, sizes, rotation)
-    return plain_attend(qkv, texts, sizes, rotation)
+    q, k, v = split(qkv[:, None], sizes.per_group, sizes.head_dim)
+    if rotation is not None:
+        angles = rotation[0][texts.used][:, None, None], rotation[1][texts.used][:, None, None]
+        q, k = rotate(q, angles), rotate(k, angles)
+    texts.keys[texts.slots, texts.used], texts.values[texts.slots, texts.used] = k[:, 0], v[:, 0]
+    end = min(texts.longest + 1, texts.keys.shape[1])
+    k, v = texts.keys[texts.slots, :end], texts.values[texts.slots, :end]
+    seen = torch.arange(end, device=qkv.device) <= texts.used[:, None]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], enable_gqa=sizes.per_group > 1)
+    return o.transpose(1, 2).flatten(1)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.kernels.twins import is_triton
+from meshwright.kernels.twins import twin
 
 _LOW = 0xFFFFFFFF
 
@@ -44,17 +44,10 @@ def rows(seed: int, *coordinates: Tensor) -> Tensor:
     return _as_int32(h)
 
 
+@twin("dropout.site_rows", of=lambda seed, count, samples, columns: samples)
 def site_rows(seed: int, count: int, samples: Tensor, columns: Tensor) -> Tensor:
     """Return `at_sites(rows(seed, samples, columns), count)`."""
-    if not is_triton(samples):
-        return at_sites(rows(seed, samples, columns), count)
-    from meshwright.kernels import dropout_triton
-
-    samples, columns = torch.broadcast_tensors(samples, columns)  # type: ignore[no-untyped-call]
-    # One sample for all columns would stay a view of one element.
-    flat = samples.flatten().contiguous(), columns.flatten().contiguous()
-    found = dropout_triton.site_rows(_start_number(seed), count, *flat)
-    return found.view(count, *samples.shape)
+    return at_sites(rows(seed, samples, columns), count)
 
 
 def _start(seed: int, device: torch.device) -> Tensor:
@@ -64,7 +57,8 @@ def _start(seed: int, device: torch.device) -> Tensor:
 
 
 @lru_cache
-def _start_number(seed: int) -> int:
+def start_number(seed: int) -> int:
+    """Return the hash of a seed on the host."""
     return int(_start(seed, torch.device("cpu")))
 
 
@@ -102,17 +96,12 @@ def _shuffled(x: Tensor) -> Tensor:
     return x * -0x7B935975
 
 
-def plain(x: Tensor, rows: Tensor, p: float) -> Tensor:
-    """Return x * keep / (1 - p); the twin of the Triton kernel."""
+def mask_and_scale(x: Tensor, rows: Tensor, p: float) -> Tensor:
+    """Return x * keep / (1 - p), by torch alone."""
     return x * keep(rows, x.shape[-1], p) * (1.0 / (1.0 - p))
 
 
-def _drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
-    if not is_triton(x):
-        return plain(x, rows, p)
-    from meshwright.kernels.dropout_triton import drop
-
-    return drop(x, rows, p)
+drop = twin("dropout.drop")(mask_and_scale)
 
 
 class _Dropout(torch.autograd.Function):
@@ -122,16 +111,16 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, rows: Tensor, p: float) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.p = p
-        return _drop(x, rows, p)
+        return drop(x, rows, p)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (rows,) = ctx.saved_tensors
-        return _drop(grad, rows, ctx.p), None, None
+        return drop(grad, rows, ctx.p), None, None
 
 
 def dropout(x: Tensor, rows: Tensor, p: float) -> Tensor:
     """Set a share p of x [*rows.shape, columns] to 0 and scale the rest by 1 / (1 - p)."""
     if torch.compiler.is_compiling():  # the compiler fuses it, and recomputes the mask
-        return plain(x, rows, p)
+        return mask_and_scale(x, rows, p)
     return _Dropout.apply(x, rows, p)  # type: ignore[no-any-return,no-untyped-call]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels import gradients
-from meshwright.kernels.twins import is_triton
+from meshwright.kernels.twins import twin
 
 
 class _Embedding(torch.autograd.Function):
@@ -46,11 +46,7 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(ids, weight)
 
 
+@twin("embedding.add_rows")
 def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     """Add each of the rows [N, H] to the row of `total` that `ids` [N] names."""
-    if not is_triton(total):
-        total.index_add_(0, ids, rows.to(total.dtype))
-        return
-    from meshwright.kernels.embedding_triton import add_rows
-
-    add_rows(total, ids, rows)
+    total.index_add_(0, ids, rows.to(total.dtype))

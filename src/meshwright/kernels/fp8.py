@@ -36,7 +36,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels.gradients import from_rows, sink_of
-from meshwright.kernels.twins import is_triton
+from meshwright.kernels.twins import is_triton, twin
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -62,7 +62,7 @@ class Cast(NamedTuple):
     """A matrix in fp8."""
 
     rows: Tensor  # [N, C]
-    turned: Tensor | None  # [C, N], N padded with zeros to a multiple
+    transposed: Tensor | None  # [C, N], N padded with zeros to a multiple
     inverse: Tensor  # of the scale
 
 
@@ -79,58 +79,43 @@ class Into(NamedTuple):
         return self.out
 
 
-def arguments(into: Into | None) -> tuple[Tensor | None, Tensor | None, float, bool]:
+def fp8_arguments(into: Into | None) -> tuple[Tensor | None, Tensor | None, float, bool]:
     """Return what a kernel that may write fp8 takes: scale, amax, LARGEST and WIDE."""
     if into is None:
         return None, None, 0.0, False
     return into.scale, into.amax, LARGEST[into.out.dtype], into.out.dtype is E5M2
 
 
-def plain(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned: Tensor | None, largest: float) -> None:
-    """Compute what the Triton kernel does; its twin."""
-    wide = x.float()
+@twin("fp8.quantise")
+def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, transposed: Tensor | None) -> None:
+    """Cast x [N, C] * scale to the format of `out`; raise the amax, if any, to that of x.
+
+    `transposed` [C, padded N], if not None, takes the transposed cast.
+    """
+    wide, largest = x.float(), LARGEST[out.dtype]
     if amax is not None:
         torch.maximum(amax, torch.where(wide.isfinite(), wide.abs(), 0.0).amax(), out=amax)
     scaled = torch.where(wide.isfinite(), (wide * scale).clamp(-largest, largest), torch.nan)
     out.copy_(scaled)
-    if turned is not None:
-        plain_turn(out, turned)
+    if transposed is not None:
+        transpose_into(out, transposed)
 
 
-def plain_turn(q: Tensor, turned: Tensor) -> None:
-    turned.view(torch.uint8)[:, len(q) :] = 0
-    turned[:, : len(q)] = q.t()
+@twin("fp8.transpose_into")
+def transpose_into(q: Tensor, transposed: Tensor) -> None:
+    """Transpose q [N, C] into `transposed` [C, padded N], whose padding becomes 0."""
+    transposed.view(torch.uint8)[:, len(q) :] = 0
+    transposed[:, : len(q)] = q.t()
 
 
-def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned: Tensor | None) -> None:
-    """Cast x [N, C] * scale to the format of `out`; raise the amax, if any, to that of x."""
-    largest = LARGEST[out.dtype]
-    if not is_triton(x):
-        plain(x, scale, amax, out, turned, largest)
-        return
-    from meshwright.kernels import fp8_triton
-
-    fp8_triton.quantise(x, scale, amax, out, turned, largest)
-
-
-def turn(q: Tensor, turned: Tensor) -> None:
-    """Transpose q [N, C] into `turned` [C, padded N]."""
-    if not is_triton(q):
-        plain_turn(q, turned)
-        return
-    from meshwright.kernels import fp8_triton
-
-    fp8_triton.turn(q, turned)
-
-
-def empty(
-    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, is_turned: bool
+def empty_casts(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, is_transposed: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return memory for both layouts of a matrix [N, C]."""
     n, c = shape
     padded = -(-n // MULTIPLE) * MULTIPLE
-    turned = torch.empty(c, padded, dtype=dtype, device=device) if is_turned else None
-    return torch.empty(n, c, dtype=dtype, device=device), turned
+    transposed = torch.empty(c, padded, dtype=dtype, device=device) if is_transposed else None
+    return torch.empty(n, c, dtype=dtype, device=device), transposed
 
 
 def multiply(
@@ -164,12 +149,12 @@ class Scales:
         self.recipe, self.device = recipe, device
         self.combine: Callable[[Tensor], None] | None = None
         self.slots: dict[str, int] = {}
-        self.products: list[Product] = []
-        self.jobs: Any = None  # of casts of weights
+        self.products: list[Fp8Product] = []
+        self.weight_casts: Any = None  # a table for Triton, once there is one
 
-    def add(self, names: Iterable[str]) -> dict[str, Product]:
+    def add(self, names: Iterable[str]) -> dict[str, Fp8Product]:
         """Allocate the tensors of the named linear maps, and return these."""
-        self.products = [Product(self, name, 3 * i) for i, name in enumerate(names)]
+        self.products = [Fp8Product(self, name, 3 * i) for i, name in enumerate(names)]
         self.slots = {f"{m.name}.{role}": m.first + r for m in self.products for r, role in enumerate(ROLES)}
         formats = [self.recipe.format(role) for _ in self.products for role in ROLES]
         n, where = len(self.slots), dict[str, Any](device=self.device)
@@ -181,14 +166,14 @@ class Scales:
         self.views = [(self.scale[i, 0], self.inverse[i, 0], self.amax[i, 0]) for i in range(n)]
         return {m.name: m for m in self.products}
 
-    def cast(self, slot: int, x: Tensor, is_recorded: bool, is_turned: bool) -> Cast:
+    def cast(self, slot: int, x: Tensor, is_recorded: bool, is_transposed: bool) -> Cast:
         """Return x [N, C] in fp8; only recorded uses have a part in later scales."""
         scale, inverse, amax = self.views[slot]
         if not self.is_set[slot]:
             self._begin(slot, x, is_recorded)
-        out, turned = empty((len(x), x.shape[1]), self.format(slot), self.device, is_turned)
-        quantise(x, scale, amax if is_recorded else None, out, turned)
-        return Cast(out, turned, inverse)
+        out, transposed = empty_casts((len(x), x.shape[1]), self.format(slot), self.device, is_transposed)
+        quantise(x, scale, amax if is_recorded else None, out, transposed)
+        return Cast(out, transposed, inverse)
 
     def write(
         self, slot: int, shape: tuple[int, int], make: Callable[[Into | None], tuple[Tensor, Rest]], is_training: bool
@@ -201,11 +186,11 @@ class Scales:
             y, rest = make(None)
             return self.cast(slot, y.view(shape), is_training, is_training), rest
         scale, inverse, amax = self.views[slot]
-        out, turned = empty(shape, self.format(slot), self.device, is_training)
+        out, transposed = empty_casts(shape, self.format(slot), self.device, is_training)
         _, rest = make(Into(out, scale, amax if is_training else None))
-        if turned is not None:
-            turn(out, turned)
-        return Cast(out, turned, inverse), rest
+        if transposed is not None:
+            transpose_into(out, transposed)
+        return Cast(out, transposed, inverse), rest
 
     def format(self, slot: int) -> torch.dtype:
         return self.recipe.format(ROLES[slot % 3])
@@ -213,7 +198,7 @@ class Scales:
     def _begin(self, slot: int, x: Tensor, is_recorded: bool) -> None:
         """Take a first scale from x; a validation before the first step does so each time.
 
-        `combine` waits for the other processes. None waits for ever, as those with the same layers
+        `combine` waits for the other processes. No process waits for ever: those that share layers
         run the same passes, and autograd goes back through a network in one order. A custom loss
         must not leave out the network in the first micro-batch of some of them only.
         """
@@ -245,18 +230,18 @@ class Scales:
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast the new weights, those that have been used at least once; on a GPU in one launch."""
-        jobs: list[tuple[Tensor, Tensor, Tensor, int]] = []
+        casts: list[tuple[Tensor, Tensor, Tensor, int]] = []
         for each in self.products:
             cast = each.cast
-            if cast is None or cast.turned is None or not is_triton(self.scale):
+            if cast is None or cast.transposed is None or not is_triton(self.scale):
                 each.refresh()
             else:
-                jobs.append((each.matrix, cast.rows, cast.turned, 4 * (each.first + 1)))
-        if jobs:
-            from meshwright.kernels import fp8_triton
+                casts.append((each.matrix, cast.rows, cast.transposed, 4 * (each.first + 1)))
+        if casts:
+            from meshwright.kernels.triton import fp8 as fp8_triton
 
-            self.jobs = fp8_triton.prepare(jobs, self.jobs)
-            fp8_triton.quantise_many(jobs[0], self.jobs, self.scale, self.amax, LARGEST[E4M3])
+            self.weight_casts = fp8_triton.prepare_casts(casts, self.weight_casts)
+            fp8_triton.quantise_many(casts[0], self.weight_casts, self.scale, self.amax)
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
@@ -265,12 +250,12 @@ class Scales:
         Casts of weights that were there stay in their memory, which CUDA graphs read.
         """
         tensors, is_set, combine = self.tensors(), list(self.is_set), self.combine
-        kept, casts = [x.clone() for x in tensors], [each.cast for each in self.products]
+        before, casts = [x.clone() for x in tensors], [each.cast for each in self.products]
         self.combine = None
         try:
             yield
         finally:
-            torch._foreach_copy_(tensors, kept)
+            torch._foreach_copy_(tensors, before)
             self.is_set, self.combine = is_set, combine
             for each, cast in zip(self.products, casts, strict=True):
                 each.cast = cast
@@ -299,8 +284,8 @@ class Scales:
             if (i := self.slots.get(name)) is None:
                 continue
             self.scale[i, 0], self.is_set[i] = scale, True
-            kept = torch.tensor(history[: self.recipe.history], device=self.device)
-            self.history[i, : len(kept)] = kept
+            saved = torch.tensor(history[: self.recipe.history], device=self.device)
+            self.history[i, : len(saved)] = saved
         self.inverse[:, 0] = 1 / self.scale[:, 0]
         self.amax.zero_()  # of a step that is undone; casts, which CUDA graphs read, are refreshed in place
 
@@ -308,8 +293,8 @@ class Scales:
         return {name: value for name, value in asdict(self.recipe).items() if name in ("hybrid", "margin")}
 
 
-class Product:
-    """The products of one linear map, in the place of kernels.linear.linear."""
+class Fp8Product:
+    """The products of one linear map, instead of kernels.linear.linear."""
 
     def __init__(self, scales: Scales, name: str, first: int) -> None:
         self.scales, self.name, self.first = scales, name, first
@@ -342,7 +327,7 @@ class Product:
             self.cast = self.scales.cast(slot, weight, True, True)
             return
         scale, _, amax = self.scales.views[slot]
-        quantise(weight, scale, amax, self.cast.rows, self.cast.turned)
+        quantise(weight, scale, amax, self.cast.rows, self.cast.transposed)
 
     def multiply(self, x: Cast, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the product [N, out] of x [N, in], plus bias."""
@@ -351,38 +336,38 @@ class Product:
         return multiply(x.rows, self.cast.rows, (x.inverse, self.cast.inverse), dtype, flat)
 
     def differentiate(
-        self, grad: Cast, turned: Tensor, parameter: Tensor, dtype: torch.dtype
+        self, grad: Cast, transposed: Tensor, parameter: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the input, kept `turned`, and of the weight."""
+        """Return the gradients of the input, which is kept `transposed`, and of the weight."""
         weight = self.cast
-        assert weight is not None and weight.turned is not None and grad.turned is not None
-        back = multiply(grad.rows, weight.turned, (grad.inverse, weight.inverse), dtype)
+        assert weight is not None and weight.transposed is not None and grad.transposed is not None
+        back = multiply(grad.rows, weight.transposed, (grad.inverse, weight.inverse), dtype)
         inverses = grad.inverse, self.scales.views[self.first][1]
-        return back, give(parameter, grad.turned, turned, inverses)
+        return back, give_gradient(parameter, grad.transposed, transposed, inverses)
 
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, here: Product, is_training: bool
+        ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, product: Fp8Product, is_training: bool
     ) -> Tensor:
-        q = here.scales.cast(here.first, x.reshape(-1, x.shape[-1]), is_training, is_training)
+        q = product.scales.cast(product.first, x.reshape(-1, x.shape[-1]), is_training, is_training)
         if is_training:
-            ctx.save_for_backward(q.turned)
-        ctx.here, ctx.parameter, ctx.bias = here, parameter, bias
-        return here.multiply(q, bias, x.dtype).view(*x.shape[:-1], -1)
+            ctx.save_for_backward(q.transposed)
+        ctx.product, ctx.parameter, ctx.bias = product, parameter, bias
+        return product.multiply(q, bias, x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
-        (turned,) = ctx.saved_tensors
-        here = ctx.here
-        q = here.scales.cast(here.first + 2, grad.reshape(-1, grad.shape[-1]), True, True)
-        back, of_weight = here.differentiate(q, turned, ctx.parameter, grad.dtype)
+        (transposed,) = ctx.saved_tensors
+        product = ctx.product
+        q = product.scales.cast(product.first + 2, grad.reshape(-1, grad.shape[-1]), True, True)
+        back, of_weight = product.differentiate(q, transposed, ctx.parameter, grad.dtype)
         of_bias = from_rows(ctx.bias if ctx.needs_input_grad[2] else None, grad)
         return back.view(*grad.shape[:-1], -1), of_weight, of_bias, None, None
 
 
-def give(parameter: Tensor, grad: Tensor, x: Tensor, scales: tuple[Tensor, Tensor]) -> Tensor | None:
+def give_gradient(parameter: Tensor, grad: Tensor, x: Tensor, scales: tuple[Tensor, Tensor]) -> Tensor | None:
     """Give a parameter the gradient grad [out, N] @ x [in, N]^T, as gradients.from_product does."""
     sink = sink_of(parameter)
     if sink is None:

@@ -17,40 +17,42 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import activation, gradients, heads, norm
-from meshwright.kernels.fp8 import Cast, Into, Product
-from meshwright.kernels.heads_plain import Rotation, Sizes
-from meshwright.kernels.norm_plain import Join, NormWeights, Saved
+from meshwright.kernels.fp8 import Cast, Fp8Product, Into
+from meshwright.kernels.heads import HeadSizes, Rotation
+from meshwright.kernels.norm import NormWeights, Operands, SavedRows
 
 Grads = tuple[Tensor | None, ...]
 
 
-class Map(NamedTuple):
+class Fp8Linear(NamedTuple):
     """A linear map in fp8."""
 
-    product: Product
+    product: Fp8Product
     weight: Tensor
     bias: Tensor | None
 
-    def known(self) -> Product:
+    def with_cast(self) -> Fp8Product:
         """Return the product, which has a cast of the weight."""
         self.product.know(self.weight)
         return self.product
 
 
 def norm_heads(
-    join: Join, weights: NormWeights, qkv: Map, sizes: Sizes, rotation: Rotation | None
+    operands: Operands, weights: NormWeights, qkv: Fp8Linear, sizes: HeadSizes, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x, q, k and v; `join` as norm.add_norm has it, sizes and rotation as split_heads."""
-    front = _Front(qkv.known(), join.rows if join.p else None, join.p, weights.eps, weights.plus)
-    tensors = (*join[:3], *weights[:2], *qkv[1:])
+    """Return x, q, k and v; `sizes` and `rotation` are those of heads.split_heads."""
+    front = _Front(qkv.with_cast(), operands.rows if operands.p else None, operands.p, weights.eps, weights.plus)
+    tensors = (*operands[:3], *weights[:2], *qkv[1:])
     return _NormHeads.apply(front, sizes, rotation, torch.is_grad_enabled(), *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def norm_mlp(join: Join, weights: NormWeights, kind: str, fc: Map, proj: Map) -> tuple[Tensor, Tensor]:
+def norm_mlp(
+    operands: Operands, weights: NormWeights, kind: str, fc: Fp8Linear, proj: Fp8Linear
+) -> tuple[Tensor, Tensor]:
     """Return x and the MLP's output; `kind` is that of activation.activate."""
-    front = _Front(fc.known(), join.rows if join.p else None, join.p, weights.eps, weights.plus)
-    tensors = (*join[:3], *weights[:2], *fc[1:], *proj[1:])
-    return _NormMLP.apply(front, proj.known(), kind, torch.is_grad_enabled(), *tensors)  # type: ignore[no-any-return,no-untyped-call]
+    front = _Front(fc.with_cast(), operands.rows if operands.p else None, operands.p, weights.eps, weights.plus)
+    tensors = (*operands[:3], *weights[:2], *fc[1:], *proj[1:])
+    return _NormMLP.apply(front, proj.with_cast(), kind, torch.is_grad_enabled(), *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Front(NamedTuple):
@@ -59,7 +61,7 @@ class _Front(NamedTuple):
     Its tensors are residual, pending, bias, the norm's weight and bias, the map's weight and bias.
     """
 
-    product: Product
+    product: Fp8Product
     rows: Tensor | None
     p: float
     eps: float
@@ -68,36 +70,36 @@ class _Front(NamedTuple):
     def forward(self, ctx: Any, tensors: tuple[Any, ...], is_training: bool) -> tuple[Tensor, Tensor, list[Any]]:
         """Return x, the product's output [N, C], and tensors that backward needs."""
         residual, pending, added, weight, shift, _, bias = tensors[:7]
-        join = norm.join_of(residual, pending, added, self.rows, self.p)
+        operands = norm.operands_of(residual, pending, added, self.rows, self.p)
 
         def make(into: Into | None) -> tuple[Tensor, list[Any]]:
-            x, y, *of_rows = norm.forward(join, NormWeights(weight, shift, self.eps, self.plus), into)
+            x, y, *of_rows = norm.forward(operands, NormWeights(weight, shift, self.eps, self.plus), into)
             return y, [x, *of_rows]
 
-        shape, here = (len(join.pending), pending.shape[-1]), self.product
-        y, (x, *of_rows) = here.scales.write(here.first, shape, make, is_training)
-        x = x.view(pending.shape) if join.adds else pending
+        shape, product = (len(operands.pending), pending.shape[-1]), self.product
+        y, (x, *of_rows) = product.scales.write(product.first, shape, make, is_training)
+        x = x.view(pending.shape) if operands.adds else pending
         ctx.rest = self.p, self.plus, residual is not None, pending.dtype
         ctx.parameters = tensors[2:]  # not the activations before, which would stay in memory
-        return x, here.multiply(y, bias, weight.dtype), [x, *of_rows, join.rows, weight, y.turned]
+        return x, product.multiply(y, bias, weight.dtype), [x, *of_rows, operands.rows, weight, y.transposed]
 
     def backward(self, ctx: Any, tensors: tuple[Any, ...], dx: Tensor, q: Cast, partials: Tensor | None) -> Grads:
         """Return its tensors' gradients from those of x and its output, q with partial sums."""
-        x, *saved, turned = tensors
+        x, *saved, transposed = tensors
         added, weight, shift, parameter, bias = ctx.parameters[:5]
-        dy, of_parameter = self.product.differentiate(q, turned, parameter, weight.dtype)
+        dy, of_parameter = self.product.differentiate(q, transposed, parameter, weight.dtype)
         of_bias = None if partials is None else gradients.from_columns(bias, partials)
         needs = ctx.needs_input_grad[6:9]  # after four other arguments, residual and pending
         vectors = [t if needs[i] else None for i, t in ((1, weight), (2, shift), (0, added))]
-        kept = Saved(norm.flat(x), *saved, *ctx.rest)
-        of_residual, of_pending, of_weight, of_shift, of_added = norm.differentiate(dx, dy, kept, vectors, x.shape)
+        rows = SavedRows(norm.as_rows(x), *saved, *ctx.rest)
+        of_residual, of_pending, of_weight, of_shift, of_added = norm.differentiate(dx, dy, rows, vectors, x.shape)
         return of_residual, of_pending, of_added, of_weight, of_shift, of_parameter, of_bias
 
 
 class _NormHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, front: _Front, sizes: Sizes, rotation: Rotation | None, is_training: bool, *tensors: Any
+        ctx: Any, front: _Front, sizes: HeadSizes, rotation: Rotation | None, is_training: bool, *tensors: Any
     ) -> tuple[Tensor, ...]:
         x, qkv, saved = front.forward(ctx, tensors, is_training)
         ctx.save_for_backward(*saved)
@@ -106,22 +108,22 @@ class _NormHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, *grads: Tensor) -> Grads:
-        here, sizes, saved = ctx.front.product, ctx.sizes, ctx.saved_tensors  # to be read only once
+        product, sizes, saved = ctx.front.product, ctx.sizes, ctx.saved_tensors  # to be read only once
         is_summed = ctx.needs_input_grad[-1]
         columns = sizes.groups * (sizes.per_group + 2) * sizes.head_dim
 
         def make(into: Into | None) -> tuple[Tensor, Tensor | None]:
-            return heads.backward(grads, sizes, ctx.rotation, is_summed, into)
+            return heads.pack(grads, sizes, ctx.rotation, is_summed, into)
 
         shape = dx.numel() // dx.shape[-1], columns
-        q, partials = here.scales.write(here.first + 2, shape, make, True)
+        q, partials = product.scales.write(product.first + 2, shape, make, True)
         return None, None, None, None, *ctx.front.backward(ctx, saved, dx, q, partials)
 
 
 class _NormMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, front: _Front, proj: Product, kind: str, is_training: bool, *tensors: Any
+        ctx: Any, front: _Front, proj: Fp8Product, kind: str, is_training: bool, *tensors: Any
     ) -> tuple[Tensor, Tensor]:
         x, u, saved = front.forward(ctx, tensors, is_training)
 
@@ -129,21 +131,21 @@ class _NormMLP(torch.autograd.Function):
             return activation.forward(kind, u, into), None
 
         a, _ = proj.scales.write(proj.first, (len(u), tensors[7].shape[-1]), make, is_training)
-        ctx.save_for_backward(*saved, u, a.turned)
+        ctx.save_for_backward(*saved, u, a.transposed)
         ctx.front, ctx.proj, ctx.kind = front, proj, kind
         return x, proj.multiply(a, tensors[8], u.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, grad: Tensor) -> Grads:
-        *saved, u, turned = ctx.saved_tensors
-        here, proj, flat = ctx.front.product, ctx.proj, norm.flat(grad)
+        *saved, u, transposed = ctx.saved_tensors
+        product, proj, flat = ctx.front.product, ctx.proj, norm.as_rows(grad)
         q = proj.scales.cast(proj.first + 2, flat, True, True)
         of_bias = gradients.from_rows(ctx.parameters[6] if ctx.needs_input_grad[-1] else None, grad)
-        da, of_weight = proj.differentiate(q, turned, ctx.parameters[5], grad.dtype)
+        da, of_weight = proj.differentiate(q, transposed, ctx.parameters[5], grad.dtype)
         is_summed = ctx.needs_input_grad[-3]
 
         def make(into: Into | None) -> tuple[Tensor, Tensor | None]:
             return activation.backward(ctx.kind, u, da, is_summed, into)
 
-        q, partials = here.scales.write(here.first + 2, (len(u), u.shape[-1]), make, True)
+        q, partials = product.scales.write(product.first + 2, (len(u), u.shape[-1]), make, True)
         return None, None, None, None, *ctx.front.backward(ctx, saved, dx, q, partials), of_weight, of_bias

@@ -9,19 +9,28 @@ sums the columns. As in activation.py, the product adds the bias, detached.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshwright.kernels import gradients
 from meshwright.kernels.fp8 import Into
-from meshwright.kernels.heads_plain import Rotation, Sizes, plain_backward, rotate, split
-from meshwright.kernels.twins import is_triton
+from meshwright.kernels.twins import twin, upcast
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines [1 or B, T, 1, rotating / 2]
+
+
+class HeadSizes(NamedTuple):
+    """HeadSizes of the columns [groups, per_group queries then key then value, head_dim]."""
+
+    groups: int
+    per_group: int
+    head_dim: int
 
 
 def split_heads(
-    qkv: Tensor, sizes: Sizes, rotation: Rotation | None = None, bias: Tensor | None = None
+    qkv: Tensor, sizes: HeadSizes, rotation: Rotation | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split [B, T, columns] into q [B, T, heads, head_dim], k and v [B, T, groups, head_dim].
 
@@ -35,7 +44,7 @@ def split_heads(
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, sizes: Sizes
+        ctx: Any, qkv: Tensor, bias: Tensor | None, cos: Tensor | None, sin: Tensor | None, sizes: HeadSizes
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.parameter, ctx.sizes = bias, sizes
@@ -45,7 +54,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         rotation = _rotation(*ctx.saved_tensors)
-        grad, partials = backward((dq, dk, dv), ctx.sizes, rotation, ctx.needs_input_grad[1])
+        grad, partials = pack((dq, dk, dv), ctx.sizes, rotation, ctx.needs_input_grad[1])
         of_bias = None if partials is None else gradients.from_columns(ctx.parameter, partials)
         return grad, of_bias, None, None, None
 
@@ -54,24 +63,44 @@ def _rotation(cos: Tensor | None, sin: Tensor | None) -> Rotation | None:
     return None if cos is None or sin is None else (cos, sin)
 
 
-def forward(qkv: Tensor, sizes: Sizes, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+def forward(qkv: Tensor, sizes: HeadSizes, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v, views of qkv where no element changes or moves."""
-    if rotation is not None and is_triton(qkv):
-        from meshwright.kernels import heads_triton
-
-        q, k = heads_triton.rotate(qkv, sizes, rotation)
-        return q, k, split(qkv, sizes.per_group, sizes.head_dim)[2]
     q, k, v = split(qkv, sizes.per_group, sizes.head_dim)
-    return (q, k, v) if rotation is None else (rotate(q, rotation), rotate(k, rotation), v)
+    return (q, k, v) if rotation is None else (*rotate_qk(qkv, sizes, rotation), v)
 
 
-def backward(
-    grads: Sequence[Tensor], sizes: Sizes, rotation: Rotation | None, summed: bool, into: Into | None = None
+@twin("heads.rotate_qk")
+def rotate_qk(qkv: Tensor, sizes: HeadSizes, rotation: Rotation) -> tuple[Tensor, Tensor]:
+    """Return the rotated queries [B, T, heads, head_dim] and keys [B, T, groups, head_dim]."""
+    q, k, _ = split(qkv, sizes.per_group, sizes.head_dim)
+    return rotate(q, rotation), rotate(k, rotation)
+
+
+@twin("heads.pack", of=lambda grads, *_: grads[0])
+def pack(
+    grads: Sequence[Tensor], sizes: HeadSizes, rotation: Rotation | None, summed: bool, into: Into | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
-    if is_triton(grads[0]):
-        from meshwright.kernels import heads_triton
+    dq, dk, dv = (upcast(x) for x in grads)
+    if rotation is not None:
+        back = rotation[0], -rotation[1]
+        dq, dk = rotate(dq, back), rotate(dk, back)
+    parts = dq.reshape(*dk.shape[:3], sizes.per_group, -1), dk.unsqueeze(3), dv.unsqueeze(3)
+    wide = torch.cat(parts, dim=3).flatten(2)
+    grad, sums = wide.to(grads[0].dtype), wide.sum((0, 1))[None] if summed else None
+    return grad if into is None else into.fill(grad), sums
 
-        return heads_triton.pack(grads, sizes, rotation, summed, into=into)
-    grad, partials = plain_backward(grads, sizes, rotation, summed)
-    return grad if into is None else into.fill(grad), partials
+
+def split(qkv: Tensor, per_group: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Split columns [group, its queries then k then v, head_dim]; q is a copy if it must be."""
+    b, t, _ = qkv.shape
+    q, k, v = torch.split(qkv.view(b, t, -1, per_group + 2, head_dim), [per_group, 1, 1], dim=3)
+    return q.reshape(b, t, -1, head_dim), k.reshape(b, t, -1, head_dim), v.reshape(b, t, -1, head_dim)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the pairs (i, i + rotating / 2) of each head, as in Megatron and Llama."""
+    cos, sin = rotation
+    half = cos.shape[-1]
+    a, b, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)

@@ -11,15 +11,52 @@ are float32 (float64 for float64); y is computed from x as it is stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshwright.kernels import columns, gradients
+from meshwright.kernels import columns, dropout, gradients
 from meshwright.kernels.fp8 import Into
-from meshwright.kernels.norm_plain import Join, NormWeights, Saved, plain_backward, plain_forward
-from meshwright.kernels.twins import is_triton
+from meshwright.kernels.twins import twin, upcast
+
+
+class NormWeights(NamedTuple):
+    """A norm's parameters: LayerNorm, or RMSNorm without a bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    plus: float = 0.0  # added to the weight; 1 with --apply-layernorm-1p
+
+
+class Operands(NamedTuple):
+    """Operands of the addition, [N, width] or [width]; `rows` are dropout's hashes [N], or None."""
+
+    residual: Tensor | None
+    pending: Tensor
+    bias: Tensor | None
+    rows: Tensor | None
+    p: float
+
+    @property
+    def adds(self) -> bool:
+        """Whether x differs from pending."""
+        return not (self.residual is None and self.bias is None and self.rows is None)
+
+
+class SavedRows(NamedTuple):
+    """The tensors that backward needs, and which gradients it must return."""
+
+    x: Tensor
+    mean: Tensor | None  # None for RMSNorm
+    rstd: Tensor
+    rows: Tensor | None
+    weight: Tensor
+    p: float
+    plus: float
+    of_residual: bool
+    dtype: torch.dtype  # of pending
 
 
 def add_norm(
@@ -44,10 +81,10 @@ class _AddNorm(torch.autograd.Function):
         *norm: Any,
     ) -> tuple[Tensor, Tensor]:
         weights, shape = NormWeights(*norm), pending.shape
-        join = join_of(residual, pending, bias, rows, p)
-        x, y, mean, rstd = forward(join, weights)
-        x = x.view(shape) if join.adds else pending
-        ctx.save_for_backward(x, mean, rstd, join.rows, weights.weight)
+        operands = operands_of(residual, pending, bias, rows, p)
+        x, y, mean, rstd = forward(operands, weights)
+        x = x.view(shape) if operands.adds else pending
+        ctx.save_for_backward(x, mean, rstd, operands.rows, weights.weight)
         ctx.set_materialize_grads(False)
         ctx.rest = p, weights.plus, residual is not None, pending.dtype
         ctx.parameters = weights.weight, weights.bias, bias
@@ -56,7 +93,7 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor | None, dy: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *others = ctx.saved_tensors
-        saved = Saved(flat(x), *others, *ctx.rest)
+        saved = SavedRows(as_rows(x), *others, *ctx.rest)
         dy = torch.zeros(x.shape, dtype=saved.weight.dtype, device=x.device) if dy is None else dy
         needed = [ctx.needs_input_grad[i] for i in (5, 6, 2)]
         parameters = [t if is_needed else None for t, is_needed in zip(ctx.parameters, needed, strict=True)]
@@ -64,41 +101,70 @@ class _AddNorm(torch.autograd.Function):
         return of_residual, of_pending, of_bias, None, None, of_weight, of_shift, None, None
 
 
-def flat(x: Any) -> Any:
+def as_rows(x: Any) -> Any:
+    """Return x [..., C] as a contiguous matrix [N, C]; None stays."""
     return None if x is None else x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def join_of(residual: Tensor | None, pending: Tensor, bias: Tensor | None, rows: Tensor | None, p: float) -> Join:
-    return Join(flat(residual), flat(pending), bias, None if rows is None else rows.reshape(-1), p)
+def operands_of(
+    residual: Tensor | None, pending: Tensor, bias: Tensor | None, rows: Tensor | None, p: float
+) -> Operands:
+    return Operands(as_rows(residual), as_rows(pending), bias, None if rows is None else rows.reshape(-1), p)
 
 
 def differentiate(
-    dx: Tensor | None, dy: Tensor, saved: Saved, parameters: Sequence[Tensor | None], shape: torch.Size
+    dx: Tensor | None, dy: Tensor, saved: SavedRows, parameters: Sequence[Tensor | None], shape: torch.Size
 ) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of residual, pending, and of the norm's weight, its bias, the bias.
 
     Pending's comes with its column sums, in case a product has added a bias to pending before.
     """
-    of_residual, of_pending, partials = backward(flat(dx), flat(dy), saved)
+    of_residual, of_pending, partials = backward(as_rows(dx), as_rows(dy), saved)
     of_weight, of_shift, of_bias = gradients.from_several(parameters, partials)
     of_residual = None if of_residual is None else of_residual.view(shape)
     return of_residual, columns.with_sums(of_pending.view(shape), partials[2]), of_weight, of_shift, of_bias
 
 
-def forward(join: Join, norm: NormWeights, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+@twin("norm.forward", of=lambda operands, *_: operands.pending)
+def forward(
+    operands: Operands, norm: NormWeights, into: Into | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return x and y [N, width], the rows' means (None for RMSNorm) and 1 / deviations [N]."""
-    if is_triton(join.pending):
-        from meshwright.kernels import norm_triton
-
-        return norm_triton.forward(join, norm, into)
-    x, y, mean, rstd = plain_forward(join, norm)
+    x = upcast(operands.pending)
+    if operands.bias is not None:
+        x = x + operands.bias
+    if operands.rows is not None:
+        x = dropout.mask_and_scale(x, operands.rows, operands.p)
+    stored = operands.pending if operands.residual is None else operands.residual
+    x = (x if operands.residual is None else operands.residual + x).to(stored.dtype)
+    z, mean = upcast(x), None
+    if norm.bias is not None:
+        mean = z.mean(1)
+        z = z - mean[:, None]
+    rstd = (z.square().mean(1) + norm.eps).rsqrt()
+    y = z * rstd[:, None] * (norm.weight + norm.plus if norm.plus else norm.weight)
+    y = (y if norm.bias is None else y + norm.bias).to(norm.weight.dtype)
     return x, y if into is None else into.fill(y), mean, rstd
 
 
-def backward(dx: Tensor | None, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the gradients of residual, pending, and partial sums [3, n, width] of parameters'."""
-    if not is_triton(saved.x):
-        return plain_backward(dx, dy, saved)
-    from meshwright.kernels import norm_triton
+@twin("norm.backward", of=lambda dx, dy, saved: saved.x)
+def backward(dx: Tensor | None, dy: Tensor, saved: SavedRows) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return the gradients of residual and pending, and partial sums [3, n, width].
 
-    return norm_triton.backward(dx, dy, saved)
+    The three are those of the norm's weight, of its bias and of the bias.
+    """
+    z, dy = upcast(saved.x), upcast(dy)
+    z = (z if saved.mean is None else z - saved.mean[:, None]) * saved.rstd[:, None]
+    wanted = dy * (saved.weight + saved.plus if saved.plus else saved.weight)
+    grad = wanted - z * (wanted * z).mean(1, keepdim=True)
+    if saved.mean is not None:
+        grad = grad - wanted.mean(1, keepdim=True)
+    grad = grad * saved.rstd[:, None]
+    if dx is not None:
+        grad = grad + dx
+    of_pending = grad if saved.rows is None else dropout.mask_and_scale(grad, saved.rows, saved.p)
+    partials = torch.stack([(dy * z).sum(0), dy.sum(0), of_pending.sum(0)])[:, None]
+    of_residual = grad.to(saved.x.dtype) if saved.of_residual else None
+    if of_residual is not None and saved.rows is None and saved.dtype is of_residual.dtype:
+        return of_residual, of_residual, partials
+    return of_residual, of_pending.to(saved.dtype), partials

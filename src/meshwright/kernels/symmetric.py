@@ -15,15 +15,15 @@ from meshwright import device as devices
 SMALLEST = 256  # rows; below, all of a product is four tiles of the kernel
 
 
-def product(
+def symmetric_product(
     a: Tensor, b: Tensor, c: Tensor | None = None, scale: float = 1.0, keep: float = 0.0, diagonal: float = 0.0
 ) -> Tensor:
     """Return scale a b^T + keep c + diagonal I, for a, b [n, m, k] whose product is symmetric."""
     if is_halved(a):
-        from meshwright.kernels.symmetric_triton import product
+        from meshwright.kernels.triton.symmetric import symmetric_product
 
-        return product(a, b, c, scale, keep, diagonal)
-    return plain(a, b, c, scale, keep, diagonal)
+        return symmetric_product(a, b, c, scale, keep, diagonal)
+    return full_product(a, b, c, scale, keep, diagonal)
 
 
 def is_halved(a: Tensor) -> bool:
@@ -31,7 +31,7 @@ def is_halved(a: Tensor) -> bool:
     return devices.has_kernels(a.device) and a.dtype is torch.float16 and a.shape[1] >= SMALLEST
 
 
-def plain(a: Tensor, b: Tensor, c: Tensor | None, scale: float, keep: float, diagonal: float) -> Tensor:
+def full_product(a: Tensor, b: Tensor, c: Tensor | None, scale: float, keep: float, diagonal: float) -> Tensor:
     """Compute all of the product; the diagonal is rounded twice."""
     added, factor = (a.new_zeros(1, 1, 1), 0.0) if c is None else (c, keep)
     out = torch.baddbmm(added, a, b.mT, beta=factor, alpha=scale)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright import device as devices
 from meshwright.kernels import dropout
-from meshwright.kernels.heads_plain import rotate, split
+from meshwright.kernels.heads import rotate, split
 from meshwright.model.layers import Linear, Norm
 from meshwright.settings.schema import Model
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels import decode, norm
-from meshwright.kernels.decode import Layer, Rows, Texts
-from meshwright.kernels.heads_plain import Sizes
+from meshwright.kernels.decode import CachedTexts, DecodeLinear, TextState
+from meshwright.kernels.heads import HeadSizes
 from meshwright.kernels.linear import linear
 from meshwright.model.attention import Cache, rotations
 from meshwright.model.fused import FusedBlock, weights_of
@@ -24,7 +24,7 @@ from meshwright.model.gpt import GPT, Block
 DIMS = (64, 96, 128)  # of a head
 
 
-class Step:
+class DecodeStep:
     """One token of each row, by fused kernels; the model's parameters must stay where they are."""
 
     def __init__(self, model: GPT, cache: Cache) -> None:
@@ -38,22 +38,22 @@ class Step:
         blocks = [(int(i), block) for i, block in model.h.items()]
         self.layers = [(i, *layers_of(block), sizes_of(block)) for i, block in blocks]  # type: ignore[arg-type]
         head = model.wte.weight if model.lm_head is None else model.lm_head.weight
-        self.head = Layer(head, None, weights_of(model.ln_f))
+        self.head = DecodeLinear(head, None, weights_of(model.ln_f))
 
-    def __call__(self, rows: Rows, slots: Tensor, longest: int) -> Tensor:
+    def __call__(self, state: TextState, slots: Tensor, longest: int) -> Tensor:
         """Return the logits [B, padded] of the slots' last tokens, and add these to the cache.
 
         No text has `longest` tokens or more before them.
         """
         model, wpe = self.model, self.model.wpe
-        x, used = decode.embed(rows, slots, model.wte.weight, None if wpe is None else wpe.weight)
-        return (self.run if len(slots) == 1 else self.run_many)(x, slots, used, longest)
+        x, used = decode.embed(state, slots, model.wte.weight, None if wpe is None else wpe.weight)
+        return (self.run_row if len(slots) == 1 else self.run_rows)(x, slots, used, longest)
 
-    def texts(self, layer: int, x: Tensor, sizes: Sizes, slots: Tensor, used: Tensor, longest: int) -> Texts:
+    def texts(self, layer: int, x: Tensor, sizes: HeadSizes, slots: Tensor, used: Tensor, longest: int) -> CachedTexts:
         like = x.new_empty(1, 1, sizes.groups, sizes.head_dim)
-        return Texts(*self.cache.of_layer(layer, like), slots, used, longest)
+        return CachedTexts(*self.cache.of_layer(layer, like), slots, used, longest)
 
-    def run(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
+    def run_row(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
         for i, qkv, proj, fc, out, sizes in self.layers:
             texts = self.texts(i, x, sizes, slots, used, longest)
             o = decode.attend(decode.linear(x, qkv), texts, sizes, self.rotation)
@@ -61,7 +61,7 @@ class Step:
             x = decode.linear(decode.linear(x, fc), out, x)
         return decode.linear(x, self.head)
 
-    def run_many(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
+    def run_rows(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
         residual: Tensor | None = None
         pending, bias = x, None
         for i, qkv, proj, fc, out, sizes in self.layers:
@@ -73,31 +73,33 @@ class Step:
         return linear(add_norm(residual, pending, bias, self.head)[1], self.head.weight)
 
 
-def add_norm(residual: Tensor | None, pending: Tensor, bias: Tensor | None, layer: Layer) -> tuple[Tensor, Tensor]:
+def add_norm(
+    residual: Tensor | None, pending: Tensor, bias: Tensor | None, layer: DecodeLinear
+) -> tuple[Tensor, Tensor]:
     """Return the residual stream, and its norm, a layer's input."""
     assert layer.norm is not None
-    x, y, _, _ = norm.forward(norm.join_of(residual, pending, bias, None, 0.0), layer.norm)
+    x, y, _, _ = norm.forward(norm.operands_of(residual, pending, bias, None, 0.0), layer.norm)
     return x, y
 
 
-def layers_of(block: Block) -> tuple[Layer, Layer, Layer, Layer]:
+def layers_of(block: Block) -> tuple[DecodeLinear, DecodeLinear, DecodeLinear, DecodeLinear]:
     """Return a block's four products."""
     attn, mlp = block.attn, block.mlp
     fc_bias = None if mlp.fc.bias is None else mlp.fc.bias.flatten()
     return (
-        Layer(attn.qkv.weight, attn.qkv.bias, weights_of(block.ln_1)),
-        Layer(attn.proj.weight, attn.proj.bias),
-        Layer(mlp.fc.weight.flatten(0, -2), fc_bias, weights_of(block.ln_2), mlp.activation),
-        Layer(mlp.proj.weight, mlp.proj.bias),
+        DecodeLinear(attn.qkv.weight, attn.qkv.bias, weights_of(block.ln_1)),
+        DecodeLinear(attn.proj.weight, attn.proj.bias),
+        DecodeLinear(mlp.fc.weight.flatten(0, -2), fc_bias, weights_of(block.ln_2), mlp.activation),
+        DecodeLinear(mlp.proj.weight, mlp.proj.bias),
     )
 
 
-def sizes_of(block: Block) -> Sizes:
+def sizes_of(block: Block) -> HeadSizes:
     return FusedBlock.sizes(block, len(block.attn.qkv.weight))  # type: ignore[arg-type]
 
 
 def reason_against(model: GPT) -> str | None:
-    """Return why `Step` cannot run this network, or None."""
+    """Return why `DecodeStep` cannot run this network, or None."""
     if type(model) is not GPT:
         return "the network is a custom one"
     m, weight = model.m, next(model.parameters())

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.errors import UserError
-from meshwright.kernels.fp8 import Product, Recipe, Scales
-from meshwright.kernels.fp8_fused import Map, norm_heads, norm_mlp
-from meshwright.kernels.norm_plain import Join
+from meshwright.kernels.fp8 import Fp8Product, Recipe, Scales
+from meshwright.kernels.fp8_fused import Fp8Linear, norm_heads, norm_mlp
+from meshwright.kernels.norm import Operands
 from meshwright.model.attention import Shared
 from meshwright.model.fused import FusedBlock, weights_of
 from meshwright.settings.schema import Precision
@@ -25,7 +25,7 @@ from meshwright.settings.schema import Precision
 MAPS = ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")
 
 
-def require(p: Precision, device: torch.device) -> None:
+def require_fp8(p: Precision, device: torch.device) -> None:
     """Refuse fp8 where no matrix unit has it."""
     if p.fp8_format and not devices.has_fp8(device):
         raise UserError(
@@ -34,7 +34,7 @@ def require(p: Precision, device: torch.device) -> None:
         )
 
 
-def attach(parts: Sequence[Any], p: Precision, device: torch.device) -> Scales | None:
+def attach_fp8(parts: Sequence[Any], p: Precision, device: torch.device) -> Scales | None:
     """Let these parts of a GPT multiply as `p` says; return the scales, None without fp8."""
     if not p.fp8_format:
         return None
@@ -59,9 +59,9 @@ def attach(parts: Sequence[Any], p: Precision, device: torch.device) -> Scales |
 
 def fuse(block: Any) -> None:
     """Let a block compute norms, activation and heads with the fp8 products beside them."""
-    if isinstance(block.attn.qkv.product, Product):
+    if isinstance(block.attn.qkv.product, Fp8Product):
         block.enter = functools.partial(enter, block)
-    if isinstance(block.mlp.fc.product, Product):
+    if isinstance(block.mlp.fc.product, Fp8Product):
         block.transform = functools.partial(transform, block)
 
 
@@ -69,15 +69,15 @@ def enter(
     block: FusedBlock, residual: Tensor | None, pending: Tensor, rows: Tensor | None, shared: Shared
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Replace FusedBlock.enter."""
-    join, qkv = Join(residual, pending, None, rows, block.p), block.attn.qkv
-    return norm_heads(join, weights_of(block.ln_1), map_of(qkv), block.sizes(len(qkv.weight)), shared.rotation)
+    operands, qkv = Operands(residual, pending, None, rows, block.p), block.attn.qkv
+    return norm_heads(operands, weights_of(block.ln_1), fp8_linear(qkv), block.sizes(len(qkv.weight)), shared.rotation)
 
 
 def transform(block: FusedBlock, base: Tensor, branch: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
     """Replace FusedBlock.transform."""
-    join, mlp = Join(base, branch, block.attn.proj.bias, rows, block.p), block.mlp
-    return norm_mlp(join, weights_of(block.ln_2), mlp.activation, map_of(mlp.fc), map_of(mlp.proj))
+    operands, mlp = Operands(base, branch, block.attn.proj.bias, rows, block.p), block.mlp
+    return norm_mlp(operands, weights_of(block.ln_2), mlp.activation, fp8_linear(mlp.fc), fp8_linear(mlp.proj))
 
 
-def map_of(layer: Any) -> Map:
-    return Map(layer.product, layer.weight, layer.bias)
+def fp8_linear(layer: Any) -> Fp8Linear:
+    return Fp8Linear(layer.product, layer.weight, layer.bias)

@@ -12,10 +12,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from meshwright.kernels.activation import activate
-from meshwright.kernels.heads import split_heads
-from meshwright.kernels.heads_plain import Sizes
-from meshwright.kernels.norm import add_norm
-from meshwright.kernels.norm_plain import NormWeights
+from meshwright.kernels.heads import HeadSizes, split_heads
+from meshwright.kernels.norm import NormWeights, add_norm
 from meshwright.model.attention import Shared
 from meshwright.model.gpt import Block
 from meshwright.model.layers import Norm
@@ -53,10 +51,10 @@ class FusedBlock(Block):
         a = activate(mlp.activation, multiply(mlp.fc, z), mlp.fc.bias)
         return z.to(x.dtype) if self.post_norm else x, mlp.proj.product(a, mlp.proj.weight, mlp.proj.bias)
 
-    def sizes(self, columns: int) -> Sizes:
+    def sizes(self, columns: int) -> HeadSizes:
         """Return the sizes of so many outputs of attention's first product."""
         attn = self.attn
-        return Sizes(columns // ((attn.per_group + 2) * attn.head_dim), attn.per_group, attn.head_dim)
+        return HeadSizes(columns // ((attn.per_group + 2) * attn.head_dim), attn.per_group, attn.head_dim)
 
 
 def multiply(layer: nn.Module, x: Tensor) -> Tensor:

@@ -17,26 +17,28 @@ class FlatAdamW:
     `flats` are the summed gradients, the masters, and the weights if they are a copy of these.
     """
 
-    def __init__(self, o: Optimizer, ranges: list[adamw.Range], flats: tuple[Tensor, Tensor, Tensor | None]) -> None:
+    def __init__(
+        self, o: Optimizer, ranges: list[adamw.FlatRange], flats: tuple[Tensor, Tensor, Tensor | None]
+    ) -> None:
         gradients, master, weights = flats
         device, sizes = master.device, [r.end - r.begin for r in ranges]
-        self.settings = adamw.Settings(o.adam_beta1, o.adam_beta2, o.adam_eps)
+        self.settings = adamw.AdamWConstants(o.adam_beta1, o.adam_beta2, o.adam_eps)
         self.constants = adamw.make_constants(self.settings, o.clip_grad, device)
         self.table = adamw.make_table(ranges, device)
         self.step = torch.zeros((), device=device)
         exp_avg, exp_avg_sq = (torch.zeros(sum(sizes), device=device) for _ in range(2))
-        self.buffers = adamw.Buffers(gradients, exp_avg, exp_avg_sq, master, weights)
+        self.buffers = adamw.AdamWBuffers(gradients, exp_avg, exp_avg_sq, master, weights)
         parts = zip(torch.split(exp_avg, sizes), torch.split(exp_avg_sq, sizes), strict=True)
         self.states = {r: {"exp_avg": m, "exp_avg_sq": v} for r, (m, v) in zip(ranges, parts, strict=True)}
         self.counted = self.table[:, :0]
 
-    def count(self, ranges: list[adamw.Range]) -> None:
+    def count(self, ranges: list[adamw.FlatRange]) -> None:
         """Let the norm consist of these ranges, of whatever rule."""
         self.counted = adamw.make_table(ranges, self.step.device)
 
     def squares(self) -> Tensor:
         """Return the sum of squares of the gradients that count."""
-        return adamw.squares(self.buffers.gradients, self.counted)
+        return adamw.sum_squares(self.buffers.gradients, self.counted)
 
     def judge(self, squares: Tensor, loss: Tensor, numbers: Numbers) -> Verdict:
         """Compute the clip factor and whether the step is applied, which counts it."""

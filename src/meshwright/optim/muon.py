@@ -43,7 +43,7 @@ from torch import Tensor, nn
 
 from meshwright import device as devices
 from meshwright.kernels import muon as passes
-from meshwright.kernels import symmetric
+from meshwright.kernels.symmetric import symmetric_product
 
 # Keller Jordan's coefficients, as torch has them: the steepest slope at 0.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -85,8 +85,8 @@ class Muon(torch.optim.Optimizer):
         x = normalised(ahead, norms)
         del ahead
         x = orthogonalise(x.mT, group["ns_steps"]).mT if rows > columns else orthogonalise(x, group["ns_steps"])
-        kept, rate = 1 - lr * group["weight_decay"], lr * (0.2 * math.sqrt(max(rows, columns)))
-        passes.apply([p.detach() for p in matrices], x, scalar(kept, first), scalar(rate, first), skipped)
+        decay, rate = 1 - lr * group["weight_decay"], lr * (0.2 * math.sqrt(max(rows, columns)))
+        passes.subtract([p.detach() for p in matrices], x, scalar(decay, first), scalar(rate, first), skipped)
 
     def _moment(self, p: nn.Parameter) -> Tensor:
         state = self.state[p]
@@ -133,20 +133,20 @@ def orthogonalise(x: Tensor, steps: int, is_gram: bool | None = None) -> Tensor:
             x = multiply(polynomial_of_gram(x, min(STAGE, steps - first)), x)
         return x
     for _ in range(steps):
-        r = symmetric.product(x, x)
-        x = multiply(symmetric.product(r, r, r, C, B), x, A)
+        r = symmetric_product(x, x)
+        x = multiply(symmetric_product(r, r, r, C, B), x, A)
     return x
 
 
 def polynomial_of_gram(x: Tensor, steps: int) -> Tensor:
     """Return the product Q [n, m, m] of the steps' P. R is stored multiplied by SPREAD."""
-    r = symmetric.product(x, x, scale=SPREAD)
+    r = symmetric_product(x, x, scale=SPREAD)
     q = None
     for step in range(steps):
-        p = symmetric.product(r, r, r, C / SPREAD**2, B / SPREAD, A)
-        q = p if q is None else symmetric.product(q, p)
+        p = symmetric_product(r, r, r, C / SPREAD**2, B / SPREAD, A)
+        q = p if q is None else symmetric_product(q, p)
         if step + 1 < steps:
-            r = symmetric.product(symmetric.product(p, r), p)
+            r = symmetric_product(symmetric_product(p, r), p)
     assert q is not None
     return q
 

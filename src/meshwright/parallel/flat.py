@@ -180,7 +180,7 @@ class FlatStore(Store):
         """Return the offsets of this rank's part: in the bucket, in the sharded buffers."""
         return self.shard_index * (bucket.size // self.shard_count), bucket.begin // self.shard_count
 
-    def _ranges(self) -> Iterator[tuple[Bucket, UpdateKind, adamw.Range]]:
+    def _ranges(self) -> Iterator[tuple[Bucket, UpdateKind, adamw.FlatRange]]:
         """Cut this rank's part into ranges of one kind."""
         for bucket in self.buckets.values():
             first, begin = self.part_offsets(bucket)
@@ -188,7 +188,7 @@ class FlatStore(Store):
                 low, high = max(kind_begin, first), min(kind_end, first + bucket.size // self.shard_count)
                 if low < high:
                     mine = begin + low - first, begin + high - first
-                    yield bucket, kind, adamw.Range(*mine, kind.decays, bucket.begin + low)
+                    yield bucket, kind, adamw.FlatRange(*mine, kind.decays, bucket.begin + low)
 
     def _make_update_ranges(self) -> None:
         """Make a piece of each range, and hand it to its optimizer."""

@@ -82,7 +82,7 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     comm.open_all(layout, device)
     if spec.model or spec.loss:
         refuse_to_cut(p, spec.model is not None)
-    fp8.require(config.precision, device)
+    fp8.require_fp8(config.precision, device)
     for flag, is_given in {
         "--fp8-format": bool(config.precision.fp8_format),
         "--fused-kernels on": config.training.fused_kernels == "on",
@@ -107,7 +107,7 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     stream = None if without else devices.new_stream(device)
     with devices.on_stream(stream):  # where parameters are made, autograd adds up their gradients
         store = new_store(parts, store_spec, is_sharded)
-        store.set_scales(fp8.attach(parts, config.precision, device))
+        store.set_scales(fp8.attach_fp8(parts, config.precision, device))
     if options.compiled:
         for part in parts:
             pick.compile_blocks(part)

@@ -22,7 +22,7 @@ from torch import Tensor
 from meshwright.kernels.grid import cdiv
 
 
-class Tiles(NamedTuple):
+class SymmetricTiles(NamedTuple):
     """Sizes of the kernel's tiles, and how one is computed.
 
     With 128 registers a thread and 96 KiB of shared memory, two fit a multiprocessor of an H100 or
@@ -36,11 +36,11 @@ class Tiles(NamedTuple):
     registers: int = 128  # of a thread, at most
 
 
-TILES = Tiles()
+TILES = SymmetricTiles()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
+def _symmetric_product(  # type: ignore[no-untyped-def]
     a,
     b,
     c,
@@ -96,8 +96,14 @@ def _kernel(  # type: ignore[no-untyped-def]
         tl.store(out + mirrored, tl.trans(rounded), mask=(columns < m)[:, None] & (rows < m)[None, :])
 
 
-def product(
-    a: Tensor, b: Tensor, c: Tensor | None, scale: float, keep: float, diagonal: float, tiles: Tiles | None = None
+def symmetric_product(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor | None,
+    scale: float,
+    keep: float,
+    diagonal: float,
+    tiles: SymmetricTiles | None = None,
 ) -> Tensor:
     """Return scale a b^T + keep c + diagonal I."""
     n, m, k = a.shape
@@ -108,7 +114,7 @@ def product(
     count = cdiv(m, size.rows)
     options = {} if torch.version.hip else {"maxnreg": size.registers}
     with torch.accelerator.device_index(a.device.index):
-        _kernel[(count * (count + 1) // 2, n)](
+        _symmetric_product[(count * (count + 1) // 2, n)](
             a,
             b,
             out if c is None else c,

@@ -14,17 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright import device as devices
-from meshwright.kernels.dropout_triton import kept, threshold_of
-from meshwright.kernels.fp8 import Into, arguments
-from meshwright.kernels.fp8_triton import encode, raise_amax
+from meshwright.kernels.fp8 import Into, fp8_arguments
 from meshwright.kernels.grid import cdiv, power_of_2
-from meshwright.kernels.norm_plain import Join, NormWeights, Saved
+from meshwright.kernels.norm import NormWeights, Operands, SavedRows
+from meshwright.kernels.triton.dropout import keep_mask, threshold_of
+from meshwright.kernels.triton.fp8 import encode, raise_amax
 
 IN_FLIGHT = 96 << 10  # bytes of shared memory that rows in flight may take
 TILE = 1024  # elements that a program processes at a time, if a row is shorter
 
 
-class Launch(NamedTuple):
+class BackwardLaunch(NamedTuple):
     """How the backward kernel runs."""
 
     warps: int
@@ -36,11 +36,16 @@ class Launch(NamedTuple):
 
 # By the tile's columns. As compiled for an H200 (sm_90, Triton 3.9) with dropout, a thread takes
 # 80, 80, 128 and 128 registers, so that 6, 3, 2 and 1 programs run on a multiprocessor at a time.
-BACKWARD = {1024: Launch(4, 4, 3), 2048: Launch(8, 3, 3), 4096: Launch(8, 2, 3, registers=128), 8192: Launch(16, 1, 2)}
+BACKWARD = {
+    1024: BackwardLaunch(4, 4, 3),
+    2048: BackwardLaunch(8, 3, 3),
+    4096: BackwardLaunch(8, 2, 3, registers=128),
+    8192: BackwardLaunch(16, 1, 2),
+}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward(  # type: ignore[no-untyped-def]
+def _norm_forward(  # type: ignore[no-untyped-def]
     residual,
     pending,
     bias,
@@ -74,42 +79,42 @@ def _forward(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
     at = row.to(tl.int64)[:, None] * WIDTH + c[None, :]
-    there, inside = row < count, (c < WIDTH)[None, :]
-    here = there[:, None] & inside
-    z = tl.load(pending + at, mask=here, other=0.0).to(tl.float32)
+    is_row, inside = row < count, (c < WIDTH)[None, :]
+    mask = is_row[:, None] & inside
+    z = tl.load(pending + at, mask=mask, other=0.0).to(tl.float32)
     if bias is not None:
         z += tl.load(bias + c, mask=c < WIDTH, other=0.0).to(tl.float32)[None, :]
     if rows is not None:
-        hashes = tl.load(rows + row, mask=there, other=0)
-        z = tl.where(kept(hashes[:, None], c[None, :], threshold), z * scale, 0.0)
+        hashes = tl.load(rows + row, mask=is_row, other=0)
+        z = tl.where(keep_mask(hashes[:, None], c[None, :], threshold), z * scale, 0.0)
     if residual is not None:
-        z += tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
+        z += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     if x is not None:
         stored = z.to(x.dtype.element_ty)
-        tl.store(x + at, stored, mask=here)
+        tl.store(x + at, stored, mask=mask)
         z = stored.to(tl.float32)
     if shift is not None:
         mean = tl.sum(z, 1) / WIDTH
-        tl.store(means + row, mean, mask=there)
+        tl.store(means + row, mean, mask=is_row)
         z = tl.where(inside, z - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(z * z, 1) / WIDTH + eps)
-    tl.store(rstds + row, rstd, mask=there)
+    tl.store(rstds + row, rstd, mask=is_row)
     w = tl.load(weight + c, mask=c < WIDTH, other=0.0).to(tl.float32) + PLUS
     out = z * rstd[:, None] * w[None, :]
     if shift is not None:
         out += tl.load(shift + c, mask=c < WIDTH, other=0.0).to(tl.float32)[None, :]
     if fp8_scale is None:
-        tl.store(y + at, out.to(y.dtype.element_ty), mask=here)
+        tl.store(y + at, out.to(y.dtype.element_ty), mask=mask)
     else:
         rounded = out.to(weight.dtype.element_ty).to(tl.float32)
         q, size = encode(rounded, tl.load(fp8_scale), LARGEST, WIDE)
-        tl.store(y + at, q, mask=here)
+        tl.store(y + at, q, mask=mask)
         if amax is not None:
-            raise_amax(amax, tl.max(tl.max(tl.where(here, size, 0.0), 1), 0))
+            raise_amax(amax, tl.max(tl.max(tl.where(mask, size, 0.0), 1), 0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _backward(  # type: ignore[no-untyped-def]
+def _norm_backward(  # type: ignore[no-untyped-def]
     dx,
     dy,
     x,
@@ -145,15 +150,15 @@ def _backward(  # type: ignore[no-untyped-def]
     of_bias = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in tl.range(program * ROWS, count, programs * ROWS, num_stages=STAGES):
         row = start + tl.arange(0, ROWS)
-        there = row < count
+        is_row = row < count
         at = row.to(tl.int64)[:, None] * WIDTH + c[None, :]
-        here = there[:, None] & inside[None, :]
+        mask = is_row[:, None] & inside[None, :]
         # Zeros beyond the row's end add nothing to any sum: each has a factor of dy.
-        d = tl.load(dy + at, mask=here, other=0.0).to(tl.float32)
-        z = tl.load(x + at, mask=here, other=0.0).to(tl.float32)
-        rstd = tl.load(rstds + row, mask=there, other=0.0)[:, None]
+        d = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+        z = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstds + row, mask=is_row, other=0.0)[:, None]
         if means is not None:
-            z -= tl.load(means + row, mask=there, other=0.0)[:, None]
+            z -= tl.load(means + row, mask=is_row, other=0.0)[:, None]
             of_shift += d
         z *= rstd
         of_weight += d * z
@@ -163,14 +168,14 @@ def _backward(  # type: ignore[no-untyped-def]
             grad -= (tl.sum(d, 1) / WIDTH)[:, None]
         grad *= rstd
         if dx is not None:
-            grad += tl.load(dx + at, mask=here, other=0.0).to(tl.float32)
+            grad += tl.load(dx + at, mask=mask, other=0.0).to(tl.float32)
         if of_residual is not None:
-            tl.store(of_residual + at, grad.to(of_residual.dtype.element_ty), mask=here)
+            tl.store(of_residual + at, grad.to(of_residual.dtype.element_ty), mask=mask)
         if rows is not None:
-            hashes = tl.load(rows + row, mask=there, other=0)
-            grad = tl.where(kept(hashes[:, None], c[None, :], threshold), grad * scale, 0.0)
+            hashes = tl.load(rows + row, mask=is_row, other=0)
+            grad = tl.where(keep_mask(hashes[:, None], c[None, :], threshold), grad * scale, 0.0)
         if of_pending is not None:
-            tl.store(of_pending + at, grad.to(of_pending.dtype.element_ty), mask=here)
+            tl.store(of_pending + at, grad.to(of_pending.dtype.element_ty), mask=mask)
         of_bias += grad
     at = partials + program.to(tl.int64) * WIDTH + c
     part = programs.to(tl.int64) * WIDTH
@@ -180,27 +185,29 @@ def _backward(  # type: ignore[no-untyped-def]
     tl.store(at + 2 * part, tl.sum(of_bias, 0), mask=inside)
 
 
-def tile(width: int) -> tuple[int, int]:
+def norm_tile(width: int) -> tuple[int, int]:
     """Return rows at a time, and columns rounded up to a power of two."""
     block = power_of_2(width)
     return max(1, TILE // block), block
 
 
-def forward(join: Join, norm: NormWeights, into: Into | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def forward(
+    operands: Operands, norm: NormWeights, into: Into | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Return x and y [N, width], and the rows' means, None for RMSNorm, and 1 / deviations [N]."""
-    pending, (count, width) = join.pending, join.pending.shape
-    x = torch.empty_like(pending if join.residual is None else join.residual) if join.adds else None
+    pending, (count, width) = operands.pending, operands.pending.shape
+    x = torch.empty_like(pending if operands.residual is None else operands.residual) if operands.adds else None
     y = into.out if into is not None else torch.empty_like(pending, dtype=norm.weight.dtype)
     rstds = torch.empty(count, dtype=torch.float32, device=pending.device)
     means = None if norm.bias is None else torch.empty_like(rstds)
-    rows, block = tile(width)
+    rows, block = norm_tile(width)
     warps = 4 if block <= 2048 else 8 if block <= 4096 else 16
     with torch.accelerator.device_index(pending.device.index):
-        _forward[(cdiv(count, rows),)](
-            join.residual,
+        _norm_forward[(cdiv(count, rows),)](
+            operands.residual,
             pending,
-            join.bias,
-            join.rows,
+            operands.bias,
+            operands.rows,
             norm.weight,
             norm.bias,
             x,
@@ -208,10 +215,10 @@ def forward(join: Join, norm: NormWeights, into: Into | None = None) -> tuple[Te
             means,
             rstds,
             count,
-            threshold_of(join.p),
-            1.0 / (1.0 - join.p),
+            threshold_of(operands.p),
+            1.0 / (1.0 - operands.p),
             norm.eps,
-            *arguments(into),
+            *fp8_arguments(into),
             norm.plus,
             width,
             rows,
@@ -221,20 +228,20 @@ def forward(join: Join, norm: NormWeights, into: Into | None = None) -> tuple[Te
     return pending if x is None else x, y, means, rstds
 
 
-def backward(dx: Tensor | None, dy: Tensor, saved: Saved) -> tuple[Tensor | None, Tensor, Tensor]:
+def backward(dx: Tensor | None, dy: Tensor, saved: SavedRows) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the gradients of residual, pending, and [3, programs, width] of the parameters."""
     x, (count, width) = saved.x, saved.x.shape
     of_residual = torch.empty_like(x) if saved.of_residual else None
     is_one = saved.of_residual and saved.rows is None and saved.dtype is x.dtype
     of_pending = None if is_one else torch.empty_like(x, dtype=saved.dtype)
-    rows, block = tile(width)
+    rows, block = norm_tile(width)
     launch = BACKWARD[min(max(block, TILE), 8192)]
     programs = min(launch.programs * devices.processors(x.device), cdiv(count, launch.rows * rows))
     partials = torch.empty(3, programs, width, dtype=torch.float32, device=x.device)
     each = rows * block * sum(t.element_size() for t in (dx, dy, x) if t is not None)
     options = {} if launch.registers is None or torch.version.hip else {"maxnreg": launch.registers}
     with torch.accelerator.device_index(x.device.index):
-        _backward[(programs,)](
+        _norm_backward[(programs,)](
             dx,
             dy,
             x,

@@ -17,12 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.fp8 import LARGEST
 from meshwright.kernels.grid import cdiv
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their bytes
 
 
-class Tile(NamedTuple):
+class CastTile(NamedTuple):
     """Shape of a program's work.
 
     A transposition goes through shared memory, which moves bytes as slowly as words. So as many
@@ -37,7 +38,7 @@ class Tile(NamedTuple):
 
 
 # A thread of the cast takes 63 registers for 32 numbers, and 124 for 64 (sm_90, Triton 3.6).
-CAST, TURN = Tile(rows=64, columns=64, warps=4), Tile(rows=64, columns=128, warps=4, pack=1)
+CAST, TRANSPOSE = CastTile(rows=64, columns=64, warps=4), CastTile(rows=64, columns=128, warps=4, pack=1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -61,7 +62,7 @@ def raise_amax(amax, high):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def store(at, value, mask, by, high, like, FP8: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+def store_rounded(at, value, mask, by, high, like, FP8: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Store numbers in the format of `like`, or in fp8 of these; return amaxes raised to them."""
     rounded = value.to(like.dtype.element_ty)
     if FP8:
@@ -74,10 +75,10 @@ def store(at, value, mask, by, high, like, FP8: tl.constexpr, LARGEST: tl.conste
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cast(  # type: ignore[no-untyped-def]
+def _fp8_cast(  # type: ignore[no-untyped-def]
     x,
     out,
-    turned,
+    transposed,
     scale,
     amax,
     rows,
@@ -92,19 +93,19 @@ def _cast(  # type: ignore[no-untyped-def]
 ):
     """Write x * scale in fp8 as it lies and transposed, and raise the amax.
 
-    In: x [rows, columns], scale [1] float32. Out: out [rows, columns] as bytes; turned [columns,
-    padded] as words, whose bytes from `rows` on are 0, or None; amax [1] float32, or None. Moves
-    2 + 1 + 1 bytes an element of bfloat16, without `turned` 2 + 1.
+    In: x [rows, columns], scale [1] float32. Out: out [rows, columns] as bytes; amax [1] float32,
+    or None; transposed [columns, padded] as words, whose bytes from `rows` on are 0, or None. Moves
+    2 + 1 + 1 bytes an element of bfloat16, without `transposed` 2 + 1.
     """
     i, j = tl.program_id(0 if DOWN else 1), tl.program_id(1 if DOWN else 0)
-    _cast_tile(x, out, turned, scale, amax, i, j, rows, columns, padded, LARGEST, WIDE, ROWS, COLUMNS, PACK)
+    _fp8_cast_tile(x, out, transposed, scale, amax, i, j, rows, columns, padded, LARGEST, WIDE, ROWS, COLUMNS, PACK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cast_tile(  # type: ignore[no-untyped-def]
+def _fp8_cast_tile(  # type: ignore[no-untyped-def]
     x,
     out,
-    turned,
+    transposed,
     scale,
     amax,
     i,
@@ -122,31 +123,31 @@ def _cast_tile(  # type: ignore[no-untyped-def]
     c = j.to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     by = tl.load(scale)
     high = tl.zeros((ROWS // PACK, COLUMNS), tl.float32)
-    if turned is not None:
-        word = tl.zeros((ROWS // PACK, COLUMNS), turned.dtype.element_ty)
+    if transposed is not None:
+        word = tl.zeros((ROWS // PACK, COLUMNS), transposed.dtype.element_ty)
     for k in tl.static_range(PACK):
         r = first * PACK + k
-        here = (r < rows)[:, None] & (c < columns)[None, :]
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
         at = r[:, None] * columns + c[None, :]
-        q, size = encode(tl.load(x + at, mask=here, other=0.0).to(tl.float32), by, LARGEST, WIDE)
+        q, size = encode(tl.load(x + at, mask=inside, other=0.0).to(tl.float32), by, LARGEST, WIDE)
         high = tl.maximum(high, size)
-        tl.store(out + at, q, mask=here)
-        if turned is not None:
-            word |= q.to(turned.dtype.element_ty) << (8 * k)
+        tl.store(out + at, q, mask=inside)
+        if transposed is not None:
+            word |= q.to(transposed.dtype.element_ty) << (8 * k)
     if amax is not None:
         raise_amax(amax, tl.max(tl.max(high, 1), 0))
-    if turned is not None:
+    if transposed is not None:
         to = c[:, None] * (padded // PACK) + first[None, :]
-        tl.store(turned + to, tl.trans(word), mask=(c < columns)[:, None] & (first < padded // PACK)[None, :])
+        tl.store(transposed + to, tl.trans(word), mask=(c < columns)[:, None] & (first < padded // PACK)[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cast_many(  # type: ignore[no-untyped-def]
+def _fp8_cast_many(  # type: ignore[no-untyped-def]
     table,
     owners,
     x,
     out,
-    turned,
+    transposed,
     scale,
     amax,
     LARGEST: tl.constexpr,
@@ -155,28 +156,28 @@ def _cast_many(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     PACK: tl.constexpr,
 ):
-    """Do what `_cast` does for each matrix of a table; moves the same bytes.
+    """Do what `_fp8_cast` does for each matrix of a table; moves the same bytes.
 
-    In: table int64 [n, 7]: where x, out and turned are, in elements from the given ones, and its
-    scale and amax; rows, columns, first program; owners int32 [programs]: each program's row. All
-    but the last two are multiples of 16, so that threads load and store 16 bytes at once.
+    In: table int64 [n, 7]: where x, out and transposed are, in elements from the first ones, and
+    its scale and amax; rows, columns, first program; owners int32 [programs]: each program's row.
+    All but the last two are multiples of 16, so that threads load and store 16 bytes at once.
     """
     program = tl.program_id(0)
     row = table + tl.load(owners + program).to(tl.int64) * 7
     x += tl.multiple_of(tl.load(row), 16)
     out += tl.multiple_of(tl.load(row + 1), 16)
-    turned += tl.multiple_of(tl.load(row + 2), 16)
-    place = tl.load(row + 3)
+    transposed += tl.multiple_of(tl.load(row + 2), 16)
+    index = tl.load(row + 3)
     rows = tl.multiple_of(tl.load(row + 4), 16)
     columns = tl.multiple_of(tl.load(row + 5), 16)
     tile = program - tl.load(row + 6)
     down = (rows + ROWS - 1) // ROWS
-    _cast_tile(
+    _fp8_cast_tile(
         x,
         out,
-        turned,
-        scale + place,
-        amax + place,
+        transposed,
+        scale + index,
+        amax + index,
         tile % down,
         tile // down,
         rows,
@@ -191,33 +192,41 @@ def _cast_many(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _turn(  # type: ignore[no-untyped-def]
-    q, turned, rows, columns, padded, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PACK: tl.constexpr, DOWN: tl.constexpr
+def _fp8_transpose(  # type: ignore[no-untyped-def]
+    q,
+    transposed,
+    rows,
+    columns,
+    padded,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PACK: tl.constexpr,
+    DOWN: tl.constexpr,
 ):
-    """Transpose bytes q [rows, columns] to words turned [columns, padded], padded with zeros.
+    """Transpose bytes q [rows, columns] to words transposed [columns, padded], padded with zeros.
 
     Moves 1 + 1 bytes an element: for 32,768 x 4,096 3.7 TB/s of an H200's 4.8.
     """
     first = tl.program_id(0 if DOWN else 1).to(tl.int64) * (ROWS // PACK) + tl.arange(0, ROWS // PACK)
     c = tl.program_id(1 if DOWN else 0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    word = tl.zeros((ROWS // PACK, COLUMNS), turned.dtype.element_ty)
+    word = tl.zeros((ROWS // PACK, COLUMNS), transposed.dtype.element_ty)
     for k in tl.static_range(PACK):
         r = first * PACK + k
-        here = (r < rows)[:, None] & (c < columns)[None, :]
-        byte = tl.load(q + r[:, None] * columns + c[None, :], mask=here, other=0)
-        word |= byte.to(turned.dtype.element_ty) << (8 * k)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        byte = tl.load(q + r[:, None] * columns + c[None, :], mask=inside, other=0)
+        word |= byte.to(transposed.dtype.element_ty) << (8 * k)
     to = c[:, None] * (padded // PACK) + first[None, :]
-    tl.store(turned + to, tl.trans(word), mask=(c < columns)[:, None] & (first < padded // PACK)[None, :])
+    tl.store(transposed + to, tl.trans(word), mask=(c < columns)[:, None] & (first < padded // PACK)[None, :])
 
 
-def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned: Tensor | None, largest: float) -> None:
-    """Fill `out` [N, C] and `turned` [C, padded N] with x [N, C] * scale; raise any amax."""
+def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, transposed: Tensor | None) -> None:
+    """Fill `out` [N, C] and `transposed` [C, padded N] with x [N, C] * scale; raise any amax."""
     x = x.contiguous()
-    tile, words = CAST, None if turned is None else turned.view(WORDS[CAST.pack])
+    tile, words = CAST, None if transposed is None else transposed.view(WORDS[CAST.pack])
     rows, columns = x.shape
-    padded = rows if turned is None else turned.shape[1]
+    padded = rows if transposed is None else transposed.shape[1]
     with torch.accelerator.device_index(x.device.index):
-        _cast[_grid(tile, padded, columns)](
+        _fp8_cast[_grid(tile, padded, columns)](
             x,
             out.view(torch.uint8),
             words,
@@ -226,7 +235,7 @@ def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned:
             rows,
             columns,
             padded,
-            largest,
+            LARGEST[out.dtype],
             out.dtype is torch.float8_e5m2,
             tile.rows,
             tile.columns,
@@ -236,10 +245,10 @@ def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, turned:
         )
 
 
-Job = tuple[Tensor, Tensor, Tensor, int]  # x, both its layouts, and the place of its scale and amax
+WeightCast = tuple[Tensor, Tensor, Tensor, int]  # x, both its layouts, and the index of its scale and amax
 
 
-class Jobs(NamedTuple):
+class WeightCasts(NamedTuple):
     """Casts whose tensors stay where they are, as the device reads them."""
 
     key: tuple[int, ...]
@@ -247,37 +256,37 @@ class Jobs(NamedTuple):
     owners: Tensor
 
 
-def prepare(jobs: Sequence[Job], known: Jobs | None) -> Jobs:
-    """Return the jobs on their device, which are `known` if no tensor has moved."""
-    key = (*CAST, *(t.data_ptr() for job in jobs for t in job[:3]))
-    if known is not None and known.key == key:
-        return known
+def prepare_casts(casts: Sequence[WeightCast], earlier: WeightCasts | None) -> WeightCasts:
+    """Return the casts on their device; those of `earlier` if no tensor has moved."""
+    key = (*CAST, *(t.data_ptr() for cast in casts for t in cast[:3]))
+    if earlier is not None and earlier.key == key:
+        return earlier
     rows, owners, first = [], [], 0
-    for n, (*tensors, place) in enumerate(jobs):
+    for n, (*tensors, index) in enumerate(casts):
         shape = tensors[0].shape
-        away = [t.data_ptr() - base.data_ptr() for t, base in zip(tensors, jobs[0][:3], strict=True)]
+        away = [t.data_ptr() - base.data_ptr() for t, base in zip(tensors, casts[0][:3], strict=True)]
         sizes = tensors[0].element_size(), 1, CAST.pack
         programs = math.prod(_grid(CAST, *shape))
-        rows.append([*(a // size for a, size in zip(away, sizes, strict=True)), place, *shape, first])
+        rows.append([*(a // size for a, size in zip(away, sizes, strict=True)), index, *shape, first])
         owners.append(torch.full((programs,), n, dtype=torch.int32))
         first += programs
-    device = jobs[0][0].device
-    return Jobs(key, torch.tensor(rows, dtype=torch.int64, device=device), torch.cat(owners).to(device))
+    device = casts[0][0].device
+    return WeightCasts(key, torch.tensor(rows, dtype=torch.int64, device=device), torch.cat(owners).to(device))
 
 
-def quantise_many(like: Job, prepared: Jobs, scale: Tensor, amax: Tensor, largest: float) -> None:
+def quantise_many(like: WeightCast, prepared: WeightCasts, scale: Tensor, amax: Tensor) -> None:
     """Do what `quantise` does for matrices in the formats of one, with sizes in multiples of 16."""
-    x, out, turned, _ = like
+    x, out, transposed, _ = like
     with torch.accelerator.device_index(x.device.index):
-        _cast_many[(len(prepared.owners),)](
+        _fp8_cast_many[(len(prepared.owners),)](
             prepared.table,
             prepared.owners,
             x,
             out.view(torch.uint8),
-            turned.view(WORDS[CAST.pack]),
+            transposed.view(WORDS[CAST.pack]),
             scale,
             amax,
-            largest,
+            LARGEST[out.dtype],
             out.dtype is torch.float8_e5m2,
             CAST.rows,
             CAST.columns,
@@ -286,16 +295,16 @@ def quantise_many(like: Job, prepared: Jobs, scale: Tensor, amax: Tensor, larges
         )
 
 
-def turn(q: Tensor, turned: Tensor) -> None:
-    """Fill `turned` [C, padded N] with q [N, C]."""
-    (rows, columns), padded, tile = q.shape, turned.shape[1], TURN
-    words = turned.view(WORDS[tile.pack])
+def transpose_into(q: Tensor, transposed: Tensor) -> None:
+    """Fill `transposed` [C, padded N] with q [N, C]."""
+    (rows, columns), padded, tile = q.shape, transposed.shape[1], TRANSPOSE
+    words = transposed.view(WORDS[tile.pack])
     with torch.accelerator.device_index(q.device.index):
-        _turn[_grid(tile, padded, columns)](
+        _fp8_transpose[_grid(tile, padded, columns)](
             q.view(torch.uint8), words, rows, columns, padded, *tile[:2], tile.pack, tile.down, num_warps=tile.warps
         )
 
 
-def _grid(tile: Tile, rows: int, columns: int) -> tuple[int, int]:
+def _grid(tile: CastTile, rows: int, columns: int) -> tuple[int, int]:
     down, across = cdiv(rows, tile.rows), cdiv(columns, tile.columns)
     return (down, across) if tile.down else (across, down)

@@ -12,14 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.fp8 import Into, arguments
-from meshwright.kernels.fp8_triton import encode, raise_amax, store
+from meshwright.kernels.fp8 import Into, fp8_arguments
 from meshwright.kernels.grid import cdiv
+from meshwright.kernels.triton.fp8 import encode, raise_amax, store_rounded
 
 GATES = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "liglu": "identity"}
 
 
-class Tile(NamedTuple):
+class BackwardTile(NamedTuple):
     """Shape of the backward kernel's work: a program goes through `rows`, `step` at a time."""
 
     columns: int = 128
@@ -30,11 +30,11 @@ class Tile(NamedTuple):
 
 
 BLOCK, WARPS = 2048, 4  # of the forward kernel
-TILE, SMALL = Tile(), Tile(rows=32)  # SMALL if there are few rows, for more programs
+TILE, SMALL = BackwardTile(), BackwardTile(rows=32)  # SMALL if there are few rows, for more programs
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _value_and_slope(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+def value_and_slope(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return f(x) and f'(x) in float32; NaN stays NaN."""
     if KIND == "gelu-tanh":
         # tanh(z) = 2 sigmoid(2z) - 1, so f(x) = x (1 + tanh(z)) / 2 = x sigmoid(2z)
@@ -57,7 +57,7 @@ def _value_and_slope(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward(  # type: ignore[no-untyped-def]
+def _activation_forward(  # type: ignore[no-untyped-def]
     u,
     a,
     columns,
@@ -81,10 +81,10 @@ def _forward(  # type: ignore[no-untyped-def]
     at = row * columns + c
     if GATED:
         gate = u + row * columns + at  # row * 2 columns + c
-        y, _ = _value_and_slope(tl.load(gate, mask=c < columns, other=0.0).to(tl.float32), KIND)
+        y, _ = value_and_slope(tl.load(gate, mask=c < columns, other=0.0).to(tl.float32), KIND)
         y *= tl.load(gate + columns, mask=c < columns, other=0.0).to(tl.float32)
     else:
-        y, _ = _value_and_slope(tl.load(u + at, mask=c < columns, other=0.0).to(tl.float32), KIND)
+        y, _ = value_and_slope(tl.load(u + at, mask=c < columns, other=0.0).to(tl.float32), KIND)
     if scale is None:
         tl.store(a + at, y.to(a.dtype.element_ty), mask=c < columns)
     else:
@@ -95,7 +95,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _backward(  # type: ignore[no-untyped-def]
+def _activation_backward(  # type: ignore[no-untyped-def]
     u,
     da,
     du,
@@ -118,7 +118,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
     A program computes ROWS x COLUMNS of da and writes their sums to its row of `partials`. Bytes
     moved: u, da and du once; partial sums are 4 / (3 ROWS) of the three in a 16-bit format. du may
-    be fp8, as a of `_forward`. An H200 moves 4.0 of its 4.8 TB/s as above, with fp8 3.7.
+    be fp8, as a of `_activation_forward`. An H200 moves 4.0 of its 4.8 TB/s as above, with fp8 3.7.
     """
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     part = tl.program_id(1).to(tl.int64)
@@ -132,15 +132,15 @@ def _backward(  # type: ignore[no-untyped-def]
         inside = (row < rows)[:, None] & (c < columns)[None, :]
         at = row[:, None] * width + c[None, :]
         grad = tl.load(da + row[:, None] * columns + c[None, :], mask=inside, other=0.0).to(tl.float32)
-        value, slope = _value_and_slope(tl.load(u + at, mask=inside, other=0.0).to(tl.float32), KIND)
+        value, slope = value_and_slope(tl.load(u + at, mask=inside, other=0.0).to(tl.float32), KIND)
         if GATED:
             of_up = grad * value
-            high = store(du + at + columns, of_up, inside, by, high, u, scale is not None, LARGEST, WIDE)
+            high = store_rounded(du + at + columns, of_up, inside, by, high, u, scale is not None, LARGEST, WIDE)
             grad *= tl.load(u + at + columns, mask=inside, other=0.0).to(tl.float32)
             if SUMMED:
                 total_up += of_up
         grad *= slope
-        high = store(du + at, grad, inside, by, high, u, scale is not None, LARGEST, WIDE)
+        high = store_rounded(du + at, grad, inside, by, high, u, scale is not None, LARGEST, WIDE)
         if SUMMED:
             total += grad
     if amax is not None:
@@ -159,12 +159,12 @@ def forward(kind: str, u: Tensor, into: Into | None = None) -> Tensor:
     columns = a.shape[-1] if gated else a.numel()  # without a gate the rows do not matter
     blocks = cdiv(columns, BLOCK)
     with torch.accelerator.device_index(u.device.index):
-        _forward[(a.numel() // columns * blocks,)](
+        _activation_forward[(a.numel() // columns * blocks,)](
             u,
             a if into is None else a.view(torch.uint8),
             columns,
             blocks,
-            *arguments(into),
+            *fp8_arguments(into),
             GATES.get(kind, kind),
             gated,
             BLOCK,
@@ -174,7 +174,7 @@ def forward(kind: str, u: Tensor, into: Into | None = None) -> Tensor:
 
 
 def backward(
-    kind: str, u: Tensor, grad: Tensor, summed: bool, tile: Tile | None = None, into: Into | None = None
+    kind: str, u: Tensor, grad: Tensor, summed: bool, into: Into | None = None, tile: BackwardTile | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of u and, if asked for, partial sums [n, F or 2F] of its columns."""
     u, grad = u.contiguous(), grad.contiguous()
@@ -185,14 +185,14 @@ def backward(
     du = torch.empty_like(u) if into is None else into.out
     partials = torch.empty(parts if summed else 0, u.shape[-1], dtype=torch.float32, device=u.device)
     with torch.accelerator.device_index(u.device.index):
-        _backward[(cdiv(columns, tile.columns), parts)](
+        _activation_backward[(cdiv(columns, tile.columns), parts)](
             u,
             grad,
             du if into is None else du.view(torch.uint8),
             partials,
             rows,
             columns,
-            *arguments(into),
+            *fp8_arguments(into),
             GATES.get(kind, kind),
             kind in GATES,
             summed,

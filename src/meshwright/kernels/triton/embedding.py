@@ -13,7 +13,7 @@ ROWS, COLUMNS, WARPS = 16, 128, 4  # of a tile
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_rows(total, rows, ids, order, ends, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _embedding_add_rows(total, rows, ids, order, ends, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sum the rows of one token, in 128 columns, and add them to its row of the total.
 
     In: rows [N, width], ids [N] sorted, order [N] (where a sorted one was), ends [N] (the first
@@ -34,8 +34,8 @@ def _add_rows(total, rows, ids, order, ends, width, ROWS: tl.constexpr, COLUMNS:
             mask = (at < end)[:, None] & (column < width)[None, :]
             value = tl.load(rows + row[:, None] * width + column[None, :], mask=mask, other=0.0)
             added += tl.sum(value.to(tl.float32), 0)
-        there = total + token.to(tl.int64) * width + column
-        tl.store(there, tl.load(there, mask=column < width, other=0.0) + added, mask=column < width)
+        at = total + token.to(tl.int64) * width + column
+        tl.store(at, tl.load(at, mask=column < width, other=0.0) + added, mask=column < width)
 
 
 def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
@@ -44,6 +44,6 @@ def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     with torch.accelerator.device_index(total.device.index):
         sorted_ids, order = torch.sort(ids, stable=True)
         ends = torch.searchsorted(sorted_ids, sorted_ids, right=True)
-        _add_rows[(count, cdiv(width, COLUMNS))](
+        _embedding_add_rows[(count, cdiv(width, COLUMNS))](
             total, rows.contiguous(), sorted_ids, order, ends, width, ROWS, COLUMNS, num_warps=WARPS
         )

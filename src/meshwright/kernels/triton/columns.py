@@ -13,14 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright import device as devices
+from meshwright.kernels.columns import Total
 from meshwright.kernels.grid import cdiv
 
-COLUMNS, ROWS, STAGES, PER_PROCESSOR = 128, 32, 3, 8  # of `_sums`: tile, loads in flight, programs a multiprocessor
-REDUCED_COLUMNS, REDUCED_ROWS = 32, 128  # the tile of `_reduce`: 128 bytes a row, few steps
+COLUMNS, ROWS, STAGES, PER_PROCESSOR = 128, 32, 3, 8  # of `_sum_rows`: tile, loads in flight, programs a multiprocessor
+REDUCED_COLUMNS, REDUCED_ROWS = 32, 128  # the tile of `_reduce_columns`: 128 bytes a row, few steps
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sums(  # type: ignore[no-untyped-def]
+def _sum_rows(  # type: ignore[no-untyped-def]
     matrix, partials, stride, count, width, slab, COLUMNS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr
 ):
     """Sum `slab` rows of a matrix [N, C] (any float) in each column: one row of partials (float32).
@@ -34,12 +35,12 @@ def _sums(  # type: ignore[no-untyped-def]
     for start in tl.range(0, slab, ROWS, num_stages=STAGES):
         row = first + start + tl.arange(0, ROWS)
         at = row.to(tl.int64)[:, None] * stride + c[None, :]
-        here = (row < count)[:, None] & (c < width)[None, :]
-        total += tl.load(matrix + at, mask=here, other=0.0).to(tl.float32)
+        inside = (row < count)[:, None] & (c < width)[None, :]
+        total += tl.load(matrix + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(partials + tl.program_id(1).to(tl.int64) * width + c, tl.sum(total, 0), mask=c < width)
 
 
-def column_sums(matrix: Tensor) -> Tensor:
+def sum_rows(matrix: Tensor) -> Tensor:
     """Return partial sums [n, C]; each covers a multiple of ROWS rows."""
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     count, width = matrix.shape
@@ -49,19 +50,21 @@ def column_sums(matrix: Tensor) -> Tensor:
     n = max(1, cdiv(count, max(1, slab)))
     partials = torch.empty(n, width, dtype=torch.float32, device=matrix.device)
     with torch.accelerator.device_index(matrix.device.index):
-        _sums[(across, n)](matrix, partials, matrix.stride(0), count, width, slab, COLUMNS, ROWS, STAGES, num_warps=4)
+        _sum_rows[(across, n)](
+            matrix, partials, matrix.stride(0), count, width, slab, COLUMNS, ROWS, STAGES, num_warps=4
+        )
     return partials
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _reduce_one(partials, total, count, width, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _reduce_vector(partials, total, count, width, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     if total is not None:
         c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, count, ROWS):
             row = start + tl.arange(0, ROWS)
-            here = (row < count)[:, None] & (c < width)[None, :]
-            sums += tl.load(partials + row.to(tl.int64)[:, None] * width + c[None, :], mask=here, other=0.0)
+            inside = (row < count)[:, None] & (c < width)[None, :]
+            sums += tl.load(partials + row.to(tl.int64)[:, None] * width + c[None, :], mask=inside, other=0.0)
         out = tl.sum(sums, 0)
         if ADDS:
             out += tl.load(total + c, mask=c < width, other=0.0).to(tl.float32)
@@ -69,7 +72,7 @@ def _reduce_one(partials, total, count, width, ADDS: tl.constexpr, ROWS: tl.cons
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _reduce(  # type: ignore[no-untyped-def]
+def _reduce_columns(  # type: ignore[no-untyped-def]
     partials,
     first,
     second,
@@ -89,19 +92,19 @@ def _reduce(  # type: ignore[no-untyped-def]
     which = tl.program_id(1)
     partials += which.to(tl.int64) * count * width
     if which == 0:
-        _reduce_one(partials, first, count, width, ADD_1, ROWS, COLUMNS)
+        _reduce_vector(partials, first, count, width, ADD_1, ROWS, COLUMNS)
     elif which == 1:
-        _reduce_one(partials, second, count, width, ADD_2, ROWS, COLUMNS)
+        _reduce_vector(partials, second, count, width, ADD_2, ROWS, COLUMNS)
     else:
-        _reduce_one(partials, third, count, width, ADD_3, ROWS, COLUMNS)
+        _reduce_vector(partials, third, count, width, ADD_3, ROWS, COLUMNS)
 
 
-def reduce_into(places: Sequence[tuple[Tensor, bool] | None], partials: Tensor) -> None:
+def reduce_into(totals: Sequence[Total | None], partials: Tensor) -> None:
     """Write or add partials[i].sum(0) to the i-th vector, in one launch."""
     k, n, width = partials.shape
-    vectors = [None if place is None else place[0] for place in places] + [None] * (3 - k)
-    adds = [place is not None and place[1] for place in places] + [False] * (3 - k)
+    vectors = [None if total is None else total[0] for total in totals] + [None] * (3 - k)
+    adds = [total is not None and total[1] for total in totals] + [False] * (3 - k)
     with torch.accelerator.device_index(partials.device.index):
-        _reduce[(cdiv(width, REDUCED_COLUMNS), k)](
+        _reduce_columns[(cdiv(width, REDUCED_COLUMNS), k)](
             partials, *vectors, n, width, *adds, REDUCED_ROWS, REDUCED_COLUMNS, num_warps=4
         )

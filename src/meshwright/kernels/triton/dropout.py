@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.dropout import start_number
 from meshwright.kernels.grid import cdiv, power_of_2
 
 
@@ -27,7 +28,7 @@ def _mix(h):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def kept(row_hash, columns, threshold):  # type: ignore[no-untyped-def]
+def keep_mask(row_hash, columns, threshold):  # type: ignore[no-untyped-def]
     """Return dropout.keep's mask, from int32 hashes and column numbers that broadcast."""
     h = _mix(columns.to(tl.uint32) + 0x9E3779B9) + row_hash.to(tl.uint32, bitcast=True)
     return _shuffled(h).to(tl.int32, bitcast=True) >= threshold
@@ -58,22 +59,25 @@ def threshold_of(p: float) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(x, rows, out, columns, threshold, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _drop(x, rows, out, columns, threshold, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0)
     c = tl.arange(0, BLOCK)
-    keep = kept(tl.load(rows + row), c, threshold)
+    keep = keep_mask(tl.load(rows + row), c, threshold)
     at = row.to(tl.int64) * columns + c
     value = tl.load(x + at, mask=c < columns)
     tl.store(out + at, tl.where(keep, value * scale, 0.0).to(value.dtype), mask=c < columns)
 
 
-def site_rows(start: int, count: int, samples: Tensor, columns: Tensor) -> Tensor:
-    """Return the hashes [count, N] of rows at sites 0 to count - 1; `start` is the seed's hash."""
-    n, block = len(samples), 512
+def site_rows(seed: int, count: int, samples: Tensor, columns: Tensor) -> Tensor:
+    """Return the hashes of rows at sites 0 to count - 1."""
+    samples, columns = torch.broadcast_tensors(samples, columns)  # type: ignore[no-untyped-call]
+    # One sample for all columns would stay a view of one element.
+    flat = samples.flatten().contiguous(), columns.flatten().contiguous()
+    n, block = len(flat[0]), 512
     out = torch.empty(count, n, dtype=torch.int32, device=samples.device)
     with torch.accelerator.device_index(samples.device.index):
-        _site_rows[(cdiv(n, block), count)](samples, columns, out, n, start, block, num_warps=4)
-    return out
+        _site_rows[(cdiv(n, block), count)](*flat, out, n, start_number(seed), block, num_warps=4)
+    return out.view(count, *samples.shape)
 
 
 def drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
@@ -83,7 +87,7 @@ def drop(x: Tensor, rows: Tensor, p: float) -> Tensor:
     block = power_of_2(columns)
     warps = min(8, max(1, block // 256))
     with torch.accelerator.device_index(x.device.index):
-        _kernel[(x.numel() // columns,)](
+        _drop[(x.numel() // columns,)](
             x, rows.contiguous(), out, columns, threshold_of(p), 1.0 / (1.0 - p), block, num_warps=warps
         )
     return out

@@ -17,7 +17,7 @@ BLOCK = 2048
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _forward(logits, labels, lses, picked, stride, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cross_entropy_forward(logits, labels, lses, picked, stride, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     high = tl.full((), -float("inf"), tl.float32)
@@ -31,12 +31,12 @@ def _forward(logits, labels, lses, picked, stride, vocab, BLOCK: tl.constexpr): 
     lse = high + tl.log(total)
     label = tl.load(labels + row)
     tl.store(lses + row, lse)
-    here = (label >= 0) & (label < vocab)
-    tl.store(picked + row, tl.load(logits + row * stride + label, mask=here, other=0.0).to(tl.float32))
+    is_inside = (label >= 0) & (label < vocab)
+    tl.store(picked + row, tl.load(logits + row * stride + label, mask=is_inside, other=0.0).to(tl.float32))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _backward(logits, labels, lses, grads, stride, vocab, padded, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _cross_entropy_backward(logits, labels, lses, grads, stride, vocab, padded, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits + row * stride + c
@@ -46,19 +46,22 @@ def _backward(logits, labels, lses, grads, stride, vocab, padded, BLOCK: tl.cons
     tl.store(at, tl.where(c < vocab, p, 0.0).to(logits.dtype.element_ty), mask=c < padded)
 
 
-def forward(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     """Return log-sum-exps and the labels' logits [N], 0 for a label that is not here."""
     assert logits.stride(1) == labels.stride(0) == 1
     lses, picked = (torch.empty(len(logits), dtype=torch.float32, device=logits.device) for _ in range(2))
     with torch.accelerator.device_index(logits.device.index):
-        _forward[(len(logits),)](logits, labels, lses, picked, logits.stride(0), vocab, BLOCK, num_warps=4)
+        _cross_entropy_forward[(len(logits),)](
+            logits, labels, lses, picked, logits.stride(0), vocab, BLOCK, num_warps=4
+        )
     return lses, picked
 
 
-def backward(logits: Tensor, labels: Tensor, lses: Tensor, grads: Tensor, vocab: int) -> None:
+def overwrite(logits: Tensor, labels: Tensor, lses: Tensor, grads: Tensor, vocab: int) -> None:
     """Overwrite the logits with their gradient."""
     n, padded = logits.shape
     with torch.accelerator.device_index(logits.device.index):
-        _backward[(n, cdiv(padded, BLOCK))](
+        _cross_entropy_backward[(n, cdiv(padded, BLOCK))](
             logits, labels, lses, grads.contiguous(), logits.stride(0), vocab, padded, BLOCK, num_warps=8
         )
+    torch.autograd.graph.increment_version(logits)  # another backward pass that needs them then fails

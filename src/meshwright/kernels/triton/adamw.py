@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.adamw import BLOCK, AdamWBuffers, AdamWConstants
 from meshwright.kernels.grid import cdiv
 
 ROWS, WARPS = 16, 8  # blocks of a program
@@ -14,7 +15,7 @@ PROGRAMS = 2048  # of the sum of squares
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _squares(x, table, partials, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_squares(x, table, partials, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sum the squares of every PROGRAMS-th tile of 16 blocks.
 
     In: x float32 [128 per block], table int32 [2, count]. Out: partials float64 [programs], to be
@@ -33,7 +34,7 @@ def _squares(x, table, partials, count, ROWS: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _decide(squares, loss, lr, weight_decay, scale, step, constants, decision):  # type: ignore[no-untyped-def]
+def _adamw_decide(squares, loss, lr, weight_decay, scale, step, constants, decision):  # type: ignore[no-untyped-def]
     """Turn a step's numbers into the update's factors: one program, scalars only.
 
     In: squares, loss (of any format), lr, weight_decay, scale: float64 []; constants float64 [3].
@@ -59,7 +60,7 @@ def _decide(squares, loss, lr, weight_decay, scale, step, constants, decision): 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _update(  # type: ignore[no-untyped-def]
+def _adamw_update(  # type: ignore[no-untyped-def]
     gradients,
     exp_avg,
     exp_avg_sq,
@@ -84,18 +85,18 @@ def _update(  # type: ignore[no-untyped-def]
     some = row < tl.where(tl.load(decision + 2) > 0.5, count, 0)
     entry = tl.load(table + row, mask=some, other=0)
     columns, mask = tl.arange(0, BLOCK)[None, :], some[:, None]
-    here = row.to(tl.int64)[:, None] * BLOCK + columns  # in the state
+    compact = row.to(tl.int64)[:, None] * BLOCK + columns  # in the state
     at = (entry >> 1).to(tl.int64)[:, None] * BLOCK + columns
     g = tl.load(gradients + at, mask=mask, other=0.0) * tl.load(decision + 3)
-    m = tl.load(exp_avg + here, mask=mask, other=0.0)
-    v = tl.load(exp_avg_sq + here, mask=mask, other=0.0)
+    m = tl.load(exp_avg + compact, mask=mask, other=0.0)
+    v = tl.load(exp_avg_sq + compact, mask=mask, other=0.0)
     p = tl.load(master + at, mask=mask, other=0.0)
     m += (g - m) * (1.0 - BETA1)
     v = v * BETA2 + g * g * (1.0 - BETA2)
     p -= p * (tl.load(decision + 4) * (entry & 1).to(tl.float32))[:, None]
     p -= tl.load(decision + 5) * tl.div_rn(m, tl.sqrt_rn(v) * tl.load(decision + 6) + EPS)
-    tl.store(exp_avg + here, m, mask=mask)
-    tl.store(exp_avg_sq + here, v, mask=mask)
+    tl.store(exp_avg + compact, m, mask=mask)
+    tl.store(exp_avg_sq + compact, v, mask=mask)
     tl.store(master + at, p, mask=mask)
     if weights is not None:
         target = tl.load(table + count + row, mask=some, other=0)
@@ -103,25 +104,24 @@ def _update(  # type: ignore[no-untyped-def]
         tl.store(weights + at, p.to(weights.dtype.element_ty), mask=mask)
 
 
-def squares(x: Tensor, table: Tensor, block: int) -> Tensor:
-    """Return partial sums, float64 [at most PROGRAMS]."""
+def sum_squares(x: Tensor, table: Tensor) -> Tensor:
+    """Return the sum of squares of the table's blocks."""
     programs = max(1, min(PROGRAMS, cdiv(table.shape[1], ROWS)))
     partials = torch.empty(programs, dtype=torch.float64, device=x.device)
     with torch.accelerator.device_index(x.device.index):
-        _squares[(programs,)](x, table, partials, table.shape[1], ROWS, block, num_warps=WARPS)
-    return partials
+        _sum_squares[(programs,)](x, table, partials, table.shape[1], ROWS, BLOCK, num_warps=WARPS)
+    return partials.sum()
 
 
 def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tensor:
     decision = torch.empty(7, dtype=torch.float32, device=step.device)
     with torch.accelerator.device_index(step.device.index):
-        _decide[(1,)](*numbers, step, constants, decision, num_warps=1)
+        _adamw_decide[(1,)](*numbers, step, constants, decision, num_warps=1)
     return decision
 
 
-def update(
-    buffers: tuple[Tensor | None, ...], table: Tensor, settings: tuple[float, ...], decision: Tensor, block: int
-) -> None:
+def update_blocks(buffers: AdamWBuffers, table: Tensor, settings: AdamWConstants, decision: Tensor) -> None:
+    """Apply AdamW to some blocks if the step is finite."""
     count = table.shape[1]
     with torch.accelerator.device_index(decision.device.index):
-        _update[(cdiv(count, ROWS),)](*buffers, table, decision, count, *settings, ROWS, block, num_warps=WARPS)
+        _adamw_update[(cdiv(count, ROWS),)](*buffers, table, decision, count, *settings, ROWS, BLOCK, num_warps=WARPS)

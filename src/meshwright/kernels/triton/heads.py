@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.fp8 import Into, arguments
-from meshwright.kernels.fp8_triton import raise_amax, store
+from meshwright.kernels.fp8 import Into, fp8_arguments
 from meshwright.kernels.grid import cdiv, power_of_2
-from meshwright.kernels.heads_plain import Rotation, Sizes
+from meshwright.kernels.heads import HeadSizes, Rotation
+from meshwright.kernels.triton.fp8 import raise_amax, store_rounded
 
 
-class Tile(NamedTuple):
+class SlotTile(NamedTuple):
     """Shape of a program's work: `step` positions of at most `samples` samples."""
 
     step: int = 32
@@ -31,11 +31,11 @@ class Tile(NamedTuple):
     warps: int = 4
 
 
-TILE = Tile()
+TILE = SlotTile()
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _move(  # type: ignore[no-untyped-def]
+def _move_slot(  # type: ignore[no-untyped-def]
     source,
     source_batch,
     source_row,
@@ -72,16 +72,16 @@ def _move(  # type: ignore[no-untyped-def]
     by = 1.0 if scale is None else tl.load(scale)
     high_a = tl.zeros((STEP, PAIRS), tl.float32)
     high_rest = tl.zeros((STEP, REST), tl.float32)
-    place = tl.program_id(1) * STEP + tl.arange(0, STEP)
+    position = tl.program_id(1) * STEP + tl.arange(0, STEP)
     first = tl.program_id(2) * SAMPLES
-    source += place.to(tl.int64)[:, None] * source_row
-    target += place.to(tl.int64)[:, None] * target_row
+    source += position.to(tl.int64)[:, None] * source_row
+    target += position.to(tl.int64)[:, None] * target_row
     c = tl.arange(0, PAIRS)
-    pairs = (place < length)[:, None] & (c < HALF)[None, :]
-    turns = (place < length)[:, None] & (c < turning)[None, :]
-    angle = place[:, None] * HALF + c[None, :]
+    pairs = (position < length)[:, None] & (c < HALF)[None, :]
+    turns = (position < length)[:, None] & (c < turning)[None, :]
+    angle = position[:, None] * HALF + c[None, :]
     rest = 2 * HALF + tl.arange(0, REST)
-    others = (place < length)[:, None] & (rest < DIM)[None, :]
+    others = (position < length)[:, None] & (rest < DIM)[None, :]
     total_a = tl.zeros((STEP, PAIRS), tl.float32)
     total_b = tl.zeros((STEP, PAIRS), tl.float32)
     total_rest = tl.zeros((STEP, REST), tl.float32)
@@ -99,14 +99,18 @@ def _move(  # type: ignore[no-untyped-def]
             a = tl.load(at + c[None, :], mask=pairs, other=0.0).to(tl.float32)
             b = tl.load(at + HALF + c[None, :], mask=pairs, other=0.0).to(tl.float32)
             a, b = a * x - b * y, b * x + a * y
-            high_a = store(to + c[None, :], a, pairs, by, high_a, source, scale is not None, LARGEST, WIDE)
-            high_a = store(to + HALF + c[None, :], b, pairs, by, high_a, source, scale is not None, LARGEST, WIDE)
+            high_a = store_rounded(to + c[None, :], a, pairs, by, high_a, source, scale is not None, LARGEST, WIDE)
+            high_a = store_rounded(
+                to + HALF + c[None, :], b, pairs, by, high_a, source, scale is not None, LARGEST, WIDE
+            )
             if SUMMED:
                 total_a += a
                 total_b += b
         if DIM > 2 * HALF:
             z = tl.load(at + rest[None, :], mask=others, other=0.0)
-            high_rest = store(to + rest[None, :], z, others, by, high_rest, source, scale is not None, LARGEST, WIDE)
+            high_rest = store_rounded(
+                to + rest[None, :], z, others, by, high_rest, source, scale is not None, LARGEST, WIDE
+            )
             if SUMMED:
                 total_rest += z.to(tl.float32)
     if amax is not None:
@@ -120,7 +124,7 @@ def _move(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rotate(  # type: ignore[no-untyped-def]
+def _rotate_heads(  # type: ignore[no-untyped-def]
     qkv,
     q,
     k,
@@ -150,7 +154,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     row: tl.constexpr = GROUPS * (PER_GROUP + 2) * DIM
     target = tl.where(is_query, q + (group * PER_GROUP + member) * DIM, k + group * DIM)
     target_row = tl.where(is_query, GROUPS * PER_GROUP * DIM, GROUPS * DIM)
-    _move(
+    _move_slot(
         qkv + (group * (PER_GROUP + 2) + member) * DIM,
         tl.cast(length, tl.int64) * row,
         row,
@@ -181,7 +185,7 @@ def _rotate(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pack(  # type: ignore[no-untyped-def]
+def _pack_heads(  # type: ignore[no-untyped-def]
     dq,
     dk,
     dv,
@@ -219,8 +223,8 @@ def _pack(  # type: ignore[no-untyped-def]
     """Write the gradient of qkv [tokens, columns], dq and dk rotated back, and its columns' sums.
 
     Bytes moved: dq, dk, dv and their copy once; in a 16-bit format, partial sums in float32 are
-    1 / (STEP SAMPLES) of both. Cosines and sines as in `_rotate`. `packed` may be fp8, a byte an
-    element. As above an H200 moves 3.4 of its 4.8 TB/s, with fp8 2.6.
+    1 / (STEP SAMPLES) of both. Cosines and sines as in `_rotate_heads`. `packed` may be fp8, a
+    byte an element. As above an H200 moves 3.4 of its 4.8 TB/s, with fp8 2.6.
     """
     group, member = tl.program_id(0) // (PER_GROUP + 2), tl.program_id(0) % (PER_GROUP + 2)
     is_query, is_key = member < PER_GROUP, member == PER_GROUP
@@ -231,7 +235,7 @@ def _pack(  # type: ignore[no-untyped-def]
     slot = tl.program_id(0) * DIM
     row: tl.constexpr = GROUPS * (PER_GROUP + 2) * DIM
     part = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
-    _move(
+    _move_slot(
         source,
         source_batch,
         source_row,
@@ -261,13 +265,13 @@ def _pack(  # type: ignore[no-untyped-def]
     )
 
 
-def rotate(qkv: Tensor, sizes: Sizes, rotation: Rotation, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+def rotate_qk(qkv: Tensor, sizes: HeadSizes, rotation: Rotation, tile: SlotTile | None = None) -> tuple[Tensor, Tensor]:
     """Return the rotated queries [B, T, heads, head_dim] and keys [B, T, groups, head_dim]."""
     tile, qkv, (b, t, _), (groups, per_group, dim) = tile or TILE, qkv.contiguous(), qkv.shape, sizes
     q, k = (qkv.new_empty(b, t, heads, dim) for heads in (groups * per_group, groups))
     cos, sin = (x.contiguous() for x in rotation)
     with torch.accelerator.device_index(qkv.device.index):
-        _rotate[groups * (per_group + 1), *_parts(b, t, tile)](
+        _rotate_heads[groups * (per_group + 1), *_programs(b, t, tile)](
             qkv, q, k, cos, sin, b, t, groups, per_group, **_shape(dim, cos, tile)
         )
     return q, k
@@ -275,11 +279,11 @@ def rotate(qkv: Tensor, sizes: Sizes, rotation: Rotation, tile: Tile | None = No
 
 def pack(
     grads: Sequence[Tensor],
-    sizes: Sizes,
+    sizes: HeadSizes,
     rotation: Rotation | None,
     summed: bool,
-    tile: Tile | None = None,
     into: Into | None = None,
+    tile: SlotTile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradient of qkv and, if asked for, partial sums [n, columns] of it."""
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in grads)
@@ -287,12 +291,12 @@ def pack(
     columns = groups * (per_group + 2) * dim
     packed = dq.new_empty(b, t, columns) if into is None else into.out
     cos, sin = (x.contiguous() for x in rotation or (dq.new_empty(1, t, 1, 0),) * 2)
-    parts = _parts(b, t, tile)
+    parts = _programs(b, t, tile)
     partials = dq.new_empty(parts[0] * parts[1] if summed else 0, columns, dtype=torch.float32)
     strides = (stride for x in (dq, dk, dv) for stride in x.stride()[:3])
     shape = _shape(dim, cos, tile)
     with torch.accelerator.device_index(dq.device.index):
-        _pack[groups * (per_group + 2), *parts](
+        _pack_heads[groups * (per_group + 2), *parts](
             dq,
             dk,
             dv,
@@ -303,7 +307,7 @@ def pack(
             *strides,
             b,
             t,
-            *arguments(into),
+            *fp8_arguments(into),
             groups,
             per_group,
             SUMMED=summed,
@@ -312,12 +316,12 @@ def pack(
     return packed, partials if summed else None
 
 
-def _parts(batches: int, length: int, tile: Tile) -> tuple[int, int]:
+def _programs(batches: int, length: int, tile: SlotTile) -> tuple[int, int]:
     """Return the number of programs along the positions and the samples."""
     return cdiv(length, tile.step), cdiv(batches, tile.samples)
 
 
-def _shape(dim: int, cos: Tensor, tile: Tile) -> dict[str, Any]:
+def _shape(dim: int, cos: Tensor, tile: SlotTile) -> dict[str, Any]:
     """Return the constants of both kernels, for cosines [1 or B, T, 1, half]."""
     half = cos.shape[-1]
     return {

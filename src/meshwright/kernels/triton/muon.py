@@ -3,10 +3,10 @@
 The matrices lie anywhere in memory, so the kernels read their addresses from a table. All are
 float32, contiguous and of one shape.
 
-_advance   in: gradient, moment; out: moment, look-ahead in bfloat16, a sum of squares per block
-           bytes moved per element: 4 + 4 read, 4 + 2 written
-_apply     in: weight, update (bfloat16 or float16); out: weight
-           bytes moved per element: 4 + 2 read, 4 written
+_muon_advance    in: gradient, moment; out: moment, look-ahead in bfloat16, squares per block
+                 bytes moved per element: 4 + 4 read, 4 + 2 written
+_muon_subtract   in: weight, update (bfloat16 or float16); out: weight
+                 bytes moved per element: 4 + 2 read, 4 written
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WARPS = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _advance(  # type: ignore[no-untyped-def]
+def _muon_advance(  # type: ignore[no-untyped-def]
     gradients, moments, out, squares, scale, skipped, size, momentum, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
     block, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -45,14 +45,14 @@ def _advance(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _apply(weights, updates, kept, rate, skipped, size, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _muon_subtract(weights, updates, decay, rate, skipped, size, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     n = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     weight = tl.multiple_of(tl.load(weights + n).to(tl.pointer_type(tl.float32)), ALIGNED)
     old = tl.load(weight + at, mask=inside, other=0.0)
     update = tl.load(updates + n * size + at, mask=inside, other=0.0).to(tl.float32)
-    new = old * tl.load(kept) - update * tl.load(rate)
+    new = old * tl.load(decay) - update * tl.load(rate)
     if tl.load(skipped) == 0.0:
         tl.store(weight + at, new, mask=inside)
 
@@ -66,7 +66,7 @@ def advance(
     out = torch.empty(n, *first.shape, dtype=torch.bfloat16, device=first.device)
     squares = torch.empty(n, blocks, dtype=torch.float32, device=first.device)
     with torch.accelerator.device_index(first.device.index):
-        _advance[(blocks, n)](
+        _muon_advance[(blocks, n)](
             addresses(gradients),
             addresses(moments),
             out,
@@ -82,13 +82,13 @@ def advance(
     return out, squares.sum(1).sqrt()
 
 
-def apply(weights: list[Tensor], updates: Tensor, kept: Tensor, rate: Tensor, skipped: Tensor) -> None:
-    """Set each weight to kept * weight - rate * its update."""
+def subtract(weights: list[Tensor], updates: Tensor, decay: Tensor, rate: Tensor, skipped: Tensor) -> None:
+    """Set each weight to decay * weight - rate * its update."""
     size = weights[0].numel()
     assert updates.is_contiguous() and updates[0].numel() == size
     with torch.accelerator.device_index(weights[0].device.index):
-        _apply[(cdiv(size, BLOCK), len(weights))](
-            addresses(weights), updates, kept, rate, skipped, size, alignment(*weights), BLOCK, num_warps=WARPS
+        _muon_subtract[(cdiv(size, BLOCK), len(weights))](
+            addresses(weights), updates, decay, rate, skipped, size, alignment(*weights), BLOCK, num_warps=WARPS
         )
 
 

@@ -14,13 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright import device as devices
-from meshwright.kernels.activation_triton import GATES, _value_and_slope
-from meshwright.kernels.decode_plain import BAD, NONE, Draws, Layer, Rows, Texts
+from meshwright.kernels.decode import BAD, NONE, CachedTexts, DecodeLinear, Draws, TextState
 from meshwright.kernels.grid import cdiv, power_of_2
-from meshwright.kernels.heads_plain import Sizes
+from meshwright.kernels.heads import HeadSizes
+from meshwright.kernels.triton.activation import GATES, value_and_slope
 
 
-class Tile(NamedTuple):
+class LinearTile(NamedTuple):
     """Shape of a program's work in `linear`: `columns` outputs, with all inputs."""
 
     columns: int
@@ -28,7 +28,7 @@ class Tile(NamedTuple):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _linear(  # type: ignore[no-untyped-def]
+def _decode_linear(  # type: ignore[no-untyped-def]
     x,
     weight,
     bias,
@@ -75,7 +75,7 @@ def _linear(  # type: ignore[no-untyped-def]
         acc += tl.load(bias + n, mask=is_column, other=0.0).to(tl.float32)
     form: tl.constexpr = weight.dtype.element_ty
     if KIND != "":
-        acc, _ = _value_and_slope(acc.to(form).to(tl.float32), KIND)
+        acc, _ = value_and_slope(acc.to(form).to(tl.float32), KIND)
     if GATED:
         more = tl.sum(up.to(tl.float32) * y.to(tl.float32), 1)
         if bias is not None:
@@ -204,7 +204,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _embed(  # type: ignore[no-untyped-def]
+def _embed_tokens(  # type: ignore[no-untyped-def]
     tokens, used, slots, wte, wpe, out, places, width, BLOCK: tl.constexpr
 ):
     """Write wte[token] + wpe[place] of a row, and its place. Bytes moved: these rows once."""
@@ -221,7 +221,7 @@ def _embed(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mix(x):  # type: ignore[no-untyped-def]
+def _mix_int64(x):  # type: ignore[no-untyped-def]
     x = (x ^ ((x >> 30) & 17179869183)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 137438953471)) * -7723592293110705685
     return x ^ ((x >> 31) & 8589934591)
@@ -230,13 +230,13 @@ def _mix(x):  # type: ignore[no-untyped-def]
 @triton.jit
 def _gumbel(key, position, token):  # type: ignore[no-untyped-def]
     """Return the variables of draws.py, float64; all arguments are int64."""
-    h = _mix(_mix(key + position * -7046029254386353131) + token * -3372029247567499371)
+    h = _mix_int64(_mix_int64(key + position * -7046029254386353131) + token * -3372029247567499371)
     u = (((h >> 12) & 4503599627370495).to(tl.float64) + 0.5) * 2.220446049250313e-16
     return -tl.log(-tl.log(1.0 - u))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pick(  # type: ignore[no-untyped-def]
+def _choose_tokens(  # type: ignore[no-untyped-def]
     logits,
     slots,
     tokens,
@@ -294,16 +294,18 @@ def _pick(  # type: ignore[no-untyped-def]
         tl.store(counters + row, 0)
 
 
-def embed(rows: Rows, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> tuple[Tensor, Tensor]:
+def embed(state: TextState, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the embeddings of the slots' last tokens, and their places."""
     out, places = wte.new_empty(len(slots), wte.shape[1]), torch.empty_like(slots)
     grid = len(slots), cdiv(wte.shape[1], 1024)
     with torch.accelerator.device_index(wte.device.index):
-        _embed[grid](rows.token, rows.used, slots, wte, wpe, out, places, wte.shape[1], 1024)
+        _embed_tokens[grid](state.token, state.used, slots, wte, wpe, out, places, wte.shape[1], 1024)
     return out, places
 
 
-def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int, draws: Draws | None = None) -> Tensor:
+def choose_tokens(
+    logits: Tensor, vocab: int, slots: Tensor, state: TextState, eod: int, draws: Draws | None = None
+) -> Tensor:
     """Choose tokens, advance the rows, and return what to report."""
     b, block = len(logits), 2048
     parts = power_of_2(cdiv(vocab, block))
@@ -311,13 +313,13 @@ def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int, draws:
     places = slots.new_empty(b, parts, dtype=torch.int32)
     report = torch.empty_like(slots)
     with torch.accelerator.device_index(logits.device.index):
-        _pick[b, cdiv(vocab, block)](
+        _choose_tokens[b, cdiv(vocab, block)](
             logits,
             slots,
-            rows.token,
-            rows.used,
-            rows.limit,
-            rows.active.view(torch.int8),
+            state.token,
+            state.used,
+            state.limit,
+            state.active.view(torch.int8),
             None if draws is None else draws.temperature,
             None if draws is None else draws.key,
             report,
@@ -335,14 +337,16 @@ def pick(logits: Tensor, vocab: int, slots: Tensor, rows: Rows, eod: int, draws:
     return report
 
 
-def linear(x: Tensor, layer: Layer, residual: Tensor | None = None, tile: Tile | None = None) -> Tensor:
+def linear_of_row(
+    x: Tensor, layer: DecodeLinear, residual: Tensor | None = None, tile: LinearTile | None = None
+) -> Tensor:
     """Return f(norm(x) W^T + bias) + residual of one row."""
     (_, k), gated, norm = x.shape, layer.kind in GATES, layer.norm
     n = layer.weight.shape[0] // (1 + gated)
     tile = tile or tile_of(n, k, devices.processors(x.device))
     out = x.new_empty(1, n) if residual is None else torch.empty_like(residual)
     with torch.accelerator.device_index(x.device.index):
-        _linear[(cdiv(n, tile.columns),)](
+        _decode_linear[(cdiv(n, tile.columns),)](
             x,
             layer.weight,
             layer.bias,
@@ -364,14 +368,14 @@ def linear(x: Tensor, layer: Layer, residual: Tensor | None = None, tile: Tile |
 
 
 @lru_cache
-def tile_of(columns: int, inner: int, processors: int) -> Tile:
+def tile_of(columns: int, inner: int, processors: int) -> LinearTile:
     """Return a tile that leaves two programs or more for each multiprocessor, if it can be."""
     inner = max(16, power_of_2(inner))
     width = next((w for w in (16, 8, 4, 2) if w * inner <= 16384 and columns // w >= 2 * processors), 1)
-    return Tile(width, min(16, max(4, width * inner // 2048)))
+    return LinearTile(width, min(16, max(4, width * inner // 2048)))
 
 
-def attend(qkv: Tensor, texts: Texts, sizes: Sizes, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
+def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
     """Return the attention of new tokens, and add their keys and values to the cache."""
     b, (groups, per_group, dim) = len(qkv), sizes
     block, heads, width = 64, max(16, power_of_2(per_group)), max(16, power_of_2(dim))
