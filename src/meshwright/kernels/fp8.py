@@ -36,7 +36,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels.gradients import from_rows, sink_of
-from meshwright.kernels.twins import is_triton, twin
+from meshwright.kernels.twins import is_triton, launcher, twin
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -238,10 +238,8 @@ class Scales:
             else:
                 casts.append((each.matrix, cast.rows, cast.transposed, 4 * (each.first + 1)))
         if casts:
-            from meshwright.kernels.triton import fp8 as fp8_triton
-
-            self.weight_casts = fp8_triton.prepare_casts(casts, self.weight_casts)
-            fp8_triton.quantise_many(casts[0], self.weight_casts, self.scale, self.amax)
+            self.weight_casts = launcher("fp8.prepare_casts")(casts, self.weight_casts)
+            launcher("fp8.quantise_many")(casts[0], self.weight_casts, self.scale, self.amax)
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:

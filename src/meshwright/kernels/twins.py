@@ -30,21 +30,25 @@ def _first(x: Tensor, *_: Any, **__: Any) -> Tensor:
     return x
 
 
+def launcher(kernel: str) -> Callable[..., Any]:
+    """Return a function of kernels/triton/, such as "norm.forward"."""
+    module, _, name = kernel.partition(".")
+    return getattr(importlib.import_module(f"meshwright.kernels.triton.{module}"), name)  # type: ignore[no-any-return]
+
+
 def twin(kernel: str, of: Callable[..., Tensor] = _first) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let `kernel`, such as "norm.forward" of kernels/triton/, run where there is Triton.
 
     `of` takes the arguments and returns the tensor whose device and format decide; without it, that
     is the first argument. The decorated function stays reachable as the attribute `plain`.
     """
-    module, _, name = kernel.partition(".")
 
     def decorate(plain: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(plain)
         def choose(*args: P.args, **kwargs: P.kwargs) -> R:
             if not is_triton(of(*args, **kwargs)):
                 return plain(*args, **kwargs)
-            launcher = getattr(importlib.import_module(f"meshwright.kernels.triton.{module}"), name)
-            return launcher(*args, **kwargs)  # type: ignore[no-any-return]
+            return launcher(kernel)(*args, **kwargs)  # type: ignore[no-any-return]
 
         choose.plain = plain  # type: ignore[attr-defined]
         return choose
