@@ -14,7 +14,7 @@ from matplotlib.patches import Rectangle
 
 from meshwright.model.counts import parameters
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.pipeline_schedule import Action, Kind, schedule, stages_of
+from meshwright.parallel.pipeline_schedule import Action, ScheduleName, schedule, stages_of
 from meshwright.report import plot
 from meshwright.report.html import write_page
 from meshwright.settings import schema as config
@@ -150,7 +150,7 @@ class Timeline:
 
 
 def simulate(
-    kind: Kind, pp: int, microbatches: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0
+    kind: ScheduleName, pp: int, microbatches: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0
 ) -> Timeline:
     """Run all ranks' lists against a clock.
 
@@ -287,7 +287,7 @@ def tensor() -> Figure:
 
 def pipeline() -> Figure:
     """Draw the timelines of three schedules on four ranks with eight micro-batches."""
-    cases: tuple[tuple[str, Kind, int], ...] = (
+    cases: tuple[tuple[str, ScheduleName, int], ...] = (
         ("GPipe", "gpipe", 1),
         ("1F1B", "1f1b", 1),
         ("interleaved 1F1B, two pieces on each rank", "1f1b", 2),

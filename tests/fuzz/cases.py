@@ -155,20 +155,11 @@ def refusals(case: Case) -> tuple[str, ...]:
 
 def beyond_settings(config: TrainConfig) -> list[str]:
     """Return why a legal run cannot be trained here, or cannot equal one process."""
-    m, p, out = config.model, config.parallel, []
+    m, out = config.model, []
     if m.attention_impl == "sdpa" and m.attention_dropout:
         out.append("--attention-impl sdpa draws its own dropout, which depends on the layout")
     if m.glu_activation == "reglu" and config.precision.dtype != "float64":
         out.append("the slope of relu jumps, so a rounding at 0 can change a gradient by any amount")
-    if p.pipeline_model_parallel_size > 1:
-        import torch
-
-        from meshwright.parallel.pipeline import require_tried
-
-        try:
-            require_tried(p.pipeline_schedule, torch.device("cpu"))
-        except UserError as error:
-            out.append(str(error))
     return out
 
 

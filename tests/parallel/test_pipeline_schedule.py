@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import parallelism
 import pytest
-import torch
 from parallelism import happening, simulate
 
 from meshwright.parallel.pipeline_schedule import Action, schedule, stages_of
@@ -133,37 +132,32 @@ def test_same_order_as_torchs_1f1b_and_gpipe(pp):
                 assert ours == theirs
 
 
-@pytest.mark.parametrize("kind", ["zero-bubble", "zbv"])
-@pytest.mark.parametrize("pp", [2, 4])
-def test_torchs_zero_bubble_lists(kind, pp):
-    """Every micro-batch has one forward and a full backward, in order; there is no deadlock."""
-    from meshwright.parallel.pipeline import actions_of
+@pytest.mark.parametrize("pp", SIZES[1:])
+@pytest.mark.parametrize(("kind", "chunks"), [("zero-bubble", 1), ("zero-bubble", 2), ("zero-bubble", 3), ("zbv", 2)])
+def test_zero_bubble_lists(kind, chunks, pp):
+    """They are torch's; each micro-batch has all passes in order, and there is no deadlock."""
+    from torch.distributed.pipelining import schedules as torchs
 
-    chunks, microbatches = (1 if kind == "zero-bubble" else 2), 2 * pp
-    lists = [actions_of(kind, pp, rank, microbatches, chunks) for rank in range(pp)]
+    oracle = object.__new__(
+        {"zero-bubble": torchs.ScheduleInterleavedZeroBubble, "zbv": torchs.ScheduleZBVZeroBubble}[kind]
+    )
+    oracle.pp_group_size, oracle.n_local_stages, oracle.num_stages = pp, chunks, pp * chunks
+    oracle.microbatches_per_round = pp
     stages = [stages_of(kind, rank, pp, chunks) for rank in range(pp)]
-    assert sorted(s for mine in stages for s in mine) == list(range(pp * chunks))
-    for actions in lists:
-        for chunk in range(chunks):
-            mine = [a for a in actions if a.chunk == chunk]
-            assert [a.microbatch for a in mine if a.op == "F"] == list(range(microbatches))
-            assert [a.microbatch for a in mine if a.op in "BI"] == list(range(microbatches))
-            assert [a.microbatch for a in mine if a.op in "BW"] == list(range(microbatches))
-            for a in mine:
-                if a.op == "W":
-                    assert mine.index(a._replace(op="I")) < mine.index(a)
-    assert len(list(happening(lists, stages))) == sum(map(len, lists))  # no deadlock
-
-
-def test_another_torch_is_refused(monkeypatch):
-    from meshwright.errors import UserError
-    from meshwright.parallel import pipeline
-
-    pipeline.require_tried("1f1b", torch.device("meta"))
-    with pytest.raises(
-        UserError, match="is tested on cpu and cuda only; this is torch .* on meta: use --pipeline-schedule 1f1b"
-    ):
-        pipeline.require_tried("zbv", torch.device("meta"))
-    monkeypatch.setattr(pipeline.torch, "__version__", "2.99.0")
-    with pytest.raises(UserError, match=r"tested with torch 2\.13; this is torch 2\.99"):
-        pipeline.require_tried("zbv", torch.device("cpu"))
+    assert sorted(stage for mine in stages for stage in mine) == list(range(pp * chunks))
+    for m in [pp, 2 * pp, 5 * pp] if kind == "zero-bubble" else [1, 2, 2 * pp, 13]:
+        oracle._n_microbatches = m
+        lists = [schedule(kind, pp, rank, m, chunks) for rank in range(pp)]
+        for rank, actions in enumerate(lists):
+            theirs = [
+                (a.computation_type.value, stages[rank].index(a.stage_index), a.microbatch_index)
+                for a in oracle._calculate_single_rank_operations(rank)
+                if a
+            ]
+            assert theirs == actions
+            for op in "FIW":
+                for chunk in range(chunks):
+                    assert [a.microbatch for a in actions if a[:2] == (op, chunk)] == list(range(m))
+            assert len(actions) == 3 * chunks * m
+            assert all(actions.index(a._replace(op="I")) < n for n, a in enumerate(actions) if a.op == "W")
+        assert len(list(happening(lists, stages))) == sum(map(len, lists))

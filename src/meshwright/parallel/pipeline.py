@@ -1,12 +1,11 @@
 """Execution of a pipeline schedule: each rank runs its own list of actions and sends the results.
 
 Hand-written because torch's executor supports neither a changing number of micro-batches nor
-gradient sums that start within a backward pass; its schedules are the oracle in the tests, and its
-zero-bubble lists are run here. A stage sends the residual stream forward and its gradient back,
-through one group per direction (and others where the path wraps around or turns back between a
-rank's chunks), so that messages arrive in the order sent and cannot deadlock. A message is received
-only when it is needed: NCCL would wait for an earlier request on processors of the GPU that the
-computation needs (2 % of a step).
+gradient sums that start within a backward pass; its schedules are the oracle in the tests. A stage
+sends the residual stream forward and its gradient back, through one group per direction (and others
+where the path wraps around or turns back between a rank's chunks), so that messages arrive in the
+order sent and cannot deadlock. A message is received only when it is needed: NCCL would wait for an
+earlier request on processors of the GPU that the computation needs (2 % of a step).
 """
 
 from __future__ import annotations
@@ -19,23 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright import device as devices
-from meshwright.errors import UserError
 from meshwright.kernels.linear import Waiting, compute, deferred
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED, Action, Kind, schedule, stages_of
+from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, Action, ScheduleName, schedule, stages_of
 
 if TYPE_CHECKING:
     from meshwright.model.gpt import GPT
-
-# Versions of torch whose zero-bubble lists were tested, by device.
-TRIED = {"cpu": ("2.13",), devices.NVIDIA: ("2.11",)}
 
 # (stage, number of the micro-batch, incoming stream) -> outgoing stream, or the last stage's result
 Forward = Callable[["GPT", int, Tensor | None], Tensor]
 
 
-class Held(NamedTuple):
+class ForwardPass(NamedTuple):
     """The tensors of a micro-batch that a stage keeps until its backward pass."""
 
     source: Tensor | None
@@ -47,14 +41,14 @@ class Pipeline:
     """The stages of one rank: `parts`, one per chunk of layers."""
 
     def __init__(
-        self, layout: Layout, kind: Kind, parts: list[GPT], hidden: int, sequence: bool, dtype: torch.dtype
+        self, layout: Layout, name: ScheduleName, parts: list[GPT], hidden: int, sequence: bool, dtype: torch.dtype
     ) -> None:
         """`hidden`, `sequence` (parallelism) and `dtype` describe the stream that is sent."""
-        self.layout, self.kind, self.parts = layout, kind, parts
+        self.layout, self.schedule, self.parts = layout, name, parts
         self.hidden, self.sequence, self.dtype = hidden, sequence, dtype
         self.rank, self.size = layout.at("pp"), layout.pp
         self.ranks = next(ranks for ranks in layout.members("pp") if layout.rank in ranks)
-        self.stages = stages_of(kind, self.rank, self.size, len(parts))
+        self.stages = stages_of(name, self.rank, self.size, len(parts))
         self.local: dict[tuple[int, int, int], Tensor] = {}  # passed between two stages of this rank
         self.sent: list[tuple[Any, Tensor]] = []  # messages on their way
 
@@ -80,11 +74,11 @@ class Pipeline:
 
         `before_backward` is called before each backward pass with whether it is its stage's last.
         """
-        held: dict[tuple[int, int], Held] = {}
+        passes: dict[tuple[int, int], ForwardPass] = {}  # whose backward pass is to come
         losses: list[Tensor] = []
         waiting: dict[tuple[int, int], Waiting] = {}
-        actions = actions_of(self.kind, self.size, self.rank, len(tokens), len(self.parts))
-        is_split = any(action.op in "IW" for action in actions)
+        actions = schedule(self.schedule, self.size, self.rank, len(tokens), len(self.parts))
+        is_split = self.schedule in SPLIT_BACKWARD
         queue: Waiting = []
 
         def run_action(action: Action, received: Tensor | None) -> None:
@@ -98,11 +92,11 @@ class Pipeline:
                     losses.append(output.detach())
                     output = output * scale
                 sending = None if part.has_head else self._send(output.detach(), stage, 1, i)
-                held[chunk, i] = Held(received, output, sending)
+                passes[chunk, i] = ForwardPass(received, output, sending)
             elif op == "W":
                 compute(waiting.pop((chunk, i)))
             else:
-                source, output, sending = held.pop((chunk, i))
+                source, output, sending = passes.pop((chunk, i))
                 if sending is not None:
                     sending.wait()
                 before_backward(i == len(tokens) - 1 and not is_split)
@@ -175,8 +169,8 @@ class Pipeline:
                 self.sent.pop(0)
 
     def rank_of(self, stage: int) -> int:
-        turn, place = divmod(stage, self.size)
-        return self.size - 1 - place if turn and self.kind in V_SHAPED else place
+        chunk, rank = divmod(stage, self.size)
+        return self.size - 1 - rank if chunk and self.schedule in V_SHAPED else rank
 
     def _lane(self, sender: int, way: int) -> Any:
         """Return the group for messages from a stage to the next or previous one.
@@ -184,39 +178,11 @@ class Pipeline:
         Between two ranks, each group is used in one direction only.
         """
         low = min(sender, sender + way)
-        around = low >= self.size if self.kind in V_SHAPED else (low + 1) % self.size == 0
+        around = low >= self.size if self.schedule in V_SHAPED else (low + 1) % self.size == 0
         return self.layout.groups[("forward" if way > 0 else "backward") + " around" * around]
 
 
-def actions_of(kind: Kind, size: int, rank: int, microbatches: int, chunks: int) -> list[Action]:
-    """Return a rank's actions: ours, or torch's zero-bubble lists, made without a process group."""
-    if kind in OWN:
-        return schedule(kind, size, rank, microbatches, chunks)
-    from torch.distributed.pipelining import schedules as theirs
-
-    name = {"zero-bubble": "ScheduleInterleavedZeroBubble", "zbv": "ScheduleZBVZeroBubble"}[kind]
-    made: Any = object.__new__(getattr(theirs, name))
-    made.pp_group_size, made._n_microbatches = size, microbatches
-    made._num_stages = made.num_stages = size * chunks
-    made.n_local_stages, made.number_of_rounds = chunks, max(1, microbatches // size)
-    made.microbatches_per_round = microbatches // made.number_of_rounds
-    chunk_of = {stage: chunk for chunk, stage in enumerate(stages_of(kind, rank, size, chunks))}
-    found = [one for one in made._calculate_single_rank_operations(rank) if one is not None]
-    return [Action(one.computation_type.value, chunk_of[one.stage_index], one.microbatch_index) for one in found]
-
-
-def require_tried(kind: Kind, device: torch.device) -> None:
-    """Refuse torch's zero-bubble lists, which are not public, where they have not been tested."""
-    version, tried = ".".join(torch.__version__.split(".")[:2]), TRIED.get(device.type, ())
-    if kind not in OWN and version not in tried:
-        where = f"with torch {' and '.join(tried)}" if tried else f"on {' and '.join(TRIED)} only"
-        raise UserError(
-            f"--pipeline-schedule {kind} uses torch's own schedule, which is tested {where}; this is torch "
-            f"{torch.__version__} on {device.type}: use --pipeline-schedule 1f1b"
-        )
-
-
-def stages(make: Callable[[], GPT], layers: list[int], layout: Layout, kind: Kind = "1f1b") -> list[GPT]:
+def stages(make: Callable[[], GPT], layers: list[int], layout: Layout, name: ScheduleName = "1f1b") -> list[GPT]:
     """Return this rank's stages: full networks with the other stages' layers deleted.
 
     `layers` holds the number of layers of each stage, in order.
@@ -224,7 +190,7 @@ def stages(make: Callable[[], GPT], layers: list[int], layout: Layout, kind: Kin
     if layout.pp == 1:
         return [make()]
     parts = []
-    for stage in stages_of(kind, layout.at("pp"), layout.pp, len(layers) // layout.pp):
+    for stage in stages_of(name, layout.at("pp"), layout.pp, len(layers) // layout.pp):
         part, begin = make(), sum(layers[:stage])
         part.keep(range(begin, begin + layers[stage]), stage == 0, stage == len(layers) - 1)
         parts.append(part)

@@ -2,61 +2,93 @@
 
 The executor runs the list, docs/parallelism.py times and draws it, and tests check it without a
 process group. A rank holds `chunks` stages: chunk c of rank r is stage c * pp + r, so a
-micro-batch passes all ranks once per chunk. In every schedule a chunk's backward passes come in
-micro-batch order, so that gradients are always added in the same order.
+micro-batch passes all ranks once per chunk; in a V-shaped schedule it turns back at the last rank.
+In every schedule a chunk's backward passes come in micro-batch order, so that gradients are always
+added in the same order.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal, NamedTuple
 
-Kind = Literal["1f1b", "gpipe", "zero-bubble", "zbv"]
-OWN = ("1f1b", "gpipe")  # the others are torch's
+ScheduleName = Literal["1f1b", "gpipe", "zero-bubble", "zbv"]
+SPLIT_BACKWARD = ("zero-bubble", "zbv")  # the gradients of weights are computed in passes of their own
 V_SHAPED = ("zbv",)  # rank r has the stages r and 2 pp - 1 - r
+Op = Literal["F", "B", "I", "W"]  # I and W: backward for activations, and later for weights
 
 
 class Action(NamedTuple):
-    op: Literal["F", "B", "I", "W"]  # I and W: backward for activations, and later for weights
+    op: Op
     chunk: int
     microbatch: int
 
 
-def schedule(kind: Kind, pp: int, rank: int, microbatches: int, chunks: int = 1) -> list[Action]:
-    """Return one rank's actions: GPipe, 1F1B or, with several chunks, Megatron's interleaved 1F1B.
+def schedule(name: ScheduleName, pp: int, rank: int, microbatches: int, chunks: int = 1) -> list[Action]:
+    """Return one rank's actions: GPipe, 1F1B, zero-bubble (ZB-H1) or ZBV.
 
-    The other kinds are torch's; see pipeline.py.
+    With several chunks 1F1B is Megatron's interleaved 1F1B.
     """
-    if kind == "gpipe" and chunks > 1:
+    if name == "gpipe" and chunks > 1:
         raise ValueError(f"gpipe has one chunk of layers on each rank, not {chunks}")
+    if name == "zbv":
+        return v_schedule(pp, rank, microbatches)
     if chunks > 1 and microbatches % pp:
         raise ValueError(f"interleaving needs micro-batches ({microbatches}) that are a multiple of the stages ({pp})")
-    total = microbatches * chunks
-    if kind == "gpipe":
+    total, is_split = microbatches * chunks, name in SPLIT_BACKWARD
+    if name == "gpipe":
         ahead = total
     elif chunks == 1:
         ahead = pp - rank - 1  # as many as the first micro-batch needs to come back
     else:  # Megatron's: twice as far, since forward and backward of a step belong to different chunks
-        ahead = 2 * (pp - rank - 1) + (chunks - 1) * pp
-    ahead = min(ahead, total)
+        ahead = (1 if is_split else 2) * (pp - rank - 1) + (chunks - 1) * pp
 
     def forward(k: int) -> Action:
         """Return the k-th: rounds of pp micro-batches, each through all chunks before the next."""
         if chunks == 1:
             return Action("F", 0, k)
-        turn, place = divmod(k, pp * chunks)
-        return Action("F", place // pp, turn * pp + place % pp)
+        turn, offset = divmod(k, pp * chunks)
+        return Action("F", offset // pp, turn * pp + offset % pp)
 
-    def backward(k: int) -> Action:
+    def backward(op: Op, k: int) -> Action:
         _, chunk, microbatch = forward(k)
-        return Action("B", chunks - 1 - chunk, microbatch)
+        return Action(op, chunks - 1 - chunk, microbatch)
 
-    actions = [forward(k) for k in range(ahead)]
-    for k in range(total - ahead):
-        actions += [forward(ahead + k), backward(k)]
-    return actions + [backward(k) for k in range(total - ahead, total)]
+    actions = [forward(k) for k in range(min(ahead, total))]
+    for k in range(total):
+        if ahead + k < total:
+            actions.append(forward(ahead + k))
+        actions.append(backward("I" if is_split else "B", k))
+        if is_split and k >= rank:  # the first stages wait least, the last ones have the most to fill in
+            actions.append(backward("W", k - rank))
+    return actions + [backward("W", k) for k in range(max(total - rank, 0), total) if is_split]
 
 
-def stages_of(kind: Kind, rank: int, size: int, chunks: int) -> list[int]:
+def v_schedule(pp: int, rank: int, microbatches: int) -> list[Action]:
+    """Return one rank's actions of ZBV, whose ranks run their two stages in turn.
+
+    The list is that of enough micro-batches to fill the pipeline, without those beyond the step's.
+    """
+    filling, counts, actions = max(2 * pp - 1, microbatches), Counter[str](), list[Action]()
+
+    def add(*passes: str) -> None:
+        """Append passes such as "F0", a forward pass of chunk 0, of their next micro-batches."""
+        for name in passes:
+            actions.append(Action(name[0], int(name[1]), counts[name]))  # type: ignore[arg-type]
+            counts[name] += 1
+
+    add(*["F0"] * (2 * (pp - rank) - 1))
+    add(*["F1", "F0"] * rank)
+    add(*["F1", "I1", "W1"] * (pp - rank))
+    while counts["F1"] < counts["F0"] or counts["F0"] < filling:
+        add(*["F0"] * (counts["F0"] < filling), "I0", "W0", "F1", "I1", "W1")
+    add(*["I0", "I1"] * rank)
+    add(*["I0", "W0"] * (pp - rank))
+    add(*["W1"] * (counts["I1"] - counts["W1"]), *["W0"] * (counts["I0"] - counts["W0"]))
+    return [action for action in actions if action.microbatch < microbatches]
+
+
+def stages_of(name: ScheduleName, rank: int, size: int, chunks: int) -> list[int]:
     """Return the numbers of a rank's stages."""
-    is_v = kind in V_SHAPED and size > 1  # without a pipeline, the kind has no effect
+    is_v = name in V_SHAPED and size > 1  # without a pipeline, the schedule has no effect
     return [rank, 2 * size - 1 - rank] if is_v else [chunk * size + rank for chunk in range(chunks)]

@@ -363,7 +363,7 @@ class Parallel:
     )
     pipeline_schedule: Literal["1f1b", "gpipe", "zero-bubble", "zbv"] = flag(
         "1f1b",
-        "1f1b interleaves virtual stages; zero-bubble, zbv: torch's, no --compile",
+        "1f1b interleaves virtual stages; zero-bubble, zbv: shorter waits, no --compile",
         needs="--pipeline-model-parallel-size above 1",
     )
     sequence_parallel: bool = flag(

@@ -20,8 +20,8 @@ from meshwright.optim.loss_scale import dtype_of
 from meshwright.parallel import comm, mapped, overlap
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.pipeline import Pipeline, require_tried, stages
-from meshwright.parallel.pipeline_schedule import OWN, V_SHAPED
+from meshwright.parallel.pipeline import Pipeline, stages
+from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED
 from meshwright.parallel.store import StoreSpec
 from meshwright.parallel.tensor import spread
 from meshwright.settings.schema import Parallel, TrainConfig
@@ -64,8 +64,8 @@ class Spec:
         if self.model is not None and t.fused_kernels == "auto":
             t = replace(t, fused_kernels="off")  # they compute our own blocks only
         options = pick.options(t, config.model, config.precision, self.device)
-        # torch's own schedules keep the weights' gradients outside of any compiled graph.
-        plain = self.layout.pp > 1 and p.pipeline_schedule not in OWN
+        # Gradients of weights that are computed later stay outside of any compiled graph.
+        plain = self.layout.pp > 1 and p.pipeline_schedule in SPLIT_BACKWARD
         plain = plain or bool(config.precision.fp8_format)  # each product would end a graph
         return replace(options, compiled=False) if plain else options
 
@@ -77,8 +77,6 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     """
     config, layout, device, options = spec.config, spec.layout, spec.device, spec.options
     m, p, o = config.model, config.parallel, config.optimizer
-    if layout.pp > 1:
-        require_tried(p.pipeline_schedule, device)
     comm.open_all(layout, device)
     if spec.model or spec.loss:
         refuse_to_cut(p, spec.model is not None)
