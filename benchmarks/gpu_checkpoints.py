@@ -36,8 +36,8 @@ def build(size: str, device: str, folder: Path, *more: str) -> Any:
     from meshwright.settings import flags
     from meshwright.settings.schema import TrainConfig
     from meshwright.training.log.metrics import Timers
-    from meshwright.training.loop import Trainer
     from meshwright.training.network import Spec
+    from meshwright.training.setup import build_state
 
     console.set_stream(None)
     layers, hidden, heads = SIZES[size]
@@ -50,11 +50,8 @@ def build(size: str, device: str, folder: Path, *more: str) -> Any:
     )
     config = flags.parse_settings(TrainConfig, line.split(), "benchmark").config
     device_ = torch.device(device, 0) if device != "cpu" else torch.device("cpu")
-    trainer = Trainer(
-        Spec(config, Layout(), device_, vocab, -(-vocab // 128) * 128), ALONE, Timers(0, "minmax", device_, ALONE)
-    )
-    trainer.load_or_initialise()
-    return trainer
+    spec = Spec(config, Layout(), device_, vocab, -(-vocab // 128) * 128)
+    return build_state(spec, ALONE, Timers(0, "minmax", device_, ALONE))
 
 
 def timed(act: Callable[[], Any]) -> float:
@@ -103,8 +100,7 @@ def main() -> None:
 
     from meshwright.checkpoint import loading, steps
 
-    trainer = build(args.size, args.device, args.folder / "ours", "--async-save")
-    state = trainer.state
+    state = build(args.size, args.device, args.folder / "ours", "--async-save")
     named = state.tensors()
     size = sum(t.numel() * t.element_size() for _, _, t in named.values())
     plain = {name: tensor for name, (_, _, tensor) in named.items()}
@@ -125,7 +121,7 @@ def main() -> None:
     # The least a copy can take.
     from meshwright import device as devices
 
-    pinned = [devices.allocate_pinned(size, trainer.device)]
+    pinned = [devices.allocate_pinned(size, state.net.device)]
     flat = [t.reshape(-1).view(torch.uint8) for t in plain.values()]
 
     def copy() -> None:
@@ -141,7 +137,7 @@ def main() -> None:
     # In the background: how long training waits, while the one before has been written.
     stalls, writes = [], []
     for n in range(args.rounds + 1):
-        trainer.progress.iteration = 100 + n
+        state.progress.iteration = 100 + n
         stalls.append(timed(state.save))
         began = time.perf_counter()
         state.saver.wait()
@@ -155,7 +151,7 @@ def main() -> None:
     sync = []
     for n in range(args.rounds):
         emptied(args.folder / "ours")
-        trainer.progress.iteration = 200 + n
+        state.progress.iteration = 200 + n
         sync.append(timed(state.save))
     tell("ours at once, to disk, hashed", sync)
     last = args.folder / "ours"
@@ -164,7 +160,7 @@ def main() -> None:
         for _ in range(args.rounds):
             if verify == "cold":
                 cold(last)
-            reads.append(timed(lambda: loading.load_checkpoint(last, trainer.net.store.named_state())))
+            reads.append(timed(lambda: loading.load_checkpoint(last, state.net.store.named_state())))
         tell(f"ours read and verified, {verify}", reads)
     shutil.rmtree(last)
     state.saver.background = kept

@@ -11,7 +11,7 @@ usage: torchrun --nproc-per-node 2|4 --max-restarts 8 benchmarks/gpu_layouts.py 
        table and pictures of what OUT holds
 
 A cell is a line of the product's own flags. Each is parsed, its groups are made, the network is
-built by network.build and trained by train_step on batches of the real loader, with one wait for
+built by build_network and trained by train_step on batches of the real loader, with one wait for
 the device a step, as train.py does. A step's time is that of its slowest rank; speed is the median
 over the last steps. Efficiency is against the cell of one GPU of the same run, beside which the
 other GPUs idle. Weights are drawn on the device (seconds instead of minutes for nine cells), by
@@ -366,7 +366,7 @@ def measure(config: Any, layout: Any, device: Any, steps: tuple[int, int]) -> di
 
     times = {"build": -time.perf_counter()}
     vocab, padded = vocabulary_of(config)
-    net = network.build(network.Spec(config, layout, device, vocab, padded))
+    net = network.build_network(network.Spec(config, layout, device, vocab, padded))
     HELD["store"] = weakref.ref(net.store)
     with device:
         net.store.initialise(drawing(config, vocab))
@@ -853,7 +853,7 @@ def overhead(given: argparse.Namespace) -> None:
         config = parse_settings(TrainConfig, [*line.split(), "--world-size=1"], "train").config
         device = devices.pick(config.parallel.device)
         vocab, padded = vocabulary_of(config)
-        net = network.build(network.Spec(config, Layout(), device, vocab, padded))
+        net = network.build_network(network.Spec(config, Layout(), device, vocab, padded))
         with device:
             net.store.initialise(drawing(config, vocab))
         net.store.publish_weights()

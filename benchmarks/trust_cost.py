@@ -38,6 +38,7 @@ from meshwright.training.health.replicas import Copies
 from meshwright.training.health.stop import StopConditions
 from meshwright.training.log.metrics import Timers
 from meshwright.training.loop import Trainer
+from meshwright.training.setup import build_state, open_feed, open_log
 
 NEEDED = "--mock-data --eval-iters 0 --train-iters 1000000 --log-interval 1000000 --lr 1e-5".split()
 
@@ -49,17 +50,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check-every", type=int, default=5, help="steps between hashes while on (default: 5)")
     parser.add_argument("flags", nargs="*")
     given = parser.parse_args(argv)
-    trainer, stop = open_trainer([*NEEDED, *given.flags])
+    trainer = open_trainer([*NEEDED, *given.flags])
     every = given.check_every
     seconds: dict[str, list[float]] = {"off": [], "on": []}
-    run(trainer, stop, 5, False, every)  # kernels are loaded, graphs captured
-    run(trainer, stop, 5, True, every)
+    run(trainer, 5, False, every)  # kernels are loaded, graphs captured
+    run(trainer, 5, True, every)
     used = lived = 0.0
     for turn in range(given.pairs):
         for name in ("off", "on") if turn % 2 == 0 else ("on", "off"):
             watchdog = start_watchdog() if name == "on" else None
             begun = time.perf_counter()
-            seconds[name].append(run(trainer, stop, given.steps, name == "on", every))
+            seconds[name].append(run(trainer, given.steps, name == "on", every))
             if watchdog is not None:
                 lived += time.perf_counter() - begun
                 used += sum(thread_time(thread.ident or 0) for thread in watchdog.threads)
@@ -68,24 +69,23 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def open_trainer(words: list[str]) -> tuple[Trainer, StopConditions]:
+def open_trainer(words: list[str]) -> Trainer:
     console.set_stream(None)
     config = flags.parse_settings(TrainConfig, words, "trust_cost").config
     device, team = devices.pick(config.parallel.device, 0), Team()
     timers = Timers(0, "minmax", device, team)
     vocab = config.tokenizer.vocab_size or 50257
     padded = -(-vocab // config.model.make_vocab_size_divisible_by) * config.model.make_vocab_size_divisible_by
-    trainer = Trainer(network.Spec(config, Layout(), device, vocab, padded), team, timers)
-    trainer.load_or_initialise()
-    trainer.open_data(None, None)
-    trainer.open_folder(None, None, [])
+    state = build_state(network.Spec(config, Layout(), device, vocab, padded), team, timers)
+    feed, stop = open_feed(state, None, None), StopConditions(config.training, time.perf_counter(), False)
+    trainer = Trainer(state, feed, open_log(state, None, None, timers, []), timers, stop)
     store = trainer.net.store
     # As on a rank of several: the weights and the masters are what other ranks hold too.
     held = store.weights_by_name()
     trainer.replicas.copies = [Copies("weights", [[0]], held, getattr(store, "weights", None))]
     if getattr(store, "master", None) is not getattr(store, "weights", None):
         trainer.replicas.copies.append(Copies("masters", [[0]], {}, store.master))  # type: ignore[union-attr]
-    return trainer, StopConditions(config.training, time.perf_counter(), False)
+    return trainer
 
 
 def start_watchdog() -> Watchdog:
@@ -95,16 +95,16 @@ def start_watchdog() -> Watchdog:
     return Watchdog(World(address="127.0.0.1", port=store.port), PrefixStore("w", store), 10.0)
 
 
-def run(trainer: Trainer, stop: StopConditions, steps: int, is_on: bool, every: int) -> float:
+def run(trainer: Trainer, steps: int, is_on: bool, every: int) -> float:
     """Return the seconds of a step."""
-    store, device = trainer.net.store, trainer.device
+    store, device = trainer.net.store, trainer.net.device
     trainer.replicas.every = every if is_on else 1 << 40
     if trainer.net.graphs is None:  # graphs keep the kernels that they were captured with
         store.times = clock.new_times(2, device) if is_on else None
     devices.synchronize(device)
     begun = time.perf_counter()
     for _ in range(steps):
-        trainer.step(stop)
+        trainer.step()
     trainer.finish()
     devices.synchronize(device)
     return (time.perf_counter() - begun) / steps
@@ -115,7 +115,7 @@ def report(trainer: Trainer, seconds: dict[str, list[float]], every: int, thread
 
     `threads` is the processor's time of the watchdog's threads for each second of the run.
     """
-    default, device = Parallel().check_replicas_interval, trainer.device
+    default, device = Parallel().check_replicas_interval, trainer.net.device
     off, on = (statistics.median(seconds[name]) for name in ("off", "on"))
     ours = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     parameters = sum(x.numel() for x in trainer.net.store.weights_by_name().values())

@@ -33,8 +33,8 @@ from meshwright.parallel import shard
 from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.schema import Checkpoint, Data, TokenizerFlags, TrainConfig
 from meshwright.training.before import preflight
-from meshwright.training.loop import Trainer
-from meshwright.training.state.resume import Progress, State
+from meshwright.training.setup import open_feed
+from meshwright.training.state.state import Progress, State
 from on_ranks import run_ranks
 
 
@@ -398,9 +398,9 @@ def refused_alike(folder: Path) -> None:
     assert "no checkpoint found" in error_of(lambda: State.load(state))  # type: ignore[arg-type]
     bare = Data(eod_mask_loss=True)
     assert "need a tokenizer" in error_of(lambda: datasets.make_marks(bare, None), USAGE)
-    trainer = SimpleNamespace(config=TrainConfig(), vocab=9, team=t, will_train=True, progress=Progress())
+    bare_state = SimpleNamespace(config=TrainConfig(), vocab=9, team=t, will_train=True, progress=Progress())
     own = {"train": [1] if t.rank else {}}
-    assert "has no locate" in error_of(lambda: Trainer.open_data(trainer, None, own))  # type: ignore[arg-type]
+    assert "has no locate" in error_of(lambda: open_feed(bare_state, None, own))  # type: ignore[arg-type]
 
 
 def test_an_error_of_every_rank_is_reported_once(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def save(trainer):
 
 def samples(trainer):
     """Return the rows, and the samples of this rank's next step."""
-    batches = trainer.batches(trainer.data["train"], trainer.progress.consumed_train_samples, trainer.config.batch)
-    return [rows_of(trainer), [int(i) for micro in next(batches) for i in micro.sample_ids]]
+    batches = trainer.feed.read_again(trainer.progress.consumed_train_samples)
+    return [rows_of(trainer), [int(i) for micro in batches for i in micro.sample_ids]]
 
 
 @pytest.mark.parametrize(

@@ -220,10 +220,10 @@ def _prepare(harm: Harm, folder: Path) -> None:
 
 def _forget_data() -> None:
     """Begin with the first sample again."""
-    from meshwright.training.loop import Trainer
+    from meshwright.data.feed import Feed
 
-    real = Trainer.batches
-    Trainer.batches = lambda trainer, data, consumed, *more: real(trainer, data, 0, *more)  # type: ignore[method-assign]
+    real = Feed.next
+    Feed.next = lambda feed, consumed: real(feed, 0)  # type: ignore[method-assign]
 
 
 def _forget_random_numbers() -> None:

@@ -71,13 +71,14 @@ def shifted_data() -> AbstractContextManager[Any]:
     """A resumed run reads from one sample too far on."""
     from meshwright.training.loop import Trainer
 
-    plain = Trainer.batches
+    plain = Trainer.next_batch
 
-    def batches(trainer: Any, dataset: Any, consumed: int, *more: Any, **others: Any) -> Any:
-        is_shifted = trainer.has_loaded and dataset is trainer.data["train"]
-        return plain(trainer, dataset, consumed + is_shifted, *more, **others)
+    def next_batch(trainer: Any) -> Any:
+        if trainer.feed.train_steps is None and trainer.state.has_loaded:
+            trainer.feed.next(trainer.progress.consumed_train_samples + 1)
+        return plain(trainer)
 
-    return mock.patch.object(Trainer, "batches", batches)
+    return mock.patch.object(Trainer, "next_batch", next_batch)
 
 
 BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

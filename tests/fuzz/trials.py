@@ -156,8 +156,8 @@ def traced(trainer: Any, trace: Trace, shake: float, seed: int) -> Iterator[None
             noise = torch.rand(gradient.shape, generator=random, dtype=gradient.dtype) * 2 - 1
             gradient.add_(noise * gradient.abs().max(), alpha=shake)
 
-    def step_and_keep(stop: Any) -> None:
-        step(stop)
+    def step_and_keep() -> None:
+        step()
         trace.states[trainer.progress.iteration] = placed(store.named_state())
 
     store.finish_sums, trainer.step = finish, step_and_keep
@@ -183,21 +183,20 @@ def train(
     from meshwright.training.loop import Trainer
     from meshwright.training.network import Spec
     from meshwright.training.run import finish
+    from meshwright.training.setup import build_state, open_feed
 
     device = torch.device("cpu")
     tokenizer, vocab, padded = vocabulary(config, None)
     marking: Any = tokenizer or SimpleNamespace(eod=EOD)  # mock data know no end of a document
-    trainer = Trainer(Spec(config, layout, device, vocab, padded), team, Timers(0, "minmax", device, team))
-    trainer.load_or_initialise()
-    poison(trainer.net, bad)
-    trainer.open_data(marking, None)
+    timers, stop = Timers(0, "minmax", device, team), StopConditions(config.training, time.perf_counter(), saves=False)
+    state = build_state(Spec(config, layout, device, vocab, padded), team, timers)
+    poison(state.net, bad)
     trace = Trace()
-    trainer.metrics = trace  # type: ignore[assignment]
-    stop = StopConditions(config.training, time.perf_counter(), saves=False)
+    trainer = Trainer(state, open_feed(state, marking, None), trace, timers, stop)  # type: ignore[arg-type]
     with contextlib.closing(trainer), traced(trainer, trace, shake, seed):
-        reason = trainer.train(stop)
+        reason = trainer.train()
         if saves_at_end:
-            finish(trainer, reason, stop, tokenizer)
+            finish(trainer, reason, tokenizer)
         trainer.state.saver.wait()
     return trace
 

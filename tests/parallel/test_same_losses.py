@@ -251,8 +251,8 @@ def test_uneven_vocabulary(lines):
 
 def rows_and_padding(trainer):
     """Return the record, the token table's rows, those of padding, and their largest value."""
-    table, vocab = trainer.net.parts[0].wte.weight, trainer.vocab
-    first = trainer.layout.at("tp") * len(table)
+    table, vocab = trainer.net.parts[0].wte.weight, trainer.state.vocab
+    first = trainer.net.layout.at("tp") * len(table)
     beyond = table[min(max(vocab - first, 0), len(table)) :]
     return [trainer.metrics.rows, len(table), len(beyond), float(beyond.abs().max()) if len(beyond) else 0.0]
 
@@ -277,14 +277,14 @@ BROKEN = {
 @contextlib.contextmanager
 def broken(name, trainer, step):
     """Break one thing on one rank or on all, unless there is only one process."""
-    net, layout = trainer.net, trainer.layout
+    net, layout = trainer.net, trainer.net.layout
     groups, store = dict(layout.groups), net.store
     if layout.world > 1:
         if name == "one rank's seed" and layout.rank:
             t = dataclasses.replace(trainer.config.training, seed=8)
             trainer.config = dataclasses.replace(trainer.config, training=t)
         elif name == "one rank's samples" and layout.rank:
-            trainer.data["train"].seed = 5
+            trainer.feed.train_set.seed = 5
         elif name == "no sum of parts of gradients":
             del layout.groups["tp"]
         elif name == "no sum of the tied table":
@@ -371,7 +371,7 @@ BROKEN_STEP = 6
 def infinite(name, trainer, step):
     """Make a gradient infinite in one step, on the last rank only."""
     hooks = []
-    if step == BROKEN_STEP and trainer.layout.rank == trainer.layout.world - 1:
+    if step == BROKEN_STEP and trainer.net.layout.rank == trainer.net.layout.world - 1:
 
         def spoil(module, inputs, output):
             output.register_hook(lambda grad: grad * math.inf)
@@ -538,7 +538,7 @@ def test_one_process_sends_nothing_and_has_plain_modules(capsys):
     assert not dist.is_initialized()
     steps = []
     trainer = trained(parse(""), 2, lambda *_: steps.append(Sent()) or steps[-1])
-    assert not dist.is_initialized() and not trainer.layout.groups and len(steps) == 2
+    assert not dist.is_initialized() and not trainer.net.layout.groups and len(steps) == 2
     assert all(not sent.counts for sent in steps)
     (model,) = trainer.net.parts
     homes = {type(module).__module__ for module in model.modules()}

@@ -14,7 +14,7 @@ from meshwright.checkpoint import steps
 from meshwright.errors import HANG
 from meshwright.ranks import watchdog
 from meshwright.ranks.pulse import pulse
-from meshwright.training import loop, network
+from meshwright.training import loop, setup
 from meshwright.training.state import saver
 from on_ranks import train_on_ranks
 
@@ -50,7 +50,7 @@ PLACES = {
     "data": (loop.Trainer, "next_batch", 3),
     "validation": (loop.Trainer, "validate_set", 1),
     "save": (saver.Saver, "write", 1),
-    "startup": (network, "build", 1),
+    "startup": (setup, "build_network", 1),
     "end": (loop.Trainer, "report_samples_used", 2),
 }
 

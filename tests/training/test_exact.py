@@ -17,7 +17,7 @@ import safetensors.numpy
 
 import meshwright.checkpoint.loading
 import meshwright.optim.loss_scale
-import meshwright.training.state.resume
+import meshwright.training.state.state
 from helpers import printed_losses, read_rows
 from meshwright.__main__ import main
 from meshwright.checkpoint.publish import step_folder
@@ -278,9 +278,9 @@ def forget_adams_time(monkeypatch):
 
 
 def forget_schedule(monkeypatch):
-    load = meshwright.training.state.resume.State.accept
+    load = meshwright.training.state.state.State.accept
     monkeypatch.setattr(
-        "meshwright.training.state.resume.State.accept",
+        "meshwright.training.state.state.State.accept",
         lambda self, source: load(self, dataclasses.replace(source, state=source.state | {"schedule_samples": 100})),
     )
 

@@ -296,10 +296,10 @@ def test_a_rollback_on_a_gpu(tmp_path, monkeypatch, flags):
     """A replayed step meets a NaN; the run goes back and on as one without graphs does."""
     real = loop.Trainer.train
 
-    def spoilt(trainer, stop):
+    def spoilt(trainer):
         plain = trainer.net.loss
         trainer.net.loss = lambda out, b: plain(out, b) * torch.where(b.sample_ids == 20, torch.nan, 1.0)[:, None]
-        return real(trainer, stop)
+        return real(trainer)
 
     monkeypatch.setattr(loop.Trainer, "train", spoilt)
     more = ["--bf16", "--micro-batch-size", 1, "--global-batch-size", 2, "--save-interval", 4, *flags]

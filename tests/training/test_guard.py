@@ -157,10 +157,10 @@ def test_the_first_line_of_a_recovery(run, tmp_path, monkeypatch):
     saved = (*BASE, "--save", save, "--save-interval", 2, "--run-dir", folder)
     real = loop.Trainer.step
 
-    def die(self, stop):
+    def die(self):
         if self.progress.iteration == 7:
             raise KeyboardInterrupt
-        real(self, stop)
+        real(self)
 
     monkeypatch.setattr(loop.Trainer, "step", die)
     assert run(*saved).status == 130

@@ -64,7 +64,7 @@ def test_a_failure_is_recorded(tmp_path, capsys, monkeypatch, error, status):
     drawn = []
     monkeypatch.setattr(LivePage, "draw", lambda page: drawn.append(1))
 
-    def fail(self, stop):
+    def fail(self):
         raise error
 
     monkeypatch.setattr(Trainer, "validate_and_save", fail)

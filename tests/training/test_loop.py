@@ -22,7 +22,7 @@ from meshwright.data.files.writer import Writer
 from meshwright.runs import history as report
 from meshwright.settings import schema
 from meshwright.tokenizers import train_bpe
-from meshwright.training import loop
+from meshwright.training import inflight, loop
 from meshwright.training.before import sizes
 from meshwright.training.log import metrics
 
@@ -682,8 +682,8 @@ def test_the_log_of_a_device_that_computes_by_itself(run, monkeypatch, tmp_path)
 
     at_once = record("a")
     written = []
-    real = loop.Trainer.write_log
-    monkeypatch.setattr(loop.Trainer, "write_log", lambda t: (written.append(t.unwritten is None), real(t)))
+    real = inflight.InFlight.write_log
+    monkeypatch.setattr(inflight.InFlight, "write_log", lambda t: (written.append(t.unwritten is None), real(t)))
     monkeypatch.setattr(device, "is_asynchronous", lambda d: True)
     assert record("b") == at_once
     assert [event for event, *_ in at_once[0]].count("step") == 6 and written.count(False) == 6

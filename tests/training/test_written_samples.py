@@ -70,7 +70,7 @@ PROMPTS = ["1 2 3", "11", "4 5 6 7 8 9 10", "3"]
 
 def texts_of(trainer):
     """Return the logits behind the prompts, and their continuations."""
-    samples = Samples(trainer.config, trainer.net, trainer.vocab, Numbers())
+    samples = Samples(trainer.config, trainer.net, trainer.state.vocab, Numbers())
     return samples.next_logits(samples.ids).tolist(), samples.generate()
 
 

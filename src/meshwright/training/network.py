@@ -24,7 +24,7 @@ from meshwright.parallel.pipeline import Pipeline, stages
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED
 from meshwright.parallel.store import StoreSpec
 from meshwright.parallel.tensor import spread
-from meshwright.settings.schema import Parallel, TrainConfig
+from meshwright.settings.schema import TrainConfig
 from meshwright.training import graphs as graph
 from meshwright.training.step import Loss, Network, make_loss
 
@@ -70,7 +70,7 @@ class Spec:
         return replace(options, compiled=False) if plain else options
 
 
-def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: None) -> Network:
+def build_network(spec: Spec, report_parameters: Callable[[int], None] = lambda number: None) -> Network:
     """Build the model on the meta device, cut it to this rank's part, allocate and compile it.
 
     Calls `report_parameters` with the number of this rank's parameters before it allocates them.
@@ -78,15 +78,8 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     config, layout, device, options = spec.config, spec.layout, spec.device, spec.options
     m, p, o = config.model, config.parallel, config.optimizer
     comm.open_all(layout, device)
-    if spec.model or spec.loss:
-        refuse_to_cut(p, spec.model is not None)
+    require_own_model(spec)
     fp8.require_fp8(config.precision, device)
-    for flag, is_given in {
-        "--fp8-format": bool(config.precision.fp8_format),
-        "--fused-kernels on": config.training.fused_kernels == "on",
-    }.items():
-        if spec.model and is_given:
-            raise UserError(f"{flag} is for the layers of our own models, and this one is custom; leave it out")
     parts, heads, name, execution = build_parts(spec, options)
     tied = layout.pp > 1 and not m.untie_embeddings_and_output_weights
     if tied and parts[0].has_embedding and parts[-1].has_head:  # a V-shaped pipeline: both ends are on the first rank
@@ -109,7 +102,11 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
     if options.compiled:
         for part in parts:
             pick.compile_blocks(part)
-    net = Network(
+    graphs = None
+    if without is None:
+        assert isinstance(store, FlatStore)
+        graphs = graph.Graphs(CudaGraphs(device), parts, store, config.training.cuda_graphs == "auto")
+    return Network(
         parts=parts,
         store=store,
         loss=make_loss(spec.vocab, layout, spec.loss),
@@ -121,12 +118,10 @@ def build(spec: Spec, report_parameters: Callable[[int], None] = lambda number: 
         name=name,
         execution=execution,
         is_compiled=options.compiled,
+        stream=stream,
+        graphs=graphs,
+        without_graphs=without,
     )
-    net.stream, net.without_graphs = stream, without
-    if without is None:
-        assert isinstance(store, FlatStore)
-        net.graphs = graph.Graphs(CudaGraphs(device), parts, store, config.training.cuda_graphs == "auto")
-    return net
 
 
 def open_pipeline(spec: Spec, parts: list[Any]) -> Pipeline:
@@ -199,18 +194,26 @@ def sums_by_copies(config: TrainConfig, layout: Layout, device: torch.device) ->
     return chosen
 
 
-def refuse_to_cut(p: Parallel, has_model: bool) -> None:
-    """Refuse a layout that would cut a custom model or loss."""
+def require_own_model(spec: Spec) -> None:
+    """Refuse settings that a custom model or loss cannot have."""
+    config, p = spec.config, spec.config.parallel
+    if not (spec.model or spec.loss):
+        return
     if p.model_ranks > 1:
         raise UserError(
             f"a custom model or loss can only be trained with data parallelism, not cut over {p.model_ranks} ranks; "
             "set the tensor, pipeline and context sizes to 1"
         )
-    if has_model and p.zero > 1:
+    if spec.model and p.zero > 1:
         raise UserError(
             f"ZeRO {p.zero} with a custom model: only --zero-stage 0 and 1 handle parameters that the loss does not "
             "depend on; choose one of these"
         )
+    switches = {"--fp8-format": bool(config.precision.fp8_format)}
+    switches |= {"--fused-kernels on": config.training.fused_kernels == "on"}
+    for flag, is_given in switches.items():
+        if spec.model and is_given:
+            raise UserError(f"{flag} is for the layers of our own models, and this one is custom; leave it out")
 
 
 def refuse_what_is_not_saved(model: nn.Module) -> None:

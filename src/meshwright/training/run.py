@@ -16,7 +16,7 @@ from meshwright import console
 from meshwright import device as devices
 from meshwright.checkpoint import publish, steps
 from meshwright.console import logged_to, remark, say, say_arguments, say_time, show
-from meshwright.errors import UserError
+from meshwright.errors import HANG, UserError
 from meshwright.parallel.layout import connect, layout_of
 from meshwright.ranks.connect import join_ranks
 from meshwright.ranks.lost import reporting
@@ -46,8 +46,10 @@ if TYPE_CHECKING:
 
     from meshwright.data.datasets import Datasets
     from meshwright.parallel.layout import Layout
+    from meshwright.training.log.metrics import Metrics
     from meshwright.training.loop import Trainer
     from meshwright.training.network import Model
+    from meshwright.training.state.state import State
     from meshwright.training.step import Loss
 
 
@@ -150,10 +152,11 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
     """
     c, startup = config.checkpoint, job.startup
     with startup.phase("modules", "importing Meshwright"):
-        from meshwright.training import network
+        from meshwright.training import setup
         from meshwright.training.log.metrics import Timers
         from meshwright.training.log.screen import open_screen
         from meshwright.training.loop import Trainer
+        from meshwright.training.network import Spec
 
     screen = open_screen(config.logging) if team.is_lead else None
     console.set_stream("stdout" if team.is_lead else None, screen)
@@ -175,34 +178,39 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
         say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
         say_time("after megatron is initialized")
         with timers.phase("model-and-optimizer-setup"):
-            spec = network.Spec(config, layout, device, vocab, padded, job.model, job.loss)
-            with startup.phase("model", "building the model"):
-                trainer = Trainer(spec, team, timers)
-            trainer.load_or_initialise()
-            trainer.fit_micro_batch()
+            spec = Spec(config, layout, device, vocab, padded, job.model, job.loss)
+            state = setup.build_state(spec, team, timers)
         say_time("after model, optimizer, and learning rate scheduler are built")
 
         with timers.phase("train/valid/test-data-iterators-setup"), startup.phase("data", "opening the data"):
-            trainer.open_data(tokenizer, job.datasets)
+            feed = setup.open_feed(state, tokenizer, job.datasets)
+            samples, scores = setup.open_samples(state, tokenizer), setup.open_scores(state, tokenizer)
         say_time("after dataloaders are built")
         say("done with setup ...")
         timers.print_phases("model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
 
-        trainer.open_folder(folder, tokenizer, job.command, screen)
-        trainer.watch(job.watchdog)
+        metrics = setup.open_log(state, folder, tokenizer, timers, job.command, screen)
+        stop = StopConditions(config.training, startup.began, c.save is not None, lambda: newest_step(c.save))
+        trainer = Trainer(state, feed, metrics, timers, stop, job.watchdog, samples, scores)
+        record_hangs(job.watchdog, state, metrics)
         say(startup.line())
         open_log()
         held.callback(trainer.close)
-        stop = StopConditions(config.training, startup.began, c.save is not None, lambda: newest_step(c.save))
         with stop.handle_signals() if job.handle_signals else contextlib.nullcontext():
             try:
-                reason = trainer.train(stop)
-                finish(trainer, reason, stop, tokenizer)
+                reason = trainer.train()
+                finish(trainer, reason, tokenizer)
             except BaseException as error:
-                trainer.metrics.record_failure(trainer.progress.iteration, error)
+                metrics.record_failure(state.progress.iteration, error)
                 raise
-        report_end(trainer, reason, stop, folder)
+        report_end(trainer, reason, folder)
         return stop.status
+
+
+def record_hangs(watchdog: Watchdog | None, state: State, metrics: Metrics) -> None:
+    """Have the watchdog's thread record that it is about to end the run."""
+    if watchdog is not None:
+        watchdog.at_end = lambda text: metrics.record_failure(state.progress.iteration, UserError(text, HANG))
 
 
 def newest_step(folder: str | None) -> int | None:
@@ -224,21 +232,22 @@ def lock_folders(config: TrainConfig, held: contextlib.ExitStack) -> None:
     check_export(config)
 
 
-def finish(trainer: Trainer, reason: str, stop: StopConditions, tokenizer: Tokenizer | None) -> None:
+def finish(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> None:
     """Validate, save and export after the loop."""
     from meshwright.training.loop import ALL_DONE
 
     pulse.enter("end")
     config, c = trainer.config, trainer.config.checkpoint
     if reason == ALL_DONE:
-        trainer.validate("valid", "the end of training for val data", 0, stop)
+        trainer.validate("valid", "the end of training for val data", 0)
     if c.save and trainer.progress.iteration and not config.training.skip_train:
         trainer.save()
     if reason == ALL_DONE:
-        trainer.validate("test", "the end of training for test data", 0, stop)
+        trainer.validate("test", "the end of training for test data", 0)
         if trainer.scores is not None:
-            trainer.score(trainer.scores.finish, stop)
+            trainer.score(trainer.scores.finish)
     trainer.state.saver.wait()
+    trainer.record_failed_saves()
     trainer.state.saver.require_saved(trainer.progress.iteration)
     if lost := trainer.state.saver.lost:
         remark(f" > note: saving failed at iterations {', '.join(map(str, lost))}; the last state is saved")
@@ -249,11 +258,11 @@ def finish(trainer: Trainer, reason: str, stop: StopConditions, tokenizer: Token
         remark(f" > --save-hf: not written, because training is not finished; {convert}")
 
 
-def report_end(trainer: Trainer, reason: str, stop: StopConditions, folder: Path | None) -> None:
+def report_end(trainer: Trainer, reason: str, folder: Path | None) -> None:
     """Record how the run ended, draw its page and say what to do next."""
     from meshwright.training.loop import ALL_DONE
 
-    is_done, metrics = reason == ALL_DONE, trainer.metrics
+    is_done, metrics, stop = reason == ALL_DONE, trainer.metrics, trainer.stop
     if stop.signal:
         reason = stop.signal.name
         say(f"exiting program after receiving {reason}.")

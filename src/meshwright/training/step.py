@@ -68,20 +68,6 @@ class StepSettings:
     wants_stop: bool = False  # whether this rank has a reason to end the run
 
 
-@dataclass(frozen=True)
-class Submitted:
-    """A step that the device may still be computing."""
-
-    iteration: int
-    consumed: int  # samples, with this step's
-    scheduled: int  # samples of the learning rate's schedule, without this step's
-    size: int  # samples
-    settings: StepSettings
-    data_ms: float  # the wait for its batch
-    extras: tuple[str, ...]  # names of the numbers after the update's own
-    numbers: Callable[[], list[float]]  # waits for the device
-
-
 def untimed(name: str, level: int) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 

@@ -31,7 +31,7 @@ from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.schema import Checkpoint, TrainConfig
 from meshwright.training.loop import Trainer
 from meshwright.verify import small_run
-from meshwright.verify.small_run import COLUMNS, Place
+from meshwright.verify.small_run import COLUMNS, Place, StepRows
 from meshwright.verify.twin import Twin, alone, make_twin
 
 # The largest relative difference of equal runs. In a lower precision sums of gradients are rounded
@@ -156,7 +156,7 @@ class Watched:
     """A trainer whose steps are recorded."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.stop = trainer, small_run.never(trainer.config)
+        self.trainer = trainer
         self.gradients: dict[str, Any] = {}
         self.samples: list[int] = []
         self.draws: list[Tensor] = []
@@ -203,21 +203,22 @@ class Watched:
 
     def step(self) -> Step:
         self.gradients, self.samples, self.draws = {}, [], []
-        self.trainer.step(self.stop)
+        self.trainer.step()
         self.trainer.finish()
         draws = torch.cat([x.cpu() for x in self.draws]) if self.draws else torch.empty(0, dtype=torch.int32)
         return Step(self.gradients, self.state(), rows_of(self.trainer)[-1], self.samples, torch.unique(draws))
 
     def validate(self) -> float:
-        return self.trainer.validate("valid", "", 0, self.stop)
+        return self.trainer.validate("valid", "", 0)
 
     def close(self) -> None:
-        self.trainer.close_batches()
+        self.trainer.feed.close()
         self.trainer.state.saver.close()
 
 
 def rows_of(trainer: Trainer) -> list[list[float]]:
-    return trainer.metrics.rows  # type: ignore[attr-defined,no-any-return]
+    assert isinstance(trainer.metrics, StepRows)
+    return trainer.metrics.rows
 
 
 def _on_host(x: Tensor) -> Tensor:

@@ -14,15 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from meshwright.data.feed import Feed
 from meshwright.data.loader import Marks, Mock
 from meshwright.parallel.layout import Layout, connect, layout_of
 from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.before.preflight import vocabulary
 from meshwright.training.health.stop import StopConditions
-from meshwright.training.log.metrics import Timers
+from meshwright.training.log.lines import Check
+from meshwright.training.log.metrics import Attempt, Metrics, Timers
 from meshwright.training.loop import Trainer
 from meshwright.training.network import Spec
+from meshwright.training.setup import build_state, loader_spec
+from meshwright.training.state.state import State
 from meshwright.verify.twin import SAMPLES
 
 if TYPE_CHECKING:
@@ -35,20 +39,18 @@ EOD = 5  # the end of documents; occurs in every other sample of 16 random token
 COLUMNS = ("loss", "grad_norm", "params_norm", "loss_scale", "skipped")
 
 
-class Record:
-    """A stand-in for the log: a row of numbers for each step and each validation."""
+class StepRows(Metrics):
+    """A log that keeps a row of numbers for each step and each validation, and prints nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: State, timers: Timers) -> None:
+        super().__init__(None, state.config, Attempt(0, 0, state.total_steps(), 0.0), timers, state.team)
         self.rows: list[list[float]] = []  # COLUMNS
 
     def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
         self.rows.append([float(values[n]) for n in COLUMNS])
 
-    def validation(self, consumed: int, check: Any) -> None:
+    def validation(self, consumed: int, check: Check) -> None:
         self.rows.append([check.loss, 0.0, 0.0, 0.0, 0.0])
-
-    def row(self, *values: Any, **more: Any) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -69,15 +71,14 @@ def start(config: TrainConfig, place: Place) -> Trainer:
     layout = place.connect(layout) if layout.world > 1 else layout
     _, vocab, padded = vocabulary(config, None)
     spec = Spec(config, layout, place.device, vocab, padded, place.model, place.loss)
-    trainer = Trainer(spec, team, Timers(0, "minmax", place.device, team))
-    trainer.load_or_initialise()
+    timers = Timers(0, "minmax", place.device, team)
+    state = build_state(spec, team, timers)
     d = config.data
-    marked = d.eod_mask_loss or d.reset_position_ids or d.reset_attention_mask
-    trainer.marks = Marks(EOD, d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask) if marked else None
+    effects = (d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask)
     assert d.seq_length
-    trainer.data = {name: Mock(vocab, SAMPLES, d.seq_length, seed) for seed, name in enumerate(("train", "valid"))}
-    trainer.metrics = Record()  # type: ignore[assignment]
-    return trainer
+    datasets = {name: Mock(vocab, SAMPLES, d.seq_length, seed) for seed, name in enumerate(("train", "valid"))}
+    feed = Feed(datasets, loader_spec(state, Marks(EOD, *effects) if any(effects) else None))
+    return Trainer(state, feed, StepRows(state, timers), timers, never(config))
 
 
 def never(config: TrainConfig) -> StopConditions:

@@ -158,6 +158,10 @@ class Replicas:
                 if len({table[rank][number] for rank in group}) > 1:  # type: ignore[index]
                     raise self.explain(iteration, kind)
 
+    def forget(self) -> None:
+        """Forget the last comparison: the step that it was made after does not count."""
+        self.pending = None
+
     def explain(self, iteration: int, kind: Copies) -> UserError:
         """Find out which ranks hold which parameters differently; every rank calls this."""
         mine = {name: int(digest([x], x.device)) for name, x in kind.tensors.items()}

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from meshwright.errors import DONE, WARNINGS
+from meshwright.ranks.team import Team
 from meshwright.settings.schema import Training
 
 
@@ -38,6 +39,17 @@ class StopConditions:
         if self.t.exit_duration_in_mins and minutes > self.t.exit_duration_in_mins:
             return f"{minutes:.2f} minutes, more than --exit-duration-in-mins {self.t.exit_duration_in_mins:g}"
         return None
+
+    def agree(self, team: Team, has_failed: bool) -> tuple[str | None, bool]:
+        """Return the first reason to stop that any rank has, and whether any has failed to save.
+
+        A signal that another rank received becomes this one's.
+        """
+        everyone = team.gather([self.reason(), self.signal, has_failed])
+        for _, number, _ in everyone:
+            if number is not None and self.signal is None:
+                self.signal = signal.Signals(number)
+        return next((reason for reason, *_ in everyone if reason), None), any(failed for *_, failed in everyone)
 
     @property
     def status(self) -> int:

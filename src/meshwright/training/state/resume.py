@@ -7,253 +7,31 @@ import dataclasses
 import json
 import os
 import re
-import time
-from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright import tokenizers
-from meshwright.checkpoint import loading, native, publish, steps
+from meshwright.checkpoint import loading, steps
 from meshwright.checkpoint.loading import OpenOptions
-from meshwright.checkpoint.manifests import DamagedCheckpoint, find_manifest, read_manifest
-from meshwright.checkpoint.saved_model import GPT_NETWORK, model_settings, recorded_settings
-from meshwright.checkpoint.sources import Source, TensorBoxes
-from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
-from meshwright.console import remark, say
+from meshwright.checkpoint.manifests import find_manifest, read_manifest
+from meshwright.checkpoint.saved_model import model_settings, recorded_settings
+from meshwright.checkpoint.sources import Source
+from meshwright.checkpoint.steps import HUGGING_FACE
+from meshwright.console import remark
 from meshwright.data.files.indexed import Indexed, fingerprint
 from meshwright.data.history import History, continue_history, find_parts, needed_sets
 from meshwright.errors import BAD_DATA, LOCKED, UserError
-from meshwright.optim.schedule import Schedule, build_schedule, resume_schedule, warn_of_idle_steps
-from meshwright.ranks.team import Team
+from meshwright.optim.schedule import build_schedule, resume_schedule, warn_of_idle_steps
 from meshwright.runs.history import read_settings
 from meshwright.settings import fields, flags
 from meshwright.settings.checks import contradictions
 from meshwright.settings.data_paths import path_sets, path_settings, prefixes
 from meshwright.settings.fields import spelling
 from meshwright.settings.schema import ARCHITECTURE, STATED, Checkpoint, Logging, Parallel, TokenizerFlags, TrainConfig
-from meshwright.tokenizers import Tokenizer
-from meshwright.training.state.saver import Saver, is_continued
+from meshwright.training.state.saver import is_continued
 
 if TYPE_CHECKING:
-    from meshwright.optim.loss_scale import LossScale
-    from meshwright.training.step import Network
-
-
-@dataclass
-class Progress:
-    """The counters of a run.
-
-    With the weights, moments and loss scale they are its whole state: random draws do not depend on
-    any generator's state.
-    """
-
-    iteration: int = 0  # every attempt counts, skipped ones too
-    consumed_train_samples: int = 0  # likewise
-    schedule_samples: int = 0  # of successful steps only: what the schedule follows
-    nonfinite_in_a_row: int = 0
-    rollbacks: int = 0  # to the weights of the newest checkpoint; 0 once one with further steps is saved
-    best_iteration: int | None = None  # the one with the lowest validation loss
-    best_loss: float | None = None
-
-
-class State:
-    """Everything that a checkpoint keeps: counters, schedule, loss scale, the network's tensors."""
-
-    def __init__(
-        self, config: TrainConfig, net: Network, scaler: LossScale, vocab: int, padded: int, positions: int, team: Team
-    ) -> None:
-        self.config, self.net, self.scaler, self.team = config, net, scaler, team
-        self.saver = Saver(config, net.layout, team, net.device)
-        self.sizes = {"true_vocab_size": vocab, "padded_vocab_size": padded, "positions": positions}
-        self.schedule = build_schedule(config)
-        self.progress = Progress()
-        t = config.training
-        # Of the last steps, in which a spike would stand out.
-        self.losses = deque[float](maxlen=0 if t.on_spike == "off" else t.spike_window)
-        self.skips: list[Any] = []  # (first sample, rule) of samples not trained on, for the record
-        self.blends: History | None = None  # of the training set
-        self.epochs: list[list[Any]] | None = None  # of the training set; its order depends on them
-        self.loaded: int | None = None  # the step this run continues from
-        self.micro_batch_before: int | None = None  # the micro-batch size of the run it continues
-
-    def load(self) -> bool:
-        """Load the checkpoint of --load; return False if there is none and none is needed."""
-        c = self.config.checkpoint
-        assert c.load
-        options = open_options(self.config)
-
-        def want(source: Source) -> TensorBoxes:
-            return self.net.store.named_state(options.optimizer and bool(source.state))
-
-        begun = time.perf_counter()
-        try:
-            loaded = loading.load_checkpoint(c.load, want, options=options, accept=self.accept, team=self.team)
-        except DamagedCheckpoint as damage:
-            hint = "to start anew, give another folder or --save-overwrite"
-            raise DamagedCheckpoint(f"{damage}; {hint}", everywhere=damage.everywhere) from damage
-        if loaded is None:
-            refuse_missing(self.config)
-            note = f"{c.load} holds no checkpoint yet: the weights are random"
-            remark(f"WARNING: could not find the metadata file {Path(c.load) / steps.TRACKER}", on_screen=note)
-            say("    will not load any checkpoints and will start from random")
-            return False
-        if loaded.state and not c.finetune:
-            self.loaded = loaded.step
-            seconds = time.perf_counter() - begun
-            remark(f" > {self.team.run_on_lead(lambda: describe_recovery(self.config, loaded, seconds))}")
-            self.forget_best()
-            if self.team.run_on_lead(lambda: is_kept(c, loaded.step)):
-                self.saver.continue_from(loaded.step, self.best_to_keep)
-        return True
-
-    def accept(self, source: Source) -> Source:
-        """Take over a checkpoint's counters before its tensors are read, or refuse it."""
-        c, state, saved = self.config.checkpoint, source.state, source.config
-        if (name := state.get("network", GPT_NETWORK)) != self.net.name:
-            raise UserError(
-                f"the checkpoint holds a {name} but this run builds a {self.net.name}, so its weights cannot be used; "
-                "run the program that trained it, or change --load",
-                BAD_DATA,
-            )
-        for line in differences(self.config, saved):
-            remark(line)
-        cut = self.cut_vocabulary(source)
-        if c.finetune or not state:
-            why = "--finetune" if c.finetune else f"{source.kind}, weights only"
-            remark(f" > {why}: only the weights are loaded; step, samples and schedule begin at 0")
-            return cut
-        if "schedule" not in state:
-            remark(" > note: the checkpoint has no schedule; the schedule of the flags continues from its samples")
-        elif self.config.training.skip_train:  # no step will follow the schedule, so do not compare it
-            self.schedule = Schedule(**state["schedule"])
-        else:
-            self.schedule, lines = resume_schedule(self.schedule, state["schedule"], self.config)
-            for line in lines:
-                say(line)
-        if c.no_load_optim:
-            remark(" > --no-load-optim: the step and the schedule continue, the optimizer's moments begin at 0")
-        self.take_over(state)
-        if c.no_load_optim:
-            self.net.store.steps = 0
-        self.skips, self.epochs = state.get("skips", []), state.get("epochs")
-        self.blends = History.from_state(state.get("blends"))
-        before = saved.get("micro_batch_size")
-        self.micro_batch_before = before if isinstance(before, int) else None
-        return cut
-
-    def take_over(self, state: dict[str, Any]) -> None:
-        """Take over what changes with every step, besides the tensors."""
-        for f in dataclasses.fields(Progress):
-            setattr(self.progress, f.name, state.get(f.name, f.default))
-        self.scaler.load(state.get("loss_scale", {"dynamic": False}))
-        if (scales := self.net.store.scales) is not None:
-            scales.load(state.get("fp8"))
-        self.losses.clear()
-        self.losses.extend(state.get("losses", []))
-        self.net.store.steps = state.get("optimizer_steps", self.progress.iteration)
-
-    def roll_back(self) -> int | None:
-        """Load the newest checkpoint of --save into the live network; return its step, if any.
-
-        Everything is loaded in place: CUDA graphs go on reading the same memory.
-        """
-        self.saver.wait()
-        save, options = self.config.checkpoint.save, open_options(self.config)._replace(optimizer=True)
-        assert save
-
-        def take_over(source: Source) -> Source:
-            self.take_over(source.state)
-            return source
-
-        loaded = loading.load_checkpoint(
-            save, lambda source: self.net.store.named_state(), options=options, accept=take_over, team=self.team
-        )
-        if loaded is None:
-            return None
-        self.net.store.forget_gathered()
-        self.net.store.publish_weights()
-        self.net.store.wait_for_weights()  # a CUDA graph cannot
-        self.saver.kept = None
-        return loaded.step
-
-    def cut_vocabulary(self, source: Source) -> Source:
-        """Return another program's checkpoint without the padding of its tables."""
-        size = self.sizes["true_vocab_size"]
-        if source.kind == NATIVE:  # compared with all other shapes
-            return source
-        if source.vocab not in (None, size):
-            message = f"the vocabulary has {size:,} ids, {source.folder} was made with {source.vocab:,}"
-            if source.kind != HUGGING_FACE or size > (source.vocab or 0):  # whose size may include padding
-                raise UserError(message, BAD_DATA)
-            remark(f" > note: {message}: the extra rows are treated as padding")
-        return source.of_vocabulary(size)
-
-    @property
-    def best_to_keep(self) -> int | None:
-        return self.progress.best_iteration if self.config.checkpoint.keep_best else None
-
-    def forget_best(self) -> None:
-        """Forget a best step that --save does not hold, so that a later one can take its place."""
-        c, best = self.config.checkpoint, self.progress.best_iteration
-        if c.keep_best and c.save and best is not None:
-            save = c.save
-            if c.save_overwrite or not self.team.run_on_lead(lambda: best in steps.list_steps(save)):
-                self.progress.best_iteration = self.progress.best_loss = None
-
-    def set_epochs(self, epochs: list[list[Any]]) -> None:
-        """Record the epochs of the training set, and note if the checkpoint had others.
-
-        All epochs are shuffled together, as in Megatron, so more epochs mean another order.
-        """
-        if self.epochs and epochs and epochs != self.epochs:
-            now, before = (
-                " and ".join(
-                    f"{n} epoch{'s' * (n != 1)}{', the last one shuffled separately' * is_separate}"
-                    for n, is_separate in each
-                )
-                for each in (epochs, self.epochs)
-            )
-            note = (
-                f" > note: the training set is now {now}; at the checkpoint it was {before}: all epochs are shuffled "
-            )
-            remark(f"{note}together (as in Megatron), so the order has changed, and samples may be seen again")
-        self.epochs = epochs
-
-    def check(self, tokenizer: Tokenizer | None, will_train: bool) -> None:
-        """Require the checkpoint's vocabulary, and disk space for one more checkpoint."""
-        c = self.config.checkpoint
-        kept = steps.split_path(c.load)[0] / "tokenizer" if c.load else None
-        if kept and tokenizer:
-            self.team.run_on_all(lambda: tokenizers.require_same(tokenizer, kept))
-        if c.save and will_train:
-            if c.ckpt_format == "torch" and self.net.name != GPT_NETWORK:
-                raise UserError(f"--ckpt-format torch: Megatron-LM has no {self.net.name}; native holds any network")
-            # The previous step and the new one; Megatron's format needs a temporary one too.
-            copies = 3 if c.ckpt_format == "torch" else 2
-            publish.check_writable(c.save, native.bytes_of(self.tensors(), self.team), self.team, copies)
-
-    def tensors(self) -> Any:
-        return self.net.store.named_state(not self.config.checkpoint.no_save_optim, to_save=True)
-
-    def save_weights(self, root: Path) -> None:
-        """Write the weights alone as a step into another folder than --save."""
-        state = dataclasses.asdict(self.progress) | self.sizes | {"network": self.net.name}
-        with publish.lock(root) if self.team.is_lead else contextlib.nullcontext():
-            named = self.net.store.named_state(False, to_save=True)
-            native.save_step(root, self.progress.iteration, named, state, saved_settings(self.config), team=self.team)
-
-    def save(self) -> float | None:
-        """Save this state, unless --save holds it; return the seconds that the run waited."""
-        p = self.progress
-        schedule, blends = dataclasses.asdict(self.schedule), self.blends.state() if self.blends else None
-        state = dataclasses.asdict(p) | self.sizes | {"schedule": schedule, "loss_scale": self.scaler.state()}
-        state |= {"skips": self.skips, "optimizer_steps": self.net.store.steps, "network": self.net.name}
-        state |= {"epochs": self.epochs, "blends": blends, "losses": list(self.losses)}
-        if (scales := self.net.store.scales) is not None:
-            state["fp8"] = scales.state(self.team.gather)
-        return self.saver.save(p.iteration, self.tensors(), state, saved_settings(self.config), self.best_to_keep)
+    pass
 
 
 def describe_recovery(config: TrainConfig, loaded: loading.LoadedStep, seconds: float) -> str:

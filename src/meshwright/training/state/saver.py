@@ -54,7 +54,7 @@ def is_complete(folder: str, step: int) -> bool:
 class Saver:
     """Saves the steps of a run; `kept` is the step in --save that equals the run's state now.
 
-    With --save-error warn, `lost` are the steps whose save failed, and `note_loss` records them.
+    With --save-error warn, `lost` are the steps whose save failed.
     """
 
     def __init__(self, config: TrainConfig, layout: Layout, team: Team, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Saver:
         self.kept: int | None = None
         self.lost: list[int] = []
         self.failure: UserError | None = None  # of the last of them
-        self.note_loss: Callable[[int, str], None] = lambda step, reason: None
+        self.unrecorded: list[tuple[int, str]] = []  # steps and why their saves failed
         self.background: Background | None = None
         if c.save and (device.type != "cpu" if c.async_save is None else c.async_save):
             from meshwright.checkpoint.background import Background
@@ -120,7 +120,12 @@ class Saver:
             if not self.team.run_on_lead(lambda: is_complete(folder, step)):  # else only what followed has failed
                 self.kept, self.failure = None, error
                 self.lost.append(step)
-                self.note_loss(step, str(error))
+                self.unrecorded.append((step, str(error)))
+
+    def take_failures(self) -> list[tuple[int, str]]:
+        """Return the steps whose saves failed since the last call, and why."""
+        failures, self.unrecorded = self.unrecorded, []
+        return failures
 
     def require_saved(self, step: int) -> None:
         """Raise the failure that the run went on after, unless its state is saved now."""

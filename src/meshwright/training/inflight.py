@@ -1,0 +1,149 @@
+"""The steps under way: submitted to the device, then settled by their numbers, then logged.
+
+A step's learning rate and loss scale must be known when it is submitted. So the loop can run a step
+ahead of the numbers only if a step that is not applied ends the run, or undoes the step after it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from meshwright import device as devices
+from meshwright.parallel.store import ALL_MET, HAS_GRADIENTS
+from meshwright.settings.grammar import ON_NONFINITE, reaction
+
+if TYPE_CHECKING:
+    from meshwright.training.health.replicas import Replicas
+    from meshwright.training.health.stragglers import Stragglers
+    from meshwright.training.log.metrics import Metrics
+    from meshwright.training.state.state import State
+    from meshwright.training.step import StepSettings, Update
+
+
+class Submitted(NamedTuple):
+    """A step that the device may still be computing."""
+
+    iteration: int
+    consumed: int  # samples, with this step's
+    scheduled: int  # samples of the learning rate's schedule, without this step's
+    size: int  # samples
+    settings: StepSettings
+    data_ms: float  # the wait for its batch
+    extras: tuple[str, ...]  # names of the numbers after the update's own
+    numbers: Callable[[], list[float]]  # waits for the device
+
+
+class Settled(NamedTuple):
+    """A step whose numbers are known, and the counters corrected by them."""
+
+    step: Submitted
+    loss: float
+    norm: float
+    is_applied: bool
+    votes: float  # ranks that want the run to stop
+
+
+class InFlight:
+    """At most `ahead` submitted steps; each is settled once and logged once, in order."""
+
+    def __init__(self, state: State, metrics: Metrics, stragglers: Stragglers, replicas: Replicas) -> None:
+        self.state, self.metrics, self.stragglers, self.replicas = state, metrics, stragglers, replicas
+        c, is_asynchronous = state.config, devices.is_asynchronous(state.net.device)
+        skips = (reaction(c.training.on_nonfinite, ON_NONFINITE) or ("stop", 0))[0] == "skip"
+        # Timers wait for each step anyway.
+        runs_ahead = is_asynchronous and not (c.precision.fp16 or skips) and c.logging.timing_log_level == "0"
+        self.ahead = int(runs_ahead)
+        self.logs_late = is_asynchronous and not runs_ahead  # while the device computes the next step
+        self.submitted = deque[Submitted]()
+        self.unwritten: Callable[[], None] | None = None  # writes the log of the last settled step
+        self.ended = time.perf_counter()  # the last step's end, from which the next one is timed
+
+    def add(self, update: Update, settings: StepSettings, data_ms: float) -> None:
+        """Count a step as applied, which `settle` corrects, and begin to read its numbers."""
+        p, store, g, extras = self.state.progress, self.state.net.store, self.state.config.logging, {}
+        if g.log_num_zeros_in_grad:
+            extras["num_zeros"] = store.count_zero_gradients()
+        if g.log_params_norm:
+            extras["params_norm"] = store.weight_norm()
+        if (times := store.times) is not None:
+            extras |= {"arrived": times[HAS_GRADIENTS], "met": times[ALL_MET]}
+        numbers = torch.cat([update, *(x.double().view(1) for x in extras.values())]) if extras else update
+        size, scheduled = self.state.config.batch(p.consumed_train_samples), p.schedule_samples
+        p.iteration += 1
+        p.consumed_train_samples += size
+        p.schedule_samples += size
+        read = devices.start_read(numbers)
+        step = Submitted(p.iteration, p.consumed_train_samples, scheduled, size, settings, data_ms, tuple(extras), read)
+        self.submitted.append(step)
+        if self.logs_late:
+            self.write_log()  # of the step before
+
+    def settle(self, keep: int = 0) -> Iterator[Settled]:
+        """Wait for each submitted step but the last `keep`; yield it, then log it."""
+        while len(self.submitted) > keep:
+            yield self.correct(self.submitted.popleft())
+            if not self.logs_late:
+                self.write_log()
+
+    def correct(self, step: Submitted) -> Settled:
+        """Wait for a step's numbers; correct counters and loss scale if it was not applied."""
+        state, settings = self.state, step.settings
+        p, schedule = state.progress, state.schedule
+        loss, norm, votes, *values = step.numbers()
+        shown = dict(zip(step.extras, values, strict=True))
+        if "met" in shown:
+            self.stragglers.note(step.iteration, step.data_ms, shown.pop("arrived"), shown.pop("met"))
+        if schedule.wd_style != "constant":
+            shown["weight_decay"] = settings.weight_decay
+
+        skipped = not (math.isfinite(loss) and math.isfinite(norm))  # then the store left the weights as they were
+        state.scaler.update(skipped)
+        overflow = skipped and math.isfinite(loss) and state.config.precision.fp16
+        harmless = overflow and state.scaler.may_overflow(settings.scale)
+        scheduled = step.scheduled + (0 if skipped else step.size)
+        p.nonfinite_in_a_row = p.nonfinite_in_a_row + 1 if skipped and not harmless else 0
+        row = {"batch": step.size, "loss": loss, "grad_norm": norm, "lr": settings.lr, "loss_scale": settings.scale}
+        row |= {"skipped": skipped, "data_ms": round(step.data_ms, 3), **shown}
+        now, next_lr = time.perf_counter(), schedule.lr(scheduled)
+        logged = step.iteration, step.consumed, now - self.ended
+        self.unwritten = functools.partial(self.metrics.step, *logged, next_lr, row)
+        self.ended = now
+        if skipped:  # whatever was submitted since then does not count
+            p.iteration, p.consumed_train_samples, p.schedule_samples = step.iteration, step.consumed, scheduled
+        return Settled(step, loss, norm, not skipped, votes)
+
+    def write_log(self) -> None:
+        """Log the last step that was settled, unless that is done."""
+        write, self.unwritten = self.unwritten, None
+        if write is not None:
+            write()
+        for iteration, lag in self.stragglers.changes() if self.state.team.is_lead else ():
+            self.metrics.straggler(iteration, lag)
+
+    def drop(self) -> bool:
+        """Log what is settled and forget the steps since, which do not count.
+
+        Return whether one of them changed the weights.
+        """
+        dropped = list(self.submitted)
+        self.submitted.clear()
+        self.write_log()
+        self.replicas.forget()
+        return any(all(map(math.isfinite, step.numbers()[:2])) for step in dropped)
+
+    def finish_alone(self) -> None:
+        """Settle and log all steps without reacting to them: other ranks may be gone."""
+        for _ in self.settle():
+            pass
+        self.write_log()
+
+    def restart_clock(self, pause: float | None = None) -> None:
+        """Leave a pause out of the next step's time; None: all since the last step."""
+        self.ended = time.perf_counter() if pause is None else self.ended + pause

@@ -1,0 +1,208 @@
+"""Make the parts of a run on one rank: its state, its feed and its log, in Megatron's order."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright import device as devices
+from meshwright.console import remark, say, show
+from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, list_epochs, make_marks
+from meshwright.data.feed import Feed
+from meshwright.data.loader import LoaderSpec, Marks
+from meshwright.model import counts
+from meshwright.model.gpt import initialise
+from meshwright.parallel.store import DRAWING_THREADS
+from meshwright.ranks.team import Team
+from meshwright.tokenizers import Tokenizer
+from meshwright.training.before import memory
+from meshwright.training.before.sizes import describe_long_step, parameters_of_ranks
+from meshwright.training.beside.samples import Samples
+from meshwright.training.beside.scores import Scores, ScoresBeside
+from meshwright.training.log.metrics import Attempt, Metrics, Timers
+from meshwright.training.log.screen import Beginning, LineScreen
+from meshwright.training.network import Spec, build_network
+from meshwright.training.state import folder as run_folder
+from meshwright.training.state.state import State
+from meshwright.version import our_version
+
+
+def build_state(spec: Spec, team: Team, timers: Timers) -> State:
+    """Build the network, load or draw its weights, and resolve `--micro-batch-size auto`."""
+    with timers.startup.phase("model", "building the model"):
+        state = build_empty_state(spec, team)
+    load_or_initialise(state, timers)
+    if spec.config.training.micro_batch_size == "auto":
+        with timers.startup.phase("micro-batch", "trying micro-batches"):
+            fit_micro_batch(state)
+    return state
+
+
+def build_empty_state(spec: Spec, team: Team) -> State:
+    """Return the state of a run whose weights are neither loaded nor drawn."""
+    config, layout, device = spec.config, spec.layout, spec.device
+    say("building GPT model ...")
+    if spec.model is None:
+        share = parameters_of_ranks(config, spec.padded, spec.positions)[layout.at("pp")]
+        team.run_on_all(lambda: memory.require_memory(config, share, spec.padded // layout.tp, device))
+
+    def report_parameters(number: int) -> None:
+        counted = team.gather([layout.at("tp"), layout.at("pp"), number])
+        for tp, pp, count in sorted({tuple(x) for x in counted}):
+            say(f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {count}")
+
+    net = build_network(spec, report_parameters)
+    say(f" > running the {net.execution}")
+    if device.type != "cpu" or config.training.cuda_graphs == "on":
+        without = net.without_graphs
+        say(f" > CUDA graphs: {f'off, because {without}' if without else 'on, from step 3'}")
+    if config.training.compile == "on" and not net.is_compiled:
+        remark(" > note: --compile on has no effect on layers with the reference attention")
+    state = State(spec, net, team)
+    say(f"> learning rate decay style: {state.schedule.style}")
+    return state
+
+
+def load_or_initialise(state: State, timers: Timers) -> None:
+    config, store = state.config, state.net.store
+    is_loaded = bool(config.checkpoint.load)
+    with timers.startup.phase("weights", "loading the weights" if is_loaded else "drawing the weights"):
+        if is_loaded:
+            with timers.phase("load-checkpoint"):
+                state.load()
+            timers.print_phases("load-checkpoint")
+        if not state.has_loaded:
+            # A custom model's own function may use one generator.
+            own = getattr(state.net.parts[0], "initialise", None)
+            draw, threads = own or initialise, 1 if own else min(DRAWING_THREADS, devices.cores())
+            store.initialise(lambda masters: draw(masters, config.model, state.vocab, config.training.seed), threads)
+        store.publish_weights()
+
+
+def fit_micro_batch(state: State) -> None:
+    size, reason = memory.fit_micro_batch(state.net, state.config, state.vocab, state.micro_batch_before, state.team)
+    remark(f" > --micro-batch-size auto: {size} ({reason})")
+    t = dataclasses.replace(state.config.training, micro_batch_size=size)
+    state.config = dataclasses.replace(state.config, training=t)
+
+
+def open_feed(state: State, tokenizer: Tokenizer | None, datasets: Datasets | None) -> Feed:
+    """Open the data sets that the flags name, unless `datasets` are given."""
+    p, team, is_own = state.progress, state.team, datasets is not None
+    marks = make_marks(state.config.data, tokenizer)
+    at = (p.iteration, p.consumed_train_samples) if state.will_train else None
+    opened = team.run_lead_first(lambda: open_files(state)) if datasets is None else datasets
+    team.run_on_all(lambda: check_datasets(state.config, opened, is_own, at))
+    state.set_epochs(list_epochs(opened.get("train")))
+    return Feed(opened, loader_spec(state, marks))
+
+
+def open_files(state: State) -> Datasets:
+    """Open the data sets that the flags name.
+
+    The blends are those recorded in the checkpoint and any added since. A finished run refuses
+    others too, as it would if it went on.
+    """
+    past, consumed = state.blends, state.progress.consumed_train_samples
+    if state.config.training.skip_train:  # a validation starts at the first sample, whatever was trained on
+        past, consumed = None, 0
+    opened, blends = continue_datasets(state.config, state.vocab, past, consumed)
+    if state.will_train:
+        state.blends = blends
+    last = state.blends.blends[-1].begin if state.blends else 0
+    d = dataclasses.replace(state.config.data, blend_change_at=str(last) if last else None)  # for config.toml
+    state.config = dataclasses.replace(state.config, data=d)
+    return opened
+
+
+def loader_spec(state: State, marks: Marks | None) -> LoaderSpec:
+    """Return what this rank reads of each step."""
+    config, layout, length = state.config, state.net.layout, state.config.data.seq_length
+    assert length
+    part = layout.at("cp")
+    return LoaderSpec(
+        config.micro_batch,
+        config.batch,
+        state.vocab,
+        workers=config.data.num_workers,
+        marks=marks,
+        rank=layout.at("replicas", "shard"),
+        ranks=layout.dp,
+        columns=slice(part * length // layout.cp, (part + 1) * length // layout.cp) if layout.cp > 1 else None,
+        length=length + 1,
+        device=state.net.device,
+    )
+
+
+def open_samples(state: State, tokenizer: Tokenizer | None) -> Samples | None:
+    """Return the prompts of --sample-interval, or None without it."""
+    return Samples(state.config, state.net, state.vocab, tokenizer) if state.config.logging.sample_interval else None
+
+
+def open_scores(state: State, tokenizer: Tokenizer | None) -> Scores | None:
+    """Return the tasks of --eval-tasks, or None without it."""
+    g = state.config.logging
+    if not g.eval_tasks:
+        return None
+    parts = state.config, state.net, state.vocab, tokenizer, state.team
+    return ScoresBeside(*parts, state.save_weights) if g.eval_tasks_device else Scores(*parts)
+
+
+def open_log(
+    state: State,
+    folder: Path | None,
+    tokenizer: Tokenizer | None,
+    timers: Timers,
+    command: list[str],
+    screen: LineScreen | None = None,
+) -> Metrics:
+    """Write the settings and the vocabulary, and open the log with its first row.
+
+    Before this, the run has only written locks, probes and caches.
+    """
+    c, p, team, seq = state.config, state.progress, state.team, state.config.data.seq_length
+    assert seq
+    state.check(tokenizer)
+    team.run_on_lead(lambda: run_folder.prepare(folder, c, tokenizer, state.will_train))
+    flops = counts.flops_per_token(c.model, state.padded, seq, c.training.recompute)
+    # The state that all ranks would save together holds each parameter once.
+    own = state.net.store.named_state(False, to_save=True)
+    parameters = sum(team.gather(sum(x.numel() for _, _, x in own.values())))
+    if screen is not None:
+        show(screen.begin(beginning(state, folder, tokenizer, parameters)))
+    long = describe_long_step(flops * c.global_batch * seq) if state.net.device.type == "cpu" else None
+    if long and state.will_train:
+        remark(f"WARNING: {long}")
+    attempt = Attempt(p.iteration, p.consumed_train_samples, state.total_steps(), flops, screen)
+    metrics = Metrics(folder if team.is_lead else None, c, attempt, timers, team)
+    # A "start" replaces earlier rows from this iteration on, an "evaluate" none.
+    event = "evaluate" if c.training.skip_train else "start"
+    row: dict[str, Any] = {"command": command, "version": our_version(), "torch": torch.__version__}
+    row |= {"python": platform.python_version(), "device": devices.name(state.net.device), "host": platform.node()}
+    row |= {"parameters": parameters, "block": state.net.execution, "dtype": c.precision.dtype}
+    startup = timers.startup
+    row |= {"startup": startup.seconds, "ready": round(time.perf_counter() - startup.began, 3)}
+    metrics.row(event, p.iteration, **row, tokens_per_step=c.global_batch * seq, train_iters=c.steps)
+    return metrics
+
+
+def beginning(state: State, folder: Path | None, tokenizer: Tokenizer | None, parameters: int) -> Beginning:
+    p = state.progress
+    return Beginning(
+        state.config,
+        folder,
+        tokenizer,
+        state.vocab,
+        state.padded,
+        parameters,
+        device=devices.name(state.net.device),
+        iteration=p.iteration,
+        total=state.total_steps(),
+        loaded=state.config.checkpoint.load if state.has_loaded else None,
+        best=None if p.best_iteration is None or p.best_loss is None else (p.best_iteration, p.best_loss),
+    )
