@@ -21,8 +21,8 @@ for package in ("starlette", "uvicorn", "httpx"):
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from meshwright.runs.overview import Watcher  # noqa: E402
 from meshwright.watch import app as application  # noqa: E402
+from meshwright.watch.overview import Watcher  # noqa: E402
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def folder(tmp_path):
 def watcher(folder):
     out = Watcher([folder])
     out.search()
-    out.look()
+    out.update()
     return out
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pages import check_row, step_row
 
-from meshwright.runs.follow import Follower
+from meshwright.runs.follow import RunTail
 from meshwright.watch.curves import View, curves
 
 
@@ -20,8 +20,8 @@ def run(tmp_path):
     rows += [check_row(1000, 3.0), check_row(5000, 2.5), {"event": "scores", "iteration": 2000, "scores": {"a": 0.5}}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "config.toml").write_text("[data]\nseq_length = 8\n")
-    out = Follower(tmp_path)
-    out.look(lambda: None)
+    out = RunTail(tmp_path)
+    out.read_new(lambda: None)
     return out
 
 
@@ -60,5 +60,5 @@ def test_a_median_at_a_border_reads_beyond_it(run):
 
 
 def test_nothing_yet(tmp_path):
-    found = curves(Follower(tmp_path), View())
+    found = curves(RunTail(tmp_path), View())
     assert found == {"range": None, "lines": {}, "checks": {}, "scores": {}, "resumed": []}

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
             raise
         hint = "install it with pip install 'meshwright[serve]'"
         raise UserError(f"watch needs {error.name}: {hint}", UNAVAILABLE) from None
-    from meshwright.runs.overview import Watcher
+    from meshwright.watch.overview import Watcher
 
     def show(port: int) -> None:
         print(f"http://localhost:{port}/", flush=True)

@@ -18,8 +18,8 @@ from meshwright.progress import duration
 from meshwright.report import plot
 from meshwright.report.html import document, escape, table, write_page
 from meshwright.report.page import columns, explain_validations
-from meshwright.runs import goodput
-from meshwright.runs.history import History, read_history, read_settings, wall_time
+from meshwright.runs.goodput import read_goodput
+from meshwright.runs.history import History, flat_settings, read_history, read_settings, wall_time
 from meshwright.settings.schema import OUTCOME, Model
 
 # Colours with a contrast of at least 3 to a white and to a dark page.
@@ -52,7 +52,7 @@ def style_of(number: int) -> Style:
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     name: str
     history: History
     settings: dict[str, Any]
@@ -66,12 +66,7 @@ class Run:
         return steps[at - 1].consumed_samples * self.scale if at else 0
 
     def checks(self) -> list[tuple[int, float]]:
-        """Return iterations and mean losses of the validation sets, with that at the end."""
-        found: dict[tuple[int, bool], list[float]] = {}
-        for v in self.history.validations:
-            if v.name != "test":
-                found.setdefault((v.iteration, v.is_at_end), []).append(v.loss)
-        return [(i, math.fsum(losses) / len(losses)) for (i, _), losses in sorted(found.items())]
+        return self.history.mean_validations()
 
     def validations(self) -> dict[int, float]:
         """Return iteration -> mean validation loss; of the last one's two the first.
@@ -128,7 +123,7 @@ def compare(folders: Sequence[Path], output: Path | None, as_json: bool, toleran
     return UNEXPECTED if worst > tolerance else DONE
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     names = [f.resolve().name for f in folders]
     if len(set(names)) < len(names):
         names = [str(f) for f in folders]
@@ -137,26 +132,25 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         history = read_history(folder)
         if not history.steps:
             raise UserError(f"{folder / 'metrics.jsonl'} holds no step", BAD_DATA)
-        groups = read_settings(folder).values()
-        read.append((history, {name: value for group in groups for name, value in group.items()}))
+        read.append((history, flat_settings(read_settings(folder))))
     known = all(isinstance(settings.get("seq_length"), int) for _, settings in read)
     return [
-        Run(name, history, settings, "tokens" if known else "samples", settings["seq_length"] if known else 1)
+        ComparedRun(name, history, settings, "tokens" if known else "samples", settings["seq_length"] if known else 1)
         for name, (history, settings) in zip(names, read, strict=True)
     ]
 
 
-def figures(r: Run) -> dict[str, Any]:
+def figures(r: ComparedRun) -> dict[str, Any]:
     """Return the figures of one run."""
     steps, checks = r.history.steps, r.checks()
-    last, best = steps[-1].iteration, min((x for _, x in checks if not math.isnan(x)), default=None)
+    last, best = steps[-1].iteration, r.history.best_validation()
     out = {"name": r.name, "steps": last, "amount": r.amount(last), "final_loss": r.final("training")}
     out["final_loss_steps"] = r.final_training[1]
-    out |= {"final_validation": r.final("validation") if checks else None, "best_validation": best}
+    out |= {"final_validation": r.final("validation") if checks else None, "best_validation": best and best[1]}
     speed = statistics.median(s.tokens_per_second for s in steps)
-    found = goodput.of_history(r.history)
+    goodput = read_goodput(r.history)
     out |= {"tokens_per_second": speed, "seconds": wall_time(r.history.attempts)[1]}
-    return out | {"goodput": found.share if found else None}
+    return out | {"goodput": goodput.share if goodput else None}
 
 
 def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -190,7 +184,7 @@ _VALIDATED_ON = """
 """.split()
 
 
-def cautions(a: Run, b: Run) -> list[str]:
+def cautions(a: ComparedRun, b: ComparedRun) -> list[str]:
     """Return what a reader must know before trusting the numbers."""
     out = []
     if amounts_differ((a, b)):
@@ -201,7 +195,7 @@ def cautions(a: Run, b: Run) -> list[str]:
     return out
 
 
-def amounts_differ(runs: Sequence[Run]) -> bool:
+def amounts_differ(runs: Sequence[ComparedRun]) -> bool:
     """Return whether some iteration comes after different amounts of tokens (or samples)."""
     amounts: dict[int, set[int]] = {}
     for r in runs:
@@ -210,7 +204,7 @@ def amounts_differ(runs: Sequence[Run]) -> bool:
     return any(len(found) > 1 for found in amounts.values())
 
 
-def difference(a: Run, b: Run) -> dict[str, Any]:
+def difference(a: ComparedRun, b: ComparedRun) -> dict[str, Any]:
     """Return how b's losses differ from a's, b - a, at the iterations that both have."""
     before, after = ({s.iteration: s.loss for s in r.history.steps} for r in (a, b))
     gaps = {i: gap(before[i], after[i]) for i in before if i in after}
@@ -219,7 +213,7 @@ def difference(a: Run, b: Run) -> dict[str, Any]:
     checks = b.validations()
     kind = "validation" if checks and a.validations() else "training"
 
-    def reached(x: Run, y: Run) -> dict[str, Any]:
+    def reached(x: ComparedRun, y: ComparedRun) -> dict[str, Any]:
         loss = y.final(kind)
         return {"run": x.name, "loss_of": y.name, "kind": kind, "loss": loss, "after": x.reaches(loss, kind)}
 
@@ -342,7 +336,7 @@ def show(value: Any) -> str:
 # The page
 
 
-def page(runs: Sequence[Run], found: dict[str, Any]) -> str:
+def page(runs: Sequence[ComparedRun], found: dict[str, Any]) -> str:
     names = [r.name for r in runs]
     settings = [[n, *map(show, values)] for n, values in found["settings"].items()]
     parts = [
@@ -364,14 +358,14 @@ def wide_table(rows: list[list[str]]) -> str:
     return table(body, "numbers runs", head)
 
 
-def explained(runs: Sequence[Run]) -> list[str]:
+def explained(runs: Sequence[ComparedRun]) -> list[str]:
     """Return what the best and the last validation of each run mean."""
     words = [(r.name, line) for r in runs for line in explain_validations(r.history, r.settings)]
     lines = (f"<p><b>{escape(name)}</b>: {escape(line)}</p>" for name, line in words)
     return ["<h2>Best and last validation</h2>", *lines] if words else []
 
 
-def curve(r: Run, column: str, by_amount: bool) -> tuple[Any, Any]:
+def curve(r: ComparedRun, column: str, by_amount: bool) -> tuple[Any, Any]:
     """Return a column's finite values over iterations or over tokens."""
     import numpy as np
 
@@ -380,7 +374,7 @@ def curve(r: Run, column: str, by_amount: bool) -> tuple[Any, Any]:
     return x[known] * (r.scale if by_amount else 1), y[known]
 
 
-def plots(runs: Sequence[Run]) -> list[str]:
+def plots(runs: Sequence[ComparedRun]) -> list[str]:
     """Return losses, differences and learning rates; over tokens if the steps differ in size."""
     import numpy as np
 

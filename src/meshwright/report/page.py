@@ -9,15 +9,25 @@ import math
 import shlex
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.progress import duration
 from meshwright.report import plot
 from meshwright.report.html import document, escape, table, write_page
-from meshwright.runs import goodput
-from meshwright.runs.history import PATIENCE, Attempt, History, Step, Validation, read_history, read_settings, wall_time
+from meshwright.runs.goodput import read_goodput
+from meshwright.runs.history import (
+    PATIENCE,
+    Attempt,
+    History,
+    LoggedStep,
+    Validation,
+    flat_settings,
+    read_history,
+    read_settings,
+    wall_time,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +56,6 @@ else addEventListener("DOMContentLoaded", () => {
 def page(run_dir: Path, history: History, settings: Settings, now: float) -> str:
     name, last = run_dir.resolve().name, history.attempts[-1] if history.attempts else None
     is_running, head = history.is_running(now), []
-    flat = {name: value for group in settings.values() for name, value in group.items()}
     if is_running:
         script = SCRIPT.replace("WRITTEN", str(round(1e3 * now))).replace("PATIENCE", str(round(1e3 * PATIENCE)))
         head = [script.replace("RELOAD", str(1000 * RELOAD))]
@@ -54,17 +63,17 @@ def page(run_dir: Path, history: History, settings: Settings, now: float) -> str
     attempts = []
     for a in history.attempts:
         row = [str(a.number), date(a.start.get("time")), f"{a.began:,} to {a.last:,}"]
-        attempts.append([*row, command_line(a.start.get("command")), describe_end(a, a is last)])
+        attempts.append([*row, shell_line(a.start.get("command")), describe_end(a, a is last)])
     parts = [
         f"<h1>{escape(name)}</h1>",
         *show_state(history, now),
         '<dl class="cards">',
         *(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in headlines(history, settings, is_running)),
         "</dl>",
-        *(f"<p>{escape(words)}</p>" for words in explain_validations(history, flat, is_running)),
+        *(f"<p>{escape(words)}</p>" for words in explain_validations(history, flat_settings(settings), is_running)),
         *explain_unsaved(history),
         *show_certificate(run_dir),
-        *(f"<p>{escape(found.line().capitalize())}.</p>" for found in [goodput.of_history(history)] if found),
+        *([f"<p>{escape(goodput.line().capitalize())}.</p>"] if (goodput := read_goodput(history)) else []),
         f'<div class="pictures">{"".join(plots(history))}</div>',
         "<h2>Attempts</h2>",
         table(attempts, "attempts", ["", "started", "iterations", "command", "end"]),
@@ -123,7 +132,8 @@ def explain_unsaved(history: History) -> list[str]:
 def explain_validations(history: History, settings: dict[str, Any], is_running: bool = False) -> list[str]:
     """Return what the best and the last validation mean, in words, for each set."""
     out = []
-    for checks in by_dataset(v for v in history.validations if v.name != "test" and math.isfinite(v.loss)):
+    for all_checks in history.sets().values():
+        checks = [v for v in all_checks if math.isfinite(v.loss)]
         steps = sorted({v.iteration for v in checks})
         if len(steps) < 2:
             continue
@@ -172,12 +182,12 @@ def headlines(history: History, settings: Settings, is_running: bool = False) ->
             out.append(("skipped steps", f"{skipped:,}"))
         mean, count = history.final_loss(settings.get("logging", {}).get("log_interval"))
         out.append((f"{final} training loss{f', mean of {count} steps' * (count > 1)}", f"{mean:.4f}"))
-    for checks in by_dataset(v for v in history.validations if v.name != "test"):
+    for checks in history.sets().values():
         best, on = min(checks, key=lambda v: math.inf if math.isnan(v.loss) else v.loss), suffix(checks[0])
         out.append((f"{final} validation loss{on}", f"{checks[-1].loss:.4f}"))
         out.append((f"{final} validation perplexity{on}", f"{checks[-1].ppl:,.2f}"))
         out.append((f"best validation loss{on}", f"{best.loss:.4f} at {best.iteration:,}"))
-    for tests in by_dataset(v for v in history.validations if v.name == "test"):
+    for tests in history.sets("test").values():
         out.append((f"test loss{suffix(tests[0])}", f"{tests[-1].loss:.4f}"))
     out += [(f"{final} {name}", f"{scores[max(scores)]:,.4f}") for name, scores in history.scores.items() if scores]
     if steps:
@@ -188,18 +198,11 @@ def headlines(history: History, settings: Settings, is_running: bool = False) ->
             out.append(("peak memory", f"{max(memory) / 2**30:.2f} GiB"))
     label, seconds = wall_time(history.attempts)
     out += [(label, duration(seconds)), ("attempts", str(len(history.attempts)))]
-    if found := goodput.of_history(history):
-        out.append(("goodput", f"{100 * found.share:.1f}%"))
-        if found.mean_recovery is not None:
-            out.append(("mean time to recover", duration(found.mean_recovery)))
+    if goodput := read_goodput(history):
+        out.append(("goodput", f"{100 * goodput.share:.1f}%"))
+        if goodput.mean_recovery is not None:
+            out.append(("mean time to recover", duration(goodput.mean_recovery)))
     return out + [(k, str(start[k])) for k in ("device", "dtype", "torch") if start.get(k)]
-
-
-def by_dataset(validations: Iterable[Validation]) -> list[list[Validation]]:
-    groups: dict[str, list[Validation]] = {}
-    for v in validations:
-        groups.setdefault(v.dataset, []).append(v)
-    return list(groups.values())
 
 
 def suffix(v: Validation) -> str:
@@ -212,7 +215,7 @@ def date(seconds: object) -> str:
     return f"{datetime.datetime.fromtimestamp(seconds, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
-def command_line(words: object) -> str:
+def shell_line(words: object) -> str:
     return shlex.join(map(str, words)) if isinstance(words, list) else str(words or "")
 
 
@@ -256,8 +259,8 @@ def loss_plot(history: History) -> str:
     training = f"training, median of {width} steps" if width > 1 else "training"
     legend = [plot.key("━", plot.LINE, training)] if any(math.isfinite(s.loss) for s in history.steps) else []
     for name, marker, sign in (("validation", "o", "●"), ("test", "D", "◆")):
-        sets = by_dataset(v for v in history.validations if v.name == name and math.isfinite(v.loss))
-        for checks, (line, dashes) in zip(sets, itertools.cycle(LINES)):
+        sets = [[v for v in checks if math.isfinite(v.loss)] for checks in history.sets(name).values()]
+        for checks, (line, dashes) in zip(filter(None, sets), itertools.cycle(LINES)):
             x, y = np.array([(v.iteration, v.loss) for v in checks]).T
             axes.plot(
                 *plot.thin(x, y), color=plot.POINT, lw=1, ls=line, marker=marker if len(checks) < 200 else "", ms=4
@@ -281,11 +284,10 @@ def score_plot(name: str, scores: dict[int, float]) -> str:
 
 
 def resumed_at(history: History) -> list[int]:
-    marks = {a.began for a in history.attempts[1:]} | {i for a in history.attempts for i in a.rollbacks}
-    return sorted(i for i in marks if 0 < i < history.steps[-1].iteration)
+    return [i for i in history.resumed_at() if i < history.steps[-1].iteration]
 
 
-def draw_column(axes: Axes, steps: Sequence[Step], column: str, scale: float = 1.0, smooth: bool = False) -> int:
+def draw_column(axes: Axes, steps: Sequence[LoggedStep], column: str, scale: float = 1.0, smooth: bool = False) -> int:
     """Draw a column, with crosses where it is not finite; return the width of its median."""
     import numpy as np
 
@@ -296,7 +298,7 @@ def draw_column(axes: Axes, steps: Sequence[Step], column: str, scale: float = 1
     return plot.draw(axes, x[known], y[known], plot.LINE, smooth=smooth)
 
 
-def columns(steps: Sequence[Step], column: str, at: str = "iteration", scale: float = 1.0) -> tuple[Any, Any]:
+def columns(steps: Sequence[LoggedStep], column: str, at: str = "iteration", scale: float = 1.0) -> tuple[Any, Any]:
     """Return column `at` and `column` as arrays, where the latter is known."""
     import numpy as np
 
@@ -305,7 +307,7 @@ def columns(steps: Sequence[Step], column: str, at: str = "iteration", scale: fl
     return x, y
 
 
-def use_log_scale_if_spiky(axes: Axes, steps: Sequence[Step]) -> None:
+def use_log_scale_if_spiky(axes: Axes, steps: Sequence[LoggedStep]) -> None:
     """On a linear scale, one gradient of fifty times the usual norm would flatten all others."""
     from matplotlib.ticker import LogLocator, NullLocator
 

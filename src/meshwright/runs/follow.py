@@ -24,27 +24,29 @@ import orjson
 
 from meshwright import device
 from meshwright.errors import UserError
-from meshwright.runs.history import DAMAGED, Record, explain_damage, kept_until, read_settings
+from meshwright.runs.goodput import Goodput, measure_goodput
+from meshwright.runs.history import Record, final_loss, final_steps, flat_settings, kept_until, read_settings
+from meshwright.runs.rows import DAMAGED, METRICS, explain_damage
 
 COLUMNS = "iteration consumed_samples loss grad_norm lr ms tokens_per_second skipped mfu memory time".split()
 NEEDED = COLUMNS[:-3]  # the others are unknown on some devices or to older versions, which is NaN here
-BLOCK = 8 << 20  # bytes that one process reads at a time
-PIECE = 1 << 18  # bytes that are parsed at a time: the objects of more would not stay in the caches
-MUCH = 8 * BLOCK  # bytes that are worth starting processes for
-HEAD = 256  # bytes at the start of the file that must stay the same
+TASK_BYTES = 8 << 20  # that one process reads at a time
+PARSED_BYTES = 1 << 18  # that are parsed at a time: the objects of more would not stay in the caches
+PARALLEL_BYTES = 8 * TASK_BYTES  # from which on several processes read
+HEAD_BYTES = 256  # at the start of the file, which must stay the same
 
 Steps = npt.NDArray[np.float64]  # [number, COLUMNS]
-Part = Steps | dict[str, Any] | str  # steps, another row, or what is wrong with a line
+Parsed = Steps | dict[str, Any] | str  # steps, another row, or what is wrong with a line
 
 
-def parse(data: bytes) -> list[Part]:
-    """Return the content of whole lines, in order."""
+def parse_rows(data: bytes) -> list[Parsed]:
+    """Return the content of complete lines, in order."""
     try:
         rows: list[Any] = orjson.loads(b"[" + data.rstrip(b"\n").replace(b"\n", b",") + b"]")
         events = list(map(operator.itemgetter("event"), rows))
     except (ValueError, TypeError, KeyError):
         return [part for line in data.splitlines() for part in parse_line(line)]
-    out: list[Part] = []
+    out: list[Parsed] = []
     begin = 0
     for other in [i for i, event in enumerate(events) if event != "step"]:
         out += [*parse_steps(rows[begin:other]), rows[other]]
@@ -52,7 +54,7 @@ def parse(data: bytes) -> list[Part]:
     return out + parse_steps(rows[begin:])
 
 
-def parse_steps(rows: list[dict[str, Any]]) -> list[Part]:
+def parse_steps(rows: list[dict[str, Any]]) -> list[Parsed]:
     """Return the numbers of steps; row by row if one of them lacks some."""
     try:
         if rows and "time" not in rows[0]:
@@ -62,47 +64,48 @@ def parse_steps(rows: list[dict[str, Any]]) -> list[Part]:
         return [part for row in rows for part in parse_line(orjson.dumps(row))]
 
 
-def parse_line(line: bytes) -> Iterator[Part]:
+def parse_line(line: bytes) -> Iterator[Parsed]:
     """Yield what one line says; json also reads what orjson does not, such as lone surrogates."""
     try:
         row = json.loads(line)
         if row["event"] != "step":
             yield row
             return
-        known = [row[name] for name in NEEDED] + [row.get(name) for name in COLUMNS[len(NEEDED) :]]
-        yield np.array([known], dtype=np.float64)
+        numbers = [row[name] for name in NEEDED] + [row.get(name) for name in COLUMNS[len(NEEDED) :]]
+        yield np.array([numbers], dtype=np.float64)
     except DAMAGED as error:
         yield explain_damage(error)
 
 
-def parse_range(path: str, begin: int, end: int) -> list[Part]:
+def parse_range(path: str, begin: int, end: int) -> list[Parsed]:
     """Return the content of the lines in a range of a file."""
     with open(path, "rb") as file:
         file.seek(begin)
         data = file.read(end - begin)
-    out, at = list[Part](), 0
+    out, at = list[Parsed](), 0
     while at < len(data):
-        after = data.find(b"\n", min(at + PIECE, len(data)) - 1) + 1 or len(data)
-        out += parse(data[at:after])
+        after = data.find(b"\n", min(at + PARSED_BYTES, len(data)) - 1) + 1 or len(data)
+        out += parse_rows(data[at:after])
         at = after
     return out
 
 
-class Follower:
-    """One run: its steps in columns, and its other rows. Others read it while they hold `lock`."""
+class RunTail:
+    """A run as it grows: its steps in columns, and its other rows. Read it while holding `lock`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.path, self.lock = folder, folder / "metrics.jsonl", threading.Lock()
-        self.seen: tuple[int, ...] = ()  # device, inode, size, time of the file at the last look
+        self.folder, self.path, self.lock = folder, folder / METRICS, threading.Lock()
+        self.file_state: tuple[int, ...] = ()  # device, inode, size and time of the file when it was last read
         self.size = self.offset = 0  # of the file, and of what has been read: up to the end of a line
         self.problem = ""
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: the file is another one."""
+        """Forget all rows, because the file is another one."""
         self.head, self.offset, self.count = b"", 0, 0
         self.columns: Steps = np.empty((len(COLUMNS), 0))
-        self.record, self.settings, self.damage = Record(), dict[str, dict[str, Any]](), list[str]()
+        self.record, self.damage = Record(), list[str]()
+        self.settings: dict[str, Any] = {}
 
     def column(self, name: str) -> Steps:
         return self.columns[COLUMNS.index(name), : self.count]
@@ -110,67 +113,67 @@ class Follower:
     @property
     def updated(self) -> float:
         """Seconds since 1970 of the newest row."""
-        return self.seen[3] / 1e9 if self.seen else 0.0
+        return self.file_state[3] / 1e9 if self.file_state else 0.0
 
-    def look(self, published: Callable[[], None]) -> None:
-        """Read what is new, and call `published` after each part of it."""
+    def read_new(self, published: Callable[[], None]) -> None:
+        """Read what the file has gained, and call `published` after each part of it."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
-            if self.seen:  # moved aside for a new run
+            if self.file_state:  # moved aside for a new run
                 with self.lock:
                     self.clear()
-                    self.seen, self.size = (), 0
+                    self.file_state, self.size = (), 0
                 published()
             return
         with file:
             status = os.fstat(file.fileno())
-            now = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-            if now == self.seen:
+            state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            if state == self.file_state:
                 return
-            head = file.read(HEAD)
-            is_other = now[:2] != self.seen[:2] or status.st_size < self.offset or not head.startswith(self.head)
+            head = file.read(HEAD_BYTES)
+            is_other = state[:2] != self.file_state[:2] or status.st_size < self.offset
             with self.lock:
-                if self.seen and is_other:
+                if self.file_state and (is_other or not head.startswith(self.head)):
                     self.clear()
                 self.head, self.size = head, status.st_size
-            # Of a file that grew during this look, the rest is read at the next one.
-            self.seen = now
-            for parts, end in self.parts(file):
+            # What the file gains while it is read here is read by the next call.
+            self.file_state = state
+            for parsed, end in self.parse_new(file):
                 with self.lock:
-                    self.take(parts)
+                    self.take(parsed)
                     self.offset = end
                 published()
         if self.problem:
             self.problem = ""
             published()
 
-    def parts(self, file: Any) -> Iterator[tuple[list[Part], int]]:
-        """Yield what follows the part that has been read, with the place where it ends."""
+    def parse_new(self, file: Any) -> Iterator[tuple[list[Parsed], int]]:
+        """Yield what has not been read, in parts, with the offset at which each one ends."""
         ends = list(line_ends(file, self.offset, self.size))
         ranges = list(zip([self.offset, *ends], ends, strict=False))
-        with contextlib.ExitStack() as held:
-            parsed: Iterator[list[Part]] = itertools.starmap(parse_range, ((str(self.path), *r) for r in ranges))
+        with contextlib.ExitStack() as stack:
+            parsed: Iterator[list[Parsed]] = itertools.starmap(parse_range, ((str(self.path), *r) for r in ranges))
             workers = min(device.cores(), 8)
-            if workers > 1 and self.size - self.offset > MUCH:
+            if workers > 1 and self.size - self.offset > PARALLEL_BYTES:
                 spawn = multiprocessing.get_context("spawn")  # a fork would copy this program's threads' locks
-                pool = held.enter_context(ProcessPoolExecutor(workers, mp_context=spawn))
+                pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=spawn))
                 parsed = pool.map(parse_range, itertools.repeat(str(self.path)), *zip(*ranges, strict=True))
             yield from zip(parsed, ends, strict=True)
 
-    def take(self, parts: list[Part]) -> None:
+    def take(self, parsed: list[Parsed]) -> None:
         """Add parsed lines; with the lock."""
-        for part in parts:
-            if isinstance(part, np.ndarray):
-                self.add_steps(part)
+        for content in parsed:
+            if isinstance(content, np.ndarray):
+                self.add_steps(content)
                 continue
             try:
-                if isinstance(part, str):
-                    raise ValueError(part)
-                self.record.take(part)
-                if (kept := kept_until(part)) is not None:
+                if isinstance(content, str):
+                    raise ValueError(content)
+                self.record.take(content)
+                if (kept := kept_until(content)) is not None:
                     self.count = int(np.searchsorted(self.column("iteration"), kept, "right"))
-                if part["event"] == "start":
+                if content["event"] == "start":
                     self.read_settings()
             except DAMAGED as error:
                 self.damage = [*self.damage[-9:], explain_damage(error)]
@@ -192,20 +195,29 @@ class Follower:
         self.count = after
         first, last = new[[0, -1], COLUMNS.index("time")].tolist()
         seconds = float(new[:, COLUMNS.index("ms")].sum()) / 1e3
-        self.record.took_steps(int(new[-1, 0]), seconds, (first, last) if first > 0 and last > 0 else None)
+        self.record.take_steps(int(new[-1, 0]), seconds, (first, last) if first > 0 and last > 0 else None)
 
     def read_settings(self) -> None:
         with contextlib.suppress(UserError, OSError):  # half written by a foreign copy: the next start reads it
-            self.settings = read_settings(self.folder)
+            self.settings = flat_settings(read_settings(self.folder))
 
-    def setting(self, name: str) -> Any:
-        return next((group[name] for group in self.settings.values() if name in group), None)
+    def final_loss(self) -> tuple[float, int]:
+        """Return the mean training loss at the end, and of how many steps."""
+        iteration, interval = int(self.column("iteration")[-1]), self.settings.get("log_interval")
+        last = -2 * final_steps(iteration, interval)  # half of them may have been skipped
+        losses = self.column("loss")[last:][self.column("skipped")[last:] == 0]
+        return final_loss(losses.tolist(), iteration, interval)
+
+    def goodput(self) -> Goodput | None:
+        is_applied, ms = self.column("skipped") == 0, self.column("ms")
+        good, skipped = (float(ms[chosen].sum()) / 1e3 for chosen in (is_applied, ~is_applied))
+        return measure_goodput(self.record.attempts, good, skipped)
 
 
 def line_ends(file: Any, begin: int, size: int) -> Iterator[int]:
-    """Yield ends of lines about BLOCK bytes apart, at last that of the last complete line."""
+    """Yield ends of lines about TASK_BYTES bytes apart, at last that of the last complete line."""
     while begin < size:
-        file.seek(min(begin + BLOCK, size) - 1)
+        file.seek(min(begin + TASK_BYTES, size) - 1)
         file.readline()  # to the end of the line, which may be half written
         end = min(file.tell(), size)
         if end == size:
@@ -218,7 +230,7 @@ def line_ends(file: Any, begin: int, size: int) -> Iterator[int]:
 
 
 def last_line_end(file: Any, begin: int, size: int) -> int:
-    """Return the number of bytes after `begin` that are whole lines."""
+    """Return the number of bytes of complete lines after `begin`."""
     file.seek(begin)
     data: bytes = file.read(size - begin)
     return data.rfind(b"\n") + 1

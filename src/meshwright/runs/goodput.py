@@ -2,7 +2,7 @@
 
 Time runs from the beginning of the first attempt to the last row, through all attempts. A step
 counts if it was applied and not undone by a later start or rollback. The pause after an attempt
-that reached its end is nobody's loss and left out.
+that reached its end is left out.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Goodput:
         return sum(self.recoveries) / len(self.recoveries) if self.recoveries else None
 
     def line(self) -> str:
-        whole = f"goodput {100 * self.share:.1f} %: {duration(self.good)} of {duration(self.wall)} in steps that count"
+        total = f"goodput {100 * self.share:.1f} %: {duration(self.good)} of {duration(self.wall)} in steps that count"
         lost = [f"{name} {duration(seconds)}" for name, seconds in self.lost.items() if seconds >= 1e-3 * self.wall]
-        return whole + (f"; {', '.join(lost)}" if lost else "") + self.describe_recoveries("; ")
+        return total + (f"; {', '.join(lost)}" if lost else "") + self.describe_recoveries("; ")
 
     def describe_recoveries(self, before: str = "") -> str:
         if self.mean_recovery is None:
@@ -46,13 +46,14 @@ class Goodput:
         return f"{before}{number} {duration(self.mean_recovery)} from the last row to the next step"
 
 
-def of_history(history: History) -> Goodput | None:
+def read_goodput(history: History) -> Goodput | None:
+    """Return the goodput of a run, if all its attempts are dated."""
     good = sum(s.ms for s in history.steps if not s.skipped) / 1e3
-    return measure(history.attempts, good, sum(s.ms for s in history.steps if s.skipped) / 1e3)
+    return measure_goodput(history.attempts, good, sum(s.ms for s in history.steps if s.skipped) / 1e3)
 
 
-def measure(attempts: Sequence[Attempt], good: float, skipped: float) -> Goodput | None:
-    """Compute it from the seconds of steps that count and of those not applied, if it is known."""
+def measure_goodput(attempts: Sequence[Attempt], good: float, skipped: float) -> Goodput | None:
+    """Return the goodput from the seconds of steps that count and of those not applied."""
     if not attempts or not all(a.start.get("time") for a in attempts):
         return None
     pairs = [(a, b) for a, b in itertools.pairwise(attempts) if (a.end or {}).get("reason") != DONE]

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import BAD_DATA, UserError, not_a_run
+from meshwright.runs.rows import DAMAGED, METRICS, explain_damage
 
 PATIENCE = 900.0  # seconds without a new row after which a run counts as killed
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LoggedStep:
     iteration: int
     consumed_samples: int
     loss: float
@@ -69,8 +70,8 @@ class Attempt:
     def startup(self) -> float:
         """Seconds from its beginning to its first row."""
         phases = self.start.get("startup")
-        known = sum(map(_time, phases.values())) if isinstance(phases, dict) else 0.0
-        return _time(self.start.get("ready", known))
+        timed = sum(map(_time, phases.values())) if isinstance(phases, dict) else 0.0
+        return _time(self.start.get("ready", timed))
 
     @property
     def begun(self) -> float:
@@ -90,26 +91,6 @@ class Attempt:
         self.latest = max(self.latest, now or self.worked)
 
 
-@dataclass(frozen=True)
-class History:
-    """The row that counts for each iteration, in order, and all attempts."""
-
-    steps: list[Step]
-    validations: list[Validation]
-    attempts: list[Attempt]
-    updated: float = 0.0  # seconds since 1970, of the newest row
-    scores: dict[str, dict[int, float]] = field(default_factory=dict)  # of --eval-tasks: name: iteration: score
-
-    def final_loss(self, log_interval: Any = 1) -> tuple[float, int]:
-        """Return the mean training loss at the end, and of how many steps; see final_loss."""
-        losses = [s.loss for s in self.steps if not s.skipped]
-        return final_loss(losses, self.steps[-1].iteration if self.steps else 0, log_interval)
-
-    def is_running(self, now: float) -> bool:
-        """Return whether the last attempt goes on: it has no end, and had a row not long ago."""
-        return bool(self.attempts) and self.attempts[-1].end is None and now - self.updated < PATIENCE
-
-
 @dataclass(frozen=True, slots=True)
 class Sample:
     """Text that the model wrote during training (--sample-interval)."""
@@ -125,6 +106,9 @@ class Record:
 
     An attempt that starts at N undoes what earlier ones did after N, and so does a rollback to N.
     So the last row of an iteration counts, and a run started anew is not mixed with the one before.
+
+    The losses of several validation sets are one where a run has one: their mean, as --keep-best
+    compares it. The final one is that after the last step, if the run ended with a validation.
     """
 
     def __init__(self) -> None:
@@ -132,10 +116,10 @@ class Record:
         # Keyed by title, iteration, and whether it was the validation at the end of the run.
         self.checks: dict[tuple[str, int, bool], Validation] = {}
         self.samples: dict[tuple[int, int], Sample] = {}
-        self.scores: dict[str, dict[int, float]] = {}  # name: iteration: score
+        self.scores: dict[str, dict[int, float]] = {}  # of --eval-tasks: name: iteration: score
 
     def take(self, row: dict[str, Any]) -> None:
-        """Add a row; raise ValueError, TypeError, KeyError or OverflowError for a damaged one."""
+        """Add a row; raise one of DAMAGED for a damaged one."""
         event, iteration, now = row["event"], int(row["iteration"]), _time(row.get("time", 0))
         if (kept := kept_until(row)) is not None:
             self.checks = {k: v for k, v in self.checks.items() if k[1] <= kept}
@@ -168,7 +152,7 @@ class Record:
         if self.attempts and self.attempts[-1].number == row.get("attempt"):
             self.attempts[-1].note(row, now)
 
-    def took_steps(self, last: int, seconds: float, times: tuple[float, float] | None = None) -> None:
+    def take_steps(self, last: int, seconds: float, times: tuple[float, float] | None = None) -> None:
         """Count steps up to iteration `last` as the newest attempt's; `times` of first and last.
 
         Rows of versions before 0.11 have no time: then it is that of the attempt's work so far.
@@ -183,8 +167,52 @@ class Record:
             newest.first = newest.first or times[0]
             newest.latest = max(newest.latest, times[1])
 
+    @property
     def validations(self) -> list[Validation]:
         return sorted(self.checks.values(), key=lambda v: (v.iteration, v.is_at_end))
+
+    def sets(self, name: str = "validation") -> dict[str, list[Validation]]:
+        """Return the validations (or tests) of each data set, in order."""
+        sets: dict[str, list[Validation]] = {}
+        for v in self.validations:
+            if (v.name == "test") == (name == "test"):
+                sets.setdefault(v.dataset, []).append(v)
+        return sets
+
+    def mean_validations(self) -> list[tuple[int, float]]:
+        """Return iterations and mean losses of the sets; the last iteration may occur twice."""
+        losses: dict[tuple[int, bool], list[float]] = {}
+        for v in itertools.chain(*self.sets().values()):
+            losses.setdefault((v.iteration, v.is_at_end), []).append(v.loss)
+        return [(i, math.fsum(each) / len(each)) for (i, _), each in sorted(losses.items())]
+
+    def best_validation(self) -> tuple[int, float] | None:
+        """Return the iteration with the lowest mean loss, and that loss."""
+        numbers = [(i, loss) for i, loss in self.mean_validations() if not math.isnan(loss)]
+        return min(numbers, key=lambda pair: pair[1], default=None)
+
+    def resumed_at(self) -> list[int]:
+        """Return the iterations at which a run was resumed or rolled back, apart from 0."""
+        marks = {a.began for a in self.attempts[1:]} | {i for a in self.attempts for i in a.rollbacks}
+        return sorted(marks - {0})
+
+
+class History(Record):
+    """The row that counts for each iteration, in order, and all else that the rows say."""
+
+    def __init__(self, updated: float = 0.0) -> None:
+        super().__init__()
+        self.steps: list[LoggedStep] = []
+        self.updated = updated  # seconds since 1970, of the newest row
+
+    def final_loss(self, log_interval: Any = 1) -> tuple[float, int]:
+        """Return the mean training loss at the end, and of how many steps; see final_loss."""
+        losses = [s.loss for s in self.steps if not s.skipped]
+        return final_loss(losses, self.steps[-1].iteration if self.steps else 0, log_interval)
+
+    def is_running(self, now: float) -> bool:
+        """Return whether the last attempt goes on: it has no end, and had a row not long ago."""
+        return bool(self.attempts) and self.attempts[-1].end is None and now - self.updated < PATIENCE
 
 
 def kept_until(row: dict[str, Any]) -> int | None:
@@ -193,32 +221,24 @@ def kept_until(row: dict[str, Any]) -> int | None:
     return int(row[events[row["event"]]]) if row["event"] in events else None
 
 
-# What a row that no run writes raises when it is taken.
-DAMAGED = (ValueError, TypeError, KeyError, OverflowError, AttributeError)
-
-
-def explain_damage(error: Exception) -> str:
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
-
-
 def read_history(folder: Path) -> History:
     """Read metrics.jsonl."""
-    path = folder / "metrics.jsonl"
+    path = folder / METRICS
     if not path.exists():
-        raise not_a_run(folder, "metrics.jsonl")
-    steps: dict[int, Step] = {}
-    record = Record()
+        raise not_a_run(folder, METRICS)
+    steps: dict[int, LoggedStep] = {}
+    history = History(path.stat().st_mtime)
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
                 if row["event"] == "step":
                     iteration = int(row["iteration"])
-                    steps[iteration] = step = _step(row)
+                    steps[iteration] = step = _read_step(row)
                     now = _time(row.get("time", 0))
-                    record.took_steps(iteration, step.ms / 1e3, (now, now) if now else None)
+                    history.take_steps(iteration, step.ms / 1e3, (now, now) if now else None)
                     continue
-                record.take(row)
+                history.take(row)
                 if (kept := kept_until(row)) is not None:
                     steps = {i: s for i, s in steps.items() if i <= kept}
             except DAMAGED as e:
@@ -226,8 +246,8 @@ def read_history(folder: Path) -> History:
                     break  # the last line, cut by a kill
                 why = explain_damage(e)
                 raise UserError(f"{path}:{number} is not a row that a run writes: {why}", BAD_DATA) from None
-    updated = path.stat().st_mtime
-    return History([steps[i] for i in sorted(steps)], record.validations(), record.attempts, updated, record.scores)
+    history.steps = [steps[i] for i in sorted(steps)]
+    return history
 
 
 def _time(value: Any) -> float:
@@ -238,13 +258,13 @@ def _time(value: Any) -> float:
     return seconds
 
 
-def _step(row: dict[str, Any]) -> Step:
+def _read_step(row: dict[str, Any]) -> LoggedStep:
     # float() also reads "nan", "inf" and "-inf", which stand for what JSON has no numbers for.
     loss, norm, lr, speed = (float(row[n]) for n in ("loss", "grad_norm", "lr", "tokens_per_second"))
     ms = _time(row["ms"])
     mfu, memory = (None if row.get(n) is None else float(row[n]) for n in ("mfu", "memory"))
     iteration, consumed = int(row["iteration"]), int(row["consumed_samples"])
-    return Step(iteration, consumed, loss, norm, lr, bool(row["skipped"]), ms, speed, mfu, memory)
+    return LoggedStep(iteration, consumed, loss, norm, lr, bool(row["skipped"]), ms, speed, mfu, memory)
 
 
 def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
@@ -259,15 +279,27 @@ def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
     return {group: values for group, values in groups.items() if isinstance(values, dict)}
 
 
+def flat_settings(groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the settings of all groups in one dictionary."""
+    return {name: value for group in groups.values() for name, value in group.items()}
+
+
+def final_steps(iteration: int, log_interval: Any) -> int:
+    """Return the steps at the end whose mean is the final loss, as one step says little.
+
+    It is the last logged interval, in a long run the last fiftieth of all steps.
+    """
+    return max(1, iteration // 50, log_interval if isinstance(log_interval, int) else 1)
+
+
 def final_loss(losses: Reversible[float], iteration: int, log_interval: Any = 1) -> tuple[float, int]:
     """Return the mean training loss at the end, and of how many steps; NaN if none is finite.
 
-    One step says little: it is the last logged interval, in a long run the last fiftieth of all
-    steps. `losses` are those of steps that were not skipped, up to `iteration`. The final loss of
-    a validation set is simply its last one, and its best the lowest of all.
+    `losses` are those of steps that were not skipped, up to `iteration`. The final loss of a
+    validation set is simply its last one, and its best the lowest of all.
     """
-    wanted = max(1, iteration // 50, log_interval if isinstance(log_interval, int) else 1)
-    finite = [x for x in itertools.islice(reversed(losses), wanted) if math.isfinite(x)]
+    last = itertools.islice(reversed(losses), final_steps(iteration, log_interval))
+    finite = [x for x in last if math.isfinite(x)]
     return (math.fsum(finite) / len(finite) if finite else math.nan), len(finite)
 
 

@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwright.errors import UNAVAILABLE, UserError
 from meshwright.fields import Refused
-from meshwright.runs.overview import Watcher, describe_samples, nulls
 from meshwright.watch.curves import Axis, View, curves
+from meshwright.watch.overview import Watcher, describe_samples, nulls
 from meshwright.web.callers import check_caller
 from meshwright.web.protocol import server
 
@@ -80,7 +80,7 @@ def make_app(watcher: Watcher) -> Starlette:
         asked = request.query_params
         try:
             view, folders = read_view(asked), asked.getlist("run")[:RUNS]
-            runs = {folder: watcher.named(folder) for folder in folders}
+            runs = {folder: watcher.run_in(folder) for folder in folders}
         except (KeyError, ValueError) as error:
             return PlainTextResponse(f"{error}\n", 400)
         out = {}
@@ -91,7 +91,7 @@ def make_app(watcher: Watcher) -> Starlette:
 
     def samples(request: Request) -> Response:
         try:
-            run, iteration = watcher.named(request.query_params["run"]), int(request.query_params["step"])
+            run, iteration = watcher.run_in(request.query_params["run"]), int(request.query_params["step"])
         except (KeyError, ValueError) as error:
             return PlainTextResponse(f"{error}\n", 400)
         return answer(describe_samples(run, iteration))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from meshwright.report import plot
-from meshwright.runs.follow import Follower, Steps
+from meshwright.runs.follow import RunTail, Steps
 
 Axis = Literal["step", "tokens", "time"]
 SMOOTH = ("loss", "grad_norm", "tokens_per_second", "ms")  # as on the page of `report`
@@ -30,20 +30,20 @@ class View:
     smooth: float = 0.04  # width of the running median, as a share of the steps shown
 
 
-def positions(run: Follower, axis: Axis) -> Steps:
+def positions(run: RunTail, axis: Axis) -> Steps:
     """Return where each step lies: iterations, tokens (or samples), or seconds spent in steps."""
     if axis == "tokens":
         return run.column("consumed_samples") * scale_of(run)
     return np.cumsum(run.column("ms")) / 1e3 if axis == "time" else run.column("iteration")
 
 
-def scale_of(run: Follower) -> int:
+def scale_of(run: RunTail) -> int:
     """Return the tokens of a sample, or 1 if that is unknown, to count samples."""
-    length = run.setting("seq_length")
+    length = run.settings.get("seq_length")
     return length if isinstance(length, int) and length > 0 else 1
 
 
-def curves(run: Follower, view: View) -> dict[str, Any]:
+def curves(run: RunTail, view: View) -> dict[str, Any]:
     """Return what is drawn of a run, as lists; the caller holds its lock.
 
     Each line has the points "x", "y", and if it is smoothed their median "mx", "my", which is of
@@ -59,23 +59,22 @@ def curves(run: Follower, view: View) -> dict[str, Any]:
         if name in UNITS:
             lines[name]["bad"] = []  # unknown on this device
     record, place = run.record, Places(run, x)
-    marks = [a.began for a in record.attempts[1:]] + [i for a in record.attempts for i in a.rollbacks]
-    checks: dict[str, dict[int, float]] = {}
-    for v in record.validations():
-        checks.setdefault(v.title, {})[v.iteration] = v.loss
+    checks: dict[str, list[tuple[int, float]]] = {}
+    for v in record.validations:
+        checks.setdefault(v.title, []).append((v.iteration, v.loss))
     return {
         "range": [float(x[0]), float(x[-1])] if len(x) else None,
-        "lines": {name: found for name, found in lines.items() if found["x"] or found["bad"]},
-        "checks": {name: place.points(values.items()) for name, values in checks.items()},
+        "lines": {name: drawn for name, drawn in lines.items() if drawn["x"] or drawn["bad"]},
+        "checks": {name: place.points(values) for name, values in checks.items()},
         "scores": {name: place.points(sorted(v.items())) for name, v in record.scores.items() if v},
-        "resumed": [place.at(i) for i in marks if i and place.knows(i)],
+        "resumed": [place.at(i) for i in record.resumed_at() if place.knows(i)],
     }
 
 
 class Places:
     """Where iterations lie on the x-axis."""
 
-    def __init__(self, run: Follower, x: Steps) -> None:
+    def __init__(self, run: RunTail, x: Steps) -> None:
         self.iterations, self.x = run.column("iteration"), x
         self.is_step = x is self.iterations or np.shares_memory(x, self.iterations)
 

@@ -18,7 +18,7 @@ from meshwright.console import remark
 from meshwright.errors import UserError
 from meshwright.files import replacing
 from meshwright.report.page import write_report as write_page_of
-from meshwright.runs import goodput
+from meshwright.runs.goodput import Goodput, read_goodput
 from meshwright.runs.history import read_history
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
@@ -96,10 +96,10 @@ def as_continued(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, checkpoint=c, parallel=p, tokenizer=t)
 
 
-def goodput_of(folder: Path) -> goodput.Goodput | None:
+def goodput_of(folder: Path) -> Goodput | None:
     """Return the share of the run's time that went into steps which count, if it is known."""
     try:
-        return goodput.of_history(read_history(folder))
+        return read_goodput(read_history(folder))
     except (UserError, OSError):  # a log that someone has edited
         return None
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import os
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -23,6 +21,7 @@ from meshwright.data.history import History, continue_history, find_parts, neede
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.optim.schedule import build_schedule, resume_schedule, warn_of_idle_steps
 from meshwright.runs.history import read_settings
+from meshwright.runs.rows import find_last_step, holds_steps
 from meshwright.settings import fields, flags
 from meshwright.settings.checks import contradictions
 from meshwright.settings.data_paths import path_sets, path_settings, prefixes
@@ -54,28 +53,13 @@ def describe_recovery(config: TrainConfig, loaded: loading.LoadedStep, seconds: 
         how = f"verified{' in full' * (c.verify == 'full')} ({len(files)} files, {amount}, {seconds:.1f} s)"
         parts.append(f"{loaded.step:,}: {how}")
     parts.append(f"resuming at step {loaded.step:,}")
-    last = last_step(Path(c.run_dir or c.save or "")) if is_continued(c) else None
+    last = find_last_step(Path(c.run_dir or c.save or "")) if is_continued(c) else None
     if last is not None and last[0] > loaded.step:
         parts[-1] += f", redoing {last[0] - loaded.step:,} steps since: the attempt before {last[1]}"
     return "; ".join(parts)
 
 
-SHOWN, TAIL = 8, 1 << 16  # steps that are named; bytes at the end of the log that are read
-
-
-def last_step(folder: Path) -> tuple[int, str] | None:
-    """Return the last step in the log of a run, and how its attempt ended."""
-    with contextlib.suppress(OSError), (folder / "metrics.jsonl").open("rb") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - TAIL, 0))
-        ended = ""
-        for line in reversed(file.read().splitlines()):
-            with contextlib.suppress(ValueError, TypeError, KeyError):  # a line cut by a kill, or by the seek
-                row = json.loads(line)
-                if row["event"] == "end" and not ended:
-                    ended = f"ended after step {int(row['iteration']):,} ({row['reason']})"
-                elif row["event"] == "step":
-                    return int(row["iteration"]), ended or f"was killed after step {int(row['iteration']):,}"
-    return None
+SHOWN = 8  # steps that are named
 
 
 # Before anything is built
@@ -165,15 +149,6 @@ def guard_run_folder(config: TrainConfig) -> None:
     ways = f"{flag} {folder} already holds the curves of another run: give another folder, or --save-overwrite to move "
     more = f", or --load {before} --save {before} to continue that run" if before else ""
     raise UserError(f"{ways}its files aside{more}", LOCKED)
-
-
-def holds_steps(folder: Path) -> bool:
-    """Return whether a run logged a step in the folder."""
-    try:
-        with (folder / "metrics.jsonl").open("rb") as file:
-            return any(b'"event": "step"' in line for line in file)
-    except FileNotFoundError:
-        return False
 
 
 # Settings that may change on resume without a note: they do not change what is computed, or are

@@ -8,9 +8,9 @@ import pytest
 from pages import check_row, step_row
 
 from meshwright.runs import follow
-from meshwright.runs.follow import Follower
+from meshwright.runs.follow import RunTail
 from meshwright.runs.history import read_history
-from meshwright.runs.overview import Watcher
+from meshwright.watch.overview import Watcher
 
 
 def start_row(attempt=1, iteration=0, **more):
@@ -28,13 +28,13 @@ def append(folder, *rows, cut=None):
 
 @pytest.fixture
 def follower(tmp_path):
-    return Follower(tmp_path)
+    return RunTail(tmp_path)
 
 
 def look(run):
     """Look once; return how many parts were read."""
     published = []
-    run.look(lambda: published.append(1))
+    run.read_new(lambda: published.append(1))
     return len(published)
 
 
@@ -43,7 +43,7 @@ def steps(run):
 
 
 def test_it_grows(tmp_path, follower):
-    assert look(follower) == 0 and not follower.seen
+    assert look(follower) == 0 and not follower.file_state
     append(tmp_path, start_row(), step_row(1, 5.0))
     assert look(follower) == 1 and steps(follower) == [1]
     assert look(follower) == 0
@@ -51,7 +51,7 @@ def test_it_grows(tmp_path, follower):
     assert look(follower) == 1 and steps(follower) == [1, 2, 3]
     np.testing.assert_array_equal(follower.column("loss"), [5.0, 4.0, np.nan])
     np.testing.assert_array_equal(follower.column("memory"), [np.nan, np.nan, 2**30])
-    (check,) = follower.record.validations()
+    (check,) = follower.record.validations
     assert (check.iteration, check.loss) == (2, 4.5) and follower.record.attempts[0].last == 3
 
 
@@ -75,7 +75,7 @@ def test_a_resume_cuts_the_half_line_and_undoes_steps(tmp_path, follower):
     append(tmp_path, start_row(2, 3), step_row(4, 1.0))
     look(follower)
     assert steps(follower) == [1, 2, 3, 4] and follower.column("loss")[-1] == 1.0
-    assert not follower.record.validations() and follower.record.scores == {"a": {}}
+    assert not follower.record.validations and follower.record.scores == {"a": {}}
     assert [s.loss for s in read_history(tmp_path).steps] == follower.column("loss").tolist()
 
 
@@ -97,7 +97,7 @@ def test_moved_aside_then_started_anew(tmp_path, follower):
     append(tmp_path, start_row(), step_row(1, 9.0))
     look(follower)
     os.rename(tmp_path / "metrics.jsonl", tmp_path / "aside")
-    assert look(follower) == 1 and not follower.seen and steps(follower) == []
+    assert look(follower) == 1 and not follower.file_state and steps(follower) == []
     append(tmp_path, start_row(), step_row(1, 2.0))
     assert look(follower) == 1 and follower.column("loss").tolist() == [2.0]
 
@@ -130,13 +130,13 @@ def test_blocks_and_processes_read_the_same(tmp_path, follower, monkeypatch, cor
     rows += [*(step_row(i, 2 + 1 / i) for i in range(201, 300)), check_row(299, 3.0)]
     append(tmp_path, *rows)
     append(tmp_path, step_row(300, 1.0), cut=-5)
-    for name, value in {"BLOCK": 4000, "PIECE": 700, "MUCH": 10_000}.items():
+    for name, value in {"TASK_BYTES": 4000, "PARSED_BYTES": 700, "PARALLEL_BYTES": 10_000}.items():
         monkeypatch.setattr(follow, name, value)
     monkeypatch.setattr(follow.device, "cores", lambda: cores)
     assert look(follower) > 10
     assert steps(follower) == list(range(1, 300)) and follower.record.attempts[1].last == 299
     assert follower.column("loss").tolist() == [1 + 1 / i if i <= 200 else 2 + 1 / i for i in range(1, 300)]
-    assert len(follower.record.validations()) == 1
+    assert len(follower.record.validations) == 1
 
 
 def test_runs_below_a_folder_and_runs_that_begin_later(tmp_path):
@@ -145,7 +145,7 @@ def test_runs_below_a_folder_and_runs_that_begin_later(tmp_path):
         append(tmp_path / "runs" / name, start_row(), step_row(1, 5.0))
     watcher = Watcher([tmp_path / "runs", tmp_path / "later"])
     watcher.search()
-    watcher.look()
+    watcher.update()
     found = watcher.state()["runs"]
     assert [(run["name"], run["state"]) for run in found] == [
         ("a", "running"),
@@ -155,10 +155,10 @@ def test_runs_below_a_folder_and_runs_that_begin_later(tmp_path):
     (tmp_path / "later" / "x").mkdir(parents=True)
     append(tmp_path / "later" / "x", start_row(), step_row(1, 5.0))
     watcher.search()
-    watcher.look()
+    watcher.update()
     assert [run["name"] for run in watcher.state()["runs"]] == ["a", "deep/b", "x"]
     with pytest.raises(KeyError):
-        watcher.named("/etc")
+        watcher.run_in("/etc")
 
 
 def test_the_state(tmp_path, monkeypatch):
@@ -171,7 +171,7 @@ def test_the_state(tmp_path, monkeypatch):
     append(tmp_path / "b", {"event": "sample", "iteration": 4, "number": 0, "prompt": "A", "text": "b"})
     watcher = Watcher([tmp_path / "a", tmp_path / "b"])
     watcher.search()
-    watcher.look()
+    watcher.update()
     a, b = watcher.state()["runs"]
     assert (a["state"], b["state"]) == ("running", "ended") and b["attempts"][0]["end"] == "done"
     assert (a["step"], a["amount"], a["unit"], a["skipped"]) == (4, 16 * 16, "tokens", 1)
@@ -187,9 +187,9 @@ def test_the_state(tmp_path, monkeypatch):
     }
     for is_slow, said in ((True, ["rank 1 (n) takes 2.0 x (step 3)"]), (False, [])):
         append(tmp_path / "a", lag | {"slow": is_slow})
-        watcher.look()
+        watcher.update()
         assert watcher.state()["runs"][0]["slow"] == said
-    monkeypatch.setattr("meshwright.runs.overview.PATIENCE", -1.0)
+    monkeypatch.setattr("meshwright.watch.overview.PATIENCE", -1.0)
     assert watcher.state()["runs"][0]["state"] == "silent"
 
 
@@ -203,11 +203,11 @@ def test_a_file_that_cannot_be_read_is_tried_again(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(follow, "parse_range", fail)
-    watcher.look()
-    watcher.look()
+    watcher.update()
+    watcher.update()
     (run,) = watcher.state()["runs"]
     assert "Input/output error" in run["problem"] and run["steps"] == 0
     monkeypatch.setattr(follow, "parse_range", read)
-    watcher.look()
+    watcher.update()
     (run,) = watcher.state()["runs"]
     assert (run["problem"], run["steps"]) == ("", 1)

@@ -6,10 +6,10 @@ import pytest
 from pages import step_row
 
 from helpers import printed_losses
-from meshwright.runs import goodput
-from meshwright.runs.follow import Follower
+from meshwright.runs.follow import RunTail
+from meshwright.runs.goodput import read_goodput
 from meshwright.runs.history import read_history
-from meshwright.runs.overview import describe
+from meshwright.watch.overview import describe_run
 
 
 def start(attempt, iteration, time, ready):
@@ -40,10 +40,10 @@ def measured(folder, rows):
     """Return what the history says, after checking that the page of watch says the same."""
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = goodput.of_history(read_history(folder))
-    follower = Follower(folder)
-    follower.look(lambda: None)
-    page = describe(follower, "a", 0.0)
+    found = read_goodput(read_history(folder))
+    follower = RunTail(folder)
+    follower.read_new(lambda: None)
+    page = describe_run(follower, "a", 0.0)
     if found is None:
         assert "goodput" not in page
     else:
@@ -93,7 +93,7 @@ def test_a_run_says_it_at_its_end(run, tmp_path):
     got = run("--save", tmp_path / "a")
     [line] = [line for line in got.out.splitlines() if line.startswith(" > goodput ")]
     assert "in steps that count; start-up" in line and "validations" in line
-    found = goodput.of_history(read_history(got.folder))
+    found = read_goodput(read_history(got.folder))
     assert found.line() in line and 0 < found.good == sum(got.column("ms")) / 1e3
     assert found.good + sum(found.lost.values()) == pytest.approx(found.wall)
     again = run("--save", tmp_path / "a", "--load", tmp_path / "a", "--skip-train")

@@ -1,0 +1,66 @@
+"""The rows of a run's metrics.jsonl: one JSON object a line, appended as the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+METRICS = "metrics.jsonl"
+TAIL_BYTES = 1 << 16  # that are read to find the last step
+
+# What a row that no run writes raises when it is read.
+DAMAGED = (ValueError, TypeError, KeyError, OverflowError, AttributeError)
+
+
+def explain_damage(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
+
+
+def read_new_rows(folder: Path, begin: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """Return the complete rows after `begin` bytes of metrics.jsonl, and where the next one begins.
+
+    Lines that are not rows are skipped: one at `begin` may be the rest of a line.
+    """
+    try:
+        with (folder / METRICS).open("rb") as file:
+            file.seek(begin)
+            data = file.read()
+    except OSError:
+        return [], begin
+    complete = data[: data.rfind(b"\n") + 1]
+    rows = []
+    for line in complete.splitlines():
+        with contextlib.suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and "event" in row:
+                rows.append(row)
+    return rows, begin + len(complete)
+
+
+def find_last_step(folder: Path) -> tuple[int, str] | None:
+    """Return the last logged step of a run, and how its attempt ended; None if there is none."""
+    try:
+        size = os.path.getsize(folder / METRICS)
+    except OSError:
+        return None
+    rows, _ = read_new_rows(folder, max(size - TAIL_BYTES, 0))
+    ended = ""
+    for row in reversed(rows):
+        with contextlib.suppress(*DAMAGED):
+            if row["event"] == "end" and not ended:
+                ended = f"ended after step {int(row['iteration']):,} ({row['reason']})"
+            elif row["event"] == "step":
+                return int(row["iteration"]), ended or f"was killed after step {int(row['iteration']):,}"
+    return None
+
+
+def holds_steps(folder: Path) -> bool:
+    """Return whether a run logged a step in the folder."""
+    try:
+        with (folder / METRICS).open("rb") as file:
+            return any(b'"event": "step"' in line for line in file)
+    except FileNotFoundError:
+        return False
