@@ -26,9 +26,9 @@ from meshwright.kernels.fp8 import E4M3, E5M2, LARGEST, Into, Recipe, Scales
 from meshwright.kernels.gradients import multiply_into
 from meshwright.kernels.triton import fp8 as fp8_triton
 from meshwright.model import fp8 as model_fp8
-from meshwright.model.attention import Where, share
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import GPT, Options, initialise
+from meshwright.model.positions import Positions, share
 from meshwright.settings.schema import Model, Precision
 
 GPU = torch.device("cuda", 0)
@@ -267,7 +267,7 @@ def time_blocks(sizes: list[list[int]]) -> None:
                 x = torch.randn(n // 1024, 1024, h).bfloat16().requires_grad_()
             for p in model.parameters():
                 p.sink = Total(p.shape)  # type: ignore[attr-defined]
-            where = Where(columns=torch.arange(1024, device=GPU))
+            where = Positions(columns=torch.arange(1024, device=GPU))
             shared, none = share(m, where, torch.zeros(n // 1024, 1024, device=GPU), torch.bfloat16, False), [None] * 9
             if name != "bf16":
                 model_fp8.attach_fp8([model], Precision(bf16=True, fp8_format="e4m3"), GPU)

@@ -954,15 +954,15 @@ class PlainLoop:
         )
 
     def step(self, micro: list[Any]) -> list[float]:
-        from meshwright.model.attention import Where
         from meshwright.model.loss import loss_sum, token_losses
+        from meshwright.model.positions import Positions
 
         torch = self.torch
         self.model.train()
         total, tokens = 0.0, sum(b.unmasked for b in micro)
         for b in micro:
             b = b.to(self.device)
-            logits = self.model(b.tokens, Where(b.sample_ids, None, self.config.training.seed, b.first_sample))
+            logits = self.model(b.tokens, Positions(b.sample_ids, None, self.config.training.seed, b.first_sample))
             loss = loss_sum(token_losses(logits, b.labels, self.vocab), b.loss_mask) / tokens
             loss.backward()
             total = total + loss.detach()

@@ -5,9 +5,9 @@ import dataclasses
 import torch
 
 from helpers import TINY
-from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import loss_sum, token_losses
+from meshwright.model.positions import Positions
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import StoreSpec
 from meshwright.settings import schema as config
@@ -36,7 +36,7 @@ def losses_of(model, batches, scale=1.0, device=CPU):
     total = 0.0
     for batch in batches:
         batch = batch.to(device)
-        loss = loss_sum(token_losses(model.eval()(batch, Where()), batch, VOCAB), None) / 50
+        loss = loss_sum(token_losses(model.eval()(batch, Positions()), batch, VOCAB), None) / 50
         (loss * scale).backward()
         total += loss.item()
     return total

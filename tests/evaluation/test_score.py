@@ -17,8 +17,8 @@ from meshwright.errors import UserError
 from meshwright.evaluation import score as scoring
 from meshwright.evaluation.trigram import trigram_bits_per_byte
 from meshwright.generation import engine
-from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
+from meshwright.model.positions import Positions
 from meshwright.settings.schema import Model, TokenizerFlags
 from on_ranks import run_ranks
 
@@ -55,7 +55,7 @@ def plain_loss(model, ids, length, stride):
         if at > end:
             end = min(end + stride, len(ids) - 1)
         seen = ids[max(0, end - length) : at]
-        logits = model(torch.tensor([seen]), Where())[0, -1, : model.vocab].double().tolist()
+        logits = model(torch.tensor([seen]), Positions())[0, -1, : model.vocab].double().tolist()
         log_sum = max(logits) + math.log(math.fsum(math.exp(x - max(logits)) for x in logits))
         total += log_sum - logits[ids[at]]
     return total
@@ -189,7 +189,7 @@ def test_windows_are_scored_in_any_batches():
     want = []
     with torch.no_grad():
         for ids, first in windows:
-            logits = model(torch.tensor([ids[:-1] or [0]]), Where())[0, : len(ids) - 1, :31].log_softmax(-1)
+            logits = model(torch.tensor([ids[:-1] or [0]]), Positions())[0, : len(ids) - 1, :31].log_softmax(-1)
             labels = torch.tensor(ids[1:], dtype=torch.int64)
             picked = logits.gather(1, labels[:, None])[first:].sum()
             want.append([-picked, (logits.argmax(-1) == labels)[first:].sum()])

@@ -13,8 +13,8 @@ from meshwright.errors import NON_FINITE, UserError
 from meshwright.generation.decoder import Decoder, complete, stream
 from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Completion, Request, cut
-from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT, initialise
+from meshwright.model.positions import Positions
 from meshwright.settings.schema import Model, Sampling
 from meshwright.tokenizers import Null
 
@@ -151,7 +151,7 @@ def test_each_token_comes_when_it_is_chosen(monkeypatch):
 def test_echo_scores_the_prompt_as_a_full_forward(k, monkeypatch):
     """In one chunk and in several, with no new tokens, and at the full length."""
     model, prompt = little(), [1, 2, 3, 4, 5, 6, 7, 0, 1, 2]
-    want = model.model(torch.tensor([prompt]), Where())[0, :, :VOCAB].log_softmax(-1)
+    want = model.model(torch.tensor([prompt]), Positions())[0, :, :VOCAB].log_softmax(-1)
     monkeypatch.setattr("meshwright.generation.decoder.ECHO_CHUNK", 4 if k else 512)
     for new in (0, 1):
         settings = Sampling(greedy=True, out_seq_length=new)

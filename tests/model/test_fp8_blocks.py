@@ -11,10 +11,10 @@ import torch
 from helpers import TINY
 from meshwright.kernels.fp8 import Fp8Product
 from meshwright.model import fp8
-from meshwright.model.attention import Shared, Where
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import GPT, Block, Options, initialise
 from meshwright.model.loss import loss_sum, token_losses
+from meshwright.model.positions import Positions, Shared
 from meshwright.settings.schema import Precision
 from sinks import Total
 
@@ -55,7 +55,7 @@ def steps(m, is_fused, with_sinks, options):
     out = []
     for i in range(6):
         tokens = torch.randint(61, (3, 17), generator=random).to(DEVICE)
-        where = Where(samples=torch.arange(5 + i, 8 + i, device=DEVICE), seed=9, first_sample=5 + i)
+        where = Positions(samples=torch.arange(5 + i, 8 + i, device=DEVICE), seed=9, first_sample=5 + i)
         model.train(0 < i < 5)
         with torch.set_grad_enabled(0 < i < 5):
             losses = token_losses(model(tokens[:, :-1], where), tokens[:, 1:], 61)
@@ -116,7 +116,7 @@ def test_what_is_added_does_not_stay_in_memory():
     model, _ = build(TINY, Options())
     block = model.h["0"]
     leaf = torch.randn(2, 16, TINY.hidden_size, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
-    for join in (lambda x, y: block.enter(x, y, None, Shared(Where())), lambda x, y: block.transform(x, y, None)):
+    for join in (lambda x, y: block.enter(x, y, None, Shared(Positions())), lambda x, y: block.transform(x, y, None)):
         residual, pending = leaf.neg(), leaf.neg()
         out, gone = join(residual, pending), [weakref.ref(residual), weakref.ref(pending)]
         del residual, pending

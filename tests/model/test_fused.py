@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from helpers import TINY
-from meshwright.model.attention import Where
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import GPT, Block, Options, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.model.pick import options
+from meshwright.model.positions import Positions
 from meshwright.settings import schema
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -47,7 +47,7 @@ def results(m, block, device, dtype, recompute=None, fp32_residual=False):
                 p.add_(torch.randn(p.shape, generator=random) * 0.3)
     model = model.to(device, dtype).train()
     tokens = torch.randint(61, (3, 17), generator=random).to(device)
-    where = Where(samples=torch.arange(5, 8, device=device), seed=9, first_sample=5)
+    where = Positions(samples=torch.arange(5, 8, device=device), seed=9, first_sample=5)
     losses = token_losses(model(tokens[:, :-1], where), tokens[:, 1:], 61)
     (loss_sum(losses, None) / 48).backward()
     return {"losses": losses.detach(), **{n: p.grad for n, p in model.named_parameters()}}

@@ -9,11 +9,12 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from helpers import TINY
 from meshwright import device as devices
-from meshwright.model import attention, counts, gpt, pick
-from meshwright.model.attention import Cache, Cached, Where
+from meshwright.model import attention, counts, gpt, pick, positions
+from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import GPT, Block, Options, initialise
 from meshwright.model.loss import loss_sum, token_losses
+from meshwright.model.positions import Positions
 from meshwright.settings import schema as config
 from stores import tokens
 
@@ -50,7 +51,7 @@ def randomise(model, std=0.3):
 
 
 def training(seed=9, samples=3, **more):
-    return Where(samples=torch.arange(samples), seed=seed, **more)
+    return Positions(samples=torch.arange(samples), seed=seed, **more)
 
 
 def test_parameter_count_of_gpt2_345m():
@@ -143,7 +144,7 @@ def test_logits_and_gradients_equal_transformers_gpt2(gelu):
                 value = value.view(4, 3, 8, -1).transpose(0, 1).reshape(96, -1).squeeze(-1)
             state[where].copy_(value.T if value.ndim == 2 and ("attn" in name or "mlp" in name) else value)
     x = tokens()
-    mine, want = ours(x, Where()), theirs(x).logits
+    mine, want = ours(x, Positions()), theirs(x).logits
     torch.testing.assert_close(mine[..., :61], want, rtol=1e-10, atol=1e-10)
     token_losses(mine[:, :-1], x[:, 1:], 61).mean().backward()
     torch.nn.functional.cross_entropy(want[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
@@ -224,10 +225,10 @@ def test_logits_and_gradients_equal_transformers_llama(base, untied, monkeypatch
     ours, theirs = llama(base, untied, torch.float32)
     x = tokens()
     with torch.no_grad():
-        torch.testing.assert_close(ours(x, Where())[..., :61], theirs(x).logits, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(ours(x, Positions())[..., :61], theirs(x).logits, rtol=1e-5, atol=2e-5)
     ours, theirs = llama(base, untied, torch.float64)
     with torch.no_grad():
-        torch.testing.assert_close(ours(x, Where())[..., :61], theirs(x).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours(x, Positions())[..., :61], theirs(x).logits, rtol=1e-5, atol=1e-5)
     from transformers.models.llama import modeling_llama
 
     def norm(self, x):
@@ -241,7 +242,7 @@ def test_logits_and_gradients_equal_transformers_llama(base, untied, monkeypatch
     monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", norm)
     monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", angles)
     monkeypatch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: x.softmax(dim))
-    mine = ours(x, Where())
+    mine = ours(x, Positions())
     torch.testing.assert_close(mine[..., :61], theirs(x).logits, rtol=1e-10, atol=1e-10)
     token_losses(mine[:, :-1], x[:, 1:], 61).mean().backward()
     torch.nn.functional.cross_entropy(theirs(x).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten()).backward()
@@ -261,8 +262,8 @@ def test_padding_changes_nothing():
     with torch.no_grad():
         wide.wte.weight[61:] = 50.0
     x = tokens()
-    torch.testing.assert_close(narrow(x, Where()), wide(x, Where())[..., :61])
-    a, b = (token_losses(m(x, Where()), x, 61) for m in (narrow, wide))
+    torch.testing.assert_close(narrow(x, Positions()), wide(x, Positions())[..., :61])
+    a, b = (token_losses(m(x, Positions()), x, 61) for m in (narrow, wide))
     torch.testing.assert_close(a, b)
 
 
@@ -271,7 +272,7 @@ def test_fused_attention_equals_reference(impl):
     a = make(dataclasses.replace(STILL, attention_impl=impl))
     b = make(dataclasses.replace(STILL, attention_impl="reference"))
     x = tokens()
-    torch.testing.assert_close(a(x, Where()), b(x, Where()), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(a(x, Positions()), b(x, Positions()), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("impl", ["sdpa", "reference"])
@@ -282,8 +283,8 @@ def test_causal(impl):
     x = tokens()
     y = x.clone()
     y[:, 9] = (y[:, 9] + 1) % 61
-    assert torch.equal(model(x, Where())[:, :9], model(y, Where())[:, :9])
-    assert not torch.equal(model(x, Where())[:, 9], model(y, Where())[:, 9])
+    assert torch.equal(model(x, Positions())[:, :9], model(y, Positions())[:, :9])
+    assert not torch.equal(model(x, Positions())[:, 9], model(y, Positions())[:, 9])
 
 
 @pytest.mark.parametrize("impl", ["sdpa", "reference"])
@@ -295,11 +296,11 @@ def test_cache_equals_whole(impl, block):
     initialise(model.named_parameters(), m, 61, 1)
     model.eval()
     x = tokens()
-    whole = model(x, Where())
+    whole = model(x, Positions())
     cache, slots = Cache(4, 16), torch.tensor([2, 0, 3])
     parts = []
     for a, b in ((0, 5), (5, 6), (6, 11), (11, 16)):
-        where = Where(cached=Cached(cache, slots, torch.full((3,), a), b if a else 0))
+        where = Positions(cached=ContinuedTexts(cache, slots, torch.full((3,), a), b if a else 0))
         parts.append(model(x[:, a:b], where))
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
 
@@ -308,9 +309,9 @@ def test_dropout_is_on_in_training_only():
     model, x = make(), tokens()
     assert not torch.equal(model.train()(x, training()), model.eval()(x, training()))
     assert torch.equal(model.train()(x, training()), model.train()(x, training()))
-    assert not torch.equal(model(x, training()), model(x, Where(samples=torch.arange(3) + 1, seed=9)))
+    assert not torch.equal(model(x, training()), model(x, Positions(samples=torch.arange(3) + 1, seed=9)))
     assert not torch.equal(model(x, training()), model(x, training(seed=10)))
-    assert torch.equal(model(x, Where()), model.eval()(x, Where()))  # without sample numbers there is none
+    assert torch.equal(model(x, Positions()), model.eval()(x, Positions()))  # without sample numbers there is none
 
 
 def test_fused_dropout_depends_on_the_first_sample_and_the_layer():
@@ -386,10 +387,10 @@ def test_dropout_does_not_depend_on_the_micro_batch():
     """With the reference attention, logits depend on neither other samples nor later tokens."""
     model = make(dtype=torch.float64).train()
     x = tokens()
-    together = model(x, Where(samples=torch.arange(5, 8), seed=9, first_sample=5))
-    alone = model(x[1:2], Where(samples=torch.tensor([6]), seed=9, first_sample=6))
+    together = model(x, Positions(samples=torch.arange(5, 8), seed=9, first_sample=5))
+    alone = model(x[1:2], Positions(samples=torch.tensor([6]), seed=9, first_sample=6))
     torch.testing.assert_close(together[1:2], alone, rtol=1e-12, atol=1e-12)
-    start = model(x[:, :9], Where(samples=torch.arange(5, 8), seed=9, first_sample=5))
+    start = model(x[:, :9], Positions(samples=torch.arange(5, 8), seed=9, first_sample=5))
     torch.testing.assert_close(together[:, :9], start, rtol=1e-12, atol=1e-12)
 
 
@@ -405,9 +406,11 @@ def test_query_key_layer_scaling_changes_nothing():
         scores = scores.masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -10000.0)
         probabilities = torch.softmax(scores.float() * layer, -1)
         want = torch.einsum("bnts,bsnd->btnd", probabilities, v)
-        ours = attention.reference(q, k, v, attention.Shared(Where()), 0.0, layer - 1)
+        ours = attention.reference(q, k, v, positions.Shared(Positions()), 0.0, layer - 1)
         torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(attention.fused(q, k, v, attention.Shared(Where()), 0.0), want, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            attention.fused(q, k, v, positions.Shared(Positions()), 0.0), want, rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -419,7 +422,7 @@ def test_scores_of_the_reference_are_float32(dtype):
         k[0, 1, 0, 0] -= 1 / 0.75  # the second key's score is a little lower
         v = torch.tensor([1.0, 0.0]).view(1, 2, 1, 1).to(dtype)
         scores = (q.double()[0, 1, 0] * k.double()[0, :, 0]).sum(-1) / 8
-        got = attention.reference(q, k, v, attention.Shared(Where()), 0.0, 0)
+        got = attention.reference(q, k, v, positions.Shared(Positions()), 0.0, 0)
         assert got[0, 1, 0, 0].item() == pytest.approx(scores.softmax(0)[0].item(), rel=2**-8)
         assert got[0, 1, 0, 0] > 0.5
 
@@ -433,7 +436,7 @@ def test_a_float32_residual_stream(kind):
     exact.load_state_dict(rounded)  # the same weights in all three
     x = tokens()
     with torch.no_grad():
-        want = exact(x, Where())[..., :61]
+        want = exact(x, Positions())[..., :61]
     for wide in (False, True):
         model = make(m, dtype=torch.bfloat16, options=Options(fp32_residual=wide)).train()
         model.load_state_dict(rounded)
@@ -470,7 +473,7 @@ def test_a_model_outside_of_a_run_is_initialised(more):
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(p.isfinite().all() for p in model.parameters())
-    assert model(torch.zeros(1, 8, dtype=torch.long), Where()).isfinite().all()
+    assert model(torch.zeros(1, 8, dtype=torch.long), Positions()).isfinite().all()
 
 
 def test_initial_weights_depend_on_name_and_seed_only():
@@ -528,7 +531,7 @@ def compiled_case(kind, documents, length=200):
     x = torch.randint(0, 61, (3, length), generator=torch.Generator().manual_seed(0)).cuda()
 
     def where(step=0):
-        out = Where(samples=torch.arange(3, device="cuda") + 3 * step, seed=9, first_sample=3 * step)
+        out = Positions(samples=torch.arange(3, device="cuda") + 3 * step, seed=9, first_sample=3 * step)
         if documents:
             places = torch.arange(length, device="cuda").expand(3, length) + step
             out.documents, out.position_ids = places // 70, places % 70
@@ -576,7 +579,7 @@ def test_compiled_blocks_equal_plain_ones(kind, documents, recompute):
     flex = documents or m.position == "alibi"
     results = []
     for compiled in (False, True):
-        mask = attention.share(m, where(), x, torch.float32, compiled).mask
+        mask = positions.share(m, where(), x, torch.float32, compiled).mask
         assert type(mask).__name__ == ("BlockMask" if flex and compiled else "Tensor" if flex else "NoneType")
         results.append(losses_and_gradients(on_gpu(m, Options(recompute, compiled=compiled)), x, where()))
     assert_near(*results)
@@ -594,7 +597,7 @@ def test_flex_attention_in_plain_blocks(kind, recompute, monkeypatch):
     for step in range(3):
         want = losses_and_gradients(model, x, where(step))
         with monkeypatch.context() as patch:
-            patch.setattr(gpt, "share", lambda *arguments: attention.share(*arguments[:-1], flex=True))
+            patch.setattr(gpt, "share", lambda *arguments: positions.share(*arguments[:-1], flex=True))
             assert isinstance(gpt.share(m, where(), x, torch.float32, False).mask, BlockMask)
             graphs.clear()
             assert_near(losses_and_gradients(model, x, where(step)), want)
@@ -619,10 +622,10 @@ def test_flex_attention_is_compiled_once_for_a_shape(alibi, monkeypatch):
         for length in (16, 16, 16, 12):
             q, k, v = torch.randn(3, 2, length, m.num_attention_heads, 8)
             documents = torch.randint(0, 2, (2, length)).cumsum(1)
-            where = Where(documents=documents)
-            dense = attention.share(m, where, documents, torch.float32, False)
-            slopes = attention.slopes_of(m, None, q.device).float() if alibi else None
-            blocks = attention.Shared(where, mask=attention.blocks(documents, length, q.device), slopes=slopes)
+            where = Positions(documents=documents)
+            dense = positions.share(m, where, documents, torch.float32, False)
+            slopes = positions.slopes_of(m, None, q.device).float() if alibi else None
+            blocks = positions.Shared(where, mask=positions.block_mask(documents, length, q.device), slopes=slopes)
             torch.testing.assert_close(attention.fused(q, k, v, blocks, 0.0), attention.fused(q, k, v, dense, 0.0))
     attention.compiled_flex.cache_clear()
     assert len(traced) == 2
@@ -687,7 +690,7 @@ def test_blocks_share_two_graphs(monkeypatch, more):
         for step in range(3):
             ids = torch.arange(32).view(2, 16) + step
             documents = (ids % 16 > 5 + step).int()
-            where = Where(torch.arange(2) + 2 * step, None, 7, 2 * step, None, documents)
+            where = Positions(torch.arange(2) + 2 * step, None, 7, 2 * step, None, documents)
             token_losses(model(ids, where), ids, 61).sum().backward()
         runs.append([p.grad.clone() for p in model.parameters()])
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]

@@ -12,10 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference_gpt
 from meshwright.kernels import dropout
-from meshwright.model import attention, counts
-from meshwright.model.attention import Cache, Cached, Where
+from meshwright.model import attention, counts, positions
+from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.gpt import GPT, Options
 from meshwright.model.loss import loss_sum, token_losses
+from meshwright.model.positions import Positions
 from meshwright.settings.schema import Model
 
 VOCAB, PADDED, POSITIONS, B, T, SEED = 13, 16, 10, 2, 8, 2**40 + 7
@@ -127,7 +128,7 @@ def batch() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return tokens, labels, mask
 
 
-# Where documents end: in sample 0 after 3 tokens, in sample 1 after 1 and 5.
+# Positions documents end: in sample 0 after 3 tokens, in sample 1 after 1 and 5.
 DOCUMENTS = np.array([[0, 0, 0, 1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2, 2]])
 RESTARTED = np.array([[0, 1, 2, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 0, 1, 2]])
 PLACES = {
@@ -138,9 +139,9 @@ PLACES = {
 }
 
 
-def where_of(places: dict[str, np.ndarray], **more) -> Where:
+def where_of(places: dict[str, np.ndarray], **more) -> Positions:
     ids = {k: torch.from_numpy(v) for k, v in places.items()}
-    return Where(documents=ids.get("doc_ids"), position_ids=ids.get("position_ids"), **more)
+    return Positions(documents=ids.get("doc_ids"), position_ids=ids.get("position_ids"), **more)
 
 
 def allowed(m: Model, places: str) -> bool:
@@ -162,7 +163,7 @@ def dropout_factors(m: Model, samples: torch.Tensor) -> dict[int, np.ndarray]:
     return {site: x.numpy() for site, x in out.items()}
 
 
-def mean_loss(model: GPT, where: Where) -> torch.Tensor:
+def mean_loss(model: GPT, where: Positions) -> torch.Tensor:
     tokens, labels, mask = map(torch.from_numpy, batch())
     return loss_sum(token_losses(model(tokens, where), labels, VOCAB), mask) / mask.sum()
 
@@ -207,7 +208,7 @@ def test_slopes_of_alibi():
     assert [reference_gpt.slope_of(i, 8) for i in range(8)] == eight
     twelve = [*eight, 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5]
     assert [reference_gpt.slope_of(i, 12) for i in range(12)] == pytest.approx(twelve)
-    assert attention.slopes(12, torch.device("cpu")).tolist() == pytest.approx(twelve)
+    assert positions.alibi_slopes(12, torch.device("cpu")).tolist() == pytest.approx(twelve)
 
 
 @every
@@ -254,7 +255,7 @@ def test_dropout_is_where_the_reference_has_it(words):
     where = {"drop": dropout_factors(m, torch.arange(3, 3 + B))}
     want = reference_gpt.loss(weights(model), m, *batch(), **where)
     assert training_loss(model).item() == pytest.approx(want, rel=1e-12)
-    assert abs(mean_loss(model.eval(), Where()).item() - want) > 1e-3
+    assert abs(mean_loss(model.eval(), Positions()).item() - want) > 1e-3
 
 
 @every
@@ -265,13 +266,13 @@ def test_a_cache_changes_nothing(words, impl, chunks):
     model, tokens = build(m).eval(), torch.from_numpy(batch()[0])
     cache, parts, start = Cache(B, T), [], 0
     with torch.inference_mode():
-        at_once = model(tokens, Where())
+        at_once = model(tokens, Positions())
         for n in chunks:
-            cached = Cached(cache, torch.arange(B), torch.full((B,), start), start + n if start else 0)
-            where = Where(cached=cached)
+            cached = ContinuedTexts(cache, torch.arange(B), torch.full((B,), start), start + n if start else 0)
+            where = Positions(cached=cached)
             parts.append(model(tokens[:, start : start + n], where))
             start += n
-        last = model(tokens, Where(), last_only=True)
+        last = model(tokens, Positions(), last_only=True)
     torch.testing.assert_close(torch.cat(parts, 1), at_once, rtol=0, atol=1e-10)
     torch.testing.assert_close(last, at_once[:, -1:], rtol=0, atol=1e-10)
 
@@ -341,5 +342,5 @@ def test_counts_are_those_of_the_model(words):
     model = build(m).eval()
     assert counts.parameters(m, PADDED, POSITIONS) == sum(p.numel() for p in model.parameters())
     with FlopCounterMode(display=False) as counter:
-        model(torch.from_numpy(batch()[0]), Where())
+        model(torch.from_numpy(batch()[0]), Positions())
     assert counter.get_total_flops() * 3 == B * T * counts.flops_per_token(m, PADDED, T)

@@ -20,9 +20,9 @@ from helpers import TINY_FLAGS, free_port, open_step, printed_losses, read_losse
 from meshwright.__main__ import main
 from meshwright.data.loader import Mock
 from meshwright.errors import UserError
-from meshwright.model.attention import Where, share
 from meshwright.model.gpt import GPT, Block, Options
 from meshwright.model.layers import Embedding, Linear
+from meshwright.model.positions import Positions, share
 from meshwright.parallel.layout import Layout
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
@@ -229,8 +229,8 @@ def test_the_block_adds_attention_and_mlp(example):
     for p in network.parameters():
         torch.nn.init.normal_(p, 0, 0.3)
     tokens = torch.randint(257, (2, 8))
-    got = network(tokens, Where())
-    shared = share(m, Where(), tokens, torch.float32, False)
+    got = network(tokens, Positions())
+    shared = share(m, Positions(), tokens, torch.float32, False)
     x = network.wte(tokens)
     for layer in network.h.values():
         y = layer.ln_1(x)

@@ -95,14 +95,14 @@ def plain_scorer(model: GPT) -> Scorer:
     """Score with a whole model on one device."""
     import torch
 
-    from meshwright.model.attention import Where
+    from meshwright.model.positions import Positions
 
     device = model.wte.weight.device
 
     def run(batches: list[Rows]) -> Tensor:
         model.eval()
         with torch.inference_mode():
-            return torch.cat([count(model(b.tokens.to(device), Where()), b, model.vocab) for b in batches]).cpu()
+            return torch.cat([count(model(b.tokens.to(device), Positions()), b, model.vocab) for b in batches]).cpu()
 
     return run
 

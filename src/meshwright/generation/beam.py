@@ -20,7 +20,8 @@ from meshwright import device as devices
 from meshwright.errors import NON_FINITE, UserError
 from meshwright.generation.requests import Completion, Request, cut
 from meshwright.kernels.twins import upcast
-from meshwright.model.attention import Cache, Cached, Where
+from meshwright.model.cache import Cache, ContinuedTexts
+from meshwright.model.positions import Positions
 
 if TYPE_CHECKING:
     from meshwright.generation.engine import LanguageModel
@@ -155,7 +156,9 @@ class _Steps:
     def _pass(self, tokens: list[list[int]]) -> Tensor:
         before, self.used = self.used, self.used + len(tokens[0])
         slots = self._send(list(range(len(tokens))))
-        where = Where(cached=Cached(self.cache, slots, torch.full_like(slots, before), self.used if before else 0))
+        where = Positions(
+            cached=ContinuedTexts(self.cache, slots, torch.full_like(slots, before), self.used if before else 0)
+        )
         return self.m.forward(self._send(tokens), where, last_only=True)[:, -1, : self.m.model.vocab]
 
     def _send(self, x: list[int] | list[list[int]]) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from meshwright.evaluation.score import Rows, score_part
-from meshwright.model.attention import Cache, Cached, Where
+from meshwright.model.cache import Cache, ContinuedTexts
+from meshwright.model.positions import Positions
 from meshwright.parallel.calls import Calls
 from meshwright.parallel.cut_model import CutModel, ModelInput
 from meshwright.ranks.team import Team
@@ -29,7 +30,7 @@ class Crew:
         self.fresh = itertools.count()
         self.caches: dict[int, Cache] = {}  # this rank's parts of them
 
-    def forward(self, tokens: Tensor, where: Where, last_only: bool = False) -> Tensor:
+    def forward(self, tokens: Tensor, where: Positions, last_only: bool = False) -> Tensor:
         """Return what the whole model would for these tokens; rank 0's own cache stays empty."""
         head, rest, cached = [int(last_only)], list[Tensor](), where.cached
         if cached is not None:
@@ -44,14 +45,14 @@ class Crew:
     @torch.inference_mode()
     def _forward(self, head: Tensor, tokens: Tensor, *rest: Tensor) -> Tensor | None:
         last_only, *of_cache = head.tolist()
-        model, where = self.model, Where(heads=self.model.heads)
+        model, where = self.model, Positions(heads=self.model.heads)
         if of_cache:
             number, slots, length, seen = of_cache
             alive, *rows = rest
             self.caches = {n: cache for n, cache in self.caches.items() if n in alive.tolist()}
             cache = self.caches.setdefault(number, Cache(slots, length))
             at, used, *ends = (x.to(model.device) for x in rows)
-            where.cached = Cached(cache, at, used, seen, *ends)
+            where.cached = ContinuedTexts(cache, at, used, seen, *ends)
         inputs = [ModelInput(tokens.to(model.device), where)]
         logits = model.run_passes(inputs, lambda logits, i: model.gather_ids(logits), bool(last_only))
         shape = (len(tokens), 1 if last_only else tokens.shape[1], self.padded)

@@ -25,9 +25,10 @@ from meshwright.generation.sampling import Kind
 from meshwright.generation.state import Outputs, Row, State, choose, score
 from meshwright.generation.steps import Steps
 from meshwright.kernels.decode import BAD, NONE
-from meshwright.model.attention import Cache, Cached, Where
+from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.decode import reason_against
 from meshwright.model.gpt import GPT
+from meshwright.model.positions import Positions
 from meshwright.tokenizers import Tokenizer
 
 PREFILL = 16384  # most tokens of prompts in one pass, padding included; one prompt may have more
@@ -49,7 +50,7 @@ class LanguageModel(Protocol):
     def crew(self) -> object | None: ...
     def decoder(self, slots: int, length: int) -> Decoder: ...
 
-    def forward(self, tokens: Tensor, where: Where, last_only: bool = False) -> Tensor:
+    def forward(self, tokens: Tensor, where: Positions, last_only: bool = False) -> Tensor:
         """Map tokens [B, T] to logits as GPT.forward does, in the model's layout."""
 
 
@@ -205,7 +206,7 @@ class Decoder:
             ends = self.state.send(torch.tensor([len(part) - 1 for part in here]))
             used = torch.full_like(ends, start)
             seen = min(self.cache.room, start + width) if start else 0
-            where = Where(cached=Cached(self.cache, slots[done:], used, seen, ends))
+            where = Positions(cached=ContinuedTexts(self.cache, slots[done:], used, seen, ends))
             logits = self.model.forward(tokens, where, last_only=not echo)[..., : self.state.vocab]
             if echo:
                 self._echo(logits[0], rows[0], start, echoes)
@@ -228,7 +229,7 @@ class Decoder:
         for row in rows:
             echo = echoes is not None and row.request.echo and row.request.logprobs is not None
             tokens = self.state.send(torch.tensor([row.prompt + row.tokens]))
-            logits = self.model.forward(tokens, Where(), last_only=not echo)[0, :, : self.state.vocab]
+            logits = self.model.forward(tokens, Positions(), last_only=not echo)[0, :, : self.state.vocab]
             if echo and echoes is not None:
                 self._echo(logits, row, 0, echoes)
             found.append(logits[-1])
@@ -247,7 +248,7 @@ class Decoder:
         logits = []
         if rows:
             seen = min(self.cache.room, max(row.length for row in rows))
-            where = Where(cached=Cached(self.cache, cached, s.used[cached], seen))
+            where = Positions(cached=ContinuedTexts(self.cache, cached, s.used[cached], seen))
             logits.append(self.model.forward(s.token[cached][:, None], where)[:, 0, : s.vocab])
         if again:
             logits.append(self._recompute(again))

@@ -22,8 +22,9 @@ from meshwright.evaluation.score import Scorer, plain_scorer
 from meshwright.generation import decoder
 from meshwright.generation.crew import Crew
 from meshwright.generation.requests import Request
-from meshwright.model.attention import Cache, Where
+from meshwright.model.cache import Cache
 from meshwright.model.gpt import GPT
+from meshwright.model.positions import Positions
 from meshwright.parallel.cut_model import CutModel, build_cut_model
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.shard import Sharding
@@ -68,7 +69,7 @@ class LanguageModel:
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def forward(self, tokens: Tensor, where: Where, last_only: bool = False) -> Tensor:
+    def forward(self, tokens: Tensor, where: Positions, last_only: bool = False) -> Tensor:
         """Map tokens [B, T] to logits as GPT.forward does, in the model's layout."""
         run = self.model if self.crew is None else self.crew.forward
         logits: Tensor = run(tokens, where, last_only=last_only)
@@ -105,7 +106,7 @@ class LanguageModel:
         ids = self.encode(text)
         if not 0 < len(ids) <= self.seq_length:
             raise UserError(f"the text has {len(ids)} tokens; the model reads 1 to {self.seq_length}")
-        out = self.forward(torch.tensor([ids], device=self.device), Where())
+        out = self.forward(torch.tensor([ids], device=self.device), Positions())
         return out[0, :, : self.model.vocab]
 
     def generate(

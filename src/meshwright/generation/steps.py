@@ -22,9 +22,10 @@ from meshwright.generation.sampling import Kind
 from meshwright.generation.state import Outputs, State, choose
 from meshwright.kernels.decode import choose_tokens
 from meshwright.kernels.grid import power_of_2
-from meshwright.model.attention import Cache, Cached, Where
+from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.decode import DecodeStep
 from meshwright.model.gpt import GPT
+from meshwright.model.positions import Positions
 
 SHORTEST = 256  # length of the shortest steps
 NARROWEST, MOST = 64, 4096  # width of the narrowest prompts, and most tokens that are read by a graph
@@ -80,7 +81,7 @@ class Steps:
     def read_held(self, held: torch.Tensor) -> torch.Tensor:
         """Read prompts from [B, slot, place of the last token, tokens]."""
         slots, ends, tokens = held[:, 0], held[:, 1], held[:, 2:]
-        where = Where(cached=Cached(self.cache, slots, torch.zeros_like(slots), 0, ends))
+        where = Positions(cached=ContinuedTexts(self.cache, slots, torch.zeros_like(slots), 0, ends))
         logits: torch.Tensor = self.model(tokens, where, last_only=True)
         return logits[:, 0, : self.state.vocab]
 

@@ -1,11 +1,9 @@
-"""Causal attention: torch's fused kernels, a plain reference to test them, positions."""
+"""Causal attention: torch's fused kernels, and a plain reference to test them."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,101 +15,11 @@ from meshwright import device as devices
 from meshwright.kernels import dropout
 from meshwright.kernels.heads import rotate, split
 from meshwright.model.layers import Linear, Norm
+from meshwright.model.positions import Positions, Shared
 from meshwright.settings.schema import Model
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-
-BLOCK = 128  # FlexAttention's mask block size
-ROOM = 64  # places of a cache are a multiple of this
-
-
-@dataclass
-class Where:
-    """Position of a forward pass in the run: all that randomness and positions may depend on."""
-
-    samples: Tensor | None = None  # [B] global sample numbers; None is no dropout
-    columns: Tensor | None = None  # [T] places within the sample; None counts from 0
-    seed: int = 0
-    first_sample: int = 0  # samples[0] on the host, which seeds the fused kernel without a sync
-    position_ids: Tensor | None = None  # [B, T] if positions restart; None is `columns`
-    documents: Tensor | None = None  # [B, T] numbers of documents; attention stays within one
-    # Set if only a part of the network's work is done here:
-    stream: Stream | None = None  # if the residual stream is laid out differently from attention
-    length: int | None = None  # tokens that attention sees, if `columns` are only some of them
-    heads: range | None = None  # of the model's heads
-    cached: Cached | None = None  # generation: the texts that the rows continue
-
-
-@dataclass
-class Stream:
-    """Sample and place of each row of the residual stream, [1, N]; position, if not the place."""
-
-    samples: Tensor | None
-    columns: Tensor
-    position_ids: Tensor | None
-
-
-@dataclass
-class Shared:
-    """Tensors that the layers of one forward pass share, made by `share`."""
-
-    where: Where
-    rotation: tuple[Tensor, Tensor] | None = None  # cosines and sines [1 or B, T, 1, rotating / 2]
-    mask: Tensor | BlockMask | None = None  # None: causal; bool; float if ALiBi is added to the scores
-    slopes: Tensor | None = None  # [heads] of ALiBi, if the kernel adds it
-
-
-class Cache:
-    """Keys and values of texts of up to `length` tokens, one in each slot.
-
-    The buffers, [slots, room, groups, head_dim] per layer, are allocated when a layer first needs
-    them, and never move. A slot's last place takes what belongs to no text, such as padding.
-    """
-
-    def __init__(self, slots: int, length: int) -> None:
-        self.slots, self.length = slots, length
-        self.room = (length // ROOM + 1) * ROOM
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's buffers, for keys [B, T, groups, head_dim] such as these."""
-        if layer not in self.layers:  # zeros, because a product with a masked NaN is NaN
-            shape = self.slots, self.room, *like.shape[2:]
-            self.layers[layer] = like.new_zeros(shape), like.new_zeros(shape)
-        return self.layers[layer]
-
-    def rearrange(self, rows: Tensor, used: int) -> None:
-        """Let slot i continue the text of slot `rows[i]`, of which `used` tokens are known."""
-        for buffers in self.layers.values():
-            for x in buffers:
-                x[: len(rows), :used] = x[rows, :used]
-
-
-@dataclass
-class Cached:
-    """The texts that the rows of a forward pass continue; they may have different lengths."""
-
-    cache: Cache
-    slots: Tensor  # [B] of the rows
-    used: Tensor  # [B] tokens of each text before this pass
-    seen: int  # places of the cache that attention reads, above every row's last; 0: the texts begin here
-    ends: Tensor | None = None  # [B] place in this pass of each row's last token, which `last_only` means
-    at: Tensor | None = None  # [B T] the tokens' places in the flat cache, for all layers
-
-    def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a layer's new keys and values, and return all that attention reads."""
-        keys, values = self.cache.of_layer(layer, k)
-        if self.at is None:
-            places = self.places(k.shape[1]).clamp(max=self.cache.room - 1)
-            self.at = (self.slots[:, None] * self.cache.room + places).flatten()
-        keys.flatten(0, 1)[self.at], values.flatten(0, 1)[self.at] = k.flatten(0, 1), v.flatten(0, 1)
-        return (keys[self.slots, : self.seen], values[self.slots, : self.seen]) if self.seen else (k, v)
-
-    def places(self, t: int) -> Tensor:
-        """Return the places [B, T] in their texts of a pass's tokens."""
-        return self.used[:, None] + torch.arange(t, device=self.used.device)
+    pass
 
 
 class Attention(nn.Module):
@@ -164,7 +72,7 @@ def is_reference(impl: str, p: float, device: torch.device) -> bool:
     return impl == "reference" or (impl == "auto" and p > 0 and device.type == "cpu")
 
 
-def seed_dropout(where: Where, layer: int, device: torch.device, drawn: int = 0) -> None:
+def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int = 0) -> None:
     """Seed the device's generator, from which a layer's fused kernel draws its dropout.
 
     The seed is a hash of (seed, first sample of the micro-batch, first head), from which each layer
@@ -247,103 +155,3 @@ def reference(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float, layer: 
         rows = dropout.rows(where.seed, where.samples[:, None, None], heads, where.columns)
         probabilities = dropout.dropout(probabilities, dropout.at_site(rows, ~layer), p)
     return torch.einsum("bnts,bsnd->btnd", probabilities.to(v.dtype), v)
-
-
-def share(m: Model, where: Where, tokens: Tensor, dtype: torch.dtype, flex: bool) -> Shared:
-    """Make the positions and masks of one forward pass; fill in `where.columns`.
-
-    `flex` allows FlexAttention, which is compiled even where blocks are not.
-    """
-    t, device = tokens.shape[1], tokens.device
-    length = where.length or t
-    if where.columns is None:
-        where.columns = torch.arange(t, device=device)
-    shared, cached = Shared(where), where.cached
-    if cached is not None and where.position_ids is None:  # padding behind a text has a position, too
-        where.position_ids = cached.places(t).clamp(max=cached.cache.length - 1)
-    if m.position == "rope":
-        ids = (where.columns if where.position_ids is None else where.position_ids).view(-1, t, 1, 1)
-        shared.rotation = rotations(m, ids, torch.float64 if dtype is torch.float64 else torch.float32)
-    alibi = m.position == "alibi"
-    marked = alibi or where.documents is not None
-    flex = flex and devices.has_kernels(device)  # it can be trained nowhere else
-    if cached is not None and cached.seen:  # is_causal would align cached keys wrongly
-        distance = torch.arange(cached.seen, device=device) - cached.places(t)[..., None]
-        shared.mask = dense(m, where, distance, dtype)
-    elif flex and marked and cached is None and not (m.attention_dropout and where.samples is not None):
-        shared.mask = blocks(where.documents, length, device)
-        shared.slopes = slopes_of(m, where.heads, device).float() if alibi else None
-    elif marked:
-        places = torch.arange(length, device=device)
-        shared.mask = dense(m, where, (places - places[:, None])[None], dtype)
-    return shared
-
-
-def blocks(documents: Tensor | None, t: int, device: torch.device) -> BlockMask:
-    """Make a mask for FlexAttention, which skips blocks of scores that no query sees.
-
-    Document numbers never decrease along a sample, so a block's first and last suffice; torch's
-    create_block_mask would evaluate every score.
-    """
-    from torch.nn.attention.flex_attention import BlockMask
-
-    def seen(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) if documents is None else (i >= j) & (documents[batch, i] == documents[batch, j])
-
-    count = -(-t // BLOCK)
-    number = torch.arange(count, device=device)
-    some, full = (number[:, None] >= number)[None, None], (number[:, None] > number)[None, None]  # [1, 1, query, key]
-    if documents is not None:
-        first = documents[:, ::BLOCK]
-        last = documents[:, (BLOCK * (number + 1) - 1).clamp(max=t - 1)]
-        some = some & (last[:, None, None, :] >= first[:, None, :, None])
-        full = full & (first[:, None, None, :] == last[:, None, :, None])
-
-    def indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        order = chosen.int().argsort(dim=-1, descending=True, stable=True)
-        return chosen.sum(-1, dtype=torch.int32), order.int()
-
-    return BlockMask.from_kv_blocks(
-        *indices(some & ~full), *indices(full), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(t, t)
-    )
-
-
-def dense(m: Model, where: Where, distance: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask [1 or B, 1 or heads, T, S]: bool, or float to be added to the scores.
-
-    `distance` [1 or B, T, S] is the key's place minus the query's, at most 0 if the key is seen.
-    """
-    distance = distance[:, None]
-    seen = distance <= 0
-    if where.documents is not None:
-        seen = seen & (where.documents[:, None, :, None] == where.documents[:, None, None, :])
-    if m.position != "alibi":
-        return seen
-    exact = torch.float64 if dtype is torch.float64 else torch.float32
-    bias = slopes_of(m, where.heads, distance.device).to(exact)[:, None, None] * distance
-    return bias.masked_fill(~seen, float("-inf"))
-
-
-def slopes_of(m: Model, heads: range | None, device: torch.device) -> Tensor:
-    every = slopes(m.num_attention_heads or 1, device)
-    return every if heads is None else every[heads.start : heads.stop]
-
-
-@functools.cache  # a copy from the host would wait for the device
-def slopes(heads: int, device: torch.device) -> Tensor:
-    """Return ALiBi's slopes (Press et al. 2021): 2^(-8/n), its square, and so on.
-
-    Heads beyond a power of two take every other slope of the next power.
-    """
-    power = 2 ** math.floor(math.log2(heads))
-    first = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
-    rest = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
-    with torch.inference_mode(False):  # training may use them too
-        return torch.tensor(first + rest, dtype=torch.float64, device=device)
-
-
-def rotations(m: Model, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of position x frequency; frequencies fall from 1 to 1 / base."""
-    powers = torch.arange(0, m.rotating, 2, dtype=dtype, device=ids.device) / m.rotating
-    angles = ids.to(dtype) * (1.0 / m.rotary_base**powers)
-    return angles.cos(), angles.sin()

@@ -17,9 +17,10 @@ from meshwright.kernels import decode, norm
 from meshwright.kernels.decode import CachedTexts, DecodeLinear, TextState
 from meshwright.kernels.heads import HeadSizes
 from meshwright.kernels.linear import linear
-from meshwright.model.attention import Cache, rotations
+from meshwright.model.cache import Cache
 from meshwright.model.fused import FusedBlock, weights_of
 from meshwright.model.gpt import GPT, Block
+from meshwright.model.positions import rotations
 
 DIMS = (64, 96, 128)  # of a head
 

@@ -18,8 +18,8 @@ from meshwright.errors import UserError
 from meshwright.kernels.fp8 import Fp8Product, Recipe, Scales
 from meshwright.kernels.fp8_fused import Fp8Linear, norm_heads, norm_mlp
 from meshwright.kernels.norm import Operands
-from meshwright.model.attention import Shared
 from meshwright.model.fused import FusedBlock, weights_of
+from meshwright.model.positions import Shared
 from meshwright.settings.schema import Precision
 
 MAPS = ("attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from meshwright.kernels.activation import activate
 from meshwright.kernels.heads import HeadSizes, split_heads
 from meshwright.kernels.norm import NormWeights, add_norm
-from meshwright.model.attention import Shared
 from meshwright.model.gpt import Block
 from meshwright.model.layers import Norm
+from meshwright.model.positions import Shared
 
 
 class FusedBlock(Block):

@@ -30,8 +30,9 @@ from torch.utils.checkpoint import checkpoint
 from meshwright import device as devices
 from meshwright.kernels import dropout
 from meshwright.kernels.linear import linear
-from meshwright.model.attention import Attention, Shared, Where, is_reference, seed_dropout, share
+from meshwright.model.attention import Attention, is_reference, seed_dropout
 from meshwright.model.layers import MLP, Embedding, Linear, Norm
+from meshwright.model.positions import Positions, Shared, share
 from meshwright.settings.schema import Model
 
 
@@ -121,7 +122,9 @@ class GPT(nn.Module):
         if not has_embedding and (not has_head or self.lm_head is not None):
             del self.wte
 
-    def forward(self, tokens: Tensor, where: Where, last_only: bool = False, stream: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, where: Positions, last_only: bool = False, stream: Tensor | None = None
+    ) -> Tensor:
         """Map tokens [B, T] to logits [B, T, padded], or [B, 1, padded] with `last_only`.
 
         Only the first `vocab` logits count. A stage that is not the first continues the residual
@@ -161,7 +164,7 @@ class GPT(nn.Module):
             y = y[:, -1:] if ends is None else y.gather(1, ends[:, None, None].expand(-1, 1, y.shape[-1]))
         return self.head(y)
 
-    def embed(self, tokens: Tensor, where: Where) -> Tensor:
+    def embed(self, tokens: Tensor, where: Positions) -> Tensor:
         x = self.wte(tokens)
         if self.ln_emb is not None:
             x = self.ln_emb(x)
@@ -215,7 +218,7 @@ class GPT(nn.Module):
             self.drawn[shape] = devices.drawn(device)
         return out
 
-    def dropout_rows(self, where: Where) -> list[Tensor | None]:
+    def dropout_rows(self, where: Positions) -> list[Tensor | None]:
         """Return each site's hashes of (seed, sample, place, site), [B, T] or as the stream."""
         count = 2 * self.layers + 1
         branches, embedding = self.m.hidden_dropout > 0, self.m.dropout_of_embeddings > 0

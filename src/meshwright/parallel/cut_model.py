@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.model.attention import Stream, Where
 from meshwright.model.gpt import GPT
+from meshwright.model.positions import Positions, StreamPositions
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline import Pipeline, stages
@@ -34,7 +34,7 @@ class ModelInput(NamedTuple):
     """A micro-batch as the model reads it."""
 
     tokens: Tensor  # [B, T] int64
-    where: Where
+    where: Positions
 
 
 @dataclass(kw_only=True)
@@ -53,11 +53,11 @@ class CutModel:
         """Whether this rank's results count: the last stage's do, once per tensor group."""
         return (self.pipeline is None or self.parts[-1].has_head) and not self.layout.at("tp")
 
-    def where(self, b: Batch, seed: int | None) -> Where:
+    def where(self, b: Batch, seed: int | None) -> Positions:
         """Return the positions of this rank's part of a micro-batch; no seed means no dropout."""
         t, device, layout = b.tokens.shape[1], b.tokens.device, self.layout
         samples = None if seed is None else b.sample_ids
-        w = Where(samples, None, seed or 0, b.first_sample, b.position_ids, b.doc_ids, heads=self.heads)
+        w = Positions(samples, None, seed or 0, b.first_sample, b.position_ids, b.doc_ids, heads=self.heads)
         first = layout.at("cp") * t
         if layout.cp > 1:
             w.columns, w.length = torch.arange(first, first + t, device=device), t * layout.cp
@@ -65,13 +65,13 @@ class CutModel:
             w.stream = self.stream_of(b, samples, first)
         return w
 
-    def stream_of(self, b: Batch, samples: Tensor | None, first: int) -> Stream:
+    def stream_of(self, b: Batch, samples: Tensor | None, first: int) -> StreamPositions:
         """Return the positions of the tokens between a tensor rank's parts of the layers."""
         t, rank = b.tokens.shape[1], self.layout.at("tp")
         rows = b.tokens.numel() // self.layout.tp
         n = torch.arange(rank * rows, (rank + 1) * rows, device=b.tokens.device)
         ids = None if b.position_ids is None else b.position_ids.flatten()[n][None]
-        return Stream(None if samples is None else samples[n // t][None], (first + n % t)[None], ids)
+        return StreamPositions(None if samples is None else samples[n // t][None], (first + n % t)[None], ids)
 
     def infer(self, batches: Sequence[Batch], finish: Finish, seed: int | None = None) -> list[Tensor]:
         """Return what `finish` makes of each micro-batch's logits; no seed means no dropout.

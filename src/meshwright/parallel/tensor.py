@@ -37,7 +37,8 @@ from meshwright.kernels import gradients
 from meshwright.kernels.cross_entropy import Combine
 from meshwright.kernels.linear import add_bias, is_deferred, linear
 from meshwright.kernels.products import affine, product
-from meshwright.model.attention import Attend, Shared
+from meshwright.model.attention import Attend
+from meshwright.model.positions import Shared
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.overlap import Plain

@@ -19,8 +19,9 @@ from meshwright import device as devices
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.data.loader import Batch
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.model.attention import Where, seed_dropout
+from meshwright.model.attention import seed_dropout
 from meshwright.model.loss import loss_sum, token_losses
+from meshwright.model.positions import Positions
 from meshwright.optim.rules import Numbers
 from meshwright.parallel import comm
 from meshwright.parallel.cut_model import CutModel
@@ -135,7 +136,7 @@ def replay(net: Network, batches: list[Batch], numbers: Tensor, counted: Tensor 
         captured.numbers.copy_(numbers[i], non_blocking=True)
         if counted is not None:
             captured.numbers[DIVISOR] = counted
-        seed_dropout(Where(seed=seed, first_sample=batch.first_sample, heads=net.heads), 0, net.device)
+        seed_dropout(Positions(seed=seed, first_sample=batch.first_sample, heads=net.heads), 0, net.device)
         captured.replay(i, len(batches))
     return True
 

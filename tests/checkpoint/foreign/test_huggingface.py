@@ -21,8 +21,8 @@ from meshwright.checkpoint.foreign.huggingface import reader as huggingface
 from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.foreign.huggingface.writer import write_huggingface as write
 from meshwright.errors import LOCKED, UserError
-from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
+from meshwright.model.positions import Positions
 from meshwright.settings.schema import Model, TokenizerFlags
 
 transformers = pytest.importorskip("transformers")
@@ -77,7 +77,7 @@ def assert_same_logits(mine, other, length=LENGTH):
     x = torch.randint(0, VOCAB, (3, length), generator=torch.Generator().manual_seed(2))
     want = other(x).logits
     assert want.std() > 0.1
-    torch.testing.assert_close(mine(x, Where()), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+    torch.testing.assert_close(mine(x, Positions()), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
 
 
 def as_native(root, source):

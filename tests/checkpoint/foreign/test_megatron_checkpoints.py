@@ -22,8 +22,8 @@ from meshwright.checkpoint.sources import MappedSource, Source, TensorView
 from meshwright.checkpoint.steps import MEGATRON, StepLocation
 from meshwright.commands import convert
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
+from meshwright.model.positions import Positions
 from meshwright.optim.schedule import Schedule
 from meshwright.settings.schema import Model
 
@@ -140,7 +140,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
     source = megatron.open_megatron(write(tmp_path / step, f, model), heads=f.heads).of_vocabulary(f.vocab)
     tokens = torch.randint(f.vocab, (2, f.positions), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        logits = build_model(source, f)(tokens, Where())
+        logits = build_model(source, f)(tokens, Positions())
     torch.testing.assert_close(logits, forward(f, rounded(model, f.dtype), tokens), rtol=0, atol=1e-5)
 
 

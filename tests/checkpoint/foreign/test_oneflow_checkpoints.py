@@ -17,8 +17,8 @@ from meshwright.__main__ import main
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.foreign.huggingface import reader as huggingface
 from meshwright.checkpoint.foreign.libai import reader as oneflow
-from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
+from meshwright.model.positions import Positions
 from meshwright.settings.schema import Model
 
 pytestmark = pytest.mark.whole
@@ -176,7 +176,7 @@ def assert_same_logits(source, weights):
     assert named.keys() == source.tensors.keys()
     with torch.no_grad():
         source.fill({name: native.undivided(p.detach()) for name, p in named.items()})
-        torch.testing.assert_close(model(tokens, Where()), logits(weights, tokens), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(tokens, Positions()), logits(weights, tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_oneflow_gpt(weights, tmp_path):

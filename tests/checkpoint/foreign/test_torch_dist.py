@@ -23,8 +23,8 @@ from meshwright.checkpoint import loading
 from meshwright.checkpoint.foreign.megatron import torch_dist
 from meshwright.checkpoint.steps import TORCH_DIST, StepLocation
 from meshwright.errors import UserError
-from meshwright.model.attention import Where
 from meshwright.model.gpt import GPT
+from meshwright.model.positions import Positions
 from meshwright.settings.schema import Model
 from on_ranks import run_ranks
 
@@ -78,7 +78,7 @@ def test_what_megatron_core_writes(case, tmp_path):
         settings = {k: v for k, v in source.config.items() if k in Model.__dataclass_fields__}
         model = GPT(Model(**settings | {"hidden_dropout": 0.0, "attention_dropout": 0.0}), 96, 96, core_files.POSITIONS)
         model.load_state_dict(got)
-        logits = model(truths[0]["tokens"], Where())
+        logits = model(truths[0]["tokens"], Positions())
         torch.testing.assert_close(logits, truths[0]["logits"].float(), atol=1e-5, rtol=0)
 
 
