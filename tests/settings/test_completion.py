@@ -12,7 +12,6 @@ import pytest
 
 from meshwright.__main__ import COMMANDS, main
 from meshwright.settings import completion, help
-from meshwright.settings.fields import config_fields
 from meshwright.settings.schema import TrainConfig
 
 DRIVER = """
@@ -80,15 +79,8 @@ def test_bash_completes_every_command_and_flag_but_those_of_old_command_lines(sc
     flags = set(bash(scripts, "meshwright train --"))
     known = {e.flag for e in help.entries(help.Command(TrainConfig, "meshwright train"))}
     hidden = known - flags
-    assert {"--checkpoint-activations", "--partition-activations", "--local-rank", "--num-experts"} <= hidden
+    assert {"--local-rank", "--num-experts"} <= hidden
     assert len(hidden) < 15 and "--DDP-impl" not in flags and "--no-tensorboard" in flags
-
-
-def test_paths_are_fields_that_exist() -> None:
-    every = set(config_fields(TrainConfig))
-    for words in completion.words_of_commands():
-        every |= {e.name for e in words.flags}
-    assert set(help.PATHS) - every <= {"prefix", "prefixes", "datasets"}
 
 
 def test_fish(scripts: Path) -> None:

@@ -16,10 +16,10 @@ import pytest
 from meshwright.__main__ import COMMANDS, GROUPS, main, usage
 from meshwright.commands.data import VERBS
 from meshwright.errors import UserError
-from meshwright.settings import docs_pages, fields, help
+from meshwright.settings import fields, help
 from meshwright.settings.fields import spelling
 from meshwright.settings.other_programs.megatron_flags import NO_EFFECT
-from meshwright.settings.pages import PAGES, SHORT
+from meshwright.settings.pages import PAGES
 from meshwright.settings.schema import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -62,9 +62,6 @@ def test_pages_name_what_their_commands_have(name: str, monkeypatch: pytest.Monk
 
 def test_pages_are_of_commands_that_exist() -> None:
     assert set(PAGES) == set(PAGED), "settings/pages.py has a page for each command"
-    assert set(SHORT) <= {name for cls in fields.every_config() for name in fields.config_fields(cls)} | set(
-        help.CONTROLS
-    )
     for page in PAGES.values():
         for command in re.findall(r"meshwright (\S+)", " ".join(page.examples)):
             assert command in COMMANDS
@@ -114,13 +111,13 @@ def test_groups_and_searches(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_where_docs_explain() -> None:
-    for page, names in docs_pages.PAGES.items():
-        text = (ROOT / page).read_text()
-        for cls in fields.every_config():
-            for name, (_, f, _) in fields.config_fields(cls).items():
-                if name in names.split():
-                    words = {spelling(name), "--no-" + spelling(name)[2:], *f.metadata["aliases"]}
-                    assert any(re.search(rf"{re.escape(w)}\b", text) for w in words), f"{page} lacks {name}"
+    """Each page that a flag names speaks of it."""
+    for cls in fields.every_config():
+        for name, (_, f, _) in fields.config_fields(cls).items():
+            words = {spelling(name), "--no-" + spelling(name)[2:], *f.metadata["aliases"]}
+            for page in f.metadata["docs"].split():
+                text = (ROOT / "docs" / f"{page}.md").read_text()
+                assert any(re.search(rf"{re.escape(w)}\b", text) for w in words), f"docs/{page}.md lacks {name}"
 
 
 @pytest.mark.parametrize(

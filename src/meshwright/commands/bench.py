@@ -28,17 +28,19 @@ OURS |= dict.fromkeys(("--dry-run", "--print-config"), "--list before --")
 class BenchConfig:
     """Settings of `meshwright bench`."""
 
-    sets: Words = flag([], "sets of rows, or presets (none: by this machine's devices)", positional=True)
-    rows: str | None = flag(None, "only the rows whose names match this regular expression")
+    sets: Words = flag([], "sets of rows, or presets (none: by this machine's devices)", positional=True, value="FORM")
+    rows: str | None = flag(None, "only the rows whose names match this regular expression", value="FORM")
     list: bool = flag(False, "list the sets, or the rows of the sets that are named, and run nothing")
     out: Path | None = flag(None, "folder for tables and logs (none: bench- and the time)")
-    data: str | None = flag(None, "prefix of token files, made with GPT-2's vocabulary (none: random tokens)")
-    steps: int | None = flag(None, "steps of each row (none: the row's own number)", bound=">0")
+    data: str | None = flag(
+        None, "prefix of token files, made with GPT-2's vocabulary (none: random tokens)", value="PREFIX"
+    )
+    steps: int | None = flag(None, "steps of each row (none: the row's own number)", bound=">0", docs="evaluation")
     seconds: float = flag(300, "most seconds for a row; then it is stopped, and the steps so far count", bound=">0")
     peers: bool = flag(False, "run the same models by transformers and megatron-core too, where they are installed")
     peer_names: Peers = flag([], f"as --peers, but only these: {' '.join(get_args(Peer))}")
     peer_seconds: float = flag(180, "most seconds for each other program and model", bound=">0")
-    profile: bool = flag(False, "trace three more steps of each row, and show where their time goes")
+    profile: bool = flag(False, "trace three more steps of each row, and show where their time goes", docs="memory")
     gpus: int | None = flag(None, "GPUs of the rows on several (none: all of this machine, at least 2)", bound=">0")
 
     def problems(self) -> Words:

@@ -25,7 +25,9 @@ ABOUT = "Convert a checkpoint of any program: convert SRC DST --to native|torch|
 class ConversionFlags:
     """What to convert, and to what."""
 
-    paths: list[str] = flag([], "SRC DST: a checkpoint or a folder of them, and the folder to write")
+    paths: list[str] = flag(
+        [], "SRC DST: a checkpoint or a folder of them, and the folder to write", value="PATH", word="SRC DST"
+    )
     to: Literal["native", "torch", "huggingface"] | None = flag(
         None, "our format, Megatron-LM's tree of torch files, or a folder for transformers"
     )

@@ -28,9 +28,14 @@ USAGE_END = "`meshwright data VERB --help` lists a verb's flags."
 class Verification:
     """Token files to check."""
 
-    prefixes: list[str] = flag([], "prefixes of .bin/.idx pairs, as for --data-path", "--prefix")
+    prefixes: list[str] = flag(
+        [], "prefixes of .bin/.idx pairs, as for --data-path", "--prefix", value="PREFIX", word="PREFIX"
+    )
     checksums: str | None = flag(
-        None, "file in sha256sum's format: compared if it exists, otherwise written once everything is found whole"
+        None,
+        "file in sha256sum's format: compared if it exists, otherwise written once everything is found whole",
+        value="FILE",
+        docs="data",
     )
 
 
@@ -51,17 +56,27 @@ class VerifyConfig:
 class Inspection:
     """Part of token files to show."""
 
-    prefix: str | None = flag(None, "prefix of a .bin/.idx pair, as for --data-path")
-    document: int | None = flag(None, "show only this document, counted from 0", bound=">=0")
+    prefix: str | None = flag(None, "prefix of a .bin/.idx pair, as for --data-path", value="PREFIX")
+    document: int | None = flag(None, "show only this document, counted from 0", bound=">=0", docs="data")
     sample: int | None = flag(
-        None, "show this sample, counted from 0 in the order of the training whose flags are given", bound=">=0"
+        None,
+        "show this sample, counted from 0 in the order of the training whose flags are given",
+        bound=">=0",
+        docs="data",
     )
     sample_set: str | None = flag(
-        None, "set that --sample counts in: train (the default), valid, test, or valid/NAME if there are several"
+        None,
+        "set that --sample counts in: train (the default), valid, test, or valid/NAME if there are several",
+        value="FORM",
+        docs="data",
     )
-    top: int | None = flag(None, "number of most frequent tokens to show (none: 20; 0: skip counting)", bound=">=0")
-    picture: str | None = flag(None, "write a histogram of document lengths to this .png, .svg or .pdf")
-    json: bool = flag(False, "print one line of JSON instead of a table")
+    top: int | None = flag(
+        None, "number of most frequent tokens to show (none: 20; 0: skip counting)", bound=">=0", docs="data"
+    )
+    picture: str | None = flag(
+        None, "write a histogram of document lengths to this .png, .svg or .pdf", value="FILE", docs="data evaluation"
+    )
+    json: bool = flag(False, "print one line of JSON instead of a table", docs="data")
 
 
 @dataclass(frozen=True)
@@ -98,7 +113,7 @@ class IndexConfig(TrainConfig):
 class Planning:
     """Format of the forecast."""
 
-    json: bool = flag(False, "print one line of JSON instead of a table")
+    json: bool = flag(False, "print one line of JSON instead of a table", docs="data")
 
 
 @dataclass(frozen=True)
@@ -112,12 +127,18 @@ class PlanConfig(IndexConfig):
 class Merging:
     """Token files to merge into one pair."""
 
-    datasets: list[str] = flag([], "prefixes of .bin/.idx pairs, joined in this order", "--prefixes")
-    input: str | None = flag(None, "folder whose pairs are all merged, sorted by name")
-    output_prefix: str | None = flag(None, "prefix of the output files")
+    datasets: list[str] = flag([], "prefixes of .bin/.idx pairs, joined in this order", "--prefixes", value="PREFIX")
+    input: str | None = flag(
+        None,
+        "folder whose pairs are all merged, sorted by name",
+        value="PATH",
+        short="folders, or files of text; - for standard input",
+        docs="data evaluation",
+    )
+    output_prefix: str | None = flag(None, "prefix of the output files", value="PREFIX", docs="data")
     overwrite: bool = flag(False, "replace token files that were merged from others")
     merge: Literal["serial", "distributed"] = flag(
-        "serial", "copy one file at a time, or several at once, which is faster on network disks"
+        "serial", "copy one file at a time, or several at once, which is faster on network disks", docs="data"
     )
 
 
@@ -139,9 +160,11 @@ class MergeConfig:
 class Fetching:
     """Files to download."""
 
-    names: list[str] = flag([], "names of known files, or addresses; without any, list the known files", "--name")
-    output: str = flag(".", "folder to download to")
-    sha256: str | None = flag(None, "expected SHA-256 of the file, if there is only one")
+    names: list[str] = flag(
+        [], "names of known files, or addresses; without any, list the known files", "--name", value="NAME"
+    )
+    output: str = flag(".", "folder to download to", value="PATH", docs="tutorial")
+    sha256: str | None = flag(None, "expected SHA-256 of the file, if there is only one", value="FORM", docs="data")
 
 
 @dataclass(frozen=True)
@@ -161,10 +184,12 @@ class FetchConfig:
 class LooseText:
     """Files of text or JSON lines to merge into one file of JSON lines."""
 
-    json_path: str = flag(".", "folder of *.json, *.jsonl and *.txt files", "--json_path", "--data_path")
-    output_file: str = flag("merged_output.json", "output file", "--output_file")
+    json_path: str = flag(
+        ".", "folder of *.json, *.jsonl and *.txt files", "--json_path", "--data_path", value="PATH", docs="data"
+    )
+    output_file: str = flag("merged_output.json", "output file", "--output_file", value="FILE", docs="data")
     overwrite: bool = flag(False, "replace an output file with another content")
-    each_line: bool = flag(False, "treat each line of a .txt file as a document, not the whole file")
+    each_line: bool = flag(False, "treat each line of a .txt file as a document, not the whole file", docs="data")
 
 
 @dataclass(frozen=True)
@@ -178,10 +203,14 @@ class LooseTextConfig:
 class Deduplication:
     """Files of JSON lines from which near-duplicates are left out."""
 
-    inputs: list[str] = flag([], "files of JSON lines; of similar documents the first one is kept", "--input")
-    output_file: str | None = flag(None, "file of JSON lines for what is kept")
-    removed_file: str | None = flag(None, "file that says of each removed document which one it resembles")
-    json_key: str = flag("text", "key of the text in each line", "--json-keys")
+    inputs: list[str] = flag(
+        [], "files of JSON lines; of similar documents the first one is kept", "--input", value="FILE"
+    )
+    output_file: str | None = flag(None, "file of JSON lines for what is kept", value="FILE", docs="data")
+    removed_file: str | None = flag(
+        None, "file that says of each removed document which one it resembles", value="FILE"
+    )
+    json_key: str = flag("text", "key of the text in each line", "--json-keys", value="NAME")
     threshold: float = flag(0.7, "Jaccard index, 0 to 1, from which documents are similar", bound=">0")
     shingle: int = flag(5, "characters of the pieces that are compared", "--char-ngram", bound=">0")
     num_seeds: int = flag(100, "hashes in the signature of a document", "--num_seeds", bound=">0")

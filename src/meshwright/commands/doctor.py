@@ -16,7 +16,7 @@ ABOUT = "Check this machine in a few seconds. Status 0 means that training can s
 class DoctorConfig:
     """Settings of `meshwright doctor`."""
 
-    json: bool = flag(False, "print one line of JSON instead of a table")
+    json: bool = flag(False, "print one line of JSON instead of a table", docs="data")
 
 
 def main(argv: list[str]) -> int:

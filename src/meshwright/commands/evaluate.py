@@ -31,23 +31,47 @@ if TYPE_CHECKING:
 class Evaluate(TextInputs):
     """What to score, and the form of the results."""
 
-    folders: list[str] = flag([], "checkpoints: folders of runs, or of single steps; the same as --load")
-    steps: str | None = flag(None, "steps of these runs to score: 1000,2000, or all (none: the newest)")
-    task: Literal["LAMBADA", "WIKITEXT103"] | None = flag(None, "Megatron's evaluation of the file --valid-data")
-    valid_data: list[str] = flag([], "file of --task: lambada_test.jsonl or wiki.test.tokens")
-    strict_lambada: bool = flag(False, "LAMBADA counts whole last words, not last tokens")
+    folders: list[str] = flag(
+        [], "checkpoints: folders of runs, or of single steps; the same as --load", value="DIR", word="DIR"
+    )
+    steps: str | None = flag(
+        None, "steps of these runs to score: 1000,2000, or all (none: the newest)", value="FORM", docs="evaluation"
+    )
+    task: Literal["LAMBADA", "WIKITEXT103"] | None = flag(
+        None, "Megatron's evaluation of the file --valid-data", docs="evaluation"
+    )
+    valid_data: list[str] = flag(
+        [], "file of --task: lambada_test.jsonl or wiki.test.tokens", value="FILE", docs="evaluation"
+    )
+    strict_lambada: bool = flag(False, "LAMBADA counts whole last words, not last tokens", docs="evaluation")
     overlapping_eval: int | None = flag(
-        None, "tokens by which a window advances (none: half the sequence length; WikiText: 32)", bound=">0"
+        None,
+        "tokens by which a window advances (none: half the sequence length; WikiText: 32)",
+        bound=">0",
+        docs="evaluation",
     )
-    harness: str | None = flag(None, "tasks of lm-evaluation-harness, such as piqa,arc_easy (needs meshwright[eval])")
-    harness_path: str | None = flag(None, "folder with further task files of the harness", "--include-path")
+    harness: str | None = flag(
+        None,
+        "tasks of lm-evaluation-harness, such as piqa,arc_easy (needs meshwright[eval])",
+        value="FORM",
+        docs="evaluation",
+    )
+    harness_path: str | None = flag(
+        None, "folder with further task files of the harness", "--include-path", value="DIR", docs="evaluation"
+    )
     num_fewshot: int | None = flag(
-        None, "examples before each question of the harness (none: the task's own)", bound=">=0"
+        None, "examples before each question of the harness (none: the task's own)", bound=">=0", docs="evaluation"
     )
-    limit: int | None = flag(None, "most questions of each task of the harness (none: all)", bound=">0")
-    json: bool = flag(False, "print a line of JSON for each result instead of a table")
-    results_path: str | None = flag(None, "also write the results to this file, as a JSON list")
-    picture: str | None = flag(None, "draw the scores over the steps into this .svg, .png or .pdf")
+    limit: int | None = flag(
+        None, "most questions of each task of the harness (none: all)", bound=">0", docs="evaluation"
+    )
+    json: bool = flag(False, "print a line of JSON for each result instead of a table", docs="data")
+    results_path: str | None = flag(
+        None, "also write the results to this file, as a JSON list", value="FILE", docs="evaluation"
+    )
+    picture: str | None = flag(
+        None, "draw the scores over the steps into this .svg, .png or .pdf", value="FILE", docs="data evaluation"
+    )
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,13 @@ class InspectCheckpointConfig:
     tensors: bool = flag(False, "list every tensor with its shape, type and size")
     boxes: bool = flag(False, "list also where each part of a tensor lies: its file and ranges of elements")
     full: bool = flag(False, "verify every byte")
-    num_attention_heads: int | None = flag(None, "attention heads of the model, if the checkpoint does not say")
+    num_attention_heads: int | None = flag(
+        None, "attention heads of the model, if the checkpoint does not say", docs="checkpoints"
+    )
     trust_pickle: bool = flag(
-        False, "run whatever another program's checkpoint asks for; only for files whose author you trust"
+        False,
+        "run whatever another program's checkpoint asks for; only for files whose author you trust",
+        docs="checkpoints",
     )
 
     def problems(self) -> list[str]:

@@ -30,9 +30,9 @@ meshwright presets NAME               print it as flags; --toml: for --config
 class PresetsConfig:
     """Settings of `meshwright presets`."""
 
-    name: str | None = flag(None, "preset to print as flags (none: list all)", positional=True)
+    name: str | None = flag(None, "preset to print as flags (none: list all)", positional=True, value="NAME")
     toml: bool = flag(False, "print it as a file for --config")
-    json: bool = flag(False, "print it, or all, as JSON")
+    json: bool = flag(False, "print it, or all, as JSON", docs="data")
 
     def problems(self) -> list[str]:
         if self.toml and (self.json or not self.name):

@@ -20,17 +20,19 @@ class ReportConfig:
         "run folder: --run-dir, or --save, of the training; with several, each is compared with the first; with "
         "--logs, folders of logs, or logs",
         positional=True,
+        word="DIR",
     )
     output: Path | None = flag(
         None,
         "file for the page (none: DIR/report.html, or compare.html in the first of several folders); with --logs, for "
         "a picture of the table, .svg or .png",
+        docs="tutorial",
     )
     losses: bool = flag(
         False,
         "print iteration, loss, gradient norm and learning rate as hexadecimal floats: equal text means equal bits",
     )
-    json: bool = flag(False, "print the comparison as JSON; write a page only with --output")
+    json: bool = flag(False, "print the comparison as JSON; write a page only with --output", docs="data")
     logs: bool = flag(
         False,
         "print a table of speed, memory and loss from logs of ours, Megatron-LM, DeepSpeed, LiBai and OneFlow: medians "

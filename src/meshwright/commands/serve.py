@@ -27,13 +27,23 @@ SHORTEST_KEY = 8
 class Serve:
     """The server and its limits."""
 
-    host: str = flag("127.0.0.1", "address to listen on; others than this machine's own need --api-key-file")
+    host: str = flag(
+        "127.0.0.1", "address to listen on; others than this machine's own need --api-key-file", value="FORM"
+    )
     port: int = flag(8000, "port to listen on (0: any free one)", bound=">=0")
-    api_key: str | None = flag(None, "key that requests must send; --api-key-file keeps it out of the process list")
-    api_key_file: str | None = flag(None, "file with the key that requests must send")
-    allowed_hosts: list[str] = flag([], "names by which browsers may reach the server, beside localhost")
-    served_model_name: str | None = flag(None, "name of the model in requests (none: that of its folder)")
-    chat_template: str | None = flag(None, "Jinja file, or folder of a tokenizer, for dialogues; or plain")
+    api_key: str | None = flag(
+        None, "key that requests must send; --api-key-file keeps it out of the process list", value="FORM"
+    )
+    api_key_file: str | None = flag(None, "file with the key that requests must send", value="FILE")
+    allowed_hosts: list[str] = flag([], "names by which browsers may reach the server, beside localhost", value="FORM")
+    served_model_name: str | None = flag(None, "name of the model in requests (none: that of its folder)", value="FORM")
+    chat_template: str | None = flag(
+        None,
+        "Jinja file, or folder of a tokenizer, for dialogues; or plain",
+        value="FORM",
+        short="plain, or a Jinja file (none: the tokenizer's)",
+        docs="generation",
+    )
     slots: int = flag(16, "texts that are generated at once", "--max-num-seqs", bound=">0")
     queue: int = flag(64, "requests that may wait; more are answered with status 429", bound=">=0")
     max_body_size: int = flag(8 << 20, "largest body of a request, in bytes", bound=">0")

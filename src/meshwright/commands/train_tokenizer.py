@@ -30,8 +30,8 @@ FILES, RECORD = ("vocab.json", "merges.txt"), "vocab.origin.json"
 class TrainTokenizerConfig(TextInputs):
     """Settings of `meshwright train-tokenizer`."""
 
-    vocab_size: int = flag(MISSING, "size of the vocabulary, with the bytes and <|endoftext|>")
-    output: Path = flag(MISSING, "folder for vocab.json and merges.txt")
+    vocab_size: int = flag(MISSING, "size of the vocabulary, with the bytes and <|endoftext|>", docs="checkpoints data")
+    output: Path = flag(MISSING, "folder for vocab.json and merges.txt", docs="tutorial")
     overwrite: bool = flag(False, "replace a vocabulary that was made from other text or settings")
 
     def problems(self) -> list[str]:

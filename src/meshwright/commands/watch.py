@@ -20,6 +20,7 @@ class WatchConfig:
         MISSING,
         "run folder: --run-dir, or --save, of the training, which may begin later; or a folder with runs below it",
         positional=True,
+        word="DIR",
     )
     port: int = flag(PORT, "port of the page on this machine (0: any free one)", bound=">=0")
 

@@ -48,11 +48,14 @@ class LaunchConfig:
     """Settings of `meshwright launch`, with torch.distributed.launch's spellings in underscores."""
 
     nproc_per_node: str = flag(
-        "auto", "ranks on each machine: a number, gpu, cpu, or auto for one per accelerator", "--nproc_per_node"
+        "auto",
+        "ranks on each machine: a number, gpu, cpu, or auto for one per accelerator",
+        "--nproc_per_node",
+        value="FORM",
     )
     nnodes: int | None = flag(None, "number of machines; give each of them the same command (none: 1)")
     node_rank: int | None = flag(None, "number of this machine, from 0", "--node_rank")
-    master_addr: str | None = flag(None, "address of machine 0", "--master_addr")
+    master_addr: str | None = flag(None, "address of machine 0", "--master_addr", value="NAME")
     master_port: int | None = flag(
         None, f"port on machine 0 (none: {PORT}, or any free port on a single machine)", "--master_port"
     )
@@ -60,6 +63,7 @@ class LaunchConfig:
         None,
         "A,B,...: addresses of all machines, instead of the three flags above; each finds its own number",
         "--node_ips",
+        value="FORM",
     )
     max_restarts: int = flag(0, "most restarts after a crash, a time-out or a signal", "--max_restarts")
     min_ranks: int | None = flag(
@@ -73,10 +77,12 @@ class LaunchConfig:
     write: Literal["slurm", "kubernetes", "jobset", "skypilot", "ray", "docker"] | None = flag(
         None, "start nothing; write the command into a file for this engine"
     )
-    write_to: str | None = flag(None, "file for --write (none: print it)")
+    write_to: str | None = flag(None, "file for --write (none: print it)", value="FILE")
     overwrite: bool = flag(False, "let --write-to replace a file")
-    image: str | None = flag(None, "container image in the file of --write (none: meshwright:VERSION)")
-    command: list[str] = flag([], "one of our commands or a Python script, with its flags", positional="rest")
+    image: str | None = flag(None, "container image in the file of --write (none: meshwright:VERSION)", value="FORM")
+    command: list[str] = flag(
+        [], "one of our commands or a Python script, with its flags", positional="rest", value="NAME"
+    )
 
 
 def build_program(words: list[str]) -> list[str]:

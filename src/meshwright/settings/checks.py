@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from meshwright.settings import data_paths
-from meshwright.settings.fields import group_values, spelling, word_of
+from meshwright.settings.fields import group_values, shown_name, spelling
 from meshwright.settings.grammar import (
     ON_NONFINITE,
     ON_SPIKE,
@@ -305,19 +305,14 @@ def unusable(config: Any) -> list[str]:
         out += out_of_bounds(group)
         for f in dataclasses.fields(group):
             value = getattr(group, f.name)
-            # A prompt may be empty, an empty separator means a blank line, and a launched command
-            # may have empty arguments.
-            is_free = f.name in ("prompt", "document_separator", "system") or f.metadata["positional"] == "rest"
-            if not is_free and (value == "" or (isinstance(value, list) and "" in value)):
+            # A launched command may have empty arguments.
+            may_be_empty = f.metadata["value"] == "WORDS" or f.metadata["positional"] == "rest"
+            if not may_be_empty and (value == "" or (isinstance(value, list) and "" in value)):
                 out.append(f"{spelling(f.name)} is empty; leave the flag out, or is a shell variable unset?")
             most = 2**62 if f.name.endswith(("_samples", "_tokens")) else 2**31
             if type(value) is int and abs(value) >= most and f.name != "seed":
                 out.append(f"{spelling(f.name)} {str(value)[:20]} must be below {most}")
     return out
-
-
-# Settings of text that may hold an address, because they name no path.
-NO_PATHS = "command document_separator exclude include json_keys master_addr name names prompt stop system".split()
 
 
 def remote_paths(config: Any) -> list[str]:
@@ -329,14 +324,13 @@ def remote_paths(config: Any) -> list[str]:
     for group in group_values(config):
         for f in dataclasses.fields(group):
             value = getattr(group, f.name)
-            if value is None or isinstance(value, int | float) or f.name in NO_PATHS:
+            if value is None or isinstance(value, int | float) or f.metadata["value"] in ("NAME", "WORDS"):
                 continue
             for one in value if isinstance(value, list) else [value]:
                 # A Path has lost one of two slashes.
                 text = str(one).replace(":/", "://", 1) if isinstance(one, os.PathLike) else one
                 if isinstance(text, str) and (address := find_address(text)):
-                    flag = word_of(f.name) if f.metadata["positional"] else spelling(f.name)
-                    out.append(f"{flag} {refuse_address(address)}")
+                    out.append(f"{shown_name(f)} {refuse_address(address)}")
     return out
 
 

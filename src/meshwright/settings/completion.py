@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.files import fill
+from meshwright.settings.fields import is_not_yet
 from meshwright.settings.help import Command, HelpEntry, entries
 from meshwright.settings.pages import PAGES, TOGETHER
 from meshwright.settings.presets import PRESETS
@@ -18,8 +19,6 @@ from meshwright.settings.presets import PRESETS
 KINDS = {"DIR": "dirs", "FILE": "files", "PATH": "files", "PREFIX": "prefixes"}
 # What completes a word without a flag; else folders do.
 BARE = {"COMMAND": " ".join(TOGETHER), "PREFIX": "prefixes", "DATASET": "prefixes", "NAME": "any", "TEXT": "files"}
-# Flags that exist for old command lines only.
-LEGACY = re.compile(r"\bold name\b|no effect|^accepted|set by launchers|'s name of|\[not yet\]")
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,16 @@ def words_of_commands() -> list[Words]:
     out = []
     for name, page in PAGES.items():
         found = entries(Command(pkgutil.resolve_name(page.config), f"meshwright {name}", "", page.positional))
-        flags = {e.flag: e for e in found if e.group != "arguments" and not LEGACY.search(e.text)}
+        flags = {e.flag: e for e in found if e.group != "arguments" and not _is_hidden(e)}
         bare = next((e for e in found if e.group == "arguments"), None)
         kind = (" ".join(bare.choices) or BARE.get(bare.flag, "dirs")) if bare else ""
         kind = " ".join(PRESETS) if name == "presets" else kind
         out.append(Words(name, list(flags.values()), kind))
     return out
+
+
+def _is_hidden(e: HelpEntry) -> bool:
+    return e.field is not None and (e.field.metadata["hidden"] or is_not_yet(e.field))
 
 
 def script(shell: str) -> str:

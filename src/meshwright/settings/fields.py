@@ -1,4 +1,4 @@
-"""The flags of a configuration: its groups, fields, types and defaults."""
+"""Flags as fields of dataclasses: `flag` takes all that is known of one."""
 
 from __future__ import annotations
 
@@ -9,38 +9,64 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING as MISSING
-from typing import Any, Literal, TypeVar
+from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from meshwright.settings.pages import PAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
-def flag(
-    default: Any,
-    help: str,
-    *aliases: str,
-    only: tuple[Any, ...] | None = None,
-    step: int = 0,
-    bound: Literal[">0", ">=0", "[0,1)"] | None = None,
-    needs: str | tuple[str, ...] = (),
-    positional: Literal[True, "rest"] | None = None,
-) -> Any:
-    """Return a dataclass field that is a flag; the default `MISSING` makes it required.
+class Facets(TypedDict, total=False):
+    """What is known of a flag beside its default, its help and its other spellings."""
 
-    Args:
-        aliases: Other spellings.
-        only: Values that work before release `step`.
-        step: Release in which the other values are planned.
-        bound: Range of a number.
-        needs: Conditions, keys of `checks.CONDITIONS`, without which the flag has no effect.
-        positional: Given without a flag; "rest" takes all that follows. Only in flat dataclasses.
-    """
-    needs = (needs,) if isinstance(needs, str) else needs
-    metadata = dict(help=help, aliases=aliases, only=only, step=step, bound=bound, needs=needs, positional=positional)
+    only: tuple[Any, ...] | None  # values that work before release `step`
+    step: int  # release in which the other values are planned
+    bound: Literal[">0", ">=0", "[0,1)"] | None  # range of a number
+    needs: str | tuple[str, ...]  # keys of `checks.CONDITIONS`, without which it has no effect
+    positional: Literal[True, "rest"] | None  # a word without a flag; "rest": all that follow; in flat classes
+    word: str  # placeholder of a positional argument, if it is not the field's name
+    # What a flag of text holds. Only words may be empty; paths and forms hold no address.
+    value: Literal["DIR", "FILE", "PATH", "PREFIX", "FORM", "NAME", "WORDS"] | None
+    short: str  # one line for the common flags, where no clause of the help is short enough
+    docs: str  # pages of docs/ that explain it
+    hidden: bool  # accepted, and not offered by completion
+    # A resumed run may not change it, may with --finetune, notes the change, or is free to.
+    resume: Literal["refuse", "tune", "note", "free"]
+    inherited: bool  # a run that loads a checkpoint takes it over, unless a flag is given
+    outcome: str  # property that it decides with others or by a default; that is compared on resume
+    proof: Literal["twin fuzz", "twin", "fuzz", ""]  # drawn by the tests' fuzz, copied by verify-layout's twin
+    read: Literal["model", "run", ""]  # commands that read a model use it, to describe or to run it
+
+
+PATHS = ("DIR", "FILE", "PATH", "PREFIX")
+DEFAULTS: dict[str, Any] = dict.fromkeys(Facets.__annotations__) | {"needs": (), "step": 0} | {"proof": "twin fuzz"}
+DEFAULTS |= {"resume": "note"} | dict.fromkeys(("word", "short", "docs", "outcome", "read"), "")
+
+
+def flag(default: Any, help: str, *aliases: str, **facets: Unpack[Facets]) -> Any:
+    """Return a dataclass field that is a flag; the default `MISSING` makes it required."""
+    own: dict[str, Any] = {"help": help, "aliases": aliases, **facets}
+    if isinstance(own.get("needs"), str):
+        own["needs"] = (own["needs"],)
+    metadata = DEFAULTS | own | {"own": frozenset(own)}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def group(**facets: Unpack[Facets]) -> Callable[[type[T]], type[T]]:
+    """Return a decorator that gives these facets to a class's flags without their own."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        for f in vars(cls).values():
+            if isinstance(f, dataclasses.Field):
+                stated = {name: value for name, value in facets.items() if name not in f.metadata["own"]}
+                f.metadata = types.MappingProxyType({**f.metadata, **stated})
+        return cls
+
+    return decorate
 
 
 def spelling(name: str) -> str:
@@ -125,11 +151,35 @@ def choices_of(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(plain) if typing.get_origin(plain) is typing.Literal else ()
 
 
-def word_of(name: str) -> str:
-    """Return the name of a positional argument."""
-    return {"load": "DIR", "folders": "DIR", "prefixes": "PREFIX", "paths": "SRC DST", "input": "TEXT"}.get(
-        name, name.rstrip("s").upper()
-    )
+def text_kind(f: dataclasses.Field[Any], kind: Any) -> str:
+    """Return what a field of text holds, as `Facets.value`; empty for all others."""
+    plain = inner_type(kind)
+    plain = typing.get_args(plain)[0] if is_list(plain) else plain
+    if choices_of(kind) or plain not in (str, Path):
+        return ""
+    return f.metadata["value"] or ("PATH" if plain is Path else "FORM")
+
+
+def placeholder(f: dataclasses.Field[Any], kind: Any) -> str:
+    """Return what stands for the value of a flag."""
+    plain = inner_type(kind)
+    if listed := "|".join(map(str, choices_of(kind))):
+        return listed if len(listed) < 12 else "NAME"
+    if is_list(plain):
+        (plain,) = plain.__args__
+    text = text_kind(f, kind)
+    word = text if text in PATHS else "TEXT" if text else "N" if plain is int else "X"
+    return f"{word} ..." if is_list(inner_type(kind)) else word
+
+
+def word_of(f: dataclasses.Field[Any]) -> str:
+    """Return the placeholder of a positional argument."""
+    return f.metadata["word"] or f.name.rstrip("s").upper()
+
+
+def shown_name(f: dataclasses.Field[Any]) -> str:
+    """Return how messages name a field: by its flag, or by its word if it has none."""
+    return word_of(f) if f.metadata["positional"] else spelling(f.name)
 
 
 def switches(f: dataclasses.Field[Any]) -> tuple[list[str], list[str]]:

@@ -34,6 +34,7 @@ from meshwright.settings.fields import (
     inner_type,
     is_flat,
     is_list,
+    shown_name,
     spelling,
     switches,
     word_of,
@@ -240,7 +241,7 @@ def _parser(cls: type, positional: str | None = None) -> FlagParser:
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
     if positional:
         _, f, kind = known[positional]
-        parser.add_argument("bare", nargs="*" if is_list(kind) else "?", metavar=word_of(f.name))
+        parser.add_argument("bare", nargs="*" if is_list(kind) else "?", metavar=word_of(f))
     for _, f, kind in known.values():
         _add(parser, f, kind)
     if is_flat(cls):
@@ -265,7 +266,7 @@ def _add(parser: FlagParser, f: dataclasses.Field[Any], kind: Any) -> None:
     if positional := f.metadata["positional"]:
         one, many = (None, "+") if required else ("?", "*")
         nargs = argparse.REMAINDER if positional == "rest" else many if is_list(kind) else one
-        parser.add_argument(f.name, nargs=nargs, metavar=word_of(f.name))
+        parser.add_argument(f.name, nargs=nargs, metavar=word_of(f))
     elif inner_type(kind) is bool:
         for names, const in zip(switches(f), (True, False), strict=True):
             if names:
@@ -387,8 +388,7 @@ class LayerReader:
                     is_raw = name == "prompt" and isinstance(value, str)  # "none" is a prompt too
                     out[name] = value if is_raw else convert_value(self.known[name][2], value)
                 except argparse.ArgumentTypeError as e:
-                    is_bare = self.known[name][1].metadata["positional"]
-                    self.complaints.append(f"{word_of(name) if is_bare else spelling(name)}{where}: {e}")
+                    self.complaints.append(f"{shown_name(self.known[name][1])}{where}: {e}")
             elif name in idle:
                 self.note_idle(idle[name], value, where)
             elif elsewhere := known_elsewhere("--" + name.replace("_", "-")):

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import UserError
-from meshwright.settings import docs_pages
 from meshwright.settings.fields import (
     choices_of,
     config_fields,
@@ -30,13 +29,14 @@ from meshwright.settings.fields import (
     is_flat,
     is_list,
     not_yet,
+    placeholder,
     spelling,
     switches,
     word_of,
 )
 from meshwright.settings.hints import did_you_mean
 from meshwright.settings.other_programs.megatron_flags import NO_EFFECT, known_elsewhere
-from meshwright.settings.pages import PAGES, SHORT, Page
+from meshwright.settings.pages import PAGES, Page
 from meshwright.settings.presets import PRESETS
 
 WORDS = ("-h", "--help", "--help-all")
@@ -48,7 +48,7 @@ CONTROLS = {
     "preset": ("--preset", "NAME", "architecture and recipe of a known model; `meshwright presets` lists them"),
     "config_file": ("--config", "FILE", "TOML or YAML file of settings"),
     "print_config": ("--print-config", "", "print all settings and where each comes from"),
-    "dry_run": ("--dry-run", "", "check everything, then exit without writing anything"),
+    "dry_run": ("--dry-run", "", "check everything, write nothing; then exit"),
 }
 
 
@@ -78,6 +78,7 @@ class HelpEntry:
     default: str = ""
     also: tuple[str, ...] = ()  # other spellings
     choices: tuple[str, ...] = ()
+    short: str = ""  # one line for the common flags
     field: dataclasses.Field[Any] | None = None
     kind: Any = None
 
@@ -96,7 +97,7 @@ class HelpEntry:
     def brief(self, width: int) -> str:
         """Return what one line holds: the text up to the end of a clause, values and default."""
         default = f" [{self.default}]" if self.default else ""
-        whole = SHORT.get(self.name, self.text)
+        whole = self.short or self.text
         cuts = [whole[: m.start()] for m in re.finditer(r"[;:] | \(|$", whole)]
         fitting = [text for text in cuts if len(text + default) <= width and text.count("(") == text.count(")")]
         text = max(fitting, key=len, default=whole)
@@ -176,7 +177,7 @@ def entries(command: Command, hidden: bool = False) -> list[HelpEntry]:
         _, f, kind = known[command.positional]
         text = "folder of a run" if command.positional == "load" else f.metadata["help"]
         text = f"{text}; same as {spelling(command.positional)}"
-        word = word_of(f.name)
+        word = word_of(f)
         out.append(
             HelpEntry(command.positional, "arguments", word, "..." if is_list(kind) and " " not in word else "", text)
         )
@@ -199,9 +200,10 @@ def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
         shown = f"{default:g}"
     if isinstance(default, list):
         shown = " ".join(map(str, default))
-    rest: dict[str, Any] = {"field": f, "kind": kind, "choices": tuple(map(str, choices_of(kind)))}
+    rest: dict[str, Any] = {"field": f, "kind": kind, "short": meta["short"]}
+    rest["choices"] = tuple(map(str, choices_of(kind)))
     if meta["positional"]:
-        return HelpEntry(f.name, "arguments", word_of(f.name), "..." if is_list(kind) else "", text, **rest)
+        return HelpEntry(f.name, "arguments", word_of(f), "..." if is_list(kind) else "", text, **rest)
     if inner_type(kind) is bool:
         on, off = switches(f)
         names, others = (off, on) if default is True else (on, off)
@@ -209,35 +211,7 @@ def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
         return HelpEntry(f.name, group, names[0], "", text, "", (*names[1:], *others), **rest)
     if default is dataclasses.MISSING:
         text += " (required)"
-    return HelpEntry(f.name, group, spelling(f.name), placeholder(f.name, kind), text, shown, meta["aliases"], **rest)
-
-
-def placeholder(name: str, kind: Any) -> str:
-    """Return what stands for the value of a flag."""
-    plain = inner_type(kind)
-    listed = "|".join(map(str, choices_of(kind)))
-    if listed:
-        return listed if len(listed) < 12 else "NAME"
-    if is_list(kind):
-        (plain,) = plain.__args__
-    word = {"int": "N", "float": "X", "Path": "PATH"}.get(getattr(plain, "__name__", ""), "")
-    if not word:
-        word = PATHS.get(name) or ("FILE" if name.endswith(("_file", "_args_path")) else "TEXT")
-    return f"{word} ..." if is_list(kind) else word
-
-
-# Flags of text that are paths; other words for them than TEXT.
-PATHS = {
-    **dict.fromkeys("save load save_hf run_dir tensorboard_dir wandb_save_dir data_cache_path".split(), "DIR"),
-    **dict.fromkeys(
-        """prompts genfile checksums picture valid_data results_path deepspeed_config kill_switch_path sample_input_file
-        write_to""".split(),
-        "FILE",
-    ),
-    **dict.fromkeys("data_path train_data_path valid_data_path test_data_path".split(), "PREFIX"),
-    **dict.fromkeys("output_prefix prefix prefixes datasets".split(), "PREFIX"),
-    **dict.fromkeys("input json_path output tokenizer_model tokenizer".split(), "PATH"),
-}
+    return HelpEntry(f.name, group, spelling(f.name), placeholder(f, kind), text, shown, meta["aliases"], **rest)
 
 
 # Screens.
@@ -331,12 +305,17 @@ def detail(command: Command, e: HelpEntry) -> list[str]:
         rows["environment"] = f"MESHWRIGHT_{e.name.upper()}"
     if e.group not in ("flags", "arguments"):
         rows["group"] = f"{e.group} (`{command.prog} --help {_key(e.group)}`)"
-    rows["explained"] = ", ".join(docs_pages.where(e.name)) if e.field is not None else ""
+    rows["explained"] = ", ".join(explaining_pages(e.field)) if e.field is not None else ""
     lines = [f"{e.left}:", *(f"  {line}" for line in textwrap.wrap(e.text, _width() - 2)), ""]
     for name, text in rows.items():
         wrapped = textwrap.wrap(text, _width() - 17, break_on_hyphens=False)
         lines += [f"  {name if n == 0 else '':<13}  {line}" for n, line in enumerate(wrapped)]
     return lines
+
+
+def explaining_pages(f: dataclasses.Field[Any]) -> list[str]:
+    """Return up to two pages about a flag; the table of all flags if there is no other."""
+    return [f"docs/{page}.md" for page in f.metadata["docs"].split()][:2] or ["docs/flags.md"]
 
 
 def _values(e: HelpEntry) -> str:

@@ -1,4 +1,4 @@
-"""What the help shows first: each command's common flags and examples, and where docs explain.
+"""What the help shows first: each command's common flags and examples.
 
 Flags are named by their fields. Commands whose flags fit two screens need no list.
 """
@@ -9,31 +9,6 @@ from dataclasses import dataclass, field
 
 # Commands that `launch` starts as several ranks.
 TOGETHER = ("train", "verify-layout", "preprocess", "evaluate", "generate", "chat", "serve")
-# One line for flags whose help has no clause that is short enough.
-SHORT = {
-    "bf16": "compute in bfloat16",
-    "beam_width": "beam search with this many candidates",
-    "chat_template": "plain, or a Jinja file (none: the tokenizer's)",
-    "device": "auto, cpu, cuda, npu, xpu, or one, as cuda:1",
-    "global_batch_size": "samples of one step",
-    "input": "folders, or files of text; - for standard input",
-    "lr_decay_style": "linear, cosine, constant, WSD ...",
-    "micro_batch_size": "samples of one forward pass, or auto",
-    "min_p": "least share of the likeliest one's probability",
-    "num_return_sequences": "continuations of each prompt",
-    "out_seq_length": "most new tokens",
-    "num_samples": "number of unconditional samples",
-    "prompts": "continue a file's lines, or JSON lines",
-    "sample_input_file": "file with one prompt per line",
-    "seed": "random seed",
-    "stop": "strings that end a text",
-    "tensor_model_parallel_size": "ranks that split each layer",
-    "tokenizer": "folder, file or Hub name (none: found with the data)",
-    "verify": "verify checksums of what is read, or of every byte",
-    "zero_stage": "shard: 1 optimizer, 2 gradients, 3 weights",
-    "data_path": "token files, or WEIGHT PREFIX WEIGHT PREFIX ...",
-    "dry_run": "check everything, write nothing",
-}
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from meshwright.settings.fields import flag
+from meshwright.settings.fields import config_fields, flag, group
 from meshwright.settings.grammar import prefix_of, split_layers
 
 # Conditions of several flags.
@@ -21,49 +21,100 @@ FULL, DATA_PARALLEL = "--recompute-granularity full", "several data-parallel ran
 SEQUENCE, SPIKE = "--sequence-parallel", "--on-spike"
 SAMPLES = "--sample-interval"
 EVAL_TASKS_FLAG = "--eval-tasks"
+# Facets of several flags: of the schedule, and of what changes no number of a step.
+SCHEDULE: dict[str, Any] = {"resume": "free", "proof": "fuzz"}
+UNPROVEN: dict[str, Any] = {"resume": "free", "proof": ""}
 
 
 @dataclass(frozen=True)
+@group(resume="refuse")
 class Model:
     """The network: GPT-2's architecture by default."""
 
-    num_layers: int | None = flag(None, "number of transformer layers", bound=">0")
-    hidden_size: int | None = flag(None, "width of the residual stream", bound=">0")
-    num_attention_heads: int | None = flag(None, "number of attention heads", bound=">0")
-    ffn_hidden_size: int | None = flag(None, "width of the MLP's hidden layer (none: 4 x hidden size)", bound=">0")
-    kv_channels: int | None = flag(None, "width of a head (none: hidden size / attention heads)", bound=">0")
-    max_position_embeddings: int | None = flag(None, "rows of the position table (none: sequence length)", bound=">0")
-    make_vocab_size_divisible_by: int = flag(128, "pad the vocabulary to a multiple of this", bound=">0")
-    pad_vocab_size_to: int | None = flag(None, "pad the vocabulary to exactly this size", "--padded-vocab-size")
-    layernorm_epsilon: float = flag(1e-5, "added to the variance in the norm", "--norm-epsilon", bound=">0")
-    init_method_std: float = flag(0.02, "standard deviation of the initial weights", bound=">0")
-    hidden_dropout: float = flag(0.1, "dropout of each branch's output, and of embeddings", bound="[0,1)")
-    attention_dropout: float = flag(0.1, "dropout probability of attention", bound="[0,1)")
-    embedding_dropout: float | None = flag(None, "dropout of embeddings (none: --hidden-dropout)", bound="[0,1)")
-    untie_embeddings_and_output_weights: bool = flag(False, "use a separate weight for the output layer")
-    bias_gelu_fusion: bool = flag(True, "tanh approximation of GELU; else the exact one", needs="a GELU activation")
-    openai_gelu: bool = flag(False, "tanh approximation even without --bias-gelu-fusion", needs="a GELU activation")
-    attention_impl: Literal["auto", "sdpa", "reference"] = flag("auto", "auto: SDPA, or reference on CPU with dropout")
-    num_query_groups: int | None = flag(None, "number of key/value heads; enables --group-query-attention", bound=">0")
-    group_query_attention: bool = flag(False, "share key/value heads: one group unless --num-query-groups is given")
-    position_embedding_type: Literal["learned_absolute", "absolute", "rope", "rotary", "alibi", "none"] = flag(
-        "learned_absolute", "position encoding: a learned table, rotary embeddings, ALiBi or none"
+    num_layers: int | None = flag(None, "number of transformer layers", bound=">0", docs="data")
+    hidden_size: int | None = flag(None, "width of the residual stream", bound=">0", docs="tutorial")
+    num_attention_heads: int | None = flag(None, "number of attention heads", bound=">0", docs="checkpoints")
+    ffn_hidden_size: int | None = flag(
+        None, "width of the MLP's hidden layer (none: 4 x hidden size)", bound=">0", outcome="ffn"
     )
-    use_rotary_position_embeddings: bool = flag(False, "old name of --position-embedding-type rope")
-    rotary_percent: float = flag(1.0, "fraction of each head that is rotated", bound=">0", needs=ROPE)
-    rotary_base: float = flag(10000.0, "base of rotary frequencies", "--rope-theta", bound=">0", needs=ROPE)
-    swiglu: bool = flag(False, "use a SwiGLU MLP of width 8/3 x hidden size, in multiples of 64 as in Megatron")
-    squared_relu: bool = flag(False, "use squared ReLU in the MLP")
-    glu_activation: Literal["geglu", "liglu", "reglu", "swiglu"] | None = flag(None, "a gated MLP, 4 x hidden size")
+    kv_channels: int | None = flag(
+        None, "width of a head (none: hidden size / attention heads)", bound=">0", outcome="head_dim"
+    )
+    max_position_embeddings: int | None = flag(None, "rows of the position table (none: sequence length)", bound=">0")
+    make_vocab_size_divisible_by: int = flag(
+        128, "pad the vocabulary to a multiple of this", bound=">0", resume="free", read="model"
+    )
+    pad_vocab_size_to: int | None = flag(
+        None, "pad the vocabulary to exactly this size", "--padded-vocab-size", resume="free"
+    )
+    layernorm_epsilon: float = flag(
+        1e-5, "added to the variance in the norm", "--norm-epsilon", bound=">0", docs="checkpoints", resume="tune"
+    )
+    init_method_std: float = flag(
+        0.02, "standard deviation of the initial weights", bound=">0", docs="extending", resume="free", inherited=True
+    )
+    hidden_dropout: float = flag(
+        0.1,
+        "dropout of each branch's output, and of embeddings",
+        bound="[0,1)",
+        docs="tutorial",
+        resume="note",
+        inherited=True,
+    )
+    attention_dropout: float = flag(
+        0.1, "dropout probability of attention", bound="[0,1)", docs="tutorial", resume="note", inherited=True
+    )
+    embedding_dropout: float | None = flag(
+        None, "dropout of embeddings (none: --hidden-dropout)", bound="[0,1)", resume="note", inherited=True
+    )
+    untie_embeddings_and_output_weights: bool = flag(False, "use a separate weight for the output layer")
+    bias_gelu_fusion: bool = flag(
+        True, "tanh approximation of GELU; else the exact one", needs="a GELU activation", outcome="activation"
+    )
+    openai_gelu: bool = flag(
+        False, "tanh approximation even without --bias-gelu-fusion", needs="a GELU activation", outcome="activation"
+    )
+    attention_impl: Literal["auto", "sdpa", "reference"] = flag(
+        "auto", "auto: SDPA, or reference on CPU with dropout", docs="memory randomness", resume="note", read="model"
+    )
+    num_query_groups: int | None = flag(
+        None, "number of key/value heads; enables --group-query-attention", bound=">0", outcome="groups"
+    )
+    group_query_attention: bool = flag(
+        False, "share key/value heads: one group unless --num-query-groups is given", outcome="groups"
+    )
+    position_embedding_type: Literal["learned_absolute", "absolute", "rope", "rotary", "alibi", "none"] = flag(
+        "learned_absolute", "position encoding: a learned table, rotary embeddings, ALiBi or none", outcome="position"
+    )
+    use_rotary_position_embeddings: bool = flag(
+        False, "old name of --position-embedding-type rope", outcome="position", hidden=True, proof="twin"
+    )
+    rotary_percent: float = flag(
+        1.0, "fraction of each head that is rotated", bound=">0", needs=ROPE, docs="checkpoints", resume="tune"
+    )
+    rotary_base: float = flag(
+        10000.0, "base of rotary frequencies", "--rope-theta", bound=">0", needs=ROPE, docs="checkpoints", resume="tune"
+    )
+    swiglu: bool = flag(
+        False, "use a SwiGLU MLP of width 8/3 x hidden size, in multiples of 64 as in Megatron", outcome="activation"
+    )
+    squared_relu: bool = flag(False, "use squared ReLU in the MLP", outcome="activation")
+    glu_activation: Literal["geglu", "liglu", "reglu", "swiglu"] | None = flag(
+        None, "a gated MLP, 4 x hidden size", outcome="activation"
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "type of norm")
-    apply_layernorm_1p: bool = flag(False, "store norm weights minus one")
-    qk_layernorm: bool = flag(False, "normalize each head's queries and keys")
+    apply_layernorm_1p: bool = flag(False, "store norm weights minus one", docs="extending")
+    qk_layernorm: bool = flag(False, "normalize each head's queries and keys", docs="checkpoints")
     add_bias_linear: bool = flag(True, "add biases in linear layers", "--disable-bias-linear")
-    add_qkv_bias: bool = flag(False, "add biases to queries, keys and values even with --disable-bias-linear")
+    add_qkv_bias: bool = flag(
+        False, "add biases to queries, keys and values even with --disable-bias-linear", outcome="qkv_bias"
+    )
     embed_layernorm: bool = flag(False, "apply a norm after the token embedding")
     apply_residual_connection_post_layernorm: bool = flag(False, "take the residual from the norm's output")
-    init_method_xavier_uniform: bool = flag(False, "draw initial weights from Xavier's uniform distribution")
-    num_experts: int | None = flag(None, "number of experts per layer", only=(None,), step=9)
+    init_method_xavier_uniform: bool = flag(
+        False, "draw initial weights from Xavier's uniform distribution", docs="extending", resume="free"
+    )
+    num_experts: int | None = flag(None, "number of experts per layer", only=(None,), step=9, resume="note")
 
     @property
     def ffn(self) -> int:
@@ -122,6 +173,7 @@ PlannedTokenizerType = Literal[
 
 
 @dataclass(frozen=True)
+@group(docs="checkpoints data", resume="free", proof="")
 class TokenizerFlags:
     """The tokenizer."""
 
@@ -129,54 +181,100 @@ class TokenizerFlags:
         None,
         "a folder or file (of train-tokenizer, a run, Hugging Face, GPT-2), a name on the Hugging Face Hub such as "
         "gpt2, or byte; replaces the flags below (none: the one found beside the data or in the run)",
+        value="PATH",
+        short="folder, file or Hub name (none: found with the data)",
+        docs="",
     )
     tokenizer_type: Literal[TokenizerType, PlannedTokenizerType] = flag(
-        "GPT2BPETokenizer", "type of tokenizer", "--tokenizer-name", only=get_args(TokenizerType), step=4
+        "GPT2BPETokenizer", "type of tokenizer", "--tokenizer-name", only=get_args(TokenizerType), step=4, docs=""
     )
-    vocab_file: str | None = flag(None, "path to GPT-2's vocab.json", "--vocab")
-    merge_file: str | None = flag(None, "path to GPT-2's merges.txt", "--merges-file")
-    tokenizer_model: str | None = flag(None, "path to a tokenizer.json", "--tokenizer-name-or-path")
+    vocab_file: str | None = flag(None, "path to GPT-2's vocab.json", "--vocab", value="FILE")
+    merge_file: str | None = flag(None, "path to GPT-2's merges.txt", "--merges-file", value="FILE")
+    tokenizer_model: str | None = flag(
+        None, "path to a tokenizer.json", "--tokenizer-name-or-path", value="PATH", docs="checkpoints"
+    )
     vocab_size: int | None = flag(None, "true size, for NullTokenizer and mock data", "--true-vocab-size", bound=">0")
 
 
 @dataclass(frozen=True)
+@group(docs="data", proof="fuzz")
 class Data:
     """Token files and the order in which they are read."""
 
-    data_path: list[str] = flag([], "prefix of .bin/.idx, or a blend: WEIGHT PREFIX [WEIGHT PREFIX ...]", "--dataset")
-    seq_length: int | None = flag(None, "tokens of one sample", "--encoder-seq-length", bound=">0")
-    split: str = flag("969, 30, 1", "shares of the documents for training, validation and test")
+    data_path: list[str] = flag(
+        [],
+        "prefix of .bin/.idx, or a blend: WEIGHT PREFIX [WEIGHT PREFIX ...]",
+        "--dataset",
+        value="PREFIX",
+        short="token files, or WEIGHT PREFIX WEIGHT PREFIX ...",
+        docs="data evaluation",
+    )
+    seq_length: int | None = flag(
+        None, "tokens of one sample", "--encoder-seq-length", bound=">0", docs="checkpoints", read="model"
+    )
+    split: str = flag(
+        "969, 30, 1", "shares of the documents for training, validation and test", value="FORM", docs="data evaluation"
+    )
     split_arithmetic: Literal["rounded", "cumulative"] = flag(
-        "rounded", "borders of the split: rounded (Megatron 2019-2023) or cumulative (since October 2023)"
+        "rounded", "borders of the split: rounded (Megatron 2019-2023) or cumulative (since October 2023)", proof=""
     )
     last_epoch_cutoff: float = flag(0.80, "shuffle the last epoch separately if less of it is used (bigscience: 0.95)")
-    data_cache_path: str | None = flag(None, "folder for sample indices (none: index-cache beside the data)")
-    mock_data: bool = flag(False, "train on random tokens instead of files")
-    data_impl: Literal["mmap", "infer", "lazy", "cached"] = flag(
-        "mmap", "format of token files", only=("mmap", "infer")
+    data_cache_path: str | None = flag(
+        None, "folder for sample indices (none: index-cache beside the data)", value="DIR", resume="free", proof=""
     )
-    mmap_warmup: bool = flag(False, "read the token files once before training")
+    mock_data: bool = flag(False, "train on random tokens instead of files", docs="")
+    data_impl: Literal["mmap", "infer", "lazy", "cached"] = flag(
+        "mmap", "format of token files", only=("mmap", "infer"), docs="", resume="free", proof=""
+    )
+    mmap_warmup: bool = flag(False, "read the token files once before training", docs="", resume="free", proof="")
     dataloader_type: Literal["single", "cyclic"] = flag("single", "single, or cyclic: reshuffle all samples each epoch")
-    num_workers: int = flag(2, "batches that a background thread reads ahead (0: no thread)", bound=">=0")
-    train_data_path: list[str] = flag([], "prefix or blend of the training set; whole files, instead of --split")
-    valid_data_path: list[str] = flag([], "prefix or blend of the validation set")
-    test_data_path: list[str] = flag([], "prefix or blend of the test set")
-    data_args_path: str | None = flag(None, "file with the value of --data-path")
-    per_split_data_args_path: str | None = flag(None, 'JSON file {"train": [...], "valid": [...], "test": [...]}')
-    train_weighted_split_paths: list[str] = flag([], "'NAME: WEIGHT START:END PREFIX, ...': training on parts of files")
-    valid_weighted_split_paths: list[str] = flag([], "'NAME: ...' 'NAME2: ...': validation sets, with a loss each")
-    test_weighted_split_paths: list[str] = flag([], "test sets, in the same form")
-    train_weighted_split_paths_path: str | None = flag(None, "file with the value of --train-weighted-split-paths")
-    valid_weighted_split_paths_path: str | None = flag(None, "file with the value of --valid-weighted-split-paths")
-    test_weighted_split_paths_path: str | None = flag(None, "file with the value of --test-weighted-split-paths")
+    num_workers: int = flag(
+        2, "batches that a background thread reads ahead (0: no thread)", bound=">=0", docs="", resume="free"
+    )
+    train_data_path: list[str] = flag(
+        [], "prefix or blend of the training set; whole files, instead of --split", value="PREFIX"
+    )
+    valid_data_path: list[str] = flag([], "prefix or blend of the validation set", value="PREFIX")
+    test_data_path: list[str] = flag([], "prefix or blend of the test set", value="PREFIX", proof="")
+    data_args_path: str | None = flag(None, "file with the value of --data-path", value="FILE", proof="")
+    per_split_data_args_path: str | None = flag(
+        None, 'JSON file {"train": [...], "valid": [...], "test": [...]}', value="FILE", proof=""
+    )
+    train_weighted_split_paths: list[str] = flag(
+        [], "'NAME: WEIGHT START:END PREFIX, ...': training on parts of files", value="FORM", proof=""
+    )
+    valid_weighted_split_paths: list[str] = flag(
+        [], "'NAME: ...' 'NAME2: ...': validation sets, with a loss each", value="FORM", proof=""
+    )
+    test_weighted_split_paths: list[str] = flag([], "test sets, in the same form", value="FORM", proof="")
+    train_weighted_split_paths_path: str | None = flag(
+        None, "file with the value of --train-weighted-split-paths", value="FILE", proof=""
+    )
+    valid_weighted_split_paths_path: str | None = flag(
+        None, "file with the value of --valid-weighted-split-paths", value="FILE", docs="", proof=""
+    )
+    test_weighted_split_paths_path: str | None = flag(
+        None, "file with the value of --test-weighted-split-paths", value="FILE", docs="", proof=""
+    )
     multiple_validation_sets: bool = flag(False, "evaluate each path separately", needs="--eval-iters above 0")
-    validation_set_names: list[str] = flag([], "names of these sets (none: their file names)")
+    validation_set_names: list[str] = flag([], "names of these sets (none: their file names)", value="FORM", proof="")
     full_validation: bool = flag(False, "evaluate once on the whole validation set", needs="--eval-iters above 0")
-    blend_change_at: str | None = flag(None, "on resume, sample at which the new blend starts, or now", needs="--load")
-    eod_mask_loss: bool = flag(False, "mask the loss of the token that follows an end of document")
-    reset_position_ids: bool = flag(False, "restart positions after documents", needs="learned or rotary positions")
-    reset_attention_mask: bool = flag(False, "mask attention across ends of documents")
-    skip_train_iteration_range: list[str] = flag([], "ranges A-B of iterations that consume samples untrained")
+    blend_change_at: str | None = flag(
+        None,
+        "on resume, sample at which the new blend starts, or now",
+        needs="--load",
+        value="FORM",
+        resume="free",
+        proof="",
+    )
+    eod_mask_loss: bool = flag(False, "mask the loss of the token that follows an end of document", proof="twin fuzz")
+    reset_position_ids: bool = flag(
+        False, "restart positions after documents", needs="learned or rotary positions", proof="twin fuzz"
+    )
+    reset_attention_mask: bool = flag(False, "mask attention across ends of documents", proof="twin fuzz")
+    skip_train_iteration_range: list[str] = flag(
+        [], "ranges A-B of iterations that consume samples untrained", value="FORM"
+    )
 
     def __post_init__(self) -> None:
         """Give a pair of token files one spelling, so that equal settings compare equal."""
@@ -194,25 +292,58 @@ class Training:
     """Batches, length and end of the run."""
 
     micro_batch_size: int | Literal["auto"] | None = flag(
-        None, "samples of one forward pass; auto: the largest number that fits, measured before training", bound=">0"
+        None,
+        "samples of one forward pass; auto: the largest number that fits, measured before training",
+        bound=">0",
+        short="samples of one forward pass, or auto",
+        docs="memory randomness",
+        resume="free",
+        read="run",
     )
-    global_batch_size: int | None = flag(None, "samples of one step (none: one micro-batch per rank)", bound=">0")
-    num_accumulation_steps: int | None = flag(None, "micro-batches of one step, in place of a batch size", bound=">0")
-    train_iters: int | None = flag(None, "number of steps", bound=">0")
+    global_batch_size: int | None = flag(
+        None,
+        "samples of one step (none: one micro-batch per rank)",
+        bound=">0",
+        short="samples of one step",
+        docs="schedules data",
+    )
+    num_accumulation_steps: int | None = flag(
+        None, "micro-batches of one step, in place of a batch size", bound=">0", proof="fuzz"
+    )
+    train_iters: int | None = flag(None, "number of steps", bound=">0", docs="tutorial")
     train_samples: int | None = flag(None, "number of samples, instead of --train-iters", bound=">0")
-    train_tokens: int | None = flag(None, "number of tokens, instead of --train-iters", bound=">0")
-    rampup_batch_size: list[int] = flag([], "START INCREMENT SAMPLES: grow from START by INCREMENT over SAMPLES")
-    seed: int = flag(1234, "random seed of weights, dropout and sample order", bound=">=0")
-    eval_interval: int = flag(1000, "steps between validations", bound=">0")
-    eval_iters: int = flag(100, "global batches of one validation", bound=">=0")
-    exit_interval: int | None = flag(None, "save and exit at a step divisible by this", bound=">0")
-    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", bound=">0")
-    exit_signal_handler: bool = flag(True, "on SIGTERM or SIGINT finish the step, save and exit with 143 or 130")
-    exit_signal: list[str] = flag(["SIGUSR1", "SIGUSR2"], "other signals that do so; the status is 128 + the number")
-    kill_switch_path: str | None = flag(None, "save and exit when this file appears", "--kill-switch-file")
-    skip_train: bool = flag(False, "load, validate and test without training", "--eval-only")
+    train_tokens: int | None = flag(None, "number of tokens, instead of --train-iters", bound=">0", proof="fuzz")
+    rampup_batch_size: list[int] = flag(
+        [], "START INCREMENT SAMPLES: grow from START by INCREMENT over SAMPLES", docs="schedules data"
+    )
+    seed: int = flag(1234, "random seed of weights, dropout and sample order", bound=">=0", short="random seed")
+    eval_interval: int = flag(1000, "steps between validations", bound=">0", docs="tutorial", proof="fuzz")
+    eval_iters: int = flag(100, "global batches of one validation", bound=">=0", docs="data")
+    exit_interval: int | None = flag(None, "save and exit at a step divisible by this", bound=">0", **UNPROVEN)
+    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", bound=">0", **UNPROVEN)
+    exit_signal_handler: bool = flag(
+        True, "on SIGTERM or SIGINT finish the step, save and exit with 143 or 130", **UNPROVEN
+    )
+    exit_signal: list[str] = flag(
+        ["SIGUSR1", "SIGUSR2"],
+        "other signals that do so; the status is 128 + the number",
+        value="FORM",
+        resume="free",
+        proof="",
+    )
+    kill_switch_path: str | None = flag(
+        None, "save and exit when this file appears", "--kill-switch-file", value="FILE", **UNPROVEN
+    )
+    skip_train: bool = flag(
+        False, "load, validate and test without training", "--eval-only", docs="checkpoints", **UNPROVEN
+    )
     verify_layout: int = flag(
-        0, "before training, compare this many steps of the layout, at reduced size, with one process", bound=">=0"
+        0,
+        "before training, compare this many steps of the layout, at reduced size, with one process",
+        bound=">=0",
+        docs="verifying-layouts",
+        resume="free",
+        proof="",
     )
     loss_mean: Literal["global", "microbatch"] = flag(
         "global", "global: mean over the unmasked tokens of a batch; microbatch: Megatron's mean of micro-batch means"
@@ -221,33 +352,71 @@ class Training:
         "stop",
         "on a NaN or infinite loss or gradient: stop; skip:K: skip up to K steps in a row; rollback:K: go back to the "
         "newest checkpoint and pass over the samples since, up to K times until a further one is saved",
+        value="FORM",
+        resume="free",
+        proof="fuzz",
     )
     on_spike: str = flag(
-        "warn", "on a loss far above the recent ones: off, warn, stop, or rollback:K as with --on-nonfinite"
+        "warn",
+        "on a loss far above the recent ones: off, warn, stop, or rollback:K as with --on-nonfinite",
+        value="FORM",
+        resume="free",
+        proof="",
     )
     spike_factor: float = flag(
-        10.0, "a spike is so many standard deviations above the median, by median deviations", bound=">0", needs=SPIKE
+        10.0,
+        "a spike is so many standard deviations above the median, by median deviations",
+        bound=">0",
+        needs=SPIKE,
+        resume="free",
+        proof="",
     )
-    spike_window: int = flag(128, "losses that these are computed from", needs=SPIKE)
-    recompute_granularity: Literal["full", "selective"] | None = flag(None, "recompute whole layers, or attention only")
+    spike_window: int = flag(128, "losses that these are computed from", needs=SPIKE, **UNPROVEN)
+    recompute_granularity: Literal["full", "selective"] | None = flag(
+        None, "recompute whole layers, or attention only", docs="parallelism memory", resume="free"
+    )
     recompute_method: Literal["uniform", "block"] | None = flag(
-        None, "uniform: save one input per --recompute-num-layers; block: recompute only that many layers", needs=FULL
+        None,
+        "uniform: save one input per --recompute-num-layers; block: recompute only that many layers",
+        needs=FULL,
+        docs="memory",
+        resume="free",
     )
-    recompute_num_layers: int = flag(1, "layers for the method", "--checkpoint-num-layers", bound=">0", needs=FULL)
+    recompute_num_layers: int = flag(
+        1, "layers for the method", "--checkpoint-num-layers", bound=">0", needs=FULL, docs="memory", resume="free"
+    )
     checkpoint_in_cpu: bool = flag(
-        False, "keep in host memory what recomputation starts from: less device memory, slower", needs=FULL
+        False,
+        "keep in host memory what recomputation starts from: less device memory, slower",
+        needs=FULL,
+        docs="memory",
+        resume="free",
     )
-    checkpoint_activations: bool = flag(False, "old name of --recompute-granularity full")
-    recompute_activations: bool = flag(False, "old name of --recompute-granularity selective")
-    deepspeed_activation_checkpointing: bool = flag(False, "Megatron-DeepSpeed's name of --recompute-granularity full")
+    checkpoint_activations: bool = flag(False, "old name of --recompute-granularity full", resume="free", proof="twin")
+    recompute_activations: bool = flag(
+        False, "old name of --recompute-granularity selective", resume="free", docs="memory", proof="twin"
+    )
+    deepspeed_activation_checkpointing: bool = flag(
+        False, "Megatron-DeepSpeed's name of --recompute-granularity full", proof="twin"
+    )
     fused_kernels: Literal["auto", "on", "off"] = flag(
-        "auto", "run the layers by fused Triton kernels; auto: on a GPU, where they compute the model"
+        "auto",
+        "run the layers by fused Triton kernels; auto: on a GPU, where they compute the model",
+        docs="memory",
+        proof="twin",
     )
     compile: Literal["auto", "on", "off"] = flag(
-        "auto", "compile the layers with torch.compile; auto: on a GPU, where the fused kernels do not run"
+        "auto",
+        "compile the layers with torch.compile; auto: on a GPU, where the fused kernels do not run",
+        docs="parallelism memory",
+        resume="free",
+        proof="twin",
     )
     cuda_graphs: Literal["auto", "on", "off"] = flag(
-        "auto", "record a step once as CUDA graphs, then replay it; auto: on an NVIDIA GPU where it can pay"
+        "auto",
+        "record a step once as CUDA graphs, then replay it; auto: on an NVIDIA GPU where it can pay",
+        docs="memory",
+        proof="twin",
     )
 
     @property
@@ -259,81 +428,143 @@ class Training:
 
 
 @dataclass(frozen=True)
+@group(docs="schedules")
 class Optimizer:
     """The update and its schedule."""
 
     optimizer: Literal["adam", "adamw", "sgd", "muon"] = flag(
-        "adam", "optimizer; adam is AdamW; muon: Muon for matrices of the layers, AdamW for all other parameters"
+        "adam",
+        "optimizer; adam is AdamW; muon: Muon for matrices of the layers, AdamW for all other parameters",
+        docs="schedules parallelism",
     )
-    lr: float | None = flag(None, "peak learning rate", "--learning-rate", bound=">0")
-    min_lr: float = flag(0.0, "learning rate at the end of the decay", bound=">=0")
+    lr: float | None = flag(None, "peak learning rate", "--learning-rate", bound=">0", resume="free")
+    min_lr: float = flag(0.0, "learning rate at the end of the decay", bound=">=0", **SCHEDULE)
     lr_decay_style: Literal["linear", "cosine", "constant", "inverse-square-root", "WSD"] = flag(
-        "linear", "learning rate schedule"
+        "linear", "learning rate schedule", short="linear, cosine, constant, WSD ...", resume="free"
     )
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
-        "exponential", "shape of the final decay of WSD", needs=WSD
+        "exponential", "shape of the final decay of WSD", needs=WSD, **SCHEDULE
     )
-    lr_wsd_decay_iters: int | None = flag(None, "steps of the final decay of WSD", bound=">0", needs=WSD)
-    lr_wsd_decay_samples: int | None = flag(None, "samples of the final decay of WSD", bound=">0", needs=WSD)
-    lr_decay_iters: int | None = flag(None, "steps until --min-lr (none: --train-iters)", bound=">0")
-    lr_decay_samples: int | None = flag(None, "samples until --min-lr (none: --train-samples)", bound=">0")
-    lr_decay_tokens: int | None = flag(None, "tokens until --min-lr", bound=">0")
-    lr_warmup_fraction: float | None = flag(None, "fraction of the decay used for linear warm-up", bound="[0,1)")
-    lr_warmup_iters: int = flag(0, "steps of linear warm-up", bound=">=0")
-    lr_warmup_samples: int = flag(0, "samples of linear warm-up", bound=">=0")
-    lr_warmup_tokens: int = flag(0, "tokens of linear warm-up", bound=">=0")
-    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", bound=">=0", needs="a warm-up")
+    lr_wsd_decay_iters: int | None = flag(None, "steps of the final decay of WSD", bound=">0", needs=WSD, **SCHEDULE)
+    lr_wsd_decay_samples: int | None = flag(
+        None, "samples of the final decay of WSD", bound=">0", needs=WSD, **SCHEDULE
+    )
+    lr_decay_iters: int | None = flag(None, "steps until --min-lr (none: --train-iters)", bound=">0", **UNPROVEN)
+    lr_decay_samples: int | None = flag(None, "samples until --min-lr (none: --train-samples)", bound=">0", **UNPROVEN)
+    lr_decay_tokens: int | None = flag(None, "tokens until --min-lr", bound=">0", **UNPROVEN)
+    lr_warmup_fraction: float | None = flag(
+        None, "fraction of the decay used for linear warm-up", bound="[0,1)", **SCHEDULE
+    )
+    lr_warmup_iters: int = flag(0, "steps of linear warm-up", bound=">=0", **SCHEDULE)
+    lr_warmup_samples: int = flag(0, "samples of linear warm-up", bound=">=0", **SCHEDULE)
+    lr_warmup_tokens: int = flag(0, "tokens of linear warm-up", bound=">=0", **SCHEDULE)
+    lr_warmup_init: float = flag(
+        0.0, "learning rate at the start of the warm-up", bound=">=0", needs="a warm-up", **SCHEDULE
+    )
     weight_decay: float = flag(
-        0.01, "decoupled weight decay of matrices (SGD: added to the gradient); none for biases and norms", bound=">=0"
+        0.01,
+        "decoupled weight decay of matrices (SGD: added to the gradient); none for biases and norms",
+        bound=">=0",
+        resume="free",
     )
-    start_weight_decay: float | None = flag(None, "weight decay at the start of its ramp", bound=">=0")
-    end_weight_decay: float | None = flag(None, "weight decay at the end of its ramp", bound=">=0")
+    start_weight_decay: float | None = flag(None, "weight decay at the start of its ramp", bound=">=0", **SCHEDULE)
+    end_weight_decay: float | None = flag(None, "weight decay at the end of its ramp", bound=">=0", **SCHEDULE)
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
-        "constant", "shape of the ramp from --start-weight-decay to --end-weight-decay"
+        "constant", "shape of the ramp from --start-weight-decay to --end-weight-decay", **SCHEDULE
     )
-    clip_grad: float = flag(1.0, "maximum global gradient norm (0: no clipping)", bound=">=0")
-    adam_beta1: float = flag(0.9, "decay rate of the first moment", bound="[0,1)", needs="Adam; --optimizer is sgd")
-    adam_beta2: float = flag(0.999, "decay rate of the second moment", bound="[0,1)", needs="Adam; --optimizer is sgd")
-    adam_eps: float = flag(1e-8, "term added to Adam's denominator", bound=">0", needs="Adam; --optimizer is sgd")
+    clip_grad: float = flag(1.0, "maximum global gradient norm (0: no clipping)", bound=">=0", docs="")
+    adam_beta1: float = flag(
+        0.9, "decay rate of the first moment", bound="[0,1)", needs="Adam; --optimizer is sgd", docs=""
+    )
+    adam_beta2: float = flag(
+        0.999, "decay rate of the second moment", bound="[0,1)", needs="Adam; --optimizer is sgd", docs=""
+    )
+    adam_eps: float = flag(
+        1e-8, "term added to Adam's denominator", bound=">0", needs="Adam; --optimizer is sgd", docs=""
+    )
     sgd_momentum: float = flag(0.9, "momentum of SGD", bound="[0,1)", needs="--optimizer sgd")
     muon_momentum: float = flag(0.95, "momentum of Muon", bound="[0,1)", needs="--optimizer muon")
     muon_num_ns_steps: int = flag(5, "Newton-Schulz iterations of Muon", bound=">0", needs="--optimizer muon")
     override_opt_param_scheduler: bool = flag(
-        False, "override the checkpoint's schedule", "--override-lr-scheduler", "--override-opt-param-scheduler"
+        False,
+        "override the checkpoint's schedule",
+        "--override-lr-scheduler",
+        "--override-opt-param-scheduler",
+        resume="free",
+        proof="fuzz",
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
-        False, "use the saved schedule", "--use-checkpoint-lr-scheduler", "--use-checkpoint-opt-param-scheduler"
+        False,
+        "use the saved schedule",
+        "--use-checkpoint-lr-scheduler",
+        "--use-checkpoint-opt-param-scheduler",
+        resume="free",
+        proof="fuzz",
     )
 
 
 @dataclass(frozen=True)
+@group(proof="fuzz")
 class Precision:
     """Number formats."""
 
-    fp16: bool = flag(False, "train in float16 with loss scaling")
-    bf16: bool = flag(False, "train in bfloat16 with float32 master weights and gradients")
-    params_dtype: Literal["float32", "float64"] = flag("float32", "type without --fp16 or --bf16; float64 is for tests")
-    loss_scale: float | None = flag(None, "constant loss scale (none: dynamic)", bound=">0", needs="--fp16")
-    initial_loss_scale: float = flag(2.0**32, "initial dynamic loss scale", bound=">0", needs="--fp16")
-    min_loss_scale: float = flag(1.0, "minimum dynamic loss scale", bound=">0", needs="--fp16")
-    loss_scale_window: float = flag(1000, "steps without overflow before the scale doubles", bound=">0", needs="--fp16")
-    hysteresis: int = flag(2, "overflows before the loss scale halves", bound=">0", needs="--fp16")
-    deterministic_mode: bool = flag(False, "make reruns bit-identical on a GPU, at some cost in speed")
+    fp16: bool = flag(False, "train in float16 with loss scaling", docs="schedules", read="run")
+    bf16: bool = flag(
+        False,
+        "train in bfloat16 with float32 master weights and gradients",
+        short="compute in bfloat16",
+        docs="tutorial",
+        read="run",
+    )
+    params_dtype: Literal["float32", "float64"] = flag(
+        "float32", "type without --fp16 or --bf16; float64 is for tests", read="run"
+    )
+    loss_scale: float | None = flag(
+        None, "constant loss scale (none: dynamic)", bound=">0", needs="--fp16", docs="schedules"
+    )
+    initial_loss_scale: float = flag(
+        2.0**32, "initial dynamic loss scale", bound=">0", needs="--fp16", docs="schedules", resume="free"
+    )
+    min_loss_scale: float = flag(
+        1.0, "minimum dynamic loss scale", bound=">0", needs="--fp16", docs="schedules", proof=""
+    )
+    loss_scale_window: float = flag(
+        1000, "steps without overflow before the scale doubles", bound=">0", needs="--fp16", docs="schedules"
+    )
+    hysteresis: int = flag(2, "overflows before the loss scale halves", bound=">0", needs="--fp16", docs="schedules")
+    deterministic_mode: bool = flag(
+        False,
+        "make reruns bit-identical on a GPU, at some cost in speed",
+        docs="randomness",
+        resume="free",
+        proof="twin",
+    )
     fp32_residual_connection: bool = flag(False, "keep the residual stream in float32", needs="--fp16 or --bf16")
     fp8_format: Literal["e4m3", "hybrid"] | None = flag(
-        None, "multiply in 8 bits in all layers: e4m3, or hybrid, with gradients in e5m2; needs --bf16"
+        None, "multiply in 8 bits in all layers: e4m3, or hybrid, with gradients in e5m2; needs --bf16", docs="memory"
     )
     fp8_recipe: Literal["delayed", "tensorwise", "mxfp8", "blockwise"] = flag(
-        "delayed", "fp8 scales: one a tensor, from earlier steps", only=("delayed",), needs=FP8
+        "delayed", "fp8 scales: one a tensor, from earlier steps", only=("delayed",), needs=FP8, proof=""
     )
-    fp8_margin: int = flag(0, "divide fp8 scales by 2^margin", needs=FP8)
-    fp8_amax_history_len: int = flag(1, "steps whose largest values are kept for fp8 scales", bound=">0", needs=FP8)
+    fp8_margin: int = flag(0, "divide fp8 scales by 2^margin", needs=FP8, docs="memory", proof="")
+    fp8_amax_history_len: int = flag(
+        1, "steps whose largest values are kept for fp8 scales", bound=">0", needs=FP8, docs="memory"
+    )
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag(
-        "most_recent", "largest value that decides an fp8 scale: the latest, or the largest kept", needs=FP8
+        "most_recent",
+        "largest value that decides an fp8 scale: the latest, or the largest kept",
+        needs=FP8,
+        docs="memory",
     )
-    first_last_layers_bf16: bool = flag(False, "multiply the first and last layers in bfloat16", needs=FP8)
-    num_layers_at_start_in_bf16: int = flag(1, "first layers in bfloat16", bound=">=0", needs=ENDS)
-    num_layers_at_end_in_bf16: int = flag(1, "last layers in bfloat16", bound=">=0", needs=ENDS)
+    first_last_layers_bf16: bool = flag(
+        False, "multiply the first and last layers in bfloat16", needs=FP8, docs="memory", proof=""
+    )
+    num_layers_at_start_in_bf16: int = flag(
+        1, "first layers in bfloat16", bound=">=0", needs=ENDS, docs="memory", proof=""
+    )
+    num_layers_at_end_in_bf16: int = flag(
+        1, "last layers in bfloat16", bound=">=0", needs=ENDS, docs="memory", proof=""
+    )
 
     @property
     def dtype(self) -> str:
@@ -346,20 +577,35 @@ class Precision:
 
 
 @dataclass(frozen=True)
+@group(docs="parallelism", resume="free")
 class Parallel:
     """How the work is spread over devices."""
 
-    tensor_model_parallel_size: int = flag(1, "number of ranks that split each layer's heads and columns", bound=">0")
-    pipeline_model_parallel_size: int = flag(1, "number of pipeline stages, each with a part of the layers", bound=">0")
-    context_parallel_size: int = flag(1, "number of ranks that split each sequence", bound=">0")
+    tensor_model_parallel_size: int = flag(
+        1,
+        "number of ranks that split each layer's heads and columns",
+        bound=">0",
+        short="ranks that split each layer",
+        read="run",
+    )
+    pipeline_model_parallel_size: int = flag(
+        1, "number of pipeline stages, each with a part of the layers", bound=">0", read="run"
+    )
+    context_parallel_size: int = flag(
+        1, "number of ranks that split each sequence", bound=">0", docs="parallelism randomness", read="run"
+    )
     cp_comm_type: Literal["a2a", "p2p"] = flag(
-        "a2a", "a2a: exchange tokens for heads around attention; p2p: a ring", only=("a2a",)
+        "a2a", "a2a: exchange tokens for heads around attention; p2p: a ring", only=("a2a",), proof="twin", docs=""
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(
         None, "layers of a virtual stage, for interleaving", bound=">0", needs="several pieces on a pipeline rank"
     )
     pipeline_layout: str | None = flag(
-        None, "layers per stage (6,6) or stage per layer ([0]*6+[1]*6); none: even", "--custom-pipeline-stage-id"
+        None,
+        "layers per stage (6,6) or stage per layer ([0]*6+[1]*6); none: even",
+        "--custom-pipeline-stage-id",
+        value="FORM",
+        read="run",
     )
     pipeline_schedule: Literal["1f1b", "gpipe", "zero-bubble", "zbv"] = flag(
         "1f1b",
@@ -376,36 +622,92 @@ class Parallel:
         "auto",
         "add gradients by copies of mapped memory or by collectives; auto: copies where GPUs map memory",
         needs=DATA_PARALLEL,
+        proof="twin",
     )
     use_distributed_optimizer: bool = flag(False, "Megatron's name of --zero-stage 1", needs=DATA_PARALLEL)
     zero_stage: int = flag(
-        0, "shard over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights", needs=DATA_PARALLEL
+        0,
+        "shard over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights",
+        needs=DATA_PARALLEL,
+        short="shard: 1 optimizer, 2 gradients, 3 weights",
     )
     num_distributed_optimizer_instances: int = flag(
         1, "number of groups of data-parallel ranks, each with one complete copy (hybrid sharding)", bound=">0"
     )
-    deepspeed: bool = flag(False, "accepted beside --deepspeed_config", needs="--deepspeed_config")
-    deepspeed_config: str | None = flag(None, "DeepSpeed JSON file for what no flag sets", "--deepspeed-config")
-    partition_activations: bool = flag(False, "no effect; see --sequence-parallel")
-    remote_device: Literal["none", "cpu", "nvme"] = flag(
-        "none", "cpu: keep ZeRO 3's shards of weights and optimizer state in host memory", only=("none", "cpu")
+    deepspeed: bool = flag(False, "accepted beside --deepspeed_config", needs="--deepspeed_config", proof="twin")
+    deepspeed_config: str | None = flag(
+        None, "DeepSpeed JSON file for what no flag sets", "--deepspeed-config", value="FILE", docs="", proof="twin"
     )
-    cpu_optimizer: bool = flag(False, "keep optimizer state and masters in host memory", "--optimizer-cpu-offload")
-    num_gpus_per_node: int = flag(1, "number of processes to start on this machine, one per device", bound=">0")
-    num_nodes: int = flag(1, "number of machines; give each of them the same command", bound=">0")
-    node_ips: str | None = flag(None, "comma-separated addresses of the machines, the leading one first")
-    world_size: int | None = flag(None, "number of ranks (none: as started); any number with --dry-run", bound=">0")
-    device: str = flag("auto", "auto (an accelerator if there is one), cpu, cuda, npu, xpu ..., or one, as cuda:1")
-    distributed_backend: str | None = flag(None, "nccl, gloo ... (none: the device's)", needs="several processes")
-    distributed_timeout_minutes: float = flag(10, "minutes to wait for another rank")
-    start_timeout_seconds: float = flag(30, "seconds to wait at the start for all ranks")
+    partition_activations: bool = flag(False, "no effect; see --sequence-parallel", proof="twin")
+    remote_device: Literal["none", "cpu", "nvme"] = flag(
+        "none", "cpu: keep ZeRO 3's shards of weights and optimizer state in host memory", only=("none", "cpu"), docs=""
+    )
+    cpu_optimizer: bool = flag(
+        False,
+        "keep optimizer state and masters in host memory",
+        "--optimizer-cpu-offload",
+        docs="schedules parallelism",
+    )
+    num_gpus_per_node: int = flag(
+        1, "number of processes to start on this machine, one per device", bound=">0", docs="", proof="twin", read="run"
+    )
+    num_nodes: int = flag(
+        1, "number of machines; give each of them the same command", bound=">0", docs="", proof="twin", read="run"
+    )
+    node_ips: str | None = flag(
+        None,
+        "comma-separated addresses of the machines, the leading one first",
+        value="FORM",
+        docs="",
+        proof="twin",
+        read="run",
+    )
+    world_size: int | None = flag(
+        None,
+        "number of ranks (none: as started); any number with --dry-run",
+        bound=">0",
+        docs="parallelism data",
+        read="run",
+    )
+    device: str = flag(
+        "auto",
+        "auto (an accelerator if there is one), cpu, cuda, npu, xpu ..., or one, as cuda:1",
+        value="FORM",
+        short="auto, cpu, cuda, npu, xpu, or one, as cuda:1",
+        docs="",
+        proof="twin",
+        read="run",
+    )
+    distributed_backend: str | None = flag(
+        None,
+        "nccl, gloo ... (none: the device's)",
+        needs="several processes",
+        value="FORM",
+        docs="",
+        proof="twin",
+        read="run",
+    )
+    distributed_timeout_minutes: float = flag(10, "minutes to wait for another rank", docs="", proof="twin", read="run")
+    start_timeout_seconds: float = flag(
+        30, "seconds to wait at the start for all ranks", docs="", proof="twin", read="run"
+    )
     check_replicas_interval: int = flag(
         100,
         "steps between comparisons of the weights that several ranks hold, which saves make too (0: none)",
         "--check-weight-hash-across-dp-replicas-interval",
         bound=">=0",
+        docs="",
+        proof="twin",
     )
-    local_rank: int | None = flag(None, "set by launchers; LOCAL_RANK takes precedence", "--local_rank")
+    local_rank: int | None = flag(
+        None,
+        "set by launchers; LOCAL_RANK takes precedence",
+        "--local_rank",
+        docs="",
+        hidden=True,
+        proof="twin",
+        read="run",
+    )
 
     @property
     def model_ranks(self) -> int:
@@ -424,27 +726,46 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+@group(docs="checkpoints", resume="free", proof="")
 class Checkpoint:
     """Saving and loading."""
 
-    save: str | None = flag(None, "folder to save checkpoints to")
-    load: str | None = flag(None, "folder to load a checkpoint from, to resume or go on")
+    save: str | None = flag(None, "folder to save checkpoints to", value="DIR")
+    load: str | None = flag(
+        None, "folder to load a checkpoint from, to resume or go on", value="DIR", word="DIR", read="run"
+    )
     save_interval: int | None = flag(
-        None, "steps between checkpoints (none: at the end)", "--persistent-save-interval", bound=">=0", needs="--save"
+        None,
+        "steps between checkpoints (none: at the end)",
+        "--persistent-save-interval",
+        bound=">=0",
+        needs="--save",
+        docs="tutorial",
     )
     save_overwrite: bool = flag(
         False, "start a new run, moving the one in --save and --run-dir aside", needs="--save or --run-dir"
     )
-    verify: Literal["read", "full"] = flag("read", "on load, verify checksums of the chunks read, or of every byte")
-    trust_pickle: bool = flag(False, "run a checkpoint's code; only if you trust its author", needs="--load")
-    exit_on_missing_checkpoint: bool = flag(False, "fail if --load has no checkpoint", needs="--load")
-    ckpt_format: Literal["native", "torch"] = flag("native", "native, or torch: Megatron-LM's files", needs="--save")
-    save_hf: str | None = flag(None, "at the end of training, export the model to this folder in Hugging Face format")
+    verify: Literal["read", "full"] = flag(
+        "read",
+        "on load, verify checksums of the chunks read, or of every byte",
+        short="verify checksums of what is read, or of every byte",
+        read="model",
+    )
+    trust_pickle: bool = flag(
+        False, "run a checkpoint's code; only if you trust its author", needs="--load", read="model"
+    )
+    exit_on_missing_checkpoint: bool = flag(False, "fail if --load has no checkpoint", needs="--load", docs="")
+    ckpt_format: Literal["native", "torch"] = flag(
+        "native", "native, or torch: Megatron-LM's files", needs="--save", proof="twin fuzz"
+    )
+    save_hf: str | None = flag(
+        None, "at the end of training, export the model to this folder in Hugging Face format", value="DIR"
+    )
     finetune: bool = flag(False, "load only the weights and start at step 0", needs="--load")
     no_load_optim: bool = flag(False, "do not load optimizer state; the step and the schedule continue", needs="--load")
     no_save_optim: bool = flag(False, "save no optimizer state: smaller, but resuming is not exact", needs="--save")
     use_checkpoint_args: bool = flag(False, "require a checkpoint; its architecture is used with or without this flag")
-    save_at_start: bool = flag(False, "save a checkpoint before the first step", "--save-init", needs="--save")
+    save_at_start: bool = flag(False, "save a checkpoint before the first step", "--save-init", needs="--save", docs="")
     keep_last: int | None = flag(
         None, "number of newest checkpoints to keep (none: all)", "--most-recent-k", bound=">0", needs="--save"
     )
@@ -456,23 +777,32 @@ class Checkpoint:
         needs=("--save", "--keep-last; all are kept"),
     )
     keep_best: bool = flag(
-        False, "save and keep the step with the lowest validation loss so far", needs=("--save", "--eval-iters above 0")
+        False,
+        "save and keep the step with the lowest validation loss so far",
+        needs=("--save", "--eval-iters above 0"),
+        docs="checkpoints data",
     )
     universal_checkpoint: bool = flag(False, "no effect; --load recognizes DeepSpeed's universal checkpoints")
-    async_save: bool | None = flag(None, "save in the background (none: only on accelerators)", needs="--save")
+    async_save: bool | None = flag(
+        None, "save in the background (none: only on accelerators)", needs="--save", proof="twin fuzz"
+    )
     save_error: Literal["stop", "warn"] = flag(
         "stop",
         "after a full or failing disk: stop, or go on, try again at the next save, and end with 74 if that fails",
         needs="--save",
+        docs="",
     )
-    run_dir: str | None = flag(None, "folder for config.toml, metrics.jsonl, log.txt and report.html (none: --save)")
+    run_dir: str | None = flag(
+        None, "folder for config.toml, metrics.jsonl, log.txt and report.html (none: --save)", value="DIR", docs=""
+    )
 
 
 @dataclass(frozen=True)
+@group(resume="free", proof="")
 class Logging:
     """Logging and reports."""
 
-    log_interval: int = flag(100, "steps between log lines", bound=">0")
+    log_interval: int = flag(100, "steps between log lines", bound=">0", docs="tutorial")
     log_format: Literal["auto", "short", "megatron", "table", "normal", "libai"] = flag(
         "auto",
         "lines on stdout: short; Megatron's log; or that log with each logged step as a row of OneFlow's table, "
@@ -484,7 +814,9 @@ class Logging:
     )
     progress: bool = flag(True, "show a progress bar on stderr if it is a terminal")
     tensorboard: bool = flag(True, "write TensorBoard files, if TensorBoard is installed and the run has a folder")
-    tensorboard_dir: str | None = flag(None, "folder for TensorBoard files (none: tensorboard/ in the run's folder)")
+    tensorboard_dir: str | None = flag(
+        None, "folder for TensorBoard files (none: tensorboard/ in the run's folder)", value="DIR"
+    )
     tensorboard_log_interval: int = flag(1, "steps between TensorBoard points", bound=">0")
     tensorboard_queue_size: int = flag(1000, "TensorBoard points held before they are written", bound=">0")
     log_timers_to_tensorboard: bool = flag(False, "log timers to TensorBoard")
@@ -498,37 +830,54 @@ class Logging:
     log_params_norm: bool = flag(False, "log the norm of the parameters")
     log_num_zeros_in_grad: bool = flag(False, "log the number of zeros in the gradients")
     timing_log_level: Literal["0", "1", "2"] = flag(
-        "0", "timers to log: 1 forward-backward and optimizer, 2 also their parts; each waits for the device"
+        "0",
+        "timers to log: 1 forward-backward and optimizer, 2 also their parts; each waits for the device",
+        docs="memory",
     )
     timing_log_option: Literal["max", "minmax", "all"] = flag("minmax", "maximum over ranks, both ends, or all")
-    wandb_project: str | None = flag(None, "Weights & Biases project to log to")
-    wandb_exp_name: str | None = flag(None, "Weights & Biases run name (none: the name of the run's folder)")
-    wandb_save_dir: str | None = flag(None, "folder for Weights & Biases files (none: wandb/ in the run's folder)")
-    trackio_project: str | None = flag(None, "Trackio project to log to, under the name of the run's folder")
+    wandb_project: str | None = flag(None, "Weights & Biases project to log to", value="FORM")
+    wandb_exp_name: str | None = flag(
+        None, "Weights & Biases run name (none: the name of the run's folder)", value="FORM"
+    )
+    wandb_save_dir: str | None = flag(
+        None, "folder for Weights & Biases files (none: wandb/ in the run's folder)", value="DIR"
+    )
+    trackio_project: str | None = flag(
+        None, "Trackio project to log to, under the name of the run's folder", value="FORM"
+    )
     sample_interval: int | None = flag(None, "steps between samples of text from the model (none: no such)", bound=">0")
-    sample_prompts: list[str] = flag([], "beginnings of these samples (none: one from nothing)", needs=SAMPLES)
+    sample_prompts: list[str] = flag(
+        [], "beginnings of these samples (none: one from nothing)", needs=SAMPLES, value="WORDS"
+    )
     sample_length: int = flag(64, "most new tokens of such a sample", bound=">0", needs=SAMPLES)
     sample_temperature: float = flag(
         0.8, "temperature of these samples (0: always the likeliest token)", bound=">=0", needs=SAMPLES
     )
-    profile: bool = flag(False, "trace steps --profile-step-start to --profile-step-end with torch's profiler")
+    profile: bool = flag(
+        False, "trace steps --profile-step-start to --profile-step-end with torch's profiler", docs="memory"
+    )
     profile_step_start: int = flag(10, "first step to profile", bound=">0", needs="--profile")
     profile_step_end: int = flag(12, "step before which profiling ends", needs="--profile")
     eval_tasks: str | None = flag(
         None,
         "files to score the model on, also during a training: lambada=FILE,lambada-strict=FILE,wikitext=FILE,text=FILE",
+        value="FORM",
+        docs="evaluation",
     )
     eval_tasks_interval: int | None = flag(
         None,
         "steps between these scores (none: such that they take under 1 % of the time)",
         bound=">0",
         needs=EVAL_TASKS_FLAG,
+        docs="evaluation",
     )
     eval_tasks_device: str | None = flag(
         None,
         "score in a separate process on this device, such as cpu or cuda:1, from a snapshot of the weights "
         "(none: between two steps, on the devices of the run)",
         needs=EVAL_TASKS_FLAG,
+        value="FORM",
+        docs="evaluation",
     )
     log_straggler: bool = flag(True, "name ranks that take 1.5 x the median time of a step or more")
     nvidia_smi_at: list[int] = flag(
@@ -540,20 +889,30 @@ class Logging:
 class Sampling:
     """How text is generated."""
 
-    temperature: float = flag(1.0, "divide the logits by this (0: as --greedy)", bound=">=0")
-    greedy: bool = flag(False, "always take the most likely token")
-    top_k: int = flag(0, "sample from the k most likely tokens (0: all)", "--top_k", bound=">=0")
-    top_p: float = flag(0.0, "sample from the top tokens of this probability (0: all)", "--top_p", bound=">=0")
+    temperature: float = flag(1.0, "divide the logits by this (0: as --greedy)", bound=">=0", docs="generation")
+    greedy: bool = flag(False, "always take the most likely token", docs="generation")
+    top_k: int = flag(0, "sample from the k most likely tokens (0: all)", "--top_k", bound=">=0", docs="generation")
+    top_p: float = flag(
+        0.0, "sample from the top tokens of this probability (0: all)", "--top_p", bound=">=0", docs="generation"
+    )
     min_p: float = flag(
-        0.0, "sample from tokens of at least this share of the likeliest one's probability", "--min_p", bound=">=0"
+        0.0,
+        "sample from tokens of at least this share of the likeliest one's probability",
+        "--min_p",
+        bound=">=0",
+        short="least share of the likeliest one's probability",
+        docs="generation",
     )
     repetition_penalty: float = flag(
         1.0,
         "divide logits of tokens in the text by this, and multiply negative ones",
         "--repetition_penalty",
         bound=">0",
+        docs="generation",
     )
-    out_seq_length: int = flag(1024, "maximum number of new tokens", "--max-new-tokens", bound=">0")
+    out_seq_length: int = flag(
+        1024, "maximum number of new tokens", "--max-new-tokens", bound=">0", short="most new tokens", docs="generation"
+    )
     recompute: bool = flag(False, "generate without a key/value cache: same text, slower")
 
 
@@ -561,29 +920,66 @@ class Sampling:
 class TextFlags:
     """Prompts, and where the texts go."""
 
-    prompt: str | None = flag(None, "print a continuation of this text")
+    prompt: str | None = flag(None, "print a continuation of this text", value="WORDS", docs="generation")
     prompts: str | None = flag(
-        None, "continue each line of this file, or each JSON line {prompt: TEXT, max_tokens: 9, ...}; - is stdin"
+        None,
+        "continue each line of this file, or each JSON line {prompt: TEXT, max_tokens: 9, ...}; - is stdin",
+        value="FILE",
+        short="continue a file's lines, or JSON lines",
+        docs="generation",
     )
-    output: str | None = flag(None, "file for the texts (none: standard output)")
-    json: bool = flag(False, "write JSON lines with tokens; the default for *.jsonl")
-    num_return_sequences: int = flag(1, "number of continuations of each prompt", "--num_return_sequences", bound=">0")
-    stop: list[str] = flag([], "end a text before any of these strings; \\n and \\t stand for characters")
+    output: str | None = flag(None, "file for the texts (none: standard output)", value="PATH", docs="tutorial")
+    json: bool = flag(False, "write JSON lines with tokens; the default for *.jsonl", docs="data")
+    num_return_sequences: int = flag(
+        1,
+        "number of continuations of each prompt",
+        "--num_return_sequences",
+        bound=">0",
+        short="continuations of each prompt",
+        docs="generation",
+    )
+    stop: list[str] = flag(
+        [],
+        "end a text before any of these strings; \\n and \\t stand for characters",
+        value="NAME",
+        short="strings that end a text",
+        docs="generation",
+    )
     logprobs: int | None = flag(
-        None, "with --json: log-probabilities of the tokens, and of this many likeliest ones", bound=">=0"
+        None,
+        "with --json: log-probabilities of the tokens, and of this many likeliest ones",
+        bound=">=0",
+        docs="generation",
     )
     beam_width: int | None = flag(
-        None, "search for the likeliest texts, keeping this many candidates", "--num-beams", bound=">0"
+        None,
+        "search for the likeliest texts, keeping this many candidates",
+        "--num-beams",
+        bound=">0",
+        short="beam search with this many candidates",
+        docs="generation",
     )
     length_penalty: float | None = flag(
-        None, "power of the length by which --beam-width divides the log-probability (none: 1)"
+        None, "power of the length by which --beam-width divides the log-probability (none: 1)", docs="generation"
     )
     interactive: bool = flag(False, "read prompts interactively; the default if no other flag gives them")
     dialogue: Literal["plain", "megatron"] = flag("plain", "form of --interactive: plain, or Megatron's script's")
-    num_samples: int = flag(0, "number of unconditional samples to write to --genfile (0: prompts)", bound=">=0")
-    genfile: str | None = flag(None, "output file of --num-samples, in JSON lines")
-    sample_input_file: str | None = flag(None, "file with one prompt per line; the output is in Megatron's form")
-    sample_output_file: str | None = flag(None, "file for the continuations (none: the name of the input file + .out)")
+    num_samples: int = flag(
+        0,
+        "number of unconditional samples to write to --genfile (0: prompts)",
+        bound=">=0",
+        short="number of unconditional samples",
+    )
+    genfile: str | None = flag(None, "output file of --num-samples, in JSON lines", value="FILE")
+    sample_input_file: str | None = flag(
+        None,
+        "file with one prompt per line; the output is in Megatron's form",
+        value="FILE",
+        short="file with one prompt per line",
+    )
+    sample_output_file: str | None = flag(
+        None, "file for the continuations (none: the name of the input file + .out)", value="FILE"
+    )
 
 
 @dataclass(frozen=True)
@@ -693,37 +1089,23 @@ class TrainConfig:
         return self.in_samples(self.optimizer.lr_wsd_decay_iters, self.optimizer.lr_wsd_decay_samples)
 
 
-# Settings that the weights were trained with and no later run may change: all but these.
-_FREE = """make_vocab_size_divisible_by pad_vocab_size_to init_method_std init_method_xavier_uniform hidden_dropout
-attention_dropout embedding_dropout attention_impl num_experts""".split()
-ARCHITECTURE = tuple(f.name for f in dataclasses.fields(Model) if f.name not in _FREE)
+def flags_with(config: type, facet: str, *values: object) -> tuple[str, ...]:
+    """Return the names of the settings whose facet has one of these values."""
+    return tuple(n for n, (_, f, _) in config_fields(config).items() if f.metadata[facet] in values)
+
+
+# Settings that the weights were trained with; no later run may change them.
+ARCHITECTURE = flags_with(TrainConfig, "resume", "refuse", "tune")
 # Settings that a checkpoint states and a run that loads it takes over, unless a flag gives another.
-STATED = ("hidden_dropout", "attention_dropout", "embedding_dropout", "init_method_std")
+STATED = flags_with(TrainConfig, "inherited", True)
 # Settings that decide a property together, or by a default: the property is compared.
-OUTCOME = {
-    "ffn_hidden_size": "ffn",
-    "kv_channels": "head_dim",
-    "add_qkv_bias": "qkv_bias",
-    **dict.fromkeys("bias_gelu_fusion openai_gelu squared_relu swiglu glu_activation".split(), "activation"),
-    **dict.fromkeys(("num_query_groups", "group_query_attention"), "groups"),
-    **dict.fromkeys(("position_embedding_type", "use_rotary_position_embeddings"), "position"),
-}
-
-
+OUTCOME = {f.name: f.metadata["outcome"] for f in dataclasses.fields(Model) if f.metadata["outcome"]}
 # Settings that complete what a checkpoint does not say of itself.
-DESCRIBING = {*ARCHITECTURE, *(f.name for f in dataclasses.fields(TokenizerFlags))} | set(
-    "attention_impl seq_length verify trust_pickle make_vocab_size_divisible_by".split()
-)
-
-# Settings that matter to the commands that read a trained model.
-READING = {
-    *ARCHITECTURE,
-    *"attention_impl seq_length micro_batch_size fp16 bf16 params_dtype device local_rank load verify".split(),
-    *("trust_pickle", "make_vocab_size_divisible_by"),
-    *"tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size pipeline_layout".split(),
-    *"world_size num_gpus_per_node num_nodes node_ips distributed_backend distributed_timeout_minutes".split(),
-    "start_timeout_seconds",
+DESCRIBING = {*ARCHITECTURE, *flags_with(TrainConfig, "read", "model")} | {
+    f.name for f in dataclasses.fields(TokenizerFlags)
 }
+# Settings that matter to the commands that read a trained model.
+READING = {*ARCHITECTURE, *flags_with(TrainConfig, "read", "model", "run")}
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,22 @@ class TextInputs:
     """Text to read."""
 
     input: list[str] = flag(
-        [], "text, also compressed: folders, plain files, HTML, JSON lines, Parquet, archives; - for standard input"
+        [],
+        "text, also compressed: folders, plain files, HTML, JSON lines, Parquet, archives; - for standard input",
+        value="PATH",
+        short="folders, or files of text; - for standard input",
+        docs="data evaluation",
     )
-    include: list[str] = flag([], "patterns of the files to read in folders and archives, whatever their suffix")
-    exclude: list[str] = flag([], "patterns of files and folders to leave out")
-    json_keys: list[str] = flag(["text"], "keys whose text is read from JSON lines and tables", "--json-key")
-    document_separator: str = flag(SEPARATOR, "line between the documents of a plain text; '' for a blank line")
+    include: list[str] = flag(
+        [], "patterns of the files to read in folders and archives, whatever their suffix", value="NAME"
+    )
+    exclude: list[str] = flag([], "patterns of files and folders to leave out", value="NAME")
+    json_keys: list[str] = flag(
+        ["text"], "keys whose text is read from JSON lines and tables", "--json-key", value="NAME", docs="data"
+    )
+    document_separator: str = flag(
+        SEPARATOR, "line between the documents of a plain text; '' for a blank line", value="WORDS"
+    )
 
     def words(self) -> list[str]:
         """Return these flags as words of a command, without those that have their defaults."""
@@ -48,19 +58,23 @@ class TextInputs:
 class Preprocess(TextInputs):
     """Text to .bin/.idx."""
 
-    output_prefix: str | None = flag(None, "prefix of the output files <prefix>_<key>_document.bin and .idx")
-    append_eod: bool = flag(False, "append the end-of-document token to each document")
-    on_error: Literal["stop", "skip"] = flag("stop", "on a bad line: stop, or skip and count it")
+    output_prefix: str | None = flag(
+        None, "prefix of the output files <prefix>_<key>_document.bin and .idx", value="PREFIX", docs="data"
+    )
+    append_eod: bool = flag(False, "append the end-of-document token to each document", docs="data")
+    on_error: Literal["stop", "skip"] = flag("stop", "on a bad line: stop, or skip and count it", docs="data")
     dataset_impl: Literal["mmap", "lazy", "cached"] = flag("mmap", "output format; lazy and cached are written as mmap")
     overwrite: bool = flag(False, "replace token files that were made from other inputs or settings")
-    workers: int | None = flag(None, "worker processes (none: one per core)", bound=">0")
-    log_interval: int = flag(1000, "documents between progress lines", bound=">0")
-    split_sentences: bool = flag(False, "split documents into sentences and write <prefix>_<key>_sentence.bin and .idx")
+    workers: int | None = flag(None, "worker processes (none: one per core)", bound=">0", docs="data")
+    log_interval: int = flag(1000, "documents between progress lines", bound=">0", docs="tutorial")
+    split_sentences: bool = flag(
+        False, "split documents into sentences and write <prefix>_<key>_sentence.bin and .idx", docs="data"
+    )
     sentence_splitter: Literal["rules", "punkt"] = flag(
-        "rules", "with --split-sentences: rules need no download; punkt is NLTK's model, as in Megatron"
+        "rules", "with --split-sentences: rules need no download; punkt is NLTK's model, as in Megatron", docs="data"
     )
     keep_newlines: bool = flag(False, "with --split-sentences, keep the white space between sentences")
-    lang: str = flag("english", "language for --split-sentences")
+    lang: str = flag("english", "language for --split-sentences", value="FORM", docs="data")
 
 
 @dataclass(frozen=True)

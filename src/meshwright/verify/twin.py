@@ -63,17 +63,16 @@ def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
     model = replace(model, max_position_embeddings=positions, attention_impl=impl)
     model = replace(model, hidden_dropout=model.hidden_dropout or 0.1)
     tokenizer, model = vocabulary(c, model)
-    marks = {n: getattr(c.data, n) for n in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")}
     twin = replace(
         c,
         model=model,
         tokenizer=tokenizer,
-        data=Data(mock_data=True, seq_length=length, num_workers=0, **marks),
+        data=replace(Data(**copied(c.data)), mock_data=True, seq_length=length, num_workers=0),
         training=training(c, on_accelerator),
         optimizer=optimizer(c.optimizer),
-        precision=Precision(params_dtype="float64", deterministic_mode=c.precision.deterministic_mode),
+        precision=replace(Precision(**copied(c.precision)), params_dtype="float64"),
         parallel=replace(parallel, deepspeed=False, deepspeed_config=None, world_size=c.world),
-        checkpoint=Checkpoint(ckpt_format=c.checkpoint.ckpt_format, async_save=c.checkpoint.async_save),
+        checkpoint=Checkpoint(**copied(c.checkpoint)),
         logging=Logging(log_params_norm=True, progress=False, tensorboard=False),
     )
     if wrong := checks.problems(twin):
@@ -160,9 +159,8 @@ def training(c: TrainConfig, on_accelerator: bool) -> Training:
     if not is_small(c):
         each = max(1, (shrink(c)[0].num_layers or 0) // len(c.stages))
         layers = max(1, min(layers, each - (layers < max(c.stages))))
-    names = "seed loss_mean recompute_granularity recompute_method checkpoint_in_cpu checkpoint_activations "
-    names += "recompute_activations deepspeed_activation_checkpointing"
-    return Training(
+    return replace(
+        Training(**copied(t)),
         micro_batch_size=micro,
         global_batch_size=number * micro * c.dp,
         rampup_batch_size=ramp,
@@ -174,18 +172,21 @@ def training(c: TrainConfig, on_accelerator: bool) -> Training:
         fused_kernels="on" if t.fused_kernels == "on" and not on_accelerator else "off",
         compile="off",
         cuda_graphs="off",
-        **{name: getattr(t, name) for name in names.split()},
     )
+
+
+def copied(settings: Any) -> dict[str, Any]:
+    """Return the settings of a group that the twin shares with the run, as their flags say."""
+    shared = [f.name for f in dataclasses.fields(settings) if "twin" in f.metadata["proof"]]
+    return {name: getattr(settings, name) for name in shared}
 
 
 def optimizer(o: Optimizer) -> Optimizer:
     """Return the same rule with a constant learning rate so high that each step matters."""
-    names = [f.name for f in dataclasses.fields(o) if f.name.startswith(("adam", "sgd", "muon"))]
-    kept = {name: getattr(o, name) for name in ["optimizer", "weight_decay", *names]}
-    # Gradients that are 0 but for rounding would else be enlarged to steps of full size.
-    kept["adam_eps"] = max(o.adam_eps, 1e-8)
     rate, clip = 0.3 if o.optimizer == "sgd" else 1e-2, 0.25 if o.clip_grad else 0.0
-    return Optimizer(lr=rate, lr_decay_style="constant", clip_grad=clip, **kept)
+    # Gradients that are 0 but for rounding would else be enlarged to steps of full size.
+    least = max(o.adam_eps, 1e-8)
+    return replace(Optimizer(**copied(o)), lr=rate, lr_decay_style="constant", clip_grad=clip, adam_eps=least)
 
 
 def left_out(c: TrainConfig, impl: str, on_accelerator: bool) -> list[str]:

@@ -21,11 +21,11 @@ from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.optim.schedule import build_schedule, resume_schedule, warn_of_idle_steps
 from meshwright.runs.history import read_settings
 from meshwright.runs.rows import find_last_step, holds_steps
-from meshwright.settings import fields, flags
+from meshwright.settings import flags
 from meshwright.settings.checks import contradictions
 from meshwright.settings.data_paths import path_sets, path_settings, prefixes
 from meshwright.settings.fields import spelling
-from meshwright.settings.schema import ARCHITECTURE, STATED, Checkpoint, Logging, Parallel, TokenizerFlags, TrainConfig
+from meshwright.settings.schema import ARCHITECTURE, STATED, Checkpoint, TrainConfig, flags_with
 from meshwright.training.state.saver import is_continued
 
 if TYPE_CHECKING:
@@ -150,42 +150,20 @@ def guard_run_folder(config: TrainConfig) -> None:
     raise UserError(f"{ways}its files aside{more}", LOCKED)
 
 
-# Settings that may change on resume without a note: they do not change what is computed, or are
-# reported elsewhere.
-_FREE = {
-    *ARCHITECTURE,
-    *(f.name for g in (Parallel, Checkpoint, Logging, TokenizerFlags) for f in dataclasses.fields(g)),
-    *(
-        name
-        for name in fields.config_fields(TrainConfig)
-        if name.startswith(("lr", "exit_", "recompute_", "init_method_"))
-    ),
-    *("min_lr", "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
-    *("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "initial_loss_scale"),
-    *("data_cache_path", "data_impl", "mmap_warmup", "num_workers", "data_fingerprint", "data_sets"),
-    *("blend_change_at", "make_vocab_size_divisible_by", "pad_vocab_size_to", "micro_batch_size", "checkpoint_in_cpu"),
-    *("kill_switch_path", "skip_train", "compile", "checkpoint_activations", "deterministic_mode"),
-    *("on_nonfinite", "on_spike", "spike_factor", "spike_window", "verify_layout"),
-}
-
-# Settings that --finetune may change: a longer context, for example, needs another rotation.
-_TUNABLE = {"rotary_base", "rotary_percent", "layernorm_epsilon"}
-
-
 def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     """Describe each setting that differs from the checkpoint's; refuse another architecture."""
     # Settings that another program's checkpoint does not record are taken from the flags.
     model = model_settings(saved, "the checkpoint", config.model)
-    tunable = _TUNABLE if config.checkpoint.finetune else set()
+    tunable = flags_with(TrainConfig, "resume", "tune") if config.checkpoint.finetune else ()
     fixed = [n for n in ARCHITECTURE if n != "max_position_embeddings" and n not in tunable]
     contradicted = contradictions(config.model, model, fixed)
     if contradicted:
         raise UserError("\n  ".join(["these flags contradict the checkpoint:", *contradicted]), BAD_DATA)
-    ours = saved_settings(config)
+    ours, noted = saved_settings(config), flags_with(TrainConfig, "resume", "note")
     out = [
         f" > note: {name} is {_shown(ours[name])}, the checkpoint was trained with {_shown(saved[name])}"
         for name in ours
-        if name not in _FREE - tunable and name in saved and saved[name] != ours[name]
+        if name in (*noted, *tunable) and name in saved and saved[name] != ours[name]
     ]
     needed = [
         *(n for n in STATED if n != "embedding_dropout"),
