@@ -9,7 +9,7 @@ import torch
 from meshwright import device as devices
 from meshwright.errors import UserError
 from meshwright.parallel import mapped
-from meshwright.parallel.mapped import Mapped
+from meshwright.parallel.mapped import MappedBuffer
 
 SIZE = 1000
 
@@ -29,7 +29,7 @@ class Stream:
 
 @pytest.fixture
 def run(monkeypatch):
-    """run(ranks, work) calls work(rank, Mapped) in a thread for each rank; return all buffers."""
+    """run(ranks, work) calls work(rank, MappedBuffer) in a thread a rank; return all buffers."""
     monkeypatch.setattr(devices, "current_stream", lambda device: Stream())
     monkeypatch.setattr(devices, "use_stream", lambda stream: contextlib.nullcontext())
 
@@ -40,7 +40,7 @@ def run(monkeypatch):
 
         def one(rank):
             try:
-                work(rank, Mapped(buffers, rank, barrier.wait, Stream()))
+                work(rank, MappedBuffer(buffers, rank, barrier.wait, Stream()))
             except BaseException as error:
                 failures.append(error)
                 barrier.abort()
@@ -84,7 +84,7 @@ def test_scatter_then_gather(run, ranks):
         out = torch.full((size // ranks,), float("nan"))
         flat.scatter(begin, size, out).wait()
         flat.barrier()  # the norm's sum over all ranks
-        flat.mine[flat.part(begin, size, rank)] = 2 * out
+        flat.own[flat.part(begin, size, rank)] = 2 * out
         flat.gather(begin, size).wait()
 
     before, after = run(ranks, work)
@@ -94,27 +94,27 @@ def test_scatter_then_gather(run, ranks):
 
 def test_choice(monkeypatch):
     cpu = torch.device("cpu")
-    assert mapped.choose("auto", None, cpu) == (None, "")
+    assert mapped.choose_mapper("auto", None, cpu) == (None, "")
     for wanted, reason in (
         ("collectives", "of --data-parallel-sums collectives"),
         ("auto", "the device is not an NVIDIA GPU"),
     ):
-        assert mapped.choose(wanted, object(), cpu) == (None, reason)
+        assert mapped.choose_mapper(wanted, object(), cpu) == (None, reason)
     with pytest.raises(UserError, match="--data-parallel-sums copies: the device is not .*; give .* auto"):
-        mapped.choose("copies", object(), cpu)
+        mapped.choose_mapper("copies", object(), cpu)
 
 
 def test_a_wrong_sum_is_refused(monkeypatch):
     """Every start adds numbers up in both ways."""
 
     class Wrong:
-        device, mine = torch.device("cpu"), torch.zeros(mapped.TRIAL)
+        device, own = torch.device("cpu"), torch.zeros(mapped.TRIAL_SIZE)
 
         def reserve(self, size):
             pass
 
         def total(self, begin, size):
-            self.mine[-1] += 1
+            self.own[-1] += 1
             return type("Done", (), {"wait": lambda self: None})()
 
     class Right(Wrong):
@@ -123,4 +123,4 @@ def test_a_wrong_sum_is_refused(monkeypatch):
 
     monkeypatch.setattr(mapped.dist, "get_rank", lambda group: 0)
     monkeypatch.setattr(mapped.dist, "all_reduce", lambda x, group: None)
-    assert mapped.is_right(Right(), None) and not mapped.is_right(Wrong(), None)
+    assert mapped.sums_are_right(Right(), None) and not mapped.sums_are_right(Wrong(), None)

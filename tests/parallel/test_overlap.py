@@ -15,13 +15,14 @@ import torch.distributed._symmetric_memory as symmetric
 
 from layouts import FLAGS, rows_of, trained
 from meshwright.errors import UserError
-from meshwright.parallel import comm, overlap
+from meshwright.parallel import agree, comm, overlap
 from meshwright.parallel.layout import connect
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from on_ranks import run_ranks
 
 CPU = torch.device("cpu")
+SIZE = overlap.WORTHWHILE_BYTES
 
 
 class Pipelines:
@@ -78,8 +79,8 @@ def products():
     )
     pipelines = Pipelines()
     with pipelines.installed():
-        by = overlap.Overlapped(group, 6 * 7 * 8 * 2)
-        plain = overlap.Plain(group)
+        by = overlap.OverlappedProducts(group, 6 * 7 * 8 * 2)
+        plain = overlap.PlainProducts(group)
         for b in (bias, None):
             y, rows = by.gather_multiply(x, weight, b, keeps_rows=True)
             want, want_rows = plain.gather_multiply(x, weight, b)
@@ -87,14 +88,14 @@ def products():
             assert torch.equal(rows, want_rows)
         torch.testing.assert_close(by.back_gather_multiply(x, weight.t()), plain.back_gather_multiply(x, weight.t()))
         for name, matrix in (("multiply_scatter", weight.t()), ("back_multiply_scatter", weight)):
-            got, want = (comm.wait(getattr(each, name)(wide, matrix)) for each in (by, plain))
+            got, want = (comm.wait_for(getattr(each, name)(wide, matrix)) for each in (by, plain))
             torch.testing.assert_close(got, want)
         assert (pipelines.gathers, pipelines.scatters) == (3, 2)
         # What is too large for the memory that is mapped takes the collectives.
         more = torch.randn(18, 5, generator=draw, dtype=torch.float64)
         torch.testing.assert_close(by.gather_multiply(more, weight, None), plain.gather_multiply(more, weight, None))
         large = torch.randn(18 * world, 7, generator=draw, dtype=torch.float64)
-        got, want = (comm.wait(each.back_multiply_scatter(large, weight)) for each in (by, plain))
+        got, want = (comm.wait_for(each.back_multiply_scatter(large, weight)) for each in (by, plain))
         torch.testing.assert_close(got, want)
         assert (pipelines.gathers, pipelines.scatters) == (3, 2)
 
@@ -107,26 +108,31 @@ def test_products(world):
 def choice():
     group = dist.group.WORLD
     for wanted, reason in (("off", "of --tp-overlap off"), ("auto", "the device is not an NVIDIA GPU")):
-        by, why = overlap.choose(wanted, group, CPU, 1 << 20)
-        assert (type(by), why) == (overlap.Plain, reason)
+        by, why = overlap.choose_products(wanted, group, CPU, SIZE)
+        assert (type(by), why) == (overlap.PlainProducts, reason)
     with pytest.raises(UserError, match="--tp-overlap on: the device is not an NVIDIA GPU; give --tp-overlap auto"):
-        overlap.choose("on", group, CPU, 1 << 20)
+        overlap.choose_products("on", group, CPU, SIZE)
     with Pipelines().installed():
-        by, why = overlap.choose("on", group, CPU, 1 << 20)
-        assert (type(by), why) == (overlap.Overlapped, "")
+        by, why = overlap.choose_products("on", group, CPU, SIZE)
+        assert (type(by), why) == (overlap.OverlappedProducts, "")
+        few = "the rows of a micro-batch are few: 31 MiB to map, of 32"
+        assert overlap.choose_products("auto", group, CPU, SIZE - 1)[1] == few
+        assert type(overlap.choose_products("on", group, CPU, SIZE - 1)[0]) is overlap.OverlappedProducts
         # A rank that cannot map memory, or computes something else, takes the others with it.
-        compare, refused = overlap.furthest, mock.Mock(side_effect=RuntimeError("no rights\nto map"))
+        compare, refused = overlap.largest_difference, mock.Mock(side_effect=RuntimeError("no rights\nto map"))
         broken = {
             "it failed: RuntimeError: no rights": mock.patch.object(symmetric, "get_symm_mem_workspace", refused),
-            "its result is 50.0% from": mock.patch.object(overlap, "furthest", lambda *given: compare(*given) + 0.5),
+            "its result is 50.0% from": mock.patch.object(
+                overlap, "largest_difference", lambda *given: compare(*given) + 0.5
+            ),
         }
         for here, patch in broken.items():
             with patch if dist.get_rank() == 1 else contextlib.nullcontext():
-                by, why = overlap.choose("auto", group, CPU, 1 << 20)
-            assert type(by) is overlap.Plain
+                by, why = overlap.choose_products("auto", group, CPU, SIZE)
+            assert type(by) is overlap.PlainProducts
             assert why.startswith(here if dist.get_rank() == 1 else "it failed on another rank")
-        with mock.patch.object(overlap.socket, "gethostname", lambda: f"host-{dist.get_rank()}"):
-            assert overlap.choose("auto", group, CPU, 1 << 20)[1] == "tensor ranks are on several machines"
+        with mock.patch.object(agree.socket, "gethostname", lambda: f"host-{dist.get_rank()}"):
+            assert overlap.choose_products("auto", group, CPU, SIZE)[1] == "tensor ranks are on several machines"
 
 
 def test_choice():
@@ -139,10 +145,13 @@ LINES = [LINE, f"{LINE} --fused-kernels on {MORE}"]
 
 
 def training(line):
-    config = flags.parse_settings(TrainConfig, [*FLAGS.split(), *line.split()], "test").config
+    words = [*FLAGS.split(), *line.split()]
+    config, overlapped = (
+        flags.parse_settings(TrainConfig, [*words, f"--tp-overlap={how}"], "test").config for how in ("auto", "on")
+    )
     want, pipelines = rows_of(trained(config, 2, connect=connect)), Pipelines()
     with pipelines.installed():
-        got = rows_of(trained(config, 2, connect=connect))
+        got = rows_of(trained(overlapped, 2, connect=connect))
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-9, atol=0)
     # A layer gathers for qkv and fc, and in backward for both proj; it scatters as often.
     layers, again = config.model.num_layers, "full" in line

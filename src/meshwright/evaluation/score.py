@@ -151,7 +151,7 @@ def count(logits: Tensor, rows: Rows, vocab: int, first: int = 0, group: Process
     import torch
 
     from meshwright.kernels.cross_entropy import cross_entropy
-    from meshwright.parallel.tensor import joining_over
+    from meshwright.parallel.tensor import combine_over
 
     flat, labels = logits.flatten(0, 1), rows.labels.flatten().to(logits.device)
     places = rows.counted.flatten().nonzero().squeeze(1).to(logits.device)
@@ -159,7 +159,7 @@ def count(logits: Tensor, rows: Rows, vocab: int, first: int = 0, group: Process
         flat, labels = flat[places], labels[places]
     losses = right = flat.new_zeros(len(flat))
     if len(flat):
-        losses = cross_entropy(flat, labels, vocab, first, joining_over(group))
+        losses = cross_entropy(flat, labels, vocab, first, combine_over(group))
         right = likeliest(flat[:, : max(vocab - first, 0)], first, group) == labels
     both = torch.stack([losses.double(), right.double()], dim=1)
     if len(both) != len(places):

@@ -27,31 +27,31 @@ gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def wait(x: Tensor) -> Tensor:
+def wait_for(x: Tensor) -> Tensor:
+    """Return a collective's result when it is there."""
     return functional.wait_tensor(x)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum", wait: bool = True) -> Tensor:
-    return _finish(functional.all_reduce(x.contiguous(), op, group), wait)
+    y = functional.all_reduce(x.contiguous(), op, group)
+    return wait_for(y) if wait else y
 
 
 def all_gather(x: Tensor, group: ProcessGroup, wait: bool = True) -> Tensor:
     """Concatenate the ranks' tensors along the first dimension."""
-    return _finish(_gather(x.contiguous(), 0, group), wait)
+    y = _gather(x.contiguous(), 0, group)
+    return wait_for(y) if wait else y
 
 
 def reduce_scatter(x: Tensor, group: ProcessGroup, wait: bool = True) -> Tensor:
     """Sum over the ranks and return this rank's part along the first dimension."""
-    return _finish(_scatter(x.contiguous(), "sum", 0, group), wait)
-
-
-def _finish(x: Tensor, is_awaited: bool) -> Tensor:
-    return wait(x) if is_awaited else x
+    y = _scatter(x.contiguous(), "sum", 0, group)
+    return wait_for(y) if wait else y
 
 
 def all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     """Send part i of the first dimension to rank i and concatenate the parts received."""
-    return wait(functional.all_to_all_single(x.contiguous(), None, None, group))
+    return wait_for(functional.all_to_all_single(x.contiguous(), None, None, group))
 
 
 def identity(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -20,7 +20,7 @@ from meshwright.model.positions import Positions, StreamPositions
 from meshwright.parallel import comm
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline import Pipeline, stages
-from meshwright.parallel.tensor import spread
+from meshwright.parallel.tensor import cut_layers
 
 if TYPE_CHECKING:
     from meshwright.data.loader import Batch
@@ -140,6 +140,6 @@ def build_cut_model(
     """
     with torch.device("meta"):
         (part,) = stages(lambda: GPT(m, *sizes), layers, layout)
-        heads = spread(part, layout, None, 0)
+        heads = cut_layers(part, layout, None, 0)
     part.to(dtype).to_empty(device=device).eval().requires_grad_(False)
     return CutModel(parts=[part], device=device, layout=layout, heads=heads)

@@ -43,7 +43,7 @@ from meshwright.model.gpt import GPT
 from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
 from meshwright.parallel import comm, shard
-from meshwright.parallel.mapped import Mapping
+from meshwright.parallel.mapped import BufferMapper
 from meshwright.parallel.store import ALIGN, Named, RuleState, Store, StoreSpec, Updated, UpdateRange
 
 
@@ -100,7 +100,7 @@ class FlatStore(Store):
         self.sum_order = sorted(
             reversed(self.buckets.values()), key=lambda bucket: bucket.partial
         )  # in which sums start
-        self._allocate(spec.mapping)
+        self._allocate(spec.mapper)
         for part in models:
             self._take_over(part)
         self._make_update_ranges()
@@ -130,19 +130,19 @@ class FlatStore(Store):
             begin += bucket.size
         self.size = begin
 
-    def _allocate(self, mapping: Mapping | None) -> None:
+    def _allocate(self, mapper: BufferMapper | None) -> None:
         def zeros(size: int, dtype: torch.dtype, device: torch.device, pinned: bool = False) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)
 
         part = self.size // self.shard_count
-        self.mapped = mapping.zeros(self.size, self.full_dtype) if mapping else None  # gradients
-        self.mapped_weights = mapping.zeros(self.size, self.dtype) if mapping and self.is_sharded else None
+        self.mapped = mapper.zeros(self.size, self.full_dtype) if mapper else None  # gradients
+        self.mapped_weights = mapper.zeros(self.size, self.dtype) if mapper and self.is_sharded else None
         if self.mapped:
             self.mapped.reserve(max(bucket.size for bucket in self.buckets.values()))
-            self.gradients = self.mapped.mine
+            self.gradients = self.mapped.own
         else:
             self.gradients = zeros(self.size if self.keeps_gradients else 0, self.full_dtype, self.device)
-        self.weights = self.mapped_weights.mine if self.mapped_weights else zeros(self.size, self.dtype, self.device)
+        self.weights = self.mapped_weights.own if self.mapped_weights else zeros(self.size, self.dtype, self.device)
         self.share = zeros(part, self.full_dtype, self.device) if self.is_sharded else self.gradients
         is_separate = self.dtype is not self.full_dtype or self.offload or self.is_sharded
         self.master = zeros(part, self.full_dtype, self.update_device) if is_separate else self.weights

@@ -9,14 +9,16 @@ one part of a bucket:
     barrier: all parts are added  | fetch the others' parts
 
 A barrier is one small kernel. All of this is submitted to a stream of its own; only the addition,
-which touches 3 / r of the bucket's bytes, needs multiprocessors. A buffer may be overwritten after
-the sum of the norm over all ranks, which follows when a rank has fetched all that it needs.
+which touches 3 / r of the bucket's bytes, needs multiprocessors. A rank has fetched all it needs
+before it joins the norm's all-reduce, so buffers may be overwritten after that.
+
+Hand-written because torch has no sum of its symmetric memory by copy engines: its own operations
+on it (torch.ops.symm_mem) are kernels, which take multiprocessors as NCCL's do.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +28,13 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.errors import UserError
-from meshwright.parallel.overlap import agree, failure, is_spread
+from meshwright.parallel.agree import is_spread, on_all
+from meshwright.parallel.overlap import map_memory_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-TRIAL = 1 << 22  # elements, whose copy takes so long that a missing wait shows
+TRIAL_SIZE = 1 << 22  # elements, whose copy takes so long that a missing wait shows
 
 
 class Arrival:
@@ -45,17 +48,17 @@ class Arrival:
         devices.current_stream(self.device).wait_event(self.event)
 
 
-class Mapped:
-    """A flat buffer of this rank, `mine`, and those of all ranks of the group, by rank."""
+class MappedBuffer:
+    """A flat buffer of this rank, `own`, and those of all ranks of the group, by rank."""
 
     def __init__(self, buffers: list[Tensor], rank: int, barrier: Callable[[], None], stream: Any) -> None:
-        self.all, self.mine, self.rank, self.barrier, self.stream = buffers, buffers[rank], rank, barrier, stream
-        self.device = self.mine.device
-        self.fetched = self.mine.new_empty(0)
+        self.all, self.own, self.rank, self.barrier, self.stream = buffers, buffers[rank], rank, barrier, stream
+        self.device = self.own.device
+        self.fetched = self.own.new_empty(0)
 
     def reserve(self, size: int) -> None:
         """Allocate what sums of at most this size fetch, which must not move later."""
-        self.fetched = self.mine.new_empty(-(-size // len(self.all)))
+        self.fetched = self.own.new_empty(-(-size // len(self.all)))
 
     def part(self, begin: int, size: int, rank: int) -> slice:
         """Return the part of a range that a rank adds up."""
@@ -65,8 +68,8 @@ class Mapped:
     def total(self, begin: int, size: int) -> Arrival:
         """Start to sum a range over the ranks, in place."""
         with self.submitting():
-            own = self.part(begin, size, self.rank)
-            self.add(own, self.mine[own])
+            part = self.part(begin, size, self.rank)
+            self.add(part, self.own[part])
             self.fetch(begin, size)
         return self.arrival()
 
@@ -82,12 +85,12 @@ class Mapped:
             self.fetch(begin, size)
         return self.arrival()
 
-    def add(self, own: slice, out: Tensor) -> None:
+    def add(self, part: slice, out: Tensor) -> None:
         self.barrier()
-        total = self.mine[own]
+        total = self.own[part]
         fetched = self.fetched[: len(total)]
         for k in range(1, len(self.all)):  # another rank first, so that no rank is asked by all at once
-            fetched.copy_(self.all[(self.rank + k) % len(self.all)][own], non_blocking=True)
+            fetched.copy_(self.all[(self.rank + k) % len(self.all)][part], non_blocking=True)
             total = torch.add(total, fetched, out=out)
 
     def fetch(self, begin: int, size: int) -> None:
@@ -95,7 +98,7 @@ class Mapped:
         for k in range(1, len(self.all)):
             rank = (self.rank + k) % len(self.all)
             part = self.part(begin, size, rank)
-            self.mine[part].copy_(self.all[rank][part], non_blocking=True)
+            self.own[part].copy_(self.all[rank][part], non_blocking=True)
 
     def submitting(self) -> Any:
         """Submit to the stream of copies, after all earlier work of the current stream."""
@@ -106,64 +109,59 @@ class Mapped:
         return Arrival(self.stream.record_event(), self.device)
 
 
-class Mapping:
+class BufferMapper:
     """Makes the mapped buffers of one group of ranks."""
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        import torch.distributed._symmetric_memory as symmetric
+        self.symmetric, self.group, self.stream = map_memory_of(group), group, devices.new_stream(device)
 
-        if not hasattr(symmetric.enable_symm_mem_for_group, "__deprecated__"):  # newer torch needs no call
-            symmetric.enable_symm_mem_for_group(group.group_name)
-        self.group, self.stream, self.symmetric = group, devices.new_stream(device), symmetric
-
-    def zeros(self, size: int, dtype: torch.dtype) -> Mapped:
-        mine: Tensor = self.symmetric.empty(size, dtype=dtype, device=self.stream.device).zero_()
-        devices.count_mapped(mine.nbytes)
-        handle: Any = self.symmetric.rendezvous(mine, self.group.group_name)
+    def zeros(self, size: int, dtype: torch.dtype) -> MappedBuffer:
+        own: Tensor = self.symmetric.empty(size, dtype=dtype, device=self.stream.device).zero_()
+        devices.count_mapped(own.nbytes)
+        handle: Any = self.symmetric.rendezvous(own, self.group.group_name)
         rank, ranks = dist.get_rank(self.group), range(dist.get_world_size(self.group))
-        buffers = [mine if r == rank else handle.get_buffer(r, (size,), dtype) for r in ranks]
+        buffers = [own if r == rank else handle.get_buffer(r, (size,), dtype) for r in ranks]
         barrier = functools.partial(handle.barrier, channel=0)
         barrier()  # no rank may read what another has yet to clear
-        return Mapped(buffers, rank, barrier, self.stream)
+        return MappedBuffer(buffers, rank, barrier, self.stream)
 
 
-def choose(wanted: str, group: ProcessGroup | None, device: torch.device) -> tuple[Mapping | None, str]:
+def choose_mapper(wanted: str, group: ProcessGroup | None, device: torch.device) -> tuple[BufferMapper | None, str]:
     """Return a way to map memory of a group's ranks, or None and the reason.
 
     Every rank of the group must call this; all get the same answer.
     """
     if group is None:
         return None, ""
-    reason = "of --data-parallel-sums collectives" if wanted == "collectives" else ""
-    if not reason and device.type != devices.NVIDIA:
+    mappers: list[BufferMapper] = []
+    if wanted == "collectives":
+        reason = "of --data-parallel-sums collectives"
+    elif device.type != devices.NVIDIA:
         reason = "the device is not an NVIDIA GPU"
-    if not reason and is_spread(group, device):
+    elif is_spread(group, device):
         reason = "data-parallel ranks are on several machines"
-    mapping = None
-    if not reason:
-        try:
-            mapping = Mapping(group, device)
-            trial = mapping.zeros(TRIAL, torch.float32)
-        except Exception as error:  # no peer access, no rights for it, another version of torch
-            reason = failure(error)
-        reason = agree(reason, group, device)
-    if not reason:  # all ranks have mapped the memory, so none is left waiting at a barrier
-        try:
-            reason = "" if is_right(trial, group) else "its sums differ from the collectives'"
-        except Exception as error:
-            reason = failure(error)
-        reason = agree(reason, group, device)
+    else:
+        trials: list[MappedBuffer] = []
+
+        def map_memory() -> str:  # there may be no peer access, no right to it, or another version of torch
+            mappers.append(BufferMapper(group, device))
+            trials.append(mappers[0].zeros(TRIAL_SIZE, torch.float32))
+            return ""
+
+        def compare() -> str:
+            return "" if sums_are_right(trials[0], group) else "its sums differ from the collectives'"
+
+        reason = on_all(group, device, map_memory, compare)
     if reason and wanted == "copies":
         raise UserError(f"--data-parallel-sums copies: {reason}; give --data-parallel-sums auto")
-    return (None if reason else mapping), reason
+    return (None if reason else mappers[0]), reason
 
 
-def is_right(trial: Mapped, group: ProcessGroup) -> bool:
+def sums_are_right(trial: MappedBuffer, group: ProcessGroup) -> bool:
     """Return whether a sum of integers, which no order of addition changes, is the collective's."""
-    places = torch.arange(TRIAL, device=trial.device, dtype=torch.float32)
-    expected = trial.mine.copy_(places * (dist.get_rank(group) + 1)).clone()
+    integers = torch.arange(TRIAL_SIZE, device=trial.device, dtype=torch.float32)
+    expected = trial.own.copy_(integers * (dist.get_rank(group) + 1)).clone()
     dist.all_reduce(expected, group=group)
-    trial.reserve(TRIAL)
-    trial.total(0, TRIAL).wait()
-    return torch.equal(trial.mine, expected)
+    trial.reserve(TRIAL_SIZE)
+    trial.total(0, TRIAL_SIZE).wait()
+    return torch.equal(trial.own, expected)

@@ -1,8 +1,9 @@
 """Products of tensor parallelism together with the collective before or after them.
 
-`Plain` runs one after the other. `Overlapped` cuts the rows by rank: while a product runs on the
-rows that are here, copy engines fetch those of another rank over NVLink into memory that the ranks
-map from each other (torch's symmetric memory), without processors of the GPU and without NCCL.
+`PlainProducts` runs one after the other. `OverlappedProducts` cuts the rows by rank: while a
+product runs on the rows that are here, copy engines fetch those of another rank over NVLink into
+memory that the ranks map from each other (torch's symmetric memory), without multiprocessors of the
+GPU and without NCCL.
 
     gather + multiply     own rows @ W    |  copy rank 1's rows, then multiply them | ...
     multiply + scatter    rank 1's rows @ W, which it fetches | ... | own rows @ W, then the sum
@@ -14,8 +15,6 @@ pipelines that they consist of. Multicast is not needed and is left off.
 from __future__ import annotations
 
 import os
-import socket
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,15 +25,19 @@ from meshwright import device as devices
 from meshwright.errors import UserError
 from meshwright.kernels.products import affine, product
 from meshwright.parallel import comm
+from meshwright.parallel.agree import is_spread, on_all
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-LEAST = 1 << 20  # bytes to map, enough for the trial
+TRIAL_BYTES = 1 << 20  # to map at least, for `largest_difference`
+# Mapped bytes of a rank, twice its rows, from which copies are worth their waits. On two H200s,
+# 16 MiB (4,096 rows of 1,024) made a step 8 % slower and 80 MiB (8,192 of 2,560) 6 % faster.
+WORTHWHILE_BYTES = 32 << 20
 
 
-class Plain:
+class PlainProducts:
     """NCCL's collectives (gloo's, on CPUs) before and after whole products."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -48,7 +51,7 @@ class Plain:
         return affine(rows, weight, bias), rows
 
     def multiply_scatter(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return this rank's rows of the sum of x @ weight^T over the ranks, for comm.wait."""
+        """Return this rank's rows of the sum of x @ weight^T over the ranks, for comm.wait_for."""
         return comm.reduce_scatter(affine(x, weight), self.group, wait=False)
 
     def back_multiply_scatter(self, grad: Tensor, weight: Tensor) -> Tensor:
@@ -61,19 +64,14 @@ class Plain:
         return product(rows, weight), rows
 
 
-class Overlapped(Plain):
+class OverlappedProducts(PlainProducts):
     """Products while rows are copied; `size` bytes of each rank are mapped by the others."""
 
     def __init__(self, group: ProcessGroup, size: int) -> None:
         super().__init__(group)
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        import torch.distributed._symmetric_memory as symmetric
-
-        self.pipelines: Any = symmetric
+        self.pipelines: Any = map_memory_of(group)
         self.name, self.ranks, self.size = group.group_name, dist.get_world_size(group), size
-        if not hasattr(symmetric.enable_symm_mem_for_group, "__deprecated__"):  # newer torch needs no call
-            symmetric.enable_symm_mem_for_group(self.name)
-        symmetric.get_symm_mem_workspace(self.name, min_size=size)
+        self.pipelines.get_symm_mem_workspace(self.name, min_size=size)
 
     def fits(self, rows: int, x: Tensor, width: int, copies: int = 1) -> bool:
         """Return whether a rank's rows fit: CUDA graphs use the memory, so it must never move."""
@@ -84,16 +82,16 @@ class Overlapped(Plain):
     ) -> tuple[Tensor, Tensor]:
         if not self.fits(len(x), x, x.shape[1]):
             return super().gather_multiply(x, weight, bias, keeps_rows)
-        x, turned = x.contiguous(), weight.t()
+        x, transposed = x.contiguous(), weight.t()
         rows = x.new_empty(len(x) * self.ranks, x.shape[1])
         y = x.new_empty(len(rows), len(weight))
         parts = y.chunk(self.ranks)
 
         def multiply(part: Tensor, rank: int) -> None:
             if bias is None:
-                torch.mm(part, turned, out=parts[rank])
+                torch.mm(part, transposed, out=parts[rank])
             else:
-                torch.addmm(bias, part, turned, out=parts[rank])
+                torch.addmm(bias, part, transposed, out=parts[rank])
 
         self.pipelines._pipelined_all_gather_and_consume(x, multiply, rows, self.name, keeps_rows)
         return y, rows
@@ -118,66 +116,60 @@ class Overlapped(Plain):
         return self.gather_multiply(grad, weight.t(), keeps_rows=True)
 
 
-def choose(wanted: str, group: ProcessGroup, device: torch.device, size: int) -> tuple[Plain, str]:
+def map_memory_of(group: ProcessGroup) -> Any:
+    """Return torch's module of symmetric memory, ready for the group."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    import torch.distributed._symmetric_memory as symmetric
+
+    if not hasattr(symmetric.enable_symm_mem_for_group, "__deprecated__"):  # newer torch needs no call
+        symmetric.enable_symm_mem_for_group(group.group_name)
+    return symmetric
+
+
+def choose_products(wanted: str, group: ProcessGroup, device: torch.device, size: int) -> tuple[PlainProducts, str]:
     """Return the products for a group, and why they are not overlapped ("" if they are).
 
-    Every rank of the group must call this; all get the same kind.
+    `size` is the number of bytes to map. Every rank of the group must call this; all get the same
+    kind.
     """
-    reason = "of --tp-overlap off" if wanted == "off" else ""
-    if not reason and device.type != devices.NVIDIA:
+    chosen = [PlainProducts(group)]
+    if wanted == "off":
+        reason = "of --tp-overlap off"
+    elif device.type != devices.NVIDIA:
         reason = "the device is not an NVIDIA GPU"
-    if not reason and is_spread(group, device):
+    elif wanted == "auto" and size < WORTHWHILE_BYTES:
+        reason = f"the rows of a micro-batch are few: {size >> 20} MiB to map, of {WORTHWHILE_BYTES >> 20}"
+    elif is_spread(group, device):
         reason = "tensor ranks are on several machines"
-    plain = chosen = Plain(group)
-    if not reason:
-        try:
-            chosen = Overlapped(group, max(size, LEAST))
-        except Exception as error:  # no peer access, no rights for it, another version of torch
-            reason = failure(error)
-        reason = agree(reason, group, device)
-    if not reason:  # all ranks have mapped the memory, so none is left waiting in a product
-        try:
-            difference = furthest(chosen, device)
-            reason = "" if difference < 0.01 else f"its result is {difference:.1%} from that of NCCL"
-        except Exception as error:
-            reason = failure(error)
-        reason = agree(reason, group, device)
+    else:
+
+        def map_memory() -> str:  # there may be no peer access, no right to it, or another version of torch
+            chosen.append(OverlappedProducts(group, max(size, TRIAL_BYTES)))
+            return ""
+
+        def compare() -> str:
+            difference = largest_difference(chosen[-1], device)
+            return "" if difference < 0.01 else f"its result is {difference:.1%} from that of NCCL"
+
+        reason = on_all(group, device, map_memory, compare)
     if reason and wanted == "on":
         raise UserError(f"--tp-overlap on: {reason}; give --tp-overlap auto")
-    return (plain if reason else chosen), reason
-
-
-def failure(error: Exception) -> str:
-    line = (str(error).splitlines() or [""])[0]
-    return f"it failed: {type(error).__name__}: {line}"
-
-
-def agree(reason: str, group: ProcessGroup, device: torch.device) -> str:
-    """Return this rank's reason, or that another rank has one."""
-    has_one = comm.all_reduce(torch.tensor(float(bool(reason)), device=device), group, "max")
-    return reason or ("it failed on another rank" if bool(has_one) else "")
-
-
-def is_spread(group: ProcessGroup, device: torch.device) -> bool:
-    """Return whether the group's ranks are on several machines."""
-    here = zlib.crc32(socket.gethostname().encode())
-    ends = comm.all_reduce(torch.tensor([here, -here], device=device), group, "max").tolist()
-    return bool(ends[0] != -ends[1])
+    return chosen[0 if reason else -1], reason
 
 
 @torch.no_grad()
-def furthest(chosen: Plain, device: torch.device) -> float:
-    """Return the largest relative distance of a small product of each kind from the plain one."""
-    plain, ranks = Plain(chosen.group), dist.get_world_size(chosen.group)
+def largest_difference(chosen: PlainProducts, device: torch.device) -> float:
+    """Return the largest relative difference of small products of each kind from the plain ones."""
+    plain, ranks = PlainProducts(chosen.group), dist.get_world_size(chosen.group)
     draw = torch.Generator(device).manual_seed(1 + dist.get_rank(chosen.group))
     x, weight, bias, wide = (
         torch.randn(shape, generator=draw, device=device).bfloat16()
         for shape in ((128, 64), (128, 64), (128,), (128 * ranks, 128))
     )
-    found = []
+    results = []
     for by in (plain, chosen):
         y, _ = by.gather_multiply(x, weight, bias)
         back, rows = by.back_gather_multiply(x, weight.t())
         sums = [by.multiply_scatter(wide, weight.t()), by.back_multiply_scatter(wide, weight)]
-        found.append([y, back, rows, *map(comm.wait, sums)])
-    return max(float((a.float() - b.float()).norm() / a.float().norm()) for a, b in zip(*found, strict=True))
+        results.append([y, back, rows, *map(comm.wait_for, sums)])
+    return max(float((a.float() - b.float()).norm() / a.float().norm()) for a, b in zip(*results, strict=True))

@@ -24,7 +24,7 @@ from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
 from meshwright.parallel import shard
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.mapped import Mapping
+from meshwright.parallel.mapped import BufferMapper
 from meshwright.settings.schema import Optimizer
 
 ALIGN = 128
@@ -61,7 +61,7 @@ class StoreSpec:
     zero: int = 0  # ZeRO stage
     sequence_parallel: bool = False
     tied: bool = False  # the first and last pipeline stages share the token table
-    mapping: Mapping | None = None  # for sums by copy engines
+    mapper: BufferMapper | None = None  # for sums by copy engines
 
 
 class Store:

@@ -41,7 +41,7 @@ from meshwright.model.attention import Attend
 from meshwright.model.positions import Shared
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.overlap import Plain
+from meshwright.parallel.overlap import PlainProducts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 Multiply = Callable[..., Tensor]  # as kernels.linear.linear
 
 
-class _Entering(torch.autograd.Function):
+class _ColumnParallel(torch.autograd.Function):
     """x @ W with this rank's columns of W, where every rank has all rows.
 
     Backward sums the input's gradient over the ranks while it computes the weight's.
@@ -70,14 +70,14 @@ class _Entering(torch.autograd.Function):
         back = comm.all_reduce(product(grad, parameter.flatten(0, -2)), ctx.group, wait=False)
         of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
         of_weight = gradients.from_product(ctx.parameter, grad, x)
-        return comm.wait(back), of_weight, of_bias, None
+        return comm.wait_for(back), of_weight, of_bias, None
 
 
-class _Gathering(torch.autograd.Function):
+class _GatheredColumnParallel(torch.autograd.Function):
     """The same where rows are cut too; backward gathers the other ranks' rows again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: Plain) -> Tensor:
+    def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainProducts) -> Tensor:
         ctx.save_for_backward(x, parameter)
         ctx.by, ctx.parameter, ctx.bias = by, parameter, bias
         return by.gather_multiply(x, parameter.flatten(0, -2), bias)[0]
@@ -88,18 +88,18 @@ class _Gathering(torch.autograd.Function):
         rows = comm.all_gather(x, ctx.by.group, wait=False)
         back = ctx.by.back_multiply_scatter(grad, parameter.flatten(0, -2))
         of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
-        of_weight = gradients.from_product(ctx.parameter, grad, comm.wait(rows))
-        return comm.wait(back), of_weight, of_bias, None
+        of_weight = gradients.from_product(ctx.parameter, grad, comm.wait_for(rows))
+        return comm.wait_for(back), of_weight, of_bias, None
 
 
-class _Scattering(torch.autograd.Function):
+class _RowParallel(torch.autograd.Function):
     """x @ W with this rank's rows of W: the sum over the ranks, cut into rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor, by: Plain) -> Tensor:
+    def forward(ctx: Any, x: Tensor, parameter: Tensor, by: PlainProducts) -> Tensor:
         ctx.save_for_backward(x, parameter)
         ctx.by, ctx.parameter = by, parameter
-        return comm.wait(by.multiply_scatter(x, parameter))
+        return comm.wait_for(by.multiply_scatter(x, parameter))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -108,17 +108,17 @@ class _Scattering(torch.autograd.Function):
         return back, gradients.from_product(ctx.parameter, rows, x), None
 
 
-class Rows(nn.Module):
+class VocabularyRows(nn.Module):
     """The token table's rows for the ids from `first` on."""
 
-    def __init__(self, plain: nn.Embedding, first: int, leave: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, plain: nn.Embedding, first: int, add_up: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.weight, self.first, self.leave = plain.weight, first, leave
+        self.weight, self.first, self.add_up = plain.weight, first, add_up
 
     def forward(self, ids: Tensor) -> Tensor:
-        here = (ids >= self.first) & (ids < self.first + len(self.weight))
-        x = F.embedding((ids - self.first).where(here, 0), self.weight)
-        return self.leave(x.masked_fill(~here.unsqueeze(-1), 0))
+        is_own = (ids >= self.first) & (ids < self.first + len(self.weight))
+        x = F.embedding((ids - self.first).where(is_own, 0), self.weight)
+        return self.add_up(x.masked_fill(~is_own.unsqueeze(-1), 0))
 
 
 class Exchanged(nn.Module):
@@ -132,15 +132,15 @@ class Exchanged(nn.Module):
         n, b, t, d = self.ranks, q.shape[0], q.shape[1], q.shape[3]
         parts = [x.view(b, t, n, -1, d).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
         sent = torch.cat(parts, dim=3)  # [destination, B, T / n, heads and groups / n, d]
-        got = comm.exchanged(sent, self.group).transpose(0, 1)  # [B, source, ...]
-        q, k, v = got.reshape(b, n * t, -1, d).split([x.shape[3] for x in parts], dim=2)  # type: ignore[no-untyped-call]
+        received = comm.exchanged(sent, self.group).transpose(0, 1)  # [B, source, ...]
+        q, k, v = received.reshape(b, n * t, -1, d).split([x.shape[3] for x in parts], dim=2)  # type: ignore[no-untyped-call]
         o = self.attend(q, k, v, shared)  # [B, T, heads / n, d]
         # [rank whose heads these are, B, T / n, heads / n, d]
         o = comm.exchanged(o.reshape(b, n, t, -1, d).transpose(0, 1), self.group)
         return o.permute(1, 2, 0, 3, 4).reshape(b, t, -1, d)
 
 
-def spread(model: GPT, layout: Layout, by_rows: Plain | None, columns: int) -> range | None:
+def cut_layers(model: GPT, layout: Layout, by_rows: PlainProducts | None, columns: int) -> range | None:
     """Cut the model (on the meta device) to this rank's part; return the heads it computes.
 
     `by_rows` multiplies with sequence parallelism, None is without. `columns` is the number of
@@ -161,26 +161,26 @@ def spread(model: GPT, layout: Layout, by_rows: Plain | None, columns: int) -> r
     if tp is None:
         return heads
 
-    def entering(x: Tensor, parameter: Tensor, bias: Tensor | None = None, by: Multiply = linear) -> Tensor:
+    def column_parallel(x: Tensor, parameter: Tensor, bias: Tensor | None = None, by: Multiply = linear) -> Tensor:
         """Multiply as a layer's first products and the head do; `by` may be another product."""
         rows = x.flatten(0, -2)
         y: Tensor
         if is_deferred() or by is not linear:
             y = by(comm.gathered(rows, tp) if sequence else comm.copied(rows, tp), parameter, bias)
         elif sequence:
-            y = _Gathering.apply(rows, parameter, bias, by_rows)  # type: ignore[no-untyped-call]
+            y = _GatheredColumnParallel.apply(rows, parameter, bias, by_rows)  # type: ignore[no-untyped-call]
         else:
-            y = _Entering.apply(rows, parameter, bias, tp)  # type: ignore[no-untyped-call]
+            y = _ColumnParallel.apply(rows, parameter, bias, tp)  # type: ignore[no-untyped-call]
         return y.view(-1, columns, y.shape[-1]) if sequence else y.view(*x.shape[:-1], -1)
 
-    def leave(y: Tensor) -> Tensor:
+    def add_up(y: Tensor) -> Tensor:
         return comm.scattered(y.flatten(0, 1), tp).unsqueeze(0) if sequence else comm.summed(y, tp)
 
-    def leaving(x: Tensor, parameter: Tensor, bias: Tensor | None = None, by: Multiply = linear) -> Tensor:
+    def row_parallel(x: Tensor, parameter: Tensor, bias: Tensor | None = None, by: Multiply = linear) -> Tensor:
         """Multiply as a layer's second products do: partial sums, added up before the bias."""
         if not sequence or is_deferred() or by is not linear:
-            return add_bias(leave(by(x, parameter)), bias)
-        y: Tensor = _Scattering.apply(x.flatten(0, 1), parameter, by_rows)  # type: ignore[no-untyped-call]
+            return add_bias(add_up(by(x, parameter)), bias)
+        y: Tensor = _RowParallel.apply(x.flatten(0, 1), parameter, by_rows)  # type: ignore[no-untyped-call]
         return add_bias(y.unsqueeze(0), bias)
 
     for name, p in list(model.named_parameters()):
@@ -191,20 +191,15 @@ def spread(model: GPT, layout: Layout, by_rows: Plain | None, columns: int) -> r
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, nn.Parameter(torch.empty(shape, device=p.device)))
     for block in blocks:
-        block.attn.qkv.product = block.mlp.fc.product = entering
-        block.attn.proj.product = block.mlp.proj.product = leaving
+        block.attn.qkv.product = block.mlp.fc.product = column_parallel
+        block.attn.proj.product = block.mlp.proj.product = row_parallel
     if model.has_embedding or hasattr(model, "wte"):
-        model.wte = Rows(model.wte, layout.at("tp") * len(model.wte.weight), leave)  # type: ignore[assignment]
-    model.product = entering
+        model.wte = VocabularyRows(model.wte, layout.at("tp") * len(model.wte.weight), add_up)  # type: ignore[assignment]
+    model.product = column_parallel
     return heads
 
 
-def joining(layout: Layout) -> Combine | None:
-    """Return `joining_over` of the layout's tensor group."""
-    return joining_over(layout.group("tp"))
-
-
-def joining_over(group: ProcessGroup | None) -> Combine | None:
+def combine_over(group: ProcessGroup | None) -> Combine | None:
     """Return how to combine the ranks' parts of a cross entropy whose logits are cut by ids.
 
     The result is the log-sum-exp over the full vocabulary and the label's logit.

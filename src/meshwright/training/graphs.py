@@ -33,6 +33,7 @@ from torch import Tensor
 from meshwright import device as devices
 from meshwright.console import remark
 from meshwright.data.loader import Batch
+from meshwright.parallel.agree import on_all
 from meshwright.parallel.layout import Layout
 from meshwright.settings.schema import TrainConfig
 
@@ -110,22 +111,27 @@ class Graphs:
     def capture(self, kind: Kind, batches: list[Batch], run: Run) -> None:
         self.store.wait_for_weights()  # a graph cannot wait for what began outside of it
         self.backend.prepare()
-        reason = None
-        if self.needs_room and not self.backend.has_room():
-            reason = "a step takes so much memory that none would be left for a validation"
-        if self.agree(reason is None):
+
+        def find_room() -> str:
+            is_full = self.needs_room and not self.backend.has_room()
+            return "a step takes so much memory that none would be left for a validation" if is_full else ""
+
+        def try_recording() -> str:
             try:
                 self.captured[kind] = self.record(batches, run)
-            except Exception as error:  # whatever it is, a step that runs as usual says it better
-                line = (str(error).splitlines() or [""])[0]
-                reason = f"the capture failed: {type(error).__name__}: {line}"
+            except Exception as error:  # the same error in an ordinary step has a clearer message
                 self.forget()
-            if self.agree(reason is None):
-                return
+                return f"the capture failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return ""
+
+        world = dist.group.WORLD if self.store.layout.world > 1 else None
+        reason = on_all(world, self.store.device, find_room, try_recording)
+        if not reason:
+            return
         self.is_off = True
         self.captured.clear()
         self.backend.discard()
-        remark(f" > CUDA graphs: off, because {reason or 'another rank cannot use them'}")
+        remark(f" > CUDA graphs: off, because {reason}")
 
     def release(self) -> None:
         """Free all memory; the next step of each kind is captured again."""
@@ -148,14 +154,6 @@ class Graphs:
         turns = [Turn(i == 0, i == end) for i in sorted({0, min(1, end), end})]
         replays = [self.backend.capture(lambda turn=turn: run(batch, numbers, self.totals, turn)) for turn in turns]  # type: ignore[misc]
         return Captured(batch, numbers, replays)
-
-    def agree(self, is_well: bool) -> bool:
-        """Return whether all is well on every rank: they replay together or not at all."""
-        if self.store.layout.world == 1:
-            return is_well
-        all_well = torch.tensor(float(is_well), device=self.store.device)
-        dist.all_reduce(all_well, dist.ReduceOp.MIN)
-        return bool(all_well)
 
 
 def copy_into(to: Batch, batch: Batch) -> None:

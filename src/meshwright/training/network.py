@@ -23,7 +23,7 @@ from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline import Pipeline, stages
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED
 from meshwright.parallel.store import StoreSpec
-from meshwright.parallel.tensor import spread
+from meshwright.parallel.tensor import cut_layers
 from meshwright.settings.schema import TrainConfig
 from meshwright.training import graphs as graph
 from meshwright.training.step import Loss, Network, make_loss
@@ -161,17 +161,17 @@ def build_parts(spec: Spec, options: Options) -> tuple[list[Any], range | None, 
     by_rows = products_by_rows(spec) if spec.sequence else None
     with torch.device("meta"):
         for part in parts:
-            heads = spread(part, layout, by_rows, config.data.seq_length // layout.cp)
+            heads = cut_layers(part, layout, by_rows, config.data.seq_length // layout.cp)
     return list(parts), heads, GPT_NETWORK, execution  # one name for all our blocks, which compute the same
 
 
-def products_by_rows(spec: Spec) -> overlap.Plain:
+def products_by_rows(spec: Spec) -> overlap.PlainProducts:
     """Choose how products and collectives of sequence parallelism are run, and log it."""
     config, layout, group = spec.config, spec.layout, spec.layout.group("tp")
     assert group is not None
     tokens = config.micro_batch * (config.data.seq_length or 0) // (layout.cp * layout.tp)
     size = 2 * tokens * (config.model.hidden_size or 0) * dtype_of(config.precision).itemsize
-    chosen, reason = overlap.choose(config.parallel.tp_overlap, group, spec.device, size)
+    chosen, reason = overlap.choose_products(config.parallel.tp_overlap, group, spec.device, size)
     if not reason:
         remark(f" > tensor parallelism: products overlap the copies of rows ({size / 2**20:.0f} MiB are mapped)")
     elif devices.is_accelerator(spec.device):
@@ -179,14 +179,14 @@ def products_by_rows(spec: Spec) -> overlap.Plain:
     return chosen
 
 
-def sums_by_copies(config: TrainConfig, layout: Layout, device: torch.device) -> mapped.Mapping | None:
+def sums_by_copies(config: TrainConfig, layout: Layout, device: torch.device) -> mapped.BufferMapper | None:
     """Choose how data-parallel ranks add up gradients, and log it."""
     wanted, zero = config.parallel.data_parallel_sums, config.parallel.zero
     if zero > 1 and layout.group("shard") is not None:
         if wanted == "copies":
             raise UserError(f"--data-parallel-sums copies is for ZeRO 0 and 1, not {zero}; leave it out")
         return None
-    chosen, reason = mapped.choose(wanted, layout.group("shard" if zero else "gradients"), device)
+    chosen, reason = mapped.choose_mapper(wanted, layout.group("shard" if zero else "gradients"), device)
     if chosen is not None:
         remark(" > data parallelism: copy engines fetch gradients from the other ranks' memory")
     elif reason and devices.is_accelerator(device):

@@ -26,7 +26,7 @@ from meshwright.optim.rules import Numbers
 from meshwright.parallel import comm
 from meshwright.parallel.cut_model import CutModel
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.tensor import joining
+from meshwright.parallel.tensor import combine_over
 from meshwright.ranks.pulse import pulse
 from meshwright.training.graphs import Graphs, Turn, copy_into
 
@@ -224,7 +224,7 @@ def make_loss(vocab: int, layout: Layout, custom: Loss | None) -> Loss:
     """Return the function that computes the loss of each token [B, T] from this rank's logits."""
     if custom is not None:
         return functools.partial(custom_losses, custom, vocab)
-    combine = joining(layout)
+    combine = combine_over(layout.group("tp"))
 
     def loss(logits: Tensor, batch: Batch) -> Tensor:
         return token_losses(logits, batch.labels, vocab, layout.at("tp") * logits.shape[-1], combine)
