@@ -13,7 +13,7 @@ from meshwright.commands import demo
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.quickstart import shell, tour
 from meshwright.quickstart.plan import Size
-from meshwright.quickstart.tour import Tour, compare
+from meshwright.quickstart.tour import Tour, compare_with_trigram
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 
@@ -26,7 +26,7 @@ SMALL = demo.Scale(
 def test_tour(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(shell.subprocess, "Popen", InProcess)
     folder = tmp_path / "my demo"  # the commands must be quoted
-    assert demo.run(folder, SMALL) == 0
+    assert demo.run_demo(folder, SMALL) == 0
     out = capfd.readouterr().out
     for n in range(1, 8):
         assert f"\n{n}. " in out
@@ -64,21 +64,21 @@ def test_345m_command_and_recipe_are_valid():
 def test_only_its_own_folder(tmp_path, capsys, monkeypatch):
     (tmp_path / "thesis.txt").write_text("three years")
     with pytest.raises(UserError) as caught:
-        demo.run(tmp_path, SMALL)
+        demo.run_demo(tmp_path, SMALL)
     assert caught.value.status == LOCKED and [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
 
     # A demo's folder is started anew; what the user put there stays, and so does the model.
     monkeypatch.setattr(demo, "tour", lambda folder, scale: print("tour"))
-    assert demo.run(tmp_path / "demo", SMALL) == 0
+    assert demo.run_demo(tmp_path / "demo", SMALL) == 0
     (tmp_path / "demo/run/iter_0000001").mkdir(parents=True)
     (tmp_path / "demo/train.jsonl").write_text("old")
     (tmp_path / "demo/notes.txt").write_text("mine")
-    assert demo.run(tmp_path / "demo", SMALL) == 0
+    assert demo.run_demo(tmp_path / "demo", SMALL) == 0
     assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == [".lock", demo.MARK, "notes.txt", "run-1"]
     out = capsys.readouterr().out
     assert "starting again" in out and f"its model is kept in {tmp_path}/demo/run-1" in out
     (tmp_path / "demo/run").mkdir()
-    assert demo.run(tmp_path / "demo", SMALL) == 0
+    assert demo.run_demo(tmp_path / "demo", SMALL) == 0
     assert (tmp_path / "demo/run-1/iter_0000001").is_dir() and (tmp_path / "demo/run-2").is_dir()
 
 
@@ -102,7 +102,7 @@ def test_the_library_is_read_in_the_same_order_and_without_what_is_no_text(tmp_p
 def test_the_verdict_is_honest(tmp_path, capsys, ours, verdict):
     for name in ("train", "held_out"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": "the cat sat on the mat. "}) + "\n")
-    compare(ours, tmp_path / "train.jsonl", tmp_path / "held_out.jsonl")
+    compare_with_trigram(ours, tmp_path / "train.jsonl", tmp_path / "held_out.jsonl")
     out = capsys.readouterr().out
     assert verdict in out and f"{ours:.3f}" in out
 
@@ -126,8 +126,8 @@ def test_ctrl_c_saves_and_prints_how_to_continue(tmp_path, capfd, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shell.subprocess, "Popen", InProcess)
-    monkeypatch.setattr(tour, "shorten", interrupt)
-    assert demo.run(Path("demo"), dataclasses.replace(SMALL, steps=2000, stop=1900)) == 130
+    monkeypatch.setattr(tour, "shorten_line", interrupt)
+    assert demo.run_demo(Path("demo"), dataclasses.replace(SMALL, steps=2000, stop=1900)) == 130
     printed = capfd.readouterr().out
     assert "to continue the training:   meshwright train --config demo/run/config.toml" in printed
     assert "to restart the demo:        meshwright demo demo" in printed

@@ -9,19 +9,19 @@ import pytest
 
 from meshwright.__main__ import main
 from meshwright.bench import bench, peers, rows, runs, table
-from meshwright.bench.rows import Row
-from meshwright.bench.runs import Plan
+from meshwright.bench.rows import BenchRow
+from meshwright.bench.runs import BenchPlan
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 
 TINY = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --vocab-size 16 --device cpu --lr 1e-3"
-ROW = Row("tiny", f"{TINY} --micro-batch-size 1", steps=9)
+ROW = BenchRow("tiny", f"{TINY} --micro-batch-size 1", steps=9)
 
 
 @pytest.mark.parametrize("name", [*rows.ABOUT, "h200", *rows.presets()])
 def test_train_accepts_every_row(name, tmp_path):
     for row in rows.rows_of(name, 2):
-        _, *words = [w for w in Plan(tmp_path, has_profile=True).command(row) if w != "launch"]
+        _, *words = [w for w in BenchPlan(tmp_path, has_profile=True).command(row) if w != "launch"]
         words = words[words.index("train") + 1 :] if "train" in words else words
         config = flags.parse_settings(TrainConfig, [f"--world-size={row.gpus}", *words], "bench").config
         assert config.training.train_iters == row.steps + runs.TRACED
@@ -32,7 +32,7 @@ def test_train_accepts_every_row(name, tmp_path):
 @pytest.mark.parametrize("name, steps", [("startup", None), ("cpu", 3), ("cpu", 5)])
 def test_train_accepts_fewer_steps_than_the_warm_up(name, steps, tmp_path):
     for row in rows.rows_of(name, 2):
-        words = Plan(tmp_path, steps=steps).command(row)
+        words = BenchPlan(tmp_path, steps=steps).command(row)
         words = words[words.index("train") + 1 :]
         config = flags.parse_settings(TrainConfig, [f"--world-size={row.gpus}", *words], "bench").config
         assert config.training.train_iters == (steps or row.steps)
@@ -95,8 +95,8 @@ def test_a_closed_pipe_ends_a_bench_quietly(tmp_path, monkeypatch, capsys):
 
 def test_random_tokens_have_the_vocabulary_of_the_preset(tmp_path):
     (row,) = rows.chosen(["llama3-8b"], None, 1)
-    assert "--mock-data --vocab-size 128256" in " ".join(Plan(tmp_path).command(row))
-    assert "--vocab-size 50257" in " ".join(Plan(tmp_path, data="tokens").command(row))
+    assert "--mock-data --vocab-size 128256" in " ".join(BenchPlan(tmp_path).command(row))
+    assert "--vocab-size 50257" in " ".join(BenchPlan(tmp_path, data="tokens").command(row))
 
 
 def test_a_row_on_several_gpus_brings_the_one_beside_it():
@@ -126,8 +126,8 @@ def test_errors(words, error, capsys):
 
 def test_a_run_of_the_command(tmp_path, capsys):
     """One row that works and one that train refuses, with a flag of train after --."""
-    bad = Row("bad", f"{TINY} --micro-batch-size 0", steps=3)
-    plan = Plan(tmp_path / "out", steps=6, extra=("--log-interval", "2"))
+    bad = BenchRow("bad", f"{TINY} --micro-batch-size 0", steps=3)
+    plan = BenchPlan(tmp_path / "out", steps=6, extra=("--log-interval", "2"))
     assert bench.Bench(plan, "meshwright bench", 0).run([bad, ROW]) == 1
     out = capsys.readouterr().out
     assert "bad                            FAILED: --micro-batch-size 0" in out and "2 rows, 1 failed" in out
@@ -161,36 +161,36 @@ def fake(monkeypatch, speeds, status=0):
 def test_figures(tmp_path, monkeypatch):
     """The first third is warm-up, steps after the row's own are traced; a cut line is left out."""
     fake(monkeypatch, [1, 1, 1, 10, 20, 30, 40, 50, 60, 0.1, 0.1])
-    found = runs.measure(ROW, Plan(tmp_path))
+    found = runs.measure(ROW, BenchPlan(tmp_path))
     assert (found["tokens_per_second"], found["steps"], found["peak_bytes"]) == (35, 9, 2**30 + 8)
     assert (found["first_loss"], found["last_loss"], found["mfu"]) == (3.0, -5.0, 0.5)
     assert found["startup"] == {"torch": 1.5, "first step": 1.0, "the rest": 0.5}
     assert table.lines_of(found)[0].split() == "tiny 35 29.2 50.0 1.0 3.0 3.0000 -5.0000".split()
     two = {**found, "name": "two", "gpus": 2, "beside": "tiny", "tokens_per_second": 63.0}
-    table.compare(two, [found])
+    table.add_ratio(two, [found])
     assert table.lines_of(two)[1].strip() == "1.80 x tiny with 2 ranks, 90.0% each"
 
 
 def test_a_run_that_was_stopped_counts_by_its_steps(tmp_path, monkeypatch):
     fake(monkeypatch, [1, 4, 4, 4], status=-15)
-    assert runs.measure(ROW, Plan(tmp_path))["tokens_per_second"] == 4
+    assert runs.measure(ROW, BenchPlan(tmp_path))["tokens_per_second"] == 4
     fake(monkeypatch, [1, 4], status=-15)
-    assert runs.measure(Row("two", ROW.flags), Plan(tmp_path))["failed"] == "stopped after 300 s (--seconds)"
+    assert runs.measure(BenchRow("two", ROW.flags), BenchPlan(tmp_path))["failed"] == "stopped after 300 s (--seconds)"
 
 
 def test_the_time_of_a_row_is_limited(tmp_path):
-    found = runs.measure(ROW, Plan(tmp_path, seconds=0.05))
+    found = runs.measure(ROW, BenchPlan(tmp_path, seconds=0.05))
     assert found["status"] and found["failed"] == "stopped after 0.05 s (--seconds)" and found["seconds"] < 15
 
 
 def test_more_gpus_than_there_are(tmp_path):
-    found = bench.Bench(Plan(tmp_path), "", 1).measure(Row("two", TINY, gpus=2), "")
+    found = bench.Bench(BenchPlan(tmp_path), "", 1).measure(BenchRow("two", TINY, gpus=2), "")
     assert found["failed"].startswith("needs 2 GPUs, this machine has 1")
 
 
 def test_a_missing_peer_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(peers.PACKAGES, "megatron-core", ("no_such.core", "no_such"))
-    found = peers.run_peer("megatron-core", ROW, Plan(tmp_path))
+    found = peers.run_peer("megatron-core", ROW, BenchPlan(tmp_path))
     assert found["failed"] == "not measured: pip install no_such-core no_such"
 
 
@@ -205,7 +205,10 @@ def test_peers_beside_a_row(tmp_path, monkeypatch):
     popen = peers.subprocess.Popen
     monkeypatch.setattr(peers.subprocess, "Popen", lambda words, **k: popen([sys.executable, script, words[-1]], **k))
     (tmp_path / "tiny").mkdir()
-    row, plan = Row("tiny", "--device cpu", peers=(2, 4)), Plan(tmp_path, peers=tuple(peers.PACKAGES), peer_seconds=30)
+    row, plan = (
+        BenchRow("tiny", "--device cpu", peers=(2, 4)),
+        BenchPlan(tmp_path, peers=tuple(peers.PACKAGES), peer_seconds=30),
+    )
     (found,) = peers.compare_with_peers(row, plan, {"tokens_per_second": 60.0}, lambda text: None)
     assert found["ratio"] == 1.5 and found["tried"] == {2: 10.0, 4: 40.0}
     assert table.describe_peer(found) == "1.50 x transformers 1 (40 tokens/s, micro-batch 4; 2: 10)"
@@ -220,8 +223,8 @@ def test_the_fastest_program_is_first_and_failed_ones_are_last(tmp_path, monkeyp
         return {"name": name, "failed": None, "tokens_per_second": speeds[name]} if speeds[name] else {"failed": "no"}
 
     monkeypatch.setattr(peers, "run_peer", run_peer)
-    plan = Plan(tmp_path, peers=tuple(speeds))
-    found = peers.compare_with_peers(Row("tiny", ""), plan, {"tokens_per_second": 60.0}, lambda text: None)
+    plan = BenchPlan(tmp_path, peers=tuple(speeds))
+    found = peers.compare_with_peers(BenchRow("tiny", ""), plan, {"tokens_per_second": 60.0}, lambda text: None)
     assert [one.get("ratio") for one in found] == [3.0, 6.0, None]
 
 

@@ -8,7 +8,7 @@ import pytest
 from meshwright.data.prepare import text
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.quickstart import collect
-from meshwright.quickstart.collect import Documents, cut
+from meshwright.quickstart.collect import InputDocuments
 from meshwright.settings.text_inputs import TextInputs
 
 
@@ -48,9 +48,9 @@ def test_one_long_document_is_cut_at_paragraphs(tmp_path):
 
 def test_cutting_loses_nothing():
     for one in ("x" * 1000, "line\n" * 300, "a b\n\n" * 300):
-        assert "".join(cut(one, 100)) == one
-        assert all(len(part) <= 100 for part in cut(one, 100))
-    assert all(part.endswith("b\n\n") for part in cut("a b\n\n" * 300, 100))
+        assert "".join(cut_document(one, 100)) == one
+        assert all(len(part) <= 100 for part in cut_document(one, 100))
+    assert all(part.endswith("b\n\n") for part in cut_document("a b\n\n" * 300, 100))
 
 
 def test_characters_beyond_ascii_count(tmp_path):
@@ -77,9 +77,9 @@ def test_more_text_than_the_limit_is_sampled_from_everywhere(tmp_path, monkeypat
     with file.open("w") as out:
         for n in range(8000):
             out.write(json.dumps({"text": f"{n} " + "word " * 200}) + "\n")
-    everything = Documents(TextInputs(input=[str(file)]), 1e9)
+    everything = InputDocuments(TextInputs(input=[str(file)]), 1e9)
     assert sum(1 for _ in everything) == 8000 and not everything.is_sample
-    documents = Documents(TextInputs(input=[str(file)]), 4_000_000)
+    documents = InputDocuments(TextInputs(input=[str(file)]), 4_000_000)
     numbers = [int(one.split()[0]) for one in documents]
     assert documents.is_sample and 1500 < len(numbers) < 6500 and min(numbers) < 1000 and max(numbers) > 7000
 
@@ -87,7 +87,7 @@ def test_more_text_than_the_limit_is_sampled_from_everywhere(tmp_path, monkeypat
 def test_bad_lines_are_counted(tmp_path):
     file = tmp_path / "some.jsonl"
     file.write_text('{"text": "good"}\n{"text": 3}\nnothing\n')
-    documents = Documents(TextInputs(input=[str(file)]), 1e9)
+    documents = InputDocuments(TextInputs(input=[str(file)]), 1e9)
     assert list(documents) == ["good"] and documents.skipped == 2
 
 
@@ -95,13 +95,13 @@ def test_a_folder_with_patterns(tmp_path):
     for name in ("a.txt", "b.md", "c.css", "drafts/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert list(Documents(TextInputs(input=[str(tmp_path)]), 1e9)) == ["a.txt", "b.md", "drafts/d.txt"]
+    assert list(InputDocuments(TextInputs(input=[str(tmp_path)]), 1e9)) == ["a.txt", "b.md", "drafts/d.txt"]
     given = TextInputs(input=[str(tmp_path)], include=["*.css", "*.txt"], exclude=["drafts"])
-    assert list(Documents(given, 1e9)) == ["a.txt", "c.css"]
+    assert list(InputDocuments(given, 1e9)) == ["a.txt", "c.css"]
 
 
 def test_an_earlier_quickstart_in_the_folder_is_no_text(tmp_path):
     for name in ("a.txt", "x-model/.meshwright-quickstart", "x-model/train.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "a"}')
-    assert list(Documents(TextInputs(input=[str(tmp_path)]), 1e9)) == ["a"]
+    assert list(InputDocuments(TextInputs(input=[str(tmp_path)]), 1e9)) == ["a"]

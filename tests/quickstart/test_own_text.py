@@ -11,8 +11,8 @@ from meshwright.__main__ import main
 from meshwright.commands import quickstart
 from meshwright.errors import BAD_DATA, LOCKED, USAGE
 from meshwright.quickstart import collect, own_text, plan, shell, tour
-from meshwright.quickstart.collect import Documents
-from meshwright.quickstart.folder import Progress
+from meshwright.quickstart.collect import InputDocuments
+from meshwright.quickstart.folder import TourProgress
 from meshwright.quickstart.plan import Size
 from meshwright.settings.text_inputs import TextInputs
 
@@ -68,7 +68,7 @@ def test_after_ctrl_c_the_same_command_goes_on(text, tmp_path, capfd, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
-        m.setattr(tour, "shorten", interrupt)
+        m.setattr(tour, "shorten_line", interrupt)
         assert quickstart_of(text, "--output", "out") == 130
     out = capfd.readouterr().out
     again = shlex.split(out.splitlines()[-1].split("to go on:")[1])
@@ -84,7 +84,7 @@ def test_after_ctrl_c_the_same_command_goes_on(text, tmp_path, capfd, monkeypatc
     assert main([*again[1:], "--minutes", "0.06"]) == LOCKED
     assert "--overwrite" in capfd.readouterr().err
     with monkeypatch.context() as m:
-        m.setattr(tour, "shorten", interrupt)
+        m.setattr(tour, "shorten_line", interrupt)
         assert main([*again[1:], "--minutes", "0.06", "--overwrite"]) == 130
     out = capfd.readouterr().out
     assert "its model is kept in out/run-1" in out and "--overwrite" not in out.splitlines()[-1]
@@ -93,7 +93,7 @@ def test_after_ctrl_c_the_same_command_goes_on(text, tmp_path, capfd, monkeypatc
 def test_what_a_finished_quickstart_holds_is_not_replaced(text, tmp_path, monkeypatch, capsys):
     """The same text gives the same answer; other settings and a changed text need --overwrite."""
     made = []
-    monkeypatch.setattr(own_text, "make", lambda *given: made.append(given))
+    monkeypatch.setattr(own_text, "make_model", lambda *given: made.append(given))
     assert quickstart_of(text, "--output", "out") == 0 and len(made) == 1
     progress = made[0][2]
     progress.finish("bits per byte", (1.5, 2.5))
@@ -142,10 +142,10 @@ def test_the_length_is_corrected_once(left, limit, expected):
 
         def pre_train(self, command, stop=None):
             self.commands.append(command)
-            if stop and (reason := stop(shell.Logged(100, 1000, 0.1, 9))):
+            if stop and (reason := stop(shell.LoggedInterval(100, 1000, 0.1, 9))):
                 assert "100 ms" in reason
-            assert stop is None or stop(shell.Logged(50, 1000, 9, 1)) is None  # too early to say
-            assert stop is None or stop(shell.Logged(900, 1000, 9, 1)) is None  # too late to change
+            assert stop is None or stop(shell.LoggedInterval(50, 1000, 9, 1)) is None  # too early to say
+            assert stop is None or stop(shell.LoggedInterval(900, 1000, 9, 1)) is None  # too late to change
 
     class Done:
         done = {"plan": {"command": ["train", "--train-iters", "1000"], "limit": limit}}
@@ -155,7 +155,7 @@ def test_the_length_is_corrected_once(left, limit, expected):
 
     stub = Stub()
     stub.commands = []
-    own_text.train(stub, Done(), Clock(left))
+    own_text.train_in_time(stub, Done(), Clock(left))
     assert [c[2] for c in stub.commands] == ["1000", *([str(expected)] if expected else [])]
     assert "--override-opt_param-scheduler" in stub.commands[-1] or not expected
 
@@ -186,7 +186,7 @@ class Trial:
         for seconds in self.seconds:
             self.steps += 1
             self.now += seconds
-            if stop(shell.Logged(self.steps, 40, seconds, 1)):
+            if stop(shell.LoggedInterval(self.steps, 40, seconds, 1)):
                 return
 
 
@@ -202,7 +202,7 @@ class Trial:
 def test_a_trial_ends_in_time(monkeypatch, capsys, start, seconds, steps, speed, starts):
     trial = Trial(start, seconds)
     monkeypatch.setattr(own_text, "time", trial)
-    found = own_text.measure(trial, plan.SIZES[0], 20, [])
+    found = own_text.measure_speed(trial, plan.SIZES[0], 20, [])
     assert trial.steps == steps and found == pytest.approx((speed, *starts))
 
 
@@ -211,8 +211,8 @@ def test_too_few_minutes_are_said_before_the_training(monkeypatch, capsys, minut
     trial = Trial(20, 40 * [0.5])
     monkeypatch.setattr(own_text, "time", trial)
     monkeypatch.setattr(own_text, "vocabulary_size", lambda tour: 1024)
-    text = collect.Text(100, 10**6, 50_000)
-    own_text.choose(trial, text, 300_000, own_text.Deadline(minutes, began=0.0), accelerator=False)
+    text = collect.CollectedText(100, 10**6, 50_000)
+    own_text.choose_training(trial, text, 300_000, own_text.Deadline(minutes, began=0.0), accelerator=False)
     out = capsys.readouterr().out
     assert ("too few for a useful model" in out) == few and ("--minutes 4 would do" in out) == few
 
@@ -222,9 +222,11 @@ def test_what_is_passed_over_is_said(tmp_path, capsys):
         (tmp_path / f"{n}.md").write_text(f"text {n} " * 200)
     (tmp_path / "style.css").write_text("p {}")
     (tmp_path / "zero.txt").write_bytes(b"\0")
-    documents = Documents(TextInputs(input=[str(tmp_path)]), 1e9)
+    documents = InputDocuments(TextInputs(input=[str(tmp_path)]), 1e9)
     (tmp_path / "out").mkdir()
-    own_text.read(tour.Tour(tmp_path / "out", "log", "cpu"), documents, Progress(tmp_path / "progress", {}))
+    own_text.read_own_text(
+        tour.Tour(tmp_path / "out", "log", "cpu"), documents, TourProgress(tmp_path / "progress", {})
+    )
     out = capsys.readouterr().out
     assert "passed over 2 files: 1 binary, 1 with other suffixes (.css); choose with --include" in out
     assert "30 documents: 2" in out and " to learn from (" in out and " held out (" in out
@@ -246,12 +248,12 @@ def test_how_often_the_text_is_read(times, words):
 def test_a_restart_that_costs_more_than_it_saves():
     class Stub:
         def pre_train(self, command, stop):
-            assert stop(shell.Logged(2, 20, 0.5, 9)) is None  # 10 of 18 steps of half a second
+            assert stop(shell.LoggedInterval(2, 20, 0.5, 9)) is None  # 10 of 18 steps of half a second
 
     class Done:
         done = {"plan": {"command": ["train", "--train-iters", "20"], "limit": "time"}}
 
-    own_text.train(Stub(), Done(), Clock(-20))
+    own_text.train_in_time(Stub(), Done(), Clock(-20))
 
 
 @pytest.mark.parametrize("steps, iters", [(20, 1), (200, 10), (400, 20), (9000, 20)])
@@ -263,7 +265,8 @@ def test_validation_takes_a_small_part_of_a_short_run(tmp_path, steps, iters):
 def test_bad_inputs(text, tmp_path, capsys):
     (tmp_path / "tiny.jsonl").write_text('{"text": "three words only"}\n')
     assert quickstart_of("tiny.jsonl") == BAD_DATA
-    assert "24" not in capsys.readouterr().err.split("give at least")[1]
+    err = capsys.readouterr().err
+    assert "16 bytes of text are too few to learn from; give at least 20,000, better some millions" in err
     assert quickstart_of("nowhere") == BAD_DATA and not (tmp_path / "nowhere-model").exists()
     assert main(["quickstart"]) == USAGE and main(["quickstart", text, "--minutes", "0"]) == USAGE
     (tmp_path / "full").mkdir()

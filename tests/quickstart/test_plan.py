@@ -3,10 +3,10 @@
 import pytest
 
 from meshwright.quickstart import plan
-from meshwright.quickstart.plan import SIZES, Machine, choose
+from meshwright.quickstart.plan import SIZES, MeasuredSpeed, plan_training
 
-CPU = Machine(SIZES[0], 7_000)  # two cores
-GPU = Machine(SIZES[4], 1_500_000, accelerator=True)
+CPU = MeasuredSpeed(SIZES[0], 7_000)  # two cores
+GPU = MeasuredSpeed(SIZES[4], 1_500_000, accelerator=True)
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ GPU = Machine(SIZES[4], 1_500_000, accelerator=True)
     ],
 )
 def test_vocabulary(size, wide, accelerator, expected):
-    assert plan.vocabulary(size, wide, accelerator) == expected
+    assert plan.vocabulary_for(size, wide, accelerator) == expected
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_vocabulary(size, wide, accelerator, expected):
     ],
 )
 def test_plan(tokens, machine, minutes, hidden, steps, dropout, limit):
-    p = choose(tokens, 4096, machine, minutes * 60)
+    p = plan_training(tokens, 4096, machine, minutes * 60)
     assert (p.size.hidden, p.dropout, p.limit) == (hidden, dropout, limit)
     assert p.steps == pytest.approx(steps, rel=0.05) and p.steps % 10 == 0
     if limit == "time":
@@ -48,7 +48,7 @@ def test_plan(tokens, machine, minutes, hidden, steps, dropout, limit):
 
 
 def test_a_slow_machine_makes_a_few_steps():
-    assert choose(10**6, 4096, Machine(SIZES[0], 50), 1).steps == plan.STEPS
+    assert plan_training(10**6, 4096, MeasuredSpeed(SIZES[0], 50), 1).steps == plan.STEPS
 
 
 def test_the_trial_fits_the_text():
@@ -61,6 +61,6 @@ def test_an_accelerator_gets_larger_batches():
     small = SIZES[0]
     assert [plan.grow(small, n).tokens for n in (300_000, 400_000, 800_000, 10**7)] == [1024, 2048, 4096, 8192]
     assert plan.grow(small, 10**7).lr == 2 * small.lr and plan.grow(SIZES[4], 10**9) == SIZES[4]
-    p = choose(900_000, 1024, Machine(plan.trial_size(900_000, True), 300_000, accelerator=True), 600)
+    p = plan_training(900_000, 1024, MeasuredSpeed(plan.trial_size(900_000, True), 300_000, accelerator=True), 600)
     assert p.size.tokens == 4096 and p.steps > plan.ENOUGH
-    assert choose(900_000, 1024, CPU, 600).size.tokens == 1024
+    assert plan_training(900_000, 1024, CPU, 600).size.tokens == 1024

@@ -10,7 +10,7 @@ import pytest
 from documents import ROOT
 from meshwright.__main__ import main
 from meshwright.report import logs
-from meshwright.report.logs import Line, after_warm_up, read_log, row_of
+from meshwright.report.logs import LogLine, after_warm_up, read_log, row_of
 
 NAME = "nl24_nah16_hs1024_FP16_actrue_mp2_pp4_mb32_gb512_2n8g"
 SMI = """timestamp, name, driver_version, memory.total [MiB], memory.free [MiB], memory.used [MiB]
@@ -98,7 +98,7 @@ def test_our_other_forms(run, tmp_path, form):
 
 def test_warm_up():
     """The first line after each start and the first tenth do not count, unless all are such."""
-    lines = [Line(i) for i in (10, 20, 30, 200, 210, 30, 40, 220)]
+    lines = [LogLine(i) for i in (10, 20, 30, 200, 210, 30, 40, 220)]
     assert [x.iteration for x in after_warm_up(lines)] == [30, 200, 210, 40, 220]
     assert after_warm_up(lines[:1]) == lines[:1]
 

@@ -176,6 +176,7 @@ def test_the_state(tmp_path, monkeypatch):
     assert (a["state"], b["state"]) == ("running", "ended") and b["attempts"][0]["end"] == "done"
     assert (a["step"], a["amount"], a["unit"], a["skipped"]) == (4, 16 * 16, "tokens", 1)
     assert (a["best"], a["validation"], a["left"]) == ([4.0, 2], 4.5, 5 * 0.01) and a["loss"] == 3.0
+    assert a["seconds"] == pytest.approx(4 * 0.01)
     assert watcher.state()["different"] == {"lr": [1.0, 2.0]} and b["samples"] == [4] and a["slow"] == []
     lag = {
         "event": "straggler",

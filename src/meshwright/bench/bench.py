@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright import device as devices
 from meshwright.bench import table
-from meshwright.bench.rows import Row
-from meshwright.bench.runs import Plan, measure
+from meshwright.bench.rows import BenchRow
+from meshwright.bench.runs import BenchPlan, measure_row
 from meshwright.progress import duration, new_bar
 from meshwright.version import installed_version, our_version
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Bench:
     """Runs rows and keeps table.txt, results.json and bench.png up to date after each."""
 
-    def __init__(self, plan: Plan, command: str, gpus: int) -> None:
+    def __init__(self, plan: BenchPlan, command: str, gpus: int) -> None:
         self.plan, self.gpus = plan, gpus
         self.results: list[dict[str, Any]] = []
         self.lines: list[str] = []
@@ -44,7 +44,7 @@ class Bench:
             "device": devices.name(found[0]) if found else f"CPU, {devices.cores()} cores",
         }
 
-    def run(self, rows: list[Row]) -> int:
+    def run(self, rows: list[BenchRow]) -> int:
         """Measure the rows; return the number of those that failed."""
         began = time.perf_counter()
         self.plan.out.mkdir(parents=True, exist_ok=True)
@@ -58,16 +58,16 @@ class Bench:
         failed = sum(bool(r["failed"]) for r in self.results)
         self.show(f"\n{len(rows)} rows, {failed} failed, in {duration(time.perf_counter() - began)}")
         title = f"{about['device']}, meshwright {about['version']}, torch {about['torch']}"
-        table.draw(self.results, title, self.plan.out / "bench.png")
+        table.draw_bars(self.results, title, self.plan.out / "bench.png")
         print(f"tables, logs and picture: {self.plan.out}")
         return failed
 
-    def measure(self, row: Row, title: str) -> dict[str, Any]:
+    def measure(self, row: BenchRow, title: str) -> dict[str, Any]:
         if row.gpus > self.gpus > 0:
             need = f"needs {row.gpus} GPUs, this machine has {self.gpus}; --gpus and --rows choose others"
             return {"name": row.name, "gpus": row.gpus, "beside": row.beside, "failed": need, "startup": {}}
         with step_bar(title, self.plan.steps_of(row)) as bar:
-            result = measure(row, self.plan, lambda done: bar[0].update(bar[1], completed=done) if bar else None)
+            result = measure_row(row, self.plan, lambda done: bar[0].update(bar[1], completed=done) if bar else None)
             if self.plan.peers and row.peers and not result["failed"]:
                 from meshwright.bench.peers import compare_with_peers
 
@@ -79,7 +79,7 @@ class Bench:
         return result
 
     def add(self, result: dict[str, Any]) -> None:
-        table.compare(result, self.results)
+        table.add_ratio(result, self.results)
         self.results.append(result)
         self.show(*table.lines_of(result))
 

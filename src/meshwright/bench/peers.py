@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from meshwright.bench.rows import Row
-from meshwright.bench.runs import Plan, find_reason
+from meshwright.bench.rows import BenchRow
+from meshwright.bench.runs import BenchPlan, find_reason
 from meshwright.ranks.orphans import LAUNCHER_PID
 
 # The packages that each program needs, by the names of their modules.
@@ -25,7 +25,9 @@ PACKAGES = {
 STEPS = 20  # of the fastest micro-batch
 
 
-def compare_with_peers(row: Row, plan: Plan, ours: dict[str, Any], say: Callable[[str], None]) -> list[dict[str, Any]]:
+def compare_with_peers(
+    row: BenchRow, plan: BenchPlan, ours: dict[str, Any], say: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """Return the figures of each program, with the ratio of our speed to its, the fastest first."""
     out = []
     for name in plan.peers:
@@ -39,7 +41,7 @@ def compare_with_peers(row: Row, plan: Plan, ours: dict[str, Any], say: Callable
     return sorted(out, key=lambda peer: -peer.get("tokens_per_second", 0))
 
 
-def run_peer(name: str, row: Row, plan: Plan) -> dict[str, Any]:
+def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
     if missing := [package for package in PACKAGES[name] if not is_installed(package)]:
         names = " ".join(package.replace(".", "-") for package in missing)
         return {"name": name, "failed": f"not measured: pip install {names}"}

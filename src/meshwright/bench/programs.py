@@ -36,7 +36,7 @@ from meshwright.settings import flags
 from meshwright.settings.schema import Model, TrainConfig
 from meshwright.tokenizers import padded_size
 
-Step = Callable[[Tensor], Tensor]  # tokens [micro, seq + 1] -> loss
+PeerStep = Callable[[Tensor], Tensor]  # tokens [micro, seq + 1] -> loss
 TRIAL = 5  # steps of each micro-batch, the first two not counted
 
 
@@ -66,7 +66,7 @@ def main(request: dict[str, Any], path: Path) -> None:
 class Trial:
     """Runs steps of one program with micro-batches of any size."""
 
-    def __init__(self, step: Step, length: int, ids: int, device: torch.device) -> None:
+    def __init__(self, step: PeerStep, length: int, ids: int, device: torch.device) -> None:
         self.step, self.length, self.ids, self.device = step, length, ids, device
         self.losses: list[float] = []
 
@@ -118,7 +118,7 @@ def decay_groups(network: nn.Module, decay: float) -> list[dict[str, Any]]:
     return [{"params": part, "weight_decay": w} for part, w in zip(parts, (decay, 0.0), strict=True)]
 
 
-def transformers(config: TrainConfig, padded: int, device: torch.device, compiled: bool = False) -> Step:
+def transformers(config: TrainConfig, padded: int, device: torch.device, compiled: bool = False) -> PeerStep:
     o, length = config.optimizer, config.data.seq_length or 0
     with device:
         network = transformers_network(config.model, length, padded).train()
@@ -194,7 +194,7 @@ def use_torch_in_megatron(optimizer: Any = None) -> None:
             group |= {"fused": True, "foreach": False}
 
 
-def megatron(config: TrainConfig, padded: int, device: torch.device) -> Step:
+def megatron(config: TrainConfig, padded: int, device: torch.device) -> PeerStep:
     core: Any = importlib.import_module("megatron.core")
     ddp: Any = importlib.import_module("megatron.core.distributed")
     optim: Any = importlib.import_module("megatron.core.optimizer")
@@ -239,7 +239,7 @@ def megatron(config: TrainConfig, padded: int, device: torch.device) -> Step:
 def attention_by_torch() -> type:
     module: Any = importlib.import_module("megatron.core.transformer.module")
 
-    class Attention(module.MegatronModule):  # type: ignore[misc]
+    class TorchAttention(module.MegatronModule):  # type: ignore[misc]
         """Causal attention of [sequence, batch, heads, columns] with dropout, by SDPA."""
 
         def __init__(self, config: Any, *unused: Any, **more: Any) -> None:
@@ -252,7 +252,7 @@ def attention_by_torch() -> type:
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.p if self.training else 0.0, is_causal=True)
             return y.permute(2, 0, 1, 3).reshape(s, b, heads * size)
 
-    return Attention
+    return TorchAttention
 
 
 def foreach_norm(chunk: int, flag: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
@@ -264,7 +264,7 @@ def foreach_scale(chunk: int, flag: Tensor, lists: list[list[Tensor]], scale: fl
     torch._foreach_mul_(lists[1], scale)  # the same tensors as lists[0]
 
 
-PROGRAMS: dict[str, tuple[Callable[[TrainConfig, int, torch.device], Step], str]] = {
+PROGRAMS: dict[str, tuple[Callable[[TrainConfig, int, torch.device], PeerStep], str]] = {
     "transformers": (transformers, "transformers"),
     "transformers-compiled": (functools.partial(transformers, compiled=True), "transformers"),
     "megatron-core": (megatron, "megatron-core"),

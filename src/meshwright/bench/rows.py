@@ -27,7 +27,7 @@ RECIPE = f"--lr 1.5e-4 --lr-decay-style cosine --lr-warmup-iters {WARMUP} --weig
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     name: str
     flags: str  # of train: the model, its batch and its precision
     steps: int = 30
@@ -38,14 +38,14 @@ class Row:
     is_fresh: bool = False  # compilers' caches start empty with the set, not with the user's own
 
 
-def row(name: str, flags: str, micro: int, batch: int = 0, steps: int = 30, **more: object) -> Row:
+def row(name: str, flags: str, micro: int, batch: int = 0, steps: int = 30, **more: object) -> BenchRow:
     """Return a row of this recipe; `batch` is the global batch, `micro` without one."""
     sizes = f"--micro-batch-size {micro} --global-batch-size {batch or micro}"
     precision = "" if "--fp16" in flags or "--device cpu" in flags else " --bf16"
-    return Row(name, f"{flags} {sizes}{precision} {RECIPE}", steps, **more)  # type: ignore[arg-type]
+    return BenchRow(name, f"{flags} {sizes}{precision} {RECIPE}", steps, **more)  # type: ignore[arg-type]
 
 
-def of_345m() -> list[Row]:
+def of_345m() -> list[BenchRow]:
     small = [row(f"345M micro-batch {n}", A, n, steps=60) for n in (1, 2, 4)]
     return [
         row("345M", f"{A} {DRY}", 32, peers=(32, 64, 16)),
@@ -68,7 +68,7 @@ def of_345m() -> list[Row]:
     ]
 
 
-def of_options() -> list[Row]:
+def of_options() -> list[BenchRow]:
     a = f"{A} {DRY}"
     return [
         row("345M", a, 32),
@@ -78,11 +78,11 @@ def of_options() -> list[Row]:
         row("345M fp16", f"{a} --fp16 --initial-loss-scale 65536", 32, steps=20),
         row("345M deterministic", f"{a} --deterministic-mode", 32, steps=20),
         row("345M offloaded optimizer", f"{a} --cpu-optimizer", 32, steps=9),
-        Row("345M micro-batch auto", f"{a} --micro-batch-size auto --global-batch-size 256 --bf16 {RECIPE}", 9),
+        BenchRow("345M micro-batch auto", f"{a} --micro-batch-size auto --global-batch-size 256 --bf16 {RECIPE}", 9),
     ]
 
 
-def of_sizes() -> list[Row]:
+def of_sizes() -> list[BenchRow]:
     llama = f"{B} {LLAMA} {DRY}"
     return [
         row("124M", f"{SMALL} {DRY}", 32, peers=(32, 64, 16)),
@@ -97,7 +97,7 @@ def of_sizes() -> list[Row]:
     ]
 
 
-def of_layouts(gpus: int) -> list[Row]:
+def of_layouts(gpus: int) -> list[BenchRow]:
     """Rows on several GPUs, each beside the one with as many samples a GPU and micro-batch."""
     tensor = "--tensor-model-parallel-size 2 --sequence-parallel"
     stages = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
@@ -123,13 +123,13 @@ def of_layouts(gpus: int) -> list[Row]:
     ]
 
 
-def of_seeds() -> list[Row]:
+def of_seeds() -> list[BenchRow]:
     """The settings that the five guides of compat/ publish, on one GPU: without their layouts."""
     fp16 = "--fp16 --min-lr 1e-5 --lr 1.5e-4 --weight-decay 0.01 --clip-grad 1.0"
     recompute = f"{fp16} --checkpoint-activations"
 
-    def published(name: str, flags: str, micro: int, batch: int, steps: int = 30) -> Row:
-        return Row(name, f"{flags} --micro-batch-size {micro} --global-batch-size {batch}", steps)
+    def published(name: str, flags: str, micro: int, batch: int, steps: int = 30) -> BenchRow:
+        return BenchRow(name, f"{flags} --micro-batch-size {micro} --global-batch-size {batch}", steps)
 
     out = [
         published("Megatron-LM 345M", f"{A} {fp16}", 1, 2, 60),
@@ -141,7 +141,7 @@ def of_seeds() -> list[Row]:
     return out + [preset(name, 10, cut=False) for name in (*ascend, "oneflow-117m", "oneflow-345m")]
 
 
-def preset(name: str, steps: int = 10, cut: bool = True) -> Row:
+def preset(name: str, steps: int = 10, cut: bool = True) -> BenchRow:
     """Return a preset's row: with `cut`, at most eight of its micro-batches a step."""
     values = PRESETS[name]
     micro, batch = values["micro_batch_size"], values["global_batch_size"]
@@ -150,16 +150,16 @@ def preset(name: str, steps: int = 10, cut: bool = True) -> Row:
     flags = f"--preset {name} --global-batch-size {batch}{precision}"
     small = values["hidden_size"] < 768
     tried = () if small else (micro, 2 * micro, 4 * micro)
-    return Row(name, flags, 30 if small else steps, peers=tried, vocabulary=family(name).vocabulary)
+    return BenchRow(name, flags, 30 if small else steps, peers=tried, vocabulary=family(name).vocabulary)
 
 
-def of_startup() -> list[Row]:
+def of_startup() -> list[BenchRow]:
     """Few steps of each model: seconds to the first one."""
     rows = [("345M cold", A, 32), ("345M warm", A, 32), ("1.3B", B, 16), ("2.7B", C, 8)]
     return [row(name, flags, micro, steps=3, is_fresh=True) for name, flags, micro in rows]
 
 
-def of_cpu() -> list[Row]:
+def of_cpu() -> list[BenchRow]:
     """Tiny models, in about a minute on two cores."""
     sizes = "--vocab-size 512 --device cpu"
     return [
@@ -183,7 +183,7 @@ ABOUT = {
 }
 
 
-def rows_of(name: str, gpus: int) -> list[Row]:
+def rows_of(name: str, gpus: int) -> list[BenchRow]:
     """Return the rows of one set, or of a preset, for this number of GPUs."""
     known = OTHER_NAMES.get(name, name)
     if known == "layouts":
@@ -209,7 +209,7 @@ def default_sets(gpus: int) -> list[str]:
     return ["cpu"] if not gpus else ["345m"] if gpus == 1 else ["345m", "layouts"]
 
 
-def chosen(sets: Iterable[str], pattern: str | None, gpus: int) -> list[Row]:
+def chosen(sets: Iterable[str], pattern: str | None, gpus: int) -> list[BenchRow]:
     """Return the rows of the sets, each once, whose names match the pattern.
 
     A row on several GPUs brings the one with which it is compared.

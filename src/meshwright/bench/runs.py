@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import tokenizers
-from meshwright.bench.rows import RECIPE, WARMUP, Row
+from meshwright.bench.rows import RECIPE, WARMUP, BenchRow
 from meshwright.ranks.orphans import LAUNCHER_PID
+from meshwright.runs.rows import read_new_rows
 
 TRACED = 3  # steps that --profile adds to the end of a run
 GRACE = 20  # seconds that a stopped run has to end
@@ -28,7 +29,7 @@ CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """What holds for all rows of a bench."""
 
     out: Path
@@ -40,13 +41,13 @@ class Plan:
     peers: tuple[str, ...] = ()  # other programs that train the rows' models too
     peer_seconds: float = 180  # the most for one of them and a row
 
-    def folder(self, row: Row) -> Path:
+    def folder(self, row: BenchRow) -> Path:
         return self.out / re.sub(r"[^\w.-]+", "-", row.name)
 
-    def steps_of(self, row: Row) -> int:
+    def steps_of(self, row: BenchRow) -> int:
         return self.steps or row.steps
 
-    def command(self, row: Row) -> list[str]:
+    def command(self, row: BenchRow) -> list[str]:
         """Return the command without the interpreter: [launch ...] train ..."""
         steps = self.steps_of(row)
         words = [*row.flags.split(), *self.data_flags(row)]
@@ -66,27 +67,27 @@ class Plan:
         ranks = ["launch", "--nproc-per-node", str(row.gpus)] if row.gpus > 1 else []
         return [*ranks, "train", *words]
 
-    def data_flags(self, row: Row) -> list[str]:
+    def data_flags(self, row: BenchRow) -> list[str]:
         given = " ".join([row.flags, *self.extra])
         if self.data is None:
             return ["--mock-data", *([] if "--vocab-size" in given else ["--vocab-size", str(row.vocabulary)])]
         is_named = tokenizers.find_of_data([self.data]) or re.search("--(tokenizer|vocab)", given)
         return ["--data-path", self.data, *([] if is_named else ["--vocab-size", GPT2_IDS])]
 
-    def environment(self, row: Row) -> dict[str, str]:
+    def environment(self, row: BenchRow) -> dict[str, str]:
         fresh = {name: str(self.out / "cache" / name) for name in CACHES} if row.is_fresh else {}
         return os.environ | fresh | {LAUNCHER_PID: str(os.getpid())}  # they end with us
 
 
-def measure(row: Row, plan: Plan, on_step: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
+def measure_row(row: BenchRow, plan: BenchPlan, on_step: Callable[[int], None] = lambda done: None) -> dict[str, Any]:
     """Run a row, and return its figures or the reason why there are none.
 
     `on_step` is called with the number of steps done so far.
     """
     folder, command = plan.folder(row), plan.command(row)
     folder.mkdir(parents=True)
-    first, status, began = follow(row, plan, on_step)
-    entries = read_rows(folder)
+    first, status, began = run_to_end(row, plan, on_step)
+    logged, _ = read_new_rows(folder)
     result: dict[str, Any] = {
         "name": row.name,
         "command": shlex.join(["meshwright", *command]),
@@ -95,20 +96,20 @@ def measure(row: Row, plan: Plan, on_step: Callable[[int], None] = lambda done: 
         "seconds": round(time.time() - began, 2),
         "status": status,
     }
-    done = [e for e in entries if e["event"] == "step"][: plan.steps_of(row)]
+    done = [r for r in logged if r["event"] == "step"][: plan.steps_of(row)]
     is_stopped = status in (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGKILL)
     if len(done) < 3 or not (status == 0 or is_stopped):
         reason = f"stopped after {plan.seconds:g} s (--seconds)" if is_stopped else find_reason(folder / "console.txt")
         return result | {"failed": reason or f"ended with status {status} after {len(done)} steps"}
-    start = next(e for e in entries if e["event"] == "start")
-    kept = done[len(done) // 3 :]
-    peaks = [e["memory"] for e in done if e["memory"] is not None]
+    start = next(r for r in logged if r["event"] == "start")
+    counted = done[len(done) // 3 :]
+    peaks = [step["memory"] for step in done if step["memory"] is not None]
     result |= {
         "failed": None,
         "steps": len(done),
-        "tokens_per_second": statistics.median(e["tokens_per_second"] for e in kept),
-        "ms": statistics.median(e["ms"] for e in kept),
-        "mfu": statistics.median(e["mfu"] for e in kept) if kept[-1]["mfu"] is not None else None,
+        "tokens_per_second": statistics.median(step["tokens_per_second"] for step in counted),
+        "ms": statistics.median(step["ms"] for step in counted),
+        "mfu": statistics.median(step["mfu"] for step in counted) if counted[-1]["mfu"] is not None else None,
         "peak_bytes": max(peaks) if peaks else None,
         "first_step_seconds": None if first is None else round(first - began, 2),
         "first_loss": done[0]["loss"],
@@ -120,16 +121,17 @@ def measure(row: Row, plan: Plan, on_step: Callable[[int], None] = lambda done: 
     return result | {"profile": json.loads(profile.read_text()) if profile.exists() else None}
 
 
-def follow(row: Row, plan: Plan, on_step: Callable[[int], None]) -> tuple[float | None, int, float]:
+def run_to_end(row: BenchRow, plan: BenchPlan, on_step: Callable[[int], None]) -> tuple[float | None, int, float]:
     """Run the command; return the time of its first step, its status and the time of its start."""
     folder, command = plan.folder(row), plan.command(row)
-    first, began = None, time.time()
+    first, began, steps, end = None, time.time(), 0, 0
     with open(folder / "console.txt", "w") as console:
         words = [sys.executable, "-m", "meshwright", *command]
         run = subprocess.Popen(words, stdout=console, stderr=subprocess.STDOUT, env=plan.environment(row))
         try:
             while run.poll() is None:
-                steps = count_steps(folder / "metrics.jsonl")
+                new, end = read_new_rows(folder, end)
+                steps += sum(r["event"] == "step" for r in new)
                 if steps and first is None:
                     first = time.time()
                 on_step(steps)
@@ -144,21 +146,6 @@ def follow(row: Row, plan: Plan, on_step: Callable[[int], None]) -> tuple[float 
                 run.kill()
             run.wait()
     return first, run.returncode, began
-
-
-def count_steps(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        return path.read_bytes().count(b'{"event": "step"')
-    return 0
-
-
-def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl, apart from a last line that a kill cut off."""
-    out = []
-    with contextlib.suppress(OSError, ValueError):
-        for line in (folder / "metrics.jsonl").read_text().splitlines():
-            out.append(json.loads(line))
-    return out
 
 
 def find_startup(start: dict[str, Any], step: dict[str, Any], began: float, first: float | None) -> dict[str, float]:

@@ -69,14 +69,14 @@ def startup_lines(results: Iterable[Result]) -> list[str]:
     return out
 
 
-def compare(result: Result, earlier: Iterable[Result]) -> None:
+def add_ratio(result: Result, earlier: Iterable[Result]) -> None:
     """Add the share of the speed a GPU that is left of the one-GPU row's."""
     base = next((r for r in earlier if r["name"] == result["beside"] and not r["failed"]), None)
     if base is not None and not result["failed"]:
         result["ratio"] = result["tokens_per_second"] / result["gpus"] / base["tokens_per_second"]
 
 
-def draw(results: Iterable[Result], title: str, path: Path) -> None:
+def draw_bars(results: Iterable[Result], title: str, path: Path) -> None:
     """Draw the tokens/s of each row as bars, with its peers' beside it."""
     from matplotlib.figure import Figure
 

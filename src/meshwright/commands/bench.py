@@ -75,12 +75,12 @@ def main(argv: Words) -> int:
         return DONE
 
     from meshwright.bench.bench import Bench
-    from meshwright.bench.runs import Plan
+    from meshwright.bench.runs import BenchPlan
 
     out = c.out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
     if (out / "results.json").exists():
         raise UserError(f"--out {out} holds the results of an earlier bench; choose another folder")
-    plan = Plan(out, c.data, c.steps, c.seconds, c.profile, tuple(extra), tuple(c.programs), c.peer_seconds)
+    plan = BenchPlan(out, c.data, c.steps, c.seconds, c.profile, tuple(extra), tuple(c.programs), c.peer_seconds)
     for taken in (out, *(plan.folder(one) for one in chosen)):
         if taken.exists() and not (taken == out and out.is_dir()):
             raise UserError(f"--out {out}: {taken} exists already; choose another folder")

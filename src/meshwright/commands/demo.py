@@ -18,7 +18,7 @@ from pathlib import Path
 
 from meshwright.errors import BAD_DATA, DONE, SIGINT, UserError
 from meshwright.quickstart.plan import SIZES, Size
-from meshwright.quickstart.shell import Logged, step
+from meshwright.quickstart.shell import LoggedInterval, step
 from meshwright.settings import flags
 from meshwright.settings.fields import flag
 
@@ -54,17 +54,17 @@ class DemoConfig:
 
 def main(argv: list[str]) -> int:
     about = "Train and use a small model on this machine, in three to five minutes."
-    return run(flags.parse_settings(DemoConfig, argv, "meshwright demo", about=about).config.dir)
+    return run_demo(flags.parse_settings(DemoConfig, argv, "meshwright demo", about=about).config.dir)
 
 
-def run(folder: Path, scale: Scale | None = None) -> int:
+def run_demo(folder: Path, scale: Scale | None = None) -> int:
     """Run all steps; return 130 after Ctrl-C."""
     from meshwright.checkpoint import publish
     from meshwright.quickstart import folder as folders
 
-    folders.take(folder, MARK, "demo")
+    folders.claim_folder(folder, MARK, "demo")
     with publish.lock(folder):
-        folders.clear(folder, "demo")
+        folders.clear_folder(folder, "demo")
         try:
             tour(folder, scale or Scale())
         except KeyboardInterrupt:
@@ -94,7 +94,7 @@ def tour(folder: Path, scale: Scale) -> None:
 
     command = t.run_command(scale.model, 0, scale.steps)
 
-    def stop(at: Logged) -> str | None:
+    def stop(at: LoggedInterval) -> str | None:
         reason = "SIGTERM, as a cluster's scheduler sends it: the training saves and ends"
         return reason if at.iteration >= scale.stop else None
 

@@ -56,29 +56,29 @@ def main(argv: list[str]) -> int:
     # Imported late, for a quick --help.
     from meshwright.checkpoint import publish
     from meshwright.quickstart import folder as folders
-    from meshwright.quickstart.collect import Documents
-    from meshwright.quickstart.own_text import Deadline, already_done, is_accelerated, make
+    from meshwright.quickstart.collect import InputDocuments
+    from meshwright.quickstart.own_text import Deadline, already_done, is_accelerated, make_model
     from meshwright.quickstart.tour import Tour
 
     deadline = Deadline(c.minutes)
     rate = PER_ACCELERATOR if is_accelerated(c.device) else PER_CORE * min(devices.cores(), 8)
-    documents = Documents(c, c.minutes * 60 * rate)
+    documents = InputDocuments(c, c.minutes * 60 * rate)
     folder = c.output or default_folder(c.input[0])
-    folders.take(folder, MARK, "quickstart")
-    progress = folders.Progress(folder / MARK, settings(c))
+    folders.claim_folder(folder, MARK, "quickstart")
+    progress = folders.TourProgress(folder / MARK, settings(c))
     tour = Tour(folder, "quickstart.log", c.device)
     with publish.lock(folder):
         if c.overwrite or not progress.resume():
             if not c.overwrite:
                 folders.require_no_model(folder)
-            folders.clear(folder, "quickstart")
+            folders.clear_folder(folder, "quickstart")
         elif "end" in progress.done:
             already_done(tour, progress, documents)
             return DONE
         else:
             print(f"{folder} holds an unfinished quickstart of this text; going on")
         try:
-            make(tour, documents, progress, deadline)
+            make_model(tour, documents, progress, deadline)
         except KeyboardInterrupt:
             again = [word for word in argv if word != "--overwrite"]  # which would begin anew
             print(f"\nstopped; to go on:  {shlex.join(['meshwright', 'quickstart', *again])}")

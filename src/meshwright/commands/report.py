@@ -65,9 +65,9 @@ def main(argv: list[str]) -> int:
 
         return extract(c.folders, c.table, c.output)
     if len(c.folders) > 1:
-        from meshwright.report.compare import compare
+        from meshwright.report.compare import compare_runs
 
-        return compare(c.folders, c.output, c.json, c.tolerance)
+        return compare_runs(c.folders, c.output, c.json, c.tolerance)
     (folder,) = c.folders
     if c.losses:
         from meshwright.runs.history import read_history

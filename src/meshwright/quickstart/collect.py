@@ -28,7 +28,7 @@ BORDER = re.compile(r"\n\s*\n|\n")  # where it may be cut
 
 
 @dataclass(frozen=True)
-class Text:
+class CollectedText:
     """Facts about the collected text; sizes in bytes of UTF-8."""
 
     documents: int  # before long ones are cut into parts
@@ -56,7 +56,7 @@ def fraction(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:6]) / 2**48
 
 
-class Documents:
+class InputDocuments:
     """The documents of the inputs; if they exceed `limit` bytes, a sample spread over them."""
 
     def __init__(self, given: TextInputs, limit: float) -> None:
@@ -91,7 +91,7 @@ class Documents:
                 return
 
 
-def cut(text: str, longest: int) -> Iterator[str]:
+def cut_document(text: str, longest: int) -> Iterator[str]:
     """Cut a long document at the ends of paragraphs, or else of lines; nothing is lost."""
     begin = 0
     while len(text) - begin > longest:
@@ -115,7 +115,7 @@ def border(parts: list[str], share: float) -> float:
     return 0.0
 
 
-def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Text:
+def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> CollectedText:
     """Write train.jsonl and held_out.jsonl, and of a large text sample.jsonl for the vocabulary.
 
     A small text, or a single long one, is cut into a hundred parts or more, so that the held-out
@@ -132,7 +132,7 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Text
     expected = max(have, expected)
     held_out = min(HELD_OUT, MOST_HELD_OUT / max(expected, 1))
     if have <= 100 * LONGEST:  # all of it is here
-        held_out = border([part for text in first for part in cut(text, longest)], held_out)
+        held_out = border([part for text in first for part in cut_document(text, longest)], held_out)
     sampled = SAMPLE / expected if expected > 2 * SAMPLE else 0
     sizes, parts, count, wide = [0, 0], [0, 0], 0, 0
     names = ["train.jsonl", "held_out.jsonl", *(["sample.jsonl"] if sampled else [])]
@@ -140,7 +140,7 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Text
         files = [stack.enter_context(replacing(folder / name)) for name in names]
         for text in itertools.chain(first, rest):
             count += 1
-            for part in cut(text, longest):
+            for part in cut_document(text, longest):
                 place, size = fraction(part), len(part.encode("utf-8", "replace"))
                 side = int(place < held_out)
                 line = json.dumps({"text": part}).encode() + b"\n"
@@ -157,4 +157,4 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Text
         )
     sample = str(folder / names[2]) if sampled else None
     wide_share = wide / sum(sizes)
-    return Text(count, sizes[0], sizes[1], wide_share, sample, train_parts=parts[0], held_out_parts=parts[1])
+    return CollectedText(count, sizes[0], sizes[1], wide_share, sample, train_parts=parts[0], held_out_parts=parts[1])

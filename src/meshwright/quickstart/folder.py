@@ -18,7 +18,7 @@ OURS = (
 ).split()
 
 
-def take(folder: Path, mark: str, name: str) -> None:
+def claim_folder(folder: Path, mark: str, name: str) -> None:
     """Make the folder, or check that an earlier tour of this name made it."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; name another folder", LOCKED)
@@ -34,7 +34,7 @@ def require_no_model(folder: Path, of: str = "other text or settings") -> None:
         raise UserError(f"{folder} holds a model of {of}; {advice}", LOCKED)
 
 
-def clear(folder: Path, name: str) -> None:
+def clear_folder(folder: Path, name: str) -> None:
     """Remove only what an earlier tour made; keep its model, which may be trained further."""
     left = [folder / one for one in OURS if (folder / one).exists()]
     if left:
@@ -51,7 +51,7 @@ def clear(folder: Path, name: str) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-class Progress:
+class TourProgress:
     """The finished steps of a tour and their results, in a JSON file of the folder."""
 
     def __init__(self, file: Path, settings: dict[str, Any]) -> None:

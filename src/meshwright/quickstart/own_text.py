@@ -12,10 +12,10 @@ from typing import Any
 
 from meshwright import device as devices
 from meshwright.quickstart import plan as plans
-from meshwright.quickstart.collect import Documents, Text, collect
-from meshwright.quickstart.folder import Progress, require_no_model
-from meshwright.quickstart.plan import Machine, Plan, Size
-from meshwright.quickstart.shell import Logged, step
+from meshwright.quickstart.collect import CollectedText, InputDocuments, collect
+from meshwright.quickstart.folder import TourProgress, require_no_model
+from meshwright.quickstart.plan import MeasuredSpeed, Size, TrainingPlan
+from meshwright.quickstart.shell import LoggedInterval, step
 from meshwright.quickstart.tour import Tour, prompt_from
 
 COMPILED = 5  # minutes from which a compiled model pays
@@ -46,14 +46,14 @@ class Deadline:
         return self.minutes * 60 - (time.perf_counter() - self.began) - self.after
 
 
-def make(tour: Tour, documents: Documents, progress: Progress, deadline: Deadline) -> None:
+def make_model(tour: Tour, documents: InputDocuments, progress: TourProgress, deadline: Deadline) -> None:
     """Run all steps that are not done yet."""
     accelerator = is_accelerated(tour.device)
     with step("1. Read the text; hold out a part that the model never sees"):
-        text = read(tour, documents, progress)
+        text = read_own_text(tour, documents, progress)
     with step("2. Learn a vocabulary of words and parts of words from it"):
         if "vocabulary" not in progress.done:
-            learn(tour, text, accelerator)
+            learn_vocabulary(tour, text, accelerator)
             progress.finish("vocabulary")
     with step("3. Turn the text into token numbers"):
         if "tokens" not in progress.done:
@@ -61,9 +61,9 @@ def make(tour: Tour, documents: Documents, progress: Progress, deadline: Deadlin
         tokens = int(progress.done["tokens"] * 0.95)  # the rest validates
     if "plan" not in progress.done:
         with step("4. Try how fast this machine is, and choose the model"):
-            progress.finish("plan", choose(tour, text, tokens, deadline, accelerator))
+            progress.finish("plan", choose_training(tour, text, tokens, deadline, accelerator))
     with step("5. Pre-train"):
-        train(tour, progress, deadline)
+        train_in_time(tour, progress, deadline)
         print(f"  plots of the run: {tour.run}/report.html")
     with step("6. Evaluate on the text that was held out"):
         progress.finish("bits per byte", tour.evaluate())
@@ -73,21 +73,21 @@ def make(tour: Tour, documents: Documents, progress: Progress, deadline: Deadlin
         tour.generate(prompt, 64, "--temperature", "0.8", "--top_p", "0.9")
     progress.finish("end", documents.bytes)
     tour.end(deadline.began)
-    export(tour)
+    print_export(tour)
 
 
-def already_done(tour: Tour, progress: Progress, documents: Documents) -> None:
+def already_done(tour: Tour, progress: TourProgress, documents: InputDocuments) -> None:
     """Say what a finished quickstart gave, and what to do with it, unless the text has changed."""
     if progress.done["end"] not in (None, documents.bytes):
         require_no_model(tour.folder, "this text as it was before a change")
     ours, theirs = progress.done["bits per byte"]
     print(f"already done: {tour.run} has {ours:.3f} bits per byte, a byte-trigram model {theirs:.3f}. Try next:")
     tour.try_next()
-    export(tour)
+    print_export(tour)
     print("To start again: --overwrite, which keeps this model aside, or another --output")
 
 
-def export(tour: Tour) -> None:
+def print_export(tour: Tour) -> None:
     hf = shlex.join(["meshwright", "convert", tour.run, f"{tour.folder}/hugging-face", "--to", "huggingface"])
     print(f"  {hf}")
 
@@ -96,14 +96,14 @@ def is_accelerated(device: str) -> bool:
     return device != "cpu" and devices.pick(device).type != "cpu"
 
 
-def read(tour: Tour, documents: Documents, progress: Progress) -> Text:
+def read_own_text(tour: Tour, documents: InputDocuments, progress: TourProgress) -> CollectedText:
     if "text" not in progress.done:
         text = collect(documents, tour.folder, min(documents.bytes, documents.limit))
         text = replace(text, skipped=documents.skipped, is_sample=documents.is_sample)
         if documents.found.passed:
             print(f"  {documents.found.passed.line()}")
         progress.finish("text", asdict(text))
-    text = Text(**progress.done["text"])
+    text = CollectedText(**progress.done["text"])
     print(f"  {text.describe()}")
     if text.is_sample:
         print("  that is a sample: there is more text than can be read in the time")
@@ -114,8 +114,8 @@ def read(tour: Tour, documents: Documents, progress: Progress) -> Text:
     return text
 
 
-def learn(tour: Tour, text: Text, accelerator: bool) -> None:
-    size = plans.vocabulary(text.train_bytes, text.wide, accelerator)
+def learn_vocabulary(tour: Tour, text: CollectedText, accelerator: bool) -> None:
+    size = plans.vocabulary_for(text.train_bytes, text.wide, accelerator)
     print(f"  {size:,} entries suit {text.train_bytes / 1e6:,.1f} MB; rarer words are put together from parts")
     tour.learn_vocabulary(size, text.sample)
 
@@ -124,24 +124,26 @@ def vocabulary_size(tour: Tour) -> int:
     return len(json.loads(Path(tour.vocabulary, "vocab.json").read_text(encoding="utf-8")))
 
 
-def fast(accelerator: bool, minutes: float) -> list[str]:
+def speed_flags(accelerator: bool, minutes: float) -> list[str]:
     """Return the flags that are fastest here; compiling takes about a minute."""
     compiled = [] if minutes >= COMPILED else ["--compile", "off"]
     return ["--bf16", *compiled] if accelerator else []
 
 
-def choose(tour: Tour, text: Text, tokens: int, deadline: Deadline, accelerator: bool) -> dict[str, Any]:
+def choose_training(
+    tour: Tour, text: CollectedText, tokens: int, deadline: Deadline, accelerator: bool
+) -> dict[str, Any]:
     """Measure a trial; return the command of the run, and what limits its length."""
     vocab, size = vocabulary_size(tour), plans.trial_size(tokens, accelerator)
-    how = fast(accelerator, deadline.minutes)
-    speed, deadline.start, start = measure(tour, size, deadline.trial, how)
-    machine = Machine(size, speed, accelerator)
+    how = speed_flags(accelerator, deadline.minutes)
+    speed, deadline.start, start = measure_speed(tour, size, deadline.trial, how)
+    machine = MeasuredSpeed(size, speed, accelerator)
     # Three commands start, the score reads each token twice in a third of a training step's time.
     scored = 2 / 3 * text.held_out_bytes / max(text.train_bytes, 1) * tokens / speed
     deadline.after = 3 * start + scored + 1 + min(text.train_bytes, 5e7) / 1e7
     seconds = deadline.left() - deadline.start
-    plan = plans.choose(tokens, vocab, machine, seconds)
-    for line in describe(plan, machine, tokens, vocab, max(seconds, 0)):
+    plan = plans.plan_training(tokens, vocab, machine, seconds)
+    for line in describe_plan(plan, machine, tokens, vocab, max(seconds, 0)):
         print(f"  {line}")
     missing = plans.useful(machine, vocab) - seconds
     if plan.limit == "time" and missing > 0:
@@ -151,16 +153,16 @@ def choose(tour: Tour, text: Text, tokens: int, deadline: Deadline, accelerator:
     return {"command": command, "limit": plan.limit}
 
 
-def measure(tour: Tour, size: Size, most: float, how: list[str]) -> tuple[float, float, float]:
+def measure_speed(tour: Tour, size: Size, most: float, how: list[str]) -> tuple[float, float, float]:
     """Train a few steps without saving; return tokens per second and two times in seconds.
 
     These are the start of a training, including what its first steps do once, as compiling, and
     the start of a command that does not. On a slow machine the trial ends after `most` seconds.
     """
     steps, interval = (200, 5) if how else (40, 1)
-    seen: list[Logged] = []
+    seen: list[LoggedInterval] = []
 
-    def stop(at: Logged) -> str | None:
+    def stop(at: LoggedInterval) -> str | None:
         seen.append(at)
         stepping = sum(interval * at.seconds for at in seen[1:])
         late = len(seen) > 1 and (stepping > STEPPING or time.perf_counter() - began > most)
@@ -178,7 +180,7 @@ def measure(tour: Tour, size: Size, most: float, how: list[str]) -> tuple[float,
     return speed, start, bare
 
 
-def describe(plan: Plan, machine: Machine, tokens: int, vocab: int, seconds: float) -> list[str]:
+def describe_plan(plan: TrainingPlan, machine: MeasuredSpeed, tokens: int, vocab: int, seconds: float) -> list[str]:
     """Say what was chosen, and why."""
     size, millions = plan.size, plan.size.cost(vocab) / 1e6
     read = plan.steps * size.tokens
@@ -206,13 +208,13 @@ def readings(times: float) -> str:
     return f"{times:.0%}".replace("%", " % of it is read") if times < 0.95 else f"each is read {times:.1f} times"
 
 
-def train(tour: Tour, progress: Progress, deadline: Deadline) -> None:
+def train_in_time(tour: Tour, progress: TourProgress, deadline: Deadline) -> None:
     """Train; if the machine turns out faster or slower, correct the number of steps once."""
     command, limit = progress.done["plan"]["command"], progress.done["plan"]["limit"]
     steps = int(command[command.index("--train-iters") + 1])
     corrected = 0
 
-    def check(at: Logged) -> str | None:
+    def check(at: LoggedInterval) -> str | None:
         nonlocal corrected
         if not steps * 0.1 <= at.iteration <= steps * CORRECTABLE:
             return None

@@ -56,7 +56,7 @@ SIZES = [
 
 
 @dataclass(frozen=True)
-class Machine:
+class MeasuredSpeed:
     """The result of a trial: how fast this machine trains a model of one size."""
 
     trial: Size
@@ -69,7 +69,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     size: Size
     steps: int
     dropout: float
@@ -77,7 +77,7 @@ class Plan:
     limit: str  # what ends the training: "time" or "text"
 
 
-def vocabulary(text_bytes: int, wide: float, accelerator: bool) -> int:
+def vocabulary_for(text_bytes: int, wide: float, accelerator: bool) -> int:
     """Return a vocabulary size; `wide` is the share of the bytes that are not ASCII.
 
     Rare words are not learnt, and the head costs as much as layers do. A script with thousands of
@@ -106,12 +106,12 @@ def trial_size(tokens: int, accelerator: bool) -> Size:
     return grow(fitting[-1] if fitting else SIZES[0], tokens) if accelerator else SIZES[0]
 
 
-def useful(machine: Machine, vocab: int) -> float:
+def useful(machine: MeasuredSpeed, vocab: int) -> float:
     """Return the seconds of training below which a model is hardly worth its minutes."""
     return USEFUL * SIZES[0].tokens / machine.speed(SIZES[0], vocab)
 
 
-def choose(tokens: int, vocab: int, machine: Machine, seconds: float) -> Plan:
+def plan_training(tokens: int, vocab: int, machine: MeasuredSpeed, seconds: float) -> TrainingPlan:
     """Plan a training of `seconds` on a text of so many tokens."""
 
     def reads(size: Size) -> float:
@@ -125,4 +125,4 @@ def choose(tokens: int, vocab: int, machine: Machine, seconds: float) -> Plan:
     steps = steps // 10 * 10  # a round number
     epochs = steps * size.tokens / max(tokens, 1)
     dropout = 0.0 if epochs < 2 else 0.1 if epochs < 6 else 0.2
-    return Plan(size, steps, dropout, epochs, "text" if by_text < by_time else "time")
+    return TrainingPlan(size, steps, dropout, epochs, "text" if by_text < by_time else "time")

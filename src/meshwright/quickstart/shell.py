@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import shlex
@@ -18,28 +19,41 @@ from meshwright.errors import DONE, SIGTERM, UNEXPECTED, UserError
 
 
 @dataclass(frozen=True)
-class Logged:
-    """A log line of a training."""
+class LoggedInterval:
+    """A log line of a training, as far as it says how the training goes on."""
 
     iteration: int
-    of: int
+    total: int  # iterations
     seconds: float  # of one step
     tokens_per_second: float
+    loss: float = math.nan
+    left: str = ""
+
+    def __str__(self) -> str:
+        """Return what a newcomer wants to see."""
+        speed, place = f"{self.tokens_per_second:,.0f} tokens/s", f"{self.iteration:>6} of {self.total}"
+        return f"iteration {place}   loss {self.loss:.3f}   {speed}   {self.left} left"
 
 
-STEP = re.compile(r" iteration +(\d+)/ +(\d+) .*per iteration \(ms\): ([\d.]+) .*tokens per second: (\d+)")
+# The trial has no run folder, so its steps are read where those of a run are too: in Megatron's lines.
+STEP_LINE = re.compile(
+    r" iteration +(\d+)/ +(\d+) .*per iteration \(ms\): ([\d.]+) .*lm loss: (\S+) .*tokens per second: (\d+)"
+    r" .*ETA: (\S+)"
+)
 
 
-def logged(line: str) -> Logged | None:
-    at = STEP.match(line)
-    return Logged(int(at[1]), int(at[2]), float(at[3]) / 1000, float(at[4])) if at else None
+def read_step_line(line: str) -> LoggedInterval | None:
+    if (values := STEP_LINE.match(line)) is None:
+        return None
+    iteration, total, ms, loss, speed, left = values.groups()
+    return LoggedInterval(int(iteration), int(total), float(ms) / 1000, float(speed), float(loss), left)
 
 
 def call(
     log: Path,
     argv: list[str],
     show: Callable[[str], str | None] = str,
-    stop: Callable[[Logged], str | None] | None = None,
+    stop: Callable[[LoggedInterval], str | None] | None = None,
 ) -> str:
     """Run `meshwright ARGV` in a process and return what it printed on stdout.
 
@@ -67,7 +81,7 @@ def call(
                 everything.write(line)
                 if (shown := show(line.rstrip("\n"))) is not None:
                     print(f"  {shown}", flush=True)
-                if stop and (at := logged(line)) and at.iteration < at.of and (reason := stop(at)):
+                if stop and (at := read_step_line(line)) and at.iteration < at.total and (reason := stop(at)):
                     print(f"  -> {reason}", flush=True)
                     child.send_signal(signal.SIGTERM)
                     stop, expected = None, SIGTERM  # a second one would end it immediately
@@ -92,10 +106,10 @@ def environment() -> dict[str, str]:
     return {**few, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
 
 
-def shorten(line: str) -> str | None:
+def shorten_line(line: str) -> str | None:
     """Return the part of a training's log line that a newcomer wants to see, or None."""
-    if at := re.match(r" iteration +(\d+)/ +(\d+) .*lm loss: (\S+) .*tokens per second: (\d+) .*ETA: (\S+)", line):
-        return f"iteration {at[1]:>6} of {at[2]}   loss {float(at[3]):.3f}   {int(at[4]):,} tokens/s   {at[5]} left"
+    if interval := read_step_line(line):
+        return str(interval)
     if at := re.match(r" validation loss at (.*?) \| lm loss value: (\S+) ", line):
         return f"validation loss at {at[1]}: {float(at[2]):.3f}"
     return line.strip() if "successfully" in line or line.startswith("exiting") else None

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.data.prepare.text import read_texts
 from meshwright.progress import duration
 from meshwright.quickstart.plan import Size
-from meshwright.quickstart.shell import Logged, call, shorten
+from meshwright.quickstart.shell import LoggedInterval, call, shorten_line
 from meshwright.settings.text_inputs import TextInputs
 
 COMPARED = 50_000_000  # bytes of text from which the trigram model learns
@@ -74,14 +74,14 @@ class Tour:
         command = self.training(size, dropout, steps, *keep.split(), *more)
         return [*command, "--save", self.run, "--load", self.run]
 
-    def pre_train(self, command: list[str], stop: Callable[[Logged], str | None] | None = None) -> None:
-        self.call(*command, show=shorten, stop=stop)
+    def pre_train(self, command: list[str], stop: Callable[[LoggedInterval], str | None] | None = None) -> None:
+        self.call(*command, show=shorten_line, stop=stop)
 
     def evaluate(self) -> tuple[float, float]:
         """Print the bits per byte of the model and of the trigram model; return both."""
         table = self.call("evaluate", self.run, "--input", self.held_out, "--device", self.device)
         ours = float(re.findall(r"bits per byte +([\d.]+)", table)[0])
-        return ours, compare(ours, Path(self.train), Path(self.held_out))
+        return ours, compare_with_trigram(ours, Path(self.train), Path(self.held_out))
 
     def generate(self, prompt: str, length: int, *how: str) -> None:
         argv = ["generate", self.run, "--prompt", prompt, "--max-new-tokens", str(length), *how]
@@ -103,7 +103,7 @@ def outcome(line: str) -> str | None:
     return line if line.startswith("wrote ") else None
 
 
-def compare(ours: float, train: Path, held_out: Path) -> float:
+def compare_with_trigram(ours: float, train: Path, held_out: Path) -> float:
     """Print the result beside that of a byte-trigram model, the simplest worth a comparison."""
     from meshwright.evaluation.trigram import trigram_bits_per_byte
 

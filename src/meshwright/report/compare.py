@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from meshwright.errors import BAD_DATA, DONE, UNEXPECTED, USAGE, UserError
 from meshwright.progress import duration
 from meshwright.report import plot
-from meshwright.report.html import document, escape, table, write_page
+from meshwright.report.html import document, escape, html_table, write_page
 from meshwright.report.page import columns, explain_validations
 from meshwright.runs.goodput import read_goodput
 from meshwright.runs.history import History, flat_settings, read_history, read_settings, wall_time
@@ -94,7 +94,7 @@ class ComparedRun:
         return next((int(n) for n, value in zip(x, y, strict=True) if value <= loss), None)
 
 
-def compare(folders: Sequence[Path], output: Path | None, as_json: bool, tolerance: float | None) -> int:
+def compare_runs(folders: Sequence[Path], output: Path | None, as_json: bool, tolerance: float | None) -> int:
     """Print the comparison, write its page, return 1 if losses differ by more than `tolerance`."""
     if tolerance is not None and not tolerance >= 0:
         raise UserError(f"--tolerance {tolerance} must be a number of at least 0", USAGE)
@@ -109,7 +109,7 @@ def compare(folders: Sequence[Path], output: Path | None, as_json: bool, toleran
     if as_json:
         print(json.dumps(to_json(found), allow_nan=False))
     else:
-        print("\n".join(as_text(found)))
+        print("\n".join(comparison_as_text(found)))
     if output or not as_json:
         target = write_page(output or folders[0] / "compare.html", page(runs, found))
         print(target, file=sys.stderr if as_json else sys.stdout)
@@ -310,11 +310,11 @@ def percentage(x: float) -> str:
     return f"{x:.0e}".replace("e-0", "e-") if 0 < x < 1e-4 else f"{x:.2%}"
 
 
-def as_text(found: dict[str, Any]) -> list[str]:
+def comparison_as_text(found: dict[str, Any]) -> list[str]:
     names = [r["name"] for r in found["runs"]]
     lines = aligned(turned([["", *names], *summary(found)]))
     lines += ["", *aligned(turned([[f"compared with {names[0]}", *names[1:]], *distances(found)]))]
-    settings = [f"  {n}: {' | '.join(map(show, values))}" for n, values in found["settings"].items()]
+    settings = [f"  {n}: {' | '.join(map(show_setting, values))}" for n, values in found["settings"].items()]
     notes = [f"note: {note}" for note in found["notes"]]
     return [*lines, *notes, "", "settings that differ:" if settings else "no setting differs", *settings]
 
@@ -329,7 +329,7 @@ def aligned(rows: list[list[str]]) -> list[str]:
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def show(value: Any) -> str:
+def show_setting(value: Any) -> str:
     return "none" if value is None else json.dumps(value, default=str, ensure_ascii=False)
 
 
@@ -338,7 +338,7 @@ def show(value: Any) -> str:
 
 def page(runs: Sequence[ComparedRun], found: dict[str, Any]) -> str:
     names = [r.name for r in runs]
-    settings = [[n, *map(show, values)] for n, values in found["settings"].items()]
+    settings = [[n, *map(show_setting, values)] for n, values in found["settings"].items()]
     parts = [
         f"<h1>{escape(', '.join(names))}</h1>",
         wide_table([["", *names], *summary(found)]),
@@ -348,14 +348,14 @@ def page(runs: Sequence[ComparedRun], found: dict[str, Any]) -> str:
         *(f'<p class="quiet">Note: {escape(note)}.</p>' for note in found["notes"]),
         *explained(runs),
         f"<h2>Settings that differ ({len(settings)})</h2>",
-        table(settings, "numbers", ["", *names]) if settings else '<p class="quiet">None.</p>',
+        html_table(settings, "numbers", ["", *names]) if settings else '<p class="quiet">None.</p>',
     ]
     return document(f"{', '.join(names)}: comparison", parts)
 
 
 def wide_table(rows: list[list[str]]) -> str:
     head, *body = turned(rows)
-    return table(body, "numbers runs", head)
+    return html_table(body, "numbers runs", head)
 
 
 def explained(runs: Sequence[ComparedRun]) -> list[str]:
@@ -393,7 +393,7 @@ def plots(runs: Sequence[ComparedRun]) -> list[str]:
         x, y = curve(r, "loss", by_amount)
         signs = []
         if len(x):
-            plot.draw(losses, x, y, style.colour, style.line)
+            plot.draw_line(losses, x, y, style.colour, style.line)
             signs.append(style.sign)
         checks = [(r.amount(i) if by_amount else i, v) for i, v in r.validations().items() if math.isfinite(v)]
         if checks:
@@ -403,6 +403,8 @@ def plots(runs: Sequence[ComparedRun]) -> list[str]:
         rates.plot(*plot.thin(*curve(r, "lr", by_amount)), color=style.colour, ls=style.line, lw=1.6)
         legends["Learning rate"] += key
         if number and len(x) and (both := (x0 >= x[0]) & (x0 <= x[-1])).any():
-            plot.draw(differences, x0[both], np.interp(x0[both], x, y) - y0[both], style.colour, style.line)
+            plot.draw_line(differences, x0[both], np.interp(x0[both], x, y) - y0[both], style.colour, style.line)
             legends["Difference"] += key
-    return [plot.embed(figure, t, notes[t], legends[t], wide=True) for t, (figure, _) in drawn.items() if legends[t]]
+    return [
+        plot.embed_figure(figure, t, notes[t], legends[t], wide=True) for t, (figure, _) in drawn.items() if legends[t]
+    ]

@@ -34,7 +34,7 @@ NUMBER = r"([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LogLine:
     """What a log says of the steps since the line before."""
 
     iteration: int
@@ -49,7 +49,7 @@ class Log:
 
     path: Path
     name: str  # the path as shown
-    lines: dict[str, list[Line]] = field(default_factory=dict)  # per form
+    lines: dict[str, list[LogLine]] = field(default_factory=dict)  # per form
     arguments: dict[str, str] = field(default_factory=dict)
     memory: dict[str, float] = field(default_factory=dict)  # MiB, per source
     ppl: float | None = None  # the lowest of all validations
@@ -58,7 +58,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Row:
+class LogRow:
     """One log in the table."""
 
     config: str
@@ -77,7 +77,7 @@ class Row:
 # Lines of steps
 
 
-def megatron(text: str) -> Line | None:
+def megatron(text: str) -> LogLine | None:
     """Read ` iteration 100/ 220 | elapsed time per iteration (ms): 12.5 | ...`, of any version."""
     found = re.search(r"\biteration +(\d+) */", text)
     if found is None or "|" not in text:
@@ -91,42 +91,42 @@ def megatron(text: str) -> Line | None:
     if speed is None and ms and batch:
         speed = batch * 1e3 / ms
     tflops = per_gpu if tflops is None else tflops
-    return Line(int(found[1]), speed, _number(values.get("lm loss", "")), tflops) if ms or speed else None
+    return LogLine(int(found[1]), speed, _number(values.get("lm loss", "")), tflops) if ms or speed else None
 
 
-def libai(text: str) -> Line | None:
+def libai(text: str) -> LogLine | None:
     found = re.search(r"\biteration: +(\d+)/\d+", text)
     if found is None or "total_loss" not in text:
         return None
     speed, loss = _after("total_throughput: +", text), _after("total_loss: +", text)
     if speed is None and (seconds := _after(r"\btime: +", text)) and (batch := _after(r"total_batch_size: +", text)):
         speed = batch / seconds
-    return Line(int(found[1]), speed, loss)
+    return LogLine(int(found[1]), speed, loss)
 
 
-def oneflow(text: str) -> Line | None:
+def oneflow(text: str) -> LogLine | None:
     """Read a row `| step | micro_batches | samples | throughput | latency | loss |`."""
     cells = [cell.strip() for cell in text.strip().strip("|").split("|")]
     if text.lstrip().startswith("|") and len(cells) == 6 and cells[0].isdigit():
-        return Line(int(cells[0]), _number(cells[3]), _number(cells[5]))
+        return LogLine(int(cells[0]), _number(cells[3]), _number(cells[5]))
     found = re.search(r"\bstep=(\d+),", text)
     if found is None or "throughput=" not in text:
         return None
-    return Line(int(found[1]), _after("throughput=", text), _after("loss=", text))
+    return LogLine(int(found[1]), _after("throughput=", text), _after("loss=", text))
 
 
-def deepspeed(text: str) -> Line | None:
+def deepspeed(text: str) -> LogLine | None:
     """Read what DeepSpeed's engine and timer print every `steps_per_print` steps."""
     found = re.search(r"\bsteps: (\d+) loss: ", text)
     if found is not None:
-        return Line(int(found[1]), _after("samples/sec: +", text), _after("loss: +", text))
+        return LogLine(int(found[1]), _after("samples/sec: +", text), _after("loss: +", text))
     found = re.search(r"\bglobal_step=(\d+),", text)
     speed = _after("CurrSamplesPerSec=", text)
-    return Line(int(found[1]), speed) if found is not None and speed is not None else None
+    return LogLine(int(found[1]), speed) if found is not None and speed is not None else None
 
 
 # The first form of which a log has lines is the one it is read in.
-FORMS: dict[str, Callable[[str], Line | None]] = {
+FORMS: dict[str, Callable[[str], LogLine | None]] = {
     "megatron": megatron,
     "libai": libai,
     "oneflow": oneflow,
@@ -221,14 +221,14 @@ def _keep_most(log: Log, source: str, mib: float) -> None:
 # Rows
 
 
-def after_warm_up(lines: Sequence[Line]) -> list[Line]:
+def after_warm_up(lines: Sequence[LogLine]) -> list[LogLine]:
     """Return the lines that the medians are of; see the top of this module."""
     last = max(line.iteration for line in lines)
     pairs = itertools.pairwise(lines)
     return [b for a, b in pairs if a.iteration < b.iteration and b.iteration * 10 > last] or list(lines)
 
 
-def row_of(log: Log) -> Row | None:
+def row_of(log: Log) -> LogRow | None:
     """Return the log's row; None if it has no line of a step."""
     form = next((form for form in FORMS if form in log.lines), None)
     if form is None:
@@ -238,7 +238,7 @@ def row_of(log: Log) -> Row | None:
     speeds = [x for line in counted if (x := line.samples_per_second) is not None]
     tflops = [x for line in counted if (x := line.tflops) is not None]
     memory_from = next((s for s in ("nvidia-smi", "reserved", "tensors") if s in log.memory), "")
-    return Row(
+    return LogRow(
         config_of(log),
         statistics.median(speeds) if speeds else None,
         log.memory.get(memory_from),
@@ -338,7 +338,7 @@ def why_not(log: Log) -> str:
 HEAD = ("config", "samples/s", "memory (MiB)", "TFLOPs", "loss", "val. PPL", "iteration", "log")
 
 
-def cells(row: Row) -> list[str]:
+def cells(row: LogRow) -> list[str]:
     def shown(value: float | None, form: str, after: str = "") -> str:
         return "-" if value is None else f"{value:{form}}{after}"
 
@@ -347,29 +347,29 @@ def cells(row: Row) -> list[str]:
     return [row.config, *numbers, shown(row.ppl, ".2f"), str(row.iteration), row.log]
 
 
-def as_text(rows: Sequence[Row]) -> str:
+def logs_as_text(rows: Sequence[LogRow]) -> str:
     return "\n".join(aligned([list(HEAD), *map(cells, rows)])) + "\n"
 
 
-def as_markdown(rows: Sequence[Row]) -> str:
+def as_markdown(rows: Sequence[LogRow]) -> str:
     lines = [list(HEAD), ["---"] * len(HEAD), *map(cells, rows)]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
-def as_csv(rows: Sequence[Row]) -> str:
+def as_csv(rows: Sequence[LogRow]) -> str:
     file = io.StringIO()
-    writer = csv.DictWriter(file, Row.__dataclass_fields__, lineterminator="\n")
+    writer = csv.DictWriter(file, LogRow.__dataclass_fields__, lineterminator="\n")
     writer.writeheader()
     writer.writerows(row.__dict__ for row in rows)
     return file.getvalue()
 
 
-def as_json(rows: Sequence[Row], without: Sequence[dict[str, str]] = ()) -> str:
+def logs_as_json(rows: Sequence[LogRow], without: Sequence[dict[str, str]] = ()) -> str:
     found: dict[str, Any] = {"runs": [row.__dict__ for row in rows], "without_steps": list(without)}
     return json.dumps(to_json(found), allow_nan=False) + "\n"
 
 
-TABLES = {"text": as_text, "csv": as_csv, "markdown": as_markdown, "json": as_json}
+TABLES = {"text": logs_as_text, "csv": as_csv, "markdown": as_markdown, "json": logs_as_json}
 
 
 def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
@@ -388,7 +388,7 @@ def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
     rows = [row for log in logs if (row := row_of(log)) is not None]
     rows.sort(key=lambda row: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", row.config)])
     if form == "json":
-        print(as_json(rows, without), end="")
+        print(logs_as_json(rows, without), end="")
     elif rows:
         print(TABLES[form](rows), end="")
     for one in without:
@@ -399,12 +399,12 @@ def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
             f"no log with a line of a step in {where}; in folders, {', '.join(PATTERNS)} are read", BAD_DATA
         )
     if picture is not None:
-        write_picture(picture, draw(rows))
+        write_picture(picture, draw_logs(rows))
         print(picture, file=sys.stderr)
     return DONE
 
 
-def draw(rows: Sequence[Row]) -> Figure:
+def draw_logs(rows: Sequence[LogRow]) -> Figure:
     """Draw samples/s and memory as bars, a row each."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.progress import duration
 from meshwright.report import plot
-from meshwright.report.html import document, escape, table, write_page
+from meshwright.report.html import document, escape, html_table, write_page
 from meshwright.runs.goodput import read_goodput
 from meshwright.runs.history import (
     PATIENCE,
@@ -76,7 +76,7 @@ def page(run_dir: Path, history: History, settings: Settings, now: float) -> str
         *([f"<p>{escape(goodput.line().capitalize())}.</p>"] if (goodput := read_goodput(history)) else []),
         f'<div class="pictures">{"".join(plots(history))}</div>',
         "<h2>Attempts</h2>",
-        table(attempts, "attempts", ["", "started", "iterations", "command", "end"]),
+        html_table(attempts, "attempts", ["", "started", "iterations", "command", "end"]),
         "<h2>Repeat this run</h2>",
         f"<pre>meshwright train --config {escape(shlex.quote(str(run_dir / 'config.toml')))}</pre>",
         '<p class="quiet">If the settings name --save and --load, this continues from the last checkpoint; '
@@ -161,7 +161,7 @@ def explain_validations(history: History, settings: dict[str, Any], is_running: 
 
 
 def settings_table(values: dict[str, Any]) -> str:
-    return table([[k, json.dumps(v, default=str)] for k, v in values.items()], "settings")
+    return html_table([[k, json.dumps(v, default=str)] for k, v in values.items()], "settings")
 
 
 def headlines(history: History, settings: Settings, is_running: bool = False) -> list[tuple[str, str]]:
@@ -247,7 +247,7 @@ def plots(history: History) -> list[str]:
             draw_column(axes, history.steps, column, scale, smooth)
             if column == "grad_norm":
                 use_log_scale_if_spiky(axes, history.steps)
-            out.append(plot.embed(figure, title, unit))
+            out.append(plot.embed_figure(figure, title, unit))
     return out
 
 
@@ -270,7 +270,7 @@ def loss_plot(history: History) -> str:
         legend.append(plot.key("×", plot.BAD, "not finite"))
     if resumed_at(history):
         legend.append(plot.key("┆", plot.INK, "resumed or rolled back"))
-    return plot.embed(figure, "Loss", legend="".join(legend), wide=True)
+    return plot.embed_figure(figure, "Loss", legend="".join(legend), wide=True)
 
 
 def score_plot(name: str, scores: dict[int, float]) -> str:
@@ -279,8 +279,8 @@ def score_plot(name: str, scores: dict[int, float]) -> str:
 
     figure, axes = plot.new_axes((4.8, 2.7))
     x, y = np.array(sorted(scores.items()), dtype=np.float64).reshape(-1, 2).T
-    plot.draw(axes, x, y, plot.POINT, smooth=False)
-    return plot.embed(figure, name)
+    plot.draw_line(axes, x, y, plot.POINT, smooth=False)
+    return plot.embed_figure(figure, name)
 
 
 def resumed_at(history: History) -> list[int]:
@@ -295,7 +295,7 @@ def draw_column(axes: Axes, steps: Sequence[LoggedStep], column: str, scale: flo
     known = np.isfinite(y)
     crosses = x[~known][:: max(1, int((~known).sum()) // plot.POINTS)]
     axes.plot(crosses, np.full(len(crosses), 0.97), "x", color=plot.BAD, transform=axes.get_xaxis_transform(), ms=5)
-    return plot.draw(axes, x[known], y[known], plot.LINE, smooth=smooth)
+    return plot.draw_line(axes, x[known], y[known], plot.LINE, smooth=smooth)
 
 
 def columns(steps: Sequence[LoggedStep], column: str, at: str = "iteration", scale: float = 1.0) -> tuple[Any, Any]:

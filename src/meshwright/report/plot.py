@@ -43,7 +43,7 @@ def style(axes: Axes, x: str) -> None:
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
-def draw(axes: Axes, x: Any, y: Any, colour: str, line: Any = "-", smooth: bool = True) -> int:
+def draw_line(axes: Axes, x: Any, y: Any, colour: str, line: Any = "-", smooth: bool = True) -> int:
     """Draw a line, with a running median over more than 20 points; return the median's width."""
     if not smooth or len(y) <= 20:
         axes.plot(*thin(x, y), color=colour, ls=line, lw=1.2, marker="." if len(y) <= 30 else "")
@@ -86,7 +86,7 @@ def svg_of(figure: Figure, title: str) -> str:
     return file.getvalue()
 
 
-def embed(figure: Figure, title: str, note: str = "", legend: str = "", wide: bool = False) -> str:
+def embed_figure(figure: Figure, title: str, note: str = "", legend: str = "", wide: bool = False) -> str:
     """Return an HTML figure; as a data URI, its ids and styles stay apart from the page's."""
     caption = escape(title) + (f' <span class="quiet">{escape(note)}</span>' if note else "")
     keys = f'<div class="legend quiet">{legend}</div>' if legend else ""

@@ -97,7 +97,7 @@ def make_app(watcher: Watcher) -> Starlette:
         return answer(describe_samples(run, iteration))
 
     async def events(request: Request) -> Response:
-        return StreamingResponse(stream(watcher), media_type="text/event-stream")
+        return StreamingResponse(event_stream(watcher), media_type="text/event-stream")
 
     routes = [Route(address, file_route(*file)) for address, file in FILES.items()]
     api = {"state": state, "curves": draw, "samples": samples, "events": events}
@@ -122,7 +122,7 @@ def read_view(asked: Any) -> View:
     return View(axis, begin, end, points, smooth)
 
 
-async def stream(watcher: Watcher) -> AsyncIterator[str]:
+async def event_stream(watcher: Watcher) -> AsyncIterator[str]:
     """Yield the state as server-sent events: at once, and whenever something was read."""
     sent, waited = -1, 0.0
     while not watcher.is_over():

@@ -55,7 +55,7 @@ def curves(run: RunTail, view: View) -> dict[str, Any]:
     lines = {}
     for name in DRAWN:
         y = run.column(name) * UNITS.get(name, 1.0)
-        lines[name] = line(x, y, where, half if name in SMOOTH else 0, view.points)
+        lines[name] = curve_line(x, y, where, half if name in SMOOTH else 0, view.points)
         if name in UNITS:
             lines[name]["bad"] = []  # unknown on this device
     record, place = run.record, Places(run, x)
@@ -93,7 +93,7 @@ class Places:
         return {"x": [self.at(i) for i, _ in known], "y": [y for _, y in known], "step": [i for i, _ in known]}
 
 
-def line(x: Steps, y: Steps, where: tuple[int, int], half: int, points: int) -> dict[str, Any]:
+def curve_line(x: Steps, y: Steps, where: tuple[int, int], half: int, points: int) -> dict[str, Any]:
     """Return one line of the steps where[0] to where[1], and one point beyond on each side."""
     begin, end = max(where[0] - 1, 0), min(where[1] + 1, len(x))
     finite = np.isfinite(y[begin:end])
