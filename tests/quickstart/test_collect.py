@@ -8,7 +8,7 @@ import pytest
 from meshwright.data.prepare import text
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.quickstart import collect
-from meshwright.quickstart.collect import InputDocuments
+from meshwright.quickstart.collect import InputDocuments, cut_document
 from meshwright.settings.text_inputs import TextInputs
 
 

@@ -35,7 +35,7 @@ class LoggedInterval:
         return f"iteration {place}   loss {self.loss:.3f}   {speed}   {self.left} left"
 
 
-# The trial has no run folder, so its steps are read where those of a run are too: in Megatron's lines.
+# Read in Megatron's lines, as the trial has no run folder with a metrics.jsonl.
 STEP_LINE = re.compile(
     r" iteration +(\d+)/ +(\d+) .*per iteration \(ms\): ([\d.]+) .*lm loss: (\S+) .*tokens per second: (\d+)"
     r" .*ETA: (\S+)"
