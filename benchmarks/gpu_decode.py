@@ -359,7 +359,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    devices.pick("cuda")
+    devices.open_device("cuda")
     torch.backends.cuda.matmul.allow_tf32 = False
     if args.check:
         for check in (check_kernels, check_texts):

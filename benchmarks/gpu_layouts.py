@@ -269,7 +269,7 @@ def measure_all(given: argparse.Namespace) -> None:
     any_cell = parse_settings(
         TrainConfig, line_of(given.models[0], CELLS[given.models[0]][0], given).split(), "train"
     ).config
-    device = devices.pick(any_cell.parallel.device, world.local_rank)
+    device = devices.open_device(any_cell.parallel.device, world.local_rank)
     team = join_ranks(world, pick_backend(any_cell, device), 5, device, seconds=120)
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if team.is_lead:
@@ -686,7 +686,7 @@ def versions(device: Any) -> dict[str, Any]:
 
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else None
     return {
-        "device": devices.name(device),
+        "device": devices.device_name(device),
         "torch": torch.__version__,
         "nccl": nccl,
         "python": platform.python_version(),
@@ -851,7 +851,7 @@ def overhead(given: argparse.Namespace) -> None:
     for model in given.models:
         line = line_of(model, replace(CELLS[model][0], batch=CELLS[model][0].micro), given)
         config = parse_settings(TrainConfig, [*line.split(), "--world-size=1"], "train").config
-        device = devices.pick(config.parallel.device)
+        device = devices.open_device(config.parallel.device)
         vocab, padded = vocabulary_of(config)
         net = network.build_network(network.Spec(config, Layout(), device, vocab, padded))
         with device:

@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
 def open_trainer(words: list[str]) -> Trainer:
     console.set_stream(None)
     config = flags.parse_settings(TrainConfig, words, "trust_cost").config
-    device, team = devices.pick(config.parallel.device, 0), Team()
+    device, team = devices.open_device(config.parallel.device, 0), Team()
     timers = Timers(0, "minmax", device, team)
     vocab = config.tokenizer.vocab_size or 50257
     padded = -(-vocab // config.model.make_vocab_size_divisible_by) * config.model.make_vocab_size_divisible_by
@@ -120,7 +120,7 @@ def report(trainer: Trainer, seconds: dict[str, list[float]], every: int, thread
     ours = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     parameters = sum(x.numel() for x in trainer.net.store.weights_by_name().values())
     graphs = "on" if trainer.net.graphs is not None and not trainer.net.graphs.is_off else "off"
-    where = f"torch {torch.__version__}, {devices.name(device)}, {platform.node()}"
+    where = f"torch {torch.__version__}, {devices.device_name(device)}, {platform.node()}"
     print(f"commit {ours}, {where}, {parameters:,} parameters, CUDA graphs {graphs}\n")
     print(f"| turn | off, ms a step | on (hash every {every}) | on / off |\n|---|---|---|---|")
     for n, (a, b) in enumerate(zip(seconds["off"], seconds["on"], strict=True), 1):

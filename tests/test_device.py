@@ -17,6 +17,7 @@ import torch
 
 from helpers import TINY_FLAGS
 from meshwright import device as devices
+from meshwright import host
 from meshwright.__main__ import main
 from meshwright.data.loader import Loader, LoaderSpec
 from meshwright.errors import USAGE, UserError
@@ -97,8 +98,8 @@ def machine(monkeypatch):
 
 def test_without_an_accelerator(machine):
     machine(None, 0)
-    assert devices.pick("auto") == devices.pick("cpu", 3) == devices.pick("cpu:0") == CPU
-    assert devices.count() == 0
+    assert devices.open_device("auto") == devices.open_device("cpu", 3) == devices.open_device("cpu:0") == CPU
+    assert devices.count_accelerators() == 0
     for wanted, words in (
         ("cuda", "--device cuda: torch sees no GPU (nvidia-smi shows"),
         ("cuda:1", "--device cuda:1: torch sees no GPU (nvidia-smi shows"),
@@ -107,19 +108,24 @@ def test_without_an_accelerator(machine):
         ("bogus", "--device bogus: torch sees no such device"),
     ):
         with pytest.raises(UserError) as error:
-            devices.pick(wanted)
+            devices.open_device(wanted)
         assert str(error.value).startswith(words)
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
 def test_each_process_takes_its_own(machine, kind):
     used = machine(kind, 4)
-    assert devices.pick("auto", 3) == devices.pick(kind, 3) == devices.pick(f"{kind}:3") == torch.device(kind, 3)
+    assert (
+        devices.open_device("auto", 3)
+        == devices.open_device(kind, 3)
+        == devices.open_device(f"{kind}:3")
+        == torch.device(kind, 3)
+    )
     with pytest.raises(UserError, match=f"--device {kind}:3 names one device, but this is process 1 of several"):
-        devices.pick(f"{kind}:3", 1)
+        devices.open_device(f"{kind}:3", 1)
     assert [d for d, _ in used] == [torch.device(kind, 3)] * 3
-    assert devices.pick(kind) == torch.device(kind, 0)
-    assert devices.pick("cpu", 3) == CPU and len(used) == 4 and devices.count() == 4
+    assert devices.open_device(kind) == torch.device(kind, 0)
+    assert devices.open_device("cpu", 3) == CPU and len(used) == 4 and devices.count_accelerators() == 4
 
 
 def test_triton_may_fuse_products_and_sums(machine, monkeypatch):
@@ -127,10 +133,10 @@ def test_triton_may_fuse_products_and_sums(machine, monkeypatch):
     name, value = devices.FUSED_MULTIPLY_ADD
     monkeypatch.delenv(name, raising=False)
     machine("cuda", 1)
-    devices.pick("auto")
+    devices.open_device("auto")
     assert os.environ[name] == value
     monkeypatch.setenv(name, "0")
-    devices.pick("auto")
+    devices.open_device("auto")
     assert os.environ[name] == "0"
 
 
@@ -139,32 +145,34 @@ def test_too_many_processes_and_another_kind(machine):
     with pytest.raises(
         UserError, match=r"process 2 .* wants cuda:2, but torch sees 2 .* CUDA_VISIBLE_DEVICES hides some"
     ):
-        devices.pick("auto", 2)
+        devices.open_device("auto", 2)
     with pytest.raises(UserError, match=r"process 0 .* wants cuda:7, but torch sees 2 .*--nproc-per-node 2"):
-        devices.pick("cuda:7")
+        devices.open_device("cuda:7")
     with pytest.raises(UserError, match=r"--device xpu: torch sees cuda devices"):
-        devices.pick("xpu")
+        devices.open_device("xpu")
     machine("mtia", 1)  # a kind without an entry in the tables
-    assert devices.pick("auto") == torch.device("mtia", 0)
+    assert devices.open_device("auto") == torch.device("mtia", 0)
     with pytest.raises(UserError, match=r"start at most 1 here \(--nproc-per-node 1\)$"):
-        devices.pick("mtia", 1)
+        devices.open_device("mtia", 1)
 
 
 def test_apples_gpu_is_not_used(machine):
     machine("mps", 1)
-    assert devices.pick("auto") == CPU and devices.count() == 0 and devices.accelerators() == []
-    assert devices.unfit() == "Apple's GPU"
+    assert (
+        devices.open_device("auto") == CPU and devices.count_accelerators() == 0 and devices.list_accelerators() == []
+    )
+    assert devices.unfit_accelerator() == "Apple's GPU"
     with pytest.raises(UserError, match="--device mps: .* give --device cpu"):
-        devices.pick("mps")
+        devices.open_device("mps")
     machine(None, 0)
-    assert devices.unfit() is None
+    assert devices.unfit_accelerator() is None
 
 
 def test_a_process_that_sees_only_its_own_device(machine, monkeypatch):
     """srun shows devices so; ranks that share one are refused when they meet."""
     machine("cuda", 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert devices.pick("auto", 3) == torch.device("cuda", 0)
+    assert devices.open_device("auto", 3) == torch.device("cuda", 0)
 
 
 FAKE_NPU = """
@@ -186,18 +194,19 @@ import torch
 from torch.profiler import ProfilerActivity
 from meshwright import device as devices
 from meshwright.errors import USAGE, UserError
-npu = devices.pick("npu", 1)
+npu = devices.open_device("npu", 1)
 import torch_npu
-assert npu == devices.pick("auto", 1) == devices.pick("npu:1") == torch.device("npu", 1) and devices.count() == 2
+assert npu == devices.open_device("auto", 1) == devices.open_device("npu:1") == torch.device("npu", 1)
+assert devices.count_accelerators() == 2
 assert torch_npu.done == ["npu:1"] * 3 and devices.is_accelerator(npu) and not devices.has_kernels(npu)
 del torch_npu.done[:]
-devices.synchronize(npu); devices.seed(npu, 5); devices.reset_memory(npu); devices.set_current(npu)
+devices.synchronize(npu); devices.seed_generator(npu, 5); devices.reset_memory(npu); devices.set_current(npu)
 assert torch_npu.done == ["npu:1", 5, "empty", "reset", "npu:1"]
-assert (devices.name(npu), devices.total_memory(npu), devices.free_memory(npu)) == ("Ascend 1", 64, 8)
+assert (devices.device_name(npu), devices.total_memory(npu), devices.free_memory(npu)) == ("Ascend 1", 64, 8)
 assert devices.peak_memory(npu) == 7 and devices.memory_stats(npu) == {"allocated_bytes.all.peak": 7}
 assert devices.profiler_activities(npu) == [ProfilerActivity.CPU, ProfilerActivity.PrivateUse1]
 try:
-    devices.pick("npu", 2)
+    devices.open_device("npu", 2)
 except UserError as e:
     assert "npu:2, but torch sees 2 of them" in str(e) and "ASCEND_RT_VISIBLE_DEVICES" in str(e), e
 else:
@@ -229,12 +238,12 @@ def test_a_torch_npu_that_does_not_load(monkeypatch, tmp_path, error):
     with pytest.raises(
         UserError, match=r"^--device npu: torch_npu does not load: (libascend_hal.so: no such file|two acc\w+)$"
     ):
-        devices.pick("npu")
+        devices.open_device("npu")
     assert "torch_npu" not in sys.modules
 
 
 def test_a_cpu_answers_every_question():
-    assert re.fullmatch(rf"cpu, {torch.get_num_threads()} threads?", devices.name(CPU))
+    assert re.fullmatch(rf"cpu, {torch.get_num_threads()} threads?", devices.device_name(CPU))
     assert devices.peak_memory(CPU) is None and devices.memory_stats(CPU) == {}
     assert devices.profiler_activities(CPU) == [torch.profiler.ProfilerActivity.CPU]
     assert not devices.is_accelerator(CPU) and not devices.has_kernels(CPU)
@@ -242,30 +251,30 @@ def test_a_cpu_answers_every_question():
     devices.synchronize(None)
     devices.set_current(CPU)
     devices.set_current(None)
-    devices.seed(CPU, 5)
+    devices.seed_generator(CPU, 5)
     drawn = torch.rand(3)
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
 
 
-@pytest.mark.parametrize("files", devices.CGROUP_FILES, ids=["version 2", "version 1"])
+@pytest.mark.parametrize("files", host.CGROUP_FILES, ids=["version 2", "version 1"])
 def test_container_memory_excludes_cached_files(tmp_path, monkeypatch, files):
     """Data in memory-mapped files fills the page cache.
 
     Neither the micro-batch nor background saves may suffer.
     """
-    monkeypatch.setattr(devices, "CGROUP", tmp_path)
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
     physical = devices.total_memory(CPU)
-    assert devices.container_memory() == (None, 0) and 2**20 < devices.free_memory(CPU) <= physical
+    assert host.container_memory() == (None, 0) and 2**20 < devices.free_memory(CPU) <= physical
     limit, used, stat = (tmp_path / name for name in files)
     limit.parent.mkdir(exist_ok=True)
     stat.write_text("anon 5\ninactive_file 300\nactive_file 200\n")
     used.write_text("1500\n")
     limit.write_text("4000\n")
-    assert devices.total_memory(CPU) == 4000 and devices.free_memory(CPU) == devices.free_host_memory() == 3000
+    assert devices.total_memory(CPU) == 4000 and devices.free_memory(CPU) == host.free_host_memory() == 3000
     limit.write_text(f"{physical * 2}\n")
     assert devices.total_memory(CPU) == physical and devices.free_memory(CPU) <= physical
     limit.write_text("max\n")
-    assert devices.container_memory()[0] is None and devices.total_memory(CPU) == physical
+    assert host.container_memory()[0] is None and devices.total_memory(CPU) == physical
 
 
 def test_free_memory_without_proc_is_half_of_all(monkeypatch):
@@ -273,7 +282,7 @@ def test_free_memory_without_proc_is_half_of_all(monkeypatch):
         raise FileNotFoundError
 
     monkeypatch.setattr("builtins.open", refuse)
-    monkeypatch.setattr(devices, "container_memory", lambda: (None, 0))
+    monkeypatch.setattr(host, "container_memory", lambda: (None, 0))
     assert devices.free_memory(CPU) == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
@@ -351,17 +360,17 @@ def test_the_host_refuses_memory(
     error: Exception, words: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Any command ends with one sentence and status 2, also if a later error hides the first."""
-    monkeypatch.setattr(devices, "address_limit", lambda: 1_000_000_000)
-    monkeypatch.setattr(devices, "peak_address_space", lambda: 500_000_000)
+    monkeypatch.setattr(host, "address_limit", lambda: 1_000_000_000)
+    monkeypatch.setattr(host, "peak_address_space", lambda: 500_000_000)
     limit = "the limit on address space is 1,000,000,000 bytes (ulimit -v)"
     later = ImportError("cannot import name 'y'")
     later.__context__ = error
     for met in (error, later):
-        found = devices.describe_lack(met)
+        found = host.describe_lack(met)
         assert found is None if words is None else found is not None and found.startswith(words) and limit in found
     if isinstance(error, ImportError):  # part of a module is missing, and memory is used up
-        monkeypatch.setattr(devices, "peak_address_space", lambda: 950_000_000)
-        assert limit in (devices.describe_lack(error) or "")
+        monkeypatch.setattr(host, "peak_address_space", lambda: 950_000_000)
+        assert limit in (host.describe_lack(error) or "")
 
     def fail(argv: list[str]) -> int:
         raise later
@@ -374,9 +383,9 @@ def test_the_host_refuses_memory(
 
 
 def test_a_limit_below_what_torch_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices.resource, "getrlimit", lambda which: (700_000_000, -1))
+    monkeypatch.setattr(host.resource, "getrlimit", lambda which: (700_000_000, -1))
     with pytest.raises(UserError, match=r"700,000,000 bytes of address space .* torch needs 800,000,000") as caught:
-        devices.pick("cpu")
+        devices.open_device("cpu")
     assert caught.value.status == USAGE
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshwright import device as devices
-from meshwright import doctor
+from meshwright import doctor, host
 from meshwright.__main__ import main
 from meshwright.doctor import Fact
 
@@ -66,10 +66,10 @@ class Gpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int, driver: str | None, build: str = "CUDA 13.0"):
         there = [torch.device("cuda", n) for n in range(count)]
         answers = {
-            "build": lambda: build,
-            "accelerators": lambda: there,
-            "driver": lambda: driver,
-            "why_none": lambda: "The NVIDIA driver on your system is too old",
+            "torch_build": lambda: build,
+            "list_accelerators": lambda: there,
+            "nvidia_driver": lambda: driver,
+            "why_no_device": lambda: "The NVIDIA driver on your system is too old",
             "name": lambda d: "NVIDIA H200",
             "total_memory": lambda d: 139 << 30,
             "computes_bf16": lambda d: d.index == 0,
@@ -108,7 +108,7 @@ def test_no_gpu_where_one_was_expected(
 
 def test_an_accelerator_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     Gpu(monkeypatch, 0, None, "CPU only")
-    monkeypatch.setattr(devices, "unfit", lambda: "Apple's GPU")
+    monkeypatch.setattr(devices, "unfit_accelerator", lambda: "Apple's GPU")
     row = found(list(doctor._compute()))["GPU"]
     assert row.level == "note" and row.text.startswith("Apple's GPU is not used")
 
@@ -126,12 +126,12 @@ def test_no_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_hidden_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert devices.why_none() == "CUDA_VISIBLE_DEVICES= hides all" and devices.build() == "CUDA 13.0"
+    assert devices.why_no_device() == "CUDA_VISIBLE_DEVICES= hides all" and devices.torch_build() == "CUDA 13.0"
 
 
 def test_limits_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(devices, "CGROUP", tmp_path)
-    monkeypatch.setattr(devices, "cores", lambda: 16)
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
+    monkeypatch.setattr(host, "cores", lambda: 16)
     (tmp_path / "cpu.max").write_text("200000 100000\n")
     row = found(list(doctor._host()))["CPU"]
     assert row.level == "problem" and "may use 2" in row.text and "OMP_NUM_THREADS=2" in row.text
@@ -139,7 +139,7 @@ def test_limits_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert found(list(doctor._host()))["CPU"].level == "ok"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert doctor._threads(1).level == "note" and doctor._threads(99).level == "problem"
-    monkeypatch.setattr(devices, "free_host_memory", lambda: 100 << 20)
+    monkeypatch.setattr(host, "free_host_memory", lambda: 100 << 20)
     assert found(list(doctor._host()))["memory"].level == "problem"
 
 

@@ -19,6 +19,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 LAYERS = [
     ["errors", "console", "files", "progress"],
     ["hub", "origin", "fields", "version"],
+    ["host"],
     ["device"],
     ["settings", "cuda_graphs", "lazy_compiler", "runs"],
     ["ranks", "tokenizers", "report"],
@@ -53,6 +54,7 @@ NO_TORCH = [
     "console",
     "files",
     "progress",
+    "host",
     "device",
     "hub",
     "origin",

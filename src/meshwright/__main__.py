@@ -10,8 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from meshwright.device import describe_lack
 from meshwright.errors import DONE, IO, SIGINT, UNAVAILABLE, USAGE, UserError
+from meshwright.host import describe_lack
 from meshwright.ranks.orphans import die_with_launcher
 
 # The module of each command is commands/NAME.py, with _ for -.

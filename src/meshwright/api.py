@@ -123,7 +123,7 @@ def load(
     c = parsed.config
     if wrong := checks.unusable(c):
         raise UserError(flags.listed(wrong))
-    where = devices.pick(c.parallel.device)
+    where = devices.open_device(c.parallel.device)
     with console.lines_on_stderr():  # stdout is the caller's
         return engine.load(os.fspath(path), flags.given_settings(parsed), c.tokenizer, getattr(torch, dtype), where)
 

@@ -1,5 +1,5 @@
-"""The device that a process computes on; no other file names a kind of accelerator, except for
-cuda_graphs.py.
+"""The device that a process computes on. Besides this file only cuda_graphs.py and kernels/, which
+ask for ROCm, name a kind of accelerator.
 
 torch.accelerator serves every kind, except for memory: not every backend implements its functions,
 and they are ten times as slow. Memory is asked of torch.cuda, torch.npu or torch.xpu itself.
@@ -12,16 +12,14 @@ import functools
 import importlib
 import importlib.util
 import os
-import re
-import resource
 import subprocess
 import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright import host
 from meshwright.errors import UserError
 
 if TYPE_CHECKING:
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from torch.profiler import ProfilerActivity
 
 NVIDIA = "cuda"
-_shown: dict[str, str] = {}  # what the variables of HIDES said first
+_visible: dict[str, str] = {}  # the variables of HIDES as they were at first
 TRY_SECONDS = 60  # in which a device must answer
 _mapped = 0  # bytes, see `count_mapped`
 # A command that shows the devices of the driver, and the variable that may hide them from torch.
@@ -42,9 +40,9 @@ HIDES = {NVIDIA: "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES", "xp
 FUSED_MULTIPLY_ADD = "TRITON_DEFAULT_FP_FUSION", "1"
 
 
-def pick(wanted: str, local_rank: int = 0) -> torch.device:
-    """Return the device of --device; `auto` is an accelerator if there is one."""
-    require_address_space()
+def open_device(wanted: str, local_rank: int = 0) -> torch.device:
+    """Return the device of --device; `auto` is an accelerator if accelerator is one."""
+    host.require_address_space()
     import torch
 
     kind, _, index = wanted.partition(":")
@@ -52,12 +50,12 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
         raise UserError(f"--device {wanted}: Meshwright does not compute on {UNFIT[kind]}; give --device cpu")
     if kind == "npu":
         _load_torch_npu()
-    there = _current() if kind != "cpu" else None
-    if kind == "cpu" or (kind == "auto" and there is None):
+    accelerator = _current() if kind != "cpu" else None
+    if kind == "cpu" or (kind == "auto" and accelerator is None):
         return torch.device("cpu")
-    if there is None or kind not in ("auto", there.type):
+    if accelerator is None or kind not in ("auto", accelerator.type):
         missing = "no GPU" if kind == NVIDIA else "no such device"
-        seen = f"{there.type} devices" if there is not None else missing
+        seen = f"{accelerator.type} devices" if accelerator is not None else missing
         hint = f" ({TOOLS[kind]} shows whether the driver does)" if kind in TOOLS else ""
         raise UserError(f"--device {wanted}: torch sees {seen}{hint}")
     if index and local_rank:
@@ -66,16 +64,16 @@ def pick(wanted: str, local_rank: int = 0) -> torch.device:
             f"--device {kind}, and each takes its own"
         )
     number, count = int(index or local_rank), torch.accelerator.device_count()
-    if count == 1 and not index and os.environ.get(HIDES.get(there.type, "")):
+    if count == 1 and not index and os.environ.get(HIDES.get(accelerator.type, "")):
         # srun shows each process only its own device; join_ranks checks that none is shared.
         number = 0
     if number >= count:
-        hides = f", or check whether {HIDES[there.type]} hides some" if there.type in HIDES else ""
+        hides = f", or check whether {HIDES[accelerator.type]} hides some" if accelerator.type in HIDES else ""
         raise UserError(
-            f"process {local_rank} of this machine wants {there.type}:{number}, but torch sees {count} of them; start "
-            f"at most {count} here (--nproc-per-node {count}){hides}"
+            f"process {local_rank} of this machine wants {accelerator.type}:{number}, but torch sees {count} of them; "
+            f"start at most {count} here (--nproc-per-node {count}){hides}"
         )
-    device = torch.device(there.type, number)
+    device = torch.device(accelerator.type, number)
     set_current(device)
     os.environ.setdefault(*FUSED_MULTIPLY_ADD)
     return device
@@ -98,7 +96,7 @@ def _load_torch_npu() -> None:
         raise UserError(f"--device npu: torch_npu does not load: {reason}") from error
 
 
-def count() -> int:
+def count_accelerators() -> int:
     """Return the number of accelerators on this machine."""
     import torch
 
@@ -109,13 +107,8 @@ def _current() -> torch.device | None:
     """Return the accelerator of this machine, if Meshwright computes on its kind."""
     import torch
 
-    there = torch.accelerator.current_accelerator(check_available=True)
-    return there if there is not None and there.type not in UNFIT else None
-
-
-def cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator if accelerator is not None and accelerator.type not in UNFIT else None
 
 
 def show_answering(wanted: int) -> int:
@@ -123,17 +116,17 @@ def show_answering(wanted: int) -> int:
 
     Each is tried by a process of its own, because a broken one may hang whoever touches it.
     """
-    there = _current()
-    variable = HIDES.get(there.type) if there is not None else None
-    if there is None or variable is None:
+    accelerator = _current()
+    variable = HIDES.get(accelerator.type) if accelerator is not None else None
+    if accelerator is None or variable is None:
         return wanted
-    if variable not in _shown:
-        _shown[variable] = os.environ.get(variable) or ",".join(map(str, range(count())))
-    test = f"import torch; torch.ones(1, device={there.type!r}).sum().item()"
+    if variable not in _visible:
+        _visible[variable] = os.environ.get(variable) or ",".join(map(str, range(count_accelerators())))
+    test = f"import torch; torch.ones(1, device={accelerator.type!r}).sum().item()"
     silent: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     tries = {
         name: subprocess.Popen([sys.executable, "-c", test], env=os.environ | {variable: name}, **silent)
-        for name in _shown[variable].split(",")
+        for name in _visible[variable].split(",")
     }
     until, working = time.monotonic() + TRY_SECONDS, []
     for name, process in tries.items():
@@ -149,8 +142,8 @@ def is_accelerator(device: torch.device) -> bool:
     """Return whether torch has this accelerator, which copies from pinned memory asynchronously."""
     import torch
 
-    there = torch.accelerator.current_accelerator()
-    return there is not None and there.type == device.type
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
 
 
 def is_asynchronous(device: torch.device) -> bool:
@@ -184,7 +177,7 @@ def set_current(device: torch.device | None) -> None:
         torch.accelerator.set_device_index(device)
 
 
-def name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """Return the device's product name, or the number of threads on a CPU."""
     import torch
 
@@ -194,13 +187,13 @@ def name(device: torch.device) -> str:
     return str(_module(device).get_device_name(device))
 
 
-def identity(device: torch.device) -> str:
+def device_identity(device: torch.device) -> str:
     """Return an identifier of the physical device."""
     properties = _module(device).get_device_properties(device)
     return str(getattr(properties, "uuid", None) or device.index)
 
 
-def seed(device: torch.device, number: int, offset: int | None = None) -> None:
+def seed_generator(device: torch.device, number: int, offset: int | None = None) -> None:
     """Seed the device's generator; with an offset, skip that many of its draws (see `drawn`)."""
     import torch
 
@@ -214,7 +207,7 @@ def counts_draws(device: torch.device) -> bool:
     return device.type == NVIDIA
 
 
-def drawn(device: torch.device) -> int:
+def count_drawn(device: torch.device) -> int:
     """Return how far the generator has come since it was seeded."""
     return int(_generator(device).get_offset())
 
@@ -316,10 +309,10 @@ def use_deterministic_algorithms() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-# What `meshwright doctor` shows
+# The facts that `meshwright doctor` shows
 
 
-def build() -> str:
+def torch_build() -> str:
     """Return the kind of accelerator that this torch was built for."""
     import torch
 
@@ -327,15 +320,19 @@ def build() -> str:
     return next((f"{kind} {version}" for kind, version in kinds.items() if version), "CPU only")
 
 
-def accelerators() -> list[torch.device]:
+def list_accelerators() -> list[torch.device]:
     """Return the accelerators that this process sees."""
     import torch
 
-    there = _current()
-    return [torch.device(there.type, n) for n in range(torch.accelerator.device_count())] if there is not None else []
+    accelerator = _current()
+    return (
+        [torch.device(accelerator.type, n) for n in range(torch.accelerator.device_count())]
+        if accelerator is not None
+        else []
+    )
 
 
-def why_none() -> str:
+def why_no_device() -> str:
     """Return why torch sees no device, such as an old driver, as far as CUDA and ROCm say."""
     import torch
 
@@ -350,15 +347,15 @@ def why_none() -> str:
     return "it finds none"
 
 
-def unfit() -> str | None:
+def unfit_accelerator() -> str | None:
     """Return the name of an accelerator of this machine that is not used, or None."""
     import torch
 
-    there = torch.accelerator.current_accelerator(check_available=True)
-    return UNFIT.get(there.type) if there is not None else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return UNFIT.get(accelerator.type) if accelerator is not None else None
 
 
-def driver() -> str | None:
+def nvidia_driver() -> str | None:
     """Return the version of the NVIDIA driver, or None without one, whatever torch sees."""
     try:
         return next(iter(ask_nvidia_smi("driver_version", "csv,noheader").split()), None)
@@ -368,14 +365,12 @@ def driver() -> str | None:
 
 def ask_nvidia_smi(fields: str, form: str = "csv") -> str:
     """Return what nvidia-smi says of this machine's GPUs; RuntimeError says why it does not."""
-    import subprocess
-
     tool = TOOLS[NVIDIA]
     words = [tool, f"--query-gpu={fields}", f"--format={form}"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS)
     except FileNotFoundError:
-        raise RuntimeError(f"there is no {tool} here") from None
+        raise RuntimeError(f"accelerator is no {tool} here") from None
     except OSError as error:
         raise RuntimeError(f"{tool}: {error.strerror}") from None
     except subprocess.TimeoutExpired:
@@ -393,15 +388,6 @@ def computes_bf16(device: torch.device) -> bool:
     return bool(getattr(_module(device), "is_bf16_supported", lambda: True)())
 
 
-def cpu_quota() -> float | None:
-    """Return how many cores' time the container may use, or None without a limit."""
-    try:
-        quota, period = (CGROUP / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
-
-
 # Memory, in bytes
 
 
@@ -409,50 +395,14 @@ def total_memory(device: torch.device) -> int:
     """Return the device's memory; on a CPU, that of the machine or of its container."""
     if device.type != "cpu":
         return int(_module(device).get_device_properties(device).total_memory)
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(physical, container_memory()[0] or physical)
+    return host.physical_memory()
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the memory that this process could still use; on a CPU see `free_host_memory`."""
+    """Return the memory that this process could still use; on a CPU see host.py."""
     if device.type == "cpu":
-        return free_host_memory()
+        return host.free_host_memory()
     return int(_module(device).mem_get_info(device)[0] + _module(device).memory_reserved(device))
-
-
-def free_host_memory() -> int:
-    """Return what Linux can give without swapping in this container; elsewhere half of all."""
-    try:
-        with open("/proc/meminfo") as file:
-            free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    limit, used = container_memory()
-    return min(free, limit - used) if limit else free
-
-
-CGROUP = Path("/sys/fs/cgroup")
-# Files with the limit, the usage and the number of cached bytes, of control groups 2 and 1.
-CGROUP_FILES = [
-    ("memory.max", "memory.current", "memory.stat"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-]
-
-
-def container_memory() -> tuple[int | None, int]:
-    """Return this container's memory limit, or None, and its usage without cached files.
-
-    Cached files give way to other use; with memory-mapped data they fill whatever there is.
-    """
-    for limit, used, stat in CGROUP_FILES:
-        try:
-            most = (CGROUP / limit).read_text().strip()
-            counts = dict(line.split() for line in (CGROUP / stat).read_text().splitlines())
-            cached = sum(int(counts.get(name, 0)) for name in ("inactive_file", "active_file"))
-            return (None if most == "max" else int(most)), max(int((CGROUP / used).read_text()) - cached, 0)
-        except (OSError, ValueError):
-            continue
-    return None, 0
 
 
 def peak_memory(device: torch.device) -> int | None:
@@ -493,56 +443,6 @@ def reset_memory(device: torch.device) -> None:
     """Release cached memory and reset the peak."""
     _module(device).empty_cache()
     _module(device).reset_peak_memory_stats(device)
-
-
-# The host's memory, whose lack shows as errors of many kinds
-
-ADDRESS_SPACE = 800_000_000  # bytes that torch's build for CPUs, one thread and a tiny model fill
-REFUSED = re.compile(
-    "can't allocate memory|can't start new thread|failed to map segment|bad_alloc|Cannot allocate memory|"
-    r"^(\[Errno 11\] )?Resource temporarily unavailable"  # a thread or a process could not start
-)
-
-
-def address_limit() -> int | None:
-    """Return the bytes of address space that this process may have (ulimit -v), or None."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def require_address_space() -> None:
-    """Refuse a limit below what torch needs: importing it would fail in odd ways, or never end."""
-    limit = address_limit()
-    if limit is not None and limit < ADDRESS_SPACE:
-        has = f"this process may have {limit:,} bytes of address space (ulimit -v)"
-        raise UserError(f"{has}, and torch needs {ADDRESS_SPACE:,} for the smallest run; raise that limit")
-
-
-def describe_lack(error: BaseException) -> str | None:
-    """Return in which words the host refused memory, if that is why the error was raised."""
-    seen: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None and one not in seen:
-        if isinstance(one, MemoryError) or REFUSED.search(str(one)):
-            found = re.search(r"tried to allocate .*?(?= Including| Error code|$)", str(one), re.I | re.M)
-            line = found[0] if found else (str(one).splitlines() or [""])[0][:200]
-            limit = address_limit()
-            most = f"the limit on address space is {limit:,} bytes (ulimit -v)" if limit is not None else ""
-            return "; ".join(filter(None, [line.rstrip("."), most]))
-        seen.append(one)
-        one = one.__cause__ or one.__context__
-    is_odd = isinstance(error, ImportError | AttributeError | SystemError)  # a part of torch is missing
-    is_odd |= isinstance(error, OSError) and error.errno is None
-    if is_odd and (limit := address_limit()) is not None and peak_address_space() > 0.9 * limit:
-        return f"the limit on address space is {limit:,} bytes (ulimit -v), and nearly all are in use"
-    return None
-
-
-def peak_address_space() -> int:
-    with contextlib.suppress(OSError):
-        found = re.search(r"VmPeak:\s*(\d+) kB", Path("/proc/self/status").read_text())
-        return 1024 * int(found[1]) if found else 0
-    return 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import device as devices
+from meshwright import host
 from meshwright.version import PROJECT, installed_version, our_version
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -126,8 +127,8 @@ def _compute() -> Iterator[Fact]:
     try:
         import torch
 
-        kind = devices.build()
-        found = devices.accelerators()
+        kind = devices.torch_build()
+        found = devices.list_accelerators()
     except Exception as error:  # not installed, or a library of it does not load
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         yield Fact("Compute", "torch", f"does not load: {reason}; pip install 'torch>=2.11'", "fatal")
@@ -136,9 +137,9 @@ def _compute() -> Iterator[Fact]:
     yield _threads(torch.get_num_threads())
     for device in found:
         yield _accelerator(device)
-    driver = devices.driver()
+    driver = devices.nvidia_driver()
     if not found and kind != "CPU only":
-        reason = devices.why_none()
+        reason = devices.why_no_device()
         advice = f"; the driver is {driver}, a newer one helps, or a torch for an older {kind.split()[0]}"
         text = f"torch is built for {kind} but sees no GPU: {reason}"
         is_old = driver is not None and "driver" in reason
@@ -149,7 +150,7 @@ def _compute() -> Iterator[Fact]:
         )
     elif driver:
         yield Fact("Compute", "driver", driver, values={"driver": driver})
-    if unfit := devices.unfit():
+    if unfit := devices.unfit_accelerator():
         yield Fact("Compute", "GPU", f"{unfit} is not used: Meshwright computes on the CPU here", "note")
     if found and devices.has_kernels(found[0]):
         yield from _compilers()
@@ -157,7 +158,7 @@ def _compute() -> Iterator[Fact]:
 
 
 def _host() -> Iterator[Fact]:
-    cores, all_cores, quota = devices.cores(), os.cpu_count() or 1, devices.cpu_quota()
+    cores, all_cores, quota = host.cores(), os.cpu_count() or 1, host.cpu_quota()
     limits = [f"of {all_cores}"] if cores < all_cores else []
     limits += [f"the container may use {quota:g}"] if quota is not None and quota < cores else []
     text = f"{cores} core{'s' * (cores != 1)}{' (' + ', '.join(limits) + ')' if limits else ''}"
@@ -165,9 +166,9 @@ def _host() -> Iterator[Fact]:
     hint = f"; set OMP_NUM_THREADS={max(1, int(quota))}" if quota is not None and slow else ""
     yield Fact("Compute", "CPU", text + hint, "problem" if slow else "ok", {"cores": cores, "quota": quota})
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = devices.container_memory()[0]
+    limit = host.container_memory()[0]
     total = min(physical, limit or physical)
-    free = devices.free_host_memory()
+    free = host.free_host_memory()
     text = f"{total / GIB:.1f} GiB" + (" for this container" if limit and limit < physical else "")
     few = free < GIB
     text += f", {free / GIB:.1f} GiB free" + ("; a small model needs about 1 GiB" if few else "")
@@ -184,7 +185,7 @@ def _torch(version: str, kind: str) -> Fact:
 
 
 def _threads(threads: int) -> Fact:
-    said, cores = os.environ.get("OMP_NUM_THREADS"), devices.cores()
+    said, cores = os.environ.get("OMP_NUM_THREADS"), host.cores()
     text = f"{threads} of torch" + (f" (OMP_NUM_THREADS={said})" if said else "")
     if threads > cores:
         return Fact("Compute", "threads", f"{text}, more than {cores} cores; unset OMP_NUM_THREADS", "problem")
@@ -195,7 +196,7 @@ def _threads(threads: int) -> Fact:
 
 def _accelerator(device: Any) -> Fact:
     memory, bf16 = devices.total_memory(device), devices.computes_bf16(device)
-    text = f"{devices.name(device)}, {memory / GIB:.0f} GiB" + (", bf16" if bf16 else "; no bf16, use --fp16")
+    text = f"{devices.device_name(device)}, {memory / GIB:.0f} GiB" + (", bf16" if bf16 else "; no bf16, use --fp16")
     return Fact("Compute", str(device), text, values={"device": str(device), "memory": memory, "bf16": bf16})
 
 

@@ -282,7 +282,7 @@ def test_a_failure_is_reported_when_something_else_ends_the_run(capsys: pytest.C
 
 
 def test_without_the_memory_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.device.free_host_memory", lambda: 1000)
+    monkeypatch.setattr("meshwright.host.free_host_memory", lambda: 1000)
     with captured_output() as (said, _):
         assert train(tmp_path, "--async-save") == 0
     assert any("training waits" in line for line in said) and steps.latest(tmp_path)[0] == 6

@@ -18,8 +18,8 @@ import pytest
 
 from helpers import free_port
 from meshwright.commands import launch as launch_command
-from meshwright.device import cores
 from meshwright.errors import BAD_DATA, DONE, HANG, LOCKED, UNAVAILABLE, USAGE, UserError
+from meshwright.host import cores
 from meshwright.launch import agent, launcher
 from meshwright.launch.launcher import Plan
 from meshwright.settings import flags

@@ -32,7 +32,7 @@ def memory(monkeypatch):
         return counted[-1][1]
 
     def arrange(free):
-        monkeypatch.setattr("meshwright.device.free_host_memory", lambda: free)
+        monkeypatch.setattr("meshwright.host.free_host_memory", lambda: free)
         return counted
 
     monkeypatch.setattr(fit, "peak_bytes", peak_bytes)

@@ -656,7 +656,7 @@ def test_the_vocabulary_comes_from_what_is_loaded(run, tmp_path):
 
 
 def test_a_step_of_minutes_is_announced(monkeypatch, capsys):
-    monkeypatch.setattr("meshwright.device.cores", lambda: 2)
+    monkeypatch.setattr("meshwright.host.cores", lambda: 2)
     assert sizes.describe_long_step(3e12) is None
     assert "a step is 7 TFLOP, about 2 minutes on these 2 CPU cores" in sizes.describe_long_step(7.2e12)
     monkeypatch.setattr(sizes, "CORE_FLOPS", 1)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import device as devices
+from meshwright import host
 from meshwright.bench import table
 from meshwright.bench.rows import BenchRow
 from meshwright.bench.runs import BenchPlan, measure_row
@@ -30,7 +31,7 @@ class Bench:
         self.plan, self.gpus = plan, gpus
         self.results: list[dict[str, Any]] = []
         self.lines: list[str] = []
-        found = devices.accelerators()
+        found = devices.list_accelerators()
         self.about = {
             "command": command,
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -41,7 +42,7 @@ class Bench:
             "python": platform.python_version(),
             "host": platform.node(),
             "gpus": len(found),
-            "device": devices.name(found[0]) if found else f"CPU, {devices.cores()} cores",
+            "device": devices.device_name(found[0]) if found else f"CPU, {host.cores()} cores",
         }
 
     def run(self, rows: list[BenchRow]) -> int:

@@ -42,7 +42,7 @@ TRIAL = 5  # steps of each micro-batch, the first two not counted
 
 def main(request: dict[str, Any], path: Path) -> None:
     config = flags.parse_settings(TrainConfig, [*request["flags"], "--mock-data", "--train-iters=1000"], "peer").config
-    device = devices.pick(config.parallel.device)
+    device = devices.open_device(config.parallel.device)
     build, package = PROGRAMS[request["program"]]
     ids = config.tokenizer.vocab_size
     assert ids

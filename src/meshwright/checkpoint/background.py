@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import device as devices
+from meshwright import host
 from meshwright.checkpoint.sources import TensorBoxes
 from meshwright.console import notice, say
 from meshwright.ranks.team import Team
@@ -38,7 +39,7 @@ class Background:
             return True
         here = self.team.gather([socket.gethostname(), copy_size(named)])
         needed = sum(size for host, size in here if host == socket.gethostname())
-        free = devices.free_host_memory()
+        free = host.free_host_memory()
         machines = self.team.gather([needed, free])
         lacking = next(((n, f) for n, f in machines if n > 0.9 * f), None)
         if lacking:

@@ -64,7 +64,7 @@ def main(argv: Words) -> int:
         print("\n".join(f"{name:<10} {about}" for name, about in rows.ABOUT.items()))
         print(f"\nand each preset: {' '.join(rows.presets())}")
         return DONE
-    gpus = c.gpus or devices.count()
+    gpus = c.gpus or devices.count_accelerators()
     chosen = rows.chosen(c.sets or rows.default_sets(gpus), c.rows, gpus)
     if c.gpus and (most := max(one.gpus for one in chosen)) != c.gpus:
         raise UserError(
@@ -84,7 +84,7 @@ def main(argv: Words) -> int:
     for taken in (out, *(plan.folder(one) for one in chosen)):
         if taken.exists() and not (taken == out and out.is_dir()):
             raise UserError(f"--out {out}: {taken} exists already; choose another folder")
-    bench = Bench(plan, shlex.join(["meshwright", "bench", *argv]), devices.count())
+    bench = Bench(plan, shlex.join(["meshwright", "bench", *argv]), devices.count_accelerators())
     return UNEXPECTED if bench.run(chosen) else DONE
 
 

@@ -9,8 +9,8 @@ import re
 import time
 from collections.abc import Callable
 
-from meshwright.device import require_address_space
 from meshwright.errors import DONE, UNAVAILABLE, UserError
+from meshwright.host import require_address_space
 from meshwright.launch.launcher import TOGETHER, LaunchConfig, Plan, build_program, find_bounds, make_plan, wanted
 from meshwright.ranks.lost import REPORT_SECONDS
 from meshwright.ranks.world import World, find_world, require_world_size

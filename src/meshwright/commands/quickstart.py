@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright import device as devices
+from meshwright import host
 from meshwright.errors import DONE, SIGINT
 from meshwright.settings import flags
 from meshwright.settings.fields import MISSING, flag
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     from meshwright.quickstart.tour import Tour
 
     deadline = Deadline(c.minutes)
-    rate = PER_ACCELERATOR if is_accelerated(c.device) else PER_CORE * min(devices.cores(), 8)
+    rate = PER_ACCELERATOR if is_accelerated(c.device) else PER_CORE * min(host.cores(), 8)
     documents = InputDocuments(c, c.minutes * 60 * rate)
     folder = c.output or default_folder(c.input[0])
     folders.claim_folder(folder, MARK, "quickstart")

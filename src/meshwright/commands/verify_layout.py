@@ -118,7 +118,7 @@ def compare(config: TrainConfig, command: list[str]) -> int:
     p, steps = config.parallel, config.training.verify_layout or STEPS
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, verify_layout=steps))
     here = find_world(os.environ, p.local_rank)
-    device = devices.pick(p.device, here.local_rank)
+    device = devices.open_device(p.device, here.local_rank)
     with reporting(here, p.distributed_timeout_minutes):
         backend = pick_backend(p, device, here.rank == 0)
         team = join_ranks(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)

@@ -66,7 +66,7 @@ def run(
     here = find_world(os.environ, p.local_rank)
     size = here.size if copies else min(here.size, p.model_ranks)
     here = dataclasses.replace(here, size=size, local_size=min(here.local_size, size))
-    device = devices.pick(p.device, here.local_rank)
+    device = devices.open_device(p.device, here.local_rank)
     if here.size > 1 and threading.current_thread() is threading.main_thread():
         if not stops:  # Ctrl-C ends every rank at once; Python's handler would wait for a collective to return
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -24,8 +24,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from meshwright import errors
-from meshwright.device import cores
 from meshwright.errors import DONE, HANG, SIGINT, SIGTERM, UNEXPECTED, WARNINGS
+from meshwright.host import cores
 from meshwright.launch.launcher import Plan
 from meshwright.ranks import connect
 from meshwright.ranks.orphans import LAUNCHER_PID

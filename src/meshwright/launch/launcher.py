@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright import device as devices
+from meshwright import host
 from meshwright.errors import UNAVAILABLE, UserError
 from meshwright.launch.elastic import Shape
 from meshwright.ranks.world import START_SECONDS, find_world
@@ -152,10 +153,10 @@ def count_processes(text: str) -> int:
     if re.fullmatch("[1-9][0-9]{0,3}", text):
         return int(text)
     if text == "cpu":
-        return devices.cores()
+        return host.cores()
     if text not in ("auto", "gpu"):
         raise UserError(f"--nproc-per-node {text[:50]} is neither a number from 1 to 9999 nor one of auto, gpu, cpu")
-    count = devices.count()
+    count = devices.count_accelerators()
     if text == "gpu" and not count:
         raise UserError("--nproc-per-node gpu: torch sees no accelerator on this machine; give a number, or cpu")
     return count or 1

@@ -332,7 +332,7 @@ class ElasticAgent(agent.Agent):
     def __init__(self, plan: Plan, program: list[str], store: TCPStore, until: float) -> None:
         super().__init__(plan, program, store, until)
         self.program = program
-        self.uses_devices = not re.search(r"--device[= ]cpu", " ".join(program)) and devices.count() > 0
+        self.uses_devices = not re.search(r"--device[= ]cpu", " ".join(program)) and devices.count_accelerators() > 0
         assert isinstance(handler := self._worker_group.spec.rdzv_handler, ElasticMeeting)
         self.there = handler
 

@@ -87,9 +87,9 @@ def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int 
     mixed = where.seed * 0x9E3779B97F4A7C15 + where.first_sample * 0x94D049BB133111EB
     mixed += (where.heads.start if where.heads else 0) * 0xD6E8FEB86659FD93
     if devices.counts_draws(device):
-        devices.seed(device, mixed & 0x7FFFFFFFFFFFFFFF, layer * drawn)
+        devices.seed_generator(device, mixed & 0x7FFFFFFFFFFFFFFF, layer * drawn)
     else:
-        devices.seed(device, (mixed + layer * 0xBF58476D1CE4E5B9) & 0x7FFFFFFFFFFFFFFF)
+        devices.seed_generator(device, (mixed + layer * 0xBF58476D1CE4E5B9) & 0x7FFFFFFFFFFFFFFF)
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float) -> Tensor:

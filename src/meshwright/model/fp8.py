@@ -30,7 +30,7 @@ def require_fp8(p: Precision, device: torch.device) -> None:
     if p.fp8_format and not devices.has_fp8(device):
         raise UserError(
             f"--fp8-format {p.fp8_format} needs an NVIDIA GPU with fp8 (compute capability 8.9 or more), but this "
-            f"run is on {devices.name(device)}; leave it out"
+            f"run is on {devices.device_name(device)}; leave it out"
         )
 
 

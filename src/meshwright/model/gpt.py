@@ -215,7 +215,7 @@ class GPT(nn.Module):
         seed_dropout(where, i, device, self.drawn.get(shape, 0))
         out = layer()
         if not i and counts:
-            self.drawn[shape] = devices.drawn(device)
+            self.drawn[shape] = devices.count_drawn(device)
         return out
 
     def dropout_rows(self, where: Positions) -> list[Tensor | None]:

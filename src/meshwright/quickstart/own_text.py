@@ -93,7 +93,7 @@ def print_export(tour: Tour) -> None:
 
 
 def is_accelerated(device: str) -> bool:
-    return device != "cpu" and devices.pick(device).type != "cpu"
+    return device != "cpu" and devices.open_device(device).type != "cpu"
 
 
 def read_own_text(tour: Tour, documents: InputDocuments, progress: TourProgress) -> CollectedText:

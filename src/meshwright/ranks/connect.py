@@ -168,7 +168,7 @@ def _name_attempt(store: Store, rank: int, until: float, have_met: threading.Eve
 def require_own_devices(team: Team, device: torch.device) -> None:
     """Raise UserError if two ranks use one device; NCCL's own error names neither."""
     holders: dict[str, list[int]] = {}
-    for rank, name in enumerate(team.gather(f"{devices.identity(device)} of {socket.gethostname()}")):
+    for rank, name in enumerate(team.gather(f"{devices.device_identity(device)} of {socket.gethostname()}")):
         holders.setdefault(name, []).append(rank)
     name, ranks = max(holders.items(), key=lambda item: len(item[1]))
     if len(ranks) > 1:

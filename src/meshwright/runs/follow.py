@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from meshwright import device
+from meshwright import host
 from meshwright.errors import UserError
 from meshwright.runs.goodput import Goodput, measure_goodput
 from meshwright.runs.history import Record, final_loss, final_steps, flat_settings, kept_until, read_settings
@@ -154,7 +154,7 @@ class RunTail:
         ranges = list(zip([self.offset, *ends], ends, strict=False))
         with contextlib.ExitStack() as stack:
             parsed: Iterator[list[Parsed]] = itertools.starmap(parse_range, ((str(self.path), *r) for r in ranges))
-            workers = min(device.cores(), 8)
+            workers = min(host.cores(), 8)
             if workers > 1 and self.size - self.offset > PARALLEL_BYTES:
                 spawn = multiprocessing.get_context("spawn")  # a fork would copy this program's threads' locks
                 pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=spawn))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import TypeVar
 
-from meshwright import device
+from meshwright import device, host
 from meshwright.errors import UserError
 from meshwright.settings import flags
 
@@ -32,7 +32,7 @@ def settings(
 
 def out_of_memory(error: Exception, less: str) -> UserError | None:
     """Return advice if the memory of the device or the host ran out, else None."""
-    lack = device.describe_lack(error)  # first, because it needs no torch
+    lack = host.describe_lack(error)  # first, because it needs no torch
     if lack is None and not device.is_out_of_memory(error):
         return None
     wanted = re.search(r"tried to allocate .*?(?= Including| Error code|$)", str(error), re.I | re.M)

@@ -109,7 +109,7 @@ def run(
     for folder in filter(None, (config.checkpoint.save, config.checkpoint.run_dir)) if here.rank == 0 else ():
         publish.require_unlocked(folder)
     with startup.phase("torch", "importing torch and opening the device"):
-        device = devices.pick(p.device, here.local_rank)
+        device = devices.open_device(p.device, here.local_rank)
     if config.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
     with reporting(here, p.distributed_timeout_minutes, lambda error: out_of_memory(error, config)):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from meshwright import device as devices
+from meshwright import host
 from meshwright.console import remark, say, show
 from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, list_epochs, make_marks
 from meshwright.data.feed import Feed
@@ -79,7 +80,7 @@ def load_or_initialise(state: State, timers: Timers) -> None:
         if not state.has_loaded:
             # A custom model's own function may use one generator.
             own = getattr(state.net.parts[0], "initialise", None)
-            draw, threads = own or initialise, 1 if own else min(DRAWING_THREADS, devices.cores())
+            draw, threads = own or initialise, 1 if own else min(DRAWING_THREADS, host.cores())
             store.initialise(lambda masters: draw(masters, config.model, state.vocab, config.training.seed), threads)
         store.publish_weights()
 
@@ -183,7 +184,11 @@ def open_log(
     # A "start" replaces earlier rows from this iteration on, an "evaluate" none.
     event = "evaluate" if c.training.skip_train else "start"
     row: dict[str, Any] = {"command": command, "version": our_version(), "torch": torch.__version__}
-    row |= {"python": platform.python_version(), "device": devices.name(state.net.device), "host": platform.node()}
+    row |= {
+        "python": platform.python_version(),
+        "device": devices.device_name(state.net.device),
+        "host": platform.node(),
+    }
     row |= {"parameters": parameters, "block": state.net.execution, "dtype": c.precision.dtype}
     startup = timers.startup
     row |= {"startup": startup.seconds, "ready": round(time.perf_counter() - startup.began, 3)}
@@ -200,7 +205,7 @@ def beginning(state: State, folder: Path | None, tokenizer: Tokenizer | None, pa
         state.vocab,
         state.padded,
         parameters,
-        device=devices.name(state.net.device),
+        device=devices.device_name(state.net.device),
         iteration=p.iteration,
         total=state.total_steps(),
         loaded=state.config.checkpoint.load if state.has_loaded else None,

@@ -71,7 +71,7 @@ def certificate(config: TrainConfig, made: Comparison, place: Place, command: li
         "time": round(time.time(), 3),
         "command": command,
         "versions": versions,
-        "device": devices.name(device),
+        "device": devices.device_name(device),
         "backend": pick_backend(p, device) if config.world > 1 else None,
         "layout": layout,
         "settings": given,
@@ -132,7 +132,7 @@ def table(config: TrainConfig, made: Comparison, place: Place) -> list[str]:
         f"{m.num_layers} layers of width {m.hidden_size}, {m.num_attention_heads} heads, {twin.data.seq_length} tokens"
     )
     lines = [
-        f"layout    {', '.join([describe_layout(config), *more])}; {backend} on {devices.name(place.device)}",
+        f"layout    {', '.join([describe_layout(config), *more])}; {backend} on {devices.device_name(place.device)}",
         f"compared  with one process: {small}, float64, {made.steps} steps of {twin.global_batch} samples",
         "",
         f"{'':24}{'number':>7}  {'largest difference':>18}  {'allowed':>8}",

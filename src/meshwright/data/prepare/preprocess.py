@@ -32,8 +32,8 @@ from meshwright.data.prepare.journal import Journal, has_parts
 from meshwright.data.prepare.text import Piece, count_lines, damage_message, describe_place, pieces
 from meshwright.data.prepare.workers import encode_pieces
 from meshwright.data.tools.merge import join
-from meshwright.device import cores
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.host import cores
 from meshwright.progress import SkippedLines, new_bar
 from meshwright.ranks.compare import require_equal
 from meshwright.ranks.connect import join_ranks

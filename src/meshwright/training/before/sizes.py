@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright import device as devices
+from meshwright import host
 from meshwright.model import counts
 from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.settings.schema import TrainConfig
@@ -86,10 +86,10 @@ def parameters_of_ranks(config: TrainConfig, padded: int, positions: int) -> lis
 
 def describe_long_step(flops: float) -> str | None:
     """Return a sentence about a step that takes minutes on this machine's CPU cores."""
-    minutes = flops / (devices.cores() * CORE_FLOPS) / 60
+    minutes = flops / (host.cores() * CORE_FLOPS) / 60
     if minutes < 1:
         return None
     return (
-        f"a step is {flops / 1e12:,.0f} TFLOP, about {minutes:,.0f} minutes on these {devices.cores()} CPU cores, and "
+        f"a step is {flops / 1e12:,.0f} TFLOP, about {minutes:,.0f} minutes on these {host.cores()} CPU cores, and "
         "nothing is logged or saved within it; take a smaller model or batch, or an accelerator"
     )

@@ -47,7 +47,7 @@ def peak_flops(device: torch.device) -> float | None:
 
     Without a peak, no MFU is printed.
     """
-    name = devices.name(device)
+    name = devices.device_name(device)
     return next((peak for key, peak in PEAKS.items() if key in name), None)
 
 
