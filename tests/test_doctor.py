@@ -70,7 +70,7 @@ class Gpu:
             "list_accelerators": lambda: there,
             "nvidia_driver": lambda: driver,
             "why_no_device": lambda: "The NVIDIA driver on your system is too old",
-            "name": lambda d: "NVIDIA H200",
+            "device_name": lambda d: "NVIDIA H200",
             "total_memory": lambda d: 139 << 30,
             "computes_bf16": lambda d: d.index == 0,
         }
