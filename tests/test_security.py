@@ -337,5 +337,5 @@ def test_the_live_page_is_this_machines(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(app, "server", lambda *_: fake)
     monkeypatch.setattr(app, "make_app", lambda _: None)
     watcher = SimpleNamespace(start=lambda: None, stopping=SimpleNamespace(set=lambda: None))
-    app.serve(watcher, 0, lambda port: None)  # type: ignore[arg-type]
+    app.serve_page(watcher, 0, lambda port: None)  # type: ignore[arg-type]
     assert found == ["127.0.0.1"]

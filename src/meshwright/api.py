@@ -125,7 +125,9 @@ def load(
         raise UserError(flags.listed(wrong))
     where = devices.open_device(c.parallel.device)
     with console.lines_on_stderr():  # stdout is the caller's
-        return engine.load(os.fspath(path), flags.given_settings(parsed), c.tokenizer, getattr(torch, dtype), where)
+        return engine.load_model(
+            os.fspath(path), flags.given_settings(parsed), c.tokenizer, getattr(torch, dtype), where
+        )
 
 
 def generate(model: LanguageModel | str | os.PathLike[str], prompt: str = "", **options: Any) -> str:
@@ -146,7 +148,7 @@ def evaluate(
     `texts` are the documents. Documents longer than the model's `seq_length` are read in windows
     that advance by `stride` tokens (default: half the length), each after the first with context.
     """
-    from meshwright.evaluation.score import score
+    from meshwright.evaluation.score import score_texts
 
     if isinstance(texts, str):
         raise UserError("texts is one string; give a list of documents")
@@ -157,4 +159,4 @@ def evaluate(
     advance = m.seq_length // 2 or 1 if stride is None else stride
     if not 0 < advance <= m.seq_length or batch_size < 1:
         raise UserError(f"stride {advance} must be 1 to {m.seq_length} and batch_size {batch_size} above 0")
-    return score(m.scorer, m.tokenizer, documents, m.seq_length, advance, batch_size)
+    return score_texts(m.scorer, m.tokenizer, documents, m.seq_length, advance, batch_size)

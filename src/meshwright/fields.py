@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """A request that cannot be answered: the status, and what OpenAI's error object says."""
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
@@ -18,14 +18,14 @@ class Refused(Exception):
         self.headers: dict[str, str] = {}
 
 
-def parse(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a body."""
     try:
         values = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise Refused(f"the body is not JSON: {error}; send an object in UTF-8") from None
+        raise Refusal(f"the body is not JSON: {error}; send an object in UTF-8") from None
     if not isinstance(values, dict):
-        raise Refused(f"the body is {_kind(values)}; send a JSON object")
+        raise Refusal(f"the body is {_kind(values)}; send a JSON object")
     return values
 
 
@@ -45,29 +45,29 @@ class Fields:
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
             value = int(value)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            raise Refused(f"{name} is {_kind(value)}; it must be a whole number", name)
+            raise Refusal(f"{name} is {_kind(value)}; it must be a whole number", name)
         if value is not None and not low <= value <= high:
-            raise Refused(f"{name} {value} must be from {low} to {high}", name)
+            raise Refusal(f"{name} {value} must be from {low} to {high}", name)
         return value
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise Refused(f"{name} is {_kind(value)}; it must be a number", name)
+            raise Refusal(f"{name} is {_kind(value)}; it must be a number", name)
         if not (math.isfinite(value) and low <= value <= high):
-            raise Refused(f"{name} {value} must be from {low:g} to {high:g}", name)
+            raise Refusal(f"{name} {value} must be from {low:g} to {high:g}", name)
         return float(value)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.take(name, default)
         if not isinstance(value, bool):
-            raise Refused(f"{name} is {_kind(value)}; it must be true or false", name)
+            raise Refusal(f"{name} is {_kind(value)}; it must be true or false", name)
         return value
 
     def text(self, name: str, default: str | None = None) -> str | None:
         value = self.take(name, default)
         if value is not None and not isinstance(value, str):
-            raise Refused(f"{name} is {_kind(value)}; it must be a string", name)
+            raise Refusal(f"{name} is {_kind(value)}; it must be a string", name)
         return value
 
     def strings(self, name: str, most: int, longest: int) -> tuple[str, ...]:
@@ -75,23 +75,23 @@ class Fields:
         value = self.take(name, [])
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
-            raise Refused(f"{name} must be a string, or a list of strings, none of them empty", name)
+            raise Refusal(f"{name} must be a string, or a list of strings, none of them empty", name)
         if len(values) > most:
-            raise Refused(f"{name} has {len(values)} strings; give at most {most}", name)
+            raise Refusal(f"{name} has {len(values)} strings; give at most {most}", name)
         if any(len(v) > longest for v in values):
-            raise Refused(f"{name} has a string of {max(map(len, values))} characters; give at most {longest}", name)
+            raise Refusal(f"{name} has a string of {max(map(len, values))} characters; give at most {longest}", name)
         return tuple(values)
 
     def only(self, name: str, neutral: Collection[Any], why: str) -> None:
         """Refuse a field that has no effect here, unless its value asks for none."""
         value = self.take(name)
         if value is not None and not any(value == v and type(value) is type(v) for v in neutral):
-            raise Refused(f"{name} is not supported: {why}; leave it out", name, "unsupported_parameter")
+            raise Refusal(f"{name} is not supported: {why}; leave it out", name, "unsupported_parameter")
 
     def finish(self) -> None:
         if self._left:
             names = ", ".join(sorted(self._left)[:5])[:200]
-            raise Refused(f"unrecognized request argument supplied: {names}; leave it out", next(iter(self._left))[:64])
+            raise Refusal(f"unrecognized request argument supplied: {names}; leave it out", next(iter(self._left))[:64])
 
 
 def _kind(value: Any) -> str:

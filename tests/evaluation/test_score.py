@@ -67,7 +67,7 @@ def test_figures_equal_a_plain_computation(score, run, tmp_path):
     path.write_text(TEXT[:50])
     status, got, _ = score("--input", path)
     raw = TEXT[:50].encode()
-    model = engine.load(str(run), {}, TokenizerFlags(), torch.float64, torch.device("cpu")).model
+    model = engine.load_model(str(run), {}, TokenizerFlags(), torch.float64, torch.device("cpu")).model
     with torch.no_grad():
         nats = plain_loss(model, [256, *raw], LENGTH, LENGTH // 2)
     assert status == 0 and (got["tokens"], got["bytes"], got["documents"]) == (len(raw), len(raw), 1)
@@ -153,7 +153,7 @@ def test_windows_count_every_token_once():
         for length in range(1, 12):
             for stride in range(1, length + 1):
                 counted = []
-                for begin, first, end in scoring.windows(n, length, stride):
+                for begin, first, end in scoring.window_spans(n, length, stride):
                     assert 0 <= begin <= first < end <= n and end - begin <= length
                     assert begin == 0 or end - begin == length  # the context is as long as it can be
                     counted += range(first, end)
@@ -169,7 +169,9 @@ def test_score_against_a_plain_computation():
         for length, stride in ((9, 9), (9, 4), (5, 1), (1, 1)):
             want = sum(plain_loss(model, [256, *d.encode()], length, stride) for d in documents)
             for batch in (1, 3, 50):
-                got = scoring.score(scoring.plain_scorer(model), tokenizers.Bytes(), documents, length, stride, batch)
+                got = scoring.score_texts(
+                    scoring.plain_scorer(model), tokenizers.Bytes(), documents, length, stride, batch
+                )
                 assert got.total_loss == pytest.approx(want, rel=1e-10)
                 assert got.tokens == got.bytes == sum(len(d.encode()) for d in documents) and got.documents == 8
 
@@ -214,10 +216,10 @@ def check_cut_logits():
     labels[:, ::3] = torch.randint(0, 10, labels[:, ::3].shape)
     rank = torch.distributed.get_rank()
     for some in (counted, torch.ones_like(counted), torch.zeros_like(counted)):
-        rows = scoring.Rows(labels, labels, some)
-        want = scoring.count(logits, rows, 10)
+        rows = scoring.WindowBatch(labels, labels, some)
+        want = scoring.count_hits(logits, rows, 10)
         part = logits[..., 4 * rank : 4 * rank + 4]
-        got = scoring.count(part, rows, 10, 4 * rank, torch.distributed.group.WORLD)
+        got = scoring.count_hits(part, rows, 10, 4 * rank, torch.distributed.group.WORLD)
         torch.testing.assert_close(got, want)
 
 
@@ -280,14 +282,14 @@ def test_bad_flags_are_refused(score, tmp_path, flags, status, messages):
 
 
 def test_a_loss_that_is_not_finite_is_an_error(score, monkeypatch, tmp_path):
-    load = engine.load
+    load = engine.load_model
 
     def damaged(*args, **layout):
         found = load(*args, **layout)
         found.model.ln_f.weight.fill_(math.nan)
         return found
 
-    monkeypatch.setattr(engine, "load", damaged)
+    monkeypatch.setattr(engine, "load_model", damaged)
     (tmp_path / "a.txt").write_text("a")
     status, got, err = score("--input", tmp_path / "a.txt")
     assert status == 70 and got is None and "not finite" in err
@@ -368,7 +370,7 @@ def test_running_out_of_memory_is_explained(monkeypatch, capsys, run, tmp_path, 
         raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has more")
 
     (tmp_path / "a.txt").write_text("some text")
-    monkeypatch.setattr(engine, "load", fail)
+    monkeypatch.setattr(engine, "load_model", fail)
     what = ["--input", str(tmp_path / "a.txt")] if command == "evaluate" else ["--prompt", "some"]
     assert main([command, str(run), "--device=cpu", "--micro-batch-size=3", *what]) == 2
     err = capsys.readouterr().err

@@ -14,7 +14,7 @@ from meshwright.__main__ import main
 from meshwright.commands.evaluate import EvaluateConfig, Scoring, step_folders
 from meshwright.errors import UserError
 from meshwright.evaluation import lambada, results, wikitext
-from meshwright.evaluation.score import windows
+from meshwright.evaluation.score import window_spans
 from meshwright.generation import ranks
 from meshwright.ranks.team import Team
 from meshwright.settings import flags
@@ -117,7 +117,7 @@ def test_perplexity_equals_transformers(theirs, evaluate, files):
     total = count = 0
     for line in (files / "texts.jsonl").read_text().splitlines():
         ids = [tokenizer.eos_token_id, *tokenizer.encode(json.loads(line)["text"])]
-        for begin, first, end in windows(len(ids) - 1, LENGTH, LENGTH // 2):
+        for begin, first, end in window_spans(len(ids) - 1, LENGTH, LENGTH // 2):
             total += nats_and_hits(model, ids[begin : end + 1], first - begin)[0]
         count += len(ids) - 1
     _, [by_input], _ = evaluate("--input", files / "texts.jsonl")
@@ -169,9 +169,9 @@ def on_two_ranks(run, spec, out):
     folders = step_folders([run], "all")
     scoring = Scoring(parsed.config, folders, [], False)
     with console.lines_on_stderr():
-        ranks.lead(parsed.config, flags.given_settings(parsed), scoring.work, torch.device("cpu"), team, folders)
+        ranks.serve_ranks(parsed.config, flags.given_settings(parsed), scoring.work, torch.device("cpu"), team, folders)
     if team.is_lead:
-        results.write(scoring.results, out)
+        results.write_results(scoring.results, out)
 
 
 def test_several_checkpoints_on_two_ranks(evaluate, trained, files, tmp_path):
@@ -200,13 +200,13 @@ def test_detokenizers():
 def test_the_words_that_lambada_counts():
     """A long passage loses its beginning, one of a single word follows an end of document."""
     texts = ["he saw the sign", "sign", "x" * 40]
-    strict = lambada.windows(Bytes(), texts, True, 20)
+    strict = lambada.word_windows(Bytes(), texts, True, 20)
     assert [bytes(w.tokens[w.first + 1 :]) for w in strict] == [b" sign", b" sign", b"x" * 21][:2] + [b"x" * 20]
     assert strict[0].tokens == [*b"he saw the sign"] and strict[1].tokens[0] == 256
     hits = torch.tensor([[1.0, 5.0], [2.0, 4.0], [3.0, 20.0]])  # nats, and right letters of 5, 5 and 20
-    got = lambada.measure(strict, hits)
+    got = lambada.measure_words(strict, hits)
     assert got == {"correct": 2, "examples": 3, "accuracy": 2 / 3, "perplexity": pytest.approx(math.exp(2))}
-    last = lambada.windows(Bytes(), texts, False, 20)
+    last = lambada.word_windows(Bytes(), texts, False, 20)
     assert [len(w.tokens) - 1 - w.first for w in last] == [1, 1, 1] and len(last[2].tokens) == 21
 
 

@@ -99,7 +99,7 @@ def test_many_prompts_of_unequal_lengths_in_few_slots(run):
         for _ in range(20)
     ]
     advanced = []
-    jobs = list(batches.generate(m, batches.encode(m, given, "x"), 0, 3, lambda: advanced.append(1)))
+    jobs = list(batches.generate_texts(m, batches.encode_prompts(m, given, "x"), 0, 3, lambda: advanced.append(1)))
     assert [job.prompt for job in jobs] == given and len(advanced) == sum(p.count for p in given)
     for job in jobs:
         alone = m.generate(job.prompt.text, greedy=True)
@@ -108,7 +108,7 @@ def test_many_prompts_of_unequal_lengths_in_few_slots(run):
 
 def test_a_reader_that_stops_leaves_no_request(run):
     m = meshwright.load(run, device="cpu")
-    texts = batches.generate(m, batches.encode(m, [Prompt("the c", Sampling())] * 9, "x"), 0, 4)
+    texts = batches.generate_texts(m, batches.encode_prompts(m, [Prompt("the c", Sampling())] * 9, "x"), 0, 4)
     next(texts)
     texts.close()
     (decoder,) = m.kept.values()
@@ -211,7 +211,7 @@ def test_flags_that_do_not_go_together(generate, flags, message, tmp_path, monke
 )
 def test_bad_lines_are_refused(line, message):
     with pytest.raises(UserError, match=None) as caught:
-        prompts.parse(line, Prompt("", Sampling()))
+        prompts.parse_prompt(line, Prompt("", Sampling()))
     assert message in str(caught.value)
 
 
@@ -231,5 +231,5 @@ def test_all_bad_lines_are_listed(generate, tmp_path):
 def test_bare_ids_are_separated(run):
     m = meshwright.load(run, device="cpu")
     null = tokenizers.Null(257)
-    job = batches.Job(0, Prompt("1 2", Sampling()), [1, 2], [batches.Completion(text="3 4")])
+    job = batches.PromptTexts(0, Prompt("1 2", Sampling()), [1, 2], [batches.Completion(text="3 4")])
     assert batches.as_text(type(m)(m.model, null, 1, 9), job) == "1 2 3 4\n"

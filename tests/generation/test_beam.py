@@ -9,7 +9,7 @@ import transformers
 import meshwright
 from meshwright.errors import NON_FINITE, UserError
 from meshwright.generation import beam
-from meshwright.generation.beam import Beam
+from meshwright.generation.beam import BeamOptions
 from meshwright.generation.requests import Request
 from meshwright.settings.schema import Sampling
 
@@ -70,7 +70,7 @@ def test_equals_transformers(pair, width, penalty):
     for prompt in ([1], [3, 5, 7], [0, 8] * 13):
         for most in (1, 4, 12):
             most = min(most, LENGTH - len(prompt))
-            found = beam.search(mine, request(prompt, most), Beam(width, penalty))
+            found = beam.search_beams(mine, request(prompt, most), BeamOptions(width, penalty))
             texts, scores = expected(theirs, prompt, most, width, penalty)
             assert [f.tokens for f in found] == texts
             torch.testing.assert_close(torch.tensor([f.score for f in found]), scores, rtol=1e-4, atol=1e-4)
@@ -81,7 +81,7 @@ def test_equals_transformers(pair, width, penalty):
 def test_scores_are_those_of_the_model(pair):
     """A token's log-probability is the model's; without a penalty the score is their sum."""
     mine, _ = pair
-    for found in beam.search(mine, request([4, 4], 6), Beam(4, 0.0)):
+    for found in beam.search_beams(mine, request([4, 4], 6), BeamOptions(4, 0.0)):
         ids = [4, 4, *found.tokens, *[EOD] * found.ended]
         every = mine.logits(ids[:-1])[1:].log_softmax(-1)
         chosen = every[range(len(ids) - 2), ids[2:]].tolist()
@@ -91,45 +91,49 @@ def test_scores_are_those_of_the_model(pair):
 
 def test_one_candidate_is_greedy(pair):
     mine, _ = pair
-    (found,) = beam.search(mine, request([6], 9), Beam(1))
+    (found,) = beam.search_beams(mine, request([6], 9), BeamOptions(1))
     assert found.text == mine.generate("6", max_new_tokens=9, greedy=True)
-    assert beam.search(mine, request([], 5), Beam(1))[0].text == mine.generate("", max_new_tokens=5, greedy=True)
+    assert beam.search_beams(mine, request([], 5), BeamOptions(1))[0].text == mine.generate(
+        "", max_new_tokens=5, greedy=True
+    )
 
 
 def test_a_stop_string_ends_a_text(pair):
     mine, _ = pair
-    plain = beam.search(mine, request([6], 9), Beam(3, 0.0))[0]
+    plain = beam.search_beams(mine, request([6], 9), BeamOptions(3, 0.0))[0]
     stop = f" {plain.text.split()[2]}"
-    found = beam.search(mine, request([6], 9, stop=(stop,)), Beam(3, 0.0))
+    found = beam.search_beams(mine, request([6], 9, stop=(stop,)), BeamOptions(3, 0.0))
     assert found[0].finish == "stop" and all(stop not in f.text for f in found)
     assert plain.text.split(stop)[0] in [f.text for f in found]
 
 
 def test_the_whole_sequence_length_is_used(pair):
     mine, _ = pair
-    found = beam.search(mine, request([6], 999), Beam(2, 9.0))
+    found = beam.search_beams(mine, request([6], 999), BeamOptions(2, 9.0))
     assert max(len(f.tokens) for f in found) == LENGTH - 1
 
 
 def test_what_cannot_be_searched(pair):
     mine, _ = pair
     with pytest.raises(UserError, match="beam width of 0"):
-        beam.search(mine, request([6], 9), Beam(0))
+        beam.search_beams(mine, request([6], 9), BeamOptions(0))
     with pytest.raises(UserError, match=f"has {LENGTH} tokens; the model reads {LENGTH}"):
-        beam.search(mine, request([1] * LENGTH, 9), Beam(2))
+        beam.search_beams(mine, request([1] * LENGTH, 9), BeamOptions(2))
     model = torch.nn.Module()
     model.wte, model.vocab, model.layers = mine.model.wte, VOCAB, 2
     model.forward = lambda tokens, where, last_only: torch.full((1, 1, VOCAB), float("nan"))
     with pytest.raises(UserError, match="not finite") as caught:
-        beam.search(dataclasses.replace(mine, model=model), request([1], 9), Beam(2))
+        beam.search_beams(dataclasses.replace(mine, model=model), request([1], 9), BeamOptions(2))
     assert caught.value.status == NON_FINITE
 
 
 def test_another_token_may_end_the_texts(pair):
     """A search that ends at token 3 finds no text with a 3 inside, and some that end there."""
     mine, _ = pair
-    found = beam.search(mine, request([1, 2], 8), Beam(4, 1.0, stop_token=3))
+    found = beam.search_beams(mine, request([1, 2], 8), BeamOptions(4, 1.0, stop_token=3))
     assert not any(3 in text.tokens for text in found)
-    usual = beam.search(mine, request([1, 2], 8), Beam(4))
+    usual = beam.search_beams(mine, request([1, 2], 8), BeamOptions(4))
     first = usual[0].tokens[1]
-    assert any(text.ended for text in beam.search(mine, request([1, 2], 8), Beam(4, 1.0, stop_token=first)))
+    assert any(
+        text.ended for text in beam.search_beams(mine, request([1, 2], 8), BeamOptions(4, 1.0, stop_token=first))
+    )

@@ -242,9 +242,9 @@ def test_mistakes_are_noted():
     def fail(error):
         raise error
 
-    assert terminal.fail_softly(lambda: None, said.append)
-    assert not terminal.fail_softly(lambda: fail(UserError("why")), said.append)
-    assert not terminal.fail_softly(lambda: fail(OSError(5, "broken", "f")), said.append)
+    assert terminal.report_errors(lambda: None, said.append)
+    assert not terminal.report_errors(lambda: fail(UserError("why")), said.append)
+    assert not terminal.report_errors(lambda: fail(OSError(5, "broken", "f")), said.append)
     assert said == ["why", "f: broken"]
 
 

@@ -397,14 +397,14 @@ def test_a_step_can_be_named(generate, run):
 
 @pytest.mark.parametrize("flag", ["--greedy", "--top_p=0.9"])
 def test_logits_that_are_not_finite(generate, monkeypatch, flag):
-    load = engine.load
+    load = engine.load_model
 
     def damaged(*args, **layout):
         found = load(*args, **layout)
         found.model.wte.weight[0] = float("nan")
         return found
 
-    monkeypatch.setattr(engine, "load", damaged)
+    monkeypatch.setattr(engine, "load_model", damaged)
     status, _, err = generate(flag, "--prompt", "a")
     assert status == 70 and "not finite" in err
 

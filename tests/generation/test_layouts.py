@@ -18,7 +18,7 @@ from helpers import train_on_texts
 from meshwright.__main__ import main
 from meshwright.commands.evaluate import EvaluateConfig
 from meshwright.errors import UserError
-from meshwright.evaluation.score import score
+from meshwright.evaluation.score import score_texts
 from meshwright.generation import beam, decoder, engine, ranks
 from meshwright.generation.requests import Request
 from meshwright.parallel.layout import Layout
@@ -72,7 +72,7 @@ def on_ranks(load, lines, out, cls, work):
         words = ["--load", str(load), "--device=cpu", f"--world-size={team.size}", *line.split()]
         parsed = flags.parse_settings(cls, words, "test", check=False)
         given = flags.given_settings(parsed)
-        ranks.lead(parsed.config, given, lambda m: results.append(work(m)), torch.device("cpu"), team)
+        ranks.serve_ranks(parsed.config, given, lambda m: results.append(work(m)), torch.device("cpu"), team)
     if team.is_lead:
         Path(out).write_text(json.dumps(results))
 
@@ -87,12 +87,12 @@ def run_layouts(load, world, lines, tmp_path, cls, work):
 
 
 def figures(m):
-    s = score(m.scorer, m.tokenizer, TEXTS, m.seq_length, LENGTH // 2, 2)
+    s = score_texts(m.scorer, m.tokenizer, TEXTS, m.seq_length, LENGTH // 2, 2)
     return dataclasses.asdict(s)
 
 
 def alone(load, dtype=torch.float64):
-    return engine.load(str(load), {}, TokenizerFlags(), dtype, torch.device("cpu"))
+    return engine.load_model(str(load), {}, TokenizerFlags(), dtype, torch.device("cpu"))
 
 
 CASES = [(shape, world) for shape in SHAPES for world in LAYOUTS]
@@ -122,7 +122,7 @@ def completions(m):
     requests += [Request(PROMPTS[0], GREEDY, echo=True, logprobs=2), Request(PROMPTS[3], GREEDY, stop=("the",))]
     requests += [Request(PROMPTS[0], dataclasses.replace(GREEDY, recompute=True))]
     requests += [Request(PROMPTS[1], dataclasses.replace(SAMPLED, repetition_penalty=1.5))]
-    found = beam.search(m, Request(PROMPTS[0], GREEDY), beam.Beam(3))
+    found = beam.search_beams(m, Request(PROMPTS[0], GREEDY), beam.BeamOptions(3))
     return [dataclasses.asdict(done) for done in [*decoder.complete(m, requests, 3), *found]]
 
 
@@ -278,4 +278,4 @@ def test_the_model_must_fit_the_layout(runs, capsys):
     assert "1 rank is not a multiple of --tensor-model-parallel-size 2 = 2: start 2" in capsys.readouterr().err
     layout, cpu = Layout(tp=3), torch.device("cpu")
     with pytest.raises(UserError, match="--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3"):
-        engine.load(str(runs("gpt2")), {}, TokenizerFlags(), torch.float32, cpu, layout=layout)
+        engine.load_model(str(runs("gpt2")), {}, TokenizerFlags(), torch.float32, cpu, layout=layout)

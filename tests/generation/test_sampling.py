@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.generation import sampling
-from meshwright.generation.sampling import Controls, Kind
+from meshwright.generation.sampling import ChoiceParts, Controls
 from meshwright.kernels import draws
 from meshwright.settings.schema import Sampling
 
@@ -32,15 +32,17 @@ def row(x, dtype=torch.float64):
 
 
 def filtered(logits, top_k=0, top_p=0.0, min_p=0.0):
-    return sampling.keep(logits[None], row(top_k, torch.int64), row(top_p), row(min_p))[0]
+    return sampling.filter_logits(logits[None], row(top_k, torch.int64), row(top_p), row(min_p))[0]
 
 
 def choose(logits, settings, n=1, seed=1):
     """Return the choices for the first n positions of one stream."""
-    numbers = [torch.full((n,), x, dtype=torch.float64) for x in sampling.numbers(settings)]
-    k, key = (torch.full((n,), x) for x in (settings.top_k, sampling.key(seed, 0)))
+    numbers = [torch.full((n,), x, dtype=torch.float64) for x in sampling.control_numbers(settings)]
+    k, key = (torch.full((n,), x) for x in (settings.top_k, sampling.stream_key(seed, 0)))
     rows = logits.expand(n, -1)
-    return sampling.choose(rows, Kind.of(settings), Controls(*numbers, k, key), torch.arange(n), None).tolist()
+    return sampling.choose_tokens(
+        rows, ChoiceParts.of(settings), Controls(*numbers, k, key), torch.arange(n), None
+    ).tolist()
 
 
 def kept(logits):
@@ -147,27 +149,27 @@ def test_a_row_depends_on_no_other():
     every = [Sampling(greedy=True), Sampling(), Sampling(temperature=0.7, top_k=3), Sampling(top_p=0.5, min_p=0.2)]
     random = torch.Generator().manual_seed(3)
     logits, at = torch.randn(4, 30, generator=random), torch.tensor([5, 5, 8, 9])
-    key = torch.tensor([sampling.key(1, i) for i in range(4)])
-    controls = [torch.tensor([sampling.numbers(s)[i] for s in every]).double() for i in range(4)]
+    key = torch.tensor([sampling.stream_key(1, i) for i in range(4)])
+    controls = [torch.tensor([sampling.control_numbers(s)[i] for s in every]).double() for i in range(4)]
     controls += [torch.tensor([s.top_k for s in every]), key]
-    together = sampling.choose(logits, Kind(False, True, True), Controls(*controls), at, None)
+    together = sampling.choose_tokens(logits, ChoiceParts(False, True, True), Controls(*controls), at, None)
     for i, s in enumerate(every):
         mine = Controls(*(x[i : i + 1] for x in controls))
-        assert sampling.choose(logits[i : i + 1], Kind.of(s), mine, at[i : i + 1], None) == together[i]
+        assert sampling.choose_tokens(logits[i : i + 1], ChoiceParts.of(s), mine, at[i : i + 1], None) == together[i]
 
 
 def test_uniform_numbers():
     """They fill (0, 1), differ by seed, stream, position and token, and are these for ever."""
     names = [(seed, stream) for seed in range(6) for stream in range(20)]
-    key = torch.tensor([sampling.key(*name) for name in names])
+    key = torch.tensor([sampling.stream_key(*name) for name in names])
     u = torch.stack([draws.uniforms(key, torch.full_like(key, at), 50) for at in range(4)])
     assert len(u.unique()) == u.numel() == 24_000 and u.min() > 0 and u.max() < 1
     counts = torch.histc(u, 20, 0, 1)
     assert ((counts - 1200) ** 2 / 1200).sum() < 45  # chi squared, 19 degrees of freedom, 1 in 1,000
     assert abs(torch.corrcoef(u.flatten(0, 1).T).fill_diagonal_(0)).max() < 0.2
-    known = draws.uniforms(torch.tensor([sampling.key(1234, 7)]), torch.tensor([5]), 3)
+    known = draws.uniforms(torch.tensor([sampling.stream_key(1234, 7)]), torch.tensor([5]), 3)
     assert [round(x, 12) for x in known[0].tolist()] == KNOWN
-    sampling.key(-1, 2**40), torch.tensor([sampling.key(2**64, 0)])  # any seed
+    sampling.stream_key(-1, 2**40), torch.tensor([sampling.stream_key(2**64, 0)])  # any seed
 
 
 KNOWN = [0.160338358625, 0.736290894747, 0.845256706998]

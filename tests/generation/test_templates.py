@@ -64,7 +64,7 @@ def test_equals_transformers(vocabulary, tmp_path, text, begin):
     (tmp_path / "t" / "chat_template.jinja").write_text(text)
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "t")
     mine = tokenizers.HuggingFace(tmp_path / "t")
-    template = templates.find(mine, None)
+    template = templates.find_template(mine, None)
     options = dict(tokenize=False, add_generation_prompt=begin)
     assert template.render(TURNS, begin) == theirs.apply_chat_template(TURNS, **options)
     ids = theirs.apply_chat_template(TURNS, **options | dict(tokenize=True, return_dict=False))
@@ -75,21 +75,21 @@ def test_equals_transformers(vocabulary, tmp_path, text, begin):
 def test_where_it_is_found(vocabulary, tmp_path):
     """The file wins over the configuration; of several templates there, the one named default."""
     mine = tokenizers.HuggingFace(vocabulary)
-    assert templates.find(mine, None) is None and templates.find(tokenizers.Bytes(), tmp_path) is None
+    assert templates.find_template(mine, None) is None and templates.find_template(tokenizers.Bytes(), tmp_path) is None
     several = [{"name": "tools", "template": "tools"}, {"name": "default", "template": "usual"}]
     for written, text in (("only", "only"), (several, "usual"), (several[:1], "tools")):
         write_config(tmp_path, chat_template=written)
-        assert templates.find(mine, tmp_path).text == text
+        assert templates.find_template(mine, tmp_path).text == text
     (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}")
-    assert templates.find(tokenizers.Bytes(), tmp_path).render([]) == "file <|im_end|>"
-    assert templates.choose("plain", mine, tmp_path) is None
-    assert templates.choose(None, mine, tmp_path) == templates.choose(str(tmp_path), mine, None)
+    assert templates.find_template(tokenizers.Bytes(), tmp_path).render([]) == "file <|im_end|>"
+    assert templates.choose_template("plain", mine, tmp_path) is None
+    assert templates.choose_template(None, mine, tmp_path) == templates.choose_template(str(tmp_path), mine, None)
     (tmp_path / "mine.jinja").write_text("mine")
-    assert templates.choose(str(tmp_path / "mine.jinja"), mine, None).render([]) == "mine"
+    assert templates.choose_template(str(tmp_path / "mine.jinja"), mine, None).render([]) == "mine"
     with pytest.raises(UserError, match="holds neither chat_template.jinja nor"):
-        templates.choose(str(vocabulary), mine, None)
+        templates.choose_template(str(vocabulary), mine, None)
     with pytest.raises(UserError, match="none.jinja cannot be read as a chat template"):
-        templates.choose("none.jinja", mine, None)
+        templates.choose_template("none.jinja", mine, None)
 
 
 def test_a_run_keeps_the_template_beside_its_tokenizer(vocabulary, tmp_path):
@@ -98,7 +98,9 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(vocabulary, tmp_path):
     mine = tokenizers.HuggingFace(tmp_path / "t")
     tokenizers.save(mine, tmp_path / "run" / "tokenizer")
     kept = tokenizers.build(tokenizers.TokenizerFlags(), tmp_path / "run" / "tokenizer")
-    assert templates.find(kept, None).text == "kept" and tokenizers.is_same(mine, tmp_path / "run" / "tokenizer")
+    assert templates.find_template(kept, None).text == "kept" and tokenizers.is_same(
+        mine, tmp_path / "run" / "tokenizer"
+    )
 
 
 def test_an_export_has_the_template(vocabulary, tmp_path):
@@ -114,7 +116,7 @@ def test_an_export_has_the_template(vocabulary, tmp_path):
     shutil.copy(vocabulary / "tokenizer.json", tmp_path / "out")
     (tmp_path / "out" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"} | settings))
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
-    assert theirs.apply_chat_template(TURNS, tokenize=False) == templates.find(mine, None).render(TURNS, False)
+    assert theirs.apply_chat_template(TURNS, tokenize=False) == templates.find_template(mine, None).render(TURNS, False)
     assert theirs.eos_token == "<|im_end|>"
 
 

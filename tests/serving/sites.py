@@ -17,9 +17,9 @@ from typing import Any
 from meshwright import tokenizers
 from meshwright.errors import UserError
 from meshwright.generation.requests import Event, Request
-from meshwright.serving.app import Server
+from meshwright.serving.app import TextServer
 from meshwright.serving.scheduler import Scheduler
-from meshwright.serving.served import Served
+from meshwright.serving.served import ServedModel
 from meshwright.web import protocol
 from meshwright.web.guard import Limits
 
@@ -79,16 +79,16 @@ def top(token: int, k: int) -> list[tuple[int, float]]:
     return [(token + 1, TOP[0]), (token, TOP[1]), (token + 2, TOP[2])][:k]
 
 
-def fake_served(template: Any = None) -> Served:
+def fake_served(template: Any = None) -> ServedModel:
     network = SimpleNamespace(vocab=257)
     model = SimpleNamespace(tokenizer=tokenizers.Bytes(), seq_length=LENGTH, model=network, step=7)
-    return Served(model, "fake", template)  # type: ignore[arg-type]
+    return ServedModel(model, "fake", template)  # type: ignore[arg-type]
 
 
 class Site:
     """A running server."""
 
-    def __init__(self, port: int, decoder: Any, scheduler: Scheduler, server: Server) -> None:
+    def __init__(self, port: int, decoder: Any, scheduler: Scheduler, server: TextServer) -> None:
         self.port, self.decoder, self.scheduler, self.server = port, decoder, scheduler, server
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
@@ -150,8 +150,8 @@ def site(
     """Run a server until the end of the block."""
     decoder, limits = Repeating(pause), limits or Limits()
     scheduler = Scheduler(decoder, slots, queue)
-    server = Server(fake_served(template), scheduler, limits)
-    http_server = protocol.server(server.app, limits.read_seconds)
+    server = TextServer(fake_served(template), scheduler, limits)
+    http_server = protocol.make_server(server.app, limits.read_seconds)
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listening:
         port = listening.getsockname()[1]
 

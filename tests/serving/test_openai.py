@@ -246,7 +246,7 @@ def test_what_the_decoder_refuses(fake: Site) -> None:
 
 
 def test_the_best_of_several() -> None:
-    texts = [openai.Text(Bytes(), Request([97], logprobs=0)) for _ in range(2)]
+    texts = [openai.ChoiceText(Bytes(), Request([97], logprobs=0)) for _ in range(2)]
     for text, logprobs in zip(texts, ([-1.0, -3.0], [-1.5]), strict=True):
         for logprob in logprobs:
             text.push(Event(0, 98, logprob))

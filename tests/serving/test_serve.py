@@ -23,7 +23,7 @@ from helpers import free_port, train_on_texts
 from meshwright import load, tokenizers
 from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA, NON_FINITE, UNAVAILABLE, USAGE
-from meshwright.fields import Refused
+from meshwright.fields import Refusal
 from meshwright.generation import beam
 from meshwright.generation.requests import Request
 from meshwright.serving import start
@@ -79,7 +79,7 @@ def test_texts_are_the_models(run: Path, capsys: pytest.CaptureFixture[str]) -> 
     sampled = model.generate("the", seed=5, max_new_tokens=20)
     logits = model.logits("the c").log_softmax(-1)
     ids = model.encode("the c")
-    best = beam.search(model, Request(model.encode("a"), Sampling(out_seq_length=9)), beam.Beam(3))
+    best = beam.search_beams(model, Request(model.encode("a"), Sampling(out_seq_length=9)), beam.BeamOptions(3))
     wanted = [float(logits[at, ids[at + 1]]) for at in range(4)]
 
     def client(site: Site) -> None:
@@ -156,7 +156,7 @@ def test_every_flag_of_the_server_arrives(run: Path, tmp_path: Path, monkeypatch
         listening.close()
         return 0
 
-    monkeypatch.setattr(start, "run", note)
+    monkeypatch.setattr(start, "run_server", note)
     (tmp_path / "key").write_text("a-long-secret\n")
     (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
     port = free_port()
@@ -168,7 +168,7 @@ def test_every_flag_of_the_server_arrives(run: Path, tmp_path: Path, monkeypatch
     limits = seen.limits
     assert (limits.api_key, limits.body, limits.read_seconds, limits.answer_seconds) == ("a-long-secret", 999, 2.5, 7)
     limits.check({"method": "GET", "path": "/"}, {b"host": b"box.lan"})
-    with pytest.raises(Refused, match="other.lan"):
+    with pytest.raises(Refusal, match="other.lan"):
         limits.check({"method": "GET", "path": "/"}, {b"host": b"other.lan"})
     assert seen.served.name == "small" and seen.served.template.path == tmp_path / "chat.jinja"
     assert main(["serve", str(run), f"--port={port}", "--device=cpu", "--api-key=another-one"]) == 0
@@ -177,7 +177,7 @@ def test_every_flag_of_the_server_arrives(run: Path, tmp_path: Path, monkeypatch
 
 def test_megatrons_script(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[tuple[str, int]] = []
-    monkeypatch.setattr(start, "run", lambda *given: seen.append(given[-1].getsockname()) or 0)
+    monkeypatch.setattr(start, "run_server", lambda *given: seen.append(given[-1].getsockname()) or 0)
     path = Path(__file__).parents[2] / "compat/megatron-lm/tools/run_text_generation_server.py"
     argv = f"--load {run} --port {free_port()} --device cpu --micro-batch-size 1 --top_p 0.9 --log-interval 1"
     monkeypatch.setattr("sys.argv", [str(path), *argv.split()])

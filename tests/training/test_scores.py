@@ -52,10 +52,10 @@ def test_scores_are_those_of_the_saved_weights(scored, files):
     assert [(r["iteration"], r["task"]) for r in rows] == [
         (i, name) for i in (4, 8, 12) for name in ("lambada", "wikitext", "text")
     ]
-    m = engine.load(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
+    m = engine.load_model(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
     for row in rows[-3:]:
-        task = tasks.make(row["task"], row["file"], m.tokenizer, 16, 8)
-        want = tasks.run(task, plain_scorer(m.model), 16, 8)
+        task = tasks.make_task(row["task"], row["file"], m.tokenizer, 16, 8)
+        want = tasks.score_task(task, plain_scorer(m.model), 16, 8)
         assert row["values"] == pytest.approx(want, rel=1e-9)
         assert row["scores"] == task.scores(row["values"]) and len(row["scores"]) == 2
         assert (row["variant"], row["sha256"]) == (task.variant, task.sha256)
@@ -126,8 +126,10 @@ def test_default_interval(scored, tmp_path, files):
     )
     assert {i for scores in read_history(folder).scores.values() for i in scores} == {12}  # only at the end
     [interval] = [line for line in (folder / "log.txt").read_text().splitlines() if " > --eval-tasks: " in line]
-    m = engine.load(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
-    made = [tasks.make(name, path, m.tokenizer, 16, 8) for name, path in (one.split("=") for one in files.split(","))]
+    m = engine.load_model(str(scored), {}, TokenizerFlags(), torch.float64, torch.device("cpu"))
+    made = [
+        tasks.make_task(name, path, m.tokenizer, 16, 8) for name, path in (one.split("=") for one in files.split(","))
+    ]
     fed = sum(len(w.tokens) - 1 for task in made for w in task.windows)
     every = int(interval.split("every ")[1].split()[0].replace(",", ""))
     assert fed / (3 * every * 4 * 16) <= 0.005 < fed / (3 * every * 4 * 16) * 2.5

@@ -81,14 +81,14 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     assert c.checkpoint.load
     given = flags.given_settings(parsed)
     if parsed.dry_run:
-        fit = engine.open_fit(c.checkpoint.load, given, c.tokenizer)
-        templates.choose(c.chat.chat_template, fit.tokenizer, fit.saved.tokenizer_folder)
+        fit = engine.open_checked(c.checkpoint.load, given, c.tokenizer)
+        templates.choose_template(c.chat.chat_template, fit.tokenizer, fit.saved.tokenizer_folder)
         print(f"the flags fit step {fit.source.step} in {fit.source.root}; nothing was loaded")
         return DONE
     if c.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
     with command.explain_out_of_memory("a smaller --seq-length, or --bf16,"):
-        return ranks.run(c, given, lambda m: talk(c, m))
+        return ranks.run_on_ranks(c, given, lambda m: talk(c, m))
 
 
 def talk(c: ChatConfig, m: LanguageModel) -> None:
@@ -96,7 +96,7 @@ def talk(c: ChatConfig, m: LanguageModel) -> None:
     from meshwright.generation.chat import Chat
     from meshwright.generation.dialogue import Dialogue
 
-    template = templates.choose(c.chat.chat_template, m.tokenizer, m.tokenizer_folder)
+    template = templates.choose_template(c.chat.chat_template, m.tokenizer, m.tokenizer_folder)
     accept_any_text()
     dialogue = Dialogue(m.tokenizer, template, m.seq_length, c.chat.system or "")
     Chat(m, dialogue, c.sampling, tuple(map(unescape, c.chat.stop)), c.training.seed).run(c.chat.history)

@@ -22,7 +22,7 @@ from meshwright.settings.text_inputs import TextInputs
 
 if TYPE_CHECKING:
     from meshwright.evaluation.results import Result
-    from meshwright.evaluation.score import Rows, Scorer
+    from meshwright.evaluation.score import Scorer, WindowBatch
     from meshwright.evaluation.tasks import Task
     from meshwright.generation.engine import LanguageModel
 
@@ -161,13 +161,13 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     if parsed.dry_run:
         what = f"{len(texts)} documents" if e.input else c.data.data_path[0] if c.data.data_path else "tasks"
         for folder in folders:
-            fit = engine.open_fit(folder, given, c.tokenizer)
+            fit = engine.open_checked(folder, given, c.tokenizer)
             print(f"{what}; the flags fit step {fit.source.step} in {fit.source.root}; nothing was loaded")
         return DONE
     batch = int(c.training.micro_batch_size or 8)
     scoring = Scoring(c, folders, texts, parsed.sources["split"] != "default")
     with command.explain_out_of_memory(f"a smaller --micro-batch-size (now {batch}) or --seq-length, or --bf16,"):
-        status = ranks.run(c, given, scoring.work, copies=True, folders=folders)
+        status = ranks.run_on_ranks(c, given, scoring.work, copies=True, folders=folders)
     if is_lead:
         scoring.finish()
     return status
@@ -227,7 +227,7 @@ class Scoring:
             if self.config.evaluate.json:
                 print(json.dumps(result.record))
             elif not self.several:
-                print(results.as_list(result))
+                print(results.list_result(result))
 
     def finish(self) -> None:
         """Print and write what is of all checkpoints."""
@@ -235,25 +235,25 @@ class Scoring:
 
         e = self.config.evaluate
         if self.several and not e.json:
-            print("\n\n".join(results.as_table(one) for one in results.by_task(self.results)))
+            print("\n\n".join(results.tabulate(one) for one in results.by_task(self.results)))
         if e.results_path:
-            results.write(self.results, e.results_path)
+            results.write_results(self.results, e.results_path)
         if e.picture:
-            results.draw(self.results, e.picture)
+            results.draw_results(self.results, e.picture)
         if e.task:
             console.say("done :-)")
 
     def score_text(self, m: LanguageModel, folder: str) -> Result:
         from meshwright.evaluation.results import Result
-        from meshwright.evaluation.score import read_token_files, score, score_ids
+        from meshwright.evaluation.score import read_token_files, score_documents, score_texts
 
         c, length = self.config, m.seq_length
         stride = min(c.evaluate.overlapping_eval or max(1, length // 2), length)
         if c.data.data_path:
             documents = read_token_files(c.data, m.tokenizer, divided=self.is_divided)
-            s = score_ids(m.scorer, m.tokenizer.eod, documents, length, stride, self.batch)
+            s = score_documents(m.scorer, m.tokenizer.eod, documents, length, stride, self.batch)
         else:
-            s = score(m.scorer, m.tokenizer, self.texts, length, stride, self.batch)
+            s = score_texts(m.scorer, m.tokenizer, self.texts, length, stride, self.batch)
         names = "documents tokens bytes loss perplexity bits_per_byte".split()
         facts = {"sequence_length": length, "stride": stride}
         return Result(folder, m.step, "", "bits_per_byte", {name: getattr(s, name) for name in names}, facts)
@@ -267,12 +267,14 @@ class Scoring:
         key = folder, m.seq_length
         if key not in self.tasks:
             stride = c.evaluate.overlapping_eval
-            self.tasks[key] = [tasks.make(n, file, m.tokenizer, m.seq_length, stride) for n, file in c.tasks.items()]
+            self.tasks[key] = [
+                tasks.make_task(n, file, m.tokenizer, m.seq_length, stride) for n, file in c.tasks.items()
+            ]
         for task in self.tasks[key]:
             began, scorer = time.perf_counter(), m.scorer
             if c.evaluate.task:
                 scorer = announced(scorer, c.logging.log_interval)
-            values = tasks.run(task, scorer, m.seq_length, self.batch)
+            values = tasks.score_task(task, scorer, m.seq_length, self.batch)
             assert values is not None
             require_finite(sum(values.values()))
             console.say(task.line(values))
@@ -300,15 +302,15 @@ class Scoring:
         e = self.config.evaluate
         assert e.harness
         adapter = harness.Adapter(m, m.scorer, write, self.batch)
-        found = harness.run(adapter, e.harness, e.harness_path, e.num_fewshot, e.limit)
+        found = harness.run_tasks(adapter, e.harness, e.harness_path, e.num_fewshot, e.limit)
         return [Result(folder, m.step, name, headline_of(values), values, facts) for name, values, facts in found]
 
 
-def announced(scorer: Scorer, every: int) -> Callable[[list[Rows]], Any]:
+def announced(scorer: Scorer, every: int) -> Callable[[list[WindowBatch]], Any]:
     """Return the scorer with Megatron's lines about its progress."""
     done = 0
 
-    def run(batches: list[Rows]) -> Any:
+    def run(batches: list[WindowBatch]) -> Any:
         nonlocal done
         for number in range(done, done + len(batches)):
             if number % every == 0:

@@ -58,7 +58,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     assert c.checkpoint.load
     given = flags.given_settings(parsed)
     if parsed.dry_run:
-        fit = engine.open_fit(c.checkpoint.load, given, c.tokenizer)
+        fit = engine.open_checked(c.checkpoint.load, given, c.tokenizer)
         print(f"the flags fit step {fit.source.step} in {fit.source.root}; nothing was loaded and nothing written")
         return DONE
     if c.precision.deterministic_mode:
@@ -67,7 +67,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     most = c.sampling.out_seq_length
     advice = f"a smaller --micro-batch-size (now {batch}) or --max-new-tokens (now {most}), or --bf16,"
     with command.explain_out_of_memory(advice):
-        return ranks.run(c, given, lambda m: write(c, m, prompts, output))
+        return ranks.run_on_ranks(c, given, lambda m: write(c, m, prompts, output))
 
 
 def read_prompts(c: GenerateConfig) -> list[Prompt]:
@@ -77,9 +77,9 @@ def read_prompts(c: GenerateConfig) -> list[Prompt]:
     if t.prompt is not None:
         return [dataclasses.replace(usual, text=replace_surrogates(t.prompt))]
     if t.sample_input_file:
-        text = prompt_files.read_text(t.sample_input_file, "--sample-input-file")
-        return prompt_files.of_lines(text, usual)
-    return prompt_files.read(t.prompts, usual) if t.prompts else []
+        text = prompt_files.read_prompt_text(t.sample_input_file, "--sample-input-file")
+        return prompt_files.prompts_of_lines(text, usual)
+    return prompt_files.read_prompt_file(t.prompts, usual) if t.prompts else []
 
 
 def write(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], output: str) -> None:
@@ -94,9 +94,9 @@ def write(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], output: st
         assert t.genfile
         files.write_samples(t.genfile, t.num_samples, m.tokenizer, lambda p, n: m.complete(p, s, seed, n), batch)
     elif t.sample_input_file:
-        jobs = batches.encode(m, prompts, f"--sample-input-file {t.sample_input_file}")
+        jobs = batches.encode_prompts(m, prompts, f"--sample-input-file {t.sample_input_file}")
         with open(output, "w", encoding="utf-8") as file:
-            for job in batches.generate(m, jobs, seed, batch):
+            for job in batches.generate_texts(m, jobs, seed, batch):
                 file.write(batches.as_megatron(m, job))
                 file.flush()
         print(f"wrote {len(jobs)} continuations to {output}")
@@ -116,20 +116,20 @@ def write(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], output: st
 def write_texts(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], is_json: bool) -> None:
     """Write the texts of prompts to --output or standard output, with a bar and the speed."""
     from meshwright.generation import batches
-    from meshwright.generation.beam import Beam
+    from meshwright.generation.beam import BeamOptions
 
     t = c.texts
     where = "--prompt" if t.prompt is not None else f"--prompts {t.prompts}"
-    jobs = batches.encode(m, prompts, where)
+    jobs = batches.encode_prompts(m, prompts, where)
     form = batches.as_json if is_json else batches.as_text
     speed = batches.Speed()
     with bar(sum(p.count for p in prompts)) as advance, opened(t.output) as write_out:
         if t.beam_width:
-            done = batches.search_all(
-                m, jobs, Beam(t.beam_width, 1.0 if t.length_penalty is None else t.length_penalty), advance
+            done = batches.search_texts(
+                m, jobs, BeamOptions(t.beam_width, 1.0 if t.length_penalty is None else t.length_penalty), advance
             )
         else:
-            done = batches.generate(m, jobs, c.training.seed, int(c.training.micro_batch_size or 8), advance)
+            done = batches.generate_texts(m, jobs, c.training.seed, int(c.training.micro_batch_size or 8), advance)
         for job in done:
             write_out(form(m, job))
             speed.count(job.texts)
@@ -173,7 +173,7 @@ def print_continuation(c: GenerateConfig, m: LanguageModel, prompt: Prompt) -> N
     from meshwright.generation.requests import Completion
     from meshwright.generation.stream import TextStream, gap
 
-    (job,) = batches.encode(m, [prompt], "--prompt")
+    (job,) = batches.encode_prompts(m, [prompt], "--prompt")
     (request,) = job.requests(c.training.seed, 0)
     terminal, speed, text = Terminal(), batches.Speed(), Completion()
     pieces = TextStream(m.tokenizer, request.stop, job.ids)

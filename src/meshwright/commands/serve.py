@@ -125,27 +125,27 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     # torch is imported only now, so that a mistake in the flags is reported at once.
     from meshwright.generation import engine, ranks, templates
     from meshwright.serving import start
-    from meshwright.serving.served import Served
+    from meshwright.serving.served import ServedModel
     from meshwright.web.guard import Limits
 
     assert c.checkpoint.load
     load, given = c.checkpoint.load, flags.given_settings(parsed)
     if parsed.dry_run:
-        fit = engine.open_fit(load, given, c.tokenizer)
+        fit = engine.open_checked(load, given, c.tokenizer)
         print(f"the flags fit step {fit.source.step} in {fit.source.root}; nothing was loaded")
         return DONE
 
     def work(m: LanguageModel) -> None:
-        template = templates.choose(s.chat_template, m.tokenizer, None)
+        template = templates.choose_template(s.chat_template, m.tokenizer, None)
         name = s.served_model_name or Path(load).resolve().name
         limits = Limits(key, (s.host, *s.allowed_hosts), s.max_body_size, s.read_timeout, s.request_timeout)
         assert listening is not None
-        start.run(Served(m, name, template), limits, s.slots, s.queue, listening)
+        start.run_server(ServedModel(m, name, template), limits, s.slots, s.queue, listening)
 
     advice = f"a smaller --slots (now {s.slots}) or --seq-length, or --bf16,"
     listens = listen(s.host, s.port) if world.rank == 0 else contextlib.nullcontext()
     with listens as listening, command.explain_out_of_memory(advice):
-        return ranks.run(c, given, work, stops=True)
+        return ranks.run_on_ranks(c, given, work, stops=True)
 
 
 def listen(host: str, port: int) -> socket.socket:

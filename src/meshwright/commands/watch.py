@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     about = "Show runs in a browser while they go on: curves, samples and scores, several runs over each other."
     c = flags.parse_settings(WatchConfig, argv, "meshwright watch", about=about).config
     try:
-        from meshwright.watch.app import serve
+        from meshwright.watch.app import serve_page
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] not in ("starlette", "uvicorn", "h11"):
             raise
@@ -48,5 +48,5 @@ def main(argv: list[str]) -> int:
             f"from another machine: ssh -L {port}:localhost:{port} HOST; Ctrl-C ends the page, not the runs", flush=True
         )
 
-    serve(Watcher(c.folders), c.port, show)
+    serve_page(Watcher(c.folders), c.port, show)
     return DONE

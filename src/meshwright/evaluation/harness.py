@@ -27,7 +27,7 @@ MOST_NEW = 256  # tokens of an answer whose task gives no number, as in the harn
 OPTIONS = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
-class Model(Protocol):
+class HarnessModel(Protocol):
     """As generation.engine.LanguageModel."""
 
     @property
@@ -43,7 +43,7 @@ Complete = Callable[[list[tuple[list[int], Sampling, tuple[str, ...]]]], list[st
 class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
     """A model as the harness sees it. All requests of a kind come at once."""
 
-    def __init__(self, model: Model, scorer: Scorer, complete: Complete, batch: int) -> None:
+    def __init__(self, model: HarnessModel, scorer: Scorer, complete: Complete, batch: int) -> None:
         super().__init__()
         self.model, self.scorer, self.complete, self.batch = model, scorer, complete, batch
 
@@ -108,7 +108,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
         return texts
 
 
-def run(
+def run_tasks(
     adapter: Adapter, names: str, path: str | None, fewshot: int | None, limit: int | None
 ) -> Iterator[tuple[str, dict[str, float], dict[str, Any]]]:
     """Yield the name of each task and group, its measures, and what identifies the measurement."""

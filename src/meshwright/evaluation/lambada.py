@@ -42,7 +42,7 @@ def read_examples(path: str) -> list[str]:
     return out
 
 
-def windows(tokenizer: Tokenizer, texts: list[str], strict: bool, length: int) -> list[Window]:
+def word_windows(tokenizer: Tokenizer, texts: list[str], strict: bool, length: int) -> list[Window]:
     """Return a window for each passage, which counts the last word if strict, else the last token.
 
     A passage of more than `length` + 1 tokens loses its beginning; one without a context follows an
@@ -62,7 +62,7 @@ def windows(tokenizer: Tokenizer, texts: list[str], strict: bool, length: int) -
     return out
 
 
-def measure(made: list[Window], values: Tensor) -> dict[str, float]:
+def measure_words(made: list[Window], values: Tensor) -> dict[str, float]:
     """Return the accuracy and the perplexity of the last words, from [examples, 2] nats and hits.
 
     The perplexity is that of whole words, as in lm-evaluation-harness: exp of the mean loss of an
@@ -76,7 +76,7 @@ def measure(made: list[Window], values: Tensor) -> dict[str, float]:
     return {"correct": correct, "examples": len(made)} | shares
 
 
-def line(values: dict[str, float]) -> str:
+def lambada_line(values: dict[str, float]) -> str:
     """Return Megatron's words for the result."""
     return (
         f"number correct: {values['correct']:.4E} | total examples: {values['examples']:.4E} | "

@@ -39,27 +39,27 @@ class Result:
         return {"folder": self.folder, "step": self.step, "task": self.task, "values": plain} | self.facts
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     if isinstance(value, str):
         return value
     return f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
 
 
-def as_list(result: Result) -> str:
+def list_result(result: Result) -> str:
     """Return the figures of one checkpoint, a line each."""
     named = {"step": result.step} | result.values | result.facts
     width = max(16, *(len(name) for name in named))
-    return "\n".join(f"  {name.replace('_', ' '):{width}} {shown(value)}" for name, value in named.items())
+    return "\n".join(f"  {name.replace('_', ' '):{width}} {format_value(value)}" for name, value in named.items())
 
 
-def as_table(results: Sequence[Result]) -> str:
+def tabulate(results: Sequence[Result]) -> str:
     """Return one task's figures of several checkpoints, a row each."""
     several = len({r.folder for r in results}) > 1
     head = ["folder"] * several + ["step", *(name.replace("_", " ") for name in results[0].values)]
-    rows = [[*[r.folder] * several, shown(r.step), *map(shown, r.values.values())] for r in results]
+    rows = [[*[r.folder] * several, format_value(r.step), *map(format_value, r.values.values())] for r in results]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in (head, *rows)]
-    facts = "; ".join(f"{n.replace('_', ' ')} {shown(v)}" for n, v in results[0].facts.items() if n != "seconds")
+    facts = "; ".join(f"{n.replace('_', ' ')} {format_value(v)}" for n, v in results[0].facts.items() if n != "seconds")
     return "\n".join([f"{results[0].task or 'text'}: {facts}", *(f"  {line}" for line in lines)])
 
 
@@ -68,7 +68,7 @@ def by_task(results: Sequence[Result]) -> list[list[Result]]:
     return [[r for r in results if r.task == name] for name in names]
 
 
-def write(results: Sequence[Result], path: str) -> None:
+def write_results(results: Sequence[Result], path: str) -> None:
     """Write all results as a JSON list."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def write(results: Sequence[Result], path: str) -> None:
         raise UserError(f"--results-path {path} cannot be written: {error.strerror or error}", IO) from None
 
 
-def draw(results: Sequence[Result], path: str) -> None:
+def draw_results(results: Sequence[Result], path: str) -> None:
     """Draw each task's headline over the steps, a line for each folder."""
     from matplotlib.figure import Figure
 

@@ -41,7 +41,7 @@ class Window(NamedTuple):
     first: int = 0
 
 
-class Rows(NamedTuple):
+class WindowBatch(NamedTuple):
     """Windows as a micro-batch, padded on the right, where causal attention does not look."""
 
     tokens: Tensor  # [B, T] int64
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
 
 # Micro-batches to [rows of all of them, 2] float64 on the host: the nats of a row's counted
 # predictions, and how many of these have the likeliest token as their label.
-Scorer = Callable[[list[Rows]], "Tensor"]
+Scorer = Callable[[list[WindowBatch]], "Tensor"]
 
 
 def score_windows(
@@ -79,7 +79,7 @@ def score_windows(
         yield ordered
 
 
-def make_rows(windows: list[Window], at_least: int, width: int) -> Rows:
+def make_rows(windows: list[Window], at_least: int, width: int) -> WindowBatch:
     """Return a micro-batch of these windows, and of empty rows if they are fewer than asked for."""
     import torch
 
@@ -88,7 +88,7 @@ def make_rows(windows: list[Window], at_least: int, width: int) -> Rows:
     for row, (ids, first) in enumerate(windows):
         window, n = torch.as_tensor(ids, dtype=torch.int64), len(ids) - 1
         tokens[row, :n], labels[row, :n], counted[row, first:n] = window[:-1], window[1:], True
-    return Rows(tokens, labels, counted)
+    return WindowBatch(tokens, labels, counted)
 
 
 def plain_scorer(model: GPT) -> Scorer:
@@ -99,15 +99,17 @@ def plain_scorer(model: GPT) -> Scorer:
 
     device = model.wte.weight.device
 
-    def run(batches: list[Rows]) -> Tensor:
+    def run(batches: list[WindowBatch]) -> Tensor:
         model.eval()
         with torch.inference_mode():
-            return torch.cat([count(model(b.tokens.to(device), Positions()), b, model.vocab) for b in batches]).cpu()
+            return torch.cat(
+                [count_hits(model(b.tokens.to(device), Positions()), b, model.vocab) for b in batches]
+            ).cpu()
 
     return run
 
 
-def score_part(net: CutModel, vocab: int, batches: list[Rows]) -> Tensor:
+def score_part(net: CutModel, vocab: int, batches: list[WindowBatch]) -> Tensor:
     """Score with this rank's part of a model: the sum of all ranks' results is that of a scorer.
 
     Copies of the model share out the micro-batches, and context ranks the columns of each. All run
@@ -120,10 +122,10 @@ def score_part(net: CutModel, vocab: int, batches: list[Rows]) -> Tensor:
 
     layout = net.layout
     numbers = [turn + layout.at("replicas", "shard") for turn in range(0, len(batches), layout.dp)]
-    cut = [Rows(*(columns_of(x, layout) for x in batches[i % len(batches)])) for i in numbers]
+    cut = [WindowBatch(*(columns_of(x, layout) for x in batches[i % len(batches)])) for i in numbers]
 
     def count_part(logits: Tensor, i: int) -> Tensor:
-        return count(logits, cut[i], vocab, layout.at("tp") * logits.shape[-1], layout.group("tp"))
+        return count_hits(logits, cut[i], vocab, layout.at("tp") * logits.shape[-1], layout.group("tp"))
 
     results = net.infer([Batch(rows.tokens, rows.labels, torch.arange(len(rows.tokens))) for rows in cut], count_part)
     out = [torch.zeros(len(rows.tokens), 2, dtype=torch.float64, device=net.device) for rows in batches]
@@ -142,7 +144,9 @@ def columns_of(x: Tensor, layout: Layout) -> Tensor:
     return F.pad(x, (0, -x.shape[1] % layout.cp)).chunk(layout.cp, 1)[layout.at("cp")].contiguous()
 
 
-def count(logits: Tensor, rows: Rows, vocab: int, first: int = 0, group: ProcessGroup | None = None) -> Tensor:
+def count_hits(
+    logits: Tensor, rows: WindowBatch, vocab: int, first: int = 0, group: ProcessGroup | None = None
+) -> Tensor:
     """Return [B, 2] float64: the nats of each row's counted predictions, and how many are right.
 
     The logits [B, T, ...] may cover only the ids from `first` on; the ranks of `group` have the
@@ -206,10 +210,12 @@ class Score:
         return self.total_loss / math.log(2) / self.bytes
 
 
-def score(scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], length: int, stride: int, batch: int) -> Score:
+def score_texts(
+    scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], length: int, stride: int, batch: int
+) -> Score:
     """Score documents in windows of `length` tokens that advance by `stride` <= `length`."""
     documents = ((tokenizer.encode(text), len(text.encode())) for text in texts)
-    return score_ids(scorer, tokenizer.eod, documents, length, stride, batch)
+    return score_documents(scorer, tokenizer.eod, documents, length, stride, batch)
 
 
 def read_token_files(d: Data, tokenizer: Tokenizer, divided: bool) -> Iterator[tuple[list[int], int]]:
@@ -237,7 +243,7 @@ def read_token_files(d: Data, tokenizer: Tokenizer, divided: bool) -> Iterator[t
             yield ids, len(tokenizer.decode_bytes(ids))
 
 
-def score_ids(
+def score_documents(
     scorer: Scorer, eod: int, documents: Iterable[tuple[Sequence[int], int]], length: int, stride: int, batch: int
 ) -> Score:
     """Score documents given as their tokens, without an end, and their number of bytes."""
@@ -258,7 +264,7 @@ def score_ids(
 
 
 def document_windows(ids: Sequence[int], length: int, stride: int) -> Iterator[Window]:
-    for begin, first, end in windows(len(ids) - 1, length, stride):
+    for begin, first, end in window_spans(len(ids) - 1, length, stride):
         yield Window(ids[begin : end + 1], first - begin)
 
 
@@ -268,7 +274,7 @@ def require_finite(total: float) -> None:
         raise UserError(f"the loss is not finite; {why}", NON_FINITE)
 
 
-def windows(n: int, length: int, stride: int, at_multiples: bool = False) -> Iterator[tuple[int, int, int]]:
+def window_spans(n: int, length: int, stride: int, at_multiples: bool = False) -> Iterator[tuple[int, int, int]]:
     """Yield (begin, first counted, end) over n predictions: each counted once, in <= `length`.
 
     The last window begins as early as `length` allows, or, with `at_multiples` (as in Megatron's

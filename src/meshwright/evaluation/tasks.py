@@ -26,7 +26,7 @@ STRIDE = 32  # of Megatron's --overlapping-eval
 # The measures that are drawn over the steps of a training; the first says most about the task.
 DRAWN = dict.fromkeys(("lambada", "lambada-strict"), ("accuracy", "perplexity"))
 DRAWN |= {"wikitext": ("adjusted_perplexity", "perplexity"), "text": ("bits_per_byte", "perplexity")}
-LINES = {"lambada": lambada.line, "lambada-strict": lambada.line, "wikitext": wikitext.line}
+LINES = {"lambada": lambada.lambada_line, "lambada-strict": lambada.lambada_line, "wikitext": wikitext.wikitext_line}
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ class Task:
     def line(self, values: dict[str, float]) -> str:
         """Return the result in the words of Megatron's log, framed by dashes."""
         title = {"wikitext": "WIKITEXT103"}.get(self.name, self.name.partition("-")[0].upper())
-        words = LINES[self.name](values) if self.name in LINES else described(values)
+        words = LINES[self.name](values) if self.name in LINES else describe_values(values)
         text = f" validation results on {title} | {words}"
         frame = "-" * (len(text) + 1)
         return f"{frame}\n{text}\n{frame}"
 
 
-def described(values: dict[str, float]) -> str:
+def describe_values(values: dict[str, float]) -> str:
     return " | ".join(f"{name.replace('_', ' ')}: {value:,.6g}" for name, value in values.items())
 
 
-def make(name: str, path: str, tokenizer: Tokenizer, length: int, stride: int | None = None) -> Task:
+def make_task(name: str, path: str, tokenizer: Tokenizer, length: int, stride: int | None = None) -> Task:
     """Read a task's file and cut it into windows of at most `length` predictions.
 
     `stride` is that of overlapping windows (none: 32 for wikitext, half the length for text).
@@ -83,15 +83,15 @@ def make(name: str, path: str, tokenizer: Tokenizer, length: int, stride: int | 
         variant = f"each document alone, windows of {length} tokens that advance by {stride}"
     elif name == "wikitext":
         stride = min(stride or STRIDE, length)
-        made, measure = wikitext.windows(tokenizer, path, length, stride)
+        made, measure = wikitext.wikitext_windows(tokenizer, path, length, stride)
         table = wikitext.pick_table(path)
         variant = f"{table} detokenizer, windows of {length} tokens that advance by {stride}"
     else:
         say(f"> building lambada dataset from {path} ...")
         examples, strict = lambada.read_examples(path), name == "lambada-strict"
         say(f" > found {len(examples)} samples.")
-        made = lambada.windows(tokenizer, examples, strict, length)
-        measure = functools.partial(lambada.measure, made)
+        made = lambada.word_windows(tokenizer, examples, strict, length)
+        measure = functools.partial(lambada.measure_words, made)
         kind = "OpenAI's file" if digest == lambada.OPENAI else "another file than OpenAI's"
         variant = f"{'strict: the whole last word' if strict else 'not strict: the last token'}; {kind}"
     return Task(name, path, variant, digest, made, measure)
@@ -122,7 +122,7 @@ def text_windows(
     return made, measure
 
 
-def run(
+def score_task(
     task: Task,
     scorer: Scorer,
     length: int,

@@ -66,7 +66,7 @@ def detokenize(text: str, table: str) -> str:
     return text
 
 
-def windows(
+def wikitext_windows(
     tokenizer: Tokenizer, path: str, length: int, stride: int
 ) -> tuple[list[Window], Callable[[Tensor], dict[str, float]]]:
     """Return the windows of a file, and the function that makes measures of their scores."""
@@ -79,7 +79,7 @@ def windows(
     ids = list(tokenizer.encode(detokenize(text, pick_table(path))))
     if len(ids) < 2 or words < 2:
         raise UserError(f"{path} has {words} words and {len(ids)} tokens; there is nothing to predict", BAD_DATA)
-    places = score.windows(len(ids) - 1, length, min(stride, length), at_multiples=True)
+    places = score.window_spans(len(ids) - 1, length, min(stride, length), at_multiples=True)
     made = [Window(ids[begin : end + 1], first - begin) for begin, first, end in places]
     size = len(text.encode())
 
@@ -94,7 +94,7 @@ def windows(
     return made, measure
 
 
-def line(values: dict[str, float]) -> str:
+def wikitext_line(values: dict[str, float]) -> str:
     """Return Megatron's words for the result."""
     return (
         f"avg loss: {values['loss']:.4E} | ppl: {values['perplexity']:.4E} | "

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.errors import BAD_DATA, USAGE, UserError
-from meshwright.generation.beam import Beam, Found, search
+from meshwright.generation.beam import BeamOptions, BeamText, search_beams
 from meshwright.generation.engine import LanguageModel
-from meshwright.generation.prompts import Prompt, refuse
+from meshwright.generation.prompts import Prompt, refuse_all
 from meshwright.generation.requests import Completion, Request
 from meshwright.generation.stream import gap, text_of
 
 
 @dataclass
-class Job:
+class PromptTexts:
     """A prompt with its number and tokens, and its texts as far as they are known."""
 
     number: int
@@ -36,7 +36,7 @@ class Job:
         return [Request(self.ids, p.options, own, stream, p.stop, p.logprobs) for stream in streams]
 
 
-def encode(m: LanguageModel, prompts: Sequence[Prompt], where: str) -> list[Job]:
+def encode_prompts(m: LanguageModel, prompts: Sequence[Prompt], where: str) -> list[PromptTexts]:
     """Return a job for each prompt; list those that the model cannot read."""
     jobs, faults = [], []
     for number, prompt in enumerate(prompts, 1):
@@ -48,21 +48,21 @@ def encode(m: LanguageModel, prompts: Sequence[Prompt], where: str) -> list[Job]
             continue
         if len(ids) >= m.seq_length:
             faults.append(f"{place} has {len(ids)} tokens; the model reads {m.seq_length}, give a shorter one")
-        jobs.append(Job(number - 1, prompt, ids))
-    refuse(faults, BAD_DATA if len(prompts) > 1 else USAGE)
+        jobs.append(PromptTexts(number - 1, prompt, ids))
+    refuse_all(faults, BAD_DATA if len(prompts) > 1 else USAGE)
     return jobs
 
 
-def generate(
-    m: LanguageModel, jobs: Sequence[Job], seed: int, slots: int, advance: Callable[[], None] = lambda: None
-) -> Iterator[Job]:
+def generate_texts(
+    m: LanguageModel, jobs: Sequence[PromptTexts], seed: int, slots: int, advance: Callable[[], None] = lambda: None
+) -> Iterator[PromptTexts]:
     """Yield the jobs in their order, with their texts; call `advance` after each text."""
     longest = max((max(1, len(j.ids)) + j.prompt.options.out_seq_length for j in jobs), default=1)
     slots = max(1, min(slots, sum(job.prompt.count for job in jobs)))
     decoder = m.decoder(slots, longest)
-    places: dict[int, tuple[Job, Completion]] = {}
+    places: dict[int, tuple[PromptTexts, Completion]] = {}
     requests = _requests(jobs, seed)
-    open_jobs: deque[Job] = deque()
+    open_jobs: deque[PromptTexts] = deque()
     try:
         while True:
             # Some wait, so that a slot that becomes free is filled in the same step.
@@ -88,7 +88,7 @@ def generate(
             decoder.cancel(id)
 
 
-def _requests(jobs: Iterable[Job], seed: int) -> Iterator[tuple[Job, Request]]:
+def _requests(jobs: Iterable[PromptTexts], seed: int) -> Iterator[tuple[PromptTexts, Request]]:
     first = 0
     for job in jobs:
         job.left = job.prompt.count
@@ -96,36 +96,36 @@ def _requests(jobs: Iterable[Job], seed: int) -> Iterator[tuple[Job, Request]]:
         first += job.prompt.count
 
 
-def search_all(
-    m: LanguageModel, jobs: Iterable[Job], beam: Beam, advance: Callable[[], None] = lambda: None
-) -> Iterator[Job]:
+def search_texts(
+    m: LanguageModel, jobs: Iterable[PromptTexts], beam: BeamOptions, advance: Callable[[], None] = lambda: None
+) -> Iterator[PromptTexts]:
     """Yield the jobs with the best texts of a beam search."""
     for job in jobs:
         (request, *_) = job.requests(0, 0)
-        job.texts = [*search(m, request, beam)[: job.prompt.count]]
+        job.texts = [*search_beams(m, request, beam)[: job.prompt.count]]
         for _ in range(job.prompt.count):
             advance()
         yield job
 
 
-def as_text(m: LanguageModel, job: Job) -> str:
+def as_text(m: LanguageModel, job: PromptTexts) -> str:
     """Return each text behind its prompt."""
     return "".join(f"{job.prompt.text}{gap(m.tokenizer)}{text.text}\n" for text in job.texts)
 
 
-def as_megatron(m: LanguageModel, job: Job) -> str:
+def as_megatron(m: LanguageModel, job: PromptTexts) -> str:
     """Return a text in the form of Megatron-DeepSpeed's script."""
     return "".join(f"\nContext:{job.prompt.text}\n\nMegatron-LM:{text.text}\n" for text in job.texts)
 
 
-def as_json(m: LanguageModel, job: Job) -> str:
+def as_json(m: LanguageModel, job: PromptTexts) -> str:
     """Return a JSON line for each text."""
     lines = []
     for number, text in enumerate(job.texts):
         row: dict[str, Any] = {"id": job.prompt.id} if job.prompt.id is not None else {}
         row |= {"index": job.number, "sequence": number, "prompt": job.prompt.text, "text": text.text}
         row |= {"tokens": text.tokens, "finish_reason": text.finish}
-        if isinstance(text, Found):
+        if isinstance(text, BeamText):
             row["score"] = text.score
         if job.prompt.logprobs is not None:
             row["logprobs"] = text.logprobs

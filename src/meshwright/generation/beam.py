@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Beam:
+class BeamOptions:
     """A search's size: candidates that are kept, and the power of a text's length in its score."""
 
     width: int
@@ -37,7 +37,7 @@ class Beam:
 
 
 @dataclass
-class Found(Completion):
+class BeamText(Completion):
     """A text of a search; the best one has the highest score."""
 
     score: float = field(default=0.0, kw_only=True)
@@ -58,21 +58,21 @@ class Candidate:
         return float(self.total / len(self.tokens) ** penalty)
 
 
-def search(m: LanguageModel, request: Request, beam: Beam) -> list[Found]:
+def search_beams(m: LanguageModel, request: Request, beam: BeamOptions) -> list[BeamText]:
     """Return the `beam.width` best continuations of a prompt, the best first, or fewer.
 
     The request's sampling flags are not used, except its number of tokens.
     """
-    searching = begin_search(m, request, beam)
+    searching = begin_beam_search(m, request, beam)
     while True:
         try:
             next(searching)
         except StopIteration as end:
-            found: list[Found] = end.value
+            found: list[BeamText] = end.value
             return found
 
 
-def begin_search(m: LanguageModel, request: Request, beam: Beam) -> Generator[None, None, list[Found]]:
+def begin_beam_search(m: LanguageModel, request: Request, beam: BeamOptions) -> Generator[None, None, list[BeamText]]:
     """Yield after each step of a search, and return what `search` does."""
     prompt, options = request.prompt or [m.tokenizer.eod], request.options
     eod = m.tokenizer.eod if beam.stop_token is None else beam.stop_token
@@ -123,14 +123,14 @@ def _stops(m: LanguageModel, request: Request, tokens: tuple[int, ...]) -> bool:
     return any(s in text for s in request.stop)
 
 
-def _found(m: LanguageModel, request: Request, eod: int, score: float, c: Candidate) -> Found:
+def _found(m: LanguageModel, request: Request, eod: int, score: float, c: Candidate) -> BeamText:
     ended = c.tokens[-1] == eod
     tokens, logprobs = list(c.tokens), list(c.logprobs)
     if ended:
         del tokens[-1], logprobs[-1]
     whole = m.tokenizer.decode(tokens)
     text = cut(whole, request.stop)
-    found = Found(tokens, [*logprobs], text=text, ended=ended, score=score)
+    found = BeamText(tokens, [*logprobs], text=text, ended=ended, score=score)
     found.finish = "stop" if ended or text != whole else "length"
     return found
 

@@ -17,7 +17,7 @@ from meshwright.generation.dialogue import ASSISTANT, USER, Dialogue
 from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Event, Request
 from meshwright.generation.stream import TextStream
-from meshwright.generation.terminal import Terminal, fail_softly, history_file, interruptible, line_editing
+from meshwright.generation.terminal import Terminal, history_file, interruptible, line_editing, report_errors
 from meshwright.settings import checks
 from meshwright.settings.fields import inner_type
 from meshwright.settings.flags import convert_value
@@ -72,7 +72,7 @@ class Chat:
             return
         template = self.dialogue.template
         form = f"the chat template {template.path}" if template else "no chat template: the model continues the text"
-        stops = "stops an answer" if self.model.crew is None else "ends the program, which runs on several ranks"
+        stops = "stops an answer" if self.model.sharded is None else "ends the program, which runs on several ranks"
         self.terminal.note(f"{form}. /help lists the commands; Ctrl-C {stops}, Ctrl-D leaves.")
         with line_editing(self.complete_word, kept):
             while self.turn():
@@ -90,7 +90,7 @@ class Chat:
         if line is None or line.strip() in ("/quit", "/exit", *self.words_to_leave):
             return False
         if line.startswith("/") and not line.startswith("//"):
-            fail_softly(lambda: self.obey(line[1:]), self.terminal.note)
+            report_errors(lambda: self.obey(line[1:]), self.terminal.note)
         elif line.strip() or (line == "" and self.terminal.is_person and self.dialogue.is_open):
             self.answer(line[1:] if line.startswith("//") else line)
         return True
@@ -112,7 +112,7 @@ class Chat:
         before = list(self.dialogue.turns)
         self.dialogue.add(USER, content)
         try:
-            done = fail_softly(self.generate, self.terminal.note)
+            done = report_errors(self.generate, self.terminal.note)
         except KeyboardInterrupt:  # the second one, which may have come in the middle of a step
             if not self.terminal.is_person:
                 raise
@@ -138,7 +138,7 @@ class Chat:
         text, ended, self.last = "", False, []
         pieces = TextStream(d.tokenizer, stop, () if d.template else prompt)
         events = stream(self.model, request)
-        with interruptible(self.terminal.is_person and self.model.crew is None) as is_stopped:
+        with interruptible(self.terminal.is_person and self.model.sharded is None) as is_stopped:
             for event in events:
                 self.last.append(event)
                 ended = event.token == d.tokenizer.eod

@@ -21,9 +21,9 @@ from torch import Tensor
 from meshwright import device as devices
 from meshwright.errors import NON_FINITE, UserError
 from meshwright.generation.requests import Completion, Event, Finish, Request, Top, cut
-from meshwright.generation.sampling import Kind
-from meshwright.generation.state import Outputs, Row, State, choose, score
-from meshwright.generation.steps import Steps
+from meshwright.generation.sampling import ChoiceParts
+from meshwright.generation.state import DecoderRow, Outputs, SlotState, choose_next, score_tokens
+from meshwright.generation.steps import CapturedSteps
 from meshwright.kernels.decode import BAD, NONE
 from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.decode import reason_against
@@ -35,7 +35,7 @@ PREFILL = 16384  # most tokens of prompts in one pass, padding included; one pro
 CHUNK, ECHO_CHUNK = 2048, 512  # most tokens of a prompt in one pass; with logits of all of them
 
 
-class LanguageModel(Protocol):
+class Decodable(Protocol):
     """What a decoder needs of engine.LanguageModel."""
 
     @property
@@ -47,7 +47,7 @@ class LanguageModel(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
-    def crew(self) -> object | None: ...
+    def sharded(self) -> object | None: ...
     def decoder(self, slots: int, length: int) -> Decoder: ...
 
     def forward(self, tokens: Tensor, where: Positions, last_only: bool = False) -> Tensor:
@@ -58,7 +58,7 @@ class LanguageModel(Protocol):
 class Pending:
     """A pass whose results are on their way to the host."""
 
-    rows: list[Row]
+    rows: list[DecoderRow]
     outputs: Outputs
     ready: Any  # an event of the device, or None
     echoes: list[Outputs] = field(default_factory=list)  # of the only row's prompt, a chunk each
@@ -72,7 +72,7 @@ class Decoder:
     """
 
     def __init__(
-        self, model: LanguageModel, slots: int, length: int | None = None, graphs: Literal["auto", "on", "off"] = "auto"
+        self, model: Decodable, slots: int, length: int | None = None, graphs: Literal["auto", "on", "off"] = "auto"
     ) -> None:
         if slots < 1:
             raise UserError(f"a decoder needs slots; {slots} are given")
@@ -80,11 +80,11 @@ class Decoder:
         self.length = min(length or model.seq_length, model.seq_length)
         self.device = model.device
         self.cache = Cache(slots + 1, self.length)
-        self.state = State(slots, model.model.vocab, self.device)
+        self.state = SlotState(slots, model.model.vocab, self.device)
         self.steps = steps_of(model, self.cache, self.state, graphs)
         self.is_asynchronous = devices.is_asynchronous(self.device)
-        self._queue: deque[Row] = deque()
-        self._rows: dict[int, Row] = {}  # by slot
+        self._queue: deque[DecoderRow] = deque()
+        self._rows: dict[int, DecoderRow] = {}  # by slot
         self._free = list(range(slots))
         self._pending: deque[Pending] = deque()
         self._next = 0
@@ -111,7 +111,7 @@ class Decoder:
             raise UserError(f"the prompt has {len(prompt)} tokens; the model reads {self.length}, shorten the prompt")
         check_options(request)
         count = min(wanted, self.length - len(prompt))
-        self._queue.append(Row(self._next, request, prompt, count, count, kind_of(request)))
+        self._queue.append(DecoderRow(self._next, request, prompt, count, count, kind_of(request)))
         self._next += 1
         return self._next - 1
 
@@ -122,7 +122,7 @@ class Decoder:
                 self._finish(row)
         self._queue = deque(row for row in self._queue if not row.is_done)
 
-    def _finish(self, row: Row) -> None:
+    def _finish(self, row: DecoderRow) -> None:
         row.is_done, row.left = True, 0
         if row.slot >= 0 and self._rows.pop(row.slot, None) is not None:
             heapq.heappush(self._free, row.slot)
@@ -149,9 +149,9 @@ class Decoder:
 
     # Device work
 
-    def _admit(self) -> Iterator[list[Row]]:
+    def _admit(self) -> Iterator[list[DecoderRow]]:
         """Give waiting rows slots; yield those whose prompts are read in one pass."""
-        rows: list[Row] = []
+        rows: list[DecoderRow] = []
         size = 0
         while self._queue and self._free:
             size += len(self._queue[0].prompt)
@@ -163,7 +163,7 @@ class Decoder:
             rows.append(row)
         if rows:
             self.state.admit(rows)
-        together: list[Row] = []
+        together: list[DecoderRow] = []
         for row in sorted(rows, key=lambda r: len(r.prompt)):
             alone = row.request.echo or row.request.options.recompute
             if together and (alone or len(row.prompt) * (len(together) + 1) > PREFILL):
@@ -176,7 +176,7 @@ class Decoder:
         if together:
             yield together
 
-    def _prefill(self, rows: list[Row]) -> Pending:
+    def _prefill(self, rows: list[DecoderRow]) -> Pending:
         """Read the rows' prompts into the cache, and choose their first tokens."""
         slots = self.state.send(torch.tensor([row.slot for row in rows]))
         echoes: list[Outputs] = []
@@ -188,7 +188,7 @@ class Decoder:
         pending.echoes = echoes
         return pending
 
-    def _read_prompts(self, rows: list[Row], slots: Tensor, echoes: list[Outputs]) -> Tensor:
+    def _read_prompts(self, rows: list[DecoderRow], slots: Tensor, echoes: list[Outputs]) -> Tensor:
         """Return the logits [B, V] behind the prompts, which are read in chunks."""
         longest = max(len(row.prompt) for row in rows)
         echo = rows[0].request.echo and rows[0].request.logprobs is not None
@@ -216,14 +216,14 @@ class Decoder:
             done += ended
         return torch.cat(found)
 
-    def _echo(self, logits: Tensor, row: Row, start: int, echoes: list[Outputs]) -> None:
+    def _echo(self, logits: Tensor, row: DecoderRow, start: int, echoes: list[Outputs]) -> None:
         """Score the prompt's tokens that follow `start` by the logits [T, V] of a chunk."""
         tokens = row.prompt[start + 1 : start + 1 + len(logits)]
         if tokens:
             k = row.request.logprobs or 0
-            echoes.append(score(logits[: len(tokens)], self.state.send(torch.tensor(tokens)), k))
+            echoes.append(score_tokens(logits[: len(tokens)], self.state.send(torch.tensor(tokens)), k))
 
-    def _recompute(self, rows: list[Row], echoes: list[Outputs] | None = None) -> Tensor:
+    def _recompute(self, rows: list[DecoderRow], echoes: list[Outputs] | None = None) -> Tensor:
         """Return the logits [B, V] behind the rows' texts, without a cache."""
         found = []
         for row in rows:
@@ -235,7 +235,7 @@ class Decoder:
             found.append(logits[-1])
         return torch.stack(found)
 
-    def _advance(self, rows: list[Row]) -> Pending:
+    def _advance(self, rows: list[DecoderRow]) -> Pending:
         """Compute the next token of each row."""
         s = self.state
         again = [row for row in rows if row.request.options.recompute]
@@ -255,21 +255,21 @@ class Decoder:
         s.used[slots] += s.active[slots]
         return self._choose(rows + again, slots, torch.cat(logits))
 
-    def _choose(self, rows: list[Row], slots: Tensor, logits: Tensor) -> Pending:
+    def _choose(self, rows: list[DecoderRow], slots: Tensor, logits: Tensor) -> Pending:
         """Choose the rows' next tokens from logits [B, V], and send them to the host."""
         kind, k = self._wanted(rows)
-        return self._collect(rows, choose(self.state, slots, logits, kind, k, self.eod))
+        return self._collect(rows, choose_next(self.state, slots, logits, kind, k, self.eod))
 
-    def _wanted(self, rows: list[Row]) -> tuple[Kind, int]:
+    def _wanted(self, rows: list[DecoderRow]) -> tuple[ChoiceParts, int]:
         """Count a token for each row; return what its choice needs, and -1 or `score`'s k."""
-        kind, k = Kind(), -1
+        kind, k = ChoiceParts(), -1
         for row in rows:
             kind = kind if row.kind == kind else kind | row.kind
             k = k if row.request.logprobs is None else max(k, row.request.logprobs)
             row.left -= 1
         return kind, k
 
-    def _collect(self, rows: list[Row], outputs: Outputs) -> Pending:
+    def _collect(self, rows: list[DecoderRow], outputs: Outputs) -> Pending:
         """Begin the copy to the host."""
         if not self.is_asynchronous:
             return Pending(rows, outputs, None)
@@ -295,7 +295,7 @@ class Decoder:
                     events.append(self._report(row, tokens[i], *pending.outputs.of_row(i, row.request.logprobs)))
         return events
 
-    def _echoed(self, row: Row, echoes: list[Outputs]) -> list[Event]:
+    def _echoed(self, row: DecoderRow, echoes: list[Outputs]) -> list[Event]:
         """Return the events of a prompt; they are the only ones of a request for no tokens."""
         scores: list[tuple[float | None, Top]] = [(None, [])]
         for part in echoes:
@@ -309,7 +309,7 @@ class Decoder:
             for i, token in enumerate(row.prompt)
         ]
 
-    def _report(self, row: Row, token: int, logprob: float | None, top: Top) -> Event:
+    def _report(self, row: DecoderRow, token: int, logprob: float | None, top: Top) -> Event:
         if token == BAD:
             self._finish(row)
             raise UserError(
@@ -326,7 +326,7 @@ class Decoder:
             self._finish(row)
         return Event(row.id, token, logprob, top, finish)
 
-    def _stops(self, row: Row) -> bool:
+    def _stops(self, row: DecoderRow) -> bool:
         """Return whether the newest token completes a stop string; a token has a byte or more."""
         stop = row.request.stop
         if not stop:
@@ -336,12 +336,12 @@ class Decoder:
         return any(s in text for s in stop)
 
 
-def steps_of(model: LanguageModel, cache: Cache, state: State, graphs: str) -> Steps | None:
+def steps_of(model: Decodable, cache: Cache, state: SlotState, graphs: str) -> CapturedSteps | None:
     """Return the captured steps, unless this network or device has none."""
-    reason = "the model is cut over several ranks" if model.crew is not None else reason_against(model.model)
+    reason = "the model is cut over several ranks" if model.sharded is not None else reason_against(model.model)
     if graphs == "on" and reason:
         raise UserError(f"decoding cannot be captured in CUDA graphs: {reason}; leave graphs at auto")
-    return None if reason or graphs == "off" else Steps(model.model, cache, state, model.tokenizer.eod)
+    return None if reason or graphs == "off" else CapturedSteps(model.model, cache, state, model.tokenizer.eod)
 
 
 def to_pinned(x: Tensor) -> Tensor:
@@ -349,9 +349,9 @@ def to_pinned(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
-def kind_of(request: Request) -> Kind:
+def kind_of(request: Request) -> ChoiceParts:
     """Return the parts of the choice of tokens that a request needs."""
-    kind = Kind.of(request.options)
+    kind = ChoiceParts.of(request.options)
     return kind._replace(decaying=kind.filtered and request.decay != 1, avoiding=request.avoid is not None)
 
 
@@ -371,7 +371,7 @@ def check_options(request: Request) -> None:
         raise UserError("a stop string is empty; leave it out")
 
 
-def complete(model: LanguageModel, requests: Iterable[Request], slots: int) -> list[Completion]:
+def complete(model: Decodable, requests: Iterable[Request], slots: int) -> list[Completion]:
     """Return the completions of requests, of which at most `slots` are computed at once."""
     requests = list(requests)
     need = max([max(1, len(r.prompt)) + r.options.out_seq_length for r in requests], default=1)
@@ -392,7 +392,7 @@ def complete(model: LanguageModel, requests: Iterable[Request], slots: int) -> l
     return out
 
 
-def stream(model: LanguageModel, request: Request) -> Generator[Event]:
+def stream(model: Decodable, request: Request) -> Generator[Event]:
     """Yield a request's events as they come; closing the generator stops it."""
     decoder = model.decoder(1, max(1, len(request.prompt)) + request.options.out_seq_length)
     id = decoder.submit(request)

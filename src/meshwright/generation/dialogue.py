@@ -22,7 +22,7 @@ USER, ASSISTANT, SYSTEM = "user", "assistant", "system"
 
 
 @dataclass
-class Turn:
+class ChatTurn:
     """An input of the user, or an answer; `ended` says that it ended with an end of document."""
 
     role: str
@@ -38,11 +38,11 @@ class Dialogue:
     template: ChatTemplate | None  # None: a text that goes on
     positions: int
     system: str = ""
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ChatTurn] = field(default_factory=list)
     left_out: int = 0  # the oldest turns, or tokens of the text, that the last prompt was too short for
 
     def add(self, role: str, content: str, ended: bool = False) -> None:
-        self.turns.append(Turn(role, content, ended))
+        self.turns.append(ChatTurn(role, content, ended))
 
     def reset(self) -> None:
         """Forget all turns; what the system says stays."""
@@ -101,7 +101,7 @@ class Dialogue:
         """Write the dialogue as JSON; another file than a dialogue is not replaced."""
         if path.exists():
             try:
-                _read(path)
+                read_dialogue(path)
             except UserError:
                 raise UserError(f"{path} exists and holds no dialogue; name another file") from None
         turns = [{k: v for k, v in asdict(turn).items() if v or k != "ended"} for turn in self.turns]
@@ -111,11 +111,11 @@ class Dialogue:
 
     def load(self, path: Path) -> None:
         """Replace the turns by a file's: {"messages": [...]}, or the list alone."""
-        system, turns = _read(path)
+        system, turns = read_dialogue(path)
         self.system, self.turns, self.left_out = system, turns, 0
 
 
-def _read(path: Path) -> tuple[str, list[Turn]]:
+def read_dialogue(path: Path) -> tuple[str, list[ChatTurn]]:
     """Return the system's words and the turns of a file."""
     try:
         found: Any = json.loads(path.read_text(encoding="utf-8"))
@@ -123,7 +123,7 @@ def _read(path: Path) -> tuple[str, list[Turn]]:
         reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
         raise UserError(f"{path}: {reason}", BAD_DATA) from None
     messages = found.get("messages") if isinstance(found, dict) else found
-    system, turns = "", list[Turn]()
+    system, turns = "", list[ChatTurn]()
     for number, message in enumerate(messages if isinstance(messages, Sequence) else [None], 1):
         is_turn = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not is_turn or message.get("role") not in (SYSTEM, USER, ASSISTANT):
@@ -132,5 +132,5 @@ def _read(path: Path) -> tuple[str, list[Turn]]:
         if message["role"] == SYSTEM:
             system = message["content"]
         else:
-            turns.append(Turn(message["role"], message["content"], bool(message.get("ended"))))
+            turns.append(ChatTurn(message["role"], message["content"], bool(message.get("ended"))))
     return system, turns

@@ -20,8 +20,8 @@ from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import BAD_DATA, UserError, not_a_run
 from meshwright.evaluation.score import Scorer, plain_scorer
 from meshwright.generation import decoder
-from meshwright.generation.crew import Crew
 from meshwright.generation.requests import Request
+from meshwright.generation.sharded import ShardedModel
 from meshwright.model.cache import Cache
 from meshwright.model.gpt import GPT
 from meshwright.model.positions import Positions
@@ -61,7 +61,7 @@ class LanguageModel:
     tokenizer: Tokenizer
     step: int
     seq_length: int
-    crew: Crew | None = None  # of a model that is cut over several ranks, whose `model` is one part
+    sharded: ShardedModel | None = None  # of a model that is cut over several ranks, whose `model` is one part
     tokenizer_folder: Path | None = None
     kept: dict[int, decoder.Decoder] = field(default_factory=dict, repr=False, compare=False)  # by slots
 
@@ -71,21 +71,21 @@ class LanguageModel:
 
     def forward(self, tokens: Tensor, where: Positions, last_only: bool = False) -> Tensor:
         """Map tokens [B, T] to logits as GPT.forward does, in the model's layout."""
-        run = self.model if self.crew is None else self.crew.forward
+        run = self.model if self.sharded is None else self.sharded.forward
         logits: Tensor = run(tokens, where, last_only=last_only)
         return logits
 
     def rearrange(self, cache: Cache, rows: Tensor, used: int) -> None:
         """Call `Cache.rearrange` in the model's layout."""
-        if self.crew is None:
+        if self.sharded is None:
             cache.rearrange(rows, used)
         else:
-            self.crew.rearrange(cache, rows, used)
+            self.sharded.rearrange(cache, rows, used)
 
     @property
     def scorer(self) -> Scorer:
         """What scores windows of text, in the model's layout."""
-        return plain_scorer(self.model) if self.crew is None else self.crew.score
+        return plain_scorer(self.model) if self.sharded is None else self.sharded.score
 
     def encode(self, text: str | Sequence[int] | Tensor) -> list[int]:
         """Return token ids; ids are checked against the vocabulary and returned as they are."""
@@ -157,7 +157,7 @@ class LanguageModel:
 
 
 @dataclass(frozen=True)
-class Fit:
+class CheckedModel:
     """A checkpoint's model, checked against the flags and ready to be built."""
 
     saved: SavedModel  # its source is without the rows that only pad tables
@@ -173,9 +173,9 @@ class Fit:
         return self.saved.source
 
 
-def open_fit(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> Fit:
+def open_checked(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> CheckedModel:
     """Check the flags against the step that `folder` names, else its newest complete one."""
-    return check_fit(open_saved(folder, options=open_options(given), given=given), given, vocabulary)
+    return check_model(open_saved(folder, options=open_options(given), given=given), given, vocabulary)
 
 
 def open_options(given: Mapping[str, Any]) -> OpenOptions:
@@ -184,9 +184,9 @@ def open_options(given: Mapping[str, Any]) -> OpenOptions:
     )
 
 
-def check_fit(
+def check_model(
     saved: SavedModel, given: Mapping[str, Any], vocabulary: TokenizerFlags, layout: Layout = ONE_RANK
-) -> Fit:
+) -> CheckedModel:
     """Refuse later versions' models, and flags, a vocabulary or a layout that do not fit."""
     source, where = saved.source, saved.source.folder
     positions = saved.require_positions()
@@ -216,7 +216,7 @@ def check_fit(
     if wrong := checks.parallel_problems(config):
         raise UserError("\n  ".join([f"{where} cannot be divided so:", *wrong]))
     padded = tokenizers.padded_size(vocab, model.make_vocab_size_divisible_by, layout.tp, model.pad_vocab_size_to)
-    return Fit(saved, model, vocab, padded, positions, tokenizer, config.stages)
+    return CheckedModel(saved, model, vocab, padded, positions, tokenizer, config.stages)
 
 
 def find_tokenizer(t: TokenizerFlags, saved: SavedModel) -> Tokenizer:
@@ -229,7 +229,7 @@ def find_tokenizer(t: TokenizerFlags, saved: SavedModel) -> Tokenizer:
     return tokenizer
 
 
-def load(
+def load_model(
     folder: str,
     given: Mapping[str, Any],
     vocabulary: TokenizerFlags,
@@ -243,10 +243,10 @@ def load(
 
     All ranks of the layout call this together, and each reads its own part.
     """
-    opened: list[tuple[Fit, CutModel]] = []
+    opened: list[tuple[CheckedModel, CutModel]] = []
 
     def accept(source: Source) -> Source:
-        fit = check_fit(describe_model(source, given), given, vocabulary, layout)
+        fit = check_model(describe_model(source, given), given, vocabulary, layout)
         sizes = fit.vocab, fit.padded, fit.positions
         opened.append((fit, build_cut_model(fit.model, sizes, fit.layers, layout, dtype, device)))
         return fit.source
@@ -267,5 +267,5 @@ def load(
     model.open_pipeline()
     length = given.get("seq_length") or fit.saved.seq_length or fit.positions
     length, kept = min(length, fit.positions), fit.saved.tokenizer_folder
-    crew = Crew(model, fit.padded, team) if team.size > 1 else None
-    return LanguageModel(model.parts[0], fit.tokenizer, fit.source.step, length, crew, kept)
+    sharded = ShardedModel(model, fit.padded, team) if team.size > 1 else None
+    return LanguageModel(model.parts[0], fit.tokenizer, fit.source.step, length, sharded, kept)

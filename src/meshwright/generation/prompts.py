@@ -35,33 +35,33 @@ class Prompt:
     id: Any = None  # of a JSON line, copied to the output
 
 
-def read(path: str, usual: Prompt, flag: str = "--prompts") -> list[Prompt]:
+def read_prompt_file(path: str, usual: Prompt, flag: str = "--prompts") -> list[Prompt]:
     """Read a file, or standard input for `-`; `usual` has the options that a line does not give.
 
     It is JSON if the first line is an object.
     """
-    text = read_text(path, flag)
+    text = read_prompt_text(path, flag)
     if not text.lstrip().startswith("{"):
-        return of_lines(text, usual)
+        return prompts_of_lines(text, usual)
     prompts, faults = [], []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
-            prompts.append(parse(line, usual))
+            prompts.append(parse_prompt(line, usual))
         except UserError as error:
             faults.append(f"{flag} {path}:{number}: {error}")
-    refuse(faults)
+    refuse_all(faults)
     return prompts
 
 
-def of_lines(text: str, usual: Prompt) -> list[Prompt]:
+def prompts_of_lines(text: str, usual: Prompt) -> list[Prompt]:
     """Return a prompt for each line, an empty one too."""
     lines = text.removesuffix("\n").split("\n")
     return [dataclasses.replace(usual, text=line.removesuffix("\r")) for line in lines]
 
 
-def refuse(faults: list[str], status: int = BAD_DATA) -> None:
+def refuse_all(faults: list[str], status: int = BAD_DATA) -> None:
     """Raise UserError with the first faults, if there are any."""
     if faults:
         more = [f"and {len(faults) - MOST:,} more"] if len(faults) > MOST else []
@@ -69,7 +69,7 @@ def refuse(faults: list[str], status: int = BAD_DATA) -> None:
         raise UserError(f"\n  {listed}" if len(faults) > 1 else listed, status)
 
 
-def read_text(path: str, flag: str) -> str:
+def read_prompt_text(path: str, flag: str) -> str:
     try:
         raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         text = raw.decode("utf-8-sig")
@@ -82,7 +82,7 @@ def read_text(path: str, flag: str) -> str:
     return text
 
 
-def parse(line: str, usual: Prompt) -> Prompt:
+def parse_prompt(line: str, usual: Prompt) -> Prompt:
     """Return the prompt of a JSON line."""
     try:
         row = json.loads(line)

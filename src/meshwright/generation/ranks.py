@@ -1,7 +1,7 @@
 """Run a command that reads a trained model on one or several ranks, in the layout of its flags.
 
 Rank 0 alone reads prompts and texts, chooses tokens and prints; the others compute what it calls
-(see crew.py). So such commands are written for one process and work in every layout.
+(see sharded.py). So such commands are written for one process and work in every layout.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Settings(Protocol):
     def checkpoint(self) -> Checkpoint: ...
 
 
-def run(
+def run_on_ranks(
     c: Settings,
     given: Mapping[str, Any],
     work: Callable[[LanguageModel], object],
@@ -78,11 +78,11 @@ def run(
         team = join_ranks(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
         if not team.is_lead:
             console.set_stream(None)
-        lead(c, given, work, device, team, folders)
+        serve_ranks(c, given, work, device, team, folders)
     return DONE
 
 
-def lead(
+def serve_ranks(
     c: Settings,
     given: Mapping[str, Any],
     work: Callable[[LanguageModel], object],
@@ -95,14 +95,14 @@ def lead(
     require_equal(team, {name: value for name, value in settings.items() if name != "local_rank"})
     layout = connect(layout_of(p, team), team.timeout)
     for folder in folders or [c.checkpoint.load or ""]:
-        m = engine.load(folder, given, c.tokenizer, dtype_of(c.precision), device, layout=layout, team=team)
+        m = engine.load_model(folder, given, c.tokenizer, dtype_of(c.precision), device, layout=layout, team=team)
         if not with_model(m, work):
             return
 
 
 def with_model(m: LanguageModel, work: Callable[[LanguageModel], object]) -> bool:
     """Call `work` on rank 0, which raises its errors; return on every rank whether it succeeded."""
-    calls = m.crew.calls if m.crew is not None else None
+    calls = m.sharded.calls if m.sharded is not None else None
     if calls is not None and calls.team.rank:
         return calls.follow()
     succeeded = False

@@ -20,7 +20,7 @@ _LOW = (1 << 64) - 1
 INF = float("inf")
 
 
-class Kind(NamedTuple):
+class ChoiceParts(NamedTuple):
     """The parts of the choice that some row needs; the others cost nothing."""
 
     penalised: bool = False
@@ -30,12 +30,12 @@ class Kind(NamedTuple):
     avoiding: bool = False  # pairs of tokens
 
     @staticmethod
-    def of(s: Sampling) -> Kind:
+    def of(s: Sampling) -> ChoiceParts:
         sampled = not is_greedy(s)
-        return Kind(s.repetition_penalty != 1, sampled, sampled and bool(s.top_k or s.top_p or s.min_p))
+        return ChoiceParts(s.repetition_penalty != 1, sampled, sampled and bool(s.top_k or s.top_p or s.min_p))
 
-    def __or__(self, other: Kind) -> Kind:
-        return Kind(*(a or b for a, b in zip(self, other, strict=True)))
+    def __or__(self, other: ChoiceParts) -> ChoiceParts:
+        return ChoiceParts(*(a or b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass
@@ -47,14 +47,14 @@ class Controls:
     min_p: Tensor
     penalty: Tensor
     top_k: Tensor  # int64
-    key: Tensor  # int64, see `key`
+    key: Tensor  # int64, see `stream_key`
 
 
 def is_greedy(s: Sampling) -> bool:
     return s.greedy or not s.temperature
 
 
-def numbers(s: Sampling) -> list[float]:
+def control_numbers(s: Sampling) -> list[float]:
     """Return the flags in the order of Controls."""
     return [0.0 if s.greedy else s.temperature, s.top_p, s.min_p, s.repetition_penalty]
 
@@ -70,7 +70,7 @@ def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
     return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
 
 
-def keep(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Set the logits [B, V] of tokens that a row's filters remove to -inf; a filter of 0 is off.
 
     top_k keeps the k largest logits, and those equal to the smallest of them; top_p then the
@@ -86,7 +86,7 @@ def keep(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     return logits.masked_fill(torch.zeros_like(drop).scatter(-1, ids, drop), -INF)
 
 
-def key(seed: int, stream: int) -> int:
+def stream_key(seed: int, stream: int) -> int:
     """Hash a stream's name to a signed 64-bit number."""
     x = (seed * 0x9E3779B97F4A7C15 + stream * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & _LOW
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & _LOW
@@ -95,7 +95,7 @@ def key(seed: int, stream: int) -> int:
     return x - (x >> 63 << 64)
 
 
-def choose(logits: Tensor, kind: Kind, c: Controls, position: Tensor, seen: Tensor | None) -> Tensor:
+def choose_tokens(logits: Tensor, kind: ChoiceParts, c: Controls, position: Tensor, seen: Tensor | None) -> Tensor:
     """Return a token for each row of logits [B, V], float32 or 64, at `position` [B] of its text.
 
     `seen` [B, V] marks the tokens that the text contains; it is needed if `kind.penalised`.
@@ -108,6 +108,6 @@ def choose(logits: Tensor, kind: Kind, c: Controls, position: Tensor, seen: Tens
         return best
     scaled = apply_temperature(logits.double(), torch.where(c.temperature > 0, c.temperature, 1.0))
     if kind.filtered:
-        scaled = keep(scaled, c.top_k, c.top_p, c.min_p)
+        scaled = filter_logits(scaled, c.top_k, c.top_p, c.min_p)
     drawn = (scaled + gumbel(c.key, position, logits.shape[-1])).argmax(-1)
     return torch.where(c.temperature > 0, drawn, best)

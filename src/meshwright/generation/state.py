@@ -10,7 +10,7 @@ from torch import Tensor
 from meshwright import device as devices
 from meshwright.generation import sampling
 from meshwright.generation.requests import Request, Top
-from meshwright.generation.sampling import Controls, Kind
+from meshwright.generation.sampling import ChoiceParts, Controls
 from meshwright.kernels.decode import BAD, NONE, Draws, TextState
 from meshwright.kernels.twins import upcast
 
@@ -18,7 +18,7 @@ LEAST = 1e-12  # of a top_p that decays: 0 would be all tokens
 
 
 @dataclass
-class Row:
+class DecoderRow:
     """A request and what the host knows of it."""
 
     id: int
@@ -26,7 +26,7 @@ class Row:
     prompt: list[int]
     left: int  # tokens that are still to be computed
     count: int  # tokens that are to be reported
-    kind: Kind
+    kind: ChoiceParts
     slot: int = -1
     tokens: list[int] = field(default_factory=list)  # reported
     is_done: bool = False
@@ -37,7 +37,7 @@ class Row:
         return len(self.prompt) + self.count - self.left
 
 
-class State:
+class SlotState:
     """A step's view of the slots, [slots + 1] each; the last one belongs to nobody, for padding."""
 
     def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
@@ -58,20 +58,20 @@ class State:
     def draws(self) -> Draws:
         return Draws(self.numbers[0], self.key)
 
-    def admit(self, rows: list[Row]) -> None:
+    def admit(self, rows: list[DecoderRow]) -> None:
         """Describe new rows, whose prompts will be read next."""
         words, numbers = [], []
         for r in rows:
-            name = sampling.key(r.request.seed, r.request.stream)
+            name = sampling.stream_key(r.request.seed, r.request.stream)
             length, pair = len(r.prompt), r.request.avoid or (-1, -1)
             words.append([r.slot, length, length + r.count, r.request.options.top_k, name, r.prompt[-1], *pair])
-            numbers.append([*sampling.numbers(r.request.options), r.request.decay, max(r.request.least, LEAST)])
+            numbers.append([*sampling.control_numbers(r.request.options), r.request.decay, max(r.request.least, LEAST)])
         slots, used, limit, top_k, key, token, *pairs = self.send(torch.tensor(words).T.contiguous())
         self.used[slots], self.limit[slots], self.top_k[slots], self.key[slots] = used, limit, top_k, key
         self.token[slots], self.avoid[:, slots] = token, torch.stack(pairs)
         self.numbers[:, slots] = self.send(torch.tensor(numbers, dtype=torch.float64).T)
         self.active[slots] = limit > used
-        if any(Kind.of(r.request.options).penalised for r in rows) and self.seen is None:
+        if any(ChoiceParts.of(r.request.options).penalised for r in rows) and self.seen is None:
             self.seen = torch.zeros(len(self.token), self.vocab, dtype=torch.bool, device=self.device)
         if self.seen is not None:
             self.seen[slots] = False
@@ -103,14 +103,14 @@ class Outputs:
         return float(self.logprobs[i]), list(zip(self.ids[i, :k].tolist(), self.values[i, :k].tolist(), strict=True))
 
 
-def score(logits: Tensor, tokens: Tensor, k: int) -> Outputs:
+def score_tokens(logits: Tensor, tokens: Tensor, k: int) -> Outputs:
     """Return the tokens' log-probabilities and the k likeliest tokens of logits [B, V]."""
     every = upcast(logits).log_softmax(-1)
     values, ids = every.topk(min(k, every.shape[-1]), -1)
     return Outputs(tokens, every.gather(-1, tokens[:, None])[:, 0], values, ids)
 
 
-def choose(s: State, slots: Tensor, logits: Tensor, kind: Kind, k: int, eod: int) -> Outputs:
+def choose_next(s: SlotState, slots: Tensor, logits: Tensor, kind: ChoiceParts, k: int, eod: int) -> Outputs:
     """Choose the next token of the slots' rows, and begin each row's next step.
 
     With k >= 0 return log-probabilities too. Nothing here waits for the device, so that it can be
@@ -122,12 +122,12 @@ def choose(s: State, slots: Tensor, logits: Tensor, kind: Kind, k: int, eod: int
         last, never = s.avoid[:, slots]
         places = torch.arange(s.vocab, device=logits.device) == never[:, None]
         allowed = logits.masked_fill(places & (s.token[slots] == last)[:, None], float("-inf"))
-    new = sampling.choose(allowed, kind, s.controls(slots), position, None if s.seen is None else s.seen[slots])
+    new = sampling.choose_tokens(allowed, kind, s.controls(slots), position, None if s.seen is None else s.seen[slots])
     if kind.decaying:
         top_p, decay, least = s.numbers[1, slots], *s.numbers[4:, slots]
         s.numbers[1, slots] = torch.where(decay < 1, torch.maximum(top_p * decay, least), top_p)
     is_finite = logits.amax(-1).isfinite()  # not if there is a NaN, nor if all are -inf
-    outputs = Outputs(new) if k < 0 else score(logits, new, k)
+    outputs = Outputs(new) if k < 0 else score_tokens(logits, new, k)
     s.token[slots] = new
     if s.seen is not None:
         s.seen[slots, new] = torch.ones_like(new, dtype=torch.bool)  # True alone would be copied from the host

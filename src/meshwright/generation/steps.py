@@ -18,8 +18,8 @@ import torch
 from meshwright import device as devices
 from meshwright.console import remark
 from meshwright.cuda_graphs import CudaGraphs
-from meshwright.generation.sampling import Kind
-from meshwright.generation.state import Outputs, State, choose
+from meshwright.generation.sampling import ChoiceParts
+from meshwright.generation.state import Outputs, SlotState, choose_next
 from meshwright.kernels.decode import choose_tokens
 from meshwright.kernels.grid import power_of_2
 from meshwright.model.cache import Cache, ContinuedTexts
@@ -29,13 +29,13 @@ from meshwright.model.positions import Positions
 
 SHORTEST = 256  # length of the shortest steps
 NARROWEST, MOST = 64, 4096  # width of the narrowest prompts, and most tokens that are read by a graph
-Key = tuple[int, int, Kind, int] | tuple[int, int]  # rows, length, choice, log-probabilities; of prompts
+Key = tuple[int, int, ChoiceParts, int] | tuple[int, int]  # rows, length, choice, log-probabilities; of prompts
 
 
-class Steps:
+class CapturedSteps:
     """The steps of one decoder."""
 
-    def __init__(self, model: GPT, cache: Cache, state: State, eod: int) -> None:
+    def __init__(self, model: GPT, cache: Cache, state: SlotState, eod: int) -> None:
         self.model, self.state, self.cache, self.eod = model, state, cache, eod
         self.step = DecodeStep(model, cache)
         self.captures = state.device.type == devices.NVIDIA
@@ -49,7 +49,7 @@ class Steps:
         self.graphs: CudaGraphs | None = None
         self.stream: Any = None  # of captures
 
-    def run(self, slots: list[int], longest: int, kind: Kind, k: int) -> Outputs:
+    def run(self, slots: list[int], longest: int, kind: ChoiceParts, k: int) -> Outputs:
         """Advance the rows of these slots, whose texts have at most `longest` tokens."""
         rows = power_of_2(len(slots))
         longest = min(max(SHORTEST, power_of_2(longest)), self.cache.room)
@@ -85,13 +85,13 @@ class Steps:
         logits: torch.Tensor = self.model(tokens, where, last_only=True)
         return logits[:, 0, : self.state.vocab]
 
-    def advance(self, rows: int, longest: int, kind: Kind, k: int) -> Outputs:
+    def advance(self, rows: int, longest: int, kind: ChoiceParts, k: int) -> Outputs:
         s, slots = self.state, self.slots[rows]
         logits = self.step(s.rows, slots, longest)
         if not (kind.filtered or kind.penalised or kind.avoiding) and k < 0:
             return Outputs(choose_tokens(logits, s.vocab, slots, s.rows, self.eod, s.draws if kind.sampled else None))
         s.used[slots] += s.active[slots]
-        return choose(s, slots, logits[:, : s.vocab], kind, k, self.eod)
+        return choose_next(s, slots, logits[:, : s.vocab], kind, k, self.eod)
 
     def call(self, key: Key, function: Callable[[], Any]) -> Any:
         """Run a function: as it is a thread's first time, and captured from the second time on."""

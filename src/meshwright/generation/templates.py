@@ -48,41 +48,41 @@ class ChatTemplate:
         return tuple(filter(None, [self.tokens.get("eos_token")]))
 
 
-def find(tokenizer: Tokenizer, folder: Path | None) -> ChatTemplate | None:
+def find_template(tokenizer: Tokenizer, folder: Path | None) -> ChatTemplate | None:
     """Return the template of a tokenizer folder, or that beside the tokenizer's files, or None."""
     beside = [path.parent for path in tokenizer.files.values()]
     for place in dict.fromkeys([*([folder] if folder else []), *beside]):
-        if found := read(place):
+        if found := read_template(place):
             return found
     return None
 
 
-def choose(name: str | None, tokenizer: Tokenizer, folder: Path | None) -> ChatTemplate | None:
+def choose_template(name: str | None, tokenizer: Tokenizer, folder: Path | None) -> ChatTemplate | None:
     """Return the template of --chat-template: a file or folder; None for `plain`.
 
     Without a name, it is the one that `find` finds.
     """
     if name is None:
-        return find(tokenizer, folder)
+        return find_template(tokenizer, folder)
     if name == PLAIN:
         return None
     path = Path(name)
     if path.is_dir():
-        if found := read(path):
+        if found := read_template(path):
             return found
         raise UserError(
             f"--chat-template {name} holds neither {CHAT_TEMPLATE} nor a {CHAT_CONFIG} with a chat_template", BAD_DATA
         )
-    kept = find(tokenizer, folder)
+    kept = find_template(tokenizer, folder)
     beside = _tokens(tokenizers.read_chat_config(path.parent)) or (kept.tokens if kept else {})
-    return ChatTemplate(path, _read(path), beside)
+    return ChatTemplate(path, read_template_file(path), beside)
 
 
-def read(folder: Path) -> ChatTemplate | None:
+def read_template(folder: Path) -> ChatTemplate | None:
     """Return the template of a folder, or None if it has none."""
     config = tokenizers.read_chat_config(folder)
     if (path := folder / CHAT_TEMPLATE).is_file():
-        return ChatTemplate(path, _read(path), _tokens(config))
+        return ChatTemplate(path, read_template_file(path), _tokens(config))
     text = config.get("chat_template")
     if isinstance(text, list):  # several, by their names
         by_name = {t.get("name"): t.get("template") for t in text if isinstance(t, dict)}
@@ -96,7 +96,7 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 
-def _read(path: Path) -> str:
+def read_template_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from meshwright.errors import UserError
 
-KEPT = 1000  # lines of the history
+MOST_HISTORY = 1000  # lines of the history
 # Characters that a terminal would obey: a model may write any.
 HIDDEN = dict.fromkeys([*range(32), *range(127, 160)], "�") | {ord("\n"): "\n", ord("\t"): "\t"}
 
@@ -87,7 +87,7 @@ def line_editing(words: Callable[[str], Iterable[str]], kept: Path | None) -> It
         if kept is not None:
             with contextlib.suppress(OSError):  # a home that cannot be written to
                 kept.parent.mkdir(parents=True, exist_ok=True)
-                readline.set_history_length(KEPT)
+                readline.set_history_length(MOST_HISTORY)
                 os.close(os.open(kept, os.O_CREAT | os.O_WRONLY, 0o600))
                 readline.write_history_file(kept)
 
@@ -116,7 +116,7 @@ def interruptible(is_person: bool) -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, before)
 
 
-def fail_softly(action: Callable[[], None], note: Callable[[str], None]) -> bool:
+def report_errors(action: Callable[[], None], note: Callable[[str], None]) -> bool:
     """Run an action of a typed line; note why it failed, which does not end the dialogue."""
     try:
         action()

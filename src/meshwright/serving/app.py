@@ -16,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from meshwright.fields import Fields, Refused, parse
+from meshwright.fields import Fields, Refusal, parse_object
 from meshwright.serving import megatron, openai
-from meshwright.serving.metrics import Metrics
-from meshwright.serving.scheduler import Job, Scheduler
-from meshwright.serving.served import Served
-from meshwright.web.guard import App, Guard, Limits, Receive, Scope, Send, as_refused, error_of, too_large
+from meshwright.serving.metrics import ServerMetrics
+from meshwright.serving.scheduler import QueuedRequest, Scheduler
+from meshwright.serving.served import ServedModel
+from meshwright.web.guard import App, Limits, Receive, RequestGuard, Scope, Send, as_refused, error_of, too_large
 
 # Address: package, file and type. The colours and the form are those of the page of `report`.
 PAGE = {
@@ -37,11 +37,11 @@ POLICY = (
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class Server:
+class TextServer:
     """The ASGI application, and what its paths share."""
 
-    def __init__(self, served: Served, scheduler: Scheduler, limits: Limits) -> None:
-        self.served, self.scheduler, self.limits, self.metrics = served, scheduler, limits, Metrics()
+    def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
+        self.served, self.scheduler, self.limits, self.metrics = served, scheduler, limits, ServerMetrics()
         routes = [
             Route("/v1/completions", Endpoint(self, self.complete), methods=["POST"]),
             Route("/v1/chat/completions", Endpoint(self, self.chat), methods=["POST"]),
@@ -54,7 +54,7 @@ class Server:
         ]
         inner = Starlette(routes=routes, exception_handlers={HTTPException: refuse_path, Exception: raise_again})
         paths = {route.path for route in routes}
-        self.app: App = Guard(inner, limits, self.metrics, paths)
+        self.app: App = RequestGuard(inner, limits, self.metrics, paths)
 
     # Text
 
@@ -64,8 +64,8 @@ class Server:
     async def chat(self, f: Fields, send: Send) -> None:
         await self._generate(await asyncio.to_thread(openai.read_chat, f, self.served), send)
 
-    async def _generate(self, call: openai.Call, send: Send) -> None:
-        job = Job(call.requests, self.limits.answer_seconds)
+    async def _generate(self, call: openai.OpenAICall, send: Send) -> None:
+        job = QueuedRequest(call.requests, self.limits.answer_seconds)
         self.metrics.tokens["prompt_tokens_total"] += call.prompt_tokens
         began = time.monotonic()
         job.on_first = lambda: self.metrics.observe("first_token_seconds", time.monotonic() - began)
@@ -74,14 +74,14 @@ class Server:
                 if call.stream:
                     await self._stream(call, job, send)
                 else:
-                    await send_json(send, await openai.answer(call, self.served, job))
+                    await send_json(send, await openai.answer_call(call, self.served, job))
         finally:
             self.metrics.tokens["generated_tokens_total"] += job.generated
 
-    async def _stream(self, call: openai.Call, job: Job, send: Send) -> None:
+    async def _stream(self, call: openai.OpenAICall, job: QueuedRequest, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         try:
-            async with contextlib.aclosing(openai.stream(call, self.served, job)) as parts:
+            async with contextlib.aclosing(openai.stream_call(call, self.served, job)) as parts:
                 async for part in parts:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
         except Exception as error:  # the status has been sent: the error is the last event
@@ -90,8 +90,10 @@ class Server:
         await send({"type": "http.response.body", "body": b""})
 
     async def megatron(self, f: Fields, send: Send) -> None:
-        call = await asyncio.to_thread(megatron.read, f, self.served)
-        await send_json(send, await megatron.answer(call, self.served, self.scheduler, self.limits.answer_seconds))
+        call = await asyncio.to_thread(megatron.read_call, f, self.served)
+        await send_json(
+            send, await megatron.answer_megatron(call, self.served, self.scheduler, self.limits.answer_seconds)
+        )
 
     # Facts
 
@@ -104,7 +106,7 @@ class Server:
 
     async def one_model(self, request: Request) -> Response:
         if request.path_params["name"] != self.served.name:
-            raise Refused(f"this server has {self.served.name!r} only", "model", "model_not_found", 404)
+            raise Refusal(f"this server has {self.served.name!r} only", "model", "model_not_found", 404)
         return json_response(self.model_object())
 
     async def health(self, request: Request) -> Response:
@@ -124,7 +126,7 @@ class Server:
 class Endpoint:
     """A path that answers a JSON body as long as its client is there and time is left."""
 
-    def __init__(self, server: Server, answer: Callable[[Fields, Send], Awaitable[None]]) -> None:
+    def __init__(self, server: TextServer, answer: Callable[[Fields, Send], Awaitable[None]]) -> None:
         self.server, self.answer = server, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,8 +135,8 @@ class Endpoint:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             message = f"the Content-Type is {kind[:50]!r}; send a body of application/json"
-            raise Refused(message, status=415)
-        fields = Fields(parse(await read_body(receive, limits)))
+            raise Refusal(message, status=415)
+        fields = Fields(parse_object(await read_body(receive, limits)))
         with self.server.scheduler.seat():
             work = asyncio.ensure_future(self.answer(fields, send))
             gone = asyncio.ensure_future(until_gone(receive))
@@ -164,7 +166,7 @@ async def read_body(receive: Receive, limits: Limits) -> bytes:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise Refused("the client left", status=408)
+                    raise Refusal("the client left", status=408)
                 parts.append(message.get("body", b""))
                 size += len(parts[-1])
                 if size > limits.body:
@@ -173,7 +175,7 @@ async def read_body(receive: Receive, limits: Limits) -> bytes:
                     return b"".join(parts)
     except TimeoutError:
         message_ = f"the body was not complete after {limits.read_seconds:g} s; send it faster"
-        raise Refused(message_, status=408) from None
+        raise Refusal(message_, status=408) from None
 
 
 async def send_json(send: Send, value: Any) -> None:
@@ -191,7 +193,7 @@ async def refuse_path(request: Request, error: Exception) -> Response:
     """Raise what the guard writes in JSON; starlette would answer in plain text."""
     assert isinstance(error, HTTPException)
     what = {404: f"there is no path {request.url.path[:100]}", 405: f"{request.method[:20]} is not for this path"}
-    refused = Refused(what.get(error.status_code, error.detail), status=error.status_code)
+    refused = Refusal(what.get(error.status_code, error.detail), status=error.status_code)
     refused.headers = {k.lower(): v for k, v in (error.headers or {}).items()}
     raise refused
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.fields import Fields, Refused
-from meshwright.generation.beam import Beam, begin_search
+from meshwright.fields import Fields, Refusal
+from meshwright.generation.beam import BeamOptions, begin_beam_search
 from meshwright.generation.requests import Event, Request
 from meshwright.serving import openai
-from meshwright.serving.scheduler import Job, Scheduler
-from meshwright.serving.served import Served
+from meshwright.serving.scheduler import QueuedRequest, Scheduler
+from meshwright.serving.served import ServedModel
 from meshwright.settings.schema import Sampling
 from meshwright.tokenizers import Tokenizer
 
@@ -25,24 +25,24 @@ OLD = {"max_len": "tokens_to_generate", "sentences": "prompts"}
 
 
 @dataclass(frozen=True)
-class Call:
+class MegatronCall:
     """A checked request."""
 
     requests: list[Request]
     logprobs: bool
-    beam: Beam | None = None
+    beam: BeamOptions | None = None
 
 
-def read(f: Fields, served: Served) -> Call:
+def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     for old, new in OLD.items():
         if f.take(old) is not None:
-            raise Refused(f"{old} is no longer used; give {new}", old)
+            raise Refusal(f"{old} is no longer used; give {new}", old)
     tokenizer, logprobs = served.model.tokenizer, f.flag("logprobs")
     prompts = read_prompts(f, served)
     length = f.integer("tokens_to_generate", 64, 0, 2**31 - 1)
     assert length is not None
     if not length and not logprobs:
-        raise Refused("tokens_to_generate 0 scores the prompts; it needs logprobs true", "tokens_to_generate")
+        raise Refusal("tokens_to_generate 0 scores the prompts; it needs logprobs true", "tokens_to_generate")
     options, decay, least = read_options(f, length)
     ends = read_ends(f)
     avoid = read_colon(f, served)
@@ -53,43 +53,43 @@ def read(f: Fields, served: Served) -> Call:
     penalty = f.number("length_penalty", 1.0, -100, 100)
     f.finish()
     if width is None and (stop_token, penalty) != (tokenizer.eod, 1.0):
-        raise Refused("stop_token and length_penalty need beam_width; leave them out", "beam_width")
+        raise Refusal("stop_token and length_penalty need beam_width; leave them out", "beam_width")
     if width is not None and (len(prompts) > 1 or logprobs or ends or avoid):
-        raise Refused("beam_width takes one prompt, without logprobs and rules for ends of lines", "beam_width")
+        raise Refusal("beam_width takes one prompt, without logprobs and rules for ends of lines", "beam_width")
     for prompt in prompts:
         if len(prompt) + length > served.model.seq_length:
             both = f"{len(prompt)} tokens and tokens_to_generate {length}"
-            raise Refused(f"this model reads {served.model.seq_length} tokens, but a prompt has {both}", "prompts")
+            raise Refusal(f"this model reads {served.model.seq_length} tokens, but a prompt has {both}", "prompts")
     seed = secrets.randbits(31) if seed is None or seed < 0 else seed
     wanted = 0 if logprobs else None
     each = [Request(p, options, seed, n, ends, wanted, logprobs, decay, least, avoid) for n, p in enumerate(prompts)]
-    return Call(each, logprobs, None if width is None else Beam(width, penalty, stop_token))
+    return MegatronCall(each, logprobs, None if width is None else BeamOptions(width, penalty, stop_token))
 
 
-def read_prompts(f: Fields, served: Served) -> list[list[int]]:
+def read_prompts(f: Fields, served: ServedModel) -> list[list[int]]:
     given, bos = f.take("prompts"), f.flag("add_BOS")
     if not isinstance(given, list) or not given or not all(isinstance(p, str) for p in given):
-        raise Refused(f"prompts is required: a list of 1 to {openai.MOST_TEXTS} strings", "prompts")
+        raise Refusal(f"prompts is required: a list of 1 to {openai.MOST_TEXTS} strings", "prompts")
     if len(given) > openai.MOST_TEXTS:
-        raise Refused(f"there are {len(given)} prompts; give at most {openai.MOST_TEXTS}", "prompts")
+        raise Refusal(f"there are {len(given)} prompts; give at most {openai.MOST_TEXTS}", "prompts")
     if not bos and "" in given:
-        raise Refused("empty prompts need add_BOS true", "prompts")
+        raise Refusal("empty prompts need add_BOS true", "prompts")
     tokenizer = served.model.tokenizer
-    return [[tokenizer.eod] * bos + openai.encode(served, p) for p in given]
+    return [[tokenizer.eod] * bos + openai.encode_text(served, p) for p in given]
 
 
 def read_options(f: Fields, length: int) -> tuple[Sampling, float, float]:
     """Return the flags of sampling, and the decay of top_p with its lower end."""
     temperature, top_k = f.number("temperature", 1.0, 0, 100), f.integer("top_k", 0, 0, 1000) or 0
     if not temperature:
-        raise Refused("temperature must be above 0; top_k 1 takes the likeliest token", "temperature")
+        raise Refusal("temperature must be above 0; top_k 1 takes the likeliest token", "temperature")
     top_p, decay, bound = (f.number(name, 0.0, 0, 1) for name in ("top_p", "top_p_decay", "top_p_bound"))
     if top_k and top_p:
-        raise Refused("top_k and top_p exclude each other; give one", "top_p")
+        raise Refusal("top_k and top_p exclude each other; give one", "top_p")
     if decay and not top_p:
-        raise Refused("top_p_decay needs top_p above 0", "top_p_decay")
+        raise Refusal("top_p_decay needs top_p above 0", "top_p_decay")
     if bound and (not decay or bound > top_p):
-        raise Refused("top_p_bound needs top_p_decay, and must be at most top_p", "top_p_bound")
+        raise Refusal("top_p_bound needs top_p_decay, and must be at most top_p", "top_p_bound")
     return Sampling(temperature, top_k=top_k, top_p=top_p, out_seq_length=length), decay or 1.0, bound
 
 
@@ -99,23 +99,25 @@ def read_ends(f: Fields) -> tuple[str, ...]:
     return ("\n\n",) if double else ("\n",) if single else ()
 
 
-def read_colon(f: Fields, served: Served) -> tuple[int, int] | None:
+def read_colon(f: Fields, served: ServedModel) -> tuple[int, int] | None:
     """Return the tokens of a colon and of an end of line, which may not follow it."""
     if not f.flag("prevent_newline_after_colon"):
         return None
-    return openai.encode(served, ":")[0], openai.encode(served, "\n")[0]
+    return openai.encode_text(served, ":")[0], openai.encode_text(served, "\n")[0]
 
 
-async def answer(call: Call, served: Served, scheduler: Scheduler, seconds: float) -> dict[str, Any]:
+async def answer_megatron(
+    call: MegatronCall, served: ServedModel, scheduler: Scheduler, seconds: float
+) -> dict[str, Any]:
     tokenizer = served.model.tokenizer
     if call.beam is not None:
         request = call.requests[0]
         async with asyncio.timeout(seconds):
-            best = await scheduler.call(begin_search(served.model, request, call.beam))
+            best = await scheduler.call(begin_beam_search(served.model, request, call.beam))
         rows = [request.prompt + text.tokens for text in best]
         scores = [text.score for text in best]
         return {"text": list(map(tokenizer.decode, rows)), "segments": segments(tokenizer, rows), "scores": scores}
-    job = Job(call.requests, seconds)
+    job = QueuedRequest(call.requests, seconds)
     events: list[list[Event]] = [[] for _ in call.requests]
     with scheduler.generating(job):
         async for row, event in job.events():

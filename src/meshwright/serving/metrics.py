@@ -17,7 +17,7 @@ HELP = {
 }
 
 
-class Metrics:
+class ServerMetrics:
     """Counters and histograms; only the event loop changes them."""
 
     def __init__(self) -> None:

@@ -15,12 +15,12 @@ from typing import Any, Literal
 import orjson
 
 from meshwright.errors import UserError
-from meshwright.fields import Fields, Refused
-from meshwright.generation.dialogue import SYSTEM, Dialogue, Turn
+from meshwright.fields import Fields, Refusal
+from meshwright.generation.dialogue import SYSTEM, ChatTurn, Dialogue
 from meshwright.generation.requests import Event, Request, Top
 from meshwright.generation.stream import TextStream
-from meshwright.serving.scheduler import Job
-from meshwright.serving.served import Served
+from meshwright.serving.scheduler import QueuedRequest
+from meshwright.serving.served import ServedModel
 from meshwright.settings.schema import Sampling
 from meshwright.tokenizers import Tokenizer
 
@@ -57,7 +57,7 @@ ROLES = ("system", "developer", "user", "assistant")
 
 
 @dataclass(frozen=True)
-class Call:
+class OpenAICall:
     """A request for texts, checked."""
 
     kind: Literal["text_completion", "chat.completion"]
@@ -78,34 +78,34 @@ class Call:
 # Reading
 
 
-def read_completion(f: Fields, served: Served) -> Call:
+def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
     prompts = read_prompts(f.take("prompt"), served)
     echo, length = f.flag("echo"), f.integer("max_tokens", 16, 0, 2**31 - 1)
     assert length is not None
     if not length and not echo:
-        raise Refused("max_tokens 0 leaves nothing to do without echo; give at least 1", "max_tokens")
+        raise Refusal("max_tokens 0 leaves nothing to do without echo; give at least 1", "max_tokens")
     logprobs = f.integer("logprobs", None, 0, MOST_LOGPROBS)
     n = f.integer("n", 1, 1, MOST_TEXTS) or 1
     best_of = f.integer("best_of", n, 1, MOST_TEXTS) or n
     f.only("suffix", ("",), NO_SUFFIX)
     stream, usage = read_stream(f)
     if best_of < n or (best_of > n and stream):
-        raise Refused(f"best_of {best_of} must be at least n ({n}), and equal to it in a stream", "best_of")
+        raise Refusal(f"best_of {best_of} must be at least n ({n}), and equal to it in a stream", "best_of")
     requests = read_texts(f, served, prompts, best_of, length, ())
     # The best are those whose tokens are likeliest.
     wanted = 0 if logprobs is None and best_of > n else logprobs
     requests = [Request(r.prompt, r.options, r.seed, r.stream, r.stop, wanted, echo) for r in requests]
-    return Call("text_completion", requests, n, best_of, logprobs, stream, usage)
+    return OpenAICall("text_completion", requests, n, best_of, logprobs, stream, usage)
 
 
-def read_chat(f: Fields, served: Served) -> Call:
+def read_chat(f: Fields, served: ServedModel) -> OpenAICall:
     prompt = render(read_messages(f.take("messages")), served)
     lengths = [f.integer(name, None, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
     room = max(1, served.model.seq_length - len(prompt))
     length = next((n for n in lengths if n is not None), room)
     wants, top = f.flag("logprobs"), f.integer("top_logprobs", None, 0, MOST_LOGPROBS)
     if top is not None and not wants:
-        raise Refused("top_logprobs needs logprobs; set it to true", "top_logprobs")
+        raise Refusal("top_logprobs needs logprobs; set it to true", "top_logprobs")
     n = f.integer("n", 1, 1, MOST_TEXTS) or 1
     for name, (neutral, why) in CHAT_FIXED.items():
         f.only(name, neutral, why)
@@ -113,16 +113,16 @@ def read_chat(f: Fields, served: Served) -> Call:
     logprobs = (top or 0) if wants else None
     requests = read_texts(f, served, [prompt], n, length, served.stop)
     requests = [Request(r.prompt, r.options, r.seed, r.stream, r.stop, logprobs) for r in requests]
-    return Call("chat.completion", requests, n, n, logprobs, stream, usage)
+    return OpenAICall("chat.completion", requests, n, n, logprobs, stream, usage)
 
 
 def read_texts(
-    f: Fields, served: Served, prompts: Sequence[list[int]], copies: int, length: int, stop: tuple[str, ...]
+    f: Fields, served: ServedModel, prompts: Sequence[list[int]], copies: int, length: int, stop: tuple[str, ...]
 ) -> list[Request]:
     """Return the requests of `copies` texts after each prompt; finish reading the fields."""
     if (name := f.text("model")) not in (None, served.name):
         message = f"there is no model {str(name)[:100]!r} here; this server has {served.name!r}"
-        raise Refused(message, "model", "model_not_found", 404)
+        raise Refusal(message, "model", "model_not_found", 404)
     options = read_options(f, length)
     seed = f.integer("seed", secrets.randbits(31), -(2**63), 2**63 - 1) or 0
     stop = tuple(dict.fromkeys((*f.strings("stop", MOST_STOPS, LONGEST_STOP), *stop)))
@@ -132,7 +132,7 @@ def read_texts(
         f.take(name)
     f.finish()
     if len(prompts) * copies > MOST_TEXTS:
-        raise Refused(
+        raise Refusal(
             f"n {copies} texts after {len(prompts)} prompts are too many; a request has at most {MOST_TEXTS}", "n"
         )
     most = served.model.seq_length
@@ -140,7 +140,7 @@ def read_texts(
         if len(prompt) + length > most:
             both = f"{len(prompt)} in the prompt and {length} in the completion"
             message = f"this model reads {most} tokens, but there are {both}; shorten one of them"
-            raise Refused(message, "prompt", "context_length_exceeded")
+            raise Refusal(message, "prompt", "context_length_exceeded")
     rows = [prompt for prompt in prompts for _ in range(copies)]
     return [Request(prompt, options, seed % 2**63, number, stop) for number, prompt in enumerate(rows)]
 
@@ -163,9 +163,9 @@ def read_stream(f: Fields) -> tuple[bool, bool]:
     if options is None:
         return stream, False
     if not isinstance(options, dict):
-        raise Refused("stream_options must be an object", "stream_options")
+        raise Refusal("stream_options must be an object", "stream_options")
     if not stream:
-        raise Refused("stream_options needs stream; set it to true", "stream_options")
+        raise Refusal("stream_options needs stream; set it to true", "stream_options")
     inner = Fields(options)
     usage = inner.flag("include_usage")
     inner.only("include_obfuscation", (False,), "answers are not padded")
@@ -173,26 +173,26 @@ def read_stream(f: Fields) -> tuple[bool, bool]:
     return stream, usage
 
 
-def read_prompts(given: Any, served: Served) -> list[list[int]]:
+def read_prompts(given: Any, served: ServedModel) -> list[list[int]]:
     """Return the tokens of each prompt: of text, of a list of texts, or ids in one or two lists."""
     if given is None:
         given = ""
     prompts = given if isinstance(given, list) and not _is_ids(given) else [given]
     if not 0 < len(prompts) <= MOST_TEXTS:
-        raise Refused(f"prompt has {len(prompts)} prompts; give 1 to {MOST_TEXTS}", "prompt")
+        raise Refusal(f"prompt has {len(prompts)} prompts; give 1 to {MOST_TEXTS}", "prompt")
     tokenizer, vocab = served.model.tokenizer, served.model.model.vocab
     out = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            ids = encode(served, prompt)
+            ids = encode_text(served, prompt)
         elif isinstance(prompt, list) and _is_ids(prompt):
             ids = prompt
             if wrong := [i for i in ids if not 0 <= i < vocab]:
-                raise Refused(
+                raise Refusal(
                     f"prompt has token id {wrong[0]}, which is outside of the vocabulary, 0 to {vocab - 1}", "prompt"
                 )
         else:
-            raise Refused("prompt must be a string, a list of strings, or token ids in one or two lists", "prompt")
+            raise Refusal("prompt must be a string, a list of strings, or token ids in one or two lists", "prompt")
         out.append(ids or [tokenizer.eod])
     return out
 
@@ -201,55 +201,55 @@ def _is_ids(value: Sequence[Any]) -> bool:
     return bool(value) and all(type(i) is int for i in value)
 
 
-def require_size(served: Served, characters: int) -> None:
+def require_size(served: ServedModel, characters: int) -> None:
     if characters > (most := LONGEST_TOKEN * served.model.seq_length):
         message = f"this model reads {served.model.seq_length} tokens, but a prompt has more than {most} characters"
-        raise Refused(f"{message}; shorten it", "prompt", "context_length_exceeded")
+        raise Refusal(f"{message}; shorten it", "prompt", "context_length_exceeded")
 
 
-def encode(served: Served, text: str) -> list[int]:
+def encode_text(served: ServedModel, text: str) -> list[int]:
     require_size(served, len(text))
     try:
         return list(served.model.tokenizer.encode(text))
     except UserError as error:  # a vocabulary of bare ids reads numbers only
-        raise Refused(str(error), "prompt") from None
+        raise Refusal(str(error), "prompt") from None
 
 
 def read_messages(given: Any) -> list[dict[str, str]]:
     """Return the turns of a dialogue; a list of text parts is joined."""
     if not isinstance(given, list) or not given:
-        raise Refused("messages must be a list of at least one message", "messages")
+        raise Refusal("messages must be a list of at least one message", "messages")
     out = []
     for number, message in enumerate(given):
         place = f"messages[{number}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise Refused(f"{place} must have a role: {', '.join(ROLES)}", "messages")
+            raise Refusal(f"{place} must have a role: {', '.join(ROLES)}", "messages")
         if more := message.keys() - {"role", "content", "name", "refusal"}:
-            raise Refused(f"{place} has {sorted(map(str, more))[0][:64]}, which is not supported; leave it out", place)
+            raise Refusal(f"{place} has {sorted(map(str, more))[0][:64]}, which is not supported; leave it out", place)
         content = message.get("content")
         if isinstance(content, list):
             parts = [p["text"] for p in content if isinstance(p, dict) and isinstance(p.get("text"), str)]
             content = "".join(parts) if len(parts) == len(content) else None
         if not isinstance(content, str):
-            raise Refused(f"{place} must have text as content", "messages")
+            raise Refusal(f"{place} must have text as content", "messages")
         role = "system" if message["role"] == "developer" else message["role"]
         out.append({"role": role, "content": content})
     return out
 
 
-def render(messages: list[dict[str, str]], served: Served) -> list[int]:
+def render(messages: list[dict[str, str]], served: ServedModel) -> list[int]:
     """Return the tokens of a dialogue up to the answer, without a template as one plain text."""
     tokenizer, template = served.model.tokenizer, served.template
     require_size(served, sum(len(m["content"]) for m in messages))
     if template is None:
         system = "\n".join(m["content"] for m in messages if m["role"] == SYSTEM)
-        turns = [Turn(m["role"], m["content"]) for m in messages if m["role"] != SYSTEM]
+        turns = [ChatTurn(m["role"], m["content"]) for m in messages if m["role"] != SYSTEM]
         plain = Dialogue(tokenizer, None, served.model.seq_length, system, turns)
-        return encode(served, plain.text) or [tokenizer.eod]
+        return encode_text(served, plain.text) or [tokenizer.eod]
     try:
         return template.encode(tokenizer, messages)
     except UserError as error:
-        raise Refused(str(error), "messages") from None
+        raise Refusal(str(error), "messages") from None
 
 
 # Texts
@@ -264,7 +264,7 @@ class Token:
 
 
 @dataclass
-class Piece:
+class TextPart:
     """What a token adds to a text."""
 
     text: str = ""
@@ -272,7 +272,7 @@ class Piece:
     finish: str | None = None
 
 
-class Text:
+class ChoiceText:
     """A text while it comes, cut before a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
@@ -287,10 +287,10 @@ class Text:
         self.generated = 0
         self.sum = 0.0  # of log-probabilities
 
-    def push(self, event: Event) -> Piece:
+    def push(self, event: Event) -> TextPart:
         """Return what is certain of the text now; nothing after its end."""
         if self.finish:
-            return Piece()
+            return TextPart()
         self.generated += not event.echoed
         self._count += 1
         is_end = event.finish == "stop" and event.token == self.tokenizer.eod
@@ -307,7 +307,7 @@ class Text:
         keep_all = self.finish and not self._stream.stopped
         certain = [t for t in self._waiting if keep_all or t.offset < self._length]
         self._waiting = self._waiting[len(certain) :]
-        return Piece(text, certain, self.finish)
+        return TextPart(text, certain, self.finish)
 
     def _note(self, event: Event) -> None:
         if self.request.logprobs is None:
@@ -321,9 +321,9 @@ class Text:
         return self.sum / max(1, self.generated)
 
 
-def join(pieces: Sequence[Piece]) -> Piece:
+def join_parts(pieces: Sequence[TextPart]) -> TextPart:
     tokens = [t for p in pieces for t in p.tokens]
-    return Piece("".join(p.text for p in pieces), tokens, pieces[-1].finish if pieces else None)
+    return TextPart("".join(p.text for p in pieces), tokens, pieces[-1].finish if pieces else None)
 
 
 def spell(tokenizer: Tokenizer, id: int) -> str:
@@ -361,7 +361,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[str, An
 # Answers
 
 
-def envelope(call: Call, served: Served, choices: list[dict[str, Any]]) -> dict[str, Any]:
+def envelope(call: OpenAICall, served: ServedModel, choices: list[dict[str, Any]]) -> dict[str, Any]:
     is_chat = call.kind == "chat.completion"
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{call.id}",
@@ -373,7 +373,9 @@ def envelope(call: Call, served: Served, choices: list[dict[str, Any]]) -> dict[
     }
 
 
-def choice(call: Call, served: Served, index: int, piece: Piece, is_first: bool = False) -> dict[str, Any]:
+def choice_of(
+    call: OpenAICall, served: ServedModel, index: int, piece: TextPart, is_first: bool = False
+) -> dict[str, Any]:
     """Return a text, or in a stream a part of it, as an element of `choices`."""
     out: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": piece.finish}
     tokenizer = served.model.tokenizer
@@ -392,15 +394,15 @@ def choice(call: Call, served: Served, index: int, piece: Piece, is_first: bool 
     return out
 
 
-def usage(call: Call, generated: int) -> dict[str, int]:
+def usage_of(call: OpenAICall, generated: int) -> dict[str, int]:
     total = call.prompt_tokens + generated
     return {"prompt_tokens": call.prompt_tokens, "completion_tokens": generated, "total_tokens": total}
 
 
-async def answer(call: Call, served: Served, job: Job) -> dict[str, Any]:
+async def answer_call(call: OpenAICall, served: ServedModel, job: QueuedRequest) -> dict[str, Any]:
     """Return the whole answer; of `best_of` texts those with the likeliest tokens."""
-    texts = [Text(served.model.tokenizer, r) for r in call.requests]
-    pieces: list[list[Piece]] = [[] for _ in texts]
+    texts = [ChoiceText(served.model.tokenizer, r) for r in call.requests]
+    pieces: list[list[TextPart]] = [[] for _ in texts]
     async for row, event in job.events():
         pieces[row].append(texts[row].push(event))
     choices: list[dict[str, Any]] = []
@@ -409,24 +411,24 @@ async def answer(call: Call, served: Served, job: Job) -> dict[str, Any]:
         if call.best_of > call.n:
             rows.sort(key=lambda row: -texts[row].mean)
         for row in rows[: call.n]:
-            choices.append(choice(call, served, len(choices), join(pieces[row])))
-    return {**envelope(call, served, choices), "usage": usage(call, sum(t.generated for t in texts))}
+            choices.append(choice_of(call, served, len(choices), join_parts(pieces[row])))
+    return {**envelope(call, served, choices), "usage": usage_of(call, sum(t.generated for t in texts))}
 
 
-async def stream(call: Call, served: Served, job: Job) -> AsyncGenerator[bytes, None]:
+async def stream_call(call: OpenAICall, served: ServedModel, job: QueuedRequest) -> AsyncGenerator[bytes, None]:
     """Yield the answer as server-sent events, each token's text as soon as it is certain."""
-    texts = [Text(served.model.tokenizer, r) for r in call.requests]
+    texts = [ChoiceText(served.model.tokenizer, r) for r in call.requests]
     begun = set[int]()
     extra = {"usage": None} if call.usage else {}
     async for row, event in job.events():
         piece = texts[row].push(event)
         if not (piece.text or piece.tokens or piece.finish):
             continue
-        part = choice(call, served, row, piece, row not in begun)
+        part = choice_of(call, served, row, piece, row not in begun)
         begun.add(row)
         yield sse({**envelope(call, served, [part]), **extra})
     if call.usage:
-        yield sse({**envelope(call, served, []), "usage": usage(call, sum(t.generated for t in texts))})
+        yield sse({**envelope(call, served, []), "usage": usage_of(call, sum(t.generated for t in texts))})
     yield b"data: [DONE]\n\n"
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Decoder(Protocol):
+class SlotDecoder(Protocol):
     """What is needed of `generation.decoder.Decoder`."""
 
     def submit(self, request: Request) -> int: ...
@@ -48,7 +48,7 @@ class Broken(Exception):
     """Raised for requests at work when the decoder failed, and for all after it."""
 
 
-class Job:
+class QueuedRequest:
     """The texts of one request, and their tokens as they come."""
 
     def __init__(self, requests: Sequence[Request], seconds: float) -> None:
@@ -77,14 +77,14 @@ class Job:
 class Scheduler:
     """The thread that drives a decoder of `slots` rows, and the requests at work or waiting."""
 
-    def __init__(self, decoder: Decoder, slots: int, queue: int, device: torch.device | None = None) -> None:
+    def __init__(self, decoder: SlotDecoder, slots: int, queue: int, device: torch.device | None = None) -> None:
         self.decoder, self.slots, self.queue, self.device = decoder, slots, queue, device
         self.seats = 0  # requests at work or waiting
         self.broken: BaseException | None = None  # what ended the thread, if not close()
         self.on_break: Callable[[], None] = lambda: None  # called in the event loop
         self._seconds = 1.0  # of a request, a moving mean
-        self._turns: deque[Job] = deque()
-        self._rows: dict[int, tuple[Job, int]] = {}
+        self._turns: deque[QueuedRequest] = deque()
+        self._rows: dict[int, tuple[QueuedRequest, int]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
         self._calls: deque[tuple[Generator[None, None, Any], asyncio.Future[Any]]] = deque()
         self._changed = threading.Condition()
@@ -131,7 +131,7 @@ class Scheduler:
             self._seconds += 0.1 * (time.monotonic() - began - self._seconds)
 
     @contextlib.contextmanager
-    def generating(self, job: Job) -> Iterator[None]:
+    def generating(self, job: QueuedRequest) -> Iterator[None]:
         """Generate a job's texts in the block; what is unfinished at its end is cancelled."""
         self._tell(lambda: self._turns.append(job))
         try:
@@ -212,7 +212,7 @@ class Scheduler:
 
         self._loop.call_soon_threadsafe(settle)
 
-    def _drop(self, job: Job) -> None:
+    def _drop(self, job: QueuedRequest) -> None:
         with contextlib.suppress(ValueError):
             self._turns.remove(job)
         job.pending.clear()
@@ -248,11 +248,11 @@ class Scheduler:
         if batch:
             self._loop.call_soon_threadsafe(_put_all, batch)
 
-    def _hand(self, job: Job, item: Exception) -> None:
+    def _hand(self, job: QueuedRequest, item: Exception) -> None:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(job.arrived.put_nowait, item)
 
-    def _jobs(self) -> list[Job]:
+    def _jobs(self) -> list[QueuedRequest]:
         both = itertools.chain(self._turns, (job for job, _ in self._rows.values()))
         return list({id(job): job for job in both}.values())
 
@@ -276,6 +276,6 @@ class Scheduler:
         self._calls.clear()
 
 
-def _put_all(batch: Sequence[tuple[Job, tuple[int, Event]]]) -> None:
+def _put_all(batch: Sequence[tuple[QueuedRequest, tuple[int, Event]]]) -> None:
     for job, item in batch:
         job.arrived.put_nowait(item)

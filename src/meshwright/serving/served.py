@@ -10,7 +10,7 @@ from meshwright.generation.templates import ChatTemplate
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A language model under its name, with the template of its dialogues."""
 
     model: LanguageModel

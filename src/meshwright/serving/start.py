@@ -9,20 +9,20 @@ from meshwright import console
 from meshwright.errors import DONE
 from meshwright.generation.decoder import Decoder
 from meshwright.generation.requests import Request
-from meshwright.serving.app import Server
+from meshwright.serving.app import TextServer
 from meshwright.serving.scheduler import Scheduler
-from meshwright.serving.served import Served
+from meshwright.serving.served import ServedModel
 from meshwright.settings.schema import Sampling
 from meshwright.web.guard import Limits
-from meshwright.web.protocol import server
+from meshwright.web.protocol import make_server
 
 
-def run(served: Served, limits: Limits, slots: int, queue: int, listening: socket.socket) -> int:
+def run_server(served: ServedModel, limits: Limits, slots: int, queue: int, listening: socket.socket) -> int:
     """Serve on a listening socket; return the exit status."""
     decoder = Decoder(served.model, slots)
     warm_up(decoder)
     scheduler = Scheduler(decoder, slots, queue, served.model.device)
-    http = server(Server(served, scheduler, limits).app, limits.read_seconds)
+    http = make_server(TextServer(served, scheduler, limits).app, limits.read_seconds)
 
     def stop() -> None:
         http.should_exit = True

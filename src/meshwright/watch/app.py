@@ -18,11 +18,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwright.errors import UNAVAILABLE, UserError
-from meshwright.fields import Refused
+from meshwright.fields import Refusal
 from meshwright.watch.curves import Axis, View, curves
 from meshwright.watch.overview import Watcher, describe_samples, nulls
 from meshwright.web.callers import check_caller
-from meshwright.web.protocol import server
+from meshwright.web.protocol import make_server
 
 # Address: package, file and type. The colours and the form are those of the page of `report`.
 FILES = {
@@ -62,7 +62,7 @@ class Guard:
         app = self.app
         try:
             check_caller(scope["method"], dict(scope["headers"]), LOCAL, "open the address that was printed")
-        except Refused as refused:
+        except Refusal as refused:
             app = PlainTextResponse(f"{refused}\n", refused.status)
         await app(scope, receive, send_with_headers)
 
@@ -134,14 +134,14 @@ async def event_stream(watcher: Watcher) -> AsyncIterator[str]:
         waited += EVERY
 
 
-def serve(watcher: Watcher, port: int, opened: Callable[[int], None]) -> None:
+def serve_page(watcher: Watcher, port: int, opened: Callable[[int], None]) -> None:
     """Serve the page on this machine's own address until a signal."""
     try:
         listening = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         hint = "choose another --port, or 0 for any free one"
         raise UserError(f"--port {port}: {os.strerror(error.errno or 0)}; {hint}", UNAVAILABLE) from None
-    http = server(Guard(make_app(watcher)), READ_SECONDS)
+    http = make_server(Guard(make_app(watcher)), READ_SECONDS)
     watcher.is_over = lambda: http.should_exit
     watcher.start()
     try:

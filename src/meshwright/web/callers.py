@@ -13,25 +13,25 @@ import ipaddress
 from collections.abc import Collection, Mapping
 from urllib.parse import urlsplit
 
-from meshwright.fields import Refused
+from meshwright.fields import Refusal
 
 
 def check_caller(method: str, headers: Mapping[bytes, bytes], names: Collection[str], hint: str) -> None:
-    """Raise Refused for a request that does not come from where it should.
+    """Raise Refusal for a request that does not come from where it should.
 
     `names` are the server's own, in lower case; `hint` says what to do about another.
     """
     host = headers.get(b"host", b"").decode("latin-1")
     if not is_known(host, names):
         message = f"the Host header is {host[:100]!r}, which is not this server; {hint}"
-        raise Refused(message, code="host_not_allowed", status=403)
+        raise Refusal(message, code="host_not_allowed", status=403)
     origin = headers.get(b"origin")
     if origin is not None and _netloc(origin.decode("latin-1")) != host.lower():
-        raise Refused("requests from pages of other origins are refused", code="origin_not_allowed", status=403)
+        raise Refusal("requests from pages of other origins are refused", code="origin_not_allowed", status=403)
     is_page = headers.get(b"sec-fetch-dest", b"document") == b"document"
     opens = headers.get(b"sec-fetch-mode") == b"navigate" and method == "GET" and is_page
     if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site") and not opens:
-        raise Refused("requests from pages of other sites are refused", code="origin_not_allowed", status=403)
+        raise Refusal("requests from pages of other sites are refused", code="origin_not_allowed", status=403)
 
 
 def is_known(host: str, names: Collection[str]) -> bool:

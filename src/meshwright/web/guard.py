@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 
 from meshwright.errors import UserError
-from meshwright.fields import Refused
-from meshwright.serving.metrics import Metrics
+from meshwright.fields import Refusal
+from meshwright.serving.metrics import ServerMetrics
 from meshwright.serving.scheduler import Broken, Full
 from meshwright.web.callers import check_caller
 from meshwright.web.protocol import LARGEST_HEADER, error_object
@@ -49,21 +49,21 @@ class Limits:
     own_hosts: frozenset[str] = field(default_factory=lambda: frozenset({"localhost", socket.gethostname().lower()}))
 
     def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raise Refused for a request that does not come from where it should."""
+        """Raise Refusal for a request that does not come from where it should."""
         names = self.own_hosts | {host.lower() for host in self.hosts}
         check_caller(scope["method"], headers, names, "name it with --allowed-hosts")
         if self.api_key is not None and scope["path"] not in OPEN:
             given = headers.get(b"authorization", b"").strip()
             if not hmac.compare_digest(given, b"Bearer " + self.api_key.encode()):
-                refused = Refused("the API key is missing or wrong; send Authorization: Bearer KEY", status=401)
+                refused = Refusal("the API key is missing or wrong; send Authorization: Bearer KEY", status=401)
                 refused.code, refused.headers = "invalid_api_key", {"www-authenticate": "Bearer"}
                 raise refused
 
 
-class Guard:
+class RequestGuard:
     """The outermost application: checks requests, counts answers, turns errors into JSON."""
 
-    def __init__(self, app: App, limits: Limits, metrics: Metrics, paths: Collection[str]) -> None:
+    def __init__(self, app: App, limits: Limits, metrics: ServerMetrics, paths: Collection[str]) -> None:
         self.app, self.limits, self.metrics, self.paths = app, limits, metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,19 +102,19 @@ class Guard:
         pairs: list[tuple[bytes, bytes]] = scope["headers"]
         headers = dict(reversed(pairs))
         if sum(len(name) + len(value) for name, value in pairs) > LARGEST_HEADER:  # came in one piece
-            raise Refused(f"the header is longer than {LARGEST_HEADER} bytes; send a shorter one", status=431)
+            raise Refusal(f"the header is longer than {LARGEST_HEADER} bytes; send a shorter one", status=431)
         for name in (b"host", b"origin", b"content-length", b"authorization", b"content-type"):
             if sum(key == name for key, _ in pairs) > 1:
-                raise Refused(f"the header {name.decode()} is there twice; send it once")
+                raise Refusal(f"the header {name.decode()} is there twice; send it once")
         if scope["http_version"] not in ("1.0", "1.1"):
-            raise Refused(f"HTTP/{scope['http_version'][:9]} is not spoken here; send HTTP/1.1")
+            raise Refusal(f"HTTP/{scope['http_version'][:9]} is not spoken here; send HTTP/1.1")
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            raise Refused("content-length and transfer-encoding exclude each other; send one of them")
+            raise Refusal("content-length and transfer-encoding exclude each other; send one of them")
         self.limits.check(scope, headers)
         if int(headers.get(b"content-length", b"0")) > self.limits.body:  # h11 has checked that it is a number
             raise too_large(self.limits.body)
 
-    async def _refuse(self, refused: Refused, receive: Receive | None, send: Send) -> None:
+    async def _refuse(self, refused: Refusal, receive: Receive | None, send: Send) -> None:
         """Send an error; close the connection, after some of a body that was not read."""
         body = orjson.dumps(error_of(refused))
         headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
@@ -133,29 +133,29 @@ class Guard:
         await send({"type": "http.response.body", "body": b""})
 
 
-def too_large(most: int) -> Refused:
-    return Refused(f"the body is larger than {most} bytes; send less, or raise --max-body-size", status=413)
+def too_large(most: int) -> Refusal:
+    return Refusal(f"the body is larger than {most} bytes; send less, or raise --max-body-size", status=413)
 
 
-def as_refused(error: Exception) -> Refused:
+def as_refused(error: Exception) -> Refusal:
     """Return what a client is answered for an exception."""
-    if isinstance(error, Refused):
+    if isinstance(error, Refusal):
         return error
     if isinstance(error, Full):
-        refused = Refused("too many requests are at work; try again later", code="queue_full", status=429)
+        refused = Refusal("too many requests are at work; try again later", code="queue_full", status=429)
         refused.headers = {"retry-after": str(error.seconds)}
         return refused
     if isinstance(error, TimeoutError):
         message = "the answer was not complete in time; ask for fewer tokens, or raise --request-timeout"
-        return Refused(message, code="timeout", status=503)
+        return Refusal(message, code="timeout", status=503)
     if isinstance(error, UserError):  # of the decoder, which knows its own limits
-        return Refused(str(error))
+        return Refusal(str(error))
     if isinstance(error, Broken):
-        return Refused(str(error), code="model_failed", status=500)
-    return Refused("the server made a mistake; its log has more", status=500)
+        return Refusal(str(error), code="model_failed", status=500)
+    return Refusal("the server made a mistake; its log has more", status=500)
 
 
-def error_of(refused: Refused) -> dict[str, Any]:
+def error_of(refused: Refusal) -> dict[str, Any]:
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     kind = "server_error" if refused.status >= 500 else kinds.get(refused.status, "invalid_request_error")
     return error_object(refused.message, kind, refused.param, refused.code) | {"message": refused.message}

@@ -112,7 +112,7 @@ def error_object(message: str, kind: str, param: str | None = None, code: str | 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """A server whose end by a signal is no failure; a second signal ends it at once."""
 
     @contextlib.contextmanager
@@ -134,7 +134,7 @@ class Server(uvicorn.Server):
         self.force_exit, self.should_exit = self.should_exit, True
 
 
-def server(app: Any, read_timeout: float) -> Server:
+def make_server(app: Any, read_timeout: float) -> HttpServer:
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # the guard reports errors
     limited = type("LimitedProtocol", (LimitedProtocol,), {"seconds": read_timeout})
     config = uvicorn.Config(
@@ -152,4 +152,4 @@ def server(app: Any, read_timeout: float) -> Server:
         timeout_graceful_shutdown=DRAIN_SECONDS,
         backlog=512,
     )
-    return Server(config)
+    return HttpServer(config)

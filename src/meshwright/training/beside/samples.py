@@ -55,15 +55,17 @@ class Samples:
     def generate(self) -> list[list[int]]:
         """Return the new tokens of each prompt, without an end-of-document token."""
         texts, done = [list(ids) for ids in self.ids], [False] * len(self.ids)
-        kind, device, eod = sampling.Kind.of(self.options), self.net.device, self.tokenizer.eod
-        numbers = torch.tensor([sampling.numbers(self.options)] * len(texts), dtype=torch.float64, device=device)
+        kind, device, eod = sampling.ChoiceParts.of(self.options), self.net.device, self.tokenizer.eod
+        numbers = torch.tensor(
+            [sampling.control_numbers(self.options)] * len(texts), dtype=torch.float64, device=device
+        )
         temperature, top_p, min_p, penalty = numbers.unbind(1)
-        keys = torch.tensor([sampling.key(self.seed, row) for row in range(len(texts))], device=device)
+        keys = torch.tensor([sampling.stream_key(self.seed, row) for row in range(len(texts))], device=device)
         controls = sampling.Controls(temperature, top_p, min_p, penalty, torch.zeros_like(keys), keys)
         for _ in range(self.count):
             logits = self.next_logits(texts)
             at = torch.tensor(list(map(len, texts)), device=device)
-            for row, token in enumerate(sampling.choose(logits, kind, controls, at, None).tolist()):
+            for row, token in enumerate(sampling.choose_tokens(logits, kind, controls, at, None).tolist()):
                 done[row] = done[row] or token == eod or len(texts[row]) >= self.length
                 if not done[row]:
                     texts[row].append(token)

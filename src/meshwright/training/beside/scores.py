@@ -22,7 +22,7 @@ from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.console import remark, say
 from meshwright.errors import UserError
 from meshwright.evaluation import tasks
-from meshwright.evaluation.score import Rows, Scorer, score_part
+from meshwright.evaluation.score import Scorer, WindowBatch, score_part
 from meshwright.evaluation.tasks import Task
 from meshwright.ranks.team import Team
 from meshwright.settings.grammar import eval_tasks
@@ -52,7 +52,7 @@ class Scores:
 
         def read() -> None:
             for name, path in eval_tasks(spec).items():
-                self.tasks.append(tasks.make(name, path, tokenizer, self.length, half))
+                self.tasks.append(tasks.make_task(name, path, tokenizer, self.length, half))
 
         team.run_on_all(read)
         self.interval = config.logging.eval_tasks_interval or self.default_interval()
@@ -85,7 +85,9 @@ class Scores:
             return
         for task in self.tasks:
             began = time.perf_counter()
-            values = tasks.run(task, self.scorer, self.length, self.config.micro_batch, self.is_fixed, should_stop)
+            values = tasks.score_task(
+                task, self.scorer, self.length, self.config.micro_batch, self.is_fixed, should_stop
+            )
             if values is None:
                 return
             metrics.score(iteration, consumed, task, values, time.perf_counter() - began)
@@ -111,7 +113,7 @@ def runs_one_shape(net: Network) -> bool:
     return net.is_compiled or net.sequence or net.layout.cp > 1 or net.name != GPT_NETWORK
 
 
-def score_on_all(net: Network, vocab: int, batches: list[Rows]) -> Tensor:
+def score_on_all(net: Network, vocab: int, batches: list[WindowBatch]) -> Tensor:
     """Score micro-batches on all ranks, as a `Scorer` does."""
     total = score_part(net, vocab, batches)
     if net.layout.world > 1:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from meshwright.evaluation.score import Rows, score_part
+from meshwright.evaluation.score import WindowBatch, score_part
 from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.positions import Positions
 from meshwright.parallel.calls import Calls
@@ -20,7 +20,7 @@ from meshwright.parallel.cut_model import CutModel, ModelInput
 from meshwright.ranks.team import Team
 
 
-class Crew:
+class ShardedModel:
     """The ranks of a layout. All make one; then rank 0 calls what has no underscore."""
 
     def __init__(self, model: CutModel, padded: int, team: Team) -> None:
@@ -66,7 +66,7 @@ class Crew:
         number, used = head.tolist()
         self.caches[number].rearrange(rows.to(self.model.device), used)
 
-    def score(self, batches: list[Rows]) -> Tensor:
+    def score(self, batches: list[WindowBatch]) -> Tensor:
         """Score micro-batches as a `Scorer` does; copies of the model share them out."""
         values: Tensor = self.calls.call("score", *(x.long() for rows in batches for x in rows))
         return values
@@ -74,5 +74,5 @@ class Crew:
     @torch.inference_mode()
     def _score(self, *tensors: Tensor) -> Tensor:
         threes = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
-        batches = [Rows(tokens, labels, counted.bool()) for tokens, labels, counted in threes]
+        batches = [WindowBatch(tokens, labels, counted.bool()) for tokens, labels, counted in threes]
         return self.calls.sum(score_part(self.model, self.model.parts[0].vocab, batches).cpu())
