@@ -129,7 +129,7 @@ def mlp(w: Weights, m: Model, name: str, x: np.ndarray) -> np.ndarray:
         y = {"swiglu": silu, "geglu": gelu_erf, "reglu": relu, "liglu": lambda x: x}[gate_kind](gate) * up
     else:
         y = linear(w, f"{name}.fc", x, m.add_bias_linear)
-        y = relu(y) ** 2 if m.squared_relu else gelu_tanh(y) if m.bias_gelu_fusion or m.openai_gelu else gelu_erf(y)
+        y = relu(y) ** 2 if m.squared_relu else gelu_tanh(y) if m.bias_gelu_fusion else gelu_erf(y)
     return linear(w, f"{name}.proj", y, m.add_bias_linear)
 
 

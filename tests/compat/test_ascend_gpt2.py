@@ -207,7 +207,7 @@ def test_settings_of_each_size(place: Path, system: Path, tmp_path: Path, record
     m, t, p = c.model, c.training, c.parallel
     got = (p.tensor_model_parallel_size, p.pipeline_model_parallel_size, m.hidden_size, m.num_layers)
     got += (c.data.seq_length, m.num_attention_heads, c.global_batch, c.micro_batch, c.optimizer.lr, c.optimizer.min_lr)
-    assert (*got, t.recompute, c.precision.loss_scale) == TABLE[size]
+    assert (*got, t.recompute_granularity, c.precision.loss_scale) == TABLE[size]
     assert (c.precision.initial_loss_scale, c.precision.loss_scale_window) == (4096, 500)
     length = {"full": (500000, 320000), "performance": (300, 300)}[kind]
     assert (t.train_iters, c.optimizer.lr_decay_iters) == length
@@ -218,7 +218,7 @@ def test_settings_of_each_size(place: Path, system: Path, tmp_path: Path, record
         c.optimizer.clip_grad,
     )
     assert common == ("cosine", 0.01, 0.01, 1.0) and (m.hidden_dropout, m.attention_dropout, t.seed) == (0, 0, 1234)
-    assert (c.data.split, c.data.num_workers, p.zero, c.precision.fp16) == ("949,50,1", 16, 0, True)
+    assert (c.data.split, c.data.num_workers, p.zero_stage, c.precision.fp16) == ("949,50,1", 16, 0, True)
     assert (t.eval_interval, t.eval_iters, c.logging.log_interval, c.logging.steps_per_print) == (1000, 10, 100, 1)
     saved = ("ckpts/ckpts_tmp", 100000) if kind == "full" else (None, None)
     if kind == "full":

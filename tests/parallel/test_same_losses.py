@@ -469,7 +469,9 @@ def formula(c, layout):
     n["all-reduce"] += c.data.eod_mask_loss and layout.dp > 1  # number of unmasked tokens
     if layout.dp * layout.cp == 1:
         pass
-    elif p.zero == 3 and layout.shard * layout.cp > 1:  # weights of a layer or the rest, both ways; then gradients
+    elif (
+        p.zero_stage == 3 and layout.shard * layout.cp > 1
+    ):  # weights of a layer or the rest, both ways; then gradients
         units = l + (first or last)
         kept = 2 * (layout.pp == 1)  # not gathered again for backward: the last layer and the rest
         n["all-gather"] += m * (2 * units - kept)
@@ -479,11 +481,11 @@ def formula(c, layout):
         # A bucket for each layer, the table, the positions and the last norm. With sequence
         # parallelism, parameters copied on every tensor rank form another, summed over these too.
         buckets = l + (first or last) + (1 if sequence else first + last)
-        if p.zero == 0 or layout.shard * layout.cp == 1:
+        if p.zero_stage == 0 or layout.shard * layout.cp == 1:
             n["all-reduce"] += buckets
         else:
             n["all-gather"] += buckets
-            n["reduce-scatter"] += buckets if p.zero == 1 else m * (buckets - sequence) + sequence
+            n["reduce-scatter"] += buckets if p.zero_stage == 1 else m * (buckets - sequence) + sequence
             n["all-reduce"] += layout.replicas > 1
     return {kind: count for kind, count in n.items() if count}
 

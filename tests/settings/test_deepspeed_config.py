@@ -87,7 +87,7 @@ def test_config_of_seed_003(parse):
     got = parse(CONFIG_003.replace("$MICRO", "2").replace("$GLOBAL", "8"), "--world-size 2 --zero-stage 1 --fp16")
     p = got.config.precision
     assert (p.fp16, p.loss_scale, p.initial_loss_scale, p.loss_scale_window, p.hysteresis) == (True, None, 4096, 500, 2)
-    assert (got.config.parallel.zero, got.config.global_batch, got.config.micro_batch) == (1, 8, 2)
+    assert (got.config.parallel.zero_stage, got.config.global_batch, got.config.micro_batch) == (1, 8, 2)
     assert got.notices == [
         "ds.json sets --micro-batch-size 2, --global-batch-size 8, --loss-scale-window 500, --initial-loss-scale 4096, "
         "--steps-per-print 2000"
@@ -132,7 +132,7 @@ def test_hugging_face_style(parse):
         "amp": {"enabled": False},
     }
     got = parse(file, "--bf16 --micro-batch-size 2 --global-batch-size 4 --world-size 2")
-    assert got.config.precision.bf16 and not got.config.precision.fp16 and got.config.parallel.zero == 2
+    assert got.config.precision.bf16 and not got.config.precision.fp16 and got.config.parallel.zero_stage == 2
     idle = [n for n in got.notices if "without effect here" in n]
     assert len(idle) == 1 and "zero_optimization.overlap_comm" in idle[0] and "activation_checkpointing" in idle[0]
     assert 'ds.json: the section "optimizer" is not read: --optimizer and its flags count' in got.notices
@@ -160,7 +160,7 @@ def test_a_dry_run_reads_the_file_too(parse, tmp_path):
 
 
 def test_without_a_file_nothing_changes():
-    config = TrainConfig(parallel=Parallel(deepspeed=True))
+    config = TrainConfig(parallel=Parallel(zero_stage=1))
     assert deepspeed_json.merge_deepspeed(config, ()) == (config, [], [])
 
 

@@ -16,7 +16,14 @@ import pytest
 from meshwright.errors import UserError
 from meshwright.settings import fields, flags
 from meshwright.settings.fields import choices_of, inner_type, not_yet
-from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OTHER_MODELS, REFUSED, RETIRED
+from meshwright.settings.other_programs.megatron_flags import (
+    EQUAL,
+    NO_EFFECT,
+    OLD_SWITCHES,
+    OTHER_MODELS,
+    REFUSED,
+    RETIRED,
+)
 from meshwright.settings.schema import TrainConfig
 
 TESTS = Path(__file__).parents[1]
@@ -43,11 +50,9 @@ TABLE = {
         "embedding_dropout": LOSSES,
         "untie_embeddings_and_output_weights": E + "test_sizes",
         "bias_gelu_fusion": LOSSES,
-        "openai_gelu": SAME,
         "attention_impl": LOSSES,
         **dict.fromkeys(
-            """num_query_groups group_query_attention position_embedding_type use_rotary_position_embeddings""".split(),
-            E + "test_sizes",
+            """num_query_groups group_query_attention position_embedding_type """.split(), E + "test_sizes"
         ),
         "rotary_percent": E + "test_changes_the_losses_of_another_run",
         "rotary_base": E + "test_changes_the_losses_of_another_run",
@@ -126,8 +131,7 @@ TABLE = {
         "spike_factor": "test_guard.py::test_what_is_a_spike",
         "spike_window": "test_guard.py::test_what_is_a_spike",
         **dict.fromkeys(
-            """recompute_granularity recompute_method recompute_num_layers checkpoint_activations
-            recompute_activations deepspeed_activation_checkpointing""".split(),
+            """recompute_granularity recompute_method recompute_num_layers""".split(),
             E + "test_recompute_runs_blocks_again",
         ),
         "checkpoint_in_cpu": E + "test_inputs_of_recomputed_layers_in_host_memory",
@@ -185,14 +189,12 @@ TABLE = {
         "cp_comm_type": "test_flags.py::test_words_of_whole_configurations",
         **dict.fromkeys(
             """num_layers_per_virtual_pipeline_stage pipeline_layout pipeline_schedule sequence_parallel
-            use_distributed_optimizer zero_stage num_distributed_optimizer_instances""".split(),
+            zero_stage num_distributed_optimizer_instances""".split(),
             LAYOUTS,
         ),
         "tp_overlap": "test_overlap.py::test_choice",
         "data_parallel_sums": "test_mapped.py::test_choice",
-        "deepspeed": "test_parallel_config.py::test_notices",
         "deepspeed_config": "test_deepspeed_config.py::test_taken",
-        "partition_activations": "test_parallel_config.py::test_notices",
         "remote_device": "test_parallel_config.py::test_remote_device",
         "cpu_optimizer": "test_optimizers.py::test_offload",
         **dict.fromkeys("num_gpus_per_node num_nodes node_ips".split(), "test_launch.py::test_oneflow_flags"),
@@ -220,7 +222,6 @@ TABLE = {
         "keep_last": "test_loop.py::test_keep_last_and_every",
         "keep_every": "test_loop.py::test_keep_last_and_every",
         "keep_best": "test_loop.py::test_keep_best",
-        "universal_checkpoint": "test_parallel_config.py::test_notices",
         "async_save": "test_background_saving.py::test_a_save_holds_the_numbers_of_its_own_step",
         "save_error": "test_background_saving.py::test_going_on_after_a_failed_save",
         "run_dir": E + "test_files",
@@ -499,7 +500,8 @@ def elsewhere() -> list[str]:
         "Refused": {reason: names for reason, names in refused.items() if "not yet" not in reason} | models,
         "Without effect": idle,
         "Renamed": {f"use {new}": [old] for old, new in RETIRED.items()}
-        | {f"{fields.spelling(name)} {value}": [old] for old, (name, value) in EQUAL.items()},
+        | {f"{fields.spelling(name)} {value}": [old] for old, (name, value) in EQUAL.items()}
+        | {f"it is {fields.spelling(s)} {value}": [fields.spelling(old)] for old, (s, value) in OLD_SWITCHES.items()},
     }
     out = OTHERS.splitlines()
     for heading, table in tables.items():

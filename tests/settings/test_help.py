@@ -108,6 +108,7 @@ def test_groups_and_searches(capsys: pytest.CaptureFixture[str]) -> None:
     name, (_, why) = next(iter(NO_EFFECT.items()))
     assert why in help.answer(TRAIN, name)[0]
     assert "--micro-batch-size" in help.answer(TRAIN, "batch-size")[0]
+    assert help.answer(TRAIN, "--use-distributed-optimizer") == ["--use-distributed-optimizer is --zero-stage 1."]
 
 
 def test_where_docs_explain() -> None:

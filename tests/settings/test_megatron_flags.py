@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.checkpoint.saved_model import model_settings
 from meshwright.errors import UserError
 from meshwright.settings import fields, flags
 from meshwright.settings.other_programs.megatron_flags import (
@@ -132,3 +133,39 @@ def test_no_suggestion_is_the_opposite_or_another_thing(name):
 @pytest.mark.parametrize("flag", ["--src", "--py", "--image", "--wheel", "--cmd", "--extra-mount"])
 def test_flags_of_a_container_launcher(flag):
     assert f"{flag} is refused: it belongs to tools/launch_container.py" in refusal(flag, "3.7")
+
+
+def test_older_switches_are_settings_with_a_value(tmp_path: Path) -> None:
+    """On the command line, in a file or an older checkpoint, and turned off again."""
+
+    def resolve(*words: str) -> TrainConfig:
+        return flags.parse_settings(TrainConfig, list(words), "meshwright train", check=False).config
+
+    got = resolve(
+        "--checkpoint-activations", "--use-rotary-position-embeddings", "--no-bias-gelu-fusion", "--openai-gelu"
+    )
+    assert (got.training.recompute_granularity, got.model.position, got.model.activation) == (
+        "full",
+        "rope",
+        "gelu-tanh",
+    )
+    assert resolve("--openai-gelu", "--no-bias-gelu-fusion").model.activation == "gelu-tanh"
+    # As 0.11 wrote every setting into config.toml.
+    (tmp_path / "c.toml").write_text(
+        "[training]\nrecompute_activations = true\ncheckpoint_activations = false\n[parallel]\nzero_stage = 0\n"
+        "use_distributed_optimizer = true\npartition_activations = false\ndeepspeed = false\n"
+    )
+    file = f"--config={tmp_path}/c.toml"
+    parsed = flags.parse_settings(TrainConfig, [file, "--world-size=2"], "meshwright train", check=False)
+    assert (parsed.config.training.recompute_granularity, parsed.config.parallel.zero_stage) == ("selective", 1)
+    assert not parsed.notices and parsed.sources["zero_stage"].endswith("c.toml (--use-distributed-optimizer)")
+    assert resolve(file, "--zero-stage=3").parallel.zero_stage == 3
+    assert resolve(file, "--checkpoint-activations").training.recompute_granularity == "full"
+    assert resolve(file, "--no-recompute-activations").training.recompute_granularity is None
+    assert resolve(file, "--no-checkpoint-activations").training.recompute_granularity == "selective"
+    with pytest.raises(UserError, match="contradicts full recomputation"):
+        resolve("--recompute-granularity=selective", "--checkpoint-activations")
+    saved = {"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": True, "zero_stage": 2}
+    found = flags.from_saved(TrainConfig, saved | {"use_distributed_optimizer": True, "openai_gelu": False}, "a step")
+    assert found == {"position_embedding_type": "rope", "zero_stage": 2}
+    assert model_settings(saved, "a step").position == "rope"

@@ -23,7 +23,7 @@ VOCAB, PADDED, POSITIONS, B, T, SEED = 13, 16, 10, 2, 8, 2**40 + 7
 
 WORDS = {
     "rope": {"position_embedding_type": "rope"},
-    "rotary": {"use_rotary_position_embeddings": True},
+    "rotary": {"position_embedding_type": "rotary"},
     "half": {"rotary_percent": 0.5},
     "base": {"rotary_base": 50.0},
     "alibi": {"position_embedding_type": "alibi"},
@@ -42,7 +42,7 @@ WORDS = {
     "liglu": {"glu_activation": "liglu"},
     "relu2": {"squared_relu": True},
     "erf": {"bias_gelu_fusion": False},
-    "openai": {"bias_gelu_fusion": False, "openai_gelu": True},
+    "openai": {"bias_gelu_fusion": True},
     "rms": {"normalization": "RMSNorm"},
     "1p": {"apply_layernorm_1p": True},
     "eps": {"layernorm_epsilon": 0.3},

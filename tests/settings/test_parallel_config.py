@@ -64,19 +64,19 @@ def test_any_two_of_micro_accumulation_and_global_give_the_third(given, want):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "zero", "offloads"),
+    ("line", "zero", "offloads"),
     [
-        ({}, 0, False),
-        ({"use_distributed_optimizer": True}, 1, False),
-        ({"zero_stage": 2.0}, 2, False),
-        ({"zero_stage": 3, "use_distributed_optimizer": True}, 3, False),
-        ({"zero_stage": 3, "remote_device": "cpu"}, 3, True),
-        ({"cpu_optimizer": True}, 0, True),
+        ("", 0, False),
+        ("--use-distributed-optimizer", 1, False),
+        ("--use-distributed-optimizer --zero-stage 3", 3, False),
+        ("--zero-stage 2 --use-distributed-optimizer", 2, False),
+        ("--zero-stage 3 --remote-device cpu", 3, True),
+        ("--cpu-optimizer", 0, True),
     ],
 )
-def test_zero_and_offloading(parallel, zero, offloads):
-    p = Parallel(**parallel)
-    assert (p.zero, p.offloads) == (zero, offloads)
+def test_zero_and_offloading(line, zero, offloads):
+    p = parse(f"{W} 2 {line}").config.parallel
+    assert (p.zero_stage, p.offloads) == (zero, offloads)
 
 
 def test_remote_device():
@@ -321,12 +321,12 @@ def test_evaluation_uses_all_ranks():
     [
         ("--sequence-parallel", "--sequence-parallel has no effect without --tensor-model-parallel-size above 1"),
         ("--zero-stage 2", "--zero-stage has no effect without several data-parallel ranks"),
-        ("--use-distributed-optimizer", "distributed-optimizer has no effect without several data-parallel ranks"),
+        ("--use-distributed-optimizer", "--zero-stage has no effect without several data-parallel ranks"),
         (f"{W} 2 --use-distributed-optimizer --zero-stage 3", "is --zero-stage 1; --zero-stage 3 goes further"),
         ("--pipeline-schedule gpipe", "--pipeline-schedule has no effect without"),
         (f"{PP2} --num-layers-per-virtual-pipeline-stage 2", "has no effect without several pieces on a pipeline rank"),
-        ("--partition-activations", "--partition-activations has no effect; --sequence-parallel splits"),
-        ("--deepspeed", "--deepspeed has no effect without --deepspeed_config"),
+        ("--partition-activations", "has no effect: --sequence-parallel splits activations"),
+        ("--deepspeed", "--deepspeed is accepted and has no effect: --deepspeed_config"),
         ("--deepspeed-activation-checkpointing", "--deepspeed-activation-checkpointing recomputes whole layers"),
         ("--distributed-backend gloo", "--distributed-backend has no effect without several processes"),
     ],
@@ -354,7 +354,7 @@ def test_no_notices(line):
 
 
 def test_recompute_by_deepspeeds_name():
-    assert parse("--deepspeed-activation-checkpointing").config.training.recompute == "full"
+    assert parse("--deepspeed-activation-checkpointing").config.training.recompute_granularity == "full"
     assert "contradicts full" in refusal("--deepspeed-activation-checkpointing --recompute-activations")
 
 
@@ -404,7 +404,7 @@ def test_seed_001(tmp_path, monkeypatch, name, tp, pp, hidden, layers, seq, head
     text = SEED_001.format(tp=tp, pp=pp, hidden=hidden, layers=layers, seq=seq, heads=heads, batch=batch, micro=micro)
     c = command(text, "--world-size", "8", "--local_rank=0")
     assert (c.dp, c.micro_batches(c.global_batch)) == (8 // tp // pp, steps)
-    assert (c.precision.initial_loss_scale, c.precision.loss_scale_window, c.parallel.zero) == (4096, 500, 0)
+    assert (c.precision.initial_loss_scale, c.precision.loss_scale_window, c.parallel.zero_stage) == (4096, 500, 0)
     sizes = ["--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp), "--world-size", "8"]
     preset = command("", "--preset", f"ascend-{name}", *sizes, "--mock-data", "--vocab-size", "99")
     assert (preset.dp, preset.stages, preset.model.hidden_size) == (c.dp, c.stages, c.model.hidden_size)
@@ -417,7 +417,7 @@ def test_seed_003(tmp_path, monkeypatch, micro, batch, steps):
     (tmp_path / "ds_config.json").write_text(CONFIG_003.replace("$MICRO", str(micro)).replace("$GLOBAL", str(batch)))
     text = SEED_003.format(micro=micro, batch=batch)
     c = command(text, "--world-size", "16", "--fp16", "--checkpoint-activations", "--local-rank=7")
-    assert (c.dp, c.stages, c.micro_batches(batch), c.parallel.zero) == (2, [6, 6, 6, 6], steps, 1)
+    assert (c.dp, c.stages, c.micro_batches(batch), c.parallel.zero_stage) == (2, [6, 6, 6, 6], steps, 1)
     libai = command(text, "--world-size", "16", "--custom-pipeline-stage-id", "[0] * 6 + [1] * 6 + [2] * 6 + [3] * 6")
     assert libai.stages == c.stages
 

@@ -97,13 +97,13 @@ def describe_model(source: Source, given: Mapping[str, Any] | None = None) -> Sa
 def recorded_settings(source: Source) -> dict[str, Any]:
     """Return the settings that a step records, with the positions that its state counts."""
     positions = source.state.get("positions")
-    return source.config | ({"max_position_embeddings": positions} if positions else {})
+    return flags.current_names(source.config) | ({"max_position_embeddings": positions} if positions else {})
 
 
 def model_settings(recorded: Mapping[str, Any], where: object, default: Model = Model()) -> Model:  # noqa: B008
     """Return the model among recorded settings; what they do not name is as in `default`."""
     names = {f.name for f in dataclasses.fields(Model)}
-    mine = {name: value for name, value in recorded.items() if name in names}
+    mine = {name: value for name, value in flags.current_names(recorded).items() if name in names}
     return dataclasses.replace(default, **flags.from_saved(TrainConfig, mine, str(where)))
 
 

@@ -19,7 +19,7 @@ def options(t: Training, m: Model, p: Precision, device: torch.device) -> Option
     wanted = devices.has_kernels(device) and not fused if t.compile == "auto" else t.compile == "on"
     compiled = wanted and not is_reference(m.attention_impl, m.attention_dropout, device)
     fp32_residual = p.fp32_residual_connection and (p.fp16 or p.bf16)
-    recompute = (t.recompute, t.recompute_method, t.recompute_num_layers, t.checkpoint_in_cpu)
+    recompute = (t.recompute_granularity, t.recompute_method, t.recompute_num_layers, t.checkpoint_in_cpu)
     return Options(*recompute, fp32_residual, compiled, fused)
 
 

@@ -203,7 +203,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--fp16 or --bf16": lambda c: c.precision.fp16 or c.precision.bf16,
     "--fp8-format": lambda c: c.precision.fp8_format,
     "--first-last-layers-bf16": lambda c: c.precision.first_last_layers_bf16,
-    "--recompute-granularity full": lambda c: c.training.recompute == "full",
+    "--recompute-granularity full": lambda c: c.training.recompute_granularity == "full",
     "--load": lambda c: c.checkpoint.load,
     "--eval-iters above 0": lambda c: c.training.eval_iters,
     "--save": lambda c: c.checkpoint.save,
@@ -224,7 +224,6 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--sequence-parallel": lambda c: c.parallel.sequence_parallel,
     "--pipeline-model-parallel-size above 1": lambda c: c.parallel.pipeline_model_parallel_size > 1,
     "several pieces on a pipeline rank": lambda c: c.chunks > 1,
-    "--deepspeed_config": lambda c: c.parallel.deepspeed_config,
     "--profile": lambda c: c.logging.profile,
     "--sample-interval": lambda c: c.logging.sample_interval,
     "--eval-tasks": lambda c: c.logging.eval_tasks,
@@ -236,7 +235,7 @@ def notices(config: Any) -> list[str]:
     if not isinstance(config, TrainConfig):
         return []
     c = config
-    m, p, t, d, k, g = c.model, c.parallel, c.training, c.data, c.checkpoint, c.logging
+    m, t, d, k, g = c.model, c.training, c.data, c.checkpoint, c.logging
     out = [
         f"{spelling(f.name)} has no effect without {condition}"
         for group in group_values(c)
@@ -244,22 +243,16 @@ def notices(config: Any) -> list[str]:
         for condition in f.metadata["needs"]
         if getattr(group, f.name) != getattr(type(group)(), f.name) and not CONDITIONS[condition](c)
     ]
-    zero, start = f"--zero-stage {p.zero_stage:g}", f"--profile-step-start {g.profile_step_start}"
+    start = f"--profile-step-start {g.profile_step_start}"
     is_late = g.profile and t.train_iters is not None and g.profile_step_start > t.train_iters
     beyond = [n for n in g.nvidia_smi_at if t.train_iters is not None and n > t.train_iters]
     others = {
-        f"--use-distributed-optimizer is --zero-stage 1; {zero} goes further": p.use_distributed_optimizer
-        and p.zero_stage > 1,
-        "--deepspeed-activation-checkpointing recomputes whole layers; Megatron-DeepSpeed does so only with "
-        "--checkpoint-activations": t.deepspeed_activation_checkpointing and not t.checkpoint_activations,
-        "--partition-activations has no effect; --sequence-parallel splits activations": p.partition_activations,
         "--swiglu and --glu-activation are both given; --glu-activation is used": m.swiglu and m.glu_activation,
         "--mock-data: the files of --data-path and similar flags are not read": d.mock_data
         and data_paths.path_settings(d),
         "--profile without --run-dir or --save keeps no trace": g.profile and not (k.run_dir or k.save),
         f"{start} is after the last step; nothing is profiled": is_late,
         f"--nvidia-smi-at {' '.join(map(str, beyond))}: after the last step, so not printed": beyond,
-        "--universal-checkpoint has no effect; --load recognizes the format of a folder": k.universal_checkpoint,
         "--log-timers-to-tensorboard logs only iterations with --timing-log-level 0": g.log_timers_to_tensorboard
         and g.timing_log_level == "0",
     }
@@ -374,8 +367,6 @@ def architecture_problems(m: Model, d: Data) -> list[str]:
             f"--rotary-percent {m.rotary_percent} of heads of {m.head_dim} rotates {m.rotating} numbers; "
             "they must be even and fit the head"
         )
-    if m.position == "learned" and m.use_rotary_position_embeddings:
-        out.append("--use-rotary-position-embeddings contradicts --position-embedding-type; leave one out")
     if m.squared_relu and (m.swiglu or m.glu_activation):
         out.append("--squared-relu contradicts --swiglu and --glu-activation; give one activation")
     return out
@@ -394,8 +385,8 @@ def batch_problems(c: TrainConfig) -> list[str]:
     if micro == "auto" and batch is None:
         return ["--micro-batch-size auto needs --global-batch-size: samples of one step"]
     p = c.parallel
-    if micro == "auto" and (p.model_ranks > 1 or p.zero > 1):
-        layout = f"ZeRO {p.zero}" if p.model_ranks == 1 else f"a model on {p.model_ranks} ranks"
+    if micro == "auto" and (p.model_ranks > 1 or p.zero_stage > 1):
+        layout = f"ZeRO {p.zero_stage}" if p.model_ranks == 1 else f"a model on {p.model_ranks} ranks"
         return [f"--micro-batch-size auto with {layout}: each rank measures alone what fits; give a number"]
     out = []
     ranks = f" x {c.dp} data-parallel ranks" if c.dp > 1 else ""
@@ -477,8 +468,8 @@ def parallel_problems(c: TrainConfig) -> list[str]:
     if cp > 1 and m.attention_dropout > 0:
         dropout = f"--attention-dropout {m.attention_dropout}"
         out.append(f"{by_cp} with {dropout}: its mask would depend on the layout; give --attention-dropout 0")
-    if c.optimizer.optimizer == "muon" and (tp > 1 or p.zero):
-        other = by_tp if tp > 1 else f"ZeRO {p.zero}"
+    if c.optimizer.optimizer == "muon" and (tp > 1 or p.zero_stage):
+        other = by_tp if tp > 1 else f"ZeRO {p.zero_stage}"
         advice = "give --tensor-model-parallel-size 1 and --zero-stage 0, or --optimizer adam"
         out.append(f"--optimizer muon with {other}: Muon needs whole matrices; {advice}")
     return out + pipeline_problems(c) + zero_problems(c) + fp8_problems(c)
@@ -502,7 +493,7 @@ def fp8_problems(c: TrainConfig) -> list[str]:
     if not c.precision.fp8_format:
         return []
     out, tp = [], p.tensor_model_parallel_size
-    if p.zero == 3 and c.dp * p.context_parallel_size > 1:
+    if p.zero_stage == 3 and c.dp * p.context_parallel_size > 1:
         out.append(f"{fp8} with ZeRO 3, which keeps no weights to be cast once a step; give --zero-stage 2 or less")
     if p.pipeline_model_parallel_size > 1 and p.pipeline_schedule not in ("1f1b", "gpipe"):
         advice = "which computes weights' gradients later, in bfloat16; give 1f1b"
@@ -547,8 +538,8 @@ def pipeline_problems(c: TrainConfig) -> list[str]:
                 f"--num-layers {layers} must be at least 2 x {by_pp}, without --num-layers-per-virtual-pipeline-stage"
             )
             return [f"{schedule} gives each rank two stages: {rule}"]
-        if p.zero == 3 or c.training.compile == "on":
-            other = "--zero-stage 3" if p.zero == 3 else "--compile on"
+        if p.zero_stage == 3 or c.training.compile == "on":
+            other = "--zero-stage 3" if p.zero_stage == 3 else "--compile on"
             return [f"{schedule} with {other}: weight gradients are computed separately; give --pipeline-schedule 1f1b"]
     if virtual:
         by_virtual = f"--num-layers-per-virtual-pipeline-stage {virtual}"
@@ -582,12 +573,13 @@ def zero_problems(c: TrainConfig) -> list[str]:
     copies = p.num_distributed_optimizer_instances
     if p.zero_stage not in (0, 1, 2, 3):
         return [f"--zero-stage {p.zero_stage:g} is none of 0, 1, 2, 3"]
-    if copies > 1 and not p.zero:
+    if copies > 1 and not p.zero_stage:
         out.append(f"--num-distributed-optimizer-instances {copies} needs --zero-stage 1, 2 or 3")
     elif c.dp % copies:
         out.append(f"--num-distributed-optimizer-instances {copies} does not divide the {c.dp} data-parallel ranks")
-    if p.remote_device == "cpu" and p.zero != 3:
-        out.append(f"--remote-device cpu needs --zero-stage 3, not {p.zero}; --cpu-optimizer works with every stage")
+    if p.remote_device == "cpu" and p.zero_stage != 3:
+        other = "--cpu-optimizer works with every stage"
+        out.append(f"--remote-device cpu needs --zero-stage 3, not {p.zero_stage}; {other}")
     return out
 
 
@@ -650,9 +642,7 @@ def kernel_problems(t: Training, m: Model) -> list[str]:
 
 def recompute_problems(t: Training, m: Model) -> list[str]:
     out = []
-    if t.recompute == "full" and (t.recompute_activations or t.recompute_granularity == "selective"):
-        out.append("--recompute-granularity selective contradicts full recomputation; give one")
-    if m.num_layers and t.recompute_num_layers > m.num_layers and t.recompute == "full":
+    if m.num_layers and t.recompute_num_layers > m.num_layers and t.recompute_granularity == "full":
         out.append(f"--recompute-num-layers {t.recompute_num_layers} is above --num-layers {m.num_layers}")
     return out
 

@@ -41,7 +41,7 @@ from meshwright.settings.fields import (
 )
 from meshwright.settings.hints import did_you_mean, find_address, refuse_address
 from meshwright.settings.other_programs import deepspeed_json
-from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, known_elsewhere
+from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
 from meshwright.settings.schema import TrainConfig
 
 C = TypeVar("C")
@@ -196,11 +196,13 @@ def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
 
 def _with_deepspeed(config: Any, sources: dict[str, str], reader: LayerReader) -> Any:
     """Let the file of --deepspeed_config fill what is still at its default."""
-    filled, notices, wrong = deepspeed_json.merge_deepspeed(
-        config, {n for n, source in sources.items() if source != "default"}
-    )
+    # A switch for ZeRO 1 leaves a higher stage to the file.
+    given = {n for n, source in sources.items() if source != "default" and "(--use-dist" not in source}
+    filled, notices, wrong = deepspeed_json.merge_deepspeed(config, given)
     before, after = to_dict(config), to_dict(filled)
     sources.update({n: str(config.parallel.deepspeed_config) for n in after if after[n] != before[n]})
+    if config.parallel.deepspeed_config:  # the switch beside it says the same
+        reader.notices = [notice for notice in reader.notices if not notice.startswith("--deepspeed is accepted")]
     reader.notices += notices
     reader.complaints += wrong
     return filled
@@ -220,12 +222,35 @@ def build_config(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tupl
             if name in known:
                 values[known[name][0]].pop(name, None)
                 sources[name] = "default"
-        for name, value in layer.items():
-            values[known[name][0]][name] = value
+        for name in layer.keys() & known.keys():
+            values[known[name][0]][name] = layer[name]
             sources[name] = label
+        for switch in layer.keys() & OLD_SWITCHES.keys():
+            name, value = OLD_SWITCHES[switch]
+            group = values[known[name][0]]
+            if layer[switch]:
+                group[name] = _with_switch(group.get(name), value)
+                sources[name] = f"{label} ({spelling(switch)})"
+            elif name not in layer and group.get(name) == value:
+                del group[name]
+                sources[name] = "default"
     if is_flat(cls):
         return cls(**values[""]), sources
     return cls(**{g: kind(**values[g]) for g, kind in config_groups(cls).items()}), sources
+
+
+def _with_switch(current: Any, value: Any) -> Any:
+    """Return what an older switch makes of a setting."""
+    return max(current, value) if type(current) is type(value) is int else value
+
+
+def current_names(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return saved settings with older switches as the settings that they stand for."""
+    out = {name: value for name, value in saved.items() if name not in OLD_SWITCHES}
+    for switch, (name, value) in OLD_SWITCHES.items():
+        if saved.get(switch) is True:
+            out[name] = _with_switch(out.get(name), value)
+    return out
 
 
 # The parser.
@@ -253,6 +278,10 @@ def _parser(cls: type, positional: str | None = None) -> FlagParser:
     for name, (dest, value) in EQUAL.items():
         if dest in known:
             parser.add_argument(name, dest=dest, action="store_const", const=value)
+    for switch, (dest, _) in OLD_SWITCHES.items():
+        if dest in known:
+            parser.add_argument(spelling(switch), dest=switch, action="store_const", const=True)
+            parser.add_argument("--no-" + spelling(switch)[2:], dest=switch, action="store_const", const=False)
     for name, (count, _) in NO_EFFECT.items():
         if name not in parser._option_string_actions:
             action: dict[str, Any] = {"nargs": count} if count else {"action": "store_true"}
@@ -389,13 +418,39 @@ class LayerReader:
                     out[name] = value if is_raw else convert_value(self.known[name][2], value)
                 except argparse.ArgumentTypeError as e:
                     self.complaints.append(f"{shown_name(self.known[name][1])}{where}: {e}")
+            elif name in OLD_SWITCHES:
+                self._read_switch(out, name, value, where)
             elif name in idle:
-                self.note_idle(idle[name], value, where)
+                if value is not False:
+                    self.note_idle(idle[name], value, where)
             elif elsewhere := known_elsewhere("--" + name.replace("_", "-")):
                 self.complaints.append(elsewhere + where)
             else:
                 self.complaints.append(f"unknown setting {str(key)[:100]!r}{where}{did_you_mean(name, self.known)}")
+        self._check_switches(out)
         return out
+
+    def _check_switches(self, layer: Mapping[str, Any]) -> None:
+        """Report what older switches of one layer contradict or include."""
+        on = [name for name in OLD_SWITCHES if layer.get(name)]
+        recomputed = {OLD_SWITCHES[name][1] for name in on if OLD_SWITCHES[name][0] == "recompute_granularity"}
+        if recomputed and len({*recomputed, layer.get("recompute_granularity")} - {None}) > 1:
+            self.complaints.append("--recompute-granularity selective contradicts full recomputation; give one")
+        if "deepspeed_activation_checkpointing" in on and "checkpoint_activations" not in on:
+            also = "Megatron-DeepSpeed does so only with --checkpoint-activations"
+            self.notices.append(f"--deepspeed-activation-checkpointing recomputes whole layers; {also}")
+        if "use_distributed_optimizer" in on and (stage := layer.get("zero_stage", 0)) > 1:
+            self.notices.append(f"--use-distributed-optimizer is --zero-stage 1; --zero-stage {stage} goes further")
+
+    def _read_switch(self, out: dict[str, Any], name: str, value: Any, where: str) -> None:
+        if OLD_SWITCHES[name][0] not in self.known:
+            return  # a file for several commands
+        try:
+            out[name] = convert_value(bool, value)
+            if out[name]:
+                self.idle[name] = True
+        except argparse.ArgumentTypeError as error:
+            self.complaints.append(f"{spelling(name)}{where}: {error}")
 
     def note_idle(self, name: str, value: Any, where: str) -> None:
         """Report a flag that has no effect, and keep what was given."""
@@ -485,7 +540,8 @@ def _toml(value: Any) -> str:
 def from_saved(cls: type[C], saved: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the settings of a checkpoint that this class has, converted to their types."""
     reader = LayerReader(cls, [])
-    out = reader.convert_all({k: v for k, v in saved.items() if k in reader.known}, f" in {where}")
+    known = {name: value for name, value in current_names(saved).items() if name in reader.known}
+    out = reader.convert_all(known, f" in {where}")
     if reader.complaints:
         raise UserError(listed(reader.complaints), BAD_DATA)
     return out

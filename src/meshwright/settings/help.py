@@ -35,7 +35,7 @@ from meshwright.settings.fields import (
     word_of,
 )
 from meshwright.settings.hints import did_you_mean
-from meshwright.settings.other_programs.megatron_flags import NO_EFFECT, known_elsewhere
+from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
 from meshwright.settings.pages import PAGES, Page
 from meshwright.settings.presets import PRESETS
 
@@ -151,6 +151,8 @@ def answer(command: Command, topic: str = "") -> list[str]:
     flag = "--" + topic.lstrip("-")
     if flag in NO_EFFECT:
         return [f"{flag} is accepted and has no effect: {NO_EFFECT[flag][1]}."]
+    if same := EQUAL.get(flag) or OLD_SWITCHES.get(flag[2:].replace("-", "_")):
+        return [f"{flag} is {spelling(same[0])} {same[1]}."]
     if elsewhere := known_elsewhere(flag):
         return [f"{elsewhere}."]
     return search(command, shown, topic, names)

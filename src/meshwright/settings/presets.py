@@ -50,7 +50,7 @@ def _gpt3(layers: int, hidden: int, heads: int, batch: int, lr: float) -> dict[s
 
 
 # What the scripts of Ascend and OneFlow share.
-_FP16 = {"fp16": True, "split": "949,50,1", "checkpoint_activations": True, "log_interval": 100}
+_FP16 = {"fp16": True, "split": "949,50,1", "recompute_granularity": "full", "log_interval": 100}
 
 
 def _ascend(*sizes: int, lr: float, min_lr: float, **more: Any) -> dict[str, Any]:
@@ -210,7 +210,7 @@ FAMILIES: tuple[Family, ...] = (
             "ascend-2.7b": _ascend(32, 2560, 32, 2048, 8, 32, lr=1.6e-4, min_lr=1.6e-5),
             "ascend-3.7b": _ascend(32, 3072, 32, 2048, 4, 16, lr=1.2e-4, min_lr=1.2e-5),
             "ascend-345m-without-mp": _ascend(
-                24, 1024, 16, 1024, 8, 64, lr=1.5e-4, min_lr=1e-5, checkpoint_activations=False, loss_scale=65536.0
+                24, 1024, 16, 1024, 8, 64, lr=1.5e-4, min_lr=1e-5, recompute_granularity=None, loss_scale=65536.0
             ),
         },
         is_script=True,

@@ -71,9 +71,6 @@ class Model:
     bias_gelu_fusion: bool = flag(
         True, "tanh approximation of GELU; else the exact one", needs="a GELU activation", outcome="activation"
     )
-    openai_gelu: bool = flag(
-        False, "tanh approximation even without --bias-gelu-fusion", needs="a GELU activation", outcome="activation"
-    )
     attention_impl: Literal["auto", "sdpa", "reference"] = flag(
         "auto", "auto: SDPA, or reference on CPU with dropout", docs="memory randomness", resume="note", read="model"
     )
@@ -85,9 +82,6 @@ class Model:
     )
     position_embedding_type: Literal["learned_absolute", "absolute", "rope", "rotary", "alibi", "none"] = flag(
         "learned_absolute", "position encoding: a learned table, rotary embeddings, ALiBi or none", outcome="position"
-    )
-    use_rotary_position_embeddings: bool = flag(
-        False, "old name of --position-embedding-type rope", outcome="position", hidden=True, proof="twin"
     )
     rotary_percent: float = flag(
         1.0, "fraction of each head that is rotated", bound=">0", needs=ROPE, docs="checkpoints", resume="tune"
@@ -134,7 +128,7 @@ class Model:
     @property
     def position(self) -> Literal["learned", "rope", "alibi", "none"]:
         kind = self.position_embedding_type
-        if self.use_rotary_position_embeddings or kind in ("rope", "rotary"):
+        if kind in ("rope", "rotary"):
             return "rope"
         return "alibi" if kind == "alibi" else "none" if kind == "none" else "learned"
 
@@ -153,7 +147,7 @@ class Model:
         if self.squared_relu:
             return "squared-relu"
         gate = self.glu_activation or ("swiglu" if self.swiglu else None)
-        return gate or ("gelu-tanh" if self.bias_gelu_fusion or self.openai_gelu else "gelu")
+        return gate or ("gelu-tanh" if self.bias_gelu_fusion else "gelu")
 
     @property
     def gated(self) -> bool:
@@ -392,13 +386,6 @@ class Training:
         docs="memory",
         resume="free",
     )
-    checkpoint_activations: bool = flag(False, "old name of --recompute-granularity full", resume="free", proof="twin")
-    recompute_activations: bool = flag(
-        False, "old name of --recompute-granularity selective", resume="free", docs="memory", proof="twin"
-    )
-    deepspeed_activation_checkpointing: bool = flag(
-        False, "Megatron-DeepSpeed's name of --recompute-granularity full", proof="twin"
-    )
     fused_kernels: Literal["auto", "on", "off"] = flag(
         "auto",
         "run the layers by fused Triton kernels; auto: on a GPU, where they compute the model",
@@ -418,13 +405,6 @@ class Training:
         docs="memory",
         proof="twin",
     )
-
-    @property
-    def recompute(self) -> Literal["full", "selective"] | None:
-        full = self.checkpoint_activations or self.deepspeed_activation_checkpointing
-        if full or self.recompute_granularity == "full":
-            return "full"
-        return "selective" if self.recompute_activations or self.recompute_granularity == "selective" else None
 
 
 @dataclass(frozen=True)
@@ -624,7 +604,6 @@ class Parallel:
         needs=DATA_PARALLEL,
         proof="twin",
     )
-    use_distributed_optimizer: bool = flag(False, "Megatron's name of --zero-stage 1", needs=DATA_PARALLEL)
     zero_stage: int = flag(
         0,
         "shard over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights",
@@ -634,11 +613,9 @@ class Parallel:
     num_distributed_optimizer_instances: int = flag(
         1, "number of groups of data-parallel ranks, each with one complete copy (hybrid sharding)", bound=">0"
     )
-    deepspeed: bool = flag(False, "accepted beside --deepspeed_config", needs="--deepspeed_config", proof="twin")
     deepspeed_config: str | None = flag(
         None, "DeepSpeed JSON file for what no flag sets", "--deepspeed-config", value="FILE", docs="", proof="twin"
     )
-    partition_activations: bool = flag(False, "no effect; see --sequence-parallel", proof="twin")
     remote_device: Literal["none", "cpu", "nvme"] = flag(
         "none", "cpu: keep ZeRO 3's shards of weights and optimizer state in host memory", only=("none", "cpu"), docs=""
     )
@@ -715,11 +692,6 @@ class Parallel:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
-    def zero(self) -> int:
-        """Stage of ZeRO, 0 to 3, from either flag."""
-        return max(self.zero_stage, int(self.use_distributed_optimizer))
-
-    @property
     def offloads(self) -> bool:
         """Whether optimizer state is in host memory."""
         return self.cpu_optimizer or self.remote_device == "cpu"
@@ -782,7 +754,6 @@ class Checkpoint:
         needs=("--save", "--eval-iters above 0"),
         docs="checkpoints data",
     )
-    universal_checkpoint: bool = flag(False, "no effect; --load recognizes DeepSpeed's universal checkpoints")
     async_save: bool | None = flag(
         None, "save in the background (none: only on accelerators)", needs="--save", proof="twin fuzz"
     )

@@ -179,18 +179,18 @@ def reason_against(c: TrainConfig, layout: Layout, device: torch.device, is_cust
     the bound is 2^34 tokens x hidden^2.
     """
     t, m, p, o = c.training, c.model, c.parallel, c.optimizer
-    sharded = p.zero > 0 and layout.group("shard") is not None
+    sharded = p.zero_stage > 0 and layout.group("shard") is not None
     sampled = m.attention_dropout > 0 and m.attention_impl != "reference"
     tokens = c.micro_batch * (c.data.seq_length or 0) // layout.cp
     never = {
         "the device is not an NVIDIA GPU": device.type != devices.NVIDIA,
         "the stages of a pipeline wait for each other": layout.pp > 1,
-        f"ZeRO {p.zero} allocates memory within the step": sharded and p.zero > 1,
+        f"ZeRO {p.zero_stage} allocates memory within the step": sharded and p.zero_stage > 1,
         "the optimizer runs on the host": p.offloads,
         "inputs of recomputed layers are kept on the host": t.checkpoint_in_cpu,
         "SGD takes the learning rate from the host": o.optimizer == "sgd",
         "--timing-log-level times the parts of a step": c.logging.timing_log_level != "0",
-        "what is recomputed seeds its attention dropout anew": sampled and t.recompute is not None,
+        "what is recomputed seeds its attention dropout anew": sampled and t.recompute_granularity is not None,
     }
     unasked = {
         "a custom model or loss may need the host": is_custom,

@@ -92,8 +92,8 @@ def build_network(spec: Spec, report_parameters: Callable[[int], None] = lambda 
         raise UserError(f"--optimizer muon updates {layers}; choose another --optimizer")
     dtype = dtype_of(config.precision)
     mapping = sums_by_copies(config, layout, device)
-    store_spec = StoreSpec(o, dtype, device, spec.vocab, p.offloads, layout, p.zero, spec.sequence, tied, mapping)
-    is_sharded = p.zero == 3 and layout.group("shard") is not None
+    store_spec = StoreSpec(o, dtype, device, spec.vocab, p.offloads, layout, p.zero_stage, spec.sequence, tied, mapping)
+    is_sharded = p.zero_stage == 3 and layout.group("shard") is not None
     without = graph.reason_against(config, layout, device, bool(spec.model or spec.loss))
     stream = None if without else devices.new_stream(device)
     with devices.on_stream(stream):  # where parameters are made, autograd adds up their gradients
@@ -181,7 +181,7 @@ def products_by_rows(spec: Spec) -> overlap.PlainProducts:
 
 def sums_by_copies(config: TrainConfig, layout: Layout, device: torch.device) -> mapped.BufferMapper | None:
     """Choose how data-parallel ranks add up gradients, and log it."""
-    wanted, zero = config.parallel.data_parallel_sums, config.parallel.zero
+    wanted, zero = config.parallel.data_parallel_sums, config.parallel.zero_stage
     if zero > 1 and layout.group("shard") is not None:
         if wanted == "copies":
             raise UserError(f"--data-parallel-sums copies is for ZeRO 0 and 1, not {zero}; leave it out")
@@ -204,10 +204,10 @@ def require_own_model(spec: Spec) -> None:
             f"a custom model or loss can only be trained with data parallelism, not cut over {p.model_ranks} ranks; "
             "set the tensor, pipeline and context sizes to 1"
         )
-    if spec.model and p.zero > 1:
+    if spec.model and p.zero_stage > 1:
         raise UserError(
-            f"ZeRO {p.zero} with a custom model: only --zero-stage 0 and 1 handle parameters that the loss does not "
-            "depend on; choose one of these"
+            f"ZeRO {p.zero_stage} with a custom model: only --zero-stage 0 and 1 handle parameters that the loss "
+            "does not depend on; choose one of these"
         )
     switches = {"--fp8-format": bool(config.precision.fp8_format)}
     switches |= {"--fused-kernels on": config.training.fused_kernels == "on"}

@@ -128,7 +128,7 @@ def run(
 
 def out_of_memory(error: Exception, config: TrainConfig) -> UserError | None:
     t = config.training
-    recompute = "" if t.recompute == "full" else ", or --recompute-granularity full"
+    recompute = "" if t.recompute_granularity == "full" else ", or --recompute-granularity full"
     micro = f"a smaller --micro-batch-size (now {t.micro_batch_size or config.micro_batch})"
     return commands.out_of_memory(error, f"{micro} or --seq-length (now {config.data.seq_length}){recompute}")
 

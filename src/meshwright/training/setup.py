@@ -170,7 +170,7 @@ def open_log(
     assert seq
     state.check(tokenizer)
     team.run_on_lead(lambda: run_folder.prepare(folder, c, tokenizer, state.will_train))
-    flops = counts.flops_per_token(c.model, state.padded, seq, c.training.recompute)
+    flops = counts.flops_per_token(c.model, state.padded, seq, c.training.recompute_granularity)
     # The state that all ranks would save together holds each parameter once.
     own = state.net.store.named_state(False, to_save=True)
     parameters = sum(team.gather(sum(x.numel() for _, _, x in own.values())))

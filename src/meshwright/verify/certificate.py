@@ -63,7 +63,7 @@ def certificate(config: TrainConfig, made: Comparison, place: Place, command: li
         "pipeline_schedule": p.pipeline_schedule,
         "stages_of_a_rank": config.chunks,
         "context": p.context_parallel_size,
-        "zero_stage": p.zero,
+        "zero_stage": p.zero_stage,
     }
     values = {
         "verdict": "equal" if made.is_equal else "different",
@@ -126,7 +126,7 @@ def table(config: TrainConfig, made: Comparison, place: Place) -> list[str]:
     """Return what was compared, for people."""
     twin, p = made.config, config.parallel
     m, backend = twin.model, pick_backend(p, place.device)
-    more = [f"ZeRO {p.zero}"] * bool(p.zero) + ["sequence parallel"] * bool(p.sequence_parallel)
+    more = [f"ZeRO {p.zero_stage}"] * bool(p.zero_stage) + ["sequence parallel"] * bool(p.sequence_parallel)
     more += [f"{config.chunks} stages on each pipeline rank"] * (config.chunks > 1)
     small = (
         f"{m.num_layers} layers of width {m.hidden_size}, {m.num_attention_heads} heads, {twin.data.seq_length} tokens"

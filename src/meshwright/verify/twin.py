@@ -71,7 +71,7 @@ def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
         training=training(c, on_accelerator),
         optimizer=optimizer(c.optimizer),
         precision=replace(Precision(**copied(c.precision)), params_dtype="float64"),
-        parallel=replace(parallel, deepspeed=False, deepspeed_config=None, world_size=c.world),
+        parallel=replace(parallel, deepspeed_config=None, world_size=c.world),
         checkpoint=Checkpoint(**copied(c.checkpoint)),
         logging=Logging(log_params_norm=True, progress=False, tensorboard=False),
     )
@@ -87,7 +87,6 @@ def alone(config: TrainConfig) -> TrainConfig:
     micro = 2 if t.loss_mean == "global" and not any(n % 2 for n in sizes) else config.micro_batch
     t = replace(t, micro_batch_size=micro, num_accumulation_steps=None, global_batch_size=config.global_batch)
     t = replace(t, recompute_granularity=None, recompute_method=None, recompute_num_layers=1, checkpoint_in_cpu=False)
-    t = replace(t, checkpoint_activations=False, recompute_activations=False, deepspeed_activation_checkpointing=False)
     t = replace(t, fused_kernels="off", compile="off", cuda_graphs="off")
     return replace(config, training=t, parallel=Parallel(world_size=1, device=config.parallel.device))
 

@@ -75,9 +75,7 @@ MAPPED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "steps_per_print": ("steps_per_print", lambda v: 2**31 - 1 if v == math.inf else integer(v)),
     "wall_clock_breakdown": ("timing_log_level", lambda v: "1" if switch(v) else "0"),
     "activation_checkpointing.cpu_checkpointing": ("checkpoint_in_cpu", switch),
-    "checkpoint.load_universal": ("universal_checkpoint", switch),
 }
-SECTIONS = {key.rsplit(".", 1)[0] for key in MAPPED if "." in key}
 
 _IDLE = """memory_breakdown dump_state timers seed vocabulary_size
 zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients gradient_predivide_factor
@@ -89,7 +87,7 @@ bfloat16.immediate_grad_update
 activation_checkpointing.partition_activations activation_checkpointing.number_checkpoints
 activation_checkpointing.contiguous_memory_optimization activation_checkpointing.synchronize_checkpoint_boundary
 activation_checkpointing.profile
-checkpoint.tag_validation checkpoint.use_node_local_storage checkpoint.parallel_write"""
+checkpoint.load_universal checkpoint.tag_validation checkpoint.use_node_local_storage checkpoint.parallel_write"""
 _IDLE_ZERO = """contiguous_gradients overlap_comm reduce_scatter reduce_bucket_size allgather_partitions
 allgather_bucket_size use_multi_rank_bucket_allreduce load_from_fp32_weights sub_group_size elastic_checkpoint
 ignore_unused_parameters legacy_stage1 round_robin_gradients cpu_offload_use_pin_memory memory_efficient_linear
@@ -108,6 +106,7 @@ IDLE = {
     *(f"zero_optimization.offload_{part}.{key}" for part in ("optimizer", "param") for key in _IDLE_OFFLOAD.split()),
 }
 
+SECTIONS = {key.rsplit(".", 1)[0] for key in (*MAPPED, *IDLE) if "." in key}
 REFUSED = {
     "amp": "apex is not used; give fp16 or bf16",
     "sparse_attention": "attention is dense here",
@@ -168,7 +167,7 @@ def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainC
     if taken.get("fp16") and taken.get("bf16"):
         wrong.append('"fp16.enabled" and "bf16.enabled" are both true; change one')
         del taken["fp16"]
-    if taken.get("zero_stage") == 0 and config.parallel.use_distributed_optimizer:
+    if taken.get("zero_stage") == 0 and config.parallel.zero_stage == 1:
         wrong.append('"zero_optimization.stage" is 0, but --use-distributed-optimizer is ZeRO 1; change one')
     filled = _fill_accumulation(config, taken, wrong)
     sets = [spelling(n) + ("" if v is True else f" {_format(v)}") for n, v in taken.items() if v != known[n]]

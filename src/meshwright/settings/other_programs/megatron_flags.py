@@ -24,6 +24,16 @@ EQUAL = {
     "--external-cuda-graph": ("cuda_graphs", "on"),
 }
 
+# Older switches for a setting with a value. A file or a saved run may hold them too.
+OLD_SWITCHES = {
+    "checkpoint_activations": ("recompute_granularity", "full"),
+    "deepspeed_activation_checkpointing": ("recompute_granularity", "full"),
+    "recompute_activations": ("recompute_granularity", "selective"),
+    "use_rotary_position_embeddings": ("position_embedding_type", "rope"),
+    "openai_gelu": ("bias_gelu_fusion", True),
+    "use_distributed_optimizer": ("zero_stage", 1),  # a higher stage includes it
+}
+
 # Reason -> accepted flags, each with its number of values (none: a switch; *: any number).
 _IDLE = {
     "gradients lie in flat buffers, which are summed block by block": """DDP-impl:1
@@ -95,7 +105,7 @@ _IDLE = {
     "no validation loss depends on the micro-batch": "eval-micro-batch-size:1",
     "randomness is a function of seed and sample number: there is no state": """no-load-rng no-save-rng te-rng-tracker
         inference-rng-tracker""",
-    "--sequence-parallel splits activations over tensor ranks": "distribute-saved-activations",
+    "--sequence-parallel splits activations over tensor ranks": "distribute-saved-activations partition-activations",
     "--recompute-granularity selective recomputes attention": "recompute-modules:*",
     "--pipeline-layout can give the first stage fewer layers": "standalone-embedding-stage",
     "--cpu-optimizer keeps all of the optimizer in host memory": """optimizer-offload-fraction:1
@@ -134,7 +144,9 @@ _IDLE = {
         ckpt-fully-parallel-load-process-group:1 ckpt-fully-parallel-save-replicate-local
         ckpt-fully-parallel-load-replicate-local ckpt-assume-constant-structure dist-ckpt-save-pre-mcore-014
         dist-ckpt-optim-fully-reshardable distrib-optim-fully-reshardable-mem-efficient""",
-    "formats are always recognised": "auto-detect-ckpt-format ckpt-convert-update-legacy-dist-opt-format",
+    "formats are always recognised": """auto-detect-ckpt-format ckpt-convert-update-legacy-dist-opt-format
+        universal-checkpoint""",
+    "--deepspeed_config names the file that is read": "deepspeed",
     "a checkpoint must be complete, and is checked when it is read": """dist-ckpt-strictness:1
         no-ckpt-load-validate-sharding-integrity verify-integrity""",
     "--async-save decides alone": """async-strategy:1 use-persistent-ckpt-worker async-ckpt-cpu-priority:1

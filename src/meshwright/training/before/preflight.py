@@ -183,7 +183,7 @@ def print_sizes(config: TrainConfig, vocab: int) -> None:
     positions = m.max_position_embeddings or seq
     n = counts.parameters(m, padded, positions)
     tokens = config.global_batch * seq
-    flops = counts.flops_per_token(m, padded, seq, config.training.recompute) * tokens
+    flops = counts.flops_per_token(m, padded, seq, config.training.recompute_granularity) * tokens
     print(f"parameters: {n:,} (vocabulary {vocab:,} padded to {padded:,})")
     number = config.micro_batches(config.global_batch)
     micro = f"{number} micro-batch{'es' * (number != 1)}"

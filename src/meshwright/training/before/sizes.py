@@ -18,13 +18,13 @@ def bytes_per_parameter(config: TrainConfig) -> tuple[float, float]:
     low, full = config.precision.dtype in ("float16", "bfloat16"), 8 if config.precision.dtype == "float64" else 4
     moments = 2 if config.optimizer.optimizer in ("adam", "adamw") else 1  # at least: Muon's embeddings have two
     p, weight = config.parallel, float(2 if low else full)
-    parts = config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances if p.zero else 1
-    gradient = full if p.zero < 2 else full / parts
-    weight = weight / parts if p.zero == 3 else weight
+    parts = config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances if p.zero_stage else 1
+    gradient = full if p.zero_stage < 2 else full / parts
+    weight = weight / parts if p.zero_stage == 3 else weight
     kept = full * (moments + (low or parts > 1 or p.offloads)) / parts  # moments and master copy
-    share = full / parts if 0 < p.zero < 2 and parts > 1 else 0  # of the summed gradients
+    share = full / parts if 0 < p.zero_stage < 2 and parts > 1 else 0  # of the summed gradients
     if p.offloads:
-        leaving = (2 if low else full) / parts if p.zero < 3 else 0  # new weights being copied to the device
+        leaving = (2 if low else full) / parts if p.zero_stage < 3 else 0  # new weights being copied to the device
         return weight + gradient + share, kept + full / parts + leaving
     return weight + gradient + share + kept, 0
 

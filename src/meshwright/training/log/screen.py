@@ -280,7 +280,10 @@ def facts(run: Beginning) -> list[tuple[str, str]]:
         ("data", data),
         ("tokenizer", f"{tokenizer}, {run.vocab:,} ids"),
         ("batch", batch),
-        ("precision", f"{c.precision.dtype}{f', recompute {t.recompute}' if t.recompute else ''}"),
+        (
+            "precision",
+            f"{c.precision.dtype}{f', recompute {t.recompute_granularity}' if t.recompute_granularity else ''}",
+        ),
         ("layout", describe_layout(c)),
         ("memory", f"{describe_memory(c, run.padded)} and activations"),
         ("rate", f"{o.lr:g} to {o.min_lr:g}, {o.lr_decay_style}{describe_warmup(c)}; {o.optimizer}"),
