@@ -33,8 +33,8 @@ BLOCK, WARPS = 2048, 4  # of the forward kernel
 TILE, SMALL = BackwardTile(), BackwardTile(rows=32)  # SMALL if there are few rows, for more programs
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def value_and_slope(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def value_and_slope(x, KIND: tl.constexpr):
     """Return f(x) and f'(x) in float32; NaN stays NaN."""
     if KIND == "gelu-tanh":
         # tanh(z) = 2 sigmoid(2z) - 1, so f(x) = x (1 + tanh(z)) / 2 = x sigmoid(2z)
@@ -56,8 +56,8 @@ def value_and_slope(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
         return x, tl.full(x.shape, 1.0, tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _activation_forward(  # type: ignore[no-untyped-def]
+@triton.jit
+def _activation_forward(
     u,
     a,
     columns,
@@ -94,8 +94,8 @@ def _activation_forward(  # type: ignore[no-untyped-def]
             raise_amax(amax, tl.max(size, 0))  # a masked element is f(0) = 0
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _activation_backward(  # type: ignore[no-untyped-def]
+@triton.jit
+def _activation_backward(
     u,
     da,
     du,
@@ -159,17 +159,9 @@ def forward(kind: str, u: Tensor, into: Into | None = None) -> Tensor:
     columns = a.shape[-1] if gated else a.numel()  # without a gate the rows do not matter
     blocks = cdiv(columns, BLOCK)
     with torch.accelerator.device_index(u.device.index):
-        _activation_forward[(a.numel() // columns * blocks,)](
-            u,
-            a if into is None else a.view(torch.uint8),
-            columns,
-            blocks,
-            *fp8_arguments(into),
-            GATES.get(kind, kind),
-            gated,
-            BLOCK,
-            num_warps=WARPS,
-        )
+        out = a if into is None else a.view(torch.uint8)
+        constants = *fp8_arguments(into), GATES.get(kind, kind), gated, BLOCK
+        _activation_forward[(a.numel() // columns * blocks,)](u, out, columns, blocks, *constants, num_warps=WARPS)
     return a
 
 
@@ -185,21 +177,9 @@ def backward(
     du = torch.empty_like(u) if into is None else into.out
     partials = torch.empty(parts if summed else 0, u.shape[-1], dtype=torch.float32, device=u.device)
     with torch.accelerator.device_index(u.device.index):
-        _activation_backward[(cdiv(columns, tile.columns), parts)](
-            u,
-            grad,
-            du if into is None else du.view(torch.uint8),
-            partials,
-            rows,
-            columns,
-            *fp8_arguments(into),
-            GATES.get(kind, kind),
-            kind in GATES,
-            summed,
-            tile.columns,
-            tile.step,
-            tile.rows,
-            tile.stages,
-            num_warps=tile.warps,
-        )
+        outputs = du if into is None else du.view(torch.uint8), partials
+        constants = *fp8_arguments(into), GATES.get(kind, kind), kind in GATES, summed
+        shape = tile.columns, tile.step, tile.rows, tile.stages
+        grid = cdiv(columns, tile.columns), parts
+        _activation_backward[grid](u, grad, *outputs, rows, columns, *constants, *shape, num_warps=tile.warps)
     return du, partials if summed else None

@@ -14,8 +14,8 @@ ROWS, WARPS = 16, 8  # blocks of a program
 PROGRAMS = 2048  # of the sum of squares
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_squares(x, table, partials, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _sum_squares(x, table, partials, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum the squares of every PROGRAMS-th tile of 16 blocks.
 
     In: x float32 [128 per block], table int32 [2, count]. Out: partials float64 [programs], to be
@@ -34,7 +34,7 @@ def _sum_squares(x, table, partials, count, ROWS: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _adamw_decide(squares, loss, lr, weight_decay, scale, step, constants, decision):  # type: ignore[no-untyped-def]
+def _adamw_decide(squares, loss, lr, weight_decay, scale, step, constants, decision):
     """Turn a step's numbers into the update's factors: one program, scalars only.
 
     In: squares, loss (of any format), lr, weight_decay, scale: float64 []; constants float64 [3].
@@ -59,8 +59,8 @@ def _adamw_decide(squares, loss, lr, weight_decay, scale, step, constants, decis
     tl.store(decision + 6, (1.0 / tl.sqrt(1.0 - power2)).to(tl.float32))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _adamw_update(  # type: ignore[no-untyped-def]
+@triton.jit
+def _adamw_update(
     gradients,
     exp_avg,
     exp_avg_sq,

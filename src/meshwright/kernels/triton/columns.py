@@ -20,8 +20,8 @@ COLUMNS, ROWS, STAGES, PER_PROCESSOR = 128, 32, 3, 8  # of `_sum_rows`: tile, lo
 REDUCED_COLUMNS, REDUCED_ROWS = 32, 128  # the tile of `_reduce_columns`: 128 bytes a row, few steps
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sum_rows(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sum_rows(
     matrix, partials, stride, count, width, slab, COLUMNS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr
 ):
     """Sum `slab` rows of a matrix [N, C] (any float) in each column: one row of partials (float32).
@@ -56,8 +56,8 @@ def sum_rows(matrix: Tensor) -> Tensor:
     return partials
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _reduce_vector(partials, total, count, width, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _reduce_vector(partials, total, count, width, ADDS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     if total is not None:
         c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         sums = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -71,8 +71,8 @@ def _reduce_vector(partials, total, count, width, ADDS: tl.constexpr, ROWS: tl.c
         tl.store(total + c, out.to(total.dtype.element_ty), mask=c < width)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _reduce_columns(  # type: ignore[no-untyped-def]
+@triton.jit
+def _reduce_columns(
     partials,
     first,
     second,

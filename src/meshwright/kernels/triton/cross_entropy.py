@@ -16,8 +16,8 @@ from meshwright.kernels.grid import cdiv
 BLOCK = 2048
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cross_entropy_forward(logits, labels, lses, picked, stride, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _cross_entropy_forward(logits, labels, lses, picked, stride, vocab, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     high = tl.full((), -float("inf"), tl.float32)
@@ -35,8 +35,8 @@ def _cross_entropy_forward(logits, labels, lses, picked, stride, vocab, BLOCK: t
     tl.store(picked + row, tl.load(logits + row * stride + label, mask=is_inside, other=0.0).to(tl.float32))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _cross_entropy_backward(logits, labels, lses, grads, stride, vocab, padded, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _cross_entropy_backward(logits, labels, lses, grads, stride, vocab, padded, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits + row * stride + c

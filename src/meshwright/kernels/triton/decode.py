@@ -27,8 +27,8 @@ class LinearTile(NamedTuple):
     warps: int = 4
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _decode_linear(  # type: ignore[no-untyped-def]
+@triton.jit
+def _decode_linear(
     x,
     weight,
     bias,
@@ -86,8 +86,8 @@ def _decode_linear(  # type: ignore[no-untyped-def]
     tl.store(out + n, acc.to(out.dtype.element_ty), mask=is_column)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rotated(head, d, inside, cos, sin, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _rotated(head, d, inside, cos, sin, HALF: tl.constexpr):
     """Load the elements d of heads, and rotate the pairs (i, i + HALF)."""
     x = tl.load(head + d, mask=inside, other=0.0)
     if HALF > 0:
@@ -100,8 +100,8 @@ def _rotated(head, d, inside, cos, sin, HALF: tl.constexpr):  # type: ignore[no-
     return x
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_up(base, parts, HEADS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _add_up(base, parts, HEADS: tl.constexpr, WIDTH: tl.constexpr):
     """Return the attention [HEADS, WIDTH] of parts that each have a maximum and sums."""
     h, d = tl.arange(0, HEADS), tl.arange(0, WIDTH)
     high = tl.full((HEADS,), float("-inf"), tl.float32)
@@ -119,8 +119,8 @@ def _add_up(base, parts, HEADS: tl.constexpr, WIDTH: tl.constexpr):  # type: ign
     return acc / total[:, None]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
+@triton.jit
+def _attend(
     qkv,
     keys,
     values,
@@ -203,10 +203,8 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(o, (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _embed_tokens(  # type: ignore[no-untyped-def]
-    tokens, used, slots, wte, wpe, out, places, width, BLOCK: tl.constexpr
-):
+@triton.jit
+def _embed_tokens(tokens, used, slots, wte, wpe, out, places, width, BLOCK: tl.constexpr):
     """Write wte[token] + wpe[place] of a row, and its place. Bytes moved: these rows once."""
     row, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row)
@@ -221,22 +219,22 @@ def _embed_tokens(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mix_int64(x):  # type: ignore[no-untyped-def]
+def _mix_int64(x):
     x = (x ^ ((x >> 30) & 17179869183)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 137438953471)) * -7723592293110705685
     return x ^ ((x >> 31) & 8589934591)
 
 
 @triton.jit
-def _gumbel(key, position, token):  # type: ignore[no-untyped-def]
+def _gumbel(key, position, token):
     """Return the variables of draws.py, float64; all arguments are int64."""
     h = _mix_int64(_mix_int64(key + position * -7046029254386353131) + token * -3372029247567499371)
     u = (((h >> 12) & 4503599627370495).to(tl.float64) + 0.5) * 2.220446049250313e-16
     return -tl.log(-tl.log(1.0 - u))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _choose_tokens(  # type: ignore[no-untyped-def]
+@triton.jit
+def _choose_tokens(
     logits,
     slots,
     tokens,
@@ -313,27 +311,10 @@ def choose_tokens(
     places = slots.new_empty(b, parts, dtype=torch.int32)
     report = torch.empty_like(slots)
     with torch.accelerator.device_index(logits.device.index):
-        _choose_tokens[b, cdiv(vocab, block)](
-            logits,
-            slots,
-            state.token,
-            state.used,
-            state.limit,
-            state.active.view(torch.int8),
-            None if draws is None else draws.temperature,
-            None if draws is None else draws.key,
-            report,
-            peaks,
-            places,
-            counters(logits.device),
-            vocab,
-            logits.stride(0),
-            eod,
-            NONE,
-            BAD,
-            parts,
-            block,
-        )
+        texts = state.token, state.used, state.limit, state.active.view(torch.int8), *(draws or (None, None))
+        scratch = report, peaks, places, counters(logits.device)
+        numbers = vocab, logits.stride(0), eod, NONE, BAD, parts, block
+        _choose_tokens[b, cdiv(vocab, block)](logits, slots, *texts, *scratch, *numbers)
     return report
 
 
@@ -341,29 +322,15 @@ def linear_of_row(
     x: Tensor, layer: DecodeLinear, residual: Tensor | None = None, tile: LinearTile | None = None
 ) -> Tensor:
     """Return f(norm(x) W^T + bias) + residual of one row."""
-    (_, k), gated, norm = x.shape, layer.kind in GATES, layer.norm
+    (_, k), gated = x.shape, layer.kind in GATES
     n = layer.weight.shape[0] // (1 + gated)
     tile = tile or tile_of(n, k, devices.processors(x.device))
     out = x.new_empty(1, n) if residual is None else torch.empty_like(residual)
     with torch.accelerator.device_index(x.device.index):
-        _decode_linear[(cdiv(n, tile.columns),)](
-            x,
-            layer.weight,
-            layer.bias,
-            None if norm is None else norm.weight,
-            None if norm is None else norm.bias,
-            residual,
-            out,
-            n,
-            k,
-            0.0 if norm is None else norm.eps,
-            0.0 if norm is None else norm.plus,
-            GATES.get(layer.kind, layer.kind),
-            gated,
-            tile.columns,
-            max(16, power_of_2(k)),
-            num_warps=tile.warps,
-        )
+        norm_weight, norm_bias, eps, plus = layer.norm or (None, None, 0.0, 0.0)
+        tensors = x, layer.weight, layer.bias, norm_weight, norm_bias, residual, out
+        constants = GATES.get(layer.kind, layer.kind), gated, tile.columns, max(16, power_of_2(k))
+        _decode_linear[(cdiv(n, tile.columns),)](*tensors, n, k, eps, plus, *constants, num_warps=tile.warps)
     return out
 
 
@@ -386,31 +353,11 @@ def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Te
     partials = out.new_empty(b * groups * parts * heads * (width + 2) if parts > 1 else 0, dtype=torch.float32)
     cos, sin = rotation if rotation is not None else (partials, partials)
     with torch.accelerator.device_index(qkv.device.index):
-        _attend[b, groups, parts](
-            qkv,
-            texts.keys,
-            texts.values,
-            texts.slots,
-            texts.used,
-            cos,
-            sin,
-            out,
-            partials,
-            counters(qkv.device),
-            dim**-0.5,
-            texts.keys.shape[1],
-            chunk,
-            groups,
-            per_group,
-            dim,
-            0 if rotation is None else cos.shape[-1],
-            heads,
-            width,
-            block,
-            parts > 1,
-            2,
-            num_warps=4,
-        )
+        tensors = *texts[:4], cos, sin, out, partials, counters(qkv.device)
+        numbers = dim**-0.5, texts.keys.shape[1], chunk
+        half = 0 if rotation is None else cos.shape[-1]
+        constants = groups, per_group, dim, half, heads, width, block, parts > 1, 2
+        _attend[b, groups, parts](qkv, *tensors, *numbers, *constants, num_warps=4)
     return out
 
 

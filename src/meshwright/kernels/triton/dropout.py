@@ -12,7 +12,7 @@ from meshwright.kernels.grid import cdiv, power_of_2
 
 
 @triton.jit
-def _shuffled(h):  # type: ignore[no-untyped-def]
+def _shuffled(h):
     """Apply dropout._shuffled to uint32."""
     h = h ^ (h >> 16)
     h = h * 0x7FEB352D
@@ -21,21 +21,21 @@ def _shuffled(h):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mix(h):  # type: ignore[no-untyped-def]
+def _mix(h):
     """Apply dropout._mix to uint32."""
     h = _shuffled(h)
     return h ^ (h >> 16)
 
 
 @triton.jit
-def keep_mask(row_hash, columns, threshold):  # type: ignore[no-untyped-def]
+def keep_mask(row_hash, columns, threshold):
     """Return dropout.keep's mask, from int32 hashes and column numbers that broadcast."""
     h = _mix(columns.to(tl.uint32) + 0x9E3779B9) + row_hash.to(tl.uint32, bitcast=True)
     return _shuffled(h).to(tl.int32, bitcast=True) >= threshold
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _site_rows(samples, columns, out, count, start, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _site_rows(samples, columns, out, count, start, BLOCK: tl.constexpr):
     """Hash some rows at one site.
 
     In: samples and columns int64 [count], the hash `start` of the seed. Out: int32 [sites, count].
@@ -58,8 +58,8 @@ def threshold_of(p: float) -> int:
     return round(p * 2**32) - 2**31
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _drop(x, rows, out, columns, threshold, scale, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _drop(x, rows, out, columns, threshold, scale, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     c = tl.arange(0, BLOCK)
     keep = keep_mask(tl.load(rows + row), c, threshold)
@@ -70,7 +70,7 @@ def _drop(x, rows, out, columns, threshold, scale, BLOCK: tl.constexpr):  # type
 
 def site_rows(seed: int, count: int, samples: Tensor, columns: Tensor) -> Tensor:
     """Return the hashes of rows at sites 0 to count - 1."""
-    samples, columns = torch.broadcast_tensors(samples, columns)  # type: ignore[no-untyped-call]
+    samples, columns = torch.broadcast_tensors(samples, columns)
     # One sample for all columns would stay a view of one element.
     flat = samples.flatten().contiguous(), columns.flatten().contiguous()
     n, block = len(flat[0]), 512

@@ -12,8 +12,8 @@ from meshwright.kernels.grid import cdiv
 ROWS, COLUMNS, WARPS = 16, 128, 4  # of a tile
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _embedding_add_rows(total, rows, ids, order, ends, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _embedding_add_rows(total, rows, ids, order, ends, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sum the rows of one token, in 128 columns, and add them to its row of the total.
 
     In: rows [N, width], ids [N] sorted, order [N] (where a sorted one was), ends [N] (the first

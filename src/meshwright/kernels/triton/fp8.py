@@ -41,8 +41,8 @@ class CastTile(NamedTuple):
 CAST, TRANSPOSE = CastTile(rows=64, columns=64, warps=4), CastTile(rows=64, columns=128, warps=4, pack=1)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def encode(value, scale, LARGEST: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def encode(value, scale, LARGEST: tl.constexpr, WIDE: tl.constexpr):
     """Return the bytes of value * scale in fp8, clamped, and |value|, which is 0 if not finite."""
     size = tl.abs(value)
     finite = size < float("inf")  # False for NaN too
@@ -55,14 +55,14 @@ def encode(value, scale, LARGEST: tl.constexpr, WIDE: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def raise_amax(amax, high):  # type: ignore[no-untyped-def]
+def raise_amax(amax, high):
     """Raise the amax [1] to a number."""
     if high > tl.load(amax):  # a stale value only costs an atomic that changes nothing
         tl.atomic_max(amax, high, sem="relaxed")
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def store_rounded(at, value, mask, by, high, like, FP8: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def store_rounded(at, value, mask, by, high, like, FP8: tl.constexpr, LARGEST: tl.constexpr, WIDE: tl.constexpr):
     """Store numbers in the format of `like`, or in fp8 of these; return amaxes raised to them."""
     rounded = value.to(like.dtype.element_ty)
     if FP8:
@@ -74,8 +74,8 @@ def store_rounded(at, value, mask, by, high, like, FP8: tl.constexpr, LARGEST: t
         return high
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _fp8_cast(  # type: ignore[no-untyped-def]
+@triton.jit
+def _fp8_cast(
     x,
     out,
     transposed,
@@ -101,8 +101,8 @@ def _fp8_cast(  # type: ignore[no-untyped-def]
     _fp8_cast_tile(x, out, transposed, scale, amax, i, j, rows, columns, padded, LARGEST, WIDE, ROWS, COLUMNS, PACK)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _fp8_cast_tile(  # type: ignore[no-untyped-def]
+@triton.jit
+def _fp8_cast_tile(
     x,
     out,
     transposed,
@@ -141,8 +141,8 @@ def _fp8_cast_tile(  # type: ignore[no-untyped-def]
         tl.store(transposed + to, tl.trans(word), mask=(c < columns)[:, None] & (first < padded // PACK)[None, :])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _fp8_cast_many(  # type: ignore[no-untyped-def]
+@triton.jit
+def _fp8_cast_many(
     table,
     owners,
     x,
@@ -191,8 +191,8 @@ def _fp8_cast_many(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _fp8_transpose(  # type: ignore[no-untyped-def]
+@triton.jit
+def _fp8_transpose(
     q,
     transposed,
     rows,
@@ -226,23 +226,9 @@ def quantise(x: Tensor, scale: Tensor, amax: Tensor | None, out: Tensor, transpo
     rows, columns = x.shape
     padded = rows if transposed is None else transposed.shape[1]
     with torch.accelerator.device_index(x.device.index):
-        _fp8_cast[_grid(tile, padded, columns)](
-            x,
-            out.view(torch.uint8),
-            words,
-            scale,
-            amax,
-            rows,
-            columns,
-            padded,
-            LARGEST[out.dtype],
-            out.dtype is torch.float8_e5m2,
-            tile.rows,
-            tile.columns,
-            tile.pack,
-            tile.down,
-            num_warps=tile.warps,
-        )
+        tensors = x, out.view(torch.uint8), words, scale, amax
+        constants = LARGEST[out.dtype], out.dtype is torch.float8_e5m2, tile.rows, tile.columns, tile.pack, tile.down
+        _fp8_cast[_grid(tile, padded, columns)](*tensors, rows, columns, padded, *constants, num_warps=tile.warps)
 
 
 WeightCast = tuple[Tensor, Tensor, Tensor, int]  # x, both its layouts, and the index of its scale and amax
@@ -278,20 +264,10 @@ def quantise_many(like: WeightCast, prepared: WeightCasts, scale: Tensor, amax: 
     """Do what `quantise` does for matrices in the formats of one, with sizes in multiples of 16."""
     x, out, transposed, _ = like
     with torch.accelerator.device_index(x.device.index):
+        bases = x, out.view(torch.uint8), transposed.view(WORDS[CAST.pack])
+        constants = LARGEST[out.dtype], out.dtype is torch.float8_e5m2, CAST.rows, CAST.columns, CAST.pack
         _fp8_cast_many[(len(prepared.owners),)](
-            prepared.table,
-            prepared.owners,
-            x,
-            out.view(torch.uint8),
-            transposed.view(WORDS[CAST.pack]),
-            scale,
-            amax,
-            LARGEST[out.dtype],
-            out.dtype is torch.float8_e5m2,
-            CAST.rows,
-            CAST.columns,
-            CAST.pack,
-            num_warps=CAST.warps,
+            prepared.table, prepared.owners, *bases, scale, amax, *constants, num_warps=CAST.warps
         )
 
 

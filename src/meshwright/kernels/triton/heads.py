@@ -34,8 +34,8 @@ class SlotTile(NamedTuple):
 TILE = SlotTile()
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _move_slot(  # type: ignore[no-untyped-def]
+@triton.jit
+def _move_slot(
     source,
     source_batch,
     source_row,
@@ -123,8 +123,8 @@ def _move_slot(  # type: ignore[no-untyped-def]
             tl.store(sums + rest, tl.sum(total_rest, 0), mask=rest < DIM)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rotate_heads(  # type: ignore[no-untyped-def]
+@triton.jit
+def _rotate_heads(
     qkv,
     q,
     k,
@@ -184,8 +184,8 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _pack_heads(  # type: ignore[no-untyped-def]
+@triton.jit
+def _pack_heads(
     dq,
     dk,
     dv,
@@ -293,26 +293,12 @@ def pack(
     cos, sin = (x.contiguous() for x in rotation or (dq.new_empty(1, t, 1, 0),) * 2)
     parts = _programs(b, t, tile)
     partials = dq.new_empty(parts[0] * parts[1] if summed else 0, columns, dtype=torch.float32)
-    strides = (stride for x in (dq, dk, dv) for stride in x.stride()[:3])
+    strides = [stride for x in (dq, dk, dv) for stride in x.stride()[:3]]
     shape = _shape(dim, cos, tile)
     with torch.accelerator.device_index(dq.device.index):
-        _pack_heads[groups * (per_group + 2), *parts](
-            dq,
-            dk,
-            dv,
-            cos,
-            sin,
-            packed if into is None else packed.view(torch.uint8),
-            partials,
-            *strides,
-            b,
-            t,
-            *fp8_arguments(into),
-            groups,
-            per_group,
-            SUMMED=summed,
-            **shape,
-        )
+        outputs = packed if into is None else packed.view(torch.uint8), partials
+        numbers = *strides, b, t, *fp8_arguments(into), groups, per_group
+        _pack_heads[groups * (per_group + 2), *parts](dq, dk, dv, cos, sin, *outputs, *numbers, SUMMED=summed, **shape)
     return packed, partials if summed else None
 
 

@@ -24,8 +24,8 @@ BLOCK = 4096
 WARPS = 8
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _muon_advance(  # type: ignore[no-untyped-def]
+@triton.jit
+def _muon_advance(
     gradients, moments, out, squares, scale, skipped, size, momentum, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
     block, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -44,8 +44,8 @@ def _muon_advance(  # type: ignore[no-untyped-def]
     tl.store(squares + n * tl.num_programs(0) + block, tl.sum(rounded * rounded, 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _muon_subtract(weights, updates, decay, rate, skipped, size, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _muon_subtract(weights, updates, decay, rate, skipped, size, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     n = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -66,19 +66,9 @@ def advance(
     out = torch.empty(n, *first.shape, dtype=torch.bfloat16, device=first.device)
     squares = torch.empty(n, blocks, dtype=torch.float32, device=first.device)
     with torch.accelerator.device_index(first.device.index):
-        _muon_advance[(blocks, n)](
-            addresses(gradients),
-            addresses(moments),
-            out,
-            squares,
-            scale,
-            skipped,
-            first.numel(),
-            float(momentum),
-            alignment(*gradients, *moments),
-            BLOCK,
-            num_warps=WARPS,
-        )
+        tensors = addresses(gradients), addresses(moments), out, squares, scale, skipped
+        numbers = first.numel(), float(momentum), alignment(*gradients, *moments), BLOCK
+        _muon_advance[(blocks, n)](*tensors, *numbers, num_warps=WARPS)
     return out, squares.sum(1).sqrt()
 
 

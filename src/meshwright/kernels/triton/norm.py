@@ -44,8 +44,8 @@ BACKWARD = {
 }
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _norm_forward(  # type: ignore[no-untyped-def]
+@triton.jit
+def _norm_forward(
     residual,
     pending,
     bias,
@@ -113,8 +113,8 @@ def _norm_forward(  # type: ignore[no-untyped-def]
             raise_amax(amax, tl.max(tl.max(tl.where(mask, size, 0.0), 1), 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _norm_backward(  # type: ignore[no-untyped-def]
+@triton.jit
+def _norm_backward(
     dx,
     dy,
     x,
@@ -203,27 +203,11 @@ def forward(
     rows, block = norm_tile(width)
     warps = 4 if block <= 2048 else 8 if block <= 4096 else 16
     with torch.accelerator.device_index(pending.device.index):
+        outputs = x, y if into is None else y.view(torch.uint8), means, rstds
+        numbers = count, threshold_of(operands.p), 1.0 / (1.0 - operands.p), norm.eps
+        constants = *fp8_arguments(into), norm.plus, width, rows, block
         _norm_forward[(cdiv(count, rows),)](
-            operands.residual,
-            pending,
-            operands.bias,
-            operands.rows,
-            norm.weight,
-            norm.bias,
-            x,
-            y if into is None else y.view(torch.uint8),
-            means,
-            rstds,
-            count,
-            threshold_of(operands.p),
-            1.0 / (1.0 - operands.p),
-            norm.eps,
-            *fp8_arguments(into),
-            norm.plus,
-            width,
-            rows,
-            block,
-            num_warps=warps,
+            *operands[:4], norm.weight, norm.bias, *outputs, *numbers, *constants, num_warps=warps
         )
     return pending if x is None else x, y, means, rstds
 
@@ -241,28 +225,11 @@ def backward(dx: Tensor | None, dy: Tensor, saved: SavedRows) -> tuple[Tensor | 
     each = rows * block * sum(t.element_size() for t in (dx, dy, x) if t is not None)
     options = {} if launch.registers is None or torch.version.hip else {"maxnreg": launch.registers}
     with torch.accelerator.device_index(x.device.index):
-        _norm_backward[(programs,)](
-            dx,
-            dy,
-            x,
-            saved.mean,
-            saved.rstd,
-            saved.rows,
-            saved.weight,
-            of_residual,
-            of_pending,
-            partials,
-            count,
-            threshold_of(saved.p),
-            1.0 / (1.0 - saved.p),
-            saved.plus,
-            width,
-            rows,
-            block,
-            max(1, min(launch.stages, IN_FLIGHT // each)),
-            num_warps=launch.warps,
-            **options,
-        )
+        inputs = dx, dy, x, saved.mean, saved.rstd, saved.rows, saved.weight
+        outputs = of_residual, of_pending, partials
+        numbers = count, threshold_of(saved.p), 1.0 / (1.0 - saved.p)
+        constants = saved.plus, width, rows, block, max(1, min(launch.stages, IN_FLIGHT // each))
+        _norm_backward[(programs,)](*inputs, *outputs, *numbers, *constants, num_warps=launch.warps, **options)
     out = of_residual if of_pending is None else of_pending
     assert out is not None
     return of_residual, out, partials

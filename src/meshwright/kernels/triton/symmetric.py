@@ -39,8 +39,8 @@ class SymmetricTiles(NamedTuple):
 TILES = SymmetricTiles()
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _symmetric_product(  # type: ignore[no-untyped-def]
+@triton.jit
+def _symmetric_product(
     a,
     b,
     c,
@@ -114,24 +114,10 @@ def symmetric_product(
     count = cdiv(m, size.rows)
     options = {} if torch.version.hip else {"maxnreg": size.registers}
     with torch.accelerator.device_index(a.device.index):
+        numbers = m, k, *a.stride(), *b.stride(), float(scale), float(keep), float(diagonal)
+        constants = c is not None, k % size.depth == 0, size.rows, size.depth
+        launch = options | {"num_warps": size.warps, "num_stages": size.stages}
         _symmetric_product[(count * (count + 1) // 2, n)](
-            a,
-            b,
-            out if c is None else c,
-            out,
-            m,
-            k,
-            *a.stride(),
-            *b.stride(),
-            float(scale),
-            float(keep),
-            float(diagonal),
-            c is not None,
-            k % size.depth == 0,
-            size.rows,
-            size.depth,
-            num_warps=size.warps,
-            num_stages=size.stages,
-            **options,
+            a, b, out if c is None else c, out, *numbers, *constants, **launch
         )
     return out
