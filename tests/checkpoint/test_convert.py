@@ -23,8 +23,9 @@ from meshwright.checkpoint.boxes import split_boxes
 from meshwright.checkpoint.convert import complete_source, native_files, select
 from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.foreign.pickle import pickles
+from meshwright.checkpoint.foreign.registry import HUGGING_FACE
 from meshwright.checkpoint.sources import Source, TensorInfo
-from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
+from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError
 from meshwright.settings.schema import TokenizerFlags
 

@@ -9,7 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "src"))  # runs fro
 
 from meshwright.__main__ import main  # noqa: E402
 from meshwright.checkpoint import steps  # noqa: E402
-from meshwright.checkpoint.foreign.megatron import reader as megatron
+from meshwright.checkpoint.foreign.megatron import reader as megatron  # noqa: E402
+from meshwright.checkpoint.foreign.registry import MEGATRON  # noqa: E402
 from meshwright.errors import UserError  # noqa: E402
 
 
@@ -46,8 +47,8 @@ def ranks_of(folder: str) -> tuple[int, int]:
     """Return the ranks of a Megatron checkpoint, (1, 1) of any other."""
     try:
         place, _ = steps.find_step(folder)
-        is_theirs = place is not None and place.kind == steps.MEGATRON
-        found = list(megatron.files(place.folder)) if place is not None and is_theirs else []
+        is_theirs = place is not None and place.kind == MEGATRON
+        found = list(megatron.model_files(place.folder)) if place is not None and is_theirs else []
     except UserError:
         found = []
     return (1 + max(t for t, _ in found), 1 + max(p for _, p in found)) if found else (1, 1)

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright import tokenizers
 from meshwright.checkpoint import loading, native, publish, steps
+from meshwright.checkpoint.boxes import Box
 from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.publish import Produce
 from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
-from meshwright.checkpoint.steps import HUGGING_FACE
 from meshwright.console import notice
-from meshwright.errors import BAD_DATA, LOCKED, UserError, not_a_run
+from meshwright.errors import LOCKED, UserError, bad_data
 from meshwright.progress import progress_bar
 from meshwright.settings import checks, fields, flags
 from meshwright.settings.fields import spelling
@@ -123,9 +123,8 @@ def prepare_conversion(source: str | Path, target: ConversionTarget, settings: M
     if wrong := checks.unusable(config) + checks.not_yet(config):
         raise UserError(flags.listed(wrong))
     c = config.checkpoint
-    opened = loading.open_checkpoint(source, OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads))
-    if opened is None:
-        raise not_a_run(source, "checkpoint")
+    options = OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads)
+    opened = loading.require_checkpoint(source, options)
     for note in opened.notes:
         notice(note)
     complete, tokenizer = complete_source(opened, given, config.tokenizer)
@@ -134,11 +133,11 @@ def prepare_conversion(source: str | Path, target: ConversionTarget, settings: M
 
 def suggest_older(path: Path, source: Source) -> str:
     """Suggest an older step; it is not taken unasked, because it was trained for less long."""
-    place = None
+    older = None
     if source.folder.resolve() != path.resolve():
         with contextlib.suppress(UserError):
-            place, _ = steps.find_step(path, below=source.step)
-    return f"; {place.folder} is older and looks whole: give that path" if place else ""
+            older, _ = steps.find_step(path, below=source.step)
+    return f"; {older.folder} is older and looks intact: give that path" if older else ""
 
 
 # The source
@@ -154,13 +153,12 @@ def complete_source(source: Source, given: Mapping[str, Any], t: TokenizerFlags)
     own = tokenizer.size if tokenizer else None
     size = (own if tokenizer and tokenizer.name == tokenizers.Null.name else t.vocab_size) or source.vocab or own
     most = source.vocab or saved.rows
-    may_be_padded = source.vocab is None or source.kind == HUGGING_FACE  # theirs counts padding as ids
     wrong = saved.contradictions(given)
-    if size is not None and (size > most or (size < most and not may_be_padded)):
+    if size is not None and (size > most or (size < most and not source.counts_padding)):
         wrong.append(f"a vocabulary of {size:,} ids, the checkpoint has {most:,}{'' if source.vocab else ' rows'}")
     if wrong:
         wrong.insert(0, f"these flags contradict {where} (what it says itself need not be said):")
-        raise UserError("\n  ".join(wrong), BAD_DATA)
+        raise bad_data("\n  ".join(wrong))
     if size is None:
         raise UserError(
             f"{where} has {saved.rows:,} rows for tokens and does not say how many are padding: give --true-vocab-size "
@@ -207,6 +205,12 @@ class Selection(Source):
             for name, known in self.inner.tensors.items()
             if self.optimizer or "/" not in name
         }
+
+    def parts(self, name: str) -> list[tuple[str, Box]]:
+        return self.inner.parts(name)
+
+    def of_vocabulary(self, size: int) -> Selection:
+        return dataclasses.replace(self, inner=self.inner.of_vocabulary(size), vocab=size)
 
     @property
     def bytes(self) -> int:
@@ -272,7 +276,7 @@ def save_tokenizer(tokenizer: tokenizers.Tokenizer | None, source: Source, folde
     if tokenizer is not None and tokenizer.size == source.vocab:
         tokenizers.save(tokenizer, folder / "tokenizer")
     elif tokenizer is not None:
-        can_cut = source.kind == HUGGING_FACE and tokenizer.size < source.vocab
+        can_cut = source.counts_padding and tokenizer.size < source.vocab
         cure = f"; --true-vocab-size {tokenizer.size} cuts the rest off" if can_cut else ""
         notice(f"no tokenizer is kept: it has {tokenizer.size:,} ids, the table {source.vocab:,} rows{cure}")
 

@@ -16,7 +16,7 @@ from meshwright.checkpoint.saved_model import model_settings
 from meshwright.checkpoint.sources import Source
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.data.history import History
-from meshwright.errors import BAD_DATA, UserError, not_a_run
+from meshwright.errors import bad_data, not_a_run
 from meshwright.settings import fields, flags
 from meshwright.settings.schema import OUTCOME, TrainConfig
 
@@ -45,18 +45,11 @@ def describe_folder(
         few = f"{len(present)}, from {present[0]} to {present[-1]}"
         if len(present) < 10:
             few = ", ".join(map(str, present))
-        raise UserError(f"no step {step} in {root}; there {'is' if len(present) == 1 else 'are'} {few}", BAD_DATA)
+        raise bad_data(f"no step {step} in {root}; there {'is' if len(present) == 1 else 'are'} {few}")
     folder = Path(path) if step is None else steps.step_folder(root, step)
     if not folder.exists():
-        raise UserError(f"there is no {folder}: name another program's step by its folder", BAD_DATA)
-    return describe_foreign(open_existing(folder, options), detail), True
-
-
-def open_existing(path: Path, options: OpenOptions) -> Source:
-    source = loading.open_checkpoint(path, options)
-    if source is None:
-        raise not_a_run(path, "checkpoint")
-    return source
+        raise bad_data(f"there is no {folder}; name another program's step by its folder")
+    return describe_foreign(loading.require_checkpoint(folder, options), detail), True
 
 
 def describe_foreign(source: Source, detail: Detail) -> list[str]:
@@ -78,7 +71,7 @@ def describe_steps(root: Path, step: int | None, detail: Detail, options: OpenOp
         kind = steps.kind_of_folder(folder) or steps.NATIVE
         try:
             manifest = verify_step(folder, detail.full)
-            source = loading.open_found_step(StepLocation(kind, folder, number, root), options._replace(verify="none"))
+            source = loading.open_step(StepLocation(kind, folder, number, root), options._replace(verify="none"))
         except DamagedCheckpoint as damage:
             lines.append(f"  {folder.name}  verified: NO, {damage}")
             undamaged = False
@@ -130,7 +123,7 @@ def list_settings(saved: Mapping[str, Any]) -> list[str]:
 
 def compare_checkpoints(first: str | Path, second: str | Path, options: OpenOptions = loading.PLAIN) -> list[str]:
     """List the settings and tensors in which two checkpoints differ, one tensor at a time."""
-    a, b = (open_existing(Path(path), options) for path in (first, second))
+    a, b = (loading.require_checkpoint(path, options) for path in (first, second))
     lines = []
     one, two = (source.config | resolved_settings(source) for source in (a, b))
     for name in sorted(a.config.keys() & b.config.keys()):

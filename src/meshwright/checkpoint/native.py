@@ -34,7 +34,8 @@ from meshwright.checkpoint.boxes import (
 )
 from meshwright.checkpoint.manifests import DamagedCheckpoint, Manifest, encode_manifest, sha256
 from meshwright.checkpoint.publish import Produce, Write
-from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo, check_state
+from meshwright.checkpoint.run_state import check_saved_state
+from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.ranks.team import ALONE, Team
@@ -304,7 +305,7 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
     for name, value in ((STATE, state), (CONFIG, config)):
         if not isinstance(value, dict):
             raise DamagedCheckpoint(f"{folder / name}: not a JSON object")
-    check_state(state, folder / STATE)
+    check_saved_state(state, folder / STATE)
     stored, vocab = read_index(folder, manifest), state.get("true_vocab_size")
     if "iteration" not in state:  # weights alone, converted from another program's
         state = {}

@@ -16,7 +16,7 @@ from meshwright import tokenizers
 from meshwright.checkpoint import loading, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.sources import Source
-from meshwright.errors import BAD_DATA, UserError, not_a_run
+from meshwright.errors import bad_data
 from meshwright.settings import checks, flags
 from meshwright.settings.schema import ARCHITECTURE, Model, TrainConfig
 
@@ -47,7 +47,7 @@ class SavedModel:
     def require_positions(self) -> int:
         if self.positions is None:
             cure = "give --max-position-embeddings or --seq-length"
-            raise UserError(f"{self.source.folder} does not say how long its sequences are; {cure}", BAD_DATA)
+            raise bad_data(f"{self.source.folder} does not say how long its sequences are; {cure}")
         return self.positions
 
     def contradictions(self, given: Mapping[str, Any]) -> list[str]:
@@ -64,10 +64,7 @@ def open_saved(
 ) -> SavedModel:
     """Open the newest complete step under `path`, or the given one, and `describe` its model."""
     path = Path(path) if step is None else steps.step_folder(path, step)
-    source = loading.open_checkpoint(path, options)
-    if source is None:
-        raise not_a_run(path, "checkpoint")
-    return describe_model(source, given)
+    return describe_model(loading.require_checkpoint(path, options), given)
 
 
 def describe_model(source: Source, given: Mapping[str, Any] | None = None) -> SavedModel:
@@ -75,7 +72,7 @@ def describe_model(source: Source, given: Mapping[str, Any] | None = None) -> Sa
     given = given or {}
     network = source.state.get("network", GPT_NETWORK)
     if network != GPT_NETWORK:
-        raise UserError(f"{source.folder} holds a {network}, which only the program that made it builds", BAD_DATA)
+        raise bad_data(f"{source.folder} holds a {network}, which only the program that made it builds")
     recorded = recorded_settings(source)
     flags_only = {name: given[name] for name in ARCHITECTURE if name in given and name not in recorded}
     seq_length = _positive(recorded.get("seq_length"))

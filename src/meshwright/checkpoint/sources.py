@@ -11,7 +11,6 @@ import abc
 import dataclasses
 import hashlib
 import itertools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.boxes import Box, Shape, check_cover, intersection, minus, not_empty, plus, split_boxes
-from meshwright.errors import BAD_DATA, UserError
-from meshwright.optim.schedule import Schedule
+from meshwright.checkpoint.foreign.registry import FORMATS
+from meshwright.errors import bad_data
 from meshwright.parallel import shard
 
 if TYPE_CHECKING:
@@ -45,12 +44,12 @@ class Source(abc.ABC):
     Names are ours: `h.0.attn.qkv.weight`, and with optimizer state `h.0.attn.qkv.weight/exp_avg`.
     """
 
-    kind: str  # "Megatron", "Hugging Face", ...: see steps.py
+    kind: str  # "native", or the program's name in foreign/registry.py
     folder: Path  # of the step, or its only file
     step: int
     version: str = "3.0"  # Megatron's format number, for the log
     config: dict[str, Any] = field(default_factory=dict)  # the known settings, under our names
-    state: dict[str, Any] = field(default_factory=dict)  # as resume.State saves it; empty for weights alone
+    state: dict[str, Any] = field(default_factory=dict)  # as a run saves it (run_state.py); empty for weights alone
     vocab: int | None = None  # the true size, or None if unknown: then the tables may be padded
     notes: list[str] = field(default_factory=list)  # to be printed
     layout: str = ""  # the ranks over which its files are split, for people
@@ -64,18 +63,23 @@ class Source(abc.ABC):
     def fill(self, want: TensorBoxes) -> None:
         """Read the wanted tensors; names and shapes have been compared before."""
 
+    @abc.abstractmethod
     def parts(self, name: str) -> list[tuple[str, Box]]:
         """List the boxes of a tensor with the file that each is in."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def of_vocabulary(self, size: int) -> Source:
         """Return this source without the rows that only pad its tables."""
-        raise NotImplementedError
 
     @property
     def identity(self) -> str:
         """A text that is equal on two nodes only if they see the same files."""
         return repr((sorted(self.tensors.items()), sorted(self.state.items()), sorted(self.config.items())))
+
+    @property
+    def counts_padding(self) -> bool:
+        """Whether its vocabulary's size may include rows of padding."""
+        return self.vocab is None or (self.kind in FORMATS and FORMATS[self.kind].counts_padding)
 
     @property
     def has_optimizer(self) -> bool:
@@ -96,26 +100,26 @@ EDGE, FILES = 1 << 16, 10_000  # bytes hashed at each end of a file, and the mos
 
 @dataclass
 class MappedSource(Source):
-    """Another program's checkpoint; checks that the pieces cover each tensor exactly once."""
+    """Another program's checkpoint; checks that the views cover each tensor exactly once."""
 
-    pieces: dict[str, list[TensorView]] = field(default_factory=dict)
+    views: dict[str, list[TensorView]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         index: dict[str, dict[str, Any]] = {}
-        for name, pieces in self.pieces.items():
-            ends = zip(*(plus(p.offset, tuple(p.tensor.shape)) for p in pieces), strict=True)
-            boxes = [{"offset": p.offset, "size": tuple(p.tensor.shape)} for p in pieces]
-            dtypes = {p.tensor.dtype for p in pieces}
+        for name, views in self.views.items():
+            ends = zip(*(plus(v.offset, tuple(v.tensor.shape)) for v in views), strict=True)
+            boxes = [{"offset": v.offset, "size": tuple(v.tensor.shape)} for v in views]
+            dtypes = {v.tensor.dtype for v in views}
             if len(dtypes) > 1:
-                raise UserError(f"{self.folder}: the parts of {name} are of several types: {dtypes}", BAD_DATA)
+                raise bad_data(f"{self.folder}: the parts of {name} are of several types: {dtypes}")
             index[name] = {"shape": tuple(map(max, ends)), "boxes": boxes}
         try:
             check_cover(index)
         except ValueError as error:
-            raise UserError(f"{self.folder}: parts are missing or duplicated: {error}", BAD_DATA) from error
+            raise bad_data(f"{self.folder}: parts are missing or duplicated: {error}") from error
         self._tensors = {
-            name: TensorInfo(index[name]["shape"], str(pieces[0].tensor.dtype).removeprefix("torch."))
-            for name, pieces in self.pieces.items()
+            name: TensorInfo(index[name]["shape"], str(views[0].tensor.dtype).removeprefix("torch."))
+            for name, views in self.views.items()
         }
 
     @property
@@ -133,27 +137,29 @@ class MappedSource(Source):
                 self._fill_box(name, box, flat.view(box.size))
 
     def _fill_box(self, name: str, box: Box, target: torch.Tensor) -> None:
-        for offset, theirs in self.pieces[name]:
-            low, high = intersection(box, Box(offset, tuple(theirs.shape)))
+        for offset, stored in self.views[name]:
+            low, high = intersection(box, Box(offset, tuple(stored.shape)))
             if not_empty(low, high):
-                there = tuple(slice(a, b) for a, b in zip(minus(low, offset), minus(high, offset), strict=True))
-                here = tuple(slice(a, b) for a, b in zip(minus(low, box.offset), minus(high, box.offset), strict=True))
-                target[here].copy_(aligned(theirs[there]))
+                source, into = (
+                    tuple(slice(a, b) for a, b in zip(minus(low, begin), minus(high, begin), strict=True))
+                    for begin in (offset, box.offset)
+                )
+                target[into].copy_(aligned(stored[source]))
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
-        return [(self.folder.name, Box(p.offset, tuple(p.tensor.shape))) for p in self.pieces[name]]
+        return [(self.folder.name, Box(v.offset, tuple(v.tensor.shape))) for v in self.views[name]]
 
     def of_vocabulary(self, size: int) -> MappedSource:
         cut = {}
-        for name, pieces in self.pieces.items():
+        for name, views in self.views.items():
             if not shard.rule(name.partition("/")[0]).rows:
-                cut[name] = pieces
+                cut[name] = views
                 continue
             rows = self.tensors[name].shape[0]
             if rows < size:
-                raise UserError(f"{self.folder}: {name} has {rows:,} rows, the vocabulary {size:,} ids", BAD_DATA)
-            cut[name] = [TensorView(p.offset, p.tensor[: size - p.offset[0]]) for p in pieces if p.offset[0] < size]
-        return dataclasses.replace(self, vocab=size, pieces=cut)
+                raise bad_data(f"{self.folder}: {name} has {rows:,} rows, the vocabulary {size:,} ids")
+            cut[name] = [TensorView(v.offset, v.tensor[: size - v.offset[0]]) for v in views if v.offset[0] < size]
+        return dataclasses.replace(self, vocab=size, views=cut)
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -171,47 +177,6 @@ def edges(path: Path) -> tuple[int, str]:
         first = file.read(EDGE)
         file.seek(max(size - EDGE, 0))
         return size, hashlib.sha256(first + file.read(EDGE)).hexdigest()
-
-
-COUNTERS = "iteration consumed_train_samples schedule_samples optimizer_steps nonfinite_in_a_row rollbacks".split()
-SCALE = {"dynamic": False, "scale": 1.0, "growth_tracker": 0, "hysteresis_tracker": 0}
-
-
-def check_json(value: Any, where: object) -> None:
-    """Refuse what cannot be a run's settings or state, since anyone may have made the file."""
-    try:
-        if not isinstance(value, dict):
-            raise TypeError(f"{value!r:.100} is no dictionary")
-        json.dumps(value, allow_nan=False, sort_keys=True)
-    except (RecursionError, TypeError, ValueError) as error:
-        raise UserError(f"{where}: not what a run saves: {error!r:.300}", BAD_DATA) from error
-
-
-def check_state(state: Any, where: object) -> None:
-    """Refuse a state that is not as resume.State saves it, with the types that a run needs."""
-    check_json(state, where)
-    wrong = [name for name in COUNTERS if type(n := state.get(name, 0)) is not int or n < 0]
-    losses = state.get("losses", [])
-    if not isinstance(losses, list) or any(type(x) not in (int, float) for x in losses):
-        wrong.append("losses")
-    scale, curve = state.get("loss_scale", SCALE), state.get("schedule", {})
-    if not isinstance(scale, dict) or any(type(scale.get(name)) not in (bool, int, float) for name in SCALE):
-        wrong.append("loss_scale")
-    kinds = {f.name: (str,) if f.type == "str" else (int, float) for f in dataclasses.fields(Schedule)}
-    if not isinstance(curve, dict) or any(type(v) not in kinds.get(name, ()) for name, v in curve.items()):
-        wrong.append("schedule")
-    elif missing := [n for n in kinds if "schedule" in state and n not in curve and not hasattr(Schedule, n)]:
-        wrong.append(f"schedule (no {missing[0]})")
-    elif curve:
-        try:
-            schedule = Schedule(**curve)
-            for samples in (0, schedule.decay, schedule.wd_samples):
-                schedule.lr(samples)
-                schedule.wd(samples)
-        except (ArithmeticError, TypeError, ValueError) as error:
-            wrong.append(f"schedule ({error})")
-    if wrong:
-        raise UserError(f"{where}: not what a run saves: {', '.join(wrong)}", BAD_DATA)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,33 +12,23 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from meshwright.checkpoint.foreign.registry import FORMATS, MEGATRON, MEGATRON_RANK
 from meshwright.checkpoint.manifests import HIDDEN, MANIFEST, DamagedCheckpoint, find_manifest, verify_step
-from meshwright.errors import BAD_DATA, UserError, not_a_run
+from meshwright.errors import bad_data, not_a_run
 
-TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER = FORMATS[MEGATRON].tracker  # ours too, for Megatron's readers
 BEST = "best_checkpointed_iteration.txt"  # ours: the step with the lowest validation loss
-DEEPSPEED_TRACKER = "latest"
-LIBAI_TRACKER = "last_checkpoint"
+NATIVE = "native"
 
-NATIVE, MEGATRON, TORCH_DIST, DEEPSPEED = "native", "Megatron", "Megatron-Core", "DeepSpeed"
-UNIVERSAL, HUGGING_FACE, LIBAI, ONEFLOW = "universal", "Hugging Face", "LiBai", "OneFlow-GPT"
-
-# A folder is of the first kind whose patterns all match some name in it.
-PATTERNS = {
-    NATIVE: (r"index\.json", r"manifest\.json"),
-    MEGATRON: (r"mp_rank_\d\d+(_\d{3,}){0,2}",),
-    TORCH_DIST: (r"\.metadata", r".*\.distcp"),
-    UNIVERSAL: (r"zero", r"mp_rank_\d+_model_states\.pt"),
-    DEEPSPEED: (r"(layer_\d+-model_\d+|mp_rank_\d+|zero_pp_rank_\d+_mp_rank_\d+)(-|_)model_states\.pt",),
-    HUGGING_FACE: (r"config\.json", r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?"),
-    ONEFLOW: (r"(model|module)\S*|System-\S*|snapshot_done",),
-}
+OUR_STEP = r"iter_(\d{7,})"
+# Other programs' trackers, and the number of a step in what they say, if it is to be compared.
+TRACKERS = {record.tracker: record.tracked for record in FORMATS.values() if record.tracker}
 
 
 class StepLocation(NamedTuple):
-    """The location of a step."""
+    """Where a step is, and which program's it is."""
 
-    kind: str
+    kind: str  # NATIVE, or a name in FORMATS
     folder: Path
     step: int
     root: Path  # the folder of the run, with its other steps and tokenizer/
@@ -46,6 +36,11 @@ class StepLocation(NamedTuple):
     @property
     def ours(self) -> bool:
         return find_manifest(self.folder).exists() or self.kind == NATIVE
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether it is a step of a run, rather than one model by itself."""
+        return self.kind == NATIVE or FORMATS[self.kind].is_numbered
 
 
 def step_folder(root: str | Path, step: int) -> Path:
@@ -55,8 +50,8 @@ def step_folder(root: str | Path, step: int) -> Path:
 def split_path(path: str | Path) -> tuple[Path, int | None]:
     """Split a path into the folder of a run and the step in it, if the path names one."""
     path = Path(path)
-    found = re.fullmatch(r"iter_(\d{7,})", path.name)
-    return (path.parent, int(found[1])) if found else (path, None)
+    match = re.fullmatch(OUR_STEP, path.name)
+    return (path.parent, int(match[1])) if match else (path, None)
 
 
 def find_step(path: str | Path, below: int | None = None) -> tuple[StepLocation | None, list[str]]:
@@ -67,13 +62,13 @@ def find_step(path: str | Path, below: int | None = None) -> tuple[StepLocation 
     path = Path(path)
     if path.suffix == ".pt" and path.is_file():  # mp_rank_00/model_optim_rng.pt
         path = path.parent
-    if re.fullmatch(r"mp_rank_\d\d+(_\d{3,}){0,2}", path.name):
+    if re.fullmatch(MEGATRON_RANK, path.name):
         path = path.parent
     root, step = split_path(path)
     kind = kind_of_folder(path)
-    # A run may go on in the folder of another program's step.
+    # A run may continue in the folder of another program's step.
     if below is None and (step is not None or (kind is not None and not list_steps(path))):
-        if kind == HUGGING_FACE:
+        if kind is not None and kind != NATIVE and not FORMATS[kind].is_numbered:
             return StepLocation(kind, path, 0, path), []
         number = re.search(r"(\d{1,15})(_universal|_snapshot)?$", path.name)
         return StepLocation(kind or NATIVE, path, int(number[1]) if number else 0, path.parent), []
@@ -90,12 +85,9 @@ def kind_of_folder(folder: Path) -> str | None:
         names = os.listdir(folder)
     except OSError:
         return None
-    for kind, patterns in PATTERNS.items():
-        if kind == ONEFLOW and not re.fullmatch(r"iter\d+_snapshot|model_\w+", folder.name):
-            continue
-        if all(any(re.fullmatch(pattern, name) for name in names) for pattern in patterns):
-            return LIBAI if kind == ONEFLOW and folder.name.startswith("model_") else kind
-    return None
+    if {"index.json", MANIFEST} <= set(names):
+        return NATIVE
+    return next((record.name for record in FORMATS.values() if record.matches(folder.name, names)), None)
 
 
 def find_foreign(root: Path) -> StepLocation | None:
@@ -103,33 +95,36 @@ def find_foreign(root: Path) -> StepLocation | None:
     names = foreign_names(root)
     if not names:
         return None
-    for tracker in (TRACKER, DEEPSPEED_TRACKER, LIBAI_TRACKER):
+    for tracker in TRACKERS:
         if tracker in names and (root / tracker).is_file():
-            return place_named_by(root, tracker, read_tracker(root / tracker))
-    snapshots = sorted(int(m[1]) for m in (re.fullmatch(r"iter(\d+)_snapshot", name) for name in names) if m)
-    if snapshots:
-        return StepLocation(ONEFLOW, root / f"iter{snapshots[-1]}_snapshot", snapshots[-1], root)
+            return find_tracked(root, tracker, read_tracker(root / tracker))
+    for record in FORMATS.values():
+        if record.tracker:
+            continue
+        numbered = {int(re.findall(r"\d+", name)[-1]): name for name in names if re.fullmatch(record.steps, name)}
+        if numbered:
+            newest = max(numbered)
+            return StepLocation(record.name, root / numbered[newest], newest, root)
     kinds = sorted({str(kind_of_folder(root / name)) for name in names})
-    raise UserError(
+    raise bad_data(
         f"{root} holds {', '.join(names[:5])} ({', '.join(kinds)}), but no file that says which one "
-        f"is meant ({TRACKER}, {DEEPSPEED_TRACKER}); give the path of the one itself",
-        BAD_DATA,
+        f"is meant ({', '.join(TRACKERS)}); give the path of the one itself"
     )
 
 
-def place_named_by(root: Path, tracker: str, text: str) -> StepLocation:
+def find_tracked(root: Path, tracker: str, text: str) -> StepLocation:
     """Return the step that the text of a tracker names."""
     name = text
     if tracker == TRACKER and text != "release":
         if not re.fullmatch(r"\d{1,15}", text, re.ASCII):
-            raise UserError(f"{root / tracker} says {text!r}, not an iteration, and there is no checkpoint", BAD_DATA)
+            raise bad_data(f"{root / tracker} says {text!r}, not an iteration, and there is no checkpoint")
         name = step_folder(root, int(text)).name
     if not re.fullmatch(r"[\w-][\w.-]*", name):
-        raise UserError(f"{root / tracker} says {text!r}, which is no folder's name", BAD_DATA)
+        raise bad_data(f"{root / tracker} says {text!r}, which is no folder's name")
     kind = kind_of_folder(root / name)
     if kind is None:
         missing = f"there is no checkpoint in {root / name}; remove that file to start again"
-        raise UserError(f"{root / tracker} names {text}, but {missing}", BAD_DATA)
+        raise bad_data(f"{root / tracker} names {text}, but {missing}")
     number = re.search(r"\d+$", name)
     return StepLocation(kind, root / name, int(number[0]) if number else 0, root)
 
@@ -170,13 +165,13 @@ def latest(root: str | Path, below: int | None = None) -> tuple[int | None, list
 
 def list_steps(root: str | Path) -> list[int]:
     """List our steps, complete or not, newest first: by number, because times change."""
-    return sorted(our_numbers(Path(root), r"iter_(\d{7,})"), reverse=True)
+    return sorted(our_numbers(Path(root), OUR_STEP), reverse=True)
 
 
 def our_numbers(root: Path, pattern: str) -> list[int]:
     """Return the numbers in the names of our steps that match a pattern."""
-    found = (re.fullmatch(pattern, name) for name in listing(root))
-    return [int(m[1]) for m in found if m and not is_foreign(root / m[0])]
+    matches = (re.fullmatch(pattern, name) for name in listing(root))
+    return [int(m[1]) for m in matches if m and not is_foreign(root / m[0])]
 
 
 def listing(root: Path) -> list[str]:
@@ -188,9 +183,9 @@ def listing(root: Path) -> list[str]:
     except NotADirectoryError:
         raise not_a_run(root, "checkpoint") from None
     except OSError as error:
-        raise UserError(f"cannot read the folder {root}: {error.strerror}", BAD_DATA) from error
-    trackers = "|".join(map(re.escape, (TRACKER, BEST, DEEPSPEED_TRACKER, LIBAI_TRACKER)))
-    pattern = rf"iter_\d{{7,}}(\.tmp|\.damaged)?|global_step\d+(_universal)?|release|iter\d+_snapshot|{trackers}"
+        raise bad_data(f"cannot read the folder {root}: {error.strerror}") from error
+    steps = [rf"{OUR_STEP}(\.tmp|\.damaged)?", *(record.steps for record in FORMATS.values() if record.steps)]
+    pattern = "|".join([*steps, *map(re.escape, (BEST, *TRACKERS))])
     return sorted(name for name in names if re.fullmatch(pattern, name))
 
 
@@ -200,34 +195,32 @@ def foreign_names(root: Path) -> list[str]:
 
 
 def is_foreign(folder: Path) -> bool:
-    """Return whether a folder named like our steps holds a step of Megatron's, complete or not."""
+    """Return whether a folder named like our steps holds another program's, complete or not."""
     try:
         names = os.listdir(folder)
     except OSError:
         return False
-    theirs = r"mp_rank_.*|.*\.distcp|\.metadata|common\.pt"
+    theirs = "|".join(record.unfinished for record in FORMATS.values() if record.unfinished)
     return not {MANIFEST, HIDDEN} & set(names) and any(re.fullmatch(theirs, name) for name in names)
 
 
 def check_trackers(root: Path, names: list[str], notes: list[str]) -> None:
     """Refuse a tracker that names a checkpoint of another program, newer than ours."""
     newest = max(our_numbers(root, r"iter_(\d+)(\.damaged)?"), default=None)
-    for name, pattern in ((TRACKER, r"(\d{1,15})"), (DEEPSPEED_TRACKER, r"global_step(\d{1,15})")):
-        if newest is None or name not in names or not (root / name).is_file():
+    for name, pattern in TRACKERS.items():
+        if newest is None or not pattern or name not in names or not (root / name).is_file():
             continue
         text = read_tracker(root / name)
-        named = re.fullmatch(pattern, text, re.ASCII)
-        if not named and text != "release":  # a release is iteration 0: any step of ours is newer
+        tracked = re.fullmatch(pattern, text, re.ASCII)
+        if not tracked and text != "release":  # a release is iteration 0: any step of ours is newer
             notes.append(f"WARNING: {root / name} says {text!r}, not an iteration; ignored")
-        elif named and int(named[1]) > newest:
-            folder = root / text if name == DEEPSPEED_TRACKER else step_folder(root, int(named[1]))
-            whose, path = (
-                (f" of {kind}", f", or give the path {folder}") if (kind := kind_of_folder(folder)) else ("", "")
-            )
-            raise UserError(
-                f"{root / name} names iteration {named[1]}{whose}, but our newest is iteration {newest}: "
-                f"write {newest} into it to continue from there{path}",
-                BAD_DATA,
+        elif tracked and int(tracked[1]) > newest:
+            folder = step_folder(root, int(tracked[1])) if name == TRACKER else root / text
+            kind = kind_of_folder(folder)
+            whose, path = (f" of {kind}", f", or give the path {folder}") if kind else ("", "")
+            raise bad_data(
+                f"{root / name} names iteration {tracked[1]}{whose}, but our newest is iteration {newest}: "
+                f"write {newest} into it to continue from there{path}"
             )
 
 

@@ -194,7 +194,11 @@ in_zip("a factory of a defaultdict", UNTRUSTED, lambda m: call("collections.defa
 
 in_zip("the state of a tensor", "state of a Tensor", lambda m: tensor(storage(), [4], [1]) + many(b"N", b"N") + b"b")
 in_zip("the state of a list", "state of a list", lambda m: b"]}" + text("__setstate__") + b"Nsb")
-in_zip("the state of a function", "state of a Function", lambda m: named("torch.Size") + b"}" + text("call") + b"Nsb")
+in_zip(
+    "the state of a function",
+    "state of a AllowedFunction",
+    lambda m: named("torch.Size") + b"}" + text("call") + b"Nsb",
+)
 in_zip("slots of a Namespace", "state of a Namespace", lambda m: named("argparse.Namespace") + b")\x81N}\x86b")
 in_zip("a Namespace that is given itself", "Namespace", lambda m: call("argparse.Namespace", b"}"))
 in_zip("attributes that are no names", "Namespace", lambda m: named("argparse.Namespace") + b")\x81}K\1Nsb")

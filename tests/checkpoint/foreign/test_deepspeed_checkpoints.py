@@ -12,7 +12,8 @@ from foreign import assert_reads, read_tensors
 
 from meshwright.checkpoint import loading
 from meshwright.checkpoint.foreign.megatron import deepspeed
-from meshwright.checkpoint.steps import DEEPSPEED, StepLocation
+from meshwright.checkpoint.foreign.registry import DEEPSPEED
+from meshwright.checkpoint.steps import StepLocation
 from meshwright.errors import UserError
 from on_ranks import run_ranks
 
@@ -287,7 +288,7 @@ def test_refused(damage, tmp_path):
     folder = files.write(tmp_path, files.model(), tp=2, pp=2, dp=12)
     spoil(folder)
     with pytest.raises(UserError, match=said):
-        loading.open_found_step(StepLocation(DEEPSPEED, folder, 30, tmp_path))
+        loading.open_step(StepLocation(DEEPSPEED, folder, 30, tmp_path))
 
 
 def test_no_heads_and_no_files(tmp_path):

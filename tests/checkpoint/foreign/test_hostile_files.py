@@ -19,7 +19,8 @@ import torch  # noqa: F401
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.foreign.huggingface import reader as huggingface
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.steps import TORCH_DIST, StepLocation
+from meshwright.checkpoint.foreign.registry import TORCH_DIST
+from meshwright.checkpoint.steps import StepLocation
 from meshwright.errors import BAD_DATA, UserError
 
 pytestmark = pytest.mark.whole
@@ -29,7 +30,7 @@ OPENERS: dict[str, Callable[[Path, bool], Any]] = {
     "native": lambda path, _: native.open_native(path, 1, verify="full"),
     "pickle": lambda path, trust: pickles.load_pickle(path, trust=trust),
     "huggingface": lambda path, trust: huggingface.open_huggingface(path, trust=trust),
-    "dcp": lambda path, trust: loading.open_found_step(
+    "dcp": lambda path, trust: loading.open_step(
         StepLocation(TORCH_DIST, path, 1, path), loading.OpenOptions(trust=trust)
     ),
 }

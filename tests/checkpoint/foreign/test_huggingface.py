@@ -196,7 +196,7 @@ def test_nothing_is_read_when_it_is_opened(tmp_path):
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     path = str(tmp_path / "model.safetensors")
     mapped = [[int(x, 16) for x in line[0].split("-")] for line in maps if line[-1] == path]
-    starts = [p.tensor.data_ptr() for pieces in source.pieces.values() for p in pieces]
+    starts = [v.tensor.data_ptr() for views in source.views.values() for v in views]
     assert mapped and all(any(low <= start < high for low, high in mapped) for start in starts)
 
 

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from meshwright.checkpoint import loading
 from meshwright.checkpoint.foreign.megatron import torch_dist
-from meshwright.checkpoint.steps import TORCH_DIST, StepLocation
+from meshwright.checkpoint.foreign.registry import TORCH_DIST
+from meshwright.checkpoint.steps import StepLocation
 from meshwright.errors import UserError
 from meshwright.model.gpt import GPT
 from meshwright.model.positions import Positions
@@ -356,7 +357,7 @@ def test_refused(why, tmp_path):
     tree, (spoil, said) = small(), REFUSED[why]
     spoil(tree)
     with pytest.raises(UserError, match=said):
-        loading.open_found_step(StepLocation(TORCH_DIST, write(tmp_path, tree), 10, tmp_path))
+        loading.open_step(StepLocation(TORCH_DIST, write(tmp_path, tree), 10, tmp_path))
 
 
 def test_options_that_we_do_not_build_are_named(tmp_path):

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint import loading, steps
+from meshwright.checkpoint.foreign.registry import FORMATS
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import find_manifest, read_manifest
 from meshwright.checkpoint.saved_model import model_settings, recorded_settings
 from meshwright.checkpoint.sources import Source
-from meshwright.checkpoint.steps import HUGGING_FACE
 from meshwright.console import remark
 from meshwright.data.files.indexed import Indexed, fingerprint
 from meshwright.data.history import History, continue_history, find_parts, needed_sets
@@ -110,8 +110,9 @@ def guard_existing(config: TrainConfig) -> None:
     c = config.checkpoint
     assert c.save
     existing, continues = steps.list_checkpoints(c.save), is_continued(c)
-    if not existing and steps.kind_of_folder(Path(c.save)) == HUGGING_FACE:
-        note = f" > note: the Hugging Face model in {c.save} is kept; from the first save on, commands given this "
+    kind = steps.kind_of_folder(Path(c.save))
+    if not existing and kind in FORMATS and not FORMATS[kind].is_numbered:
+        note = f" > note: the {kind} model in {c.save} is kept; from the first save on, commands given this "
         remark(note + "folder use the run's checkpoints")
     if continues and not c.finetune:
         if c.save_overwrite:

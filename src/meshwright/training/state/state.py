@@ -15,7 +15,7 @@ from meshwright.checkpoint import loading, native, publish, steps
 from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.checkpoint.sources import Source, TensorBoxes
-from meshwright.checkpoint.steps import HUGGING_FACE, NATIVE
+from meshwright.checkpoint.steps import NATIVE
 from meshwright.console import remark, say
 from meshwright.data.history import History
 from meshwright.errors import BAD_DATA, UserError
@@ -215,7 +215,7 @@ class State:
             return source
         if source.vocab not in (None, size):
             message = f"the vocabulary has {size:,} ids, {source.folder} was made with {source.vocab:,}"
-            if source.kind != HUGGING_FACE or size > (source.vocab or 0):  # whose size may include padding
+            if not source.counts_padding or size > (source.vocab or 0):
                 raise UserError(message, BAD_DATA)
             remark(f" > note: {message}: the extra rows are treated as padding")
         return source.of_vocabulary(size)

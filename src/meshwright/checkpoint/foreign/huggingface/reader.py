@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.foreign.pickle import pickles
+from meshwright.checkpoint.foreign.registry import HUGGING_FACE
 from meshwright.checkpoint.manifests import parse_json, read_small
 from meshwright.checkpoint.sources import MappedSource, TensorView
-from meshwright.checkpoint.steps import HUGGING_FACE
 from meshwright.errors import UserError, bad_data
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ def open_huggingface(
     if not isinstance(kind, str) or kind not in READERS:
         raise refused(folder, f"it is a {kind!r} model", f"{', '.join(READERS)} can be loaded")
     hf = HuggingFaceFolder(folder, config, dict(tensors_of(folder, trust)))
-    settings, pieces = READERS[kind](hf)
+    settings, views = READERS[kind](hf)
     hf.check_used()
-    source = MappedSource(HUGGING_FACE, folder, 0, config=FIXED | settings, notes=hf.notes, pieces=pieces)
+    source = MappedSource(HUGGING_FACE, folder, 0, config=FIXED | settings, notes=hf.notes, views=views)
     return source.of_vocabulary(hf.number("vocab_size"))
 
 
@@ -79,7 +79,7 @@ def tensors_of(folder: Path, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of the folder, without reading it."""
     for single in SINGLE:
         if (folder / single).exists():
-            yield from read_file(inside(folder, single), trust).items()
+            yield from read_tensors(inside(folder, single), trust).items()
             return
         if (folder / f"{single}.index.json").exists():
             index = inside(folder, f"{single}.index.json")
@@ -91,14 +91,14 @@ def tensors_of(folder: Path, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
 def indexed(folder: Path, index: Path, where: Any, trust: bool) -> Iterator[tuple[str, torch.Tensor]]:
     if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
         raise bad_data(f"{index}: weight_map does not give each tensor a file")
-    files = {name: read_file(inside(folder, name), trust) for name in sorted(set(where.values()))}
+    files = {name: read_tensors(inside(folder, name), trust) for name in sorted(set(where.values()))}
     for name, file in where.items():
         if name not in files[file]:
             raise bad_data(f"{folder / file} lacks {name}, which {index.name} puts there")
         yield name, files[file][name]
 
 
-def read_file(path: Path, trust: bool) -> Tensors:
+def read_tensors(path: Path, trust: bool) -> Tensors:
     import torch
     from safetensors import SafetensorError, safe_open
 

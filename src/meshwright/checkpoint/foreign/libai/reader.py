@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.foreign.megatron import names
 from meshwright.checkpoint.foreign.pickle import pickles
+from meshwright.checkpoint.foreign.registry import LIBAI, ONEFLOW
 from meshwright.checkpoint.manifests import read_small
 from meshwright.checkpoint.sources import MappedSource, TensorView
-from meshwright.checkpoint.steps import LIBAI, ONEFLOW
 from meshwright.errors import bad_data
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ def open_libai(folder: Path, trust: bool = False, heads: int | None = None, opti
         tensors, stated = by_our_names(folder, variables(folder), oneflow_name), {}
     if heads is not None:
         stated.setdefault("num_attention_heads", heads)
-    settings, weights = check(folder, tensors)
-    pieces = {name: [TensorView((0,) * tensor.ndim, tensor)] for name, tensor in weights.items()}
+    settings, weights = check_network(folder, tensors)
+    views = {name: [TensorView((0,) * tensor.ndim, tensor)] for name, tensor in weights.items()}
     kind = LIBAI if is_libai else ONEFLOW
-    return MappedSource(kind, folder, 0, config=settings | stated, notes=notes, pieces=pieces)
+    return MappedSource(kind, folder, 0, config=settings | stated, notes=notes, views=views)
 
 
 # Files
@@ -187,7 +187,7 @@ def by_our_names(folder: Path, theirs: Mapping[str, torch.Tensor], ours: Any) ->
     return {name: theirs[key] for key, name in found.items() if name is not None}
 
 
-def check(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def check_network(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return the settings that the shapes prove, and the weights, all of them, as [out, in]."""
     layers = len({name.split(".")[1] for name in tensors if name.startswith("h.")})
     rows, width = tensors["wte.weight"].shape

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from meshwright.checkpoint.boxes import Shape
+from meshwright.checkpoint.foreign.adam import MOMENTS
 from meshwright.checkpoint.foreign.megatron.sharded import (
-    MOMENTS,
     Boxes,
     ModelSizes,
     Parameter,
     RankFile,
-    as_boxes,
     empty,
     is_rounded,
     lay_out,
@@ -60,22 +59,21 @@ def by_parameter(
             ranks = [RankFile(source.folder, tp, 0, {}, [[]]) for tp in range(tensor_ranks)]
             for group, by_chunk in groups.items():
                 for chunk, buckets in by_chunk.items():
-                    place = range(chunk * stages + group // tensor_ranks, stages * chunks)
-                    found_here = filled(source, order, place, buckets, tensor_ranks)
-                    ranks[group % tensor_ranks].chunks[0] += found_here
-            pieces = lay_out(ranks, dataclasses.replace(sizes, t=tensor_ranks), 3.0)
-            prove(source, pieces)
-            return pieces
+                    position = range(chunk * stages + group // tensor_ranks, stages * chunks)
+                    ranks[group % tensor_ranks].chunks[0] += filled(source, order, position, buckets, tensor_ranks)
+            views = lay_out(ranks, dataclasses.replace(sizes, t=tensor_ranks), 3.0)
+            check_masters(source, views)
+            return views
         except ValueError as error:
             why = error
     raise why
 
 
 def filled(
-    source: MappedSource, order: Sequence[str], place: range, buckets: Buckets, tensor_ranks: int
+    source: MappedSource, order: Sequence[str], position: range, buckets: Buckets, tensor_ranks: int
 ) -> list[Parameter]:
-    """Return the parameters of the chunk of the model at `place.start`, with their values."""
-    waiting = list(held(source, order, place))[::-1]
+    """Return the parameters of the chunk of the model at `position.start`, with their values."""
+    waiting = list(module_order(source, order, position))[::-1]
     out = []
     for number in sorted(buckets):
         by_kind, end = buckets[number], 0
@@ -84,14 +82,14 @@ def filled(
         (size,) = by_kind["param"][0]
         while waiting:
             name, copy = waiting[0]
-            shape = share(name, source.tensors[name].shape, tensor_ranks)
+            shape = rank_shape(name, source.tensors[name].shape, tensor_ranks)
             begin = -(-end // ALIGNED) * ALIGNED
             if begin + prod(shape) > size:
                 break
             end = begin + prod(shape)
             p = Parameter(name, re.sub(r"h\.\d+\.", "", name), empty(shape))
             for kind, (_, boxes) in by_kind.items():
-                p.values["" if kind == "param" else kind] = stretch(p, begin, boxes)
+                add_from_bucket(p, "" if kind == "param" else kind, begin, boxes)
             out += [] if copy else [p]
             waiting.pop(0)
         if end != size:
@@ -101,20 +99,20 @@ def filled(
     return out
 
 
-def held(source: MappedSource, order: Sequence[str], place: range) -> Iterator[tuple[str, bool]]:
+def module_order(source: MappedSource, order: Sequence[str], position: range) -> Iterator[tuple[str, bool]]:
     """Yield a chunk's parameters in the order of its modules: (name, is the last stage's copy)."""
-    first, last = place.start == 0, len(place) == 1
+    first, last = position.start == 0, len(position) == 1
     layers = 1 + max(int(name.split(".")[1]) for name in source.tensors if name.startswith("h."))
-    here = range(place.start * layers // place.stop, (place.start + 1) * layers // place.stop)
+    own_layers = range(position.start * layers // position.stop, (position.start + 1) * layers // position.stop)
     names = ["wte.weight", "wpe.weight"] * first
-    names += [f"h.{layer}.{part}.{kind}" for layer in here for part in order for kind in ("weight", "bias")]
+    names += [f"h.{layer}.{part}.{kind}" for layer in own_layers for part in order for kind in ("weight", "bias")]
     names += ["ln_f.weight", "ln_f.bias", "lm_head.weight"] * last
     yield from ((name, False) for name in names if name in source.tensors)
     if last and not first and "lm_head.weight" not in source.tensors:
         yield "wte.weight", True
 
 
-def share(name: str, shape: Shape, tensor_ranks: int) -> Shape:
+def rank_shape(name: str, shape: Shape, tensor_ranks: int) -> Shape:
     """Return the shape of a tensor rank's part; a gate's halves are stacked."""
     cut = shard.rule(name).cut
     if cut is not None:
@@ -124,22 +122,20 @@ def share(name: str, shape: Shape, tensor_ranks: int) -> Shape:
     return (shape[0] * shape[1], *shape[2:]) if gated else shape
 
 
-def stretch(p: Parameter, begin: int, boxes: Boxes) -> Boxes:
-    """Return the parameter's elements, which start at `begin` in a bucket."""
-    out: Boxes = []
+def add_from_bucket(p: Parameter, kind: str, begin: int, boxes: Boxes) -> None:
+    """Add the parameter's elements, which start at `begin` in a bucket that was saved in parts."""
     for (at,), values in boxes:
         low, high = max(begin, at), min(begin + prod(p.shape), at + len(values))
         if low < high:
-            out += as_boxes(p, low - begin, high - begin, values[low - at : high - at])
-    return out
+            p.add(kind, low - begin, values[low - at : high - at])
 
 
-def prove(source: MappedSource, pieces: Mapping[str, list[TensorView]]) -> None:
+def check_masters(source: MappedSource, views: Mapping[str, list[TensorView]]) -> None:
     """Compare numbers of each master's first row, rounded, with the model's."""
     import torch
 
     for name in source.tensors:
-        for offset, master in pieces.get(name, ()):
+        for offset, master in views.get(name, ()):
             some = (*(1 for _ in master.shape[:-1]), min(master.shape[-1], 64))
             model = torch.empty(some, dtype=getattr(torch, source.tensors[name].dtype))
             source.fill({name: (source.tensors[name].shape, [(offset, some)], model)})

@@ -19,31 +19,25 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.boxes import Shape
+from meshwright.checkpoint.foreign.adam import MOMENTS, WITHOUT, match_numbered, numbered_state
 from meshwright.checkpoint.foreign.megatron import names
 from meshwright.checkpoint.foreign.megatron import state as megatron_state
-from meshwright.checkpoint.foreign.megatron.reader import (
-    WITHOUT,
-    check_copies,
-    check_values,
-    decayed_first,
-    flattened,
-    numbered,
-    tensor_of,
-)
+from meshwright.checkpoint.foreign.megatron.reader import check_copies, check_values, decayed_first, flattened
 from meshwright.checkpoint.foreign.megatron.sharded import (
     COPY,
-    MOMENTS,
     Parameter,
     RankFile,
-    as_boxes,
+    Stretch,
     empty,
+    fill_stretches,
     measure_model,
     one_box,
 )
 from meshwright.checkpoint.foreign.pickle import pickles
+from meshwright.checkpoint.foreign.registry import DEEPSPEED
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.errors import bad_data
 
@@ -81,16 +75,15 @@ def open_deepspeed(folder: Path, trust: bool = False, heads: int | None = None, 
     elif optimizer or is_zero3:
         beside = optimizer_states(folder, ranks, layers, models, trust, notes)
     version = float(models[0].get("checkpoint_version", 3.0))
-    source = megatron_state.as_source("DeepSpeed", folder, ranks, sizes, args, notes, version)
+    source = megatron_state.as_source(DEEPSPEED, folder, ranks, sizes, args, notes, version)
+    state: dict[str, Any] = {}
     if beside or (joined and not optimizer) or matching(folder, SHARE) or isinstance(models[0].get("optimizer"), dict):
         tree = {"iteration": models[0].get("global_steps", 0), **models[0], "optimizer": beside}
-        source.state = megatron_state.state_beside_weights(tree, args, sizes.positions, notes)
-        source.step = source.state.get("iteration", 0)
+        state = megatron_state.state_beside_weights(tree, args, sizes.positions, notes)
     stages = max(1, len(models) // len(ranks)) if not joined else int(args.get("pipeline_model_parallel_size", 1))
     tp = int(args.get("tensor_model_parallel_size", 1)) if joined else len(ranks)
-    source.layout = f"{'universal, from ' if joined else ''}{tp} tensor x {stages} pipeline ranks"
-    vocab = megatron_state.true_vocabulary(models[0], args)
-    return source.of_vocabulary(vocab) if vocab else source
+    layout = f"{'universal, from ' if joined else ''}{tp} tensor x {stages} pipeline ranks"
+    return megatron_state.finish(source, state, layout, megatron_state.true_vocabulary(models[0], args))
 
 
 # Files
@@ -145,7 +138,7 @@ def layer_numbers(keys: Sequence[str]) -> list[int]:
     return sorted({int(m[1]) for m in found if m})
 
 
-def parameters(folder: Path, tensors: Mapping[str, torch.Tensor], layers: Sequence[int]) -> Iterator[Parameter]:
+def name_parameters(folder: Path, tensors: Mapping[str, torch.Tensor], layers: Sequence[int]) -> Iterator[Parameter]:
     """Yield the first of each name, without the last stage's copies of the embedding."""
     seen: set[str] = set()
     for key, tensor in tensors.items():
@@ -178,7 +171,7 @@ def read_tensor_ranks(folder: Path, models: Sequence[dict[str, Any]], trust: boo
         if not files and any(t.numel() != prod(shapes.get(key, t.shape)) for key, t in tensors.items()):
             tensors = {key: empty(shape) for key, shape in shapes.items()}  # ZeRO-3 stores no weights here
         layers = layer_numbers(list(tensors))
-        ranks.append(RankFile(folder, tp, 0, {}, [list(parameters(folder, tensors, layers))]))
+        ranks.append(RankFile(folder, tp, 0, {}, [list(name_parameters(folder, tensors, layers))]))
     return ranks, layers
 
 
@@ -196,7 +189,7 @@ def read_universal(folder: Path, trust: bool) -> tuple[list[RankFile], list[int]
     found = sorted(path.name for path in (folder / "zero").iterdir() if (path / "fp32.pt").is_file())
     layers = layer_numbers(found)
     tensors = {name: read_tensor(folder / "zero" / name / "fp32.pt", trust) for name in found}
-    return [RankFile(folder, 0, 0, {}, [list(parameters(folder, tensors, layers))])], layers
+    return [RankFile(folder, 0, 0, {}, [list(name_parameters(folder, tensors, layers))])], layers
 
 
 def read_tensor(path: Path, trust: bool) -> torch.Tensor:
@@ -241,16 +234,6 @@ def universal_states(folder: Path, rank: RankFile, layers: Sequence[int], trust:
 
 
 # Masters and moments
-
-
-class Stretch(NamedTuple):
-    """Consecutive elements of a parameter in a group's buffer of one data rank."""
-
-    p: Parameter
-    begin: int  # in the parameter
-    group: int
-    start: int  # in the buffer
-    numel: int
 
 
 def optimizer_states(
@@ -327,10 +310,7 @@ def from_shares(
         else:
             sizes = [[len(b) for b in flat_buffers(t, is_zero3)[""]] for t in trees]
             stretches = ordered_stretches(known, shapes, number, sizes)
-        for p, begin, group, start, count in stretches:
-            for kind in KINDS:
-                values = buffers[kind][group][start : start + count]
-                p.values.setdefault(kind, []).extend(as_boxes(p, begin, begin + count, values))
+        fill_stretches(stretches, buffers)
 
 
 def flat_buffers(tree: Mapping[str, Any], is_zero3: bool) -> dict[str, list[torch.Tensor]]:
@@ -390,24 +370,25 @@ def from_one_file(folder: Path, waiting: list[Parameter], tree: dict[str, Any]) 
 
     The masters are separate tensors, or one flat tensor per group.
     """
-    inner = tree.get("optimizer_state_dict", tree)
-    groups = [[p for p in decayed_first(waiting) if (p.tensor.ndim == 1) == flat] for flat in (False, True)]
-    if len(inner["param_groups"]) == 1:
-        groups = [waiting]
-    states, masters = numbered(folder, tree)
+    state_dict = tree.get("optimizer_state_dict", tree)
+    order = decayed_first(waiting) if len(state_dict["param_groups"]) > 1 else waiting
     if "fp32_groups_flat" in tree:
-        for i, (group, row) in enumerate(zip(groups, tree["fp32_groups_flat"], strict=True)):
-            start = 0
-            for p in group:
-                end = start + prod(p.shape)
-                for kind, buffer in (("", row), *((kind, states[i][kind]) for kind in MOMENTS)):
-                    p.values[kind] = as_boxes(p, 0, end - start, buffer.reshape(-1)[start:end])
-                start = end
+        states, _ = numbered_state(folder, tree)
+        rows = {kind: [state[kind].reshape(-1) for state in states] for kind in MOMENTS}
+        fill_stretches(flat_stretches(order, len(states)), {"": tree["fp32_groups_flat"], **rows})
         return
-    order = [p for group in groups for p in group]
-    for p, master, state in zip(order, masters or [p.tensor for p in order], states, strict=True):
-        p.values = {kind: one_box(tensor_of(folder, state.get(kind), p.shape, p)) for kind in MOMENTS}
-        p.values[""] = one_box(tensor_of(folder, master, p.shape, p))
+    weights = [(p.name, p.tensor) for p in order]
+    for p, values in zip(order, match_numbered(folder, tree, weights), strict=True):
+        p.values = {kind: one_box(tensor) for kind, tensor in values.items()}
+
+
+def flat_stretches(order: Sequence[Parameter], groups: int) -> Iterator[Stretch]:
+    """Yield each parameter's stretch of its group's buffer: what decays, then norms and biases."""
+    starts = [0] * groups
+    for p in order:
+        group, numel = int(groups > 1 and p.tensor.ndim == 1), prod(p.shape)
+        yield Stretch(p, 0, group, starts[group], numel)
+        starts[group] += numel
 
 
 def settings_of(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,28 +22,30 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint.boxes import Shape
+from meshwright.checkpoint.foreign.adam import MOMENTS, WITHOUT, match_numbered, step_counts, unreadable_state
 from meshwright.checkpoint.foreign.megatron import names
 from meshwright.checkpoint.foreign.megatron import state as megatron_state
 from meshwright.checkpoint.foreign.megatron.sharded import (
     COPY,
-    MOMENTS,
+    ModelSizes,
     Parameter,
     RankFile,
-    as_boxes,
+    Stretch,
+    fill_stretches,
     is_rounded,
     measure_model,
     one_box,
 )
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.sources import MappedSource, aligned, check_json, check_state
-from meshwright.errors import UserError, bad_data
+from meshwright.checkpoint.foreign.registry import MEGATRON
+from meshwright.checkpoint.run_state import check_json, check_saved_state
+from meshwright.checkpoint.sources import MappedSource, aligned
+from meshwright.errors import bad_data
 
 if TYPE_CHECKING:
     import torch
 
 MODEL, MODEL_ALONE, SHARD, FLAT = "model_optim_rng.pt", "model_rng.pt", "optim.pt", "distrib_optim.pt"
-WITHOUT = "add --no-load-optim to load only the weights"
 # Largest difference of copies, relative to the norm: some versions let them drift by rounding.
 DRIFT = 1e-3
 
@@ -54,17 +56,17 @@ def open_megatron(folder: Path, trust: bool = False, heads: int | None = None, o
     Without `optimizer` its state is not read, unless the file is ours: then its masters are the
     weights, as in our own format.
     """
-    ranks = [RankFile(path, tp, pp, read(path, trust)) for (tp, pp), path in sorted(files(folder).items())]
+    ranks = [RankFile(path, tp, pp, read_tree(path, trust)) for (tp, pp), path in sorted(model_files(folder).items())]
     first, notes = ranks[0], list[str]()
     args, version = megatron_state.namespace(first.tree.get("args")), require_equal(ranks, "checkpoint_version")
     layers = name_parameters(folder, ranks, args.get("num_layers"))
     sizes = measure_model(folder, ranks, layers, args, heads)
     check_copies(ranks, notes)
     own, state = read_own(first), dict[str, Any]()
-    if folder.name != "release":
-        iteration = require_equal(ranks, "iteration")
-        tree = first.tree | (read(shards(first)[0], trust) if shards(first) else {})
-        state = own["state"] if own else megatron_state.state(tree, args, iteration, sizes.positions, notes)
+    if own:
+        state = own["state"] if folder.name != "release" else {}
+    elif folder.name != "release":
+        state = read_state(ranks, args, sizes, trust, notes)
     if ("optimizer" in first.tree) if own else (state and optimizer):
         steps = [step for rank in ranks for step in read_optimizer(rank, trust)]
         if not own:
@@ -72,13 +74,23 @@ def open_megatron(folder: Path, trust: bool = False, heads: int | None = None, o
         if not (state and optimizer):
             for p in (p for rank in ranks for p in rank.parameters):
                 p.values = {"": p.values[""]}
-    source = megatron_state.as_source("Megatron", folder, ranks, sizes, args, notes, float(version))
+    source = megatron_state.as_source(MEGATRON, folder, ranks, sizes, args, notes, float(version))
     vocab = megatron_state.true_vocabulary(first.tree, args)
     if own:
         source.config, vocab = own["config"], own["vocab"]
-    source.state, source.step, source.version = state, state.get("iteration", 0), str(version)
-    source.layout = f"{1 + ranks[-1].tp} tensor x {1 + ranks[-1].pp} pipeline ranks"
-    return source.of_vocabulary(vocab) if vocab else source
+    source.version = str(version)
+    layout = f"{1 + ranks[-1].tp} tensor x {1 + ranks[-1].pp} pipeline ranks"
+    return megatron_state.finish(source, state, layout, vocab)
+
+
+def read_state(
+    ranks: Sequence[RankFile], args: dict[str, Any], sizes: ModelSizes, trust: bool, notes: list[str]
+) -> dict[str, Any]:
+    """Return where the run was, from the first file and what a sharded optimizer has beside it."""
+    iteration, beside = require_equal(ranks, "iteration"), shards(ranks[0])
+    tree = ranks[0].tree | (read_tree(beside[0], trust) if beside else {})
+    state = megatron_state.run_state(tree, args, iteration, sizes.positions, notes)
+    return state.as_saved() if state else {}
 
 
 def read_own(rank: RankFile) -> dict[str, Any] | None:
@@ -89,7 +101,7 @@ def read_own(rank: RankFile) -> dict[str, Any] | None:
     vocab = own.get("vocab", "") if isinstance(own, dict) else ""
     if not (vocab is None or (type(vocab) is int and vocab > 0)):
         raise bad_data(f"{rank.path}: its entry `meshwright` is not what Meshwright writes")
-    check_state(own.get("state"), rank.path)
+    check_saved_state(own.get("state"), rank.path)
     check_json(own.get("config"), rank.path)
     return own
 
@@ -97,25 +109,25 @@ def read_own(rank: RankFile) -> dict[str, Any] | None:
 # Files
 
 
-def files(folder: Path) -> dict[tuple[int, int], Path]:
+def model_files(folder: Path) -> dict[tuple[int, int], Path]:
     """Return the file of each (tensor rank, stage); all must be there."""
-    found: dict[tuple[int, int], Path] = {}
+    files: dict[tuple[int, int], Path] = {}
     for path in sorted(folder.glob("mp_rank_*/model*_rng.pt")):
         at = re.fullmatch(r"mp_rank_(\d{2,})(?:_(\d{3,}))?", path.parent.name)
         if at and path.name in (MODEL, MODEL_ALONE):
-            other = found.setdefault((int(at[1]), int(at[2] or 0)), path)
+            other = files.setdefault((int(at[1]), int(at[2] or 0)), path)
             if other != path:
                 raise bad_data(f"{path} and {other} belong to the same rank; remove one of them")
-    if not found:
+    if not files:
         raise bad_data(f"{folder}: no mp_rank_*/{MODEL} in it")
-    t, p = (1 + max(n) for n in zip(*found, strict=True))
-    missing = [f"{tp}, {pp}" for tp, pp in product(range(t), range(p)) if (tp, pp) not in found]
+    t, p = (1 + max(n) for n in zip(*files, strict=True))
+    missing = [f"{tp}, {pp}" for tp, pp in product(range(t), range(p)) if (tp, pp) not in files]
     if missing:
         raise bad_data(f"{folder}: of {t} x {p} tensor and pipeline ranks these have no file: ({'), ('.join(missing)})")
-    return found
+    return files
 
 
-def read(path: Path, trust: bool) -> dict[str, Any]:
+def read_tree(path: Path, trust: bool) -> dict[str, Any]:
     tree = pickles.load_pickle(path, trust=trust)
     if not isinstance(tree, dict):
         raise bad_data(f"{path}: holds a {type(tree).__name__}, not the dictionary of a Megatron checkpoint")
@@ -252,31 +264,17 @@ def read_optimizer(rank: RankFile, trust: bool) -> Iterator[int]:
     """Fill the parameters' `values`; yield every step count of Adam in the files."""
     beside, tree = shards(rank), rank.tree.get("optimizer")
     if (path := rank.path.with_name(FLAT)).exists():
-        from_flat(rank, path, read(path, trust))
+        from_flat(rank, path, read_tree(path, trust))
     elif beside:
         tree = from_shards(rank, beside, trust)
     else:
-        from_one_file(rank, tree)
+        order = decayed_first(rank.parameters)
+        weights = [(p.name, p.tensor) for p in order]
+        for p, values in zip(order, match_numbered(rank.path, tree, weights, needs_masters=True), strict=True):
+            p.values = {kind: one_box(tensor) for kind, tensor in values.items()}
     for p in rank.parameters:
         check_values(rank, p)
-    inner = inner_state(rank.path, tree)
-    for entry in (*inner["param_groups"], *inner.get("state", {}).values()):
-        if isinstance(entry, dict) and "step" in entry:
-            yield int(entry["step"])
-
-
-def inner_state(path: Path, tree: Any) -> dict[str, Any]:
-    """Return torch's own state_dict, which may lie within Megatron's."""
-    for key in ("optimizer", "optimizer_state_dict"):
-        if isinstance(tree, dict) and isinstance(tree.get(key), dict):
-            tree = tree[key]
-    if not isinstance(tree, dict) or not isinstance(tree.get("param_groups"), list):
-        raise unknown(path, "it is not laid out as Megatron's")
-    return tree
-
-
-def unknown(path: Path, why: str) -> UserError:
-    return bad_data(f"{path}: the optimizer's state cannot be read, {why}; {WITHOUT}")
+    yield from step_counts(rank.path, tree)
 
 
 def decayed_first(parameters: Sequence[Parameter]) -> list[Parameter]:
@@ -287,71 +285,38 @@ def decayed_first(parameters: Sequence[Parameter]) -> list[Parameter]:
     return sorted(parameters, key=lambda p: p.tensor.ndim == 1)
 
 
-def numbered(path: Path, tree: Any) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return the state of each parameter, group after group, and the masters if there are any."""
-    inner = inner_state(path, tree)
-    state = inner.get("state")
-    keys = [key for group in inner["param_groups"] for key in group.get("params", ())]
-    if not isinstance(state, dict) or not all(isinstance(state.get(key), dict) for key in keys):
-        raise unknown(path, "parameters have no state")
-    kinds = ("fp32_from_fp16_params", "fp32_from_fp16", "shard_fp32_from_float16_groups", "fp32_groups")
-    masters: list[Any] = next((tree[kind] for kind in kinds if kind in tree), [])
-    return [state[key] for key in keys], [master for group in masters for master in group]
-
-
-def from_one_file(rank: RankFile, tree: Any) -> None:
-    states, masters = numbered(rank.path, tree)
-    order, masters = decayed_first(rank.parameters), masters[::-1]
-    if len(states) != len(order):
-        raise unknown(rank.path, f"it is of {len(states)} parameters, the model has {len(order)}")
-    for p, state in zip(order, states, strict=True):
-        p.values = {kind: one_box(tensor_of(rank.path, state.get(kind), p.shape, p)) for kind in MOMENTS}
-        if p.tensor.element_size() > 2:  # more than half precision: its own master
-            p.values[""] = one_box(p.tensor)
-        else:
-            p.values[""] = one_box(tensor_of(rank.path, masters.pop() if masters else None, p.shape, p))
-    if masters:
-        raise unknown(rank.path, f"{len(masters)} master weights belong to no parameter")
-
-
-def tensor_of(path: Path, value: Any, shape: Shape, p: Parameter) -> torch.Tensor:
-    """Return the value if it is a tensor of this shape."""
-    import torch
-
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
-        held = tuple(value.shape) if isinstance(value, torch.Tensor) else "nothing"
-        raise unknown(path, f"at the place of {p.name} {shape} it has {held}")
-    return value.detach()
-
-
 def from_flat(rank: RankFile, path: Path, tree: dict[Any, Any]) -> None:
     """Read a buffer per chunk, last parameter first, or several padded buckets."""
+    import torch
+
     for number, chunk in enumerate(rank.chunks):
         by_type = tree.get(number)
         if not isinstance(by_type, dict) or len(by_type) != 1 or "per_bucket_numel" in tree:
-            raise unknown(path, "its buffers are not laid out as in 2023")
-        (buffers,) = by_type.values()
+            raise unreadable_state(path, "its buffers are not laid out as in 2023")
+        (by_kind,) = by_type.values()
+        buffers: dict[str, list[Any]] = {}
         for kind in ("", *MOMENTS):
-            held = buffers.get(kind or "param") if isinstance(buffers, dict) else None
-            for p, view in in_buckets(path, held if isinstance(held, list) else [held], chunk[::-1]):
-                p.values[kind] = one_box(view)
+            buckets = by_kind.get(kind or "param") if isinstance(by_kind, dict) else None
+            buffers[kind] = buckets if isinstance(buckets, list) else [buckets]
+            if any(not isinstance(bucket, torch.Tensor) or bucket.ndim != 1 for bucket in buffers[kind]):
+                raise unreadable_state(path, "a buffer is not a row of numbers")
+        sizes = {kind: [len(bucket) for bucket in buckets] for kind, buckets in buffers.items()}
+        if any(each != sizes[""] for each in sizes.values()):
+            raise unreadable_state(path, "the buffers of its masters and moments differ in size")
+        fill_stretches(in_buckets(path, sizes[""], chunk[::-1]), buffers)
 
 
-def in_buckets(path: Path, buckets: list[Any], waiting: list[Parameter]) -> Iterator[tuple[Parameter, torch.Tensor]]:
-    """Yield each waiting parameter with its values from the buckets."""
-    import torch
-
+def in_buckets(path: Path, sizes: Sequence[int], waiting: Sequence[Parameter]) -> Iterator[Stretch]:
+    """Yield each waiting parameter where it lies in buckets of these sizes."""
     at = 0
-    for bucket in buckets:
-        if not isinstance(bucket, torch.Tensor) or bucket.ndim != 1:
-            raise unknown(path, "a buffer is not a row of numbers")
+    for bucket, size in enumerate(sizes):
         start = 0
-        while at < len(waiting) and start + prod(waiting[at].shape) <= len(bucket):
-            end = start + prod(waiting[at].shape)
-            yield waiting[at], bucket[start:end].view(waiting[at].shape)
-            start, at = end, at + 1
+        while at < len(waiting) and start + prod(waiting[at].shape) <= size:
+            numel = prod(waiting[at].shape)
+            yield Stretch(waiting[at], 0, bucket, start, numel)
+            start, at = start + numel, at + 1
     if at < len(waiting):
-        raise unknown(path, f"it ends before {waiting[at].name}")
+        raise unreadable_state(path, f"it ends before {waiting[at].name}")
 
 
 def from_shards(rank: RankFile, paths: Sequence[Path], trust: bool) -> Any:
@@ -359,32 +324,26 @@ def from_shards(rank: RankFile, paths: Sequence[Path], trust: bool) -> Any:
 
     Each rank numbers the parameters of its own part from first to last.
     """
-    trees = [read(path, trust).get("optimizer") for path in paths]
-    for p in rank.parameters:
-        p.values = {kind: [] for kind in ("", *MOMENTS)}
+    trees = [read_tree(path, trust).get("optimizer") for path in paths]
     for number, (path, tree) in enumerate(zip(paths, trees, strict=True)):
-        states, masters = numbered(path, tree)
-        mine = [part for chunk in rank.chunks for part in parts_of_buffer(chunk, number, len(paths))]
-        mine.sort(key=lambda part: part[0].tensor.ndim == 1)
-        if len(mine) != len(states) or len(masters) not in (0, len(mine)):
-            raise unknown(path, f"it is of {len(states)} slices, {len(mine)} are expected")
-        for i, (p, begin, end) in enumerate(mine):
-            values = {kind: states[i].get(kind) for kind in MOMENTS}
-            values[""] = masters[i] if masters else p.tensor.reshape(-1)[begin:end]
-            for kind, value in values.items():
-                p.values[kind] += as_boxes(p, begin, end, tensor_of(path, value, (end - begin,), p))
+        stretches = [part for chunk in rank.chunks for part in parts_of_buffer(chunk, number, len(paths))]
+        stretches.sort(key=lambda stretch: stretch.p.tensor.ndim == 1)
+        weights = [(s.p.name, s.p.tensor.reshape(-1)[s.begin : s.begin + s.numel]) for s in stretches]
+        for stretch, values in zip(stretches, match_numbered(path, tree, weights), strict=True):
+            for kind, tensor in values.items():
+                stretch.p.add(kind, stretch.begin, tensor)
     return trees[0]
 
 
-def parts_of_buffer(chunk: Sequence[Parameter], number: int, count: int) -> Iterator[tuple[Parameter, int, int]]:
-    """Yield the parameters of which a data rank has elements [begin, end), in the model's order."""
-    total = start = sum(prod(p.shape) for p in chunk)
+def parts_of_buffer(chunk: Sequence[Parameter], number: int, count: int) -> Iterator[Stretch]:
+    """Yield what a data rank has of each parameter, in the model's order."""
+    total = place = sum(prod(p.shape) for p in chunk)
     size = -(-total // count)
     for p in chunk:
-        start -= prod(p.shape)
-        begin, end = max(number * size - start, 0), min((number + 1) * size - start, prod(p.shape))
+        place -= prod(p.shape)
+        begin, end = max(number * size - place, 0), min((number + 1) * size - place, prod(p.shape))
         if begin < end:
-            yield p, begin, end
+            yield Stretch(p, begin, number, place + begin - number * size, end - begin)
 
 
 def check_values(rank: RankFile, p: Parameter) -> None:
@@ -393,4 +352,6 @@ def check_values(rank: RankFile, p: Parameter) -> None:
         model = p.tensor[tuple(slice(o, o + n) for o, n in zip(offset, master.shape, strict=True))]
         for row in {0, len(master) - 1}:
             if not is_rounded(*(x[row : row + 1].flatten()[:64] for x in (model, master))):
-                raise unknown(rank.path, f"the master weights at the place of {p.name} are not those of the model")
+                raise unreadable_state(
+                    rank.path, f"the master weights at the place of {p.name} are not those of the model"
+                )

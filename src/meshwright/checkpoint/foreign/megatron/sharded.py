@@ -1,4 +1,4 @@
-"""The skeleton of readers of trees cut as Megatron cuts: its own, Megatron-Core's, DeepSpeed's.
+"""Shared steps of the readers of Megatron-style sharded checkpoints: Megatron, -Core, DeepSpeed.
 
 A reader finds the files, reads their trees and gives each rank's tensors our names (`Parameter`).
 `measure_model` derives the model's `Sizes` from the shapes and checks every shape against them.
@@ -7,7 +7,7 @@ The reader then adds optimizer state, and `lay_out` makes the table of views int
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     import torch
 
 COPY = "wte.copy"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 Boxes = list[tuple[Shape, "torch.Tensor"]]  # parts of a rank's tensor: offset and elements
 
 
 class RowMap(NamedTuple):
-    """Rows of a rank's tensor, and their place in ours.
+    """Where rows of a rank's tensor belong in ours.
 
     `to` has one dimension more if the MLP is gated: which half.
     """
@@ -51,6 +50,13 @@ class Parameter:
     @property
     def shape(self) -> Shape:
         return tuple(self.tensor.shape)
+
+    def add(self, kind: str, begin: int, values: torch.Tensor) -> None:
+        """Add a flat tensor of the elements from `begin` on to the values of a kind."""
+        box_values, start = self.values.setdefault(kind, []), 0
+        for offset, size in shard.boxes(self.shape, begin, begin + len(values)):
+            box_values.append((offset, values[start : start + prod(size)].view(size)))
+            start += prod(size)
 
     @property
     def is_replicated(self) -> bool:
@@ -153,7 +159,7 @@ class ModelSizes:
         }.get(kind, (h, None))
         return (out,) if into is None or last == "bias" else (out, into)
 
-    def runs(self, p: Parameter, tp: int, version: float) -> list[RowMap]:
+    def row_maps(self, p: Parameter, tp: int, version: float) -> list[RowMap]:
         """Return where the rows of a rank's tensor belong in ours."""
         rows, *columns = shape = self.rank_shape(p.part)
         rest = (0,) * len(columns)
@@ -209,13 +215,24 @@ def empty(shape: Shape) -> torch.Tensor:
     return torch.empty(shape, device="meta")
 
 
-def as_boxes(p: Parameter, begin: int, end: int, values: torch.Tensor) -> Boxes:
-    """Return elements [begin, end) of a parameter as boxes."""
-    out, start = [], 0
-    for offset, size in shard.boxes(p.shape, begin, end):
-        out.append((offset, values[start : start + prod(size)].view(size)))
-        start += prod(size)
-    return out
+class Stretch(NamedTuple):
+    """Consecutive elements of a parameter in one of several flat buffers."""
+
+    p: Parameter
+    begin: int  # in the parameter
+    buffer: int
+    start: int  # in the buffer
+    numel: int
+
+
+def fill_stretches(stretches: Iterable[Stretch], buffers: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    """Give parameters their values of each kind from the buffers of that kind."""
+    for p, begin, buffer, start, numel in stretches:
+        for kind, rows in buffers.items():
+            values = rows[buffer][start : start + numel]
+            if len(values) != numel:
+                raise ValueError(f"a buffer ends within {p.name}")
+            p.add(kind, begin, values)
 
 
 def is_rounded(model: torch.Tensor, master: torch.Tensor) -> bool:
@@ -231,21 +248,23 @@ def is_rounded(model: torch.Tensor, master: torch.Tensor) -> bool:
 
 def lay_out(ranks: Sequence[RankFile], sizes: ModelSizes, version: float) -> dict[str, list[TensorView]]:
     """Return where each rank's values lie in our tensors."""
-    pieces: dict[str, list[TensorView]] = {}
+    views: dict[str, list[TensorView]] = {}
     for rank in ranks:
         for p in rank.parameters:
             if p.part == COPY or (p.is_replicated and rank.tp):
                 continue
-            runs = sizes.runs(p, rank.tp, version)
+            row_maps = sizes.row_maps(p, rank.tp, version)
             for kind, boxes in (p.values or {"": one_box(p.tensor)}).items():
-                table = pieces.setdefault(f"{p.name}/{kind}" if kind else p.name, [])
-                table += [piece for run in runs for offset, box in boxes for piece in place(run, offset, box)]
-    return pieces
+                table = views.setdefault(f"{p.name}/{kind}" if kind else p.name, [])
+                table += [
+                    view for row_map in row_maps for offset, box in boxes for view in place_box(row_map, offset, box)
+                ]
+    return views
 
 
-def place(run: RowMap, offset: Shape, box: torch.Tensor) -> Iterator[TensorView]:
-    """Yield the part of a box in these rows; if they are not adjacent, the box is the tensor."""
-    rows, at = run.rows, list(run.to)
+def place_box(row_map: RowMap, offset: Shape, box: torch.Tensor) -> Iterator[TensorView]:
+    """Yield the part of a box in these rows; rows with a step occur only in complete tensors."""
+    rows, at = row_map.rows, list(row_map.to)
     row = len(at) - box.ndim
     low, high = max(rows.start, offset[0]), min(rows.stop, offset[0] + len(box))
     if low >= high:

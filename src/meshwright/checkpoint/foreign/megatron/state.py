@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.foreign.megatron.sharded import ModelSizes, RankFile, lay_out
+from meshwright.checkpoint.run_state import LossScaleState, RunState
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.optim.schedule import Schedule
 
@@ -56,8 +56,14 @@ def as_source(
     version: float = 3.0,
 ) -> MappedSource:
     """Return the ranks' parameters as a source, with the settings that their files state."""
-    pieces = lay_out(ranks, sizes, version)
-    return MappedSource(kind, folder, 0, config=config(args, sizes, pieces, notes), notes=notes, pieces=pieces)
+    views = lay_out(ranks, sizes, version)
+    return MappedSource(kind, folder, 0, config=config(args, sizes, views, notes), notes=notes, views=views)
+
+
+def finish(source: MappedSource, state: dict[str, Any], layout: str, vocab: int | None) -> MappedSource:
+    """Return the source with the run's state, cut to its vocabulary if the files state its size."""
+    source.state, source.step, source.layout = state, state.get("iteration", 0), layout
+    return source.of_vocabulary(vocab) if vocab else source
 
 
 def config(args: Mapping[str, Any], sizes: ModelSizes, held: Collection[str], notes: list[str]) -> dict[str, Any]:
@@ -110,41 +116,38 @@ def true_vocabulary(tree: Mapping[str, Any], args: Mapping[str, Any]) -> int | N
 # Where a run was
 
 
-def state(tree: Values, args: Values, iteration: int, rows: int | None, notes: list[str]) -> dict[str, Any]:
-    """Return the run's state as resume.State saves it, with a schedule if the file has one.
+def run_state(tree: Values, args: Values, iteration: int, rows: int | None, notes: list[str]) -> RunState | None:
+    """Return where the run was, with a schedule if the file has one.
 
-    Empty if the file holds weights alone, or does not say how many samples the run has consumed.
+    None if the file holds weights alone, or does not say how many samples the run has consumed.
     """
     optimizer = tree.get("optimizer")
     if not isinstance(optimizer, dict):
-        return {}
+        return None
     schedules = (tree.get(key) for key in ("opt_param_scheduler", "lr_scheduler"))
-    saved: Values = next((found for found in schedules if isinstance(found, dict)), {})
+    saved: Values = next((entry for entry in schedules if isinstance(entry, dict)), {})
     batch = batch_size(args)
     consumed = args.get("consumed_train_samples") or iteration * batch
     if not consumed and iteration:
         notes.append(
             " > note: it does not say how many samples it consumed, so only the weights are used; add --finetune"
         )
-        return {}
+        return None
     curve = schedule(saved, args, optimizer, batch)
     done = curve.pop("done") if curve else consumed
     if curve and curve["style"] == "WSD" and not curve["wsd_samples"]:
         notes.append(" > note: it does not say how long the last part of its WSD schedule is (lr_wsd_decay_samples)")
         curve = None
-    out: dict[str, Any] = {
-        "iteration": iteration,
-        "consumed_train_samples": int(consumed),
-        "schedule_samples": int(done),
-        "nonfinite_in_a_row": 0,
-        **dict.fromkeys(("best_iteration", "best_loss", "epochs", "blends")),
-        "padded_vocab_size": args.get("padded_vocab_size"),
-        "positions": rows or args.get("max_position_embeddings"),
-        "loss_scale": loss_scale(optimizer),
-        "skips": [],
-        "optimizer_steps": iteration,
-    }
-    return out | ({"schedule": dataclasses.asdict(Schedule(**curve))} if curve else {})
+    return RunState(
+        iteration,
+        consumed_train_samples=int(consumed),
+        schedule_samples=int(done),
+        optimizer_steps=iteration,
+        schedule=Schedule(**curve) if curve else None,
+        loss_scale=loss_scale(optimizer),
+        positions=rows or args.get("max_position_embeddings"),
+        padded_vocab_size=args.get("padded_vocab_size"),
+    )
 
 
 def batch_size(args: Mapping[str, Any]) -> int:
@@ -178,8 +181,8 @@ def weight_decay(args: Mapping[str, Any], optimizer: Mapping[str, Any]) -> float
     return float(args.get("weight_decay", max((group.get("weight_decay", 0.0) for group in groups), default=0.0)))
 
 
-def loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of optim.loss_scale.LossScale. Until 2020 the scaler object was pickled."""
+def loss_scale(optimizer: Mapping[str, Any]) -> LossScaleState:
+    """Return the state of the loss scale. Until 2020 the scaler object was pickled."""
     scaler, old = optimizer.get("grad_scaler"), optimizer.get("loss_scaler")
     dynamic, scale, clean, hysteresis = False, 1.0, 0, 2
     if isinstance(scaler, dict) and "scale" in scaler:
@@ -188,8 +191,7 @@ def loss_scale(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     elif old is not None and hasattr(old, "scale_window"):
         dynamic, scale, hysteresis = True, old.cur_scale, getattr(old, "cur_hysteresis", 1)
         clean = max(old.cur_iter - old.last_overflow_iter - 1, 0) % max(old.scale_window, 1)
-    trackers = {"growth_tracker": int(clean), "hysteresis_tracker": int(hysteresis), "in_a_row": 0}
-    return {"dynamic": dynamic, "scale": float(scale), **trackers}
+    return LossScaleState(dynamic, float(scale), int(clean), int(hysteresis))
 
 
 def state_beside_weights(tree: Values, args: Values, rows: int | None, notes: list[str]) -> dict[str, Any]:
@@ -198,14 +200,15 @@ def state_beside_weights(tree: Values, args: Values, rows: int | None, notes: li
     if isinstance(optimizer, dict) and isinstance(optimizer.get(0), dict):  # one of several in a chain
         optimizer = optimizer[0]
     iteration, before = int(tree.get("iteration", 0)), len(notes)
-    out = state({**tree, "optimizer": optimizer}, args, iteration, rows, notes)
-    if not out and len(notes) > before:  # it has one that cannot be followed
+    state = run_state({**tree, "optimizer": optimizer}, args, iteration, rows, notes)
+    if state is None and len(notes) > before:  # it has one that cannot be followed
         return {}
-    if not out:
+    if state is None:
         samples = int(args.get("consumed_train_samples") or iteration * batch_size(args))
-        out = {"iteration": iteration, "consumed_train_samples": samples, "schedule_samples": samples}
+        state = RunState(iteration, samples, samples, iteration)
     steps = [int(step) for key in ("step", "common_step") for step in values_of(optimizer, key) if step is not None]
-    return out | {"optimizer_steps": max(steps, default=iteration)}
+    state.optimizer_steps = max(steps, default=iteration)
+    return state.as_saved()
 
 
 def values_of(tree: Any, key: str) -> Iterator[Any]:

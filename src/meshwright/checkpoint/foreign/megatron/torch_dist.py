@@ -1,7 +1,7 @@
 """Open `torch_dist` folders of Megatron-Core, and torch.distributed.checkpoint's with its names.
 
-`.metadata`, a torch.save archive, lists each tensor's boxes with their file and byte. torch's own
-reader unpickles it unguarded, hence this one by hand: boxes become views of mapped files.
+`.metadata`, a plain pickle, lists each tensor's boxes with their file and byte. torch's own reader
+unpickles it unguarded, hence this one by hand: boxes become views of mapped files.
 
 Equal layers are one tensor there, whose first dimension is the layer. Optimizer state is stored
 like the parameters, or as stretches of each rank's share ("fully_sharded_model_space"): one more
@@ -24,6 +24,7 @@ from meshwright.checkpoint.foreign.megatron import core_buffers, names
 from meshwright.checkpoint.foreign.megatron import state as megatron_state
 from meshwright.checkpoint.foreign.megatron.sharded import Boxes, Parameter, RankFile, empty, measure_model
 from meshwright.checkpoint.foreign.pickle import pickles
+from meshwright.checkpoint.foreign.registry import TORCH_DIST
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.errors import bad_data
 from meshwright.parallel import shard
@@ -67,7 +68,7 @@ def open_torch_dist(
     """
     common = pickles.load_pickle(folder / "common.pt", trust=trust) if (folder / "common.pt").exists() else {}
     metadata = pickles.load_pickle(folder / ".metadata", trust=trust)
-    tensors = stored(folder, metadata, trust, optimizer)
+    tensors = map_tensors(folder, metadata, trust, optimizer)
     if optimizer and isinstance(common.get("optimizer"), dict):
         common["optimizer"] = {**common["optimizer"], **beside_buffers(folder, metadata, trust)}
     return from_tensors(folder, common, tensors, heads)
@@ -80,33 +81,32 @@ def from_tensors(
     for option, harmless in OTHERS.items():
         if args.get(option) is not None and args[option] not in harmless:
             raise bad_data(f"{folder}: its model has {option} {args[option]}, which we do not build")
-    rank = RankFile(folder, 0, 0, common, [list(parameters(folder, tensors))])
+    rank = RankFile(folder, 0, 0, common, [list(named_parameters(folder, tensors))])
     layers = {int(p.name.split(".")[1]) for p in rank.parameters if p.name.startswith("h.")}
     sizes = measure_model(folder, [rank], 1 + max(layers, default=-1), args, heads)
     complete_optimizer(rank)
-    source = megatron_state.as_source("Megatron-Core", folder, [rank], sizes, args, notes)
+    source = megatron_state.as_source(TORCH_DIST, folder, [rank], sizes, args, notes)
     if not source.has_optimizer and any(map(BUFFERS.match, tensors)):
         try:
             joined = core_buffers.by_parameter(source, tensors, sizes, tensor_ranks(tensors))
-            source = dataclasses.replace(source, pieces=joined)
+            source = dataclasses.replace(source, views=joined)
         except ValueError as error:
             notes.append(
                 f" > note: {folder} keeps the optimizer's state as it lay in memory (unlike with "
                 "--dist-ckpt-optim-fully-reshardable), and its parameters cannot be identified: "
                 f"{error}. Add --no-load-optim to load only the weights"
             )
+    state: dict[str, Any] = {}
     if source.has_optimizer or isinstance(common.get("optimizer"), dict):
-        source.state = megatron_state.state_beside_weights(common, args, sizes.positions, notes)
-        source.step = source.state.get("iteration", 0)
-    source.layout = f"tables of tokens over {tensor_ranks(tensors)} tensor ranks"
-    vocab = megatron_state.true_vocabulary(common, args)
-    return source.of_vocabulary(vocab) if vocab else source
+        state = megatron_state.state_beside_weights(common, args, sizes.positions, notes)
+    layout = f"tables of tokens over {tensor_ranks(tensors)} tensor ranks"
+    return megatron_state.finish(source, state, layout, megatron_state.true_vocabulary(common, args))
 
 
 # Files
 
 
-def stored(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> dict[str, DistTensor]:
+def map_tensors(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> dict[str, DistTensor]:
     """Return every tensor with its boxes, those of a model mapped; other entries are not read."""
     entries = metadata.state_dict_metadata
     found = {key: DistTensor(tuple(entry.size), []) for key, entry in entries.items() if hasattr(entry, "chunks")}
@@ -114,7 +114,7 @@ def stored(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> dict[st
         found = {key: tensor for key, tensor in found.items() if not STATE.fullmatch(key) and not BUFFERS.match(key)}
     for index, info in metadata.storage_data.items():
         key, tensor = index.fqn, found.get(index.fqn)
-        if tensor is None or not (STATE.fullmatch(key) or core_buffers.KEY.fullmatch(key) or meaning(key)):
+        if tensor is None or not (STATE.fullmatch(key) or core_buffers.KEY.fullmatch(key) or parse_parts(key)):
             continue
         if not re.fullmatch(r"\w[\w.-]*", info.relative_path) or getattr(info, "transform_descriptors", None):
             raise bad_data(f"{folder}: {index.fqn} lies outside the folder or is compressed: {info.relative_path}")
@@ -142,7 +142,7 @@ def beside_buffers(folder: Path, metadata: Any, trust: bool) -> dict[str, Any]:
 # Names
 
 
-def meaning(key: str) -> NameParts | None:
+def parse_parts(key: str) -> NameParts | None:
     """Return the parts of a name, or None if it is no known parameter of a GPT."""
     key = PREFIX.sub("", key, count=1)
     half = {"_w": 0, "_v": 1}.get(key[-2:])
@@ -152,20 +152,20 @@ def meaning(key: str) -> NameParts | None:
     return None if name is None else NameParts(name, stacked, half)
 
 
-def parameters(folder: Path, tensors: Mapping[str, DistTensor]) -> Iterator[Parameter]:
+def named_parameters(folder: Path, tensors: Mapping[str, DistTensor]) -> Iterator[Parameter]:
     """Yield each parameter with its weights and its optimizer state."""
     found: dict[str, Parameter] = {}
-    strange = [key for key in tensors if not (STATE.fullmatch(key) or meaning(key) or BESIDE.fullmatch(key))]
+    strange = [key for key in tensors if not (STATE.fullmatch(key) or parse_parts(key) or BESIDE.fullmatch(key))]
     if strange:
         raise bad_data(f"{folder}: {strange[0][:200]} is not a known parameter of a GPT")
     for key, tensor in tensors.items():
-        if not STATE.fullmatch(key) and (means := meaning(key)):
+        if not STATE.fullmatch(key) and (means := parse_parts(key)):
             add(found, "", means, tensor)
     shapes = {PREFIX.sub("", key, count=1): tensor.shape for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
         if state := STATE.fullmatch(key):
             kind, theirs = state[1].removeprefix("fp32_"), PREFIX.sub("", state[2], count=1)
-            if means := meaning(theirs):
+            if means := parse_parts(theirs):
                 add(found, kind, means, join_shares(tensor, shapes[theirs]))
     yield from found.values()
 

@@ -19,9 +19,9 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from meshwright.checkpoint.foreign.adam import MOMENTS
 from meshwright.checkpoint.foreign.megatron import names
 from meshwright.checkpoint.foreign.megatron.reader import MODEL
-from meshwright.checkpoint.foreign.megatron.sharded import MOMENTS
 from meshwright.checkpoint.foreign.megatron.state import SCHEDULE
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.publish import Produce, Write
