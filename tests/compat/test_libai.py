@@ -18,6 +18,7 @@ import yaml
 import fakes
 from blocks import block, covers
 from documents import ROOT, ROUNDING, assert_same, by_deepspeed, free_port, run, shell, steps
+from meshwright.errors import UserError
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 
@@ -185,8 +186,8 @@ REFUSED = {
     "train.dist.pipeline_num_layers=12": "pipeline_num_layers 12 must be model.cfg.num_layers 24",
     "dataloader.train.weights=[1,2]": "dataloader.train needs a dataset, a weight for each",
     "dataloader.train.dataset[0].mask=1": "dataloader.train.dataset: mask is no setting here",
-    "dataloader.train.dataset[3].seed=1": "there is no table dataloader.train.dataset.3",
-    "tran.seed=1": "there is no table tran",
+    "dataloader.train.dataset[3].seed=1": "no table dataloader.train.dataset.3",
+    "tran.seed=1": "no table tran",
 }
 
 
@@ -301,3 +302,22 @@ def test_installation(tmp_path: Path, place: Path) -> None:
     assert made.returncode == 0, made.stderr
     (asked,) = tmp_path.glob("*.egg-info/requires.txt")
     assert asked.read_text() == f"meshwright @ {ROOT.as_uri()}\n"
+
+
+def test_overrides(tool: Any) -> None:
+    config = {"a": {"b": 1, "sets": [{"path": "x"}, 5]}}
+    words = [
+        "a.b=[0]*2",
+        "a.sets[0].path=./gpt=2",
+        "a.sets.1=1e-3",
+        "a.amp.enabled=TRUE",
+        "+a.c=null",
+        "a.d=",
+        "a.e='1'",
+    ]
+    tool.override(config, words)
+    sets = [{"path": "./gpt=2"}, 0.001]
+    assert config == {"a": {"b": [0, 0], "sets": sets, "amp": {"enabled": True}, "c": None, "d": "", "e": "1"}}
+    for word in ("a=1", "c.b=1", "a.b.0.c=1", "a.sets.2=1", "a.sets.x.y=1", "a.c.d=1"):
+        with pytest.raises(UserError, match=f"{word}(:| is not a setting)"):
+            tool.override(config, [word])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.settings.hints import did_you_mean
-from meshwright.settings.lazy_config import flattened
+from meshwright.settings.other_programs.lazy_config import read_expression
 
 TABLES = ("model", "train", "optim", "dataloader", "tokenization", "graph")  # LiBai reads no others
 # Table -> key=flag that takes the value; a flag without = has the key's name.
@@ -165,3 +167,43 @@ def data(s: dict[str, Any]) -> list[str]:
     words = [str(x) for w, one in zip(weights, sets, strict=True) for x in (w, one["indexed_dataset"]["data_prefix"])]
     words = ["--data-path", *(words[1:] if len(sets) == 1 else words)]
     return [*words, "--split", ",".join(map(str, splits[0])), "--seq-length", str(sets[0]["max_seq_length"])]
+
+
+def override(config: dict[str, Any], words: Collection[str]) -> None:
+    """Apply words such as `train.amp.enabled=True` or `train.sets[0].path=a/b` to tables.
+
+    A value is an expression without names, true, false or null, or else a text. The first part of
+    the key must exist; further tables are made.
+    """
+    for word in words:
+        key, _, text = word.lstrip("+").partition("=")
+        parts = re.sub(r"\[(\d+)\]", r".\1", key).split(".")
+        names: list[Any] = [int(name) if re.fullmatch("[0-9]{1,6}", name) else name for name in parts]
+        if len(names) < 2:
+            raise UserError(f"{word} is not a setting; give TABLE.KEY=VALUE")
+        table: Any = config
+        for depth, name in enumerate(names[:-1]):
+            if isinstance(table, list):
+                table = table[name] if name in range(len(table)) else None
+            else:
+                table = table.setdefault(name, {}) if depth else table.get(name)
+            if not isinstance(table, dict | list):
+                raise UserError(f"{word}: no table {'.'.join(map(str, names[: depth + 1]))}")
+        if isinstance(table, list) and names[-1] not in range(len(table)):
+            raise UserError(f"{word}: the list has no item {names[-1]}")
+        try:
+            table[names[-1]] = {"true": True, "false": False, "null": None}[text.lower()]
+        except KeyError:
+            try:
+                table[names[-1]] = read_expression(text)
+            except ValueError:
+                table[names[-1]] = text
+
+
+def flattened(table: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values; lists are values."""
+    for key, item in table.items():
+        if isinstance(item, dict):
+            yield from flattened(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item

@@ -13,13 +13,13 @@ sys.path.insert(0, str(HERE.parents[2] / "src"))  # runs from a clone too, witho
 sys.path.insert(1, str(HERE))
 
 import yaml  # noqa: E402
-from config_flags import TABLES, to_flags  # noqa: E402
+from config_flags import TABLES, override, to_flags  # noqa: E402
 
 from meshwright.__main__ import main  # noqa: E402
 from meshwright.errors import UserError  # noqa: E402
 from meshwright.files import replacing  # noqa: E402
 from meshwright.ranks.world import find_world  # noqa: E402
-from meshwright.settings import lazy_config  # noqa: E402
+from meshwright.settings.other_programs.lazy_config import read_lazy_config  # noqa: E402
 
 MODULES = ("libai", "oneflow", "flowvision", "omegaconf")
 FAST = "train.train_epoch=0 train.train_iter=20 train.evaluation.eval_period=10 train.log_period=1".split()
@@ -27,12 +27,12 @@ FAST = "train.train_epoch=0 train.train_iter=20 train.evaluation.eval_period=10 
 
 def resolve(path: str, words: list[str]) -> dict[str, dict]:
     """Return a config's tables with `key=value` words applied."""
-    found = lazy_config.read(Path(path), MODULES, [HERE.parent])
+    found = read_lazy_config(Path(path), MODULES, [HERE.parent])
     config = {name: found[name] for name in TABLES if isinstance(found.get(name), dict)}
     config.setdefault("graph", {})
     if missing := set(TABLES) - set(config):
         raise UserError(f"{path} has no {' and no '.join(sorted(missing))}; import LiBai's defaults as its configs do")
-    lazy_config.override(config, words)
+    override(config, words)
     return config
 
 

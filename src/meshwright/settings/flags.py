@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from meshwright.errors import BAD_DATA, DONE, UserError
-from meshwright.settings import checks, help, lazy_config, presets
+from meshwright.settings import checks, help, presets
 from meshwright.settings.fields import (
     cached,
     choices_of,
@@ -41,6 +41,7 @@ from meshwright.settings.fields import (
 )
 from meshwright.settings.hints import did_you_mean, find_address, refuse_address
 from meshwright.settings.other_programs import deepspeed_json
+from meshwright.settings.other_programs.lazy_config import read_lazy_config
 from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
 from meshwright.settings.schema import TrainConfig
 
@@ -461,7 +462,7 @@ class LayerReader:
     def read_file(self, path: Path) -> dict[str, Any]:
         """Read a TOML, YAML or Python file, flat or in sections named after the groups."""
         if path.suffix == ".py":
-            return self.convert_all(self._without_others(self._flat(lazy_config.read(path))), f" in {path}")
+            return self.convert_all(self._without_others(self._flat(read_lazy_config(path))), f" in {path}")
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as e:

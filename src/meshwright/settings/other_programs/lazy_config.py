@@ -14,9 +14,8 @@ import dataclasses
 import math
 import operator
 import os
-import re
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,19 +49,19 @@ class _Lazy:
 
 
 class _Refusal(Exception):
-    """The reason, of which the caller knows the line."""
+    """The reason; the caller adds the line."""
 
 
 @dataclasses.dataclass
 class _Reading:
-    """What the files of one reading share."""
+    """Limits and roots that all files of one reading share."""
 
     modules: Collection[str]
     roots: list[Path]
     steps: int = STEPS
     depth: int = 0
     files: int = FILES
-    open: list[Path] = dataclasses.field(default_factory=list)
+    importing: list[Path] = dataclasses.field(default_factory=list)
 
     def spend(self, steps: int = 1) -> None:
         self.steps -= steps
@@ -89,7 +88,7 @@ class _Reading:
         return copy
 
 
-def read(path: Path, modules: Collection[str] = (), roots: Collection[Path] = ()) -> dict[str, Any]:
+def read_lazy_config(path: Path, modules: Collection[str] = (), roots: Collection[Path] = ()) -> dict[str, Any]:
     """Return the names of a file with their values: numbers, texts, lists and tables.
 
     Args:
@@ -103,44 +102,13 @@ def read(path: Path, modules: Collection[str] = (), roots: Collection[Path] = ()
         raise UserError(f"{path}: {why}") from None
 
 
-def value(text: str) -> Any:
-    """Return the value of one expression without names; ValueError if it is none."""
+def read_expression(text: str) -> Any:
+    """Return the value of one expression without names; raise ValueError for other text."""
     file = _File(Path(), _Reading((), []))
     try:
         return file.reading.copied(file.expression(_parse(text[:BYTES], "eval").body))
     except (_Refusal, UserError) as why:
         raise ValueError(str(why)) from None
-
-
-def override(config: dict[str, Any], words: Collection[str]) -> None:
-    """Apply words such as `train.amp.enabled=True` or `train.sets[0].path=a/b` to tables.
-
-    A value is an expression without names, true, false or null, or else a text. The first part of
-    the key must be there; further tables are made.
-    """
-    for word in words:
-        key, _, text = word.lstrip("+").partition("=")
-        found = re.sub(r"\[(\d+)\]", r".\1", key).split(".")
-        names: list[Any] = [int(name) if re.fullmatch("[0-9]{1,6}", name) else name for name in found]
-        if len(names) < 2:
-            raise UserError(f"{word} is no setting; give TABLE.KEY=VALUE")
-        place: Any = config
-        for depth, name in enumerate(names[:-1]):
-            if isinstance(place, list):
-                place = place[name] if name in range(len(place)) else None
-            else:
-                place = place.setdefault(name, {}) if depth else place.get(name)
-            if not isinstance(place, dict | list):
-                raise UserError(f"{word}: there is no table {'.'.join(map(str, names[: depth + 1]))}")
-        if isinstance(place, list) and names[-1] not in range(len(place)):
-            raise UserError(f"{word}: the list has no item {names[-1]}")
-        try:
-            place[names[-1]] = {"true": True, "false": False, "null": None}[text.lower()]
-        except KeyError:
-            try:
-                place[names[-1]] = value(text)
-            except ValueError:
-                place[names[-1]] = text
 
 
 def _parse(source: str, mode: str) -> Any:
@@ -165,14 +133,14 @@ class _File:
         reading, real = self.reading, Path(os.path.realpath(self.path))
         if not any(real.is_relative_to(root) for root in reading.roots):
             raise _Refusal(f"{self.path} is outside of {', '.join(map(str, reading.roots))}")
-        if real in reading.open:
+        if real in reading.importing:
             raise _Refusal(f"{self.path} imports itself")
         reading.files -= 1
         if reading.files < 0:
             raise _Refusal(f"more than {FILES} files are imported")
         try:
             if not real.is_file():
-                raise _Refusal(f"there is no file {self.path}")
+                raise _Refusal(f"no file {self.path}")
             with real.open("rb") as file:
                 data = file.read(BYTES + 1)
             if len(data) > BYTES:
@@ -183,7 +151,7 @@ class _File:
         except UnicodeDecodeError:
             raise _Refusal(f"{self.path} is not UTF-8 text") from None
         self.lines = source.splitlines()
-        reading.open.append(real)
+        reading.importing.append(real)
         try:
             for statement in _parse(source, "exec").body:
                 self.statement(statement)
@@ -192,7 +160,7 @@ class _File:
         except RecursionError:
             raise _Refusal(f"{self.path} is nested too deep") from None
         finally:
-            reading.open.pop()
+            reading.importing.pop()
 
     def refuse(self, node: ast.AST, why: object) -> NoReturn:
         line = getattr(node, "lineno", 1)
@@ -222,7 +190,7 @@ class _File:
                     self.assign(target, new)
             case ast.Delete():
                 for target in s.targets:
-                    table, key = self.place(target)
+                    table, key = self.table_and_key(target)
                     self.item(table, key)
                     del table[key]
             case ast.For(target=ast.Name(id=name), orelse=[]):
@@ -242,7 +210,7 @@ class _File:
             case ast.ImportFrom():
                 self.import_from(s)
             case _:
-                raise _Refusal(f"a config holds assignments, loops over lists and imports, no {kind(s)}")
+                raise _Refusal(f"a config holds assignments, loops over lists and imports, not {kind(s)}")
 
     def is_reference(self, module: str) -> bool:
         return module.split(".")[0] in self.reading.modules
@@ -253,40 +221,40 @@ class _File:
     def import_from(self, s: ast.ImportFrom) -> None:
         module = s.module or ""
         if not s.level and self.is_reference(module):
-            found = None
+            names = None
         elif s.level:
             folder = self.path.absolute().parents[min(s.level, len(self.path.absolute().parents)) - 1]
-            found = self.another([folder / f"{module.replace('.', '/')}.py"], "." * s.level + module)
+            names = self.another([folder / f"{module.replace('.', '/')}.py"], "." * s.level + module)
         else:
             files = [root / f"{module.replace('.', '/')}.py" for root in self.reading.roots]
             if not any(file.is_file() for file in files):
-                raise _Refusal(f"module {module} is not read: there is no such file{self.known_modules()}")
-            found = self.another(files, module)
+                raise _Refusal(f"module {module} is not read: it is no file here{self.known_modules()}")
+            names = self.another(files, module)
         for alias in s.names:
             if alias.name == "*":
                 raise _Refusal("name what is imported, in place of *")
-            if found is not None and alias.name not in found:
-                raise _Refusal(f"{'.' * s.level}{module} has no {alias.name}{did_you_mean(alias.name, found)}")
-            new = Reference(f"{module}.{alias.name}") if found is None else found[alias.name]
+            if names is not None and alias.name not in names:
+                raise _Refusal(f"{'.' * s.level}{module} has no {alias.name}{did_you_mean(alias.name, names)}")
+            new = Reference(f"{module}.{alias.name}") if names is None else names[alias.name]
             self.names[alias.asname or alias.name] = new
 
     def another(self, files: list[Path], name: str) -> dict[str, Any]:
-        """Return the names of the first of these files that is there."""
+        """Return the names of the first of these files that exists."""
         path = next((file for file in files if file.is_file()), None)
         if path is None:
-            raise _Refusal(f"there is no file for {name} ({files[0]})")
+            raise _Refusal(f"no file for {name} ({files[0]})")
         return _File(path, self.reading).run()
 
     def assign(self, target: ast.expr, new: Any) -> None:
         if isinstance(target, ast.Name):
             self.names[target.id] = new
             return
-        table, key = self.place(target)
+        table, key = self.table_and_key(target)
         if isinstance(table, list):
             self.item(table, key)  # an item that is there
         table[key] = self.reading.copied(new)
 
-    def place(self, target: ast.expr) -> tuple[Any, Any]:
+    def table_and_key(self, target: ast.expr) -> tuple[Any, Any]:
         """Return the table or list of a target, and the key in it."""
         match target:
             case ast.Attribute():
@@ -310,7 +278,8 @@ class _File:
         self.reading.deeper(1)
         out = self.evaluate(e)
         self.reading.deeper(-1)
-        if isinstance(out, int | float) and (not math.isfinite(out) or abs(out) > NUMBER and isinstance(out, int)):
+        is_huge = isinstance(out, int) and abs(out) > NUMBER  # first: isfinite takes no int above a float's range
+        if is_huge or (isinstance(out, float) and not math.isfinite(out)):
             raise _Refusal(f"the number is above {NUMBER}")
         if isinstance(out, list | str) and len(out) > ITEMS:
             raise _Refusal(f"a list or text has more than {ITEMS} items")
@@ -324,7 +293,7 @@ class _File:
                 if name not in self.names and name == "dict":
                     return Reference("dict")
                 if name not in self.names:
-                    raise _Refusal(f"there is no name {name}{did_you_mean(name, self.names)}")
+                    raise _Refusal(f"no name {name}{did_you_mean(name, self.names)}")
                 return self.names[name]
             case ast.Attribute():
                 return self.item(self.expression(e.value), e.attr)
@@ -342,7 +311,7 @@ class _File:
                 return self.arithmetic(e)
             case ast.Call():
                 return self.call(e)
-        raise _Refusal(f"a value is a literal, a name, arithmetic or a table, no {kind(e)}")
+        raise _Refusal(f"a value is a literal, a name, arithmetic or a table, not {kind(e)}")
 
     def key(self, key: ast.expr | None) -> str | int:
         if not isinstance(key, ast.Constant) or not isinstance(key.value, str | int):
@@ -354,7 +323,7 @@ class _File:
             return Reference(f"{table}.{str(key)[:100]}")
         if isinstance(table, list) and type(key) is int:
             if not -len(table) <= key < len(table):
-                raise _Refusal(f"there is no item {key} in a list of {len(table)}")
+                raise _Refusal(f"no item {key} in a list of {len(table)}")
             return table[key]
         if not isinstance(table, dict):
             raise _Refusal(f"only tables have settings, such as {str(key)[:100]}")
@@ -384,7 +353,7 @@ class _File:
             raise _Refusal("an exponent is above 64")
         compute = OPERATORS.get(type(e.op))
         if compute is None:
-            raise _Refusal(f"arithmetic has + - * / // % **, no {kind(e.op)}")
+            raise _Refusal(f"arithmetic has + - * / // % **, not {kind(e.op)}")
         try:
             return self.number(compute(left, right))
         except ArithmeticError as error:
@@ -406,22 +375,22 @@ class _File:
         if last in ("dict", "DictConfig") or name == "OmegaConf.create":
             return self.reading.copied(self.table(e))
         if last in ("LazyCall", "get_config") and len(e.args) == 1 and not e.keywords:
-            given = self.expression(e.args[0])
+            argument = self.expression(e.args[0])
             if last == "LazyCall":
-                return _Lazy(given)
-            if isinstance(given, str) and given.endswith(".py"):
-                files = [folder / given for root in self.reading.roots for folder in (root / "configs", root)]
-                return self.another(files, given)
+                return _Lazy(argument)
+            if isinstance(argument, str) and argument.endswith(".py"):
+                files = [folder / argument for root in self.reading.roots for folder in (root / "configs", root)]
+                return self.another(files, argument)
         raise _Refusal(f"nothing is run: {ast.unparse(e.func)[:100]}(...) is none of the tables that are known")
 
     def table(self, e: ast.Call) -> dict[Any, Any]:
         """Return the arguments of a call: tables without a name, then named values."""
         out: dict[Any, Any] = {}
         for argument in e.args:
-            given = self.expression(argument)
-            if not isinstance(given, dict):
+            table = self.expression(argument)
+            if not isinstance(table, dict):
                 raise _Refusal("a value without a name must be a table")
-            out.update(given)
+            out.update(table)
         for keyword in e.keywords:
             if keyword.arg is None:
                 raise _Refusal("give values by their names, in place of **")
@@ -432,12 +401,3 @@ class _File:
 def kind(node: ast.AST) -> str:
     """Return the name of a piece of Python, as ListComp."""
     return type(node).__name__
-
-
-def flattened(table: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values; lists are values."""
-    for key, item in table.items():
-        if isinstance(item, dict):
-            yield from flattened(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", item
