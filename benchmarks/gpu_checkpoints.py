@@ -35,7 +35,7 @@ def build(size: str, device: str, folder: Path, *more: str) -> Any:
     from meshwright.ranks.team import ALONE
     from meshwright.settings import flags
     from meshwright.settings.schema import TrainConfig
-    from meshwright.training.log.metrics import Timers
+    from meshwright.training.log.timers import Timers
     from meshwright.training.network import Spec
     from meshwright.training.setup import build_state
 

@@ -72,8 +72,8 @@ def loop(folder: Path, pairs: int, steps: int) -> list[float]:
     return ratios
 
 
-def losses(logits: Tensor, batch: Batch) -> Tensor:
-    return token_losses(logits, batch.labels, VOCAB)
+def losses(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+    return {"loss": token_losses(logits, batch.labels, VOCAB)}
 
 
 def our_steps(prefix: Path) -> Iterator[float]:
@@ -88,7 +88,7 @@ def our_steps(prefix: Path) -> Iterator[float]:
     data = Samples(Indexed(prefix), range(400), 4096, SEQ, seed=1)
     net = Network(parts=[model], store=params, loss=losses, device=cpu)
     for batches in Loader(data, LoaderSpec(BATCH, lambda consumed: BATCH, VOCAB, workers=2, at_end="wrap")):
-        loss, norm, _ = train_step(net, batches, StepSettings(1, 1e-3, 0.1))
+        loss, norm, *_ = train_step(net, batches, StepSettings(1, 1e-3, 0.1))
         yield torch.stack((loss, norm)).tolist()[0]
 
 

@@ -66,7 +66,7 @@ def trained(config: TrainConfig, steps: int, around: Around = untouched, name: s
     for step in range(steps):
         with around(name, trainer, step):
             trainer.step()
-    trainer.validate("valid", "", 0)
+    trainer.validate("valid", is_at_end=True)
     return trainer
 
 

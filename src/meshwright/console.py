@@ -21,7 +21,7 @@ class Screen(Protocol):
     """A short screen, which shows its own lines in place of the log's."""
 
     def follow(self, line: str) -> None:
-        """Take note of a line of the log that is not shown."""
+        """Note what is being done, by a line of the log that is not shown."""
 
     def format_remark(self, line: str) -> str:
         """Return a remark in the form of the screen."""
@@ -59,10 +59,11 @@ def silence() -> Iterator[None]:
         _stream = before
 
 
-def say(line: str = "", shown: str | None = None) -> None:
+def say(line: str = "", shown: str | None = None, is_figure: bool = False) -> None:
     """Add one line to the log: print it immediately, unless there is a short screen.
 
-    `shown` is printed in its place, and the log's file has the line itself.
+    `shown` is printed in its place, and the log's file has the line itself. A line that `is_figure`
+    is a setting, a time or a date, and does not say what is being done.
     """
     if _stream is None:
         return
@@ -70,7 +71,7 @@ def say(line: str = "", shown: str | None = None) -> None:
         _log.add(line)
     if _screen is None:
         show(line if shown is None else shown)
-    else:
+    elif not is_figure:
         _screen.follow(line)
 
 
@@ -106,15 +107,15 @@ def notice(line: str) -> None:
 
 
 def say_time(event: str) -> None:
-    say(f"[{event}] datetime: {datetime.datetime.now():%Y-%m-%d %H:%M:%S} ")
+    say(f"[{event}] datetime: {datetime.datetime.now():%Y-%m-%d %H:%M:%S} ", is_figure=True)
 
 
 def say_arguments(values: dict[str, object]) -> None:
     """Print all settings as Megatron does."""
-    say("------------------------ arguments ------------------------")
+    say("------------------------ arguments ------------------------", is_figure=True)
     for name in sorted(values, key=str.lower):
-        say(f"  {name} {'.' * (48 - len(name))} {values[name]}")
-    say("-------------------- end of arguments ---------------------")
+        say(f"  {name} {'.' * (48 - len(name))} {values[name]}", is_figure=True)
+    say("-------------------- end of arguments ---------------------", is_figure=True)
 
 
 class LogFile:

@@ -120,9 +120,9 @@ def poison(net: Any, samples: tuple[int, ...]) -> None:
     """Make the gradients of these samples infinite; their losses stay as they are."""
     plain, chosen = net.loss, torch.tensor(samples)
 
-    def loss(out: Tensor, batch: Any) -> Tensor:
+    def loss(out: Tensor, batch: Any) -> dict[str, Tensor]:
         bad = torch.isin(batch.sample_ids, chosen)[:, None].expand(batch.labels.shape)
-        return _Poison.apply(plain(out, batch), bad)  # type: ignore[no-any-return,no-untyped-call]
+        return {name: _Poison.apply(losses, bad) for name, losses in plain(out, batch).items()}  # type: ignore[no-untyped-call]
 
     if samples:
         net.loss = loss
@@ -179,7 +179,7 @@ def train(
     """Train one leg, as `meshwright train` does after its set-up."""
     from meshwright.training.before.preflight import vocabulary
     from meshwright.training.health.stop import StopConditions
-    from meshwright.training.log.metrics import Timers
+    from meshwright.training.log.timers import Timers
     from meshwright.training.loop import Trainer
     from meshwright.training.network import Spec
     from meshwright.training.run import finish

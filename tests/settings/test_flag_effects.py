@@ -340,7 +340,7 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
     from meshwright.training.step import Network, StepSettings, train_step
 
     def loss(logits, batch):
-        return token_losses(logits, batch.labels, 64)
+        return {"loss": token_losses(logits, batch.labels, 64)}
 
     cpu, losses = torch.device("cpu"), {}
     tokens = torch.arange(64).view(2, 2, 16)

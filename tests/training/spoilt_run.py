@@ -8,7 +8,7 @@ from meshwright.__main__ import main
 from meshwright.training import step
 from meshwright.training.health import diagnosis
 
-real_loss, real_forward, seen = step.loss_sum, step.forward, []
+real_loss, real_forward, seen = step.loss_sum, step.forward_part, []
 
 
 def forward(net, part, batch, *rest):

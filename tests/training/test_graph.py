@@ -96,8 +96,8 @@ class Recorded(graph.Graphs):
 
     prepared = {}
 
-    def __init__(self, backend, parts, store, needs_room):
-        super().__init__(None, parts, store, needs_room)
+    def __init__(self, backend, parts, store, needs_room, totals=3):
+        super().__init__(None, parts, store, needs_room, totals)
         self.backend = Recorder(store, self.totals)
         self.backend.parts = parts
         vars(self.backend).update(self.prepared)
@@ -191,7 +191,7 @@ def test_steps_of_another_shape_between_replays():
     """They run as usual, after the same warm-up become graphs too, and never mix."""
 
     def losses(logits, batch):
-        return token_losses(logits, batch.labels, VOCAB)
+        return {"loss": token_losses(logits, batch.labels, VOCAB)}
 
     generator = torch.Generator().manual_seed(1)
     shapes = [(2, 16), (2, 16), (2, 16), (1, 16), (2, 16), (1, 8), (1, 16), (1, 16), (2, 16)]

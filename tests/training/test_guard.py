@@ -30,8 +30,8 @@ def spoiling(monkeypatch):
         seen.append(batch.first_sample)
         return real_forward(net, part, batch, *rest)
 
-    real_forward = step.forward
-    monkeypatch.setattr(step, "forward", forward)
+    real_forward = step.forward_part
+    monkeypatch.setattr(step, "forward_part", forward)
     monkeypatch.setattr(step, "loss_sum", lambda *a: real(*a) * bad.get(seen[-1], 1))
     return lambda *samples, by=math.nan: (bad.clear(), bad.update(dict.fromkeys(samples, by)))
 

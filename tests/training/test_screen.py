@@ -12,13 +12,16 @@ import sys
 import termios
 
 import pytest
+import torch
 
 import meshwright.training.run
 from helpers import TINY_FLAGS
 from meshwright import console
 from meshwright.__main__ import main
 from meshwright.errors import UserError
+from meshwright.ranks.team import Team
 from meshwright.training.log import lines, screen
+from meshwright.training.log.timers import Timers
 
 
 def _train_on(terminal, argv, environment):
@@ -199,17 +202,17 @@ def test_a_log_that_cannot_be_written_ends_no_run(run, tmp_path, monkeypatch, wh
 def test_steps_that_were_skipped_and_a_validation_worse_than_the_best():
     values = {"grad_norm": 1.0, "loss_scale": 4096.0}
     table = screen.LineScreen(has_status=False)
-    step = lines.Interval(
-        50, 100, 400, 50, 5.0, 0.5, 0.1, values, math.nan, 50, 0, 8.0, 128.0, 1e9, 2e9, None, 90_000.0, 50
-    )
+    values["batch"] = 8
+    run = lines.RunSizes(100, None, 16, 8, 1, 1e9 / 128, 2e9)
+    step = lines.Interval(run, 50, 400, 50, 400, 50.0, 0.5, 0.1, values, math.nan, 50, 0, None)
     head, row, note = table.step(step).splitlines()
     assert head.split() == "step loss gradient rate tokens/s MFU elapsed left".split()
-    assert row.split()[:7] == "50 nan 1.000 1.00e-01 128 50.0% 0:00".split() and row.endswith("25:00:00")
+    assert row.split()[:7] == "50 nan 1.000 1.00e-01 128 50.0% 0:00".split() and row.endswith("0:50")
     assert note == "  50 of these 50 steps were skipped: not finite, loss scale 4096"
-    shown = [table.validation(lines.Check(i, "validation", "", loss)) for i, loss in ((1, 3.0), (2, 2.5), (3, 2.75))]
+    shown = [table.validation(lines.Check(i, "validation", loss)) for i, loss in ((1, 3.0), (2, 2.5), (3, 2.75))]
     assert ["the lowest so far" in line for line in shown] == [False, True, False]
     assert table.results() == [("validation", "2.7500, perplexity 15.64; the lowest was 2.5000 at step 2")]
-    at_end = [lines.Check(4, "validation", when, loss) for when, loss in (("iteration 4", 2.0), ("the end", 2.25))]
+    at_end = [lines.Check(4, "validation", loss, is_end) for loss, is_end in ((2.0, False), (2.25, True))]
     shown = [table.validation(check) for check in at_end]
     assert "the lowest so far" in shown[0] and "validation at the end, on other batches, perplexity 9.49" in shown[1]
     assert table.results() == [("validation", "2.2500, perplexity 9.49; 2.0000 on other batches")]
@@ -231,16 +234,18 @@ def test_the_line_of_the_set_up_says_what_is_being_done():
 
     table = screen.LineScreen(has_status=False)
     table.status = Status()
-    for line in (
-        "building GPT model ...",
-        "    train/valid/test-data-iterators-setup ...........: (59.31, 59.31)",
-        "(min, max) time across ranks (ms):",
-        "[after dataloaders are built] datetime: 2026-01-01 00:00:00 ",
-        "------------------------ arguments ------------------------",
-        "  adam_beta1 ..................................... 0.9",
-        " > building dataset index ...",
-    ):
-        table.follow(line)
+    console.set_stream("stdout", table)
+    try:
+        console.say("building GPT model ...")
+        timers = Timers(0, "all", torch.device("cpu"), Team())
+        with timers.phase("train/valid/test-data-iterators-setup"):
+            pass
+        timers.print_phases("train/valid/test-data-iterators-setup")
+        console.say_time("after dataloaders are built")
+        console.say_arguments({"adam_beta1": 0.9})
+        console.say(" > building dataset index ...")
+    finally:
+        console.set_stream("stdout")
     assert Status.texts == ["building GPT model", "building dataset index"]
 
 

@@ -11,7 +11,7 @@ from meshwright.errors import UserError
 from meshwright.ranks.team import Team
 from meshwright.settings import fields
 from meshwright.settings import schema as config
-from meshwright.training.log.metrics import Timers
+from meshwright.training.log.timers import Timers
 from meshwright.training.log.trackers import TAGS, open_trackers, tags, validation_tags
 
 ROW = {"iteration": 6, "loss": 2.5, "grad_norm": 0.5, "lr": 0.25, "loss_scale": 8.0, "ms": 500.0, "memory": 4096}
@@ -118,16 +118,16 @@ def test_folders_and_missing_packages(tmp_path, monkeypatch):
     assert e.value.status == 69
 
 
-@pytest.mark.parametrize("fails", ["scalars", "text", "close"])
+@pytest.mark.parametrize("fails", ["add_scalars", "add_text", "finish"])
 def test_a_tracker_that_fails_says_so_once_and_is_off(tmp_path, capsys, monkeypatch, fails):
     (tracker,) = open_trackers(logging(), tmp_path, {}, "run")
-    backend, calls = tracker.backend, []
+    calls = []
 
     def fail(*_):
         calls.append(1)
         raise OSError("disk full")
 
-    monkeypatch.setattr(backend, fails, fail)
+    monkeypatch.setattr(tracker, fails, fail)
     for i in range(1, 4):
         tracker.scalars({"lm loss": 1.0}, i, i)
         tracker.text("arguments", "")
@@ -135,7 +135,7 @@ def test_a_tracker_that_fails_says_so_once_and_is_off(tmp_path, capsys, monkeypa
     tracker.close()
     assert calls == [1]
     assert capsys.readouterr().err == "TensorBoard failed and is now off; the run continues (OSError: disk full)\n"
-    backend.over_iterations.close(), backend.over_samples.close()
+    tracker.over_iterations.close(), tracker.over_samples.close()
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_wandb(tmp_path, wandb):
     (tracker,) = open_trackers(asked, tmp_path, {"lr": 0.1}, "run")
     tracker.scalars({"lm loss": 2.5}, 3, 12)
     tracker.text("note", "words")
-    assert tracker.backend.run.summary == {"note": "words"}
+    assert tracker.run.summary == {"note": "words"}
     tracker.close()
     assert wandb.logged == [(3, {"lm loss": 2.5, "samples": 12})] and wandb.finished == 1
     (init,) = wandb.inits

@@ -42,19 +42,22 @@ if TYPE_CHECKING:
 
 WARM_UP = 2  # steps of each kind that run as usual
 HOST_BOUND = 2**34  # tokens x hidden size^2, see `reason_against`
-NUMBERS = 5  # learning rate, weight decay, loss scale, divisor of the loss, whether to stop
+# The numbers of a micro-batch: learning rate, weight decay, loss scale, divisor of the loss, and
+# whether this rank votes to stop the run.
+NUMBERS = 5
+DIVISOR, VOTE = 3, 4
 TENSORS = ("tokens", "labels", "sample_ids", "loss_mask", "position_ids", "doc_ids")
 
 
-class Turn(NamedTuple):
-    """The place of a micro-batch in its step."""
+class Position(NamedTuple):
+    """Where a micro-batch is in its step."""
 
-    first: bool
-    last: bool
+    is_first: bool
+    is_last: bool
 
 
-Run = Callable[[Batch, Tensor, Tensor, Turn], None]  # batch, its numbers, the step's totals
-Kind = tuple[Any, ...]  # of steps that the same pieces can run
+MicroStep = Callable[[Batch, Tensor, Tensor, Position], None]  # batch, its numbers, the step's totals
+StepShape = tuple[Any, ...]  # of steps that the same pieces can run
 
 
 class Backend(Protocol):
@@ -83,23 +86,22 @@ class Captured:
 
     def replay(self, i: int, count: int) -> None:
         """Run the piece for micro-batch i of the step."""
-        place = 0 if i == 0 else -1 if i == count - 1 else 1
-        self.replays[place]()
+        self.replays[0 if i == 0 else -1 if i == count - 1 else 1]()
 
 
 class Graphs:
     """The captured pieces of a run's steps."""
 
-    def __init__(self, backend: Backend, parts: list[Any], store: FlatStore, needs_room: bool) -> None:
+    def __init__(self, backend: Backend, parts: list[Any], store: FlatStore, needs_room: bool, totals: int) -> None:
         self.backend, self.parts, self.store, self.needs_room = backend, parts, store, needs_room
-        self.totals = torch.zeros(3, dtype=torch.float64, device=store.device)  # see step.Update
-        self.seen: Counter[Kind] = Counter()
-        self.captured: dict[Kind, Captured] = {}
+        self.totals = torch.zeros(totals, dtype=torch.float64, device=store.device)  # see step.Update
+        self.seen: Counter[StepShape] = Counter()
+        self.captured: dict[StepShape, Captured] = {}
         self.is_off = False
 
-    def find(self, batches: list[Batch], run: Run) -> Captured | None:
+    def find(self, batches: list[Batch], run: MicroStep) -> Captured | None:
         """Return the pieces for a step, captured if it is time; None: the step runs as usual."""
-        kind = kind_of(batches)
+        kind = shape_of(batches)
         if self.is_off or kind is None:
             return None
         if kind not in self.captured:
@@ -108,7 +110,7 @@ class Graphs:
                 self.capture(kind, batches, run)
         return self.captured.get(kind)
 
-    def capture(self, kind: Kind, batches: list[Batch], run: Run) -> None:
+    def capture(self, kind: StepShape, batches: list[Batch], run: MicroStep) -> None:
         self.store.wait_for_weights()  # a graph cannot wait for what began outside of it
         self.backend.prepare()
 
@@ -144,15 +146,15 @@ class Graphs:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
-    def record(self, batches: list[Batch], run: Run) -> Captured:
+    def record(self, batches: list[Batch], run: MicroStep) -> Captured:
         device = self.store.device
-        held = {name: x for name in TENSORS if (x := getattr(batches[0], name)) is not None}
-        copies: Any = {name: x.to(device, copy=True) for name, x in held.items()}
+        tensors = {name: x for name in TENSORS if (x := getattr(batches[0], name)) is not None}
+        copies: Any = {name: x.to(device, copy=True) for name, x in tensors.items()}
         batch = Batch(**copies, first_sample=0, unmasked=0)
         numbers = torch.ones(NUMBERS, dtype=torch.float64, device=device)
         end = len(batches) - 1
-        turns = [Turn(i == 0, i == end) for i in sorted({0, min(1, end), end})]
-        replays = [self.backend.capture(lambda turn=turn: run(batch, numbers, self.totals, turn)) for turn in turns]  # type: ignore[misc]
+        positions = [Position(i == 0, i == end) for i in sorted({0, min(1, end), end})]
+        replays = [self.backend.capture(lambda at=at: run(batch, numbers, self.totals, at)) for at in positions]  # type: ignore[misc]
         return Captured(batch, numbers, replays)
 
 
@@ -164,7 +166,7 @@ def copy_into(to: Batch, batch: Batch) -> None:
             getattr(to, name).copy_(x, non_blocking=True)
 
 
-def kind_of(batches: list[Batch]) -> Kind | None:
+def shape_of(batches: list[Batch]) -> StepShape | None:
     """Return the shapes of a step's batches, and whether it has a middle; None if they differ."""
     shapes = {tuple(None if (x := getattr(b, n)) is None else (x.shape, x.dtype) for n in TENSORS) for b in batches}
     return (*shapes.pop(), min(len(batches), 3)) if len(shapes) == 1 else None

@@ -36,7 +36,7 @@ class Submitted(NamedTuple):
     size: int  # samples
     settings: StepSettings
     data_ms: float  # the wait for its batch
-    extras: tuple[str, ...]  # names of the numbers after the update's own
+    names: tuple[str, ...]  # of its numbers, columns of metrics.jsonl but for a few
     numbers: Callable[[], list[float]]  # waits for the device
 
 
@@ -80,7 +80,8 @@ class InFlight:
         p.consumed_train_samples += size
         p.schedule_samples += size
         read = devices.start_read(numbers)
-        step = Submitted(p.iteration, p.consumed_train_samples, scheduled, size, settings, data_ms, tuple(extras), read)
+        names = (*self.state.net.update_columns, *extras)
+        step = Submitted(p.iteration, p.consumed_train_samples, scheduled, size, settings, data_ms, names, read)
         self.submitted.append(step)
         if self.logs_late:
             self.write_log()  # of the step before
@@ -96,12 +97,12 @@ class InFlight:
         """Wait for a step's numbers; correct counters and loss scale if it was not applied."""
         state, settings = self.state, step.settings
         p, schedule = state.progress, state.schedule
-        loss, norm, votes, *values = step.numbers()
-        shown = dict(zip(step.extras, values, strict=True))
-        if "met" in shown:
-            self.stragglers.note(step.iteration, step.data_ms, shown.pop("arrived"), shown.pop("met"))
+        numbers = dict(zip(step.names, step.numbers(), strict=True))
+        loss, norm, votes = (numbers.pop(name) for name in ("loss", "grad_norm", "votes"))
+        if "met" in numbers:
+            self.stragglers.note(step.iteration, step.data_ms, numbers.pop("arrived"), numbers.pop("met"))
         if schedule.wd_style != "constant":
-            shown["weight_decay"] = settings.weight_decay
+            numbers["weight_decay"] = settings.weight_decay
 
         skipped = not (math.isfinite(loss) and math.isfinite(norm))  # then the store left the weights as they were
         state.scaler.update(skipped)
@@ -110,7 +111,7 @@ class InFlight:
         scheduled = step.scheduled + (0 if skipped else step.size)
         p.nonfinite_in_a_row = p.nonfinite_in_a_row + 1 if skipped and not harmless else 0
         row = {"batch": step.size, "loss": loss, "grad_norm": norm, "lr": settings.lr, "loss_scale": settings.scale}
-        row |= {"skipped": skipped, "data_ms": round(step.data_ms, 3), **shown}
+        row |= {"skipped": skipped, "data_ms": round(step.data_ms, 3), **numbers}
         now, next_lr = time.perf_counter(), schedule.lr(scheduled)
         logged = step.iteration, step.consumed, now - self.ended
         self.unwritten = functools.partial(self.metrics.step, *logged, next_lr, row)
@@ -125,7 +126,7 @@ class InFlight:
         if write is not None:
             write()
         for iteration, lag in self.stragglers.changes() if self.state.team.is_lead else ():
-            self.metrics.straggler(iteration, lag)
+            self.metrics.event("straggler", iteration, f" > {'WARNING: ' * lag.is_slow}{lag}", **lag.facts())
 
     def drop(self) -> bool:
         """Log what is settled and forget the steps since, which do not count.

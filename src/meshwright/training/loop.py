@@ -34,8 +34,9 @@ from meshwright.training.health.stop import StopConditions
 from meshwright.training.health.stragglers import Stragglers
 from meshwright.training.inflight import InFlight
 from meshwright.training.log.lines import FORMS, MEGATRON, Check
-from meshwright.training.log.metrics import Metrics, Timers
+from meshwright.training.log.metrics import Metrics
 from meshwright.training.log.profile import profiler
+from meshwright.training.log.timers import Timers
 from meshwright.training.state.state import Progress, State
 from meshwright.training.step import StepSettings, evaluate, train_step
 
@@ -227,7 +228,7 @@ class Trainer:
         if prints:
             self.metrics.print_gpus()
         if validates:
-            loss = self.validate("valid", f"iteration {p.iteration}", -1)
+            loss = self.validate("valid")
             is_best = math.isfinite(loss) and (p.best_loss is None or loss < p.best_loss)
             if is_best:
                 p.best_iteration, p.best_loss = p.iteration, loss
@@ -251,13 +252,13 @@ class Trainer:
         """Return whether a signal ends what is done between steps; ranks would not agree on it."""
         return self.team.size == 1 and self.stop.signal is not None
 
-    def validate(self, name: Literal["valid", "test"], prefix: str, ahead: int) -> float:
+    def validate(self, name: Literal["valid", "test"], is_at_end: bool = False) -> float:
         """Return the mean loss of the sets of a split, printing each; NaN if none."""
         pulse.enter("validation")
-        losses = [self.validate_set(key, data, prefix, ahead) for key, data in self.feed.sets_of(name).items()]
+        losses = [self.validate_set(key, data, is_at_end) for key, data in self.feed.sets_of(name).items()]
         return sum(losses) / len(losses) if losses else math.nan
 
-    def validate_set(self, key: str, dataset: Dataset, prefix: str, ahead: int) -> float:
+    def validate_set(self, key: str, dataset: Dataset, is_at_end: bool) -> float:
         """Return the mean loss of one set, or NaN if it was not computed.
 
         Each validation reads the samples after those of the one before, as a function of the
@@ -268,7 +269,7 @@ class Trainer:
             return math.nan
         name, _, set_name = key.partition("/")
         is_full = name == "valid" and self.config.data.full_validation
-        before = p.iteration // t.eval_interval + ahead if name == "valid" and not is_full else 0
+        before = p.iteration // t.eval_interval - (not is_at_end) if name == "valid" and not is_full else 0
         steps = -(-len(dataset) // size) if is_full else t.eval_iters
         at_end: Literal["mask", "wrap"] = "mask" if is_full else "wrap"
         begun = time.perf_counter()
@@ -277,7 +278,7 @@ class Trainer:
         if self.is_cut_short():  # saving comes first: the process may be killed within seconds
             return math.nan
         shown = "test" if name == "test" else "validation"
-        check = Check(p.iteration, shown, prefix, loss, set_name, time.perf_counter() - begun)
+        check = Check(p.iteration, shown, loss, is_at_end, set_name, time.perf_counter() - begun)
         self.metrics.validation(p.consumed_train_samples, check)
         if not math.isfinite(loss) and self.guard.on_nonfinite[0] != "skip":
             message = f"iteration {p.iteration}: the loss on the {key} set is {loss}, so this step is not saved; "

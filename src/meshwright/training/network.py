@@ -102,14 +102,17 @@ def build_network(spec: Spec, report_parameters: Callable[[int], None] = lambda 
     if options.compiled:
         for part in parts:
             pick.compile_blocks(part)
+    loss, terms = make_loss(spec.vocab, layout, spec.loss)
     graphs = None
     if without is None:
         assert isinstance(store, FlatStore)
-        graphs = graph.Graphs(CudaGraphs(device), parts, store, config.training.cuda_graphs == "auto")
+        needs_room = config.training.cuda_graphs == "auto"
+        graphs = graph.Graphs(CudaGraphs(device), parts, store, needs_room, 2 + len(terms))
     return Network(
         parts=parts,
         store=store,
-        loss=make_loss(spec.vocab, layout, spec.loss),
+        loss=loss,
+        terms=terms,
         device=device,
         layout=layout,
         sequence=spec.sequence,

@@ -153,8 +153,8 @@ def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job)
     c, startup = config.checkpoint, job.startup
     with startup.phase("modules", "importing Meshwright"):
         from meshwright.training import setup
-        from meshwright.training.log.metrics import Timers
         from meshwright.training.log.screen import open_screen
+        from meshwright.training.log.timers import Timers
         from meshwright.training.loop import Trainer
         from meshwright.training.network import Spec
 
@@ -239,11 +239,11 @@ def finish(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> None:
     pulse.enter("end")
     config, c = trainer.config, trainer.config.checkpoint
     if reason == ALL_DONE:
-        trainer.validate("valid", "the end of training for val data", 0)
+        trainer.validate("valid", is_at_end=True)
     if c.save and trainer.progress.iteration and not config.training.skip_train:
         trainer.save()
     if reason == ALL_DONE:
-        trainer.validate("test", "the end of training for test data", 0)
+        trainer.validate("test", is_at_end=True)
         if trainer.scores is not None:
             trainer.score(trainer.scores.finish)
     trainer.state.saver.wait()

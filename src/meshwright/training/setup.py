@@ -25,8 +25,9 @@ from meshwright.training.before import memory
 from meshwright.training.before.sizes import describe_long_step, parameters_of_ranks
 from meshwright.training.beside.samples import Samples
 from meshwright.training.beside.scores import Scores, ScoresBeside
-from meshwright.training.log.metrics import Attempt, Metrics, Timers
+from meshwright.training.log.metrics import Metrics, RunBegin
 from meshwright.training.log.screen import Beginning, LineScreen
+from meshwright.training.log.timers import Timers
 from meshwright.training.network import Spec, build_network
 from meshwright.training.state import folder as run_folder
 from meshwright.training.state.state import State
@@ -179,8 +180,8 @@ def open_log(
     long = describe_long_step(flops * c.global_batch * seq) if state.net.device.type == "cpu" else None
     if long and state.will_train:
         remark(f"WARNING: {long}")
-    attempt = Attempt(p.iteration, p.consumed_train_samples, state.total_steps(), flops, screen)
-    metrics = Metrics(folder if team.is_lead else None, c, attempt, timers, team)
+    begin = RunBegin(p.iteration, p.consumed_train_samples, state.total_steps(), flops, screen)
+    metrics = Metrics(folder if team.is_lead else None, c, begin, timers, team)
     # A "start" replaces earlier rows from this iteration on, an "evaluate" none.
     event = "evaluate" if c.training.skip_train else "start"
     row: dict[str, Any] = {"command": command, "version": our_version(), "torch": torch.__version__}

@@ -28,16 +28,19 @@ from meshwright.parallel.cut_model import CutModel
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.tensor import combine_over
 from meshwright.ranks.pulse import pulse
-from meshwright.training.graphs import Graphs, Turn, copy_into
+from meshwright.training.graphs import DIVISOR, VOTE, Graphs, Position, copy_into
 
 if TYPE_CHECKING:
     from meshwright.parallel.flat import FlatStore
     from meshwright.parallel.fsdp import FullyShardedStore
 
 Loss = Callable[[Tensor, Batch], Tensor]  # logits [B, T, vocab] and the batch to losses [B, T]
-Update = Tensor  # [3] float64: loss, gradient norm, ranks that want to stop
-LOSS, STOPPING = 0, 2  # their places
-DIVISOR, STOP = 3, 4  # places in the numbers of a micro-batch, which graph.NUMBERS lists
+Losses = Callable[[Tensor, Batch], dict[str, Tensor]]  # the same by name: what is summed for the gradients
+# A step's numbers, float64 [3 or more]: the first term of the loss, the gradients' norm before
+# clipping, the number of ranks that vote to stop the run, and the further terms of the loss. A vote
+# travels with the loss because this costs no collective of its own.
+Update = Tensor
+LOSS, GRAD_NORM, VOTES = range(3)
 Timed = Callable[[str, int], contextlib.AbstractContextManager[None]]
 
 CHECK_MASKS = "check the data and --eod-mask-loss"
@@ -48,13 +51,19 @@ class Network(CutModel):
     """The model as one rank trains it, with the store that owns its parameters."""
 
     store: FlatStore | FullyShardedStore
-    loss: Loss
+    loss: Losses
+    terms: tuple[str, ...] = ("loss",)  # names of what `loss` returns, columns of metrics.jsonl
     name: str = GPT_NETWORK  # saved in checkpoints: the kind of network that their tensors belong to
     execution: str = ""  # a description for the log
     is_compiled: bool = False
     stream: Any = None  # on which all steps run if some may be CUDA graphs
     graphs: Graphs | None = None
     without_graphs: str | None = None  # why there are none
+
+    @property
+    def update_columns(self) -> tuple[str, ...]:
+        """Names of the elements of an Update."""
+        return ("loss", "grad_norm", "votes", *self.terms[1:])
 
 
 @dataclass(frozen=True)
@@ -76,29 +85,35 @@ def untimed(name: str, level: int) -> contextlib.AbstractContextManager[None]:
 def train_step(net: Network, batches: list[Batch], settings: StepSettings, timed: Timed = untimed) -> Update:
     """Update the weights from this rank's micro-batches of one global batch.
 
-    Return the loss of the whole batch, its gradient norm before clipping, and the number of ranks
-    that want the run to stop; with CUDA graphs the next step overwrites them. Every unmasked token
-    of the batch weighs the same; with loss_mean "microbatch" every micro-batch does.
+    With CUDA graphs the next step overwrites the result. Every unmasked token of the global batch
+    weighs the same; with loss_mean "microbatch" every micro-batch does.
     """
     for part in net.parts:
         if not part.training:
             part.train()
     with devices.on_stream(net.stream):
-        rows, counted = prepare(net, batches, settings)
+        rows, counted = prepare_numbers(net, batches, settings)
         if net.graphs is not None and replay(net, batches, rows, counted, settings.seed):
             return net.graphs.totals
         numbers, totals = accumulate(net, batches, rows, counted, settings, timed)
         pulse.enter("optimizer")
         with timed("optimizer", 1):
-            update(net, numbers[-1] if net.store.reads_tensors else rows[-1], totals)
+            update_weights(net, numbers[-1] if net.store.reads_tensors else rows[-1], totals)
         return totals
 
 
-def prepare(net: Network, batches: list[Batch], s: StepSettings) -> tuple[Tensor, Tensor | None]:
-    """Return the micro-batches' numbers on the host, and their divisor if it is on the device."""
-    unmasked = count_unmasked(net, batches)
+def prepare_numbers(net: Network, batches: list[Batch], s: StepSettings) -> tuple[Tensor, Tensor | None]:
+    """Return the micro-batches' numbers [n, NUMBERS], and their divisor if it is on the device.
+
+    The numbers are on the host, from where they can be sent. Both ways of running a step read them
+    on the device, because a division by a number of the host rounds differently there.
+    """
+    count, unmasked, rows = len(batches) * net.layout.dp, count_unmasked(net, batches), []
     counted = unmasked if s.loss_mean == "global" and isinstance(unmasked, Tensor) else None
-    return numbers_of(net, batches, s, unmasked), counted
+    for b in batches:
+        divisor = max(b.unmasked, 1) * count if s.loss_mean == "microbatch" else unmasked
+        rows.append([s.lr, s.weight_decay, s.scale, 1.0 if isinstance(divisor, Tensor) else divisor, s.wants_stop])
+    return torch.tensor(rows, dtype=torch.float64, pin_memory=devices.is_accelerator(net.device)), counted
 
 
 def accumulate(
@@ -114,14 +129,14 @@ def accumulate(
     if counted is not None:
         numbers[:, DIVISOR] = counted
     batches = [b.to(net.device) for b in batches]
-    totals = torch.zeros(3, dtype=torch.float64, device=net.device)
+    totals = torch.zeros(len(net.update_columns), dtype=torch.float64, device=net.device)
     if net.pipeline is not None:
         pipeline_step(net, batches, numbers, totals, settings, timed)
         return numbers, totals
     with timed("forward-backward", 1):
         for i, batch in enumerate(batches):
-            turn = Turn(i == 0, i == len(batches) - 1)
-            forward_backward(net, settings.seed, timed, batch, numbers[i], totals, turn)
+            position = Position(i == 0, i == len(batches) - 1)
+            forward_backward(net, settings.seed, timed, batch, numbers[i], totals, position)
     return numbers, totals
 
 
@@ -141,45 +156,32 @@ def replay(net: Network, batches: list[Batch], numbers: Tensor, counted: Tensor 
     return True
 
 
-def numbers_of(net: Network, batches: list[Batch], s: StepSettings, unmasked: float | Tensor) -> Tensor:
-    """Return each micro-batch's numbers [n, NUMBERS], on the host, from where they can be sent.
-
-    Both ways of running a step read them on the device, because a division by a number of the host
-    rounds differently there. A divisor that is already there is left out.
-    """
-    count, rows = len(batches) * net.layout.dp, []
-    for b in batches:
-        divisor = max(b.unmasked, 1) * count if s.loss_mean == "microbatch" else unmasked
-        rows.append([s.lr, s.weight_decay, s.scale, 1.0 if isinstance(divisor, Tensor) else divisor, s.wants_stop])
-    return torch.tensor(rows, dtype=torch.float64, pin_memory=devices.is_accelerator(net.device))
-
-
-def micro_step(net: Network, seed: int, batch: Batch, numbers: Tensor, totals: Tensor, turn: Turn) -> None:
+def micro_step(net: Network, seed: int, batch: Batch, numbers: Tensor, totals: Tensor, position: Position) -> None:
     """Run a micro-batch and, after the last, update the weights: what a CUDA graph captures."""
-    forward_backward(net, seed, untimed, batch, numbers, totals, turn)
-    if turn.last:
-        update(net, numbers, totals)
+    forward_backward(net, seed, untimed, batch, numbers, totals, position)
+    if position.is_last:
+        update_weights(net, numbers, totals)
         net.store.wait_for_weights()
 
 
 def forward_backward(
-    net: Network, seed: int, timed: Timed, batch: Batch, numbers: Tensor, totals: Tensor, turn: Turn
+    net: Network, seed: int, timed: Timed, batch: Batch, numbers: Tensor, totals: Tensor, position: Position
 ) -> None:
     """Add a micro-batch's gradients to the store's and its share of the loss to the totals."""
-    _, _, scale, divisor, wants_stop = numbers.unbind()
-    if turn.first:
+    _, _, scale, divisor, vote = numbers.unbind()
+    if position.is_first:
         net.store.clear_gradients()
         totals.zero_()
-        totals[STOPPING].copy_(wants_stop)
+        totals[VOTES].copy_(vote)
     pulse.tick()
     with timed("forward-compute", 2):
         out = forward_part(net, net.parts[0], batch, seed)
-        loss = loss_sum(net.loss(out, batch), batch.loss_mask) / divisor
-    net.store.begin_backward(turn.last)
+        terms = [term / divisor for term in sum_terms(net, batch, out)]
+    net.store.begin_backward(position.is_last)
     with timed("backward-compute", 2):
-        (loss * scale).backward()  # type: ignore[no-untyped-call]
+        (functools.reduce(torch.add, terms) * scale).backward()  # type: ignore[no-untyped-call]
     if net.has_results:
-        totals[LOSS] += loss.detach()
+        add_terms(totals, terms)
 
 
 def pipeline_step(
@@ -188,7 +190,8 @@ def pipeline_step(
     """Do a step's forward and backward passes with a pipeline, whose schedule mixes them."""
     assert net.pipeline is not None
     net.store.clear_gradients()
-    totals[STOPPING] = numbers[0, STOP]
+    totals[VOTES] = numbers[0, VOTE]
+    shares: dict[int, list[Tensor]] = {}
 
     def compute_loss(part: Any, i: int, stream: Tensor | None) -> Tensor:
         """Return a micro-batch's share of the loss, or the next stage's input."""
@@ -197,21 +200,29 @@ def pipeline_step(
             out = forward_part(net, part, batches[i], s.seed, stream)
             if not part.has_head:
                 return out
-            return sum_losses(net, batches, out, i) / numbers[i, DIVISOR]
+            shares[i] = terms = [term / numbers[i, DIVISOR] for term in sum_terms(net, batches[i], out)]
+            return functools.reduce(torch.add, terms)
 
     with timed("forward-backward", 1):
-        losses = net.pipeline.train([b.tokens for b in batches], compute_loss, s.scale, net.store.begin_backward)
+        net.pipeline.train([b.tokens for b in batches], compute_loss, s.scale, net.store.begin_backward)
     if net.has_results:
-        for loss in losses:  # one after the other, however the micro-batches are stored
-            totals[LOSS] += loss
+        for _, terms in sorted(shares.items()):  # in one order, whatever the schedule
+            add_terms(totals, terms)
 
 
-def update(net: Network, numbers: Tensor, totals: Tensor) -> None:
+def add_terms(totals: Tensor, terms: list[Tensor]) -> None:
+    """Add a micro-batch's terms of the loss to a step's numbers."""
+    totals[LOSS] += terms[0].detach()
+    for i, term in enumerate(terms[1:], VOTES + 1):
+        totals[i] += term.detach()
+
+
+def update_weights(net: Network, numbers: Tensor, totals: Tensor) -> None:
     """Update the weights; complete the totals. torch's optimizers read the numbers on the host."""
     lr, weight_decay, scale, *_ = numbers.unbind() if net.store.reads_tensors else numbers.tolist()
-    sums = torch.stack((totals[LOSS], totals[STOPPING]))
+    sums = torch.cat((totals[:GRAD_NORM], totals[VOTES:]))
     norm = net.store.step(Numbers(lr, weight_decay, scale), sums)
-    totals.copy_(torch.stack((sums[0], norm.double(), sums[1])))
+    totals.copy_(torch.cat((sums[:GRAD_NORM], norm.double()[None], sums[GRAD_NORM:])))
 
 
 def forward_part(net: Network, part: Any, batch: Batch, seed: int | None, stream: Tensor | None = None) -> Tensor:
@@ -220,16 +231,20 @@ def forward_part(net: Network, part: Any, batch: Batch, seed: int | None, stream
     return part(batch.tokens, where) if stream is None else part(batch.tokens, where, stream=stream)  # type: ignore[no-any-return]
 
 
-def make_loss(vocab: int, layout: Layout, custom: Loss | None) -> Loss:
-    """Return the function that computes the loss of each token [B, T] from this rank's logits."""
-    if custom is not None:
-        return functools.partial(custom_losses, custom, vocab)
+def make_loss(vocab: int, layout: Layout, custom: Loss | None) -> tuple[Losses, tuple[str, ...]]:
+    """Return the function that computes each token's losses [B, T], and the names of these terms.
+
+    All are added up for the gradients; the first is the loss that is reported.
+    """
     combine = combine_over(layout.group("tp"))
 
-    def loss(logits: Tensor, batch: Batch) -> Tensor:
-        return token_losses(logits, batch.labels, vocab, layout.at("tp") * logits.shape[-1], combine)
+    def compute_losses(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
+        if custom is not None:
+            return {"loss": custom_losses(custom, vocab, logits, batch)}
+        first_id = layout.at("tp") * logits.shape[-1]
+        return {"loss": token_losses(logits, batch.labels, vocab, first_id, combine)}
 
-    return loss
+    return compute_losses, ("loss",)
 
 
 def custom_losses(custom: Loss, vocab: int, logits: Tensor, batch: Batch) -> Tensor:
@@ -243,22 +258,27 @@ def custom_losses(custom: Loss, vocab: int, logits: Tensor, batch: Batch) -> Ten
 
 def count_unmasked(net: Network, batches: list[Batch]) -> float | Tensor:
     """Return the number of tokens that count in the global batch, over all ranks."""
-    here: float = sum(b.unmasked for b in batches)
+    own: float = sum(b.unmasked for b in batches)
     if batches[0].loss_mask is None or net.layout.dp == 1:
-        unmasked: float | Tensor = here * net.layout.dp
+        unmasked: float | Tensor = own * net.layout.dp
     else:  # stays on the device, so that the host does not wait, unless this rank has none
-        counted = devices.send(torch.tensor(here, dtype=torch.float64), net.device)
-        # Each rank of a context group counts the whole samples.
+        counted = devices.send(torch.tensor(own, dtype=torch.float64), net.device)
+        # Each rank of a context group counts all columns of its samples.
         unmasked = comm.total(counted, net.layout.group("gradients")) / net.layout.cp
-    if not here and not unmasked:
+    if not own and not unmasked:
         where = f"the global batch that starts at sample {batches[0].first_sample}"
         raise UserError(f"every token is masked in {where}; {CHECK_MASKS}", BAD_DATA, True)
     return unmasked
 
 
-def sum_losses(net: Network, batches: list[Batch], logits: Tensor, i: int) -> Tensor:
-    """Return the sum of the losses of micro-batch i."""
-    return loss_sum(net.loss(logits, batches[i]), batches[i].loss_mask)
+def sum_terms(net: Network, batch: Batch, logits: Tensor) -> list[Tensor]:
+    """Return the sum over the unmasked tokens of each term of the loss."""
+    return [loss_sum(losses, batch.loss_mask) for losses in net.loss(logits, batch).values()]
+
+
+def first_term(net: Network, batches: list[Batch]) -> Callable[[Tensor, int], Tensor]:
+    """Return the function that computes the reported loss of micro-batch i from its logits."""
+    return lambda logits, i: sum_terms(net, batches[i], logits)[0]
 
 
 @torch.no_grad()
@@ -274,7 +294,7 @@ def evaluate(net: Network, batches: Iterator[list[Batch]], should_stop: Callable
         if is_stopped := should_stop():
             break
         on_device = [batch.to(net.device) for batch in micro_batches]
-        losses = net.infer(on_device, functools.partial(sum_losses, net, on_device))
+        losses = net.infer(on_device, first_term(net, on_device))
         if net.has_results:
             for loss in losses:
                 sums[0] += loss

@@ -29,6 +29,7 @@ from meshwright.data.loader import Batch
 from meshwright.kernels import dropout
 from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.schema import Checkpoint, TrainConfig
+from meshwright.training.log.columns import STEP_COLUMNS
 from meshwright.training.loop import Trainer
 from meshwright.verify import small_run
 from meshwright.verify.small_run import COLUMNS, Place, StepRows
@@ -48,7 +49,7 @@ RESUMED, GOES_ON = "loaded by the layout", "step after the load"
 TAKEN, ONE_GOES_ON = "loaded by one process", "its step after the load"
 ORDER = [DRAWN, SAMPLES, DROPOUT, LOSS, GRADIENTS, NORM, WEIGHTS, MOMENTS, NUMBERS, VALIDATION]
 ORDER += [RESUMED, GOES_ON, TAKEN, ONE_GOES_ON]
-KIND = dict(zip(COLUMNS, (LOSS, NORM, NUMBERS, NUMBERS, NUMBERS), strict=True))
+KIND = {column.name: column.compared_as for column in STEP_COLUMNS}
 EXACT = {DRAWN, SAMPLES, DROPOUT, RESUMED, TAKEN}
 AFTER = "after the last step"
 
@@ -209,7 +210,7 @@ class Watched:
         return Step(self.gradients, self.state(), rows_of(self.trainer)[-1], self.samples, torch.unique(draws))
 
     def validate(self) -> float:
-        return self.trainer.validate("valid", "", 0)
+        return self.trainer.validate("valid", is_at_end=True)
 
     def close(self) -> None:
         self.trainer.feed.close()

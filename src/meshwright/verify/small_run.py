@@ -21,8 +21,10 @@ from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.before.preflight import vocabulary
 from meshwright.training.health.stop import StopConditions
+from meshwright.training.log.columns import STEP_COLUMNS
 from meshwright.training.log.lines import Check
-from meshwright.training.log.metrics import Attempt, Metrics, Timers
+from meshwright.training.log.metrics import Metrics, RunBegin
+from meshwright.training.log.timers import Timers
 from meshwright.training.loop import Trainer
 from meshwright.training.network import Spec
 from meshwright.training.setup import build_state, loader_spec
@@ -36,21 +38,21 @@ if TYPE_CHECKING:
     from meshwright.training.step import Loss
 
 EOD = 5  # the end of documents; occurs in every other sample of 16 random tokens
-COLUMNS = ("loss", "grad_norm", "params_norm", "loss_scale", "skipped")
+COLUMNS = tuple(column.name for column in STEP_COLUMNS if column.compared_as)
 
 
 class StepRows(Metrics):
     """A log that keeps a row of numbers for each step and each validation, and prints nothing."""
 
     def __init__(self, state: State, timers: Timers) -> None:
-        super().__init__(None, state.config, Attempt(0, 0, state.total_steps(), 0.0), timers, state.team)
+        super().__init__(None, state.config, RunBegin(0, 0, state.total_steps(), 0.0), timers, state.team)
         self.rows: list[list[float]] = []  # COLUMNS
 
     def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
-        self.rows.append([float(values[n]) for n in COLUMNS])
+        self.rows.append([float(values.get(name, 0.0)) for name in COLUMNS])
 
     def validation(self, consumed: int, check: Check) -> None:
-        self.rows.append([check.loss, 0.0, 0.0, 0.0, 0.0])
+        self.rows.append([check.loss if name == "loss" else 0.0 for name in COLUMNS])
 
 
 @dataclass(frozen=True)

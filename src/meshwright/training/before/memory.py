@@ -24,11 +24,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from meshwright import device as devices
 from meshwright.data.loader import Batch
 from meshwright.errors import UserError
-from meshwright.model.loss import loss_sum
 from meshwright.ranks.team import Team
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.before.sizes import bytes_per_parameter, logits_bytes
-from meshwright.training.step import Network, forward_part
+from meshwright.training.step import Network, forward_part, sum_terms
 
 SHARE = 0.92  # of the memory; the rest is for the gaps of the allocator and for other libraries
 
@@ -70,7 +69,8 @@ def fit_micro_batch(
         net.store.begin_backward(False)  # send nothing: another rank may have run out of memory
         with devices.on_stream(net.stream):
             b = batch.to(net.device)
-            loss_sum(net.loss(forward_part(net, net.parts[0], b, t.seed), b), b.loss_mask).backward()  # type: ignore[no-untyped-call]
+            terms = sum_terms(net, b, forward_part(net, net.parts[0], b, t.seed))
+            torch.stack(terms).sum().backward()  # type: ignore[no-untyped-call]
 
     for part in net.parts:
         part.train()

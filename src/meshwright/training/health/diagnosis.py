@@ -22,7 +22,7 @@ from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import Block
 from meshwright.parallel.layout import Layout
 from meshwright.ranks.team import Team
-from meshwright.training.step import Network, StepSettings, accumulate, prepare, sum_losses
+from meshwright.training.step import Network, StepSettings, accumulate, prepare_numbers, sum_terms
 
 PART = 1 << 26  # elements that are looked at together
 SHOWN = 8  # ranks that are named
@@ -188,9 +188,9 @@ def run_forward(net: Network, batches: list[Batch], seed: int) -> Place | None:
     watch = Watch(net, has_gradients=False)
 
     def see_loss(logits: Tensor, i: int) -> Tensor:
-        loss = sum_losses(net, batches, logits, i)
-        watch.see("the loss function", watch.place(len(net.parts) - 1), logits, loss)
-        return loss
+        terms = sum_terms(net, batches[i], logits)
+        watch.see("the loss function", watch.place(len(net.parts) - 1), logits, terms)
+        return terms[0]
 
     with watch.attached():
         net.infer(batches, see_loss, seed)
@@ -203,7 +203,7 @@ def run_backward(net: Network, batches: list[Batch], settings: StepSettings) -> 
         net.graphs.release()  # their memory is needed; they are captured again
     watch = Watch(net, has_gradients=True)
     with watch.attached():
-        accumulate(net, batches, *prepare(net, batches, settings), settings)
+        accumulate(net, batches, *prepare_numbers(net, batches, settings), settings)
         net.store.finish_sums()
     summed = first_bad(dict(net.store.each_gradient()), "the sum over the ranks of the gradient of ")
     if summed is None and not bool(net.store.sum_of_squares().isfinite()):

@@ -11,66 +11,88 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.training.log.columns import STEP_COLUMNS
+
+
+@dataclass(frozen=True)
+class RunSizes:
+    """Numbers of a run that its lines need."""
+
+    steps: int  # all steps of the run
+    samples: int | None  # the same in samples, with --train-samples
+    sequence: int  # tokens of a sample
+    micro_batch: int  # samples of a micro-batch of all replicas
+    devices: int
+    flops_per_token: float
+    peak: float | None  # FLOP/s of a device, if known
+
 
 @dataclass(frozen=True)
 class Interval:
     """The steps since the line before, up to and including `iteration`."""
 
+    run: RunSizes
     iteration: int
-    total: int  # steps of the run
     consumed: int  # samples since the run's first step
     steps: int
+    samples: int
     seconds: float
     data_seconds: float  # of these, waiting for the data
     lr: float  # of the next step, as Megatron prints it
-    values: dict[str, Any]  # of the last step
+    values: dict[str, Any]  # STEP_COLUMNS of the last step
     loss: float  # mean of the steps that were not skipped; if all were, of what they found
     skipped: int
     nan: int
-    samples_per_second: float
-    tokens_per_second: float
-    flops: float  # per second and device
-    peak: float | None  # FLOP/s of the device, if known
     memory: int | None  # peak bytes, if known
-    left: float  # seconds
-    micro_batches: int  # of one replica, since the run's first step
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.samples_per_second * self.run.sequence
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s of each device."""
+        return self.tokens_per_second * self.run.flops_per_token / self.run.devices
 
     @property
     def mfu(self) -> float | None:
-        return self.flops / self.peak if self.peak else None
+        return self.flops / self.run.peak if self.run.peak else None
+
+    @property
+    def seconds_left(self) -> float:
+        run = self.run
+        left = run.samples - self.consumed if run.samples else (run.steps - self.iteration) * self.values["batch"]
+        return max(left / self.samples_per_second, 0)
 
     def in_megatrons_form(self) -> str:
-        values = self.values
+        numbers = self.values | {"lr": self.lr, "loss": scientific(self.loss)}
         parts = [
-            f" iteration {self.iteration:8d}/{self.total:8d}",
+            f" iteration {self.iteration:8d}/{self.run.steps:8d}",
             f"consumed samples: {self.consumed:12d}",
             f"elapsed time per iteration (ms): {self.seconds / self.steps * 1e3:.1f}",
-            f"learning rate: {self.lr:.3E}",
-            f"global batch size: {values['batch']:5d}",
-            f"lm loss: {scientific(self.loss)}",
-            f"loss scale: {values['loss_scale']:.1f}",
-            f"grad norm: {values['grad_norm']:.3f}",
-        ]
-        parts += [f"num zeros: {values['num_zeros']:.1f}"] if "num_zeros" in values else []
-        parts += [f"params norm: {values['params_norm']:.3f}"] if "params_norm" in values else []
-        parts += [
+            *(c.line.format(numbers[c.name]) for c in STEP_COLUMNS if c.line and c.name in numbers),
             f"number of skipped iterations: {self.skipped:3d}",
             f"number of nan iterations: {self.nan:3d}",
             f"samples per second: {self.samples_per_second:.3f}",
             f"TFLOPs: {self.flops / 1e12:.2f}",
             f"tokens per second: {self.tokens_per_second:.0f}",
         ]
-        if self.peak and self.mfu is not None:
-            parts.append(f"MFU: {100 * self.mfu:.1f}% of {self.peak / 1e12:.0f} TFLOP/s")
+        if self.run.peak and self.mfu is not None:
+            parts.append(f"MFU: {100 * self.mfu:.1f}% of {self.run.peak / 1e12:.0f} TFLOP/s")
         if self.memory:
             parts.append(f"memory (GiB): {self.memory / 2**30:.2f}")
-        return " | ".join([*parts, f"ETA: {datetime.timedelta(seconds=round(self.left))}"]) + " |"
+        return " | ".join([*parts, f"ETA: {datetime.timedelta(seconds=round(self.seconds_left))}"]) + " |"
 
     def in_libais_form(self) -> str:
         """Return LiBai's line, which counts iterations from 0."""
         seconds, waited = self.seconds / self.steps, self.data_seconds / self.steps
+        left = datetime.timedelta(seconds=int(self.seconds_left))
         return (
-            f" eta: {datetime.timedelta(seconds=int(self.left))}  iteration: {self.iteration - 1}/{self.total}  "
+            f" eta: {left}  iteration: {self.iteration - 1}/{self.run.steps}  "
             f"consumed_samples: {self.consumed}  total_loss: {self.loss:.4g}  time: {seconds:.4f} s/iter  "
             f"data_time: {waited:.4f} s/iter total_throughput: {self.samples_per_second:.2f} samples/s "
             f"lr: {self.lr:.2e}  "
@@ -80,7 +102,7 @@ class Interval:
         """Return the figures of the table and the normal form, by OneFlow's names."""
         return {
             "step": f"{self.iteration}",
-            "micro_batches": f"{self.micro_batches}",
+            "micro_batches": f"{self.consumed // self.run.micro_batch}",
             "samples": f"{self.consumed}",
             "throughput": f"{self.samples_per_second:.5f}",
             "latency": f"{self.seconds / self.steps:.5f}",
@@ -138,8 +160,8 @@ class Check:
 
     iteration: int
     name: str  # "validation" or "test"
-    when: str  # in Megatron's words
     loss: float
+    is_at_end: bool = False  # whether it follows the last step, and may repeat an iteration
     dataset: str = ""  # given only if there are several
     seconds: float = 0.0  # that it took
 
@@ -153,9 +175,10 @@ class Check:
         return f"{self.name} on {self.dataset}" if self.dataset else self.name
 
     @property
-    def is_at_end(self) -> bool:
-        """Whether it is the one after the last step, which may repeat an iteration."""
-        return self.when.startswith("the end")
+    def when(self) -> str:
+        """The time in Megatron's words."""
+        kind = "test" if self.name == "test" else "val"
+        return f"the end of training for {kind} data" if self.is_at_end else f"iteration {self.iteration}"
 
     def in_megatrons_form(self) -> str:
         """Return the line between two rules."""

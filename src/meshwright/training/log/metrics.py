@@ -27,10 +27,9 @@ from meshwright.ranks.world import find_world
 from meshwright.runs.history import final_loss
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.health.stragglers import Lag
-from meshwright.training.log.lines import FORMS, MEGATRON, Check, Interval, in_deepspeeds_form
+from meshwright.training.log.lines import FORMS, MEGATRON, Check, Interval, RunSizes, in_deepspeeds_form
 from meshwright.training.log.screen import LineScreen
-from meshwright.training.log.startup import Startup
+from meshwright.training.log.timers import Timers
 from meshwright.training.log.trackers import open_trackers, tags, validation_tags
 from meshwright.training.state.folder import LivePage
 
@@ -52,10 +51,10 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """The start of an attempt, and the size of the whole run."""
+class RunBegin:
+    """Where an attempt begins, and the size of the complete run."""
 
-    done: int  # iterations
+    iteration: int
     consumed: int  # samples
     total_steps: int
     flops_per_token: float
@@ -68,31 +67,37 @@ class Metrics:
     Every rank has one. Those that do not lead have no folder and print nothing.
     """
 
-    def __init__(self, folder: Path | None, config: TrainConfig, attempt: Attempt, timers: Timers, team: Team) -> None:
+    def __init__(self, folder: Path | None, config: TrainConfig, begin: RunBegin, timers: Timers, team: Team) -> None:
         assert config.data.seq_length
-        self.world, self.is_lead = team.size, team.is_lead
-        self.folder, self.config, self.g, self.seq = folder, config, config.logging, config.data.seq_length
-        self.flops, self.total_steps = attempt.flops_per_token, attempt.total_steps
-        self.device, self.timers, self.screen = timers.device, timers, attempt.screen
-        self.peak = peak_flops(self.device)
+        self.folder, self.config, self.g, self.is_lead = folder, config, config.logging, team.is_lead
+        self.device, self.timers, self.screen = timers.device, timers, begin.screen
+        self.run = RunSizes(
+            steps=begin.total_steps,
+            samples=config.samples,
+            sequence=config.data.seq_length,
+            micro_batch=config.micro_batch * config.dp,
+            devices=team.size,
+            flops_per_token=begin.flops_per_token,
+            peak=peak_flops(self.device),
+        )
         self.file, self.attempt_number, self.has_failed = -1, 1, False
         self.unwritten = bytearray()  # rows, or the rest of one, that a full disk refused
-        self.is_late = False  # whether that was said
+        self.is_late = False  # whether that was logged
         self.path = (folder or Path()) / "metrics.jsonl"
         if folder is not None:
-            self.attempt_number = 1 + _count_starts(folder / "metrics.jsonl")
-            self.file = os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self.attempt_number = 1 + _count_starts(self.path)
+            self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         name = folder.resolve().name if folder is not None else "meshwright"
         self.trackers, self.bar = [], None
         if team.is_lead:
             settings = flags.to_dict(config)
-            self.trackers = open_trackers(self.g, folder, settings, name, attempt.done + 1, attempt.consumed)
-            self.bar = _start_bar(self.total_steps) if self.g.progress and sys.stderr.isatty() else None
+            self.trackers = open_trackers(self.g, folder, settings, name, begin.iteration + 1, begin.consumed)
+            self.bar = _start_bar(begin.total_steps) if self.g.progress and sys.stderr.isatty() else None
         self._reset()
         self.since_print = (0, 0, 0.0)  # steps, samples and seconds since the last line of --steps-per-print
-        self.iteration = attempt.done
+        self.iteration = begin.iteration
         # As many as the mean at the end may need.
-        self.recent = collections.deque[tuple[int, float]](maxlen=max(self.g.log_interval, self.total_steps // 50, 1))
+        self.recent = collections.deque[tuple[int, float]](maxlen=max(self.g.log_interval, begin.total_steps // 50, 1))
         self.memory_is_printed = self.gpus_are_hidden = False
         self.form, self.head_is_printed = FORMS.get(self.g.log_format, MEGATRON), False
         self.page = LivePage(None if config.training.skip_train else folder)
@@ -154,17 +159,18 @@ class Metrics:
         if not values["skipped"]:
             self.recent.append((iteration, loss))
         self.iteration = iteration
-        tokens, memory = batch * self.seq / seconds, devices.peak_memory(self.device)
+        tokens, memory = batch * self.run.sequence / seconds, devices.peak_memory(self.device)
+        flops = tokens * self.run.flops_per_token / self.run.devices
         row = values | {
             "ms": round(seconds * 1e3, 3),
             "tokens_per_second": round(tokens, 1),
-            "tflops": round(tokens * self.flops / self.world / 1e12, 4),  # per device
-            "mfu": round(tokens * self.flops / self.world / self.peak, 4) if self.peak else None,
+            "tflops": round(flops / 1e12, 4),
+            "mfu": round(flops / self.run.peak, 4) if self.run.peak else None,
             "memory": memory,
         }
         self.row("step", iteration, consumed_samples=consumed, **row)
         if self.trackers:
-            extra: dict[str, Any] = {"iteration": iteration, "world_size": self.world}
+            extra: dict[str, Any] = {"iteration": iteration, "world_size": self.run.devices}
             extra["timers"] = self.timers.times_of_step()
             if self.g.log_memory_to_tensorboard and memory is not None:
                 stats = devices.memory_stats(self.device)
@@ -182,7 +188,7 @@ class Metrics:
             if iteration % every == 0:
                 say(in_deepspeeds_form(iteration, loss, *self.since_print))
                 self.since_print = (0, 0, 0.0)
-        if iteration % self.g.log_interval == 0 or iteration == self.total_steps or not math.isfinite(loss):
+        if iteration % self.g.log_interval == 0 or iteration == self.run.steps or not math.isfinite(loss):
             self._line(iteration, consumed, next_lr, values)
         self.page.update()
         self.timers.startup.end_wait()  # for the first step
@@ -192,17 +198,13 @@ class Metrics:
             tracker.scalars(values, iteration, consumed)
 
     def _line(self, iteration: int, consumed: int, lr: float, values: dict[str, Any]) -> None:
-        samples = self.samples / self.seconds
-        tokens = samples * self.seq
-        in_all = self.config.samples
-        left = (in_all - consumed if in_all else (self.total_steps - iteration) * values["batch"]) / samples
-        memory = devices.peak_memory(self.device)
-        losses = self.losses or self.skipped_losses
+        losses, memory = self.losses or self.skipped_losses, devices.peak_memory(self.device)
         interval = Interval(
+            run=self.run,
             iteration=iteration,
-            total=self.total_steps,
             consumed=consumed,
             steps=self.steps,
+            samples=self.samples,
             seconds=self.seconds,
             data_seconds=self.data_ms / 1e3,
             lr=lr,
@@ -210,13 +212,7 @@ class Metrics:
             loss=sum(losses) / len(losses),
             skipped=self.skipped,
             nan=self.nan,
-            samples_per_second=samples,
-            tokens_per_second=tokens,
-            flops=tokens * self.flops / self.world,
-            peak=self.peak,
             memory=memory,
-            left=max(left, 0),
-            micro_batches=consumed // (self.config.micro_batch * self.config.dp),
         )
         if self.form.head and not self.head_is_printed:
             self.head_is_printed = True
@@ -267,12 +263,10 @@ class Metrics:
         self.row("scores", iteration, scores={n: v if math.isfinite(v) else str(v) for n, v in scores.items()}, **facts)
         self._track({f"scores/{name}": value for name, value in scores.items()}, iteration, consumed)
 
-    def straggler(self, iteration: int, lag: Lag) -> None:
-        """Record that a rank is slow, or no longer."""
-        remark(f" > {'WARNING: ' * lag.is_slow}{lag}")
-        values = {"ratio": lag.ratio, "ms": lag.ms, "data_ms": lag.data_ms, "median_ms": lag.median}
-        rounded = {name: round(value, 3) for name, value in values.items()}
-        self.row("straggler", iteration, rank=lag.rank, host=lag.host, slow=lag.is_slow, text=str(lag), **rounded)
+    def event(self, name: str, iteration: int, line: str, **facts: Any) -> None:
+        """Record what happened to the run, and print a line about it."""
+        remark(line)
+        self.row(name, iteration, **facts)
 
     def print_gpus(self) -> None:
         """Print the use and memory of this machine's GPUs, once a machine: by its first rank."""
@@ -339,72 +333,3 @@ def _start_bar(total: int) -> tuple[Any, Any]:
     bar, task = new_bar(*columns, total=total, loss="-", speed="-")
     bar.start()
     return bar, task
-
-
-class Timers:
-    """Wall-clock timers, printed as Megatron prints them.
-
-    --timing-log-level selects those within a step.
-    """
-
-    def __init__(
-        self, level: int, option: str, device: torch.device, team: Team, startup: Startup | None = None
-    ) -> None:
-        self.level, self.option, self.team, self.device = level, option, team, device
-        self.startup = startup or Startup(prints=False)
-        self.phases: dict[str, float] = {}  # ms, of the set-up
-        self.steps: dict[str, float] = {}  # ms, summed since the last log line
-        self.before: dict[str, float] = {}  # the same sums before the last step
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the set-up."""
-        start = time.perf_counter()
-        yield
-        self.phases[name] = 1e3 * (time.perf_counter() - start)
-
-    @contextlib.contextmanager
-    def time(self, name: str, level: int) -> Iterator[None]:
-        """Time a phase of a step, and add it to the sum for the next log line."""
-        if level > self.level or not self.level:
-            yield
-            return
-        self._wait()
-        start = time.perf_counter()
-        yield
-        self._wait()
-        self.steps[name] = self.steps.get(name, 0.0) + 1e3 * (time.perf_counter() - start)
-
-    def _wait(self) -> None:
-        """Wait for this rank's own work.
-
-        Waiting for the whole device would include what other ranks are yet to send, and they may be
-        waiting for work that this rank has not launched.
-        """
-        if self.device.type != "cpu":
-            torch.accelerator.current_stream(self.device).synchronize()
-
-    def times_of_step(self) -> dict[str, float]:
-        """Return the times since the last call."""
-        new = {name: ms - self.before.get(name, 0.0) for name, ms in self.steps.items()}
-        self.before = dict(self.steps)
-        return new
-
-    def print_means(self, steps: int) -> None:
-        if self.steps:
-            self._print({name: ms / steps for name, ms in self.steps.items()})
-        self.steps.clear()
-        self.before.clear()
-
-    def print_phases(self, *names: str) -> None:
-        self._print({name: self.phases[name] for name in names})
-
-    def _print(self, times: dict[str, float]) -> None:
-        titles = {"minmax": "(min, max) time", "max": "max time", "all": "times"}
-        say(f"{titles[self.option]} across ranks (ms):")
-        everyone = self.team.gather(times)
-        for name in times:
-            ms = [of_rank.get(name, 0.0) for of_rank in everyone]
-            ranks = "".join(f"\n     rank {rank:2d}: {one:.2f}" for rank, one in enumerate(ms))
-            value = {"minmax": f": ({min(ms):.2f}, {max(ms):.2f})", "max": f": {max(ms):.2f}", "all": f":{ranks}"}
-            say(f"    {name} {'.' * (47 - len(name))}{value[self.option]}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shlex
 import sys
 import time
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 INDENT = "  "
-# Megatron's lines that do not say what is being done: settings, times, dates.
-FIGURES = re.compile(r"\.{4,}|across ranks \(ms\)|datetime: |^---|^ +rank +\d+: ")
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,7 @@ COLUMNS = (
     Column("tokens/s", 10, lambda x, _: f"{x.tokens_per_second:,.0f}", 1),
     Column("MFU", 6, lambda x, _: "-" if x.mfu is None else f"{x.mfu:.1%}", 6),
     Column("elapsed", 9, lambda _, seconds: clock(seconds), 5),
-    Column("left", 9, lambda x, _: clock(x.left), 2),
+    Column("left", 9, lambda x, _: clock(x.seconds_left), 2),
 )
 
 
@@ -132,7 +129,7 @@ class LineScreen:
 
     def follow(self, line: str) -> None:
         """Show what the set-up is doing, until the header replaces it."""
-        if self.status is not None and not FIGURES.search(line) and (text := line.strip(" >.")):
+        if self.status is not None and (text := line.strip(" >.")):
             self.status.update(shorten(text.splitlines()[0], self.width - 4).replace("[", "\\["))
 
     def format_remark(self, line: str) -> str:
@@ -171,7 +168,7 @@ class LineScreen:
     def step(self, x: Interval) -> str:
         from rich.text import Text
 
-        lines: list[RenderableType] = [] if self.last is not None else [self.head(x.peak is not None)]
+        lines: list[RenderableType] = [] if self.last is not None else [self.head(x.run.peak is not None)]
         self.last = x
         seconds = time.perf_counter() - self.began
         line = Text(INDENT)

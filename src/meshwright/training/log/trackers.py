@@ -10,39 +10,49 @@ import importlib
 import json
 import sys
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UNAVAILABLE, UserError
 from meshwright.settings.schema import Logging
+from meshwright.training.log.columns import STEP_COLUMNS
 
 
 class Tracker:
-    """A backend that cannot end a run: its first failure is printed and switches it off."""
+    """A program that draws curves. Its first failure is printed and switches it off."""
 
-    def __init__(self, name: str, backend: TensorBoard | Wandb | Trackio) -> None:
-        self.name = name
-        self.backend: TensorBoard | Wandb | Trackio | None = backend
+    name: str
+    is_off = False
+
+    def add_scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
+        raise NotImplementedError
+
+    def add_text(self, name: str, text: str, iteration: int | None) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        raise NotImplementedError
 
     def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
         """Add points at an iteration and a number of consumed samples."""
         if values:
-            self._try("scalars", values, iteration, samples)
+            self._try(self.add_scalars, values, iteration, samples)
 
     def text(self, name: str, text: str, iteration: int | None = None) -> None:
-        self._try("text", name, text, iteration)
+        self._try(self.add_text, name, text, iteration)
 
     def close(self) -> None:
-        self._try("close")
-        self.backend = None
+        self._try(self.finish)
+        self.is_off = True
 
-    def _try(self, action: str, *values: Any) -> None:
-        if self.backend is None:
+    def _try(self, act: Callable[..., None], *values: Any) -> None:
+        if self.is_off:
             return
         try:
-            getattr(self.backend, action)(*values)
+            act(*values)
         except Exception as e:  # the network, the disk, or anything that the package raises
-            self.backend = None
+            self.is_off = True
             reason = f"{type(e).__name__}: {e}"
             print(f"{self.name} failed and is now off; the run continues ({reason})", file=sys.stderr)
 
@@ -54,32 +64,34 @@ def open_trackers(
 
     Their first point is step `first`, after `samples` samples.
     """
-    out = []
-    place = Path(logging.tensorboard_dir) if logging.tensorboard_dir else folder and folder / "tensorboard"
-    if logging.tensorboard and place:
+    out: list[Tracker] = []
+    root = Path(logging.tensorboard_dir) if logging.tensorboard_dir else folder and folder / "tensorboard"
+    if logging.tensorboard and root:
         try:
-            out.append(Tracker("TensorBoard", TensorBoard(place, logging.tensorboard_queue_size, first, samples)))
+            out.append(TensorBoard(root, logging.tensorboard_queue_size, first, samples))
             lines = (f"    {key}: {json.dumps(value, default=str)}" for key, value in settings.items())
             out[-1].text("arguments", "\n".join(lines))
         except UnicodeEncodeError:
-            print(f"note: TensorBoard writes no files into {place!r}, whose name is not UTF-8", file=sys.stderr)
+            print(f"note: TensorBoard writes no files into {root!r}, whose name is not UTF-8", file=sys.stderr)
         except ImportError as e:
             if logging.tensorboard_dir:
                 hint = "install it with pip install 'meshwright[log]'"
                 raise UserError(f"--tensorboard-dir needs tensorboard ({e}): {hint}", UNAVAILABLE) from None
     if logging.wandb_project:
-        out.append(Tracker("Weights & Biases", Wandb(logging, folder, settings, name, first)))
+        out.append(Wandb(logging, folder, settings, name, first))
     if logging.trackio_project:
-        out.append(Tracker("Trackio", Trackio(logging.trackio_project, settings, name, first)))
+        out.append(Trackio(logging.trackio_project, settings, name, first))
     return out
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Points over iterations in `folder`, and over samples in `folder/samples`.
 
     A resumed attempt hides the points of earlier ones from its first step on. TensorBoard hides by
     step number for all tags, so points at iteration 1000 and at sample 1000 cannot share a folder.
     """
+
+    name = "TensorBoard"
 
     def __init__(self, folder: Path, queue: int, first: int, samples: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -89,21 +101,23 @@ class TensorBoard:
         self.over_iterations = writer(str(folder), max_queue=queue, purge_step=first)
         self.over_samples = writer(str(folder / "samples"), max_queue=queue, purge_step=samples + 1)
 
-    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
+    def add_scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
         for tag, value in values.items():
             self.over_iterations.add_scalar(tag, value, iteration)
             self.over_samples.add_scalar(f"{tag} vs samples", value, samples)
 
-    def text(self, name: str, text: str, iteration: int | None) -> None:
+    def add_text(self, name: str, text: str, iteration: int | None) -> None:
         self.over_iterations.add_text(name, text, self.first if iteration is None else iteration)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         self.over_iterations.close()
         self.over_samples.close()
 
 
-class Wandb:
+class Wandb(Tracker):
     """One wandb run per run folder, whose file `wandb-id` holds its id."""
+
+    name = "Weights & Biases"
 
     def __init__(self, logging: Logging, folder: Path | None, settings: dict[str, Any], name: str, first: int) -> None:
         try:
@@ -111,14 +125,14 @@ class Wandb:
         except ImportError:
             raise UserError("--wandb-project needs wandb: install it with pip install wandb", UNAVAILABLE) from None
 
-        place, known = logging.wandb_save_dir or folder, folder and folder / "wandb-id"
-        new = first == 1 or known is None or not known.exists()
-        run_id = uuid.uuid4().hex if new or known is None else known.read_text().strip()
+        root, id_file = logging.wandb_save_dir or folder, folder and folder / "wandb-id"
+        is_new = first == 1 or id_file is None or not id_file.exists()
+        run_id = uuid.uuid4().hex if is_new or id_file is None else id_file.read_text().strip()
         try:
             self.run: Any = wandb.init(
                 project=logging.wandb_project,
                 name=logging.wandb_exp_name or name,
-                dir=place and str(place),
+                dir=root and str(root),
                 config=settings,
                 id=run_id,
                 resume="allow",
@@ -126,24 +140,26 @@ class Wandb:
         except Exception as e:
             hint = "wandb login, or WANDB_MODE=offline to upload later"
             raise UserError(f"--wandb-project {logging.wandb_project}: {e} ({hint})", UNAVAILABLE) from None
-        if known:
-            known.write_text(run_id + "\n")
+        if id_file:
+            id_file.write_text(run_id + "\n")
 
-    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
+    def add_scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
         self.run.log({**values, "samples": samples}, step=iteration)
 
-    def text(self, name: str, text: str, iteration: int | None) -> None:
+    def add_text(self, name: str, text: str, iteration: int | None) -> None:
         self.run.summary[name] = text
 
-    def close(self) -> None:
+    def finish(self) -> None:
         self.run.finish()
 
 
-class Trackio:
+class Trackio(Tracker):
     """A run of a Trackio project, on this machine or in the space that TRACKIO_SPACE_ID names.
 
     A run that is resumed continues the newest one of its name; a new one gets a curve of its own.
     """
+
+    name = "Trackio"
 
     def __init__(self, project: str, settings: dict[str, Any], name: str, first: int) -> None:
         try:
@@ -159,28 +175,21 @@ class Trackio:
         except Exception as e:
             raise UserError(f"--trackio-project {project}: {e} (leave it out to go on without)", UNAVAILABLE) from None
         # The package's own finish, or it would finish the run once more when Python ends.
-        self.markdown, self.finish = trackio.Markdown, trackio.finish
+        self.markdown, self.end = trackio.Markdown, trackio.finish
 
-    def scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
+    def add_scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
         self.run.log({**values, "samples": samples}, step=iteration)
 
-    def text(self, name: str, text: str, iteration: int | None) -> None:
+    def add_text(self, name: str, text: str, iteration: int | None) -> None:
         self.run.log({name: self.markdown(text)}, step=iteration)
 
-    def close(self) -> None:
+    def finish(self) -> None:
         with contextlib.redirect_stdout(sys.stderr):
-            self.finish()
+            self.end()
 
 
-# Megatron's name: the column of a step's row, and the flag that turns it on.
-TAGS = {
-    "lm loss": ("loss", None),
-    "grad-norm": ("grad_norm", None),
-    "params-norm": ("params_norm", None),
-    "num-zeros": ("num_zeros", None),
-    "learning-rate": ("lr", "log_learning_rate_to_tensorboard"),
-    "loss-scale": ("loss_scale", "log_loss_scale_to_tensorboard"),
-    "batch-size": ("batch", "log_batch_size_to_tensorboard"),
+# Megatron's name -> the number of a step or of the device, and the flag that turns it on
+TAGS = {column.tag: (column.name, column.tag_flag) for column in STEP_COLUMNS if column.tag} | {
     "world-size": ("world_size", "log_world_size_to_tensorboard"),
     "mem-reserved-bytes": ("reserved", "log_memory_to_tensorboard"),
     "mem-allocated-bytes": ("memory", "log_memory_to_tensorboard"),

@@ -1,0 +1,51 @@
+"""The table of the columns of metrics.jsonl, and its page."""
+
+import ast
+import json
+from pathlib import Path
+
+import meshwright
+from meshwright.settings import fields, schema
+from meshwright.training.log.columns import COMMON_COLUMNS, EVENTS, STEP_COLUMNS, describe_columns
+
+SOURCE = Path(meshwright.__file__).parent
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_the_page_is_up_to_date():
+    command = "from meshwright.training.log.columns import *; print(describe_columns(), end='')"
+    assert PAGE.read_text() == describe_columns(), f'write it again: python -c "{command}" > docs/metrics.md'
+
+
+def test_every_row_that_is_written_is_described():
+    """The table has the name and the keywords of each `metrics.row("name", ...)` and the like."""
+    written = set()
+    for path in SOURCE.glob("training/**/*.py"):
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            if not (isinstance(call.func, ast.Attribute) and call.func.attr in ("row", "event") and call.args):
+                continue
+            if isinstance(name := call.args[0], ast.Constant):
+                written.add(name.value)
+                keywords = {k.arg for k in call.keywords if k.arg}
+                assert keywords <= EVENTS[name.value][1].keys(), (path, name.value, keywords)
+    assert written == EVENTS.keys() - {"start", "evaluate"}  # these two have a variable name
+
+
+def test_rows_have_the_columns_of_the_table(run, tmp_path):
+    flags = ["--log-num-zeros-in-grad", "--log-params-norm", "--weight-decay-incr-style", "linear"]
+    flags += ["--start-weight-decay", "0", "--end-weight-decay", "0.1", "--save", f"{tmp_path}/save"]
+    got = run(*flags, "--skip-train-iteration-range", "2-3")
+    seen = {}
+    for row in map(json.loads, (got.folder / "metrics.jsonl").read_text().splitlines()):
+        assert row.keys() >= COMMON_COLUMNS.keys()
+        seen.setdefault(row["event"], set()).update(row.keys() - COMMON_COLUMNS.keys())
+    assert seen.keys() >= {"start", "step", "validation", "save", "skip", "end"}
+    for event, columns in seen.items():
+        assert columns <= EVENTS[event][1].keys(), event
+    assert seen["step"] == {column.name for column in STEP_COLUMNS}
+    assert seen["start"] == EVENTS["start"][1].keys()
+
+
+def test_flags_of_curves_exist():
+    flags = {column.tag_flag for column in STEP_COLUMNS if column.tag_flag}
+    assert flags <= fields.config_fields(schema.TrainConfig).keys()
