@@ -71,7 +71,9 @@ def start_peer(kind: str, vocab: str, merges: str) -> None:
         from meshwright import tokenizers
         from meshwright.settings.schema import TokenizerFlags as Settings
 
-        encode = tokenizers.build(Settings(vocab_file=vocab, merge_file=merges)).encode  # tiktoken with GPT-2's ranks
+        encode = tokenizers.build_tokenizer(
+            Settings(vocab_file=vocab, merge_file=merges)
+        ).encode  # tiktoken with GPT-2's ranks
 
 
 def peer_line(line: bytes) -> tuple[list[int], int]:

@@ -103,6 +103,7 @@ NO_TORCH = [
     "settings.completion",
     "commands.quickstart",
     "data.history",
+    "data.sets",
     "data.blend",
     "data.samples",
     "data.files.indexed",

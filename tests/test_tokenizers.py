@@ -18,6 +18,7 @@ from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA, UNAVAILABLE, USAGE, UserError
 from meshwright.settings.schema import TokenizerFlags as Flags
+from meshwright.tokenizers import build_tokenizer, resolve_tokenizer, save_tokenizer
 
 TEXT = "It's the year 2024: don't panic.\n\n  Indented\tλόγος 你好 🙂 naïve  <|endoftext|> x=1;\r\n"
 GPT2 = Path(os.environ.get("GPT2_VOCABULARY", Path(__file__).parents[2] / "shared" / "gpt2"))
@@ -56,11 +57,11 @@ def refused(status, words, act):
 
 
 def test_missing_speed_is_named_where_it_would_help(bpe, monkeypatch):
-    t = tokenizers.build(flags(bpe))
+    t = build_tokenizer(flags(bpe))
     assert (tokenizers.missing_speed(t) is None) == (importlib.util.find_spec("gigatoken") is not None)
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     assert "`pip install 'gigatoken==0.10.*'` makes this about eight times as fast" in tokenizers.missing_speed(t)
-    assert tokenizers.missing_speed(tokenizers.build(Flags(tokenizer_type="ByteTokenizer"))) is None
+    assert tokenizers.missing_speed(build_tokenizer(Flags(tokenizer_type="ByteTokenizer"))) is None
 
 
 def test_the_fast_packages_are_in_the_base_installation():
@@ -70,7 +71,7 @@ def test_the_fast_packages_are_in_the_base_installation():
 
 
 def test_trained_bpe_equals_the_library_and_ends_with_eod(bpe):
-    t = tokenizers.build(flags(bpe))
+    t = build_tokenizer(flags(bpe))
     assert (t.size, t.eod, t.name) == (300, 299, "GPT2BPETokenizer")
     assert t._fast() is not None  # tiktoken, not the fallback
     for text in (TEXT, "", " ", "thethe\x00\ufffd", "a" * 3000, "\u2028 \u00a0 \x85"):
@@ -83,38 +84,38 @@ def test_trained_bpe_equals_the_library_and_ends_with_eod(bpe):
 
 
 def test_half_a_character_decodes_to_bytes_and_a_replacement_mark(bpe):
-    t = tokenizers.build(flags(bpe))
+    t = build_tokenizer(flags(bpe))
     one = t.encode("\u0416")[:1]  # first of two bytes: never merged in this vocabulary
     assert t.decode_bytes(one) == b"\xd0"
     assert t.decode(one) == "\ufffd"
 
 
 def test_without_tiktoken_or_with_unordered_ids_the_library_encodes(bpe, tmp_path, monkeypatch):
-    expected = tokenizers.build(flags(bpe)).encode(TEXT)
+    expected = build_tokenizer(flags(bpe)).encode(TEXT)
     vocab = json.loads((bpe / "vocab.json").read_text())
     shifted = {token: (i + 1) % 300 for token, i in vocab.items()}  # <|endoftext|> first
     turned = {token: 299 - i for token, i in vocab.items()}  # merges in falling order
     for changed, fast in ((shifted, True), (turned, False)):
         (tmp_path / "vocab.json").write_text(json.dumps(changed))
         (tmp_path / "merges.txt").write_bytes((bpe / "merges.txt").read_bytes())
-        t = tokenizers.build(flags(tmp_path))
+        t = build_tokenizer(flags(tmp_path))
         assert (t._fast() is not None) == fast
         assert t.encode(TEXT) == library(tmp_path).encode(TEXT).ids
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    without = tokenizers.build(flags(bpe))
+    without = build_tokenizer(flags(bpe))
     assert without._fast() is None
     assert without.encode(TEXT) == expected
 
 
 def test_white_space_that_overflows_tiktokens_stack(bpe):
-    t = tokenizers.build(flags(bpe))
+    t = build_tokenizer(flags(bpe))
     text = "x" + " " * 1_100_000 + "y"
     assert t.decode(t.encode(text)) == text
 
 
 @pytest.mark.skipif(not (GPT2 / "gpt2-vocab.json").exists(), reason="needs GPT-2's two files, see GPT2_VOCABULARY")
 def test_gpt2_ids():
-    t = tokenizers.build(Flags(vocab_file=str(GPT2 / "gpt2-vocab.json"), merge_file=str(GPT2 / "gpt2-merges.txt")))
+    t = build_tokenizer(Flags(vocab_file=str(GPT2 / "gpt2-vocab.json"), merge_file=str(GPT2 / "gpt2-merges.txt")))
     assert t._fast() is not None
     assert (t.size, t.eod) == (50257, 50256)
     assert t.encode("Hello world") == [15496, 995]
@@ -126,9 +127,9 @@ def test_gpt2_ids():
 @pytest.mark.parametrize("name", ["HuggingFaceTokenizer", "PretrainedFromHF", "HFTokenizer"])
 def test_tokenizer_json_of_a_file_or_folder(bpe, name):
     path = tokenizer_json(bpe)
-    reference = tokenizers.build(flags(bpe))
+    reference = build_tokenizer(flags(bpe))
     for given in (path, bpe):
-        t = tokenizers.build(Flags(tokenizer_type=name, tokenizer_model=str(given)))
+        t = build_tokenizer(Flags(tokenizer_type=name, tokenizer_model=str(given)))
         assert (t.size, t.eod) == (300, 299)
         ids = t.encode(TEXT)
         assert ids == reference.encode(TEXT)  # complete, and <|endoftext|> in a text stays plain text
@@ -140,17 +141,17 @@ def test_tokenizer_json_without_byte_level(tmp_path):
     made = Library(models.WordLevel({"hello": 0, "world": 1, "</s>": 2, "?": 3}, unk_token="?"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))
-    t = tokenizers.build(Flags(tokenizer_type="HFTokenizer", tokenizer_model=str(tmp_path)))
+    t = build_tokenizer(Flags(tokenizer_type="HFTokenizer", tokenizer_model=str(tmp_path)))
     assert (t.size, t.eod, t.encode("hello world")) == (4, 2, [0, 1])
     assert t.decode_bytes([0, 1]) == b"hello world"
 
 
 def test_bytes_and_null():
-    b = tokenizers.build(Flags(tokenizer_type="ByteTokenizer"))
+    b = build_tokenizer(Flags(tokenizer_type="ByteTokenizer"))
     assert (b.size, b.eod, b.encode("aé")) == (257, 256, [97, 195, 169])
     assert b.decode([*b.encode(TEXT), 256]) == TEXT
     assert b.decode([195]) == "\ufffd"
-    n = tokenizers.build(Flags(tokenizer_type="NullTokenizer", vocab_size=10))
+    n = build_tokenizer(Flags(tokenizer_type="NullTokenizer", vocab_size=10))
     assert (n.size, n.eod, n.encode(" 3 10\n7 ")) == (11, 10, [3, 10, 7])
     assert n.decode([3, 10]) == "3 10"
     refused(BAD_DATA, "invalid literal", lambda: n.encode("3 x"))
@@ -168,63 +169,63 @@ def test_a_run_folder_rebuilds_each_tokenizer(bpe, tmp_path):
         ]
     ):
         folder = tmp_path / str(n)
-        saved = tokenizers.build(given)
+        saved = build_tokenizer(given)
         for _ in range(2):  # a resumed run saves again
-            tokenizers.save(saved, folder)
-        again = tokenizers.build(Flags(), folder)
+            save_tokenizer(saved, folder)
+        again = build_tokenizer(Flags(), folder)
         assert (again.name, again.size, again.eod) == (saved.name, saved.size, saved.eod)
         assert again.encode("7 5") == saved.encode("7 5")
-        tokenizers.save(again, folder)  # onto its own files
-        assert tokenizers.build(Flags(), folder).size == saved.size
+        save_tokenizer(again, folder)  # onto its own files
+        assert build_tokenizer(Flags(), folder).size == saved.size
         assert not list(folder.glob("*.tmp"))
 
 
 def test_a_changed_file_in_a_run_folder_is_refused(bpe, tmp_path):
-    tokenizers.save(tokenizers.build(flags(bpe)), tmp_path)
+    save_tokenizer(build_tokenizer(flags(bpe)), tmp_path)
     contradiction = Flags(tokenizer_type="ByteTokenizer")
-    refused(USAGE, "holds a GPT2BPETokenizer", lambda: tokenizers.build(contradiction, tmp_path))
+    refused(USAGE, "holds a GPT2BPETokenizer", lambda: build_tokenizer(contradiction, tmp_path))
     merges = tmp_path / "merges.txt"
     merges.write_text(merges.read_text().replace("\n", "\r\n"))
-    refused(BAD_DATA, "SHA-256 differs", lambda: tokenizers.build(Flags(), tmp_path))
+    refused(BAD_DATA, "SHA-256 differs", lambda: build_tokenizer(Flags(), tmp_path))
     merges.unlink()
-    refused(BAD_DATA, "cannot be read", lambda: tokenizers.build(Flags(), tmp_path))
+    refused(BAD_DATA, "cannot be read", lambda: build_tokenizer(Flags(), tmp_path))
     (tmp_path / "meta.json").write_text('{"type": "GPT2BPETokenizer", "vocab_size": 3, "sha256": {"../x": "0"}}')
-    refused(BAD_DATA, "names '../x'", lambda: tokenizers.build(Flags(), tmp_path))
+    refused(BAD_DATA, "names '../x'", lambda: build_tokenizer(Flags(), tmp_path))
     (tmp_path / "meta.json").write_text("{}")
-    refused(BAD_DATA, "damaged", lambda: tokenizers.build(Flags(), tmp_path))
+    refused(BAD_DATA, "damaged", lambda: build_tokenizer(Flags(), tmp_path))
 
 
 def test_resolve_finds_what_flags_or_folders_name(bpe, tmp_path):
-    assert tokenizers.resolve(Flags()) is None and tokenizers.find_saved(None, tmp_path) is None
-    assert tokenizers.resolve(Flags(tokenizer_type="ByteTokenizer")).size == 257
-    refused(USAGE, "needs --tokenizer-model", lambda: tokenizers.resolve(Flags(tokenizer_type="HFTokenizer")))
-    tokenizers.save(tokenizers.build(Flags(tokenizer_type="ByteTokenizer")), tmp_path / "tokenizer")
+    assert resolve_tokenizer(Flags()) is None and tokenizers.find_saved(None, tmp_path) is None
+    assert resolve_tokenizer(Flags(tokenizer_type="ByteTokenizer")).size == 257
+    refused(USAGE, "needs --tokenizer-model", lambda: resolve_tokenizer(Flags(tokenizer_type="HFTokenizer")))
+    save_tokenizer(build_tokenizer(Flags(tokenizer_type="ByteTokenizer")), tmp_path / "tokenizer")
     assert tokenizers.find_saved(None, tmp_path, bpe) == tmp_path / "tokenizer" and tokenizers.find_saved(bpe) == bpe
-    assert tokenizers.resolve(Flags(), tmp_path / "tokenizer").size == 257
-    assert tokenizers.resolve(flags(bpe), tmp_path / "tokenizer").size == 300  # flags come first
+    assert resolve_tokenizer(Flags(), tmp_path / "tokenizer").size == 257
+    assert resolve_tokenizer(flags(bpe), tmp_path / "tokenizer").size == 300  # flags come first
     refused(
         BAD_DATA,
         "vocabulary files differ",
-        lambda: tokenizers.require_same(tokenizers.build(flags(bpe)), tmp_path / "tokenizer"),
+        lambda: tokenizers.require_same(build_tokenizer(flags(bpe)), tmp_path / "tokenizer"),
     )
 
 
 def test_missing_flags_and_broken_files(bpe, tmp_path):
     ways = "a tokenizer is needed: --tokenizer with a folder that `meshwright train-tokenizer` .* gpt2, or byte"
-    refused(USAGE, ways, lambda: tokenizers.build(Flags(), tmp_path))
-    refused(USAGE, "needs --merge-file too; or give --tokenizer", lambda: tokenizers.build(Flags(vocab_file="x")))
+    refused(USAGE, ways, lambda: build_tokenizer(Flags(), tmp_path))
+    refused(USAGE, "needs --merge-file too; or give --tokenizer", lambda: build_tokenizer(Flags(vocab_file="x")))
     swapped = Flags(vocab_file=str(bpe / "merges.txt"), merge_file=str(bpe / "vocab.json"))
     refused(
         BAD_DATA,
         "--vocab-file .*merges.txt and --merge-file .*vocab.json are swapped",
-        lambda: tokenizers.build(swapped),
+        lambda: build_tokenizer(swapped),
     )
-    refused(USAGE, "--tokenizer-model", lambda: tokenizers.build(Flags(tokenizer_type="HFTokenizer")))
-    refused(USAGE, "--vocab-size", lambda: tokenizers.build(Flags(tokenizer_type="NullTokenizer")))
+    refused(USAGE, "--tokenizer-model", lambda: build_tokenizer(Flags(tokenizer_type="HFTokenizer")))
+    refused(USAGE, "--vocab-size", lambda: build_tokenizer(Flags(tokenizer_type="NullTokenizer")))
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     good = json.loads((bpe / "vocab.json").read_text())
     merges.write_bytes((bpe / "merges.txt").read_bytes())
-    refused(BAD_DATA, "does not exist", lambda: tokenizers.build(flags(tmp_path)))
+    refused(BAD_DATA, "does not exist", lambda: build_tokenizer(flags(tmp_path)))
     for content, words in (
         ("{", "not JSON"),
         ("[1]", "not a vocabulary"),
@@ -234,39 +235,39 @@ def test_missing_flags_and_broken_files(bpe, tmp_path):
         (json.dumps({t + "x" * (i == 280): i for t, i in good.items()}), "do not belong together"),
     ):
         vocab.write_text(content)
-        refused(BAD_DATA, words, lambda: tokenizers.build(flags(tmp_path)))
+        refused(BAD_DATA, words, lambda: build_tokenizer(flags(tmp_path)))
     vocab.write_text(json.dumps(good))
     merges.write_text("#version: 0.2\na b c\n")
-    refused(BAD_DATA, r"merges.txt:2: 'a b c'", lambda: tokenizers.build(flags(tmp_path)))
+    refused(BAD_DATA, r"merges.txt:2: 'a b c'", lambda: build_tokenizer(flags(tmp_path)))
     path = tokenizer_json(bpe)
     content = path.read_text().replace("<|endoftext|>", "<|other|>")
     path.write_text(content)
     hugging = Flags(tokenizer_type="HFTokenizer", tokenizer_model=str(path))
-    refused(BAD_DATA, "none of the usual end-of-document", lambda: tokenizers.build(hugging))
+    refused(BAD_DATA, "none of the usual end-of-document", lambda: build_tokenizer(hugging))
     path.write_text("{}")
-    refused(BAD_DATA, "is not a tokenizer.json", lambda: tokenizers.build(hugging))
+    refused(BAD_DATA, "is not a tokenizer.json", lambda: build_tokenizer(hugging))
 
 
 def test_a_vocabulary_size_beside_files_is_compared(bpe, tmp_path):
     given = flags(bpe)
-    built = tokenizers.build(given)
-    assert tokenizers.build(replace(given, vocab_size=built.size)).size == built.size
+    built = build_tokenizer(given)
+    assert build_tokenizer(replace(given, vocab_size=built.size)).size == built.size
     words = f"--vocab-size 9999, but .*vocab.json.* has {built.size} ids"
-    refused(USAGE, words, lambda: tokenizers.build(replace(given, vocab_size=9999)))
-    tokenizers.save(built, tmp_path)
-    refused(USAGE, words, lambda: tokenizers.build(Flags(vocab_size=9999), tmp_path))
-    refused(USAGE, "has 257 ids", lambda: tokenizers.build(Flags(tokenizer_type="ByteTokenizer", vocab_size=256)))
+    refused(USAGE, words, lambda: build_tokenizer(replace(given, vocab_size=9999)))
+    save_tokenizer(built, tmp_path)
+    refused(USAGE, words, lambda: build_tokenizer(Flags(vocab_size=9999), tmp_path))
+    refused(USAGE, "has 257 ids", lambda: build_tokenizer(Flags(tokenizer_type="ByteTokenizer", vocab_size=256)))
     for kind in (Flags(tokenizer_type="NullTokenizer", vocab_size=7), Flags(tokenizer_type="ByteTokenizer")):
-        tokenizers.save(tokenizers.build(kind), tmp_path / kind.tokenizer_type)
-        assert tokenizers.build(kind, tmp_path / kind.tokenizer_type).size in (8, 257)
+        save_tokenizer(build_tokenizer(kind), tmp_path / kind.tokenizer_type)
+        assert build_tokenizer(kind, tmp_path / kind.tokenizer_type).size in (8, 257)
 
 
 def test_tokenizer_model_needs_its_type():
-    refused(USAGE, "--tokenizer-type HuggingFaceTokenizer", lambda: tokenizers.build(Flags(tokenizer_model="F")))
+    refused(USAGE, "--tokenizer-type HuggingFaceTokenizer", lambda: build_tokenizer(Flags(tokenizer_model="F")))
 
 
 def named(name):
-    return tokenizers.build(Flags(tokenizer=str(name)))
+    return build_tokenizer(Flags(tokenizer=str(name)))
 
 
 def test_the_home_of_a_user_who_does_not_exist():
@@ -275,7 +276,7 @@ def test_the_home_of_a_user_who_does_not_exist():
 
 
 def test_one_argument_names_any_folder_or_file(bpe, tmp_path, monkeypatch):
-    expected = tokenizers.build(flags(bpe)).encode(TEXT)
+    expected = build_tokenizer(flags(bpe)).encode(TEXT)
     plain = [tmp_path / name for name in ("trained", "megatron", "json", "run/tokenizer")]
     for folder in plain:
         folder.mkdir(parents=True)
@@ -283,7 +284,7 @@ def test_one_argument_names_any_folder_or_file(bpe, tmp_path, monkeypatch):
         content = (bpe / name).read_bytes()
         (tmp_path / "trained" / name).write_bytes(content)
         (tmp_path / "megatron" / f"gpt2-{name}").write_bytes(content)
-    tokenizers.save(tokenizers.build(flags(bpe)), tmp_path / "run" / "tokenizer")
+    save_tokenizer(build_tokenizer(flags(bpe)), tmp_path / "run" / "tokenizer")
     (tmp_path / "json" / "tokenizer.json").write_bytes(tokenizer_json(bpe).read_bytes())
     files = ["trained/vocab.json", "trained/merges.txt", "megatron/gpt2-vocab.json", "megatron/gpt2-merges.txt"]
     for name in ["trained", "megatron", "run", "run/tokenizer", *files]:
@@ -294,9 +295,9 @@ def test_one_argument_names_any_folder_or_file(bpe, tmp_path, monkeypatch):
         assert (t.name, t.encode(TEXT)) == ("HuggingFaceTokenizer", expected)
     monkeypatch.chdir(tmp_path)
     assert named("trained").size == 300 and named("byte").size == 257
-    tokenizers.save(named("byte"), tmp_path / "bytes" / "tokenizer")
+    save_tokenizer(named("byte"), tmp_path / "bytes" / "tokenizer")
     assert named("bytes").name == named("bytes/tokenizer").name == "ByteTokenizer"
-    assert tokenizers.resolve(Flags(tokenizer="byte"), tmp_path / "run" / "tokenizer").size == 257  # flags come first
+    assert resolve_tokenizer(Flags(tokenizer="byte"), tmp_path / "run" / "tokenizer").size == 257  # flags come first
 
 
 def test_one_argument_that_cannot_be_used(bpe, tmp_path):
@@ -305,11 +306,11 @@ def test_one_argument_that_cannot_be_used(bpe, tmp_path):
         (dict(tokenizer_model="t"), "and --tokenizer-model t both name a tokenizer; give only one"),
         (dict(tokenizer_type="NullTokenizer"), "and --tokenizer-type NullTokenizer both name"),
     ):
-        refused(USAGE, words, lambda more=more: tokenizers.build(Flags(tokenizer="byte", **more)))
+        refused(USAGE, words, lambda more=more: build_tokenizer(Flags(tokenizer="byte", **more)))
     refused(
         USAGE,
         "--vocab-size 9, but ByteTokenizer has 257",
-        lambda: tokenizers.build(Flags(tokenizer="byte", vocab_size=9)),
+        lambda: build_tokenizer(Flags(tokenizer="byte", vocab_size=9)),
     )
     refused(BAD_DATA, "nope.json does not exist; name a folder", lambda: named(tmp_path / "nope.json"))
     refused(BAD_DATA, "holds no tokenizer.json, nor vocab.json", lambda: named(tmp_path))
@@ -363,7 +364,7 @@ def hub_server(bpe, tmp_path, monkeypatch):
 
 def test_a_name_is_downloaded_once_from_the_hub(bpe, hub_server, tmp_path, capsys):
     t = named("team/bpe")
-    assert (t.name, t.encode(TEXT)) == ("GPT2BPETokenizer", tokenizers.build(flags(bpe)).encode(TEXT))
+    assert (t.name, t.encode(TEXT)) == ("GPT2BPETokenizer", build_tokenizer(flags(bpe)).encode(TEXT))
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == 1 and "team/bpe" in printed[0] and str(tmp_path / "cache") in printed[0]
     asked = len(hub_server)
@@ -405,4 +406,4 @@ def test_training_a_vocabulary_below_the_bytes_is_refused(tmp_path, capsys):
     assert main([*words, "256"]) == USAGE and "at least 257" in capsys.readouterr().err
     assert not (tmp_path / "never").exists()
     tokenizers.train_bpe(["x"], 400, tmp_path)  # nothing to merge: smaller than requested
-    assert tokenizers.build(flags(tmp_path)).size == 257
+    assert build_tokenizer(flags(tmp_path)).size == 257

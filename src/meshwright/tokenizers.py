@@ -5,8 +5,8 @@ and gives the same ids as long as every merge has an id of its own, in merge ord
 here looks for special tokens inside a text: the letters of <|endoftext|> there are plain text.
 
 `--tokenizer` names one in a word: a folder, a file, or a name on the Hugging Face Hub. A run keeps
-its tokenizer: `save` copies the files into the run's `tokenizer/` folder with their hashes, and
-`resolve` reads that folder when the flags name no files.
+its tokenizer: `save_tokenizer` copies the files into the run's `tokenizer/` folder with their
+hashes, and `resolve_tokenizer` reads that folder when the flags name no files.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
     name: str
     size: int  # true vocabulary size: ids are 0 ... size - 1
     eod: int  # end of document, where generation stops too
-    files: dict[str, Path]  # the files that `save` copies, by their names in the run folder
+    files: dict[str, Path]  # the files that `save_tokenizer` copies, by their names in the run folder
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -238,7 +238,7 @@ class Null:
         return " ".join(str(i) for i in ids)
 
 
-def fastest(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt.NDArray[Any]]:
+def fastest_encoder(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt.NDArray[Any]]:
     """Return the fastest encoder: with gigatoken if it is installed; most return arrays."""
     if isinstance(tokenizer, Bytes):
         return lambda text: np.frombuffer(text.encode("utf-8"), np.uint8)
@@ -278,15 +278,15 @@ def find_saved(*folders: Path | None) -> Path | None:
     return None
 
 
-def resolve(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer | None:
+def resolve_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer | None:
     """Return the tokenizer that the flags name (not if the default type), or `saved`'s, or None."""
     if saved is None and not is_named(t) and t.tokenizer_type == TokenizerFlags().tokenizer_type:
         return None
-    return build(t, saved)
+    return build_tokenizer(t, saved)
 
 
-def build(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer:
-    """Return the tokenizer of `resolve`; raise UserError if there is none."""
+def build_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer:
+    """Return the tokenizer of `resolve_tokenizer`; raise UserError if there is none."""
     tokenizer = _build(t) if saved is None or is_named(t) else _build_saved(t, saved)
     ids = tokenizer.size - (tokenizer.name == Null.name)  # without the end of document that it adds
     if t.vocab_size not in (None, ids, tokenizer.size):
@@ -445,7 +445,7 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
     return _build(TokenizerFlags(tokenizer_type=kind, vocab_size=vocab_size - 1))
 
 
-def save(tokenizer: Tokenizer, folder: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Copy the tokenizer into `folder`, meta.json last, so that it never names a missing file.
 
     A chat template beside it is copied too. It is no part of the tokenizer: anyone may change it.
@@ -487,8 +487,10 @@ def find_of_data(prefixes: Iterable[str]) -> Path | None:
     """
     found = [folder for prefix in prefixes if ((folder := folder_of(prefix)) / "meta.json").is_file()]
     for other in found[1:]:
-        if _read_meta(other) != _read_meta(found[0]) and not is_same(build(TokenizerFlags(), found[0]), other):
-            both = " and ".join(f"{folder} ({describe(_read_meta(folder))})" for folder in (found[0], other))
+        if _read_meta(other) != _read_meta(found[0]) and not is_same(
+            build_tokenizer(TokenizerFlags(), found[0]), other
+        ):
+            both = " and ".join(f"{folder} ({describe_meta(_read_meta(folder))})" for folder in (found[0], other))
             raise UserError(
                 f"the token files were made with different tokenizers, {both}: the same ids would mean other text; "
                 f"preprocess one of them with --tokenizer and the other's folder",
@@ -504,17 +506,17 @@ def resolve_for_data(t: TokenizerFlags, data: Path | None, kept: Path | None = N
     Raise UserError if it is not the one that the token files were made with.
     """
     if data is None or (kept is None and t == TokenizerFlags()):
-        return resolve(t, kept or data)
+        return resolve_tokenizer(t, kept or data)
     is_type = not is_named(t) and t.tokenizer_type in (Bytes.name, Null.name)
-    tokenizer = resolve(t, kept) if is_type or is_named(t) or kept else build(t, data)
+    tokenizer = resolve_tokenizer(t, kept) if is_type or is_named(t) or kept else build_tokenizer(t, data)
     if tokenizer is not None and not is_same(tokenizer, data):
         has_flags = is_type or is_named(t)
         whose = "the flags name" if has_flags else f"{kept} keeps"
         cure = "leave out the tokenizer flags" if has_flags else f"preprocess the text with --tokenizer {kept}"
         raise UserError(
-            f"{whose} another tokenizer ({describe(_meta(tokenizer))}) than the one that the data were made with "
-            f"({data}: {describe(_read_meta(data))}): the same ids would mean other text; {cure}, or remove {data} "
-            "if the data really were made with the other one",
+            f"{whose} another tokenizer ({describe_meta(_meta(tokenizer))}) than the one that the data were made with "
+            f"({data}: {describe_folder(data)}): the same ids would mean other text; {cure}, or remove {data} if the "
+            "data really were made with the other one",
             BAD_DATA,
             everywhere=True,
         )
@@ -533,10 +535,10 @@ def keep_beside(tokenizer: Tokenizer, prefix: str) -> None:
     folder = folder_of(prefix)
     if (folder / "meta.json").is_file() and _read_meta(folder) != _meta(tokenizer):
         shutil.rmtree(folder, ignore_errors=True)
-    save(tokenizer, folder)
+    save_tokenizer(tokenizer, folder)
 
 
-def describe(meta: Mapping[str, Any]) -> str:
+def describe_meta(meta: Mapping[str, Any]) -> str:
     """Return name, size and, to tell files apart, the beginning of a hash of all their hashes."""
     digests = "".join(sha256 for _, sha256 in sorted(meta["sha256"].items()))
     digest = f", SHA-256 {hashlib.sha256(digests.encode()).hexdigest()[:8]}" if digests else ""
@@ -544,11 +546,11 @@ def describe(meta: Mapping[str, Any]) -> str:
 
 
 def describe_folder(folder: Path) -> str:
-    return describe(_read_meta(folder))
+    return describe_meta(_read_meta(folder))
 
 
 def _meta(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {"type": tokenizer.name, "vocab_size": tokenizer.size, "sha256": hashes(tokenizer)}
+    return {"type": tokenizer.name, "vocab_size": tokenizer.size, "sha256": file_hashes(tokenizer)}
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
@@ -560,7 +562,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         raise _damage(f"{folder / 'meta.json'} is damaged; name the tokenizer with its flags") from None
 
 
-def hashes(tokenizer: Tokenizer) -> dict[str, str]:
+def file_hashes(tokenizer: Tokenizer) -> dict[str, str]:
     """Return the SHA-256 of each of its files."""
     return {name: _sha256(source) for name, source in tokenizer.files.items()}
 

@@ -397,7 +397,7 @@ def refused_alike(folder: Path) -> None:
     state = SimpleNamespace(config=config, net=net, team=t, accept=None)
     assert "no checkpoint found" in error_of(lambda: State.load(state))  # type: ignore[arg-type]
     bare = Data(eod_mask_loss=True)
-    assert "need a tokenizer" in error_of(lambda: datasets.make_marks(bare, None), USAGE)
+    assert "need a tokenizer" in error_of(lambda: datasets.make_document_ends(bare, None), USAGE)
     bare_state = SimpleNamespace(config=TrainConfig(), vocab=9, team=t, will_train=True, progress=Progress())
     own = {"train": [1] if t.rank else {}}
     assert "has no locate" in error_of(lambda: open_feed(bare_state, None, own))  # type: ignore[arg-type]

@@ -298,13 +298,13 @@ def test_one_training_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", ["one pair", "blend", "cyclic", "chain", "random"])
 def test_stretches_are_at_their_reported_places(tmp_path: Path, how: str) -> None:
     """In every kind of data set, a stretch's tokens follow one another at its place in the file."""
-    from meshwright.data.blend import Blend, Chain, Tail
+    from meshwright.data.blend import Blend, Chain, Remainder
     from meshwright.data.loader import Cyclic, Mock, Samples
 
     prefixes = [write(tmp_path / name, [[], *make_documents(30, n), []]) for n, name in enumerate("ab")]
     a, b = (Samples(Indexed(prefix), range(len(Indexed(prefix))), 60, 64, 5) for prefix in prefixes)
-    kinds: dict[str, Any] = {"one pair": a, "blend": Blend([a, Tail(b, 3)], [0.6, 0.4], 50), "cyclic": Cyclic(b)}
-    dataset = {**kinds, "chain": Chain([a, Tail(b, 7)]), "random": Mock(9, 60, 64, 1)}[how]
+    kinds: dict[str, Any] = {"one pair": a, "blend": Blend([a, Remainder(b, 3)], [0.6, 0.4], 50), "cyclic": Cyclic(b)}
+    dataset = {**kinds, "chain": Chain([a, Remainder(b, 7)]), "random": Mock(9, 60, 64, 1)}[how]
     for k in range(50):
         ids, found = dataset[k].tolist(), ahead.find_stretches(dataset, k)
         assert [first for first, *_ in found] == [0, *(stop for _, stop, _ in found[:-1])] and found[-1][1] == len(ids)
@@ -380,12 +380,12 @@ def test_index_needs_only_what_decides_it(tmp_path: Path) -> None:
 
 def test_indices_that_stayed_in_memory_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever kept them out of the cache, with or without older ones there."""
-    from meshwright.data.index_cache import Room
+    from meshwright.data.index_cache import Storage
 
     a = write(tmp_path / "a", make_documents(60))
     assert run("index", "--data-path", a, *TRAIN)[0] == 0
     assert "nothing to build: all 6 index arrays" in run("index", "--data-path", a, *TRAIN)[1]
-    monkeypatch.setattr("meshwright.data.loader.cached_indices", lambda folder, key, parts, build: build(Room()))
+    monkeypatch.setattr("meshwright.data.loader.cached_indices", lambda folder, key, parts, build: build(Storage()))
     status, out, err = run("index", "--data-path", a, *TRAIN)
     assert status == 74 and "6 of 6 index arrays are in memory alone" in err and "nothing to build" not in out
 
@@ -594,8 +594,8 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
 def test_lines_too_long_for_memory_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_line: bool
 ) -> None:
-    for room in ("tools.merge_json", "prepare.text"):
-        monkeypatch.setattr(f"meshwright.data.{room}.LONGEST", 10)
+    for storage in ("tools.merge_json", "prepare.text"):
+        monkeypatch.setattr(f"meshwright.data.{storage}.LONGEST", 10)
     monkeypatch.setattr("meshwright.data.tools.merge_json.PIECE", 4)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(b"one\n" + b"x" * 11 + b"\n0123456789\ntwo")

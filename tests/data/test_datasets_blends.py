@@ -11,9 +11,9 @@ import pytest
 from helpers import TINY_FLAGS, blend_rule, captured_output, error_of, open_step, read_rows, write_counting
 from meshwright.__main__ import main
 from meshwright.data.blend import Blend, Chain, normalise, samples_needed
-from meshwright.data.datasets import build_datasets, continue_datasets, count_used
+from meshwright.data.datasets import build_datasets, continue_datasets
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.history import History
+from meshwright.data.history import BlendHistory
 from meshwright.data.loader import Loader, LoaderSpec, Mock, Samples
 from meshwright.errors import USAGE
 from meshwright.settings import checks, data_paths
@@ -221,7 +221,7 @@ def test_many_sources(tmp_path, sources):
     assert train.dataset_idx.tolist() == which and train.sample_idx.tolist() == number
     assert {k: train[k][0] // 100 for k in range(1000)} == dict(enumerate(which))
     counts = Counter(str(tmp_path / f"s{d}") for d in which[:777])
-    used = count_used(train, 777)
+    used = train.count_used(777)
     assert len(used) == sources and Counter(used) == counts and sum(used.values()) == 777
 
 
@@ -297,7 +297,7 @@ def run_of(steps, begin, end, past, size=None, **given):
     config = settings(**{"split": "1", "train_iters": steps, **given})
     with captured_output() as (lines, _):
         data, history = continue_datasets(config, 50_000, past, begin)
-    kept = History.from_state(json.loads(json.dumps(history.state())))
+    kept = BlendHistory.from_state(json.loads(json.dumps(history.state())))
     assert kept == history
     return [sample_of(data["train"][k]) for k in range(begin, end)], kept, data["train"], lines
 
@@ -356,7 +356,7 @@ def test_a_run_with_two_changes_and_interruptions(files):
         needs,
     )
     assert got == wanted
-    assert count_used(data, 200) == used and sum(used.values()) == 200
+    assert data.count_used(200) == used and sum(used.values()) == 200
     assert len(set(got)) == 200 and Counter(f"p{s[0] // 10_000}" for s in got) == used
     for n, name in enumerate(("p0", "p1", "p2", "p3")):  # the first ones of each order
         order = Samples(Indexed(name), range(len(Indexed(name))), needs[name], SEQ, 1234)

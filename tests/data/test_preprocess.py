@@ -250,7 +250,7 @@ def test_megatrons_command_line(tmp_path):
         assert done.returncode == 0, done.stderr
         written.append([f.read_bytes() for f in files])
     assert written[0] == written[1]
-    t = tokenizers.build(
+    t = tokenizers.build_tokenizer(
         TokenizerFlags(vocab_file=str(tmp_path / "vocab.json"), merge_file=str(tmp_path / "merges.txt"))
     )
     data = Indexed(tmp_path / "meg-gpt2_text_document")

@@ -168,7 +168,7 @@ def test_lengths_that_contradict_the_pointers(loops):
 
 
 def test_numba_is_for_large_data_and_may_be_absent(monkeypatch):
-    assert samples.numba_twins(samples.LARGE - 1) is None
+    assert samples.compiled_loops(samples.LARGE - 1) is None
     real = builtins.__import__
 
     def without(name, *rest):
@@ -181,7 +181,7 @@ def test_numba_is_for_large_data_and_may_be_absent(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     monkeypatch.delattr("meshwright.data.numba_indices", raising=False)
     with captured_output() as (_, notices):
-        assert samples.numba_twins(samples.LARGE) is None
+        assert samples.compiled_loops(samples.LARGE) is None
     assert notices == []
 
 

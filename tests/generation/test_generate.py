@@ -317,7 +317,7 @@ def test_another_vocabulary_of_the_same_size(generate, run, tmp_path):
     tokenizers.train_bpe([" ".join(SENTENCES)] * 3, 270, tmp_path)
     named = ["--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt")]
     shutil.copytree(run, tmp_path / "run")
-    tokenizers.save(
+    tokenizers.save_tokenizer(
         tokenizers.GPT2BPE(tmp_path / "vocab.json", tmp_path / "merges.txt"), tmp_path / "run" / "tokenizer"
     )
     vocab = json.loads((tmp_path / "vocab.json").read_text())

@@ -96,8 +96,8 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(vocabulary, tmp_path):
     shutil.copytree(vocabulary, tmp_path / "t")
     (tmp_path / "t" / "chat_template.jinja").write_text("kept")
     mine = tokenizers.HuggingFace(tmp_path / "t")
-    tokenizers.save(mine, tmp_path / "run" / "tokenizer")
-    kept = tokenizers.build(tokenizers.TokenizerFlags(), tmp_path / "run" / "tokenizer")
+    tokenizers.save_tokenizer(mine, tmp_path / "run" / "tokenizer")
+    kept = tokenizers.build_tokenizer(tokenizers.TokenizerFlags(), tmp_path / "run" / "tokenizer")
     assert templates.find_template(kept, None).text == "kept" and tokenizers.is_same(
         mine, tmp_path / "run" / "tokenizer"
     )

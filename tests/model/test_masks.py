@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.data.loader import Loader, LoaderSpec, Marks
+from meshwright.data.loader import DocumentEnds, Loader, LoaderSpec
 
 EOD = 3
 
@@ -47,7 +47,7 @@ def marks_of(row):
 
 
 def test_by_hand():
-    [batch] = batches([[7, 3, 3, 5, 6, 3, 8, 9]], 1, Marks(EOD, True, True, True))
+    [batch] = batches([[7, 3, 3, 5, 6, 3, 8, 9]], 1, DocumentEnds(EOD, True, True, True))
     assert batch.loss_mask.tolist() == [[1, 0, 0, 1, 1, 0, 1]]
     assert batch.position_ids.tolist() == [[0, 1, 0, 0, 1, 2, 0]]
     assert batch.doc_ids.tolist() == [[0, 0, 1, 2, 2, 2, 3]]
@@ -60,7 +60,7 @@ def test_by_hand():
 def test_random_samples(length, kinds):
     rows = np.random.default_rng(length + kinds).integers(0, kinds, (60, length + 1))
     rows[:3], rows[3:6, -1] = EOD, EOD  # only ends; an end among the labels only
-    for first, batch in zip(range(0, 60, 4), batches(rows, 4, Marks(EOD, True, True, True)), strict=True):
+    for first, batch in zip(range(0, 60, 4), batches(rows, 4, DocumentEnds(EOD, True, True, True)), strict=True):
         wanted = [marks_of(row) for row in rows[first : first + 4].tolist()]
         got = (batch.position_ids, batch.doc_ids, batch.loss_mask)
         for field, part in zip(got, zip(*wanted, strict=True), strict=True):
@@ -70,7 +70,7 @@ def test_random_samples(length, kinds):
 
 @pytest.mark.parametrize("on", list(itertools.product([False, True], repeat=3)))
 def test_marks_that_are_off_are_none(on):
-    [batch] = batches([[1, 3, 2]], 1, Marks(EOD, *on), workers=1)
+    [batch] = batches([[1, 3, 2]], 1, DocumentEnds(EOD, *on), workers=1)
     fields = (batch.loss_mask, batch.position_ids, batch.doc_ids)
     assert tuple(field is not None for field in fields) == on
     moved = batch.to("meta")

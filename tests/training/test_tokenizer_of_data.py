@@ -75,7 +75,7 @@ def test_training_finds_the_tokenizer_beside_the_data(train, made, tmp_path):
         assert status == 0, err
         assert "> building GPT2BPETokenizer tokenizer ..." in out and "(size: 266)" in out
         assert "tokenizer: GPT2BPETokenizer with 266 ids, found in " in err and "_text_document.tokenizer" in err
-        assert tokenizers.is_same(tokenizers.build(Flags(tokenizer="one")), tmp_path / str(n) / "tokenizer")
+        assert tokenizers.is_same(tokenizers.build_tokenizer(Flags(tokenizer="one")), tmp_path / str(n) / "tokenizer")
     status, _, err = train("--data-path", "a_text_document", "--load", tmp_path / "0")
     assert status == 0 and f"found in {tmp_path / '0' / 'tokenizer'}" in err  # the run's own comes first
     status, out, _ = train("--data-path", "bytes_text_document", "--dry-run")
@@ -125,7 +125,7 @@ def test_one_vocabulary_in_two_forms_is_the_same(made, tmp_path):
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(["<|endoftext|>"])
     library.save(str(tmp_path / "tokenizer.json"))
-    hugging_face = tokenizers.build(Flags(tokenizer=str(tmp_path)))
+    hugging_face = tokenizers.build_tokenizer(Flags(tokenizer=str(tmp_path)))
     assert hugging_face.name == "HuggingFaceTokenizer"
     assert tokenizers.is_same(hugging_face, made / "a_text_document.tokenizer")
     assert not tokenizers.is_same(hugging_face, made / "c_text_document.tokenizer")
@@ -143,7 +143,7 @@ def test_data_commands_know_the_tokenizer(made, monkeypatch, capsys, tmp_path):
     assert main(["data", "inspect", a, "--document", "0"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == TEXTS[0]
     assert main(["data", "merge", a, b, "--output-prefix", str(tmp_path / "m")]) == 0
-    assert tokenizers.is_same(tokenizers.build(Flags(tokenizer="one")), tmp_path / "m.tokenizer")
+    assert tokenizers.is_same(tokenizers.build_tokenizer(Flags(tokenizer="one")), tmp_path / "m.tokenizer")
     assert main(["data", "verify", str(tmp_path / "m"), c]) == 0
     assert main(["data", "merge", a, c, "--output-prefix", str(tmp_path / "n")]) == BAD_DATA
     assert "different tokenizers" in capsys.readouterr().err and not (tmp_path / "n.idx").exists()

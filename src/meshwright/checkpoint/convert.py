@@ -181,7 +181,7 @@ def find_tokenizer(saved: SavedModel, t: TokenizerFlags) -> tokenizers.Tokenizer
     kept = None if tokenizers.is_named(t) else saved.tokenizer_folder
     try:
         # The size in the flags may be that of a table which is wider than a kept vocabulary.
-        return tokenizers.resolve(dataclasses.replace(t, vocab_size=None) if kept else t, kept)
+        return tokenizers.resolve_tokenizer(dataclasses.replace(t, vocab_size=None) if kept else t, kept)
     except UserError as error:
         if kept is None or kept != saved.root:
             raise
@@ -274,7 +274,7 @@ def write_step(source: Selection, job: PreparedConversion) -> None:
 def save_tokenizer(tokenizer: tokenizers.Tokenizer | None, source: Source, folder: Path) -> None:
     assert source.vocab
     if tokenizer is not None and tokenizer.size == source.vocab:
-        tokenizers.save(tokenizer, folder / "tokenizer")
+        tokenizers.save_tokenizer(tokenizer, folder / "tokenizer")
     elif tokenizer is not None:
         can_cut = source.counts_padding and tokenizer.size < source.vocab
         cure = f"; --true-vocab-size {tokenizer.size} cuts the rest off" if can_cut else ""

@@ -15,7 +15,7 @@ from meshwright.checkpoint.manifests import DamagedCheckpoint, verify_step
 from meshwright.checkpoint.saved_model import model_settings
 from meshwright.checkpoint.sources import Source
 from meshwright.checkpoint.steps import StepLocation
-from meshwright.data.history import History
+from meshwright.data.history import BlendHistory
 from meshwright.errors import bad_data, not_a_run
 from meshwright.settings import fields, flags
 from meshwright.settings.schema import OUTCOME, TrainConfig
@@ -94,7 +94,7 @@ def summarize(source: Source) -> str:
 
 def list_contents(source: Source, detail: Detail) -> list[str]:
     lines = list_settings(source.config)
-    blends = History.from_state(source.state.get("blends"))
+    blends = BlendHistory.from_state(source.state.get("blends"))
     lines += [f"  {line}" for line in blends.lines()] if blends else []
     for name, known in sorted(source.tensors.items()) if detail.tensors or detail.boxes else ():
         shape, kept = "x".join(map(str, known.shape)) or "scalar", native.NAMES[known.dtype]

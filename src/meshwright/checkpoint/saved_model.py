@@ -32,7 +32,7 @@ class SavedModel:
     vocab_size: int | None  # without rows of padding
     positions: int | None  # the longest sequence
     seq_length: int | None  # of the sequences that it was trained on
-    tokenizer_folder: Path | None  # what `tokenizers.resolve` reads
+    tokenizer_folder: Path | None  # what `tokenizers.resolve_tokenizer` reads
 
     @property
     def root(self) -> Path:

@@ -281,7 +281,7 @@ def verify(config: VerifyConfig, dry: bool) -> None:
         print(f"would check {', '.join(prefixes)}{also}")
         return
     if tokenizers.is_named(t) or t.tokenizer_type != TokenizerFlags().tokenizer_type:
-        tokenizers.build(t)  # a mistake in the flags is no problem of the data
+        tokenizers.build_tokenizer(t)  # a mistake in the flags is no problem of the data
     run(prefixes, t, checksums)
 
 

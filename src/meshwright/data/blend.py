@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from meshwright.console import say
-from meshwright.data.index_cache import MEMORY, Ints, Room, cached_indices
-from meshwright.data.samples import BLOCK, Dataset, numba_twins, require_sample
+from meshwright.data.index_cache import IN_MEMORY, Ints, Storage, cached_indices
+from meshwright.data.samples import BLOCK, Dataset, OrderedSamples, compiled_loops, require_sample
 
 VERSION = 1  # of the order: part of the cache's key
 ROWS = PIECES = 2048  # samples of a piece, and pieces that are walked side by side
 Floats = npt.NDArray[np.float64]
 
 
-class Composite:
+class Composite(OrderedSamples):
     """A data set whose samples are those of other data sets."""
 
     def resolve(self, k: int) -> tuple[Dataset, int]:
@@ -51,10 +53,10 @@ class Blend(Composite):
         shares = np.array(weights, dtype=np.float64)
         shares /= shares.sum()  # once more, as Megatron does: a last bit can decide between two data sets
 
-        def build(room: Room) -> list[Ints]:
+        def build(storage: Storage) -> list[Ints]:
             start = perf_counter()
             say(" > building indices for blendable datasets ...")
-            which, number = blend_order(shares, size, room)
+            which, number = blend_order(shares, size, storage)
             say(" > sample ratios:")
             for d, count in enumerate(count_parts(which, len(parts))):
                 say(f"   dataset {d}, input: {shares[d]:g}, achieved: {count / size:g}")
@@ -72,9 +74,19 @@ class Blend(Composite):
         require_sample(k, len(self))
         return self.parts[self.dataset_idx[k]], int(self.sample_idx[k])
 
-    def count_used(self, end: int) -> list[int]:
+    def count_parts(self, end: int) -> list[int]:
         """Return how many of the first `end` samples come from each part."""
-        return count_parts(self.dataset_idx[:end], len(self.parts))
+        return count_parts(self.dataset_idx[: max(end, 0)], len(self.parts))
+
+    def count_used(self, consumed: int) -> Counter[str]:
+        used, prefixes = Counter[str](), [part.prefix for part in self.parts if isinstance(part, OrderedSamples)]
+        if len(prefixes) == len(self.parts) and all(prefixes):
+            for prefix, count in zip(prefixes, self.count_parts(consumed), strict=True):
+                used[prefix] += count
+        return used
+
+    def list_epochs(self) -> list[list[Any]]:
+        return [epochs for part in self.parts if isinstance(part, OrderedSamples) for epochs in part.list_epochs()]
 
 
 def count_parts(which: Ints, parts: int) -> list[int]:
@@ -104,7 +116,7 @@ class Chain(Composite):
         return self.parts[place], k - (self.ends[place - 1] if place else 0)
 
 
-class Tail(Composite):
+class Remainder(Composite):
     """A data set from one of its samples on."""
 
     def __init__(self, dataset: Dataset, first: int) -> None:
@@ -128,18 +140,18 @@ def samples_needed(size: int, share: float) -> int:
     return math.ceil(size * share * 1.005)
 
 
-def blend_order(shares: Floats, size: int, room: Room = MEMORY) -> tuple[Ints, Ints]:
+def blend_order(shares: Floats, size: int, storage: Storage = IN_MEMORY) -> tuple[Ints, Ints]:
     """Return for each sample its data set, int16, and its number there, int64.
 
     Sample i is the next one of the data set that is furthest behind, the d of the largest share_d x
     max(i, 1) - taken_d, and the first of equals; float64 as in Megatron, so that ties fall alike.
     """
-    which, number = room.array("dataset", size, np.int16), room.array("dataset_sample", size, np.int64)
-    twins = numba_twins(size)
-    if twins is None:
+    which, number = storage.array("dataset", size, np.int16), storage.array("dataset_sample", size, np.int64)
+    compiled = compiled_loops(size)
+    if compiled is None:
         walk_side_by_side(shares, which, number)
     else:
-        twins.blend(shares, np.zeros(len(shares)), 0, which, number)
+        compiled.blend(shares, np.zeros(len(shares)), 0, which, number)
     return which, number
 
 

@@ -7,25 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from meshwright.console import say
-from meshwright.data.blend import Blend, Chain, Tail
+from meshwright.data.blend import Blend, Chain, Remainder
 from meshwright.data.files.indexed import Indexed, check_vocabulary
-from meshwright.data.history import (
-    History,
-    Part,
-    SetSpec,
-    continue_history,
-    document_range,
-    find_parts,
-    needed_sets,
-    needed_sizes,
-    target_sizes,
-    unique_names,
-)
-from meshwright.data.loader import Cyclic, Marks, Mock, Samples
+from meshwright.data.history import BlendHistory, continue_history, unique_names
+from meshwright.data.loader import Cyclic, DocumentEnds, Mock, Samples
 from meshwright.data.samples import Dataset, split_bounds
+from meshwright.data.sets import SetPart, SetSpec, document_range, find_parts, needed_sets, needed_sizes, target_sizes
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.settings.schema import Data, TrainConfig
 from meshwright.tokenizers import Tokenizer
@@ -35,7 +24,7 @@ Datasets = Mapping[str, Dataset | None]
 TITLES = {"train": "train", "valid": "validation", "test": "test"}
 
 
-def make_marks(d: Data, tokenizer: Tokenizer | None) -> Marks | None:
+def make_document_ends(d: Data, tokenizer: Tokenizer | None) -> DocumentEnds | None:
     """Return the effects of document ends that the flags ask for, or None if there are none."""
     effects = (d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask)
     if not any(effects):
@@ -46,7 +35,7 @@ def make_marks(d: Data, tokenizer: Tokenizer | None) -> Marks | None:
             "end of a document; give its flags instead of --vocab-size alone",
             everywhere=True,
         )
-    return Marks(tokenizer.eod, *effects)
+    return DocumentEnds(tokenizer.eod, *effects)
 
 
 def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int, int] | None) -> None:
@@ -85,8 +74,8 @@ def build_datasets(config: TrainConfig, vocab_size: int) -> dict[str, Dataset | 
 
 
 def continue_datasets(
-    config: TrainConfig, vocab_size: int, past: History | None, consumed: int
-) -> tuple[dict[str, Dataset | None], History | None]:
+    config: TrainConfig, vocab_size: int, past: BlendHistory | None, consumed: int
+) -> tuple[dict[str, Dataset | None], BlendHistory | None]:
     """Return the data sets of a run that has consumed so many samples, and its blends' history.
 
     A data set is None where there is nothing to read, or no need to.
@@ -121,7 +110,7 @@ def continue_datasets(
     return out, history
 
 
-def open_parts(config: TrainConfig, vocab_size: int) -> list[tuple[SetSpec, list[Part]]]:
+def open_parts(config: TrainConfig, vocab_size: int) -> list[tuple[SetSpec, list[SetPart]]]:
     """Open every pair of files once, and return the parts of each needed set."""
     d, opened = config.data, dict[str, Indexed]()
     sets = needed_sets(config)
@@ -150,7 +139,7 @@ def say_documents(title: str, documents: range) -> None:
     say(f"     document indices in [{documents.start}, {documents.stop}) total of {len(documents)} documents")
 
 
-def build_set(config: TrainConfig, spec: SetSpec, parts: list[Part]) -> Dataset | None:
+def build_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> Dataset | None:
     """Return the samples of one pair of files, or a blend of several."""
     if not parts:
         return None
@@ -163,7 +152,7 @@ def build_set(config: TrainConfig, spec: SetSpec, parts: list[Part]) -> Dataset 
 
 
 def build_train(
-    config: TrainConfig, spec: SetSpec, parts: list[Part], history: History, consumed: int, vocab_size: int
+    config: TrainConfig, spec: SetSpec, parts: list[SetPart], history: BlendHistory, consumed: int, vocab_size: int
 ) -> Dataset | None:
     """Return the training set: one blend, as for any set, or a blend that changes."""
     by_name = dict(zip(unique_names(parts), parts, strict=True))
@@ -191,9 +180,16 @@ class Phases(Chain):
         super().__init__(blends)
         self.blends, self.prefixes = list(blends), prefixes
 
+    def count_used(self, consumed: int) -> Counter[str]:
+        used = Counter[str]()
+        for blend, prefixes, begin in zip(self.blends, self.prefixes, [0, *self.ends[:-1]], strict=True):
+            for prefix, count in zip(prefixes, blend.count_parts(consumed - begin), strict=True):
+                used[prefix] += count
+        return used
+
 
 def build_phases(
-    history: History, size: int, consumed: int, build_more: Callable[[str, int], Samples], folder: Path | None
+    history: BlendHistory, size: int, consumed: int, build_more: Callable[[str, int], Samples], folder: Path | None
 ) -> Phases:
     """Return the run's `size` samples.
 
@@ -206,9 +202,9 @@ def build_phases(
     ends = [*(b.begin for b in phases[1:]), size]
     for phase, end in zip(phases, ends, strict=True):
         names = [name for name, _ in phase.shares]
-        tails = [Tail(chains.setdefault(name, Chain([])), used[name]) for name in names]
+        tails = [Remainder(chains.setdefault(name, Chain([])), used[name]) for name in names]
         blends.append(Blend(tails, [share for _, share in phase.shares], end - phase.begin, folder))
-        for name, count in zip(names, blends[-1].count_used(end - phase.begin), strict=True):
+        for name, count in zip(names, blends[-1].count_parts(end - phase.begin), strict=True):
             used[name] += count
     still_read = {name for phase, end in zip(phases, ends, strict=True) if end > consumed for name, _ in phase.shares}
     for name, chain in chains.items():
@@ -221,24 +217,6 @@ def build_phases(
     return Phases(blends, [[history.sources[name].prefix for name, _ in phase.shares] for phase in phases])
 
 
-def count_used(dataset: object, consumed: int) -> dict[str, int]:
-    """Return how many samples a run has used of each data set of a blend, by the files' prefix.
-
-    Empty for what is not a blend of files, and for a cyclic order, which mixes the data sets anew.
-    """
-    if isinstance(dataset, Phases):
-        blends = list(zip(dataset.blends, dataset.prefixes, [0, *dataset.ends[:-1]], strict=True))
-    elif isinstance(dataset, Blend) and all(isinstance(part, Samples) for part in dataset.parts):
-        blends = [(dataset, [part.indexed.prefix for part in dataset.parts if isinstance(part, Samples)], 0)]
-    else:
-        return {}
-    out = Counter[str]()
-    for blend, prefixes, begin in blends:
-        for prefix, n in zip(prefixes, blend.count_used(max(0, consumed - begin)), strict=True):
-            out[prefix] += n
-    return dict(out)
-
-
 def build_samples(
     config: TrainConfig, key: str, indexed: Indexed, documents: range, number: int, more: int = 0
 ) -> Samples:
@@ -247,18 +225,6 @@ def build_samples(
     assert d.seq_length
     folder = cache_folder(config, indexed.prefix)
     return Samples(indexed, documents, number, d.seq_length, seed, d.last_epoch_cutoff, folder, key)
-
-
-def list_epochs(dataset: object) -> list[list[Any]]:
-    """Return for each pair of files its number of epochs, and whether the last is shuffled apart.
-
-    Empty for other data, and for a blend that changes, whose orders stay what they are.
-    """
-    if isinstance(dataset, Cyclic):
-        return list_epochs(dataset.dataset)
-    if isinstance(dataset, Blend):
-        return [epochs for part in dataset.parts for epochs in list_epochs(part)]
-    return [[dataset.epochs, dataset.apart]] if isinstance(dataset, Samples) else []
 
 
 def cache_folder(config: TrainConfig, prefix: str) -> Path:

@@ -31,7 +31,7 @@ Ints = npt.NDArray[np.integer[Any]]
 SMALL = 64 << 20
 
 
-class Room:
+class Storage:
     """The place of a build's arrays: here in memory, in a subclass in files."""
 
     def array(self, part: str, length: int, dtype: npt.DTypeLike) -> Ints:
@@ -47,11 +47,11 @@ class Room:
         return out
 
 
-MEMORY = Room()
-Build = Callable[[Room], list[Ints]]
+IN_MEMORY = Storage()
+Build = Callable[[Storage], list[Ints]]
 
 
-class Files(Room):
+class OnDisk(Storage):
     """Arrays in files under temporary names."""
 
     def __init__(self, paths: dict[str, Path]) -> None:
@@ -108,14 +108,14 @@ def cached_indices(folder: str | Path | None, key: dict[str, Any], parts: Sequen
     Without a folder they are built in memory.
     """
     if folder is None:
-        return build(MEMORY)
+        return build(IN_MEMORY)
     folder = Path(folder)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     record = folder / f"{name}.json"
     found = find_entry(record, parts)
     if found is not None:
         return found
-    files = Files({part: array_path(record, part) for part in parts})
+    files = OnDisk({part: array_path(record, part) for part in parts})
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with lock(folder / f"{name}.lock") as is_locked:
@@ -134,7 +134,7 @@ def cached_indices(folder: str | Path | None, key: dict[str, Any], parts: Sequen
             "names a folder that takes them"
         )
         files.clear()
-        return build(MEMORY)
+        return build(IN_MEMORY)
     finally:
         files.clear()
 

@@ -30,12 +30,12 @@ from meshwright import device as devices
 from meshwright.console import say
 from meshwright.data.blend import Composite
 from meshwright.data.files.indexed import Indexed, fingerprint
-from meshwright.data.index_cache import Ints, Room, cached_indices
-from meshwright.data.samples import VERSION, Dataset, build_indices, epochs_needed, require_sample
+from meshwright.data.index_cache import Ints, Storage, cached_indices
+from meshwright.data.samples import VERSION, Dataset, OrderedSamples, build_indices, epochs_needed, require_sample
 from meshwright.errors import BAD_DATA, UserError
 
 
-class Samples:
+class Samples(OrderedSamples):
     """The samples of one split of a pair of token files.
 
     `len` is how many can be cut from the epochs, at least the number asked for.
@@ -52,20 +52,23 @@ class Samples:
         cache_dir: str | Path | None = None,
         name: str = "train",
     ) -> None:
-        self.indexed, self.seq_length = indexed, seq_length
+        self.indexed, self.prefix, self.seq_length = indexed, indexed.prefix, seq_length
         tokens = indexed.tokens_of(documents.start, documents.stop)
 
-        def build(room: Room) -> list[Ints]:
-            return build_indices(indexed.sizes, documents, tokens, num_samples, seq_length, seed, cutoff, room)
+        def build(storage: Storage) -> list[Ints]:
+            return build_indices(indexed.sizes, documents, tokens, num_samples, seq_length, seed, cutoff, storage)
 
         key = {"version": VERSION, "data": fingerprint(indexed.prefix), "name": name, "samples": num_samples}
         key |= {"first": documents.start, "end": documents.stop}
         key |= {"seq_length": seq_length, "seed": seed, "cutoff": cutoff}
         names = ("doc", "sample", "shuffle")
         self.doc_idx, self.sample_idx, self.shuffle_idx = cached_indices(cache_dir, key, names, build)
-        self.epochs, self.apart = epochs_needed(tokens, num_samples, seq_length, cutoff)
+        self.epochs, self.last_epoch_separate = epochs_needed(tokens, num_samples, seq_length, cutoff)
         say(f"    total number of samples: {len(self.sample_idx)}")
         say(f"    total number of epochs: {self.epochs}")
+
+    def list_epochs(self) -> list[list[Any]]:
+        return [[self.epochs, self.last_epoch_separate]]
 
     def __len__(self) -> int:
         return len(self.shuffle_idx)
@@ -111,7 +114,7 @@ class Samples:
         return pieces
 
 
-class Mock:
+class Mock(OrderedSamples):
     """Random tokens; a sample depends on the seed and its number alone."""
 
     def __init__(self, vocab_size: int, num_samples: int, seq_length: int, seed: int) -> None:
@@ -143,6 +146,9 @@ class Cyclic(Composite):
     def __len__(self) -> int:
         return sys.maxsize
 
+    def list_epochs(self) -> list[list[Any]]:
+        return self.dataset.list_epochs() if isinstance(self.dataset, OrderedSamples) else []
+
     def resolve(self, k: int) -> tuple[Dataset, int]:
         epoch, place = divmod(k, len(self.dataset))
         return self.dataset, int(self._order(epoch)[place])
@@ -152,7 +158,7 @@ class Cyclic(Composite):
 
 
 @dataclass(frozen=True)
-class Marks:
+class DocumentEnds:
     """The effects of document ends inside a sample. An end belongs to the document before it."""
 
     eod: int
@@ -224,7 +230,7 @@ class LoaderSpec:
     step_size: Callable[[int], int]  # samples of the step that begins after this many
     vocab_size: int
     workers: int = 0  # steps to read ahead in a thread; 0: read when asked
-    marks: Marks | None = None
+    document_ends: DocumentEnds | None = None
     rank: int = 0  # among the `ranks` that read different samples
     ranks: int = 1
     columns: slice | None = None  # of each sample, where several ranks share it
@@ -301,7 +307,7 @@ class Loader:
 
     def make_batch(self, numbers: list[int], text: npt.NDArray[np.int64]) -> Batch:
         spec, tokens, labels = self.spec, text[:, :-1].copy(), text[:, 1:].copy()
-        fields: dict[str, Any] = spec.marks.fields(tokens) if spec.marks else {}
+        fields: dict[str, Any] = spec.document_ends.fields(tokens) if spec.document_ends else {}
         if spec.at_end == "mask" and numbers[-1] >= len(self.dataset):
             mask = fields.setdefault("loss_mask", torch.ones(tokens.shape))
             mask[torch.tensor(numbers) >= len(self.dataset)] = 0.0

@@ -2,7 +2,7 @@
 
 They give the same results as the numpy beside each call, in less time. numba keeps compiled code
 in files, so only the first process waits for it. This module is imported through
-`samples.numba_twins`, and only for large data: the import takes longer than numpy does for a
+`samples.compiled_loops`, and only for large data: the import takes longer than numpy does for a
 million samples.
 
 numpy's shuffle draws one place, swaps, draws the next, and waits for memory at each swap. Here

@@ -4,12 +4,13 @@ Three index arrays make the order. The documents of a split, repeated for as man
 are shuffled (`doc_idx`); the shuffled documents are read as one stream of tokens and cut every S
 tokens (`sample_idx`: where each sample begins); the samples are shuffled (`shuffle_idx`). A sample
 takes S + 1 tokens: its last is the first of the next one. All is vectorised numpy; where numba is
-installed, its twins of the loops serve large data.
+installed, its compiled of the loops serve large data.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.console import say
-from meshwright.data.index_cache import MEMORY, Ints, Room
+from meshwright.data.index_cache import IN_MEMORY, Ints, Storage
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.settings.grammar import split_shares
 
@@ -43,6 +44,26 @@ class Dataset(Protocol):
         ...
 
 
+class OrderedSamples:
+    """A data set of this package, which also knows where its samples come from."""
+
+    prefix = ""  # of its pair of files, if there is one
+
+    def count_used(self, consumed: int) -> Counter[str]:
+        """Return how many of the first samples come from each data set, by its prefix.
+
+        Empty but for a blend of files; a cyclic order mixes the data sets anew.
+        """
+        return Counter()
+
+    def list_epochs(self) -> list[list[Any]]:
+        """Return for each pair of files its epochs, and whether the last is shuffled apart.
+
+        Empty for other data, and for a blend that changes, whose orders stay what they are.
+        """
+        return []
+
+
 def require_sample(k: int, length: int) -> None:
     if not 0 <= k < length:
         raise IndexError(f"sample {k} of {length}")
@@ -59,8 +80,8 @@ def split_bounds(split: str, n: int, arithmetic: str) -> list[int]:
     return [0] + [max(bound - (bounds[-1] - n), 0) for bound in bounds]
 
 
-def numba_twins(elements: int) -> ModuleType | None:
-    """Return numba's twins of the loops; None where numpy is faster or numba is unusable."""
+def compiled_loops(elements: int) -> ModuleType | None:
+    """Return numba's compiled of the loops; None where numpy is faster or numba is unusable."""
     if elements < LARGE:
         return None
     try:
@@ -78,7 +99,7 @@ def build_indices(
     seq_length: int,
     seed: int,
     cutoff: float,
-    room: Room = MEMORY,
+    storage: Storage = IN_MEMORY,
 ) -> list[Ints]:
     """Return doc_idx, sample_idx and shuffle_idx; `tokens` is the documents' number of tokens.
 
@@ -86,7 +107,7 @@ def build_indices(
     """
     if tokens == 0:
         raise UserError(f"documents {documents.start} to {documents.stop} hold no token", BAD_DATA)
-    epochs, apart = epochs_needed(tokens, num_samples, seq_length, cutoff)
+    epochs, last_epoch_separate = epochs_needed(tokens, num_samples, seq_length, cutoff)
     total = (epochs * tokens - 1) // seq_length
     before_last = ((epochs - 1) * tokens - 1) // seq_length
     if epochs == 1:
@@ -94,35 +115,36 @@ def build_indices(
     else:
         last, per_epoch = num_samples - before_last, (tokens - 1) // seq_length
         say(
-            f" > last epoch number of samples ({last}) is {'smaller' if apart else 'larger'} than {cutoff:.0%} of "
-            f"number of samples per epoch ({per_epoch}), setting separate_last_epoch to {apart}"
+            f" > last epoch number of samples ({last}) is {'smaller' if last_epoch_separate else 'larger'} than "
+            f"{cutoff:.0%} of number of samples per epoch ({per_epoch}), setting separate_last_epoch to "
+            f"{last_epoch_separate}"
         )
     places = epochs * len(documents)
     rng = np.random.RandomState(seed)  # the same for every split; numpy promises never to change its stream
-    twins = numba_twins(places + total)
+    compiled = compiled_loops(places + total)
 
     doc_dtype, row_dtype, shuffle_dtype = index_dtypes(documents.stop, places, total)
-    shuffle_idx = room.array("shuffle", total, shuffle_dtype)
+    shuffle_idx = storage.array("shuffle", total, shuffle_dtype)
     with ThreadPoolExecutor(1) as thread:
         filled = thread.submit(fill_rows, shuffle_idx.reshape(1, -1), 0)
 
         start = time.perf_counter()
-        doc_idx = room.array("doc", places, doc_dtype)
+        doc_idx = storage.array("doc", places, doc_dtype)
         fill_rows(doc_idx.reshape(epochs, -1), documents.start)
-        shuffle(rng, doc_idx, places - len(documents) if apart else places, twins)
+        shuffle(rng, doc_idx, places - len(documents) if last_epoch_separate else places, compiled)
         # "elasped" is Megatron's own misspelling; people's scripts read these lines.
         say(f" > elasped time to build and save doc-idx mapping (seconds): {time.perf_counter() - start:4f}")
 
-        first = before_last if apart else total
+        first = before_last if last_epoch_separate else total
         filled.result()
-        shuffled = thread.submit(shuffle, rng, shuffle_idx, first, twins)
+        shuffled = thread.submit(shuffle, rng, shuffle_idx, first, compiled)
         start = time.perf_counter()
-        if twins is None:  # numpy is twice as slow on unaligned numbers, as they lie in the file
+        if compiled is None:  # numpy is twice as slow on unaligned numbers, as they lie in the file
             aligned = np.array(sizes[documents.start : documents.stop])
             rows = cut(aligned, doc_idx, documents.start, total, seq_length)
         else:
-            rows = cut_with_numba(twins, sizes, doc_idx, total, seq_length)
-        sample_idx = room.stream("sample", (total + 1, 2), row_dtype, rows)
+            rows = cut_with_numba(compiled, sizes, doc_idx, total, seq_length)
+        sample_idx = storage.stream("sample", (total + 1, 2), row_dtype, rows)
         say(f" > elasped time to build and save sample-idx mapping (seconds): {time.perf_counter() - start:4f}")
 
         start = time.perf_counter()
@@ -148,11 +170,11 @@ def fill_rows(x: Ints, first: int) -> None:
         part[:] = np.arange(first + begin, first + begin + part.shape[1], dtype=x.dtype)
 
 
-def shuffle(rng: np.random.RandomState, x: Ints, border: int, twins: ModuleType | None) -> None:
+def shuffle(rng: np.random.RandomState, x: Ints, border: int, compiled: ModuleType | None) -> None:
     """Shuffle the elements before the border, then those behind it."""
     for part in (x[:border], x[border:]):
         if len(part):
-            rng.shuffle(part) if twins is None else twins.shuffle(rng, part)
+            rng.shuffle(part) if compiled is None else compiled.shuffle(rng, part)
 
 
 def epochs_needed(tokens: int, num_samples: int, seq_length: int, cutoff: float) -> tuple[int, bool]:
@@ -190,14 +212,14 @@ def cut(sizes: Ints, doc_idx: Ints, first: int, samples: int, seq_length: int) -
     require_rows(done, samples)
 
 
-def cut_with_numba(twins: ModuleType, sizes: Ints, doc_idx: Ints, samples: int, seq_length: int) -> Iterator[Ints]:
+def cut_with_numba(compiled: ModuleType, sizes: Ints, doc_idx: Ints, samples: int, seq_length: int) -> Iterator[Ints]:
     """Yield the rows of `cut`, computed by numba."""
     _, dtype, _ = index_dtypes(0, len(doc_idx), samples)
     yield np.zeros((1, 2), dtype)
     done, place, offset = 1, 0, seq_length
     rows = np.empty((BLOCK + 1, 2), dtype)
     while place < len(doc_idx):
-        made, place, offset = twins.cut(sizes, doc_idx, place, offset, seq_length, rows)
+        made, place, offset = compiled.cut(sizes, doc_idx, place, offset, seq_length, rows)
         done += made
         yield rows[:made]
     require_rows(done, samples)

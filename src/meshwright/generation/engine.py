@@ -221,7 +221,7 @@ def check_model(
 
 def find_tokenizer(t: TokenizerFlags, saved: SavedModel) -> Tokenizer:
     """Return the tokenizer of the flags if they name files, else the run's own."""
-    tokenizer = tokenizers.resolve(t, saved.tokenizer_folder)
+    tokenizer = tokenizers.resolve_tokenizer(t, saved.tokenizer_folder)
     if tokenizer is None:
         raise tokenizers.missing_error(saved.root, saved.vocab_size or saved.rows)
     if saved.tokenizer_folder is not None:

@@ -17,10 +17,9 @@ from types import TracebackType
 from typing import Literal
 
 from meshwright.console import notice, remark, say, say_time
-from meshwright.data.datasets import count_used
 from meshwright.data.feed import Feed
 from meshwright.data.loader import Batch
-from meshwright.data.samples import Dataset
+from meshwright.data.samples import Dataset, OrderedSamples
 from meshwright.errors import NON_FINITE, UserError
 from meshwright.optim.schedule import warn_of_idle_steps
 from meshwright.ranks.pulse import pulse
@@ -289,7 +288,8 @@ class Trainer:
     def report_samples_used(self, aloud: bool = False) -> None:
         """Log how many samples of each blended data set were used; `aloud` prints them too."""
         p = self.progress
-        used = count_used(self.feed.datasets.get("train"), p.consumed_train_samples) if self.team.is_lead else {}
+        train = self.feed.datasets.get("train") if self.team.is_lead else None
+        used = train.count_used(p.consumed_train_samples) if isinstance(train, OrderedSamples) else dict[str, int]()
         if used:
             self.metrics.row("used", p.iteration, consumed_samples=p.consumed_train_samples, samples=used)
         for prefix, number in sorted(used.items(), key=lambda item: -item[1])[:20] if aloud else ():

@@ -13,9 +13,10 @@ import torch
 from meshwright import device as devices
 from meshwright import host
 from meshwright.console import remark, say, show
-from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, list_epochs, make_marks
+from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, make_document_ends
 from meshwright.data.feed import Feed
-from meshwright.data.loader import LoaderSpec, Marks
+from meshwright.data.loader import DocumentEnds, LoaderSpec
+from meshwright.data.samples import OrderedSamples
 from meshwright.model import counts
 from meshwright.model.gpt import initialise
 from meshwright.parallel.store import DRAWING_THREADS
@@ -96,12 +97,13 @@ def fit_micro_batch(state: State) -> None:
 def open_feed(state: State, tokenizer: Tokenizer | None, datasets: Datasets | None) -> Feed:
     """Open the data sets that the flags name, unless `datasets` are given."""
     p, team, is_own = state.progress, state.team, datasets is not None
-    marks = make_marks(state.config.data, tokenizer)
+    document_ends = make_document_ends(state.config.data, tokenizer)
     at = (p.iteration, p.consumed_train_samples) if state.will_train else None
     opened = team.run_lead_first(lambda: open_files(state)) if datasets is None else datasets
     team.run_on_all(lambda: check_datasets(state.config, opened, is_own, at))
-    state.set_epochs(list_epochs(opened.get("train")))
-    return Feed(opened, loader_spec(state, marks))
+    train = opened.get("train")
+    state.set_epochs(train.list_epochs() if isinstance(train, OrderedSamples) else [])
+    return Feed(opened, loader_spec(state, document_ends))
 
 
 def open_files(state: State) -> Datasets:
@@ -122,7 +124,7 @@ def open_files(state: State) -> Datasets:
     return opened
 
 
-def loader_spec(state: State, marks: Marks | None) -> LoaderSpec:
+def loader_spec(state: State, document_ends: DocumentEnds | None) -> LoaderSpec:
     """Return what this rank reads of each step."""
     config, layout, length = state.config, state.net.layout, state.config.data.seq_length
     assert length
@@ -132,7 +134,7 @@ def loader_spec(state: State, marks: Marks | None) -> LoaderSpec:
         config.batch,
         state.vocab,
         workers=config.data.num_workers,
-        marks=marks,
+        document_ends=document_ends,
         rank=layout.at("replicas", "shard"),
         ranks=layout.dp,
         columns=slice(part * length // layout.cp, (part + 1) * length // layout.cp) if layout.cp > 1 else None,

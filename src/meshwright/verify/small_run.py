@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.data.feed import Feed
-from meshwright.data.loader import Marks, Mock
+from meshwright.data.loader import DocumentEnds, Mock
 from meshwright.parallel.layout import Layout, connect, layout_of
 from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.schema import TrainConfig
@@ -79,7 +79,7 @@ def start(config: TrainConfig, place: Place) -> Trainer:
     effects = (d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask)
     assert d.seq_length
     datasets = {name: Mock(vocab, SAMPLES, d.seq_length, seed) for seed, name in enumerate(("train", "valid"))}
-    feed = Feed(datasets, loader_spec(state, Marks(EOD, *effects) if any(effects) else None))
+    feed = Feed(datasets, loader_spec(state, DocumentEnds(EOD, *effects) if any(effects) else None))
     return Trainer(state, feed, StepRows(state, timers), timers, never(config))
 
 

@@ -425,13 +425,14 @@ def test_a_folder_brings_its_tokenizer(vocabulary, tmp_path, capsys):
     assert f"(vocabulary {tokenizer.size} padded to 384)" in printed and f"one step: {LENGTH} tokens" in printed
     assert "before the run can start" not in printed
     assert cli.main(["train", *load, "--save", str(tmp_path / "run"), *more]) == 0
-    assert tokenizers.build(TokenizerFlags(), tmp_path / "run" / "tokenizer").encode(TEXT) == tokenizer.encode(TEXT)
+    kept = tokenizers.build_tokenizer(TokenizerFlags(), tmp_path / "run" / "tokenizer")
+    assert kept.encode(TEXT) == tokenizer.encode(TEXT)
     file = tmp_path / "out" / "tokenizer.json"
     settings = json.loads(file.read_text())
-    assert type(tokenizers.build(TokenizerFlags(), tmp_path / "out")) is tokenizers.GPT2BPE
+    assert type(tokenizers.build_tokenizer(TokenizerFlags(), tmp_path / "out")) is tokenizers.GPT2BPE
     for other in ({"pre_tokenizer": None}, {"normalizer": {"type": "NFC"}}):  # as Qwen's, which has the two files too
         file.write_text(json.dumps(settings | other))
-        assert type(tokenizers.build(TokenizerFlags(), tmp_path / "out")) is tokenizers.HuggingFace
+        assert type(tokenizers.build_tokenizer(TokenizerFlags(), tmp_path / "out")) is tokenizers.HuggingFace
     file.unlink()
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"vocab.json", "merges.txt"}
     assert cli.main(["generate", *load, *said]) == 0 and capsys.readouterr().out.endswith(text)

@@ -109,7 +109,7 @@ def prepare(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: Wor
     say_to_scripts(f"> building {named or config.tokenizer.tokenizer_type} tokenizer ...", stdout)
     build_tokenizer.cache_clear()  # its files may have changed
     tokenizer = build_tokenizer(config.tokenizer)
-    tokenizers.fastest(tokenizer)
+    tokenizers.fastest_encoder(tokenizer)
     if hint := tokenizers.missing_speed(tokenizer):
         print(f"note: {hint}, with the same ids", file=stderr)
     padded = tokenizers.padded_size(tokenizer.size, 128, 1, None)
@@ -197,7 +197,7 @@ class Job:
         # Without on_error: the noted state has no bad line, or counts all of them.
         free = ("workers", "log_interval", "input", "on_error", "overwrite")
         settings = {k: v for k, v in asdict(p).items() if k not in free}
-        names = [tokenizer.name, tokenizer.size, tokenizers.hashes(tokenizer)]
+        names = [tokenizer.name, tokenizer.size, tokenizers.file_hashes(tokenizer)]
         self.comparable = {
             "version": our_version(),
             "tokenizer": names,
@@ -236,7 +236,7 @@ class Job:
         if p.split_sentences:  # before 0.8 all were split by Punkt, without a word of it
             settings.pop("sentence_splitter", None)
             settings |= {"sentence_splitter": "rules"} if p.sentence_splitter == "rules" else {}
-        tokenizer = [self.tokenizer.name, self.tokenizer.size, tokenizers.hashes(self.tokenizer)]
+        tokenizer = [self.tokenizer.name, self.tokenizer.size, tokenizers.file_hashes(self.tokenizer)]
         inputs = origin.inputs_of(self.found.paths)
         return {"command": "preprocess", "inputs": inputs, "settings": settings, "tokenizer": tokenizer}
 
@@ -422,12 +422,12 @@ def build_encoder(config: PreprocessConfig, dtype: Any) -> Encoder:
     p, tokenizer = config.preprocess, build_tokenizer(config.tokenizer)
     split = sentences.build(p.sentence_splitter, p.lang, p.keep_newlines) if p.split_sentences else None
     keys = list(dict.fromkeys(p.json_keys))
-    return Encoder(tokenizers.fastest(tokenizer), tokenizer.eod if p.append_eod else None, keys, dtype, split)
+    return Encoder(tokenizers.fastest_encoder(tokenizer), tokenizer.eod if p.append_eod else None, keys, dtype, split)
 
 
 @functools.lru_cache(maxsize=1)
 def build_tokenizer(settings: TokenizerFlags) -> tokenizers.Tokenizer:
-    return tokenizers.build(settings)
+    return tokenizers.build_tokenizer(settings)
 
 
 def file_state(one: Input) -> list[int]:

@@ -19,7 +19,7 @@ import numpy as np
 from meshwright import console
 from meshwright.data.blend import Composite, blend_order
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.history import Part, SetSpec, find_parts, needed_sets
+from meshwright.data.sets import SetPart, SetSpec, find_parts, needed_sets
 from meshwright.data.tools.statistics import text_of
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.files import make_folder
@@ -114,7 +114,7 @@ def print_plan(config: TrainConfig, as_json: bool) -> None:
         console.notice(f"warning: {line}")
 
 
-def plan_set(config: TrainConfig, spec: SetSpec, found: list[Part]) -> dict[str, Any]:
+def plan_set(config: TrainConfig, spec: SetSpec, found: list[SetPart]) -> dict[str, Any]:
     """Count the samples that are read from each source of a set."""
     length = config.data.seq_length or 1
     counts, how = count_samples(spec, found)
@@ -137,7 +137,7 @@ def plan_set(config: TrainConfig, spec: SetSpec, found: list[Part]) -> dict[str,
     return {"set": spec.key, "samples": samples, "counted": how, "sources": sources, "warnings": warnings}
 
 
-def count_samples(spec: SetSpec, found: list[Part]) -> tuple[list[int], str]:
+def count_samples(spec: SetSpec, found: list[SetPart]) -> tuple[list[int], str]:
     """Return how many of a set's samples each part gives, and how they were counted."""
     if spec.in_full:
         return [part.samples for part in found], "every sample once"

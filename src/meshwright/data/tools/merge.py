@@ -87,7 +87,9 @@ def merge(prefixes: list[str], output_prefix: str, together: bool, overwrite: bo
         writer.keep_origin(made_from)
         shutil.rmtree(tokenizers.folder_of(output_prefix), ignore_errors=True)
         if found and not lacking:
-            tokenizers.save(tokenizers.build(TokenizerFlags(), found), tokenizers.folder_of(output_prefix))
+            tokenizers.save_tokenizer(
+                tokenizers.build_tokenizer(TokenizerFlags(), found), tokenizers.folder_of(output_prefix)
+            )
 
     return join(prefixes, output_prefix, together, keep)
 

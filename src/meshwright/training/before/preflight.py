@@ -91,7 +91,7 @@ def vocabulary(config: TrainConfig, folder: Path | None) -> tuple[Tokenizer | No
         tokenizer = tokenizers.resolve_for_data(t, data, kept)
         if tokenizer is None and loaded and is_loaded:
             raise tokenizers.missing_error(loaded)
-        tokenizer = tokenizer or tokenizers.build(t)  # which raises, naming the missing flags
+        tokenizer = tokenizer or tokenizers.build_tokenizer(t)  # which raises, naming the missing flags
         vocab, found = tokenizer.size, None if tokenizers.is_named(t) else kept or data
         say(f"> building {t.tokenizer or (tokenizer.name if found else kind)} tokenizer ...")
         if found:
@@ -111,7 +111,7 @@ def is_bare(config: TrainConfig, data: Path | None) -> bool:
     if not config.data.mock_data and t.tokenizer_type != "GPT2BPETokenizer":
         return False
     # A size from a checkpoint may count padding, so a smaller tokenizer is none of its own.
-    return data is None or tokenizers.build(TokenizerFlags(), data).size < t.vocab_size
+    return data is None or tokenizers.build_tokenizer(TokenizerFlags(), data).size < t.vocab_size
 
 
 def loaded_folder(config: TrainConfig) -> Path | None:
@@ -126,7 +126,7 @@ def build_vocabulary_on_all(config: TrainConfig, folder: Path | None, team: Team
     def build() -> dict[str, Any]:
         made.append(vocabulary(config, folder))
         tokenizer, vocab, padded = made[0]
-        files = tokenizers.hashes(tokenizer) if tokenizer else {}
+        files = tokenizers.file_hashes(tokenizer) if tokenizer else {}
         named = {f"SHA-256 of the tokenizer's {name}": sha256 for name, sha256 in files.items()}
         kind = tokenizer.name if tokenizer else None
         return {"tokenizer": kind, "vocabulary size": vocab, "padded vocabulary size": padded, **named}

@@ -67,7 +67,7 @@ def keep_settings(folder: Path, config: TrainConfig, tokenizer: Tokenizer | None
         # Bytes of a folder's name that are not UTF-8 arrive as lone surrogates; write them back.
         file.write(flags.to_toml(as_continued(config)).encode(errors="surrogateescape"))
     if tokenizer is not None:
-        tokenizers.save(tokenizer, folder / "tokenizer")
+        tokenizers.save_tokenizer(tokenizer, folder / "tokenizer")
 
 
 def as_continued(config: TrainConfig) -> TrainConfig:

@@ -16,7 +16,8 @@ from meshwright.checkpoint.saved_model import model_settings, recorded_settings
 from meshwright.checkpoint.sources import Source
 from meshwright.console import remark
 from meshwright.data.files.indexed import Indexed, fingerprint
-from meshwright.data.history import History, continue_history, find_parts, needed_sets
+from meshwright.data.history import BlendHistory, continue_history
+from meshwright.data.sets import find_parts, needed_sets
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.optim.schedule import build_schedule, resume_schedule, warn_of_idle_steps
 from meshwright.runs.history import read_settings
@@ -247,7 +248,7 @@ def check_loading(config: TrainConfig) -> list[str]:
             schedule, _ = resume_schedule(schedule, state["schedule"], config)
         done = [state.get(n, 0) for n in ("iteration", "consumed_train_samples", "schedule_samples")]
         lines += [f"WARNING: {w}" for w in warn_of_idle_steps(schedule, config, config.steps, *done)]
-        past = History.from_state(state.get("blends"))
+        past = BlendHistory.from_state(state.get("blends"))
         sets = {} if config.data.mock_data else {w.key: w for w in needed_sets(config)}
         if past is not None and "train" in sets:
             mine, consumed = find_parts(config, sets["train"], Indexed), state["consumed_train_samples"]

@@ -17,7 +17,7 @@ from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.console import remark, say
-from meshwright.data.history import History
+from meshwright.data.history import BlendHistory
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedule import Schedule, build_schedule, resume_schedule
@@ -69,7 +69,7 @@ class State:
         # Losses of the last steps, the background against which a spike is judged.
         self.losses = deque[float](maxlen=0 if t.on_spike == "off" else t.spike_window)
         self.skips: list[Any] = []  # (first sample, rule) of samples not trained on, for the record
-        self.blends: History | None = None  # of the training set
+        self.blends: BlendHistory | None = None  # of the training set
         self.epochs: list[list[Any]] | None = None  # of the training set; its order depends on them
         self.has_loaded = False  # whether the weights are a checkpoint's
         self.loaded: int | None = None  # the step this run continues from
@@ -168,7 +168,7 @@ class State:
         if c.no_load_optim:
             self.net.store.steps = 0
         self.skips, self.epochs = state.get("skips", []), state.get("epochs")
-        self.blends = History.from_state(state.get("blends"))
+        self.blends = BlendHistory.from_state(state.get("blends"))
         before = saved.get("micro_batch_size")
         self.micro_batch_before = before if isinstance(before, int) else None
         return cut

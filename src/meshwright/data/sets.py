@@ -1,0 +1,130 @@
+"""The sets of data that a run reads: their files, the documents of each, and how many samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from meshwright.console import notice
+from meshwright.data.blend import normalise, samples_needed
+from meshwright.data.files.indexed import Indexed
+from meshwright.data.samples import split_bounds
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.settings.data_paths import SPLITS, PathSet, TokenFiles, path_sets
+from meshwright.settings.grammar import split_shares
+from meshwright.settings.schema import Data, TrainConfig
+
+
+@dataclass(frozen=True)
+class SetSpec:
+    """A set of data that a run needs, and how many samples of it."""
+
+    paths: PathSet
+    samples: int
+    in_full: bool = False  # read every sample once instead: --full-validation
+
+    @property
+    def key(self) -> str:
+        return self.paths.key
+
+
+@dataclass(frozen=True)
+class SetPart:
+    """The documents of a pair of files that belong to a set."""
+
+    source: TokenFiles
+    indexed: Indexed
+    documents: range
+    tokens: int
+    share: float  # of the set's samples; the shares of a set add up to 1
+    samples: int  # samples asked for: Megatron's order of all of them follows from this number
+
+    @property
+    def prefix(self) -> str:
+        return self.indexed.prefix
+
+
+def target_sizes(config: TrainConfig) -> dict[str, int]:
+    """Return Megatron's numbers of samples of a training, validation and test set."""
+    t, size = config.training, config.global_batch
+    return {
+        "train": config.samples or config.steps * size,
+        "valid": (config.steps // t.eval_interval + 1) * t.eval_iters * size,
+        "test": t.eval_iters * size,
+    }
+
+
+def needed_sizes(config: TrainConfig) -> dict[str, int]:
+    """Return the target sizes of the splits that will be read."""
+    skipped = {"train"} if config.training.skip_train else set()
+    return {split: n for split, n in target_sizes(config).items() if n and split not in skipped}
+
+
+def needed_sets(config: TrainConfig) -> list[SetSpec]:
+    """Return the sets of data of a run that reads files."""
+    d, sizes = config.data, needed_sizes(config)
+    try:
+        sets = path_sets(d)
+    except ValueError as error:  # a file that the flags name has changed since they were checked
+        raise UserError(str(error)) from None
+    return [SetSpec(s, sizes[s.split], d.full_validation and s.split == "valid") for s in sets if s.split in sizes]
+
+
+def document_range(d: Data, paths: PathSet, source: TokenFiles, n: int) -> range:
+    """Return which of a file's n documents belong to a set."""
+    if paths.divided:
+        bounds, i = split_bounds(d.split, n, d.split_arithmetic), SPLITS.index(paths.split)
+        return range(bounds[i], bounds[i + 1])
+    return range(round(source.begin * float(n)), round(source.end * float(n)))  # bigscience's rounding
+
+
+def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], Indexed]) -> list[SetPart]:
+    """Return the parts of one set, without those that have no token or no weight."""
+    d, paths = config.data, spec.paths
+    assert d.seq_length
+    kept: list[tuple[float, SetPart]] = []
+    total_documents = used_documents = 0
+    flag = f"--split {d.split}" if paths.divided else paths.flag
+    for source in paths.sources:
+        indexed = open_files(source.prefix)
+        documents = document_range(d, paths, source, len(indexed))
+        total_documents, used_documents = total_documents + len(indexed), used_documents + len(documents)
+        tokens = indexed.tokens_of(documents.start, documents.stop)
+        weight = float(tokens) if source.weight is None else source.weight
+        if not tokens:
+            why = f"of {len(indexed)} documents is empty"
+        elif not weight:
+            why = "has the weight 0"
+        elif spec.in_full and tokens <= d.seq_length:
+            why = f"has {tokens} tokens, less than one sample of {d.seq_length} + 1"
+        else:
+            kept.append((weight, SetPart(source, indexed, documents, tokens, 0.0, 0)))
+            continue
+        if not paths.divided or split_shares(d.split)[SPLITS.index(paths.split)]:  # else 0 was asked for
+            notice(f"{flag}: the {spec.key} split of {indexed.prefix} {why}, so it is left out")
+    total = sum(part.tokens for _, part in kept)
+    if paths.split == "train" and total <= d.seq_length:
+        raise UserError(
+            f"the training split ({used_documents} of {total_documents} documents) has {total} tokens, but one "
+            f"sample takes --seq-length {d.seq_length} + 1; give more data, a shorter --seq-length or another "
+            f"{flag.split()[0]}",
+            BAD_DATA,
+        )
+    shares = normalise([weight for weight, _ in kept]) if kept else []
+    return [size_part(d, spec, part, share) for share, (_, part) in zip(shares, kept, strict=True)]
+
+
+def size_part(d: Data, spec: SetSpec, part: SetPart, share: float) -> SetPart:
+    """Return the part with its share, and with the samples that are asked of it."""
+    assert d.seq_length
+    sources = spec.paths.sources
+    alone = len(sources) == 1 and sources[0].weight is None
+    number = spec.samples if alone else samples_needed(spec.samples, share)
+    if spec.in_full:
+        number = (part.tokens - 1) // d.seq_length
+    elif part.tokens <= d.seq_length:
+        notice(
+            f"the {spec.key} split of {part.prefix} has {part.tokens} tokens: each sample of {d.seq_length} + 1 "
+            "repeats its documents"
+        )
+    return replace(part, share=share, samples=number)
