@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from meshwright.console import notice
-from meshwright.errors import BAD_DATA, UNAVAILABLE, UserError
+from meshwright.errors import UNAVAILABLE, UserError, bad_data
 
 ELSE = "or name a folder that `meshwright train-tokenizer` made, or byte, which needs no files"
 
@@ -56,7 +56,7 @@ def _download(name: str, file: str) -> Path | None:
     except errors.RepositoryNotFoundError as error:
         is_gated = isinstance(error, errors.GatedRepoError)
         what = "wants its terms accepted" if is_gated else "has no such name, or it is private"
-        raise UserError(f"{where} {constants.ENDPOINT} {what}; log in with `hf auth login`, {ELSE}", BAD_DATA) from None
+        raise bad_data(f"{where} {constants.ENDPOINT} {what}; log in with `hf auth login`, {ELSE}") from None
     except errors.LocalEntryNotFoundError as error:
         reason = error.__cause__ or error
     except errors.EntryNotFoundError:

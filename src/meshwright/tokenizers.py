@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright import files, hub
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import BAD_DATA, UserError, bad_data
 from meshwright.settings.schema import TokenizerFlags
 
 END_OF_TEXT = "<|endoftext|>"
@@ -75,24 +75,24 @@ class GPT2BPE(_Bytewise):
     def __init__(self, vocab_file: Path, merge_file: Path) -> None:
         self.files = {"vocab.json": vocab_file, "merges.txt": merge_file}
         if not _read(vocab_file).startswith("{") and _read(merge_file).startswith("{"):
-            raise _damage(
+            raise bad_data(
                 f"--vocab-file {vocab_file} and --merge-file {merge_file} are swapped; the vocabulary is the JSON file"
             )
         vocab, merges = _read_vocab(vocab_file), _read_merges(merge_file)
         self.size, self.eod = len(vocab), vocab.get(END_OF_TEXT, -1)
         if self.eod < 0:
-            raise _damage(f"{vocab_file} has no {END_OF_TEXT}; it is not a GPT-2 vocabulary")
+            raise bad_data(f"{vocab_file} has no {END_OF_TEXT}; it is not a GPT-2 vocabulary")
         symbols = _byte_symbols()
         if missing := len(symbols.keys() - vocab.keys()):
-            raise _damage(f"{vocab_file} is not a byte-level BPE: {missing} of the 256 bytes are missing")
+            raise bad_data(f"{vocab_file} is not a byte-level BPE: {missing} of the 256 bytes are missing")
         if not merges and self.size > 257:
-            raise _damage(
+            raise bad_data(
                 f"{merge_file} has no merges, {vocab_file} has {self.size} tokens; they do not belong together"
             )
         for left, right in merges:
             if left + right not in vocab:
                 problem = f"{merge_file} merges {left!r} and {right!r}, but {left + right!r} is not in {vocab_file}"
-                raise _damage(f"{problem}; the two files do not belong together")
+                raise bad_data(f"{problem}; the two files do not belong together")
         self._bytes = _token_bytes(vocab, symbols)
         # Built on first use: training needs only the sizes.
         self._slow = functools.cache(lambda: self._tokenizers(vocab, merges))
@@ -167,17 +167,17 @@ class HuggingFace(_Bytewise):
             self._library = Library.from_str(text)
             decoder = (json.loads(text).get("decoder") or {}).get("type")
         except Exception as error:  # the library raises plain Exception
-            raise _damage(f"{path} is not a tokenizer.json: {error}") from None
+            raise bad_data(f"{path} is not a tokenizer.json: {error}") from None
         self._library.encode_special_tokens = True  # special tokens inside a text are plain text
         self._library.no_truncation()
         self._library.no_padding()
         vocab = self._library.get_vocab()
         self.size = max(vocab.values()) + 1
         if self.size > 4 * len(vocab) + 1000:  # the table of all ids would be too large
-            raise _damage(f"{path} has {len(vocab):,} tokens, but an id of {self.size - 1:,}")
+            raise bad_data(f"{path} has {len(vocab):,} tokens, but an id of {self.size - 1:,}")
         found = [vocab[name] for name in EOD_NAMES if name in vocab]
         if not found:
-            raise _damage(f"{path} has none of the usual end-of-document tokens: {', '.join(EOD_NAMES)}")
+            raise bad_data(f"{path} has none of the usual end-of-document tokens: {', '.join(EOD_NAMES)}")
         self.eod = found[0]
         # Only a byte-level vocabulary gives the bytes of a token that is half a character.
         self._bytes = _token_bytes(vocab, _byte_symbols()) if decoder == "ByteLevel" else None
@@ -225,10 +225,10 @@ class Null:
         try:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
-            raise _damage(f"NullTokenizer reads integers separated by white space: {error}") from None
+            raise bad_data(f"NullTokenizer reads integers separated by white space: {error}") from None
         wrong = [i for i in ids if not 0 <= i < self.size]
         if wrong:
-            raise _damage(f"NullTokenizer: id {wrong[0]} is not in 0 ... {self.size - 1} (--vocab-size)")
+            raise bad_data(f"NullTokenizer: id {wrong[0]} is not in 0 ... {self.size - 1} (--vocab-size)")
         return ids
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
@@ -363,7 +363,7 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
     elif _splits_as_gpt2(folder / "tokenizer.json"):  # tiktoken, which is faster, reads GPT-2's own files
         hub.find_folder(name, "vocab.json", "merges.txt", is_needed=False)
     if folder is None:
-        raise _damage(f"{name} on the Hugging Face Hub has no tokenizer.json; {CONVERT}")
+        raise bad_data(f"{name} on the Hugging Face Hub has no tokenizer.json; {CONVERT}")
     return _build_folder(folder)
 
 
@@ -376,22 +376,22 @@ def _build_folder(folder: Path) -> Tokenizer:
     if models := sorted(folder.glob("*.model")):
         return _build_file(models[0])
     wanted = "tokenizer.json, nor vocab.json and merges.txt, nor a run's tokenizer/"
-    raise _damage(f"--tokenizer {folder} holds no {wanted}; name {WAYS.removeprefix('with ')}")
+    raise bad_data(f"--tokenizer {folder} holds no {wanted}; name {WAYS.removeprefix('with ')}")
 
 
 def _build_file(path: Path) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, or of a vocabulary with its merges beside it."""
     if path.suffix == ".model":
-        raise _damage(f"{path} is a SentencePiece or tiktoken model, which is not read; {CONVERT}")
+        raise bad_data(f"{path} is a SentencePiece or tiktoken model, which is not read; {CONVERT}")
     vocab = path.with_name(path.name.replace("merges.txt", "vocab.json"))
     if not path.exists():
-        raise _damage(f"--tokenizer {path} does not exist; name {WAYS.removeprefix('with ')}")
+        raise bad_data(f"--tokenizer {path} does not exist; name {WAYS.removeprefix('with ')}")
     content = _read_json(vocab)
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         return HuggingFace(path)
     merges = vocab.with_name(vocab.name.replace("vocab.json", "merges.txt"))
     if merges == vocab or not merges.is_file():
-        raise _damage(f"{vocab} is no tokenizer.json, and no {merges.with_suffix('.txt').name} is beside it")
+        raise bad_data(f"{vocab} is no tokenizer.json, and no {merges.with_suffix('.txt').name} is beside it")
     return GPT2BPE(vocab, merges)
 
 
@@ -435,9 +435,9 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
         raise UserError(f"--tokenizer-type {t.tokenizer_type}, but {folder} holds a {kind}; leave the flag out")
     for name, expected in hashes.items():
         if name not in ("vocab.json", "merges.txt", "tokenizer.json"):
-            raise _damage(f"{folder / 'meta.json'} names {name!r}, which is not a tokenizer file")
+            raise bad_data(f"{folder / 'meta.json'} names {name!r}, which is not a tokenizer file")
         if _sha256(folder / name) != expected:
-            raise _damage(f"{folder / name} is not the file that meta.json beside it describes: its SHA-256 differs")
+            raise bad_data(f"{folder / name} is not the file that meta.json beside it describes: its SHA-256 differs")
     if kind == GPT2BPE.name:
         return GPT2BPE(*_gpt2_files(folder))
     if kind == HuggingFace.name:
@@ -559,7 +559,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         hashes = {str(name): str(sha256) for name, sha256 in meta["sha256"].items()}
         return {"type": str(meta["type"]), "vocab_size": int(meta["vocab_size"]), "sha256": hashes}
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise _damage(f"{folder / 'meta.json'} is damaged; name the tokenizer with its flags") from None
+        raise bad_data(f"{folder / 'meta.json'} is damaged; name the tokenizer with its flags") from None
 
 
 def file_hashes(tokenizer: Tokenizer) -> dict[str, str]:
@@ -635,9 +635,9 @@ def _token_bytes(vocab: dict[str, int], symbols: dict[str, int]) -> list[bytes]:
 def _read_vocab(path: Path) -> dict[str, int]:
     vocab = _read_json(path)
     if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
-        raise _damage(f"{path} is not a vocabulary, one JSON object of token: id")
+        raise bad_data(f"{path} is not a vocabulary, one JSON object of token: id")
     if set(vocab.values()) != set(range(len(vocab))):
-        raise _damage(f"{path} has {len(vocab)} tokens whose ids are not 0 ... {len(vocab) - 1}")
+        raise bad_data(f"{path} has {len(vocab)} tokens whose ids are not 0 ... {len(vocab) - 1}")
     return vocab
 
 
@@ -650,7 +650,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
         if len(parts) == 2:
             merges.append((parts[0], parts[1]))
         elif parts != [""]:
-            raise _damage(f"{path}:{number}: {line!r} is not a merge of two symbols")
+            raise bad_data(f"{path}:{number}: {line!r} is not a merge of two symbols")
     return merges
 
 
@@ -658,24 +658,20 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise _damage(f"{path} does not exist (a tokenizer file)") from None
+        raise bad_data(f"{path} does not exist (a tokenizer file)") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise _damage(f"{path} cannot be read: {error}") from None
+        raise bad_data(f"{path} cannot be read: {error}") from None
 
 
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(_read(path))
     except (ValueError, RecursionError) as error:
-        raise _damage(f"{path} is not JSON: {error}") from None
-
-
-def _damage(message: str) -> UserError:
-    return UserError(message, BAD_DATA)
+        raise bad_data(f"{path} is not JSON: {error}") from None
 
 
 def _sha256(path: Path) -> str:
     try:
         return files.sha256(path)
     except OSError as error:
-        raise _damage(f"{path} cannot be read: {error.strerror}") from None
+        raise bad_data(f"{path} cannot be read: {error.strerror}") from None

@@ -125,7 +125,7 @@ def test_numbas_random_numbers_are_numpys(limit):
         _, key, at, *_ = rng.get_state()
         key, words, out = key.copy(), np.empty(624, np.uint32), np.empty(min(1000, limit) + 1, np.int64)
         fast._temper(key, words)
-        at = fast.draw(key, words, at, limit, out)
+        at = fast.draw_numbers(key, words, at, limit, out)
         for k, got in enumerate(out[:-1].tolist()):  # RandomState.randint draws as its shuffle does, width by width
             top = limit - k + 1
             assert got == rng.randint(0, top, dtype=np.uint32 if top <= 2**32 else np.uint64), k
@@ -140,16 +140,16 @@ def test_widths_of_numbers():
 def test_places_beyond_31_bits(loops):
     """One document, 2^31 + 8 times, without an array of that size."""
     many = np.broadcast_to(np.int32(0), 2**31 + 8)
-    assert [b.dtype for b in samples.cut(np.array([5]), many[:3], 0, 1, 7)] == [np.int32, np.int32]
+    assert [b.dtype for b in samples.cut_samples(np.array([5]), range(1), many[:3], 1, 7)] == [np.int32, np.int32]
     if loops == "fast":
         from meshwright.data import numba_indices as fast
 
         rows = np.zeros((9, 2), np.int64)
-        made, place, offset = fast.cut(np.array([5], np.int32), many, 2**31 - 2, 1, 7, rows)
+        made, place, offset = fast.cut_samples(np.array([5], np.int32), many, 2**31 - 2, 1, 7, rows)
         assert rows[:made].tolist() == [[2**31 - 2 + (1 + 7 * k) // 5, (1 + 7 * k) % 5] for k in range(made)]
         assert (made, place, offset) == (7, 2**31 + 8, 0)
     else:
-        assert next(iter(samples.cut(np.array([5]), many, 0, 1, 7))).dtype == np.int64
+        assert next(iter(samples.cut_samples(np.array([5]), range(1), many, 1, 7))).dtype == np.int64
 
 
 def test_sums_beyond_31_bits(loops):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.console import notice
-from meshwright.errors import BAD_DATA, DONE, USAGE, UserError
+from meshwright.errors import DONE, USAGE, UserError, bad_data
 from meshwright.ranks.world import find_world
 from meshwright.settings import checks, command, data_paths
 from meshwright.settings.fields import flag, spelling
@@ -263,7 +263,7 @@ def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
         prefix = prefix_of(word)
         for lost in (path for end in (".idx", ".bin") if must_exist and not (path := Path(prefix + end)).exists()):
             hint = near_path(prefix, ".idx") or f"; {prefix} must be the prefix of a .bin and an .idx"
-            raise UserError(f"{lost} does not exist{hint}", BAD_DATA)
+            raise bad_data(f"{lost} does not exist{hint}")
         if prefix == word or prefix not in out:  # a pattern names both
             out.append(prefix)
     return out

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from meshwright import origin
 from meshwright.console import notice
-from meshwright.errors import BAD_DATA, DONE, UserError
+from meshwright.errors import DONE, bad_data
 from meshwright.files import make_folder
 from meshwright.settings import flags
 from meshwright.settings.fields import MISSING, flag
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     first = next((text for text in texts if text), None)
     if first is None:
         reason = f" ({found.passed.line()})" if found.passed else ""
-        raise UserError(f"{', '.join(given.input)}: no text to learn from{reason}", BAD_DATA)
+        raise bad_data(f"{', '.join(given.input)}: no text to learn from{reason}")
     vocabulary = [given.output / name for name in FILES]
     settings = {n: getattr(given, n) for n in ("vocab_size", "json_keys", "document_separator")}
     made_from = {"command": "train-tokenizer", "inputs": origin.inputs_of(found.paths), "settings": settings}

@@ -15,7 +15,7 @@ from meshwright.data.history import BlendHistory, continue_history, unique_names
 from meshwright.data.loader import Cyclic, DocumentEnds, Mock, Samples
 from meshwright.data.samples import Dataset, split_bounds
 from meshwright.data.sets import SetPart, SetSpec, document_range, find_parts, needed_sets, needed_sizes, target_sizes
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import UserError, bad_data
 from meshwright.settings.schema import Data, TrainConfig
 from meshwright.tokenizers import Tokenizer
 
@@ -49,18 +49,18 @@ def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int
         lacking = [shown for shown, method in methods.items() if dataset is not None and not hasattr(dataset, method)]
         if lacking:
             why = f"a {type(dataset).__name__}, has no {' and no '.join(lacking)}"
-            raise UserError(f'datasets["{name}"], {why}; docs/extending.md describes each', BAD_DATA)
+            raise bad_data(f'datasets["{name}"], {why}; docs/extending.md describes each')
     if at is None:
         return
     train = data.get("train")
     if train is None:
         why = f"--split {config.data.split!r} leaves no document for training"
-        raise UserError('datasets: there is no "train" to train on' if own else why, BAD_DATA)
+        raise bad_data('datasets: there is no "train" to train on' if own else why)
     (iteration, consumed), size = at, config.global_batch
     last = consumed + (config.steps - iteration) * size
     if config.samples is None and last > len(train):
         if own:
-            raise UserError(f'datasets["train"] has {len(train)} samples, the run needs {last}', BAD_DATA)
+            raise bad_data(f'datasets["train"] has {len(train)} samples, the run needs {last}')
         raise UserError(
             f"{consumed} samples are consumed and {config.steps - iteration} steps of {size} would "
             f"end at {last}, but the data set is built for {config.steps} steps of {size}; with another "

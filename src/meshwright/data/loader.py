@@ -32,7 +32,7 @@ from meshwright.data.blend import Composite
 from meshwright.data.files.indexed import Indexed, fingerprint
 from meshwright.data.index_cache import Ints, Storage, cached_indices
 from meshwright.data.samples import VERSION, Dataset, OrderedSamples, build_indices, epochs_needed, require_sample
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import UserError, bad_data
 
 
 class Samples(OrderedSamples):
@@ -247,7 +247,7 @@ class Loader:
     def __init__(self, dataset: Dataset, spec: LoaderSpec, consumed: int = 0) -> None:
         self.dataset, self.spec, self.consumed = dataset, spec, consumed
         if not len(dataset):
-            raise UserError("the data set has no sample", BAD_DATA)
+            raise bad_data("the data set has no sample")
 
     def __iter__(self) -> Generator[list[Batch], None, None]:
         """Yield steps without end: the caller stops. Closing the iterator ends the thread."""
@@ -283,10 +283,9 @@ class Loader:
         starts = range(first + self.spec.rank * size, first + samples, size * self.spec.ranks)
         numbers = [n for start in starts for n in range(start, start + size)]
         if numbers[-1] >= len(self.dataset) and self.spec.at_end == "raise":
-            raise UserError(
+            raise bad_data(
                 f"the step needs samples {first} to {first + samples - 1}, but the data set has {len(self.dataset)}; "
-                "it was built for fewer steps",
-                BAD_DATA,
+                "it was built for fewer steps"
             )
         text = self.read_tokens(numbers)
         if text.min() < 0 or text.max() >= self.spec.vocab_size:
@@ -319,13 +318,12 @@ class Loader:
 
     def wrong_shape(self, k: int, ids: npt.NDArray[Any]) -> UserError:
         wanted = f"{self.spec.length} int64, --seq-length + 1" if self.spec.length else "one row of int64"
-        return UserError(f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}; give {wanted}", BAD_DATA)
+        return bad_data(f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}; give {wanted}")
 
     def unknown_id(self, numbers: list[int], text: npt.NDArray[np.int64]) -> UserError:
         row, column = np.argwhere((text < 0) | (text >= self.spec.vocab_size))[0].tolist()
         place = self.dataset.locate(numbers[row] % len(self.dataset), column)
-        return UserError(
+        return bad_data(
             f"sample {numbers[row]} has id {text[row, column]} ({place}), but the tokenizer's ids are "
-            f"0 ... {self.spec.vocab_size - 1}; the data was made with another tokenizer",
-            BAD_DATA,
+            f"0 ... {self.spec.vocab_size - 1}; the data was made with another tokenizer"
         )

@@ -52,7 +52,7 @@ def _temper(key: Any, words: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
-def draw(key: Any, words: Any, at: int, i: Any, out: Any) -> int:
+def draw_numbers(key: Any, words: Any, at: int, i: Any, out: Any) -> int:
     """Draw random numbers up to i, up to i - 1, ..., one for each place of `out` but the last.
 
     The last place takes rejected numbers. As in numpy, a number is cut to the bits of the limit and
@@ -105,7 +105,7 @@ def _shuffle(x: Any, key: Any, at: int) -> int:
     i = len(x) - 1
     while i > 0:
         count = min(BATCH, i)
-        at = draw(key, words, at, i, places[: count + 1])
+        at = draw_numbers(key, words, at, i, places[: count + 1])
         for k in range(count):
             j = places[k]
             kept = x[j]
@@ -116,7 +116,7 @@ def _shuffle(x: Any, key: Any, at: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def cut(sizes: Any, doc_idx: Any, place: Any, offset: Any, seq_length: int, rows: Any) -> tuple[int, int, int]:
+def cut_samples(sizes: Any, doc_idx: Any, place: Any, offset: Any, seq_length: int, rows: Any) -> tuple[int, int, int]:
     """Fill rows from a place on; return their number, and place and offset for the next call.
 
     The next sample begins `offset` tokens after that document's start, possibly behind its end.
@@ -151,7 +151,7 @@ def cut(sizes: Any, doc_idx: Any, place: Any, offset: Any, seq_length: int, rows
 
 
 @njit(cache=True, nogil=True)
-def blend(shares: Any, taken: Any, first: int, which: Any, number: Any) -> None:
+def blend_samples(shares: Any, taken: Any, first: int, which: Any, number: Any) -> None:
     """Fill in the samples from number `first` on by the rule of blend.blend_order."""
     for row in range(len(which)):
         i = float(max(first + row, 1))

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from meshwright.console import say
 from meshwright.data.index_cache import IN_MEMORY, Ints, Storage
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import bad_data
 from meshwright.settings.grammar import split_shares
 
 VERSION = 1  # of the algorithm below: part of the cache's key
@@ -106,7 +106,7 @@ def build_indices(
     A second thread fills shuffle_idx meanwhile, and shuffles it once the documents are shuffled.
     """
     if tokens == 0:
-        raise UserError(f"documents {documents.start} to {documents.stop} hold no token", BAD_DATA)
+        raise bad_data(f"documents {documents.start} to {documents.stop} hold no token")
     epochs, last_epoch_separate = epochs_needed(tokens, num_samples, seq_length, cutoff)
     total = (epochs * tokens - 1) // seq_length
     before_last = ((epochs - 1) * tokens - 1) // seq_length
@@ -139,11 +139,7 @@ def build_indices(
         filled.result()
         shuffled = thread.submit(shuffle, rng, shuffle_idx, first, compiled)
         start = time.perf_counter()
-        if compiled is None:  # numpy is twice as slow on unaligned numbers, as they lie in the file
-            aligned = np.array(sizes[documents.start : documents.stop])
-            rows = cut(aligned, doc_idx, documents.start, total, seq_length)
-        else:
-            rows = cut_with_numba(compiled, sizes, doc_idx, total, seq_length)
+        rows = cut_samples(sizes, documents, doc_idx, total, seq_length, compiled)
         sample_idx = storage.stream("sample", (total + 1, 2), row_dtype, rows)
         say(f" > elasped time to build and save sample-idx mapping (seconds): {time.perf_counter() - start:4f}")
 
@@ -189,18 +185,39 @@ def epochs_needed(tokens: int, num_samples: int, seq_length: int, cutoff: float)
     return epochs, epochs > 1 and num_samples - before_last < int(cutoff * ((tokens - 1) // seq_length))
 
 
-def cut(sizes: Ints, doc_idx: Ints, first: int, samples: int, seq_length: int) -> Iterator[Ints]:
-    """Yield blocks of rows; row k says at which place of doc_idx and token of it sample k begins.
-
-    `sizes` are those of the documents from number `first` on. Sample k begins at token k x S of the
-    stream: each document's place is repeated as often as there are multiples of S inside it.
-    """
-    _, dtype, _ = index_dtypes(0, len(doc_idx), samples)
+def cut_samples(
+    sizes: Ints, documents: range, doc_idx: Ints, samples: int, seq_length: int, compiled: ModuleType | None = None
+) -> Iterator[Ints]:
+    """Yield blocks of rows: at which place of doc_idx, and token of it, each sample begins."""
+    dtype, done = index_dtypes(0, len(doc_idx), samples)[1], 1
     yield np.zeros((1, 2), dtype)  # row 0 is (0, 0) even where the first documents are empty, as in Megatron
+    if compiled is None:
+        blocks = cut_with_numpy(sizes, documents, doc_idx, samples, seq_length, dtype)
+    else:
+        blocks = cut_with_numba(compiled, sizes, doc_idx, seq_length, dtype)
+    for rows in blocks:
+        done += len(rows)
+        yield rows
+    if done != samples + 1:
+        raise bad_data(
+            f"the sizes of the .idx give {done - 1:,} samples, its pointers {samples:,}; it is damaged: "
+            "`meshwright data verify` says where"
+        )
+
+
+def cut_with_numpy(
+    sizes: Ints, documents: range, doc_idx: Ints, samples: int, seq_length: int, dtype: npt.DTypeLike
+) -> Iterator[Ints]:
+    """Yield the rows from sample 1 on.
+
+    Sample k begins at token k x S of the stream: each document's place is repeated as often as
+    there are multiples of S inside it.
+    """
+    aligned = np.array(sizes[documents.start : documents.stop])  # in the file they are not: twice as slow
     done, position = 1, 0
     block = max(1, min(BLOCK, BLOCK * len(doc_idx) // (samples + 1)))  # documents that give about BLOCK rows
     for begin in range(0, len(doc_idx), block):
-        lengths = sizes[doc_idx[begin : begin + block] - first]
+        lengths = aligned[doc_idx[begin : begin + block] - documents.start]
         ends = position + np.cumsum(lengths, dtype=np.int64)
         last = np.clip((ends - 1) // seq_length, done - 1, samples)  # the last sample that begins before each end
         places = np.repeat(np.arange(len(lengths), dtype=dtype), np.diff(last, prepend=done - 1))
@@ -209,27 +226,13 @@ def cut(sizes: Ints, doc_idx: Ints, first: int, samples: int, seq_length: int) -
         rows[:, 1] = np.arange(done, done + len(places)) * seq_length - (ends - lengths)[places]
         done, position = done + len(places), int(ends[-1])
         yield rows
-    require_rows(done, samples)
 
 
-def cut_with_numba(compiled: ModuleType, sizes: Ints, doc_idx: Ints, samples: int, seq_length: int) -> Iterator[Ints]:
-    """Yield the rows of `cut`, computed by numba."""
-    _, dtype, _ = index_dtypes(0, len(doc_idx), samples)
-    yield np.zeros((1, 2), dtype)
-    done, place, offset = 1, 0, seq_length
+def cut_with_numba(
+    compiled: ModuleType, sizes: Ints, doc_idx: Ints, seq_length: int, dtype: npt.DTypeLike
+) -> Iterator[Ints]:
+    place, offset = 0, seq_length
     rows = np.empty((BLOCK + 1, 2), dtype)
     while place < len(doc_idx):
-        made, place, offset = compiled.cut(sizes, doc_idx, place, offset, seq_length, rows)
-        done += made
+        made, place, offset = compiled.cut_samples(sizes, doc_idx, place, offset, seq_length, rows)
         yield rows[:made]
-    require_rows(done, samples)
-
-
-def require_rows(done: int, samples: int) -> None:
-    """Refuse an .idx whose sizes and pointers disagree."""
-    if done != samples + 1:
-        raise UserError(
-            f"the sizes of the .idx give {done - 1:,} samples, its pointers {samples:,}; it is damaged: "
-            "`meshwright data verify` says where",
-            BAD_DATA,
-        )

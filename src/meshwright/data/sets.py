@@ -9,7 +9,7 @@ from meshwright.console import notice
 from meshwright.data.blend import normalise, samples_needed
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.samples import split_bounds
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import UserError, bad_data
 from meshwright.settings.data_paths import SPLITS, PathSet, TokenFiles, path_sets
 from meshwright.settings.grammar import split_shares
 from meshwright.settings.schema import Data, TrainConfig
@@ -104,11 +104,10 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
             notice(f"{flag}: the {spec.key} split of {indexed.prefix} {why}, so it is left out")
     total = sum(part.tokens for _, part in kept)
     if paths.split == "train" and total <= d.seq_length:
-        raise UserError(
+        raise bad_data(
             f"the training split ({used_documents} of {total_documents} documents) has {total} tokens, but one "
             f"sample takes --seq-length {d.seq_length} + 1; give more data, a shorter --seq-length or another "
-            f"{flag.split()[0]}",
-            BAD_DATA,
+            f"{flag.split()[0]}"
         )
     shares = normalise([weight for weight, _ in kept]) if kept else []
     return [size_part(d, spec, part, share) for share, (_, part) in zip(shares, kept, strict=True)]

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright import files
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import UserError, bad_data
 from meshwright.settings.hints import near_path
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -98,14 +98,14 @@ class Indexed:
     def _read_header(self, idx: bytes | mmap.mmap) -> tuple[int, int]:
         if idx[:8] == LEGACY_MAGIC:
             words = "has the older `lazy`/`cached` format, which cannot be read yet; preprocess the text again"
-            raise UserError(f"{self.prefix}.idx {words}", BAD_DATA)
+            raise bad_data(f"{self.prefix}.idx {words}")
         if len(idx) < HEADER.size:
             raise self._damaged(f"{len(idx)} bytes are less than the header's {HEADER.size}")
         magic, version, code, n, m = HEADER.unpack(idx[: HEADER.size])
         if magic != MAGIC:
-            raise UserError(f"{self.prefix}.idx is not a token index: it starts with {magic!r}", BAD_DATA)
+            raise bad_data(f"{self.prefix}.idx is not a token index: it starts with {magic!r}")
         if version != 1:
-            raise UserError(f"{self.prefix}.idx has version {version}; version 1 can be read", BAD_DATA)
+            raise bad_data(f"{self.prefix}.idx has version {version}; version 1 can be read")
         if code not in CODES:
             known = ", ".join(f"{c} {np.dtype(d).name}" for c, d in CODES.items())
             raise self._damaged(f"token type code {code} is not one of {known}")
@@ -113,7 +113,7 @@ class Indexed:
         expected = HEADER.size + 12 * n + 8 * m
         if len(idx) == expected + n and n:
             words = "is multimodal (a mode for each sequence), which cannot be read yet"
-            raise UserError(f"{self.prefix}.idx {words}", BAD_DATA)
+            raise bad_data(f"{self.prefix}.idx {words}")
         if len(idx) != expected:
             raise self._damaged(f"{len(idx):,} bytes, but {n:,} sequences and {m:,} documents need {expected:,}")
         return n, m
@@ -140,12 +140,11 @@ class Indexed:
         try:
             actual = os.path.getsize(path)
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}", BAD_DATA) from None
+            raise bad_data(f"{path} cannot be read: {error.strerror}") from None
         if actual != expected:
-            raise UserError(
+            raise bad_data(
                 f"{path} has {actual:,} bytes, but its .idx describes {expected:,}: one of the two is cut short or "
-                "belongs to other data; preprocess again",
-                BAD_DATA,
+                "belongs to other data; preprocess again"
             )
 
     def _check_documents(self, ends: npt.NDArray[np.integer[Any]]) -> None:
@@ -153,7 +152,7 @@ class Indexed:
             raise self._damaged("the document index goes backwards")
 
     def _damaged(self, what: str) -> UserError:
-        return UserError(f"{self.prefix}.idx is damaged: {what}; preprocess again", BAD_DATA)
+        return bad_data(f"{self.prefix}.idx is damaged: {what}; preprocess again")
 
 
 def columns(idx: BinaryIO, n: int, m: int) -> tuple[Column, Column, Column]:
@@ -193,10 +192,9 @@ def check_vocabulary(indexed: Indexed, vocab_size: int) -> None:
             wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
             if len(wrong):
                 at = start + int(wrong[0])
-                raise UserError(
+                raise bad_data(
                     f"{indexed.prefix}.bin has id {indexed.tokens[at]} in document {indexed.sequence_at(at)}, but the "
-                    f"tokenizer's ids are 0 ... {vocab_size - 1}; the data was made with another tokenizer",
-                    BAD_DATA,
+                    f"tokenizer's ids are 0 ... {vocab_size - 1}; the data was made with another tokenizer"
                 )
 
 
@@ -209,6 +207,6 @@ def map_file(path: str) -> bytes | mmap.mmap:
     except FileNotFoundError:
         advice = "; --data-path is the prefix of a .bin and .idx written by `meshwright preprocess`, such as "
         hint = near_path(os.path.splitext(path)[0], ".idx") or f"{advice}my-gpt2_text_document"
-        raise UserError(f"{path} does not exist{hint}", BAD_DATA) from None
+        raise bad_data(f"{path} does not exist{hint}") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", BAD_DATA) from None
+        raise bad_data(f"{path} cannot be read: {error.strerror}") from None

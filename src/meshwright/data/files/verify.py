@@ -21,7 +21,7 @@ from meshwright.console import notice
 from meshwright.data.files.blocks import Header, blocks, document_ends
 from meshwright.data.files.indexed import Column, Indexed
 from meshwright.data.index_cache import INVALID, open_entry
-from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.errors import IO, UserError, bad_data
 from meshwright.files import checksums, replacing
 from meshwright.progress import Clock, progress_bar
 from meshwright.settings.schema import TokenizerFlags
@@ -221,14 +221,14 @@ def read_checksums(path: Path) -> dict[str, str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--checksums {path} cannot be read: {getattr(error, 'strerror', error)}", BAD_DATA) from None
+        raise bad_data(f"--checksums {path} cannot be read: {getattr(error, 'strerror', error)}") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.startswith("#"):
             continue
         match = re.fullmatch(r"([0-9a-fA-F]{64}) [ *]*(.+)", line.strip())
         if not match:
             what = f"{line[:80]!r} is not a line of sha256sum: 64 hexadecimal digits, a name"
-            raise UserError(f"{path}:{number}: {what}", BAD_DATA)
+            raise bad_data(f"{path}:{number}: {what}")
         out[str((path.parent / match[2]).resolve())] = match[1].lower()
     return out
 
@@ -297,7 +297,7 @@ def run(prefixes: list[str], t: TokenizerFlags, checksums: Path | None) -> None:
         for line in damaged or ([f"{folder / 'index-cache'}: whole: {count} entries"] if count else []):
             print(line)
     if problems:
-        raise UserError(f"{problems} problem{'s' * (problems > 1)}, listed above", BAD_DATA)
+        raise bad_data(f"{problems} problem{'s' * (problems > 1)}, listed above")
     if checksums and not compares:
         try:
             write_checksums(checksums, found)

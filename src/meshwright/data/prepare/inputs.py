@@ -19,7 +19,7 @@ from typing import Literal
 from meshwright.data.prepare import containers, folders, tables, wiki
 from meshwright.data.prepare.folders import Choice, PassedOver, shown
 from meshwright.data.prepare.plain import HTML_NAME, PIECE
-from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.errors import IO, UserError, bad_data
 from meshwright.settings.hints import near_path
 from meshwright.settings.text_inputs import TextInputs
 
@@ -96,7 +96,7 @@ def find(given: TextInputs) -> Found:
     found = Found(list(_joined(single)), passed)
     if not found.inputs:
         reason = passed.line() if passed else "nothing is there"
-        raise UserError(f"--input {' '.join(map(shown, given.input))} holds no text; {reason}", BAD_DATA)
+        raise bad_data(f"--input {' '.join(map(shown, given.input))} holds no text; {reason}")
     return found
 
 
@@ -108,7 +108,7 @@ def _expand(patterns: list[str]) -> list[str]:
             [pattern] if pattern == "-" or os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
         )
         if not matches:
-            raise UserError(f"--input {shown(pattern)} does not exist{near_path(pattern)}", BAD_DATA)
+            raise bad_data(f"--input {shown(pattern)} does not exist{near_path(pattern)}")
         found += matches
     return found
 
@@ -142,7 +142,7 @@ def _inspect(path: str) -> Input:
     except OSError as error:
         raise UserError(f"--input {shown(path)} cannot be read: {error.strerror}", IO) from None
     if other := containers.foreign_encoding(start):
-        raise UserError(f"--input {shown(path)} {other} {shown(path)} > {shown(path)}.utf8", BAD_DATA)
+        raise bad_data(f"--input {shown(path)} {other} {shown(path)} > {shown(path)}.utf8")
     kind = containers.kind_of(start)
     if kind is None and (JSON_NAME.search(path) or JSON_START.match(start)):
         return Input(path, "lines", about.st_size)

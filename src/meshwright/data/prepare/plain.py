@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from meshwright.data.prepare import containers, markup, wiki
 from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.records import BadLine, PassedFile
-from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.errors import IO, UserError, bad_data
 
 BOM = b"\xef\xbb\xbf"
 PIECE = 1 << 20  # bytes
@@ -147,10 +147,9 @@ def read_place(path: str, begin: int, end: int, separator: str) -> tuple[Span, i
 def require_length(path: str, start: int, have: int, end: int) -> None:
     """Raise if a file ends before a place that it had when it was inspected."""
     if have < end - start:
-        raise UserError(
+        raise bad_data(
             f"{shown(path)} has become shorter while it was read: it ends at byte {start + have:,} and had at least "
-            f"{end:,}; start again when it is complete",
-            BAD_DATA,
+            f"{end:,}; start again when it is complete"
         )
 
 

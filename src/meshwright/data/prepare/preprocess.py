@@ -32,7 +32,7 @@ from meshwright.data.prepare.journal import Journal, has_parts
 from meshwright.data.prepare.text import Piece, count_lines, damage_message, describe_place, pieces
 from meshwright.data.prepare.workers import encode_pieces
 from meshwright.data.tools.merge import join
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import UserError, bad_data
 from meshwright.host import cores
 from meshwright.progress import SkippedLines, new_bar
 from meshwright.ranks.compare import require_equal
@@ -343,11 +343,11 @@ class Job:
         stop = self.config.preprocess.on_error == "stop"
         if encoded.bad and stop:
             place = self.place(piece, next(iter(encoded.bad.values()))[1])
-            raise UserError(f"{place}: {encoded.first_bad}; mend the line, or {hint}", BAD_DATA)
+            raise bad_data(f"{place}: {encoded.first_bad}; mend the line, or {hint}")
         if piece.kind == "broken":
             if stop:
                 why = damage_message(piece)
-                raise UserError(f"{why}; fetch it again, or keep its undamaged part and {hint}", BAD_DATA)
+                raise bad_data(f"{why}; fetch it again, or keep its undamaged part and {hint}")
             self.totals.bad.count("input cut short", 1, f"{shown(piece.path)} ({piece.content})")
         for kind, (count, unit) in encoded.bad.items():
             self.totals.bad.count(kind, count, "" if kind in self.totals.bad else self.place(piece, unit))
@@ -368,7 +368,7 @@ class Job:
             self.checked = time.monotonic()
             if os.path.exists(self.failure_path):
                 reason = Path(self.failure_path).read_text()
-                raise UserError(f"stopped because another rank failed: {reason}", BAD_DATA)
+                raise bad_data(f"stopped because another rank failed: {reason}")
 
     def require_unchanged(self) -> None:
         """Raise if a file grew or shrank while it was read: half of it is of another version."""
@@ -378,7 +378,7 @@ class Job:
                 what = f"{shown(one.folder or one.path)} has changed while it was read"
                 if not one.files:
                     what += f" ({state[0]:,} bytes then, {file_state(one)[0]:,} now)"
-                raise UserError(f"{what}; start again when it is complete", BAD_DATA)
+                raise bad_data(f"{what}; start again when it is complete")
 
     def require_tokens(self) -> None:
         for key, (tokens, _, _) in zip(self.keys, self.lengths, strict=True):
@@ -387,7 +387,7 @@ class Job:
                 passed = PassedOver(self.passed + self.totals.passed)
                 reason += f" ({passed.line()})" if passed else ""
                 paths = ", ".join(map(shown, self.config.preprocess.input))
-                raise UserError(f"no token under {key!r} in {paths}{reason}: nothing was written", BAD_DATA)
+                raise bad_data(f"no token under {key!r} in {paths}{reason}: nothing was written")
 
     def remove_parts(self) -> None:
         """Remove this output's files of ranks, also those of an interrupted run of another size."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.prepare.containers import Damaged, missing
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import bad_data
 
 ROWS = 1 << 13  # of a piece at most: a table of repeated texts is far smaller than its contents
 BATCH_ROWS, BATCH_BYTES = 256, 1 << 20  # read at once
@@ -33,15 +33,14 @@ def find_saved(folder: str) -> list[str]:
     splits = _names(Path(folder) / "dataset_dict.json", "splits")
     if splits:
         one = Path(folder) / splits[0]
-        raise UserError(f"--input {folder} holds several data sets; name one of them, such as {one}", BAD_DATA)
+        raise bad_data(f"--input {folder} holds several data sets; name one of them, such as {one}")
     paths = [str(Path(folder) / name) for name in _names(Path(folder) / "state.json", "_data_files")]
     if paths:
         gone = [path for path in paths if not os.path.isfile(path)]
         if gone:
-            raise UserError(
+            raise bad_data(
                 f"{folder}/state.json names {len(paths):,} files, of which {len(gone):,} are missing, such as "
-                f"{gone[0]}; copy the whole folder again",
-                BAD_DATA,
+                f"{gone[0]}; copy the whole folder again"
             )
     return paths
 
@@ -115,7 +114,7 @@ def _parts(path: str, kind: str, size: int) -> Iterator[Part]:
     except _errors() as error:
         if opened:
             raise Damaged(_first_line(error)) from None
-        raise UserError(f"{path} cannot be read: {_first_line(error)}", BAD_DATA) from None
+        raise bad_data(f"{path} cannot be read: {_first_line(error)}") from None
 
 
 def _errors() -> tuple[type[Exception], ...]:
@@ -188,7 +187,7 @@ class _Reader:
             if names.count(key) != 1:
                 what = f"{names.count(key)} columns" if key in names else "no column"
                 have = ", ".join(names[:10])
-                raise UserError(f"{path} has {what} {key!r}; --json-keys must name one of {have}", BAD_DATA)
+                raise bad_data(f"{path} has {what} {key!r}; --json-keys must name one of {have}")
         self.failed: tuple[Start, int, str] | None = None
         self.batches: Iterator[Any] = iter(())
         self.batch: Any = None  # the batch that begins at row `at`, once read

@@ -20,7 +20,7 @@ from meshwright.data.prepare.inputs import JSON_NAME, JSON_START, START, Found, 
 from meshwright.data.prepare.plain import BOM, HTML_NAME, LINES, LONGEST, PIECE, TOO_LONG, Span
 from meshwright.data.prepare.records import BadLine as BadLine
 from meshwright.data.prepare.records import PassedFile, Texts, no_text
-from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.errors import IO, UserError, bad_data
 from meshwright.settings.text_inputs import TextInputs
 
 FILES = 1000  # in a piece at most
@@ -145,7 +145,7 @@ def _archive(file: BinaryIO, stream: BinaryIO, one: Input) -> Iterator[Member] |
         file.seek(0)
         if containers.kind_of(containers.peek(file)) == "zip":
             return containers.zip_members(file)
-    raise UserError(f"--input {one.path} is a zip archive in a stream: give it as a plain file", BAD_DATA)
+    raise bad_data(f"--input {one.path} is a zip archive in a stream: give it as a plain file")
 
 
 def _chosen(members: Iterator[Member], given: TextInputs) -> Iterator[Member]:
@@ -158,9 +158,9 @@ def _chosen(members: Iterator[Member], given: TextInputs) -> Iterator[Member]:
 def _require_text(path: str, start: bytes) -> None:
     """Raise if a stream turns out to hold something else than text."""
     if other := containers.foreign_encoding(start):
-        raise UserError(f"--input {path} {other}", BAD_DATA)
+        raise bad_data(f"--input {path} {other}")
     if (kind := containers.kind_of(start)) in ("parquet", "arrow"):
-        raise UserError(f"--input {path} is a table ({kind}) in a stream: give it as a plain file", BAD_DATA)
+        raise bad_data(f"--input {path} is a table ({kind}) in a stream: give it as a plain file")
 
 
 def _joined_members(members: Iterator[Member], separator: str) -> Iterator[tuple[int, list[Text]]]:
@@ -386,14 +386,14 @@ def read_texts(
     keys = list(dict.fromkeys(given.json_keys))
     for piece in pieces(found.inputs, given):
         if piece.kind == "broken":
-            raise UserError(damage_message(piece), BAD_DATA)
+            raise bad_data(damage_message(piece))
         first, count = lines.get(piece.number, 1), 0
         for unit in units(piece, keys):
             if isinstance(unit, PassedFile):
                 found.passed.note(unit.kind, unit.place)
             elif isinstance(unit, BadLine):
                 place = describe_place(piece, count, first, keys)
-                raise UserError(f"{place}: {unit}{expected_format(unit, is_start)}", BAD_DATA)
+                raise bad_data(f"{place}: {unit}{expected_format(unit, is_start)}")
             elif unit:
                 is_start = False
                 yield from unit

@@ -30,8 +30,8 @@ import orjson
 
 from meshwright.data.prepare.plain import LONGEST, TOO_LONG
 from meshwright.data.prepare.text import BadLine, parse
-from meshwright.errors import BAD_DATA, UserError
 from meshwright.errors import IO as IO_ERROR
+from meshwright.errors import UserError, bad_data
 from meshwright.files import replacing, write_lines
 from meshwright.progress import SkippedLines, progress_bar
 
@@ -109,16 +109,14 @@ class Documents:
 
 def _map(path: str) -> mmap.mmap | bytes:
     if Path(path).is_dir():
-        raise UserError(f"{path} is a folder; join its files with `meshwright data merge-json`", BAD_DATA)
+        raise bad_data(f"{path} is a folder; join its files with `meshwright data merge-json`")
     if path.endswith(PACKED):
-        raise UserError(
-            f"{path} is packed; give files of JSON lines as they are, because lines are read again", BAD_DATA
-        )
+        raise bad_data(f"{path} is packed; give files of JSON lines as they are, because lines are read again")
     try:
         with open(path, "rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if Path(path).stat().st_size else b""
     except OSError as error:
-        raise UserError(f"{path}: {error.strerror}", BAD_DATA) from None
+        raise bad_data(f"{path}: {error.strerror}") from None
 
 
 def _lines(content: mmap.mmap | bytes) -> Iterator[tuple[int, int]]:
@@ -143,7 +141,7 @@ def run(paths: list[str], output: str, rule: Rule, report: str | None = None, ov
         with tempfile.TemporaryFile(dir=target.parent) as file:
             _write_keys(documents, rule, file, out)
             if not out.documents:
-                raise UserError(f"{', '.join(paths)}: no document{_left_out(out)}; nothing was written", BAD_DATA)
+                raise bad_data(f"{', '.join(paths)}: no document{_left_out(out)}; nothing was written")
             keys = np.memmap(file, np.uint64, "r", shape=(out.documents, rule.bands))
             out.removed = choose(documents, *_buckets(keys), rule)
             del keys

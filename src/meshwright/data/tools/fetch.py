@@ -19,7 +19,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from meshwright.console import notice
-from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError
+from meshwright.errors import IO, UNAVAILABLE, UserError, bad_data
 from meshwright.files import lock, make_folder
 from meshwright.files import sha256 as sha256_of
 from meshwright.progress import progress_bar
@@ -137,9 +137,8 @@ def fetch(name: str, known: Known, folder: Path) -> str:
 def check_present(path: Path, known: Known) -> str:
     digest = sha256_of(path)
     if known.sha256 and digest != known.sha256.lower():
-        raise UserError(
-            f"{path} is there already, but its SHA-256 is {digest}, not {known.sha256}; move it away and fetch again",
-            BAD_DATA,
+        raise bad_data(
+            f"{path} is there already, but its SHA-256 is {digest}, not {known.sha256}; move it away and fetch again"
         )
     return f"{path}: there already, {'SHA-256 verified' if known.sha256 else f'not verified (SHA-256 {digest})'}"
 
@@ -156,10 +155,9 @@ def fetch_missing(path: Path, known: Known) -> str:
         left.unlink()
     if is_wrong:
         wanted_size = f" ({known.size:,} bytes)" if known.size else ""
-        raise UserError(
+        raise bad_data(
             f"{known.url} gave {size:,} bytes with the SHA-256 {digest}, but {known.sha256}{wanted_size} is expected; "
-            "they were removed; another program or page may have answered, so open the address in a browser",
-            BAD_DATA,
+            "they were removed; another program or page may have answered, so open the address in a browser"
         )
     checked = "SHA-256 verified" if known.sha256 else f"not verified: its SHA-256 is not known; this one has {digest}"
     return f"{path}: {size:,} bytes, {checked}"

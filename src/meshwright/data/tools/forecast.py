@@ -21,7 +21,7 @@ from meshwright.data.blend import Composite, blend_order
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.sets import SetPart, SetSpec, find_parts, needed_sets
 from meshwright.data.tools.statistics import text_of
-from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.errors import IO, UserError, bad_data
 from meshwright.files import make_folder
 from meshwright.settings import data_paths
 from meshwright.settings.grammar import split_shares
@@ -182,9 +182,9 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
     there = [key for key, dataset in sets.items() if dataset is not None]
     dataset = sets.get(name)
     if dataset is None:
-        raise UserError(f"--sample-set {name}: there is no such set; there are {', '.join(there) or 'none'}", BAD_DATA)
+        raise bad_data(f"--sample-set {name}: there is no such set; there are {', '.join(there) or 'none'}")
     if number >= len(dataset):
-        raise UserError(f"--sample {number}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}", BAD_DATA)
+        raise bad_data(f"--sample {number}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}")
     ids, found = [int(i) for i in dataset[number]], find_stretches(dataset, number)
     if as_json:
         places = [{"position": first, "tokens": stop - first, "from": place} for first, stop, place in found]

@@ -23,7 +23,7 @@ from meshwright.console import notice
 from meshwright.data.files.blocks import Header, blocks
 from meshwright.data.files.indexed import BLOCK, Column, Indexed
 from meshwright.data.files.writer import Writer, is_made
-from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.errors import IO, UserError, bad_data
 from meshwright.files import lock, make_folder
 from meshwright.progress import progress_bar
 from meshwright.settings.schema import TokenizerFlags
@@ -48,19 +48,19 @@ def find(folder: str, output_prefix: str) -> list[str]:
     """Return the prefix of every pair of files in a folder, sorted, but for an earlier output."""
     place = Path(folder)
     if not place.is_dir():
-        raise UserError(f"--input {folder} is not a folder; give the one that holds the .bin/.idx files", BAD_DATA)
+        raise bad_data(f"--input {folder} is not a folder; give the one that holds the .bin/.idx files")
     indices, tokens = ({path.stem for path in place.glob(f"*{end}")} for end in (".idx", ".bin"))
     lone = sorted(indices ^ tokens)
     if lone:
         what = ".idx without a .bin" if lone[0] in indices else ".bin without an .idx"
         more = f" ({len(lone)} such files)" if len(lone) > 1 else ""
-        raise UserError(f"{place / lone[0]} is a {what}{more}; complete it, or move it away", BAD_DATA)
+        raise bad_data(f"{place / lone[0]} is a {what}{more}; complete it, or move it away")
     found = [str(place / name) for name in sorted(indices)]
     own = [prefix for prefix in found if is_same_pair(prefix, output_prefix)]
     if own:
         notice(f"{own[0]} is the output, so it is not read")
     if not set(found) - set(own):
-        raise UserError(f"--input {folder} holds no pair of .bin and .idx files", BAD_DATA)
+        raise bad_data(f"--input {folder} holds no pair of .bin and .idx files")
     return [prefix for prefix in found if prefix not in own]
 
 
@@ -107,10 +107,9 @@ def join(
     dtype = shards[0].dtype
     for shard in shards:
         if shard.dtype != dtype:
-            raise UserError(
+            raise bad_data(
                 f"{shards[0].prefix} has {dtype.name} tokens and {shard.prefix} {shard.dtype.name}: their vocabularies "
-                "lie on either side of 65,500 ids; preprocess one of the two with the other's tokenizer",
-                BAD_DATA,
+                "lie on either side of 65,500 ids; preprocess one of the two with the other's tokenizer"
             )
     size = sum(shard.tokens for shard in shards) * dtype.itemsize
     folder = Path(output_prefix).resolve().parent
@@ -168,7 +167,7 @@ def copy(prefix: str, target: int, place: int, size: int, advance: Callable[[int
             if not by_kernel:
                 copied = os.pwrite(target, os.pread(source.fileno(), min(BLOCK, size - done), done), place + done)
             if not copied:
-                raise UserError(f"{prefix}.bin has become shorter: {done:,} of {size:,} bytes", BAD_DATA)
+                raise bad_data(f"{prefix}.bin has become shorter: {done:,} of {size:,} bytes")
             done += copied
             advance(copied)
 

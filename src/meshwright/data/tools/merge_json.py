@@ -15,7 +15,7 @@ import orjson
 from meshwright.data.prepare.folders import OTHER, Choice, PassedOver, suffix_of, walk
 from meshwright.data.prepare.plain import BOM, LONGEST, PIECE, TOO_LONG, decode
 from meshwright.data.prepare.text import BadLine, parse
-from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.errors import IO, UserError, bad_data
 from meshwright.files import write_lines
 from meshwright.progress import SkippedLines
 
@@ -43,13 +43,13 @@ def merge(folder: str, output: str, each_line: bool, overwrite: bool = False) ->
     """
     place, target = Path(folder), Path(output)
     if not place.is_dir():
-        raise UserError(f"{folder} is not a folder; --json-path must name the one that holds the files", BAD_DATA)
+        raise bad_data(f"{folder} is not a folder; --json-path must name the one that holds the files")
     own = target.resolve()
     paths = sorted(p for p in place.iterdir() if p.suffix in ENDINGS and p.is_file() and p.resolve() != own)
     out = Merged(passed=_passed_over(place, {*paths, own}))
     advice = f"; {out.passed.line(READ_BY)}" if out.passed else ""
     if not paths:
-        raise UserError(f"{folder} holds no {', '.join('*' + e for e in ENDINGS)} file{advice}", BAD_DATA)
+        raise bad_data(f"{folder} holds no {', '.join('*' + e for e in ENDINGS)} file{advice}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         out.is_unchanged = not write_lines(target, _all(paths, each_line, out), overwrite, "--output-file")
@@ -69,7 +69,7 @@ def _all(paths: list[Path], each_line: bool, out: Merged) -> Iterator[bytes]:
             print("Merging at ", out.files, flush=True)
     if not out.documents:
         missing = f"{paths[0].parent}: none of {out.files:,} files has a document{out.skipped}"
-        raise UserError(f"{missing}; nothing was written", BAD_DATA)
+        raise bad_data(f"{missing}; nothing was written")
 
 
 def _passed_over(place: Path, read: set[Path]) -> PassedOver:

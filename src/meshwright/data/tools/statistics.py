@@ -13,7 +13,7 @@ import numpy as np
 
 from meshwright.data.files.blocks import Header, Ints, blocks, document_ends
 from meshwright.data.files.indexed import Column, Indexed
-from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.errors import IO, UserError, bad_data
 from meshwright.progress import progress_bar
 from meshwright.tokenizers import Tokenizer
 
@@ -76,7 +76,7 @@ def token_counts(indexed: Indexed) -> Ints:
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= 1 << 26:
                 wrong = f"{prefix}.bin has id {low if low < 0 else high}, which no vocabulary has"
-                raise UserError(f"{wrong}; `meshwright data verify {prefix}` says where", BAD_DATA)
+                raise bad_data(f"{wrong}; `meshwright data verify {prefix}` says where")
             here = np.bincount(ids, minlength=len(counts))
             here[: len(counts)] += counts
             counts = here
@@ -108,9 +108,7 @@ def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     for i in ids:
         if not 0 <= i < tokenizer.size:
             last = tokenizer.size - 1
-            raise UserError(
-                f"id {i} is none of the tokenizer's 0 ... {last}; the data was made with another one", BAD_DATA
-            )
+            raise bad_data(f"id {i} is none of the tokenizer's 0 ... {last}; the data was made with another one")
     return tokenizer.decode(ids)
 
 
@@ -162,7 +160,7 @@ def describe_document(indexed: Indexed, number: int, tokenizer: Tokenizer | None
     documents = len(indexed.doc_idx) - 1
     if number >= documents:
         have = f"{documents:,} documents, 0 to {documents - 1}"
-        raise UserError(f"--document {number}: {indexed.prefix} has {have}", BAD_DATA)
+        raise bad_data(f"--document {number}: {indexed.prefix} has {have}")
     first, end = (int(border) for border in indexed.doc_idx[number : number + 2])
     start = indexed.tokens_of(0, first)
     ids = indexed.tokens[start : start + indexed.tokens_of(first, end)].tolist()
