@@ -1,12 +1,13 @@
-"""Text to token files: speed and memory of `meshwright preprocess`, beside pools of tokenizers and
-of tiktoken workers.
+"""Text to token files: speed and memory of `meshwright preprocess`, beside other programs' pools.
 
-usage: python benchmarks/data.py make CORPUS.jsonl MEGABYTES FOLDER_OR_JSONL ...      a corpus of
-the text files in folders
-       python benchmarks/data.py peers OUT CORPUS.jsonl VOCAB MERGES                  all in turns,
-       in one run python benchmarks/data.py growth OUT CORPUS.jsonl VOCAB MERGES [MEGABYTES ...]
-       time and memory by size python benchmarks/data.py pipe OUT CORPUS.jsonl VOCAB MERGES
-       [GIGABYTES] [MEMORY_MIB]   from a pipe, within a limit
+usage: python benchmarks/data.py make CORPUS.jsonl MEGABYTES FOLDER_OR_JSONL ...
+           a corpus of the text files in folders
+       python benchmarks/data.py peers OUT CORPUS.jsonl VOCAB MERGES
+           all in turns, in one run
+       python benchmarks/data.py growth OUT CORPUS.jsonl VOCAB MERGES [MEGABYTES ...]
+           time and memory by size
+       python benchmarks/data.py pipe OUT CORPUS.jsonl VOCAB MERGES [GIGABYTES] [MEMORY_MIB]
+           from a pipe, within a limit
 
 Each measurement is a process of its own, from its start to its end; memory is what all its
 processes have for themselves, sampled in a run of its own (looking slows it down), and the largest
@@ -24,7 +25,6 @@ import subprocess
 import sys
 import threading
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 ENDINGS = (".py", ".md", ".rst", ".txt", ".html", ".js", ".pyi", ".h", ".c", ".rs")
@@ -152,25 +152,9 @@ def measure(command: list[str], log: Path, watch: bool = False, stdin: object = 
 
 
 def ours(corpus: str, prefix: Path, vocab: str, merges: str, workers: int) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "meshwright",
-        "preprocess",
-        "--input",
-        corpus,
-        "--output-prefix",
-        str(prefix),
-        "--vocab-file",
-        vocab,
-        "--merge-file",
-        merges,
-        "--append-eod",
-        "--workers",
-        str(workers),
-        "--log-interval",
-        "100000",
-    ]
+    words = ["preprocess", "--input", corpus, "--output-prefix", str(prefix), "--vocab-file", vocab]
+    words += ["--merge-file", merges, "--append-eod", "--workers", str(workers), "--log-interval", "100000"]
+    return [sys.executable, "-m", "meshwright", *words]
 
 
 def digest(prefix: Path) -> str:
@@ -187,15 +171,9 @@ def tell(out: Path, text: str) -> None:
 
 
 def hardware(out: Path) -> None:
-    model = next(x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name"))
-    libraries = ", ".join(
-        f"{name} {version(name)}" for name in ("tokenizers", "tiktoken", "gigatoken", "orjson", "numpy")
-    )
-    tell(
-        out,
-        f"{len(os.sched_getaffinity(0))} cores of {model}; Python {sys.version.split()[0]}, {libraries}; "
-        f"{os.uname().release}",
-    )
+    from common import describe_machine
+
+    tell(out, describe_machine("tokenizers", "tiktoken", "gigatoken", "orjson", "numpy"))
 
 
 def peers(out: Path, corpus: str, vocab: str, merges: str) -> None:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import select
 import shutil
 import subprocess
@@ -255,10 +254,20 @@ def main() -> None:
     folder: Path = args.folder
     folder.mkdir(parents=True)
     sys.path.insert(0, str(SOURCE))
-    model = next((x.split(": ")[1] for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "")
-    print(f"{model.strip()}, {os.cpu_count()} cores; Python {platform.python_version()}, numpy {np.__version__}\n")
-    print("| what | s | CPU s | anonymous GB | resident GB | whole process GB | import s | sums of the arrays |")
-    print("|---|---|---|---|---|---|---|---|")
+    from common import describe_machine, print_head
+
+    print(f"{describe_machine('numpy')}\n")
+    columns = (
+        "what",
+        "s",
+        "CPU s",
+        "anonymous GB",
+        "resident GB",
+        "all of the process GB",
+        "import s",
+        "sums of the arrays",
+    )
+    print_head(*columns)
 
     def child(*values: Any) -> dict[str, Any]:
         shutil.rmtree(folder / "cache", ignore_errors=True)

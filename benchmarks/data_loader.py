@@ -13,26 +13,19 @@ first three; "share" is the sum of it divided by that of all time.
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-
 import numpy as np
 import torch
+from common import VOCAB, describe_machine, new_parser, print_head, print_row
 
 from meshwright import console
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
 from meshwright.data.loader import Loader, LoaderSpec, Samples
-
-VOCAB = 50257
 
 
 def corpus(prefix: Path) -> Indexed:
@@ -59,7 +52,7 @@ def busy(seconds: float) -> None:
 busy_matrix = torch.full((256, 256), 1e-3)
 
 
-def measure(data: Samples, workers: int, work: Callable[[float], None], step: float, seconds: float) -> str:
+def measure(data: Samples, workers: int, work: Callable[[float], None], step: float, seconds: float) -> list[str]:
     loader = Loader(data, LoaderSpec(8, lambda _: 64, VOCAB, workers, at_end="wrap"))
     waits: list[float] = []
     batches = iter(loader)
@@ -77,14 +70,12 @@ def measure(data: Samples, workers: int, work: Callable[[float], None], step: fl
     spent = time.perf_counter() - begin
     batches.close()
     waits = waits[3:]
-    return (
-        f"{1e3 * float(np.median(waits)):.3f} | {1e3 * max(waits):.2f} | {sum(waits) / spent:.2%} | {len(waits)} | "
-        f"{1e3 * spent / len(waits):.2f}"
-    )
+    median, most = f"{1e3 * float(np.median(waits)):.3f}", f"{1e3 * max(waits):.2f}"
+    return [median, most, f"{sum(waits) / spent:.2%}", str(len(waits)), f"{1e3 * spent / len(waits):.2f}"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps-ms", nargs="*", type=float, default=[1, 10, 100])
     parser.add_argument("--lengths", nargs="*", type=int, default=[1024, 2048])
@@ -94,11 +85,8 @@ def main() -> None:
     args.folder.mkdir(parents=True)
     console.set_stream(None)
     torch.set_num_threads(1)
-    model = next((x.split(": ")[1] for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "")
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}"
-    print(f"{model.strip()}, {os.cpu_count()} cores; {versions}; --num-workers {args.num_workers}\n")
-    print("| sequence | step | wait, median ms | wait, most ms | share of the time | steps | ms a step |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"{describe_machine('torch', 'numpy')}; --num-workers {args.num_workers}\n")
+    print_head("sequence", "step", "wait, median ms", "wait, most ms", "share of the time", "steps", "ms a step")
     try:
         indexed = corpus(args.folder / "x")
         for length in args.lengths:
@@ -108,11 +96,11 @@ def main() -> None:
             for k in range(20):
                 loader.read_step(64 * k, 64)
             alone = (time.perf_counter() - start) / 20
-            print(f"| {length} | reading alone, no step | {1e3 * alone:.3f} | | | 20 | |", flush=True)
+            print_row(length, "reading alone, no step", f"{1e3 * alone:.3f}", "", "", 20, "")
             for work in (asleep, busy):
                 for step in args.steps_ms:
-                    told = measure(data, args.num_workers, work, step / 1e3, args.seconds)
-                    print(f"| {length} | {step:g} ms {work.__name__} | {told} |", flush=True)
+                    figures = measure(data, args.num_workers, work, step / 1e3, args.seconds)
+                    print_row(length, f"{step:g} ms {work.__name__}", *figures)
     finally:
         shutil.rmtree(args.folder)
 

@@ -12,7 +12,6 @@ ahead. Flags after `--` are those of `meshwright train`.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -23,11 +22,15 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from common import new_parser
+
+from meshwright.runs.rows import read_new_rows
+
 EXAMPLES, LETTERS, CORPUS = 5153, 82, 287_000  # bytes are tokens here
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--fraction", type=float, default=1.0, help="of the real files' sizes (default: 1)")
     parser.add_argument("--steps", type=int, default=10, help="steps between scores in the measured run (default: 10)")
     parser.add_argument("--scores", type=int, default=4, help="times that all tasks are scored (default: 4)")
@@ -45,7 +48,7 @@ def main() -> None:
         interval = int(found[1].replace(",", ""))
         many = [f"--train-iters={given.steps * given.scores}", f"--eval-tasks-interval={given.steps}"]
         train(folder / "measured", [*common, *many])
-        rows = [json.loads(line) for line in (folder / "measured/metrics.jsonl").read_text().splitlines()]
+        rows, _ = read_new_rows(folder / "measured")
     report(rows, given.steps, interval)
 
 

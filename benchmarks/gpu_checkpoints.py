@@ -12,21 +12,16 @@ device into pinned memory, the least that a save in the background can take.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
-
 import torch
-
-SIZES = {"1.3B": (24, 2048, 16), "345M": (24, 1024, 16), "tiny": (2, 64, 4)}
+from common import SIZES, VOCAB, describe_machine, new_parser, print_head, print_row
 
 
 def build(size: str, device: str, folder: Path, *more: str) -> Any:
@@ -41,7 +36,7 @@ def build(size: str, device: str, folder: Path, *more: str) -> Any:
 
     console.set_stream(None)
     layers, hidden, heads = SIZES[size]
-    vocab = 50257 if size != "tiny" else 256
+    vocab = VOCAB if size != "tiny" else 256
     line = (
         f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length 1024 "
         f"--micro-batch-size 1 "
@@ -90,7 +85,7 @@ def cold(folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", default="1.3B", choices=SIZES)
     parser.add_argument("--rounds", type=int, default=3)
@@ -109,14 +104,11 @@ def main() -> None:
     def tell(what: str, seconds: list[float], more: str = "") -> None:
         rows.append((what, seconds, more))
         rate = size / statistics.median(seconds) / 1e9
-        print(
-            f"| {what} | {statistics.median(seconds):.3f} | {min(seconds):.3f}-{max(seconds):.3f} | "
-            f"{rate:.2f} | {more} |",
-            flush=True,
-        )
+        span = f"{min(seconds):.3f}-{max(seconds):.3f}"
+        print_row(what, f"{statistics.median(seconds):.3f}", span, f"{rate:.2f}", more)
 
-    print(f"{args.size}: {size / 1e9:.2f} GB, torch {torch.__version__}, {os.cpu_count()} CPU cores\n")
-    print("| what | s (median) | range | GB/s | |\n|---|---|---|---|---|")
+    print(f"{args.size}: {size / 1e9:.2f} GB, {describe_machine('torch')}, {os.cpu_count()} CPU cores\n")
+    print_head("what", "s (median)", "range", "GB/s", "")
 
     # The least a copy can take.
     from meshwright import device as devices
@@ -166,40 +158,35 @@ def main() -> None:
     state.saver.background = kept
 
     theirs = args.folder / "theirs"
-    saves, disks, warm, colds = [], [], [], []
-    for _ in range(args.rounds):
-        emptied(theirs)
-        began = time.perf_counter()
-        saves.append(timed(lambda: torch.save(plain, theirs / "all.pt")))
-        synced(theirs)
-        disks.append(time.perf_counter() - began)
 
-        def read() -> None:
-            for name, tensor in torch.load(theirs / "all.pt", mmap=True, weights_only=True, map_location="cpu").items():
-                plain[name].copy_(tensor)
+    def load_mapped() -> None:
+        tensors = torch.load(theirs / "all.pt", mmap=True, weights_only=True, map_location="cpu")
+        for name, tensor in tensors.items():
+            plain[name].copy_(tensor)
 
-        warm.append(timed(read))
-        cold(theirs)
-        colds.append(timed(read))
-    tell("torch.save", saves)
-    tell("torch.save, to disk", disks)
-    tell("torch.load (mapped), warm", warm)
-    tell("torch.load (mapped), cold", colds)
-
-    saves, disks, warm, colds = [], [], [], []
-    for _ in range(args.rounds):
-        emptied(theirs)
-        began = time.perf_counter()
-        saves.append(timed(lambda: dcp.save(plain, checkpoint_id=theirs, no_dist=True)))
-        synced(theirs)
-        disks.append(time.perf_counter() - began)
-        warm.append(timed(lambda: dcp.load(plain, checkpoint_id=theirs, no_dist=True)))
-        cold(theirs)
-        colds.append(timed(lambda: dcp.load(plain, checkpoint_id=theirs, no_dist=True)))
-    tell("torch.distributed.checkpoint", saves)
-    tell("torch.distributed.checkpoint, to disk", disks)
-    tell("torch.distributed.checkpoint read, warm", warm)
-    tell("torch.distributed.checkpoint read, cold", colds)
+    for name, loaded, write, read in (
+        ("torch.save", "torch.load (mapped),", lambda: torch.save(plain, theirs / "all.pt"), load_mapped),
+        (
+            "torch.distributed.checkpoint",
+            "torch.distributed.checkpoint read,",
+            lambda: dcp.save(plain, checkpoint_id=theirs, no_dist=True),
+            lambda: dcp.load(plain, checkpoint_id=theirs, no_dist=True),
+        ),
+    ):
+        saves, disks, warm, colds = [], [], [], []
+        for _ in range(args.rounds):
+            emptied(theirs)
+            began = time.perf_counter()
+            saves.append(timed(write))
+            synced(theirs)
+            disks.append(time.perf_counter() - began)
+            warm.append(timed(read))
+            cold(theirs)
+            colds.append(timed(read))
+        tell(name, saves)
+        tell(f"{name}, to disk", disks)
+        tell(f"{loaded} warm", warm)
+        tell(f"{loaded} cold", colds)
     shutil.rmtree(theirs)
 
     by = {what: statistics.median(seconds) for what, seconds, _ in rows}

@@ -18,19 +18,16 @@ fails is printed, and the others go on.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
-import statistics
 import time
-import traceback
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import SIZES, VOCAB, attempt, distance, doubled, new_parser, seconds_of
 
 from meshwright import device as devices
 from meshwright.generation.decoder import Decoder
@@ -44,10 +41,9 @@ from meshwright.model.gpt import GPT
 from meshwright.settings.schema import Model, Sampling
 from meshwright.tokenizers import Null
 
-SIZES = {"345M": (24, 1024, 16), "1.3B": (24, 2048, 16)}  # layers, hidden, heads
 MUST = {("345M", 1): 1500, ("345M", 8): 9000, ("345M", 64): 40000}
 MUST |= {("1.3B", 1): 800, ("1.3B", 8): 5500, ("1.3B", 64): 27000}
-PROMPT, NEW, FIRST, VOCAB, PADDED = 128, 128, 1024, 50257, 50304
+PROMPT, NEW, FIRST, PADDED = 128, 128, 1024, 50304
 BANDWIDTH = 4.2e12  # bytes per second that an H200 can read
 GREEDY = Sampling(greedy=True, out_seq_length=NEW)
 
@@ -100,28 +96,7 @@ def generate(decoder: Decoder, requests: list[Request]) -> tuple[list[list[int]]
     return out, time.perf_counter() - start, first
 
 
-def attempt(name: str, run: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what `run` does; print an error instead of raising it."""
-    try:
-        return run(*arguments)
-    except Exception as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        message = f"{type(error).__name__}: {str(error)[:400]} ({at.filename}:{at.lineno})"
-        print(f"FAILED {name}: {message}", flush=True)
-        return None
-
-
 # Correctness
-
-
-def distance(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
-
-
-def doubled(x: Any) -> Any:
-    if isinstance(x, torch.Tensor):
-        return x.double() if x.is_floating_point() else x
-    return type(x)(*map(doubled, x)) if isinstance(x, tuple) and hasattr(x, "_fields") else x
 
 
 def check_kernels() -> None:
@@ -310,24 +285,6 @@ def profile(sizes: list[str], rows: list[int]) -> None:
                 print(f"  {spent / 20:8.1f} us  {count / 20:6.1f} x {spent / count:6.2f} us  {name[:90]}")
 
 
-def timed(run: Callable[[int], Any], count: int) -> float:
-    """Return the seconds of one of `count` calls in a CUDA graph."""
-    run(0)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            run(i)
-    times = []
-    for _ in range(5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / count)
-    return statistics.median(times)
-
-
 SHAPES = ((3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096), (2048, 8192), (50304, 1024))
 TILES = ((1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 8), (16, 8))  # columns, warps
 
@@ -348,14 +305,15 @@ def product_time(n: int, k: int, tile: tuple[int, int] | None) -> float:
     layers = [DecodeLinear(draw(n, k), None, norm) for _ in range(max(2, 200_000_000 // (2 * n * k)))]
     x, residual = draw(1, k), None if norm else draw(1, n)
     shape = None if tile is None else decode_triton.LinearTile(*tile)
-    return timed(lambda i: decode_triton.linear_of_row(x, layers[i], residual, shape), len(layers))
+    each = [(layer,) for layer in layers]
+    return seconds_of(lambda layer: decode_triton.linear_of_row(x, layer, residual, shape), each)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(usage=__doc__)
+    parser = new_parser(__doc__)
     for flag in ("--check", "--profile", "--sweep", "--peers", "--quick"):
         parser.add_argument(flag, action="store_true")
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    parser.add_argument("--sizes", nargs="+", default=["345M", "1.3B"], choices=SIZES)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -9,7 +9,6 @@ must have them.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 import traceback
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
+from common import describe_machine, distance, new_parser, seconds_of
 from torch import Tensor
 
 from meshwright.kernels import activation, fp8, heads, norm
@@ -39,19 +38,6 @@ def line(label: str, text: str, is_right: bool = True) -> None:
     global wrong
     wrong += not is_right
     print(f"{label:42}  {text}{'' if is_right else '   WRONG'}", flush=True)
-
-
-def milliseconds(f: Callable[[], Any], repeat: int = 20) -> float:
-    """Return the median time of a call."""
-    for _ in range(3):
-        f()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeat + 1)]
-    for event in events[:-1]:
-        event.record()
-        f()
-    events[-1].record()
-    torch.cuda.synchronize()
-    return sorted(a.elapsed_time(b) for a, b in itertools.pairwise(events))[repeat // 2]
 
 
 def wanted(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -102,10 +88,6 @@ def a_map(inside: int, outside: int, hybrid: bool) -> tuple[Scales, fp8.Fp8Produ
     return scales, here, weight
 
 
-def far(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
-
-
 def check_products() -> None:
     """Compare with float64, and with the emulation that tests on a CPU rely on."""
     for n, inside, outside, hybrid in [(2048, 1024, 4096, False), (2048, 1024, 3072, True), (1000, 4096, 1024, True)]:
@@ -123,7 +105,7 @@ def check_products() -> None:
             assert x.grad is not None and of_weight is not None and bias.grad is not None
             exact = [F.linear(x.double(), weight.double(), bias.double()), grad.double() @ weight.double()]
             exact += [grad.double().t() @ x.double(), grad.double().sum(0)]
-            errors = [far(a, b) for a, b in zip((y, x.grad, of_weight, bias.grad), exact, strict=True)]
+            errors = [distance(a, b) for a, b in zip((y, x.grad, of_weight, bias.grad), exact, strict=True)]
             limit = 0.09 if hybrid else 0.06
             is_right = max(errors[:3]) < limit and errors[3] < 0.01
             text = "y, dx, dW, db off by " + ", ".join(f"{e:.4f}" for e in errors)
@@ -134,13 +116,13 @@ def check_products() -> None:
     one = torch.ones(2, 4, device=GPU)[:, 0]  # 16 bytes apart, as a product demands
     for is_fast in (True, False):
         got = fp8.multiply(a, b, (one[0], one[1]), torch.float32, is_fast=is_fast)
-        error = far(got, a.double() @ b.double().t())
+        error = distance(got, a.double() @ b.double().t())
         line(f"product of fp8 against float64, fast {is_fast}", f"off by {error:.1e}", error < 1e-2)
 
 
 def gigabytes(label: str, f: Callable[[], Any], moved: int) -> float:
     """Print the time of a call and bytes a second, and return the time."""
-    ms = milliseconds(f)
+    ms = 1e3 * seconds_of(f, [()] * 20, graph=False)
     line(label, f"{ms:7.3f} ms {moved / ms / 1e6:7,.0f} GB/s")
     return ms
 
@@ -245,7 +227,7 @@ def check_and_time_writers(sizes: list[list[int]]) -> None:
             (a, high, sums), (b, our_high, our_sums) = results
             assert high is not None and our_high is not None
             bad = int((a != b).sum())
-            far_off = max((far(q, p.double()) for p, q in zip(sums, our_sums, strict=True)), default=0.0)
+            far_off = max((distance(q, p.double()) for p, q in zip(sums, our_sums, strict=True)), default=0.0)
             same = bool(high == our_high) and far_off < 1e-6  # the two may be contracted differently
             text = f"{bad} of {a.numel():,} bytes differ; amax {float(high == our_high):.0f}, sums off by {far_off:.1e}"
             line(f"{name} {n}x{h} {str(dtype)[13:]}", text, bad == 0 and same)
@@ -281,21 +263,8 @@ def time_blocks(sizes: list[list[int]]) -> None:
 
             for _ in range(3):
                 run()
-            ms = in_graph(run)
+            ms = 1e3 * seconds_of(run)
             line(f"block of {n}x{h}, {name}", f"{ms / 4:.3f} ms a layer, forward and backward in a CUDA graph")
-
-
-def in_graph(f: Callable[[], Any]) -> float:
-    """Return the time of a replayed call."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        f()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        f()
-    return milliseconds(graph.replay, 10)
 
 
 def time_products(sizes: list[list[int]]) -> None:
@@ -331,7 +300,7 @@ def time_products(sizes: list[list[int]]) -> None:
             def whole() -> None:
                 torch.autograd.grad(here(x, weight, bias), [x], grad)  # noqa: B023
 
-            each = [milliseconds(f) for f in (plain, bare, cast, whole)]
+            each = [1e3 * seconds_of(f, [()] * 20, graph=False) for f in (plain, bare, cast, whole)]
             rate = 6 * n * inside * outside / 1e9
             text = "bf16 {:.3f} ms ({:.0f} TFLOP/s), fp8 {:.3f} ({:.0f}), casts {:.3f}, all with autograd {:.3f}"
             line(f"products {n}x{h} {name}", text.format(each[0], rate / each[0], each[1], rate / each[1], *each[2:]))
@@ -341,7 +310,7 @@ def time_products(sizes: list[list[int]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser(__doc__)
     parser.add_argument("--sizes", nargs="+", default=["32768x1024"], help="tokens x hidden size")
     kinds = ["128x128x16x4", "128x128x16x4x0", "128x64x8x4", "128x64x8x4x0", "64x128x8x4", "64x64x4x4"]
     kinds += ["128x128x8x4", "128x128x8x8", "256x64x16x4", "64x128x4x1"]
@@ -358,7 +327,7 @@ def main() -> None:
     given = parser.parse_args()
     sizes = [list(map(int, size.split("x"))) for size in given.sizes]
     tiles = [fp8_triton.CastTile(*map(int, tile.split("x"))) for tile in given.tiles]
-    print(f"{torch.cuda.get_device_name(GPU)}, torch {torch.__version__}, triton {triton.__version__}")
+    print(describe_machine("torch", "triton"))
     for name in given.parts:
         began = time.perf_counter()
         try:

@@ -13,20 +13,16 @@ tiny, in Triton's interpreter: times mean nothing there.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
-import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import GPU, attempt, distance, doubled, new_parser, print_head, print_row, seconds_of
 
-GPU = torch.cuda.is_available()
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when kernels are defined
 
@@ -62,11 +58,6 @@ class Case:
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, mean: float = 0.0) -> torch.Tensor:
     return (torch.randn(shape, device=DEVICE) + mean).to(dtype)
-
-
-def doubled(given: Iterable[Any]) -> list[Any]:
-    """Return the tensors of floating point in float64, and all else as it is."""
-    return [t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in given]
 
 
 def shapes(*there: tuple[int, int]) -> Iterable[tuple[int, int]]:
@@ -462,47 +453,18 @@ GROUPS: list[Callable[[], Iterator[Case]]] = [  # a part adds its own here
 ]
 
 
-def seconds(run: Callable[..., Any], sets: Sequence[tuple[Any, ...]], least: float = LEAST_SECONDS) -> float:
-    """Return the time of one run, the median of five replays of a graph of all sets."""
-    if not GPU:
-        start = time.perf_counter()
-        run(*sets[0])
-        return time.perf_counter() - start
-    run(*sets[0])  # compiles
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    run(*sets[0])
-    torch.cuda.synchronize()
-    rounds = max(1, min(50, round(least / (time.perf_counter() - start) / len(sets))))
-    graph, kept = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        for i in range(rounds * len(sets)):
-            out = run(*sets[i % len(sets)])
-            if i < len(sets):
-                kept.append(out)  # each set has its own outputs, as in a step
-    times = []
-    for _ in range(6):  # the first one is not counted
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[1:]) / (rounds * len(sets))
-
-
 def copy_bandwidth() -> float:
     """Return bytes per second, read and written, of a copy of 1 GiB."""
     size = (1 << 30) if GPU else 1 << 20
     pairs = [tuple(torch.ones(size, dtype=torch.uint8, device=DEVICE) for _ in range(2)) for _ in range(2)]
-    return 2 * size / seconds(lambda a, b: a.copy_(b), pairs)
+    return 2 * size / seconds_of(lambda a, b: a.copy_(b), pairs, least=LEAST_SECONDS)
 
 
 def error(case: Case, given: tuple[Any, ...]) -> float:
     exact = case.exact(*given)  # first: some kernels overwrite their inputs
     out = case.compared(case.run(*given))
-    pairs = [(a.double(), b) for a, b in zip(out, case.compared(exact), strict=True) if b is not None and a is not None]
-    return max(((a.view_as(b) - b).norm() / b.norm()).item() for a, b in pairs)
+    pairs = zip(out, case.compared(exact), strict=True)
+    return max(distance(a, b) for a, b in pairs if a is not None and b is not None)
 
 
 def measure(case: Case, copy: float, variant: str = "") -> dict[str, Any]:
@@ -510,7 +472,7 @@ def measure(case: Case, copy: float, variant: str = "") -> dict[str, Any]:
     count = max(2, min(32, SETS_BYTES // case.bytes + 1)) if GPU else 1
     sets = [case.make() for _ in range(count)]
     worst = error(case, case.make())
-    time_of_one = seconds(case.run, sets)
+    time_of_one = seconds_of(case.run, sets, least=LEAST_SECONDS)
     return {
         "kernel": case.name + variant,
         "shape": case.shape,
@@ -522,23 +484,17 @@ def measure(case: Case, copy: float, variant: str = "") -> dict[str, Any]:
     }
 
 
-def show(row: dict[str, Any]) -> None:
-    print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
-
-
-def attempt(case: Case, copy: float, variant: str = "") -> dict[str, Any]:
-    try:
-        row = measure(case, copy, variant)
-    except Exception as failure:
-        reason = (str(failure).splitlines() or [""])[0][:200]
-        row = {"kernel": case.name + variant, "shape": case.shape, "failed": f"{type(failure).__name__}: {reason}"}
-        print("".join(traceback.format_exception(failure)[-3:]))
-    show(row)
-    return row
+def print_case(case: Case, copy: float, variant: str = "") -> dict[str, Any]:
+    """Print the row of a case, and return it."""
+    row = attempt(f"{case.name}{variant}, {case.shape}", measure, case, copy, variant)
+    if row is None:
+        return {"kernel": case.name + variant, "shape": case.shape, "failed": True}
+    print_row(*row.values())
+    return dict(row)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--shape", default="", help="only this one, as it is printed")
     parser.add_argument("--sweep", action="store_true")
@@ -547,16 +503,16 @@ def main() -> None:
     torch.manual_seed(0)
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name() if GPU else 'CPU, interpreted'}: copy {copy / 1e9:.0f} GB/s\n")
-    print("| kernel | shape | us | GB/s | % of copy | TFLOP/s | error |\n|---|---|---|---|---|---|---|")
+    print_head("kernel", "shape", "us", "GB/s", "% of copy", "TFLOP/s", "error")
     rows = []
     for case in (case for group in GROUPS for case in group()):
         if args.names and not any(case.name.startswith(name) for name in args.names):
             continue
         if args.shape and case.shape != args.shape:
             continue
-        rows.append(attempt(case, copy))
+        rows.append(print_case(case, copy))
         for variant in case.variants() if args.sweep and case.variants else ():
-            rows.append(attempt(case, copy, f" {variant}"))
+            rows.append(print_case(case, copy, f" {variant}"))
     if args.json:
         args.json.write_text(json.dumps({"copy GB/s": copy / 1e9, "rows": rows}, indent=1) + "\n")
 

@@ -11,47 +11,26 @@ rows x depth x warps x stages x registers. A variant that fails is named, and th
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import math
 from collections.abc import Callable
 
 import torch
+from common import SIZES, attempt, describe_machine, distance, new_parser, seconds_of
 from torch import Tensor, nn
 
 from meshwright.kernels import symmetric
 from meshwright.kernels.triton import symmetric as symmetric_triton
 from meshwright.optim import muon
 
-MODELS = {"345M": (24, 1024), "1.3B": (24, 2048), "2.7B": (32, 2560)}  # layers, hidden size
+MODELS = {name: SIZES[name][:2] for name in ("345M", "1.3B", "2.7B")}  # layers, hidden size
 DEVICE = torch.device("cuda")
 LR = 0.02
 
 
 def shapes(hidden: int) -> list[tuple[int, int]]:
     return [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
-
-
-def milliseconds(f: Callable[[], object], repeats: int = 5, graph: bool = True) -> float:
-    """Return the median time of a call, in a CUDA graph, so that the host does not count."""
-    for _ in range(2):
-        f()
-    run = f
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            f()
-        run = captured.replay
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
 
 
 def flops(hidden: int, layers: int, gram: bool, halves: bool, steps: int = 5) -> float:
@@ -90,18 +69,18 @@ def exact(gradient: Tensor, steps: int = 5) -> Tensor:
     return x.mT if gradient.shape[0] > gradient.shape[1] else x
 
 
-def distance(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], layers: int, hidden: int) -> float:
+def farthest(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], layers: int, hidden: int) -> float:
     """Return the largest relative distance of a first update from float64's."""
     params = parameters(1, hidden)
     before = [p.detach().clone() for p in params]
     make(params).step()
-    found = []
+    distances = []
     for p, old in zip(params, before, strict=True):
         assert p.grad is not None
         rate = LR * 0.2 * math.sqrt(max(p.shape))
         want = exact(p.grad)
-        found.append(float(((old - p.detach()).double() / rate - want).norm() / want.norm()))
-    return max(found)
+        distances.append(distance((old - p.detach()).double() / rate, want))
+    return max(distances)
 
 
 def torchs(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -114,30 +93,29 @@ def ours(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return optimizer
 
 
-def attempt(name: str, f: Callable[[], str]) -> None:
-    try:
-        print(f"  {name:34s} {f()}", flush=True)
-    except Exception as e:
-        print(f"  {name:34s} FAILED: {type(e).__name__}: {str(e)[:300]}", flush=True)
-    torch.cuda.empty_cache()
-
-
 def time_update(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], size: tuple[int, int], work: float) -> str:
     params = parameters(*size)
     optimizer = make(params)
-    ms = milliseconds(optimizer.step, graph=make is ours)
+    ms = 1e3 * seconds_of(optimizer.step, graph=make is ours)
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     optimizer.step()
     more = (torch.cuda.max_memory_allocated() - held) / 2**30
     del optimizer, params
-    off = distance(make, *size)
+    off = farthest(make, *size)
     return f"{ms:8.2f} ms {work / 1e12:7.2f} TFLOP {work / ms / 1e9:7.0f} TFLOP/s  off {off:.4f}  +{more:.2f} GiB"
+
+
+def print_update(
+    name: str, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], size: tuple[int, int], work: float
+) -> None:
+    if line := attempt(name, time_update, make, size, work):
+        print(f"  {name:34s} {line}", flush=True)
 
 
 def updates(size: tuple[int, int], tiles: list[symmetric_triton.SymmetricTiles]) -> None:
     layers, hidden = size
-    attempt("torch.optim.Muon", lambda: time_update(torchs, size, flops(hidden, layers, False, False)))
+    print_update("torch.optim.Muon", torchs, size, flops(hidden, layers, False, False))
     smallest, orthogonalise = symmetric.SMALLEST, muon.orthogonalise
     for gram, one in itertools.product((False, True), (None, *tiles)):
         symmetric.SMALLEST = smallest if one else 1 << 30
@@ -145,17 +123,17 @@ def updates(size: tuple[int, int], tiles: list[symmetric_triton.SymmetricTiles])
         muon.orthogonalise = orthogonalise if gram else functools.partial(orthogonalise, is_gram=False)
         products = f"symmetric {'x'.join(map(str, one))}" if one else "cuBLAS"
         work = flops(hidden, layers, gram, one is not None)
-        attempt(f"{'gram' if gram else 'plain'}, {products}", functools.partial(time_update, ours, size, work))
+        print_update(f"{'gram' if gram else 'plain'}, {products}", ours, size, work)
     symmetric.SMALLEST, muon.orthogonalise = smallest, orthogonalise
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["345M", "1.3B"])
     parser.add_argument("--tiles", nargs="+", default=["128x64x8x3x128", "128x64x8x4x255", "128x64x4x3x255"])
     args = parser.parse_args()
     tiles = [symmetric_triton.SymmetricTiles(*map(int, t.split("x"))) for t in args.tiles]
-    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    print(describe_machine("torch", "triton"))
     for name in args.models:
         print(name)
         updates(MODELS[name], tiles)

@@ -1,17 +1,19 @@
-"""Two recipes at equal tokens on one GPU: AdamW with GPT-2's network, and Muon with QK-norm, RoPE
-and squared ReLU.
+"""Two recipes at equal tokens on one GPU: GPT-2's network with AdamW, a newer one with Muon.
 
-usage: python benchmarks/gpu_recipes.py OUTPUT_FOLDER DATA_PREFIX VOCAB_FILE MERGE_FILE
+The newer network has QK-norm, RoPE and squared ReLU.
 
 Each recipe is run with several learning rates on two sizes of model; all other settings are equal.
-A run that is finished in OUTPUT_FOLDER is not repeated. Prints the last validation losses, and
+A run that is finished in OUT is not repeated. Prints the last validation losses, and
 draws the validation curves of the best rate of each (recipes.svg).
 """
 
-import json
 import subprocess
 import sys
 from pathlib import Path
+
+from common import new_parser
+
+from meshwright.runs.rows import read_new_rows
 
 TOKENS, BATCH, SEQ = 12_000_000, 64, 512
 STEPS = TOKENS // (BATCH * SEQ)
@@ -49,11 +51,10 @@ def main(out: Path, data: str, vocab: str, merges: str) -> None:
                     *("--data-path", data, "--vocab-file", vocab, "--merge-file", merges),
                 ]
                 folder.mkdir(parents=True, exist_ok=True)
-                finished = folder / "metrics.jsonl"
-                if not (finished.exists() and '"event": "end"' in finished.read_text()):
+                if not any(row["event"] == "end" for row in read_new_rows(folder)[0]):
                     with open(folder / "log.txt", "w") as log:
                         subprocess.run(command, stdout=log, stderr=log, check=True)
-                rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+                rows, _ = read_new_rows(folder)
                 curve = [(r["iteration"], r["loss"]) for r in rows if r["event"] == "validation"]
                 ms = sorted(r["ms"] for r in rows if r["event"] == "step")[STEPS // 2]
                 line = f"{size:6} {recipe:36} lr {rate:7} validation {curve[-2][1]:.4f}  {ms:6.1f} ms a step"
@@ -65,13 +66,10 @@ def main(out: Path, data: str, vocab: str, merges: str) -> None:
 
 
 def draw(path: Path, best: dict) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
     for ax, size in zip(axes, SIZES, strict=True):
         for recipe, style in zip(RECIPES, ("-", "--"), strict=True):
             _, rate, curve = best[size, recipe]
@@ -85,6 +83,10 @@ def draw(path: Path, best: dict) -> None:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    folder.mkdir(parents=True, exist_ok=True)
-    main(folder, *sys.argv[2:5])
+    parser = new_parser(__doc__)
+    parser.add_argument("out", type=Path)
+    for name in ("data", "vocab", "merges"):
+        parser.add_argument(name)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    main(given.out, given.data, given.vocab, given.merges)

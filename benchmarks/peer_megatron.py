@@ -1,8 +1,7 @@
-"""The peer of gpu_layouts.py: megatron-core from PyPI on three of the same cells, in the same call
-on the same machine.
+"""megatron-core from PyPI on several GPUs, in layouts that `meshwright bench layouts` has too.
 
 usage: CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 4 benchmarks/peer_megatron.py OUT
-[--model 1.3B] [--steps 10 20]
+           [--model 1.3B] [--steps 10 20]
 
 GPTModel of megatron-core's local layers, bfloat16, no dropout; its distributed optimizer with
 gradients reduced in float32 and both overlaps (gradients, parameters), its own pipeline schedule,
@@ -11,16 +10,16 @@ its fused GELU, bias-dropout-add and cross entropy. Neither Transformer Engine n
 attention is scaled_dot_product_attention (cuDNN's), AdamW is torch's fused one, norm and scaling
 of gradients are torch's foreach kernels; LayerNorm is torch's, and accumulation of gradients is
 not fused into their matrix product. Of three micro-batches, tried for a few steps each, the
-fastest is measured. Tokens are random and already on the device. Speed is reckoned as
-gpu_layouts.py does; where its rows are in OUT, the ratio is printed.
+fastest is measured. Tokens are random and already on the device. A step's time is that of its
+slowest rank. If OUT is the folder of a bench of the layouts, the ratio to its rows is printed.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import faulthandler
 import gc
+import json
 import os
 import statistics
 import sys
@@ -32,18 +31,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_layouts import MODELS, PEAK, in_words, note, read, tell, versions
+from common import SIZES, VOCAB, describe_machine, new_parser
 from torch import Tensor
 
 from meshwright.bench import programs
 
-VOCAB = 50257
+PEAK = 989e12  # dense bfloat16 operations a second of an H100 or H200, without sparsity
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class PeerLayout:
     name: str
-    ours: str  # in gpu_layouts.CELLS
+    ours: str  # the row of `meshwright bench layouts`
     tp: int
     pp: int
     micros: tuple[int, ...]
@@ -54,25 +53,17 @@ CELLS = {  # of a model and a number of GPUs: samples of a step, and the cells
     ("1.3B", 4): (
         64,
         [
-            Cell("DP4 distributed optimizer", "DP4 ZeRO-1", 1, 1, (16, 8, 4)),
-            Cell("PP2xDP2", "PP2xDP2", 1, 2, (4, 2, 8), (13, 11)),
-            Cell("TP2xDP2", "TP2xDP2", 2, 1, (16, 8, 32)),
+            PeerLayout("DP4 distributed optimizer", "1.3B DP4 ZeRO-1", 1, 1, (16, 8, 4)),
+            PeerLayout("PP2xDP2", "1.3B PP2", 1, 2, (4, 2, 8), (13, 11)),
+            PeerLayout("TP2xDP2", "1.3B TP2", 2, 1, (16, 8, 32)),
         ],
     ),
     ("1.3B", 2): (
         32,
         [
-            Cell("DP2 distributed optimizer", "DP2 ZeRO-1", 1, 1, (16, 8, 4)),
-            Cell("PP2", "PP2", 1, 2, (4, 2, 8), (13, 11)),
-            Cell("TP2", "TP2", 2, 1, (16, 8, 32)),
-        ],
-    ),
-    ("tiny", 4): (
-        16,
-        [
-            Cell("DP4 distributed optimizer", "DP4 ZeRO-1", 1, 1, (4, 2, 1)),
-            Cell("PP2xDP2", "PP2xDP2", 1, 2, (2, 4), (5, 3)),
-            Cell("TP2xDP2", "TP2xDP2", 2, 1, (4, 2)),
+            PeerLayout("DP2 distributed optimizer", "1.3B DP2 ZeRO-1", 1, 1, (16, 8, 4)),
+            PeerLayout("PP2", "1.3B PP2", 1, 2, (4, 2, 8), (13, 11)),
+            PeerLayout("TP2", "1.3B TP2", 2, 1, (16, 8, 32)),
         ],
     ),
 }
@@ -80,7 +71,7 @@ RANK = int(os.environ.get("RANK", "0"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", choices=sorted({model for model, _ in CELLS}), default="1.3B")
     parser.add_argument("--steps", type=int, nargs=2, default=(10, 20), help="not counted, and counted (default 10 20)")
@@ -120,13 +111,14 @@ def main() -> None:
             "megatron_core": version("megatron-core"),
             "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
             "gpus": dist.get_world_size(),
-            "left_bytes": torch.cuda.memory_allocated(),
-            "still_held": [],
-            **versions(device),
+            "machine": describe_machine("torch"),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
         row = {"event": "failed", **about, "error": error or "another rank failed"} if bad else {**about, **(row or {})}
-        note(path, row)
-        tell("megatron-core " + in_words(row))
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        shown = f"{row['tokens_per_second']:,.0f} tokens/s" if row["event"] == "done" else f"FAILED: {row['error']}"
+        print(f"megatron-core {given.model} {cell.name}: {shown}", flush=True)
     if RANK == 0:
         write_ratios(given.out, given.model)
     faulthandler.cancel_dump_traceback_later()
@@ -138,11 +130,10 @@ def of_flags(model: str) -> Any:
     from meshwright.settings.flags import parse_settings
     from meshwright.settings.schema import TrainConfig
 
-    return parse_settings(
-        TrainConfig,
-        [*MODELS[model].split(), "--mock-data", "--lr=1e-4", "--train-iters=1", "--micro-batch-size=1"],
-        "peer",
-    ).config
+    layers, hidden, heads = SIZES[model]
+    shape = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads}"
+    words = f"{shape} --seq-length 1024 --bf16 --mock-data --lr 1e-4 --train-iters 1 --micro-batch-size 1"
+    return parse_settings(TrainConfig, words.split(), "peer").config
 
 
 def anyone(flag: bool) -> bool:
@@ -152,7 +143,7 @@ def anyone(flag: bool) -> bool:
     return bool(told)
 
 
-def measure(cell: Cell, config: Any, batch: int, steps: tuple[int, int], device: torch.device) -> dict[str, Any]:
+def measure(cell: PeerLayout, config: Any, batch: int, steps: tuple[int, int], device: torch.device) -> dict[str, Any]:
     from megatron.core import parallel_state as mpu
 
     from meshwright.model.counts import flops_per_token
@@ -171,7 +162,7 @@ def measure(cell: Cell, config: Any, batch: int, steps: tuple[int, int], device:
         except torch.OutOfMemoryError as e:
             error = str(e)[:200]
         if anyone(error is not None):
-            tell(f"megatron-core {cell.name}: micro-batch {micro} does not fit")
+            print(f"megatron-core {cell.name}: micro-batch {micro} does not fit", flush=True)
             peer.clear()
             continue
         tried[micro] = statistics.median(slowest(ms)[2:])
@@ -197,7 +188,6 @@ def measure(cell: Cell, config: Any, batch: int, steps: tuple[int, int], device:
         "flops_per_token": flops,
         "mfu": speed * flops / (PEAK * dist.get_world_size()),
         "peak_bytes": float(peak),
-        "shares": None,
         "times": {"build": built},
         "tried_ms": tried,
         "losses": losses.tolist(),
@@ -221,7 +211,7 @@ def padded(tp: int) -> int:
 class Peer:
     """Set up as Megatron-LM's training.py does."""
 
-    def __init__(self, cell: Cell, m: Any, seq: int, batch: int, device: torch.device) -> None:
+    def __init__(self, cell: PeerLayout, m: Any, seq: int, batch: int, device: torch.device) -> None:
         from megatron.core import parallel_state as mpu
         from megatron.core import tensor_parallel
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -345,13 +335,15 @@ class Peer:
 
 
 def write_ratios(out: Path, model: str) -> None:
-    ours = {r["cell"]: r for r in read(out / f"layouts-{model}.jsonl") if r["event"] == "done"}
+    results = out / "results.json"
+    rows = json.loads(results.read_text())["rows"] if results.exists() else []
+    ours = {r["name"]: r for r in rows if not r["failed"]}
     lines = [
         "| cell | megatron-core, tokens/s | micro-batch (tried: ms a step) | GiB a GPU | ours, tokens/s "
         "| ours / theirs |"
     ]
     lines.append("|---|---|---|---|---|---|")
-    for r in read(out / f"peer-{model}.jsonl"):
+    for r in map(json.loads, (out / f"peer-{model}.jsonl").read_text().splitlines()):
         if r["event"] != "done":
             lines.append(f"| {r['cell']} | failed: {r['error'][:100]} | | | | |")
             continue

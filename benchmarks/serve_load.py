@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from common import new_parser
+
 SOURCE = Path(__file__).parents[1] / "src"
 lock = threading.Lock()
 
@@ -123,7 +125,7 @@ def percentiles(values: list[float]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("folder")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--requests", type=int, default=4, help="of each client")

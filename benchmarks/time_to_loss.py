@@ -33,6 +33,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from common import new_parser
+
+from meshwright.runs.rows import read_new_rows
+
 FORMATS = {
     "bf16": ["--bf16"],
     "e4m3": ["--bf16", "--fp8-format", "e4m3"],
@@ -90,15 +94,8 @@ def make_data(folder: Path, megabytes: int, vocabulary: int) -> None:
             count, size = count + 1, size + len(document)
     print(f"{count:,} files, {size / 1e6:,.0f} MB, in {time.perf_counter() - began:.0f} s", flush=True)
     words = str(folder / "vocabulary")
-    learn = [
-        "train-tokenizer",
-        "--input",
-        str(folder / "sample.jsonl"),
-        "--vocab-size",
-        str(vocabulary),
-        "--output",
-        words,
-    ]
+    learn = ["train-tokenizer", "--input", str(folder / "sample.jsonl"), "--vocab-size", str(vocabulary)]
+    learn += ["--output", words]
     write = ["preprocess", "--input", str(folder / "text.jsonl"), "--output-prefix", str(folder / "source")]
     for command in (learn, [*write, "--tokenizer", words, "--append-eod", "--log-interval", "100000"]):
         subprocess.run([sys.executable, "-m", "meshwright", *command], check=True)
@@ -118,9 +115,7 @@ def command_of(given: argparse.Namespace, kind: str, seed: int, folder: Path) ->
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    rows = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return [row for row in rows if row["event"] == "step"]
+    return [row for row in read_new_rows(folder)[0] if row["event"] == "step"]
 
 
 def train_all(given: argparse.Namespace) -> None:
@@ -265,7 +260,7 @@ def draw(path: Path, curves: dict[str, list[float]], width: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--make-data", type=Path, metavar="DATA", help="write the data, and train nothing")
     parser.add_argument("--megabytes", type=int, default=200)

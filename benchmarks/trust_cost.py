@@ -11,20 +11,19 @@ rank is left out. The hash of saved files (SHA-256, in the background on a GPU) 
 
 from __future__ import annotations
 
-import argparse
 import datetime
 import hashlib
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 
 import torch
+from common import describe_machine, new_parser, print_head, print_row
 
 from meshwright import console
 from meshwright import device as devices
+from meshwright.bench.bench import find_commit
 from meshwright.kernels import clock
 from meshwright.parallel.layout import Layout
 from meshwright.ranks.pulse import pulse
@@ -44,7 +43,7 @@ NEEDED = "--mock-data --eval-iters 0 --train-iters 1000000 --log-interval 100000
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=5, help="turns of off and on (default: 5)")
     parser.add_argument("--steps", type=int, default=20, help="steps of each half of a turn (default: 20)")
     parser.add_argument("--check-every", type=int, default=5, help="steps between hashes while on (default: 5)")
@@ -117,15 +116,14 @@ def report(trainer: Trainer, seconds: dict[str, list[float]], every: int, thread
     """
     default, device = Parallel().check_replicas_interval, trainer.net.device
     off, on = (statistics.median(seconds[name]) for name in ("off", "on"))
-    ours = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     parameters = sum(x.numel() for x in trainer.net.store.weights_by_name().values())
     graphs = "on" if trainer.net.graphs is not None and not trainer.net.graphs.is_off else "off"
-    where = f"torch {torch.__version__}, {devices.device_name(device)}, {platform.node()}"
-    print(f"commit {ours}, {where}, {parameters:,} parameters, CUDA graphs {graphs}\n")
-    print(f"| turn | off, ms a step | on (hash every {every}) | on / off |\n|---|---|---|---|")
+    print(f"commit {find_commit()}, {describe_machine('torch')}, {parameters:,} parameters, CUDA graphs {graphs}\n")
+    print_head("turn", "off, ms a step", f"on (hash every {every})", "on / off")
     for n, (a, b) in enumerate(zip(seconds["off"], seconds["on"], strict=True), 1):
-        print(f"| {n} | {1e3 * a:.3f} | {1e3 * b:.3f} | {b / a:.4f} |")
-    print(f"| median | {1e3 * off:.3f} | {1e3 * on:.3f} | {on / off:.4f} |\n")
+        print_row(n, f"{1e3 * a:.3f}", f"{1e3 * b:.3f}", f"{b / a:.4f}")
+    print_row("median", f"{1e3 * off:.3f}", f"{1e3 * on:.3f}", f"{on / off:.4f}")
+    print()
     replicas, times = trainer.replicas, clock.new_times(2, device)
     hashed = alone(lambda: (replicas.begin(0), replicas.look()), 5, device)
     stamped = 2 * alone(lambda: clock.stamp(times, 0), 100, device) if times is not None else 0.0
@@ -136,9 +134,9 @@ def report(trainer: Trainer, seconds: dict[str, list[float]], every: int, thread
         "phases of a step": phases,
         "threads of the watchdog": threads * off,
     }
-    print("| part alone, at defaults | ms a step | share |\n|---|---|---|")
+    print_head("part alone, at defaults", "ms a step", "share")
     for name, cost in (parts | {"all": sum(parts.values())}).items():
-        print(f"| {name} | {1e3 * cost:.4f} | {cost / off:.4%} |")
+        print_row(name, f"{1e3 * cost:.4f}", f"{cost / off:.4%}")
     print(f"\none hash, waited for: {1e3 * hashed:.3f} ms", end="; ")
     data = bytes(1 << 26)
     begun = time.perf_counter()

@@ -86,7 +86,7 @@ def test_a_closed_pipe_ends_a_bench_quietly(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(os, "dup2", lambda *files: None)
     monkeypatch.setattr(sys, "stdout", Head())
-    monkeypatch.setattr(bench, "measure", lambda row, plan, say: {"name": row.name, "failed": "no", "startup": {}})
+    monkeypatch.setattr(bench, "measure_row", lambda row, plan, say: {"name": row.name, "failed": "no", "startup": {}})
     argv = ["bench", "cpu", "--rows", "Llama", "--out", str(tmp_path / "out")]
     assert main(argv) == 0 and not capsys.readouterr().err
     (row,) = json.loads((tmp_path / "out/results.json").read_text())["rows"]
@@ -155,13 +155,13 @@ def fake(monkeypatch, speeds, status=0):
         write_metrics(plan.folder(row), speeds)
         return 103.0, status, 100.0
 
-    monkeypatch.setattr(runs, "follow", follow)
+    monkeypatch.setattr(runs, "run_to_end", follow)
 
 
 def test_figures(tmp_path, monkeypatch):
     """The first third is warm-up, steps after the row's own are traced; a cut line is left out."""
     fake(monkeypatch, [1, 1, 1, 10, 20, 30, 40, 50, 60, 0.1, 0.1])
-    found = runs.measure(ROW, BenchPlan(tmp_path))
+    found = runs.measure_row(ROW, BenchPlan(tmp_path))
     assert (found["tokens_per_second"], found["steps"], found["peak_bytes"]) == (35, 9, 2**30 + 8)
     assert (found["first_loss"], found["last_loss"], found["mfu"]) == (3.0, -5.0, 0.5)
     assert found["startup"] == {"torch": 1.5, "first step": 1.0, "the rest": 0.5}
@@ -173,13 +173,15 @@ def test_figures(tmp_path, monkeypatch):
 
 def test_a_run_that_was_stopped_counts_by_its_steps(tmp_path, monkeypatch):
     fake(monkeypatch, [1, 4, 4, 4], status=-15)
-    assert runs.measure(ROW, BenchPlan(tmp_path))["tokens_per_second"] == 4
+    assert runs.measure_row(ROW, BenchPlan(tmp_path))["tokens_per_second"] == 4
     fake(monkeypatch, [1, 4], status=-15)
-    assert runs.measure(BenchRow("two", ROW.flags), BenchPlan(tmp_path))["failed"] == "stopped after 300 s (--seconds)"
+    assert (
+        runs.measure_row(BenchRow("two", ROW.flags), BenchPlan(tmp_path))["failed"] == "stopped after 300 s (--seconds)"
+    )
 
 
 def test_the_time_of_a_row_is_limited(tmp_path):
-    found = runs.measure(ROW, BenchPlan(tmp_path, seconds=0.05))
+    found = runs.measure_row(ROW, BenchPlan(tmp_path, seconds=0.05))
     assert found["status"] and found["failed"] == "stopped after 0.05 s (--seconds)" and found["seconds"] < 15
 
 

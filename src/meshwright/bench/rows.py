@@ -101,6 +101,9 @@ def of_layouts(gpus: int) -> list[BenchRow]:
     """Rows on several GPUs, each beside the one with as many samples a GPU and micro-batch."""
     tensor = "--tensor-model-parallel-size 2 --sequence-parallel"
     stages = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
+    # Without interleaving and sequence parallelism, as other programs are compared.
+    by_stages = "--pipeline-model-parallel-size 2 --pipeline-layout 13,11 --zero-stage 1"
+    by_columns = "--tensor-model-parallel-size 2 --zero-stage 1"
     a, c = f"{A} {DRY}", f"{C} {DRY}"
     return [
         row("345M", a, 32),
@@ -113,6 +116,8 @@ def of_layouts(gpus: int) -> list[BenchRow]:
         row("1.3B", f"{B} {DRY}", 16, steps=20),
         row(f"1.3B DP{gpus}", f"{B} {DRY}", 16, 16 * gpus, 20, gpus=gpus, beside="1.3B"),
         row(f"1.3B DP{gpus} ZeRO-1", f"{B} {DRY} --zero-stage 1", 16, 16 * gpus, 20, gpus=gpus, beside="1.3B"),
+        row("1.3B PP2", f"{B} {DRY} {by_stages}", 4, 16 * gpus, 20, gpus=gpus, beside="1.3B"),
+        row("1.3B TP2", f"{B} {DRY} {by_columns}", 16, 16 * gpus, 20, gpus=gpus, beside="1.3B"),
         row("2.7B", c, 8, steps=12),
         row(f"2.7B DP{gpus} ZeRO-3", f"{c} --zero-stage 3", 8, 8 * gpus, 12, gpus=gpus, beside="2.7B"),
         row("2.7B TP2 SP", f"{c} {tensor}", 8, 8 * gpus // 2, 12, gpus=gpus, beside="2.7B"),
