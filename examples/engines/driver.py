@@ -1,4 +1,4 @@
-"""Written by `meshwright launch --write`, version 0.9.0.
+"""Written by `meshwright launch --write`, version 0.11.1.
 
 Submit it from the folder that holds this file; the variable is the time to save after `ray job stop`:
 
@@ -25,7 +25,7 @@ RESOURCES = {"CPU": 32, "GPU": 8}  # of each node
 FOLDER = '/home/me/work'  # where relative paths in the command begin
 PORT = 29500  # free on the first node
 RESTARTS = 20  # most starts after the first
-FINAL = (2, 65, 70, 73, 74)  # statuses after which another start would end the same way
+FINAL = (2, 65, 70, 73, 74, 76)  # statuses after which another start would end the same way
 ENVIRONMENT = {}
 LAUNCH = ['--nproc-per-node', '8', '--wait', '600']
 COMMAND = [

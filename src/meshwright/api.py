@@ -73,7 +73,7 @@ def train(
     launcher such as torchrun every rank calls this function. With `handle_signals` (main thread
     only), Ctrl-C and SIGTERM finish the step and save.
     """
-    from meshwright.launch.launcher import wanted
+    from meshwright.launch.launcher import launch_flags_of
     from meshwright.training.run import run
     from meshwright.training.state.resume import checkpoint_architecture
     from meshwright.verify.rehearsal import rehearse
@@ -89,7 +89,7 @@ def train(
         parsed = flags.parse_settings(TrainConfig, words, "meshwright.train", values=settings, check=datasets is None)
         flags.print_notices(parsed)
         config, idle = checkpoint_architecture(parsed.config, set(flags.given_settings(parsed))), parsed.idle
-    if wanted(config.parallel) is not None:
+    if launch_flags_of(config.parallel) is not None:
         raise UserError("train() runs in this process; start several ranks with `meshwright launch` or torchrun")
     if handle_signals and threading.current_thread() is not threading.main_thread():
         raise UserError("handle_signals=True works in the main thread only; leave it out in this one")

@@ -15,6 +15,22 @@ UNEQUAL = 76  # two computations that must give the same result do not, such as 
 SIGINT = 130  # this and the next: stopped by a signal, after saving; SIGUSR1 is 138, SIGUSR2 140
 SIGTERM = 143
 
+MEANINGS = {
+    UNEXPECTED: "an unexpected error",
+    USAGE: "wrong settings, or too little memory for them",
+    BAD_DATA: "bad data or checkpoint",
+    UNAVAILABLE: "a service or port is not available",
+    NON_FINITE: "a loss that is not finite",
+    LOCKED: "a folder that another run owns",
+    IO: "reading or writing failed",
+    UNEQUAL: "results differ that must be equal",
+    HANG: "another rank did not answer",
+}
+RETRIED = (UNEXPECTED, HANG)  # statuses after which the launcher starts the ranks again
+# Statuses after which a cluster does not start the job again, which would end the same way. What is
+# not available now may be so later, or on other nodes.
+FINAL = tuple(status for status in MEANINGS if status not in (*RETRIED, UNAVAILABLE))
+
 # What schedulers send as a warning, some to every process; never a reason to skip the save.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 

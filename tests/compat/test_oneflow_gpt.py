@@ -374,7 +374,7 @@ def test_the_plan_of_four_nodes(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> N
     expected |= {"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 4, "batch": 512, "micro_batches": 32}
     assert {name: seen[name] for name in expected} == expected
     parallel = flags.parse_settings(TrainConfig, argv, "").config.parallel
-    given = flags.parse_settings(launcher.LaunchConfig, launcher.wanted(parallel) or [], "").config
+    given = flags.parse_settings(launcher.LaunchConfig, launcher.launch_flags_of(parallel) or [], "").config
     for number, ip in enumerate(ips):
         monkeypatch.setattr(launcher, "_is_own", lambda address, ip=ip: address == ip)
         plan = launcher.make_plan(given)

@@ -137,7 +137,7 @@ def _launcher(name: str, argv: list[str], harm: Harm, folder: Path) -> None:
     import torch.distributed.run
 
     from meshwright.launch import agent
-    from meshwright.launch.launcher import Plan
+    from meshwright.launch.launcher import LaunchPlan
 
     def popen(self: object, words: tuple[str, ...], environ: dict[str, str]) -> Forked:
         return Forked(list(words[words.index("meshwright") + 1 :]), environ, harm, folder)
@@ -146,7 +146,7 @@ def _launcher(name: str, argv: list[str], harm: Harm, folder: Path) -> None:
     status = 1
     try:
         if name == "meshwright":
-            status = agent.run(Plan(2), ["-u", "-m", "meshwright", *argv])
+            status = agent.launch_ranks(LaunchPlan(2), ["-u", "-m", "meshwright", *argv])
         else:
             words = ["--standalone", "--nproc-per-node=2", "--monitor-interval=0.05", "-m", "meshwright"]
             torch.distributed.run.main([*words, *argv])

@@ -19,8 +19,8 @@ from torch.distributed import HashStore
 from helpers import TINY_FLAGS, free_port
 from meshwright.errors import BAD_DATA, HANG, SIGTERM, UserError
 from meshwright.launch import members
-from meshwright.launch.elastic import Shape, choose, describe_choice, find_shapes
-from meshwright.launch.launcher import Plan
+from meshwright.launch.elastic import Shape, choose_shape, describe_choice, find_shapes
+from meshwright.launch.launcher import LaunchPlan
 
 TRAIN = ["train", *TINY_FLAGS, "--save=run", "--load=run"]
 ONES = ("--global-batch-size=12", "--micro-batch-size=1")
@@ -79,11 +79,11 @@ def test_commands_that_cannot_be_elastic(command: list[str], message: str) -> No
 
 def test_the_largest_number_that_is_there() -> None:
     sizes = [Shape(8, 2, 4), Shape(4, 2, 2)]
-    assert choose(sizes, {0: 4, 1: 4, 2: 4}) == (sizes[0], {0: 4, 1: 4})  # machine 2 is a spare
-    assert choose(sizes, {0: 4, 2: 4}) == (sizes[0], {0: 4, 2: 4})
-    assert choose(sizes, {0: 4, 2: 3}) == (sizes[1], {0: 4})
-    assert choose(sizes, {0: 3, 2: 3}) == (sizes[1], {0: 2, 2: 2})  # no pair on two machines
-    assert choose(sizes, {1: 4, 2: 4}) is choose(sizes, {0: 2}) is None
+    assert choose_shape(sizes, {0: 4, 1: 4, 2: 4}) == (sizes[0], {0: 4, 1: 4})  # machine 2 is a spare
+    assert choose_shape(sizes, {0: 4, 2: 4}) == (sizes[0], {0: 4, 2: 4})
+    assert choose_shape(sizes, {0: 4, 2: 3}) == (sizes[1], {0: 4})
+    assert choose_shape(sizes, {0: 3, 2: 3}) == (sizes[1], {0: 2, 2: 2})  # no pair on two machines
+    assert choose_shape(sizes, {1: 4, 2: 4}) is choose_shape(sizes, {0: 2}) is None
     text = describe_choice(sizes[1], {0: 4}, {0: 4, 2: 3}, 8)
     assert text == "4 of 8 ranks: data-parallel size 2; 3 more do not fit the command and stay idle"
 
@@ -98,7 +98,7 @@ class Table:
         self.now, self.rows = 0.0, dict[int, dict[str, Any]]()
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         sizes = tuple(shapes(*ONES, least=2))
-        plan = Plan(1, nodes, wait=30, least=2, most=nodes, shapes=sizes, restarts=restarts)
+        plan = LaunchPlan(1, nodes, wait=30, least_ranks=2, most_ranks=nodes, shapes=sizes, restarts=restarts)
         self.store = HashStore()
         self.council = members.Council(plan, self.store, 30)
 
@@ -120,7 +120,7 @@ class Table:
 
     def follow(self) -> None:
         """Start the ranks of all machines that have a part."""
-        for n in self.council.place:
+        for n in self.council.seats:
             self.rows[n] |= {"state": "running", "number": self.council.decision["number"], "failed": {}}
         self.beat()
 
@@ -147,16 +147,16 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
 def test_a_machine_is_lost_and_comes_back(table: Table) -> None:
     del table.rows[2]
     assert not table.watch()
-    table.beat(members.SILENT)
+    table.beat(members.SILENT_SECONDS)
     assert table.watch() and not table.council.decision["orderly"]
     line = "machine 2 was lost; going on with 3 of 4 ranks: data-parallel size 3, 4 micro-batches of 1 each"
     assert table.decide()["line"] == line
-    assert table.council.place == {0: [1, 0, 1], 1: [1, 1, 1], 3: [1, 2, 1]}
+    assert table.council.seats == {0: [1, 0, 1], 1: [1, 1, 1], 3: [1, 2, 1]}
     table.follow()
     table.rows[2] = {"id": 1}
     table.come(2)
     assert not table.watch()  # it may not be the only one
-    table.beat(members.SETTLE)
+    table.beat(members.SETTLE_SECONDS)
     assert table.watch() and table.council.decision["orderly"]  # all save
     line = "machine 2 joins; going on with 4 of 4 ranks: data-parallel size 4, 3 micro-batches of 1 each"
     assert table.decide()["line"] == line and table.council.decision["restarts"] == 0
@@ -184,12 +184,12 @@ def test_a_machine_that_has_finished_is_not_lost(table: Table) -> None:
 def test_a_spare_takes_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     table = Table(monkeypatch, 5)
     table.come(0, 1, 2, 3, 4)
-    assert sorted(table.decide()["place"]) == ["0", "1", "2", "3"]
+    assert sorted(table.decide()["seats"]) == ["0", "1", "2", "3"]
     table.follow()
     table.beat(10)
     assert not table.watch()
     del table.rows[1]
-    table.beat(members.SILENT)
+    table.beat(members.SILENT_SECONDS)
     assert table.watch()
     assert "machine 1 was lost, machine 4 joins; going on with 4 of 5 ranks" in table.decide()["line"]
 
@@ -218,7 +218,7 @@ def test_bad_data_ends_all_machines(table: Table) -> None:
 def test_too_few_machines_are_waited_for(table: Table) -> None:
     for n in (1, 2, 3):
         del table.rows[n]
-    table.beat(members.SILENT)
+    table.beat(members.SILENT_SECONDS)
     assert table.watch() and "over" not in table.decide()
     table.beat(28)
     assert "over" not in table.decide()

@@ -21,7 +21,7 @@ from meshwright.commands import launch as launch_command
 from meshwright.errors import BAD_DATA, DONE, HANG, LOCKED, UNAVAILABLE, USAGE, UserError
 from meshwright.host import cores
 from meshwright.launch import agent, launcher
-from meshwright.launch.launcher import Plan
+from meshwright.launch.launcher import LaunchPlan
 from meshwright.settings import flags
 from meshwright.settings.schema import Parallel
 
@@ -107,7 +107,7 @@ def test_ranks_that_wait_on_a_device_end_soon_after_a_failure() -> None:
     began = time.monotonic()
     done = run(*LAUNCH, "--nproc_per_node=2", SCRIPT, "deaf", OMP_NUM_THREADS="1")
     assert done.returncode == 1 and "rank 1 ended with status 1" in done.stderr
-    assert agent.HOPELESS < time.monotonic() - began < agent.HOPELESS + 15
+    assert agent.HOPELESS_SECONDS < time.monotonic() - began < agent.HOPELESS_SECONDS + 15
 
 
 @pytest.mark.long
@@ -215,26 +215,28 @@ def test_the_port_of_the_machine_is_in_use() -> None:
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port} of this machine .* is in use") as caught:
-            agent.run(Plan(2, port=port), ["-c", ""])
+            agent.launch_ranks(LaunchPlan(2, port=port), ["-c", ""])
     assert caught.value.status == UNAVAILABLE
 
 
 # Flags
 
 
-def plan(*words: str) -> Plan:
+def plan(*words: str) -> LaunchPlan:
     return launcher.make_plan(
         flags.parse_settings(launcher.LaunchConfig, [*words, "train"], "meshwright launch").config
     )
 
 
 def test_plans() -> None:
-    assert plan("--nproc-per-node=4") == Plan(4)
-    assert plan("--nproc_per_node", "4", "--max-restarts=3") == Plan(4, restarts=3)
+    assert plan("--nproc-per-node=4") == LaunchPlan(4)
+    assert plan("--nproc_per_node", "4", "--max-restarts=3") == LaunchPlan(4, restarts=3)
     assert plan("--nproc-per-node=cpu").processes == cores()
     two = plan("--nproc-per-node=1", "--nnodes=2", "--node-rank=1", "--master-addr=a", "--master-port=5")
-    assert two == Plan(1, 2, 1, "a", 5)
-    assert plan("--nproc-per-node=1", "--node-ips", "198.51.100.1, 127.0.0.1") == Plan(1, 2, 1, "198.51.100.1", 29500)
+    assert two == LaunchPlan(1, 2, 1, "a", 5)
+    assert plan("--nproc-per-node=1", "--node-ips", "198.51.100.1, 127.0.0.1") == LaunchPlan(
+        1, 2, 1, "198.51.100.1", 29500
+    )
     assert plan("--nproc-per-node=1", "--node-ips=198.51.100.1,198.51.100.2", "--node-rank=0").address == "198.51.100.1"
 
 
@@ -302,7 +304,7 @@ def test_oneflow_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Parallel()
 
     def asks(**changes: Any) -> list[str] | None:
-        return launch_command.wanted(dataclasses.replace(alone, **changes))
+        return launch_command.launch_flags_of(dataclasses.replace(alone, **changes))
 
     assert asks() is None and asks(node_ips="") is None and asks(node_ips="10.0.0.1") is None
     assert asks(num_gpus_per_node=4) == ["--nproc-per-node", "4", "--nnodes", "1"]
@@ -312,11 +314,11 @@ def test_oneflow_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UserError, match=r"--node-ips names \d addresses, --num-nodes is \d"):
             asks(**wrong)
 
-    started: list[tuple[Plan, list[str]]] = []
-    monkeypatch.setattr(agent, "run", lambda plan, program: started.append((plan, program)) or 7)
+    started: list[tuple[LaunchPlan, list[str]]] = []
+    monkeypatch.setattr(agent, "launch_ranks", lambda plan, program: started.append((plan, program)) or 7)
     assert launch_command.relaunch(alone, ["train", "--lr=1"]) is None and not started
     assert launch_command.relaunch(dataclasses.replace(alone, num_gpus_per_node=2), ["train", "--lr=1"]) == 7
-    assert started == [(Plan(2), ["-u", "-m", "meshwright", "train", "--lr=1"])]
+    assert started == [(LaunchPlan(2), ["-u", "-m", "meshwright", "train", "--lr=1"])]
 
     for name, value in dict(RANK="0", WORLD_SIZE="4", LOCAL_RANK="0", MASTER_ADDR="a", MASTER_PORT="1").items():
         monkeypatch.setenv(name, value)

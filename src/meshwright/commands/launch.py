@@ -11,63 +11,64 @@ from collections.abc import Callable
 
 from meshwright.errors import DONE, UNAVAILABLE, UserError
 from meshwright.host import require_address_space
-from meshwright.launch.launcher import TOGETHER, LaunchConfig, Plan, build_program, find_bounds, make_plan, wanted
+from meshwright.launch.launcher import LaunchConfig, LaunchPlan, build_program, find_bounds, launch_flags_of, make_plan
 from meshwright.ranks.lost import REPORT_SECONDS
 from meshwright.ranks.world import World, find_world, require_world_size
 from meshwright.settings import flags, help
 from meshwright.settings.fields import spelling
+from meshwright.settings.pages import TOGETHER
 from meshwright.settings.schema import Parallel
 
 
 def main(argv: list[str]) -> int:
     about = f"Start COMMAND, {', '.join(TOGETHER)} or a Python script, as several ranks. Flags of launch go before it."
     parsed = flags.parse_settings(LaunchConfig, argv, "meshwright launch", about=about)
-    given = parsed.config
-    words = given.command[1:] if given.command[:1] == ["--"] else given.command
+    config = parsed.config
+    words = config.command[1:] if config.command[:1] == ["--"] else config.command
     if not words:
         raise UserError(f"nothing to start; name {', '.join(TOGETHER)} with its flags, or a Python script")
     if words[0] in TOGETHER and help.asked(words) is not None:
         return int(importlib.import_module(f"meshwright.commands.{words[0]}").main(words[1:]))
-    if given.write is not None and given.engine != "torch":
-        raise UserError(f"--engine {given.engine} starts the command now, --write writes a file; give only one")
-    if given.write is not None:
+    if config.write is not None and config.engine != "torch":
+        raise UserError(f"--engine {config.engine} starts the command now, --write writes a file; give only one")
+    if config.write is not None:
         from meshwright.launch import engines
         from meshwright.training.state.resume import checkpoint_architecture
 
-        return engines.write(given, parsed.sources, words, checkpoint_architecture)
-    if given.write_to or given.image or given.overwrite:
+        return engines.write_engine_file(config, parsed.sources, words, checkpoint_architecture)
+    if config.write_to or config.image or config.overwrite:
         raise UserError("--write-to, --image and --overwrite need --write ENGINE")
     program = build_program(words)
-    if given.engine == "ray":
-        return run_on_ray(given, words)
-    plan = make_plan(given)
+    if config.engine == "ray":
+        return run_on_ray(config, words)
+    plan = make_plan(config)
     require_address_space()
-    if plan.least:
+    if plan.least_ranks:
         return run_elastic(plan, program, words)
     from meshwright.launch import agent  # imports torch
 
-    return agent.run(plan, program)
+    return agent.launch_ranks(plan, program)
 
 
-def run_elastic(plan: Plan, program: list[str], words: list[str]) -> int:
+def run_elastic(plan: LaunchPlan, program: list[str], words: list[str]) -> int:
     """Launch with the ranks that are there. Machine 0 decides, so it alone must know what fits."""
     from meshwright.launch import members  # imports torch
     from meshwright.launch.elastic import find_shapes
     from meshwright.training.state.resume import checkpoint_architecture
 
-    shapes = find_shapes(words, plan.least, plan.most, checkpoint_architecture) if plan.node == 0 else []
-    return members.run(dataclasses.replace(plan, shapes=tuple(shapes)), program)
+    shapes = find_shapes(words, plan.least_ranks, plan.most_ranks, checkpoint_architecture) if plan.node == 0 else []
+    return members.launch_elastic(dataclasses.replace(plan, shapes=tuple(shapes)), program)
 
 
-def run_on_ray(given: LaunchConfig, words: list[str]) -> int:
+def run_on_ray(config: LaunchConfig, words: list[str]) -> int:
     """Launch on a Ray cluster: that of RAY_ADDRESS, one that runs here, or a new local one."""
     for name in ("node_rank", "master_addr", "master_port", "node_ips"):
-        if getattr(given, name) is not None:
+        if getattr(config, name) is not None:
             raise UserError(f"--engine ray and {spelling(name)}: Ray places the ranks; leave {spelling(name)} out")
-    count = given.nproc_per_node
-    if given.max_ranks is None and not re.fullmatch("[1-9][0-9]{0,3}", count):
+    count = config.nproc_per_node
+    if config.max_ranks is None and not re.fullmatch("[1-9][0-9]{0,3}", count):
         raise UserError("--engine ray needs --max-ranks, or --nproc-per-node and --nnodes as numbers")
-    least, most = find_bounds(given, given.max_ranks or int(count) * (given.nnodes or 1))
+    least, most = find_bounds(config, config.max_ranks or int(count) * (config.nnodes or 1))
     try:
         from meshwright.launch import on_ray
     except ImportError as error:
@@ -75,16 +76,16 @@ def run_on_ray(given: LaunchConfig, words: list[str]) -> int:
         raise UserError(f"{missing}; pip install 'meshwright[ray]'", UNAVAILABLE) from None
     from meshwright.training.state.resume import checkpoint_architecture
 
-    workers = (least, most) if most else int(count) * (given.nnodes or 1)
+    workers = (least, most) if most else int(count) * (config.nnodes or 1)
     uses_gpu = on_ray.has_gpus() and not re.search(r"--device[= ]cpu", " ".join(words))
-    return on_ray.fit(words, workers, use_gpu=uses_gpu, failures=given.max_restarts, complete=checkpoint_architecture)
+    return on_ray.fit(words, workers, use_gpu=uses_gpu, failures=config.max_restarts, complete=checkpoint_architecture)
 
 
 def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -> int:
     """Call a command's `command_line` with the flags and the place of this rank.
 
     Rank 0 alone prints help, settings and dry runs, and the first rank of each machine the errors
-    in the flags, which all ranks are given.
+    in the flags, which all ranks are config.
     """
     world = find_world(os.environ, None)
     if world.rank and (help.asked(argv) is not None or {"--dry-run", "--print-config"}.intersection(argv)):
@@ -102,5 +103,5 @@ def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -
 
 def relaunch(parallel: Parallel, argv: list[str]) -> int | None:
     """Start `argv` on OneFlow's number of ranks and return the status; None if this is a rank."""
-    words = wanted(parallel)
+    words = launch_flags_of(parallel)
     return None if words is None else main([*words, *argv])

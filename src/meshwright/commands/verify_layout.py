@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from meshwright import console
 from meshwright.commands import launch
 from meshwright.errors import DONE, UserError
-from meshwright.launch.launcher import Plan, build_program
+from meshwright.launch.launcher import LaunchPlan, build_program
 from meshwright.ranks.world import World, find_world
 from meshwright.settings import checks, data_paths, flags
 from meshwright.settings.schema import Model, TrainConfig
@@ -103,7 +103,7 @@ def start(c: TrainConfig, argv: list[str]) -> int:
     from meshwright.launch import agent  # imports torch
 
     program = build_program(["verify-layout", f"--world-size={c.world}", *argv, *on_cpu])
-    return agent.run(Plan(c.world), program)
+    return agent.launch_ranks(LaunchPlan(c.world), program)
 
 
 def compare(config: TrainConfig, command: list[str]) -> int:

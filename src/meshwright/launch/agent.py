@@ -23,22 +23,23 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from meshwright import errors
-from meshwright.errors import DONE, HANG, SIGINT, SIGTERM, UNEXPECTED, WARNINGS
+from meshwright.errors import DONE, HANG, MEANINGS, RETRIED, SIGINT, SIGTERM, WARNINGS
 from meshwright.host import cores
-from meshwright.launch.launcher import Plan
+from meshwright.launch.launcher import LaunchPlan
 from meshwright.ranks import connect
 from meshwright.ranks.orphans import LAUNCHER_PID
 from meshwright.ranks.world import RUN_ID
 
-GRACE = 300  # seconds that ranks have to save after a signal
-HOPELESS = 5  # seconds for ranks to end after another one failed, when they cannot save together any more
-TEARDOWN = 30  # seconds after SIGKILL, in which a device's driver frees the memory of a rank
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *WARNINGS)  # that the agent passes on
-TOGETHER = 2  # seconds in which a second signal is the first one's: to a whole process group, and by a script
+GRACE_SECONDS = 300  # that ranks have to save after a signal
+HOPELESS_SECONDS = 5  # seconds for ranks to end after another one failed, when they cannot save together any more
+TEARDOWN_SECONDS = 30  # after SIGKILL, in which a device's driver frees the memory of a rank
+PASSED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, *WARNINGS)
+# A repeat within these seconds is a duplicate: a terminal signals the whole process group, and a
+# script passes the signal on.
+REPEAT_SECONDS = 2
 
 
-def run(plan: Plan, program: list[str], kind: type[Agent] | None = None) -> int:
+def launch_ranks(plan: LaunchPlan, program: list[str], kind: type[Agent] | None = None) -> int:
     """Start the ranks, watch them, and return the status of the one that failed first."""
     try:
         return _run(plan, program, kind or Agent)
@@ -46,13 +47,13 @@ def run(plan: Plan, program: list[str], kind: type[Agent] | None = None) -> int:
         return 128 + (signal.SIGTERM if error.sigval == signal.SIGHUP else error.sigval)
 
 
-def _run(plan: Plan, program: list[str], kind: type[Agent]) -> int:
+def _run(plan: LaunchPlan, program: list[str], kind: type[Agent]) -> int:
     until = connect.deadline(plan.wait)
     store = connect.connect_store(plan.address, plan.port, plan.node == 0, until, "machine 0")
     environ = dict(os.environ)
     _prepare_environment(plan)
     agent = kind(plan, program, store, until)
-    handlers = {n: signal.getsignal(n) for n in SIGNALS}
+    handlers = {n: signal.getsignal(n) for n in PASSED_SIGNALS}
     logging.disable(logging.CRITICAL)  # torch logs each step, and a table of failures
     try:
         failed = agent.run().is_failed()
@@ -71,10 +72,10 @@ def _run(plan: Plan, program: list[str], kind: type[Agent]) -> int:
     return exit_status(code)
 
 
-def _prepare_environment(plan: Plan) -> None:
+def _prepare_environment(plan: LaunchPlan) -> None:
     """Set the variables that the ranks inherit."""
     os.environ[LAUNCHER_PID] = str(os.getpid())
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in SIGNALS)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in PASSED_SIGNALS)
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(cores() // plan.processes, 1)
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -90,14 +91,14 @@ def say(line: str) -> None:
     print(f"meshwright launch: {line}", file=sys.stderr, flush=True)
 
 
-class Meeting(RendezvousHandler):
+class MachineMeeting(RendezvousHandler):
     """The meeting of the machines: they count one another on our store, which the ranks use too."""
 
     attempts = 0
     run_id = ""
     store: Store
 
-    def __init__(self, plan: Plan, store: TCPStore, until: float) -> None:
+    def __init__(self, plan: LaunchPlan, store: TCPStore, until: float) -> None:
         self.plan, self.store, self.until, self.port = plan, store, until, store.port
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -106,9 +107,9 @@ class Meeting(RendezvousHandler):
         end = self.until if self.attempts == 0 else time.monotonic() + 30 + plan.wait
         connect.meet_all(PrefixStore(f"machines/{self.attempts}", self.store), plan.node, plan.nodes, end, "machine")
         self.run_id = self.store.compare_set("run", "", f"{RUN_ID}{os.getpid()}-{time.time_ns()}").decode()
-        own = PrefixStore(f"agents/{self.attempts}", self.store)
+        store = PrefixStore(f"agents/{self.attempts}", self.store)
         self.attempts += 1
-        return RendezvousInfo(own, plan.node, plan.nodes, RendezvousStoreInfo(plan.address, self.port))
+        return RendezvousInfo(store, plan.node, plan.nodes, RendezvousStoreInfo(plan.address, self.port))
 
     def get_backend(self) -> str:
         return "static"
@@ -134,15 +135,15 @@ class Meeting(RendezvousHandler):
 
 
 class Agent(LocalElasticAgent):
-    meeting = Meeting
+    meeting_type = MachineMeeting
 
-    def __init__(self, plan: Plan, program: list[str], store: TCPStore, until: float) -> None:
+    def __init__(self, plan: LaunchPlan, program: list[str], store: TCPStore, until: float) -> None:
         spec = WorkerSpec(
             role="rank",
             local_world_size=plan.processes,
             entrypoint=sys.executable,
             args=tuple(program),
-            rdzv_handler=self.meeting(plan, store, until),
+            rdzv_handler=self.meeting_type(plan, store, until),
             max_restarts=plan.restarts,
             monitor_interval=0.05,
         )
@@ -155,7 +156,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """After a failure, wait for its cause and for ranks that still save; then stop all."""
         started = getattr(self._pcontext, "subprocess_handlers", {})
-        codes = {worker_group.workers[n].global_rank: one.proc.poll() for n, one in started.items()}
+        codes = {worker_group.workers[n].global_rank: worker.proc.poll() for n, worker in started.items()}
         self.failed = {rank: code for rank, code in codes.items() if code}
         if self.failed and None in codes.values():
             self.since = self.since or time.monotonic()
@@ -167,7 +168,7 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if not result.is_failed():
             return result
-        self.failed = self.failed or {rank: one.exitcode for rank, one in result.failures.items()}
+        self.failed = self.failed or {rank: failure.exitcode for rank, failure in result.failures.items()}
         self.settle_failure()
         return result
 
@@ -188,7 +189,7 @@ class Agent(LocalElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Keep machine 0's store until all are done; torch's barrier waits on a closed store."""
-        until = time.monotonic() + GRACE
+        until = time.monotonic() + GRACE_SECONDS
         others = [f"done/{n}" for n in range(1, self.plan.nodes)]
         while self.plan.node == 0 and not self.store.check(others) and time.monotonic() < until:
             time.sleep(0.1)
@@ -198,49 +199,37 @@ class Agent(LocalElasticAgent):
         if self._pcontext is None:
             return
         setting = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
-        grace = 5 if self.is_stopping else int(setting) if setting.isdecimal() else GRACE
+        grace = 5 if self.is_stopping else int(setting) if setting.isdecimal() else GRACE_SECONDS
         if HANG in self.failed.values():  # what is left hangs or is stopped, and no rank can save alone
-            grace = TOGETHER
+            grace = REPEAT_SECONDS
         self.is_stopping |= death_sig not in WARNINGS
         _ignore_repeats()
         self._pcontext.close(death_sig, grace)
 
 
 def _ignore_repeats() -> None:
-    """Pass on no warnings from now on, and other signals only if they come later than TOGETHER."""
-    until = time.monotonic() + TOGETHER
+    """Pass on no warnings from now on, and other signals only after REPEAT_SECONDS."""
+    until = time.monotonic() + REPEAT_SECONDS
 
     def handle(number: int, _: object) -> None:
         if time.monotonic() > until and number not in WARNINGS:
             raise SignalException(f"signal {number}", signal.Signals(number))
 
-    for number in SIGNALS:
+    for number in PASSED_SIGNALS:
         signal.signal(number, handle)
 
 
 def stop_hopeless(ranks: PContext) -> None:
     """Stop ranks that wait for one that is gone, perhaps in a call that never returns."""
-    ranks.close(signal.SIGTERM, HOPELESS)
-    ranks.close(signal.SIGKILL, TEARDOWN)
+    ranks.close(signal.SIGTERM, HOPELESS_SECONDS)
+    ranks.close(signal.SIGKILL, TEARDOWN_SECONDS)
 
 
 # How ranks end. An exit code below 0 is a signal, as in subprocess.
 
-RETRIED = (UNEXPECTED, HANG)
 WARNED = tuple(128 + number for number in WARNINGS)
 LOST = (HANG, -signal.SIGABRT)  # the end of ranks that lost another one; NCCL aborts
 STOPPED = (SIGTERM, SIGINT, -signal.SIGTERM, *WARNED)
-MEANING = {
-    UNEXPECTED: "an unexpected error",
-    errors.USAGE: "wrong settings, or too little memory for them",
-    errors.BAD_DATA: "bad data or checkpoint",
-    errors.UNAVAILABLE: "a service or port is not available",
-    errors.NON_FINITE: "a loss that is not finite",
-    errors.LOCKED: "a folder that another run owns",
-    errors.IO: "reading or writing failed",
-    errors.UNEQUAL: "results differ that must be equal",
-    HANG: "another rank did not answer",
-}
 HINTS: dict[int, str] = {
     signal.SIGKILL: " (as the system does when memory runs out)",
     signal.SIGABRT: " (as NCCL does when another rank does not answer)",
@@ -256,7 +245,7 @@ def find_cause(failed: Mapping[int, int]) -> tuple[int, int]:
     def weight(code: int) -> int:
         if code in LOST + STOPPED:
             return 3 if code in LOST else 2
-        return 0 if code < 0 or code in MEANING and code not in RETRIED else 1
+        return 0 if code < 0 or code in MEANINGS and code not in RETRIED else 1
 
     return min(failed.items(), key=lambda pair: weight(pair[1]))
 
@@ -284,5 +273,5 @@ def describe_end(code: int) -> str:
     if code < 0:
         names = {int(s): s.name for s in signal.Signals}
         return f"was killed by {names.get(-code, f'signal {-code}')}{HINTS.get(-code, '')}"
-    meaning = f" ({MEANING[code]})" if code in MEANING else " (stopped by a signal)" if code in STOPPED else ""
+    meaning = f" ({MEANINGS[code]})" if code in MEANINGS else " (stopped by a signal)" if code in STOPPED else ""
     return f"ended with status {code}{meaning}"

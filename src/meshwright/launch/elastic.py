@@ -15,9 +15,9 @@ from meshwright.errors import UserError
 from meshwright.settings import checks, flags
 from meshwright.settings.schema import TrainConfig
 
-Complete = Callable[[TrainConfig, set[str]], TrainConfig]
-BOTH = "--min-ranks and --max-ranks"
-OURS = "pretrain_gpt.py"  # the script whose flags are those of train
+CompleteSettings = Callable[[TrainConfig, set[str]], TrainConfig]
+ELASTIC_FLAGS = "--min-ranks and --max-ranks"
+TRAIN_SCRIPT = "pretrain_gpt.py"  # the script whose flags are those of train
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class Shape:
         return f": data-parallel size {self.dp}{f', {number}' if number else ''}{smaller}"
 
 
-def take_as_given(config: TrainConfig, given: set[str]) -> TrainConfig:
+def take_as_given(config: TrainConfig, named: set[str]) -> TrainConfig:
     return config
 
 
-def find_shapes(command: list[str], least: int, most: int, complete: Complete = take_as_given) -> list[Shape]:
+def find_shapes(command: list[str], least: int, most: int, complete: CompleteSettings = take_as_given) -> list[Shape]:
     """Return what `command` can run on, from the largest number of ranks to the smallest.
 
     The global batch and the tensor, pipeline and context sizes stay; a micro-batch may become
     smaller. `complete` takes a model's settings from --load. Raise UserError if no number from
     `least` to `most` fits.
     """
-    if command[0] != "train" and Path(command[0]).name != OURS:
+    if command[0] != "train" and Path(command[0]).name != TRAIN_SCRIPT:
         if not command[0].endswith(".py"):
-            raise UserError(f"{BOTH} are for train and for scripts, not for {command[0]}")
+            raise UserError(f"{ELASTIC_FLAGS} are for train and for scripts, not for {command[0]}")
         return [Shape(ranks) for ranks in range(most, least - 1, -1)]
     parsed = flags.parse_settings(TrainConfig, [f"--world-size={most}", *command[1:]], "meshwright train", check=False)
     config = parsed.config
@@ -65,20 +65,20 @@ def find_shapes(command: list[str], least: int, most: int, complete: Complete = 
     if Path(config.checkpoint.load or "").exists():
         config = complete(config, {name for name, source in parsed.sources.items() if source != "default"})
     step = config.parallel.model_ranks
-    found = [fit(command, ranks, config) for ranks in range(most // step * step, max(least, 1) - 1, -step)]
-    shapes = [one for one in found if isinstance(one, Shape)]
+    fits = [fit_ranks(command, ranks, config) for ranks in range(most // step * step, max(least, 1) - 1, -step)]
+    shapes = [fit for fit in fits if isinstance(fit, Shape)]
     if not shapes:
         range_of = f"--min-ranks {least} to --max-ranks {most}"
-        if not found:
+        if not fits:
             raise UserError(f"{range_of}: no multiple of {step}, the ranks of one replica, is among them")
-        why = next(flags.listed(one) for one in found if isinstance(one, list))
+        why = next(flags.listed(fit) for fit in fits if isinstance(fit, list))
         raise UserError(f"{range_of}: nothing fits the command: {why}")
     return shapes
 
 
 def save_folder(command: list[str]) -> str | None:
     """Return the --save of train, None for a script."""
-    if command[0] != "train" and Path(command[0]).name != OURS:
+    if command[0] != "train" and Path(command[0]).name != TRAIN_SCRIPT:
         return None
     return flags.parse_settings(TrainConfig, command[1:], "meshwright train", check=False).config.checkpoint.save
 
@@ -87,21 +87,21 @@ def require_resumable(config: TrainConfig, command: list[str]) -> None:
     """Refuse a command that would begin again, or compute something else, with other ranks."""
     c, t = config.checkpoint, config.training
     if not c.save or c.load != c.save:
-        raise UserError(f"{BOTH} need --save FOLDER and --load FOLDER, the same: the run continues from there")
+        raise UserError(f"{ELASTIC_FLAGS} need --save FOLDER and --load FOLDER, the same: the run continues from there")
     if t.global_batch_size is None:
-        raise UserError(f"{BOTH} need --global-batch-size: without it the batch would follow the number of ranks")
+        raise UserError(f"{ELASTIC_FLAGS} need --global-batch-size: else the batch would follow the number of ranks")
     if any(word.partition("=")[0] in ("--world-size", "--world_size") for word in command):
-        raise UserError(f"--world-size contradicts {BOTH}; leave it out")
+        raise UserError(f"--world-size contradicts {ELASTIC_FLAGS}; leave it out")
 
 
-def fit(command: list[str], ranks: int, known: TrainConfig) -> Shape | list[str]:
+def fit_ranks(command: list[str], ranks: int, completed: TrainConfig) -> Shape | list[str]:
     """Return how the command runs on so many ranks, or why it does not."""
     config = flags.parse_settings(
         TrainConfig, [f"--world-size={ranks}", *command[1:]], "meshwright train", check=False
     ).config
-    config = dataclasses.replace(config, model=known.model)
+    config = dataclasses.replace(config, model=completed.model)
     t = config.training
-    wanted, first = t.micro_batch_size, list[str]()
+    wanted, first_problems = t.micro_batch_size, list[str]()
     share = (t.global_batch_size or 0) // config.dp
     sizes = [config.micro_batch]
     if isinstance(wanted, int) and not t.num_accumulation_steps and t.loss_mean == "global":
@@ -109,18 +109,18 @@ def fit(command: list[str], ranks: int, known: TrainConfig) -> Shape | list[str]
     for size in sizes:
         if size != config.micro_batch:
             config = dataclasses.replace(config, training=dataclasses.replace(t, micro_batch_size=size))
-        wrong = checks.batch_problems(config)
+        problems = checks.batch_problems(config)
         if config.model.num_layers:  # else the ranks will say what is missing
-            wrong = checks.parallel_problems(config) + wrong
-        if not wrong:
+            problems = checks.parallel_problems(config) + problems
+        if not problems:
             number = None if wanted == "auto" else config.micro_batches(config.global_batch)
             tensor = config.parallel.tensor_model_parallel_size
             return Shape(ranks, tensor, config.dp, size, number, size != sizes[0])
-        first = first or wrong
-    return first
+        first_problems = first_problems or problems
+    return first_problems
 
 
-def choose(shapes: Sequence[Shape], machines: Mapping[int, int]) -> tuple[Shape, dict[int, int]] | None:
+def choose_shape(shapes: Sequence[Shape], machines: Mapping[int, int]) -> tuple[Shape, dict[int, int]] | None:
     """Return the largest shape for these machines, given with their ranks, and the share of each.
 
     Tensor-parallel groups stay within machines that can hold them. Machine 0 always takes part.
@@ -128,10 +128,10 @@ def choose(shapes: Sequence[Shape], machines: Mapping[int, int]) -> tuple[Shape,
     for shape in shapes:
         left, shares = shape.ranks, {}
         for node, ranks in sorted(machines.items()):
-            own = ranks // shape.group * shape.group if ranks >= shape.group else ranks
-            if take := min(own, left):
-                shares[node] = take
-                left -= take
+            usable = ranks // shape.group * shape.group if ranks >= shape.group else ranks
+            if share := min(usable, left):
+                shares[node] = share
+                left -= share
         if left == 0 and 0 in shares:
             return shape, shares
     return None

@@ -22,14 +22,14 @@ from meshwright.errors import UNAVAILABLE, UserError
 from meshwright.launch.elastic import Shape
 from meshwright.ranks.world import START_SECONDS, find_world
 from meshwright.settings.fields import flag, spelling
-from meshwright.settings.pages import TOGETHER as TOGETHER
+from meshwright.settings.pages import TOGETHER
 from meshwright.settings.schema import Parallel
 
 PORT = 29500  # torchrun's default
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """The processes to start, and their addresses."""
 
     processes: int  # on each machine
@@ -39,8 +39,8 @@ class Plan:
     port: int = 0  # there; 0 is any free one, for a single machine
     restarts: int = 0
     wait: float = START_SECONDS  # seconds for the other machines to come
-    least: int = 0  # ranks to go on with when machines are lost; 0: all are needed
-    most: int = 0  # ranks to use of those that are there
+    least_ranks: int = 0  # with which to go on when machines are lost; 0: all are needed
+    most_ranks: int = 0  # to use of those that are there
     shapes: tuple[Shape, ...] = ()  # what the command can run on, the largest first; known to machine 0
 
 
@@ -100,49 +100,51 @@ def build_program(words: list[str]) -> list[str]:
     raise UserError(f"{name} is neither one of {', '.join(TOGETHER)} nor a Python script (NAME.py)")
 
 
-def make_plan(given: LaunchConfig) -> Plan:
+def make_plan(config: LaunchConfig) -> LaunchPlan:
     """Check the flags and work out what this machine starts."""
-    ips = [ip.strip() for ip in (given.node_ips or "").split(",") if ip.strip()]
-    nodes = given.nnodes if given.nnodes is not None else len(ips) or 1
+    ips = [ip.strip() for ip in (config.node_ips or "").split(",") if ip.strip()]
+    nodes = config.nnodes if config.nnodes is not None else len(ips) or 1
     if nodes < 1:
         raise UserError(f"--nnodes {nodes} must be 1 or more")
     if ips and len(ips) != nodes:
         raise UserError(f"--node-ips names {len(ips)} addresses, --nnodes is {nodes}; give one for each machine")
-    if ips and given.master_addr not in (None, ips[0]):
-        raise UserError(f"--master-addr {given.master_addr} is not the first of --node-ips, {ips[0]}; give only one")
-    address, node = given.master_addr or (ips[0] if ips else None), given.node_rank
+    if ips and config.master_addr not in (None, ips[0]):
+        raise UserError(f"--master-addr {config.master_addr} is not the first of --node-ips, {ips[0]}; give only one")
+    address, node = config.master_addr or (ips[0] if ips else None), config.node_rank
     if nodes > 1 and address is None:
         raise UserError(f"--nnodes {nodes} needs --master-addr with --node-rank, or --node-ips")
     if nodes > 1 and node is None:
         if not ips:
             raise UserError(f"--nnodes {nodes} needs --node-rank, the number of this machine from 0 to {nodes - 1}")
-        node = find_own_place(ips)
+        node = find_own_number(ips)
     if not 0 <= (node or 0) < nodes:
         raise UserError(f"--node-rank {node} does not fit --nnodes {nodes}; machines count from 0 to {nodes - 1}")
-    if given.master_port is not None and not 0 < given.master_port < 65536:
-        raise UserError(f"--master-port {given.master_port} is not a port; use 1 to 65535")
-    if given.node_ips is not None and not ips:
+    if config.master_port is not None and not 0 < config.master_port < 65536:
+        raise UserError(f"--master-port {config.master_port} is not a port; use 1 to 65535")
+    if config.node_ips is not None and not ips:
         raise UserError("--node-ips is empty; check for an unset shell variable")
-    if not 0 < given.wait <= 10**6:
-        raise UserError(f"--wait {given.wait:g} must be above 0 seconds and at most {10**6}")
-    if given.max_restarts < 0:
-        raise UserError(f"--max-restarts {given.max_restarts} must be 0 or more")
-    port = given.master_port or (PORT if nodes > 1 else 0)
-    count = count_processes(given.nproc_per_node)
-    least, most = find_bounds(given, count * nodes)
-    return Plan(count, nodes, node or 0, address or "127.0.0.1", port, given.max_restarts, given.wait, least, most)
+    if not 0 < config.wait <= 10**6:
+        raise UserError(f"--wait {config.wait:g} must be above 0 seconds and at most {10**6}")
+    if config.max_restarts < 0:
+        raise UserError(f"--max-restarts {config.max_restarts} must be 0 or more")
+    port = config.master_port or (PORT if nodes > 1 else 0)
+    count = count_processes(config.nproc_per_node)
+    least, most = find_bounds(config, count * nodes)
+    return LaunchPlan(
+        count, nodes, node or 0, address or "127.0.0.1", port, config.max_restarts, config.wait, least, most
+    )
 
 
-def find_bounds(given: LaunchConfig, ranks: int) -> tuple[int, int]:
+def find_bounds(config: LaunchConfig, ranks: int) -> tuple[int, int]:
     """Return the least and the most ranks of an elastic run, or zeros."""
-    if given.min_ranks is None and given.max_ranks is None:
+    if config.min_ranks is None and config.max_ranks is None:
         return 0, 0
     for name in ("min_ranks", "max_ranks"):
-        if (number := getattr(given, name)) is not None and number < 1:
+        if (number := getattr(config, name)) is not None and number < 1:
             raise UserError(f"{spelling(name)} {number} must be 1 or more")
-    least, most = given.min_ranks or 1, given.max_ranks or ranks
+    least, most = config.min_ranks or 1, config.max_ranks or ranks
     if least > most:
-        raise UserError(f"--min-ranks {least} is above {f'--max-ranks {most}' if given.max_ranks else f'all {ranks}'}")
+        raise UserError(f"--min-ranks {least} is above {f'--max-ranks {most}' if config.max_ranks else f'all {ranks}'}")
     if least > ranks:
         raise UserError(f"--min-ranks {least} is above the {ranks} ranks of --nnodes and --nproc-per-node")
     return least, min(most, ranks)
@@ -162,43 +164,44 @@ def count_processes(text: str) -> int:
     return count or 1
 
 
-def find_own_place(addresses: list[str]) -> int:
+def find_own_number(addresses: list[str]) -> int:
     """Return the position of this machine's address in the list."""
-    mine = [n for n, address in enumerate(addresses) if _is_own(address)]
-    if len(mine) != 1:
-        found = f"{len(mine)} of --node-ips are" if mine else f"none of --node-ips {','.join(addresses)} is"
-        raise UserError(f"{found} an address of this machine ({socket.gethostname()}); give its number as --node-rank")
-    return mine[0]
+    own = [n for n, address in enumerate(addresses) if _is_own(address)]
+    if len(own) != 1:
+        which = f"{len(own)} of --node-ips are" if own else f"none of --node-ips {','.join(addresses)} is"
+        raise UserError(f"{which} an address of this machine ({socket.gethostname()}); give its number as --node-rank")
+    return own[0]
 
 
 def _is_own(address: str) -> bool:
     try:
-        known = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
     except OSError as error:
         raise UserError(f"the name {address} in --node-ips has no address ({error.strerror})", UNAVAILABLE) from None
-    for family, _, _, _, place in known:
+    for family, _, _, _, (ip, _, *scope) in infos:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as s:
-            s.connect((place[0], 1, *place[2:]))  # sends nothing; it looks up the route
-            if s.getsockname()[0] == place[0]:  # a machine reaches itself from the same address
+            s.connect((ip, 1, *scope))  # sends nothing; it looks up the route
+            if s.getsockname()[0] == ip:  # a machine reaches itself from the same address
                 return True
     return False
 
 
-def wanted(parallel: Parallel) -> list[str] | None:
+def launch_flags_of(parallel: Parallel) -> list[str] | None:
     """Translate OneFlow's flags to those of launch; None if this process does the work itself."""
-    here, nodes = parallel.num_gpus_per_node, parallel.num_nodes
+    per_node, nodes = parallel.num_gpus_per_node, parallel.num_nodes
     world = find_world(os.environ, parallel.local_rank)
     if world.launcher != "none":
-        if here * nodes not in (1, world.size):
+        if per_node * nodes not in (1, world.size):
             raise UserError(
-                f"--num-gpus-per-node {here} x --num-nodes {nodes} are {here * nodes} ranks, but {world.launcher} "
-                f"started {world.size}; leave these flags out under a launcher, or start {here * nodes}"
+                f"--num-gpus-per-node {per_node} x --num-nodes {nodes} are {per_node * nodes} ranks, but "
+                f"{world.launcher} started {world.size}; leave these flags out under a launcher, or start "
+                f"{per_node * nodes}"
             )
         return None
     ips = [ip for ip in (parallel.node_ips or "").replace(" ", "").split(",") if ip]
     if len(ips) != nodes and (nodes > 1 or ips):
         raise UserError(f"--node-ips names {len(ips)} addresses, --num-nodes is {nodes}; give one for each machine")
-    if here * nodes == 1:
+    if per_node * nodes == 1:
         return None
-    words = ["--nproc-per-node", str(here), "--nnodes", str(nodes)]
+    words = ["--nproc-per-node", str(per_node), "--nnodes", str(nodes)]
     return [*words, "--node-ips", ",".join(ips)] if nodes > 1 else words

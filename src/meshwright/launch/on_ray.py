@@ -29,13 +29,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from meshwright.errors import DONE, HANG, SIGTERM
 from meshwright.launch import elastic
-from meshwright.launch.agent import GRACE, LOST, describe_end, exit_status, is_final
+from meshwright.launch.agent import GRACE_SECONDS, LOST, describe_end, exit_status, is_final
 from meshwright.launch.launcher import build_program
 from meshwright.ranks.orphans import LAUNCHER_PID
 from meshwright.ranks.world import ATTEMPT
 
-ASK = 2.0  # seconds between a worker's questions whether the run is to stop
-CAUSE = 3.0  # seconds in which the cause of a failure may show after a rank that only lost another
+ASK_SECONDS = 2.0  # between a worker's questions whether the run is to stop
+CAUSE_SECONDS = 3.0  # in which the cause of a failure may show after a rank that only lost another
 _child: subprocess.Popen[bytes] | None = None  # the rank of this worker
 _is_stopped = False
 
@@ -67,7 +67,7 @@ def fit(
     failures: int = 3,
     resize_seconds: float = 60.0,
     storage: str | None = None,
-    complete: elastic.Complete = elastic.take_as_given,
+    complete: elastic.CompleteSettings = elastic.take_as_given,
 ) -> int:
     """Run `command` (train and its flags, or a script) on Ray's workers and return its status.
 
@@ -81,12 +81,13 @@ def fit(
     shapes = elastic.find_shapes(command, least, most, complete)
     build_program(command)
     ray.init(ignore_reinit_error=True)
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)  # it may lose others
-    notes: Any = Notes.options(scheduling_strategy=here).remote()  # type: ignore[attr-defined]
+    # On this node: it may lose others.
+    driver_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    notes: Any = Notes.options(scheduling_strategy=driver_node).remote()  # type: ignore[attr-defined]
     trainer = TorchTrainer(
         run_rank,
         train_loop_config={"command": command, "shapes": shapes, "notes": notes, "folder": os.getcwd()},
-        torch_config=Ranks(),
+        torch_config=RankConfig(),
         scaling_config=ScalingConfig(
             num_workers=workers,
             use_gpu=use_gpu,
@@ -100,7 +101,7 @@ def fit(
         ),
     )
     is_main = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, lambda number, frame: notes.stop.remote()) if is_main else None
+    handler = signal.signal(signal.SIGTERM, lambda number, frame: notes.stop.remote()) if is_main else None
     try:
         trainer.fit()
     except ray.train.TrainingFailedError as error:
@@ -108,7 +109,7 @@ def fit(
         return HANG
     finally:
         if is_main:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, handler)
     status: int | None = ray.get(notes.read.remote())[1]
     return status or DONE
 
@@ -118,15 +119,15 @@ def has_gpus() -> bool:
     return bool(ray.cluster_resources().get("GPU"))
 
 
-class Ranks(TorchConfig):  # type: ignore[misc]
+class RankConfig(TorchConfig):  # type: ignore[misc]
     """Ray's settings without its connections: the ranks connect themselves."""
 
     @property
     def backend_cls(self) -> type[Backend]:
-        return Meeting
+        return RayBackend
 
 
-class Meeting(Backend):  # type: ignore[misc]
+class RayBackend(Backend):  # type: ignore[misc]
     """Where the ranks of each attempt meet, and their end before the next one."""
 
     share_cuda_visible_devices = True
@@ -134,12 +135,8 @@ class Meeting(Backend):  # type: ignore[misc]
 
     def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
         address, port = worker_group.execute_single(0, find_address)
-        before, self.sizes = self.sizes, [*self.sizes, len(worker_group)]
-        why = (
-            f"attempt {len(self.sizes)} on Ray, with {self.sizes[-1]} workers after {before[-1]}"
-            if before
-            else "on Ray"
-        )
+        *_, before, size = self.sizes = [*(self.sizes or [0]), len(worker_group)]
+        why = f"attempt {len(self.sizes) - 1} on Ray, with {size} workers after {before}" if before else "on Ray"
         worker_group.execute(set_variables, {"MASTER_ADDR": address, "MASTER_PORT": str(port), ATTEMPT: why})
 
     def on_shutdown(self, worker_group: Any, backend_config: TorchConfig) -> None:
@@ -164,31 +161,31 @@ def stop_rank() -> None:
     if _child is not None and _child.poll() is None:
         _child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            _child.wait(GRACE)
+            _child.wait(GRACE_SECONDS)
 
 
-def run_rank(given: dict[str, Any]) -> None:
+def run_rank(job: dict[str, Any]) -> None:
     """Run one rank as a child of this worker; raise if it fails and another start may help."""
     global _child
-    here = ray.train.get_context()
-    rank, size = here.get_world_rank(), here.get_world_size()
-    shape = next(one for one in given["shapes"] if one.ranks <= size)
+    context = ray.train.get_context()
+    rank, size = context.get_world_rank(), context.get_world_size()
+    shape = next(shape for shape in job["shapes"] if shape.ranks <= size)
     if rank >= shape.ranks:
         return  # idle: so many ranks would not fit the command
     why = f"{os.environ[ATTEMPT]}: {shape.ranks} of {size} ranks{shape.describe()}"
-    place = {"RANK": rank, "WORLD_SIZE": shape.ranks, "LOCAL_RANK": here.get_local_rank(), LAUNCHER_PID: os.getpid()}
-    place["LOCAL_WORLD_SIZE"] = min(here.get_local_world_size(), shape.ranks)
-    environ = os.environ | {name: str(value) for name, value in place.items()} | {ATTEMPT: why}
-    words = [sys.executable, *build_program(given["command"]), *shape.flags]
-    _child = subprocess.Popen(words, env=environ, cwd=given["folder"])
-    asked, notes = time.monotonic(), given["notes"]
+    world = {"RANK": rank, "WORLD_SIZE": shape.ranks, "LOCAL_RANK": context.get_local_rank(), LAUNCHER_PID: os.getpid()}
+    world["LOCAL_WORLD_SIZE"] = min(context.get_local_world_size(), shape.ranks)
+    environ = os.environ | {name: str(value) for name, value in world.items()} | {ATTEMPT: why}
+    words = [sys.executable, *build_program(job["command"]), *shape.flags]
+    _child = subprocess.Popen(words, env=environ, cwd=job["folder"])
+    asked, notes = time.monotonic(), job["notes"]
     while _child.poll() is None:
         time.sleep(0.1)
-        if time.monotonic() - asked > ASK:
+        if time.monotonic() - asked > ASK_SECONDS:
             asked = time.monotonic()
             if ray.get(notes.read.remote())[0] and not _is_stopped:
                 _child.terminate()
-                asked += GRACE
+                asked += GRACE_SECONDS
     if (code := _child.returncode) == DONE or _is_stopped:
         return
     is_stopping, status = ray.get(notes.read.remote())
@@ -196,7 +193,7 @@ def run_rank(given: dict[str, Any]) -> None:
         ray.get(notes.end.remote(exit_status(code)))
         return
     if code in LOST:
-        time.sleep(CAUSE)
+        time.sleep(CAUSE_SECONDS)
         if ray.get(notes.read.remote())[1] is not None:
             return
     raise RuntimeError(f"rank {rank} {describe_end(code)}")
