@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
+from meshwright import __main__ as program
 from meshwright import device as devices
 from meshwright import doctor, host
 from meshwright.__main__ import main
@@ -49,9 +51,26 @@ def test_a_missing_package_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = list(doctor._program())
     assert doctor.is_fatal(facts) and "no_such_package" in doctor.conclude(facts)[1]
     monkeypatch.setattr(doctor, "NEEDED", ["numpy"])
-    monkeypatch.setattr(doctor, "NEEDED_ELSEWHERE", ["no_such_package"])
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: ["numpy>=2", "no_such_package>=1"])
     facts = list(doctor._program())
     assert not doctor.is_fatal(facts) and found(facts)["packages"].level == "problem"
+
+
+def test_every_declared_package_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new package of pyproject.toml is needed, or `doctor` says what it brings."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = project["dependencies"] + [f'{line}; extra == "{name}"' for name in extras for line in extras[name]]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: lines)
+    declared = doctor.declared_packages()
+    assert {name for name, extra in declared.items() if extra} <= set(doctor.BRINGS)
+    assert declared["jinja2"] == "" and declared["starlette"] == "serve" and declared["lm-eval"] == "eval"
+    monkeypatch.setattr(doctor, "_is_installed", lambda package: False)
+    listed = " ".join(fact.text for fact in doctor._program() if fact.name == "packages")
+    for name in declared:
+        assert name in doctor.BRINGS or name == "torch" or name in listed, name
+    base = {name for name, extra in declared.items() if not extra and name not in doctor.BRINGS}
+    assert {doctor.IMPORT_NAMES.get(name, name) for name in base} == program.PACKAGES
 
 
 def test_versions_outside_the_tested_ones() -> None:

@@ -23,18 +23,25 @@ from meshwright.version import PROJECT, installed_version, our_version
 
 GIB, MIB = 1 << 30, 1 << 20
 TESTED = ((2, 11), (2, 13))  # versions of torch, first and last
-NEEDED, NEEDED_ELSEWHERE = "numpy safetensors rich".split(), "tokenizers tiktoken orjson yaml matplotlib".split()
-# Optional packages, and what each of them brings.
-EXTRAS = {
+NEEDED = ("numpy", "safetensors", "rich")  # beside torch; no run starts without them
+# What packages bring that the installation has only with an extra, or on common machines only.
+BRINGS = {
     "gigatoken": "encodes text about 30 times as fast",
     "numba": "builds the sample indices of large data faster",
     "zstandard": "reads .zst files",
     "pyarrow": "reads Parquet and Arrow tables",
     "nltk": "splits sentences by its models (--sentence-splitter punkt)",
+    "starlette": "answers requests (serve) and shows runs (watch)",
+    "uvicorn": "serves both",
     "tensorboard": "shows curves while a run goes on",
     "wandb": "logs to Weights & Biases",
+    "trackio": "logs to Trackio",
+    "lm-eval": "measures known tests (evaluate --harness)",
+    "ray": "starts ranks in a Ray cluster (launch --engine ray)",
     "transformers": "loads exported models",
 }
+NOT_OF_USERS = ("test", "peers", "engines")  # extras for work on Meshwright itself
+IMPORT_NAMES = {"PyYAML": "yaml", "lm-eval": "lm_eval"}
 NETWORK = re.compile(r"nfs|cifs|smb|lustre|gpfs|beegfs|ceph|glusterfs|9p|afs|fuse\.|virtiofs")
 NAMES = 14  # columns of the names in the table
 
@@ -73,14 +80,14 @@ def conclude(facts: list[Fact]) -> list[str]:
     missing: dict[str, list[str]] = {}
     for f in facts:
         if "install" in f.values:
-            missing.setdefault(f.values["install"], []).append(f"{f.name} {EXTRAS[f.name]}")
+            missing.setdefault(f.values["install"], []).append(f"{f.name} {BRINGS[f.name]}")
     if missing:
         out.append("More with:")
         out += [f"  {line}   # {'; '.join(what)}" for line, what in missing.items()]
     return out
 
 
-def table(facts: list[Fact], verdict: list[str]) -> list[str]:
+def fact_table(facts: list[Fact], verdict: list[str]) -> list[str]:
     """Return the lines for people, within 80 columns."""
     lines: list[str] = []
     for section in dict.fromkeys(f.section for f in facts):
@@ -113,10 +120,34 @@ def _program() -> Iterator[Fact]:
     text = f"{python}, {sys.executable}" + ("; 3.11 or later is needed" if old else "")
     yield Fact("Program", "Python", text, "fatal" if old else "ok", {"version": python})
     yield Fact("Program", "platform", f"{platform.system()} {platform.release()}, {platform.machine()}")
-    for names, why, level in ((NEEDED, "", "fatal"), (NEEDED_ELSEWHERE, ", which some commands import", "problem")):
-        if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+    base = {name for name, extra in declared_packages().items() if not extra and name not in (*BRINGS, "torch")}
+    for names, why, level in (
+        (NEEDED, "", "fatal"),
+        (sorted(base.difference(NEEDED)), ", which some commands import", "problem"),
+    ):
+        if missing := [name for name in names if not _is_installed(name)]:
             how = "pip install ." if PROJECT.is_file() else "pip install --force-reinstall meshwright"
             yield Fact("Program", "packages", f"missing: {', '.join(missing)}{why}; {how}", level)
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(IMPORT_NAMES.get(package, package)) is not None
+
+
+def declared_packages() -> dict[str, str]:
+    """Return package -> extra that installs it, empty for the base installation."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    requirements: list[str] = []
+    with contextlib.suppress(PackageNotFoundError):
+        requirements = requires("meshwright") or []
+    out: dict[str, str] = {}
+    for line in requirements:
+        name = re.match(r"[\w-]+", line)
+        extra = re.search(r"extra == ['\"](\w+)['\"]", line)
+        if name and name[0] != "meshwright" and (extra is None or extra[1] not in NOT_OF_USERS):
+            out.setdefault(name[0], extra[1] if extra else "")
+    return out
 
 
 # Devices.
@@ -248,8 +279,8 @@ def _rate(work: Callable[[], Any], wait: Callable[[], Any], seconds: float = 0.4
 
 
 def _packages() -> Iterator[Fact]:
-    extras = _extras()
-    for package, brings in EXTRAS.items():
+    extras = declared_packages()
+    for package, brings in BRINGS.items():
         version = installed_version(package)
         if version:
             yield Fact("Extras", package, version, values={"version": version})
@@ -258,17 +289,6 @@ def _packages() -> Iterator[Fact]:
         root = "." if PROJECT.is_file() else "meshwright"
         line = f"pip install '{root}[{extra}]'" if extra else f"pip install {package}"
         yield Fact("Extras", package, f"not installed; {brings}", "note", {"install": line})
-
-
-def _extras() -> dict[str, str]:
-    """Return package -> extra that installs it, as the project declares them."""
-    from importlib.metadata import PackageNotFoundError, requires
-
-    declared: list[str] = []
-    with contextlib.suppress(PackageNotFoundError):
-        declared = requires("meshwright") or []
-    found = (re.match(r"([\w-]+).*extra == ['\"](\w+)['\"]", line) for line in declared)
-    return {m[1].lower(): m[2] for m in found if m and m[2] not in ("test", "peers")}
 
 
 # Disks and limits.

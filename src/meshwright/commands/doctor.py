@@ -25,5 +25,5 @@ def main(argv: list[str]) -> int:
 
     facts = doctor.examine()
     verdict = doctor.conclude(facts)
-    print(json.dumps(doctor.as_dict(facts, verdict)) if c.json else "\n".join(doctor.table(facts, verdict)))
+    print(json.dumps(doctor.as_dict(facts, verdict)) if c.json else "\n".join(doctor.fact_table(facts, verdict)))
     return UNAVAILABLE if doctor.is_fatal(facts) else DONE
