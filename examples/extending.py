@@ -81,7 +81,7 @@ def settings(folder, steps, exit_interval=None):
         model=schema.Model(
             num_layers=2, hidden_size=64, num_attention_heads=4, hidden_dropout=0.0, attention_dropout=0.0
         ),
-        tokenizer=schema.Tokenizer(tokenizer_type="ByteTokenizer"),
+        tokenizer=schema.TokenizerFlags(tokenizer_type="ByteTokenizer"),
         data=schema.Data(seq_length=SEQ, eod_mask_loss=True, reset_position_ids=True, reset_attention_mask=True),
         training=schema.Training(
             micro_batch_size=16, train_iters=steps, exit_interval=exit_interval, eval_interval=100, eval_iters=2

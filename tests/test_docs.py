@@ -63,7 +63,7 @@ def known_flags(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         found.update(flags._parser(cls, positional)._option_string_actions)
         raise Stop
 
-    monkeypatch.setattr(flags, "parse", collect)
+    monkeypatch.setattr(flags, "parse_settings", collect)
     for words in [*([c] for c in COMMANDS if c != "data"), *(["data", verb] for verb in VERBS)]:
         if words[0] not in ONLY_PRINT:
             with pytest.raises(Stop):
@@ -81,7 +81,7 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         raise Stop(*(inner if isinstance(inner, list) and inner and inner[0] in COMMANDS else ()))
 
     with monkeypatch.context() as patch:
-        patch.setattr(flags, "parse", parse)
+        patch.setattr(flags, "parse_settings", parse)
         with pytest.raises(Stop) as stopped:
             status = main(words)
             pytest.fail(f"status {status}: {shlex.join(words)}")
