@@ -79,7 +79,7 @@ def measure(log: Path) -> None:
             slowest[found[2]] = max(slowest[found[2]], float(found[1]))
     slow = [name for name, seconds in sorted(slowest.items()) if seconds > LIMIT]
     # The rules of the structure are always checked.
-    kept = [name for name in slow if not name.startswith(("test_imports.py", "test_form.py"))]
+    kept = [name for name in slow if not name.startswith("test_imports.py")]
     SLOW.write_text("".join(f"{name}\n" for name in kept))
 
 

@@ -165,7 +165,7 @@ def reference(method: str) -> bytes:
 REPLACED = {code[0]: operands + reference(method) for code, (operands, method) in CALLS.items()}
 
 
-class TranslatedUnpickler(pickle.Unpickler):
+class TranslatedUnpickler(pickle.Unpickler):  # noqa: S301  it loads only what `translate` let through
     """Runs a translated program; every global and every reference is the reader's to answer."""
 
     def __init__(self, program: io.BytesIO, reader: PickleReader) -> None:
