@@ -10,8 +10,9 @@ import torch
 from helpers import TINY_FLAGS, read_rows
 from meshwright.checkpoint import steps
 from meshwright.errors import UNEXPECTED
+from meshwright.ranks.team import Team
 from meshwright.training import loop
-from meshwright.training.health.replicas import ROWS, WIDTH, digest
+from meshwright.training.health.replicas import ROWS, WIDTH, Copies, Replicas, digest, name_ranks
 from on_ranks import train_on_ranks
 
 pytestmark = pytest.mark.whole
@@ -47,7 +48,9 @@ def train(tmp_path, world, flags, wrong, at=2, name="h.1.mlp.fc.weight"):
 def test_the_rank_that_differs_is_named_within_the_interval(tmp_path):
     statuses, out, logged = train(tmp_path, 3, ["--check-replicas-interval=4"], wrong=1)
     assert statuses == [UNEXPECTED] * 3
-    assert re.search(r"iteration 4: rank 1 \(\S+\) has other weights than 2 ranks that agree: h\.1\.mlp\.fc\.wei", out)
+    assert re.search(
+        r"iteration 4: rank 1 \(\S+\) holds weights that differ from the other 2 copies, first in h\.1\.ml", out
+    )
     assert "Traceback" not in out and logged == [1, 2, 3, 4] and list(steps.list_steps(tmp_path / "run")) == []
     assert read_rows(tmp_path / "run", "end")[0]["status"] == UNEXPECTED
 
@@ -60,7 +63,7 @@ def test_the_rank_that_differs_is_named_within_the_interval(tmp_path):
             4,
             ["--bf16", "--zero-stage=1", "--num-distributed-optimizer-instances=2"],
             "wpe.weight",
-            "rank 3 .* other weights than 3 ranks",
+            "rank 3 .* holds weights that differ from the other 3 copies",
             marks=pytest.mark.long,
         ),
         pytest.param(2, ["--tensor-model-parallel-size=2"], "ln_f.weight", "different weights", marks=pytest.mark.long),
@@ -71,7 +74,7 @@ def test_the_rank_that_differs_is_named_within_the_interval(tmp_path):
             4,
             ["--zero-stage=3", "--num-distributed-optimizer-instances=2"],
             "ln_f.weight",
-            "rank 1 .* rank 3 .* different weights",
+            "ranks 1 .* and 3 .* hold different weights",
             marks=pytest.mark.long,
         ),
     ],
@@ -80,8 +83,23 @@ def test_the_rank_that_differs_is_named_within_the_interval(tmp_path):
 def test_a_save_compares(tmp_path, world, flags, name, what):
     """The interval is long, so the save at the end is the first to look."""
     statuses, out, _ = train(tmp_path, world, flags, wrong=world - 1, at=8, name=name)
-    assert statuses == [UNEXPECTED] * world and re.search(rf"iteration 8: .*{what}.*: {name}", out)
+    assert statuses == [UNEXPECTED] * world and re.search(rf"iteration 8: .*{what}.*first in {name}", out)
     assert list(steps.list_steps(tmp_path / "run")) == []
+
+
+def test_copies_that_are_equal_again_are_no_riddle():
+    """The hashes differed, and the tensors no longer do when they are named."""
+    everyone = Team()
+    replicas = object.__new__(Replicas)
+    replicas.team, replicas.saves_to = everyone, "run"
+    error = replicas.explain(7, Copies("weights", [[0]], {"w": torch.zeros(3)}))
+    text = (
+        "the copies of the weights differed and are equal again: suspect the memory of a GPU; nothing was saved since"
+    )
+    assert str(error).startswith(f"iteration 7: {text}") and error.everywhere
+    assert name_ranks([1], ["a", "b"]) == "rank 1 (b) holds"
+    assert name_ranks([1, 2], ["a", "b", "c"]) == "ranks 1 (b) and 2 (c) hold"
+    assert name_ranks(list(range(6)), ["a"] * 6) == "ranks 0 (a), 1 (a), 2 (a), 3 (a) and 2 more hold"
 
 
 @pytest.mark.long

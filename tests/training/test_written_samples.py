@@ -9,7 +9,7 @@ from layouts import FLAGS, run_all
 from meshwright.errors import USAGE
 from meshwright.settings import flags
 from meshwright.settings.schema import Sampling, TrainConfig
-from meshwright.training.beside.samples import Samples, in_one_line
+from meshwright.training.beside.samples import SampleWriter, in_one_line
 
 BYTES = ["--tokenizer=byte", "--vocab-size=257", "--sample-interval=2"]
 
@@ -70,7 +70,7 @@ PROMPTS = ["1 2 3", "11", "4 5 6 7 8 9 10", "3"]
 
 def texts_of(trainer):
     """Return the logits behind the prompts, and their continuations."""
-    samples = Samples(trainer.config, trainer.net, trainer.state.vocab, Numbers())
+    samples = SampleWriter(trainer.config, trainer.net, trainer.state.vocab, Numbers())
     return samples.next_logits(samples.ids).tolist(), samples.generate()
 
 

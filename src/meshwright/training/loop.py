@@ -25,7 +25,7 @@ from meshwright.optim.schedule import warn_of_idle_steps
 from meshwright.ranks.pulse import pulse
 from meshwright.ranks.watchdog import Watchdog
 from meshwright.settings.grammar import skipped
-from meshwright.training.beside.samples import Samples
+from meshwright.training.beside.samples import SampleWriter
 from meshwright.training.beside.scores import Scores
 from meshwright.training.health.guard import Guard
 from meshwright.training.health.replicas import Replicas
@@ -53,7 +53,7 @@ class Trainer:
         timers: Timers,
         stop: StopConditions,
         watchdog: Watchdog | None = None,
-        samples: Samples | None = None,
+        samples: SampleWriter | None = None,
         scores: Scores | None = None,
     ) -> None:
         self.state, self.feed, self.metrics, self.timers, self.stop = state, feed, metrics, timers, stop

@@ -24,7 +24,7 @@ from meshwright.ranks.team import Team
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.before import memory
 from meshwright.training.before.sizes import describe_long_step, parameters_of_ranks
-from meshwright.training.beside.samples import Samples
+from meshwright.training.beside.samples import SampleWriter
 from meshwright.training.beside.scores import Scores, ScoresBeside
 from meshwright.training.log.metrics import Metrics, RunBegin
 from meshwright.training.log.screen import Beginning, LineScreen
@@ -143,9 +143,11 @@ def loader_spec(state: State, document_ends: DocumentEnds | None) -> LoaderSpec:
     )
 
 
-def open_samples(state: State, tokenizer: Tokenizer | None) -> Samples | None:
+def open_samples(state: State, tokenizer: Tokenizer | None) -> SampleWriter | None:
     """Return the prompts of --sample-interval, or None without it."""
-    return Samples(state.config, state.net, state.vocab, tokenizer) if state.config.logging.sample_interval else None
+    return (
+        SampleWriter(state.config, state.net, state.vocab, tokenizer) if state.config.logging.sample_interval else None
+    )
 
 
 def open_scores(state: State, tokenizer: Tokenizer | None) -> Scores | None:

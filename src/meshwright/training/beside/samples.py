@@ -3,7 +3,7 @@
 Each new token is a forward pass over the whole text, as a validation's, without a key/value cache:
 it works wherever a validation does, and a sample costs less than its tokens' number of sequences.
 Random numbers are those of `generate`, functions of (seed, prompt, position), so that the training
-draws none less or more.
+draws the same numbers with samples as without.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from meshwright.training.beside.scores import runs_one_shape
 from meshwright.training.log.metrics import Metrics
 from meshwright.training.step import Network
 
-WIDTH = 64  # texts are padded to a multiple of this, so that few shapes occur
+PADDING = 64  # texts are padded to a multiple of this, so that few shapes occur
 
 
-class Samples:
+class SampleWriter:
     """The prompts of --sample-prompts, which all ranks continue together."""
 
     def __init__(self, config: TrainConfig, net: Network, vocab: int, tokenizer: Tokenizer | None) -> None:
@@ -78,7 +78,7 @@ class Samples:
         """Return the logits [texts, vocabulary] behind each text, the same on all ranks."""
         net, at = self.net, self.net.layout.at
         longest = max(map(len, texts))
-        width = self.length if self.is_fixed else min(-(-longest // WIDTH) * WIDTH, self.length)
+        width = self.length if self.is_fixed else min(-(-longest // PADDING) * PADDING, self.length)
         padded = texts + [texts[-1]] * (-len(texts) % self.rows)
         tokens = torch.tensor([text + [0] * (width - len(text)) for text in padded])
         ends = torch.tensor([len(text) - 1 for text in padded]).split(self.rows)  # type: ignore[no-untyped-call]

@@ -33,7 +33,7 @@ from meshwright.training.step import Network
 
 # The share of a run's time that scores take at the default interval, if a forward pass is a third
 # of a step. Padding and the restart of a pipeline of steps cost more: it must stay below 2 %.
-SHARE = 0.005
+TIME_SHARE = 0.005
 SNAPSHOTS = "eval-snapshots"  # in the run's folder
 
 
@@ -43,32 +43,33 @@ class Scores:
     def __init__(self, config: TrainConfig, net: Network, vocab: int, tokenizer: Tokenizer | None, team: Team) -> None:
         assert config.data.seq_length
         self.config, self.net, self.team, self.vocab = config, net, team, vocab
-        self.length, self.last, self.is_fixed = config.data.seq_length, -1, runs_one_shape(net)
+        self.length, self.is_fixed = config.data.seq_length, runs_one_shape(net)
+        self.scored_step = -1  # the last one
         spec = config.logging.eval_tasks or ""
         if tokenizer is None:
             raise UserError(f"--eval-tasks {spec} reads text, for which the run needs a tokenizer; give --tokenizer")
         half = max(1, self.length // 2)
         self.tasks: list[Task] = []
 
-        def read() -> None:
+        def read_tasks() -> None:
             for name, path in eval_tasks(spec).items():
                 self.tasks.append(tasks.make_task(name, path, tokenizer, self.length, half))
 
-        team.run_on_all(read)
+        team.run_on_all(read_tasks)
         self.interval = config.logging.eval_tasks_interval or self.default_interval()
         names = ", ".join(task.name for task in self.tasks)
         where = config.logging.eval_tasks_device
         remark(f" > --eval-tasks: {names} every {self.interval:,} steps{f', beside the run on {where}' * bool(where)}")
 
     def default_interval(self) -> int:
-        """Return the least of 1, 2, 5, 10, 20, ... that keeps the scores' time below SHARE."""
+        """Return the least of 1, 2, 5, 10, 20, ... that keeps the scores' time below TIME_SHARE."""
         c = self.config
-        fed = sum(self.fed(task) for task in self.tasks)
-        least = fed / (3 * SHARE * c.global_batch * self.length)
+        fed = sum(self.tokens_fed(task) for task in self.tasks)
+        least = fed / (3 * TIME_SHARE * c.global_batch * self.length)
         round_numbers: list[int] = [n * 10**k for k in range(12) for n in (1, 2, 5)]
         return next(n for n in round_numbers if n >= least)
 
-    def fed(self, task: Task) -> int:
+    def tokens_fed(self, task: Task) -> int:
         """Return the tokens that the network reads for a task, with padding."""
         lengths = [len(w.tokens) - 1 for w in task.windows]
         return self.length * len(lengths) if self.is_fixed else sum(lengths)
@@ -81,7 +82,7 @@ class Scores:
 
     def run(self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]) -> None:
         """Score the current weights and record the result, unless that is done for this step."""
-        if iteration == self.last:
+        if iteration == self.scored_step:
             return
         for task in self.tasks:
             began = time.perf_counter()
@@ -91,7 +92,7 @@ class Scores:
             if values is None:
                 return
             metrics.score(iteration, consumed, task, values, time.perf_counter() - began)
-        self.last = iteration
+        self.scored_step = iteration
 
     def finish(self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]) -> None:
         """Score the weights after the last step."""
@@ -145,7 +146,7 @@ class ScoresBeside(Scores):
 
     def run(self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]) -> None:
         """Begin with these weights, unless other ones are still being scored."""
-        if iteration == self.last:
+        if iteration == self.scored_step:
             return
         if any(self.team.gather(self.child is not None)):
             busy = f"step {self.scored[0]:,} is still being scored on {self.config.logging.eval_tasks_device}"
@@ -156,7 +157,7 @@ class ScoresBeside(Scores):
     def begin(self, iteration: int, consumed: int) -> None:
         self.team.run_on_lead(lambda: shutil.rmtree(self.root, ignore_errors=True))
         self.snapshot(self.root)
-        self.last = iteration
+        self.scored_step = iteration
         if not self.team.is_lead:
             return
         g, p = self.config.logging, self.config.precision
@@ -175,7 +176,7 @@ class ScoresBeside(Scores):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | ALONE,
+                env=os.environ | ONE_RANK,
                 text=True,
             )
 
@@ -192,14 +193,14 @@ class ScoresBeside(Scores):
             lines = (self.root / "log.txt").read_text(errors="replace").strip().splitlines() or ["no output"]
             remark(f"WARNING: --eval-tasks: no scores of step {iteration:,} (exit status {status}): {lines[-1]}")
             return
-        for one in json.loads((self.root / "scores.json").read_text()):
-            [task] = [task for task in self.tasks if task.name == one["task"]]
-            metrics.score(iteration, consumed, task, one["values"], one["seconds"])
+        for score in json.loads((self.root / "scores.json").read_text()):
+            [task] = [task for task in self.tasks if task.name == score["task"]]
+            metrics.score(iteration, consumed, task, score["values"], score["seconds"])
 
     def finish(self, iteration: int, consumed: int, metrics: Metrics, should_stop: Callable[[], bool]) -> None:
         """Wait for the process, score the last weights and wait for them too."""
         self.wait(metrics, should_stop)
-        if iteration != self.last and not should_stop():
+        if iteration != self.scored_step and not should_stop():
             self.begin(iteration, consumed)
             self.wait(metrics, should_stop)
         self.close()
@@ -222,7 +223,7 @@ class ScoresBeside(Scores):
             shutil.rmtree(self.root, ignore_errors=True)
 
 
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 # The process ends with its parent, and leaves the processors to it.
 BESIDE = """
 import os, sys

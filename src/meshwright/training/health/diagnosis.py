@@ -1,8 +1,8 @@
-"""Find where a step began to be not finite: compute it again and look at all that it makes.
+"""Recompute a step under hooks and find the first value that is not finite.
 
 The step was not applied, so the same weights, samples and random numbers give the same values
-again, unless a fault of the hardware made them. All ranks call `find` together; steps that are
-finite cost nothing.
+again, unless a fault of the hardware made them. All ranks call `find_origin` together; steps that
+are finite cost nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from meshwright.parallel.layout import Layout
 from meshwright.ranks.team import Team
 from meshwright.training.step import Network, StepSettings, accumulate, prepare_numbers, sum_terms
 
-PART = 1 << 26  # elements that are looked at together
-SHOWN = 8  # ranks that are named
+AT_ONCE = 1 << 26  # elements that are checked together
+NAMED = 8  # ranks that an error names
 
 
 class Origin(NamedTuple):
-    """Where it began, in words, and what metrics.jsonl has of it."""
+    """Where values began to be not finite, in words and as columns of metrics.jsonl."""
 
     text: str
     facts: dict[str, Any]
@@ -44,60 +44,57 @@ class Origin(NamedTuple):
         return bool(self.facts["kind"] == "none")
 
 
-class Place(NamedTuple):
-    """What one rank found; of several ranks', the least `order` came first."""
+class Finding(NamedTuple):
+    """The first bad value that one rank found; of several ranks', the least `order` came first."""
 
     order: list[int]
     text: str
     name: str  # of the module, parameter or state
-    is_fused: bool = False  # whether it is a whole block, run by fused kernels
+    is_fused: bool = False  # whether it is a layer run by fused kernels
 
 
-def find(net: Network, team: Team, batches: list[Batch], settings: StepSettings, has_loss: bool) -> Origin:
+def find_origin(net: Network, team: Team, batches: list[Batch], settings: StepSettings, has_loss: bool) -> Origin:
     """Find where a step began to be not finite; `has_loss` if its loss was finite."""
     first = functools.partial(first_of_all, team, net.layout)
     with devices.on_stream(net.stream), as_usual(net):
         net.store.wait_for_weights()
-        if origin := first("state", bad_state(net)):
+        if origin := first("state", find_bad_state(net)):
             return origin
-        here = [b.to(net.device) for b in batches]
-        if origin := first("forward", run_forward(net, here, settings.seed)):
+        on_device = [b.to(net.device) for b in batches]
+        if origin := first("forward", run_forward(net, on_device, settings.seed)):
             if origin.facts["fused"]:
                 with plain_blocks(net):  # the same up to rounding, module by module
-                    return first("forward", run_forward(net, here, settings.seed)) or origin
+                    return first("forward", run_forward(net, on_device, settings.seed)) or origin
             return origin
         if has_loss:
-            made, summed = run_backward(net, batches, settings)
-            if origin := first("backward", made) or first("sum", summed):
+            of_rank, summed = run_backward(net, batches, settings)
+            if origin := first("backward", of_rank) or first("sum", summed):
                 return origin
     hosts = sorted(set(team.gather(platform.node())))
     text = "computed again, it is finite: a transient fault, so suspect the hardware of "
-    return Origin(text + some(hosts), {"kind": "none", "hosts": hosts})
+    return Origin(text + list_some(hosts), {"kind": "none", "hosts": hosts})
 
 
-def first_of_all(team: Team, layout: Layout, kind: str, mine: Place | None) -> Origin | None:
+def first_of_all(team: Team, layout: Layout, kind: str, own: Finding | None) -> Origin | None:
     """Return the first of what all ranks found, with the ranks that found it."""
     shown = {n: dims for n, dims in COORDINATES.items() if n != "cp" or layout.cp > 1}
     at = ", ".join(f"{name} {layout.at(*dims)}" for name, dims in shown.items())
-    found = [
-        one for one in team.gather([*mine, f"{team.rank} ({at}, host {platform.node()})"] if mine else None) if one
-    ]
-    if not found:
+    everyone = team.gather([*own, team.rank, f"{team.rank} ({at}, host {platform.node()})"] if own else None)
+    findings = [finding for finding in everyone if finding]
+    if not findings:
         return None
-    order, text, name, is_fused, _ = min(found)
-    ranks = [one[-1] for one in found if one[0] == order and one[2] == name]
-    where = "" if team.size == 1 else f", on rank{'s' * (len(ranks) > 1)} {some(ranks)}"
-    return Origin(
-        f"it began in {text}{where}",
-        {"kind": kind, "name": name, "fused": is_fused, "ranks": [int(one.split()[0]) for one in ranks]},
-    )
+    order, text, name, is_fused, *_ = min(findings)
+    same = [finding for finding in findings if finding[0] == order and finding[2] == name]
+    ranks, places = [finding[-2] for finding in same], [finding[-1] for finding in same]
+    where = "" if team.size == 1 else f", on rank{'s' * (len(ranks) > 1)} {list_some(places)}"
+    return Origin(f"it began in {text}{where}", {"kind": kind, "name": name, "fused": is_fused, "ranks": ranks})
 
 
 COORDINATES = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("replicas", "shard")}
 
 
-def some(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+def list_some(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 # Numbers
@@ -105,30 +102,30 @@ def some(names: list[str]) -> str:
 
 def count_bad(x: Tensor) -> Tensor:
     """Count the values that are not finite, on the device."""
-    return torch.stack([(~part.isfinite()).sum() for part in torch.split(x.detach().flatten(), PART)]).sum()
+    return torch.stack([(~part.isfinite()).sum() for part in torch.split(x.detach().flatten(), AT_ONCE)]).sum()
 
 
 def floats(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of numbers that are not whole in nested tuples, lists and dictionaries."""
+    """Yield the tensors of floating-point numbers in nested tuples, lists and dictionaries."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.numel():
             yield value
     elif isinstance(value, tuple | list | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from floats(one)
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from floats(inner)
 
 
 def bad_in(value: Any) -> tuple[int, int]:
     """Return how many values are not finite, and of how many."""
-    found = list(floats(value))
-    return sum(int(count_bad(x)) for x in found), sum(x.numel() for x in found)
+    tensors = list(floats(value))
+    return sum(int(count_bad(x)) for x in tensors), sum(x.numel() for x in tensors)
 
 
-def of(numbers: tuple[int, int]) -> str:
+def in_words(numbers: tuple[int, int]) -> str:
     return f"{numbers[0]:,} of {numbers[1]:,} values"
 
 
-def first_bad(tensors: dict[str, Tensor], before: str) -> Place | None:
+def first_bad(tensors: dict[str, Tensor], before: str) -> Finding | None:
     """Return the first tensor that is not finite, after one wait for the device."""
     named = [(name, x) for name, x in tensors.items() if x.numel()]
     if not named:
@@ -136,17 +133,17 @@ def first_bad(tensors: dict[str, Tensor], before: str) -> Place | None:
     counts = torch.stack([count_bad(x).cpu() for _, x in named]).tolist()
     for i, ((name, x), bad) in enumerate(zip(named, counts, strict=True)):
         if bad:
-            return Place([i], f"{before}{name} ({of((bad, x.numel()))})", name)
+            return Finding([i], f"{before}{name} ({in_words((bad, x.numel()))})", name)
     return None
 
 
-def bad_state(net: Network) -> Place | None:
-    """Look at this rank's weights and moments, and at the copies that the layers read."""
-    kept = {name: x for name, (_, _, x) in net.store.named_state().items()}
-    found = first_bad({n: x for n, x in kept.items() if "/" not in n}, "the weights ")
-    read = {n: p for part in net.parts for n, p in part.named_parameters() if not hasattr(p, "to_local")}
-    found = found or first_bad(read, "the copy that the layers read of the weights ")
-    return found or first_bad({n: x for n, x in kept.items() if "/" in n}, "the optimizer's state ")
+def find_bad_state(net: Network) -> Finding | None:
+    """Check this rank's weights and moments, and the copies that the layers read."""
+    state = {name: x for name, (_, _, x) in net.store.named_state().items()}
+    finding = first_bad({n: x for n, x in state.items() if "/" not in n}, "the weights ")
+    copies = {n: p for part in net.parts for n, p in part.named_parameters() if not hasattr(p, "to_local")}
+    finding = finding or first_bad(copies, "the copy that the layers read of the weights ")
+    return finding or first_bad({n: x for n, x in state.items() if "/" in n}, "the optimizer's state ")
 
 
 # Passes
@@ -158,13 +155,13 @@ def as_usual(net: Network) -> Iterator[None]:
 
     fp8's scales learn nothing from them.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as block:
         if net.is_compiled:
-            held.enter_context(torch.compiler.set_stance("force_eager"))
+            block.enter_context(torch.compiler.set_stance("force_eager"))
         if (scales := net.store.scales) is not None:
-            held.enter_context(scales.trial())
+            block.enter_context(scales.trial())
         for p in (p for part in net.parts for p in part.parameters() if hasattr(p, "sink")):
-            held.callback(setattr, p, "sink", p.sink)
+            block.callback(setattr, p, "sink", p.sink)
             del p.sink
         for part in net.parts:
             part.train()
@@ -183,21 +180,21 @@ def plain_blocks(net: Network) -> Iterator[None]:
             del block.forward
 
 
-def run_forward(net: Network, batches: list[Batch], seed: int) -> Place | None:
-    """Run the forward pass; return the first module that made what is not finite."""
+def run_forward(net: Network, batches: list[Batch], seed: int) -> Finding | None:
+    """Run the forward pass; return the first module whose output is not finite."""
     watch = Watch(net, has_gradients=False)
 
     def see_loss(logits: Tensor, i: int) -> Tensor:
         terms = sum_terms(net, batches[i], logits)
-        watch.see("the loss function", watch.place(len(net.parts) - 1), logits, terms)
+        watch.see("the loss function", watch.order(len(net.parts) - 1), logits, terms)
         return terms[0]
 
     with watch.attached():
         net.infer(batches, see_loss, seed)
-    return watch.made or watch.passed_on
+    return watch.from_finite or watch.passed_on
 
 
-def run_backward(net: Network, batches: list[Batch], settings: StepSettings) -> tuple[Place | None, Place | None]:
+def run_backward(net: Network, batches: list[Batch], settings: StepSettings) -> tuple[Finding | None, Finding | None]:
     """Compute the gradients; return the first that is not finite on this rank, and after sums."""
     if net.graphs is not None:
         net.graphs.release()  # their memory is needed; they are captured again
@@ -207,7 +204,7 @@ def run_backward(net: Network, batches: list[Batch], settings: StepSettings) -> 
         net.store.finish_sums()
     summed = first_bad(dict(net.store.each_gradient()), "the sum over the ranks of the gradient of ")
     if summed is None and not bool(net.store.sum_of_squares().isfinite()):
-        summed = Place([0], "the norm: the gradients are finite, the sum of their squares is not", "norm")
+        summed = Finding([0], "the norm: the gradients are finite, the sum of their squares is not", "norm")
     return watch.gradient(), summed
 
 
@@ -218,10 +215,10 @@ class Watch:
         self.net, self.has_gradients = net, has_gradients
         self.calls = 0
         self.microbatches = [-1] * len(net.parts)
-        self.made: Place | None = None  # from finite inputs
-        self.passed_on: Place | None = None
-        self.gradients: dict[bool, Place] = {}  # the first that is not finite: of a parameter, of an output
-        self.known: dict[int, Tensor] = {}  # parameters with a hook
+        self.from_finite: Finding | None = None  # made from finite inputs
+        self.passed_on: Finding | None = None
+        self.gradients: dict[bool, Finding] = {}  # the first that is not finite: of a parameter, of an output
+        self.hooked: dict[int, Tensor] = {}  # parameters
         self.handles: list[Any] = []
 
     @contextlib.contextmanager
@@ -238,8 +235,8 @@ class Watch:
             for handle in self.handles:
                 handle.remove()
 
-    def place(self, chunk: int) -> list[int]:
-        """Return the order of what happens now: the micro-batch, the stage, the call."""
+    def order(self, chunk: int) -> list[int]:
+        """Return the order of this moment: the micro-batch, the stage, the call."""
         self.calls += 1
         stage = chunk if self.net.pipeline is None else self.net.pipeline.stages[chunk]
         return [self.microbatches[chunk], stage, self.calls]
@@ -250,12 +247,12 @@ class Watch:
         if not self.has_gradients:
             return
         for inner, p in module.named_parameters(prefix=name):  # ZeRO 3 has gathered them by now
-            if id(p) not in self.known and p.requires_grad and not hasattr(p, "to_local"):
-                self.known[id(p)] = p
+            if id(p) not in self.hooked and p.requires_grad and not hasattr(p, "to_local"):
+                self.hooked[id(p)] = p
                 self.handles.append(p.register_hook(self.gradient_hook(chunk, inner, "", True)))  # type: ignore[no-untyped-call]
 
     def leave(self, chunk: int, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        order = self.place(chunk)
+        order = self.order(chunk)
         if not self.has_gradients:
             self.see(name, order, (args, kwargs), output, isinstance(module, FusedBlock))
             return
@@ -264,28 +261,28 @@ class Watch:
                 x.register_hook(self.gradient_hook(chunk, name, "the output of ", False))  # type: ignore[no-untyped-call]
 
     def see(self, name: str, order: list[int], source: Any, output: Any, is_fused: bool = False) -> None:
-        """Take note of an output that is not finite, and of whether its inputs are."""
-        if self.made is not None or not (bad := bad_in(output))[0]:
+        """Note an output that is not finite, and whether its inputs are."""
+        if self.from_finite is not None or not (bad := bad_in(output))[0]:
             return
         is_first = not bad_in(source)[0]
         of_inputs = " from finite inputs" if is_first else ""
-        text = f"the forward pass of micro-batch {order[0] + 1}: {of(bad)} that {name} made{of_inputs}"
+        text = f"the forward pass of micro-batch {order[0] + 1}: {in_words(bad)} that {name} made{of_inputs}"
         if is_first:
-            self.made = Place(order, text, name, is_fused)
-        self.passed_on = self.passed_on or Place(order, text, name, is_fused)
+            self.from_finite = Finding(order, text, name, is_fused)
+        self.passed_on = self.passed_on or Finding(order, text, name, is_fused)
 
     def gradient_hook(self, chunk: int, name: str, before: str, is_parameter: bool) -> Callable[[Tensor], None]:
-        stage = self.place(chunk)[1]
+        stage = self.order(chunk)[1]
 
         def see(grad: Tensor) -> None:
             self.calls += 1
             if is_parameter not in self.gradients and (bad := bad_in(grad))[0]:
-                text = f"the gradient of {before}{name} ({of(bad)})"
-                self.gradients[is_parameter] = Place([-stage, self.calls], text, name)
+                text = f"the gradient of {before}{name} ({in_words(bad)})"
+                self.gradients[is_parameter] = Finding([-stage, self.calls], text, name)
 
         return see
 
-    def gradient(self) -> Place | None:
+    def gradient(self) -> Finding | None:
         """Return the first gradient that was not finite; a parameter's, if that came later, too."""
         if not self.gradients:
             return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from meshwright.console import remark
 from meshwright.errors import NON_FINITE, UserError
 from meshwright.settings.grammar import ON_NONFINITE, ON_SPIKE, reaction
-from meshwright.training.health.diagnosis import Origin, find
+from meshwright.training.health.diagnosis import Origin, find_origin
 
 if TYPE_CHECKING:
     from meshwright.data.feed import Feed
@@ -80,8 +80,8 @@ class Guard:
     def locate(self, step: Submitted, has_loss: bool) -> Origin:
         try:
             batches = self.feed.read_again(step.consumed - step.size)
-            return find(self.state.net, self.state.team, batches, step.settings, has_loss)
-        except Exception as error:  # the step's own end says more than a failed search
+            return find_origin(self.state.net, self.state.team, batches, step.settings, has_loss)
+        except Exception as error:  # a failed search must not hide why the step is not applied
             line = (str(error).splitlines() or [""])[0]
             text = f"where it began was not found: {type(error).__name__}: {line}"
             return Origin(text, {"kind": "unknown"})

@@ -32,7 +32,8 @@ from meshwright.ranks.team import Team
 from meshwright.training.step import Network
 
 WIDTH = 4096  # words that share a row of multipliers
-ROWS = 1024  # of words that are hashed at once: the products take 32 MiB
+ROWS = 1024  # rows of words that are hashed at once: the products take 32 MiB
+NAMED = 4  # ranks that an error names
 ODD = 0x1E3779B97F4A7C15
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -52,20 +53,20 @@ class Copies:
 
 def copies_in(store: Store) -> list[Copies]:
     """Return what this layout holds more than once: the same kinds on every rank."""
-    layout, held = store.layout, store.weights_by_name()
-    weights = Copies("weights", layout.members(*store.sharding.replicated), held)
+    layout, named = store.layout, store.weights_by_name()
+    weights = Copies("weights", layout.members(*store.sharding.replicated), named)
     kinds = [weights]
     if isinstance(store, FlatStore):
         weights.groups, weights.flat = layout.members("replicas", "shard", "cp"), store.weights
         if store.master is not store.weights and not store.offload:
-            ranges = ((name, *store.local_range(name)) for name in held)
+            ranges = ((name, *store.local_range(name)) for name in named)
             parts = {name: store.master[begin : begin + high - low] for name, begin, low, high in ranges}
             kinds.append(Copies("master weights", layout.members(*store.sharding.replicated), parts, store.master))
-    uncut = {name: x for name, x in held.items() if not store.sharding.is_cut(name)}
+    uncut = {name: x for name, x in named.items() if not store.sharding.is_cut(name)}
     kinds.append(Copies("weights", layout.members("tp"), uncut))
     if store.sharding.tied:  # the first and the last stage have the token table
         ends = [sorted({g[0], g[-1]}) for g in layout.members("pp")]
-        table = {name: x for name, x in held.items() if name == "wte.weight"}
+        table = {name: x for name, x in named.items() if name == "wte.weight"}
         kinds.append(Copies("token tables", ends, table))
     return [kind for kind in kinds if any(len(group) > 1 for group in kind.groups)]
 
@@ -99,15 +100,16 @@ def digest(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 def joined(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the tensors flat; small ones together, which takes fewer kernels."""
-    small: list[Tensor] = []
+    small, elements = list[Tensor](), 0
     for x in tensors:
-        if x.numel() < WIDTH * ROWS:
-            small.append(x.reshape(-1))
-        else:
+        if x.numel() >= WIDTH * ROWS:
             yield x
-        if sum(x.numel() for x in small) >= WIDTH * ROWS:
+            continue
+        small.append(x.reshape(-1))
+        elements += x.numel()
+        if elements >= WIDTH * ROWS:
             yield torch.cat(small)
-            small = []
+            small, elements = [], 0
     if small:
         yield torch.cat(small)
 
@@ -140,11 +142,11 @@ class Replicas:
         device = self.net.device
         with devices.on_stream(self.net.stream):
             self.net.store.wait_for_weights()
-            mine = torch.stack([kind.digest(device) for kind in self.copies])
-            table = mine[None]
+            hashes = torch.stack([kind.digest(device) for kind in self.copies])
+            table = hashes[None]
             if self.net.layout.world > 1:
-                table = mine.new_empty(self.net.layout.world, len(mine))
-                comm.gather_into(table.view(-1), mine)
+                table = hashes.new_empty(self.net.layout.world, len(hashes))
+                comm.gather_into(table.view(-1), hashes)
             self.pending = iteration, devices.start_read(table)
 
     def look(self) -> None:
@@ -164,24 +166,34 @@ class Replicas:
 
     def explain(self, iteration: int, kind: Copies) -> UserError:
         """Find out which ranks hold which parameters differently; every rank calls this."""
-        mine = {name: int(digest([x], x.device)) for name, x in kind.tensors.items()}
-        everyone = self.team.gather([socket.gethostname(), mine])
+        own = {name: int(digest([x], x.device)) for name, x in kind.tensors.items()}
+        everyone = self.team.gather([socket.gethostname(), own])
         wrong: dict[str, tuple[list[int], int]] = {}  # parameter -> ranks that differ, ranks that agree
         for group in kind.groups:
             for name in everyone[group[0]][1]:
-                held = Counter(everyone[rank][1].get(name) for rank in group)
-                (common, most), *others = held.most_common()
+                counts = Counter(everyone[rank][1].get(name) for rank in group)
+                (common, most), *others = counts.most_common()
                 if others and name not in wrong:
                     is_split = others[0][1] == most
                     ranks = [r for r in group if is_split or everyone[r][1].get(name) != common]
                     wrong[name] = ranks, 0 if is_split else most
-        first, (ranks, agreeing) = next(iter(wrong.items()), ("none any more", ([], 0)))
-        shown = ", ".join(f"rank {rank} ({everyone[rank][0]})" for rank in ranks[:4]) + ", ..." * (len(ranks) > 4)
-        more = f" and {len(wrong) - 1} other parameters" * (len(wrong) > 1)
-        if agreeing:
-            what = f"{shown} has other {kind.what} than {agreeing} ranks that agree: {first}{more}"
-        else:
-            what = f"{shown} have different {kind.what}, and no majority shows which are right: {first}{more}"
         kept = f"; nothing was saved since they were equal: go on from {self.saves_to}" * bool(self.saves_to)
-        advice = "check the memory of that machine"
-        return UserError(f"iteration {iteration}: {what}{kept}; {advice}", UNEXPECTED, everywhere=True)
+        if not wrong:
+            what = f"the copies of the {kind.what} differed and are equal again: suspect the memory of a GPU{kept}"
+            return UserError(f"iteration {iteration}: {what}", UNEXPECTED, everywhere=True)
+        first, (ranks, agreeing) = next(iter(wrong.items()))
+        differ = f"{kind.what} that differ from the other {agreeing} copies" if agreeing else f"different {kind.what}"
+        doubt = "" if agreeing else ", and no majority shows which are right"
+        more = f" and {len(wrong) - 1} other parameters" * (len(wrong) > 1)
+        holders = name_ranks(ranks, [host for host, _ in everyone])
+        what = f"{holders} {differ}{doubt}, first in {first}{more}{kept}; check the memory of that machine"
+        return UserError(f"iteration {iteration}: {what}", UNEXPECTED, everywhere=True)
+
+
+def name_ranks(ranks: list[int], hosts: list[str]) -> str:
+    """Return the subject and verb of what ranks hold, with the hosts of the first ones."""
+    named = [f"{rank} ({hosts[rank]})" for rank in ranks[:NAMED]]
+    named += [f"{len(ranks) - NAMED} more"] * (len(ranks) > NAMED)
+    if len(named) == 1:
+        return f"rank {named[0]} holds"
+    return f"ranks {', '.join(named[:-1])} and {named[-1]} hold"

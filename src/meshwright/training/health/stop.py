@@ -66,9 +66,9 @@ class StopConditions:
     def handle_signals(self) -> Iterator[None]:
         """Note the first signal that asks the run to stop; a second one ends the process at once.
 
-        A scheduler's warning is noted like others, but SIGTERM after it is the first one again, and
-        further warnings change nothing. Does nothing outside the main thread, where Python allows
-        no signal handlers.
+        A scheduler's warning counts as the first, but the first SIGTERM after it still only asks;
+        further warnings are ignored. Does nothing outside the main thread, where Python allows no
+        signal handlers.
         """
         is_stopping = False
 
@@ -76,7 +76,7 @@ class StopConditions:
             nonlocal is_stopping
             number = signal.SIGTERM if number == signal.SIGHUP else number  # the terminal was closed
             if is_stopping and number not in WARNINGS:
-                tell(self.describe_stop())
+                print_from_handler(self.describe_stop())
                 os._exit(128 + number)
             is_stopping |= number not in WARNINGS
             if self.signal is not None:
@@ -84,7 +84,7 @@ class StopConditions:
             self.signal = signal.Signals(number)
             then = "and saving" if self.saves else "(no --save, so nothing is kept)"
             again = "; send it again to stop at once" if is_stopping else ""
-            tell(f"{self.signal.name}: finishing this step {then}{again}")
+            print_from_handler(f"{self.signal.name}: finishing this step {then}{again}")
 
         before = {}
         if self.t.exit_signal_handler and threading.current_thread() is threading.main_thread():
@@ -99,7 +99,7 @@ class StopConditions:
                 signal.signal(number, handler)
 
 
-def tell(line: str) -> None:
+def print_from_handler(line: str) -> None:
     """Print a line from a signal handler, once: a launcher passes the signal to every rank."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         with contextlib.suppress(OSError):  # not print, which the signal may have interrupted

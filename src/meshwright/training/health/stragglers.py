@@ -20,8 +20,9 @@ from typing import Any
 
 from meshwright.ranks.watchdog import Watchdog
 
-SLOW, WELL = 1.5, 1.25  # times the median: named from the one on, until below the other
-LEAST = 2.0  # ms; smaller differences are noise
+# A rank is slow from SLOW times the median on, until it is below WELL times the median.
+SLOW, WELL = 1.5, 1.25
+LEAST_MS = 2.0  # smaller differences are noise
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Stragglers:
         for rank, (host, _, ms, data) in enumerate(board):
             more = max(ms - median, data - data_median)
             bound = (WELL if rank in self.slow else SLOW) - 1
-            is_slow = math.isfinite(more) and more > max(bound * median, LEAST)
+            is_slow = math.isfinite(more) and more > max(bound * median, LEAST_MS)
             if is_slow != (rank in self.slow):
                 self.slow ^= {rank}
                 out.append((iteration, Lag(rank, host, ms, data, median, is_slow)))

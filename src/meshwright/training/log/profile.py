@@ -22,7 +22,7 @@ from meshwright.settings.schema import Logging
 # The kinds of work by their kernels' or operators' names; the first that matches counts.
 KINDS = {
     "communication": r"nccl|c10d::|gloo|all_?reduce|all_?gather|reduce_?scatter",
-    "attention": r"flash|fmha|sdpa|attention|attn|cudnn.*(bprop|fprop)",
+    "attention": r"flash|fmha|sdpa|attention|attn|_attend|cudnn.*(bprop|fprop)",
     "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|split_?k|scaled_mm|symm|syrk|\b(add|b|badd)?mm\b",
 }
 MEMORY_BOUND = "memory-bound"
