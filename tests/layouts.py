@@ -26,7 +26,7 @@ from meshwright.settings.schema import TrainConfig
 from meshwright.verify import small_run
 from meshwright.verify.compare import relative
 from meshwright.verify.compare import rows_of as rows_of
-from meshwright.verify.small_run import Connected, Place
+from meshwright.verify.small_run import Connected, RankSetup
 from meshwright.verify.twin import alone as alone
 from on_ranks import run_ranks
 
@@ -62,7 +62,7 @@ def untouched(name: str, trainer: Any, step: int) -> contextlib.AbstractContextM
 def trained(config: TrainConfig, steps: int, around: Around = untouched, name: str = "", connect: Any = None) -> Any:
     """Train for some steps and validate; return the trainer."""
     team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if config.world > 1 else Team()
-    trainer = small_run.start(config, Place(team, connect=connect or (lambda layout: layout)))
+    trainer = small_run.start_trainer(config, RankSetup(team, connect=connect or (lambda layout: layout)))
     for step in range(steps):
         with around(name, trainer, step):
             trainer.step()

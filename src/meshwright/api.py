@@ -73,10 +73,10 @@ def train(
     launcher such as torchrun every rank calls this function. With `handle_signals` (main thread
     only), Ctrl-C and SIGTERM finish the step and save.
     """
+    from meshwright.commands.verify_layout import rehearse
     from meshwright.launch.launcher import launch_flags_of
+    from meshwright.training.before.resolve import complete_settings
     from meshwright.training.run import run
-    from meshwright.training.state.resume import checkpoint_architecture
-    from meshwright.verify.rehearsal import rehearse
 
     idle = {}
     if isinstance(config, TrainConfig):
@@ -88,7 +88,7 @@ def train(
             raise UserError(f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()")
         parsed = flags.parse_settings(TrainConfig, words, "meshwright.train", values=settings, check=datasets is None)
         flags.print_notices(parsed)
-        config, idle = checkpoint_architecture(parsed.config, set(flags.given_settings(parsed))), parsed.idle
+        config, idle = complete_settings(parsed), parsed.idle
     if launch_flags_of(config.parallel) is not None:
         raise UserError("train() runs in this process; start several ranks with `meshwright launch` or torchrun")
     if handle_signals and threading.current_thread() is not threading.main_thread():

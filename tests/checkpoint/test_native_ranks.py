@@ -31,8 +31,10 @@ from meshwright.data import datasets
 from meshwright.errors import BAD_DATA, IO, LOCKED, UNEXPECTED, USAGE, UserError
 from meshwright.parallel import shard
 from meshwright.ranks.team import ALONE, Team
+from meshwright.ranks.world import World
 from meshwright.settings.schema import Checkpoint, Data, TokenizerFlags, TrainConfig
 from meshwright.training.before import preflight
+from meshwright.training.before.resolve import Resolved, look_for_vocabulary
 from meshwright.training.setup import open_feed
 from meshwright.training.state.state import Progress, State
 from on_ranks import run_ranks
@@ -370,13 +372,17 @@ def other_files(folder: Path) -> None:
     given = TokenizerFlags(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="tokenizer.json")
     checkpoint = Checkpoint(run_dir=f"run{t.rank}")  # which only the lead writes to
     config = TrainConfig(tokenizer=given, data=Data(data_path=["a"]), checkpoint=checkpoint)
+
+    def found(config: TrainConfig) -> Resolved:
+        return Resolved(config, *look_for_vocabulary(config, World(size=2)))
+
     with pytest.raises(UserError, match=r"SHA-256 of the tokenizer's tokenizer.json: \w+ on rank 0, \w+ on rank 1"):
-        preflight.build_vocabulary_on_all(config, None, t)
+        preflight.require_equal_vocabulary(t, found(config))
     with pytest.raises(UserError, match=r"--data-path a \(its files\): \w+ on rank 0, \w+ on rank 1") as caught:
         preflight.require_equal_settings(t, config)
     assert "data_fingerprint" not in str(caught.value) and "run_dir" not in str(caught.value)
     shared = replace(config, tokenizer=replace(given, tokenizer_model="none.json"))
-    assert "none.json does not exist" in error_of(lambda: preflight.build_vocabulary_on_all(shared, None, t))
+    assert "none.json does not exist" in error_of(lambda: preflight.require_equal_vocabulary(t, found(shared)))
 
 
 def test_files_that_differ_between_nodes_are_refused(tmp_path: Path) -> None:

@@ -177,7 +177,7 @@ def train(
     seed: int = 0,
 ) -> Trace:
     """Train one leg, as `meshwright train` does after its set-up."""
-    from meshwright.training.before.preflight import vocabulary
+    from meshwright.training.before.resolve import find_vocabulary
     from meshwright.training.health.stop import StopConditions
     from meshwright.training.log.timers import Timers
     from meshwright.training.loop import Trainer
@@ -186,17 +186,17 @@ def train(
     from meshwright.training.setup import build_state, open_feed
 
     device = torch.device("cpu")
-    tokenizer, vocab, padded = vocabulary(config, None)
-    marking: Any = tokenizer or SimpleNamespace(eod=EOD)  # mock data know no end of a document
+    vocabulary = find_vocabulary(config, None)
+    marking: Any = vocabulary.tokenizer or SimpleNamespace(eod=EOD)  # mock data know no end of a document
     timers, stop = Timers(0, "minmax", device, team), StopConditions(config.training, time.perf_counter(), saves=False)
-    state = build_state(Spec(config, layout, device, vocab, padded), team, timers)
+    state = build_state(Spec(config, layout, device, vocabulary.size, vocabulary.padded), team, timers)
     poison(state.net, bad)
     trace = Trace()
     trainer = Trainer(state, open_feed(state, marking, None), trace, timers, stop)  # type: ignore[arg-type]
     with contextlib.closing(trainer), traced(trainer, trace, shake, seed):
         reason = trainer.train()
         if saves_at_end:
-            finish(trainer, reason, tokenizer)
+            finish(trainer, reason, vocabulary.tokenizer)
         trainer.state.saver.wait()
     return trace
 

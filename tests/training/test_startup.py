@@ -9,7 +9,7 @@ from meshwright.console import say
 from meshwright.training.log import startup
 from meshwright.training.log.startup import Startup
 
-PHASES = "torch ranks modules tokenizer model weights data".split()
+PHASES = "tokenizer torch ranks modules model weights data".split()
 
 
 def test_a_run_records_its_phases(run):

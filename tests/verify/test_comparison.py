@@ -14,8 +14,8 @@ from meshwright.parallel.shard import Sharding
 from meshwright.ranks.team import Team
 from meshwright.report.page import CERTIFICATE, show_certificate
 from meshwright.verify import certificate, small_run
-from meshwright.verify.compare import GRADIENTS, ORDER, compare
-from meshwright.verify.small_run import Place
+from meshwright.verify.compare import Quantity, compare_with_one_process
+from meshwright.verify.small_run import RankSetup
 from on_ranks import run_ranks
 
 TP = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --num-layers 2 --bf16 --attention-dropout 0.1"
@@ -31,14 +31,14 @@ MORE = [
 def compare_all(file: str, lines: list[str]) -> None:
     """Compare each layout and write what was found; the one named "broken" has a bug."""
     team, found = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD), {}
-    place = Place(team, connect=small_run.Connected())
+    setup = RankSetup(team, connect=small_run.Connected())
     for line in lines:
         wrong = mock.patch.object(Sharding, "is_partial", lambda parts, name: False)
         flags = (TP if line == "broken" else line).replace("--bf16", "--params-dtype float32 --bf16")
         with wrong if line == "broken" else mock.MagicMock():
-            made = compare(parse(flags), team, 1, None, place)
-        found[line] = certificate.certificate(parse(flags), made, place, ["command"])
-        found[line]["table"] = "\n".join(certificate.table(parse(flags), made, place))
+            made = compare_with_one_process(parse(flags), team, 1, None, setup)
+        found[line] = certificate.certificate(parse(flags), made, setup, ["command"])
+        found[line]["table"] = "\n".join(certificate.comparison_table(parse(flags), made, setup))
         if not made.is_equal:
             found[line]["error"] = certificate.describe_difference(made, Path("run"))
     if team.is_lead:
@@ -51,7 +51,7 @@ def found_in(folder, lines):
 
 
 def require_equal(made):
-    assert made["verdict"] == "equal" and [one["what"] for one in made["compared"]] == ORDER
+    assert made["verdict"] == "equal" and [one["what"] for one in made["compared"]] == list(Quantity)
     assert all(one["is_equal"] for one in made["compared"]) and not made["differences"]
     assert len(made["gradients"]) >= 14 and 0 < max(made["gradients"].values()) < 1e-9
 
@@ -65,7 +65,11 @@ def test_a_layout_equals_one_process_and_a_missing_sum_is_named(tmp_path):
     assert "gradients" in made["table"] and "equal" in made["table"] and "DIFFERENT" not in made["table"]
 
     first = broken["differences"][0]
-    assert broken["verdict"] == "different" and first["what"] == GRADIENTS and first["where"].startswith("step 1, rank")
+    assert (
+        broken["verdict"] == "different"
+        and first["what"] == Quantity.GRADIENTS
+        and first["where"].startswith("step 1, rank")
+    )
     assert "ln_" in first["name"] or first["name"].endswith("proj.bias") or first["name"] == "wpe.weight", first
     assert f"gradients differ first, {first['name']} by" in broken["error"] and "DIFFERENT" in broken["table"]
 

@@ -29,19 +29,15 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         raise
     config = parsed.config
     if config.checkpoint.load:
-        from meshwright.training.state.resume import checkpoint_architecture
+        from meshwright.training.before.resolve import complete_settings
 
-        given = {name for name, source in parsed.sources.items() if source != "default"}
-        config = checkpoint_architecture(config, given)
-        before, now = flags.to_dict(parsed.config), flags.to_dict(config)
-        changed = {name: f"checkpoint {config.checkpoint.load}" for name in now if now[name] != before[name]}
-        parsed.sources.update(changed)
+        config = complete_settings(parsed)
     if parsed.print_config:
         print(flags.to_toml(config, parsed.sources))
         return DONE
+    from meshwright.commands.verify_layout import rehearse
     from meshwright.training import run
     from meshwright.training.before import preflight
-    from meshwright.verify.rehearsal import rehearse
 
     launched = None if dry else launch.relaunch(config.parallel, ["train", *argv])
     if launched is not None:

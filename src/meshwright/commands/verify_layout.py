@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,14 @@ from meshwright.settings import checks, data_paths, flags
 from meshwright.settings.schema import Model, TrainConfig
 
 if TYPE_CHECKING:
+    import torch
+
+    from meshwright.parallel.layout import Layout
+    from meshwright.ranks.team import Team
+    from meshwright.training.before.resolve import Resolved
+    from meshwright.training.run import Caller
     from meshwright.verify.compare import Comparison
-    from meshwright.verify.small_run import Place
+    from meshwright.verify.small_run import RankSetup
 
 STEPS = 3  # unless --verify-layout gives another number
 MOST_RANKS = 64  # that are started here, each a process of 300 MB
@@ -42,25 +48,25 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     launched = launch.relaunch(config.parallel, ["verify-layout", *argv])
     if launched is not None:
         return launched
-    stated = complete_from_checkpoint(config, given.sources)
+    stated = complete_from_checkpoint(given)
     ranks = world.size if world.launcher != "none" else ranks_wanted(stated)
     words = [f"--world-size={ranks}", *missing(stated, ranks), *words]
     parsed = flags.parse_settings(TrainConfig, words, "meshwright verify-layout")
-    config = complete_from_checkpoint(parsed.config, parsed.sources)
+    config = complete_from_checkpoint(parsed)
     if problems := checks.problems(config, needs_data=False):
         raise UserError(flags.listed(problems))
     if world.launcher == "none" and ranks > 1:
-        return start(config, argv)
-    return compare(config, ["meshwright", "verify-layout", *argv])
+        return start_ranks(config, argv)
+    return compare_on_this_rank(config, ["meshwright", "verify-layout", *argv])
 
 
-def complete_from_checkpoint(config: TrainConfig, sources: Mapping[str, str]) -> TrainConfig:
-    """Take the architecture from --load, which is all that is read there."""
-    if not config.checkpoint.load:
-        return config
-    from meshwright.training.state.resume import checkpoint_architecture
+def complete_from_checkpoint(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
+    """Take the architecture from --load, which is all that is read tworld."""
+    if not parsed.config.checkpoint.load:
+        return parsed.config
+    from meshwright.training.before.resolve import complete_settings
 
-    config = checkpoint_architecture(config, {name for name, source in sources.items() if source != "default"})
+    config = complete_settings(parsed)
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=None))
 
 
@@ -92,7 +98,7 @@ def missing(c: TrainConfig, ranks: int) -> list[str]:
     return [*(f"--{name}={value}" for name, value in values.items() if value is not None), "--mock-data"]
 
 
-def start(c: TrainConfig, argv: list[str]) -> int:
+def start_ranks(c: TrainConfig, argv: list[str]) -> int:
     """Start the ranks on this machine, on the CPU unless the flags name a device."""
     if c.world > MOST_RANKS:
         raise UserError(
@@ -106,35 +112,47 @@ def start(c: TrainConfig, argv: list[str]) -> int:
     return agent.launch_ranks(LaunchPlan(c.world), program)
 
 
-def compare(config: TrainConfig, command: list[str]) -> int:
+def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
     """Compare on this rank; rank 0 prints the table."""
     from meshwright import device as devices
     from meshwright.ranks.connect import join_ranks
     from meshwright.ranks.lost import reporting
     from meshwright.training.before.preflight import pick_backend, require_equal_settings
-    from meshwright.verify import certificate
-    from meshwright.verify.small_run import Place
+    from meshwright.verify.certificate import verify_layout
+    from meshwright.verify.small_run import RankSetup
 
     p, steps = config.parallel, config.training.verify_layout or STEPS
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, verify_layout=steps))
-    here = find_world(os.environ, p.local_rank)
-    device = devices.open_device(p.device, here.local_rank)
-    with reporting(here, p.distributed_timeout_minutes):
-        backend = pick_backend(p, device, here.rank == 0)
-        team = join_ranks(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
+    world = find_world(os.environ, p.local_rank)
+    device = devices.open_device(p.device, world.local_rank)
+    with reporting(world, p.distributed_timeout_minutes):
+        backend = pick_backend(p, device, world.rank == 0)
+        team = join_ranks(world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
         console.set_stream("stdout" if team.is_lead else None)
         mock = dataclasses.replace(config, data=dataclasses.replace(data_paths.without(config.data), mock_data=True))
         require_equal_settings(team, mock)
-        place = Place(team, device)
-        certificate.verify(config, place, command, lambda made, line: show(config, place, made, line))
+        setup = RankSetup(team, device)
+        verify_layout(config, setup, command, functools.partial(show_comparison, config, setup))
     return DONE
 
 
-def show(config: TrainConfig, place: Place, made: Comparison, line: str) -> None:
-    from meshwright.report.page import CERTIFICATE
-    from meshwright.verify.certificate import table
+def rehearse(resolved: Resolved, layout: Layout, device: torch.device, team: Team, caller: Caller) -> None:
+    """Verify the layout of a run before it begins; stop the run if it differs."""
+    from meshwright.verify.certificate import verify_layout
+    from meshwright.verify.small_run import RankSetup
 
-    for row in [*table(config, made, place), "", line]:
+    groups = dict(layout.groups)
+    setup = RankSetup(
+        team, device, lambda twin: dataclasses.replace(twin, groups=dict(groups)), caller.model, caller.loss
+    )
+    verify_layout(resolved.config, setup, resolved.command, lambda comparison, line: console.remark(f" > {line}"))
+
+
+def show_comparison(config: TrainConfig, setup: RankSetup, comparison: Comparison, line: str) -> None:
+    from meshwright.report.page import CERTIFICATE
+    from meshwright.verify.certificate import comparison_table
+
+    for row in [*comparison_table(config, comparison, setup), "", line]:
         console.show(row)
     if root := config.checkpoint.run_dir or config.checkpoint.save:
         console.show(f"certificate: {Path(root) / CERTIFICATE}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 import time
@@ -14,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright import console
 from meshwright import device as devices
-from meshwright.checkpoint import publish, steps
+from meshwright.checkpoint import publish
 from meshwright.console import logged_to, remark, say, say_arguments, say_time, show
-from meshwright.errors import HANG, UserError
+from meshwright.errors import UserError
 from meshwright.parallel.layout import connect, layout_of
 from meshwright.ranks.connect import join_ranks
 from meshwright.ranks.lost import reporting
@@ -24,52 +23,40 @@ from meshwright.ranks.pulse import pulse
 from meshwright.ranks.team import Team
 from meshwright.ranks.watchdog import Watchdog, watched
 from meshwright.ranks.world import ATTEMPT, find_world, require_world_size
-from meshwright.settings import checks, data_paths, flags
 from meshwright.settings import command as commands
-from meshwright.settings.other_programs import argument_dump, deepspeed_json
+from meshwright.settings.other_programs import argument_dump
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.before.preflight import (
-    build_vocabulary_on_all,
     pick_backend,
     require_equal_settings,
-    require_files,
+    require_equal_vocabulary,
+    require_free_folders,
 )
-from meshwright.training.health.stop import StopConditions
+from meshwright.training.before.resolve import Resolved, resolve
 from meshwright.training.log.startup import Startup
 from meshwright.training.state.folder import goodput_of, write_report
-from meshwright.training.state.resume import guard_existing, guard_run_folder
-from meshwright.training.state.saver import check_export
 
 if TYPE_CHECKING:
     import torch
 
     from meshwright.data.datasets import Datasets
     from meshwright.parallel.layout import Layout
-    from meshwright.training.log.metrics import Metrics
     from meshwright.training.loop import Trainer
     from meshwright.training.network import Model
-    from meshwright.training.state.state import State
     from meshwright.training.step import Loss
 
 
-# Compares the layout with one process before the run begins: --verify-layout.
-Rehearse = Callable[["TrainConfig", "Layout", "torch.device", "Team", "Job"], None]
-
-
 @dataclass(frozen=True)
-class Job:
-    """Replacements for our own parts of a run, and its caller."""
+class Caller:
+    """A model, loss or data of the caller's own, and how it wants to be stopped."""
 
-    model: Model | None
-    loss: Loss | None
-    datasets: Datasets | None
-    command: list[str]
-    handle_signals: bool
-    idle: Mapping[str, Any]
-    startup: Startup
-    watchdog: Watchdog | None
-    rehearse: Rehearse | None = None
+    model: Model | None = None
+    loss: Loss | None = None
+    datasets: Datasets | None = None
+    handle_signals: bool = False
+    # Compares the layout with one process before the run begins: --verify-layout.
+    rehearse: Callable[[Resolved, Layout, torch.device, Team, Caller], None] | None = None
 
 
 def run(
@@ -81,7 +68,7 @@ def run(
     command: list[str] | None = None,
     handle_signals: bool = False,
     idle: Mapping[str, Any] | None = None,
-    rehearse: Rehearse | None = None,
+    rehearse: Callable[[Resolved, Layout, torch.device, Team, Caller], None] | None = None,
 ) -> int:
     """Train as configured and return the exit status.
 
@@ -93,34 +80,28 @@ def run(
     without it signals are left to the caller. `idle` are given flags without effect, which the log
     shows. `rehearse` is called before the run begins if --verify-layout asks for it.
     """
-    p = config.parallel
-    here = find_world(os.environ, p.local_rank)
-    startup = Startup(prints=here.rank == 0)
-    require_world_size(here, p.world_size)
-    config = dataclasses.replace(config, parallel=dataclasses.replace(p, world_size=here.size))
-    if command is None:  # a command line's flags include the file's settings already
-        config = apply_deepspeed_file(config, prints=here.rank == 0)
-    if datasets is not None:
-        data = dataclasses.replace(data_paths.without(config.data), multiple_validation_sets=False)
-        config = dataclasses.replace(config, data=dataclasses.replace(data, validation_set_names=[]))
-    if problems := checks.problems(config, needs_data=datasets is None):
-        raise UserError(flags.listed(problems))
-    require_files(config)
-    for folder in filter(None, (config.checkpoint.save, config.checkpoint.run_dir)) if here.rank == 0 else ():
-        publish.require_unlocked(folder)
+    world = find_world(os.environ, config.parallel.local_rank)
+    startup = Startup(prints=world.rank == 0)
+    require_world_size(world, config.parallel.world_size)
+    with startup.phase("tokenizer", "reading the tokenizer"):
+        resolved = resolve(config, world, command, idle, datasets is not None)
+    return run_resolved(resolved, Caller(model, loss, datasets, handle_signals, rehearse), startup)
+
+
+def run_resolved(resolved: Resolved, caller: Caller, startup: Startup) -> int:
+    """Import torch, wait for all ranks, and train; return the exit status."""
+    world, p, minutes = resolved.world, resolved.config.parallel, resolved.config.parallel.distributed_timeout_minutes
     with startup.phase("torch", "importing torch and opening the device"):
-        device = devices.open_device(p.device, here.local_rank)
-    if config.precision.deterministic_mode:
+        device = devices.open_device(p.device, world.local_rank)
+    if resolved.config.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
-    with reporting(here, p.distributed_timeout_minutes, lambda error: out_of_memory(error, config)):
-        backend = pick_backend(p, device, here.rank == 0)
+    with reporting(world, minutes, lambda error: out_of_memory(error, resolved.config)):
+        backend = pick_backend(p, device, world.rank == 0)
         with startup.phase("ranks", "waiting for all ranks"):
-            minutes, seconds = p.distributed_timeout_minutes, p.start_timeout_seconds
-            team = join_ranks(here, backend, minutes, device, seconds, is_watched=True)
-        with watched(here, team, minutes, config.checkpoint.run_dir or config.checkpoint.save) as watchdog:
-            job = Job(model, loss, datasets, command or [], handle_signals, idle or {}, startup, watchdog, rehearse)
-            status = run_on_rank(config, device, team, job)
-        if status > 128 and here.launcher == "torchrun" and team.is_lead:
+            team = join_ranks(world, backend, minutes, device, p.start_timeout_seconds, is_watched=True)
+        with watched(world, team, minutes, str(resolved.folder) if resolved.folder else None) as watchdog:
+            status = run_on_rank(resolved, caller, device, team, startup, watchdog)
+        if status > 128 and world.launcher == "torchrun" and team.is_lead:
             after = "what torchrun prints after this line, and its status 1, is its way to end after a signal"
             print(f"the run has ended as it was asked to, with status {status}; {after}", file=sys.stderr, flush=True)
     return status
@@ -133,103 +114,60 @@ def out_of_memory(error: Exception, config: TrainConfig) -> UserError | None:
     return commands.out_of_memory(error, f"{micro} or --seq-length (now {config.data.seq_length}){recompute}")
 
 
-def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
-    """Apply the file of --deepspeed_config, except to settings that are not defaults."""
-    defaults = flags.to_dict(TrainConfig())
-    given = {name for name, value in flags.to_dict(config).items() if value != defaults[name]}
-    config, notes, wrong = deepspeed_json.merge_deepspeed(config, given)
-    if wrong:
-        raise UserError(flags.listed(wrong))
-    for note in notes if prints else ():
-        print(f"note: {note}", file=sys.stderr)
-    return config
-
-
-def run_on_rank(config: TrainConfig, device: torch.device, team: Team, job: Job) -> int:
+def run_on_rank(
+    resolved: Resolved, caller: Caller, device: torch.device, team: Team, startup: Startup, watchdog: Watchdog | None
+) -> int:
     """Run one rank from set-up to exit status; rank 0 prints and writes the folders.
 
     The lines are printed in the order and the words of Megatron's log, which users' scripts read.
     """
-    c, startup = config.checkpoint, job.startup
+    config, vocabulary, folder = resolved.config, resolved.vocabulary, resolved.folder
     with startup.phase("modules", "importing Meshwright"):
         from meshwright.training import setup
         from meshwright.training.log.screen import open_screen
         from meshwright.training.log.timers import Timers
-        from meshwright.training.loop import Trainer
         from meshwright.training.network import Spec
 
     screen = open_screen(config.logging) if team.is_lead else None
     console.set_stream("stdout" if team.is_lead else None, screen)
-    folder = Path(root) if (root := c.run_dir or c.save) else None
-    values = argument_dump.dumped_arguments(config, job.idle, pick_backend(config.parallel, device))
-    with contextlib.ExitStack() as held:
+    values = argument_dump.dumped_arguments(config, resolved.idle, pick_backend(config.parallel, device))
+    with contextlib.ExitStack() as block:
         if screen is not None:
-            held.callback(console.set_stream, "stdout")  # what the caller does next has no screen
-            held.callback(screen.close)
+            block.callback(console.set_stream, "stdout")  # what the caller does next has no screen
+            block.callback(screen.close)
         require_equal_settings(team, config)
+        require_equal_vocabulary(team, resolved)
         layout = connect(layout_of(config, team.rank), team.timeout)
-        open_log = held.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
-        team.run_on_lead(lambda: lock_folders(config, held))
-        if job.rehearse is not None and config.training.verify_layout:
-            job.rehearse(config, layout, device, team, job)
+        open_log = block.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
+        team.run_on_lead(lambda: lock_folders(config, block))
+        if caller.rehearse is not None and config.training.verify_layout:
+            caller.rehearse(resolved, layout, device, team, caller)
         timers = Timers(int(config.logging.timing_log_level), config.logging.timing_log_option, device, team, startup)
-        with startup.phase("tokenizer", "reading the tokenizer"):
-            tokenizer, vocab, padded = print_settings(config, folder, team, values)
+        print_settings(resolved, values)
         say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
         say_time("after megatron is initialized")
-        with timers.phase("model-and-optimizer-setup"):
-            spec = Spec(config, layout, device, vocab, padded, job.model, job.loss)
-            state = setup.build_state(spec, team, timers)
-        say_time("after model, optimizer, and learning rate scheduler are built")
-
-        with timers.phase("train/valid/test-data-iterators-setup"), startup.phase("data", "opening the data"):
-            feed = setup.open_feed(state, tokenizer, job.datasets)
-            samples, scores = setup.open_samples(state, tokenizer), setup.open_scores(state, tokenizer)
-        say_time("after dataloaders are built")
-        say("done with setup ...")
-        timers.print_phases("model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
-
-        metrics = setup.open_log(state, folder, tokenizer, timers, job.command, screen)
-        stop = StopConditions(config.training, startup.began, c.save is not None, lambda: newest_step(c.save))
-        trainer = Trainer(state, feed, metrics, timers, stop, job.watchdog, samples, scores)
-        record_hangs(job.watchdog, state, metrics)
+        spec = Spec(config, layout, device, vocabulary.size, vocabulary.padded, caller.model, caller.loss)
+        trainer = setup.build_trainer(resolved, spec, caller.datasets, team, timers, watchdog, screen)
         say(startup.line())
         open_log()
-        held.callback(trainer.close)
-        with stop.handle_signals() if job.handle_signals else contextlib.nullcontext():
+        block.callback(trainer.close)
+        with trainer.stop.handle_signals() if caller.handle_signals else contextlib.nullcontext():
             try:
                 reason = trainer.train()
-                finish(trainer, reason, tokenizer)
+                finish(trainer, reason, vocabulary.tokenizer)
             except BaseException as error:
-                metrics.record_failure(state.progress.iteration, error)
+                trainer.metrics.record_failure(trainer.progress.iteration, error)
                 raise
         report_end(trainer, reason, folder)
-        return stop.status
-
-
-def record_hangs(watchdog: Watchdog | None, state: State, metrics: Metrics) -> None:
-    """Have the watchdog's thread record that it is about to end the run."""
-    if watchdog is not None:
-        watchdog.at_end = lambda text: metrics.record_failure(state.progress.iteration, UserError(text, HANG))
-
-
-def newest_step(folder: str | None) -> int | None:
-    """Return the number of the last step that a run has saved."""
-    return next(iter(steps.list_steps(folder)), None) if folder else None
+        return trainer.stop.status
 
 
 def lock_folders(config: TrainConfig, held: contextlib.ExitStack) -> None:
     """Lock --run-dir and --save for this run, and refuse what must not be overwritten."""
     c = config.checkpoint
-    named = {Path(p).resolve(): (flag, p) for flag, p in (("--run-dir", c.run_dir), ("--save", c.save)) if p}
-    for flag, root in named.values():
-        if Path(root).exists() and not Path(root).is_dir():
-            raise UserError(f"{flag} {root} is a file, not a folder")
+    for root in {Path(path).resolve(): path for path in (c.run_dir, c.save) if path}.values():
         held.enter_context(publish.lock(root))
-    if c.save:
-        guard_existing(config)
-    guard_run_folder(config)
-    check_export(config)
+    require_free_folders(config)
 
 
 def finish(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> None:
@@ -277,12 +215,11 @@ def report_end(trainer: Trainer, reason: str, folder: Path | None) -> None:
         show(metrics.screen.end(reason, is_done, trainer.progress.iteration, metrics.final_loss))
 
 
-def print_settings(
-    config: TrainConfig, folder: Path | None, team: Team, values: dict[str, Any]
-) -> tuple[Tokenizer | None, int, int]:
-    """Print the head of the log; return the tokenizer, true and padded vocabulary size."""
+def print_settings(resolved: Resolved, values: dict[str, Any]) -> None:
+    """Print the head of the log."""
     from meshwright.optim.loss_scale import dtype_of
 
+    config = resolved.config
     t = config.training
     if attempt := os.environ.get(ATTEMPT):
         remark(f" > {attempt}")
@@ -303,9 +240,8 @@ def print_settings(
         )
     elif t.micro_batch_size != "auto":
         say(f"setting number of micro-batches to constant {config.micro_batches(config.global_batch)}")
-    tokenizer, vocab, padded = build_vocabulary_on_all(config, folder, team)
+    resolved.vocabulary.print_lines()
     say("> initializing torch distributed ...")
     say(f"> initialized tensor model parallel with size {tp}")
     say(f"> initialized pipeline model parallel with size {pp}")
     say(f"> setting random seeds to {t.seed} ...")
-    return tokenizer, vocab, padded

@@ -12,27 +12,67 @@ import torch
 
 from meshwright import device as devices
 from meshwright import host
-from meshwright.console import remark, say, show
+from meshwright.checkpoint import steps
+from meshwright.console import remark, say, say_time, show
 from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, make_document_ends
 from meshwright.data.feed import Feed
 from meshwright.data.loader import DocumentEnds, LoaderSpec
 from meshwright.data.samples import OrderedSamples
+from meshwright.errors import HANG, UserError
 from meshwright.model import counts
 from meshwright.model.gpt import initialise
 from meshwright.parallel.store import DRAWING_THREADS
 from meshwright.ranks.team import Team
+from meshwright.ranks.watchdog import Watchdog
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.before import memory
+from meshwright.training.before.resolve import Resolved
 from meshwright.training.before.sizes import describe_long_step, parameters_of_ranks
 from meshwright.training.beside.samples import SampleWriter
 from meshwright.training.beside.scores import Scores, ScoresBeside
+from meshwright.training.health.stop import StopConditions
 from meshwright.training.log.metrics import Metrics, RunBegin
 from meshwright.training.log.screen import Beginning, LineScreen
 from meshwright.training.log.timers import Timers
+from meshwright.training.loop import Trainer
 from meshwright.training.network import Spec, build_network
 from meshwright.training.state import folder as run_folder
 from meshwright.training.state.state import State
 from meshwright.version import our_version
+
+
+def build_trainer(
+    resolved: Resolved,
+    spec: Spec,
+    datasets: Datasets | None,
+    team: Team,
+    timers: Timers,
+    watchdog: Watchdog | None,
+    screen: LineScreen | None,
+) -> Trainer:
+    """Make all parts of a run, and print what Megatron's log has about them."""
+    c, tokenizer, startup = resolved.config.checkpoint, resolved.vocabulary.tokenizer, timers.startup
+    with timers.phase("model-and-optimizer-setup"):
+        state = build_state(spec, team, timers)
+    say_time("after model, optimizer, and learning rate scheduler are built")
+
+    with timers.phase("train/valid/test-data-iterators-setup"), startup.phase("data", "opening the data"):
+        feed = open_feed(state, tokenizer, datasets)
+        samples, scores = open_samples(state, tokenizer), open_scores(state, tokenizer)
+    say_time("after dataloaders are built")
+    say("done with setup ...")
+    timers.print_phases("model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
+
+    metrics = open_log(state, resolved.folder, tokenizer, timers, resolved.command, screen)
+    stop = StopConditions(state.config.training, startup.began, c.save is not None, lambda: newest_step(c.save))
+    if watchdog is not None:
+        watchdog.at_end = lambda text: metrics.record_failure(state.progress.iteration, UserError(text, HANG))
+    return Trainer(state, feed, metrics, timers, stop, watchdog, samples, scores)
+
+
+def newest_step(folder: str | None) -> int | None:
+    """Return the number of the last step that a run has saved."""
+    return next(iter(steps.list_steps(folder)), None) if folder else None
 
 
 def build_state(spec: Spec, team: Team, timers: Timers) -> State:

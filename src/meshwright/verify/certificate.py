@@ -21,36 +21,36 @@ from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.before.preflight import pick_backend
 from meshwright.training.before.sizes import describe_layout
-from meshwright.verify.compare import EXACT, GRADIENTS, Comparison, compare
-from meshwright.verify.small_run import Place
+from meshwright.verify.compare import Comparison, Quantity, compare_with_one_process
+from meshwright.verify.small_run import RankSetup
 from meshwright.verify.twin import make_twin
 from meshwright.version import our_version
 
 Show = Callable[[Comparison, str], None]  # takes the summary too, one line
 
 
-def verify(config: TrainConfig, place: Place, command: list[str], show: Show) -> None:
+def verify_layout(config: TrainConfig, setup: RankSetup, command: list[str], show: Show) -> None:
     """Compare --verify-layout steps, write the certificate and show it; raise if they differ."""
     began, root = time.perf_counter(), config.checkpoint.run_dir or config.checkpoint.save
     folder = Path(root) if root else None
-    made = compare(config, place.team, config.training.verify_layout, folder, place)
-    values = certificate(config, made, place, command) | {"seconds": round(time.perf_counter() - began, 3)}
+    comparison = compare_with_one_process(config, setup.team, config.training.verify_layout, folder, setup)
+    values = certificate(config, comparison, setup, command) | {"seconds": round(time.perf_counter() - began, 3)}
     if folder is not None:
-        place.team.run_on_lead(lambda: write(folder / CERTIFICATE, values))
-    show(made, f"{'layout verified' if made.is_equal else 'the layout differs'}: {values['summary']}")
-    if not made.is_equal:
-        raise UserError(describe_difference(made, folder), UNEQUAL, everywhere=True)
+        setup.team.run_on_lead(lambda: write_certificate(folder / CERTIFICATE, values))
+    show(comparison, f"{'layout verified' if comparison.is_equal else 'the layout differs'}: {values['summary']}")
+    if not comparison.is_equal:
+        raise UserError(describe_difference(comparison, folder), UNEQUAL, everywhere=True)
 
 
-def write(path: Path, values: dict[str, Any]) -> None:
+def write_certificate(path: Path, values: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write(json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
 
 
-def certificate(config: TrainConfig, made: Comparison, place: Place, command: list[str]) -> dict[str, Any]:
+def certificate(config: TrainConfig, comparison: Comparison, setup: RankSetup, command: list[str]) -> dict[str, Any]:
     """Return the values of the file, all as JSON has them."""
-    p, defaults, device = config.parallel, flags.to_dict(TrainConfig()), place.device
+    p, defaults, device = config.parallel, flags.to_dict(TrainConfig()), setup.device
     given = {name: value for name, value in flags.to_dict(config).items() if value != defaults[name]}
     versions = {"meshwright": our_version(), "torch": torch.__version__, "python": platform.python_version()}
     layout = {
@@ -66,8 +66,8 @@ def certificate(config: TrainConfig, made: Comparison, place: Place, command: li
         "zero_stage": p.zero_stage,
     }
     values = {
-        "verdict": "equal" if made.is_equal else "different",
-        "summary": summarize(made),
+        "verdict": "equal" if comparison.is_equal else "different",
+        "summary": summarize(comparison),
         "time": round(time.time(), 3),
         "command": command,
         "versions": versions,
@@ -75,12 +75,12 @@ def certificate(config: TrainConfig, made: Comparison, place: Place, command: li
         "backend": pick_backend(p, device) if config.world > 1 else None,
         "layout": layout,
         "settings": given,
-        "steps": made.steps,
+        "steps": comparison.steps,
         "reduced": make_twin(config, device.type != "cpu").sizes,
-        "compared": [dataclasses.asdict(one) | {"is_equal": one.is_equal} for one in made.compared],
-        "gradients": made.gradients,
-        "differences": [dataclasses.asdict(one) for one in made.differences],
-        "not_compared": made.not_compared,
+        "compared": [dataclasses.asdict(one) | {"is_equal": one.is_equal} for one in comparison.compared],
+        "gradients": comparison.gradients,
+        "differences": [dataclasses.asdict(one) for one in comparison.differences],
+        "not_compared": comparison.not_compared,
     }
     finite: dict[str, Any] = _finite(values)
     return finite
@@ -95,24 +95,24 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def summarize(made: Comparison) -> str:
+def summarize(comparison: Comparison) -> str:
     """Return the outcome in a line, as the log and the page of a run show it."""
-    beside = f"in {made.steps} step{'s' * (made.steps > 1)} beside one process"
-    if made.differences:
-        first = made.differences[0]
+    beside = f"in {comparison.steps} step{'s' * (comparison.steps > 1)} beside one process"
+    if comparison.differences:
+        first = comparison.differences[0]
         return f"{first.what}, {first.name}, first at {first.where}, by {size(first.largest)}, {beside}"
-    farthest = max(made.compared, key=lambda one: one.largest)
+    farthest = max(comparison.compared, key=lambda one: one.largest)
     most = f"differ by at most {size(farthest.largest)} ({farthest.what}, {farthest.worst})"
-    return f"{len(made.gradients)} parameters, their gradients and their state, {beside}, {most}"
+    return f"{len(comparison.gradients)} parameters, their gradients and their state, {beside}, {most}"
 
 
 def size(x: float) -> str:
     return "0" if x == 0 else "not comparable" if math.isinf(x) else f"{x:.1e}"
 
 
-def describe_difference(made: Comparison, folder: Path | None) -> str:
+def describe_difference(comparison: Comparison, folder: Path | None) -> str:
     """Return the error: what differs first, where, and what to do."""
-    first, kinds = made.differences[0], list(dict.fromkeys(one.what for one in made.differences))
+    first, kinds = comparison.differences[0], list(dict.fromkeys(one.what for one in comparison.differences))
     by = "" if math.isinf(first.largest) else f" by {size(first.largest)}, more than {size(first.tolerance)}"
     then = f"; then {', '.join(kinds[1:])}" if kinds[1:] else ""
     kept = f"; all differences are in {folder / CERTIFICATE}" if folder else ""
@@ -122,26 +122,26 @@ def describe_difference(made: Comparison, folder: Path | None) -> str:
     )
 
 
-def table(config: TrainConfig, made: Comparison, place: Place) -> list[str]:
+def comparison_table(config: TrainConfig, comparison: Comparison, setup: RankSetup) -> list[str]:
     """Return what was compared, for people."""
-    twin, p = made.config, config.parallel
-    m, backend = twin.model, pick_backend(p, place.device)
+    twin, p = comparison.config, config.parallel
+    m, backend = twin.model, pick_backend(p, setup.device)
     more = [f"ZeRO {p.zero_stage}"] * bool(p.zero_stage) + ["sequence parallel"] * bool(p.sequence_parallel)
     more += [f"{config.chunks} stages on each pipeline rank"] * (config.chunks > 1)
     small = (
         f"{m.num_layers} layers of width {m.hidden_size}, {m.num_attention_heads} heads, {twin.data.seq_length} tokens"
     )
     lines = [
-        f"layout    {', '.join([describe_layout(config), *more])}; {backend} on {devices.device_name(place.device)}",
-        f"compared  with one process: {small}, float64, {made.steps} steps of {twin.global_batch} samples",
+        f"layout    {', '.join([describe_layout(config), *more])}; {backend} on {devices.device_name(setup.device)}",
+        f"compared  with one process: {small}, float64, {comparison.steps} steps of {twin.global_batch} samples",
         "",
         f"{'':24}{'number':>7}  {'largest difference':>18}  {'allowed':>8}",
     ]
-    for one in made.compared:
+    for one in comparison.compared:
         verdict = "equal" if one.is_equal else f"DIFFERENT, most in {one.worst}"
-        shown = "0, bit for bit" if one.what in EXACT and not one.largest else size(one.largest)
-        allowed = "0" if one.what in EXACT else f"{one.tolerance:.0e}"
+        shown = "0, bit for bit" if one.what.is_exact and not one.largest else size(one.largest)
+        allowed = "0" if one.what.is_exact else f"{one.tolerance:.0e}"
         lines.append(f"{one.what:24}{one.count:7}  {shown:>18}  {allowed:>8}  {verdict}")
-    worst = max(made.gradients, key=lambda name: made.gradients[name])
-    lines += ["", f"worst tensor: {worst}, whose {GRADIENTS} differ by {size(made.gradients[worst])}"]
-    return lines + ["not compared:", *(f"  - {one}" for one in made.not_compared)]
+    worst = max(comparison.gradients, key=lambda name: comparison.gradients[name])
+    lines += ["", f"worst tensor: {worst}, whose {Quantity.GRADIENTS} differ by {size(comparison.gradients[worst])}"]
+    return lines + ["not compared:", *(f"  - {one}" for one in comparison.not_compared)]

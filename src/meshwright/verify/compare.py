@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from meshwright.settings.schema import Checkpoint, TrainConfig
 from meshwright.training.log.columns import STEP_COLUMNS
 from meshwright.training.loop import Trainer
 from meshwright.verify import small_run
-from meshwright.verify.small_run import COLUMNS, Place, StepRows
+from meshwright.verify.small_run import COLUMNS, RankSetup, StepRows
 from meshwright.verify.twin import Twin, alone, make_twin
 
 # The largest relative difference of equal runs. In a lower precision sums of gradients are rounded
@@ -41,16 +42,34 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 # Differences are relative to the largest element of a tensor, or to this part of the largest of all
 # tensors: some gradients are 0 but for rounding, such as that of a bias of keys.
 FLOOR = 1e-4
-# Quantities in the order in which a step makes them, which is the order of the table.
-DRAWN, SAMPLES, DROPOUT = "initial weights", "sample numbers", "draws of dropout"
-LOSS, GRADIENTS, NORM = "loss", "gradients", "gradient norm"
-WEIGHTS, MOMENTS, NUMBERS, VALIDATION = "weights", "optimizer state", "other numbers", "validation loss"
-RESUMED, GOES_ON = "loaded by the layout", "step after the load"
-TAKEN, ONE_GOES_ON = "loaded by one process", "its step after the load"
-ORDER = [DRAWN, SAMPLES, DROPOUT, LOSS, GRADIENTS, NORM, WEIGHTS, MOMENTS, NUMBERS, VALIDATION]
-ORDER += [RESUMED, GOES_ON, TAKEN, ONE_GOES_ON]
-KIND = {column.name: column.compared_as for column in STEP_COLUMNS}
-EXACT = {DRAWN, SAMPLES, DROPOUT, RESUMED, TAKEN}
+
+
+class Quantity(StrEnum):
+    """What is compared, in the order in which a step makes it, which is the order of the table."""
+
+    DRAWN = "initial weights"
+    SAMPLES = "sample numbers"
+    DROPOUT = "draws of dropout"
+    LOSS = "loss"
+    GRADIENTS = "gradients"
+    NORM = "gradient norm"
+    WEIGHTS = "weights"
+    MOMENTS = "optimizer state"
+    NUMBERS = "other numbers"
+    VALIDATION = "validation loss"
+    LOADED = "loaded by the layout"
+    NEXT_STEP = "step after the load"
+    LOADED_ALONE = "loaded by one process"
+    NEXT_STEP_ALONE = "its step after the load"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no rounding excuses a difference."""
+        return self in (Q.DRAWN, Q.SAMPLES, Q.DROPOUT, Q.LOADED, Q.LOADED_ALONE)
+
+
+Q = Quantity
+QUANTITIES = {column.name: Quantity(column.compared_as) for column in STEP_COLUMNS if column.compared_as}
 AFTER = "after the last step"
 
 
@@ -58,7 +77,7 @@ AFTER = "after the last step"
 class Difference:
     """A tensor or a number that differs by more than the tolerance."""
 
-    what: str
+    what: Quantity
     name: str
     largest: float  # relative
     tolerance: float
@@ -69,7 +88,7 @@ class Difference:
 class Compared:
     """A quantity, over all ranks and steps."""
 
-    what: str
+    what: Quantity
     count: int  # names
     largest: float
     worst: str  # the name with the largest difference
@@ -94,29 +113,29 @@ class Comparison:
         return not self.differences
 
 
-def compare(
-    config: TrainConfig, team: Team, steps: int, folder: Path | None = None, place: Place | None = None
+def compare_with_one_process(
+    config: TrainConfig, team: Team, steps: int, folder: Path | None = None, setup: RankSetup | None = None
 ) -> Comparison:
     """Compare a layout with one process at reduced size, in float64; return the same on all ranks.
 
     Every rank of an initialised world calls this. Checkpoints go into a folder within `folder`
     (none: a temporary one), which is removed; if not all ranks see it, resuming is not compared.
-    `place` gives another device, and a model and a loss of the user's own.
+    `setup` gives another device, and a model and a loss of the user's own.
     """
-    place = dataclasses.replace(place or Place(), team=team)
-    return compare_twins(make_twin(config, place.device.type != "cpu"), steps, folder, place)
+    setup = dataclasses.replace(setup or RankSetup(), team=team)
+    return compare_twins(make_twin(config, setup.device.type != "cpu"), steps, folder, setup)
 
 
-def compare_twins(twin: Twin, steps: int, folder: Path | None, place: Place) -> Comparison:
-    """Compare a configuration as it is with one process; see `compare`."""
-    connected = small_run.Connected(place.team.timeout)
-    if place.connect is Place.connect:
-        place = dataclasses.replace(place, connect=connected)
+def compare_twins(twin: Twin, steps: int, folder: Path | None, setup: RankSetup) -> Comparison:
+    """Compare a configuration as it is with one process; see `compare_with_one_process`."""
+    connected = small_run.Connected(setup.team.timeout)
+    if setup.connect is RankSetup.connect:
+        setup = dataclasses.replace(setup, connect=connected)
     with contextlib.ExitStack() as held:
         held.callback(connected.close)
         held.enter_context(console.silence())
-        shared = held.enter_context(shared_folder(folder, place.team))
-        comparison = _Comparing(twin.config, steps, place, shared)
+        shared = held.enter_context(shared_folder(folder, setup.team))
+        comparison = _Comparing(twin.config, steps, setup, shared)
         comparison.run()
         lacking = [] if shared else ["resuming: the ranks share no folder; give --save or --run-dir"]
         return comparison.result(twin.left_out + lacking)
@@ -143,7 +162,7 @@ def shared_folder(folder: Path | None, team: Team) -> Iterator[Path | None]:
 # What a run makes
 
 
-class Step(NamedTuple):
+class RecordedStep(NamedTuple):
     """What one step made on one rank; tensors are copies on the host."""
 
     gradients: TensorBoxes
@@ -202,12 +221,12 @@ class Watched:
         state, store = self.trainer.state, self.trainer.net.store
         return dataclasses.asdict(state.progress) | {"steps": store.steps, "loss_scale": state.scaler.state()}
 
-    def step(self) -> Step:
+    def step(self) -> RecordedStep:
         self.gradients, self.samples, self.draws = {}, [], []
         self.trainer.step()
         self.trainer.finish()
         draws = torch.cat([x.cpu() for x in self.draws]) if self.draws else torch.empty(0, dtype=torch.int32)
-        return Step(self.gradients, self.state(), rows_of(self.trainer)[-1], self.samples, torch.unique(draws))
+        return RecordedStep(self.gradients, self.state(), rows_of(self.trainer)[-1], self.samples, torch.unique(draws))
 
     def validate(self) -> float:
         return self.trainer.validate("valid", is_at_end=True)
@@ -226,7 +245,10 @@ def _on_host(x: Tensor) -> Tensor:
     return x.detach().to("cpu", torch.float64, copy=True)
 
 
-def whole(named: TensorBoxes) -> dict[str, Tensor]:
+FullTensors = dict[str, Tensor]  # by name
+
+
+def full_tensors(named: TensorBoxes) -> FullTensors:
     """Return the tensors of one process, which holds them completely."""
     return {name: x.view(shape) for name, (shape, _, x) in named.items()}
 
@@ -260,18 +282,20 @@ class Recorder:
     """The differences that one rank has seen."""
 
     tolerance: float
-    seen: dict[tuple[str, str], Seen] = field(default_factory=dict)
+    seen: dict[tuple[Quantity, str], Seen] = field(default_factory=dict)
 
-    def note(self, what: str, name: str, step: int, far: float) -> None:
+    def note(self, what: Quantity, name: str, step: int, far: float) -> None:
         seen = self.seen.setdefault((what, name), Seen())
         seen.largest = max(seen.largest, far)
-        if seen.first is None and not far <= (0.0 if what in EXACT else self.tolerance):
+        if seen.first is None and not far <= (0.0 if what.is_exact else self.tolerance):
             seen.first = step, far
 
-    def numbers(self, what: str, name: str, step: int, got: float, want: float) -> None:
+    def numbers(self, what: Quantity, name: str, step: int, got: float, want: float) -> None:
         self.note(what, name, step, relative(got, want))
 
-    def tensors(self, what: str, step: int, got: TensorBoxes, want: dict[str, Tensor], floor: float = FLOOR) -> None:
+    def tensors(
+        self, what: Quantity, step: int, got: TensorBoxes, want: dict[str, Tensor], floor: float = FLOOR
+    ) -> None:
         """Compare this rank's parts with whole tensors."""
         sizes = {name: float(x.abs().max()) if x.numel() else 0.0 for name, x in want.items()}
         for name, (shape, boxes, tensor) in got.items():
@@ -299,11 +323,11 @@ def relative(got: float, want: float) -> float:
 class _Comparing:
     """One comparison on one rank."""
 
-    def __init__(self, config: TrainConfig, steps: int, place: Place, folder: Path | None) -> None:
-        self.config, self.steps, self.place, self.folder, self.team = config, steps, place, folder, place.team
+    def __init__(self, config: TrainConfig, steps: int, setup: RankSetup, folder: Path | None) -> None:
+        self.config, self.steps, self.setup, self.folder, self.team = config, steps, setup, folder, setup.team
         self.seen = Recorder(TOLERANCE[config.precision.dtype])
-        self.is_repeatable = place.device.type == "cpu"
-        self.one: list[Step] = []  # rank 0: of one process
+        self.is_repeatable = setup.device.type == "cpu"
+        self.one: list[RecordedStep] = []  # rank 0: of one process
         self.drawn: TensorBoxes = {}  # rank 0: its initial weights
         self.validation = 0.0
 
@@ -318,8 +342,8 @@ class _Comparing:
 
     @contextlib.contextmanager
     def running(self, config: TrainConfig, checkpoint: Checkpoint, by: Team | None = None) -> Iterator[Watched]:
-        place = self.place if by is None else dataclasses.replace(self.place, team=by)
-        run = Watched(small_run.start(dataclasses.replace(config, checkpoint=checkpoint), place))
+        setup = self.setup if by is None else dataclasses.replace(self.setup, team=by)
+        run = Watched(small_run.start_trainer(dataclasses.replace(config, checkpoint=checkpoint), setup))
         try:
             yield run
         finally:
@@ -334,10 +358,10 @@ class _Comparing:
                 if step + 1 == self.steps:
                     self.validation = run.validate()
 
-    def train(self, run: Watched) -> tuple[TensorBoxes, dict[str, Any], Step]:
+    def train(self, run: Watched) -> tuple[TensorBoxes, dict[str, Any], RecordedStep]:
         """Train in the layout; return what it saved, its counters then, and its step after that."""
         drawn = {name: x for name, x in run.state().items() if "/" not in name}
-        self.seen.tensors(DRAWN, 0, drawn, broadcast(whole(self.drawn), self.team), floor=0.0)
+        self.seen.tensors(Q.DRAWN, 0, drawn, self.of_one(self.drawn), floor=0.0)
         self.check_cover(run)
         saved: TensorBoxes = {}
         counters: dict[str, Any] = {}
@@ -346,7 +370,7 @@ class _Comparing:
             self.compare_step(number, made)
             if number == self.steps:
                 want = self.team.run_on_lead(lambda: self.validation)
-                self.seen.numbers(VALIDATION, AFTER, number, run.validate(), want)
+                self.seen.numbers(Q.VALIDATION, AFTER, number, run.validate(), want)
                 saved, counters = made.state, run.counters()
                 if self.folder:
                     run.trainer.state.save()
@@ -363,26 +387,33 @@ class _Comparing:
         sizes = self.team.run_on_lead(lambda: {name: x.numel() for name, (_, _, x) in self.drawn.items()})
         for name in sizes.keys() | totals.keys():
             if totals.get(name) != sizes.get(name):
-                self.seen.note(DRAWN, f"{name} (elements held)", 0, math.inf)
+                self.seen.note(Q.DRAWN, f"{name} (elements held)", 0, math.inf)
 
-    def compare_step(self, step: int, made: Step, numbers: str = "", tensors: str = "") -> None:
+    def compare_step(
+        self, step: int, made: RecordedStep, numbers: Quantity | None = None, tensors: Quantity | None = None
+    ) -> None:
         """Compare a step of the layout with that of one process, under other names if given."""
         team = self.team
         one = self.one[step - 1] if team.is_lead else None
         row, samples = team.run_on_lead(lambda: one and [one.numbers, one.samples])
         for column, got, want in zip(COLUMNS, made.numbers, row, strict=True):
-            self.seen.numbers(numbers or KIND[column], column, step, got, want)
-        self.compare_samples(step, made.samples, samples, tensors or SAMPLES)
-        self.compare_draws(step, made.draws, broadcast({"": one.draws} if one else None, team)[""], tensors or DROPOUT)
-        self.seen.tensors(tensors or GRADIENTS, step, made.gradients, broadcast(one and whole(one.gradients), team))
-        want = broadcast(one and whole(one.state), team)
-        for what, is_moment in ((WEIGHTS, False), (MOMENTS, True)):
+            self.seen.numbers(numbers or QUANTITIES[column], column, step, got, want)
+        self.compare_samples(step, made.samples, samples, tensors or Q.SAMPLES)
+        want_draws = broadcast({"": one.draws} if one else None, team)[""]
+        self.compare_draws(step, made.draws, want_draws, tensors or Q.DROPOUT)
+        self.seen.tensors(tensors or Q.GRADIENTS, step, made.gradients, self.of_one(one and one.gradients))
+        want = self.of_one(one and one.state)
+        for what, is_moment in ((Q.WEIGHTS, False), (Q.MOMENTS, True)):
             mine = {name: x for name, x in made.state.items() if ("/" in name) == is_moment}
             self.seen.tensors(tensors or what, step, mine, want)
 
-    def compare_samples(self, step: int, mine: list[int], want: list[int], what: str) -> None:
+    def of_one(self, named: TensorBoxes | None) -> FullTensors:
+        """Send the full tensors of rank 0's own run to all ranks."""
+        return broadcast(None if named is None else full_tensors(named), self.team)
+
+    def compare_samples(self, step: int, mine: list[int], want: list[int], what: Quantity) -> None:
         """Check that the data-parallel ranks together read what one process reads."""
-        at = self.place_of_rank
+        at = self.data_rank
         read: dict[int, list[int]] = {}
         for data, numbers in self.team.gather([at, mine]):
             if read.setdefault(data, numbers) != numbers:
@@ -391,12 +422,12 @@ class _Comparing:
         self.seen.note(what, "of the step", step, 0.0 if is_same else math.inf)
 
     @property
-    def place_of_rank(self) -> int:
+    def data_rank(self) -> int:
         from meshwright.parallel.layout import layout_of
 
         return layout_of(self.config, self.team.rank).at("replicas", "shard")
 
-    def compare_draws(self, step: int, mine: Tensor, want: Tensor, what: str) -> None:
+    def compare_draws(self, step: int, mine: Tensor, want: Tensor, what: Quantity) -> None:
         """Check that the ranks together draw from the positions that one process draws from."""
         want = want.to(torch.int32)
         found = torch.isin(want, mine).to(torch.int32)
@@ -407,21 +438,21 @@ class _Comparing:
 
     # Resuming
 
-    def resume(self, saved: TensorBoxes, counters: dict[str, Any], last: Step) -> None:
+    def resume(self, saved: TensorBoxes, counters: dict[str, Any], last: RecordedStep) -> None:
         """Load the saved state into the same layout and take its next step again."""
         with self.running(self.config, Checkpoint(load=str(self.folder))) as run:
-            self.compare_bits(RESUMED, run.state(), saved)
-            self.compare_counters(RESUMED, run.counters(), counters)
+            self.compare_bits(Q.LOADED, run.state(), saved)
+            self.compare_counters(Q.LOADED, run.counters(), counters)
             again = run.step()
         if self.is_repeatable:
-            self.compare_bits(GOES_ON, again.state, last.state)
-            self.compare_counters(GOES_ON, dict(zip(COLUMNS, again.numbers, strict=True)), last.numbers)
+            self.compare_bits(Q.NEXT_STEP, again.state, last.state)
+            self.compare_counters(Q.NEXT_STEP, dict(zip(COLUMNS, again.numbers, strict=True)), last.numbers)
         else:  # the order of atomic additions differs
-            self.compare_step(self.steps + 1, again, GOES_ON, GOES_ON)
+            self.compare_step(self.steps + 1, again, Q.NEXT_STEP, Q.NEXT_STEP)
 
     def take_over(self, saved: TensorBoxes, counters: dict[str, Any]) -> None:
         """Load the saved state into one process, on rank 0, which takes the next step alone."""
-        loaded: list[tuple[TensorBoxes, dict[str, Any], Step]] = []
+        loaded: list[tuple[TensorBoxes, dict[str, Any], RecordedStep]] = []
 
         def load() -> None:
             with self.running(alone(self.config), Checkpoint(load=str(self.folder)), ALONE) as run:
@@ -429,20 +460,20 @@ class _Comparing:
 
         self.team.run_on_lead(load)
         mine = loaded[0] if loaded else None
-        self.seen.tensors(TAKEN, self.steps, saved, broadcast(mine and whole(mine[0]), self.team), floor=0.0)
+        self.seen.tensors(Q.LOADED_ALONE, self.steps, saved, self.of_one(mine and mine[0]), floor=0.0)
         if mine:
-            self.compare_counters(TAKEN, mine[1], counters)
+            self.compare_counters(Q.LOADED_ALONE, mine[1], counters)
             want, number = self.one[self.steps], self.steps + 1
-            self.seen.tensors(ONE_GOES_ON, number, mine[2].state, whole(want.state))
+            self.seen.tensors(Q.NEXT_STEP_ALONE, number, mine[2].state, full_tensors(want.state))
             for name, got, number_of_one in zip(COLUMNS, mine[2].numbers, want.numbers, strict=True):
-                self.seen.numbers(ONE_GOES_ON, name, number, got, number_of_one)
+                self.seen.numbers(Q.NEXT_STEP_ALONE, name, number, got, number_of_one)
 
-    def compare_bits(self, what: str, got: TensorBoxes, want: TensorBoxes) -> None:
+    def compare_bits(self, what: Quantity, got: TensorBoxes, want: TensorBoxes) -> None:
         for name in got.keys() | want.keys():
             is_same = name in got and name in want and torch.equal(got[name][2], want[name][2])
             self.seen.note(what, name, self.steps, 0.0 if is_same else math.inf)
 
-    def compare_counters(self, what: str, got: dict[str, Any], want: Any) -> None:
+    def compare_counters(self, what: Quantity, got: dict[str, Any], want: Any) -> None:
         want = want if isinstance(want, dict) else dict(zip(got, want, strict=True))
         for name, value in got.items():
             is_same = value == want[name] or (value != value and want[name] != want[name])
@@ -453,27 +484,27 @@ class _Comparing:
     def result(self, not_compared: list[str]) -> Comparison:
         """Merge what all ranks have seen, on all ranks alike."""
         mine = [[*key, s.largest, s.first] for key, s in self.seen.seen.items()]
-        largest: dict[tuple[str, str], float] = {}
-        first: dict[tuple[str, str], tuple[int, float, int]] = {}  # step, difference, rank
+        largest: dict[tuple[Quantity, str], float] = {}
+        first: dict[tuple[Quantity, str], tuple[int, float, int]] = {}  # step, difference, rank
         for rank, rows in enumerate(self.team.gather(mine)):
             for what, name, far, begin in rows:
-                key = what, name
+                key = Quantity(what), name
                 largest[key] = max(largest.get(key, 0.0), far)
                 if begin is not None and (key not in first or begin[0] < first[key][0]):
                     first[key] = begin[0], begin[1], rank
         compared = []
-        for what in ORDER:
+        for what in Quantity:
             of_kind = {name: far for (kind, name), far in largest.items() if kind == what}
             if of_kind:
                 worst = max(of_kind, key=lambda name: of_kind[name])
                 compared.append(Compared(what, len(of_kind), of_kind[worst], worst, self.tolerance(what)))
-        order = sorted(first, key=lambda key: (first[key][0], ORDER.index(key[0]), -first[key][1]))
+        order = sorted(first, key=lambda key: (first[key][0], list(Quantity).index(key[0]), -first[key][1]))
         differences = [
             Difference(*key, largest[key], self.tolerance(key[0]), f"step {first[key][0]}, rank {first[key][2]}")
             for key in order
         ]
-        gradients = {name: far for (kind, name), far in largest.items() if kind == GRADIENTS}
+        gradients = {name: far for (kind, name), far in largest.items() if kind == Q.GRADIENTS}
         return Comparison(self.steps, compared, differences, gradients, not_compared, self.config)
 
-    def tolerance(self, what: str) -> float:
-        return 0.0 if what in EXACT else self.seen.tolerance
+    def tolerance(self, what: Quantity) -> float:
+        return 0.0 if what.is_exact else self.seen.tolerance

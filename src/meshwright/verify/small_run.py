@@ -19,7 +19,7 @@ from meshwright.data.loader import DocumentEnds, Mock
 from meshwright.parallel.layout import Layout, connect, layout_of
 from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.before.preflight import vocabulary
+from meshwright.training.before.resolve import find_vocabulary
 from meshwright.training.health.stop import StopConditions
 from meshwright.training.log.columns import STEP_COLUMNS
 from meshwright.training.log.lines import Check
@@ -56,7 +56,7 @@ class StepRows(Metrics):
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSetup:
     """Where a run is computed, and by which parts of the user's own."""
 
     team: Team = ALONE
@@ -66,19 +66,20 @@ class Place:
     loss: Loss | None = None
 
 
-def start(config: TrainConfig, place: Place) -> Trainer:
+def start_trainer(config: TrainConfig, setup: RankSetup) -> Trainer:
     """Return a trainer of this rank that has loaded or drawn its weights."""
-    team = place.team if config.world > 1 else ALONE
+    team = setup.team if config.world > 1 else ALONE
     layout = layout_of(config, team.rank)
-    layout = place.connect(layout) if layout.world > 1 else layout
-    _, vocab, padded = vocabulary(config, None)
-    spec = Spec(config, layout, place.device, vocab, padded, place.model, place.loss)
-    timers = Timers(0, "minmax", place.device, team)
+    layout = setup.connect(layout) if layout.world > 1 else layout
+    vocabulary = find_vocabulary(config, None)
+    spec = Spec(config, layout, setup.device, vocabulary.size, vocabulary.padded, setup.model, setup.loss)
+    timers = Timers(0, "minmax", setup.device, team)
     state = build_state(spec, team, timers)
     d = config.data
     effects = (d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask)
     assert d.seq_length
-    datasets = {name: Mock(vocab, SAMPLES, d.seq_length, seed) for seed, name in enumerate(("train", "valid"))}
+    sizes = vocabulary.size, SAMPLES, d.seq_length
+    datasets = {"train": Mock(*sizes, seed=0), "valid": Mock(*sizes, seed=1)}
     feed = Feed(datasets, loader_spec(state, DocumentEnds(EOD, *effects) if any(effects) else None))
     return Trainer(state, feed, StepRows(state, timers), timers, never(config))
 

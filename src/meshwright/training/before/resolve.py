@@ -1,0 +1,183 @@
+"""Decide what a run is before torch is imported: its settings, its files and its vocabulary.
+
+`resolve` raises UserError with all that is wrong in the settings. `meshwright train`, its
+--dry-run and the Python API make a run of what it returns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright import console, tokenizers
+from meshwright.checkpoint import publish, steps
+from meshwright.console import say
+from meshwright.errors import BAD_DATA, UserError
+from meshwright.ranks.world import World
+from meshwright.settings import checks, data_paths, flags
+from meshwright.settings.hints import near_path
+from meshwright.settings.other_programs import deepspeed_json
+from meshwright.settings.schema import TokenizerFlags, TrainConfig
+from meshwright.tokenizers import Tokenizer
+from meshwright.training.state.resume import checkpoint_architecture
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ids of a run: its tokenizer, if it has one, and their number without and with padding."""
+
+    tokenizer: Tokenizer | None
+    size: int
+    padded: int
+    kind: str = ""  # as the log names it
+    found: Path | None = None  # the folder of a tokenizer that no flag names
+
+    def print_lines(self) -> None:
+        if self.tokenizer is None:
+            say(f"> no tokenizer: the vocabulary's size is given, {self.size}")
+        else:
+            say(f"> building {self.kind} tokenizer ...")
+        if self.tokenizer is not None and self.found:
+            console.notice(f"tokenizer: {self.tokenizer.name} with {self.size:,} ids, found in {self.found}")
+        say(tokenizers.padding_line(self.size, self.padded))
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must be equal on all ranks, whose files may differ between machines."""
+        files = tokenizers.file_hashes(self.tokenizer) if self.tokenizer else {}
+        named = {f"SHA-256 of the tokenizer's {name}": sha256 for name, sha256 in files.items()}
+        sizes = {"vocabulary size": self.size, "padded vocabulary size": self.padded}
+        return {"tokenizer": self.tokenizer.name if self.tokenizer else None, **sizes, **named}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run that is decided, on one rank."""
+
+    config: TrainConfig
+    vocabulary: Vocabulary
+    problem: UserError | None = None  # of this rank's files; raised when all ranks have met
+    world: World = World()
+    command: list[str] = field(default_factory=list)
+    idle: Mapping[str, Any] = field(default_factory=dict)  # given flags without effect, which the log shows
+
+    @property
+    def folder(self) -> Path | None:
+        return folder_of(self.config)
+
+
+def complete_settings(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
+    """Take the architecture from --load where no flag is given, and note where it is from."""
+    load = parsed.config.checkpoint.load
+    if not load:
+        return parsed.config
+    config = checkpoint_architecture(parsed.config, set(flags.given_settings(parsed)))
+    before, now = flags.to_dict(parsed.config), flags.to_dict(config)
+    parsed.sources.update({name: f"checkpoint {load}" for name in now if now[name] != before[name]})
+    return config
+
+
+def resolve(
+    config: TrainConfig,
+    world: World,
+    command: list[str] | None = None,
+    idle: Mapping[str, Any] | None = None,
+    has_datasets: bool = False,
+) -> Resolved:
+    """Decide a run on this rank; `has_datasets`: the caller has data sets, so no flag names any."""
+    config = replace(config, parallel=replace(config.parallel, world_size=world.size))
+    if command is None:  # a command line's flags include the file's settings already
+        config = apply_deepspeed_file(config, prints=world.rank == 0)
+    if has_datasets:
+        data = replace(data_paths.without(config.data), multiple_validation_sets=False, validation_set_names=[])
+        config = replace(config, data=data)
+    require_settings(config, needs_data=not has_datasets)
+    for folder in filter(None, (config.checkpoint.save, config.checkpoint.run_dir)) if world.rank == 0 else ():
+        publish.require_unlocked(folder)
+    vocabulary, problem = look_for_vocabulary(config, world)
+    return Resolved(config, vocabulary, problem, world, command or [], idle or {})
+
+
+def require_settings(config: TrainConfig, needs_data: bool) -> None:
+    """Require settings that fit each other, folders, and the token files that are named."""
+    if problems := checks.problems(config, needs_data):
+        raise UserError(flags.listed(problems))
+    for flag, root in (("--run-dir", config.checkpoint.run_dir), ("--save", config.checkpoint.save)):
+        if root and Path(root).exists() and not Path(root).is_dir():
+            raise UserError(f"{flag} {root} is a file, not a folder")
+    for prefix in data_paths.prefixes(config.data):
+        missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").exists()]
+        if missing:
+            advice = "; create the pair with `meshwright preprocess` and pass their common path without the extension"
+            hint = near_path(str(prefix), ".idx") or advice
+            raise UserError(f"data {prefix}: missing {' and '.join(missing)}{hint}", BAD_DATA)
+
+
+def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
+    """Apply the file of --deepspeed_config, except to settings that are not defaults."""
+    defaults = flags.to_dict(TrainConfig())
+    given = {name for name, value in flags.to_dict(config).items() if value != defaults[name]}
+    config, notes, problems = deepspeed_json.merge_deepspeed(config, given)
+    if problems:
+        raise UserError(flags.listed(problems))
+    for note in notes if prints else ():
+        print(f"note: {note}", file=sys.stderr)
+    return config
+
+
+def look_for_vocabulary(config: TrainConfig, world: World) -> tuple[Vocabulary, UserError | None]:
+    """Find the vocabulary. One process raises its error; several raise the first one's together."""
+    try:
+        return find_vocabulary(config, folder_of(config)), None
+    except UserError as error:
+        if world.size == 1:
+            raise
+        return Vocabulary(None, 0, 0), error
+
+
+def find_vocabulary(config: TrainConfig, folder: Path | None) -> Vocabulary:
+    """Return the tokenizer, if the flags or the files name one, and the sizes of its vocabulary."""
+    t, m, loaded = config.tokenizer, config.model, loaded_folder(config)
+    beside_data = tokenizers.find_of_data(data_paths.prefixes(config.data))
+    tp = config.parallel.tensor_model_parallel_size
+
+    def sized(tokenizer: Tokenizer | None, size: int, found: Path | None = None) -> Vocabulary:
+        padded = tokenizers.padded_size(size, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
+        named = t.tokenizer or (tokenizer.name if tokenizer and found else t.tokenizer_type)
+        return Vocabulary(tokenizer, size, padded, str(named), found)
+
+    if is_size_alone(config, beside_data):
+        assert t.vocab_size
+        return sized(None, t.vocab_size)
+    is_loaded = loaded is not None and steps.find_step(loaded)[0] is not None
+    # Beside data that know their tokenizer, files that a killed or replaced run left mean nothing.
+    saved = tokenizers.find_saved(*([loaded if is_loaded else None] if beside_data else [folder, loaded]))
+    tokenizer = tokenizers.resolve_for_data(t, beside_data, saved)
+    if tokenizer is None and loaded and is_loaded:
+        raise tokenizers.missing_error(loaded)
+    tokenizer = tokenizer or tokenizers.build_tokenizer(t)  # which raises, naming the missing flags
+    return sized(tokenizer, tokenizer.size, None if tokenizers.is_named(t) else saved or beside_data)
+
+
+def is_size_alone(config: TrainConfig, beside_data: Path | None) -> bool:
+    """Return whether the vocabulary is a size alone, without a tokenizer."""
+    t = config.tokenizer
+    if t.vocab_size is None or tokenizers.is_named(t) or t.tokenizer_type == "ByteTokenizer":
+        return False
+    if not config.data.mock_data and t.tokenizer_type != "GPT2BPETokenizer":
+        return False
+    # A size from a checkpoint may count padding, so a smaller tokenizer is none of its own.
+    return beside_data is None or tokenizers.build_tokenizer(TokenizerFlags(), beside_data).size < t.vocab_size
+
+
+def folder_of(config: TrainConfig) -> Path | None:
+    """Return the folder of a run's log and settings."""
+    root = config.checkpoint.run_dir or config.checkpoint.save
+    return Path(root) if root else None
+
+
+def loaded_folder(config: TrainConfig) -> Path | None:
+    """Return the folder of --load, without the step that it may name."""
+    return steps.split_path(config.checkpoint.load)[0] if config.checkpoint.load else None
