@@ -18,7 +18,7 @@ JOBS ?= 2
 SEED ?= 0
 FUZZ ?=
 
-FAULTS = $(TESTS) -n 2 -q $(shell $(BIN)/python tests/faults/table.py)
+FAULTS = $(TESTS) -n 2 -q tests/faults/test_summary.py $(shell grep -rl --include='test_*.py' mark.fault tests)
 
 .PHONY: demo test check test-long faults faults-long faults-soak fuzz elastic bench install clean
 .DEFAULT_GOAL := demo
@@ -53,10 +53,10 @@ test-long: $(VENV)/test
 	$(TESTS) -n 2 -m "long"
 
 faults: $(VENV)/test
-	$(FAULTS) -m "faults and not long"
+	$(FAULTS) -m "fault and not long"
 
 faults-long: $(VENV)/test
-	$(FAULTS) -m faults
+	$(FAULTS) -m fault
 
 faults-soak: $(VENV)/test
 	PYTHONPATH=src:tests $(BIN)/python -m faults.soak

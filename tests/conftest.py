@@ -20,7 +20,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when kernels are defined
 
 import selection  # noqa: E402
-from faults import table  # noqa: E402
+from faults import summary  # noqa: E402
 from helpers import TINY_FLAGS, TinyRun  # noqa: E402
 from meshwright import console, device  # noqa: E402
 from meshwright.settings import fields  # noqa: E402
@@ -35,8 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, marker in zip(items, selection.mark(names), strict=True):
         if marker:
             item.add_marker(marker)
-        if table.name_of(item.nodeid) in table.NAMED:
-            item.add_marker("faults")
+        if faults := [fault for mark in item.iter_markers("fault") for fault in mark.args]:
+            item.user_properties.append(("faults", faults))
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if name == "table":
                 terminalreporter.write_line(f"\n{text}\n")
     ends = [terminalreporter.getreports(outcome) for outcome in ("passed", "failed", "error", "skipped")]
-    for line in table.lines(report for reports in ends for report in reports):
+    for line in summary.lines(report for reports in ends for report in reports):
         terminalreporter.write_line(line)
     later: dict[int, set[str]] = {}
     for configuration in fields.every_config():

@@ -356,6 +356,7 @@ def test_the_log_shows_an_accelerators_memory(monkeypatch, capsys):
         (OSError(errno.ENOSPC, "No space left on device"), None),
     ],
 )
+@pytest.mark.fault("F19")
 def test_the_host_refuses_memory(
     error: Exception, words: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -392,6 +393,7 @@ def test_a_limit_below_what_torch_needs(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("kilobytes", [300_000, 700_000, 800_000, 850_000, 900_000, 1_000_000, 1_200_000])
 @pytest.mark.parametrize("words", ["train", "launch --nproc-per-node 2 train"])
+@pytest.mark.fault("F19")
 def test_limits_on_address_space(kilobytes: int, words: str) -> None:
     """Under every limit a run trains or ends with status 2, and never hangs.
 

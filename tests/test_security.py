@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from faults import table
+from faults import summary
 from helpers import TINY_FLAGS, write_counting
 from meshwright.__main__ import main
 from meshwright.checkpoint import manifests, publish, steps
@@ -153,7 +153,7 @@ def test_each_sentence_has_tests_that_exist() -> None:
         else:  # a sentence belongs into a list, where it needs a test
             assert block.startswith(("#", "Meshwright trusts the machine", "Please report")), block
     assert found == {key: len(sentences) for key, sentences in STATEMENTS.items()}
-    known = table.existing()
+    known = list(summary.existing_tests())
     for sentences in STATEMENTS.values():
         for name in " ".join(sentences).split():
             assert known.count(name) == 1, name

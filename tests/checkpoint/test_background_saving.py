@@ -46,6 +46,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("more", [[], ["--bf16"], ["--optimizer", "sgd"]], ids=str)
+@pytest.mark.fault("F15")
 def test_a_save_holds_the_numbers_of_its_own_step(
     tmp_path: Path, more: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,6 +69,7 @@ def test_a_save_holds_the_numbers_of_its_own_step(
     assert len(seen) == 6
 
 
+@pytest.mark.fault("F15")
 def test_a_change_after_the_save_began_is_not_written() -> None:
     background, go, wrote = Background(Team(), CPU), threading.Event(), list[float]()
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
@@ -135,6 +137,7 @@ def failing(*at: int) -> object:
     return write
 
 
+@pytest.mark.fault("F14")
 def test_a_failure_is_reported_within_one_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +152,7 @@ def test_a_failure_is_reported_within_one_step(
 
 
 @pytest.mark.parametrize("how", ["async-save", pytest.param("no-async-save", marks=pytest.mark.long)])
+@pytest.mark.fault("F6")
 def test_going_on_after_a_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
@@ -166,6 +170,7 @@ def test_going_on_after_a_failed_save(
 
 
 @pytest.mark.parametrize("how", [pytest.param("async-save", marks=pytest.mark.long), "no-async-save"])
+@pytest.mark.fault("F6")
 def test_the_last_save_must_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
@@ -190,6 +195,7 @@ def test_a_failure_after_the_rename(
     assert sorted(steps.list_steps(tmp_path)) == [1, 2] and not read_rows(tmp_path, "save-failed")
 
 
+@pytest.mark.fault("F6")
 def test_rows_wait_while_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,11 +255,13 @@ def on_ranks(folder: Path) -> None:
     saver.close()
 
 
+@pytest.mark.fault("F14")
 def test_ranks_save_together_and_share_a_failure(tmp_path: Path) -> None:
     run_ranks(on_ranks, 2, tmp_path)
     assert open_step(tmp_path / "async-save", 4).state["iteration"] == 4
 
 
+@pytest.mark.fault("F15")
 def test_a_save_has_the_state_of_its_step(tmp_path: Path) -> None:
     """The list of skipped samples grows while the step before is still being written."""
     config = flags.parse_settings(TrainConfig, [*TINY_FLAGS, "--save", str(tmp_path), "--async-save"], "test").config
@@ -270,6 +278,7 @@ def test_a_save_has_the_state_of_its_step(tmp_path: Path) -> None:
     saver.close()
 
 
+@pytest.mark.fault("F14")
 def test_a_failure_is_reported_when_something_else_ends_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     background = Background(Team(), CPU)
 

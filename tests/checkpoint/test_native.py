@@ -124,6 +124,7 @@ def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
     assert hold_equal(named, want)
 
 
+@pytest.mark.fault("F8")
 def test_200_bit_flips_never_load(tmp_path: Path, figures: Callable[..., None]) -> None:
     """Full verification sees a flip in any file, reading one in what it reads."""
     rng = random.Random(0)
@@ -197,6 +198,7 @@ def edit_index(folder: Path, change: dict[str, object]) -> None:
     (folder / manifests.MANIFEST).write_bytes(manifests.encode_manifest(manifest))
 
 
+@pytest.mark.fault("F9")
 def test_a_hostile_index_is_damaged(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     good = {"file": "rank_00000.safetensors", "offset": [0, 0], "size": [50, 8], "begin": 0, "end": 1600}
@@ -220,6 +222,7 @@ def test_a_hostile_index_is_damaged(tmp_path: Path) -> None:
     assert "(1000000000, 1000000000)" in error_of(lambda: loading.load_checkpoint(tmp_path, blank(named)))
 
 
+@pytest.mark.fault("F28")
 def test_a_huge_header_is_noticed_and_never_parsed(tmp_path: Path) -> None:
     named = save(tmp_path, 1)
     path = steps.step_folder(tmp_path, 1) / "rank_00000.safetensors"

@@ -113,6 +113,7 @@ def any_cutting(root: Path) -> None:
             everybody.wait()
 
 
+@pytest.mark.fault("F5")
 def test_any_cutting_to_any_other(tmp_path: Path) -> None:
     """Save with one rank or four, read with one to four; the chunks are small."""
     run_ranks(any_cutting, 4, tmp_path)
@@ -189,6 +190,7 @@ def disk_full(root: Path) -> None:
     save(root, 2, mine(t, 7))
 
 
+@pytest.mark.fault("F6")
 def test_one_ranks_full_disk_fails_the_save_of_all(tmp_path: Path) -> None:
     run_ranks(disk_full, 4, tmp_path)
 
@@ -275,6 +277,7 @@ def loads(root: Path) -> None:
     assert all(f"iter_000000{step}" in message for step in (1, 2, 3))
 
 
+@pytest.mark.fault("F9")
 def test_all_ranks_load_the_same_step(tmp_path: Path) -> None:
     run_ranks(loads, 4, tmp_path)
 
@@ -311,6 +314,7 @@ def not_shared(root: Path) -> None:
     assert hold_equal(mine(t), want)
 
 
+@pytest.mark.fault("F7")
 def test_a_folder_that_nodes_do_not_share_is_refused(tmp_path: Path) -> None:
     run_ranks(not_shared, 2, tmp_path)
 
@@ -332,6 +336,7 @@ OF_RANK_0 = ("manifest_unsynced", "before_rename", "after_rename", "before_track
 
 
 @pytest.mark.parametrize(("who", "point"), [*((0, p) for p in POINTS + OF_RANK_0), *((1, p) for p in POINTS)])
+@pytest.mark.fault("F2")
 def test_a_rank_is_killed_while_others_wait(tmp_path: Path, who: int, point: str) -> None:
     root, files = tmp_path / "run", str(tmp_path / "store")
     args = (killed, 2, files, (root, who, point))

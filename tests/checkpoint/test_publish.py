@@ -97,6 +97,7 @@ CASES = [(point, case) for point in POINTS for case in ("first step", "a further
 
 
 @pytest.mark.parametrize(("point", "case"), [*CASES, ("moved_aside", "a damaged step again")])
+@pytest.mark.fault("F2")
 def test_killed_at_every_point(tmp_path: Path, point: str, case: str) -> None:
     if case != "first step":
         write_step(tmp_path, 1)
@@ -123,6 +124,7 @@ def test_killed_at_every_point(tmp_path: Path, point: str, case: str) -> None:
     assert (tmp_path / steps.TRACKER).read_bytes() == b"3"
 
 
+@pytest.mark.fault("F8")
 def test_200_single_bit_flips_in_all_files(tmp_path: Path, figures: Callable[..., None]) -> None:
     write_step(tmp_path, 1)
     folder = steps.step_folder(tmp_path, 1)
@@ -139,6 +141,7 @@ def test_200_single_bit_flips_in_all_files(tmp_path: Path, figures: Callable[...
     figures(flips_in_small_chunks="200/200")
 
 
+@pytest.mark.fault("F8")
 def test_damage_names_file_and_offset(tmp_path: Path) -> None:
     write_step(tmp_path, 1)
     folder = steps.step_folder(tmp_path, 1)
@@ -162,6 +165,7 @@ def test_only_the_chunks_read_are_hashed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["rank_00000.safetensors", "state.json", manifests.MANIFEST])
 @pytest.mark.parametrize("harm", ["truncated", "empty", "missing", "longer", "link", "folder"])
+@pytest.mark.fault("F9")
 def test_a_damaged_step_falls_back_to_the_previous_one(tmp_path: Path, name: str, harm: str) -> None:
     write_step(tmp_path, 1)
     write_step(tmp_path, 2)
@@ -182,6 +186,7 @@ def test_a_damaged_step_falls_back_to_the_previous_one(tmp_path: Path, name: str
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EMFILE, errno.EIO, errno.ESTALE])
 @pytest.mark.parametrize("call", ["open", "preadv"])
+@pytest.mark.fault("F7")
 def test_a_step_that_cannot_be_opened_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
 ) -> None:
@@ -211,6 +216,7 @@ def test_a_step_that_cannot_be_opened_is_not_damaged(
     assert publish.prune_steps(tmp_path, 2, 1, None, None) == []
 
 
+@pytest.mark.fault("F11")
 def test_damage_of_all_steps_is_no_fresh_start(tmp_path: Path) -> None:
     for step in (1, 2):
         write_step(tmp_path, step)
@@ -219,6 +225,7 @@ def test_damage_of_all_steps_is_no_fresh_start(tmp_path: Path) -> None:
     assert "iter_0000001" in message and "iter_0000002" in message
 
 
+@pytest.mark.fault("F9")
 def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"x" * 10)
     (tmp_path / "iter_0000001").mkdir()
@@ -228,6 +235,7 @@ def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None
         assert "plain name" in error_of(lambda: manifests.verify_step(tmp_path / "iter_0000001"))
 
 
+@pytest.mark.fault("F9")
 def test_a_hostile_manifest_is_damaged(tmp_path: Path) -> None:
     entries = ['{"size": 1e999, "sha256": ""}', f'{{"size": {"9" * 5000}, "sha256": ""}}', '{"size": -1, "sha256": 5}']
     bodies = ["NaN", "[1]", *(f'{{"a": {entry}}}' for entry in entries)]
@@ -237,6 +245,7 @@ def test_a_hostile_manifest_is_damaged(tmp_path: Path) -> None:
         error_of(lambda: manifests.verify_step(tmp_path))
 
 
+@pytest.mark.fault("F9")
 def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / manifests.MANIFEST, "wb") as file:
         file.truncate(1 << 40)  # a hole
@@ -272,6 +281,7 @@ def test_a_damaged_step_is_kept_aside_and_written_anew(tmp_path: Path) -> None:
     assert (tmp_path / "iter_0000001.damaged").is_dir()
 
 
+@pytest.mark.fault("F12")
 def test_order_is_by_step_and_leftovers_are_cleared(tmp_path: Path) -> None:
     for step in (9_999_999, 10_000_000, 5):
         write_step(tmp_path, step)
@@ -286,6 +296,7 @@ def test_order_is_by_step_and_leftovers_are_cleared(tmp_path: Path) -> None:
     assert steps.latest(tmp_path) == (10_000_000, [])
 
 
+@pytest.mark.fault("F12")
 def test_an_unfinished_step_is_no_checkpoint(tmp_path: Path) -> None:
     assert steps.latest(tmp_path / "none") == (None, [])
     (tmp_path / "iter_0000006.tmp").mkdir()
@@ -294,6 +305,7 @@ def test_an_unfinished_step_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "-3", "12x", "\0" * 50, "1" * 100])
+@pytest.mark.fault("F10")
 def test_a_tracker_without_a_number_is_ignored_or_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / steps.TRACKER).write_text(text)
     assert "not an iteration" in error_of(lambda: steps.find_step(tmp_path))
@@ -303,6 +315,7 @@ def test_a_tracker_without_a_number_is_ignored_or_refused(tmp_path: Path, text: 
     assert step == 1 and "ignored" in notes[0]
 
 
+@pytest.mark.fault("F10")
 def test_a_tracker_ahead_of_us_is_refused(tmp_path: Path) -> None:
     (tmp_path / steps.TRACKER).write_text("500")
     assert "500" in error_of(lambda: steps.find_step(tmp_path))
@@ -366,6 +379,7 @@ def test_checkpoints_of_other_programs_are_found_and_kept(tmp_path: Path) -> Non
     assert steps.find_step(tmp_path / "hf")[0] == (registry.HUGGING_FACE, tmp_path / "hf", 0, tmp_path / "hf")
 
 
+@pytest.mark.fault("F13")
 def test_a_second_writer_learns_who_has_the_folder(tmp_path: Path) -> None:
     def second() -> None:
         with publish.lock(tmp_path):
@@ -385,6 +399,7 @@ def test_a_second_writer_learns_who_has_the_folder(tmp_path: Path) -> None:
     second()
 
 
+@pytest.mark.fault("F6")
 def test_a_write_that_fails_half_way_leaves_the_previous_step(tmp_path: Path) -> None:
     """With a file size limit: real partial writes, as on a full disk."""
     write_step(tmp_path, 1)
@@ -401,6 +416,7 @@ def test_a_write_that_fails_half_way_leaves_the_previous_step(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EACCES])
+@pytest.mark.fault("F7")
 def test_failures_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     write_step(tmp_path, 1)
 
@@ -415,6 +431,7 @@ def test_failures_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]
 
 
+@pytest.mark.fault("F7")
 def test_a_folder_is_checked_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish.check_writable(tmp_path / "new", 1000)
     assert not list((tmp_path / "new").iterdir())

@@ -49,6 +49,7 @@ def samples(trainer):
 @pytest.mark.parametrize(
     "arrows", [FEW, pytest.param(FEW + PAIRS, marks=pytest.mark.long)], ids=lambda arrows: f"{len(arrows)} pairs"
 )
+@pytest.mark.fault("F5")
 def test_a_checkpoint_continues_in_another_layout(tmp_path, arrows):
     pairs = {tuple(arrow.split(">")) for arrow in arrows}
     first = {name: parse(f"{MORE} {LAYOUTS[name]} --save {tmp_path / name}") for name, _ in pairs}

@@ -124,6 +124,7 @@ def test_several_problems_are_reported_together(tmp_path: Path) -> None:
     assert "2 ids are not in 0 ... 256, the tokenizer's; the first is 300 at token 1" in told
 
 
+@pytest.mark.fault("F24")
 def test_every_cut_and_swap_is_refused(tmp_path: Path) -> None:
     """Cut at each sixteenth, a wrong count or code, a byte too few, files of other data."""
     prefix = write(tmp_path / "a", make_documents(40))

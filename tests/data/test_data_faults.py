@@ -12,6 +12,7 @@ import random
 import zlib
 
 import numpy as np
+import pytest
 
 from helpers import error_of, tokens_of
 from meshwright.data.files.indexed import HEADER, Indexed, check_vocabulary
@@ -62,6 +63,7 @@ def run(folder, given, **settings):
     return [bytes(tokens_of(data, n).tolist()).decode() for n in range(len(data))], stderr.getvalue().splitlines()[-1]
 
 
+@pytest.mark.fault("F22")
 def test_bad_lines(tmp_path, monkeypatch, figures):
     """F22: a file read in pieces by two workers, and a stream cut short at 20 places."""
     monkeypatch.setattr(text, "PIECE", 50_000)
@@ -94,6 +96,7 @@ def is_good(line):
         return False
 
 
+@pytest.mark.fault("F24")
 def test_damaged_files_are_refused(tmp_path, figures):
     """F24: damage is refused before training reads anything, with the status of bad data."""
     rng = np.random.RandomState(0)

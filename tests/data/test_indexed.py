@@ -85,6 +85,7 @@ def full(request, monkeypatch):
     monkeypatch.setattr(indexed_module, "FULL", request.param)
 
 
+@pytest.mark.fault("F24")
 def test_truncated_everywhere(pair, full):
     prefix, idx, bin_ = pair
     whole = idx.read_bytes()
@@ -125,6 +126,7 @@ def test_truncated_everywhere(pair, full):
         (34 + 12 * 20 + 8 * 20, b"\x13", "does not run from 0 to the 20"),
     ],
 )
+@pytest.mark.fault("F24")
 def test_damaged(pair, offset, value, words, full):
     prefix, idx, _ = pair
     content = bytearray(idx.read_bytes())
@@ -133,6 +135,7 @@ def test_damaged(pair, offset, value, words, full):
     refused(words, prefix)
 
 
+@pytest.mark.fault("F24")
 def test_other_inconsistencies(pair):
     prefix, idx, bin_ = pair
     content = idx.read_bytes()
@@ -212,6 +215,7 @@ def test_a_hundred_million_documents_open_immediately(tmp_path):
     assert (len(opened), int(opened.doc_idx[-1])) == (n, n)
 
 
+@pytest.mark.fault("F26")
 def test_fingerprint_tells_data_apart_but_not_times(tmp_path):
     a = write(tmp_path / "a", [[[1, 2]], [[3]]])
     b = write(tmp_path / "b", [[[1]], [[2, 3]]])
@@ -285,6 +289,7 @@ with Writer(sys.argv[1], np.uint16) as writer:
 """
 
 
+@pytest.mark.fault("F23")
 def test_killed_at_every_point_of_publishing(pair):
     """There is the old pair, the new pair or no .idx, never an .idx with a .bin of another."""
     prefix, idx, bin_ = pair

@@ -149,6 +149,7 @@ def test_data_of_other_programs_are_never_replaced_in_silence(here, capsys):
     assert preprocess(capsys, "long.jsonl")[0] == LOCKED
 
 
+@pytest.mark.fault("F23")
 def test_a_kill_between_two_pairs_goes_on(here, capsys, monkeypatch):
     """One of the two pairs has its name already: the same command still goes on."""
     finish, calls = Writer.finish, iter(range(9))
@@ -169,6 +170,7 @@ def test_a_kill_between_two_pairs_goes_on(here, capsys, monkeypatch):
     assert "unchanged" in preprocess(capsys, "long.jsonl", *keys)[1]
 
 
+@pytest.mark.fault("F23")
 def test_a_kill_while_data_are_replaced_leaves_no_mixture(here, capsys, monkeypatch):
     """No old data stand beside the new tokenizer, and the same command goes on."""
     assert preprocess(capsys, "short.jsonl")[0] == 0

@@ -125,6 +125,7 @@ BAD = {
 }
 
 
+@pytest.mark.fault("F22")
 def test_bad_lines_are_counted_by_kind_and_no_good_line_is_lost(tmp_path):
     rng = random.Random(1)
     lines, good, counts, first = [], [], {}, {}

@@ -190,6 +190,7 @@ def test_a_journal_stays_small(tmp_path, monkeypatch):
                 break
 
 
+@pytest.mark.fault("F22")
 def test_a_stream_cut_short(tmp_path, small):
     """It stops the run by default; --on-error skip keeps its complete lines and counts it."""
     tokens = {}
@@ -238,6 +239,7 @@ def kill_group(process, progress):
 
 @pytest.mark.whole
 @pytest.mark.parametrize("form", ["lines", "folder", pytest.param("packed", marks=pytest.mark.long)])
+@pytest.mark.fault("F23")
 def test_killed_at_any_moment_it_continues_and_ends_with_the_same_bytes(tmp_path, small, form):
     """kill -9 of all its processes at seeded moments; never an .idx beside an incomplete .bin."""
     rng, resumed = random.Random(form), 0
@@ -269,6 +271,7 @@ def test_killed_at_any_moment_it_continues_and_ends_with_the_same_bytes(tmp_path
 
 @pytest.mark.whole
 @pytest.mark.parametrize("victim", ["worker", "parent"])
+@pytest.mark.fault("F23")
 def test_killed_alone(tmp_path, small, victim):
     """A killed worker is reported and the rest continues; workers end with a killed parent."""
     source = write_corpus(tmp_path / "in.jsonl")
@@ -426,6 +429,7 @@ def test_an_interrupted_run_of_another_command_is_not_continued(tmp_path, small,
     assert len(Indexed(tmp_path / "out_text_document")) == 2001
 
 
+@pytest.mark.fault("F26")
 def test_an_input_that_changes_while_it_is_read(tmp_path, small, monkeypatch):
     a, real = write_corpus(tmp_path / "a"), preprocess.Job.count
 

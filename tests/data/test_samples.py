@@ -333,6 +333,7 @@ def has_equal_indices(a, b):
     return all(np.array_equal(getattr(a, f), getattr(b, f)) for f in ("doc_idx", "sample_idx", "shuffle_idx"))
 
 
+@pytest.mark.fault("F25")
 def test_cache_is_used_and_never_stale(tmp_path, monkeypatch):
     prefix = tmp_path / "x"
     indexed, cache, calls = data(prefix, [30, 20, 10, 40]), tmp_path / "cache", []
@@ -362,6 +363,7 @@ def test_cache_is_used_and_never_stale(tmp_path, monkeypatch):
     assert len(cache_files(cache)) == 4 * (2 + len(changes))
 
 
+@pytest.mark.fault("F25")
 def test_damaged_caches_are_rebuilt(tmp_path):
     indexed, cache = data(tmp_path / "x", [30, 20, 10, 40]), tmp_path / "cache"
     other = tmp_path / "other"
@@ -453,6 +455,7 @@ def test_without_locks_several_build_equal_indices(tmp_path, monkeypatch):
     assert [p.suffix for p in cache_files(cache)] == [".json", ".npy", ".npy", ".npy"]
 
 
+@pytest.mark.fault("F25")
 def test_files_of_a_killed_builder_are_removed(tmp_path):
     indexed, cache = data(tmp_path / "x", [30, 20, 10, 40]), tmp_path / "cache"
     good = Samples(indexed, range(0, 4), 12, 8, 1, cache_dir=cache)

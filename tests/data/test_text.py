@@ -358,6 +358,7 @@ def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["parquet", "file", "stream"])
+@pytest.mark.fault("F22")
 def test_tables_damaged_anywhere_are_reported(tmp_path, table, kind):
     write_table(table, tmp_path / "whole", kind)
     whole, rng, reported = (tmp_path / "whole").read_bytes(), random.Random(3), 0
@@ -394,6 +395,7 @@ def test_a_table_with_two_columns_of_a_name(tmp_path):
     assert texts_of(tmp_path / "t", keys=("id",)) == ["c"]
 
 
+@pytest.mark.fault("F26")
 def test_a_table_that_was_replaced_is_read_again(tmp_path):
     """Even by one of the same size and date."""
     for content in ("abc", "xyz"):
@@ -480,6 +482,7 @@ def test_several_layers_of_compression(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["gz", "xz", "zst"])
+@pytest.mark.fault("F28")
 def test_a_small_file_that_unpacks_to_much(tmp_path, monkeypatch, kind):
     """300 MB in one line of a few kilobytes: one bad line, in bounded memory."""
     packer = {

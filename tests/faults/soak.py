@@ -26,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from faults import table
+from faults import summary
 from faults.harness import LAUNCHERS, LAYOUTS, PRECISIONS, Case, Run, Totals, draw_harm, write_data
 
 MOST_STEPS = 3  # checkpoints in a folder: the two that are kept, and one that is being written
@@ -149,7 +149,7 @@ def conclude(given: argparse.Namespace, total: Share, seconds: float) -> int:
     more |= {"fd_slope": [fds], "rss_kb_slope": [rss], "seconds": round(seconds)}
     for failure in total.failures:
         print(failure)
-    print(table.write([t.figures() | more]))
+    print(summary.write_figures([t.figures() | more]))
     if given.json:
         machine = {"cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
         machine["python"] = platform.python_version()

@@ -58,6 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     [pytest.param(case, marks=[] if case in SHORT else pytest.mark.long) for case in CASES],
     ids=lambda case: f"{case.layout}-{case.precision}",
 )
+@pytest.mark.fault("F1")
 def test_kills_at_random_moments(runs: Runs, case: Case, figures: Callable[..., None]) -> None:
     """Kill launcher or rank, three times a run, under both launchers."""
     for launcher in LAUNCHERS:
@@ -69,6 +70,7 @@ def test_kills_at_random_moments(runs: Runs, case: Case, figures: Callable[..., 
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.fault("F1")
 def test_kills_of_programs(runs: Runs, launcher: str, figures: Callable[..., None]) -> None:
     """The same without forks: launcher and ranks are programs, as on any machine."""
     run, _ = runs.of(Case("tp2", steps=60))
@@ -82,6 +84,7 @@ def test_kills_of_programs(runs: Runs, launcher: str, figures: Callable[..., Non
 
 
 @pytest.mark.parametrize(("rank", "point"), [*((0, point) for point in POINTS), *((1, point) for point in OF_RANK_1)])
+@pytest.mark.fault("F2")
 def test_kill_at_each_point_of_the_save(runs: Runs, rank: int, point: str, figures: Callable[..., None]) -> None:
     run, _ = runs.of(SHORT[0])
     (run.path / "tokenizer").mkdir(parents=True)
@@ -96,6 +99,7 @@ def test_kill_at_each_point_of_the_save(runs: Runs, rank: int, point: str, figur
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.fault("F4")
 def test_kills_during_the_recovery(runs: Runs, launcher: str, figures: Callable[..., None]) -> None:
     """After a kill, kill the next launches while they start and load."""
     run, seconds = runs.of(SHORT[0])
@@ -110,6 +114,7 @@ def test_kills_during_the_recovery(runs: Runs, launcher: str, figures: Callable[
 
 
 @pytest.mark.parametrize("forget", ["random numbers", "data", "moments"])
+@pytest.mark.fault("F3")
 def test_control_without_restoring_differs(runs: Runs, forget: str, figures: Callable[..., None]) -> None:
     """If this passed with equal losses, the tests above would prove nothing."""
     run, _ = runs.of(SHORT[0])

@@ -144,6 +144,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     return table
 
 
+@pytest.mark.fault("F5")
 def test_a_machine_is_lost_and_comes_back(table: Table) -> None:
     del table.rows[2]
     assert not table.watch()
@@ -281,6 +282,7 @@ def four_machines(folder: Path, flags: list[str]) -> Iterator[Machines]:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
+@pytest.mark.fault("F5")
 def test_4_to_3_to_4_machines(tmp_path: Path) -> None:
     """A machine is killed, the others go on; it comes back, and all go on with it."""
     flags = elastic_runs.make_flags(tmp_path)

@@ -90,6 +90,7 @@ def test_our_launcher() -> None:
         pytest.param("143", 143, "rank 1 ended with status 143", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.fault("F19")
 def test_exit_status(act: str, status: int, words: str) -> None:
     """The launcher has the status of the rank that failed, not of those that lost it."""
     done = run(*LAUNCH, "--nproc_per_node=2", SCRIPT, act, OMP_NUM_THREADS="1")
@@ -128,6 +129,7 @@ def test_retries() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.fault("F16")
 def test_signals_are_passed_on(number: signal.Signals) -> None:
     with begin(*LAUNCH, "--nproc-per-node=2", SCRIPT, "slow") as process:
         pids = _ready(process, 2)
@@ -142,6 +144,7 @@ def test_signals_are_passed_on(number: signal.Signals) -> None:
 
 
 @pytest.mark.whole
+@pytest.mark.fault("F1")
 def test_ranks_die_with_their_launcher() -> None:
     with begin(*LAUNCH, "--nproc-per-node=2", SCRIPT, "slow") as process:
         pids = _ready(process, 2)
@@ -284,6 +287,7 @@ def test_what_can_be_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         launch_command.main(["--nproc-per-node=2"])
 
 
+@pytest.mark.fault("F19")
 def test_the_cause_of_several_failures() -> None:
     def of(**failed: int) -> str:
         return "ab"[agent.find_cause({"ab".index(n): code for n, code in failed.items()})[0]]

@@ -95,6 +95,7 @@ def test_losses_equal_those_of_one_process(machines: tuple[str, str], tmp_path: 
     ],
     ids=["--node-rank", "torchrun"],
 )
+@pytest.mark.fault("F17")
 def test_a_cut_cable_ends_both_machines(
     machines: tuple[str, str], tmp_path: Path, commands: list[str], status: int
 ) -> None:

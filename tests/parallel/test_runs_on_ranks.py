@@ -61,6 +61,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("chain", sampled(CHAINS, ["one-zero3tp2-pp2"]))
+@pytest.mark.fault("F5")
 def test_a_run_continues_in_another_layout(tmp_path, uninterrupted, chain):
     """Three attempts in different layouts have the losses, norms and validations of one process."""
     for n, (world, layout) in enumerate(chain, 1):
@@ -118,6 +119,7 @@ def strike(folder, number):
     return thread
 
 
+@pytest.mark.fault("F16")
 def test_one_ranks_signal_ends_all(tmp_path):
     """If one rank gets a signal, all finish and save the same step, and exit with its status."""
     thread = strike(tmp_path, signal.SIGTERM)
@@ -137,6 +139,7 @@ def test_the_clock_ends_all(tmp_path):
     assert "exiting program at iteration" in outputs[0]
 
 
+@pytest.mark.fault("F20")
 def test_not_finite_on_all_ranks(tmp_path):
     """With an infinite loss every rank exits with 70, and one reports it."""
     statuses, outputs = on_ranks(2, "--lr=1e300", TP2, "--save=run", folder=tmp_path)
@@ -154,6 +157,7 @@ def test_validation_without_training(tmp_path, uninterrupted):
     assert not read_rows(tmp_path / "again")
 
 
+@pytest.mark.fault("F1")
 def test_a_killed_rank_is_reported(tmp_path):
     """If a rank is killed, the other exits with 75 and a message at once."""
     thread = strike(tmp_path, signal.SIGKILL)

@@ -338,6 +338,7 @@ def check_non_finite(layout, dtype):
 
 
 @sampled(("sizes", "dtype"), LAYOUTS, [torch.float64, torch.float32, torch.bfloat16], quick=[(0, 1), (2, 0), (2, 2)])
+@pytest.mark.fault("F20")
 def test_a_non_finite_number_on_one_rank_stops_all(sizes, dtype):
     on_ranks(check_non_finite, sizes, dtype)
 

@@ -166,6 +166,7 @@ def torch_variables(port: int, rank: int, size: int, **more: str) -> dict[str, s
     return {n: f"{v}" for n, v in names.items()} | {"MASTER_ADDR": "127.0.0.1"} | more
 
 
+@pytest.mark.fault("F17")
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     port, began = free_port(), time.monotonic()
     statuses, texts = started([torch_variables(port, r, 4) for r in (0, 1, 3)], tmp_path, "--seconds=3")
@@ -287,6 +288,7 @@ SOURCES = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
         (ValueError("Connection closed by peer"), False),
     ],
 )
+@pytest.mark.fault("F19")
 def test_which_errors_mean_a_lost_rank(error: BaseException, gone: bool) -> None:
     lost = explain_lost_rank(error, 10)
     assert (lost is not None) == gone

@@ -84,6 +84,7 @@ def start(started: list[int], *words: str) -> tuple[subprocess.Popen[str], int]:
 @pytest.mark.parametrize(
     "name", ["torchrun", "srun", *(pytest.param(n, marks=pytest.mark.long) for n in ("mpirun", "mpich"))]
 )
+@pytest.mark.fault("F1")
 def test_ranks_end_with_a_killed_launcher(name: str, started: list[int]) -> None:
     """Even though the thread that started them has ended."""
     launcher, rank = start(started, *PYTHON, LAUNCHER, VARIABLES[name], *PYTHON, RANK)
@@ -97,6 +98,7 @@ def test_ranks_end_with_a_killed_launcher(name: str, started: list[int]) -> None
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0", "RANK": "0"}
 
 
+@pytest.mark.fault("F1")
 def test_a_rank_that_begins_after_torchrun_ended(started: list[int]) -> None:
     """It was started just before torchrun was killed."""
     late = "import os, time\nos.write(1, f'{os.getpid()}\\n'.encode())\nparent = os.getppid()\n"
@@ -135,6 +137,7 @@ def test_who_has_lost_torchrun(ancestors: list[str], without: str, lost: bool, m
     assert orphans._has_lost_torchrun(environ) is lost
 
 
+@pytest.mark.fault("F1")
 def test_programs_between(started: list[int]) -> None:
     """A shell between the launcher and its rank stays when the launcher is killed."""
     shell = ["bash", "-c", '"$@"; exit 3', "bash", *PYTHON, RANK]
@@ -146,6 +149,7 @@ def test_programs_between(started: list[int]) -> None:
 
 
 @pytest.mark.parametrize("killed", ["deepspeed", pytest.param("launch.py", marks=pytest.mark.long)])
+@pytest.mark.fault("F1")
 def test_both_programs_of_deepspeed(killed: str, started: list[int], tmp_path: Path) -> None:
     """`deepspeed` starts deepspeed/launcher/launch.py, which starts the ranks."""
     for name in ("deepspeed", "launch.py"):
@@ -192,6 +196,7 @@ def test_without_pidfd(started: list[int]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("module", ["torch.distributed.run", "meshwright"])
+@pytest.mark.fault("F1")
 def test_training_under_real_launchers(module: str, tmp_path: Path, started: list[int]) -> None:
     """Ranks that train end within 5 seconds after SIGKILL of torchrun or of our launcher."""
     first = ["launch"] if module == "meshwright" else [f"--master_port={free_port()}", "-m", "meshwright"]

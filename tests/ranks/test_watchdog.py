@@ -79,6 +79,7 @@ def run(tmp_path, act, place, minutes, *flags, wrong=1, seconds=watchdog.EXIT, w
     return statuses, text, time.time() - metrics.stat().st_mtime if metrics.exists() else 0.0
 
 
+@pytest.mark.fault("F17")
 def test_a_stopped_rank(tmp_path):
     statuses, text, _ = run(tmp_path, stop, "step", 0.03, seconds=0.3)
     assert statuses == [HANG, HANG], text
@@ -104,6 +105,7 @@ def test_a_stopped_rank(tmp_path):
     ],
     ids=lambda value: getattr(value, "__name__", str(value)[:12]),
 )
+@pytest.mark.fault("F17")
 def test_every_way_to_hang(tmp_path, act, place, said):
     minutes = 0.08
     statuses, text, took = run(tmp_path, act, place, minutes)

@@ -87,6 +87,7 @@ def memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.fault("F30")
 def test_malformed_requests_are_refused(
     hasty: Site, monkeypatch: pytest.MonkeyPatch, figures: Callable[..., None]
 ) -> None:
@@ -135,6 +136,7 @@ def test_a_defect_of_ours_is_an_error_500(monkeypatch: pytest.MonkeyPatch, capsy
 # Sizes
 
 
+@pytest.mark.fault("F30")
 def test_a_large_body_is_refused_at_once(hasty: Site) -> None:
     with hasty.connect() as s:
         s.sendall(post(b"", length=200 << 20))  # not a byte of it is sent
@@ -148,6 +150,7 @@ def test_a_client_that_sends_a_large_body_reads_the_answer(hasty: Site) -> None:
     assert status_of(hasty.exchange(post(b" " * 500_000))) == 413
 
 
+@pytest.mark.fault("F30")
 def test_a_large_header_is_refused(hasty: Site) -> None:
     line = b"X-%d: " % 1 + b"y" * (1 << 20)
     reply = hasty.exchange(b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + line + b"\r\n\r\n")
@@ -174,6 +177,7 @@ def drip(s: socket.socket, data: bytes, seconds: float) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.fault("F31")
 def test_slow_clients_are_closed_and_nobody_waits_for_them(hasty: Site, figures: Callable[..., None]) -> None:
     """200 connections: silent, with a slow header, with a slow body, slow after a first request."""
     header = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -208,12 +212,14 @@ def test_slow_clients_are_closed_and_nobody_waits_for_them(hasty: Site, figures:
     wait_until(lambda: hasty.scheduler.seats == 0)
 
 
+@pytest.mark.fault("F31")
 def test_a_slow_header_is_named(hasty: Site) -> None:
     with hasty.connect() as s:
         s.sendall(b"GET / HTTP/1.1\r\nHo")
         assert status_of(read_all(s)) == 408
 
 
+@pytest.mark.fault("F31")
 def test_a_client_that_does_not_read_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def pour(scope: object, receive: object, send: object) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
@@ -237,6 +243,7 @@ def test_an_answer_that_takes_too_long() -> None:
         wait_until(lambda: not running.decoder.rows)
 
 
+@pytest.mark.fault("F31")
 def test_too_many_connections(monkeypatch: pytest.MonkeyPatch, hasty: Site) -> None:
     monkeypatch.setattr(protocol, "MOST_CONNECTIONS", 3)
     held = [hasty.connect() for _ in range(3)]
@@ -298,6 +305,7 @@ def test_a_key() -> None:
 # Many at once
 
 
+@pytest.mark.fault("F32")
 def test_load_is_answered_or_refused_and_never_mixed_up(figures: Callable[..., None]) -> None:
     """64 clients on 4 slots and a queue of 16: 200 or 429, and each gets its own text."""
     with site(pause=0.001, slots=4, queue=16) as running:
@@ -344,6 +352,7 @@ def test_a_large_request_does_not_hold_up_a_small_one() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.fault("F32")
 def test_work_stops_when_the_client_leaves(stream: bool) -> None:
     with site(pause=0.02) as running:
         s = running.connect()
@@ -357,6 +366,7 @@ def test_work_stops_when_the_client_leaves(stream: bool) -> None:
         assert running.decoder.steps == at and running.scheduler.seats == 0
 
 
+@pytest.mark.fault("F32")
 def test_a_client_that_leaves_the_queue() -> None:
     with site(pause=0.02, slots=1) as running:
         held = running.connect()
@@ -389,6 +399,7 @@ def test_a_decoder_that_fails_ends_the_server() -> None:
         assert isinstance(running.scheduler.broken, ZeroDivisionError)
 
 
+@pytest.mark.fault("F33")
 def test_answers_that_take_longer_than_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that ends cuts them off, and their texts stop."""
     monkeypatch.setattr(protocol, "DRAIN_SECONDS", 0.2)

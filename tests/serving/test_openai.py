@@ -193,6 +193,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("body", "param"), REFUSED, ids=lambda v: json.dumps(v)[:40])
+@pytest.mark.fault("F30")
 def test_refusals_name_the_field(fake: Site, body: dict[str, Any], param: str | None) -> None:
     status, error = fake.error(**{"prompt": "ab", **body})
     assert status == 400 and error["type"] == "invalid_request_error" and error["param"] == param

@@ -236,6 +236,7 @@ def test_contradictions(refusal, file, line, words):
         ("", "line 1, column 1: Expecting value"),
     ],
 )
+@pytest.mark.fault("F29")
 def test_refusals(refusal, file, words):
     assert words in refusal(BATCHES | file if isinstance(file, dict) else file, "--world-size 2 --micro-batch-size 2")
 
@@ -246,6 +247,7 @@ def test_all_at_once(refusal):
 
 
 @pytest.mark.parametrize("name", ["none.json", "."])
+@pytest.mark.fault("F29")
 def test_unreadable(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     argv = [*SMALL, "--micro-batch-size=1", "--deepspeed_config", name]

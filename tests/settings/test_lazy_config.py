@@ -130,6 +130,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:30])
+@pytest.mark.fault("F29")
 def test_anything_else_is_refused_soon(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "x = 1", "outside/d.py")
     write(tmp_path, "table = dict(abc=1)", "in/fine.py")

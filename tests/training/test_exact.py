@@ -133,6 +133,7 @@ def test_every_precision_computes_the_same_curve(blend, exact, tmp_path, kind):
         ("bf16", ["--rampup-batch-size", "2", "6", "40"]),
     ],
 )
+@pytest.mark.fault("F3")
 def test_a_curve_of_something_else_is_outside_the_bound(blend, exact, tmp_path, kind, flags):
     got = curve(tmp_path, *blend, *RUN, *FORMATS[kind], "--initial-loss-scale=1024", *flags)
     count = min(len(got), len(exact))
@@ -300,6 +301,7 @@ def forget_moments(monkeypatch):
 @pytest.mark.parametrize(
     "forget", [forget_scale, forget_clean_steps, forget_adams_time, forget_schedule, forget_moments]
 )
+@pytest.mark.fault("F3")
 def test_forgotten_state_shows(blend, whole, tmp_path, monkeypatch, forget):
     """The control: if these runs were equal too, the tests above would prove nothing."""
     more = [*FORMATS["fp16"], *OVERFLOWING, *NO_VALIDATION]

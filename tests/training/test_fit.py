@@ -327,6 +327,7 @@ def test_kill_switch_file(clock, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.fault("F16")
 def test_signal(clock, tmp_path, monkeypatch, capfd, number, status):
     """A signal is noted and wins over other reasons; a second one exits; handlers are restored."""
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
@@ -351,6 +352,7 @@ def test_signal(clock, tmp_path, monkeypatch, capfd, number, status):
 
 
 @pytest.mark.parametrize("first", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.fault("F16")
 def test_a_warning(clock, monkeypatch, capfd, first):
     """Schedulers warn several times, some all processes, and send SIGTERM while the run saves."""
     end, left = StopConditions(Training(), 0.0), []

@@ -41,6 +41,7 @@ def saving(folder, every=2):
 
 
 @pytest.mark.parametrize("flags", [[], ["--params-dtype", "float64"]], ids=" ".join)
+@pytest.mark.fault("F20")
 def test_rollback(run, spoiling, tmp_path, flags):
     """Step 6 is bad: the weights of step 4 go on with the samples after it."""
     save = tmp_path / "a"
@@ -83,6 +84,7 @@ def test_rollbacks_are_counted_until_there_is_a_further_checkpoint(run, spoiling
     assert got.status == 0 and got.column("to", "rollback") == [3, 5]
 
 
+@pytest.mark.fault("F20")
 def test_rollback_without_a_checkpoint(run, spoiling, tmp_path):
     spoiling(4)
     got = run(*BASE, "--on-nonfinite", "rollback:3", *saving(tmp_path / "a", 5))
@@ -91,6 +93,7 @@ def test_rollback_without_a_checkpoint(run, spoiling, tmp_path):
     assert got.status == 0 and got.column("to", "rollback") == [0]
 
 
+@pytest.mark.fault("F20")
 def test_rollback_passes_over_a_damaged_checkpoint(run, spoiling, tmp_path, monkeypatch):
     """It waits for a save in flight, and takes an older step if the newest one is damaged."""
     spoiling(20)
@@ -112,6 +115,7 @@ SPIKE = (*BASE, "--train-iters", "14", "--spike-window", "8")
 
 
 @pytest.mark.parametrize("flags", [[], ["--params-dtype", "float64"]], ids=" ".join)
+@pytest.mark.fault("F20")
 def test_a_spike(run, spoiling, tmp_path, flags):
     """Step 11 spikes, and 12 too; by default that is one warning, and no other number changes."""
     spoiling(40, 42, 44, 46, by=3.0)

@@ -436,6 +436,7 @@ def test_the_saved_settings_continue_the_run(tmp_path, capsys):
     assert "at iteration 3\n" in capsys.readouterr().out and steps_in(b) == [2, 3, 4, 6]
 
 
+@pytest.mark.fault("F4")
 def test_a_finetune_killed_before_its_first_save_does_not_start_from_random_weights(run, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     run("--save", a)
@@ -455,6 +456,7 @@ def test_overwriting_the_folder_of_the_loaded_step(run, tmp_path):
     manifests.verify_step(save / "iter_0000006", full=True)
 
 
+@pytest.mark.fault("F2")
 def test_a_kill_before_the_tracker_of_the_last_step(run, tmp_path):
     """The same command again writes the tracker."""
     save = tmp_path / "save"
@@ -618,6 +620,7 @@ def test_bad_settings_are_refused(run, flags, words):
 
 
 @pytest.mark.parametrize("flag", ["--finetune", "--no-load-optim", "--skip-train"])
+@pytest.mark.fault("F11")
 def test_a_missing_checkpoint_is_refused_where_one_is_needed(run, tmp_path, flag):
     refused = run("--load", tmp_path / "typo", flag)
     assert refused.status == 65 and f"but {flag} needs one" in refused.err and "no " in refused.err

@@ -27,6 +27,7 @@ def sleep_in(name, until, rank):
 
 
 @pytest.mark.whole
+@pytest.mark.fault("F18")
 def test_a_slow_rank_is_named_and_the_run_goes_on(tmp_path):
     argv = [*FLAGS, f"--run-dir={tmp_path / 'run'}"]
     assert train_on_ranks(2, argv, tmp_path, functools.partial(sleep_in, "step_settings", 24)) == [0, 0]

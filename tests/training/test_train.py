@@ -194,6 +194,7 @@ def test_save_without_load_onto_checkpoints_is_refused(tmp_path, capsys):
     assert status == 0
 
 
+@pytest.mark.fault("F13")
 def test_second_run_on_the_folder_is_refused(tmp_path, capsys, monkeypatch):
     """Before torch is imported, which takes seconds."""
     from meshwright.checkpoint import publish
@@ -289,6 +290,7 @@ def test_loss_mean_microbatch_equals_global_without_masks(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "want"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+@pytest.mark.fault("F16")
 def test_signal_finishes_the_step_and_saves(tmp_path, capfd, monkeypatch, number, want):
     real, calls = meshwright.training.loop.train_step, []
 
@@ -397,6 +399,7 @@ def test_overwriting_waits_until_the_run_can_begin(tmp_path):
     assert (tmp_path / "run/iter_0000006").is_dir()
 
 
+@pytest.mark.fault("F16")
 def test_a_signal_during_the_last_validation_saves(tmp_path, monkeypatch):
     good = meshwright.training.loop.evaluate
 
@@ -485,6 +488,7 @@ def test_an_unread_result_is_no_failure_but_lost_work_is(tmp_path):
     assert done.stdout == "0\n" if (tmp_path / "x_text_document.idx").exists() else done.stdout == "74\n"
 
 
+@pytest.mark.fault("F26")
 def test_changed_data_is_noted_on_resume(tmp_path, capsys):
     import numpy as np
 
@@ -507,6 +511,7 @@ def test_changed_data_is_noted_on_resume(tmp_path, capsys):
     assert "the files of --data-path have changed since the checkpoint" in capsys.readouterr().out
 
 
+@pytest.mark.fault("F6")
 def test_full_disk_keeps_the_last_checkpoint(tmp_path, capsys, monkeypatch):
     from meshwright.checkpoint import publish, steps
 
@@ -754,6 +759,7 @@ def test_the_same_wrong_folder_is_reported_alike(tmp_path, capsys):
         assert len(said) == 1 and words in capsys.readouterr().err
 
 
+@pytest.mark.fault("F7")
 def test_an_error_of_the_disk_names_its_file(tmp_path, capsys, monkeypatch):
     """Issue 13, line 7: metrics.jsonl, config.toml and the page."""
     real = os.write

@@ -61,6 +61,7 @@ def save(trainer):  # type: ignore[no-untyped-def]
     return rows_of(trainer)
 
 
+@pytest.mark.fault("F9")
 def test_a_damaged_step_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = [*TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path), "--save-interval", "3"]
     assert main(["train", *run]) == 0

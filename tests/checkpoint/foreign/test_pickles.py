@@ -222,6 +222,7 @@ def archive_of(entries: dict[str, bytes]) -> bytes:
     return bytes(out)
 
 
+@pytest.mark.fault("F27")
 def test_an_unknown_class_is_refused_by_name_and_only_trust_runs_it(tmp_path: Path) -> None:
     class Secret:
         def __reduce__(self) -> Any:
@@ -238,6 +239,7 @@ def test_an_unknown_class_is_refused_by_name_and_only_trust_runs_it(tmp_path: Pa
         assert pickles.load_pickle(path, trust=True) in ({"x": None}, None)
 
 
+@pytest.mark.fault("F28")
 def test_limits_of_time_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpickler, "COST", 10_000)
     (tmp_path / "long").write_bytes(pickle.dumps(list(range(1000))))
