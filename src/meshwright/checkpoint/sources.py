@@ -46,7 +46,7 @@ class Source(abc.ABC):
 
     kind: str  # "native", or the program's name in foreign/registry.py
     folder: Path  # of the step, or its only file
-    step: int
+    step: int = 0
     version: str = "3.0"  # Megatron's format number, for the log
     config: dict[str, Any] = field(default_factory=dict)  # the known settings, under our names
     state: dict[str, Any] = field(default_factory=dict)  # as a run saves it (run_state.py); empty for weights alone

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.foreign.registry import HUGGING_FACE
 from meshwright.checkpoint.manifests import parse_json, read_small
@@ -200,26 +201,8 @@ class HuggingFaceFolder:
 
 
 # Settings that are equal in every folder of these kinds.
-OFF = (
-    "embed_layernorm apply_layernorm_1p apply_residual_connection_post_layernorm squared_relu qk_layernorm "
-    "use_rotary_position_embeddings openai_gelu"
-)
+OFF = "embed_layernorm apply_layernorm_1p apply_residual_connection_post_layernorm squared_relu qk_layernorm"
 FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "rotary_percent": 1.0}
-
-
-def one_piece(tensor: torch.Tensor) -> list[TensorView]:
-    return [TensorView((0,) * tensor.ndim, tensor)]
-
-
-def qkv_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int, head: int) -> list[TensorView]:
-    """Join three tensors of rows by head: each group's queries, then its key and value."""
-    queries = q.shape[0] // groups
-    pieces, at = [], 0
-    for g in range(groups):
-        for tensor, rows in ((q, queries), (k, head), (v, head)):
-            pieces.append(TensorView((at,) + (0,) * (q.ndim - 1), tensor[g * rows : (g + 1) * rows]))
-            at += rows
-    return pieces
 
 
 def head_of(hf: HuggingFaceFolder, pieces: Views, wte: torch.Tensor, tied: bool) -> bool:
@@ -231,7 +214,7 @@ def head_of(hf: HuggingFaceFolder, pieces: Views, wte: torch.Tensor, tied: bool)
         if theirs.dtype == wte.dtype and theirs.equal(wte):
             return False
         hf.notes.append("config.json ties the output table to the embedding; their numbers differ: they stay separate")
-    pieces["lm_head.weight"] = one_piece(theirs)
+    pieces["lm_head.weight"] = one_view(theirs)
     return True
 
 
@@ -251,21 +234,21 @@ def read_gpt2(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
         raise bad_data(f"{hf.folder / CONFIG}: n_embd {h} is not a multiple of n_head {heads}")
     prefix = "transformer." if hf.has("transformer.wte.weight") else ""
     wte = hf.take(f"{prefix}wte.weight", None, h)
-    pieces = {"wte.weight": one_piece(wte), "wpe.weight": one_piece(hf.take(f"{prefix}wpe.weight", positions, h))}
+    pieces = {"wte.weight": one_view(wte), "wpe.weight": one_view(hf.take(f"{prefix}wpe.weight", positions, h))}
 
     def linear(ours: str, theirs: str, rows: int, columns: int) -> None:
-        pieces[f"{ours}.weight"] = one_piece(hf.take(f"{theirs}.weight", columns, rows).t())
-        pieces[f"{ours}.bias"] = one_piece(hf.take(f"{theirs}.bias", rows))
+        pieces[f"{ours}.weight"] = one_view(hf.take(f"{theirs}.weight", columns, rows).t())
+        pieces[f"{ours}.bias"] = one_view(hf.take(f"{theirs}.bias", rows))
 
     def norm(ours: str, theirs: str) -> None:
         for end in (".weight", ".bias"):
-            pieces[ours + end] = one_piece(hf.take(theirs + end, h))
+            pieces[ours + end] = one_view(hf.take(theirs + end, h))
 
     for i in range(layers):
         ours, theirs = f"h.{i}", f"{prefix}h.{i}"
         for end, shape in ((".weight", (h, 3 * h)), (".bias", (3 * h,))):
             q, k, v = hf.take(f"{theirs}.attn.c_attn{end}", *shape).t().tensor_split(3)
-            pieces[f"{ours}.attn.qkv{end}"] = qkv_rows(q, k, v, heads, h // heads)
+            pieces[f"{ours}.attn.qkv{end}"] = qkv_views(q, k, v, heads, h // heads)
         linear(f"{ours}.attn.proj", f"{theirs}.attn.c_proj", h, h)
         linear(f"{ours}.mlp.fc", f"{theirs}.mlp.c_fc", f, h)
         linear(f"{ours}.mlp.proj", f"{theirs}.mlp.c_proj", h, f)
@@ -333,7 +316,7 @@ def read_llama(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
     positions = hf.number("max_position_embeddings", 2048)
     check_window(hf, positions)
     wte = hf.take("model.embed_tokens.weight", None, h)
-    pieces: Views = {"wte.weight": one_piece(wte), "ln_f.weight": one_piece(hf.take("model.norm.weight", h))}
+    pieces: Views = {"wte.weight": one_view(wte), "ln_f.weight": one_view(hf.take("model.norm.weight", h))}
     qkv_bias, proj_bias, mlp_bias = (
         hf.has(f"model.layers.0.{name}_proj.bias") for name in ("self_attn.q", "self_attn.o", "mlp.down")
     )
@@ -346,7 +329,7 @@ def read_llama(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
         for name, norm in LLAMA_NORMS.items():
             if qk_norm or not name.startswith("attn."):
                 size = head if name.startswith("attn.") else h
-                pieces[f"{ours}.{name}.weight"] = one_piece(hf.take(f"{theirs}.{norm}.weight", size))
+                pieces[f"{ours}.{name}.weight"] = one_view(hf.take(f"{theirs}.{norm}.weight", size))
         for name, linear in linears(hf, sizes, theirs, "weight"):
             pieces[f"{ours}.{name}.weight"] = linear
         for name, bias in linears(hf, sizes, theirs, "bias") if qkv_bias or all_biases else ():
@@ -390,11 +373,11 @@ def linears(hf: HuggingFaceFolder, s: LlamaSizes, layer: str, end: str) -> Itera
 
     heads = {"q": s.heads, "k": s.groups, "v": s.groups}
     q, k, v = (get(f"self_attn.{x}", n * s.head, s.hidden) for x, n in heads.items())
-    yield "attn.qkv", qkv_rows(q, k, v, s.groups, s.head)
-    yield "attn.proj", one_piece(get("self_attn.o", s.hidden, s.heads * s.head))
+    yield "attn.qkv", qkv_views(q, k, v, s.groups, s.head)
+    yield "attn.proj", one_view(get("self_attn.o", s.hidden, s.heads * s.head))
     gate, up = (get(f"mlp.{x}", s.ffn, s.hidden)[None] for x in ("gate", "up"))
     yield "mlp.fc", [TensorView((i,) + (0,) * (part.ndim - 1), part) for i, part in enumerate((gate, up))]
-    yield "mlp.proj", one_piece(get("mlp.down", s.hidden, s.ffn))
+    yield "mlp.proj", one_view(get("mlp.down", s.hidden, s.ffn))
 
 
 def check_window(hf: HuggingFaceFolder, positions: int) -> None:

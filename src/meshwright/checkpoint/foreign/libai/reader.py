@@ -18,15 +18,15 @@ import math
 import os
 import re
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.checkpoint.foreign import gpt
 from meshwright.checkpoint.foreign.megatron import names
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.foreign.registry import LIBAI, ONEFLOW
 from meshwright.checkpoint.manifests import read_small
-from meshwright.checkpoint.sources import MappedSource, TensorView
+from meshwright.checkpoint.sources import MappedSource
 from meshwright.errors import bad_data
 
 if TYPE_CHECKING:
@@ -57,10 +57,6 @@ LIKE_MEGATRON = {
 DROPOUTS = {"output_dropout_prob": "hidden_dropout", "attention_dropout_prob": "attention_dropout"}
 DROPOUTS |= {"embedding_dropout_prob": "embedding_dropout", "initializer_range": "init_method_std"}
 
-OFF = "bias_gelu_fusion openai_gelu swiglu squared_relu untie_embeddings_and_output_weights embed_layernorm"
-FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "num_query_groups": None}
-FIXED |= {"normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute"}
-
 
 def open_libai(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
     """Open one step.
@@ -70,16 +66,16 @@ def open_libai(folder: Path, trust: bool = False, heads: int | None = None, opti
     folder, notes = Path(folder), list[str]()
     is_libai = (folder / "model").exists()
     if is_libai:
-        tensors = by_our_names(folder, libai_tensors(folder / "model", trust), libai_name)
+        weights = gpt.rename_tensors(folder, libai_tensors(folder / "model", trust), libai_name)
         stated = libai_settings(folder, notes)
     else:
-        tensors, stated = by_our_names(folder, variables(folder), oneflow_name), {}
+        weights, stated = gpt.rename_tensors(folder, variables(folder), oneflow_name), {}
     if heads is not None:
         stated.setdefault("num_attention_heads", heads)
-    settings, weights = check_network(folder, tensors)
-    views = {name: [TensorView((0,) * tensor.ndim, tensor)] for name, tensor in weights.items()}
-    kind = LIBAI if is_libai else ONEFLOW
-    return MappedSource(kind, folder, 0, config=settings | stated, notes=notes, views=views)
+    weights = turned(weights)
+    settings = gpt.measure_gpt(folder, weights) | stated
+    views = {name: gpt.one_view(tensor) for name, tensor in weights.items()}
+    return MappedSource(LIBAI if is_libai else ONEFLOW, folder, config=settings, notes=notes, views=views)
 
 
 # Files
@@ -178,44 +174,10 @@ def libai_name(key: str) -> str | None:
     return None if name is None else name.ours if name.layer is None else f"h.{name.layer}.{name.ours}"
 
 
-def by_our_names(folder: Path, theirs: Mapping[str, torch.Tensor], ours: Any) -> dict[str, torch.Tensor]:
-    found = {key: ours(key) for key in theirs}
-    unknown = [key for key, name in found.items() if name is None]
-    if unknown or not any(name == "wte.weight" and theirs[key].ndim == 2 for key, name in found.items()):
-        what = f"{', '.join(unknown[:5])} has no place in a GPT" if unknown else "it has no table of tokens"
-        raise bad_data(f"{folder}: not a GPT of LiBai or OneFlow-GPT: {what}")
-    return {name: theirs[key] for key, name in found.items() if name is not None}
-
-
-def check_network(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the settings that the shapes prove, and the weights, all of them, as [out, in]."""
-    layers = len({name.split(".")[1] for name in tensors if name.startswith("h.")})
-    rows, width = tensors["wte.weight"].shape
-    qkv = tensors.get("h.0.attn.qkv.weight")
-    turned = qkv is not None and tuple(qkv.shape) == (width, 3 * width)
-    weights = {
-        name: tensor.t() if turned and name.endswith(("qkv.weight", "proj.weight", "fc.weight")) else tensor
-        for name, tensor in tensors.items()
-    }
-    fc, wpe = weights.get("h.0.mlp.fc.weight"), weights.get("wpe.weight")
-    ffn, positions = (0 if t is None or t.ndim != 2 else t.shape[0] for t in (fc, wpe))
-    parts: dict[str, tuple[int, ...]] = {"ln_1": (width,), "attn.qkv": (3 * width, width), "attn.proj": (width, width)}
-    parts |= {"ln_2": (width,), "mlp.fc": (ffn, width), "mlp.proj": (width, ffn)}
-    full = {f"h.{i}.{name}": shape for i in range(layers) for name, shape in parts.items()} | {"ln_f": (width,)}
-    shapes: dict[str, tuple[int, ...]] = {"wte.weight": (rows, width), "wpe.weight": (positions, width)}
-    for name, shape in full.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    wrong = [f"{name} has no place" for name in weights if name not in shapes]
-    wrong += [
-        f"{name}: {list(weights[name].shape) if name in weights else 'missing'}, expected {list(shape)}"
-        for name, shape in shapes.items()
-        if name not in weights or tuple(weights[name].shape) != shape
-    ]
-    if wrong:
-        raise bad_data("\n  ".join([f"{folder} is not a complete GPT:", *wrong[:10]]))
-    return {
-        "num_layers": layers,
-        "hidden_size": width,
-        "ffn_hidden_size": ffn,
-        "max_position_embeddings": positions,
-    } | FIXED, weights
+def turned(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return all weights as [out, in]; the first layer's shape shows whether they are [in, out]."""
+    qkv, width = weights.get("h.0.attn.qkv.weight"), weights["wte.weight"].shape[1]
+    if qkv is None or tuple(qkv.shape) != (width, 3 * width):
+        return weights
+    ends = ("qkv.weight", "proj.weight", "fc.weight")
+    return {name: tensor.t() if name.endswith(ends) else tensor for name, tensor in weights.items()}

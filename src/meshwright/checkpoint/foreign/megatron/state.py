@@ -10,6 +10,7 @@ from meshwright.checkpoint.foreign.megatron.sharded import ModelSizes, RankFile,
 from meshwright.checkpoint.run_state import LossScaleState, RunState
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.optim.schedule import Schedule
+from meshwright.settings import flags
 
 Values = Mapping[str, Any]
 
@@ -86,7 +87,7 @@ def config(args: Mapping[str, Any], sizes: ModelSizes, held: Collection[str], no
     out |= {name: args[name] for name in COMMON if isinstance(args.get(name), bool | int | float | str)}
     if sizes.gates == 2 and not out.get("swiglu") and not out.get("glu_activation"):
         notes.append(" > note: the MLP is gated, and the checkpoint does not say by what: --swiglu or --glu-activation")
-    return out | positions(args, sizes, notes)
+    return flags.current_names(out) | positions(args, sizes, notes)
 
 
 def positions(args: Mapping[str, Any], sizes: ModelSizes, notes: list[str]) -> dict[str, Any]:

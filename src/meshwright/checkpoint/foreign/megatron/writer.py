@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from meshwright.checkpoint.foreign.megatron.reader import MODEL
 from meshwright.checkpoint.foreign.megatron.state import SCHEDULE
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.publish import Produce, Write
+from meshwright.checkpoint.saved_model import model_settings
 from meshwright.checkpoint.sources import Source, TensorInfo
 from meshwright.console import notice
 from meshwright.errors import UserError
@@ -75,11 +76,11 @@ class MegatronExport:
 
 def megatron_files(source: Source, t: int, p: int, padded: int, with_optimizer: bool) -> dict[str, Produce]:
     """Return what writes each file of the step's folder; ranks can share them."""
-    config = {f.name: source.config[f.name] for f in fields(Model) if f.name in source.config}
+    model = model_settings(source.config, source.folder)
     optimizer = with_optimizer and source.has_optimizer and bool(source.state)
     if optimizer and "schedule" not in source.state:
         notice(f"{source.folder} does not state its schedule: Megatron-LM needs --no-load-optim; Meshwright does not")
-    target = MegatronExport(source, source.tensors, Model(**config), t, p, padded, optimizer)
+    target = MegatronExport(source, source.tensors, model, t, p, padded, optimizer)
     check_export(target)
     return {
         f"mp_rank_{tp:02d}{f'_{pp:03d}' * (p > 1)}/{MODEL}": functools.partial(write_rank, target, tp, pp)
