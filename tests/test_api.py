@@ -114,7 +114,8 @@ def test_load(run):
     assert torch.equal(logits, m.logits(m.encode("abc"))) and torch.equal(logits, m.logits(torch.tensor([97, 98, 99])))
     assert m.generate("a", max_new_tokens=4, seed=3) == m.generate("a", max_new_tokens=4, seed=3)
     greedy = m.generate("a", max_new_tokens=1, greedy=True)
-    assert greedy == m.tokenizer.decode([int(m.logits("a")[-1].argmax())])
+    # The continuation is what it adds to the prompt's text, not its own tokens' text.
+    assert "a" + greedy == m.tokenizer.decode([*m.encode("a"), int(m.logits("a")[-1].argmax())])
     assert meshwright.generate(run.folder, "a", max_new_tokens=1, greedy=True) == greedy
 
 

@@ -334,7 +334,7 @@ def test_the_live_page_is_this_machines(monkeypatch: pytest.MonkeyPatch) -> None
         found.extend(s.getsockname()[0] for s in sockets)
 
     fake = SimpleNamespace(serve=serve, should_exit=False)
-    monkeypatch.setattr(app, "server", lambda *_: fake)
+    monkeypatch.setattr(app, "make_server", lambda *_: fake)
     monkeypatch.setattr(app, "make_app", lambda _: None)
     watcher = SimpleNamespace(start=lambda: None, stopping=SimpleNamespace(set=lambda: None))
     app.serve_page(watcher, 0, lambda port: None)  # type: ignore[arg-type]

@@ -1,12 +1,14 @@
-"""Fields of a request's JSON body: types, ranges, and refusals that name the field."""
+"""Fields of JSON that strangers send: types, ranges, and refusals that name the field."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, overload
 
 import orjson
+
+from meshwright.settings.hints import did_you_mean
 
 
 class Refusal(Exception):
@@ -30,16 +32,21 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 class Fields:
-    """The fields of a body; each is taken once, and what is left over is refused by `finish`."""
+    """The fields of an object; each is taken once, and what is left over is refused by `finish`."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self._left = dict(values)
+        self._left, self._taken = dict(values), set[str]()
 
     def take(self, name: str, default: Any = None) -> Any:
         """Return a value that the caller checks; null counts as not given."""
+        self._taken.add(name)
         value = self._left.pop(name, None)
         return default if value is None else value
 
+    @overload
+    def integer(self, name: str, default: int, low: int, high: int) -> int: ...
+    @overload
+    def integer(self, name: str, default: int | None, low: int, high: int) -> int | None: ...
     def integer(self, name: str, default: int | None, low: int, high: int) -> int | None:
         value = self.take(name, default)
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
@@ -50,11 +57,11 @@ class Fields:
             raise Refusal(f"{name} {value} must be from {low} to {high}", name)
         return value
 
-    def number(self, name: str, default: float, low: float, high: float) -> float:
+    def number(self, name: str, default: float, low: float = -math.inf, high: float = math.inf) -> float:
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise Refusal(f"{name} is {_kind(value)}; it must be a number", name)
-        if not (math.isfinite(value) and low <= value <= high):
+        if not (low <= value <= high and (math.isfinite(value) or value == default)):
             raise Refusal(f"{name} {value} must be from {low:g} to {high:g}", name)
         return float(value)
 
@@ -70,9 +77,9 @@ class Fields:
             raise Refusal(f"{name} is {_kind(value)}; it must be a string", name)
         return value
 
-    def strings(self, name: str, most: int, longest: int) -> tuple[str, ...]:
+    def strings(self, name: str, most: int, longest: int, default: Collection[str] = ()) -> tuple[str, ...]:
         """Return a string or a list of strings as a tuple."""
-        value = self.take(name, [])
+        value = self.take(name, list(default))
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
             raise Refusal(f"{name} must be a string, or a list of strings, none of them empty", name)
@@ -89,9 +96,12 @@ class Fields:
             raise Refusal(f"{name} is not supported: {why}; leave it out", name, "unsupported_parameter")
 
     def finish(self) -> None:
+        """Refuse what was not taken."""
         if self._left:
             names = ", ".join(sorted(self._left)[:5])[:200]
-            raise Refusal(f"unrecognized request argument supplied: {names}; leave it out", next(iter(self._left))[:64])
+            first = next(iter(self._left))[:64]
+            hint = did_you_mean(first, self._taken)
+            raise Refusal(f"unrecognized request argument supplied: {names}{hint or '; leave it out'}", first)
 
 
 def _kind(value: Any) -> str:

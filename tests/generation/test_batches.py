@@ -10,9 +10,11 @@ from three_sentences import BEAR, CAT, DOG, LENGTH
 
 import meshwright
 from meshwright import tokenizers
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import BAD_DATA
+from meshwright.fields import Refusal
 from meshwright.generation import batches, prompts
 from meshwright.generation.prompts import Prompt
+from meshwright.generation.requests import Event, Request
 from meshwright.settings.schema import Sampling
 
 
@@ -195,22 +197,22 @@ def test_flags_that_do_not_go_together(generate, flags, message, tmp_path, monke
     [
         ('{"prompt": 1}', 'not an object with a text named "prompt"'),
         ('{"prompt": "a", }', "not JSON: "),
-        ('{"prompt": "a", "temprature": 1}', "'temprature' is no option of a prompt; did you mean temperature?"),
-        ('{"prompt": "a", "label": 1}', "'label' is no option of a prompt; other data may be in 'id'"),
+        ('{"prompt": "a", "temprature": 1}', "supplied: temprature; did you mean temperature?"),
+        ('{"prompt": "a", "label": 1}', "supplied: label; leave it out"),
         ('{"prompt": "a", "max_tokens": 1, "max_new_tokens": 2}', "'max_new_tokens' is given twice"),
-        ('{"prompt": "a", "max_tokens": 0}', "out-seq-length 0 must be above 0"),
-        ('{"prompt": "a", "max_tokens": 1.5}', "out_seq_length 1.5 is not a number"),
-        ('{"prompt": "a", "temperature": true}', "temperature True is not a number"),
-        ('{"prompt": "a", "greedy": 1}', "greedy 1 is not true or false"),
-        ('{"prompt": "a", "top_p": 2}', "top_p 2.0 is above 1"),
-        ('{"prompt": "a", "n": 0}', "num_return_sequences 0 is not a whole number from 1"),
-        ('{"prompt": "a", "seed": "x"}', "seed 'x' is not a whole number"),
-        ('{"prompt": "a", "logprobs": true}', "logprobs True is not a whole number from 0"),
-        ('{"prompt": "a", "stop": [""]}', "stop [''] is neither a text nor a list of texts"),
+        ('{"prompt": "a", "max_tokens": 0}', "out_seq_length 0 must be above 0"),
+        ('{"prompt": "a", "max_tokens": 1.5}', "out_seq_length is a number; it must be a whole number"),
+        ('{"prompt": "a", "temperature": true}', "temperature is a boolean; it must be a number"),
+        ('{"prompt": "a", "greedy": 1}', "greedy is a number; it must be true or false"),
+        ('{"prompt": "a", "top_p": 2}', "top_p 2.0 must be from 0 to 1"),
+        ('{"prompt": "a", "n": 0}', "num_return_sequences 0 must be from 1"),
+        ('{"prompt": "a", "seed": "x"}', "seed is a string; it must be a whole number"),
+        ('{"prompt": "a", "logprobs": true}', "logprobs is a boolean; it must be a whole number"),
+        ('{"prompt": "a", "stop": [""]}', "stop must be a string, or a list of strings, none of them empty"),
     ],
 )
 def test_bad_lines_are_refused(line, message):
-    with pytest.raises(UserError, match=None) as caught:
+    with pytest.raises(Refusal) as caught:
         prompts.parse_prompt(line, Prompt("", Sampling()))
     assert message in str(caught.value)
 
@@ -231,5 +233,8 @@ def test_all_bad_lines_are_listed(generate, tmp_path):
 def test_bare_ids_are_separated(run):
     m = meshwright.load(run, device="cpu")
     null = tokenizers.Null(257)
-    job = batches.PromptTexts(0, Prompt("1 2", Sampling()), [1, 2], [batches.Completion(text="3 4")])
+    text = batches.Completion(null, Request([1, 2]))
+    for token in (3, 4):
+        text.add(Event(0, token))
+    job = batches.PromptTexts(0, Prompt("1 2", Sampling()), [1, 2], [text])
     assert batches.as_text(type(m)(m.model, null, 1, 9), job) == "1 2 3 4\n"

@@ -123,7 +123,8 @@ def completions(m):
     requests += [Request(PROMPTS[0], dataclasses.replace(GREEDY, recompute=True))]
     requests += [Request(PROMPTS[1], dataclasses.replace(SAMPLED, repetition_penalty=1.5))]
     found = beam.search_beams(m, Request(PROMPTS[0], GREEDY), beam.BeamOptions(3))
-    return [dataclasses.asdict(done) for done in [*decoder.complete(m, requests, 3), *found]]
+    names = "tokens finish text prompt_tokens logprobs prompt_logprobs".split()
+    return [{name: getattr(text, name) for name in names} for text in [*decoder.complete(m, requests, 3), *found]]
 
 
 def assert_equal_texts(got, want):

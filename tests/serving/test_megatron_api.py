@@ -63,7 +63,7 @@ def test_rules_of_top_p_and_colons_arrive(fake: Site) -> None:
     rules = dict(top_p=0.9, top_p_decay=0.5, top_p_bound=0.2, prevent_newline_after_colon=True)
     put(fake, prompts=["a"], tokens_to_generate=2, **rules)
     request = fake.decoder.submitted[-1]
-    assert (request.decay, request.least, request.avoid) == (0.5, 0.2, (ord(":"), ord("\n")))
+    assert (request.top_p_decay, request.top_p_floor, request.forbidden_pair) == (0.5, 0.2, (ord(":"), ord("\n")))
 
 
 REFUSED = [

@@ -168,7 +168,7 @@ def test_every_flag_of_the_server_arrives(run: Path, tmp_path: Path, monkeypatch
     assert (seen.slots, seen.queue, seen.at) == (3, 5, ("127.0.0.2", port))
     limits = seen.limits
     assert (limits.api_key, limits.body, limits.read_seconds, limits.answer_seconds) == ("a-long-secret", 999, 2.5, 7)
-    limits.check({"method": "GET", "path": "/"}, {b"host": b"box.lan"})
+    limits.check({"method": "GET", "path": "/"}, {b"host": b"box.lan"}, ["/"])
     with pytest.raises(Refusal, match="other.lan"):
         limits.check({"method": "GET", "path": "/"}, {b"host": b"other.lan"})
     assert seen.served.name == "small" and seen.served.template.path == tmp_path / "chat.jinja"

@@ -7,6 +7,8 @@ import meshwright
 from helpers import read_rows
 from layouts import FLAGS, run_all
 from meshwright.errors import USAGE
+from meshwright.generation.decoder import complete
+from meshwright.generation.requests import Request
 from meshwright.settings import flags
 from meshwright.settings.schema import Sampling, TrainConfig
 from meshwright.training.beside.samples import SampleWriter, in_one_line
@@ -31,11 +33,11 @@ def test_flags(run, tmp_path):
     assert " > sample at iteration 6: a b|" in saved.out and not samples(plain)
     model = meshwright.load(f"{tmp_path}/saved")
     options = Sampling(temperature=0.8, out_seq_length=9)
-    new = model.complete([model.encode("a b"), model.encode("c")], options, 1234, 0)
-    assert [model.tokenizer.decode(ids) for ids, _ in new] == [text for i, *_, text in found if i == 6]
+    requests = [Request(model.encode(prompt), options, 1234, n) for n, prompt in enumerate(("a b", "c"))]
+    assert [new.text for new in complete(model, requests, 2)] == [text for i, *_, text in found if i == 6]
     likeliest = run(*BYTES, "--sample-prompts=a b", "--sample-temperature=0", "--hidden-dropout=0.1")
-    ((ids, _),) = model.complete([model.encode("a b")], Sampling(greedy=True, out_seq_length=64), 0, 0)
-    assert samples(likeliest)[-1][3] == model.tokenizer.decode(ids) and len(ids) == 13  # up to the sequence length
+    (new,) = complete(model, [Request(model.encode("a b"), Sampling(greedy=True, out_seq_length=64))], 1)
+    assert samples(likeliest)[-1][3] == new.text and len(new.tokens) == 13  # up to the sequence length
 
 
 def test_a_terminal_is_safe():

@@ -56,7 +56,7 @@ class ChatConfig(ReadConfig):
     )
 
     def problems(self) -> list[str]:
-        return [*checks.reading_problems(self, "chat"), *checks.sampling_problems(self.sampling)]
+        return checks.reading_problems(self, "chat")
 
 
 ABOUT = "Talk to a model: each line is answered, and /help lists commands. A base model continues the text."

@@ -296,7 +296,8 @@ class Scoring:
 
         def write(asked: list[tuple[list[int], Sampling, tuple[str, ...]]]) -> list[str]:
             seed = self.config.training.seed
-            requests = [Request(ids, options, seed, n, stop) for n, (ids, options, stop) in enumerate(asked)]
+            # The harness' own backend decodes an answer without its prompt, too.
+            requests = [Request(ids, s, seed, n, stop, is_alone=True) for n, (ids, s, stop) in enumerate(asked)]
             return [done.text for done in complete(m, requests, self.batch)]
 
         e = self.config.evaluate

@@ -84,7 +84,7 @@ def read_prompts(c: GenerateConfig) -> list[Prompt]:
 
 def write(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], output: str) -> None:
     """Write text in the mode that the flags ask for."""
-    from meshwright.generation import batches, chat, files, megatron
+    from meshwright.generation import batches, chat, megatron
     from meshwright.generation.dialogue import Dialogue
 
     t, s, seed = c.texts, c.sampling, c.training.seed
@@ -92,7 +92,7 @@ def write(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], output: st
     batch = int(c.training.micro_batch_size or 8)
     if t.num_samples:
         assert t.genfile
-        files.write_samples(t.genfile, t.num_samples, m.tokenizer, lambda p, n: m.complete(p, s, seed, n), batch)
+        megatron.write_samples(m, t.genfile, t.num_samples, s, seed, batch)
     elif t.sample_input_file:
         jobs = batches.encode_prompts(m, prompts, f"--sample-input-file {t.sample_input_file}")
         with open(output, "w", encoding="utf-8") as file:
@@ -107,7 +107,7 @@ def write(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], output: st
         else:
             print_continuation(c, m, prompts[0])
     elif t.dialogue == "megatron":
-        megatron.talk(m.tokenizer, lambda ids, number: tokens(c, m, ids, number), m.seq_length)
+        megatron.talk(m, s, seed)
     else:
         dialogue = Dialogue(m.tokenizer, None, m.seq_length)
         chat.Chat(m, dialogue, s, tuple(map(unescape, t.stop)), seed, ("stop",)).run()
@@ -157,31 +157,20 @@ def bar(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-def tokens(c: GenerateConfig, m: LanguageModel, prompt: list[int], number: int) -> Iterator[int]:
-    """Yield the new tokens of one prompt as they come, without the end-of-document one."""
-    from meshwright.generation.decoder import stream
-    from meshwright.generation.requests import Request
-
-    events = stream(m, Request(prompt, c.sampling, c.training.seed, number))
-    return (event.token for event in events if event.token != m.tokenizer.eod)
-
-
 def print_continuation(c: GenerateConfig, m: LanguageModel, prompt: Prompt) -> None:
     """Print a prompt and its continuation while it is generated."""
     from meshwright.generation import batches
-    from meshwright.generation.decoder import stream
+    from meshwright.generation.decoder import run_request
     from meshwright.generation.requests import Completion
-    from meshwright.generation.stream import TextStream, gap
+    from meshwright.generation.text import gap
 
     (job,) = batches.encode_prompts(m, [prompt], "--prompt")
     (request,) = job.requests(c.training.seed, 0)
-    terminal, speed, text = Terminal(), batches.Speed(), Completion()
-    pieces = TextStream(m.tokenizer, request.stop, job.ids)
+    terminal, speed, text = Terminal(), batches.Speed(), Completion(m.tokenizer, request)
     terminal.write(prompt.text + gap(m.tokenizer))
-    for event in stream(m, request):
-        text.add(event, m.tokenizer.eod)
-        terminal.write("" if text.ended else pieces.push(event.token))
-    terminal.write(f"{pieces.finish()}\n")
+    for event in run_request(m, request):
+        terminal.write(text.add(event))
+    terminal.write("\n")
     speed.count([text])
     if text.finish == "length" and len(text.tokens) < c.sampling.out_seq_length:
         console.notice(f"note: the text ends at the model's sequence length, {m.seq_length} tokens")

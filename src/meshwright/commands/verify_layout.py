@@ -115,9 +115,9 @@ def start_ranks(c: TrainConfig, argv: list[str]) -> int:
 def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
     """Compare on this rank; rank 0 prints the table."""
     from meshwright import device as devices
-    from meshwright.ranks.connect import join_ranks
+    from meshwright.ranks.connect import join_ranks, pick_backend
     from meshwright.ranks.lost import reporting
-    from meshwright.training.before.preflight import pick_backend, require_equal_settings
+    from meshwright.training.before.preflight import require_equal_settings
     from meshwright.verify.certificate import verify_layout
     from meshwright.verify.small_run import RankSetup
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import time
 from collections import deque
@@ -12,21 +12,25 @@ from typing import Any
 
 from meshwright.errors import BAD_DATA, USAGE, UserError
 from meshwright.generation.beam import BeamOptions, BeamText, search_beams
+from meshwright.generation.decoder import run_requests
 from meshwright.generation.engine import LanguageModel
 from meshwright.generation.prompts import Prompt, refuse_all
 from meshwright.generation.requests import Completion, Request
-from meshwright.generation.stream import gap, text_of
+from meshwright.generation.text import gap
 
 
 @dataclass
 class PromptTexts:
-    """A prompt with its number and tokens, and its texts as far as they are known."""
+    """A prompt with its number and tokens, and its texts as they come."""
 
     number: int
     prompt: Prompt
     ids: list[int]
     texts: list[Completion] = field(default_factory=list)
-    left: int = 0  # texts that are not complete
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.texts) == self.prompt.count and all(text.finish for text in self.texts)
 
     def requests(self, seed: int, first: int) -> list[Request]:
         """Return a request for each text; with a seed of its own a prompt depends on no other."""
@@ -58,42 +62,27 @@ def generate_texts(
 ) -> Iterator[PromptTexts]:
     """Yield the jobs in their order, with their texts; call `advance` after each text."""
     longest = max((max(1, len(j.ids)) + j.prompt.options.out_seq_length for j in jobs), default=1)
-    slots = max(1, min(slots, sum(job.prompt.count for job in jobs)))
-    decoder = m.decoder(slots, longest)
-    places: dict[int, tuple[PromptTexts, Completion]] = {}
-    requests = _requests(jobs, seed)
-    open_jobs: deque[PromptTexts] = deque()
-    try:
-        while True:
-            # Some wait, so that a slot that becomes free is filled in the same step.
-            for job, request in itertools.islice(requests, max(0, slots - decoder.waiting)):
-                if not job.texts:
-                    open_jobs.append(job)
-                job.texts.append(Completion())
-                places[decoder.submit(request)] = job, job.texts[-1]
-            if not places:
-                break
-            for event in decoder.step():
-                job, text = places[event.id]
-                text.add(event, decoder.eod)
-                if event.finish:
-                    del places[event.id]
-                    text.text = text_of(m.tokenizer, text.tokens, job.prompt.stop, job.ids)
-                    job.left -= 1
-                    advance()
-            while open_jobs and not open_jobs[0].left:
-                yield open_jobs.popleft()
-    finally:
-        for id in places:
-            decoder.cancel(id)
+    decoder = m.decoder(max(1, min(slots, sum(job.prompt.count for job in jobs))), longest)
+    begun: dict[int, Completion] = {}
 
+    def requests() -> Iterator[Request]:
+        first = 0
+        for job in jobs:
+            for number, request in enumerate(job.requests(seed, first), first):
+                begun[number] = Completion(m.tokenizer, request)
+                job.texts.append(begun[number])
+                yield request
+            first += job.prompt.count
 
-def _requests(jobs: Iterable[PromptTexts], seed: int) -> Iterator[tuple[PromptTexts, Request]]:
-    first = 0
-    for job in jobs:
-        job.left = job.prompt.count
-        yield from ((job, request) for request in job.requests(seed, first))
-        first += job.prompt.count
+    unfinished = deque(jobs)
+    with contextlib.closing(run_requests(decoder, requests())) as events:
+        for number, event in events:
+            begun[number].add(event)
+            if event.finish:
+                del begun[number]
+                advance()
+            while unfinished and unfinished[0].is_complete:
+                yield unfinished.popleft()
 
 
 def search_texts(

@@ -10,7 +10,7 @@ and the best candidate's score, at its present length, is not above the worst of
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.errors import NON_FINITE, UserError
-from meshwright.generation.requests import Completion, Request, cut
+from meshwright.generation.requests import Completion, Request, text_of
 from meshwright.kernels.twins import upcast
 from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.positions import Positions
@@ -36,11 +36,10 @@ class BeamOptions:
     stop_token: int | None = None  # ends a text; none: the end of document
 
 
-@dataclass
 class BeamText(Completion):
     """A text of a search; the best one has the highest score."""
 
-    score: float = field(default=0.0, kw_only=True)
+    score = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,12 @@ def search_beams(m: LanguageModel, request: Request, beam: BeamOptions) -> list[
         try:
             next(searching)
         except StopIteration as end:
-            found: list[BeamText] = end.value
-            return found
+            texts: list[BeamText] = end.value
+            return texts
 
 
 def begin_beam_search(m: LanguageModel, request: Request, beam: BeamOptions) -> Generator[None, None, list[BeamText]]:
-    """Yield after each step of a search, and return what `search` does."""
+    """Yield after each step of a search, and return what `search_beams` does."""
     prompt, options = request.prompt or [m.tokenizer.eod], request.options
     eod = m.tokenizer.eod if beam.stop_token is None else beam.stop_token
     if beam.width < 1:
@@ -83,15 +82,19 @@ def begin_beam_search(m: LanguageModel, request: Request, beam: BeamOptions) -> 
     most = min(options.out_seq_length, m.seq_length - len(prompt))
     done: list[tuple[float, Candidate]] = []
     running = [Candidate()]
+
+    def stops(c: Candidate) -> bool:
+        return bool(request.stop) and text_of(m.tokenizer, request, c.tokens)[1]
+
     steps = _Steps(m, prompt, beam.width, most)
     logits = steps.begin()
     while True:
         candidates = list(_best(logits, running, 2 * beam.width))
-        ended = [len(c.tokens) == most or c.tokens[-1] == eod or _stops(m, request, c.tokens) for _, c in candidates]
+        ended = [len(c.tokens) == most or c.tokens[-1] == eod or stops(c) for _, c in candidates]
         best = zip(candidates[: beam.width], ended, strict=False)
         done += [(c.score(beam.length_penalty), c) for (_, c), is_ended in best if is_ended]
         done = sorted(done, key=lambda pair: -pair[0])[: beam.width]
-        goes_on = [found for found, is_ended in zip(candidates, ended, strict=True) if not is_ended][: beam.width]
+        goes_on = [pair for pair, is_ended in zip(candidates, ended, strict=True) if not is_ended][: beam.width]
         if not goes_on:
             break
         if len(done) == beam.width and goes_on[0][1].score(beam.length_penalty) <= done[-1][0]:
@@ -99,7 +102,7 @@ def begin_beam_search(m: LanguageModel, request: Request, beam: BeamOptions) -> 
         running = [c for _, c in goes_on]
         yield
         logits = steps.advance([row for row, _ in goes_on], running)
-    return [_found(m, request, eod, score, c) for score, c in done]
+    return [_finished(m, request, eod, score, c) for score, c in done]
 
 
 def _best(logits: Tensor, running: list[Candidate], count: int) -> Iterator[tuple[int, Candidate]]:
@@ -116,23 +119,15 @@ def _best(logits: Tensor, running: list[Candidate], count: int) -> Iterator[tupl
             yield row, running[row].extend(token, total)
 
 
-def _stops(m: LanguageModel, request: Request, tokens: tuple[int, ...]) -> bool:
-    if not request.stop:
-        return False
-    text = m.tokenizer.decode(tokens)
-    return any(s in text for s in request.stop)
-
-
-def _found(m: LanguageModel, request: Request, eod: int, score: float, c: Candidate) -> BeamText:
+def _finished(m: LanguageModel, request: Request, eod: int, score: float, c: Candidate) -> BeamText:
     ended = c.tokens[-1] == eod
-    tokens, logprobs = list(c.tokens), list(c.logprobs)
+    out = BeamText(m.tokenizer, request)
+    out.tokens, out.logprobs = list(c.tokens), list(c.logprobs)
     if ended:
-        del tokens[-1], logprobs[-1]
-    whole = m.tokenizer.decode(tokens)
-    text = cut(whole, request.stop)
-    found = BeamText(tokens, [*logprobs], text=text, ended=ended, score=score)
-    found.finish = "stop" if ended or text != whole else "length"
-    return found
+        del out.tokens[-1], out.logprobs[-1]
+    out.text, stopped = text_of(m.tokenizer, request, out.tokens)
+    out.ended, out.score, out.finish = ended, score, "stop" if ended or stopped else "length"
+    return out
 
 
 class _Steps:

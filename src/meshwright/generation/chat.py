@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.errors import UserError
-from meshwright.generation.decoder import check_options, stream
+from meshwright.generation.decoder import run_request
 from meshwright.generation.dialogue import ASSISTANT, USER, Dialogue
 from meshwright.generation.engine import LanguageModel
-from meshwright.generation.requests import Event, Request
-from meshwright.generation.stream import TextStream
+from meshwright.generation.requests import Completion, Event, Request
 from meshwright.generation.terminal import Terminal, history_file, interruptible, line_editing, report_errors
-from meshwright.settings import checks
 from meshwright.settings.fields import inner_type
 from meshwright.settings.flags import convert_value
 from meshwright.settings.grammar import unescape
@@ -133,25 +131,20 @@ class Chat:
                 f"(the model reads {d.positions:,} tokens: the oldest {d.left_out:,} {what} are left out)"
             )
         stop = (*self.stop, *(d.template.stop if d.template else ()))
-        request = Request(prompt, self.options, self.seed, self.answers, stop, SHOWN)
-        check_options(request)
-        text, ended, self.last = "", False, []
-        pieces = TextStream(d.tokenizer, stop, () if d.template else prompt)
-        events = stream(self.model, request)
+        # Behind a template an answer is a text of its own; without one it continues the prompt.
+        request = Request(prompt, self.options, self.seed, self.answers, stop, SHOWN, is_alone=bool(d.template))
+        text, self.last = Completion(d.tokenizer, request), []
+        events = run_request(self.model, request)
         with interruptible(self.terminal.is_person and self.model.sharded is None) as is_stopped:
             for event in events:
                 self.last.append(event)
-                ended = event.token == d.tokenizer.eod
-                piece = "" if ended else pieces.push(event.token)
-                text += piece
-                self.terminal.write(piece)
+                self.terminal.write(text.add(event))
                 if is_stopped():
                     break
             events.close()
-            rest = pieces.finish()
-            self.terminal.write(f"{rest}\n")
+            self.terminal.write(f"{text.close()}\n")
         self.answers += 1
-        d.add(ASSISTANT, text + rest, ended)
+        d.add(ASSISTANT, text.text, text.ended)
         self.report_end(len(prompt) + len(self.last), is_stopped())
 
     def report_end(self, length: int, is_stopped: bool) -> None:
@@ -233,9 +226,8 @@ class Chat:
             self.seed, self.answers = new, 0
             return
         options = dataclasses.replace(self.options, **{target: new})
-        if wrong := checks.out_of_bounds(options):
-            raise UserError(wrong[0])
-        check_options(Request([0], options))
+        if problem := Request([0], options).problem():
+            raise UserError(problem)
         self.options = options
 
     def settings(self) -> dict[str, object]:

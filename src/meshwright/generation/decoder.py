@@ -9,9 +9,11 @@ end only the host sees, by a stop string, computes one token more, which nobody 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.errors import NON_FINITE, UserError
-from meshwright.generation.requests import Completion, Event, Finish, Request, Top, cut
+from meshwright.generation.requests import Completion, Event, Finish, Request, Top
 from meshwright.generation.sampling import ChoiceParts
 from meshwright.generation.state import DecoderRow, Outputs, SlotState, choose_next, score_tokens
 from meshwright.generation.steps import CapturedSteps
@@ -102,16 +104,16 @@ class Decoder:
     def submit(self, request: Request) -> int:
         """Add a request, which waits until a slot is free, and return its number."""
         prompt, vocab, wanted = request.prompt or [self.eod], self.model.model.vocab, request.options.out_seq_length
+        if problem := request.problem():
+            raise UserError(problem)
         for i in prompt:
             if not 0 <= i < vocab:
                 raise UserError(f"token id {i} is outside of the vocabulary, 0 ... {vocab - 1}")
-        if wanted < (0 if request.echo else 1):
-            raise UserError(f"max_new_tokens {wanted} must be above 0")
         if len(prompt) + min(wanted, 1) > self.length:
             raise UserError(f"the prompt has {len(prompt)} tokens; the model reads {self.length}, shorten the prompt")
-        check_options(request)
         count = min(wanted, self.length - len(prompt))
-        self._queue.append(DecoderRow(self._next, request, prompt, count, count, kind_of(request)))
+        text = request.new_text(self.model.tokenizer) if request.stop else None
+        self._queue.append(DecoderRow(self._next, request, prompt, count, count, parts_of(request), text))
         self._next += 1
         return self._next - 1
 
@@ -318,22 +320,13 @@ class Decoder:
             )
         row.tokens.append(token)
         finish: Finish | None = None
-        if token == self.eod or self._stops(row):
+        if token == self.eod or stops(row, token):
             finish = "stop"
         elif len(row.tokens) == row.count:
             finish = "length"
         if finish:
             self._finish(row)
         return Event(row.id, token, logprob, top, finish)
-
-    def _stops(self, row: DecoderRow) -> bool:
-        """Return whether the newest token completes a stop string; a token has a byte or more."""
-        stop = row.request.stop
-        if not stop:
-            return False
-        newest = row.tokens[-max(len(s.encode()) for s in stop) - 4 :]
-        text = self.model.tokenizer.decode_bytes(newest).decode("utf-8", "replace")
-        return any(s in text for s in stop)
 
 
 def steps_of(model: Decodable, cache: Cache, state: SlotState, graphs: str) -> CapturedSteps | None:
@@ -349,55 +342,54 @@ def to_pinned(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
 
 
-def kind_of(request: Request) -> ChoiceParts:
+def parts_of(request: Request) -> ChoiceParts:
     """Return the parts of the choice of tokens that a request needs."""
-    kind = ChoiceParts.of(request.options)
-    return kind._replace(decaying=kind.filtered and request.decay != 1, avoiding=request.avoid is not None)
+    parts = ChoiceParts.of(request.options)
+    decaying = parts.filtered and request.top_p_decay != 1
+    return parts._replace(decaying=decaying, avoiding=request.forbidden_pair is not None)
 
 
-def check_options(request: Request) -> None:
-    """Refuse sampling flags that make no sense."""
-    s, k = request.options, request.logprobs
-    if not s.temperature >= 0:
-        raise UserError(f"temperature {s.temperature} must not be below 0; 0 takes the likeliest token")
-    if s.top_k < 0 or not 0 <= s.top_p <= 1 or not 0 <= s.min_p <= 1:
-        message = f"top_k {s.top_k} must be at least 0, top_p {s.top_p} and min_p {s.min_p} from 0 to 1"
-        raise UserError(message)
-    if not s.repetition_penalty > 0:
-        raise UserError(f"repetition_penalty {s.repetition_penalty} must be above 0; 1 is off")
-    if k is not None and k < 0:
-        raise UserError(f"logprobs {k} must be at least 0; leave it out for none")
-    if "" in request.stop:
-        raise UserError("a stop string is empty; leave it out")
+def stops(row: DecoderRow, token: int) -> bool:
+    """Return whether a row's newest token completes a stop string."""
+    if row.text is None:
+        return False
+    row.text.push(token)
+    return row.text.stopped
 
 
-def complete(model: Decodable, requests: Iterable[Request], slots: int) -> list[Completion]:
-    """Return the completions of requests, of which at most `slots` are computed at once."""
-    requests = list(requests)
-    need = max([max(1, len(r.prompt)) + r.options.out_seq_length for r in requests], default=1)
-    decoder = model.decoder(min(slots, len(requests)) or 1, need)
-    ids: dict[int, int] = {}
+def run_requests(decoder: Decoder, requests: Iterable[Request]) -> Generator[tuple[int, Event], None, None]:
+    """Yield the events of requests as they come, each with its request's number.
+
+    Requests are taken as slots become free. Closing the generator cancels those at work.
+    """
+    numbered, numbers = enumerate(requests), dict[int, int]()
     try:
-        for n, request in enumerate(requests):
-            ids[decoder.submit(request)] = n
-        out = [Completion() for _ in requests]
-        while decoder.waiting or decoder.active:
+        while True:
+            # Some wait, so that a slot that becomes free is filled in the same step.
+            for number, request in itertools.islice(numbered, max(0, decoder.slots - decoder.waiting)):
+                numbers[decoder.submit(request)] = number
+            if not numbers:
+                return
             for event in decoder.step():
-                out[ids[event.id]].add(event, decoder.eod)
+                number = numbers.pop(event.id) if event.finish else numbers[event.id]
+                yield number, event
     finally:
-        for id in ids:
+        for id in numbers:
             decoder.cancel(id)
-    for completion, request in zip(out, requests, strict=True):
-        completion.text = cut(model.tokenizer.decode(completion.tokens), request.stop)
-    return out
 
 
-def stream(model: Decodable, request: Request) -> Generator[Event]:
+def complete(model: Decodable, requests: Sequence[Request], slots: int) -> list[Completion]:
+    """Return the completions of requests, of which at most `slots` are computed at once."""
+    decoder = model.decoder(max(1, min(slots, len(requests))), max((r.longest for r in requests), default=1))
+    texts = [Completion(model.tokenizer, request) for request in requests]
+    for number, event in run_requests(decoder, requests):
+        texts[number].add(event)
+    return texts
+
+
+def run_request(model: Decodable, request: Request) -> Generator[Event, None, None]:
     """Yield a request's events as they come; closing the generator stops it."""
-    decoder = model.decoder(1, max(1, len(request.prompt)) + request.options.out_seq_length)
-    id = decoder.submit(request)
-    try:
-        while decoder.waiting or decoder.active:
-            yield from decoder.step()
-    finally:
-        decoder.cancel(id)
+    events = run_requests(model.decoder(1, request.longest), [request])
+    with contextlib.closing(events):
+        for _, event in events:
+            yield event

@@ -14,8 +14,8 @@ from typing import Any
 
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.files import replacing
-from meshwright.generation.stream import gap
 from meshwright.generation.templates import ChatTemplate
+from meshwright.generation.text import gap
 from meshwright.tokenizers import Tokenizer
 
 USER, ASSISTANT, SYSTEM = "user", "assistant", "system"

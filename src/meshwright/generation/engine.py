@@ -130,18 +130,8 @@ class LanguageModel:
             raise TypeError(f"generate() got unexpected arguments: {', '.join(sorted(unknown))}")
         options = Sampling(temperature, greedy, out_seq_length=max_new_tokens, **filters)
         ends = (stop,) if isinstance(stop, str) else tuple(stop)
-        (done,) = decoder.complete(self, [Request(self.encode(prompt), options, seed, stop=ends)], 1)
-        return done.text
-
-    def complete(
-        self, prompts: list[list[int]], options: Sampling, seed: int, first: int
-    ) -> list[tuple[list[int], bool]]:
-        """Return each prompt's new tokens, and whether an end-of-document token came.
-
-        Prompt `i` has the random numbers of its number, `first + i`.
-        """
-        requests = [Request(prompt, options, seed, first + i) for i, prompt in enumerate(prompts)]
-        return [(done.tokens, done.ended) for done in decoder.complete(self, requests, len(requests))]
+        (text,) = decoder.complete(self, [Request(self.encode(prompt), options, seed, stop=ends)], 1)
+        return text.text
 
     def decoder(self, slots: int, length: int) -> decoder.Decoder:
         """Return an idle decoder for texts of `length` tokens; the last one is kept."""

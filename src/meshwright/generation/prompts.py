@@ -6,20 +6,20 @@ import dataclasses
 import json
 import sys
 import typing
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.fields import Fields, Refusal
 from meshwright.settings import checks
-from meshwright.settings.hints import did_you_mean
 from meshwright.settings.schema import Sampling
 
 # Keys of a JSON line: those of Sampling by other names, too, and these.
 RENAMED = {"max_tokens": "out_seq_length", "max_new_tokens": "out_seq_length", "n": "num_return_sequences"}
 OPTIONS = [f.name for f in dataclasses.fields(Sampling) if f.name != "recompute"]
-MOST = 20  # faults that are listed
+MOST_LISTED = 20  # faults
+LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def read_prompt_file(path: str, usual: Prompt, flag: str = "--prompts") -> list[
             continue
         try:
             prompts.append(parse_prompt(line, usual))
-        except UserError as error:
+        except Refusal as error:
             faults.append(f"{flag} {path}:{number}: {error}")
     refuse_all(faults)
     return prompts
@@ -64,8 +64,8 @@ def prompts_of_lines(text: str, usual: Prompt) -> list[Prompt]:
 def refuse_all(faults: list[str], status: int = BAD_DATA) -> None:
     """Raise UserError with the first faults, if there are any."""
     if faults:
-        more = [f"and {len(faults) - MOST:,} more"] if len(faults) > MOST else []
-        listed = "\n  ".join([*faults[:MOST], *more])
+        more = [f"and {len(faults) - MOST_LISTED:,} more"] if len(faults) > MOST_LISTED else []
+        listed = "\n  ".join([*faults[:MOST_LISTED], *more])
         raise UserError(f"\n  {listed}" if len(faults) > 1 else listed, status)
 
 
@@ -83,64 +83,48 @@ def read_prompt_text(path: str, flag: str) -> str:
 
 
 def parse_prompt(line: str, usual: Prompt) -> Prompt:
-    """Return the prompt of a JSON line."""
+    """Return the prompt of a JSON line; raise Refusal if it is none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"not JSON: {error}") from None
+        raise Refusal(f"not JSON: {error}") from None
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        raise UserError('not an object with a text named "prompt"')
-    named: dict[str, Any] = {}
+        raise Refusal('not an object with a text named "prompt"')
+    values: dict[str, Any] = {}
     for key, value in row.items():
         name = str(RENAMED.get(key, key))
-        if name in named:
-            raise UserError(f"{key!r} is given twice, as {name!r} too")
-        named[name] = value
-    known = {"id", "prompt", "seed", "stop", "logprobs", "num_return_sequences", *OPTIONS}
-    if unknown := named.keys() - known:
-        word = min(unknown)
-        hint = did_you_mean(word, [*known, *RENAMED])
-        raise UserError(f"{word!r} is no option of a prompt{hint or '; other data may be in ' + repr('id')}")
-    stop = list(usual.stop) if named.get("stop") is None else named["stop"]
-    stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise UserError(f"stop {stop!r} is neither a text nor a list of texts")
-    logprobs = named.get("logprobs", usual.logprobs)
-    return Prompt(
-        row["prompt"],
-        _options(named, usual.options),
-        tuple(stops),
-        _whole(named, "num_return_sequences", usual.count, 1),
-        None if logprobs is None else _whole({"logprobs": logprobs}, "logprobs", 0, 0),
-        _whole(named, "seed", 0, 0) if named.get("seed") is not None else usual.seed,
-        row.get("id"),
-    )
-
-
-def _options(named: Mapping[str, Any], usual: Sampling) -> Sampling:
-    """Return the sampling options of a line, or raise what is wrong with the first bad one."""
-    given = {name: named[name] for name in OPTIONS if named.get(name) is not None}
-    kinds = typing.get_type_hints(Sampling)
-    for name, value in given.items():
-        wanted: Callable[[Any], bool] = {
-            bool: lambda v: isinstance(v, bool),
-            int: lambda v: type(v) is int,
-            float: lambda v: type(v) in (int, float),
-        }[kinds[name]]
-        if not wanted(value):
-            raise UserError(f"{name} {value!r} is not {'true or false' if kinds[name] is bool else 'a number'}")
-    options = dataclasses.replace(usual, **{name: kinds[name](value) for name, value in given.items()})
-    if "temperature" in given and "greedy" not in given:
+        if name in values:
+            raise Refusal(f"{key!r} is given twice, as {name!r} too")
+        values[name] = value
+    options = usual.options
+    if values.get("temperature") is not None:
         options = dataclasses.replace(options, greedy=False)  # its own temperature wins over --greedy
-    if wrong := [*checks.out_of_bounds(options), *checks.sampling_problems(options)]:
-        raise UserError(wrong[0].removeprefix("--"))
+    f = Fields(values)
+    prompt = Prompt(
+        f.take("prompt"),
+        read_sampling(f, options),
+        f.strings("stop", LARGEST, LARGEST, usual.stop),
+        f.integer("num_return_sequences", usual.count, 1, LARGEST),
+        f.integer("logprobs", usual.logprobs, 0, LARGEST),
+        f.integer("seed", usual.seed, 0, LARGEST),
+        f.take("id"),
+    )
+    f.finish()
+    return prompt
+
+
+def read_sampling(f: Fields, usual: Sampling) -> Sampling:
+    """Return the sampling options of a line, by default the usual ones."""
+    kinds, values = typing.get_type_hints(Sampling), dict[str, Any]()
+    for name in OPTIONS:
+        default = getattr(usual, name)
+        if kinds[name] is bool:
+            values[name] = f.flag(name, default)
+        elif kinds[name] is int:
+            values[name] = f.integer(name, default, -LARGEST, LARGEST)
+        else:
+            values[name] = f.number(name, default)
+    options = dataclasses.replace(usual, **values)
+    if wrong := checks.out_of_bounds(options, str):
+        raise Refusal(wrong[0])
     return options
-
-
-def _whole(named: Mapping[str, Any], name: str, usual: int, least: int) -> int:
-    value = named.get(name)
-    if value is None:
-        return usual
-    if type(value) is not int or value < least:
-        raise UserError(f"{name} {value!r} is not a whole number from {least}")
-    return value

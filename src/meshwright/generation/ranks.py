@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,30 +24,16 @@ from meshwright.generation.engine import LanguageModel
 from meshwright.optim.loss_scale import dtype_of
 from meshwright.parallel.layout import Layout, connect
 from meshwright.ranks.compare import require_equal
-from meshwright.ranks.connect import join_ranks
+from meshwright.ranks.connect import join_ranks, pick_backend
 from meshwright.ranks.lost import reporting
 from meshwright.ranks.team import Team
 from meshwright.ranks.world import find_world
 from meshwright.settings import flags
-from meshwright.settings.schema import Checkpoint, Parallel, Precision, TokenizerFlags
-from meshwright.training.before.preflight import pick_backend
-
-
-class Settings(Protocol):
-    """The flags that say which model runs, where and how."""
-
-    @property
-    def tokenizer(self) -> TokenizerFlags: ...
-    @property
-    def precision(self) -> Precision: ...
-    @property
-    def parallel(self) -> Parallel: ...
-    @property
-    def checkpoint(self) -> Checkpoint: ...
+from meshwright.settings.schema import Parallel, ReadConfig
 
 
 def run_on_ranks(
-    c: Settings,
+    c: ReadConfig,
     given: Mapping[str, Any],
     work: Callable[[LanguageModel], object],
     *,
@@ -83,7 +69,7 @@ def run_on_ranks(
 
 
 def serve_ranks(
-    c: Settings,
+    c: ReadConfig,
     given: Mapping[str, Any],
     work: Callable[[LanguageModel], object],
     device: torch.device,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from meshwright.generation.text import TokenText
+from meshwright.settings import checks
 from meshwright.settings.schema import Sampling
+from meshwright.tokenizers import Tokenizer
 
 Finish = Literal["stop", "length"]  # an end-of-document token or a stop string; the number of tokens
 Top = list[tuple[int, float]]  # the likeliest tokens with their log-probabilities, the best first
@@ -22,9 +26,11 @@ class Request:
         seed, stream: name the row's random numbers, which depend on nothing else but the position.
         stop: strings that end the text and do not belong to it.
         logprobs: None, or k >= 0 for the chosen token's log-probability and the k likeliest tokens.
-        decay, least: after each token top_p is multiplied by the one, down to the other.
-        avoid: (a, b): token b never follows token a.
+        top_p_decay, top_p_floor: each token multiplies top_p by the decay, down to the floor.
+        forbidden_pair: (a, b): token b never follows token a.
         echo: report the prompt's tokens too, with log-probabilities if those are asked for.
+        is_alone: the text is read as if no prompt preceded it, as after a chat template. Some
+            vocabularies then leave out the space before its first word.
     """
 
     prompt: list[int]
@@ -34,9 +40,31 @@ class Request:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     echo: bool = False
-    decay: float = 1.0
-    least: float = 0.0
-    avoid: tuple[int, int] | None = None
+    top_p_decay: float = 1.0
+    top_p_floor: float = 0.0
+    forbidden_pair: tuple[int, int] | None = None
+    is_alone: bool = False
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of the prompt and its continuation."""
+        return max(1, len(self.prompt)) + self.options.out_seq_length
+
+    def problem(self) -> str:
+        """Return why this request makes no sense, or ""."""
+        s, count = self.options, self.options.out_seq_length
+        if count < (0 if self.echo else 1):
+            return f"max_new_tokens {count} must be above 0"
+        wrong = checks.out_of_bounds(dataclasses.replace(s, out_seq_length=count or 1), str)
+        if self.logprobs is not None and self.logprobs < 0:
+            wrong.append(f"logprobs {self.logprobs} must be at least 0; leave it out for none")
+        if "" in self.stop:
+            wrong.append("a stop string is empty; leave it out")
+        return next(iter(wrong), "")
+
+    def new_text(self, tokenizer: Tokenizer) -> TokenText:
+        """Return the text of the continuation, to which its tokens are still to be given."""
+        return TokenText(tokenizer, self.stop, () if self.is_alone else self.prompt)
 
 
 @dataclass(frozen=True)
@@ -56,32 +84,50 @@ class Event:
     echoed: bool = False  # a token of the prompt
 
 
-@dataclass
 class Completion:
-    """The continuation of a prompt, without a final end-of-document token."""
+    """The continuation of a prompt as its tokens come, without a final end-of-document token.
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float | None] = field(default_factory=list)
-    tops: list[Top] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)  # with echo; so are the next two
-    prompt_logprobs: list[float | None] = field(default_factory=list)  # the first token's is None
-    prompt_tops: list[Top] = field(default_factory=list)
-    text: str = ""  # without what follows a stop string
-    finish: Finish = "length"
-    ended: bool = False  # by an end-of-document token
+    Fields:
+        text: what is certain of it, without a stop string and what follows that.
+        prompt_tokens, prompt_logprobs, prompt_tops: with echo; the first token's logprob is None.
+        ended: whether an end-of-document token came.
+    """
 
-    def add(self, event: Event, eod: int) -> None:
-        self.finish = event.finish or self.finish
-        if not event.echoed and event.token == eod:
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        self.tokens, self.logprobs, self.tops = list[int](), list[float | None](), list[Top]()
+        self.prompt_tokens, self.prompt_logprobs, self.prompt_tops = list[int](), list[float | None](), list[Top]()
+        self.text = ""
+        self.finish: Finish | None = None
+        self.ended = False
+        self._eod, self._stream = tokenizer.eod, request.new_text(tokenizer)
+
+    def add(self, event: Event) -> str:
+        """Add a token, and return the text that has become certain."""
+        new = ""
+        if not event.echoed and event.token == self._eod:
             self.ended = True
-            return
-        echoed = self.prompt_tokens, self.prompt_logprobs, self.prompt_tops
-        tokens, logprobs, tops = echoed if event.echoed else (self.tokens, self.logprobs, self.tops)
-        tokens.append(event.token)
-        logprobs.append(event.logprob)
-        tops.append(event.top)
+        else:
+            echoed = self.prompt_tokens, self.prompt_logprobs, self.prompt_tops
+            tokens, logprobs, tops = echoed if event.echoed else (self.tokens, self.logprobs, self.tops)
+            tokens.append(event.token)
+            logprobs.append(event.logprob)
+            tops.append(event.top)
+            new = "" if event.echoed else self._stream.push(event.token)
+        self.text += new
+        if event.finish:
+            self.finish = event.finish
+            new += self.close()
+        return new
+
+    def close(self) -> str:
+        """Return the text still held back; the last token of a request does this too."""
+        rest = self._stream.finish()
+        self.text += rest
+        return rest
 
 
-def cut(text: str, stop: Sequence[str]) -> str:
-    """Return the text before the first stop string."""
-    return text[: min([at for s in stop if (at := text.find(s)) >= 0], default=len(text))]
+def text_of(tokenizer: Tokenizer, request: Request, tokens: Sequence[int]) -> tuple[str, bool]:
+    """Return the text of a continuation up to a stop string, and whether there is one."""
+    stream = request.new_text(tokenizer)
+    text = stream.push(*tokens)
+    return text + stream.finish(), stream.stopped

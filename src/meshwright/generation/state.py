@@ -11,6 +11,7 @@ from meshwright import device as devices
 from meshwright.generation import sampling
 from meshwright.generation.requests import Request, Top
 from meshwright.generation.sampling import ChoiceParts, Controls
+from meshwright.generation.text import TokenText
 from meshwright.kernels.decode import BAD, NONE, Draws, TextState
 from meshwright.kernels.twins import upcast
 
@@ -27,6 +28,7 @@ class DecoderRow:
     left: int  # tokens that are still to be computed
     count: int  # tokens that are to be reported
     kind: ChoiceParts
+    text: TokenText | None = None  # with stop strings
     slot: int = -1
     tokens: list[int] = field(default_factory=list)  # reported
     is_done: bool = False
@@ -63,9 +65,11 @@ class SlotState:
         words, numbers = [], []
         for r in rows:
             name = sampling.stream_key(r.request.seed, r.request.stream)
-            length, pair = len(r.prompt), r.request.avoid or (-1, -1)
+            length, pair = len(r.prompt), r.request.forbidden_pair or (-1, -1)
             words.append([r.slot, length, length + r.count, r.request.options.top_k, name, r.prompt[-1], *pair])
-            numbers.append([*sampling.control_numbers(r.request.options), r.request.decay, max(r.request.least, LEAST)])
+            numbers.append(
+                [*sampling.control_numbers(r.request.options), r.request.top_p_decay, max(r.request.top_p_floor, LEAST)]
+            )
         slots, used, limit, top_k, key, token, *pairs = self.send(torch.tensor(words).T.contiguous())
         self.used[slots], self.limit[slots], self.top_k[slots], self.key[slots] = used, limit, top_k, key
         self.token[slots], self.avoid[:, slots] = token, torch.stack(pairs)

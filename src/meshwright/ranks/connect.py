@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     import torch
     from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+    from meshwright.settings.schema import Parallel
+
 SILENCE = 10  # seconds of waiting before it is said for whom
 WATCHED_PATIENCE = 3  # times as long torch waits for a rank, where a watchdog decides first
 
@@ -390,3 +392,15 @@ def no_stderr() -> Iterator[None]:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(nowhere)
+
+
+def pick_backend(p: Parallel, device: torch.device, prints: bool = False) -> str:
+    """Return the backend of torch.distributed: gloo on CPUs, the device's default elsewhere."""
+    import torch.distributed as dist
+
+    wanted = p.distributed_backend
+    if device.type == "cpu":
+        if prints and wanted not in (None, "gloo"):
+            print(f"note: --distributed-backend {wanted} has no effect: on a CPU the ranks use gloo", file=sys.stderr)
+        return "gloo"
+    return wanted or str(dist.get_default_backend_for_device(device))

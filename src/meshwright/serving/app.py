@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.resources
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -21,20 +18,16 @@ from meshwright.serving import megatron, openai
 from meshwright.serving.metrics import ServerMetrics
 from meshwright.serving.scheduler import QueuedRequest, Scheduler
 from meshwright.serving.served import ServedModel
-from meshwright.web.guard import App, Limits, Receive, RequestGuard, Scope, Send, as_refused, error_of, too_large
+from meshwright.web.guard import Limits, Receive, Scope, Send, as_refused, error_of, too_large
+from meshwright.web.site import REPORT_CSS, json_response, make_site
 
-# Address: package, file and type. The colours and the form are those of the page of `report`.
-PAGE = {
-    "/": ("meshwright.serving", "page.html", "text/html"),
-    "/base.css": ("meshwright.report", "page.css", "text/css"),
-    "/page.css": ("meshwright.serving", "page.css", "text/css"),
-    "/page.js": ("meshwright.serving", "page.js", "text/javascript"),
+FILES = {
+    "/": ("meshwright.serving", "page.html"),
+    "/base.css": REPORT_CSS,
+    "/page.css": ("meshwright.serving", "page.css"),
+    "/page.js": ("meshwright.serving", "page.js"),
 }
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'"
-)
-EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
 class TextServer:
@@ -50,11 +43,13 @@ class TextServer:
             Route("/v1/models/{name:path}", self.one_model),
             Route("/health", self.health),
             Route("/metrics", self.show_metrics),
-            *(Route(path, self.page) for path in PAGE),
         ]
-        inner = Starlette(routes=routes, exception_handlers={HTTPException: refuse_path, Exception: raise_again})
-        paths = {route.path for route in routes}
-        self.app: App = RequestGuard(inner, limits, self.metrics, paths)
+        self.paths = {*FILES, *(route.path for route in routes)}
+        self.app = make_site(FILES, routes, limits, self.observe, ["/health"])
+
+    def observe(self, path: str, status: int, seconds: float) -> None:
+        self.metrics.requests[path if path in self.paths else "other", status] += 1
+        self.metrics.observe("request_seconds", seconds)
 
     # Text
 
@@ -117,11 +112,6 @@ class TextServer:
         text = self.metrics.text(self.scheduler.active, self.scheduler.waiting)
         return Response(text, media_type="text/plain; version=0.0.4")
 
-    async def page(self, request: Request) -> Response:
-        package, name, kind = PAGE[request.url.path]
-        text = importlib.resources.files(package).joinpath(name).read_bytes()
-        return Response(text, 200, {"content-security-policy": POLICY, "cache-control": "no-cache"}, kind)
-
 
 class Endpoint:
     """A path that answers a JSON body as long as its client is there and time is left."""
@@ -183,20 +173,3 @@ async def send_json(send: Send, value: Any) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
-
-
-async def refuse_path(request: Request, error: Exception) -> Response:
-    """Raise what the guard writes in JSON; starlette would answer in plain text."""
-    assert isinstance(error, HTTPException)
-    what = {404: f"there is no path {request.url.path[:100]}", 405: f"{request.method[:20]} is not for this path"}
-    refused = Refusal(what.get(error.status_code, error.detail), status=error.status_code)
-    refused.headers = {k.lower(): v for k, v in (error.headers or {}).items()}
-    raise refused
-
-
-async def raise_again(request: Request, error: Exception) -> Response:
-    raise error

@@ -40,12 +40,11 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     tokenizer, logprobs = served.model.tokenizer, f.flag("logprobs")
     prompts = read_prompts(f, served)
     length = f.integer("tokens_to_generate", 64, 0, 2**31 - 1)
-    assert length is not None
     if not length and not logprobs:
         raise Refusal("tokens_to_generate 0 scores the prompts; it needs logprobs true", "tokens_to_generate")
-    options, decay, least = read_options(f, length)
+    options, decay, floor = read_options(f, length)
     ends = read_ends(f)
-    avoid = read_colon(f, served)
+    pair = read_colon(f, served)
     seed = f.integer("random_seed", -1, -1, 2**63 - 1)
     f.flag("no_log")  # no text is ever logged
     width = f.integer("beam_width", None, 1, openai.MOST_TEXTS)
@@ -54,15 +53,15 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     f.finish()
     if width is None and (stop_token, penalty) != (tokenizer.eod, 1.0):
         raise Refusal("stop_token and length_penalty need beam_width; leave them out", "beam_width")
-    if width is not None and (len(prompts) > 1 or logprobs or ends or avoid):
+    if width is not None and (len(prompts) > 1 or logprobs or ends or pair):
         raise Refusal("beam_width takes one prompt, without logprobs and rules for ends of lines", "beam_width")
     for prompt in prompts:
         if len(prompt) + length > served.model.seq_length:
             both = f"{len(prompt)} tokens and tokens_to_generate {length}"
             raise Refusal(f"this model reads {served.model.seq_length} tokens, but a prompt has {both}", "prompts")
-    seed = secrets.randbits(31) if seed is None or seed < 0 else seed
+    seed = secrets.randbits(31) if seed < 0 else seed
     wanted = 0 if logprobs else None
-    each = [Request(p, options, seed, n, ends, wanted, logprobs, decay, least, avoid) for n, p in enumerate(prompts)]
+    each = [Request(p, options, seed, n, ends, wanted, logprobs, decay, floor, pair) for n, p in enumerate(prompts)]
     return MegatronCall(each, logprobs, None if width is None else BeamOptions(width, penalty, stop_token))
 
 
@@ -80,7 +79,7 @@ def read_prompts(f: Fields, served: ServedModel) -> list[list[int]]:
 
 def read_options(f: Fields, length: int) -> tuple[Sampling, float, float]:
     """Return the flags of sampling, and the decay of top_p with its lower end."""
-    temperature, top_k = f.number("temperature", 1.0, 0, 100), f.integer("top_k", 0, 0, 1000) or 0
+    temperature, top_k = f.number("temperature", 1.0, 0, 100), f.integer("top_k", 0, 0, 1000)
     if not temperature:
         raise Refusal("temperature must be above 0; top_k 1 takes the likeliest token", "temperature")
     top_p, decay, bound = (f.number(name, 0.0, 0, 1) for name in ("top_p", "top_p_decay", "top_p_bound"))

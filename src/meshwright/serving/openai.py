@@ -6,6 +6,7 @@ would change the text and is not known here is refused by name, never passed ove
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -18,7 +19,7 @@ from meshwright.errors import UserError
 from meshwright.fields import Fields, Refusal
 from meshwright.generation.dialogue import SYSTEM, ChatTurn, Dialogue
 from meshwright.generation.requests import Event, Request, Top
-from meshwright.generation.stream import TextStream
+from meshwright.generation.text import TokenText
 from meshwright.serving.scheduler import QueuedRequest
 from meshwright.serving.served import ServedModel
 from meshwright.settings.schema import Sampling
@@ -81,12 +82,11 @@ class OpenAICall:
 def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
     prompts = read_prompts(f.take("prompt"), served)
     echo, length = f.flag("echo"), f.integer("max_tokens", 16, 0, 2**31 - 1)
-    assert length is not None
     if not length and not echo:
         raise Refusal("max_tokens 0 leaves nothing to do without echo; give at least 1", "max_tokens")
     logprobs = f.integer("logprobs", None, 0, MOST_LOGPROBS)
-    n = f.integer("n", 1, 1, MOST_TEXTS) or 1
-    best_of = f.integer("best_of", n, 1, MOST_TEXTS) or n
+    n = f.integer("n", 1, 1, MOST_TEXTS)
+    best_of = f.integer("best_of", n, 1, MOST_TEXTS)
     f.only("suffix", ("",), NO_SUFFIX)
     stream, usage = read_stream(f)
     if best_of < n or (best_of > n and stream):
@@ -94,7 +94,7 @@ def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
     requests = read_texts(f, served, prompts, best_of, length, ())
     # The best are those whose tokens are likeliest.
     wanted = 0 if logprobs is None and best_of > n else logprobs
-    requests = [Request(r.prompt, r.options, r.seed, r.stream, r.stop, wanted, echo) for r in requests]
+    requests = [dataclasses.replace(r, logprobs=wanted, echo=echo) for r in requests]
     return OpenAICall("text_completion", requests, n, best_of, logprobs, stream, usage)
 
 
@@ -106,13 +106,13 @@ def read_chat(f: Fields, served: ServedModel) -> OpenAICall:
     wants, top = f.flag("logprobs"), f.integer("top_logprobs", None, 0, MOST_LOGPROBS)
     if top is not None and not wants:
         raise Refusal("top_logprobs needs logprobs; set it to true", "top_logprobs")
-    n = f.integer("n", 1, 1, MOST_TEXTS) or 1
+    n = f.integer("n", 1, 1, MOST_TEXTS)
     for name, (neutral, why) in CHAT_FIXED.items():
         f.only(name, neutral, why)
     stream, usage = read_stream(f)
     logprobs = (top or 0) if wants else None
     requests = read_texts(f, served, [prompt], n, length, served.stop)
-    requests = [Request(r.prompt, r.options, r.seed, r.stream, r.stop, logprobs) for r in requests]
+    requests = [dataclasses.replace(r, logprobs=logprobs) for r in requests]
     return OpenAICall("chat.completion", requests, n, n, logprobs, stream, usage)
 
 
@@ -124,7 +124,7 @@ def read_texts(
         message = f"there is no model {str(name)[:100]!r} here; this server has {served.name!r}"
         raise Refusal(message, "model", "model_not_found", 404)
     options = read_options(f, length)
-    seed = f.integer("seed", secrets.randbits(31), -(2**63), 2**63 - 1) or 0
+    seed = f.integer("seed", secrets.randbits(31), -(2**63), 2**63 - 1)
     stop = tuple(dict.fromkeys((*f.strings("stop", MOST_STOPS, LONGEST_STOP), *stop)))
     for name, (neutral, why) in FIXED.items():
         f.only(name, neutral, why)
@@ -150,7 +150,7 @@ def read_options(f: Fields, length: int) -> Sampling:
     temperature, top_p = f.number("temperature", 1.0, 0, 100), f.number("top_p", 1.0, 0, 1)
     return Sampling(
         temperature,
-        top_k=max(0, f.integer("top_k", 0, -1, 2**31 - 1) or 0),  # -1: all, as in vLLM
+        top_k=max(0, f.integer("top_k", 0, -1, 2**31 - 1)),  # -1: all, as in vLLM
         top_p=0.0 if top_p == 1 else top_p or 1e-12,
         min_p=f.number("min_p", 0.0, 0, 1),
         repetition_penalty=f.number("repetition_penalty", 1.0, 0.01, 100),
@@ -277,11 +277,8 @@ class ChoiceText:
 
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         self.tokenizer, self.request = tokenizer, request
-        before = () if request.echo else request.prompt
-        self._echoed = TextStream(tokenizer)
-        self._stream = TextStream(tokenizer, request.stop, request.prompt)
-        self._plain = TextStream(tokenizer, (), before)  # without stop strings: where tokens begin
-        self._length = self._at = self._count = 0
+        self._echoed, self._stream = TokenText(tokenizer), request.new_text(tokenizer)
+        self._length = self._count = 0
         self._waiting: list[Token] = []
         self.finish: str | None = None
         self.generated = 0
@@ -313,8 +310,8 @@ class ChoiceText:
         if self.request.logprobs is None:
             return
         self.sum += 0.0 if event.echoed else event.logprob or 0.0
-        self._waiting.append(Token(event.token, event.logprob, event.top, self._at))
-        self._at += len(self._plain.push(event.token))
+        offset = self._echoed.decoded + self._stream.decoded
+        self._waiting.append(Token(event.token, event.logprob, event.top, offset))
 
     @property
     def mean(self) -> float:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from meshwright import device as devices
 from meshwright.errors import UserError
+from meshwright.fields import Refusal
 from meshwright.generation.requests import Event, Request
 
 if TYPE_CHECKING:
@@ -36,16 +37,19 @@ class SlotDecoder(Protocol):
     def step(self) -> list[Event]: ...
 
 
-class Full(Exception):
-    """Raised when the queue is full; `seconds` is when to try again."""
+class QueueFull(Refusal):
+    """Raised when the queue is full; the client may try again after some seconds."""
 
     def __init__(self, seconds: int) -> None:
-        super().__init__()
-        self.seconds = seconds
+        super().__init__("too many requests are at work; try again later", code="queue_full", status=429)
+        self.headers = {"retry-after": str(seconds)}
 
 
-class Broken(Exception):
+class ModelFailed(Refusal):
     """Raised for requests at work when the decoder failed, and for all after it."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="model_failed", status=500)
 
 
 class QueuedRequest:
@@ -117,11 +121,11 @@ class Scheduler:
 
     @contextlib.contextmanager
     def seat(self) -> Iterator[None]:
-        """Count a request as at work or waiting; raise Full if there are too many."""
+        """Count a request as at work or waiting; raise QueueFull if there are too many."""
         if self.broken is not None:
-            raise Broken(f"the decoder failed: {self.broken}")
+            raise ModelFailed(f"the decoder failed: {self.broken}")
         if self.seats >= self.slots + self.queue:
-            raise Full(max(1, min(60, round(self._seconds * (1 + self.queue / self.slots)))))
+            raise QueueFull(max(1, min(60, round(self._seconds * (1 + self.queue / self.slots)))))
         self.seats += 1
         began = time.monotonic()
         try:
@@ -188,7 +192,7 @@ class Scheduler:
                 raise
             for job in self._jobs():
                 self._drop(job)
-                self._hand(job, Broken(str(error)))
+                self._hand(job, ModelFailed(str(error)))
         else:
             self._deliver(events)
 
@@ -267,10 +271,10 @@ class Scheduler:
             self._inbox.popleft()()
         for job in self._jobs():
             job.active.clear()
-            job.arrived.put_nowait(Broken(f"the decoder failed: {self.broken}"))
+            job.arrived.put_nowait(ModelFailed(f"the decoder failed: {self.broken}"))
         for _, done in self._calls:
             if not done.done():
-                done.set_exception(Broken(f"the decoder failed: {self.broken}"))
+                done.set_exception(ModelFailed(f"the decoder failed: {self.broken}"))
         self._turns.clear()
         self._rows.clear()
         self._calls.clear()

@@ -33,7 +33,6 @@ from meshwright.settings.schema import (
     Model,
     Parallel,
     Precision,
-    Sampling,
     TrainConfig,
     Training,
 )
@@ -154,13 +153,8 @@ def reading_problems(c: Any, command: str, copies: bool = False) -> list[str]:
     return out if c.checkpoint.load else [*out, f"a checkpoint is needed: `meshwright {command} DIR` or --load DIR"]
 
 
-def sampling_problems(s: Sampling) -> list[str]:
-    above = [name for name in ("top_p", "min_p") if getattr(s, name) > 1]
-    return [f"--{name} {getattr(s, name)} is above 1; give a share from 0 to 1" for name in above]
-
-
 def generation_problems(c: GenerateConfig) -> list[str]:
-    t, out = c.texts, reading_problems(c, "generate") + sampling_problems(c.sampling)
+    t, out = c.texts, reading_problems(c, "generate")
     if t.num_samples and not t.genfile:
         out.append(f"--num-samples {t.num_samples} writes to a file; name it with --genfile")
     if t.sample_output_file and not t.sample_input_file:
@@ -327,8 +321,8 @@ def remote_paths(config: Any) -> list[str]:
     return out
 
 
-def out_of_bounds(group: Any) -> list[str]:
-    """Report numbers outside the range of their flag."""
+def out_of_bounds(group: Any, name: Callable[[str], str] = spelling) -> list[str]:
+    """Report numbers outside the range of their flag, whose `name` begins the report."""
     out = []
     for f in dataclasses.fields(group):
         bound, value = f.metadata["bound"], getattr(group, f.name)
@@ -339,9 +333,10 @@ def out_of_bounds(group: Any) -> list[str]:
                 ">0": (number > 0, "must be above 0"),
                 ">=0": (number >= 0, "must not be below 0"),
                 "[0,1)": (0 <= number < 1, "is not in [0, 1)"),
+                "[0,1]": (0 <= number <= 1, "must be from 0 to 1"),
             }[bound]
             if not is_inside:
-                out.append(f"{spelling(f.name)} {number} {rule}")
+                out.append(f"{name(f.name)} {number} {rule}")
     return out
 
 

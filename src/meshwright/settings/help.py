@@ -329,7 +329,7 @@ def _values(e: HelpEntry) -> str:
     kind = {"N": "whole number", "X": "number", "TEXT": "text"}.get(word, "path")
     kind = f"{kind}s, separated by spaces" if many and kind != "text" else "words" if many else kind
     bound = e.field.metadata["bound"] if e.field else None
-    bounds = {">0": "above 0", ">=0": "0 or more", "[0,1)": "from 0 to below 1"}
+    bounds = {">0": "above 0", ">=0": "0 or more", "[0,1)": "from 0 to below 1", "[0,1]": "from 0 to 1"}
     return f"{kind}, {bounds[bound]}" if bound else kind
 
 

@@ -864,13 +864,13 @@ class Sampling:
     greedy: bool = flag(False, "always take the most likely token", docs="generation")
     top_k: int = flag(0, "sample from the k most likely tokens (0: all)", "--top_k", bound=">=0", docs="generation")
     top_p: float = flag(
-        0.0, "sample from the top tokens of this probability (0: all)", "--top_p", bound=">=0", docs="generation"
+        0.0, "sample from the top tokens of this probability (0: all)", "--top_p", bound="[0,1]", docs="generation"
     )
     min_p: float = flag(
         0.0,
         "sample from tokens of at least this share of the likeliest one's probability",
         "--min_p",
-        bound=">=0",
+        bound="[0,1]",
         short="least share of the likeliest one's probability",
         docs="generation",
     )

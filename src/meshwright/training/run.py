@@ -17,7 +17,7 @@ from meshwright.checkpoint import publish
 from meshwright.console import logged_to, remark, say, say_arguments, say_time, show
 from meshwright.errors import UserError
 from meshwright.parallel.layout import connect, layout_of
-from meshwright.ranks.connect import join_ranks
+from meshwright.ranks.connect import join_ranks, pick_backend
 from meshwright.ranks.lost import reporting
 from meshwright.ranks.pulse import pulse
 from meshwright.ranks.team import Team
@@ -27,12 +27,7 @@ from meshwright.settings import command as commands
 from meshwright.settings.other_programs import argument_dump
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
-from meshwright.training.before.preflight import (
-    pick_backend,
-    require_equal_settings,
-    require_equal_vocabulary,
-    require_free_folders,
-)
+from meshwright.training.before.preflight import require_equal_settings, require_equal_vocabulary, require_free_folders
 from meshwright.training.before.resolve import Resolved, resolve
 from meshwright.training.log.startup import Startup
 from meshwright.training.state.folder import goodput_of, write_report

@@ -16,10 +16,10 @@ import torch
 from meshwright import device as devices
 from meshwright.errors import UNEQUAL, UserError
 from meshwright.files import replacing
+from meshwright.ranks.connect import pick_backend
 from meshwright.report.page import CERTIFICATE
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.before.preflight import pick_backend
 from meshwright.training.before.sizes import describe_layout
 from meshwright.verify.compare import Comparison, Quantity, compare_with_one_process
 from meshwright.verify.small_run import RankSetup

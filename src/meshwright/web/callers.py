@@ -1,4 +1,4 @@
-"""Where a request comes from.
+"""Check where a request comes from.
 
 A page of another site can send requests to this machine from a reader's browser. Three checks keep
 it out: the Host header must name this server or be a bare address (a name that its owner points at
@@ -17,12 +17,12 @@ from meshwright.fields import Refusal
 
 
 def check_caller(method: str, headers: Mapping[bytes, bytes], names: Collection[str], hint: str) -> None:
-    """Raise Refusal for a request that does not come from where it should.
+    """Raise Refusal for a request that names another server or comes from another site's page.
 
     `names` are the server's own, in lower case; `hint` says what to do about another.
     """
     host = headers.get(b"host", b"").decode("latin-1")
-    if not is_known(host, names):
+    if not is_own_host(host, names):
         message = f"the Host header is {host[:100]!r}, which is not this server; {hint}"
         raise Refusal(message, code="host_not_allowed", status=403)
     origin = headers.get(b"origin")
@@ -34,7 +34,7 @@ def check_caller(method: str, headers: Mapping[bytes, bytes], names: Collection[
         raise Refusal("requests from pages of other sites are refused", code="origin_not_allowed", status=403)
 
 
-def is_known(host: str, names: Collection[str]) -> bool:
+def is_own_host(host: str, names: Collection[str]) -> bool:
     """Return whether a Host header is an address or one of these names, with or without a port."""
     try:
         name = (urlsplit(f"//{host}").hostname or "").lower()

@@ -1,4 +1,4 @@
-"""What every request passes first: where it comes from, its key, its size; and how errors look."""
+"""Check the origin, the key and the size of a request, and write errors as JSON."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ import orjson
 
 from meshwright.errors import UserError
 from meshwright.fields import Refusal
-from meshwright.serving.metrics import ServerMetrics
-from meshwright.serving.scheduler import Broken, Full
 from meshwright.web.callers import check_caller
 from meshwright.web.protocol import LARGEST_HEADER, error_object
 
@@ -26,10 +24,16 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+Observe = Callable[[str, int, float], None]  # path, status and seconds of an answer
 
-OPEN = ("/", "/base.css", "/page.css", "/page.js", "/health")  # without a key
 LEFTOVER = 1 << 20, 0.5  # bytes and seconds of a refused body that are read, so that the answer arrives
-HEADERS = [
+POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = [  # of every answer
+    (b"content-security-policy", POLICY),
+    (b"cache-control", b"no-store"),
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-resource-policy", b"same-origin"),
@@ -39,20 +43,26 @@ HEADERS = [
 
 @dataclass(frozen=True)
 class Limits:
-    """Who may ask, and how much."""
+    """Who may ask, and how much.
+
+    Fields:
+        hosts: names of the server beside localhost, this machine's and bare addresses.
+        advice: what to do about another name.
+    """
 
     api_key: str | None = None
-    hosts: Collection[str] = ()  # names beside localhost, this machine's and bare addresses
+    hosts: Collection[str] = ()
     body: int = 8 << 20  # bytes
     read_seconds: float = 10.0
     answer_seconds: float = 600.0
     own_hosts: frozenset[str] = field(default_factory=lambda: frozenset({"localhost", socket.gethostname().lower()}))
+    advice: str = "name it with --allowed-hosts"
 
-    def check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raise Refusal for a request that does not come from where it should."""
+    def check(self, scope: Scope, headers: dict[bytes, bytes], open_paths: Collection[str] = ()) -> None:
+        """Raise Refusal for a request of another site's page, or without the key."""
         names = self.own_hosts | {host.lower() for host in self.hosts}
-        check_caller(scope["method"], headers, names, "name it with --allowed-hosts")
-        if self.api_key is not None and scope["path"] not in OPEN:
+        check_caller(scope["method"], headers, names, self.advice)
+        if self.api_key is not None and scope["path"] not in open_paths:
             given = headers.get(b"authorization", b"").strip()
             if not hmac.compare_digest(given, b"Bearer " + self.api_key.encode()):
                 refused = Refusal("the API key is missing or wrong; send Authorization: Bearer KEY", status=401)
@@ -60,15 +70,21 @@ class Limits:
                 raise refused
 
 
-class RequestGuard:
-    """The outermost application: checks requests, counts answers, turns errors into JSON."""
+def ignore(path: str, status: int, seconds: float) -> None:
+    """Observe no request."""
 
-    def __init__(self, app: App, limits: Limits, metrics: ServerMetrics, paths: Collection[str]) -> None:
-        self.app, self.limits, self.metrics, self.paths = app, limits, metrics, paths
+
+class RequestGuard:
+    """The outermost application: checks requests, counts answers, turns errors into JSON.
+
+    `open_paths` need no key; `observe` is called for each answer.
+    """
+
+    def __init__(self, app: App, limits: Limits, open_paths: Collection[str], observe: Observe = ignore) -> None:
+        self.app, self.limits, self.open_paths, self.observe = app, limits, open_paths, observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began, status, is_read = time.monotonic(), 0, False
-        path = scope["path"] if scope["path"] in self.paths else "other"
 
         async def reply(message: MutableMapping[str, Any]) -> None:
             nonlocal status
@@ -91,12 +107,12 @@ class RequestGuard:
                 refused = as_refused(error)
                 if status:  # the answer has begun: cut it off
                     raise
-                if refused.status == 500 and not isinstance(error, Broken):
+                if refused.status == 500 and refused is not error:
                     traceback.print_exc(file=sys.stderr)
                 await self._refuse(refused, None if is_read else receive, reply)
         finally:
-            self.metrics.requests[path, status or 499] += 1  # 499: the client left before the answer
-            self.metrics.observe("request_seconds", time.monotonic() - began)
+            # 499: the client left before the answer.
+            self.observe(scope["path"], status or 499, time.monotonic() - began)
 
     def _check(self, scope: Scope) -> None:
         pairs: list[tuple[bytes, bytes]] = scope["headers"]
@@ -105,12 +121,12 @@ class RequestGuard:
             raise Refusal(f"the header is longer than {LARGEST_HEADER} bytes; send a shorter one", status=431)
         for name in (b"host", b"origin", b"content-length", b"authorization", b"content-type"):
             if sum(key == name for key, _ in pairs) > 1:
-                raise Refusal(f"the header {name.decode()} is there twice; send it once")
+                raise Refusal(f"duplicate header {name.decode()}; send it once")
         if scope["http_version"] not in ("1.0", "1.1"):
-            raise Refusal(f"HTTP/{scope['http_version'][:9]} is not spoken here; send HTTP/1.1")
+            raise Refusal(f"HTTP/{scope['http_version'][:9]} is not supported; use HTTP/1.1")
         if b"content-length" in headers and b"transfer-encoding" in headers:
-            raise Refusal("content-length and transfer-encoding exclude each other; send one of them")
-        self.limits.check(scope, headers)
+            raise Refusal("content-length and transfer-encoding cannot be combined; send one of them")
+        self.limits.check(scope, headers, self.open_paths)
         if int(headers.get(b"content-length", b"0")) > self.limits.body:  # h11 has checked that it is a number
             raise too_large(self.limits.body)
 
@@ -141,18 +157,12 @@ def as_refused(error: Exception) -> Refusal:
     """Return what a client is answered for an exception."""
     if isinstance(error, Refusal):
         return error
-    if isinstance(error, Full):
-        refused = Refusal("too many requests are at work; try again later", code="queue_full", status=429)
-        refused.headers = {"retry-after": str(error.seconds)}
-        return refused
     if isinstance(error, TimeoutError):
         message = "the answer was not complete in time; ask for fewer tokens, or raise --request-timeout"
         return Refusal(message, code="timeout", status=503)
     if isinstance(error, UserError):  # of the decoder, which knows its own limits
         return Refusal(str(error))
-    if isinstance(error, Broken):
-        return Refusal(str(error), code="model_failed", status=500)
-    return Refusal("the server made a mistake; its log has more", status=500)
+    return Refusal("internal error; see the server's log", status=500)
 
 
 def error_of(refused: Refusal) -> dict[str, Any]:

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import platform
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright import tokenizers
 from meshwright.data.files.indexed import Indexed, check_vocabulary
@@ -17,7 +16,7 @@ from meshwright.ranks.compare import require_equal
 from meshwright.ranks.team import Team
 from meshwright.settings import checks
 from meshwright.settings.data_paths import prefixes
-from meshwright.settings.schema import Parallel, TrainConfig
+from meshwright.settings.schema import TrainConfig
 from meshwright.training.before.resolve import Resolved, find_vocabulary, folder_of, loaded_folder, require_settings
 from meshwright.training.before.sizes import describe_layout, describe_memory, describe_place, parameters_of_ranks
 from meshwright.training.state.resume import (
@@ -29,21 +28,6 @@ from meshwright.training.state.resume import (
 )
 from meshwright.training.state.saver import check_export
 from meshwright.version import our_version
-
-if TYPE_CHECKING:
-    import torch
-
-
-def pick_backend(p: Parallel, device: torch.device, prints: bool = False) -> str:
-    """Return the backend of torch.distributed: gloo on CPUs, the device's default elsewhere."""
-    import torch.distributed as dist
-
-    wanted = p.distributed_backend
-    if device.type == "cpu":
-        if prints and wanted not in (None, "gloo"):
-            print(f"note: --distributed-backend {wanted} has no effect: on a CPU the ranks use gloo", file=sys.stderr)
-        return "gloo"
-    return wanted or str(dist.get_default_backend_for_device(device))
 
 
 def require_equal_settings(team: Team, config: TrainConfig) -> None:

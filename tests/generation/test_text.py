@@ -1,0 +1,116 @@
+"""Text from tokens as they come: whole characters, stop strings, the first token of a text."""
+
+import random
+
+import pytest
+import torch
+
+from meshwright import tokenizers
+from meshwright.generation.beam import BeamOptions, search_beams
+from meshwright.generation.decoder import complete
+from meshwright.generation.engine import LanguageModel
+from meshwright.generation.requests import Request, text_of
+from meshwright.generation.text import TokenText
+from meshwright.model.gpt import GPT
+from meshwright.settings.schema import Model, Sampling
+
+
+class FixedTokens:
+    """A tokenizer of given texts; with `replaces` it decodes half a character to U+FFFD."""
+
+    name, eod = "fixed", -1
+
+    def __init__(self, tokens, replaces):
+        self.tokens, self.replaces = tokens, replaces
+
+    def decode_bytes(self, ids):
+        raw = b"".join(self.tokens[i] for i in ids)
+        return raw.decode("utf-8", "replace").encode() if self.replaces else raw
+
+
+def pieces_of(tokenizer, ids, **more):
+    """Return the text of each token as it comes, and what waits at the end."""
+    text = TokenText(tokenizer, **more)
+    return [*(text.push(i) for i in ids), text.finish()]
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_no_character_is_broken(replaces):
+    """However a text is cut into tokens, the pieces join to it without half characters."""
+    text = "aé€😀 naïve 中文 👩‍👩‍👧 �?"
+    raw = text.encode()
+    random_ = random.Random(1)
+    for _ in range(60):
+        cuts = sorted({0, len(raw), *random_.choices(range(len(raw)), k=random_.randrange(40))})
+        tokens = [raw[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        pieces = pieces_of(FixedTokens(tokens, replaces), range(len(tokens)))
+        assert "".join(pieces) == text and sum("�" in p for p in pieces) == 1
+    broken = [b"a", "é".encode()[:1], b"b", "€".encode()[:2]]
+    assert "".join(pieces_of(FixedTokens(broken, replaces), range(4))) == "a�b�"
+
+
+def test_pieces_come_as_soon_as_they_are_complete():
+    assert pieces_of(tokenizers.Bytes(), "Bär".encode()) == ["B", "", "ä", "r", ""]
+
+
+def cut(text, *stop):
+    """Return each piece of a text of bytes, its end, and whether a stop string ended it."""
+    s = TokenText(tokenizers.Bytes(), stop)
+    return [s.push(i) for i in text.encode()], s.finish(), s.stopped
+
+
+def test_nothing_of_a_stop_string_is_shown():
+    """Its beginning waits, however often it begins; what only looked like it comes later."""
+    assert cut("aabab.c", "abab.") == (["", "a", "", "", "", "", ""], "", True)
+    assert cut("aababc", "abab.") == (["", "a", "", "", "", "ababc"], "", False)
+    assert cut("one\n\ntwo", "\n\n", "tw")[1:] == ("", True) and "".join(cut("one\n\ntwo", "tw", "\n\n")[0]) == "one"
+    assert cut("ab", "abc") == (["", ""], "ab", False)
+    assert cut("Bä.", "ä")[0] == ["B", "", "", ""]
+    assert cut("x", "")[0] == ["x"]  # an empty string ends nothing
+
+
+def test_a_stop_string_within_one_token():
+    many = FixedTokens([b"one st", b"op two", b"three"], False)
+    assert text_of(many, Request([], stop=("stop",)), range(3)) == ("one ", True)
+    assert text_of(many, Request([], stop=("two", "op")), range(3)) == ("one st", True)
+    assert text_of(many, Request([], stop=("four",)), range(3)) == ("one stop twothree", False)
+
+
+@pytest.fixture
+def spaced(tmp_path):
+    """A vocabulary with a space before each word, which it leaves out where a text begins."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    library = Tokenizer(models.BPE(vocab={"▁a": 0, "▁b": 1, "</s>": 2}, merges=[]))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    library.save(str(tmp_path / "tokenizer.json"))
+    return tokenizers.HuggingFace(tmp_path)
+
+
+def test_text_after_a_prompt_keeps_its_space(spaced):
+    assert pieces_of(spaced, [0, 1]) == ["a", " b", ""]
+    assert pieces_of(spaced, [0, 1], before=[1, 1]) == [" a", " b", ""]
+
+
+def test_one_text_of_a_prompt(spaced, monkeypatch):
+    """The library's function, a batch, a beam search and a stop string agree on the first space."""
+    m = Model(num_layers=1, hidden_size=8, num_attention_heads=2)
+    network = GPT(m, 3, 8, 16).eval().requires_grad_(False)
+    model = LanguageModel(network, spaced, 0, 16)
+    monkeypatch.setattr(network, "forward", lambda tokens, where, last_only: likely_a(tokens))
+    for texts in (
+        [model.generate([1], greedy=True, max_new_tokens=2)],
+        [t.text for t in complete(model, [Request([1], Sampling(greedy=True, out_seq_length=2))], 1)],
+        [search_beams(model, Request([1], Sampling(out_seq_length=2)), BeamOptions(1))[0].text],
+    ):
+        assert texts == [" a a"]
+    (text,) = complete(model, [Request([1], Sampling(greedy=True, out_seq_length=9), stop=(" a",))], 1)
+    assert (text.text, text.tokens, text.finish) == ("", [0], "stop")
+    (text,) = complete(model, [Request([1], Sampling(greedy=True, out_seq_length=2), is_alone=True)], 1)
+    assert text.text == "a a"
+
+
+def likely_a(tokens):
+    logits = torch.zeros(len(tokens), 1, 8)
+    logits[..., 0] = 9.0
+    return logits
