@@ -26,14 +26,13 @@ from common import GPU, attempt, distance, doubled, new_parser, print_head, prin
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when kernels are defined
 
-from meshwright.kernels import activation, adamw, dropout, embedding, heads, norm, symmetric  # noqa: E402
+from meshwright.kernels import activation, adamw, dropout, embedding, heads, norm  # noqa: E402
 from meshwright.kernels.triton import activation as activation_triton  # noqa: E402
 from meshwright.kernels.triton import adamw as adamw_triton  # noqa: E402
 from meshwright.kernels.triton import columns as columns_triton  # noqa: E402
 from meshwright.kernels.triton import heads as heads_triton  # noqa: E402
 from meshwright.kernels.triton import muon as muon_triton  # noqa: E402
 from meshwright.kernels.triton import norm as norm_triton  # noqa: E402
-from meshwright.kernels.triton import symmetric as symmetric_triton  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 SETS_BYTES = 256 << 20  # of all sets of inputs, five times the L2 cache of an H200
@@ -274,47 +273,6 @@ def heads_tiles() -> Iterator[str]:
     return vary(vars(heads_triton), ["TILE"], ([tile] for tile in tried))
 
 
-def symmetric_cases() -> Iterator[Case]:
-    """Muon's products; TFLOP/s are those of the full product, as cuBLAS computes it."""
-    for n, m, k in ((24, 1024, 1024), (24, 1024, 4096), (24, 2048, 8192)) if GPU else ((2, 40, 72),):
-        for kind in ("X X^T", "X X^T, tall", "b R + c R^2") if k == m else ("X X^T", "X X^T, tall"):
-            yield symmetric_case(kind, (n, m, k), by_cublas=False)
-            yield symmetric_case(kind, (n, m, k), by_cublas=True)
-
-
-def symmetric_case(kind: str, shape: tuple[int, int, int], by_cublas: bool) -> Case:
-    n, m, k = shape
-    numbers = (2.0, -4.0, 3.0) if "R" in kind else (1.0, 0.0, 0.0)
-
-    def make() -> tuple[Any, ...]:
-        x = draw(n, k, m, dtype=torch.float16).mT if "tall" in kind else draw(n, m, k, dtype=torch.float16)
-        x = x / k**0.5
-        r = x @ x.mT if "R" in kind else None
-        return x if r is None else r, r
-
-    def exact(a: torch.Tensor, c: torch.Tensor | None) -> Outputs:
-        scale, keep, diagonal = numbers
-        rest = 0.0 if c is None else keep * c.double() + diagonal * torch.eye(m, device=a.device)
-        return [scale * a.double() @ a.double().mT + rest]
-
-    def variants() -> Iterator[str]:
-        tried = [(128, 64, 8, 2, 128), (128, 64, 8, 4, 255), (128, 64, 4, 3, 255), (128, 32, 8, 5, 128)]
-        tried += [(128, 128, 8, 2, 255), (64, 64, 4, 4, 128), (64, 128, 4, 3, 128)]
-        return vary(vars(symmetric_triton), ["TILES"], ([symmetric_triton.SymmetricTiles(*tiles)] for tiles in tried))
-
-    product = symmetric.full_product if by_cublas else symmetric_triton.symmetric_product
-    return Case(
-        f"symmetric: {kind}{', cuBLAS' if by_cublas else ''}",
-        f"{n} x {m} x {k}",
-        make,
-        lambda a, c: [product(a, a, c, *numbers)],
-        exact,
-        n * (m * k + m * m * (2 if "R" in kind else 1)) * 2,
-        n * 2 * m * m * k,
-        variants=None if by_cublas else variants,
-    )
-
-
 def muon_cases() -> Iterator[Case]:
     """The elementwise passes over the matrices of 24 layers."""
     for rows, columns in shapes((1024, 4096), (1024, 1024)):
@@ -446,7 +404,6 @@ GROUPS: list[Callable[[], Iterator[Case]]] = [  # a part adds its own here
     column_cases,
     activation_cases,
     heads_cases,
-    symmetric_cases,
     muon_cases,
     adamw_cases,
     embedding_cases,

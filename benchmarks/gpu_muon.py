@@ -1,12 +1,11 @@
 """Time of one Muon update on one GPU: torch's, and ours in each form.
 
-    python benchmarks/gpu_muon.py [--models 345M 1.3B] [--tiles 128x64x8x3x128 128x64x4x3x255]
+    python benchmarks/gpu_muon.py [--models 345M 1.3B]
 
 With random weights and gradients, prints milliseconds (ours in a CUDA graph), the flops that the
 form needs by arithmetic, TFLOP/s, the largest distance of a first update from float64's, relative
-to it, and the memory of the update. The forms with symmetric products run with each size of tiles:
-rows x depth x warps x stages x registers. A variant that fails is named, and the others go on.
-`gpu_kernels.py symmetric muon` has each kernel alone.
+to it, and the memory of the update. A variant that fails is named, and the
+others go on. `gpu_kernels.py muon` has each kernel alone.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ import torch
 from common import SIZES, attempt, describe_machine, distance, new_parser, seconds_of
 from torch import Tensor, nn
 
-from meshwright.kernels import symmetric
-from meshwright.kernels.triton import symmetric as symmetric_triton
 from meshwright.optim import muon
 
 MODELS = {name: SIZES[name][:2] for name in ("345M", "1.3B", "2.7B")}  # layers, hidden size
@@ -33,17 +30,17 @@ def shapes(hidden: int) -> list[tuple[int, int]]:
     return [(3 * hidden, hidden), (hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]
 
 
-def flops(hidden: int, layers: int, gram: bool, halves: bool, steps: int = 5) -> float:
-    """Return the flops of the products; a symmetric one counts half with `halves`."""
-    symmetrical, total = 0.5 if halves else 1.0, 0.0
+def flops(hidden: int, layers: int, gram: bool, steps: int = 5) -> float:
+    """Return the flops of the products."""
+    total = 0.0
     for rows, columns in shapes(hidden):
         m, k = sorted((rows, columns))
         square, wide = 2.0 * m**3, 2.0 * m * m * k
         if gram and 2 * k >= 3 * m:
             stages = [min(muon.STAGE, steps - first) for first in range(0, steps, muon.STAGE)]
-            total += sum((wide + (4 * n - 3) * square) * symmetrical + wide for n in stages)
+            total += sum(2 * wide + (4 * n - 3) * square for n in stages)
         else:
-            total += steps * ((wide + square) * symmetrical + wide)
+            total += steps * (2 * wide + square)
     return total * layers
 
 
@@ -113,30 +110,24 @@ def print_update(
         print(f"  {name:34s} {line}", flush=True)
 
 
-def updates(size: tuple[int, int], tiles: list[symmetric_triton.SymmetricTiles]) -> None:
+def updates(size: tuple[int, int]) -> None:
     layers, hidden = size
-    print_update("torch.optim.Muon", torchs, size, flops(hidden, layers, False, False))
-    smallest, orthogonalise = symmetric.SMALLEST, muon.orthogonalise
-    for gram, one in itertools.product((False, True), (None, *tiles)):
-        symmetric.SMALLEST = smallest if one else 1 << 30
-        symmetric_triton.TILES = one or symmetric_triton.TILES
+    print_update("torch.optim.Muon", torchs, size, flops(hidden, layers, False))
+    orthogonalise = muon.orthogonalise
+    for gram in (False, True):
         muon.orthogonalise = orthogonalise if gram else functools.partial(orthogonalise, is_gram=False)
-        products = f"symmetric {'x'.join(map(str, one))}" if one else "cuBLAS"
-        work = flops(hidden, layers, gram, one is not None)
-        print_update(f"{'gram' if gram else 'plain'}, {products}", ours, size, work)
-    symmetric.SMALLEST, muon.orthogonalise = smallest, orthogonalise
+        print_update("gram" if gram else "plain", ours, size, flops(hidden, layers, gram))
+    muon.orthogonalise = orthogonalise
 
 
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["345M", "1.3B"])
-    parser.add_argument("--tiles", nargs="+", default=["128x64x8x3x128", "128x64x8x4x255", "128x64x4x3x255"])
     args = parser.parse_args()
-    tiles = [symmetric_triton.SymmetricTiles(*map(int, t.split("x"))) for t in args.tiles]
     print(describe_machine("torch", "triton"))
     for name in args.models:
         print(name)
-        updates(MODELS[name], tiles)
+        updates(MODELS[name])
 
 
 if __name__ == "__main__":

@@ -24,19 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from meshwright import device
-from meshwright.kernels import (
-    activation,
-    adamw,
-    decode,
-    dropout,
-    embedding,
-    fp8,
-    gradients,
-    heads,
-    muon,
-    norm,
-    symmetric,
-)
+from meshwright.kernels import activation, adamw, decode, dropout, embedding, fp8, gradients, heads, muon, norm
 from meshwright.kernels.cross_entropy import cross_entropy
 from meshwright.kernels.triton import clock as clock_triton
 from meshwright.kernels.triton import fp8 as fp8_triton
@@ -125,8 +113,6 @@ def muons() -> None:
     one = torch.ones(())
     updates, _ = muon.advance(matrices, [m.clone() for m in matrices], one, one, 0.95)
     muon.subtract(matrices, updates, one, one, one)
-    half = updates.half()
-    symmetric.symmetric_product(half, half, half, 1.0, 1.0, 1.0)
 
 
 def updates() -> None:

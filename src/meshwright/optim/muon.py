@@ -1,7 +1,7 @@
 """Muon: momentum whose matrices are orthogonalised by Newton-Schulz iterations.
 
-Our own because torch.optim.Muon takes one matrix after the other, computes both halves of symmetric
-products, and needs the host to know whether a step is finite. This one has the same formula,
+Our own because torch.optim.Muon takes one matrix after the other, and needs the host to know
+whether a step is finite. This one has the same formula,
 constants and state, updates all matrices of one shape at once, and never waits for the device, so
 that a CUDA graph can hold it.
 
@@ -11,14 +11,15 @@ With X [m, k], m <= k, of norm 1, an iteration is X <- P X, where R = X X^T, P =
     gram    keeps R and the product Q of the P, which are all symmetric and commute:
             R <- P R P, Q <- P Q, 8 m^3 flops. X itself is read and written once in 3 iterations.
 
-Every product but P X and Q X is symmetric, and kernels/symmetric.py computes half of it. The work
-by arithmetic, for the 24 layers of a model of hidden size 1024 (345M) and 5 iterations, in TFLOP
-and in ms at 600 TFLOP/s (benchmarks/gpu_muon.py measures it):
+The work by arithmetic, for the 24 layers of a model of hidden size 1024 (345M) and 5 iterations, in
+TFLOP and in ms at 600 TFLOP/s (benchmarks/gpu_muon.py measures it):
 
-    plain                7.2   12.0       both halves computed
-    plain, symmetric     5.2    8.6
-    gram                 5.2    8.7       k >= 1.5 m; plain for square matrices
-    gram, symmetric      3.3    5.5
+    plain   7.2   12.0
+    gram    5.2    8.7       k >= 1.5 m; plain for square matrices
+
+Every product but P X and Q X is symmetric. A Triton kernel that computed half of each took 10.0 ms
+where cuBLAS takes 11.6, on one H200: 1 % of a step of 32,768 tokens, 0.1 % of one of 524,288. That
+did not pay for its code.
 
 R has the squares of X's singular values; its rounding errors grow with 1 / value^2. So R is
 computed again from X after 3 iterations, and all is in float16, whose 3 more bits of precision need
@@ -43,7 +44,6 @@ from torch import Tensor, nn
 
 from meshwright import device as devices
 from meshwright.kernels import muon as passes
-from meshwright.kernels.symmetric import symmetric_product
 
 # Keller Jordan's coefficients, as torch has them: the steepest slope at 0.
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -133,22 +133,33 @@ def orthogonalise(x: Tensor, steps: int, is_gram: bool | None = None) -> Tensor:
             x = multiply(polynomial_of_gram(x, min(STAGE, steps - first)), x)
         return x
     for _ in range(steps):
-        r = symmetric_product(x, x)
-        x = multiply(symmetric_product(r, r, r, C, B), x, A)
+        r = product(x, x)
+        x = multiply(product(r, r, r, C, B), x, A)
     return x
 
 
 def polynomial_of_gram(x: Tensor, steps: int) -> Tensor:
     """Return the product Q [n, m, m] of the steps' P. R is stored multiplied by SPREAD."""
-    r = symmetric_product(x, x, scale=SPREAD)
+    r = product(x, x, scale=SPREAD)
     q = None
     for step in range(steps):
-        p = symmetric_product(r, r, r, C / SPREAD**2, B / SPREAD, A)
-        q = p if q is None else symmetric_product(q, p)
+        p = product(r, r, r, C / SPREAD**2, B / SPREAD, A)
+        q = p if q is None else product(q, p)
         if step + 1 < steps:
-            r = symmetric_product(symmetric_product(p, r), p)
+            r = product(product(p, r), p)
     assert q is not None
     return q
+
+
+def product(
+    a: Tensor, b: Tensor, c: Tensor | None = None, scale: float = 1.0, keep: float = 0.0, diagonal: float = 0.0
+) -> Tensor:
+    """Return scale a b^T + keep c + diagonal I of a, b [n, m, k]; the diagonal is rounded twice."""
+    added, factor = (a.new_zeros(1, 1, 1), 0.0) if c is None else (c, keep)
+    out = torch.baddbmm(added, a, b.mT, beta=factor, alpha=scale)
+    if diagonal:
+        out.diagonal(dim1=1, dim2=2).add_(diagonal)
+    return out
 
 
 def multiply(q: Tensor, x: Tensor, keep: float = 0.0) -> Tensor:
