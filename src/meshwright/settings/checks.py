@@ -40,7 +40,7 @@ from meshwright.settings.schema import (
 
 def problems(config: Any, needs_data: bool = True) -> list[str]:
     """Return every objection; a command's own configuration adds its method `problems`."""
-    out = not_yet(config) + unusable(config)
+    out = planned_values(config) + unusable(config)
     if hasattr(config, "problems"):
         out += config.problems()
     elif isinstance(config, TrainConfig):
@@ -272,7 +272,7 @@ def contradictions(asked: Model, saved: Model, names: Collection[str] = ARCHITEC
     return out
 
 
-def not_yet(config: Any) -> list[str]:
+def planned_values(config: Any) -> list[str]:
     """Report values that are planned and not in this release."""
     out = []
     for group in group_values(config):

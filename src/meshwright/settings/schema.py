@@ -14,16 +14,19 @@ from typing import Any, ClassVar, Literal, get_args
 from meshwright.settings.fields import config_fields, flag, group
 from meshwright.settings.grammar import prefix_of, split_layers
 
-# Conditions of several flags.
-ROPE, WSD = "--position-embedding-type rope", "--lr-decay-style WSD"
-FP8, ENDS = "--fp8-format", "--first-last-layers-bf16"
-FULL, DATA_PARALLEL = "--recompute-granularity full", "several data-parallel ranks"
-SEQUENCE, SPIKE = "--sequence-parallel", "--on-spike"
-SAMPLES = "--sample-interval"
-EVAL_TASKS_FLAG = "--eval-tasks"
-# Facets of several flags: of the schedule, and of what changes no number of a step.
+# Facets that several flags share.
+DROPOUT: dict[str, Any] = {"bound": "[0,1)", "resume": "note", "inherited": True}
+ROTARY: dict[str, Any] = {"needs": "--position-embedding-type rope", "docs": "checkpoints", "resume": "tune"}
+UNPROVEN: dict[str, Any] = {"resume": "free", "proof": ""}  # changes no number of a step
+RECOMPUTED: dict[str, Any] = {"needs": "--recompute-granularity full", "docs": "memory", "resume": "free"}
 SCHEDULE: dict[str, Any] = {"resume": "free", "proof": "fuzz"}
-UNPROVEN: dict[str, Any] = {"resume": "free", "proof": ""}
+LOSS_SCALE: dict[str, Any] = {"needs": "--fp16", "docs": "schedules"}
+FP8: dict[str, Any] = {"needs": "--fp8-format", "docs": "memory"}
+FP8_ENDS: dict[str, Any] = {"needs": "--first-last-layers-bf16", "docs": "memory", "proof": ""}
+START: dict[str, Any] = {"docs": "", "proof": "twin", "read": "run"}  # where ranks are, and how they meet
+EVAL_TASKS: dict[str, Any] = {"needs": "--eval-tasks", "docs": "evaluation"}
+WSD, DATA_PARALLEL = "--lr-decay-style WSD", "several data-parallel ranks"
+SAMPLES, SPIKE = "--sample-interval", "--on-spike"
 
 
 @dataclass(frozen=True)
@@ -53,20 +56,9 @@ class Model:
     init_method_std: float = flag(
         0.02, "standard deviation of the initial weights", bound=">0", docs="extending", resume="free", inherited=True
     )
-    hidden_dropout: float = flag(
-        0.1,
-        "dropout of each branch's output, and of embeddings",
-        bound="[0,1)",
-        docs="tutorial",
-        resume="note",
-        inherited=True,
-    )
-    attention_dropout: float = flag(
-        0.1, "dropout probability of attention", bound="[0,1)", docs="tutorial", resume="note", inherited=True
-    )
-    embedding_dropout: float | None = flag(
-        None, "dropout of embeddings (none: --hidden-dropout)", bound="[0,1)", resume="note", inherited=True
-    )
+    hidden_dropout: float = flag(0.1, "dropout of each branch's output, and of embeddings", docs="tutorial", **DROPOUT)
+    attention_dropout: float = flag(0.1, "dropout probability of attention", docs="tutorial", **DROPOUT)
+    embedding_dropout: float | None = flag(None, "dropout of embeddings (none: --hidden-dropout)", **DROPOUT)
     untie_embeddings_and_output_weights: bool = flag(False, "use a separate weight for the output layer")
     bias_gelu_fusion: bool = flag(
         True, "tanh approximation of GELU; else the exact one", needs="a GELU activation", outcome="activation"
@@ -83,12 +75,8 @@ class Model:
     position_embedding_type: Literal["learned_absolute", "absolute", "rope", "rotary", "alibi", "none"] = flag(
         "learned_absolute", "position encoding: a learned table, rotary embeddings, ALiBi or none", outcome="position"
     )
-    rotary_percent: float = flag(
-        1.0, "fraction of each head that is rotated", bound=">0", needs=ROPE, docs="checkpoints", resume="tune"
-    )
-    rotary_base: float = flag(
-        10000.0, "base of rotary frequencies", "--rope-theta", bound=">0", needs=ROPE, docs="checkpoints", resume="tune"
-    )
+    rotary_percent: float = flag(1.0, "fraction of each head that is rotated", bound=">0", **ROTARY)
+    rotary_base: float = flag(10000.0, "base of rotary frequencies", "--rope-theta", bound=">0", **ROTARY)
     swiglu: bool = flag(
         False, "use a SwiGLU MLP of width 8/3 x hidden size, in multiples of 64 as in Megatron", outcome="activation"
     )
@@ -214,13 +202,13 @@ class Data:
     )
     last_epoch_cutoff: float = flag(0.80, "shuffle the last epoch separately if less of it is used (bigscience: 0.95)")
     data_cache_path: str | None = flag(
-        None, "folder for sample indices (none: index-cache beside the data)", value="DIR", resume="free", proof=""
+        None, "folder for sample indices (none: index-cache beside the data)", value="DIR", **UNPROVEN
     )
     mock_data: bool = flag(False, "train on random tokens instead of files", docs="")
     data_impl: Literal["mmap", "infer", "lazy", "cached"] = flag(
-        "mmap", "format of token files", only=("mmap", "infer"), docs="", resume="free", proof=""
+        "mmap", "format of token files", only=("mmap", "infer"), docs="", **UNPROVEN
     )
-    mmap_warmup: bool = flag(False, "read the token files once before training", docs="", resume="free", proof="")
+    mmap_warmup: bool = flag(False, "read the token files once before training", docs="", **UNPROVEN)
     dataloader_type: Literal["single", "cyclic"] = flag("single", "single, or cyclic: reshuffle all samples each epoch")
     num_workers: int = flag(
         2, "batches that a background thread reads ahead (0: no thread)", bound=">=0", docs="", resume="free"
@@ -254,12 +242,7 @@ class Data:
     validation_set_names: list[str] = flag([], "names of these sets (none: their file names)", value="FORM", proof="")
     full_validation: bool = flag(False, "evaluate once on the whole validation set", needs="--eval-iters above 0")
     blend_change_at: str | None = flag(
-        None,
-        "on resume, sample at which the new blend starts, or now",
-        needs="--load",
-        value="FORM",
-        resume="free",
-        proof="",
+        None, "on resume, sample at which the new blend starts, or now", needs="--load", value="FORM", **UNPROVEN
     )
     eod_mask_loss: bool = flag(False, "mask the loss of the token that follows an end of document", proof="twin fuzz")
     reset_position_ids: bool = flag(
@@ -319,11 +302,7 @@ class Training:
         True, "on SIGTERM or SIGINT finish the step, save and exit with 143 or 130", **UNPROVEN
     )
     exit_signal: list[str] = flag(
-        ["SIGUSR1", "SIGUSR2"],
-        "other signals that do so; the status is 128 + the number",
-        value="FORM",
-        resume="free",
-        proof="",
+        ["SIGUSR1", "SIGUSR2"], "other signals that do so; the status is 128 + the number", value="FORM", **UNPROVEN
     )
     kill_switch_path: str | None = flag(
         None, "save and exit when this file appears", "--kill-switch-file", value="FILE", **UNPROVEN
@@ -336,8 +315,7 @@ class Training:
         "before training, compare this many steps of the layout, at reduced size, with one process",
         bound=">=0",
         docs="verifying-layouts",
-        resume="free",
-        proof="",
+        **UNPROVEN,
     )
     loss_mean: Literal["global", "microbatch"] = flag(
         "global", "global: mean over the unmasked tokens of a batch; microbatch: Megatron's mean of micro-batch means"
@@ -354,37 +332,25 @@ class Training:
         "warn",
         "on a loss far above the recent ones: off, warn, stop, or rollback:K as with --on-nonfinite",
         value="FORM",
-        resume="free",
-        proof="",
+        **UNPROVEN,
     )
     spike_factor: float = flag(
         10.0,
         "a spike is so many standard deviations above the median, by median deviations",
         bound=">0",
         needs=SPIKE,
-        resume="free",
-        proof="",
+        **UNPROVEN,
     )
     spike_window: int = flag(128, "losses that these are computed from", needs=SPIKE, **UNPROVEN)
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None, "recompute whole layers, or attention only", docs="parallelism memory", resume="free"
     )
     recompute_method: Literal["uniform", "block"] | None = flag(
-        None,
-        "uniform: save one input per --recompute-num-layers; block: recompute only that many layers",
-        needs=FULL,
-        docs="memory",
-        resume="free",
+        None, "uniform: save one input per --recompute-num-layers; block: recompute only that many layers", **RECOMPUTED
     )
-    recompute_num_layers: int = flag(
-        1, "layers for the method", "--checkpoint-num-layers", bound=">0", needs=FULL, docs="memory", resume="free"
-    )
+    recompute_num_layers: int = flag(1, "layers for the method", "--checkpoint-num-layers", bound=">0", **RECOMPUTED)
     checkpoint_in_cpu: bool = flag(
-        False,
-        "keep in host memory what recomputation starts from: less device memory, slower",
-        needs=FULL,
-        docs="memory",
-        resume="free",
+        False, "keep in host memory what recomputation starts from: less device memory, slower", **RECOMPUTED
     )
     fused_kernels: Literal["auto", "on", "off"] = flag(
         "auto",
@@ -470,16 +436,14 @@ class Optimizer:
         "override the checkpoint's schedule",
         "--override-lr-scheduler",
         "--override-opt-param-scheduler",
-        resume="free",
-        proof="fuzz",
+        **SCHEDULE,
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
         False,
         "use the saved schedule",
         "--use-checkpoint-lr-scheduler",
         "--use-checkpoint-opt-param-scheduler",
-        resume="free",
-        proof="fuzz",
+        **SCHEDULE,
     )
 
 
@@ -499,19 +463,11 @@ class Precision:
     params_dtype: Literal["float32", "float64"] = flag(
         "float32", "type without --fp16 or --bf16; float64 is for tests", read="run"
     )
-    loss_scale: float | None = flag(
-        None, "constant loss scale (none: dynamic)", bound=">0", needs="--fp16", docs="schedules"
-    )
-    initial_loss_scale: float = flag(
-        2.0**32, "initial dynamic loss scale", bound=">0", needs="--fp16", docs="schedules", resume="free"
-    )
-    min_loss_scale: float = flag(
-        1.0, "minimum dynamic loss scale", bound=">0", needs="--fp16", docs="schedules", proof=""
-    )
-    loss_scale_window: float = flag(
-        1000, "steps without overflow before the scale doubles", bound=">0", needs="--fp16", docs="schedules"
-    )
-    hysteresis: int = flag(2, "overflows before the loss scale halves", bound=">0", needs="--fp16", docs="schedules")
+    loss_scale: float | None = flag(None, "constant loss scale (none: dynamic)", bound=">0", **LOSS_SCALE)
+    initial_loss_scale: float = flag(2.0**32, "initial dynamic loss scale", bound=">0", resume="free", **LOSS_SCALE)
+    min_loss_scale: float = flag(1.0, "minimum dynamic loss scale", bound=">0", proof="", **LOSS_SCALE)
+    loss_scale_window: float = flag(1000, "steps without overflow before the scale doubles", bound=">0", **LOSS_SCALE)
+    hysteresis: int = flag(2, "overflows before the loss scale halves", bound=">0", **LOSS_SCALE)
     deterministic_mode: bool = flag(
         False,
         "make reruns bit-identical on a GPU, at some cost in speed",
@@ -524,27 +480,16 @@ class Precision:
         None, "multiply in 8 bits in all layers: e4m3, or hybrid, with gradients in e5m2; needs --bf16", docs="memory"
     )
     fp8_recipe: Literal["delayed", "tensorwise", "mxfp8", "blockwise"] = flag(
-        "delayed", "fp8 scales: one a tensor, from earlier steps", only=("delayed",), needs=FP8, proof=""
+        "delayed", "fp8 scales: one a tensor, from earlier steps", only=("delayed",), needs="--fp8-format", proof=""
     )
-    fp8_margin: int = flag(0, "divide fp8 scales by 2^margin", needs=FP8, docs="memory", proof="")
-    fp8_amax_history_len: int = flag(
-        1, "steps whose largest values are kept for fp8 scales", bound=">0", needs=FP8, docs="memory"
-    )
+    fp8_margin: int = flag(0, "divide fp8 scales by 2^margin", proof="", **FP8)
+    fp8_amax_history_len: int = flag(1, "steps whose largest values are kept for fp8 scales", bound=">0", **FP8)
     fp8_amax_compute_algo: Literal["most_recent", "max"] = flag(
-        "most_recent",
-        "largest value that decides an fp8 scale: the latest, or the largest kept",
-        needs=FP8,
-        docs="memory",
+        "most_recent", "largest value that decides an fp8 scale: the latest, or the largest kept", **FP8
     )
-    first_last_layers_bf16: bool = flag(
-        False, "multiply the first and last layers in bfloat16", needs=FP8, docs="memory", proof=""
-    )
-    num_layers_at_start_in_bf16: int = flag(
-        1, "first layers in bfloat16", bound=">=0", needs=ENDS, docs="memory", proof=""
-    )
-    num_layers_at_end_in_bf16: int = flag(
-        1, "last layers in bfloat16", bound=">=0", needs=ENDS, docs="memory", proof=""
-    )
+    first_last_layers_bf16: bool = flag(False, "multiply the first and last layers in bfloat16", proof="", **FP8)
+    num_layers_at_start_in_bf16: int = flag(1, "first layers in bfloat16", bound=">=0", **FP8_ENDS)
+    num_layers_at_end_in_bf16: int = flag(1, "last layers in bfloat16", bound=">=0", **FP8_ENDS)
 
     @property
     def dtype(self) -> str:
@@ -596,7 +541,9 @@ class Parallel:
         False, "split activations outside of matrices over tensor ranks", needs="--tensor-model-parallel-size above 1"
     )
     tp_overlap: Literal["auto", "on", "off"] = flag(
-        "auto", "copy rows between tensor ranks during products; auto: where GPUs map memory", needs=SEQUENCE
+        "auto",
+        "copy rows between tensor ranks during products; auto: where GPUs map memory",
+        needs="--sequence-parallel",
     )
     data_parallel_sums: Literal["auto", "copies", "collectives"] = flag(
         "auto",
@@ -626,18 +573,11 @@ class Parallel:
         docs="schedules parallelism",
     )
     num_gpus_per_node: int = flag(
-        1, "number of processes to start on this machine, one per device", bound=">0", docs="", proof="twin", read="run"
+        1, "number of processes to start on this machine, one per device", bound=">0", **START
     )
-    num_nodes: int = flag(
-        1, "number of machines; give each of them the same command", bound=">0", docs="", proof="twin", read="run"
-    )
+    num_nodes: int = flag(1, "number of machines; give each of them the same command", bound=">0", **START)
     node_ips: str | None = flag(
-        None,
-        "comma-separated addresses of the machines, the leading one first",
-        value="FORM",
-        docs="",
-        proof="twin",
-        read="run",
+        None, "comma-separated addresses of the machines, the leading one first", value="FORM", **START
     )
     world_size: int | None = flag(
         None,
@@ -651,23 +591,13 @@ class Parallel:
         "auto (an accelerator if there is one), cpu, cuda, npu, xpu ..., or one, as cuda:1",
         value="FORM",
         short="auto, cpu, cuda, npu, xpu, or one, as cuda:1",
-        docs="",
-        proof="twin",
-        read="run",
+        **START,
     )
     distributed_backend: str | None = flag(
-        None,
-        "nccl, gloo ... (none: the device's)",
-        needs="several processes",
-        value="FORM",
-        docs="",
-        proof="twin",
-        read="run",
+        None, "nccl, gloo ... (none: the device's)", needs="several processes", value="FORM", **START
     )
-    distributed_timeout_minutes: float = flag(10, "minutes to wait for another rank", docs="", proof="twin", read="run")
-    start_timeout_seconds: float = flag(
-        30, "seconds to wait at the start for all ranks", docs="", proof="twin", read="run"
-    )
+    distributed_timeout_minutes: float = flag(10, "minutes to wait for another rank", **START)
+    start_timeout_seconds: float = flag(30, "seconds to wait at the start for all ranks", **START)
     check_replicas_interval: int = flag(
         100,
         "steps between comparisons of the weights that several ranks hold, which saves make too (0: none)",
@@ -677,13 +607,7 @@ class Parallel:
         proof="twin",
     )
     local_rank: int | None = flag(
-        None,
-        "set by launchers; LOCAL_RANK takes precedence",
-        "--local_rank",
-        docs="",
-        hidden=True,
-        proof="twin",
-        read="run",
+        None, "set by launchers; LOCAL_RANK takes precedence", "--local_rank", hidden=True, **START
     )
 
     @property
@@ -836,19 +760,14 @@ class Logging:
         docs="evaluation",
     )
     eval_tasks_interval: int | None = flag(
-        None,
-        "steps between these scores (none: such that they take under 1 % of the time)",
-        bound=">0",
-        needs=EVAL_TASKS_FLAG,
-        docs="evaluation",
+        None, "steps between these scores (none: such that they take under 1 % of the time)", bound=">0", **EVAL_TASKS
     )
     eval_tasks_device: str | None = flag(
         None,
         "score in a separate process on this device, such as cpu or cuda:1, from a snapshot of the weights "
         "(none: between two steps, on the devices of the run)",
-        needs=EVAL_TASKS_FLAG,
         value="FORM",
-        docs="evaluation",
+        **EVAL_TASKS,
     )
     log_straggler: bool = flag(True, "name ranks that take 1.5 x the median time of a step or more")
     nvidia_smi_at: list[int] = flag(
