@@ -120,7 +120,7 @@ def prepare_conversion(source: str | Path, target: ConversionTarget, settings: M
         raise UserError(f"unknown settings: {', '.join(sorted(unknown))}")
     given = flags.from_saved(GenerateConfig, settings, "settings")
     config, _ = flags.build_config(GenerateConfig, [("settings", given)])
-    if wrong := checks.unusable(config) + checks.not_yet(config):
+    if wrong := checks.unusable(config) + checks.planned_values(config):
         raise UserError(flags.listed(wrong))
     c = config.checkpoint
     options = OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads)

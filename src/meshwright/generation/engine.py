@@ -180,7 +180,7 @@ def check_model(
     """Refuse later versions' models, and flags, a vocabulary or a layout that do not fit."""
     source, where = saved.source, saved.source.folder
     positions = saved.require_positions()
-    if later := checks.not_yet(TrainConfig(model=saved.model)):
+    if later := checks.planned_values(TrainConfig(model=saved.model)):
         raise UserError("\n  ".join([f"{where} holds a model that this version cannot run:", *later]), BAD_DATA)
     impl = given.get("attention_impl", saved.model.attention_impl)
     model = dataclasses.replace(saved.model, max_position_embeddings=positions, attention_impl=impl)

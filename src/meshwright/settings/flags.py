@@ -188,10 +188,11 @@ def _take_positional(
 def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
     """Report flags of the command line that the command accepts and does not use."""
     used, known = getattr(cls, "USES", None), config_fields(cls)
+    defaults = {name: default_of(f) for name, (_, f, _) in known.items()} | dict.fromkeys(OLD_SWITCHES, False)
     return [
         f"{spelling(name)} has no effect on this command"
         for name, value in typed.items()
-        if used is not None and name not in used and value != default_of(known[name][1])
+        if used is not None and OLD_SWITCHES.get(name, (name,))[0] not in used and value != defaults[name]
     ]
 
 
