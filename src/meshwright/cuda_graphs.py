@@ -10,7 +10,7 @@ import torch
 
 from meshwright import device as devices
 
-SHARE = 0.92  # of the memory; the rest is for the gaps of the allocator and for other libraries
+MEMORY_SHARE = 0.92  # of free memory; the rest is for the gaps of the allocator and for other libraries
 
 
 class CudaGraphs:
@@ -29,8 +29,8 @@ class CudaGraphs:
 
         A validation cannot use the graphs' memory, and needs at most as much as a step does.
         """
-        peak, held = devices.peak_memory(self.device) or 0, torch.cuda.memory_allocated(self.device)
-        return 2 * peak - held <= SHARE * devices.free_memory(self.device)
+        peak, allocated = devices.peak_memory(self.device) or 0, torch.cuda.memory_allocated(self.device)
+        return 2 * peak - allocated <= MEMORY_SHARE * devices.free_memory(self.device)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.optim.schedule import _LENGTHS, Schedule, build_schedule, resume_schedule, warn_of_idle_steps
+from meshwright.optim.schedule import VALUES, Schedule, build_schedule, resume_schedule, warn_of_idle_steps
 from meshwright.settings import checks
 from meshwright.settings import schema as config
 
@@ -275,7 +275,7 @@ ONE_BY_ONE = [
 
 
 def test_every_value_is_listed():
-    assert [n for n, _, _ in ONE_BY_ONE] == [f.name for f in dataclasses.fields(Schedule)]
+    assert [n for n, _, _ in ONE_BY_ONE] == [f.name for f in dataclasses.fields(Schedule)] == list(VALUES)
 
 
 @pytest.mark.parametrize(("name", "value", "flag"), ONE_BY_ONE)
@@ -287,7 +287,7 @@ def test_each_value_alone_needs_a_decision(name, value, flag):
     head, difference, way_out = str(e.value).split("\n")
     assert e.value.status == 2 and "differs from the checkpoint's" in head
     assert head.startswith("to train longer, add --override") == (name == "decay" and value > FULL.decay)
-    before, now = (f"{x:,.10g} samples = " if name in _LENGTHS else x for x in (getattr(FULL, name), value))
+    before, now = (f"{x:,.10g} samples = " if VALUES[name].length else x for x in (getattr(FULL, name), value))
     assert (
         f"the checkpoint has {before}" in difference and f", the flags say {now}" in difference and flag in difference
     )

@@ -257,9 +257,42 @@ def rows_and_padding(trainer):
     return [trainer.metrics.rows, len(table), len(beyond), float(beyond.abs().max()) if len(beyond) else 0.0]
 
 
-# Defects are detected
+# A further term of the loss
 
 TP, PP, CP = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
+
+
+def with_second_term(name, trainer, step):
+    """Add half the loss to the loss, under a name of its own that the rows get too."""
+    if not step:
+        net, metrics = trainer.net, trainer.metrics
+        compute, note = net.loss, metrics.step
+
+        def compute_both(logits, batch):
+            terms = compute(logits, batch)
+            return terms | {"second": terms["loss"] / 2}
+
+        def note_both(*numbers):
+            note(*numbers)
+            metrics.rows[-1].append(numbers[-1]["second"])
+
+        net.loss, net.terms, metrics.step = compute_both, ("loss", "second"), note_both
+    return contextlib.nullcontext()
+
+
+def test_a_further_term_of_the_loss():
+    """Every layout adds up its gradients and its value as one process does."""
+    lines = [f"{TP} {PP} --sequence-parallel", f"{PP} {CP} --pipeline-schedule zero-bubble", f"{CP} --zero-stage 2"]
+    (want,) = run_all({"": alone(parse(""))}, 1, 2, with_second_term)[""]
+    (plain,) = run_all({"": alone(parse(""))}, 1, 2)[""]
+    assert want[0][-1] == pytest.approx(want[0][0] / 2) and want[0][0] == plain[0][0] and want[1][0] != plain[1][0]
+    runs = {line: parse(f"{line} --world-size 4") for line in lines}
+    for line, ranks in run_all(runs, 4, 2, with_second_term).items():
+        assert all(furthest(rows, want) < NEAR for rows in ranks), line
+
+
+# Defects are detected
+
 BROKEN = {
     "nothing": f"{TP} --sequence-parallel",
     "one rank's seed": "",

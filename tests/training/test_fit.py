@@ -59,7 +59,7 @@ def test_follows_the_memory(run, memory):
     assert chosen(run(*one_step)) == 1
     one = each(counted)
     for size, smaller in ((12, 6), (4, 3), (2, 1)):
-        needed = size * one / fit.SHARE
+        needed = size * one / fit.MEMORY_SHARE
         memory(needed * 1.001)
         assert chosen(run(*one_step)) == size
         memory(needed * 0.999)
@@ -86,7 +86,7 @@ def test_attempts_leave_no_trace(run, memory, tmp_path, flags):
     """Losses and checkpoint equal those of the same size given by hand, bit for bit."""
     counted = memory(0)
     assert chosen(run(*FEW, "auto", *flags)) == 1
-    memory(4.5 * each(counted) / fit.SHARE)
+    memory(4.5 * each(counted) / fit.MEMORY_SHARE)
     auto = run(*FEW, "auto", *flags, "--save", str(tmp_path / "auto"))
     byhand = run(*FEW, "4", *flags, "--save", str(tmp_path / "hand"))
     assert chosen(auto) == 4 and auto.losses == byhand.losses and len(auto.losses) == 2
@@ -101,7 +101,7 @@ def test_saved_and_kept_on_resume(run, memory, tmp_path):
     counted = memory(0)
     run(*flags)
     one = each(counted)
-    memory(4.5 * one / fit.SHARE)
+    memory(4.5 * one / fit.MEMORY_SHARE)
     first = run(*flags, "--save", str(save))
     assert chosen(first) == 4
     settings = tomllib.loads((save.parent / "run1" / "config.toml").read_text())
@@ -115,7 +115,7 @@ def test_saved_and_kept_on_resume(run, memory, tmp_path):
     assert chosen(resumed) == 4 and resumed.column("iteration") == [3, 4]
     assert chosen(again("--finetune")) == 12  # another run
     assert chosen(again("--global-batch-size", "18", "--override-opt_param-scheduler")) == 18  # 4 does not divide it
-    memory(2.5 * one / fit.SHARE)
+    memory(2.5 * one / fit.MEMORY_SHARE)
     assert chosen(again()) == 2
     whole = run(*FEW, "4", "--lr-decay-iters", "6", "--train-iters", "4")
     assert first.losses + resumed.losses == whole.losses
@@ -128,7 +128,7 @@ def test_more_fits_with_less_kept(run, memory):
     base = (*FEW, "auto", "--num-layers", "6", "--train-iters", "1")
     run(*base)
     one = each(counted)
-    memory(2.5 * one / fit.SHARE)
+    memory(2.5 * one / fit.MEMORY_SHARE)
     assert chosen(run(*base)) == 2
     assert chosen(run(*base, "--recompute-granularity", "full")) > 2 and each(counted) < one / 2
     assert chosen(run(*base, "--seq-length", "8")) > 2 and each(counted) < 0.6 * one
@@ -292,7 +292,7 @@ def test_on_a_gpu():
     assert fit.try_size(attempt, 1 << 20, device) is None and torch.cuda.memory_allocated(device) == before
     size, _ = fit.find_largest(attempt, [1 << 20], device, None)
     have = sum(torch.cuda.mem_get_info(device)[:1]) + torch.cuda.memory_reserved(device)
-    assert size << 26 <= fit.SHARE * have * 1.01 < size << 28
+    assert size << 26 <= fit.MEMORY_SHARE * have * 1.01 < size << 28
 
 
 # Reasons to stop before the last step

@@ -160,6 +160,29 @@ def test_every_kind_of_run_computes_the_same(run, recorded, monkeypatch, flags):
         assert 0 < sum(done.column("skipped")) < 6
 
 
+def test_a_further_term_of_the_loss(run, recorded, monkeypatch):
+    """It is added for the gradients, and has a column of its own; the loss stays what it was."""
+    alone, make_loss = run("--train-iters", 2), network.make_loss
+
+    def make_two_terms(*settings):
+        compute, names = make_loss(*settings)
+
+        def compute_both(logits, batch):
+            terms = compute(logits, batch)
+            return terms | {"half_loss": terms["loss"] / 2}
+
+        return compute_both, (*names, "half_loss")
+
+    monkeypatch.setattr(network, "make_loss", make_two_terms)
+    got = both(run, "--train-iters", 6, "--micro-batch-size", 2, "--global-batch-size", 4, "--clip-grad", 0)
+    assert got.column("half_loss") == pytest.approx([loss / 2 for loss in got.losses])
+    assert got.losses[0] == pytest.approx(alone.losses[0])
+    assert got.column("grad_norm")[0] == pytest.approx(1.5 * alone.column("grad_norm")[0], rel=1e-5)
+    validations = got.column("loss", "validation")
+    monkeypatch.undo()
+    assert validations[-1] < 1.2 * got.losses[-1]  # the first term alone
+
+
 def test_a_growing_batch_warms_up_each_kind_of_step(run, recorded):
     flags = ["--train-iters", "none", "--train-samples", 48, "--micro-batch-size", 2, "--rampup-batch-size", 2, 2, 24]
     done = both(run, *flags, "--global-batch-size", 6)

@@ -80,7 +80,7 @@ def test_own_time_of_operators_on_a_cpu(tmp_path):
     ],
 )
 def test_kinds(name, kind):
-    assert profile.kind_of(name) == kind
+    assert profile.kind_of_kernel(name) == kind
 
 
 def test_a_trace_without_work(tmp_path):

@@ -11,9 +11,9 @@ from meshwright.settings.schema import Precision
 
 def dtype_of(p: Precision) -> torch.dtype:
     """Return the format of weights and activations."""
-    found = getattr(torch, p.dtype)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, p.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 class LossScale:
@@ -31,11 +31,11 @@ class LossScale:
         self.hysteresis = p.hysteresis
         self.in_a_row = 0  # overflows
 
-    def update(self, overflow: bool) -> None:
-        self.in_a_row = self.in_a_row + 1 if overflow else 0
+    def update(self, is_overflow: bool) -> None:
+        self.in_a_row = self.in_a_row + 1 if is_overflow else 0
         if not self.dynamic:
             return
-        if overflow:
+        if is_overflow:
             self.clean = 0
             self.hysteresis -= 1
             if self.hysteresis <= 0:

@@ -48,7 +48,7 @@ def decays(name: str, parameter: Tensor) -> bool:
     return parameter.ndim > 1 and not name.endswith("bias")
 
 
-def rule(o: Optimizer, name: str, parameter: Tensor) -> Rule:
+def rule_of(o: Optimizer, name: str, parameter: Tensor) -> Rule:
     """Return the parameter's rule; with Muon, only matrices of layers use it, the rest AdamW."""
     if o.optimizer == "muon":
         return "muon" if decays(name, parameter) and name.startswith("h.") else "adamw"
@@ -60,11 +60,11 @@ def matrices(p: Tensor) -> list[Tensor]:
     return list(p.detach().unbind()) if p.ndim == 3 else [p.detach()]
 
 
-def make(o: Optimizer, kind: Rule, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(o: Optimizer, rule: Rule, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Make the optimizer; learning rate and weight decay are set before each step."""
     group: list[dict[str, Any]] = [{"params": parameters}]
-    if kind == "muon":  # updates of AdamW's size, so that one learning rate serves both
+    if rule == "muon":  # updates of AdamW's size, so that one learning rate serves both
         return Muon(group, o.muon_momentum, o.muon_num_ns_steps)
-    if kind == "sgd":
+    if rule == "sgd":
         return SGD(group, lr=0.0, momentum=o.sgd_momentum, fused=True)
     return AdamW(group, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.errors import UserError
 from meshwright.settings.schema import TrainConfig
@@ -83,31 +83,40 @@ def build_schedule(c: TrainConfig) -> Schedule:
     )
 
 
-# Each value's name in Megatron's log, and the flag that sets it.
-_CALLED = {
-    "max_lr": ("learning rate", "--lr"),
-    "min_lr": ("minimum learning rate", "--min-lr"),
-    "warmup": ("warmup iterations", "--lr-warmup-fraction, -iters or -samples"),
-    "decay": ("total number of iterations", "--lr-decay-iters or -samples, or --global-batch-size"),
-    "style": ("learning rate decay style", "--lr-decay-style"),
-    "start_wd": ("start weight decay", "--weight-decay or --start-weight-decay"),
-    "end_wd": ("end weight decay", "--weight-decay or --end-weight-decay"),
-    "wd_samples": ("total number of weight decay iterations", "--train-iters, --train-samples or --global-batch-size"),
-    "wd_style": ("weight decay incr style", "--weight-decay-incr-style"),
-}
-# Values that Megatron does not have; reported only if they differ.
-_OTHERS = {
-    "init_lr": ("initial learning rate", "--lr-warmup-init"),
-    "wsd_samples": ("WSD decay", "--lr-wsd-decay-iters or -samples"),
-    "wsd_style": ("WSD decay style", "--lr-wsd-decay-style"),
-}
+class ScheduleValue(NamedTuple):
+    """How a field of Schedule is named when a run is resumed."""
 
-# Names of values counted in samples.
-_LENGTHS = {
-    "warmup": "length of the warm-up",
-    "decay": "length of the learning rate's decay",
-    "wd_samples": "length of the weight decay's ramp",
-    "wsd_samples": "length of WSD's decay",
+    title: str  # in Megatron's log
+    flags: str  # that set it
+    length: str = ""  # name in an error, of a value counted in samples
+    is_megatrons: bool = True  # otherwise it is logged only if it differs
+
+
+VALUES = {
+    "max_lr": ScheduleValue("learning rate", "--lr"),
+    "min_lr": ScheduleValue("minimum learning rate", "--min-lr"),
+    "warmup": ScheduleValue(
+        "warmup iterations", "--lr-warmup-fraction, -iters or -samples", length="length of the warm-up"
+    ),
+    "decay": ScheduleValue(
+        "total number of iterations",
+        "--lr-decay-iters or -samples, or --global-batch-size",
+        length="length of the learning rate's decay",
+    ),
+    "style": ScheduleValue("learning rate decay style", "--lr-decay-style"),
+    "start_wd": ScheduleValue("start weight decay", "--weight-decay or --start-weight-decay"),
+    "end_wd": ScheduleValue("end weight decay", "--weight-decay or --end-weight-decay"),
+    "wd_samples": ScheduleValue(
+        "total number of weight decay iterations",
+        "--train-iters, --train-samples or --global-batch-size",
+        length="length of the weight decay's ramp",
+    ),
+    "wd_style": ScheduleValue("weight decay incr style", "--weight-decay-incr-style"),
+    "init_lr": ScheduleValue("initial learning rate", "--lr-warmup-init", is_megatrons=False),
+    "wsd_samples": ScheduleValue(
+        "WSD decay", "--lr-wsd-decay-iters or -samples", length="length of WSD's decay", is_megatrons=False
+    ),
+    "wsd_style": ScheduleValue("WSD decay style", "--lr-wsd-decay-style", is_megatrons=False),
 }
 
 
@@ -154,35 +163,21 @@ def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tu
     """
     lines, different, values = [], [], {}
     before = Schedule(**saved)
-    ramp = (before if c.optimizer.use_checkpoint_opt_param_scheduler else ours).wd_style != "constant"
-    others = {
-        n: names
-        for n, names in _OTHERS.items()
-        if getattr(ours, n) != getattr(before, n) and (n == "init_lr" or "WSD" in (ours.style, before.style))
-    }
-    for name, (called, by) in {**_CALLED, **others}.items():
-        mine, theirs = getattr(ours, name), getattr(before, name)
-        if c.optimizer.override_opt_param_scheduler:
-            values[name] = mine
-            lines.append(f" > overriding {called} value to {mine}")
+    overrides, takes_saved = c.optimizer.override_opt_param_scheduler, c.optimizer.use_checkpoint_opt_param_scheduler
+    has_ramp = (before if takes_saved else ours).wd_style != "constant"
+    for name, value in VALUES.items():
+        new, old = getattr(ours, name), getattr(before, name)
+        if not value.is_megatrons and (new == old or (name != "init_lr" and "WSD" not in (ours.style, before.style))):
             continue
-        matters = name != "wd_samples" or ramp  # a constant has no length
-        if mine != theirs and matters and not c.optimizer.use_checkpoint_opt_param_scheduler:
-            size = c.global_batch
-            both = (theirs, mine)
-            shown = (
-                [f"{x:,.10g} samples = {x / size:,.10g} steps of {size}" for x in both] if name in _LENGTHS else both
-            )
-            if name == "decay" and c.samples is not None:
-                by = f"--lr-decay-samples {theirs} keeps the checkpoint's"
-            elif name == "decay" and theirs % size == 0:
-                by = f"--lr-decay-iters {theirs // size} keeps the checkpoint's"
-            if name == "decay" and mine > theirs and not before.min_lr and before.style != "constant":
-                by += ", but every step after it runs at learning rate 0, since --min-lr is 0"
-            what = _LENGTHS.get(name, called)
-            different.append(f"{what}: the checkpoint has {shown[0]}, the flags say {shown[1]} ({by})")
-        values[name] = theirs if matters else mine
-        lines.append(f" > using checkpoint value {theirs} for {called}")
+        if overrides:
+            values[name] = new
+            lines.append(f" > overriding {value.title} value to {new}")
+            continue
+        matters = name != "wd_samples" or has_ramp  # a constant has no length
+        if new != old and matters and not takes_saved:
+            different.append(describe_difference(name, before, ours, c))
+        values[name] = old if matters else new
+        lines.append(f" > using checkpoint value {old} for {value.title}")
     if different:
         head, override = "the schedule differs from the checkpoint's", "add --override-opt_param-scheduler"
         if ours.decay > before.decay:
@@ -190,3 +185,18 @@ def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tu
         ways = f"to continue with the flags, {override}; with the checkpoint's, --use-checkpoint-opt_param-scheduler"
         raise UserError("\n  ".join([f"{head}:", *different, ways]))
     return dataclasses.replace(ours, **values), lines
+
+
+def describe_difference(name: str, before: Schedule, ours: Schedule, c: TrainConfig) -> str:
+    """Return both values of a field that differs, and the flags that set it."""
+    value, size, old, new = VALUES[name], c.global_batch, getattr(before, name), getattr(ours, name)
+    flags, shown = value.flags, [f"{old}", f"{new}"]
+    if value.length:
+        shown = [f"{x:,.10g} samples = {x / size:,.10g} steps of {size}" for x in (old, new)]
+    if name == "decay" and c.samples is not None:
+        flags = f"--lr-decay-samples {old} keeps the checkpoint's"
+    elif name == "decay" and old % size == 0:
+        flags = f"--lr-decay-iters {old // size} keeps the checkpoint's"
+    if name == "decay" and new > old and not before.min_lr and before.style != "constant":
+        flags += ", but every step after it runs at learning rate 0, since --min-lr is 0"
+    return f"{value.length or value.title}: the checkpoint has {shown[0]}, the flags say {shown[1]} ({flags})"

@@ -113,7 +113,7 @@ class FlatStore(Store):
         for name, p in itertools.chain(*(part.named_parameters() for part in models)):
             unit = "partial" if self.sharding.is_partial(name) else shard.unit(name)
             kind = UpdateKind(
-                rules.rule(self.optimizer, name, p), rules.decays(name, p), not self.sharding.is_cut(name)
+                rules.rule_of(self.optimizer, name, p), rules.decays(name, p), not self.sharding.is_cut(name)
             )
             units.setdefault(unit, {}).setdefault(kind, {})[name] = p.shape
         begin = 0

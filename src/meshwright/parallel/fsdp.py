@@ -81,7 +81,7 @@ class FullyShardedStore(Store):
             local = p.to_local().detach()
             local.zero_()
             master = nn.Parameter(local)
-            rule = rules.rule(self.optimizer, name, local)
+            rule = rules.rule_of(self.optimizer, name, local)
             state = {key: torch.zeros_like(local) for key in rules.STATE[rule]}
             piece = self.named[name] = UpdateRange(self.sharding.is_counted(name), 0, master, state)
             self.update_ranges.append(piece)

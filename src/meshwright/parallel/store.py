@@ -129,7 +129,7 @@ class Store:
         """Create torch's optimizers and their state, which a checkpoint may then fill."""
         self.updates = {}
         for (rule, decays), updated in members.items():
-            update = self.updates[rule, decays] = rules.make(self.optimizer, rule, [p for p, _ in updated])
+            update = self.updates[rule, decays] = rules.make_optimizer(self.optimizer, rule, [p for p, _ in updated])
             for p, state in updated:
                 update.state[p] = dict(state)
                 if rule == "adamw":

@@ -22,14 +22,13 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright import device as devices
+from meshwright.cuda_graphs import MEMORY_SHARE
 from meshwright.data.loader import Batch
 from meshwright.errors import UserError
 from meshwright.ranks.team import Team
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.before.sizes import bytes_per_parameter, logits_bytes
 from meshwright.training.step import Network, forward_part, sum_terms
-
-SHARE = 0.92  # of the memory; the rest is for the gaps of the allocator and for other libraries
 
 
 def require_memory(config: TrainConfig, parameters: int, padded: int, device: torch.device) -> None:
@@ -94,7 +93,7 @@ def find_largest(
     divisors = sorted({*small, *(common // n for n in small)})
     if device.type == "cpu":
         each, have = (peak_bytes(attempt, 3) - peak_bytes(attempt, 1)) / 2, devices.free_memory(device)
-        fitting = [n for n in divisors if n * each <= SHARE * have]
+        fitting = [n for n in divisors if n * each <= MEMORY_SHARE * have]
         size = preferred if preferred in fitting else max(fitting, default=1)
         return size, f"one sample takes {each / 2**20:,.1f} MiB, {have / 2**30:,.1f} GiB are free"
     have = devices.free_memory(device)
@@ -106,7 +105,7 @@ def find_largest(
     each, rest = (two - one) / 2**30, (2 * one - two) / 2**30
     message = f"one sample takes {each:,.2f} GiB beside {rest:,.2f}, of {have / 2**30:,.1f}"
     for n in reversed(divisors):
-        if one + (n - 1) * (two - one) <= SHARE * have and try_size(attempt, n, device) is not None:
+        if one + (n - 1) * (two - one) <= MEMORY_SHARE * have and try_size(attempt, n, device) is not None:
             return n, message
     return 1, message
 

@@ -59,7 +59,7 @@ class Summary:
             out.append(f"communication beside other work: {self.hidden_communication:.1%}")
         out.append(f"{'ms a step':>10}{'share':>8}{'calls':>8}  largest kernels")
         for k in self.kernels:
-            out.append(f"{k.ms:10.3f}{k.share:8.1%}{k.calls:8.1f}  {shorten(k.name)} ({k.kind})")
+            out.append(f"{k.ms:10.3f}{k.share:8.1%}{k.calls:8.1f}  {shorten_kernel(k.name)} ({k.kind})")
         return out
 
 
@@ -77,9 +77,10 @@ def summarise(trace: Path, steps: int) -> Summary | None:
     if not spans:
         return None
     by_kind = defaultdict[str, list[Span]](list)
-    for name, found in spans.items():
-        by_kind[kind_of(name)] += found
-    begin, end = min(s[0] for found in spans.values() for s in found), max(s[1] for f in spans.values() for s in f)
+    for name, parts in spans.items():
+        by_kind[kind_of_kernel(name)] += parts
+    begin = min(span[0] for parts in spans.values() for span in parts)
+    end = max(span[1] for parts in spans.values() for span in parts)
     taken, shares = list[Span](), dict[str, float]()
     for kind in ORDER:
         before = length(taken)
@@ -87,15 +88,16 @@ def summarise(trace: Path, steps: int) -> Summary | None:
         shares[kind] = (length(taken) - before) / (end - begin)
     shares[IDLE] = 1 - length(taken) / (end - begin)
     hidden = length(union(by_kind["communication"])) / (end - begin) - shares["communication"]
-    times = {name: sum(b - a for a, b in found) for name, found in spans.items()}
+    times = {name: length(parts) for name, parts in spans.items()}
     largest = sorted(times, key=lambda name: -times[name])[:LARGEST]
     rows = [
-        Kernel(n, kind_of(n), times[n] / 1e3 / steps, calls[n] / steps, times[n] / sum(times.values())) for n in largest
+        Kernel(n, kind_of_kernel(n), times[n] / 1e3 / steps, calls[n] / steps, times[n] / sum(times.values()))
+        for n in largest
     ]
     return Summary((end - begin) / 1e3 / steps, shares, hidden, rows)
 
 
-def kind_of(name: str) -> str:
+def kind_of_kernel(name: str) -> str:
     return next((kind for kind, words in KINDS.items() if re.search(words, name, re.IGNORECASE)), MEMORY_BOUND)
 
 
@@ -119,19 +121,19 @@ def own_time(operators: Iterable[dict[str, Any]]) -> Iterator[tuple[str, list[Sp
     threads = defaultdict[Any, list[dict[str, Any]]](list)
     for e in operators:
         threads[e["tid"]].append(e)
-    for found in threads.values():
-        found.sort(key=lambda e: (e["ts"], -e["dur"]))
-        starts = [e["ts"] for e in found]
-        for n, e in enumerate(found):
+    for of_thread in threads.values():
+        of_thread.sort(key=lambda e: (e["ts"], -e["dur"]))
+        starts = [e["ts"] for e in of_thread]
+        for n, e in enumerate(of_thread):
             at, end, parts = e["ts"], e["ts"] + e["dur"], list[Span]()
-            for inner in found[n + 1 : bisect.bisect_left(starts, end)]:
+            for inner in of_thread[n + 1 : bisect.bisect_left(starts, end)]:
                 if inner["ts"] > at:
                     parts.append((at, inner["ts"]))
                 at = max(at, inner["ts"] + inner["dur"])
             yield e["name"], [*parts, (at, end)] if at < end else parts
 
 
-def shorten(name: str) -> str:
+def shorten_kernel(name: str) -> str:
     """Return a kernel's name without its arguments and return type."""
     plain = re.sub(r"^void |\(anonymous namespace\)::|at::native::", "", name)
     plain = re.sub(r"\(.*", "", plain) if not plain.startswith("Memc") else plain
@@ -180,9 +182,9 @@ def profiler(
 
 def write_summary(trace: Path, steps: int) -> None:
     """Write summary.txt and summary.json beside the trace, and add the first to the log."""
-    if (found := summarise(trace, max(steps, 1))) is None:
+    if (summary := summarise(trace, max(steps, 1))) is None:
         return
-    text = "\n".join(found.lines())
+    text = "\n".join(summary.lines())
     say(text)
     (trace.parent / "summary.txt").write_text(text + "\n")
-    (trace.parent / "summary.json").write_text(json.dumps(asdict(found), indent=1) + "\n")
+    (trace.parent / "summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n")

@@ -51,7 +51,7 @@ class Beginning:
 
 
 @dataclass(frozen=True)
-class Column:
+class ScreenColumn:
     title: str
     width: int
     text: Callable[[Interval, float], str]  # of the interval and the seconds since the start
@@ -59,14 +59,14 @@ class Column:
 
 
 COLUMNS = (
-    Column("step", 7, lambda x, _: f"{x.iteration:,}", 0),
-    Column("loss", 8, lambda x, _: f"{x.loss:.4f}", 0),
-    Column("gradient", 9, lambda x, _: f"{x.values['grad_norm']:.3f}", 4),
-    Column("rate", 9, lambda x, _: f"{x.lr:.2e}", 3),
-    Column("tokens/s", 10, lambda x, _: f"{x.tokens_per_second:,.0f}", 1),
-    Column("MFU", 6, lambda x, _: "-" if x.mfu is None else f"{x.mfu:.1%}", 6),
-    Column("elapsed", 9, lambda _, seconds: clock(seconds), 5),
-    Column("left", 9, lambda x, _: clock(x.seconds_left), 2),
+    ScreenColumn("step", 7, lambda x, _: f"{x.iteration:,}", 0),
+    ScreenColumn("loss", 8, lambda x, _: f"{x.loss:.4f}", 0),
+    ScreenColumn("gradient", 9, lambda x, _: f"{x.values['grad_norm']:.3f}", 4),
+    ScreenColumn("rate", 9, lambda x, _: f"{x.lr:.2e}", 3),
+    ScreenColumn("tokens/s", 10, lambda x, _: f"{x.tokens_per_second:,.0f}", 1),
+    ScreenColumn("MFU", 6, lambda x, _: "-" if x.mfu is None else f"{x.mfu:.1%}", 6),
+    ScreenColumn("elapsed", 9, lambda _, seconds: clock(seconds), 5),
+    ScreenColumn("left", 9, lambda x, _: clock(x.seconds_left), 2),
 )
 
 
@@ -86,8 +86,8 @@ class LineScreen:
         has_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         self.console = Console(color_system="auto" if has_colours else None, highlight=False, emoji=False)
         self.began = time.perf_counter()
-        self.columns: tuple[Column, ...] = COLUMNS
-        self.last: Interval | None = None
+        self.columns: tuple[ScreenColumn, ...] = COLUMNS
+        self.interval: Interval | None = None  # the last one
         self.checks: dict[str, list[Check]] = {}  # of each set
         self.best: tuple[int, float] | None = None
         self.run: Beginning | None = None
@@ -158,7 +158,7 @@ class LineScreen:
 
         chosen = sorted((c for c in COLUMNS if has_mfu or c.title != "MFU"), key=lambda c: c.rank)
         if self.run is not None and (step := len(f"{self.run.total:,}")) > COLUMNS[0].width - 1:
-            chosen[0] = Column("step", step + 1, COLUMNS[0].text, 0)
+            chosen[0] = ScreenColumn("step", step + 1, COLUMNS[0].text, 0)
         while len(chosen) > 1 and sum(c.width for c in chosen) + len(INDENT) > self.width:
             chosen.pop()
         names = [c.title for c in COLUMNS]
@@ -168,8 +168,8 @@ class LineScreen:
     def step(self, x: Interval) -> str:
         from rich.text import Text
 
-        lines: list[RenderableType] = [] if self.last is not None else [self.head(x.run.peak is not None)]
-        self.last = x
+        lines: list[RenderableType] = [] if self.interval is not None else [self.head(x.run.peak is not None)]
+        self.interval = x
         seconds = time.perf_counter() - self.began
         line = Text(INDENT)
         for column in self.columns:
@@ -187,18 +187,18 @@ class LineScreen:
         from rich.text import Text
 
         earlier = self.checks.setdefault(check.title, [])
-        known = [x.loss for x in earlier if not math.isnan(x.loss)]
+        losses = [x.loss for x in earlier if not math.isnan(x.loss)]
         if self.best is not None and check.name != "test" and not check.dataset:
-            known.append(self.best[1])
+            losses.append(self.best[1])
         earlier.append(check)
         is_again = any(x.iteration == check.iteration and x.loss != check.loss for x in earlier[:-1])
-        is_best = check.name != "test" and bool(known) and check.loss < min(known) and not is_again
+        is_best = check.name != "test" and bool(losses) and check.loss < min(losses) and not is_again
         cells = {"step": f"{check.iteration:,}", "loss": f"{check.loss:.4f}"}
         line = Text(INDENT + "".join(cells.get(c.title, "").rjust(c.width) for c in self.columns[:2]), "bold")
         line.append(f"  {check.title}{' at the end' * check.is_at_end}{', on other batches' * is_again}", "bold")
         line.append(f", perplexity {check.ppl:,.2f}{', the lowest so far' * is_best}")
         line.truncate(self.width, overflow="ellipsis")
-        return self.form(line) if self.last is not None else self.form(self.head(), line)
+        return self.form(line) if self.interval is not None else self.form(self.head(), line)
 
     def score(self, iteration: int, task: str, headline: str, values: dict[str, float]) -> str:
         """Return a line with the measure that says most of one of --eval-tasks."""
@@ -207,7 +207,7 @@ class LineScreen:
         line = Text(f"{INDENT}{f'{iteration:,}'.rjust(self.columns[0].width)}", "bold")
         line.append(f"  {task}: {headline.replace('_', ' ')} {values[headline]:,.4f}", "bold")
         line.truncate(self.width, overflow="ellipsis")
-        return self.form(line) if self.last is not None else self.form(self.head(), line)
+        return self.form(line) if self.interval is not None else self.form(self.head(), line)
 
     def close(self) -> None:
         """Remove the line that shows the set-up."""

@@ -47,6 +47,6 @@ class Startup:
 
     def line(self) -> str:
         """Return the phases that took a tenth of a second or more."""
-        long = [f"{name} {seconds:.1f}" for name, seconds in self.seconds.items() if seconds >= 0.1]
-        whole = time.perf_counter() - self.began
-        return f" > ready to train after {whole:.1f} s{': ' if long else ''}{', '.join(long)}"
+        long = [f"{name} {taken:.1f}" for name, taken in self.seconds.items() if taken >= 0.1]
+        seconds = time.perf_counter() - self.began
+        return f" > ready to train after {seconds:.1f} s{': ' if long else ''}{', '.join(long)}"
