@@ -57,7 +57,10 @@ def no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(autouse=True)
 def no_waiting_for_disks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let os.fsync only check its descriptor: a disk takes milliseconds; no test cuts the power."""
+    """Let os.fsync only check its descriptor: a disk takes milliseconds.
+
+    test_durability.py follows each fsync.
+    """
     monkeypatch.setattr(os, "fsync", lambda fd: os.fstat(fd) and None)
 
 
