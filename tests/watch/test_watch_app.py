@@ -1,5 +1,6 @@
 """The server of the live page: what it answers, and whom it refuses."""
 
+import hashlib
 import json
 import re
 import signal
@@ -71,6 +72,15 @@ def test_the_page_has_no_outside_resources_and_nothing_inline():
     script = resources.files("meshwright.watch").joinpath("watch.js").read_text()
     for used in re.findall(r'\$\("([\w-]+)"\)', script):
         assert f'id="{used}"' in page, used
+
+
+def test_the_library_for_curves_is_a_release_with_its_licence():
+    """uPlot 1.6.32, as published, so that whoever reads the page's code knows whose it is."""
+    folder = resources.files("meshwright.watch").joinpath("vendor")
+    script = folder.joinpath("uPlot.iife.min.js").read_bytes()
+    assert hashlib.sha256(script).hexdigest() == "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
+    assert b"(v1.6.32)" in script and "MIT License" in folder.joinpath("LICENSE-uPlot").read_text()
+    assert not re.search(rb"https?://(?!github.com/leeoniya/uPlot)|eval\(|fetch\(|XMLHttpRequest|import\(", script)
 
 
 def test_both_languages_have_the_same_words():

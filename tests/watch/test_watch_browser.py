@@ -73,7 +73,7 @@ def row_of(page, name):
 
 @pytest.mark.long
 def test_the_page(watched):
-    page, canvas = watched, watched.locator("figure[data-key=loss] canvas")
+    page, plot = watched, watched.locator("figure[data-key=loss] .plot")
     expect = playwright.expect
     expect.set_options(timeout=20_000)
     expect(row_of(page, "later")).to_contain_text("waiting for its first row")
@@ -90,14 +90,14 @@ def test_the_page(watched):
 
     # The cursor reads values, exactly those of the run, by mouse and by keys.
     row_of(page, "running").locator("input").uncheck()
-    box = canvas.bounding_box()
+    box = plot.bounding_box()
     middle = (box["x"] + 58 + (box["width"] - 68) / 2, box["y"] + 80)
     page.mouse.move(*middle)
     shown = page.locator("figure[data-key=loss] .readout")
     expect(shown).to_have_text(re.compile(r"step 1,50\d ?ended: 2.0007 \(median 2.0007\)$"))
     page.mouse.move(0, 0)
     expect(page.locator(".readout:visible")).to_have_count(0)
-    canvas.focus()
+    plot.focus()
     page.keyboard.press("Home")
     expect(page.locator("figure[data-key=loss] .readout")).to_contain_text("step 1")
 
@@ -108,7 +108,7 @@ def test_the_page(watched):
     with page.expect_response("**/api/curves*"):
         page.mouse.up()
     page.wait_for_timeout(300)  # until it is drawn
-    canvas.focus()
+    plot.focus()
     page.keyboard.press("Home")
     readout = page.locator("figure[data-key=loss] .readout b")
     expect(readout).to_contain_text("step 1,48")
@@ -122,7 +122,7 @@ def test_the_page(watched):
     with page.expect_response(lambda answer: "axis=time" in answer.url):
         page.select_option("#axis", "time")
     page.wait_for_timeout(300)
-    canvas.focus()
+    plot.focus()
     page.keyboard.press("End")
     expect(readout).to_have_text("time in steps 0:30")
     page.keyboard.press("l")
@@ -141,5 +141,5 @@ def test_the_page(watched):
 
     # A phone's width needs no sideways scrolling.
     page.set_viewport_size({"width": 360, "height": 700})
-    expect(canvas).to_be_visible()
+    expect(plot).to_be_visible()
     assert page.evaluate("() => document.documentElement.scrollWidth") <= 360

@@ -1,4 +1,4 @@
-"""The web application of `watch`: a page of three files, and what it asks for."""
+"""The web application of `watch`: the files of its page, and what it asks for."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ FILES = {
     "/": ("meshwright.watch", "page.html"),
     "/page.css": REPORT_CSS,
     **{f"/{name}": ("meshwright.watch", name) for name in ("watch.css", "watch.js", "chart.js", "words.js")},
+    **{f"/{name}": ("meshwright.watch", f"vendor/{name}") for name in ("uPlot.iife.min.js", "uPlot.min.css")},
 }
 EVERY, SILENCE = 0.5, 15.0  # seconds between events, and after which nothing new is sent again
 MOST_RUNS, MOST_POINTS = 64, 4000  # of one request

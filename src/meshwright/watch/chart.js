@@ -1,12 +1,14 @@
-// One picture of lines and points on a canvas: scales, drawing, read-out, zoom, keys.
+// One picture of lines and points: uPlot draws it; this adds marks, read-out, zoom and keys.
 import { clock, compact, entry, figure, word, whole } from "./words.js";
 
 const LEFT = 58, RIGHT = 10, TOP = 8, BOTTOM = 24;
+const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, ...[1, 2, 5, 10, 20, 50].map((n) => n * 86400)];
 
 export class Chart {
-  // `key` names the quantity; `hooks` has zoom(begin, end), cursor(x, chart) and changed().
+  // `key` names the quantity; `hooks` has zoom(begin, end) and cursor(x, chart).
   constructor(key, hooks, wide = false) {
-    Object.assign(this, { key, hooks, lines: [], axis: "step", range: null, at: null, isHere: false, drag: null, log: false, logX: false });
+    Object.assign(this, { key, hooks, lines: [], drawn: [], axis: "step", range: null, at: null, isHere: false, drag: null });
+    Object.assign(this, { log: false, logX: false, uplot: null, form: "" });
     this.choseLog = false;
     this.element = document.createElement("figure");
     this.element.className = wide ? "wide" : "";
@@ -18,14 +20,18 @@ export class Chart {
     this.button = document.createElement("button");
     this.button.addEventListener("click", () => this.setLog(!this.log));
     this.caption.append(this.title, this.note, this.button);
-    this.canvas = document.createElement("canvas");
-    this.canvas.tabIndex = 0;
-    this.canvas.setAttribute("role", "img");
+    this.plot = document.createElement("div");
+    this.plot.className = "plot";
+    this.plot.tabIndex = 0;
+    this.plot.setAttribute("role", "img");
+    this.nothing = document.createElement("p");
+    this.nothing.className = "quiet";
+    this.plot.append(this.nothing);
     this.readout = document.createElement("div");
     this.readout.className = "readout";
     this.readout.setAttribute("role", "status");
     this.readout.hidden = true;
-    this.element.append(this.caption, this.canvas, this.readout);
+    this.element.append(this.caption, this.plot, this.readout);
     this.listen();
   }
 
@@ -39,36 +45,41 @@ export class Chart {
   show(lines, { axis, range, logX, resumed }) {
     Object.assign(this, { lines, axis, range, logX, resumed });
     if (this.key === "grad_norm" && !this.choseLog) this.log = isSpiky(lines);
+    this.draw();
     this.point(this.at, this.isHere);
   }
 
   listen() {
-    const c = this.canvas, place = (e) => e.clientX - c.getBoundingClientRect().left;
+    const c = this.plot, pixel = (e) => e.clientX - c.getBoundingClientRect().left;
     c.addEventListener("pointerdown", (e) => {
       if (e.button) return;
       c.setPointerCapture(e.pointerId);
-      this.drag = [place(e), place(e)];
+      this.drag = [pixel(e), pixel(e)];
     });
     c.addEventListener("pointermove", (e) => {
-      if (this.drag) this.drag[1] = place(e);
-      this.hooks.cursor(this.toX(place(e)), this);
+      if (this.drag) this.select(this.drag = [this.drag[0], pixel(e)]);
+      this.hooks.cursor(this.toX(pixel(e)), this);
     });
     c.addEventListener("pointerup", () => {
       const drag = this.drag;
-      this.drag = null;
+      this.select(this.drag = null);
       if (drag && Math.abs(drag[1] - drag[0]) > 6) this.hooks.zoom(...drag.map((p) => this.toX(p)).sort((a, b) => a - b));
-      else this.draw();
     });
-    c.addEventListener("pointercancel", () => { this.drag = null; this.draw(); });
+    c.addEventListener("pointercancel", () => this.select(this.drag = null));
     c.addEventListener("pointerleave", () => { if (!this.drag) this.hooks.cursor(null, this); });
     c.addEventListener("blur", () => this.hooks.cursor(null, this));
     c.addEventListener("dblclick", () => this.hooks.zoom(null, null));
     c.addEventListener("keydown", (e) => this.press(e));
   }
 
+  select(drag) {
+    const [begin, end] = (drag ?? [LEFT, LEFT]).map((p) => p - LEFT).sort((a, b) => a - b);
+    this.uplot?.setSelect({ left: begin, top: 0, width: end - begin, height: drag ? this.uplot.over.clientHeight : 0 }, false);
+  }
+
   press(e) {
-    if (!this.range || e.ctrlKey || e.metaKey || e.altKey) return;
-    const { width } = this.box(), step = (e.shiftKey ? 20 : 4) * Math.max(1, width / 500);
+    if (!this.uplot || e.ctrlKey || e.metaKey || e.altKey) return;
+    const width = this.uplot.over.clientWidth, step = (e.shiftKey ? 20 : 4) * Math.max(1, width / 500);
     const now = this.at === null ? LEFT + width / 2 : this.toPixel(this.at);
     const move = (p) => this.hooks.cursor(this.toX(Math.min(LEFT + width, Math.max(LEFT, p))), this);
     const scale = (by) => this.hooks.zoom(...[LEFT, LEFT + width].map((p) => this.toX(now + (p - now) * by)));
@@ -83,85 +94,96 @@ export class Chart {
     actions[e.key]();
   }
 
-  box() {
-    const r = this.canvas.getBoundingClientRect();
-    return { width: Math.max(10, r.width - LEFT - RIGHT), height: Math.max(10, r.height - TOP - BOTTOM), all: r };
-  }
+  toPixel(x) { return LEFT + this.uplot.valToPos(x, "x"); }
+  toX(pixel) { return this.uplot ? this.uplot.posToVal(pixel - LEFT, "x") : null; }
 
-  scaleX() {
+  // The part of the x-axis that is shown; a logarithmic one begins above 0.
+  rangeX() {
     const least = Math.max(this.range[0], this.axis === "step" ? 1 : this.range[1] * 1e-4);
-    return this.logX && this.range[1] > least
-      ? { from: Math.log10(least), to: Math.log10(this.range[1]), of: (x) => Math.log10(Math.max(x, least)), back: (v) => 10 ** v }
-      : { from: this.range[0], to: this.range[1], of: (x) => x, back: (v) => v };
+    return this.isLogX() ? [least, this.range[1]] : this.range;
   }
-  toPixel(x) {
-    const s = this.scaleX();
-    return LEFT + ((s.of(x) - s.from) / (s.to - s.from || 1)) * this.box().width;
-  }
-  toX(pixel) {
-    if (!this.range) return null;
-    const s = this.scaleX();
-    return s.back(s.from + ((pixel - LEFT) / this.box().width) * (s.to - s.from));
-  }
+  isLogX() { return this.logX && this.range[1] > Math.max(this.range[0], this.axis === "step" ? 1 : this.range[1] * 1e-4); }
 
-  // The lowest and highest values within the range.
-  extent() {
+  // The lowest and highest values within the range, with a margin.
+  rangeY() {
     let [low, high] = [Infinity, -Infinity];
-    const see = (x, y) => {
+    for (const { x, y } of this.drawn)
       for (let i = 0; i < x.length; i++) {
-        if (x[i] < this.range[0] || x[i] > this.range[1] || (this.log && !(y[i] > 0))) continue;
+        if (x[i] < this.range[0] || x[i] > this.range[1] || y[i] === null) continue;
         if (y[i] < low) low = y[i];
         if (y[i] > high) high = y[i];
       }
-    };
-    for (const line of this.lines) for (const part of [line, ...(line.marks ?? [])]) see(part.x ?? [], part.y ?? []);
     if (low > high) return null;
-    if (this.log) return [Math.log10(low) - 0.02, Math.log10(high) + 0.02];
+    if (this.log) return [low / 1.05, high * 1.05];
     const margin = (high - low || Math.abs(high) || 1) * 0.04;
     return [low >= 0 ? Math.max(low - margin, 0) : low - margin, high + margin]; // no room below 0 for what is never negative
   }
 
-  draw() {
-    cancelAnimationFrame(this.frame);
-    this.frame = requestAnimationFrame(() => this.paint());
+  // What uPlot draws: of each line its points, their median, and marks; a logarithmic scale leaves gaps.
+  parts() {
+    const shown = (y) => (this.log ? y.map((v) => (v > 0 ? v : null)) : y);
+    return this.lines.flatMap((line) => {
+      const dash = line.dash.map((n) => 2 * n), out = [], { colour, name } = line;
+      const isFaint = Boolean(line.mx), alpha = isFaint ? 0.45 / Math.sqrt(this.lines.length) : 1;
+      if (line.x?.length) out.push({ line, colour, name, x: line.x, y: shown(line.y), width: isFaint ? 0.8 : 1.4, alpha, dash: isFaint ? [] : dash });
+      if (line.mx) out.push({ colour, x: line.mx, y: shown(line.my), width: 1.9, alpha: 1, dash });
+      for (const [n, marks] of (line.marks ?? []).entries())
+        if (marks.x.length) out.push({ marks, line, colour, name: `${name}, ${marks.name}`, x: marks.x, y: shown(marks.y), width: 1.2, alpha: 1, dash: n ? [2, 3 + n] : [5, 3] });
+      return out;
+    });
   }
 
-  paint() {
-    const { width, height, all } = this.box(), dpr = window.devicePixelRatio || 1, c = this.canvas;
-    if (c.width !== Math.round(all.width * dpr) || c.height !== Math.round(all.height * dpr)) {
-      c.width = Math.round(all.width * dpr);
-      c.height = Math.round(all.height * dpr);
-    }
-    const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name).trim();
-    const g = c.getContext("2d");
+  draw() {
     this.label();
-    g.setTransform(dpr, 0, 0, dpr, 0, 0);
-    g.clearRect(0, 0, all.width, all.height);
-    g.font = "11px system-ui, sans-serif";
-    const y = this.range && this.extent();
-    if (!y) {
-      g.fillStyle = colour("--quiet");
-      g.fillText(word("nothing"), LEFT, TOP + height / 2);
+    this.drawn = this.range ? this.parts() : [];
+    this.y = this.drawn.length ? this.rangeY() : null;
+    this.nothing.hidden = Boolean(this.y);
+    if (!this.y) {
+      this.uplot?.destroy();
+      this.uplot = null;
       return;
     }
-    const toY = (v) => TOP + height * (1 - ((this.log ? Math.log10(v) : v) - y[0]) / (y[1] - y[0]));
-    const toX = (x) => this.toPixel(x);
-    this.grid(g, y, toY, { width, height, ink: colour("--quiet"), faint: colour("--faint") });
-    g.save();
-    g.beginPath();
-    g.rect(LEFT, 0, width, TOP + height);
-    g.clip();
-    for (const x of this.resumed ?? []) rule(g, toX(x), height, colour("--quiet"), [4, 3]);
-    for (const line of this.lines) this.stroke(g, line, toX, toY, colour("--bad"));
-    if (this.drag) {
-      g.fillStyle = colour("--line") + "33";
-      g.fillRect(Math.min(...this.drag), TOP, Math.abs(this.drag[1] - this.drag[0]), height);
+    const data = [null, ...this.drawn.map((part) => [part.x, part.y])], size = { width: this.plot.clientWidth, height: this.plot.clientHeight };
+    const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name).trim();
+    this.colours = { quiet: colour("--quiet"), faint: colour("--faint"), bad: colour("--bad") };
+    const lines = this.drawn.map(({ colour: stroke, width, alpha, dash }) => ({ stroke, width, alpha, dash }));
+    const form = JSON.stringify([lines, this.colours, this.axis, this.log, this.isLogX()]);
+    if (this.uplot && form === this.form) {
+      this.uplot.batch(() => {
+        this.uplot.setSize(size);
+        this.uplot.setData(data);
+      });
+      return;
     }
-    if (this.at !== null) {
-      rule(g, toX(this.at), height, colour("--quiet"), []);
-      for (const value of this.values()) dot(g, toX(value.x), toY(value.y), 3.5, value.colour);
-    }
-    g.restore();
+    this.form = form;
+    this.uplot?.destroy();
+    this.uplot = new uPlot({ ...size, ...this.options(lines) }, data, this.plot);
+  }
+
+  options(lines) {
+    const { quiet, faint } = this.colours, base = { stroke: quiet, font: "11px system-ui, sans-serif", ticks: { show: false } };
+    const clamp = (u, value, low) => low, scale = (isLog, range) => ({ time: false, distr: isLog ? 3 : 1, clamp, range });
+    const splits = (isLog, space) => isLog && { filter: (u, v) => v, splits: (u, i, low, high) => logTicks(low, high, u.axes[i].side % 2 ? u.over.clientHeight / space : u.over.clientWidth / space) };
+    return {
+      mode: 2, padding: [TOP, RIGHT, 0, 0], legend: { show: false },
+      scales: { x: scale(this.isLogX(), () => this.rangeX()), y: scale(this.log, () => this.y) },
+      axes: [
+        { ...base, scale: "x", size: BOTTOM, space: 75, grid: { show: false }, incrs: this.axis === "time" ? TIMES : undefined,
+          ...splits(this.isLogX(), 75), values: (u, ticks) => ticks.map((v) => this.formX(v)) },
+        { ...base, scale: "y", side: 3, size: LEFT, space: 36, grid: { stroke: faint, width: 1 },
+          ...splits(this.log, 28), values: (u, ticks) => ticks.map((v) => this.formY(v)) },
+      ],
+      // Pointers and keys are handled here, by touch too; uPlot moves the cursor as it is told.
+      cursor: {
+        y: false, drag: { x: false, y: false }, dataIdx: (u, i) => this.indexAt(this.drawn[i - 1]),
+        points: { size: 7, width: 0, fill: (u, i) => this.drawn[i - 1].colour },
+        bind: Object.fromEntries(["mousedown", "mouseup", "mousemove", "mouseenter", "mouseleave", "dblclick", "click"].map((name) => [name, () => null])),
+      },
+      series: [{}, ...lines.map((line) => ({
+        ...line, paths: uPlot.paths.linear(), pxAlign: 0, points: { show: false }, facets: [{ scale: "x", auto: true }, { scale: "y", auto: true }],
+      }))],
+      hooks: { draw: [(u) => this.paint(u)] },
+    };
   }
 
   label() {
@@ -172,109 +194,82 @@ export class Chart {
     this.note.textContent = [unit, median].filter(Boolean).join("; ");
     this.button.textContent = word("log");
     this.button.setAttribute("aria-pressed", String(this.log));
-    this.canvas.setAttribute("aria-label", `${text}: ${this.lines.map((l) => l.name).join(", ")}`);
+    this.nothing.textContent = word("nothing");
+    this.plot.setAttribute("aria-label", `${text}: ${this.lines.map((l) => l.name).join(", ")}`);
   }
 
-  grid(g, y, toY, { width, height, ink, faint }) {
-    g.fillStyle = ink;
-    g.strokeStyle = faint;
-    g.lineWidth = 1;
-    g.textAlign = "right";
-    g.textBaseline = "middle";
-    for (const v of this.log ? logTicks(...y, height / 28) : ticks(...y, height / 40)) {
-      const at = Math.round(toY(v)) + 0.5;
-      g.beginPath(); g.moveTo(LEFT, at); g.lineTo(LEFT + width, at); g.stroke();
-      g.fillText(this.formY(v), LEFT - 6, at);
-    }
-    g.textAlign = "center";
-    g.textBaseline = "top";
-    const s = this.scaleX(), most = width / 75;
-    for (const v of this.logX ? logTicks(s.from, s.to, most) : ticks(s.from, s.to, most, this.axis === "time")) {
-      const at = this.toPixel(v);
-      if (at < LEFT - 1 || at > LEFT + width + 1) continue;
-      g.fillText(this.formX(v), Math.min(at, LEFT + width - 14), TOP + height + 8);
-    }
-  }
-
-  stroke(g, line, toX, toY, bad) {
-    const path = (x, y) => {
-      g.beginPath();
-      let open = false;
-      for (let i = 0; i < x.length; i++) {
-        if (this.log && !(y[i] > 0)) { open = false; continue; }
-        if (open) g.lineTo(toX(x[i]), toY(y[i]));
-        else g.moveTo(toX(x[i]), toY(y[i]));
-        open = true;
-      }
-      g.stroke();
-    };
-    g.strokeStyle = line.colour;
-    g.lineJoin = "round";
-    if (line.x?.length) {
-      g.globalAlpha = line.mx ? 0.45 / Math.sqrt(this.lines.length) : 1;
-      g.lineWidth = line.mx ? 0.8 : 1.4;
-      g.setLineDash(line.mx ? [] : line.dash.map((n) => 2 * n));
-      path(line.x, line.y);
-      g.globalAlpha = 1;
-      if (line.x.length === 1) dot(g, toX(line.x[0]), toY(line.y[0]), 3, line.colour);
-    }
-    if (line.mx) {
-      g.lineWidth = 1.9;
-      g.setLineDash(line.dash.map((n) => 2 * n));
-      path(line.mx, line.my);
-    }
-    for (const [n, marks] of (line.marks ?? []).entries()) {
-      g.lineWidth = 1.2;
-      g.setLineDash(n ? [2, 3 + n] : [5, 3]);
-      path(marks.x, marks.y);
-      g.setLineDash([]);
-      if (marks.x.length < 200) for (let i = 0; i < marks.x.length; i++) dot(g, toX(marks.x[i]), toY(marks.y[i]), 3, line.colour);
-    }
+  // Adds to uPlot's lines: where the run was resumed, points of marks, and crosses for values that are not finite.
+  paint(u) {
+    const g = u.ctx, { left, top, width, height } = u.bbox, dpr = window.devicePixelRatio || 1;
+    const toX = (x) => u.valToPos(x, "x", true), path = (...points) => points.forEach(([x, y], n) => (n % 2 ? g.lineTo(x, y) : g.moveTo(x, y)));
+    g.save();
+    g.beginPath();
+    g.rect(left, 0, width, top + height);
+    g.clip();
+    g.lineWidth = dpr;
+    g.strokeStyle = this.colours.quiet;
+    g.setLineDash([4 * dpr, 3 * dpr]);
+    g.beginPath();
+    for (const x of this.resumed ?? []) path([toX(x), top], [toX(x), top + height]);
+    g.stroke();
     g.setLineDash([]);
-    g.strokeStyle = bad;
-    g.lineWidth = 1.5;
-    for (const x of line.bad ?? []) cross(g, toX(x), TOP + 6);
+    for (const { marks, colour, x, y } of this.drawn) {
+      g.fillStyle = colour;
+      if (marks ? x.length < 200 : x.length === 1)
+        for (const [i, value] of y.entries()) {
+          if (value === null) continue;
+          g.beginPath();
+          g.arc(toX(x[i]), u.valToPos(value, "y", true), 3 * dpr, 0, 7);
+          g.fill();
+        }
+    }
+    g.strokeStyle = this.colours.bad;
+    g.lineWidth = 1.5 * dpr;
+    g.beginPath();
+    for (const x of this.lines.flatMap((line) => line.bad ?? [])) {
+      const [a, b, size] = [toX(x), top + 6 * dpr, 3 * dpr];
+      path([a - size, b - size], [a + size, b + size], [a - size, b + size], [a + size, b - size]);
+    }
+    g.stroke();
+    g.restore();
   }
 
-  // The values at the cursor: of each line the nearest point, and of marks the nearest if it is close.
+  // The point of a line that the cursor reads: the nearest one; of marks only if it is close.
+  indexAt({ line, marks, x, y }) {
+    if (!line || this.at === null) return null;
+    const i = nearest(x, this.at), reach = this.toX(LEFT + 12) - this.toX(LEFT) || Infinity;
+    const isFar = marks && line.x?.length && Math.abs(x[i] - this.at) >= reach;
+    return isFar || y[i] === null || x[i] < this.range[0] || x[i] > this.range[1] ? null : i;
+  }
+
   values() {
-    const out = [], reach = (this.toX(LEFT + 12) - this.toX(LEFT)) || Infinity;
-    for (const line of this.lines) {
-      const i = nearest(line.x ?? [], this.at);
-      if (i >= 0) {
-        const m = line.mx ? nearest(line.mx, this.at) : -1;
-        out.push({ name: line.name, colour: line.colour, x: line.x[i], y: line.y[i], median: m < 0 ? null : line.my[m] });
-      }
-      for (const marks of line.marks ?? []) {
-        const j = nearest(marks.x, this.at);
-        if (j >= 0 && (i < 0 || Math.abs(marks.x[j] - this.at) < reach))
-          out.push({ name: `${line.name}, ${marks.name}`, colour: line.colour, x: marks.x[j], y: marks.y[j], median: null });
-      }
-    }
-    return out.filter((v) => v.x >= this.range[0] && v.x <= this.range[1] && !(this.log && !(v.y > 0)));
+    return this.drawn.flatMap((part) => {
+      const i = this.indexAt(part), { line, marks, name, colour } = part;
+      const m = i !== null && !marks && line.mx ? nearest(line.mx, this.at) : -1;
+      return i === null ? [] : [{ name, colour, x: part.x[i], y: part.y[i], median: m < 0 ? null : line.my[m] }];
+    });
   }
 
   // Moves the cursor; the picture that the user looks at shows the numbers too.
   point(x, isHere) {
     this.isHere = isHere;
-    this.at = x === null || !this.range || x < this.range[0] || x > this.range[1] ? null : x;
-    const found = this.at === null || !isHere ? [] : this.values();
-    this.readout.hidden = !found.length;
-    if (found.length) {
-      const head = document.createElement("b");
-      head.textContent = `${word(this.axis)} ${this.formX(found[0].x, true)}`;
-      this.readout.replaceChildren(head, ...found.map((v) => {
-        const row = document.createElement("div"), mark = document.createElement("i");
-        mark.style.background = v.colour;
-        const median = v.median === null ? "" : ` (${word("median")} ${this.formY(v.median, true)})`;
-        row.append(mark, `${v.name}: ${this.formY(v.y, true)}${median}`);
-        return row;
-      }));
-      const isRight = this.toPixel(this.at) > this.box().all.width / 2;
-      this.readout.style.left = isRight ? `${LEFT}px` : "auto";
-      this.readout.style.right = isRight ? "auto" : `${RIGHT}px`;
-    }
-    this.draw();
+    this.at = x === null || !this.uplot || x < this.range[0] || x > this.range[1] ? null : x;
+    this.uplot?.setCursor(this.at === null ? { left: -10, top: -10 } : { left: this.uplot.valToPos(this.at, "x"), top: 1 });
+    const values = this.at === null || !isHere ? [] : this.values();
+    this.readout.hidden = !values.length;
+    if (!values.length) return;
+    const head = document.createElement("b");
+    head.textContent = `${word(this.axis)} ${this.formX(values[0].x, true)}`;
+    this.readout.replaceChildren(head, ...values.map((v) => {
+      const row = document.createElement("div"), mark = document.createElement("i");
+      mark.style.background = v.colour;
+      const median = v.median === null ? "" : ` (${word("median")} ${this.formY(v.median, true)})`;
+      row.append(mark, `${v.name}: ${this.formY(v.y, true)}${median}`);
+      return row;
+    }));
+    const isRight = this.toPixel(this.at) > this.plot.clientWidth / 2;
+    this.readout.style.left = isRight ? `${LEFT}px` : "auto";
+    this.readout.style.right = isRight ? "auto" : `${RIGHT}px`;
   }
 
   formX(x, exact = false) {
@@ -303,37 +298,16 @@ export function nearest(xs, x) {
   return low > 0 && x - xs[low - 1] < xs[low] - x ? low - 1 : xs.length ? low : -1;
 }
 
-export function ticks(low, high, most, isTime = false) {
-  if (!(high > low)) return [low];
-  const rough = (high - low) / Math.max(most, 1), power = 10 ** Math.floor(Math.log10(rough));
-  const times = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
-  const step = (isTime && times.find((t) => t >= rough)) || [1, 2, 5, 10].map((n) => n * power).find((s) => s >= rough * 0.999);
-  const out = [];
-  for (let n = Math.ceil(low / step); n * step <= high && out.length < 100; n++) out.push(n * step);
+// Ticks of a logarithmic axis: 1, 2 and 5 of each decade if there is room; few decades get plain ticks.
+function logTicks(low, high, most) {
+  const decades = Math.log10(high / low), out = [];
+  if (decades < 0.7) {
+    const power = 10 ** Math.floor(Math.log10((high - low) / most)), step = [1, 2, 5, 10].find((n) => n * power * most >= high - low) * power;
+    for (let n = Math.ceil(low / step); n * step <= high; n++) out.push(n * step);
+    return out;
+  }
+  const leaders = decades * 3 <= most ? [1, 2, 5] : [1], every = Math.max(1, Math.ceil(decades / most));
+  for (let p = Math.floor(Math.log10(low)); 10 ** p <= high; p++)
+    if (p % every === 0) out.push(...leaders.map((n) => n * 10 ** p).filter((v) => v >= low && v <= high));
   return out;
-}
-
-// Ticks between powers of ten: 1, 2 and 5 of each decade if there is room; few decades get plain ticks.
-export function logTicks(low, high, most) {
-  if (high - low < 0.7) return ticks(10 ** low, 10 ** high, most).filter((v) => v > 0);
-  const leaders = (high - low) * 3 <= most ? [1, 2, 5] : [1], every = Math.max(1, Math.ceil((high - low) / most));
-  const out = [];
-  for (let p = Math.floor(low); p <= high; p++)
-    for (const n of leaders) if (p % every === 0 && Math.log10(n) + p >= low && Math.log10(n) + p <= high) out.push(n * 10 ** p);
-  return out;
-}
-
-function rule(g, x, height, colour, dash) {
-  g.strokeStyle = colour;
-  g.lineWidth = 1;
-  g.setLineDash(dash);
-  g.beginPath(); g.moveTo(x, TOP); g.lineTo(x, TOP + height); g.stroke();
-  g.setLineDash([]);
-}
-function dot(g, x, y, r, colour) {
-  g.fillStyle = colour;
-  g.beginPath(); g.arc(x, y, r, 0, 7); g.fill();
-}
-function cross(g, x, y) {
-  g.beginPath(); g.moveTo(x - 3, y - 3); g.lineTo(x + 3, y + 3); g.moveTo(x - 3, y + 3); g.lineTo(x + 3, y - 3); g.stroke();
 }

@@ -114,7 +114,7 @@ async function ask() {
   asking = true;
   again = false;
   askedAt = performance.now();
-  const pixels = Math.max(300, ...[...charts.values()].map((c) => c.canvas.clientWidth));
+  const pixels = Math.max(300, ...[...charts.values()].map((c) => c.plot.clientWidth));
   const query = new URLSearchParams({ axis, smooth: SMOOTH[smooth], points: Math.min(4000, 2 * Math.round(pixels)) });
   if (zoom[0] !== null) { query.set("begin", zoom[0]); query.set("end", zoom[1]); }
   for (const run of runs) query.append("run", run.folder);
