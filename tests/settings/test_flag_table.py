@@ -494,14 +494,16 @@ def elsewhere() -> list[str]:
     refused = {}
     for name, reason in REFUSED.items():
         refused.setdefault(reason, []).append(name)
+    same = {}
+    for name, (setting, value) in (EQUAL | OLD_SWITCHES).items():
+        flag = name if name in EQUAL else fields.spelling(name)
+        same.setdefault(f"{fields.spelling(setting)} {value}", []).append(flag)
     models = {f"for {model}": [f"--{s}*" for s in starts.split()] for model, starts in OTHER_MODELS.items()}
     tables = {
         "Not yet": {reason: names for reason, names in refused.items() if "not yet" in reason},
         "Refused": {reason: names for reason, names in refused.items() if "not yet" not in reason} | models,
         "Without effect": idle,
-        "Renamed": {f"use {new}": [old] for old, new in RETIRED.items()}
-        | {f"{fields.spelling(name)} {value}": [old] for old, (name, value) in EQUAL.items()}
-        | {f"it is {fields.spelling(s)} {value}": [fields.spelling(old)] for old, (s, value) in OLD_SWITCHES.items()},
+        "Renamed": {f"use {new}": [old] for old, new in RETIRED.items()} | same,
     }
     out = OTHERS.splitlines()
     for heading, table in tables.items():

@@ -198,7 +198,7 @@ def test_no_abbreviations():
         (["--retro-workdir", "x"], "for retrieval models"),
         (["--img-h", "224"], "for vision models"),
         (["--vocab-extra-ids", "1"], "for encoder-decoder models"),
-        (["--fp4-format", "e2m1"], "this kind of 8-bit or 4-bit training is not there"),
+        (["--fp4-format", "e2m1"], "this kind of 8-bit or 4-bit training is not supported"),
         (["--use-bnb-optimizer"], "--use-bnb-optimizer is refused: 8-bit"),
         (["--lr", "fast"], "--lr: 'fast' is not a number"),
         (["--lr", "nan"], "--lr: 'nan' is not a number"),

@@ -82,7 +82,7 @@ def test_other_spellings():
     ("argv", "words"),
     [
         (["--use-megatron-fsdp"], "--use-megatron-fsdp is refused: it is --zero-stage 3 here"),
-        (["--moe-router-topk", "2"], "mixtures of experts are not yet there"),
+        (["--moe-router-topk", "2"], "mixtures of experts are not yet supported"),
         (["--decoder-first-pipeline-num-layers", "2"], "--pipeline-layout"),
         (["--decoder-num-layers", "2"], "for encoder-decoder models"),
         (["--ckpt-step", "2"], "name the step in --load"),
@@ -90,7 +90,7 @@ def test_other_spellings():
         (["--grpo-iterations", "2"], "no reinforcement learning"),
         (["--no-fp8-wgrad"], "all three products of a layer are 8-bit, with scales updated every step"),
         (["--fp8-param-gather"], "weights are kept in float32 and cast once a step"),
-        (["--fp8-quantizer-factory", "x"], "this kind of 8-bit or 4-bit training is not there; see --fp8-format"),
+        (["--fp8-quantizer-factory", "x"], "this kind of 8-bit or 4-bit training is not supported; see --fp8-format"),
         (["--cpu-offloading"], "give --recompute-granularity full, with --checkpoint-in-cpu"),
         (["--model_size=345M"], "--model_size is refused: give --preset; `meshwright presets` lists the sizes"),
     ],

@@ -191,7 +191,7 @@ def beam_problems(c: GenerateConfig) -> list[str]:
     return out
 
 
-# Conditions in `needs` of flags; a name completes "has no effect without".
+# Conditions in `needs` of flags: each name follows "has no effect without".
 CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--fp16": lambda c: c.precision.fp16,
     "--fp16 or --bf16": lambda c: c.precision.fp16 or c.precision.bf16,
@@ -202,13 +202,13 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--eval-iters above 0": lambda c: c.training.eval_iters,
     "--save": lambda c: c.checkpoint.save,
     "--save or --run-dir": lambda c: c.checkpoint.save or c.checkpoint.run_dir,
-    "--keep-last; all are kept": lambda c: c.checkpoint.keep_last or not c.checkpoint.save,
+    "--keep-last": lambda c: c.checkpoint.keep_last or not c.checkpoint.save,
     "learned or rotary positions": lambda c: c.model.position in ("learned", "rope"),
     "--position-embedding-type rope": lambda c: c.model.position == "rope",
     "a GELU activation": lambda c: not c.model.gated and not c.model.squared_relu,
     "--optimizer sgd": lambda c: c.optimizer.optimizer == "sgd",
     "--optimizer muon": lambda c: c.optimizer.optimizer == "muon",
-    "Adam; --optimizer is sgd": lambda c: c.optimizer.optimizer != "sgd",
+    "--optimizer adam, adamw or muon": lambda c: c.optimizer.optimizer != "sgd",
     "--lr-decay-style WSD": lambda c: c.optimizer.lr_decay_style == "WSD",
     "a warm-up": lambda c: c.warmup_samples,
     "--on-spike": lambda c: c.training.on_spike != "off",
@@ -256,7 +256,7 @@ def notices(config: Any) -> list[str]:
 
 
 def contradictions(asked: Model, saved: Model, names: Collection[str] = ARCHITECTURE) -> list[str]:
-    """Return each of these settings that differs from the checkpoint's."""
+    """Describe each of these settings that differs from the checkpoint's."""
     out, defaults = [], Model()
     for name in names:
         outcome = OUTCOME.get(name, name)

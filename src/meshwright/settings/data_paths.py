@@ -75,7 +75,7 @@ def prefixes(d: Data) -> list[str]:
 
 
 def path_sets(d: Data) -> list[PathSet]:
-    """Return the sets in the order train, valid, test, then in the given order."""
+    """Return the sets in the order train, valid, test; each in the order of its flag."""
     named = path_settings(d)
     ways = [[n for n in way if n in named] for way in (TOGETHER, APART, GROUPS)]
     meanings = ("--split divides", "takes whole files", "names groups")
@@ -248,7 +248,7 @@ def _require_once(one: PathSet) -> None:
         if s.begin < ends.get(file, 0):
             where = f"{one.flag} {one.name}" if one.name else one.flag
             raise ValueError(
-                f"{where}: {s.prefix} is there twice, so its documents would come twice; add up its weights"
+                f"{where}: {s.prefix} appears twice, so its documents would be read twice; add up its weights"
             )
         ends[file] = s.end
 

@@ -47,14 +47,14 @@ from meshwright.settings.schema import TrainConfig
 
 C = TypeVar("C")
 
-# Lengths of which one is given: that of a layer replaces those of the layers below (a preset's).
+# Units of one length: a unit given in a higher layer removes the others from lower layers.
 REPLACES = {
     f"{kind}_{unit}": [f"{kind}_{other}" for other in units.split() if other != unit]
     for kind, units in {"train": "iters samples tokens", "lr_warmup": "fraction iters samples tokens"}.items()
     for unit in units.split()
 }
 
-# Words of other programs that are not near enough to ours for a suggestion, and for values.
+# Words of other programs for flags and values of ours, too different for a suggestion by spelling.
 OTHER_WORDS = dict.fromkeys(("--max-tokens", "--max-length", "--num-tokens", "--length"), "--max-new-tokens")
 OTHER_VALUES = {"hf": "huggingface", "GPT2Tokenizer": "GPT2BPETokenizer"}
 
@@ -118,8 +118,8 @@ def parse_settings(
         for _, layer in layers[1:]:
             replaced = {other for name in layer for other in REPLACES.get(name, ())}
             above = {name: value for name, value in above.items() if name not in replaced} | layer
-        known = {k: v for k, v in presets.fitted(control["preset"], above).items() if k in reader.known}
-        layers[0] = (layers[0][0], known)
+        fitted = presets.fitted(control["preset"], above)
+        layers[0] = (layers[0][0], {name: value for name, value in fitted.items() if name in reader.fields})
     if complaints and is_flat(cls):
         raise UserError(listed(complaints))
     built, sources = build_config(cls, layers)
@@ -131,8 +131,8 @@ def parse_settings(
     is_complete = not (isinstance(built, TrainConfig) and built.checkpoint.load)
     # A value that could not be read is not also reported as missing.
     reported = {c.split()[0].rstrip(":") for c in complaints}
-    found = checks.problems(built) if check and is_complete else remote
-    complaints += [p for p in found if p.split()[0] not in reported]
+    objections = checks.problems(built) if check and is_complete else remote
+    complaints += [line for line in objections if line.split()[0] not in reported]
     if complaints:
         raise UserError(listed(complaints))
     only_prints = bool(control["dry_run"]), bool(control["print_config"])
@@ -160,7 +160,7 @@ def _layers_below(reader: LayerReader, preset: str | None, file: str | None) -> 
     layers = []
     if preset:
         presets.require(preset, "--preset: ")
-        layers.append((f"preset {preset}", {k: v for k, v in presets.PRESETS[preset].items() if k in reader.known}))
+        layers.append((f"preset {preset}", {k: v for k, v in presets.PRESETS[preset].items() if k in reader.fields}))
     if file:
         if address := find_address(file):
             raise UserError(f"--config {refuse_address(address)}")
@@ -187,8 +187,8 @@ def _take_positional(
 
 def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
     """Report flags of the command line that the command accepts and does not use."""
-    used, known = getattr(cls, "USES", None), config_fields(cls)
-    defaults = {name: default_of(f) for name, (_, f, _) in known.items()} | dict.fromkeys(OLD_SWITCHES, False)
+    used, by_name = getattr(cls, "USES", None), config_fields(cls)
+    defaults = {name: default_of(f) for name, (_, f, _) in by_name.items()} | dict.fromkeys(OLD_SWITCHES, False)
     return [
         f"{spelling(name)} has no effect on this command"
         for name, value in typed.items()
@@ -216,20 +216,20 @@ def listed(complaints: list[str]) -> str:
 
 def build_config(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tuple[C, dict[str, str]]:
     """Lay the layers over the defaults; return the configuration and each value's source."""
-    known = config_fields(cls)
+    by_name = config_fields(cls)
     values: dict[str, dict[str, Any]] = {g: {} for g in config_groups(cls)}
-    sources = dict.fromkeys(known, "default")
+    sources = dict.fromkeys(by_name, "default")
     for label, layer in layers:
-        for name in {other for given in layer for other in REPLACES.get(given, ())} - layer.keys():
-            if name in known:
-                values[known[name][0]].pop(name, None)
+        for name in {other for length in layer for other in REPLACES.get(length, ())} - layer.keys():
+            if name in by_name:
+                values[by_name[name][0]].pop(name, None)
                 sources[name] = "default"
-        for name in layer.keys() & known.keys():
-            values[known[name][0]][name] = layer[name]
+        for name in layer.keys() & by_name.keys():
+            values[by_name[name][0]][name] = layer[name]
             sources[name] = label
         for switch in layer.keys() & OLD_SWITCHES.keys():
             name, value = OLD_SWITCHES[switch]
-            group = values[known[name][0]]
+            group = values[by_name[name][0]]
             if layer[switch]:
                 group[name] = _with_switch(group.get(name), value)
                 sources[name] = f"{label} ({spelling(switch)})"
@@ -261,15 +261,15 @@ def current_names(saved: Mapping[str, Any]) -> dict[str, Any]:
 @cached
 def _parser(cls: type, positional: str | None = None) -> FlagParser:
     """Return the parser of a command line; `help` shows the flags, so it has no texts."""
-    known = config_fields(cls)
+    by_name = config_fields(cls)
     parser = FlagParser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
     parser.add_argument("-h", "--help", "--help-all", action="store_true")  # for suggestions; `parse` answers it
     # -1e-3 is a number too.
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
     if positional:
-        _, f, kind = known[positional]
+        _, f, kind = by_name[positional]
         parser.add_argument("bare", nargs="*" if is_list(kind) else "?", metavar=word_of(f))
-    for _, f, kind in known.values():
+    for _, f, kind in by_name.values():
         _add(parser, f, kind)
     if is_flat(cls):
         return parser
@@ -278,10 +278,10 @@ def _parser(cls: type, positional: str | None = None) -> FlagParser:
     parser.add_argument("--print-config", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     for name, (dest, value) in EQUAL.items():
-        if dest in known:
+        if dest in by_name:
             parser.add_argument(name, dest=dest, action="store_const", const=value)
     for switch, (dest, _) in OLD_SWITCHES.items():
-        if dest in known:
+        if dest in by_name:
             parser.add_argument(spelling(switch), dest=switch, action="store_const", const=True)
             parser.add_argument("--no-" + spelling(switch)[2:], dest=switch, action="store_const", const=False)
     for name, (count, _) in NO_EFFECT.items():
@@ -363,11 +363,11 @@ def _short(value: Any) -> str:
 
 def _hyphenated(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
     """Return the words with --seq_length, say, as --seq-length."""
-    known, out = parser._option_string_actions, list[str]()
+    flags, out = parser._option_string_actions, list[str]()
     for word in argv:
         name, equals, value = word.partition("=")
         ours = name.replace("_", "-")
-        is_other = name.startswith("--") and name not in known and ours in known
+        is_other = name.startswith("--") and name not in flags and ours in flags
         out.append(ours + equals + value if is_other else word)
     return out
 
@@ -375,18 +375,18 @@ def _hyphenated(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
 def _without_switch_values(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
     """Remove and report values of switches: some programs read `--fp16 False` as true."""
     switches = {name for name, action in parser._option_string_actions.items() if action.nargs == 0}
-    kept: list[str] = []
+    words: list[str] = []
     wrong = []
     for word in argv:
         name, equals, _ = word.partition("=")
         if equals and name in switches:
-            kept.append(name)
+            words.append(name)
             wrong.append(word)
-        elif kept and kept[-1] in switches and word.lower() in ("true", "false"):
-            wrong.append(f"{kept[-1]} {word}")
+        elif words and words[-1] in switches and word.lower() in ("true", "false"):
+            wrong.append(f"{words[-1]} {word}")
         else:
-            kept.append(word)
-    return kept, [f"{w}: this flag takes no value; write it alone, or leave it out" for w in wrong]
+            words.append(word)
+    return words, [f"{w}: this flag takes no value; write it alone, or leave it out" for w in wrong]
 
 
 # Files and the environment.
@@ -396,30 +396,30 @@ class LayerReader:
     """Converts the values of each layer and collects complaints and notices."""
 
     def __init__(self, cls: type, complaints: list[str]) -> None:
-        self.cls, self.known = cls, config_fields(cls)
+        self.cls, self.fields = cls, config_fields(cls)
         self.complaints = complaints
         self.notices: list[str] = []
         self.idle: dict[str, Any] = {}
         self.aliases = {
-            _key(alias.lstrip("-")): n for n, (_, f, _) in self.known.items() for alias in f.metadata["aliases"]
+            _key(alias.lstrip("-")): n for n, (_, f, _) in self.fields.items() for alias in f.metadata["aliases"]
         }
 
     def convert_all(self, values: Mapping[Any, Any], where: str) -> dict[str, Any]:
         """Return names and values of one layer as fields and values of their types."""
         out = {}
         idle = {_key(name.lstrip("-")): name for name in NO_EFFECT}
-        equal = {_key(name.lstrip("-")): pair for name, pair in EQUAL.items() if pair[0] in self.known}
+        equal = {_key(name.lstrip("-")): pair for name, pair in EQUAL.items() if pair[0] in self.fields}
         for key, value in values.items():
             name = _key(str(key))
-            name = name if name in self.known else self.aliases.get(name, name)
+            name = name if name in self.fields else self.aliases.get(name, name)
             if name in equal and value is True:
                 name, value = equal[name]
-            if name in self.known:
+            if name in self.fields:
                 try:
                     is_raw = name == "prompt" and isinstance(value, str)  # "none" is a prompt too
-                    out[name] = value if is_raw else convert_value(self.known[name][2], value)
+                    out[name] = value if is_raw else convert_value(self.fields[name][2], value)
                 except argparse.ArgumentTypeError as e:
-                    self.complaints.append(f"{shown_name(self.known[name][1])}{where}: {e}")
+                    self.complaints.append(f"{shown_name(self.fields[name][1])}{where}: {e}")
             elif name in OLD_SWITCHES:
                 self._read_switch(out, name, value, where)
             elif name in idle:
@@ -428,7 +428,7 @@ class LayerReader:
             elif elsewhere := known_elsewhere("--" + name.replace("_", "-")):
                 self.complaints.append(elsewhere + where)
             else:
-                self.complaints.append(f"unknown setting {str(key)[:100]!r}{where}{did_you_mean(name, self.known)}")
+                self.complaints.append(f"unknown setting {str(key)[:100]!r}{where}{did_you_mean(name, self.fields)}")
         self._check_switches(out)
         return out
 
@@ -445,7 +445,7 @@ class LayerReader:
             self.notices.append(f"--use-distributed-optimizer is --zero-stage 1; --zero-stage {stage} goes further")
 
     def _read_switch(self, out: dict[str, Any], name: str, value: Any, where: str) -> None:
-        if OLD_SWITCHES[name][0] not in self.known:
+        if OLD_SWITCHES[name][0] not in self.fields:
             return  # a file for several commands
         try:
             out[name] = convert_value(bool, value)
@@ -489,18 +489,18 @@ class LayerReader:
 
     def read_environment(self) -> dict[str, Any]:
         prefix = "MESHWRIGHT_"
-        found = {k[len(prefix) :].lower(): v for k, v in os.environ.items() if k.startswith(prefix)}
-        return self.convert_all(self._without_others(found), " in the environment (MESHWRIGHT_*)")
+        values = {k[len(prefix) :].lower(): v for k, v in os.environ.items() if k.startswith(prefix)}
+        return self.convert_all(self._without_others(values), " in the environment (MESHWRIGHT_*)")
 
     def _is_section(self, key: Any) -> bool:
         return key in config_groups(self.cls) or any(key in config_groups(other) for other in every_config())
 
-    def _without_others(self, found: dict[Any, Any]) -> dict[Any, Any]:
+    def _without_others(self, values: dict[Any, Any]) -> dict[Any, Any]:
         """Leave out settings of other commands: a file or a shell may hold settings for several."""
-        if all(_key(str(k)) in self.known for k in found):
-            return found
-        others = {name for other in every_config() for name in config_fields(other)} - set(self.known)
-        return {k: v for k, v in found.items() if _key(str(k)) not in others}
+        if all(_key(str(k)) in self.fields for k in values):
+            return values
+        others = {name for other in every_config() for name in config_fields(other)} - set(self.fields)
+        return {k: v for k, v in values.items() if _key(str(k)) not in others}
 
 
 def _key(name: str) -> str:
@@ -542,8 +542,8 @@ def _toml(value: Any) -> str:
 def from_saved(cls: type[C], saved: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the settings of a checkpoint that this class has, converted to their types."""
     reader = LayerReader(cls, [])
-    known = {name: value for name, value in current_names(saved).items() if name in reader.known}
-    out = reader.convert_all(known, f" in {where}")
+    ours = {name: value for name, value in current_names(saved).items() if name in reader.fields}
+    out = reader.convert_all(ours, f" in {where}")
     if reader.complaints:
         raise UserError(listed(reader.complaints), BAD_DATA)
     return out

@@ -302,7 +302,10 @@ class Training:
         True, "on SIGTERM or SIGINT finish the step, save and exit with 143 or 130", **UNPROVEN
     )
     exit_signal: list[str] = flag(
-        ["SIGUSR1", "SIGUSR2"], "other signals that do so; the status is 128 + the number", value="FORM", **UNPROVEN
+        ["SIGUSR1", "SIGUSR2"],
+        "further signals that save and exit; the status is 128 + the signal's number",
+        value="FORM",
+        **UNPROVEN,
     )
     kill_switch_path: str | None = flag(
         None, "save and exit when this file appears", "--kill-switch-file", value="FILE", **UNPROVEN
@@ -336,12 +339,12 @@ class Training:
     )
     spike_factor: float = flag(
         10.0,
-        "a spike is so many standard deviations above the median, by median deviations",
+        "a loss this many robust standard deviations (from the median absolute deviation) above the median is a spike",
         bound=">0",
         needs=SPIKE,
         **UNPROVEN,
     )
-    spike_window: int = flag(128, "losses that these are computed from", needs=SPIKE, **UNPROVEN)
+    spike_window: int = flag(128, "recent losses from which the median is computed", needs=SPIKE, **UNPROVEN)
     recompute_granularity: Literal["full", "selective"] | None = flag(
         None, "recompute whole layers, or attention only", docs="parallelism memory", resume="free"
     )
@@ -420,13 +423,13 @@ class Optimizer:
     )
     clip_grad: float = flag(1.0, "maximum global gradient norm (0: no clipping)", bound=">=0", docs="")
     adam_beta1: float = flag(
-        0.9, "decay rate of the first moment", bound="[0,1)", needs="Adam; --optimizer is sgd", docs=""
+        0.9, "decay rate of the first moment", bound="[0,1)", needs="--optimizer adam, adamw or muon", docs=""
     )
     adam_beta2: float = flag(
-        0.999, "decay rate of the second moment", bound="[0,1)", needs="Adam; --optimizer is sgd", docs=""
+        0.999, "decay rate of the second moment", bound="[0,1)", needs="--optimizer adam, adamw or muon", docs=""
     )
     adam_eps: float = flag(
-        1e-8, "term added to Adam's denominator", bound=">0", needs="Adam; --optimizer is sgd", docs=""
+        1e-8, "term added to Adam's denominator", bound=">0", needs="--optimizer adam, adamw or muon", docs=""
     )
     sgd_momentum: float = flag(0.9, "momentum of SGD", bound="[0,1)", needs="--optimizer sgd")
     muon_momentum: float = flag(0.95, "momentum of Muon", bound="[0,1)", needs="--optimizer muon")
@@ -670,7 +673,7 @@ class Checkpoint:
         "also keep checkpoints of steps divisible by this",
         "--save-retain-interval",
         bound=">0",
-        needs=("--save", "--keep-last; all are kept"),
+        needs=("--save", "--keep-last"),
     )
     keep_best: bool = flag(
         False,
@@ -705,7 +708,7 @@ class Logging:
         "--metric-print-format",
     )
     steps_per_print: int | None = flag(
-        None, "steps between DeepSpeed's lines `steps: ... samples/sec: ...` (none: no such lines)", bound=">0"
+        None, "steps between DeepSpeed's lines `steps: ... samples/sec: ...` (none: off)", bound=">0"
     )
     progress: bool = flag(True, "show a progress bar on stderr if it is a terminal")
     tensorboard: bool = flag(True, "write TensorBoard files, if TensorBoard is installed and the run has a folder")
@@ -740,7 +743,7 @@ class Logging:
     trackio_project: str | None = flag(
         None, "Trackio project to log to, under the name of the run's folder", value="FORM"
     )
-    sample_interval: int | None = flag(None, "steps between samples of text from the model (none: no such)", bound=">0")
+    sample_interval: int | None = flag(None, "steps between samples of text from the model (none: off)", bound=">0")
     sample_prompts: list[str] = flag(
         [], "beginnings of these samples (none: one from nothing)", needs=SAMPLES, value="WORDS"
     )

@@ -49,7 +49,7 @@ def power(value: Any) -> float:
 
 def device(value: Any) -> str:
     if value not in (None, "none", "cpu"):
-        raise ValueError('"cpu" or "none": offloading to NVMe is not there')
+        raise ValueError('"cpu" or "none": offloading to NVMe is not supported')
     return value or "none"
 
 
@@ -114,9 +114,9 @@ REFUSED = {
     "curriculum_learning": "samples have one length here",
     "data_efficiency": "samples are read in one order here",
     "progressive_layer_drop": "every layer is trained in every step here",
-    "eigenvalue": "it belongs to compression, which is not there",
-    "quantize_training": "quantized training is not there",
-    "compression_training": "compression is not there",
+    "eigenvalue": "it belongs to compression, which is not supported",
+    "quantize_training": "quantized training is not supported",
+    "compression_training": "compression is not supported",
     "elasticity": "the batch is --global-batch-size, for any number of ranks",
     "tensor_parallel": "give --tensor-model-parallel-size",
     "fp16.consecutive_hysteresis": "the loss scale's hysteresis is Megatron's",
@@ -190,7 +190,7 @@ def _sort_keys(file: dict[str, Any], path: str) -> tuple[dict[str, Any], list[st
                 wrong.append(f'"{key}" is {json.dumps(value)[:100]}, not {error}')
         elif key in REFUSED:
             if not _is_off(value):
-                wrong.append(f'"{key}" is not there: {REFUSED[key]}')
+                wrong.append(f'"{key}" is not supported: {REFUSED[key]}')
         elif key in SECTIONS:
             wrong.append(f'"{key}" is {json.dumps(value)[:100]}, not a section {{...}}')
         elif key in OURS:
@@ -228,7 +228,7 @@ def read_deepspeed(path: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [k for k, _ in pairs]
         if repeated := next((k for k in keys if keys.count(k) > 1), None):
-            raise ValueError(f'"{repeated}" is there twice')
+            raise ValueError(f'"{repeated}" is given twice')
         return dict(pairs)
 
     try:

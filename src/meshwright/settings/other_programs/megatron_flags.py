@@ -60,7 +60,7 @@ _IDLE = {
     "the loss reads half-precision logits and always sums in float32": "fp16-lm-cross-entropy",
     "there is one implementation, picked for the device": "transformer-impl:1",
     "there is one model": "use-mcore-models use-legacy-models",
-    "nothing here waits for this switch": "enable-experimental",
+    "no feature is behind this switch": "enable-experimental",
     "--cuda-graphs decides; a graph holds a whole step": """cuda-graph-impl:1 cuda-graph-scope:*
         cuda-graph-warmup-steps:1""",
     "the collectives are chosen by the layout": """no-async-tensor-model-parallel-allreduce zero-reduce-scatter
@@ -101,7 +101,7 @@ _IDLE = {
     "token files are always mapped, which reads the same ids": "no-mmap-bin-files",
     "token files hold no padding": "allow-ambiguous-pad-tokens",
     "batches are always pinned on a GPU": "use-pin-memory",
-    "data are files": "disable-msc",
+    "data are local files; there is no storage client": "disable-msc",
     "no validation loss depends on the micro-batch": "eval-micro-batch-size:1",
     "randomness is a function of seed and sample number: there is no state": """no-load-rng no-save-rng te-rng-tracker
         inference-rng-tracker""",
@@ -196,11 +196,12 @@ _REFUSALS = {
     "give --fp8-format e4m3 or hybrid": "fp8",
     "all three products of a layer are 8-bit, with scales updated every step": "no-fp8-wgrad fp8-interval",
     "weights are kept in float32 and cast once a step": "fp8-param-gather",
-    "this kind of 8-bit or 4-bit training is not there; see --fp8-format": """fp4-* fp8-* no-fp8-*
+    "this kind of 8-bit or 4-bit training is not supported; see --fp8-format": """fp4-* fp8-* no-fp8-*
         keep-fp8-transpose-cache te-precision-config-file reuse-grad-buf-for-mxfp8-param-ag kitchen-* use-kitchen*""",
-    "mixtures of experts are not yet there": """moe-* no-moe-* expert-model-parallel-size expert-tensor-parallel-size
+    "mixtures of experts are not yet supported": """moe-* no-moe-* expert-model-parallel-size
+        expert-tensor-parallel-size
         overlap-moe-expert-parallel-comm ep-overlap-early-attn-memory-release save-tokens-per-expert-interval""",
-    "this kind of attention is not yet there; see --position-embedding-type and --num-query-groups": """
+    "this kind of attention is not yet supported; see --position-embedding-type and --num-query-groups": """
         multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim mscale*
         cache-mla-latents original-max-position-embeddings beta-fast beta-slow experimental-attention-variant dsa-*
         no-dsa-* linear-* window-size window-attn-skip-freq softmax-type softmax-scale attention-output-gate
@@ -208,12 +209,12 @@ _REFUSALS = {
     "rotary embeddings are the plain ones, of halves of a head; see --rotary-base and --rotary-percent": """
         rotary-interleaved rotary-seq-len-interpolation-factor rotary-scaling-factor use-rope-scaling
         rope-scaling-factor rope-type no-rope-freq mrope-section""",
-    "this MLP is not there; see --swiglu, --glu-activation and --squared-relu": """quick-geglu glu-linear-offset
+    "this MLP is not supported; see --swiglu, --glu-activation and --squared-relu": """quick-geglu glu-linear-offset
         activation-func-clamp-value""",
-    "prediction of several tokens is not there": "mtp-*",
+    "prediction of several tokens is not supported": "mtp-*",
     "layers are all of one kind": """heterogeneous-* hybrid-attention-ratio hybrid-mlp-ratio hybrid-override-pattern
         hybrid-layer-pattern mamba-* no-mamba-* disable-mamba-mem-eff-path is-hybrid-model spec gated-norm*""",
-    "embeddings are drawn as all weights are; see --init-method-std": "embedding-init-method-std",
+    "embeddings are initialised like all weights; see --init-method-std": "embedding-init-method-std",
     "all parameters have one learning rate, --lr": "decoupled-lr decoupled-min-lr",
     "norms never decay": "apply-wd-to-qk-layernorm no-weight-decay-cond-type",
     "Muon is torch's: Nesterov, fused queries, keys and values, updates of AdamW's size": "muon-*",
