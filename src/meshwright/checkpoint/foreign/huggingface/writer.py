@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshwright import tokenizers
 from meshwright.checkpoint import saved_model
 from meshwright.checkpoint.boxes import Shape
+from meshwright.checkpoint.foreign import exports
 from meshwright.checkpoint.foreign.huggingface.reader import LLAMA_NORMS
 from meshwright.checkpoint.manifests import sha256
 from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH, safetensors_header
@@ -101,9 +102,9 @@ def write_huggingface(
 
 def require_expressible(m: Model, where: Path, status: int = USAGE) -> str:
     """Return the kind of network that expresses the model, or refuse with every obstacle."""
-    kind, cannot = choose_architecture(m)
-    if cannot:
-        raise UserError("\n  ".join([f"{where}: {ARCHITECTURES[kind]} cannot express", *cannot]), status)
+    kind = choose_architecture(m)
+    if obstacles := exports.obstacles(m, family(kind)):
+        raise UserError("\n  ".join([f"{where}: {ARCHITECTURES[kind]} cannot express", *obstacles]), status)
     return kind
 
 
@@ -140,72 +141,25 @@ def files_of(folder: Path) -> dict[str, list[int]]:
 # Architectures
 
 
-def choose_architecture(m: Model) -> tuple[str, list[str]]:
-    """Return the kind of network, and the settings that it cannot express."""
-    heads = m.num_attention_heads or 1
-    square = heads * m.head_dim == m.hidden_size
-    either = {
-        f"--position-embedding-type {m.position_embedding_type}": m.position in ("alibi", "none"),
-        "--embed-layernorm": m.embed_layernorm,
-        "--apply-layernorm-1p": m.apply_layernorm_1p,
-        "--apply-residual-connection-post-layernorm": m.apply_residual_connection_post_layernorm,
-    }
+def choose_architecture(m: Model) -> str:
+    """Return the kind of network that comes closest to the model."""
     if m.position != "rope":
-        cannot = either | {
-            f"--normalization {m.normalization}": m.normalization != "LayerNorm",
-            f"the activation {m.activation}": m.activation not in ("gelu-tanh", "gelu"),
-            "--disable-bias-linear": not m.add_bias_linear,
-            f"{m.groups} groups of {heads} heads": m.groups != heads,
-            f"{heads} heads of {m.head_dim} for a width of {m.hidden_size}": not square,
-            "--qk-layernorm": m.qk_layernorm,
-        }
-        return "gpt2", [what for what, wrong in cannot.items() if wrong]
-    kind = "qwen3" if m.qk_layernorm else "qwen2" if m.add_qkv_bias and not m.add_bias_linear else "llama"
-    cannot = either | {
-        f"--normalization {m.normalization}": m.normalization != "RMSNorm",
-        f"the activation {m.activation}": m.activation != "swiglu",
-        f"--rotary-percent {m.rotary_percent}": m.rotating != m.head_dim,
-        "--qk-layernorm with biases": m.qk_layernorm and m.qkv_bias,
-        f"a width of {m.hidden_size}, not a multiple of {heads} heads": (m.hidden_size or 0) % heads != 0,
-    }
-    return kind, [what for what, wrong in cannot.items() if wrong]
+        return "gpt2"
+    return "qwen3" if m.qk_layernorm else "qwen2" if m.add_qkv_bias and not m.add_bias_linear else "llama"
+
+
+def family(kind: str) -> str:
+    """Return the column of the table of exports that describes a kind of network."""
+    return "gpt2" if kind == "gpt2" else "llama"
 
 
 def describe_config(kind: str, saved: SavedModel, wte: ExportedTensor) -> dict[str, Any]:
     """Return the contents of config.json."""
-    m = saved.model
-    common = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], "vocab_size": wte.shape[0]}
-    common |= {"initializer_range": m.init_method_std, "torch_dtype": TORCH[wte.dtype]}
-    common["tie_word_embeddings"] = "lm_head.weight" not in saved.source.tensors
-    if kind == "gpt2":
-        return common | {
-            "n_embd": m.hidden_size,
-            "n_layer": m.num_layers,
-            "n_head": m.num_attention_heads,
-            "n_inner": m.ffn,
-            "n_positions": saved.require_positions(),
-            "layer_norm_epsilon": m.layernorm_epsilon,
-            "activation_function": "gelu" if m.activation == "gelu" else "gelu_new",
-            "embd_pdrop": m.dropout_of_embeddings,
-            "resid_pdrop": m.hidden_dropout,
-            "attn_pdrop": m.attention_dropout,
-        }
-    return common | {
-        "hidden_size": m.hidden_size,
-        "num_hidden_layers": m.num_layers,
-        "num_attention_heads": m.num_attention_heads,
-        "num_key_value_heads": m.groups,
-        "head_dim": m.head_dim,
-        "intermediate_size": m.ffn,
-        "hidden_act": "silu",
-        "max_position_embeddings": saved.require_positions(),
-        "rms_norm_eps": m.layernorm_epsilon,
-        **dict.fromkeys(("attention_bias", "mlp_bias"), m.add_bias_linear),
-        "attention_dropout": m.attention_dropout,
-        "rope_theta": m.rotary_base,
-        # transformers 4 reads rope_theta, 5 this:
-        "rope_parameters": {"rope_type": "default", "rope_theta": m.rotary_base},
-    }
+    config = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], "vocab_size": wte.shape[0]}
+    config |= {"torch_dtype": TORCH[wte.dtype]} | exports.settings_of(saved, family(kind))
+    if "rope_theta" in config:  # transformers 4 reads rope_theta, 5 this
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    return config
 
 
 # Tensors

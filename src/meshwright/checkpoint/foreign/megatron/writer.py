@@ -19,6 +19,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from meshwright.checkpoint.foreign import exports
 from meshwright.checkpoint.foreign.adam import MOMENTS
 from meshwright.checkpoint.foreign.megatron import names
 from meshwright.checkpoint.foreign.megatron.reader import MODEL
@@ -92,7 +93,8 @@ def check_export(target: MegatronExport) -> None:
     """Refuse, in one list, everything that Megatron could not load."""
     m, t, p = target.model, target.t, target.p
     rows = target.tensors["wte.weight"].shape[0]
-    wrong = [
+    wrong = [f"{obstacle} cannot be expressed" for obstacle in exports.obstacles(m, "megatron")]
+    wrong += [
         f"{count} {what} cannot be divided by {by} ({flag})"
         for count, what, by, flag in (
             (m.num_attention_heads or 1, "heads", t, "--target-tensor-parallel-size"),

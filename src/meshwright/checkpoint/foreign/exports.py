@@ -1,0 +1,161 @@
+"""THE table of exports: what each target has for each field of `Model`, or why it is refused there.
+
+A row for every field: tests name one that is missing, so that a new field of the network is decided
+for every target and never left out in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from meshwright.checkpoint.saved_model import SavedModel
+from meshwright.settings.schema import Model
+
+
+class Expression(NamedTuple):
+    """A field in one target: its settings there, or what prevents the export of a model."""
+
+    keys: tuple[str, ...] = ()
+    value: Callable[[SavedModel], Any] = lambda saved: None
+    obstacle: Callable[[Model], str] = lambda m: ""
+
+
+class Export(NamedTuple):
+    gpt2: Expression  # Hugging Face's, for a learned table of positions
+    llama: Expression  # Hugging Face's, for rotation: Llama, Qwen 2 and 3
+    megatron: Expression
+
+
+TENSORS = Expression()  # the names and shapes of the tensors say it
+TRAINING = Expression()  # it concerns training or this package: the network computes the same without
+ELSEWHERE = Expression()  # another field's row says it
+SAME = Expression()  # Megatron's or BigScience's argument of this name means the same
+
+
+def setting(keys: str, value: Callable[[SavedModel], Any]) -> Expression:
+    return Expression(tuple(keys.split()), value)
+
+
+def from_model(keys: str, name: str) -> Expression:
+    """Give a field or property of the model under the target's names."""
+    return setting(keys, lambda saved: getattr(saved.model, name))
+
+
+def refuse(obstacle: Callable[[Model], str]) -> Expression:
+    return Expression(obstacle=obstacle)
+
+
+def refuse_switch(flag: str, name: str, refused: object = True) -> Expression:
+    return refuse(lambda m: flag if getattr(m, name) == refused else "")
+
+
+def _activation(*allowed: str) -> Callable[[Model], str]:
+    return lambda m: "" if m.activation in allowed else f"the activation {m.activation}"
+
+
+def _heads_for_gpt2(m: Model) -> str:
+    heads = m.num_attention_heads or 1
+    return (
+        "" if heads * m.head_dim == m.hidden_size else f"{heads} heads of {m.head_dim} for a width of {m.hidden_size}"
+    )
+
+
+def _groups_for_gpt2(m: Model) -> str:
+    heads = m.num_attention_heads or 1
+    return "" if m.groups == heads else f"{m.groups} groups of {heads} heads"
+
+
+def _width_for_llama(m: Model) -> str:
+    heads = m.num_attention_heads or 1
+    return f"a width of {m.hidden_size}, not a multiple of {heads} heads" if (m.hidden_size or 0) % heads else ""
+
+
+def _norm(allowed: str) -> Expression:
+    return refuse(lambda m: "" if m.normalization == allowed else f"--normalization {m.normalization}")
+
+
+_POSITIONS = refuse(
+    lambda m: f"--position-embedding-type {m.position_embedding_type}" if m.position in ("alibi", "none") else ""
+)
+_ROTARY_PERCENT = refuse(lambda m: f"--rotary-percent {m.rotary_percent}" if m.rotating != m.head_dim else "")
+_QK_NORM = refuse(lambda m: "--qk-layernorm with biases" if m.qk_layernorm and m.qkv_bias else "")
+_TIED = setting("tie_word_embeddings", lambda saved: "lm_head.weight" not in saved.source.tensors)
+_GELU = Expression(
+    ("activation_function",),
+    lambda saved: "gelu" if saved.model.activation == "gelu" else "gelu_new",
+    _activation("gelu-tanh", "gelu"),
+)
+_SILU = Expression(("hidden_act",), lambda saved: "silu", _activation("swiglu"))
+_ROTATION = from_model("rope_theta", "rotary_base")  # rope_parameters, which transformers 5 reads, repeats it
+_LENGTH = SavedModel.require_positions
+_NORM_1P = refuse_switch("--apply-layernorm-1p", "apply_layernorm_1p")
+_EMBED_NORM = refuse_switch("--embed-layernorm", "embed_layernorm")
+_POST_NORM = refuse_switch("--apply-residual-connection-post-layernorm", "apply_residual_connection_post_layernorm")
+_EXPERTS = refuse(lambda m: "--num-experts" if m.num_experts else "")
+
+EXPORTS = {
+    "num_layers": Export(from_model("n_layer", "num_layers"), from_model("num_hidden_layers", "num_layers"), SAME),
+    "hidden_size": Export(
+        from_model("n_embd", "hidden_size"),
+        from_model("hidden_size", "hidden_size")._replace(obstacle=_width_for_llama),
+        SAME,
+    ),
+    "num_attention_heads": Export(
+        from_model("n_head", "num_attention_heads"), from_model("num_attention_heads", "num_attention_heads"), SAME
+    ),
+    "ffn_hidden_size": Export(from_model("n_inner", "ffn"), from_model("intermediate_size", "ffn"), SAME),
+    "kv_channels": Export(refuse(_heads_for_gpt2), from_model("head_dim", "head_dim"), SAME),
+    "max_position_embeddings": Export(
+        setting("n_positions", _LENGTH), setting("max_position_embeddings", _LENGTH), SAME
+    ),
+    "make_vocab_size_divisible_by": Export(TRAINING, TRAINING, SAME),
+    "pad_vocab_size_to": Export(TRAINING, TRAINING, SAME),
+    "layernorm_epsilon": Export(
+        from_model("layer_norm_epsilon", "layernorm_epsilon"), from_model("rms_norm_eps", "layernorm_epsilon"), SAME
+    ),
+    "init_method_std": Export(
+        from_model("initializer_range", "init_method_std"), from_model("initializer_range", "init_method_std"), SAME
+    ),
+    "hidden_dropout": Export(from_model("resid_pdrop", "hidden_dropout"), TRAINING, SAME),
+    "attention_dropout": Export(
+        from_model("attn_pdrop", "attention_dropout"), from_model("attention_dropout", "attention_dropout"), SAME
+    ),
+    "embedding_dropout": Export(from_model("embd_pdrop", "dropout_of_embeddings"), TRAINING, TRAINING),
+    "untie_embeddings_and_output_weights": Export(_TIED, _TIED, SAME),
+    "bias_gelu_fusion": Export(_GELU, ELSEWHERE, SAME),
+    "attention_impl": Export(TRAINING, TRAINING, TRAINING),
+    "num_query_groups": Export(refuse(_groups_for_gpt2), from_model("num_key_value_heads", "groups"), SAME),
+    "group_query_attention": Export(ELSEWHERE, ELSEWHERE, SAME),
+    "position_embedding_type": Export(_POSITIONS, _POSITIONS, SAME),
+    "rotary_percent": Export(TRAINING, _ROTARY_PERCENT, SAME),
+    "rotary_base": Export(TRAINING, _ROTATION, SAME),
+    "swiglu": Export(ELSEWHERE, _SILU, SAME),
+    "squared_relu": Export(ELSEWHERE, ELSEWHERE, SAME),
+    "glu_activation": Export(ELSEWHERE, ELSEWHERE, SAME),
+    "normalization": Export(_norm("LayerNorm"), _norm("RMSNorm"), SAME),
+    "apply_layernorm_1p": Export(_NORM_1P, _NORM_1P, SAME),
+    "qk_layernorm": Export(refuse_switch("--qk-layernorm", "qk_layernorm"), _QK_NORM, TENSORS),
+    "add_bias_linear": Export(
+        refuse_switch("--disable-bias-linear", "add_bias_linear", False),
+        from_model("attention_bias mlp_bias", "add_bias_linear"),
+        SAME,
+    ),
+    "add_qkv_bias": Export(TENSORS, TENSORS, SAME),
+    "embed_layernorm": Export(_EMBED_NORM, _EMBED_NORM, SAME),
+    "apply_residual_connection_post_layernorm": Export(_POST_NORM, _POST_NORM, SAME),
+    "init_method_xavier_uniform": Export(TRAINING, TRAINING, SAME),
+    "num_experts": Export(_EXPERTS, _EXPERTS, _EXPERTS),
+}
+
+
+def settings_of(saved: SavedModel, target: str) -> dict[str, Any]:
+    """Return the model's settings under the target's names."""
+    expressions = (getattr(row, target) for row in EXPORTS.values())
+    return {key: expression.value(saved) for expression in expressions for key in expression.keys}
+
+
+def obstacles(m: Model, target: str) -> list[str]:
+    """List what the target cannot express of a model."""
+    found: Iterator[str] = (getattr(row, target).obstacle(m) for row in EXPORTS.values())
+    return [obstacle for obstacle in found if obstacle]
