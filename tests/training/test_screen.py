@@ -279,5 +279,5 @@ def test_an_early_error_leaves_no_screen_behind(monkeypatch):
 
     shown = Screen()
     monkeypatch.setattr(screen, "open_screen", lambda logging: shown)
-    monkeypatch.setattr(meshwright.training.run, "require_equal_settings", differ)
+    monkeypatch.setattr(meshwright.training.run, "require_equal_ranks", differ)
     assert main(["train", *TINY_FLAGS]) == 2 and shown.closed and console._screen is None

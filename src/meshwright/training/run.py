@@ -24,13 +24,13 @@ from meshwright.ranks.team import Team
 from meshwright.ranks.watchdog import Watchdog, watched
 from meshwright.ranks.world import ATTEMPT, find_world, require_world_size
 from meshwright.settings import command as commands
-from meshwright.settings.other_programs import argument_dump
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
-from meshwright.training.before.preflight import require_equal_settings, require_equal_vocabulary, require_free_folders
+from meshwright.training.before.preflight import require_equal_ranks
 from meshwright.training.before.resolve import Resolved, resolve
 from meshwright.training.log.startup import Startup
 from meshwright.training.state.folder import goodput_of, write_report
+from meshwright.training.state.resume import note_kept_model
 
 if TYPE_CHECKING:
     import torch
@@ -125,20 +125,18 @@ def run_on_rank(
 
     screen = open_screen(config.logging) if team.is_lead else None
     console.set_stream("stdout" if team.is_lead else None, screen)
-    values = argument_dump.dumped_arguments(config, resolved.idle, pick_backend(config.parallel, device))
     with contextlib.ExitStack() as block:
         if screen is not None:
             block.callback(console.set_stream, "stdout")  # what the caller does next has no screen
             block.callback(screen.close)
-        require_equal_settings(team, config)
-        require_equal_vocabulary(team, resolved)
+        require_equal_ranks(team, resolved)
         layout = connect(layout_of(config, team.rank), team.timeout)
         open_log = block.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
         team.run_on_lead(lambda: lock_folders(config, block))
         if caller.rehearse is not None and config.training.verify_layout:
             caller.rehearse(resolved, layout, device, team, caller)
         timers = Timers(int(config.logging.timing_log_level), config.logging.timing_log_option, device, team, startup)
-        print_settings(resolved, values)
+        print_settings(resolved, pick_backend(config.parallel, device))
         say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
         say_time("after megatron is initialized")
         spec = Spec(config, layout, device, vocabulary.size, vocabulary.padded, caller.model, caller.loss)
@@ -158,11 +156,11 @@ def run_on_rank(
 
 
 def lock_folders(config: TrainConfig, held: contextlib.ExitStack) -> None:
-    """Lock --run-dir and --save for this run, and refuse what must not be overwritten."""
+    """Lock --run-dir and --save for this run."""
     c = config.checkpoint
     for root in {Path(path).resolve(): path for path in (c.run_dir, c.save) if path}.values():
         held.enter_context(publish.lock(root))
-    require_free_folders(config)
+    note_kept_model(c)
 
 
 def finish(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> None:
@@ -210,7 +208,7 @@ def report_end(trainer: Trainer, reason: str, folder: Path | None) -> None:
         show(metrics.screen.end(reason, is_done, trainer.progress.iteration, metrics.final_loss))
 
 
-def print_settings(resolved: Resolved, values: dict[str, Any]) -> None:
+def print_settings(resolved: Resolved, backend: str) -> None:
     """Print the head of the log."""
     from meshwright.optim.loss_scale import dtype_of
 
@@ -224,7 +222,7 @@ def print_settings(resolved: Resolved, values: dict[str, Any]) -> None:
         f"pipeline-model-parallel size: {pp} "
     )
     say(f"using {dtype_of(config.precision)} for parameters ...")
-    say_arguments(values)
+    say_arguments(resolved.arguments | {"distributed_backend": backend})
     if not t.global_batch_size:
         say(f"setting global batch size to {config.global_batch}")
     if t.rampup_batch_size:

@@ -17,53 +17,38 @@ from meshwright.ranks.team import Team
 from meshwright.settings import checks
 from meshwright.settings.data_paths import prefixes
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.before.resolve import Resolved, find_vocabulary, folder_of, loaded_folder, require_settings
-from meshwright.training.before.sizes import describe_layout, describe_memory, describe_place, parameters_of_ranks
-from meshwright.training.state.resume import (
-    check_loading,
-    fresh_schedule,
-    guard_existing,
-    guard_run_folder,
-    saved_settings,
+from meshwright.training.before.resolve import (
+    Resolved,
+    find_vocabulary,
+    folder_of,
+    loaded_folder,
+    require_free_folders,
+    require_settings,
 )
-from meshwright.training.state.saver import check_export
+from meshwright.training.before.sizes import describe_layout, describe_memory, describe_place, parameters_of_ranks
+from meshwright.training.state.resume import check_loading, fresh_schedule, note_kept_model
 from meshwright.version import our_version
 
 
-def require_equal_settings(team: Team, config: TrainConfig) -> None:
-    """Refuse ranks with different settings, versions or data before anything is computed."""
+def require_equal_ranks(team: Team, resolved: Resolved) -> None:
+    """Raise what any rank found wrong; refuse ranks with other settings, versions or files."""
     if team.size == 1:
         return
     import numpy
     import torch
 
-    ours = saved_settings(config)
-    del ours["local_rank"], ours["run_dir"]  # rank 0 alone writes there
-    del ours["deepspeed_config"]  # its values are among the settings
-    files = zip(prefixes(config.data), ours.pop("data_fingerprint"), strict=True)
-    ours |= {f"--data-path {prefix} (its files)": fingerprint for prefix, fingerprint in files}
-    ours |= {"meshwright": our_version(), "torch": torch.__version__, "numpy": numpy.__version__}
-    require_equal(team, ours | {"python": platform.python_version()})
-
-
-def require_equal_vocabulary(team: Team, resolved: Resolved) -> None:
-    """Refuse ranks that found other tokenizers, or none: files may differ between machines."""
-
     def identify() -> dict[str, Any]:
         if resolved.problem is not None:
             raise resolved.problem
-        return resolved.vocabulary.identity()
+        own = dict(resolved.saved_settings)
+        del own["local_rank"], own["run_dir"]  # rank 0 alone writes there
+        del own["deepspeed_config"]  # its values are among the settings
+        files = zip(prefixes(resolved.config.data), own.pop("data_fingerprint"), strict=True)
+        own |= {f"--data-path {prefix} (its files)": fingerprint for prefix, fingerprint in files}
+        own |= {"meshwright": our_version(), "torch": torch.__version__, "numpy": numpy.__version__}
+        return own | {"python": platform.python_version()} | resolved.vocabulary.identity()
 
-    if team.size > 1:
-        require_equal(team, team.run_on_all(identify)[team.rank])
-
-
-def require_free_folders(config: TrainConfig) -> None:
-    """Refuse to overwrite another run, and an export that could not be written at the end."""
-    if config.checkpoint.save:
-        guard_existing(config)
-    guard_run_folder(config)
-    check_export(config)
+    require_equal(team, team.run_on_all(identify)[team.rank])
 
 
 def dry_run(config: TrainConfig) -> int:
@@ -71,6 +56,7 @@ def dry_run(config: TrainConfig) -> int:
     require_settings(config, needs_data=False)
     later = checks.problems(config)
     require_free_folders(config)
+    note_kept_model(config.checkpoint)
     d, t = config.data, config.tokenizer
     files = [Indexed(prefix) for prefix in prefixes(d)]
     for indexed in files:

@@ -19,10 +19,11 @@ from meshwright.errors import BAD_DATA, UserError
 from meshwright.ranks.world import World
 from meshwright.settings import checks, data_paths, flags
 from meshwright.settings.hints import near_path
-from meshwright.settings.other_programs import deepspeed_json
+from meshwright.settings.other_programs import argument_dump, deepspeed_json
 from meshwright.settings.schema import TokenizerFlags, TrainConfig
 from meshwright.tokenizers import Tokenizer
-from meshwright.training.state.resume import checkpoint_architecture
+from meshwright.training.state.resume import checkpoint_architecture, guard_existing, guard_run_folder, saved_settings
+from meshwright.training.state.saver import check_export
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,20 @@ class Vocabulary:
         return {"tokenizer": self.tokenizer.name if self.tokenizer else None, **sizes, **named}
 
 
+NO_VOCABULARY = Vocabulary(None, 0, 0)
+
+
 @dataclass(frozen=True)
 class Resolved:
     """A run that is decided, on one rank."""
 
     config: TrainConfig
     vocabulary: Vocabulary
+    saved_settings: dict[str, Any]  # what a checkpoint keeps of them; equal on all ranks
+    arguments: dict[str, Any] = field(default_factory=dict)  # as Megatron's log names them
     problem: UserError | None = None  # of this rank's files; raised when all ranks have met
     world: World = World()
     command: list[str] = field(default_factory=list)
-    idle: Mapping[str, Any] = field(default_factory=dict)  # given flags without effect, which the log shows
 
     @property
     def folder(self) -> Path | None:
@@ -86,7 +91,12 @@ def resolve(
     idle: Mapping[str, Any] | None = None,
     has_datasets: bool = False,
 ) -> Resolved:
-    """Decide a run on this rank; `has_datasets`: the caller has data sets, so no flag names any."""
+    """Decide a run on this rank.
+
+    `idle` are given flags without effect, which the log shows. With `has_datasets` the caller has
+    data sets, so that no flag names any. One process raises what is wrong with its files; of
+    several, all raise it when they have met.
+    """
     config = replace(config, parallel=replace(config.parallel, world_size=world.size))
     if command is None:  # a command line's flags include the file's settings already
         config = apply_deepspeed_file(config, prints=world.rank == 0)
@@ -94,10 +104,9 @@ def resolve(
         data = replace(data_paths.without(config.data), multiple_validation_sets=False, validation_set_names=[])
         config = replace(config, data=data)
     require_settings(config, needs_data=not has_datasets)
-    for folder in filter(None, (config.checkpoint.save, config.checkpoint.run_dir)) if world.rank == 0 else ():
-        publish.require_unlocked(folder)
-    vocabulary, problem = look_for_vocabulary(config, world)
-    return Resolved(config, vocabulary, problem, world, command or [], idle or {})
+    vocabulary, problem = look_at_files(config, world)
+    arguments = argument_dump.dumped_arguments(config, idle or {}, config.parallel.distributed_backend or "")
+    return Resolved(config, vocabulary, saved_settings(config), arguments, problem, world, command or [])
 
 
 def require_settings(config: TrainConfig, needs_data: bool) -> None:
@@ -115,6 +124,28 @@ def require_settings(config: TrainConfig, needs_data: bool) -> None:
             raise UserError(f"data {prefix}: missing {' and '.join(missing)}{hint}", BAD_DATA)
 
 
+def look_at_files(config: TrainConfig, world: World) -> tuple[Vocabulary, UserError | None]:
+    """Return the vocabulary, or what is wrong with the files of one of several ranks."""
+    try:
+        if world.rank == 0:
+            require_free_folders(config)
+        return find_vocabulary(config, folder_of(config)), None
+    except UserError as error:
+        if world.size == 1:
+            raise
+        return NO_VOCABULARY, error
+
+
+def require_free_folders(config: TrainConfig) -> None:
+    """Refuse to overwrite another run, and an export that could not be written at the end."""
+    for folder in filter(None, (config.checkpoint.save, config.checkpoint.run_dir)):
+        publish.require_unlocked(folder)
+    if config.checkpoint.save:
+        guard_existing(config)
+    guard_run_folder(config)
+    check_export(config)
+
+
 def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
     """Apply the file of --deepspeed_config, except to settings that are not defaults."""
     defaults = flags.to_dict(TrainConfig())
@@ -125,16 +156,6 @@ def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
     for note in notes if prints else ():
         print(f"note: {note}", file=sys.stderr)
     return config
-
-
-def look_for_vocabulary(config: TrainConfig, world: World) -> tuple[Vocabulary, UserError | None]:
-    """Find the vocabulary. One process raises its error; several raise the first one's together."""
-    try:
-        return find_vocabulary(config, folder_of(config)), None
-    except UserError as error:
-        if world.size == 1:
-            raise
-        return Vocabulary(None, 0, 0), error
 
 
 def find_vocabulary(config: TrainConfig, folder: Path | None) -> Vocabulary:

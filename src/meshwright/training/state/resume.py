@@ -111,10 +111,6 @@ def guard_existing(config: TrainConfig) -> None:
     c = config.checkpoint
     assert c.save
     existing, continues = steps.list_checkpoints(c.save), is_continued(c)
-    kind = steps.kind_of_folder(Path(c.save))
-    if not existing and kind in FORMATS and not FORMATS[kind].is_numbered:
-        note = f" > note: the {kind} model in {c.save} is kept; from the first save on, commands given this "
-        remark(note + "folder use the run's checkpoints")
     if continues and not c.finetune:
         if c.save_overwrite:
             raise UserError("--save-overwrite starts anew and --load continues the same folder; give only one of them")
@@ -129,6 +125,14 @@ def guard_existing(config: TrainConfig) -> None:
     then = f"continue from {c.load}" if c.load else "start anew"
     message = f"--save {c.save} already holds {newest}: add --load {c.save} to continue it, or --save-overwrite to "
     raise UserError(f"{message}move it aside and {then}", LOCKED)
+
+
+def note_kept_model(c: Checkpoint) -> None:
+    """Say that a model of another program in --save stays there."""
+    kind = steps.kind_of_folder(Path(c.save)) if c.save else None
+    if c.save and not steps.list_checkpoints(c.save) and kind in FORMATS and not FORMATS[kind].is_numbered:
+        note = f" > note: the {kind} model in {c.save} is kept; from the first save on, commands given this "
+        remark(note + "folder use the run's checkpoints")
 
 
 def guard_run_folder(config: TrainConfig) -> None:
