@@ -2,6 +2,7 @@
 
 import json
 import sys
+import types
 
 import pytest
 
@@ -121,3 +122,12 @@ def test_without_the_package(trained, monkeypatch, capsys):
     monkeypatch.delattr(meshwright.evaluation, "harness", raising=False)
     assert main(["evaluate", str(trained), "--device=cpu", "--harness=any"]) == 2
     assert "--harness needs lm-evaluation-harness" in capsys.readouterr().err
+
+
+def test_a_harness_without_results_measures_nothing_else(trained, monkeypatch, capsys):
+    empty = types.ModuleType("meshwright.evaluation.harness")
+    empty.score_harness = lambda m, folder, names, *more: iter(())
+    monkeypatch.setitem(sys.modules, "meshwright.evaluation.harness", empty)
+    monkeypatch.setattr(meshwright.evaluation, "harness", empty, raising=False)
+    assert main(["evaluate", str(trained), "--device=cpu", "--json", "--harness=any"]) == 0
+    assert capsys.readouterr().out == ""

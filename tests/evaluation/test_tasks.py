@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshwright import console
 from meshwright.__main__ import main
-from meshwright.commands.evaluate import EvaluateConfig, Scoring, step_folders
+from meshwright.commands.evaluate import EvaluateConfig, Scoring, choose_measure, step_folders
 from meshwright.errors import UserError
 from meshwright.evaluation import lambada, results, wikitext
 from meshwright.evaluation.score import window_spans
@@ -167,7 +167,7 @@ def on_two_ranks(run, spec, out):
     words = ["--load", run, "--device=cpu", "--world-size=2", "--tensor-model-parallel-size=2", spec]
     parsed = flags.parse_settings(EvaluateConfig, words, "test", check=False)
     folders = step_folders([run], "all")
-    scoring = Scoring(parsed.config, folders, [], False)
+    scoring = Scoring(parsed.config.evaluate, folders, choose_measure(parsed.config, [], False, 8))
     with console.lines_on_stderr():
         ranks.serve_ranks(parsed.config, flags.given_settings(parsed), scoring.work, torch.device("cpu"), team, folders)
     if team.is_lead:

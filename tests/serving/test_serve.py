@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import runpy
+import shutil
 import signal
 import socket
 import threading
@@ -174,6 +175,17 @@ def test_every_flag_of_the_server_arrives(run: Path, tmp_path: Path, monkeypatch
     assert seen.served.name == "small" and seen.served.template.path == tmp_path / "chat.jinja"
     assert main(["serve", str(run), f"--port={port}", "--device=cpu", "--api-key=another-one"]) == 0
     assert seen.limits.api_key == "another-one" and seen.served.name == "run" and seen.served.template is None
+
+
+def test_the_template_beside_the_runs_tokenizer(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As chat uses it; a template that is none is found before the model is loaded."""
+    seen: list[Any] = []
+    monkeypatch.setattr(start, "run_server", lambda served, *more: seen.append(served.template) or 0)
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run/tokenizer/chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert main(["serve", str(tmp_path / "run"), "--device=cpu", "--port=0"]) == 0
+    assert seen[0].path == tmp_path / "run/tokenizer/chat_template.jinja"
+    assert main(["serve", str(run), "--dry-run", f"--chat-template={tmp_path}"]) == BAD_DATA
 
 
 def test_megatrons_script(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

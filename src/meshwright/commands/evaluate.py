@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from meshwright import console
 from meshwright.checkpoint import steps
-from meshwright.commands import launch
-from meshwright.errors import BAD_DATA, DONE, UserError
-from meshwright.ranks.world import World
-from meshwright.settings import checks, command, data_paths, flags
+from meshwright.commands.reading import ReadingCommand, ReadingTask
+from meshwright.errors import UserError, bad_data
+from meshwright.evaluation.results import Result, by_task, draw_results, list_result, tabulate, write_results
+from meshwright.evaluation.score import encode_documents, read_token_files
+from meshwright.evaluation.scoring import TaskScorer, score_text, step_folders
+from meshwright.settings import checks, data_paths, flags
 from meshwright.settings.fields import flag, spelling
 from meshwright.settings.grammar import eval_tasks
-from meshwright.settings.schema import READING, Logging, ReadConfig, Sampling, TokenizerFlags
+from meshwright.settings.schema import READING, Logging, ReadConfig, TokenizerFlags
 from meshwright.settings.text_inputs import TextInputs
 
 if TYPE_CHECKING:
-    from meshwright.evaluation.results import Result
-    from meshwright.evaluation.score import Scorer, WindowBatch
-    from meshwright.evaluation.tasks import Task
     from meshwright.generation.engine import LanguageModel
 
 
@@ -138,56 +137,20 @@ wiki.test.tokens of WikiText, https://wikitext.smerity.com/wikitext-103-v1.zip
   SHA-256 242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"""
 
 
-def main(argv: list[str]) -> int:
-    return launch.run_rank(argv, lambda words, world: command_line(argv, words, world))
-
-
-def command_line(argv: list[str], words: list[str], world: World) -> int:
-    is_lead = world.rank == 0
-    parsed = command.settings(EvaluateConfig, words, "evaluate", ABOUT, "folders", prints=is_lead)
-    if parsed is None:
-        return DONE
+def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_lead: bool) -> ReadingTask:
     c, e = parsed.config, parsed.config.evaluate
-    if not parsed.dry_run and (status := launch.relaunch(c.parallel, ["evaluate", *argv])) is not None:
-        return status
     folders = step_folders(c.folders, e.steps)
     texts = read_input(e) if e.input and is_lead else []
-
-    # torch is imported only now, so that a mistake in the flags is reported at once.
-    from meshwright.generation import engine, ranks
-
-    console.set_stream(None if e.json else "stdout")
-    given = flags.given_settings(parsed)
-    if parsed.dry_run:
-        what = f"{len(texts)} documents" if e.input else c.data.data_path[0] if c.data.data_path else "tasks"
-        for folder in folders:
-            fit = engine.open_checked(folder, given, c.tokenizer)
-            print(f"{what}; the flags fit step {fit.source.step} in {fit.source.root}; nothing was loaded")
-        return DONE
     batch = int(c.training.micro_batch_size or 8)
-    scoring = Scoring(c, folders, texts, parsed.sources["split"] != "default")
-    with command.explain_out_of_memory(f"a smaller --micro-batch-size (now {batch}) or --seq-length, or --bf16,"):
-        status = ranks.run_on_ranks(c, given, scoring.work, copies=True, folders=folders)
-    if is_lead:
-        scoring.finish()
-    return status
-
-
-def step_folders(folders: list[str], which: str | None) -> list[str]:
-    """Return the folders of the steps that --steps names in each run, or the runs themselves."""
-    if which is None:
-        return folders
-    out = []
-    for folder in folders:
-        there = sorted(steps.list_steps(folder))
-        wanted = there if which == "all" else [int(n) for n in which.split(",")]
-        if missing := sorted(set(wanted) - set(there)):
-            has = ", ".join(map(str, there)) or "none"
-            raise UserError(f"--steps {which}: {folder} has no step {missing[0]}; its steps: {has}", BAD_DATA)
-        if not wanted:
-            raise UserError(f"--steps all: {folder} has no step of a run; leave --steps out", BAD_DATA)
-        out += [str(steps.step_folder(folder, n)) for n in wanted]
-    return out
+    scoring = Scoring(e, folders, choose_measure(c, texts, parsed.sources["split"] != "default", batch))
+    return ReadingTask(
+        scoring.work,
+        f"a smaller --micro-batch-size (now {batch}) or --seq-length, or --bf16,",
+        None if e.json else "stdout",
+        input=f"{f'{len(texts)} documents' if e.input else c.data.data_path[0] if c.data.data_path else 'tasks'}; ",
+        folders=folders,
+        context=scoring.reported() if is_lead else contextlib.nullcontext(),
+    )
 
 
 def read_input(e: Evaluate) -> list[str]:
@@ -195,128 +158,73 @@ def read_input(e: Evaluate) -> list[str]:
     from meshwright.data.prepare.inputs import find
     from meshwright.data.prepare.text import read_texts
 
-    found = find(e)
-    texts = list(read_texts(e, found))
+    inputs = find(e)
+    texts = list(read_texts(e, inputs))
     if not any(texts):
-        reason = f" ({found.passed.line()})" if found.passed else ""
-        raise UserError(f"{', '.join(e.input)}: no text to score{reason}", BAD_DATA)
-    if found.passed:
-        console.notice(found.passed.line())
+        reason = f" ({inputs.passed.line()})" if inputs.passed else ""
+        raise bad_data(f"{', '.join(e.input)}: no text to score{reason}")
+    if inputs.passed:
+        console.notice(inputs.passed.line())
     return texts
 
 
-class Scoring:
-    """Scores one checkpoint after the other and keeps the results."""
-
-    def __init__(self, config: EvaluateConfig, folders: list[str], texts: list[str], is_divided: bool) -> None:
-        self.config, self.texts, self.is_divided = config, texts, is_divided
-        self.several, self.waiting = len(folders) > 1, iter(folders)
-        self.batch = int(config.training.micro_batch_size or 8)
-        self.results: list[Result] = []
-        self.tasks: dict[Any, list[Task]] = {}  # (folder, sequence length) -> those made for them
-
-    def work(self, m: LanguageModel) -> None:
-        """Score the next folder's model, and print the results unless a table of all follows."""
-        from meshwright.evaluation import results
-
-        run = str(steps.split_path(next(self.waiting))[0])
-        found = self.score_harness(m, run) if self.config.evaluate.harness else None
-        found = found or (self.score_tasks(m, run) if self.config.tasks else [self.score_text(m, run)])
-        self.results += found
-        for result in found:
-            if self.config.evaluate.json:
-                print(json.dumps(result.record))
-            elif not self.several:
-                print(results.list_result(result))
-
-    def finish(self) -> None:
-        """Print and write what is of all checkpoints."""
-        from meshwright.evaluation import results
-
-        e = self.config.evaluate
-        if self.several and not e.json:
-            print("\n\n".join(results.tabulate(one) for one in results.by_task(self.results)))
-        if e.results_path:
-            results.write_results(self.results, e.results_path)
-        if e.picture:
-            results.draw_results(self.results, e.picture)
-        if e.task:
-            console.say("done :-)")
-
-    def score_text(self, m: LanguageModel, folder: str) -> Result:
-        from meshwright.evaluation.results import Result
-        from meshwright.evaluation.score import read_token_files, score_documents, score_texts
-
-        c, length = self.config, m.seq_length
-        stride = min(c.evaluate.overlapping_eval or max(1, length // 2), length)
-        if c.data.data_path:
-            documents = read_token_files(c.data, m.tokenizer, divided=self.is_divided)
-            s = score_documents(m.scorer, m.tokenizer.eod, documents, length, stride, self.batch)
-        else:
-            s = score_texts(m.scorer, m.tokenizer, self.texts, length, stride, self.batch)
-        names = "documents tokens bytes loss perplexity bits_per_byte".split()
-        facts = {"sequence_length": length, "stride": stride}
-        return Result(folder, m.step, "", "bits_per_byte", {name: getattr(s, name) for name in names}, facts)
-
-    def score_tasks(self, m: LanguageModel, folder: str) -> list[Result]:
-        from meshwright.evaluation import tasks
-        from meshwright.evaluation.results import Result
-        from meshwright.evaluation.score import require_finite
-
-        c, out = self.config, []
-        key = folder, m.seq_length
-        if key not in self.tasks:
-            stride = c.evaluate.overlapping_eval
-            self.tasks[key] = [
-                tasks.make_task(n, file, m.tokenizer, m.seq_length, stride) for n, file in c.tasks.items()
-            ]
-        for task in self.tasks[key]:
-            began, scorer = time.perf_counter(), m.scorer
-            if c.evaluate.task:
-                scorer = announced(scorer, c.logging.log_interval)
-            values = tasks.score_task(task, scorer, m.seq_length, self.batch)
-            assert values is not None
-            require_finite(sum(values.values()))
-            console.say(task.line(values))
-            facts: dict[str, Any] = {"variant": task.variant, "file": task.file, "sha256": task.sha256}
-            facts["seconds"] = round(time.perf_counter() - began, 3)
-            out.append(Result(folder, m.step, task.name, task.headline, values, facts))
-        return out
-
-    def score_harness(self, m: LanguageModel, folder: str) -> list[Result]:
-        from meshwright.evaluation.results import Result, headline_of
-        from meshwright.generation.decoder import complete
-        from meshwright.generation.requests import Request
-
+def choose_measure(
+    c: EvaluateConfig, texts: list[str], is_divided: bool, batch: int
+) -> Callable[[LanguageModel, str], Iterable[Result]]:
+    """Return the function that scores a model, with the folder of its run, as the flags ask."""
+    e = c.evaluate
+    if e.harness:
         try:
-            from meshwright.evaluation import harness
+            from meshwright.evaluation.harness import score_harness
         except ModuleNotFoundError as error:
             cure = "pip install 'meshwright[eval]'"
             raise UserError(f"--harness needs lm-evaluation-harness, and {error.name} is missing; {cure}") from None
+        seed = c.training.seed
+        return lambda m, run: score_harness(
+            m, run, e.harness or "", e.harness_path, e.num_fewshot, e.limit, seed, batch
+        )
+    if c.tasks:
+        return TaskScorer(c.tasks, e.overlapping_eval, batch, c.logging.log_interval if e.task else None).score
+    if c.data.data_path:
+        return lambda m, run: score_text(
+            m, run, read_token_files(c.data, m.tokenizer, divided=is_divided), e.overlapping_eval, batch
+        )
+    return lambda m, run: score_text(m, run, encode_documents(m.tokenizer, texts), e.overlapping_eval, batch)
 
-        def write(asked: list[tuple[list[int], Sampling, tuple[str, ...]]]) -> list[str]:
-            seed = self.config.training.seed
-            # The harness' own backend decodes an answer without its prompt, too.
-            requests = [Request(ids, s, seed, n, stop, is_alone=True) for n, (ids, s, stop) in enumerate(asked)]
-            return [done.text for done in complete(m, requests, self.batch)]
 
-        e = self.config.evaluate
-        assert e.harness
-        adapter = harness.Adapter(m, m.scorer, write, self.batch)
-        found = harness.run_tasks(adapter, e.harness, e.harness_path, e.num_fewshot, e.limit)
-        return [Result(folder, m.step, name, headline_of(values), values, facts) for name, values, facts in found]
+class Scoring:
+    """Scores one checkpoint after the other, keeps the results and prints them."""
+
+    def __init__(
+        self, e: Evaluate, folders: list[str], measure: Callable[[LanguageModel, str], Iterable[Result]]
+    ) -> None:
+        self.flags, self.measure = e, measure
+        self.several, self.waiting = len(folders) > 1, iter(folders)
+        self.results: list[Result] = []
+
+    def work(self, m: LanguageModel) -> None:
+        """Score the next folder's model, and print the results unless a table of all follows."""
+        run = str(steps.split_path(next(self.waiting))[0])
+        for result in [*self.measure(m, run)]:
+            self.results.append(result)
+            if self.flags.json:
+                print(json.dumps(result.record))
+            elif not self.several:
+                print(list_result(result))
+
+    @contextlib.contextmanager
+    def reported(self) -> Iterator[None]:
+        """Print and write the results of all checkpoints at the end of the block."""
+        yield
+        e = self.flags
+        if self.several and not e.json:
+            print("\n\n".join(tabulate(results) for results in by_task(self.results)))
+        if e.results_path:
+            write_results(self.results, e.results_path)
+        if e.picture:
+            draw_results(self.results, e.picture)
+        if e.task:
+            console.say("done :-)")
 
 
-def announced(scorer: Scorer, every: int) -> Callable[[list[WindowBatch]], Any]:
-    """Return the scorer with Megatron's lines about its progress."""
-    done = 0
-
-    def run(batches: list[WindowBatch]) -> Any:
-        nonlocal done
-        for number in range(done, done + len(batches)):
-            if number % every == 0:
-                console.say(f"> working on iteration: {number}")
-        done += len(batches)
-        return scorer(batches)
-
-    return run
+main = ReadingCommand("evaluate", EvaluateConfig, ABOUT, "scoring", prepare_evaluate, "folders", copies=True).main

@@ -6,19 +6,19 @@ import contextlib
 import dataclasses
 import ipaddress
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from meshwright.commands import launch
-from meshwright.errors import DONE, UNAVAILABLE, UserError
-from meshwright.ranks.world import World, is_idle
-from meshwright.settings import checks, command, flags
+from meshwright.commands.reading import ReadingCommand, ReadingTask
+from meshwright.errors import UNAVAILABLE, UserError
+from meshwright.settings import checks, flags
 from meshwright.settings.fields import flag
 from meshwright.settings.schema import READING, Logging, ReadConfig, TokenizerFlags
 
 if TYPE_CHECKING:
-    from meshwright.generation.engine import LanguageModel
+    from meshwright.generation.engine import CheckedModel, LanguageModel
 
 SHORTEST_KEY = 8
 
@@ -100,14 +100,7 @@ def is_key(key: str) -> bool:
 ABOUT = "Answer requests for text: OpenAI's and Megatron's, and a page to try the model on."
 
 
-def main(argv: list[str]) -> int:
-    return launch.run_rank(argv, lambda words, world: command_line(argv, words, world))
-
-
-def command_line(argv: list[str], words: list[str], world: World) -> int:
-    parsed = command.settings(ServeConfig, words, "serve", ABOUT, "load", prints=world.rank == 0)
-    if parsed is None or is_idle(world, parsed.config.parallel.model_ranks, "serving"):
-        return DONE
+def prepare_serve(parsed: flags.Parsed[ServeConfig], is_lead: bool) -> ReadingTask:
     c, s = parsed.config, parsed.config.serve
     key = s.key()
     if key is not None and not is_key(key):
@@ -118,41 +111,44 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ModuleNotFoundError as error:
-        raise UserError(f"there is no package {error.name}; pip install 'meshwright[serve]'", UNAVAILABLE) from None
-    if not parsed.dry_run and (status := launch.relaunch(c.parallel, ["serve", *argv])) is not None:
-        return status
+        message = f"serve needs {error.name}; install it with pip install 'meshwright[serve]'"
+        raise UserError(message, UNAVAILABLE) from None
 
-    # torch is imported only now, so that a mistake in the flags is reported at once.
-    from meshwright.generation import engine, ranks, templates
-    from meshwright.serving import start
-    from meshwright.serving.served import ServedModel
-    from meshwright.web.guard import Limits
+    from meshwright.generation.templates import choose_template
 
-    assert c.checkpoint.load
-    load, given = c.checkpoint.load, flags.given_settings(parsed)
-    if parsed.dry_run:
-        fit = engine.open_checked(load, given, c.tokenizer)
-        print(f"the flags fit step {fit.source.step} in {fit.source.root}; nothing was loaded")
-        return DONE
+    def check(model: CheckedModel) -> None:
+        choose_template(s.chat_template, model.tokenizer, model.saved.tokenizer_folder)
 
     def work(m: LanguageModel) -> None:
-        template = templates.choose_template(s.chat_template, m.tokenizer, None)
-        name = s.served_model_name or Path(load).resolve().name
-        limits = Limits(key, (s.host, *s.allowed_hosts), s.max_body_size, s.read_timeout, s.request_timeout)
-        assert listening is not None
-        start.run_server(ServedModel(m, name, template), limits, s.slots, s.queue, listening)
+        from meshwright.serving.served import ServedModel
+        from meshwright.serving.start import run_server
+        from meshwright.web.guard import Limits
 
-    advice = f"a smaller --slots (now {s.slots}) or --seq-length, or --bf16,"
-    listens = listen(s.host, s.port) if world.rank == 0 else contextlib.nullcontext()
-    with listens as listening, command.explain_out_of_memory(advice):
-        return ranks.run_on_ranks(c, given, work, stops=True)
+        template = choose_template(s.chat_template, m.tokenizer, m.tokenizer_folder)
+        name = s.served_model_name or Path(c.checkpoint.load or "").resolve().name
+        limits = Limits(key, (s.host, *s.allowed_hosts), s.max_body_size, s.read_timeout, s.request_timeout)
+        run_server(ServedModel(m, name, template), limits, s.slots, s.queue, sockets[0])
+
+    @contextlib.contextmanager
+    def listening() -> Iterator[None]:
+        """Listen before minutes go into loading a model."""
+        with listen(s.host, s.port) as opened:
+            sockets.append(opened)
+            yield
+
+    sockets: list[socket.socket] = []
+    less = f"a smaller --slots (now {s.slots}) or --seq-length, or --bf16,"
+    context = listening() if is_lead else contextlib.nullcontext()
+    return ReadingTask(work, less, "stdout", check, context=context, stops=True)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket, before minutes go into loading a model."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=512)
     except OSError as error:
         message = f"--host {host} --port {port} cannot be listened on: {error.strerror}; give others"
         raise UserError(message, UNAVAILABLE) from None
+
+
+main = ReadingCommand("serve", ServeConfig, ABOUT, "serving", prepare_serve).main

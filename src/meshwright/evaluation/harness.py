@@ -6,8 +6,8 @@ is computed here equals its own `hf` backend on the exported model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from lm_eval import evaluator
@@ -15,37 +15,24 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
-from meshwright.errors import BAD_DATA, UserError
-from meshwright.evaluation.score import Scorer, Window, document_windows, score_windows
+from meshwright.errors import bad_data
+from meshwright.evaluation.results import Result, headline_of
+from meshwright.evaluation.score import Window, document_windows, score_windows
+from meshwright.generation.decoder import complete
+from meshwright.generation.engine import LanguageModel
+from meshwright.generation.requests import Request
 from meshwright.settings.schema import Sampling
 
-if TYPE_CHECKING:
-    from meshwright.tokenizers import Tokenizer
-
 MOST_NEW = 256  # tokens of an answer whose task gives no number, as in the harness
-# What the tasks say of sampling, by our names.
-OPTIONS = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
-
-
-class HarnessModel(Protocol):
-    """As generation.engine.LanguageModel."""
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def seq_length(self) -> int: ...
-
-
-# Prompts, options and stop strings of each -> texts.
-Complete = Callable[[list[tuple[list[int], Sampling, tuple[str, ...]]]], list[str]]
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # what a task may say of it
 
 
 class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
     """A model as the harness sees it. All requests of a kind come at once."""
 
-    def __init__(self, model: HarnessModel, scorer: Scorer, complete: Complete, batch: int) -> None:
+    def __init__(self, model: LanguageModel, seed: int, batch: int) -> None:
         super().__init__()
-        self.model, self.scorer, self.complete, self.batch = model, scorer, complete, batch
+        self.model, self.seed, self.batch = model, seed, batch
 
     @property
     def eot_token_id(self) -> int:
@@ -56,7 +43,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
 
     def score(self, windows: list[Window]) -> list[list[float]]:
         """Return the nats and the hits of each window."""
-        found = score_windows(self.scorer, windows, self.model.seq_length, self.batch)
+        found = score_windows(self.model.scorer, windows, self.model.seq_length, self.batch)
         return torch.cat([torch.empty(0, 2, dtype=torch.float64), *found]).tolist()
 
     def _loglikelihood_tokens(
@@ -89,7 +76,7 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each prompt, up to a stop string."""
-        asked = []
+        asked = list[Request]()
         for request in requests:
             context, given = request.args
             options = dict(normalize_gen_kwargs(given, MOST_NEW))
@@ -97,33 +84,45 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
             room = self.model.seq_length - most
             if room < 1:
                 reads = f"the model reads {self.model.seq_length}"
-                raise UserError(f"a task of --harness asks for {most} new tokens, and {reads}; leave it out", BAD_DATA)
-            sampling = {ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs)}
+                raise bad_data(f"a task of --harness asks for {most} new tokens, and {reads}; leave it out")
+            sampling = {name: options[name] for name in SAMPLING if options.get(name)}
             chosen = Sampling(greedy=not options.get("do_sample"), out_seq_length=most, **sampling)
             until = tuple(text for text in options["until"] if text)
-            asked.append((self.tok_encode(context)[-room:], chosen, until))
-        texts = self.complete(asked)
+            ids = self.tok_encode(context)[-room:]
+            # Decoded without the prompt, as the harness' own backend does: a vocabulary that begins
+            # a word with a space then loses the first one.
+            asked.append(Request(ids, chosen, self.seed, len(asked), until, is_alone=True))
+        texts = [text.text for text in complete(self.model, asked, self.batch)]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
 
 
-def run_tasks(
-    adapter: Adapter, names: str, path: str | None, fewshot: int | None, limit: int | None
-) -> Iterator[tuple[str, dict[str, float], dict[str, Any]]]:
-    """Yield the name of each task and group, its measures, and what identifies the measurement."""
+def score_harness(
+    m: LanguageModel,
+    folder: str,
+    names: str,
+    path: str | None = None,
+    fewshot: int | None = None,
+    limit: int | None = None,
+    seed: int = 1234,
+    batch: int = 8,
+) -> Iterator[Result]:
+    """Yield the result of each task and group, with what identifies the measurement."""
     manager = TaskManager(include_path=path)
     wanted = manager.match_tasks([name.strip() for name in names.split(",")])
     for name in (n.strip() for n in names.split(",")):
         if not manager.match_tasks([name]):
-            raise UserError(f"--harness {name}: the harness has no such task; `lm-eval ls tasks` lists them", BAD_DATA)
-    found: Any = evaluator.simple_evaluate(
+            raise bad_data(f"--harness {name}: the harness has no such task; `lm-eval ls tasks` lists them")
+    adapter = Adapter(m, seed, batch)
+    report: Any = evaluator.simple_evaluate(
         adapter, tasks=wanted, num_fewshot=fewshot, limit=limit, task_manager=manager, log_samples=False
     )
-    for name, row in found["results"].items():
+    for name, row in report["results"].items():
         # The key of a measure is its name and its filter; other keys describe the task.
         measures = {key: v for key, v in row.items() if "," in key and isinstance(v, int | float)}
         values = {key.removesuffix(",none"): float(v) for key, v in measures.items()}
-        facts = {"few_shot": found["n-shot"].get(name), "version": found["versions"].get(name)}
-        facts["samples"] = found.get("n-samples", {}).get(name, {}).get("effective")
-        yield name, values, {key: value for key, value in facts.items() if value is not None}
+        facts = {"few_shot": report["n-shot"].get(name), "version": report["versions"].get(name)}
+        facts["samples"] = report.get("n-samples", {}).get(name, {}).get("effective")
+        known = {key: value for key, value in facts.items() if value is not None}
+        yield Result(folder, m.step, name, headline_of(values), values, known)

@@ -214,8 +214,12 @@ def score_texts(
     scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], length: int, stride: int, batch: int
 ) -> Score:
     """Score documents in windows of `length` tokens that advance by `stride` <= `length`."""
-    documents = ((tokenizer.encode(text), len(text.encode())) for text in texts)
-    return score_documents(scorer, tokenizer.eod, documents, length, stride, batch)
+    return score_documents(scorer, tokenizer.eod, encode_documents(tokenizer, texts), length, stride, batch)
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tuple[Sequence[int], int]]:
+    """Yield tokens and bytes of documents."""
+    return ((tokenizer.encode(text), len(text.encode())) for text in texts)
 
 
 def read_token_files(d: Data, tokenizer: Tokenizer, divided: bool) -> Iterator[tuple[list[int], int]]:

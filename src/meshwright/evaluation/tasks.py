@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from meshwright.console import say
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.evaluation import lambada, wikitext
-from meshwright.evaluation.score import Scorer, Window, document_windows, score_windows
+from meshwright.evaluation.score import Score, Scorer, Window, document_windows, score_windows
 from meshwright.files import sha256
 from meshwright.settings.grammar import EVAL_TASKS
 from meshwright.settings.text_inputs import TextInputs
@@ -111,13 +110,12 @@ def text_windows(
     for text in texts:
         made += document_windows([tokenizer.eod, *tokenizer.encode(text)], length, stride)
     tokens = sum(len(w.tokens) - 1 - w.first for w in made)
-    counts = {"documents": len(texts), "tokens": tokens, "bytes": sum(len(text.encode()) for text in texts)}
+    size = sum(len(text.encode()) for text in texts)
 
     def measure(values: Tensor) -> dict[str, float]:
-        total = float(values[:, 0].sum())
-        bits = total / math.log(2) / counts["bytes"]
-        measures = {"loss": total / tokens, "perplexity": math.exp(min(total / tokens, 700)), "bits_per_byte": bits}
-        return measures | counts
+        score = Score(float(values[:, 0].sum()), tokens, size, len(texts))
+        names = "loss perplexity bits_per_byte documents tokens bytes".split()
+        return {name: getattr(score, name) for name in names}
 
     return made, measure
 

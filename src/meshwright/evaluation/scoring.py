@@ -1,0 +1,89 @@
+"""Score loaded models as `meshwright evaluate` asks. No torch until there is a model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshwright import console
+from meshwright.checkpoint import steps
+from meshwright.errors import bad_data
+from meshwright.evaluation.results import Result
+from meshwright.evaluation.score import Scorer, WindowBatch, require_finite, score_documents
+from meshwright.evaluation.tasks import Task, make_task, score_task
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwright.generation.engine import LanguageModel
+
+Documents = Iterable[tuple[Sequence[int], int]]  # tokens and number of bytes of each
+
+
+def step_folders(folders: list[str], which: str | None) -> list[str]:
+    """Return the folders of the steps that --steps names in each run, or the runs themselves."""
+    if which is None:
+        return folders
+    out = []
+    for folder in folders:
+        complete = sorted(steps.list_steps(folder))
+        wanted = complete if which == "all" else [int(n) for n in which.split(",")]
+        if missing := sorted(set(wanted) - set(complete)):
+            has = ", ".join(map(str, complete)) or "none"
+            raise bad_data(f"--steps {which}: {folder} has no step {missing[0]}; its steps: {has}")
+        if not wanted:
+            raise bad_data(f"--steps all: {folder} has no step of a run; leave --steps out")
+        out += [str(steps.step_folder(folder, n)) for n in wanted]
+    return out
+
+
+def score_text(m: LanguageModel, folder: str, documents: Documents, stride: int | None, batch: int) -> list[Result]:
+    """Score documents; `stride` is that of overlapping windows (none: half the length)."""
+    length = m.seq_length
+    stride = min(stride or max(1, length // 2), length)
+    s = score_documents(m.scorer, m.tokenizer.eod, documents, length, stride, batch)
+    names = "documents tokens bytes loss perplexity bits_per_byte".split()
+    facts = {"sequence_length": length, "stride": stride}
+    return [Result(folder, m.step, "", "bits_per_byte", {name: getattr(s, name) for name in names}, facts)]
+
+
+class TaskScorer:
+    """Scores named tasks, which are cut into windows once for models of one run and length."""
+
+    def __init__(self, files: Mapping[str, str], stride: int | None, batch: int, every: int | None) -> None:
+        self.files, self.stride, self.batch, self.every = files, stride, batch, every
+        self.made: dict[tuple[str, int], list[Task]] = {}  # by folder and sequence length
+
+    def score(self, m: LanguageModel, folder: str) -> list[Result]:
+        key = folder, m.seq_length
+        if key not in self.made:
+            named = self.files.items()
+            self.made[key] = [make_task(n, file, m.tokenizer, m.seq_length, self.stride) for n, file in named]
+        return [self.score_task(m, folder, task) for task in self.made[key]]
+
+    def score_task(self, m: LanguageModel, folder: str, task: Task) -> Result:
+        began = time.perf_counter()
+        scorer = m.scorer if self.every is None else log_batches(m.scorer, self.every)
+        values = score_task(task, scorer, m.seq_length, self.batch)
+        assert values is not None
+        require_finite(sum(values.values()))
+        console.say(task.line(values))
+        facts: dict[str, Any] = {"variant": task.variant, "file": task.file, "sha256": task.sha256}
+        facts["seconds"] = round(time.perf_counter() - began, 3)
+        return Result(folder, m.step, task.name, task.headline, values, facts)
+
+
+def log_batches(scorer: Scorer, every: int) -> Scorer:
+    """Return the scorer with Megatron's lines about its progress."""
+    done = 0
+
+    def score(batches: list[WindowBatch]) -> Tensor:
+        nonlocal done
+        for number in range(done, done + len(batches)):
+            if number % every == 0:
+                console.say(f"> working on iteration: {number}")
+        done += len(batches)
+        return scorer(batches)
+
+    return score
