@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 
 # Each layer may import from itself and from those above it.
 LAYERS = [
-    ["errors", "console", "files", "progress"],
+    ["errors", "console", "files", "progress", "records"],
     ["hub", "origin", "version"],
     ["host"],
     ["device"],

@@ -54,7 +54,7 @@ def test_the_files_and_their_headers(client):
     kinds = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
     for address, (_, name) in application.FILES.items():
         answer = client.get(address)
-        kind = kinds[name.split(".")[1]]
+        kind = kinds[name.rpartition(".")[2]]
         assert answer.status_code == 200 and answer.headers["content-type"] == f"{kind}; charset=utf-8", name
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy

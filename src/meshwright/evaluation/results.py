@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import IO, UserError
+from meshwright.records import align_columns, json_ready
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Result:
     @property
     def record(self) -> dict[str, Any]:
         """Return the result for JSON; what is not finite is a string there."""
-        plain = {n: v if math.isfinite(v) else str(v) for n, v in self.values.items()}
+        plain: dict[str, Any] = json_ready(self.values)
         if not self.task:
             return {"step": self.step} | plain | self.facts
         return {"folder": self.folder, "step": self.step, "task": self.task, "values": plain} | self.facts
@@ -57,8 +58,7 @@ def tabulate(results: Sequence[Result]) -> str:
     several = len({r.folder for r in results}) > 1
     head = ["folder"] * several + ["step", *(name.replace("_", " ") for name in results[0].values)]
     rows = [[*[r.folder] * several, format_value(r.step), *map(format_value, r.values.values())] for r in results]
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in (head, *rows)]
+    lines = align_columns([head, *rows], to_the_right=True)
     facts = "; ".join(f"{n.replace('_', ' ')} {format_value(v)}" for n, v in results[0].facts.items() if n != "seconds")
     return "\n".join([f"{results[0].task or 'text'}: {facts}", *(f"  {line}" for line in lines)])
 

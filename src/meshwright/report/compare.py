@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from meshwright.errors import BAD_DATA, DONE, UNEXPECTED, USAGE, UserError
 from meshwright.progress import duration
+from meshwright.records import align_columns, json_ready
 from meshwright.report import plot
 from meshwright.report.html import document, escape, html_table, write_page
 from meshwright.report.page import columns, explain_validations
@@ -107,7 +108,7 @@ def compare_runs(folders: Sequence[Path], output: Path | None, as_json: bool, to
         "notes": [*dict.fromkeys(note for r in runs[1:] for note in cautions(runs[0], r))],
     }
     if as_json:
-        print(json.dumps(to_json(found), allow_nan=False))
+        print(json.dumps(json_ready(found), allow_nan=False))
     else:
         print("\n".join(comparison_as_text(found)))
     if output or not as_json:
@@ -241,15 +242,6 @@ def largest(values: dict[int, float], name: str) -> dict[str, Any] | None:
     return None if at is None else {name: values[at], "iteration": at}
 
 
-def to_json(value: Any) -> Any:
-    """Replace floats that are not finite by their names, as metrics.jsonl does."""
-    if isinstance(value, dict):
-        return {k: to_json(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [to_json(v) for v in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
 # Tables
 
 
@@ -312,8 +304,8 @@ def percentage(x: float) -> str:
 
 def comparison_as_text(found: dict[str, Any]) -> list[str]:
     names = [r["name"] for r in found["runs"]]
-    lines = aligned(turned([["", *names], *summary(found)]))
-    lines += ["", *aligned(turned([[f"compared with {names[0]}", *names[1:]], *distances(found)]))]
+    lines = align_columns(turned([["", *names], *summary(found)]))
+    lines += ["", *align_columns(turned([[f"compared with {names[0]}", *names[1:]], *distances(found)]))]
     settings = [f"  {n}: {' | '.join(map(show_setting, values))}" for n, values in found["settings"].items()]
     notes = [f"note: {note}" for note in found["notes"]]
     return [*lines, *notes, "", "settings that differ:" if settings else "no setting differs", *settings]
@@ -322,11 +314,6 @@ def comparison_as_text(found: dict[str, Any]) -> list[str]:
 def turned(rows: list[list[str]]) -> list[list[str]]:
     """Give each run a line instead of a column where there are many."""
     return [list(column) for column in zip(*rows, strict=True)] if len(rows[0]) > 5 else rows
-
-
-def aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def show_setting(value: Any) -> str:

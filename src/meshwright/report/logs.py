@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import BAD_DATA, DONE, USAGE, UserError, bad_data
 from meshwright.files import replacing
-from meshwright.report.compare import COLOURS, aligned, to_json
+from meshwright.records import align_columns, json_ready
+from meshwright.report.compare import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -348,7 +349,7 @@ def cells(row: LogRow) -> list[str]:
 
 
 def logs_as_text(rows: Sequence[LogRow]) -> str:
-    return "\n".join(aligned([list(HEAD), *map(cells, rows)])) + "\n"
+    return "\n".join(align_columns([list(HEAD), *map(cells, rows)])) + "\n"
 
 
 def as_markdown(rows: Sequence[LogRow]) -> str:
@@ -366,7 +367,7 @@ def as_csv(rows: Sequence[LogRow]) -> str:
 
 def logs_as_json(rows: Sequence[LogRow], without: Sequence[dict[str, str]] = ()) -> str:
     found: dict[str, Any] = {"runs": [row.__dict__ for row in rows], "without_steps": list(without)}
-    return json.dumps(to_json(found), allow_nan=False) + "\n"
+    return json.dumps(json_ready(found), allow_nan=False) + "\n"
 
 
 TABLES = {"text": logs_as_text, "csv": as_csv, "markdown": as_markdown, "json": logs_as_json}

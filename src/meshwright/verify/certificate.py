@@ -17,6 +17,7 @@ from meshwright import device as devices
 from meshwright.errors import UNEQUAL, UserError
 from meshwright.files import replacing
 from meshwright.ranks.connect import pick_backend
+from meshwright.records import json_ready
 from meshwright.report.page import CERTIFICATE
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
@@ -82,17 +83,8 @@ def certificate(config: TrainConfig, comparison: Comparison, setup: RankSetup, c
         "differences": [dataclasses.asdict(one) for one in comparison.differences],
         "not_compared": comparison.not_compared,
     }
-    finite: dict[str, Any] = _finite(values)
+    finite: dict[str, Any] = json_ready(values)
     return finite
-
-
-def _finite(value: Any) -> Any:
-    """Write numbers that JSON does not have as words."""
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def summarize(comparison: Comparison) -> str:

@@ -16,9 +16,10 @@ from starlette.routing import Route
 
 from meshwright.errors import UNAVAILABLE, UserError
 from meshwright.fields import Fields, Refusal
+from meshwright.records import json_ready
 from meshwright.runs.follow import RunTail
 from meshwright.watch.curves import Axis, View, curves
-from meshwright.watch.overview import Watcher, describe_samples, nulls
+from meshwright.watch.overview import Watcher, describe_samples
 from meshwright.web.guard import Limits, RequestGuard
 from meshwright.web.protocol import make_server
 from meshwright.web.site import REPORT_CSS, make_site
@@ -41,7 +42,7 @@ def make_app(watcher: Watcher) -> RequestGuard:
     """Return the application; the caller starts the watcher."""
 
     def answer(value: Any) -> Response:
-        return Response(json.dumps(nulls(value)), media_type="application/json")
+        return Response(json.dumps(json_ready(value, lambda x: None)), media_type="application/json")
 
     def state(request: Request) -> Response:
         return answer(watcher.state())

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.records import json_ready
 from meshwright.report.compare import differing, style_of
 from meshwright.report.page import shell_line
 from meshwright.runs.follow import RunTail
@@ -131,7 +132,7 @@ def describe_run(run: RunTail, name: str, now: float) -> dict[str, Any]:
             out |= recent_figures(run)
             if goodput := run.goodput():
                 out |= {"goodput": goodput.share, "recovery": goodput.mean_recovery}
-    clean: dict[str, Any] = nulls(out)
+    clean: dict[str, Any] = json_ready(out, lambda x: None)
     return clean
 
 
@@ -175,12 +176,3 @@ def describe_samples(run: RunTail, iteration: int) -> list[dict[str, Any]]:
     with run.lock:
         samples = [sample for (i, _), sample in sorted(run.record.samples.items()) if i == iteration]
     return [{"number": s.number, "prompt": s.prompt, "text": s.text} for s in samples]
-
-
-def nulls(value: Any) -> Any:
-    """Replace numbers that JSON lacks by null, which the page draws as a gap."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {k: nulls(v) for k, v in value.items()}
-    return [nulls(v) for v in value] if isinstance(value, list) else value

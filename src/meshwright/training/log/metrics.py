@@ -24,6 +24,7 @@ from meshwright.files import naming_file
 from meshwright.progress import new_bar
 from meshwright.ranks.team import Team
 from meshwright.ranks.world import find_world
+from meshwright.records import json_ready
 from meshwright.runs.history import final_loss
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
@@ -115,9 +116,8 @@ class Metrics:
         """
         if self.file < 0 or self.has_failed:
             return
-        plain = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         head = {"event": event, "attempt": self.attempt_number, "iteration": iteration}
-        line = json.dumps(head | {"time": round(time.time(), 3)} | plain)
+        line = json.dumps(head | {"time": round(time.time(), 3)} | json_ready(values))
         self.unwritten += line.encode() + b"\n"
         with self._tolerating():
             while self.unwritten:
@@ -257,10 +257,10 @@ class Metrics:
         say(f"scores at iteration {iteration} ({task.variant}):\n{task.line(values)}")
         if self.screen is not None:
             show(self.screen.score(iteration, task.name, task.headline, values))
-        scores, plain = task.scores(values), {n: v if math.isfinite(v) else str(v) for n, v in values.items()}
+        scores = task.scores(values)
         facts: dict[str, Any] = {"task": task.name, "variant": task.variant, "file": task.file, "sha256": task.sha256}
-        facts |= {"seconds": round(seconds, 3), "values": plain}
-        self.row("scores", iteration, scores={n: v if math.isfinite(v) else str(v) for n, v in scores.items()}, **facts)
+        facts |= {"seconds": round(seconds, 3), "values": values}
+        self.row("scores", iteration, scores=scores, **facts)
         self._track({f"scores/{name}": value for name, value in scores.items()}, iteration, consumed)
 
     def event(self, name: str, iteration: int, line: str, **facts: Any) -> None:

@@ -1,0 +1,31 @@
+"""Results as JSON and as text: numbers that JSON lacks, and columns of a table.
+
+In all that Meshwright writes or prints as JSON, a number that is not finite is the string "nan",
+"inf" or "-inf", as in metrics.jsonl: a reader's float() takes it as it takes a number. Only what a
+page asks the server of `watch` has null in its place, which draws as a gap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def json_ready(value: Any, substitute: Callable[[float], str | None] = str) -> Any:
+    """Replace floats that are not finite by their names, or by what `substitute` makes of them."""
+    if isinstance(value, dict):
+        return {name: json_ready(x, substitute) for name, x in value.items()}
+    if isinstance(value, list):
+        return [json_ready(x, substitute) for x in value]
+    return substitute(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def align_columns(rows: Sequence[Sequence[str]], to_the_right: bool = False) -> list[str]:
+    """Return lines whose columns are as wide as their widest cell.
+
+    rich would wrap or cut them at the width of a terminal; scripts read these lines too.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad = str.rjust if to_the_right else str.ljust
+    return ["  ".join(map(pad, row, widths)).rstrip() for row in rows]
