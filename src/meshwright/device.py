@@ -370,7 +370,7 @@ def ask_nvidia_smi(fields: str, form: str = "csv") -> str:
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=SMI_SECONDS)
     except FileNotFoundError:
-        raise RuntimeError(f"accelerator is no {tool} here") from None
+        raise RuntimeError(f"there is no {tool} here") from None
     except OSError as error:
         raise RuntimeError(f"{tool}: {error.strerror}") from None
     except subprocess.TimeoutExpired:

@@ -199,7 +199,7 @@ def test_second_run_on_the_folder_is_refused(tmp_path, capsys, monkeypatch):
     """Before torch is imported, which takes seconds."""
     from meshwright.checkpoint import publish
 
-    monkeypatch.setattr(meshwright.training.run.devices, "pick", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr(meshwright.training.run.devices, "open_device", lambda *_: pytest.fail("too late"))
     (tmp_path / "run").mkdir()
     with publish.lock(tmp_path / "run"):
         status = main(["train", *TINY_FLAGS, "--save", str(tmp_path / "run")])

@@ -64,6 +64,7 @@ class Trainer:
         self.replicas = Replicas(self.net, self.team, every, self.config.checkpoint.save)
         self.in_flight = InFlight(state, metrics, self.stragglers, self.replicas)
         self.guard = Guard(state, metrics, self.in_flight, feed)
+        self.skipped_ranges = skipped(self.config.data.skip_train_iteration_range)
         self.may_have_to_stop = True  # whether any rank may have a reason to
 
     @property
@@ -174,7 +175,7 @@ class Trainer:
         Return whether there was one.
         """
         p = self.progress
-        for first, last in skipped(self.config.data.skip_train_iteration_range):
+        for first, last in self.skipped_ranges:
             if first <= p.iteration + 1 <= last:
                 self.finish()
                 self.feed.close()
