@@ -241,7 +241,7 @@ def heads_forward(b: int, t: int, sizes: heads.HeadSizes) -> Case:
         heads_shape(b, t, sizes),
         lambda: (draw(b, t, groups * (per_group + 2) * dim), angles(t, sizes)),
         lambda qkv, rotation: heads_triton.rotate_qk(qkv, sizes, rotation),
-        lambda qkv, rotation: heads.forward(qkv.double(), sizes, rotation)[:2],
+        lambda qkv, rotation: heads.split_and_rotate(qkv.double(), sizes, rotation)[:2],
         b * t * groups * (per_group + 1) * dim * 2 * 2,
         variants=heads_tiles,
     )

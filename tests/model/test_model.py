@@ -333,7 +333,7 @@ class CountingGenerator:
 
     def __init__(self, monkeypatch, capturing=False):
         self.number, self.offset, self.places = 0, 0, []
-        for name in ("seed", "drawn"):
+        for name in ("seed_generator", "count_drawn"):
             monkeypatch.setattr(devices, name, getattr(self, name))
         monkeypatch.setattr(devices, "counts_draws", lambda device: True)
         monkeypatch.setattr(devices, "is_capturing", lambda device: capturing)
@@ -347,10 +347,10 @@ class CountingGenerator:
 
         monkeypatch.setattr(attention, "fused", fused)
 
-    def seed(self, device, number, offset=None):
+    def seed_generator(self, device, number, offset=None):
         self.number, self.offset = number, offset
 
-    def drawn(self, device):
+    def count_drawn(self, device):
         return self.offset
 
 

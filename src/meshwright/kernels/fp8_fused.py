@@ -104,7 +104,7 @@ class _NormHeads(torch.autograd.Function):
         x, qkv, saved = front.forward(ctx, tensors, is_training)
         ctx.save_for_backward(*saved)
         ctx.front, ctx.sizes, ctx.rotation = front, sizes, rotation
-        return x, *heads.forward(qkv.view(*x.shape[:-1], -1), sizes, rotation)
+        return x, *heads.split_and_rotate(qkv.view(*x.shape[:-1], -1), sizes, rotation)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor, *grads: Tensor) -> Grads:

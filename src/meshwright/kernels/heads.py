@@ -22,7 +22,7 @@ Rotation = tuple[Tensor, Tensor]  # cosines and sines [1 or B, T, 1, rotating / 
 
 
 class HeadSizes(NamedTuple):
-    """HeadSizes of the columns [groups, per_group queries then key then value, head_dim]."""
+    """Sizes of the columns [groups, per_group queries then key then value, head_dim]."""
 
     groups: int
     per_group: int
@@ -49,7 +49,7 @@ class _Split(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         ctx.parameter, ctx.sizes = bias, sizes
         # Autograd would keep track of views of an input, for writes in place; nobody writes.
-        return forward(qkv.detach(), sizes, _rotation(cos, sin))
+        return split_and_rotate(qkv.detach(), sizes, _rotation(cos, sin))
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
@@ -63,7 +63,7 @@ def _rotation(cos: Tensor | None, sin: Tensor | None) -> Rotation | None:
     return None if cos is None or sin is None else (cos, sin)
 
 
-def forward(qkv: Tensor, sizes: HeadSizes, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
+def split_and_rotate(qkv: Tensor, sizes: HeadSizes, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v, views of qkv where no element changes or moves."""
     q, k, v = split(qkv, sizes.per_group, sizes.head_dim)
     return (q, k, v) if rotation is None else (*rotate_qk(qkv, sizes, rotation), v)

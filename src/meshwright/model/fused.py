@@ -40,7 +40,7 @@ class FusedBlock(Block):
         """Return the residual stream, and attention's inputs."""
         x, y = add_norm(residual, pending, None, rows, self.p, weights_of(self.ln_1))
         attn = self.attn
-        qkv = multiply(attn.qkv, y)
+        qkv = apply_unbiased(attn.qkv, y)
         q, k, v = split_heads(qkv, self.sizes(qkv.shape[-1]), shared.rotation, attn.qkv.bias)
         return y.to(x.dtype) if self.post_norm else x, q, k, v
 
@@ -48,7 +48,7 @@ class FusedBlock(Block):
         """Return the stream after attention, whose output lacks its bias, and the MLP's output."""
         x, z = add_norm(base, branch, self.attn.proj.bias, rows, self.p, weights_of(self.ln_2))
         mlp = self.mlp
-        a = activate(mlp.activation, multiply(mlp.fc, z), mlp.fc.bias)
+        a = activate(mlp.activation, apply_unbiased(mlp.fc, z), mlp.fc.bias)
         return z.to(x.dtype) if self.post_norm else x, mlp.proj.product(a, mlp.proj.weight, mlp.proj.bias)
 
     def sizes(self, columns: int) -> HeadSizes:
@@ -57,7 +57,7 @@ class FusedBlock(Block):
         return HeadSizes(columns // ((attn.per_group + 2) * attn.head_dim), attn.per_group, attn.head_dim)
 
 
-def multiply(layer: nn.Module, x: Tensor) -> Tensor:
+def apply_unbiased(layer: nn.Module, x: Tensor) -> Tensor:
     """Apply a Linear or Gated layer; another kernel computes the gradient of its bias."""
     bias = layer.bias
     return layer.product(x, layer.weight, None if bias is None else bias.detach().flatten())  # type: ignore[operator,no-any-return]

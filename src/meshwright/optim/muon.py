@@ -130,11 +130,11 @@ def orthogonalise(x: Tensor, steps: int, is_gram: bool | None = None) -> Tensor:
         is_gram = x.dtype is torch.float16 and 2 * x.shape[2] >= 3 * x.shape[1]
     if is_gram:
         for first in range(0, steps, STAGE):
-            x = multiply(polynomial_of_gram(x, min(STAGE, steps - first)), x)
+            x = multiply_symmetric(polynomial_of_gram(x, min(STAGE, steps - first)), x)
         return x
     for _ in range(steps):
         r = product(x, x)
-        x = multiply(product(r, r, r, C, B), x, A)
+        x = multiply_symmetric(product(r, r, r, C, B), x, A)
     return x
 
 
@@ -162,7 +162,7 @@ def product(
     return out
 
 
-def multiply(q: Tensor, x: Tensor, keep: float = 0.0) -> Tensor:
+def multiply_symmetric(q: Tensor, x: Tensor, keep: float = 0.0) -> Tensor:
     """Return q x + keep x, of a symmetric q, in x's order in memory."""
     if not x.is_contiguous():  # x^T q is (q x)^T
         rows = x.mT

@@ -1,0 +1,56 @@
+"""One word, one meaning: names that a search must find in one place.
+
+`python tests/test_names.py` prints both lists.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
+MOST_FUNCTIONS = 10  # of one bare name in more than two modules
+# Kernels come in pairs of one name, and every command has a `main`.
+PAIRED = SOURCE / "kernels" / "triton"
+
+
+def modules() -> dict[str, ast.Module]:
+    return {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def repeated_classes() -> dict[str, list[str]]:
+    """Return the modules of each class name that is defined more than once."""
+    found = defaultdict(list)
+    for module, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(module)
+    return {name: where for name, where in found.items() if len(where) > 1}
+
+
+def repeated_functions() -> dict[str, list[str]]:
+    """Return the modules of each function name that stands in more than two modules."""
+    found = defaultdict(set)
+    for module, tree in modules().items():
+        is_paired = (SOURCE / module).is_relative_to(PAIRED)
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_paired:
+                found[node.name].add(module)
+    return {name: sorted(where) for name, where in found.items() if len(where) > 2}
+
+
+def test_each_class_name_is_defined_once() -> None:
+    assert not repeated_classes()
+
+
+def test_few_functions_share_a_bare_name() -> None:
+    repeated = repeated_functions()
+    assert len(repeated) <= MOST_FUNCTIONS, repeated
+
+
+if __name__ == "__main__":
+    for title, names in (("classes", repeated_classes()), ("functions", repeated_functions())):
+        print(f"{title}: {len(names)}")
+        for name, where in sorted(names.items(), key=lambda item: -len(item[1])):
+            print(f"  {name} ({len(where)}): {', '.join(where)}")
