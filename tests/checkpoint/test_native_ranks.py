@@ -329,7 +329,7 @@ def killed(root: Path, who: int, point: str) -> None:
         if t.rank == who and name == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    publish.reached = reached
+    publish.crash_point = reached
     save(root, 2, mine(t, 7))
 
 

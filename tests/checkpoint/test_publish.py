@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from helpers import captured_output, error_of, flip_bit
-from meshwright.checkpoint import manifests, publish, steps
+from meshwright.checkpoint import manifests, owner, publish, steps
 from meshwright.checkpoint.foreign import registry
 from meshwright.errors import IO, LOCKED, UserError
 
@@ -85,7 +85,7 @@ def killed_at(point: str, occurrence: int, body: Callable[[], object]) -> bool:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def child() -> None:
-        publish.reached = reached
+        publish.crash_point = reached
         body()
 
     status = in_child(child)
@@ -382,17 +382,17 @@ def test_checkpoints_of_other_programs_are_found_and_kept(tmp_path: Path) -> Non
 @pytest.mark.fault("F13")
 def test_a_second_writer_learns_who_has_the_folder(tmp_path: Path) -> None:
     def second() -> None:
-        with publish.lock(tmp_path):
+        with owner.lock_folder(tmp_path):
             pass
 
-    with publish.lock(tmp_path):
+    with owner.lock_folder(tmp_path):
         begin = time.monotonic()
         assert os.waitstatus_to_exitcode(in_child(second)) == LOCKED and time.monotonic() - begin < 2
         assert f"process {os.getpid()} on {os.uname().nodename}" in error_of(second, LOCKED)
     assert in_child(second) == 0
 
     def dies() -> None:
-        with publish.lock(tmp_path):
+        with owner.lock_folder(tmp_path):
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_child(dies) == signal.SIGKILL
@@ -448,8 +448,8 @@ def test_checkpoints_are_moved_aside(tmp_path: Path) -> None:
     write_step(tmp_path, 1)
     assert steps.split_path(tmp_path / "iter_0000001") == (tmp_path, 1)
     assert steps.list_checkpoints(tmp_path) == ["iter_0000001", steps.TRACKER]
-    aside = publish.move_aside(tmp_path)
+    aside = owner.move_aside(tmp_path)
     assert steps.list_checkpoints(tmp_path) == [] and steps.latest(tmp_path) == (None, [])
     assert steps.latest(aside) == (1, [])
     write_step(tmp_path, 1, seed=2)
-    assert publish.move_aside(tmp_path) != aside
+    assert owner.move_aside(tmp_path) != aside

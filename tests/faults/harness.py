@@ -210,7 +210,7 @@ def _prepare(harm: Harm, folder: Path) -> None:
             seen.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    publish.reached = reached
+    publish.crash_point = reached
     if harm.forget:
         FORGET[harm.forget]()
 

@@ -197,11 +197,11 @@ def test_save_without_load_onto_checkpoints_is_refused(tmp_path, capsys):
 @pytest.mark.fault("F13")
 def test_second_run_on_the_folder_is_refused(tmp_path, capsys, monkeypatch):
     """Before torch is imported, which takes seconds."""
-    from meshwright.checkpoint import publish
+    from meshwright.checkpoint import owner
 
     monkeypatch.setattr(meshwright.training.run.devices, "open_device", lambda *_: pytest.fail("too late"))
     (tmp_path / "run").mkdir()
-    with publish.lock(tmp_path / "run"):
+    with owner.lock_folder(tmp_path / "run"):
         status = main(["train", *TINY_FLAGS, "--save", str(tmp_path / "run")])
     assert status == 73 and str(os.getpid()) in capsys.readouterr().err
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright import tokenizers
-from meshwright.checkpoint import loading, native, publish, steps
+from meshwright.checkpoint import loading, native, owner, publish, steps
 from meshwright.checkpoint.boxes import Box
 from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.loading import OpenOptions
@@ -262,7 +262,7 @@ def write_step(source: Selection, job: PreparedConversion) -> None:
     step = source.step or int(job.target.to == "torch")  # Megatron takes no iteration 0
     is_new = not folder.exists()
     try:
-        with publish.lock(folder):
+        with owner.lock_folder(folder):
             publish.write_step(folder, step, files, bytes_needed=source.bytes)
             save_tokenizer(job.tokenizer, source, folder)
     except BaseException:

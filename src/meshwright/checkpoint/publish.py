@@ -14,13 +14,12 @@ safetensors has no notion of steps.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,10 +33,10 @@ from meshwright.checkpoint.manifests import (
     sha256,
     verify_step,
 )
-from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, list_steps, listing, step_folder
+from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, list_steps, step_folder
 from meshwright.console import remark
 from meshwright.errors import IO, LOCKED, UserError
-from meshwright.files import naming_file, open_locked, replacing, sync
+from meshwright.files import naming_file, replacing, sync
 from meshwright.ranks.pulse import pulse
 from meshwright.ranks.team import ALONE, Team
 
@@ -47,7 +46,7 @@ PARTS = ".parts"  # in a run's folder: the temporary step that Megatron's tree i
 SEEN_WITHIN = 5.0  # seconds until a network file system shows one node's new files to another
 
 
-def reached(point: str) -> None:
+def crash_point(name: str) -> None:
     """Do nothing. Tests replace this to kill the process at each named point of the protocol."""
 
 
@@ -71,7 +70,7 @@ def write_step(
     root = Path(root)
     folder = root / f"iter_{step:07d}.tmp"
     explained = explain_failures(run or root, step, bytes_needed)
-    reached("begin")
+    crash_point("begin")
 
     def begin() -> None:
         root.mkdir(parents=True, exist_ok=True)
@@ -93,7 +92,7 @@ def write_step(
     refuse_overwriting(root, step, team)
     try:
         team.run_on_lead(explained(folder.mkdir))
-        reached("after_mkdir")
+        crash_point("after_mkdir")
         manifest = {name: File(*file) for part in team.run_on_all(explained(write)) for name, file in part.items()}
         team.run_on_lead(explained(finish))
     except UserError:
@@ -113,14 +112,14 @@ def commit(root: Path, step: int, manifest: Manifest) -> None:
     write_durably(folder / name, raw, "manifest_unsynced")
     for inner in {folder, *((folder / name).parent for name in manifest)}:
         sync(inner)
-    reached("before_rename")
+    crash_point("before_rename")
     if target.exists():  # it is damaged: refuse_overwriting() has let it pass
         aside = root / f"{target.name}.damaged"
         shutil.rmtree(aside, ignore_errors=True)
         target.rename(aside)
-        reached("moved_aside")
+        crash_point("moved_aside")
     folder.rename(target)
-    reached("after_rename")
+    crash_point("after_rename")
     sync(root)
     write_tracker(root, step)
 
@@ -189,9 +188,9 @@ def write_file(path: Path, produce: Produce) -> File:
         if parts:
             send()
         sha256s = [digest.result() for digest in digests]
-        reached("written_unsynced")
+        crash_point("written_unsynced")
         os.fsync(file.fileno())
-        reached("shard_done")
+        crash_point("shard_done")
         return File(size, "".join(sha256s))
 
 
@@ -212,18 +211,18 @@ def write_durably(path: Path, data: bytes, point: str = "") -> None:
     with naming_file(path), open(path, "wb") as file:
         file.write(data)
         file.flush()
-        reached(point)
+        crash_point(point)
         os.fsync(file.fileno())
 
 
 def write_tracker(root: str | Path, step: int, name: str = TRACKER) -> None:
     """Record the newest step or, under the name BEST, the step with the lowest validation loss."""
     root = Path(root)
-    with naming_file(root / name), replacing(root / name, durably=True) as file:
+    with replacing(root / name, durably=True) as file:
         file.write(str(step).encode())
-        reached("before_tracker")
+        crash_point("before_tracker")
     sync(root)
-    reached("after_tracker")
+    crash_point("after_tracker")
 
 
 def prune_steps(root: str | Path, newest: int, keep_last: int, keep_every: int | None, best: int | None) -> list[int]:
@@ -244,7 +243,7 @@ def prune_steps(root: str | Path, newest: int, keep_last: int, keep_every: int |
     for step in removed:
         unnamed = root / f"iter_{step:07d}.tmp"
         step_folder(root, step).rename(unnamed)
-        reached("retention")
+        crash_point("retention")
         sync(root)
         shutil.rmtree(unnamed)
     return removed
@@ -313,61 +312,3 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copi
             IO,
             everywhere=True,
         )
-
-
-@contextlib.contextmanager
-def lock(root: str | Path) -> Iterator[None]:
-    """Hold an exclusive lock on the folder; the kernel releases it when this process dies."""
-    root = Path(root)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        fd = _open_locked(root)
-    except OSError as error:
-        raise UserError(f"cannot lock {root}: {error.strerror or error}; change --save", IO) from error
-    try:
-        owner = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
-        with contextlib.suppress(OSError):  # on a full disk the run itself reports it
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, owner.encode(), 0)
-        yield
-        with contextlib.suppress(OSError):
-            os.ftruncate(fd, 0)
-    finally:
-        os.close(fd)
-
-
-def require_unlocked(root: str | Path) -> None:
-    """Refuse a folder that another run owns, before anything slow begins; `lock` decides later."""
-    with contextlib.suppress(OSError):
-        if (Path(root) / ".lock").is_file():
-            os.close(_open_locked(Path(root)))
-
-
-def _open_locked(root: Path) -> int:
-    path = root / ".lock"
-    for attempt in range(5):  # half a second: a killed owner may still be dying, a new one still writing its name
-        try:
-            fd, has_locks = open_locked(path)
-        except BlockingIOError:
-            time.sleep(0.1 * (attempt < 4))
-            continue
-        if not has_locks:
-            remark(f"WARNING: the file system of {root} has no locks: a second run there would not be noticed")
-        return fd
-    owner = path.read_text(errors="replace").strip() or "a process that gives no name"
-    raise UserError(f"{root} is in use by {owner}: wait for it, end it, or change --save", LOCKED)
-
-
-def move_aside(root: str | Path, others: Sequence[str] = ()) -> Path:
-    """Move every checkpoint, and other names, into a new folder `replaced-N`.
-
-    The caller holds the lock.
-    """
-    root = Path(root)
-    aside = next(path for n in itertools.count(1) if not (path := root / f"replaced-{n}").exists())
-    aside.mkdir()
-    # Trackers move first: none may outlive its step.
-    for name in (*sorted(listing(root), key=lambda name: name.startswith("iter_")), *others):
-        (root / name).rename(aside / name)
-    sync(root)
-    return aside

@@ -59,11 +59,11 @@ def main(argv: list[str]) -> int:
 
 def run_demo(folder: Path, scale: Scale | None = None) -> int:
     """Run all steps; return 130 after Ctrl-C."""
-    from meshwright.checkpoint import publish
+    from meshwright.checkpoint import owner
     from meshwright.quickstart import folder as folders
 
     folders.claim_folder(folder, MARK, "demo")
-    with publish.lock(folder):
+    with owner.lock_folder(folder):
         folders.clear_folder(folder, "demo")
         try:
             tour(folder, scale or Scale())

@@ -54,7 +54,7 @@ ABOUT = "Make a model of your own text on this machine, by commands that are pri
 def main(argv: list[str]) -> int:
     c = flags.parse_settings(QuickstartConfig, argv, "meshwright quickstart", about=ABOUT).config
     # Imported late, for a quick --help.
-    from meshwright.checkpoint import publish
+    from meshwright.checkpoint import owner
     from meshwright.quickstart import folder as folders
     from meshwright.quickstart.collect import InputDocuments
     from meshwright.quickstart.own_text import Deadline, already_done, is_accelerated, make_model
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     folders.claim_folder(folder, MARK, "quickstart")
     progress = folders.TourProgress(folder / MARK, settings(c))
     tour = Tour(folder, "quickstart.log", c.device)
-    with publish.lock(folder):
+    with owner.lock_folder(folder):
         if c.overwrite or not progress.resume():
             if not c.overwrite:
                 folders.require_no_model(folder)

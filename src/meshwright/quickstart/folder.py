@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint import publish
+from meshwright.checkpoint import owner
 from meshwright.errors import LOCKED, UserError
 from meshwright.files import replacing
 
@@ -44,7 +44,7 @@ def clear_folder(folder: Path, name: str) -> None:
             number = 1
             while (aside := folder / f"run-{number}").exists():
                 number += 1
-            with publish.lock(path):  # someone may be training there
+            with owner.lock_folder(path):  # someone may be training there
                 path.rename(aside)
             print(f"its model is kept in {aside}")
         else:

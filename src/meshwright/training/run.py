@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright import console
 from meshwright import device as devices
-from meshwright.checkpoint import publish
+from meshwright.checkpoint import owner
 from meshwright.console import logged_to, remark, say, say_arguments, say_time, show
 from meshwright.errors import UserError
 from meshwright.parallel.layout import connect, layout_of
@@ -159,7 +159,7 @@ def lock_folders(config: TrainConfig, held: contextlib.ExitStack) -> None:
     """Lock --run-dir and --save for this run."""
     c = config.checkpoint
     for root in {Path(path).resolve(): path for path in (c.run_dir, c.save) if path}.values():
-        held.enter_context(publish.lock(root))
+        held.enter_context(owner.lock_folder(root))
     note_kept_model(c)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import console, tokenizers
-from meshwright.checkpoint import publish, steps
+from meshwright.checkpoint import owner, steps
 from meshwright.console import say
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.ranks.world import World
@@ -139,7 +139,7 @@ def look_at_files(config: TrainConfig, world: World) -> tuple[Vocabulary, UserEr
 def require_free_folders(config: TrainConfig) -> None:
     """Refuse to overwrite another run, and an export that could not be written at the end."""
     for folder in filter(None, (config.checkpoint.save, config.checkpoint.run_dir)):
-        publish.require_unlocked(folder)
+        owner.require_unlocked(folder)
     if config.checkpoint.save:
         guard_existing(config)
     guard_run_folder(config)

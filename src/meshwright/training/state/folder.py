@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from meshwright import tokenizers
-from meshwright.checkpoint import publish, steps
+from meshwright.checkpoint import owner, publish, steps
 from meshwright.console import remark
 from meshwright.errors import UserError
 from meshwright.files import replacing
@@ -51,7 +51,7 @@ def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | Non
 
 
 def move_aside(root: Path, others: list[str]) -> Path:
-    aside = publish.move_aside(root, others)
+    aside = owner.move_aside(root, others)
     if (root / "tokenizer").is_dir():
         shutil.copytree(root / "tokenizer", aside / "tokenizer")
     return aside

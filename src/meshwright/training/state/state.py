@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright import tokenizers
-from meshwright.checkpoint import loading, native, publish, steps
+from meshwright.checkpoint import loading, native, owner, publish, steps
 from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.checkpoint.sources import Source, TensorBoxes
@@ -270,7 +270,7 @@ class State:
     def save_weights(self, root: Path) -> None:
         """Write the weights alone as a step into another folder than --save."""
         state = dataclasses.asdict(self.progress) | self.sizes | {"network": self.net.name}
-        with publish.lock(root) if self.team.is_lead else contextlib.nullcontext():
+        with owner.lock_folder(root) if self.team.is_lead else contextlib.nullcontext():
             named = self.net.store.named_state(False, to_save=True)
             native.save_step(root, self.progress.iteration, named, state, saved_settings(self.config), team=self.team)
 

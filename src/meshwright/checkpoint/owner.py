@@ -1,0 +1,64 @@
+"""Folders of checkpoints have one owner at a time; a new run moves an old one's aside."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from meshwright import files
+from meshwright.checkpoint.steps import listing
+from meshwright.console import remark
+from meshwright.errors import IO, LOCKED, UserError
+
+PATIENCE = 0.5  # seconds: a killed owner may still be dying, a new one still writing its name
+
+
+@contextlib.contextmanager
+def lock_folder(root: str | Path) -> Iterator[None]:
+    """Hold an exclusive lock on the folder; the kernel releases it when this process dies."""
+    root = Path(root)
+    with contextlib.ExitStack() as stack:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            has_locks = stack.enter_context(files.lock(root / ".lock", PATIENCE, stays=True))
+        except BlockingIOError as error:
+            raise in_use(root, error) from None
+        except OSError as error:
+            raise UserError(f"cannot lock {root}: {error.strerror or error}; change --save", IO) from error
+        if not has_locks:
+            remark(f"WARNING: the file system of {root} has no locks: a second run there would not be noticed")
+        yield
+
+
+def require_unlocked(root: str | Path) -> None:
+    """Refuse a folder that another run owns before anything slow begins; `lock_folder` decides."""
+    path = Path(root) / ".lock"
+    try:
+        if path.is_file():
+            os.close(files.open_locked(path, PATIENCE)[0])
+    except BlockingIOError as error:
+        raise in_use(Path(root), error) from None
+    except OSError:
+        return
+
+
+def in_use(root: Path, error: BlockingIOError) -> UserError:
+    return UserError(f"{root} is in use by {error.strerror}: wait for it, end it, or change --save", LOCKED)
+
+
+def move_aside(root: str | Path, others: Sequence[str] = ()) -> Path:
+    """Move every checkpoint, and other names, into a new folder `replaced-N`.
+
+    The caller holds the lock.
+    """
+    root = Path(root)
+    aside = next(path for n in itertools.count(1) if not (path := root / f"replaced-{n}").exists())
+    aside.mkdir()
+    # Trackers move first: none may outlive its step.
+    for name in (*sorted(listing(root), key=lambda name: name.startswith("iter_")), *others):
+        (root / name).rename(aside / name)
+    files.sync(root)
+    return aside
