@@ -19,12 +19,12 @@ from helpers import TINY_FLAGS, captured_output
 from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.checkpoint import loading, native
-from meshwright.checkpoint.boxes import split_boxes
+from meshwright.checkpoint.boxes import Box, split_boxes
 from meshwright.checkpoint.convert import complete_source, native_files, select
 from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.foreign.registry import HUGGING_FACE
-from meshwright.checkpoint.sources import Source, TensorInfo
+from meshwright.checkpoint.sources import MappedSource, Source, TensorInfo, TensorView
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError
 from meshwright.settings.schema import TokenizerFlags
@@ -67,6 +67,9 @@ class Made(Source):
 
     def of_vocabulary(self, size):
         return self
+
+    def parts(self, name):
+        return [("made", Box((0,) * len(self.known[name].shape), self.known[name].shape))]
 
 
 STATE = json.loads("""{
@@ -395,3 +398,11 @@ def write_made(source, root):
     source.state = STATE | {"true_vocab_size": 50257, "positions": 1024}
     root.mkdir()
     publish.write_step(root, 7, native_files(select(source)))
+
+
+def test_a_selection_has_the_parts_and_the_vocabulary_of_its_source(tmp_path):
+    weight = {"wte.weight": [TensorView((0, 0), torch.ones(64, 4))]}
+    chosen = select(MappedSource("Megatron", tmp_path, views=weight), dtype="float16")
+    assert chosen.parts("wte.weight") == [(tmp_path.name, Box((0, 0), (64, 4)))]
+    cut = chosen.of_vocabulary(61)
+    assert cut.vocab == 61 and cut.tensors == {"wte.weight": TensorInfo((61, 4), "float16")}

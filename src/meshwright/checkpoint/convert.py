@@ -157,7 +157,7 @@ def complete_source(source: Source, given: Mapping[str, Any], t: TokenizerFlags)
     if size is not None and (size > most or (size < most and not source.counts_padding)):
         wrong.append(f"a vocabulary of {size:,} ids, the checkpoint has {most:,}{'' if source.vocab else ' rows'}")
     if wrong:
-        wrong.insert(0, f"these flags contradict {where} (what it says itself need not be said):")
+        wrong.insert(0, f"these flags contradict {where} (leave out what the checkpoint says itself):")
         raise bad_data("\n  ".join(wrong))
     if size is None:
         raise UserError(
@@ -172,7 +172,7 @@ def complete_source(source: Source, given: Mapping[str, Any], t: TokenizerFlags)
     if saved.positions is not None:
         source.config.setdefault("max_position_embeddings", saved.positions)
     if missing := [spelling(name) for name in REQUIRED if not source.config.get(name)]:
-        raise UserError(f"{where} does not say everything of its network: give {', '.join(missing)}")
+        raise UserError(f"{where} does not describe its network completely; give {', '.join(missing)}")
     return source, tokenizer
 
 

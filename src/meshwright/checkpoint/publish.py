@@ -47,7 +47,7 @@ SEEN_WITHIN = 5.0  # seconds until a network file system shows one node's new fi
 
 
 def crash_point(name: str) -> None:
-    """Do nothing. Tests replace this to kill the process at each named point of the protocol."""
+    """Do nothing; tests replace this to kill the process at each named point of the protocol."""
 
 
 # Writing

@@ -25,7 +25,7 @@ GPT_NETWORK = "GPT of Block"  # as a state names the network of model/gpt.py
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The model in one step of a checkpoint; None is what neither it nor the flags say."""
+    """The model in one step of a checkpoint; None where neither it nor the flags say."""
 
     source: Source
     model: Model  # completed from the caller's flags where the checkpoint is silent
@@ -105,7 +105,7 @@ def model_settings(recorded: Mapping[str, Any], where: object, default: Model = 
 
 
 def _positive(value: Any) -> int | None:
-    """Return a length from a file that anyone may have written, or None if it is none."""
+    """Return a length from a file that anyone may have written, or None if it is no length."""
     try:
         return max(int(value), 0) or None
     except (TypeError, ValueError, OverflowError):

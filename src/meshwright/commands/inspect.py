@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
     options = OpenOptions("full" if c.full else "read", c.trust_pickle, c.num_attention_heads)
     if c.other is not None:
-        print("\n".join(compare_checkpoints(c.dir, c.other, options) or ["the two hold the same"]))
+        print("\n".join(compare_checkpoints(c.dir, c.other, options) or ["no differences"]))
         return DONE
     lines, undamaged = describe_folder(c.dir, c.step, Detail(c.full, c.tensors, c.boxes), options)
     print("\n".join(lines))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
+from meshwright.checkpoint.foreign.huggingface import names
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.foreign.registry import HUGGING_FACE
 from meshwright.checkpoint.manifests import parse_json, read_small
@@ -45,7 +46,7 @@ def open_huggingface(
     settings, views = READERS[kind](hf)
     hf.check_used()
     source = MappedSource(HUGGING_FACE, folder, 0, config=FIXED | settings, notes=hf.notes, views=views)
-    return source.of_vocabulary(hf.number("vocab_size"))
+    return source.of_vocabulary(hf.get("vocab_size", COUNT))
 
 
 def refused(folder: Path, what: str, cure: str) -> UserError:
@@ -72,7 +73,7 @@ def inside(folder: Path, name: str) -> Path:
     if not any(path.is_relative_to(root) for root in (real, cache)):
         raise bad_data(f"{folder / name} leads to {path}; nothing outside the folder is read")
     if not path.is_file():
-        raise bad_data(f"{folder / name}: there is no such file")
+        raise bad_data(f"{folder / name} does not exist; the folder is incomplete")
     return path
 
 
@@ -116,7 +117,7 @@ def read_tensors(path: Path, trust: bool) -> Tensors:
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether the file begins as one; links into the library's cache have no suffix to judge by."""
+    """Return whether the file begins as one; links into the hub's cache have no suffix."""
     with path.open("rb") as file:
         begin = file.read(9)
     if begin[8:] != b"{":
@@ -133,6 +134,17 @@ def is_safetensors(path: Path) -> bool:
 # Settings and tensors
 
 
+class Bound(NamedTuple):
+    kinds: tuple[type, ...]
+    holds: Callable[[Any], bool]
+    text: str
+
+
+COUNT = Bound((int,), lambda value: 0 < value < 1 << 31, "an integer of at least 1")
+POSITIVE = Bound((float, int), lambda value: value > 0, "a number above 0")
+SHARE = Bound((float, int), lambda value: 0 <= value < 1, "in [0, 1)")
+
+
 class HuggingFaceFolder:
     """A folder's settings and tensors; each is requested by name and checked."""
 
@@ -141,24 +153,13 @@ class HuggingFaceFolder:
         self.notes: list[str] = []
         self.used: set[str] = set()
 
-    def number(self, key: str, default: int | None = None) -> int:
-        value = default if self.config.get(key) is None else self.config[key]
-        if type(value) is not int or not 0 < value < 1 << 31:
-            raise bad_data(f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be an integer of at least 1")
-        return value
-
-    def real(self, key: str, default: float, among: Mapping[str, Any] | None = None) -> float:
-        value = (self.config if among is None else among).get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise bad_data(f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be a number above 0")
-        return float(value)
-
-    def share(self, key: str, default: float) -> float:
-        """Return a dropout; one that is not stated is transformers' default, with a note."""
-        value = default if self.config.get(key) is None else self.config[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise bad_data(f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be in [0, 1)")
-        return float(value)
+    def get(self, key: str, bound: Bound, default: float | None = None, among: Mapping[str, Any] | None = None) -> Any:
+        """Return a number of config.json, or of a part of it, that keeps its bound."""
+        settings = self.config if among is None else among
+        value = default if settings.get(key) is None else settings[key]
+        if isinstance(value, bool) or not isinstance(value, bound.kinds) or not bound.holds(value):
+            raise bad_data(f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be {bound.text}")
+        return bound.kinds[0](value)
 
     def note_defaults(self, **defaults: float) -> None:
         """Note which of these keys config.json leaves to transformers' defaults."""
@@ -207,14 +208,14 @@ FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": N
 
 def head_of(hf: HuggingFaceFolder, pieces: Views, wte: torch.Tensor, tied: bool) -> bool:
     """Add the output table if it is separate; return whether it is."""
-    if not hf.has("lm_head.weight") and tied:
+    if not hf.has(f"{names.HEAD}.weight") and tied:
         return False
-    theirs = hf.take("lm_head.weight", *wte.shape)
+    theirs = hf.take(f"{names.HEAD}.weight", *wte.shape)
     if tied:
         if theirs.dtype == wte.dtype and theirs.equal(wte):
             return False
         hf.notes.append("config.json ties the output table to the embedding; their numbers differ: they stay separate")
-    pieces["lm_head.weight"] = one_view(theirs)
+    pieces[f"{names.HEAD}.weight"] = one_view(theirs)
     return True
 
 
@@ -228,8 +229,8 @@ def read_gpt2(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
     hf.want("add_cross_attention", False, default=False)
     kinds = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu")
     activation = hf.want("activation_function", *kinds, default="gelu_new")
-    h, layers, heads = (hf.number(key) for key in ("n_embd", "n_layer", "n_head"))
-    f, positions = hf.number("n_inner", 4 * h), hf.number("n_positions", 1024)
+    h, layers, heads = (hf.get(key, COUNT) for key in ("n_embd", "n_layer", "n_head"))
+    f, positions = hf.get("n_inner", COUNT, 4 * h), hf.get("n_positions", COUNT, 1024)
     if h % heads:
         raise bad_data(f"{hf.folder / CONFIG}: n_embd {h} is not a multiple of n_head {heads}")
     prefix = "transformer." if hf.has("transformer.wte.weight") else ""
@@ -247,13 +248,12 @@ def read_gpt2(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
     for i in range(layers):
         ours, theirs = f"h.{i}", f"{prefix}h.{i}"
         for end, shape in ((".weight", (h, 3 * h)), (".bias", (3 * h,))):
-            q, k, v = hf.take(f"{theirs}.attn.c_attn{end}", *shape).t().tensor_split(3)
+            q, k, v = hf.take(f"{theirs}.{names.GPT2_LINEAR['attn.qkv']}{end}", *shape).t().tensor_split(3)
             pieces[f"{ours}.attn.qkv{end}"] = qkv_views(q, k, v, heads, h // heads)
-        linear(f"{ours}.attn.proj", f"{theirs}.attn.c_proj", h, h)
-        linear(f"{ours}.mlp.fc", f"{theirs}.mlp.c_fc", f, h)
-        linear(f"{ours}.mlp.proj", f"{theirs}.mlp.c_proj", h, f)
-        norm(f"{ours}.ln_1", f"{theirs}.ln_1")
-        norm(f"{ours}.ln_2", f"{theirs}.ln_2")
+        for name, shape in {"attn.proj": (h, h), "mlp.fc": (f, h), "mlp.proj": (h, f)}.items():
+            linear(f"{ours}.{name}", f"{theirs}.{names.GPT2_LINEAR[name]}", *shape)
+        for name, norm_name in names.GPT2_NORMS.items():
+            norm(f"{ours}.{name}", f"{theirs}.{norm_name}")
     norm("ln_f", f"{prefix}ln_f")
     untied = head_of(hf, pieces, wte, hf.config.get("tie_word_embeddings", True) is True)
     return gpt2_dropouts(hf) | {
@@ -263,7 +263,7 @@ def read_gpt2(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
         "ffn_hidden_size": f,
         "kv_channels": h // heads,
         "max_position_embeddings": positions,
-        "layernorm_epsilon": hf.real("layer_norm_epsilon", 1e-5),
+        "layernorm_epsilon": hf.get("layer_norm_epsilon", POSITIVE, 1e-5),
         "untie_embeddings_and_output_weights": untied,
         "bias_gelu_fusion": activation != "gelu",
         "swiglu": False,
@@ -279,18 +279,16 @@ def read_gpt2(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
 def gpt2_dropouts(hf: HuggingFaceFolder) -> dict[str, float]:
     """Return the settings of a training, which weights and shapes do not prove."""
     hf.note_defaults(**GPT2_DEFAULTS)
-    hidden, embedding, attention = (hf.share(f"{x}_pdrop", 0.1) for x in ("resid", "embd", "attn"))
+    hidden, embedding, attention = (hf.get(f"{x}_pdrop", SHARE, 0.1) for x in ("resid", "embd", "attn"))
     out = {"hidden_dropout": hidden, "attention_dropout": attention}
     out |= {} if embedding == hidden else {"embedding_dropout": embedding}
-    return out | {"init_method_std": hf.real("initializer_range", 0.02)}
+    return out | {"init_method_std": hf.get("initializer_range", POSITIVE, 0.02)}
 
 
 # transformers' values where config.json states none.
 GPT2_DEFAULTS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 GPT2_DEFAULTS |= {"layer_norm_epsilon": 1e-5, "initializer_range": 0.02}
 LLAMA_DEFAULTS = {"attention_dropout": 0.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
-LLAMA_NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
-LLAMA_NORMS |= {"attn.ln_q": "self_attn.q_norm", "attn.ln_k": "self_attn.k_norm"}
 
 
 class LlamaSizes(NamedTuple):
@@ -308,17 +306,17 @@ def read_llama(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
     biases and others not: with qkv's only this is a setting of ours, otherwise the others are zero.
     """
     hf.want("hidden_act", "silu", "swish", default="silu")
-    h, heads, layers = (hf.number(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-    groups, head = (hf.number("num_key_value_heads", heads), hf.number("head_dim", h // heads or None))
-    sizes = LlamaSizes(h, hf.number("intermediate_size"), heads, groups, head)
+    h, heads, layers = (hf.get(key, COUNT) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    groups, head = (hf.get("num_key_value_heads", COUNT, heads), hf.get("head_dim", COUNT, h // heads or None))
+    sizes = LlamaSizes(h, hf.get("intermediate_size", COUNT), heads, groups, head)
     if heads % groups:
         raise bad_data(f"{hf.folder / CONFIG}: {heads} heads are not a multiple of {groups} key-value heads")
-    positions = hf.number("max_position_embeddings", 2048)
+    positions = hf.get("max_position_embeddings", COUNT, 2048)
     check_window(hf, positions)
-    wte = hf.take("model.embed_tokens.weight", None, h)
+    wte = hf.take(f"model.{names.LLAMA_OUTSIDE['wte']}.weight", None, h)
     pieces: Views = {"wte.weight": one_view(wte), "ln_f.weight": one_view(hf.take("model.norm.weight", h))}
     qkv_bias, proj_bias, mlp_bias = (
-        hf.has(f"model.layers.0.{name}_proj.bias") for name in ("self_attn.q", "self_attn.o", "mlp.down")
+        hf.has(f"model.layers.0.{name}.bias") for name in (names.LLAMA_QKV[0], *names.LLAMA_LINEAR.values())
     )
     qk_norm = hf.has("model.layers.0.self_attn.q_norm.weight")
     all_biases = proj_bias or mlp_bias
@@ -326,7 +324,7 @@ def read_llama(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
         hf.notes.append("only some of its linear layers have biases: the others get zeros")
     for i in range(layers):
         ours, theirs = f"h.{i}", f"model.layers.{i}"
-        for name, norm in LLAMA_NORMS.items():
+        for name, norm in names.LLAMA_NORMS.items():
             if qk_norm or not name.startswith("attn."):
                 size = head if name.startswith("attn.") else h
                 pieces[f"{ours}.{name}.weight"] = one_view(hf.take(f"{theirs}.{norm}.weight", size))
@@ -339,15 +337,15 @@ def read_llama(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
     hf.note_defaults(**LLAMA_DEFAULTS)
     return {
         "hidden_dropout": 0.0,  # these networks have none
-        "attention_dropout": hf.share("attention_dropout", 0.0),
-        "init_method_std": hf.real("initializer_range", 0.02),
+        "attention_dropout": hf.get("attention_dropout", SHARE, 0.0),
+        "init_method_std": hf.get("initializer_range", POSITIVE, 0.02),
         "num_layers": layers,
         "hidden_size": h,
         "num_attention_heads": heads,
         "ffn_hidden_size": sizes.ffn,
         "kv_channels": head,
         "max_position_embeddings": positions,
-        "layernorm_epsilon": hf.real("rms_norm_eps", 1e-6),
+        "layernorm_epsilon": hf.get("rms_norm_eps", POSITIVE, 1e-6),
         "untie_embeddings_and_output_weights": untied,
         "swiglu": True,
         "num_query_groups": groups,
@@ -364,20 +362,20 @@ def linears(hf: HuggingFaceFolder, s: LlamaSizes, layer: str, end: str) -> Itera
     """Yield our four linear layers: their weights, or their biases, zero where missing."""
 
     def get(name: str, rows: int, columns: int) -> torch.Tensor:
-        name = f"{layer}.{name}_proj.{end}"
+        name = f"{layer}.{name}.{end}"
         if end == "weight":
             return hf.take(name, rows, columns)
         if hf.has(name):
             return hf.take(name, rows)
         return hf.tensors["model.norm.weight"].new_zeros(1).expand(rows)
 
-    heads = {"q": s.heads, "k": s.groups, "v": s.groups}
-    q, k, v = (get(f"self_attn.{x}", n * s.head, s.hidden) for x, n in heads.items())
+    heads = zip(names.LLAMA_QKV, (s.heads, s.groups, s.groups), strict=True)
+    q, k, v = (get(name, n * s.head, s.hidden) for name, n in heads)
     yield "attn.qkv", qkv_views(q, k, v, s.groups, s.head)
-    yield "attn.proj", one_view(get("self_attn.o", s.hidden, s.heads * s.head))
-    gate, up = (get(f"mlp.{x}", s.ffn, s.hidden)[None] for x in ("gate", "up"))
+    yield "attn.proj", one_view(get(names.LLAMA_LINEAR["attn.proj"], s.hidden, s.heads * s.head))
+    gate, up = (get(name, s.ffn, s.hidden)[None] for name in names.LLAMA_GATES)
     yield "mlp.fc", [TensorView((i,) + (0,) * (part.ndim - 1), part) for i, part in enumerate((gate, up))]
-    yield "mlp.proj", one_view(get("mlp.down", s.hidden, s.ffn))
+    yield "mlp.proj", one_view(get(names.LLAMA_LINEAR["mlp.proj"], s.hidden, s.ffn))
 
 
 def check_window(hf: HuggingFaceFolder, positions: int) -> None:
@@ -387,7 +385,7 @@ def check_window(hf: HuggingFaceFolder, positions: int) -> None:
         return
     if not mistral and hf.config.get("use_sliding_window") is not True:
         return
-    window = hf.number("sliding_window", 4096)
+    window = hf.get("sliding_window", COUNT, 4096)
     if window < positions:
         cure = f"one of max_position_embeddings, {positions}, or null would do"
         raise refused(hf.folder, f"sliding_window is {window}", cure)
@@ -403,7 +401,7 @@ def rotary_base(hf: HuggingFaceFolder) -> float:
     share = rope.get("partial_rotary_factor", hf.config.get("partial_rotary_factor", 1.0))
     if share != 1.0:
         raise refused(hf.folder, f"partial_rotary_factor is {share}", "1.0 would do")
-    return hf.real("rope_theta", 10000.0, rope if "rope_theta" in rope else None)
+    return float(hf.get("rope_theta", POSITIVE, 10000.0, rope if "rope_theta" in rope else None))
 
 
 READERS: dict[str, Callable[[HuggingFaceFolder], tuple[dict[str, Any], Views]]]

@@ -21,7 +21,7 @@ from meshwright import tokenizers
 from meshwright.checkpoint import saved_model
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.foreign import exports
-from meshwright.checkpoint.foreign.huggingface.reader import LLAMA_NORMS
+from meshwright.checkpoint.foreign.huggingface import names
 from meshwright.checkpoint.manifests import sha256
 from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH, safetensors_header
 from meshwright.checkpoint.publish import write_durably
@@ -203,33 +203,34 @@ class ExportPlan:
 
 def export_gpt2(plan: ExportPlan) -> Iterator[ExportedTensor]:
     q, k, v = plan.qkv()
-    yield from plan.copies({"wte": "transformer.wte", "wpe": "transformer.wpe", "ln_f": "transformer.ln_f"})
+    yield from plan.copies({ours: f"transformer.{theirs}" for ours, theirs in names.GPT2_OUTSIDE.items()})
     for i in range(plan.m.num_layers or 0):
         ours, theirs = f"h.{i}", f"transformer.h.{i}"
+        linear = dict(names.GPT2_LINEAR)
+        qkv = linear.pop("attn.qkv")
         for end in (".weight", ".bias"):
-            yield plan.part(f"{theirs}.attn.c_attn{end}", f"{ours}.attn.qkv{end}", q + k + v, transposed=True)
-        names = {"attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
-        yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.items()}, transposed=True)
-        yield from plan.copies({f"{ours}.{name}": f"{theirs}.{name}" for name in ("ln_1", "ln_2")})
-    yield from plan.copies({"lm_head": "lm_head"})
+            yield plan.part(f"{theirs}.{qkv}{end}", f"{ours}.attn.qkv{end}", q + k + v, transposed=True)
+        yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in linear.items()}, transposed=True)
+        yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.GPT2_NORMS.items()})
+    yield from plan.copies({"lm_head": names.HEAD})
 
 
 def export_llama(plan: ExportPlan) -> Iterator[ExportedTensor]:
     spans = plan.qkv()
-    yield from plan.copies({"wte": "model.embed_tokens", "ln_f": "model.norm"})
+    yield from plan.copies({ours: f"model.{theirs}" for ours, theirs in names.LLAMA_OUTSIDE.items()})
     for i in range(plan.m.num_layers or 0):
         ours, theirs = f"h.{i}", f"model.layers.{i}"
         for end in (".weight", ".bias"):
             if f"{ours}.attn.qkv{end}" in plan.source.tensors:
-                for x, rows in zip("qkv", spans, strict=True):
-                    yield plan.part(f"{theirs}.self_attn.{x}_proj{end}", f"{ours}.attn.qkv{end}", rows)
+                for name, rows in zip(names.LLAMA_QKV, spans, strict=True):
+                    yield plan.part(f"{theirs}.{name}{end}", f"{ours}.attn.qkv{end}", rows)
             if f"{ours}.mlp.fc{end}" in plan.source.tensors:
-                for which, x in enumerate(("gate", "up")):
-                    part = plan.part(f"{theirs}.mlp.{x}_proj{end}", f"{ours}.mlp.fc{end}", [(which, which + 1)])
+                for half, name in enumerate(names.LLAMA_GATES):
+                    part = plan.part(f"{theirs}.{name}{end}", f"{ours}.mlp.fc{end}", [(half, half + 1)])
                     yield part._replace(read=part.read[1:])  # without the dimension of the halves
-        names = LLAMA_NORMS | {"attn.proj": "self_attn.o_proj", "mlp.proj": "mlp.down_proj"}
-        yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in names.items()})
-    yield from plan.copies({"lm_head": "lm_head"})
+        stored = names.LLAMA_NORMS | names.LLAMA_LINEAR
+        yield from plan.copies({f"{ours}.{a}": f"{theirs}.{b}" for a, b in stored.items()})
+    yield from plan.copies({"lm_head": names.HEAD})
 
 
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel"}

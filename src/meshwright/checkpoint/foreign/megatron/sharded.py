@@ -60,7 +60,7 @@ class Parameter:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every tensor rank holds all of it."""
+        """Whether every tensor rank holds the complete parameter."""
         return shard.rule(self.name).cut is None or self.part.startswith("attn.key_value.")
 
 
@@ -97,7 +97,7 @@ def check_complete(folder: Path, ranks: Sequence[RankFile], layers: int) -> None
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of the whole model, from the shapes; `heads` cannot be derived."""
+    """Sizes of the complete model, from the shapes; `heads` cannot be derived."""
 
     t: int
     layers: int
@@ -236,7 +236,7 @@ def fill_stretches(stretches: Iterable[Stretch], buffers: Mapping[str, Sequence[
 
 
 def is_rounded(model: torch.Tensor, master: torch.Tensor) -> bool:
-    """Whether the numbers are equal up to the last bit of the model's type."""
+    """Return whether the numbers are equal up to the last bit of the model's type."""
     import torch
 
     model, master = aligned(model), aligned(master).to(model.dtype)

@@ -1,11 +1,16 @@
 """Read a pickle as data: containers, numbers, strings, tensors, inert records of all else.
 
-A pickle is a program. `translate` copies what moves values, and refuses lengths, memo numbers and
-amounts that would cost more than COST. An instruction that would call or change an object (REDUCE,
-BUILD, ...) becomes a reference to something outside the pickle, which Python's unpickler hands to
-us, as it does every global. Nothing that a file names is imported or called: a global stands for a
-function of ours, a dtype, or a `Name`, whose objects are `Stub`s. pickle.Unpickler alone would let
-a file of 20 bytes allocate gigabytes, hash a tuple of tuples for ever, and call `__setstate__`.
+A pickle is a program. `translate` keeps the instructions that only build values; a program whose
+declared sizes exceed COST is refused before it runs. An instruction that would call or change an
+object (REDUCE, BUILD, ...) becomes a reference to something outside the pickle, which Python's
+unpickler hands to us, as it does every global. Nothing that a file names is imported or called: a
+global stands for a function of ours, a dtype, or a `ForeignName`, whose objects are `Stub`s.
+
+Why not a library: pickle.Unpickler alone would let a file of 20 bytes allocate gigabytes, hash a
+tuple of tuples for ever, and call `__setstate__`. torch.load(weights_only=True) calls nothing
+foreign, but bounds neither memory nor time; maps only archives since torch 1.6, not the older form
+nor parts of a file (.distcp); and refuses the Namespaces, enumerations and counters of honest
+files unless each class is imported or named before.
 """
 
 from __future__ import annotations
@@ -57,7 +62,7 @@ NUMPY |= {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool"}
 
 
 class RefusedPickle(ValueError):
-    """Why reading a pickle stopped."""
+    """A pickle that is not read, and why."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -528,7 +533,10 @@ class PickleReader:
     # The finished tree
 
     def measure(self, value: Any, known: dict[int, tuple[int, int]], depth: int = 0) -> tuple[int, int]:
-        """Return how many values a walk meets, and how deep; few lists can hold billions."""
+        """Return the number of values that a full walk visits, and its depth.
+
+        Lists that share children can expand to billions.
+        """
         children: Iterable[Any]
         if isinstance(value, (list, tuple, set)):
             children = value
