@@ -1,7 +1,7 @@
-"""The columns of metrics.jsonl: the numbers of a step, and what other rows hold. No torch.
+"""The numbers of a step, each with all that the log, trackers, verify-layout and docs know of it.
 
-One table has all that the log, the trackers, verify-layout and docs/metrics.md know of a number of
-a step. A further term of the loss is one row here, and one line in step.make_loss.
+A further term of the loss is one row here, and one line in step.make_loss. docs/metrics.py makes a
+page of the table. No torch.
 """
 
 from __future__ import annotations
@@ -10,240 +10,53 @@ from typing import Literal, NamedTuple
 
 
 class StepColumn(NamedTuple):
-    """A number of a step."""
+    """A number of a step, and its column in metrics.jsonl."""
 
     name: str
     meaning: str
     ranks: Literal["alike", "summed", "rank 0"] = "alike"  # whose value it is
     line: str = ""  # how Megatron's line of the log shows it, if it does
     tag: str = ""  # Megatron's name of the curve in TensorBoard and other trackers
-    tag_flag: str = ""  # the setting that turns the curve on; otherwise it is always there
+    needs_flag: bool = False  # whether --log-TAG-to-tensorboard turns the curve on
     compared_as: Literal["", "loss", "gradient norm", "other numbers"] = ""  # the row of verify-layout
 
 
-# In the order of Megatron's line.
-STEP_COLUMNS = (
+OTHER: Literal["other numbers"] = "other numbers"
+STEP_COLUMNS = (  # in the order of Megatron's line
     StepColumn(
         "lr",
-        "learning rate of this step; the log line shows that of the next step",
+        "learning rate; the log shows that of the next step",
         line="learning rate: {:.3E}",
         tag="learning-rate",
-        tag_flag="log_learning_rate_to_tensorboard",
+        needs_flag=True,
     ),
-    StepColumn(
-        "batch",
-        "samples of the global batch",
-        line="global batch size: {:5d}",
-        tag="batch-size",
-        tag_flag="log_batch_size_to_tensorboard",
-    ),
+    StepColumn("batch", "samples", "alike", "global batch size: {:5d}", "batch-size", True),
     StepColumn(
         "loss",
-        "mean loss of the unmasked tokens; the log line shows the mean of the steps since the line before",
-        ranks="summed",
-        line="lm loss: {}",
-        tag="lm loss",
+        "mean loss of the unmasked tokens; the log shows the mean of the steps since the line before",
+        "summed",
+        "lm loss: {}",
+        "lm loss",
         compared_as="loss",
     ),
-    StepColumn(
-        "loss_scale",
-        "factor of the loss with fp16, otherwise 1",
-        line="loss scale: {:.1f}",
-        tag="loss-scale",
-        tag_flag="log_loss_scale_to_tensorboard",
-        compared_as="other numbers",
-    ),
+    StepColumn("loss_scale", "factor of the loss", "alike", "loss scale: {:.1f}", "loss-scale", True, OTHER),
     StepColumn(
         "grad_norm",
         "norm of all gradients before clipping",
-        ranks="summed",
-        line="grad norm: {:.3f}",
-        tag="grad-norm",
+        "summed",
+        "grad norm: {:.3f}",
+        "grad-norm",
         compared_as="gradient norm",
     ),
-    StepColumn(
-        "num_zeros",
-        "gradients that are exactly 0, with --log-num-zeros-in-grad",
-        ranks="summed",
-        line="num zeros: {:.1f}",
-        tag="num-zeros",
-    ),
-    StepColumn(
-        "params_norm",
-        "norm of all weights, with --log-params-norm",
-        ranks="summed",
-        line="params norm: {:.3f}",
-        tag="params-norm",
-        compared_as="other numbers",
-    ),
-    StepColumn("skipped", "whether the step was not applied: its numbers were not finite", compared_as="other numbers"),
-    StepColumn("weight_decay", "weight decay, with a --weight-decay-incr-style that is not constant"),
+    StepColumn("num_zeros", "gradients that are exactly 0", "summed", "num zeros: {:.1f}", "num-zeros"),
+    StepColumn("params_norm", "norm of all weights", "summed", "params norm: {:.3f}", "params-norm", compared_as=OTHER),
+    StepColumn("skipped", "whether the step was not applied: its numbers were not finite", compared_as=OTHER),
+    StepColumn("weight_decay", "weight decay, if it changes during the run"),
     StepColumn("consumed_samples", "samples since the run began, with this step's"),
     StepColumn("ms", "milliseconds since the step before", "rank 0"),
     StepColumn("data_ms", "of these, the wait for the batch", "rank 0"),
     StepColumn("tokens_per_second", "tokens of all ranks", "rank 0"),
-    StepColumn("tflops", "10^12 operations per second and device, by the formula of Megatron", "rank 0"),
+    StepColumn("tflops", "10^12 operations per second and device, by Megatron's formula", "rank 0"),
     StepColumn("mfu", "the same divided by the device's peak, if that is known", "rank 0"),
     StepColumn("memory", "peak bytes of the device, if it reports them", "rank 0"),
 )
-
-COMMON_COLUMNS = {
-    "event": "kind of row",
-    "attempt": "number of the attempt: starts of this run so far",
-    "iteration": "steps taken so far",
-    "time": "seconds since 1970",
-}
-
-START_COLUMNS = {
-    "command": "words of the command line",
-    "version": "version of Meshwright",
-    "torch": "version of torch",
-    "python": "version of Python",
-    "device": "name of the device",
-    "host": "name of rank 0's machine",
-    "parameters": "parameters of the model",
-    "block": "how the layers are run",
-    "dtype": "format of weights and activations",
-    "startup": "seconds of each phase of the start",
-    "ready": "seconds until the first step",
-    "tokens_per_step": "tokens of a full global batch",
-    "train_iters": "steps of the run",
-}
-
-# event -> when it is written, and its columns
-EVENTS: dict[str, tuple[str, dict[str, str]]] = {
-    "start": ("an attempt begins to train; it replaces earlier rows from its iteration on", START_COLUMNS),
-    "evaluate": ("an attempt begins with --skip-train; it replaces no rows", START_COLUMNS),
-    "step": ("a step is done", {column.name: column.meaning for column in STEP_COLUMNS}),
-    "validation": (
-        "a validation or test is done",
-        {
-            "name": "validation or test",
-            "loss": "mean loss of the unmasked tokens",
-            "ppl": "perplexity, exp(loss), at most exp(20)",
-            "seconds": "time it took",
-            "set": "name of the data set, if there are several",
-            "end": "true after the last step",
-        },
-    ),
-    "sample": (
-        "text of --sample-interval is written",
-        {"number": "number of the prompt", "prompt": "prompt", "text": "its continuation"},
-    ),
-    "scores": (
-        "one of --eval-tasks is scored",
-        {
-            "task": "name of the task",
-            "variant": "how it is scored",
-            "file": "file of its texts",
-            "sha256": "hash of this file",
-            "seconds": "time it took",
-            "values": "all measures",
-            "scores": "the measures that are drawn, by their names there",
-        },
-    ),
-    "save": (
-        "a checkpoint is saved, or its background save has begun",
-        {"seconds": "time that the training waited", "background": "whether it is still being written"},
-    ),
-    "save-failed": ("a checkpoint could not be saved, with --save-error warn", {"reason": "error"}),
-    "used": (
-        "a checkpoint is saved, or the training ends",
-        {"consumed_samples": "samples since the run began", "samples": "of these, the number of each data set"},
-    ),
-    "skip": (
-        "iterations of --skip-train-iteration-range are passed over",
-        {"first": "first iteration", "from_sample": "first sample", "to": "sample after the last"},
-    ),
-    "nonfinite": (
-        "a step was not applied, and is no overflow that fp16's loss scale deals with",
-        {
-            "loss": "its loss",
-            "grad_norm": "its gradient norm",
-            "where": "where it began, in words",
-            "seconds": "time of the search",
-            "kind": "state, forward, backward, sum, none (it is finite when computed again) or unknown",
-            "name": "module, parameter or state that was not finite first",
-            "fused": "whether that is a layer of fused kernels",
-            "ranks": "ranks on which it began",
-            "hosts": "machines whose hardware may be at fault, if it is finite when computed again",
-        },
-    ),
-    "spike": (
-        "the loss rose above --spike-factor deviations of the steps before",
-        {"loss": "its loss", "median": "median of the steps before", "deviation": "their deviation"},
-    ),
-    "rollback": (
-        "the run went back to a checkpoint",
-        {
-            "to": "step of the checkpoint",
-            "reason": "why",
-            "from_sample": "first sample that is passed over",
-            "to_sample": "sample after the last",
-            "rollbacks": "rollbacks since a checkpoint of further steps was saved",
-            "seconds": "time it took",
-        },
-    ),
-    "straggler": (
-        "a rank became slow, or is no longer",
-        {
-            "rank": "its number",
-            "host": "its machine",
-            "slow": "whether it is slow",
-            "text": "the same in words",
-            "ratio": "its time of a step divided by the median",
-            "ms": "its time of a step, without waits for other ranks",
-            "data_ms": "of this, its wait for data",
-            "median_ms": "median of all ranks",
-        },
-    ),
-    "end": ("the attempt ends", {"reason": "why", "status": "exit status"}),
-}
-
-PAGE = """# The columns of metrics.jsonl
-
-A run's folder (`--run-dir`, or `--save`) has a file `metrics.jsonl` with a line of JSON for each
-step and each event. Numbers that are not finite are the strings `"nan"`, `"inf"` and `"-inf"`.
-Other programs may read the file at any time, as `meshwright watch` and `meshwright report` do; a
-kill can cut its last line. Every row has these columns:
-
-{common}
-
-## Steps
-
-A number is *summed* if it is made of all ranks' parts, *alike* if all ranks have the same one, and
-otherwise that of rank 0. The curve is the name in TensorBoard and other trackers.
-
-{steps}
-
-## Other rows
-
-{events}
-"""
-
-
-def describe_columns() -> str:
-    """Return docs/metrics.md."""
-
-    def make_table(head: str, rows: list[tuple[str, ...]]) -> str:
-        lines = [head, "|" + "---|" * head.count(" | ") + "---|", *(f"| {' | '.join(row)} |" for row in rows)]
-        return "\n".join(lines)
-
-    def make_rows(columns: dict[str, str]) -> list[tuple[str, ...]]:
-        return [(f"`{name}`", meaning) for name, meaning in columns.items()]
-
-    events = []
-    for event, (moment, columns) in EVENTS.items():
-        if event == "step" or (event == "evaluate" and columns is START_COLUMNS):
-            continue
-        title = "`start`, or `evaluate` with `--skip-train`" if event == "start" else f"`{event}`"
-        table = make_table("| column | meaning |", make_rows(columns))
-        events.append(f"### {title}\n\nWritten when {moment}.\n\n{table}")
-    steps: list[tuple[str, ...]] = [
-        (f"`{c.name}`", c.meaning, c.ranks, f"`{c.tag}`" if c.tag else "") for c in STEP_COLUMNS
-    ]
-    return PAGE.format(
-        common=make_table("| column | meaning |", make_rows(COMMON_COLUMNS)),
-        steps=make_table("| column | meaning | ranks | curve |", steps),
-        events="\n\n".join(events),
-    )

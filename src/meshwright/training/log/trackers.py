@@ -189,7 +189,11 @@ class Trackio(Tracker):
 
 
 # Megatron's name -> the number of a step or of the device, and the flag that turns it on
-TAGS = {column.tag: (column.name, column.tag_flag) for column in STEP_COLUMNS if column.tag} | {
+TAGS = {
+    c.tag: (c.name, f"log_{c.tag.replace('-', '_')}_to_tensorboard" if c.needs_flag else None)
+    for c in STEP_COLUMNS
+    if c.tag
+} | {
     "world-size": ("world_size", "log_world_size_to_tensorboard"),
     "mem-reserved-bytes": ("reserved", "log_memory_to_tensorboard"),
     "mem-allocated-bytes": ("memory", "log_memory_to_tensorboard"),
