@@ -200,11 +200,10 @@ def test_a_log_that_cannot_be_written_ends_no_run(run, tmp_path, monkeypatch, wh
 
 
 def test_steps_that_were_skipped_and_a_validation_worse_than_the_best():
-    values = {"grad_norm": 1.0, "loss_scale": 4096.0}
+    values = {"loss": math.nan, "grad_norm": 1.0, "loss_scale": 4096.0, "batch": 8, "skipped": True, "data_ms": 10.0}
     table = screen.LineScreen(has_status=False)
-    values["batch"] = 8
     run = lines.RunSizes(100, None, 16, 8, 1, 1e9 / 128, 2e9)
-    step = lines.Interval(run, 50, 400, 50, 400, 50.0, 0.5, 0.1, values, math.nan, 50, 0, None)
+    step = lines.Interval(run, 50, 400, 0.1, [values] * 50, 50.0, None)
     head, row, note = table.step(step).splitlines()
     assert head.split() == "step loss gradient rate tokens/s MFU elapsed left".split()
     assert row.split()[:7] == "50 nan 1.000 1.00e-01 128 50.0% 0:00".split() and row.endswith("0:50")

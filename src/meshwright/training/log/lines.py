@@ -34,20 +34,24 @@ class Interval:
     run: RunSizes
     iteration: int
     consumed: int  # samples since the run's first step
-    steps: int
-    samples: int
-    seconds: float
-    data_seconds: float  # of these, waiting for the data
     lr: float  # of the next step, as Megatron prints it
-    values: dict[str, Any]  # STEP_COLUMNS of the last step
-    loss: float  # mean of the steps that were not skipped; if all were, of what they found
-    skipped: int
-    nan: int
+    steps: list[dict[str, Any]]  # STEP_COLUMNS of each
+    seconds: float
     memory: int | None  # peak bytes, if known
 
     @property
+    def loss(self) -> float:
+        """Mean loss of the steps that were not skipped; of all, if all were."""
+        applied = [step for step in self.steps if not step["skipped"]] or self.steps
+        return float(sum(step["loss"] for step in applied) / len(applied))
+
+    @property
+    def skipped(self) -> int:
+        return sum(step["skipped"] for step in self.steps)
+
+    @property
     def samples_per_second(self) -> float:
-        return self.samples / self.seconds
+        return float(sum(step["batch"] for step in self.steps) / self.seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -65,18 +69,18 @@ class Interval:
     @property
     def seconds_left(self) -> float:
         run = self.run
-        left = run.samples - self.consumed if run.samples else (run.steps - self.iteration) * self.values["batch"]
+        left = run.samples - self.consumed if run.samples else (run.steps - self.iteration) * self.steps[-1]["batch"]
         return max(left / self.samples_per_second, 0)
 
     def in_megatrons_form(self) -> str:
-        numbers = self.values | {"lr": self.lr, "loss": scientific(self.loss)}
+        numbers = self.steps[-1] | {"lr": self.lr, "loss": scientific(self.loss)}
         parts = [
             f" iteration {self.iteration:8d}/{self.run.steps:8d}",
             f"consumed samples: {self.consumed:12d}",
-            f"elapsed time per iteration (ms): {self.seconds / self.steps * 1e3:.1f}",
+            f"elapsed time per iteration (ms): {self.seconds / len(self.steps) * 1e3:.1f}",
             *(c.line.format(numbers[c.name]) for c in STEP_COLUMNS if c.line and c.name in numbers),
             f"number of skipped iterations: {self.skipped:3d}",
-            f"number of nan iterations: {self.nan:3d}",
+            f"number of nan iterations: {sum(not math.isfinite(step['loss']) for step in self.steps):3d}",
             f"samples per second: {self.samples_per_second:.3f}",
             f"TFLOPs: {self.flops / 1e12:.2f}",
             f"tokens per second: {self.tokens_per_second:.0f}",
@@ -89,7 +93,8 @@ class Interval:
 
     def in_libais_form(self) -> str:
         """Return LiBai's line, which counts iterations from 0."""
-        seconds, waited = self.seconds / self.steps, self.data_seconds / self.steps
+        seconds = self.seconds / len(self.steps)
+        waited = sum(step["data_ms"] for step in self.steps) / 1e3 / len(self.steps)
         left = datetime.timedelta(seconds=int(self.seconds_left))
         return (
             f" eta: {left}  iteration: {self.iteration - 1}/{self.run.steps}  "
@@ -105,7 +110,7 @@ class Interval:
             "micro_batches": f"{self.consumed // self.run.micro_batch}",
             "samples": f"{self.consumed}",
             "throughput": f"{self.samples_per_second:.5f}",
-            "latency": f"{self.seconds / self.steps:.5f}",
+            "latency": f"{self.seconds / len(self.steps):.5f}",
             "loss": f"{self.loss:.5f}",
         }
 

@@ -94,7 +94,8 @@ class Metrics:
             settings = flags.to_dict(config)
             self.trackers = open_trackers(self.g, folder, settings, name, begin.iteration + 1, begin.consumed)
             self.bar = _start_bar(begin.total_steps) if self.g.progress and sys.stderr.isatty() else None
-        self._reset()
+        self.since_line: list[dict[str, Any]] = []  # numbers of the steps since the last line
+        self.seconds = 0.0  # that they took
         self.since_print = (0, 0, 0.0)  # steps, samples and seconds since the last line of --steps-per-print
         self.iteration = begin.iteration
         # As many as the mean at the end may need.
@@ -102,12 +103,6 @@ class Metrics:
         self.memory_is_printed = self.gpus_are_hidden = False
         self.form, self.head_is_printed = FORMS.get(self.g.log_format, MEGATRON), False
         self.page = LivePage(None if config.training.skip_train else folder)
-
-    def _reset(self) -> None:
-        self.losses: list[float] = []  # of steps that were not skipped
-        self.skipped_losses: list[float] = []
-        self.steps = self.samples = self.skipped = self.nan = 0
-        self.seconds = self.data_ms = 0.0
 
     def row(self, event: str, iteration: int, **values: Any) -> None:
         """Append one row immediately, so that a kill can truncate only the last line.
@@ -149,13 +144,8 @@ class Metrics:
         The line shows the learning rate of the next step, as Megatron's does.
         """
         batch, loss = values["batch"], values["loss"]
-        self.steps += 1
-        self.samples += batch
+        self.since_line.append(values)
         self.seconds += seconds
-        self.data_ms += values["data_ms"]
-        self.skipped += values["skipped"]
-        self.nan += not math.isfinite(loss)
-        (self.skipped_losses if values["skipped"] else self.losses).append(loss)
         if not values["skipped"]:
             self.recent.append((iteration, loss))
         self.iteration = iteration
@@ -189,7 +179,7 @@ class Metrics:
                 say(in_deepspeeds_form(iteration, loss, *self.since_print))
                 self.since_print = (0, 0, 0.0)
         if iteration % self.g.log_interval == 0 or iteration == self.run.steps or not math.isfinite(loss):
-            self._line(iteration, consumed, next_lr, values)
+            self._line(iteration, consumed, next_lr)
         self.page.update()
         self.timers.startup.end_wait()  # for the first step
 
@@ -197,23 +187,9 @@ class Metrics:
         for tracker in self.trackers:
             tracker.scalars(values, iteration, consumed)
 
-    def _line(self, iteration: int, consumed: int, lr: float, values: dict[str, Any]) -> None:
-        losses, memory = self.losses or self.skipped_losses, devices.peak_memory(self.device)
-        interval = Interval(
-            run=self.run,
-            iteration=iteration,
-            consumed=consumed,
-            steps=self.steps,
-            samples=self.samples,
-            seconds=self.seconds,
-            data_seconds=self.data_ms / 1e3,
-            lr=lr,
-            values=values,
-            loss=sum(losses) / len(losses),
-            skipped=self.skipped,
-            nan=self.nan,
-            memory=memory,
-        )
+    def _line(self, iteration: int, consumed: int, lr: float) -> None:
+        memory = devices.peak_memory(self.device)
+        interval = Interval(self.run, iteration, consumed, lr, self.since_line, self.seconds, memory)
         if self.form.head and not self.head_is_printed:
             self.head_is_printed = True
             show(self.form.head)
@@ -226,8 +202,8 @@ class Metrics:
             columns |= {"reserved": "reserved_bytes.all.current", "max reserved": "reserved_bytes.all.peak"}
             shown = " | ".join(f"{name}: {stats[key] / 2**20}" for name, key in columns.items())
             say(f"[Rank 0] (after {iteration} iterations) memory (MB) | {shown}")
-        self.timers.print_means(self.steps)
-        self._reset()
+        self.timers.print_means(len(self.since_line))
+        self.since_line, self.seconds = [], 0.0
 
     def roll_back(self, to: int, iteration: int, **values: Any) -> None:
         """Record that the steps after `to`, up to `iteration`, were undone."""

@@ -61,7 +61,7 @@ class ScreenColumn:
 COLUMNS = (
     ScreenColumn("step", 7, lambda x, _: f"{x.iteration:,}", 0),
     ScreenColumn("loss", 8, lambda x, _: f"{x.loss:.4f}", 0),
-    ScreenColumn("gradient", 9, lambda x, _: f"{x.values['grad_norm']:.3f}", 4),
+    ScreenColumn("gradient", 9, lambda x, _: f"{x.steps[-1]['grad_norm']:.3f}", 4),
     ScreenColumn("rate", 9, lambda x, _: f"{x.lr:.2e}", 3),
     ScreenColumn("tokens/s", 10, lambda x, _: f"{x.tokens_per_second:,.0f}", 1),
     ScreenColumn("MFU", 6, lambda x, _: "-" if x.mfu is None else f"{x.mfu:.1%}", 6),
@@ -176,9 +176,9 @@ class LineScreen:
             line.append(column.text(x, seconds).rjust(column.width), "bold" if column.title == "loss" else "")
         lines.append(line)
         if x.skipped:
-            scale = f", loss scale {x.values['loss_scale']:g}"
+            scale = f", loss scale {x.steps[-1]['loss_scale']:g}"
             lines.append(
-                Text(f"{INDENT}{x.skipped} of these {x.steps} steps were skipped: not finite{scale}", "yellow")
+                Text(f"{INDENT}{x.skipped} of these {len(x.steps)} steps were skipped: not finite{scale}", "yellow")
             )
         return self.form(*lines)
 
