@@ -120,7 +120,7 @@ def test_a_dialogue_is_saved_and_goes_on(chat, tmp_path):
     assert "(read 2 turns from" in err[0] and "turns              2" in err and "system: 'be brief'" in err
     assert json.loads(file.read_text())["messages"] == messages
     other = tmp_path / "other.json"
-    for content, message in (("[1]", "message 1 is none"), ("{", "not JSON"), ('{"messages": 5}', "message 1")):
+    for content, message in (("[1]", "message 1 is not a"), ("{", "not JSON"), ('{"messages": 5}', "message 1")):
         other.write_text(content)
         out, err = chat(f"/load {other}\n/save {other}\nthe c\n")
         assert message in err[0] and "holds no dialogue; name another file" in err[1] and out == ["at sat."]

@@ -36,6 +36,8 @@ class Repeating:
         self.rows: dict[int, tuple[Request, int]] = {}
         self.submitted: list[Request] = []
         self.error: BaseException | None = None
+        self.gate = threading.Event()  # steps wait while it is not set
+        self.gate.set()
         self._ids = itertools.count()
 
     def submit(self, request: Request) -> int:
@@ -50,6 +52,7 @@ class Repeating:
         self.rows.pop(id, None)
 
     def step(self) -> list[Event]:
+        self.gate.wait(20)
         time.sleep(self.pause)
         if self.error is not None:
             error, self.error = self.error, None

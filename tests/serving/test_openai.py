@@ -208,27 +208,56 @@ def test_neutral_values_are_accepted(fake: Site) -> None:
     assert fake.ask("POST", "/v1/chat/completions", {"messages": turns, "max_tokens": 2, **fixed, **chat})[0] == 200
 
 
+USER = {"role": "user", "content": "a"}
+
+
 @pytest.mark.parametrize(
-    "body",
+    ("body", "message"),
     [
-        {},
-        {"messages": []},
-        {"messages": ["a"]},
-        {"messages": [{"role": "tool", "content": "a"}]},
-        {"messages": [{"role": "user"}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        {"messages": [{"role": "user", "content": "a", "tool_calls": []}]},
-        {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2},
-        {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
-        {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}},
-        {"messages": [{"role": "user", "content": "a"}], "echo": True},
-        {"messages": [{"role": "user", "content": "a" * LENGTH}]},
+        ({}, "messages must be a list of at least one message"),
+        ({"messages": []}, "messages must be a list of at least one message"),
+        ({"messages": ["a"]}, "messages[0] must have a role: system, developer, user, assistant"),
+        ({"messages": [USER, {"role": "tool", "content": "a"}]}, "messages[1] must have a role"),
+        ({"messages": [{"role": "user"}]}, "messages[0] must have text as content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0] must be"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a", "image_url": {}}]}]},
+            "messages[0].content[0] must be",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": 3}]}]}, "must have text as content"),
+        ({"messages": [{**USER, "tool_calls": []}]}, "messages[0] has tool_calls, which is not supported"),
+        ({"messages": [{**USER, "name": "Ann"}]}, "messages[0] has name, which is not supported"),
+        ({"messages": [USER], "top_logprobs": 2}, "top_logprobs needs logprobs"),
+        ({"messages": [USER], "tools": [{}]}, "tools is not supported: a pre-trained model calls no tools"),
+        ({"messages": [USER], "response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"messages": [USER], "echo": True}, "argument supplied: echo"),
+        ({"messages": [USER], "truncation": "middle"}, "truncation must be auto"),
+        ({"messages": [{"role": "user", "content": "a" * LENGTH}]}, f"this model reads {LENGTH} tokens"),
     ],
-    ids=lambda v: json.dumps(v)[:60],
+    ids=str,
 )
-def test_chat_refusals(fake: Site, body: dict[str, Any]) -> None:
+def test_chat_refusals(fake: Site, body: dict[str, Any], message: str) -> None:
     status, error = fake.error("/v1/chat/completions", **body)
-    assert status == 400 and error["message"]
+    assert status == 400 and message in error["message"]
+
+
+@pytest.mark.parametrize("template", [None, Template()])
+def test_old_turns_are_left_out_if_asked_for(template: Template | None) -> None:
+    """As in a terminal's chat; otherwise a dialogue that is too long is refused."""
+    turns = [{"role": ("user", "assistant")[n % 2], "content": f"{n:02}" * 8} for n in range(7)]
+    body = {"messages": [{"role": "system", "content": "S"}, *turns], "max_tokens": 40}
+    with site(template=template) as running:
+        assert running.error("/v1/chat/completions", **body)[1]["code"] == "context_length_exceeded"
+        status, answer, _ = running.ask("POST", "/v1/chat/completions", {**body, "truncation": "auto"})
+        prompt = bytes(running.decoder.submitted[-1].prompt).decode()
+        assert status == 200 and answer["usage"]["total_tokens"] <= LENGTH
+        if template is None:
+            assert prompt == "S\n" + "".join(f"{n:02}" * 8 + "\n" * (n % 2) for n in range(7))[-46:]
+        else:
+            assert prompt == "s:S|u:" + "06" * 8 + "|"
+        assert len(prompt) <= LENGTH - LENGTH // 4
+        short = {"messages": turns[:1], "max_tokens": 9, "truncation": "auto"}
+        assert running.ask("POST", "/v1/chat/completions", short)[1]["usage"]["completion_tokens"] == 9
 
 
 def test_models(fake: Site) -> None:

@@ -113,6 +113,10 @@ def test_a_dialogue(page: Any, slow: Site) -> None:
         expect(page.locator("#state")).to_contain_text("6 tokens in")
     expect(page.locator(".turn")).to_have_text(["Youab", "Modelababab", "Youcd", "Modelababab"])
     assert bytes(slow.decoder.submitted[-1].prompt) == b"ab" + b"ababab" + b"\ncd"
+    page.fill("#message", "e" * 40)  # with what was said, more than the model reads
+    page.keyboard.press("Control+Enter")
+    expect(page.locator("#state")).to_contain_text("6 tokens in")
+    assert bytes(slow.decoder.submitted[-1].prompt).endswith(b"\n" + b"e" * 40)
     page.click("#clear")
     expect(page.locator(".turn")).to_have_count(0)
 

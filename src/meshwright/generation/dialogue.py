@@ -6,6 +6,7 @@ it, and an end of document ends it, so that the next input begins another one.
 
 from __future__ import annotations
 
+import bisect
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -83,14 +84,18 @@ class Dialogue:
             fixed = head if len(head) < room // 2 else []
             self.left_out = max(0, len(ids) - room)
             return [*fixed, *ids[len(ids) - room + len(fixed) :]] if self.left_out else ids
-        first = self.left_out
-        while len(ids := self.template.encode(self.tokenizer, self.messages(first))) > room:
-            later = [n for n, turn in enumerate(self.turns) if n > first and turn.role == USER]
-            if not later:
-                break
-            first = later[0]
-        self.left_out = first
+        ids = self.encode_from(self.left_out)
+        later = [n for n, turn in enumerate(self.turns) if n > self.left_out and turn.role == USER]
+        if len(ids) > room and later:
+            at = bisect.bisect_left(later, True, key=lambda first: len(self.encode_from(first)) <= room)
+            self.left_out = later[min(at, len(later) - 1)]
+            ids = self.encode_from(self.left_out)
         return ids
+
+    def encode_from(self, first: int) -> list[int]:
+        """Return the prompt of the turns from this one on, as the template writes them."""
+        assert self.template is not None
+        return self.template.encode(self.tokenizer, self.messages(first))
 
     def messages(self, first: int = 0) -> list[dict[str, str]]:
         """Return the turns as chat templates take them, the system's words before them."""
@@ -128,7 +133,7 @@ def read_dialogue(path: Path) -> tuple[str, list[ChatTurn]]:
         is_turn = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not is_turn or message.get("role") not in (SYSTEM, USER, ASSISTANT):
             wanted = 'a list of {"role": "user", "assistant" or "system", "content": TEXT}'
-            raise UserError(f"{path}: message {number} is none of a dialogue, {wanted}", BAD_DATA)
+            raise UserError(f"{path}: message {number} is not a chat message; give {wanted}", BAD_DATA)
         if message["role"] == SYSTEM:
             system = message["content"]
         else:

@@ -99,10 +99,16 @@ def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
 
 
 def read_chat(f: Fields, served: ServedModel) -> OpenAICall:
-    prompt = render(read_messages(f.take("messages")), served)
+    messages = read_messages(f.take("messages"))
     lengths = [f.integer(name, None, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
-    room = max(1, served.model.seq_length - len(prompt))
-    length = next((n for n in lengths if n is not None), room)
+    length = next((n for n in lengths if n is not None), None)
+    truncation = f.text("truncation", "disabled")
+    if truncation not in ("auto", "disabled"):
+        raise Refusal("truncation must be auto, which leaves out old messages, or disabled", "truncation")
+    most = served.model.seq_length
+    prompt = render(messages, served, None if truncation == "disabled" else length or most)
+    room = max(1, most - len(prompt))
+    length = room if length is None else min(length, room) if truncation == "auto" else length
     wants, top = f.flag("logprobs"), f.integer("top_logprobs", None, 0, MOST_LOGPROBS)
     if top is not None and not wants:
         raise Refusal("top_logprobs needs logprobs; set it to true", "top_logprobs")
@@ -224,12 +230,17 @@ def read_messages(given: Any) -> list[dict[str, str]]:
         place = f"messages[{number}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise Refusal(f"{place} must have a role: {', '.join(ROLES)}", "messages")
-        if more := message.keys() - {"role", "content", "name", "refusal"}:
+        more = {key for key, value in message.items() if key not in ("role", "content") and value is not None}
+        if more:
             raise Refusal(f"{place} has {sorted(map(str, more))[0][:64]}, which is not supported; leave it out", place)
         content = message.get("content")
         if isinstance(content, list):
-            parts = [p["text"] for p in content if isinstance(p, dict) and isinstance(p.get("text"), str)]
-            content = "".join(parts) if len(parts) == len(content) else None
+            is_text = [isinstance(p, dict) and p.keys() == {"type", "text"} and p["type"] == "text" for p in content]
+            if not all(is_text):
+                part = f"{place}.content[{is_text.index(False)}]"
+                raise Refusal(f'{part} must be {{"type": "text", "text": TEXT}}; only text is read', "messages")
+            texts = [p["text"] for p in content]
+            content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
         if not isinstance(content, str):
             raise Refusal(f"{place} must have text as content", "messages")
         role = "system" if message["role"] == "developer" else message["role"]
@@ -237,17 +248,23 @@ def read_messages(given: Any) -> list[dict[str, str]]:
     return out
 
 
-def render(messages: list[dict[str, str]], served: ServedModel) -> list[int]:
-    """Return the tokens of a dialogue up to the answer, without a template as one plain text."""
+def render(messages: list[dict[str, str]], served: ServedModel, most: int | None = None) -> list[int]:
+    """Return the tokens of a dialogue up to the answer, without a template as one plain text.
+
+    Where there is no room for an answer of `most` tokens, the oldest messages are left out, as in
+    `meshwright chat`.
+    """
     tokenizer, template = served.model.tokenizer, served.template
     require_size(served, sum(len(m["content"]) for m in messages))
-    if template is None:
-        system = "\n".join(m["content"] for m in messages if m["role"] == SYSTEM)
-        turns = [ChatTurn(m["role"], m["content"]) for m in messages if m["role"] != SYSTEM]
-        plain = Dialogue(tokenizer, None, served.model.seq_length, system, turns)
-        return encode_text(served, plain.text) or [tokenizer.eod]
+    system = "\n".join(m["content"] for m in messages if m["role"] == SYSTEM)
+    turns = [ChatTurn(m["role"], m["content"]) for m in messages if m["role"] != SYSTEM]
+    dialogue = Dialogue(tokenizer, template, served.model.seq_length, system, turns)
     try:
-        return template.encode(tokenizer, messages)
+        if most is not None:
+            return dialogue.prompt(most) or [tokenizer.eod]
+        if template is not None:
+            return template.encode(tokenizer, messages)
+        return encode_text(served, dialogue.text) or [tokenizer.eod]
     except UserError as error:
         raise Refusal(str(error), "messages") from None
 

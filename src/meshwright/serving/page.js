@@ -204,7 +204,7 @@ async function send() {
   addTurn({ role: "user", content });
   const { body, place } = addTurn({ role: "assistant", content: "" });
   const before = turns.slice(0, -1);
-  body.content = await run("v1/chat/completions", { messages: before, logprobs: true, top_logprobs: LIKELIEST }, place);
+  body.content = await run("v1/chat/completions", { messages: before, truncation: "auto", logprobs: true, top_logprobs: LIKELIEST }, place);
 }
 
 function addTurn(body) {
