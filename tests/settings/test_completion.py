@@ -32,7 +32,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("completion")
     for shell in ("bash", "zsh", "fish"):
-        (folder / shell).write_text(completion.script(shell))
+        (folder / shell).write_text(completion.completion_script(shell))
     (folder / "corpus.bin").touch()
     (folder / "corpus.idx").touch()
     (folder / "a folder").mkdir()
@@ -111,5 +111,5 @@ def test_zsh(scripts: Path) -> None:
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
-    assert capsys.readouterr().out == completion.script("bash") + "\n"
+    assert capsys.readouterr().out == completion.completion_script("bash") + "\n"
     assert main(["completion", "tcsh"]) == 2 and "is none of bash, zsh, fish" in capsys.readouterr().err

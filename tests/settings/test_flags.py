@@ -2,10 +2,12 @@
 
 import dataclasses
 import os
+import re
 import resource
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -521,6 +523,7 @@ def test_presets_say_nothing_about_devices():
 
 PLAIN = """
 import sys
+from pathlib import Path
 from meshwright.__main__ import main
 try:
     main(sys.argv[1:])
@@ -620,49 +623,8 @@ def test_commands_of_the_documents(cls, line, accepted):
 
 
 # All arguments that Megatron-LM of June 2023 prints at its start, so all the flags it has.
-DUMP = """
-    accumulate_allreduce_grads_in_fp32 adam_beta1 adam_beta2 adam_eps add_bias_linear add_position_embedding
-    adlr_autoresume adlr_autoresume_interval apply_layernorm_1p apply_query_key_layer_scaling
-    apply_residual_connection_post_layernorm async_tensor_model_parallel_allreduce attention_dropout
-    attention_softmax_in_fp32 barrier_with_L1_time bert_binary_head bert_embedder_type bert_load bf16
-    bias_dropout_fusion bias_gelu_fusion biencoder_projection_dim biencoder_shared_query_context_model block_data_path
-    classes_fraction clip_grad consumed_train_samples consumed_valid_samples data_cache_path data_impl
-    data_parallel_random_init data_parallel_size data_path data_per_class_fraction data_sharding dataloader_type
-    DDP_impl decoder_num_layers decoder_seq_length dino_bottleneck_size dino_freeze_last_layer dino_head_hidden_size
-    dino_local_crops_number dino_local_img_size dino_norm_last_layer dino_teacher_temp dino_warmup_teacher_temp
-    dino_warmup_teacher_temp_epochs distribute_saved_activations distributed_backend distributed_timeout_minutes
-    embedding_path empty_unused_memory_level encoder_num_layers encoder_seq_length end_weight_decay eod_mask_loss
-    eval_interval eval_iters evidence_data_path exit_duration_in_mins exit_interval exit_on_missing_checkpoint
-    exit_signal_handler ffn_hidden_size finetune fp16 fp16_lm_cross_entropy fp32_residual_connection
-    fp8_amax_compute_algo fp8_amax_history_len fp8_e4m3 fp8_hybrid fp8_interval fp8_margin fp8_wgrad global_batch_size
-    gradient_accumulation_fusion head_lr_mult hidden_dropout hidden_size hysteresis ict_head_size ict_load img_h img_w
-    indexer_batch_size indexer_log_interval inference_batch_times_seqlen_threshold init_method_std
-    init_method_xavier_uniform initial_loss_scale iter_per_epoch kv_channels layernorm_epsilon lazy_mpu_init load
-    local_rank log_batch_size_to_tensorboard log_interval log_learning_rate_to_tensorboard
-    log_loss_scale_to_tensorboard log_memory_to_tensorboard log_num_zeros_in_grad log_params_norm
-    log_timers_to_tensorboard log_validation_ppl_to_tensorboard log_world_size_to_tensorboard loss_scale
-    loss_scale_window lr lr_decay_iters lr_decay_samples lr_decay_style lr_warmup_fraction lr_warmup_iters
-    lr_warmup_samples make_vocab_size_divisible_by mask_factor mask_prob mask_type masked_softmax_fusion
-    max_position_embeddings max_tokens_to_oom merge_file micro_batch_size min_loss_scale min_lr mmap_warmup
-    no_load_optim no_load_rng no_persist_layer_norm no_save_optim no_save_rng num_attention_heads num_channels
-    num_classes num_experts num_layers num_layers_per_virtual_pipeline_stage num_workers onnx_safe openai_gelu
-    optimizer output_bert_embeddings overlap_p2p_comm override_opt_param_scheduler params_dtype patch_dim
-    perform_initialization pipeline_model_parallel_size pipeline_model_parallel_split_rank query_in_block_prob
-    rampup_batch_size rank recompute_granularity recompute_method recompute_num_layers reset_attention_mask
-    reset_position_ids retriever_report_topk_accuracies retriever_score_scaling retriever_seq_length
-    retro_add_retriever retro_cyclic_train_iters retro_encoder_attention_dropout retro_encoder_hidden_dropout
-    retro_encoder_layers retro_num_neighbors retro_num_retrieved_chunks retro_return_doc_ids retro_workdir
-    rotary_percent sample_rate save save_interval scatter_gather_tensors_in_pipeline seed seq_length sequence_parallel
-    sgd_momentum short_seq_prob split squared_relu standalone_embedding_stage start_weight_decay swiglu
-    swin_backbone_type tensor_model_parallel_size tensorboard_dir tensorboard_log_interval tensorboard_queue_size
-    test_data_path timing_log_level timing_log_option titles_data_path tokenizer_model tokenizer_type train_data_path
-    train_iters train_samples transformer_impl transformer_pipeline_model_parallel_size
-    untie_embeddings_and_output_weights use_checkpoint_args use_checkpoint_opt_param_scheduler
-    use_contiguous_buffers_in_local_ddp use_cpu_initialization use_distributed_optimizer use_flash_attn
-    use_one_sent_docs use_ring_exchange_p2p use_rotary_position_embeddings valid_data_path variable_seq_lengths
-    virtual_pipeline_model_parallel_size vision_backbone_type vision_pretraining vision_pretraining_type
-    vocab_extra_ids vocab_file vocab_size weight_decay weight_decay_incr_style world_size
-""".split()
+BLOCK = Path(__file__).parents[1] / "compat" / "blocks" / "megatron-lm.txt"
+DUMP = re.findall(r"^  (\w+) \.{3,} ", BLOCK.read_text(encoding="utf-8"), re.M)
 
 # Printed there, but computed from other flags; Megatron has no such flags either.
 DERIVED = """consumed_train_samples consumed_valid_samples data_parallel_size rank world_size

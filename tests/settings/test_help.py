@@ -51,7 +51,7 @@ PLANNED = {"include", "exclude"}  # of preprocess, shown as soon as it has them
 @pytest.mark.parametrize("name", PAGED)
 def test_pages_name_what_their_commands_have(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[help.Command] = []
-    monkeypatch.setattr(help, "show", lambda command, topic: seen.append(command))
+    monkeypatch.setattr(help, "show_help", lambda command, topic: seen.append(command))
     with pytest.raises(SystemExit):
         main([*name.split(), "--help"])
     page = PAGES[name]
@@ -69,10 +69,10 @@ def test_pages_are_of_commands_that_exist() -> None:
 
 def test_every_flag_is_found_in_all_ways(capsys: pytest.CaptureFixture[str]) -> None:
     everything = run(capsys, "train", "--help-all")
-    listed = {group: "\n".join(help.answer(TRAIN, group)) for group in fields.groups(TrainConfig)}
+    listed = {group: "\n".join(help.help_lines(TRAIN, group)) for group in fields.config_groups(TrainConfig)}
     for entry in help.entries(TRAIN):
         if entry.field:
-            page = help.detail(TRAIN, entry)
+            page = help.explain_flag(TRAIN, entry)
             assert entry.flag in page[0] and f"MESHWRIGHT_{entry.name.upper()}" in " ".join(page)
             assert entry.flag in listed[entry.group] and entry.flag in everything
     assert "--DDP-impl" not in everything and "[not yet]" in everything
@@ -88,7 +88,7 @@ def test_one_flag_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     assert "cosine" in run(capsys, "train", "--help", "lr-decay-style", "--num-layers", "2")
     assert "gpt2-345m" in run(capsys, "train", "--help", "preset")
     assert "text cut in 5% parts" in "\n".join(
-        help.detail(TRAIN, help.Entry("a", "b", "--a", "", "text cut in 5% parts"))
+        help.explain_flag(TRAIN, help.HelpEntry("a", "b", "--a", "", "text cut in 5% parts"))
     )
 
 
@@ -104,11 +104,11 @@ def test_groups_and_searches(capsys: pytest.CaptureFixture[str]) -> None:
         ("xyzzy", "groups are"),
     ):
         with pytest.raises(UserError, match=re.escape(hint)):
-            help.answer(TRAIN, topic)
+            help.help_lines(TRAIN, topic)
     name, (_, why) = next(iter(NO_EFFECT.items()))
-    assert why in help.answer(TRAIN, name)[0]
-    assert "--micro-batch-size" in help.answer(TRAIN, "batch-size")[0]
-    assert help.answer(TRAIN, "--use-distributed-optimizer") == ["--use-distributed-optimizer is --zero-stage 1."]
+    assert why in help.help_lines(TRAIN, name)[0]
+    assert "--micro-batch-size" in help.help_lines(TRAIN, "batch-size")[0]
+    assert help.help_lines(TRAIN, "--use-distributed-optimizer") == ["--use-distributed-optimizer is --zero-stage 1."]
 
 
 def test_where_docs_explain() -> None:
@@ -133,12 +133,12 @@ def test_where_docs_explain() -> None:
     ],
 )
 def test_what_is_asked(argv: str, topic: str | None) -> None:
-    assert help.asked(argv.split()) == topic
+    assert help.requested_topic(argv.split()) == topic
 
 
 def test_launch_leaves_what_follows_to_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert help.asked("--nproc-per-node 2 train --help".split(), names_follow=True) is None
-    assert help.asked("--nproc-per-node 2 --help".split(), names_follow=True) == ""
+    assert help.requested_topic("--nproc-per-node 2 train --help".split(), names_follow=True) is None
+    assert help.requested_topic("--nproc-per-node 2 --help".split(), names_follow=True) == ""
     assert run(capsys, "launch", "--nproc-per-node", "2", "train", "--help").startswith("usage: meshwright train")
 
 

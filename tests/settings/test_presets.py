@@ -12,7 +12,7 @@ from meshwright.errors import UserError
 from meshwright.model import counts
 from meshwright.model.gpt import GPT
 from meshwright.settings import flags
-from meshwright.settings.presets import ALIASES, FAMILIES, PRESETS, family
+from meshwright.settings.presets import ALIASES, FAMILIES, PRESETS, family_of
 from meshwright.settings.schema import TrainConfig
 
 # Parameters of the models whose files are public, with their own vocabulary.
@@ -52,13 +52,13 @@ def positions(c):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_published_number_of_parameters(name):
     c = settings(name)
-    assert counts.parameters(c.model, family(name).vocabulary, positions(c)) == PUBLISHED[name]
+    assert counts.parameters(c.model, family_of(name).vocabulary, positions(c)) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_builds(name):
     c = settings(name, "--mock-data", "--vocab-size", "64")
-    vocab = family(name).vocabulary
+    vocab = family_of(name).vocabulary
     with torch.device("meta"):
         model = GPT(c.model, vocab, vocab, positions(c))
     assert sum(p.numel() for p in model.parameters()) == counts.parameters(c.model, vocab, positions(c))
@@ -77,7 +77,7 @@ def test_shapes_are_those_of_transformers(name):
     heads = {"num_attention_heads": m.num_attention_heads, "num_key_value_heads": m.groups}
     tied = not m.untie_embeddings_and_output_weights
     with torch.device("meta"):
-        theirs = kind(config(**sizes, **heads, vocab_size=family(name).vocabulary, tie_word_embeddings=tied))
+        theirs = kind(config(**sizes, **heads, vocab_size=family_of(name).vocabulary, tie_word_embeddings=tied))
     one_layer = sum(p.numel() for p in theirs.model.layers.parameters())
     rest = sum(p.numel() for p in theirs.parameters()) - one_layer
     assert rest + m.num_layers * one_layer == PUBLISHED[name]
@@ -119,7 +119,7 @@ def test_a_given_schedule_stays():
 
 def test_every_preset_runs_at_other_lengths():
     for name in NAMES:
-        if not family(name).is_script:
+        if not family_of(name).is_script:
             for length in (["--train-iters", "500"], ["--train-samples", "60000"], ["--train-tokens", str(10**9)]):
                 parse("--preset", name, "--mock-data", "--vocab-size", "64", *length, check=True)
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from meshwright.errors import UserError
 from meshwright.settings.hints import did_you_mean
-from meshwright.settings.presets import ALIASES, PRESETS, family
+from meshwright.settings.presets import ALIASES, PRESETS, family_of
 
 A = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
 B = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024"
@@ -155,7 +155,7 @@ def preset(name: str, steps: int = 10, cut: bool = True) -> BenchRow:
     flags = f"--preset {name} --global-batch-size {batch}{precision}"
     small = values["hidden_size"] < 768
     tried = () if small else (micro, 2 * micro, 4 * micro)
-    return BenchRow(name, flags, 30 if small else steps, peers=tried, vocabulary=family(name).vocabulary)
+    return BenchRow(name, flags, 30 if small else steps, peers=tried, vocabulary=family_of(name).vocabulary)
 
 
 def of_startup() -> list[BenchRow]:

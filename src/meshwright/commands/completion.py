@@ -23,5 +23,5 @@ def main(argv: list[str]) -> int:
     shell = flags.parse_settings(CompletionConfig, argv, "meshwright completion", about=ABOUT).config.shell
     from meshwright.settings import completion
 
-    print(completion.script(shell))
+    print(completion.completion_script(shell))
     return DONE

@@ -16,18 +16,18 @@ from meshwright.ranks.lost import REPORT_SECONDS
 from meshwright.ranks.world import World, find_world, require_world_size
 from meshwright.settings import flags, help
 from meshwright.settings.fields import spelling
-from meshwright.settings.pages import TOGETHER
+from meshwright.settings.pages import LAUNCHED
 from meshwright.settings.schema import Parallel
 
 
 def main(argv: list[str]) -> int:
-    about = f"Start COMMAND, {', '.join(TOGETHER)} or a Python script, as several ranks. Flags of launch go before it."
+    about = f"Start COMMAND, {', '.join(LAUNCHED)} or a Python script, as several ranks. Flags of launch go before it."
     parsed = flags.parse_settings(LaunchConfig, argv, "meshwright launch", about=about)
     config = parsed.config
     words = config.command[1:] if config.command[:1] == ["--"] else config.command
     if not words:
-        raise UserError(f"nothing to start; name {', '.join(TOGETHER)} with its flags, or a Python script")
-    if words[0] in TOGETHER and help.asked(words) is not None:
+        raise UserError(f"nothing to start; name {', '.join(LAUNCHED)} with its flags, or a Python script")
+    if words[0] in LAUNCHED and help.requested_topic(words) is not None:
         return int(importlib.import_module(f"meshwright.commands.{words[0]}").main(words[1:]))
     if config.write is not None and config.engine != "torch":
         raise UserError(f"--engine {config.engine} starts the command now, --write writes a file; give only one")
@@ -88,7 +88,7 @@ def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -
     in the flags, which all ranks are config.
     """
     world = find_world(os.environ, None)
-    if world.rank and (help.asked(argv) is not None or {"--dry-run", "--print-config"}.intersection(argv)):
+    if world.rank and (help.requested_topic(argv) is not None or {"--dry-run", "--print-config"}.intersection(argv)):
         return DONE
     try:
         words = argv if world.size == 1 else [f"--world-size={world.size}", *argv]

@@ -13,7 +13,7 @@ from meshwright.errors import DONE
 from meshwright.model import counts
 from meshwright.settings import fields, flags
 from meshwright.settings.fields import flag, spelling
-from meshwright.settings.presets import ALIASES, FAMILIES, PRESETS, family, require
+from meshwright.settings.presets import ALIASES, FAMILIES, PRESETS, family_of, require_preset
 from meshwright.settings.schema import TrainConfig
 
 FOOT = """
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     about = "List the presets of `train --preset`, or print one as flags."
     c = flags.parse_settings(PresetsConfig, argv, "meshwright presets", about=about).config
     if c.name:
-        require(c.name)
+        require_preset(c.name)
     if c.json:
         print(
             json.dumps(
@@ -75,7 +75,7 @@ def describe_preset(name: str) -> dict[str, Any]:
     settings = PRESETS[name]
     own = {"fp16": False, "bf16": True, "micro_batch_size": 1, "optimizer": "adam"}
     config, _ = flags.build_config(TrainConfig, [(name, settings | own)])
-    vocabulary, positions = family(name).vocabulary, settings.get("max_position_embeddings", 0)
+    vocabulary, positions = family_of(name).vocabulary, settings.get("max_position_embeddings", 0)
     padded = padded_size(vocabulary, config.model.make_vocab_size_divisible_by, 1, None)
     state = bytes_per_parameter(config)[0] * counts.parameters(config.model, padded, positions)
     return {
@@ -83,7 +83,7 @@ def describe_preset(name: str) -> dict[str, Any]:
         "parameters": counts.parameters(config.model, vocabulary, positions),
         "vocabulary": vocabulary,
         "memory_bytes": round(state + logits_bytes(config, padded)),
-        "source": family(name).source,
+        "source": family_of(name).source,
         "settings": settings,
     }
 

@@ -29,7 +29,7 @@ from meshwright.launch.elastic import CompleteSettings, find_shapes
 from meshwright.launch.launcher import PORT, LaunchConfig, build_program, find_bounds
 from meshwright.settings import checks, flags
 from meshwright.settings.fields import spelling
-from meshwright.settings.pages import PAGES, TOGETHER
+from meshwright.settings.pages import LAUNCHED, PAGES
 from meshwright.settings.schema import TrainConfig
 from meshwright.version import PROJECT, our_version
 
@@ -207,7 +207,7 @@ def by_lines(words: list[str]) -> list[list[str]]:
     """Divide a command into lines that each begin with a flag."""
     lines: list[list[str]] = [[]]
     for word in words:
-        if (word.startswith("--") or word in TOGETHER) and lines[-1]:
+        if (word.startswith("--") or word in LAUNCHED) and lines[-1]:
             lines.append([])
         lines[-1].append(word)
     return lines

@@ -22,7 +22,7 @@ from meshwright.errors import UNAVAILABLE, UserError
 from meshwright.launch.elastic import Shape
 from meshwright.ranks.world import START_SECONDS, find_world
 from meshwright.settings.fields import flag, spelling
-from meshwright.settings.pages import TOGETHER
+from meshwright.settings.pages import LAUNCHED
 from meshwright.settings.schema import Parallel
 
 PORT = 29500  # torchrun's default
@@ -89,7 +89,7 @@ class LaunchConfig:
 def build_program(words: list[str]) -> list[str]:
     """Return the arguments of Python for one rank."""
     name = words[0]
-    if name in TOGETHER:
+    if name in LAUNCHED:
         return ["-u", "-m", "meshwright", *words]
     if name.endswith(".py"):
         if not Path(name).is_file():
@@ -97,7 +97,7 @@ def build_program(words: list[str]) -> list[str]:
         return ["-u", *words]
     if name.startswith("-"):
         raise UserError(f"launch has no flag {name} (see `meshwright launch --help`); put COMMAND's flags after it")
-    raise UserError(f"{name} is neither one of {', '.join(TOGETHER)} nor a Python script (NAME.py)")
+    raise UserError(f"{name} is neither one of {', '.join(LAUNCHED)} nor a Python script (NAME.py)")
 
 
 def make_plan(config: LaunchConfig) -> LaunchPlan:

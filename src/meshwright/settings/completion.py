@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from meshwright.files import fill
 from meshwright.settings.fields import is_not_yet
 from meshwright.settings.help import Command, HelpEntry, entries
-from meshwright.settings.pages import PAGES, TOGETHER
+from meshwright.settings.pages import LAUNCHED, PAGES
 from meshwright.settings.presets import PRESETS
 
 KINDS = {"DIR": "dirs", "FILE": "files", "PATH": "files", "PREFIX": "prefixes"}
 # What completes a word without a flag; else folders do.
-BARE = {"COMMAND": " ".join(TOGETHER), "PREFIX": "prefixes", "DATASET": "prefixes", "NAME": "any", "TEXT": "files"}
+BARE = {"COMMAND": " ".join(LAUNCHED), "PREFIX": "prefixes", "DATASET": "prefixes", "NAME": "any", "TEXT": "files"}
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Words:
         return " ".join(e.choices) or KINDS.get(e.value.split()[0], "any") if e.value else ""
 
 
-def commands() -> dict[str, str]:
-    found: dict[str, str] = pkgutil.resolve_name("meshwright.__main__:COMMANDS")
-    return found
+def command_texts() -> dict[str, str]:
+    commands: dict[str, str] = pkgutil.resolve_name("meshwright.__main__:COMMANDS")
+    return commands
 
 
-def verbs() -> dict[str, str]:
+def verb_texts() -> dict[str, str]:
     return {name: row[1] for name, row in pkgutil.resolve_name("meshwright.commands.data:VERBS").items()}
 
 
@@ -60,7 +60,7 @@ def _is_hidden(e: HelpEntry) -> bool:
     return e.field is not None and (e.field.metadata["hidden"] or is_not_yet(e.field))
 
 
-def script(shell: str) -> str:
+def completion_script(shell: str) -> str:
     if shell == "fish":
         return _filled("fish", LINES="\n".join(_fish_lines()))
     return _bash() if shell == "bash" else _zsh()
@@ -83,7 +83,7 @@ def _bash() -> str:
             "            esac",
             "            ;;",
         ]
-    names = {"COMMANDS": " ".join(commands()), "VERBS": " ".join(verbs()), "TOGETHER": " | ".join(TOGETHER)}
+    names = {"COMMANDS": " ".join(command_texts()), "VERBS": " ".join(verb_texts()), "LAUNCHED": " | ".join(LAUNCHED)}
     return _filled("bash", CASES="\n".join(cases), **names)
 
 
@@ -104,7 +104,7 @@ def _zsh() -> str:
         bare = f" '*: :{actions.get(w.positional, f'({w.positional})')}'" if w.positional else ""
         cases.append(f"                '--help[show the common flags]' '--help-all[show all flags]'{bare}")
         cases.append("            ;;")
-    listed = {"COMMANDS": commands(), "VERBS": verbs()}
+    listed = {"COMMANDS": command_texts(), "VERBS": verb_texts()}
     values = {key: " ".join(_quoted(f"{n}:{text}") for n, text in names.items()) for key, names in listed.items()}
     return _filled("zsh", CASES="\n".join(cases), **values)
 
@@ -119,11 +119,11 @@ def _quoted(text: str) -> str:
 
 def _fish_lines() -> Iterator[str]:
     values = {"dirs": "-x -a '(__fish_complete_directories)'", "files": "-r -F", "prefixes": "-r -F", "any": "-x"}
-    for name, text in commands().items():
+    for name, text in command_texts().items():
         yield f"complete -c meshwright -n '__meshwright_words 1' -a {name} -d {_fish_quoted(text)}"
         if name != "help":
             yield f"complete -c meshwright -n '__meshwright_words 2; and __meshwright_is help' -a {name}"
-    for name, text in verbs().items():
+    for name, text in verb_texts().items():
         how = "__meshwright_words 2; and __meshwright_is data"
         yield f"complete -c meshwright -n '{how}' -a {name} -d {_fish_quoted(text)}"
     for w in words_of_commands():

@@ -26,9 +26,9 @@ from meshwright.settings.schema import Data
 
 SPLITS = ("train", "valid", "test")
 # The settings of each way; the last one names a file that holds the values of the others.
-TOGETHER = ("data_path", "data_args_path")
-APART = (*(f"{split}_data_path" for split in SPLITS), "per_split_data_args_path")
-GROUPS = tuple(f"{split}_weighted_split_paths{end}" for split in SPLITS for end in ("", "_path"))
+BLEND_FLAGS = ("data_path", "data_args_path")
+SET_FLAGS = (*(f"{split}_data_path" for split in SPLITS), "per_split_data_args_path")
+GROUP_FLAGS = tuple(f"{split}_weighted_split_paths{end}" for split in SPLITS for end in ("", "_path"))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PathSet:
 
 def path_settings(d: Data) -> list[str]:
     """Return the settings that name token files."""
-    return [name for name in (*TOGETHER, *APART, *GROUPS) if getattr(d, name)]
+    return [name for name in (*BLEND_FLAGS, *SET_FLAGS, *GROUP_FLAGS) if getattr(d, name)]
 
 
 def without(d: Data) -> Data:
@@ -77,13 +77,13 @@ def prefixes(d: Data) -> list[str]:
 def path_sets(d: Data) -> list[PathSet]:
     """Return the sets in the order train, valid, test; each in the order of its flag."""
     named = path_settings(d)
-    ways = [[n for n in way if n in named] for way in (TOGETHER, APART, GROUPS)]
+    ways = [[n for n in way if n in named] for way in (BLEND_FLAGS, SET_FLAGS, GROUP_FLAGS)]
     meanings = ("--split divides", "takes whole files", "names groups")
     used = [(" and ".join(map(spelling, way)), meaning) for way, meaning in zip(ways, meanings, strict=True) if way]
     if len(used) > 1:
         (first, meaning), *others = used
         raise ValueError(f"{first}, which {meaning}, contradicts {' and '.join(n for n, _ in others)}; give either")
-    if len(ways[0]) > 1 or (APART[-1] in ways[1] and len(ways[1]) > 1):
+    if len(ways[0]) > 1 or (SET_FLAGS[-1] in ways[1] and len(ways[1]) > 1):
         raise ValueError(f"{used[0][0]} say the same thing twice; give one")
     out = _together(d) if ways[0] else _apart(d) if ways[1] else _groups(d)
     for one in out:
@@ -260,7 +260,7 @@ def _check_validation(d: Data, sets: list[PathSet]) -> None:
     for one in sets:
         if one.name and ("/" in one.name or not one.name.isprintable()):
             raise ValueError(f"the set's name {one.name!r} becomes a part of tags; give printable letters without /")
-    if (d.multiple_validation_sets or d.validation_set_names) and not any(n in APART for n in path_settings(d)):
+    if (d.multiple_validation_sets or d.validation_set_names) and not any(n in SET_FLAGS for n in path_settings(d)):
         flag = "--multiple-validation-sets" if d.multiple_validation_sets else "--validation-set-names"
         raise ValueError(f"{flag} needs --valid-data-path, or the valid of --per-split-data-args-path")
     blends = [one for one in sets if one.split == "valid" and len(one.sources) > 1]

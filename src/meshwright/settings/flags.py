@@ -92,8 +92,8 @@ def parse_settings(
     `values` are settings by name, from Python. They win over the command line.
     """
     names_follow = any(f.metadata["positional"] == "rest" for _, f, _ in config_fields(cls).values())
-    if (topic := help.asked(argv, names_follow)) is not None:
-        help.show(help.Command(cls, prog, about, positional), topic)
+    if (topic := help.requested_topic(argv, names_follow)) is not None:
+        help.show_help(help.Command(cls, prog, about, positional), topic)
         raise SystemExit(DONE)
     parser = _parser(cls, positional)
     argv, complaints = _without_switch_values(argv if names_follow else _hyphenated(argv, parser), parser)
@@ -159,7 +159,7 @@ def _layers_below(reader: LayerReader, preset: str | None, file: str | None) -> 
     """Return the layers that the command line overrides."""
     layers = []
     if preset:
-        presets.require(preset, "--preset: ")
+        presets.require_preset(preset, "--preset: ")
         layers.append((f"preset {preset}", {k: v for k, v in presets.PRESETS[preset].items() if k in reader.fields}))
     if file:
         if address := find_address(file):

@@ -105,7 +105,7 @@ class HelpEntry:
         return text + (listed if len(text + listed + default) <= width else "") + default
 
 
-def asked(argv: list[str], names_follow: bool = False) -> str | None:
+def requested_topic(argv: list[str], names_follow: bool = False) -> str | None:
     """Return the topic that --help asks for, "" for the common flags; None without --help.
 
     With `names_follow` the first word without a flag begins another program's command line.
@@ -120,9 +120,9 @@ def asked(argv: list[str], names_follow: bool = False) -> str | None:
     return None
 
 
-def show(command: Command, topic: str) -> None:
+def show_help(command: Command, topic: str) -> None:
     """Print help; all but the common flags goes through a pager if the terminal is too low."""
-    lines = answer(command, topic)
+    lines = help_lines(command, topic)
     text = "\n".join(_styled(line) for line in lines) + "\n"
     if topic and sys.stdout.isatty() and len(lines) >= _terminal()[1] and _page(text):
         return
@@ -130,14 +130,14 @@ def show(command: Command, topic: str) -> None:
     sys.stdout.flush()
 
 
-def answer(command: Command, topic: str = "") -> list[str]:
+def help_lines(command: Command, topic: str = "") -> list[str]:
     """Return the lines about a topic: "", `ALL`, a group, a flag, or a word to search for."""
     shown = entries(command)
     if not topic:
-        lines = everything(command, shown, full=False)
-        return lines if len(lines) <= LINES or not command.page.common else common(command, shown)
+        lines = all_flags(command, shown, full=False)
+        return lines if len(lines) <= LINES or not command.page.common else common_flags(command, shown)
     if topic == ALL:
-        return everything(command, shown, full=True)
+        return all_flags(command, shown, full=True)
     names = {_key(e.group): e.group for e in shown}
     if _key(topic) in names and not topic.startswith("-"):
         group = names[_key(topic)]
@@ -147,7 +147,7 @@ def answer(command: Command, topic: str = "") -> list[str]:
         return lines
     for entry in sorted(entries(command, hidden=True), key=lambda e: not e.flag.startswith("-")):
         if _key(topic) in {_key(word) for word in (entry.name, entry.flag, *entry.also)}:
-            return detail(command, entry)
+            return explain_flag(command, entry)
     flag = "--" + topic.lstrip("-")
     if flag in NO_EFFECT:
         return [f"{flag} is accepted and has no effect: {NO_EFFECT[flag][1]}."]
@@ -155,10 +155,10 @@ def answer(command: Command, topic: str = "") -> list[str]:
         return [f"{flag} is {spelling(same[0])} {same[1]}."]
     if elsewhere := known_elsewhere(flag):
         return [f"{elsewhere}."]
-    return search(command, shown, topic, names)
+    return find_flags(command, shown, topic, names)
 
 
-def search(command: Command, shown: list[HelpEntry], topic: str, names: dict[str, str]) -> list[str]:
+def find_flags(command: Command, shown: list[HelpEntry], topic: str, names: dict[str, str]) -> list[str]:
     """Return the flags whose name or text has the word."""
     word = _key(topic)
     found = [e for e in shown if word in _key(e.flag) or re.search(rf"\b{re.escape(word)}", e.right.lower())]
@@ -219,7 +219,7 @@ def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
 # Screens.
 
 
-def usage(command: Command, shown: list[HelpEntry]) -> list[str]:
+def usage_lines(command: Command, shown: list[HelpEntry]) -> list[str]:
     words = [_shape(e) for e in shown if e.group == "arguments"]
     lines = [" ".join(["usage:", command.prog, "[flags]", *words])]
     about, *notes = command.about.split("\n\n")
@@ -232,10 +232,10 @@ def _shape(e: HelpEntry) -> str:
     return e.left if needed or (e.field and e.field.metadata["positional"] == "rest") else f"[{e.left}]"
 
 
-def common(command: Command, shown: list[HelpEntry]) -> list[str]:
+def common_flags(command: Command, shown: list[HelpEntry]) -> list[str]:
     """Return the common flags, a line each, examples, and how to see more."""
     by_name = {e.name: e for e in shown}
-    lines = usage(command, shown)
+    lines = usage_lines(command, shown)
     for heading, names in (command.page.common | {"Settings": command.page.settings}).items():
         lines += ["", f"{heading}:"]
         for e in (by_name[name] for name in names.split() if name in by_name):
@@ -251,9 +251,9 @@ def common(command: Command, shown: list[HelpEntry]) -> list[str]:
     return [*lines, f"  --help-all     all {len(shown)} flags"]
 
 
-def everything(command: Command, shown: list[HelpEntry], full: bool) -> list[str]:
+def all_flags(command: Command, shown: list[HelpEntry], full: bool) -> list[str]:
     """Return all flags of a command, by groups."""
-    lines = usage(command, shown)
+    lines = usage_lines(command, shown)
     for group in dict.fromkeys(e.group for e in shown):
         lines += ["", *_section(group, [e for e in shown if e.group == group], command)]
     if not full:
@@ -295,7 +295,7 @@ def _examples(command: Command) -> list[str]:
     return ["", "Examples:" if len(command.page.examples) > 1 else "Example:", *texts] if texts else []
 
 
-def detail(command: Command, e: HelpEntry) -> list[str]:
+def explain_flag(command: Command, e: HelpEntry) -> list[str]:
     """Return all that is known of one flag."""
     rows = {"values": _values(e), "default": e.default or _no_default(e)}
     if e.also:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 # Commands that `launch` starts as several ranks.
-TOGETHER = ("train", "verify-layout", "preprocess", "evaluate", "generate", "chat", "serve")
+LAUNCHED = ("train", "verify-layout", "preprocess", "evaluate", "generate", "chat", "serve")
 
 
 @dataclass(frozen=True)

@@ -234,14 +234,14 @@ PRESETS: dict[str, dict[str, Any]] = {name: values for family in FAMILIES for na
 PRESETS |= {alias: PRESETS[name] for alias, name in ALIASES.items()}
 
 
-def require(name: str, where: str = "") -> None:
+def require_preset(name: str, where: str = "") -> None:
     """Refuse a name that no preset has; suggest one."""
     if name not in PRESETS:
         hint = did_you_mean(name.lower(), PRESETS, 0.7) or "; `meshwright presets` lists them"
         raise UserError(f"{where}no preset {name!r}{hint}")
 
 
-def family(name: str) -> Family:
+def family_of(name: str) -> Family:
     return next(f for f in FAMILIES if ALIASES.get(name, name) in f.presets)
 
 
@@ -254,7 +254,7 @@ def fitted(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     parts = {n: out[n] / steps for n in ("lr_decay_iters", "lr_wsd_decay_iters") if n in out}
     units = ("iters", "samples", "tokens")
     unit = next((u for u in units if given.get(f"train_{u}")), None)
-    if not unit or family(name).is_script:
+    if not unit or family_of(name).is_script:
         return out
     length, in_steps = given[f"train_{unit}"], unit == "iters"
     if unit == "tokens":

@@ -19,7 +19,7 @@ _meshwright() {
             ;;
         launch)
             for ((i = 2; i < COMP_CWORD; i++)); do
-                case ${COMP_WORDS[i]} in @TOGETHER@) command=${COMP_WORDS[i]} first=$((i + 1)) ;; esac
+                case ${COMP_WORDS[i]} in @LAUNCHED@) command=${COMP_WORDS[i]} first=$((i + 1)) ;; esac
             done
             ;;
     esac
