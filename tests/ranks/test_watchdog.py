@@ -57,7 +57,7 @@ PLACES = {
 
 def hang(act, place, wrong, seconds, rank):
     """Have one rank `act` in a call of one of the PLACES."""
-    watchdog.EXIT = seconds
+    watchdog.EXIT_SECONDS = seconds
     owner, name, at = PLACES[place]
     real, calls = getattr(owner, name), []
 
@@ -70,7 +70,7 @@ def hang(act, place, wrong, seconds, rank):
     setattr(owner, name, call)
 
 
-def run(tmp_path, act, place, minutes, *flags, wrong=1, seconds=watchdog.EXIT, world=2):
+def run(tmp_path, act, place, minutes, *flags, wrong=1, seconds=watchdog.EXIT_SECONDS, world=2):
     """Return the exit statuses, all output, and the seconds from the last row to the end."""
     argv = [*FLAGS, f"--save={tmp_path / 'run'}", f"--distributed-timeout-minutes={minutes}", *flags]
     statuses = train_on_ranks(world, argv, tmp_path, functools.partial(hang, act, place, wrong, seconds))

@@ -1,7 +1,9 @@
 """What this rank is doing: a phase, a step and a count of progress, which the watchdog reads.
 
 The thread that runs the training writes it: `enter` begins a phase, `tick` counts progress within
-one, such as a chunk of a file that was written. Both cost about a microsecond.
+one, such as a chunk of a file that was written. A `tick` costs 0.05 microseconds; an `enter` costs
+about 7 where a watchdog runs, which reads the phase of a stopped process from a file in memory. A
+step has seven of them.
 """
 
 from __future__ import annotations
@@ -11,14 +13,14 @@ import os
 
 # In the order in which a step passes through them.
 PHASES = "startup data forward-backward optimizer log validation samples scores save end".split()
-SHOWN = 120
+PHASE_BYTES = 120
 
 
 class Pulse:
     def __init__(self) -> None:
         self.phase, self.step, self.ticks = PHASES[0], 0, 0
         self.doing = ""  # what of the startup
-        self.shown_in = -1  # a file in memory whose first SHOWN bytes tell neighbours the phase of a stopped process
+        self.shown_in = -1  # a file in memory, whose first PHASE_BYTES tell neighbours the phase of a stopped process
 
     def enter(self, phase: str, step: int | None = None, doing: str = "") -> None:
         self.phase, self.doing = phase, doing
@@ -26,7 +28,7 @@ class Pulse:
         self.ticks += 1
         if self.shown_in >= 0:
             with contextlib.suppress(OSError):
-                os.pwrite(self.shown_in, str(self).encode()[:SHOWN].ljust(SHOWN), 0)
+                os.pwrite(self.shown_in, str(self).encode()[:PHASE_BYTES].ljust(PHASE_BYTES), 0)
 
     def __str__(self) -> str:
         return f"{self.phase}{self.doing and f', {self.doing}'}{f' of step {self.step}' if self.step else ''}"

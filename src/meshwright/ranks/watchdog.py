@@ -2,18 +2,23 @@
 
 A rank that is stopped, loops, or waits for what never comes leaves all others waiting in their next
 collective, for as long as torch's time-out says, and then torch names a rank that only waited. Here
-a thread of each rank tells the run's store every few seconds where its rank is (pulse.py), for how
-long it has made no progress, and whether it stays in one call that may wait for other ranks.
+a thread of each rank writes a sign of life to the run's store every few seconds: where its rank is
+(pulse.py), for how long it has made no progress, and whether it stays in one call that may wait for
+other ranks.
 
-A rank that has waited for half of --distributed-timeout-minutes begins to read what the others
-tell. If it has waited for all of that time, and no rank made progress meanwhile, it decides which
-one hangs: a rank that tells nothing any more; else one that does not wait; else the one that is
-behind the others. All ranks read this verdict, write their stacks and end with status 75. While a
-rank makes progress, the others wait for it as long as it takes.
+A rank that has waited for half of --distributed-timeout-minutes begins to read the others' signs.
+If it has waited for all of that time, and no rank made progress meanwhile, it decides which one
+hangs: a rank without new signs; else one that does not wait; else the one that is behind the
+others. All ranks read this verdict, write their stacks and end with status 75. While a rank makes
+progress, the others wait for it as long as it takes.
 
 Threads run while the training waits in C++, but not while a C++ call holds Python's lock, nor in a
 stopped process: neighbours on the same machine wake such a rank, have it print its stacks by a
 signal, and then end it.
+
+Hand-written because torch's time-outs (and NCCL's own watchdog) fire on the ranks that wait, so
+they name a victim, and end a run in which one rank is only slow. faulthandler's timer, a C thread
+that needs no lock, could end a rank in a C++ call, but not one that SIGSTOP has stopped.
 """
 
 from __future__ import annotations
@@ -45,13 +50,13 @@ from meshwright.ranks.world import World
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-BEAT = 2.0  # seconds between two signs of life; less if the time-out is short
-READERS = 8  # ranks that read all others' signs at once
-EXIT = 2.0  # seconds from the verdict to the end, in which its text and all stacks are written
-SHOWN = 4  # places that the verdict lists
+SIGN_SECONDS = 2.0  # between two signs of life; less if the time-out is short
+MOST_READERS = 8  # ranks that read all others' signs at once
+EXIT_SECONDS = 2.0  # from the verdict to the end, in which its text and all stacks are written
+LISTED_CALLS = 4  # in a verdict
 # The first prints the stacks, without Python's lock; the second lets a woken process leave. The
 # lower number is delivered first.
-SIGNALS: tuple[int, ...] = (59, 60) if sys.platform.startswith("linux") else ()
+WAKING_SIGNALS: tuple[int, ...] = (59, 60) if sys.platform.startswith("linux") else ()
 
 # A call that stays on such a line, or in the standard library, waits for something else than ranks.
 INPUT = re.compile(r"\b(read|readinto|open|input|sleep|select|poll|urlopen|fsync|acquire|join|result)\w*\(")
@@ -61,7 +66,7 @@ COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/graph.py", "/t
 
 
 class Sign(NamedTuple):
-    """What a rank tells the others."""
+    """A sign of life: where a rank is, for the others."""
 
     number: int  # of its signs so far
     phase: str
@@ -69,7 +74,7 @@ class Sign(NamedTuple):
     step: int
     still: float  # seconds without progress
     waiting: float  # seconds in one call that may wait for other ranks
-    place: str  # that call, as file:line in function
+    call: str  # as file:line in function
     is_busy: bool  # whether it spends the processor's time there
 
     @property
@@ -77,7 +82,7 @@ class Sign(NamedTuple):
         return self.step, PHASES.index(self.phase)
 
     def __str__(self) -> str:
-        return f"{self.doing}, at {self.place}"
+        return f"{self.doing}, at {self.call}"
 
 
 Post = tuple[int, float, float]  # iteration, own milliseconds of a step, of which it waits for data
@@ -88,11 +93,11 @@ class Identity(TypedDict):
     local_rank: int
     pid: int
     started: str  # tells a process from a later one of the same number
-    stacks: int  # the file descriptor of a file in memory: its phase, then what the first of SIGNALS prints
+    stacks: int  # the file descriptor of a file in memory: its phase, then what the first of WAKING_SIGNALS prints
     obeys: bool  # whether the second one lets it leave
 
 
-class Verdict(TypedDict):
+class HangVerdict(TypedDict):
     text: str
     silent: list[int]  # ranks without a sign of life
     printers: list[int]  # one rank of each machine
@@ -105,33 +110,33 @@ class Watchdog:
     def __init__(self, world: World, store: Store, minutes: float, pulse: Pulse = pulses.pulse) -> None:
         self.world, self.store, self.pulse = world, store, pulse
         self.minutes, self.limit = minutes, 60 * minutes
-        self.every = min(BEAT, self.limit / 20)
+        self.every = min(SIGN_SECONDS, self.limit / 20)
         self.quiet = max(self.limit / 4, min(2.0, 0.45 * self.limit))  # of a rank that gives no sign
         self.thread = threading.get_ident()
         self.folder: Path | None = None  # for the stacks
         self.at_end: Callable[[str], Any] = lambda text: None
         self.stopping = threading.Event()
         now = time.monotonic()
-        self.ticks, self.here = -1, (0, 0, 0)
+        self.ticks, self.position = -1, (0, 0, 0)
         self.moved = self.entered = self.looked = self.answered = now
-        self.woken = -EXIT  # when this process was found to have been stopped
+        self.woken = -EXIT_SECONDS  # when this process was found to have been stopped
         self.used = 0.0  # the processor's time of the training's thread when it entered its call
         self.sign = Sign(0, pulse.phase, str(pulse), pulse.step, 0.0, 0.0, "", False)
-        self.reads = False
+        self.wants_to_read = False
         self.others: dict[int, tuple[Sign | None, float]] = {}  # by rank: its last sign, and when it was new
-        self.verdict: Verdict | None = None
+        self.verdict: HangVerdict | None = None
         self.compared = -1  # the iteration of the posts that were exchanged last
-        self.mine: Post | None = None  # what this rank posts
+        self.own_post: Post | None = None
         self.board: list[tuple[str, int, float, float]] | None = None  # what all have posted, with their machines
-        self.stacks = os.memfd_create(f"stacks-{world.rank}") if SIGNALS and hasattr(os, "memfd_create") else -1
+        self.stacks = os.memfd_create(f"stacks-{world.rank}") if WAKING_SIGNALS and hasattr(os, "memfd_create") else -1
         self.obeys = False
         if self.stacks >= 0:
-            os.lseek(self.stacks, pulses.SHOWN, os.SEEK_SET)
+            os.lseek(self.stacks, pulses.PHASE_BYTES, os.SEEK_SET)
             pulse.shown_in = self.stacks
-            faulthandler.register(SIGNALS[0], self.stacks, all_threads=True, chain=False)
+            faulthandler.register(WAKING_SIGNALS[0], self.stacks, all_threads=True, chain=False)
             self.obeys = threading.current_thread() is threading.main_thread()
         if self.obeys:
-            signal.signal(SIGNALS[1], self.leave_woken)
+            signal.signal(WAKING_SIGNALS[1], self.leave_woken)
         self.first: Identity | None = None  # rank 0's
         # The judge must not wait for the store, which may be gone.
         acts = {"watchdog": self.judge, "signs of life": self.exchange}
@@ -146,9 +151,9 @@ class Watchdog:
         self.at_end = lambda text: None  # frees the training
         self.pulse.shown_in = -1
         if self.obeys:
-            signal.signal(SIGNALS[1], signal.SIG_DFL)
+            signal.signal(WAKING_SIGNALS[1], signal.SIG_DFL)
         if self.stacks >= 0:
-            faulthandler.unregister(SIGNALS[0])
+            faulthandler.unregister(WAKING_SIGNALS[0])
             os.close(self.stacks)
 
     # Signs of life
@@ -172,14 +177,15 @@ class Watchdog:
                 self.store.set(f"sign/{rank}", json.dumps(self.sign))
                 if self.first is None and self.store.check(["who/0"]):
                     self.first = json.loads(self.store.get("who/0"))
-                if self.reads != is_reader:
-                    is_reader = self.store.add("readers", 1 if self.reads else -1) <= READERS and self.reads
-                    if self.reads and not is_reader:
+                if self.wants_to_read != is_reader:
+                    readers = self.store.add("readers", 1 if self.wants_to_read else -1)
+                    is_reader = self.wants_to_read and readers <= MOST_READERS
+                    if self.wants_to_read and not is_reader:
                         self.store.add("readers", -1)
                 if is_reader:
                     self.read_others()
-                if is_reader and self.sign.waiting > self.limit and (found := self.decide()):
-                    self.store.compare_set("verdict", "", json.dumps(found))
+                if is_reader and self.sign.waiting > self.limit and (verdict := self.decide()):
+                    self.store.compare_set("verdict", "", json.dumps(verdict))
                 self.exchange_posts()
                 if self.store.check(["verdict"]):
                     self.verdict = json.loads(self.store.get("verdict"))
@@ -191,8 +197,8 @@ class Watchdog:
         if not self.store.check([f"sign/{rank}" for rank in ranks]):
             ranks = [rank for rank in ranks if self.store.check([f"sign/{rank}"])]  # type: ignore[assignment]
         now = time.monotonic()
-        found = self.store.multi_get([f"sign/{rank}" for rank in ranks])
-        signs = {rank: Sign(*json.loads(raw)) for rank, raw in zip(ranks, found, strict=True)}
+        texts = self.store.multi_get([f"sign/{rank}" for rank in ranks])
+        signs = {rank: Sign(*json.loads(raw)) for rank, raw in zip(ranks, texts, strict=True)}
         for rank in range(self.world.size):
             sign, before = signs.get(rank), self.others.get(rank)
             if before is None or before[0] != sign:
@@ -202,7 +208,7 @@ class Watchdog:
 
     def post(self, values: Post) -> None:
         """Have this rank's iteration, own milliseconds and wait for data taken to rank 0."""
-        self.mine = values
+        self.own_post = values
 
     def take_board(self) -> list[tuple[str, int, float, float]] | None:
         """Return what all ranks have newly posted, on rank 0; None if there is nothing new."""
@@ -210,12 +216,12 @@ class Watchdog:
         return board
 
     def exchange_posts(self) -> None:
-        mine, ranks = self.mine, range(self.world.size)
-        if mine is None or mine[0] <= self.compared:
+        own, ranks = self.own_post, range(self.world.size)
+        if own is None or own[0] <= self.compared:
             return
-        self.store.set(f"post/{self.world.rank}", json.dumps(mine))
+        self.store.set(f"post/{self.world.rank}", json.dumps(own))
         if self.world.rank:
-            self.compared = mine[0]
+            self.compared = own[0]
         elif self.store.check([f"post/{rank}" for rank in ranks]):
             posts = [json.loads(raw) for raw in self.store.multi_get([f"post/{rank}" for rank in ranks])]
             if min(at for at, _, _ in posts) > self.compared:
@@ -227,17 +233,17 @@ class Watchdog:
 
     def judge(self) -> None:
         while not self.stopping.wait(min(self.every, 1.0)):
-            self.look()
+            self.watch_training()
             if self.verdict is not None:
                 self.end(self.verdict)
             waiting = self.sign.waiting
-            self.reads = waiting > self.limit / 2
-            if not self.reads:
+            self.wants_to_read = waiting > self.limit / 2
+            if not self.wants_to_read:
                 self.others.clear()
             elif waiting > self.limit and time.monotonic() - self.answered > self.quiet:
                 self.end(self.without_store())
 
-    def look(self) -> None:
+    def watch_training(self) -> None:
         """See where the training's thread is, and since when."""
         now, ticks = time.monotonic(), self.pulse.ticks
         if now - self.looked > self.quiet:
@@ -246,12 +252,12 @@ class Watchdog:
         frame = sys._current_frames().get(self.thread)
         if frame is None:
             return
-        here = (ticks, id(frame), frame.f_lasti)
+        position = (ticks, id(frame), frame.f_lasti)
         if ticks != self.ticks or is_compiling(frame):
             self.ticks, self.moved = ticks, now
         used = thread_time(self.thread)
-        if here != self.here:
-            self.here, self.entered, self.used = here, now, used
+        if position != self.position:
+            self.position, self.entered, self.used = position, now, used
         waits = self.pulse.phase != "data" and may_wait_for_ranks(frame)
         waiting = min(now - self.entered, now - self.moved) if waits else 0.0
         self.sign = Sign(
@@ -261,11 +267,11 @@ class Watchdog:
             step=self.pulse.step,
             still=round(now - self.moved, 3),
             waiting=round(waiting, 3),
-            place=describe(frame),
+            call=describe_frame(frame),
             is_busy=used - self.used > 0.5 * (now - self.entered),
         )
 
-    def decide(self) -> Verdict | None:
+    def decide(self) -> HangVerdict | None:
         """Return the verdict, or None while some rank makes progress."""
         now = time.monotonic()
         if len(self.others) < self.world.size:
@@ -293,31 +299,32 @@ class Watchdog:
         for rank in silent:  # its last sign may be older than what it does
             doing = read_phase(who[rank]) if rank in who else ""
             before = signs[rank] or Sign(0, PHASES[0], PHASES[0], 0, 0.0, 0.0, "", False)
-            signs[rank] = before._replace(doing=doing or before.doing, place="a place that its stacks show")
+            signs[rank] = before._replace(doing=doing or before.doing, call="a place that its stacks show")
         printers = {}
         for rank in sorted(live, reverse=True):
             printers[who[rank]["host"] if rank in who else ""] = rank
-        text = self.describe(signs, named, why, {rank: one["host"] for rank, one in who.items()})
-        found = {str(rank): who[rank] for rank in silent if rank in who}
-        return Verdict(text=text, silent=silent, printers=sorted(printers.values()), who=found)
+        text = self.describe(signs, named, why, {rank: identity["host"] for rank, identity in who.items()})
+        named_who = {str(rank): who[rank] for rank in silent if rank in who}
+        return HangVerdict(text=text, silent=silent, printers=sorted(printers.values()), who=named_who)
 
     def describe(self, signs: dict[int, Sign | None], named: list[int], why: str, hosts: dict[int, str]) -> str:
         def places(ranks: list[int], verb: str = "") -> str:
-            by_place: dict[str, list[int]] = {}
+            by_sign: dict[str, list[int]] = {}
             for rank in ranks:
-                by_place.setdefault(str(signs[rank]), []).append(rank)
-            shown = [f"{title(some, hosts)}{verb} in {place}" for place, some in list(by_place.items())[:SHOWN]]
-            return "; ".join(shown) + "; ..." * (len(by_place) > SHOWN)
+                by_sign.setdefault(str(signs[rank]), []).append(rank)
+            texts = [f"{name_ranks(same, hosts)}{verb} in {sign}" for sign, same in by_sign.items()]
+            return "; ".join(texts[:LISTED_CALLS]) + "; ..." * (len(texts) > LISTED_CALLS)
 
         others = [rank for rank in signs if rank not in named]
-        waited = f"the others waited {self.limit:.0f} s in vain: {places(others)}" if others else "nothing moved"
+        whom = "it" if len(named) == 1 else "them"
+        waited = f"the others waited {self.limit:.0f} s for {whom}: {places(others)}" if others else "nothing moved"
         return (
             f"{places(named, ' hangs' if len(named) == 1 else ' hang')} ({why}); {waited} "
             f"(--distributed-timeout-minutes {self.minutes:g}); stacks: "
             f"{self.folder / 'stacks-rank*.txt' if self.folder else 'below'}"
         )
 
-    def without_store(self) -> Verdict:
+    def without_store(self) -> HangVerdict:
         """Return the verdict of a rank that cannot ask the others."""
         where, quiet = f"{self.world.address}:{self.world.port}", time.monotonic() - self.answered
         first = int(self.world.rank == self.world.local_rank)  # rank 0 is on this machine, but stopped
@@ -331,49 +338,45 @@ class Watchdog:
         if self.first is not None and is_stopped(self.first):
             who["0"] = self.first
             text = f"rank 0 hangs in {read_phase(self.first)} (its process is stopped): {text}"
-        return Verdict(text=text, silent=[], printers=[self.world.rank] if prints else [], who=who)
+        return HangVerdict(text=text, silent=[], printers=[self.world.rank] if prints else [], who=who)
 
     # The end
 
     def is_ending(self) -> bool:
-        """Return whether the watchdog ends this process, whatever the training has found out.
+        """Return whether the watchdog is about to end this process.
 
-        A process that was stopped until now may learn first that the others are gone.
+        Its report then replaces the training's error: a process that was stopped until now may
+        learn first that the others are gone.
         """
         now = time.monotonic()
-        if now - self.looked > self.quiet or now - self.woken < EXIT:
+        if now - self.looked > self.quiet or now - self.woken < EXIT_SECONDS:
             time.sleep(2 * self.every)
         return self.verdict is not None
 
-    def end(self, verdict: Verdict) -> None:
+    def end(self, verdict: HangVerdict) -> None:
         """Write the verdict and this rank's stacks, and end the process."""
         self.verdict = verdict
-        until = time.monotonic() + EXIT * (time.monotonic() - self.woken > EXIT)
+        until = time.monotonic() + EXIT_SECONDS * (time.monotonic() - self.woken > EXIT_SECONDS)
         until += 0.5 * (self.world.rank == 0)  # it may serve the store
         prints = self.world.rank in verdict["printers"]
         if prints:
-            write(2, f"meshwright train: error: {verdict['text']}\n")
+            write_text(2, f"meshwright train: error: {verdict['text']}\n")
         self.dump(prints)
         reporting = threading.Thread(target=self.at_end, args=(verdict["text"],), daemon=True)
         reporting.start()
         if prints:
             for rank, who in verdict["who"].items():
-                if who["host"] == socket.gethostname():
-                    self.wake(int(rank), who)
+                self.wake(int(rank), who)
         reporting.join(max(until - time.monotonic(), 0))
         time.sleep(max(until - time.monotonic(), 0))
-        if time.monotonic() - self.woken < EXIT:
+        if time.monotonic() - self.woken < EXIT_SECONDS:
             self.leave_woken()
         os._exit(HANG)
 
     def leave_woken(self, *_: object) -> None:
         """End this process once the stacks that a neighbour asked for are written."""
-        until, size = time.monotonic() + 1.0, -1
-        while self.stacks >= 0 and time.monotonic() < until:
-            before, size = size, os.fstat(self.stacks).st_size
-            if pulses.SHOWN < size == before:
-                break
-            time.sleep(0.1)
+        if self.stacks >= 0:
+            wait_for_stacks(self.stacks, tries=10, pause=0.1)
         os._exit(HANG)
 
     def dump(self, prints: bool) -> None:
@@ -386,7 +389,7 @@ class Watchdog:
                 fd = os.open(stacks_of(self.folder, self.world.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         if fd == 2 and not prints and self.sign.waiting > self.limit / 2:
             return  # it waits as the one that prints does
-        write(fd, head)
+        write_text(fd, head)
         faulthandler.dump_traceback(fd, all_threads=True)
         if fd != 2:
             os.close(fd)
@@ -395,26 +398,21 @@ class Watchdog:
         """Have a silent neighbour write its stacks and end; else kill it."""
         pid = who["pid"]
         with contextlib.suppress(OSError):
-            if started(pid) != who["started"]:
+            if not is_neighbour(who):
                 return
             with open(f"/proc/{pid}/fd/{who['stacks']}", errors="replace") as memory:
-                for number in SIGNALS if who["obeys"] else SIGNALS[:1]:
+                for number in WAKING_SIGNALS if who["obeys"] else WAKING_SIGNALS[:1]:
                     os.kill(pid, number)
                 os.kill(pid, signal.SIGCONT)
-                size = -1
-                for _ in range(6):  # until it is written
-                    time.sleep(0.5)
-                    before, size = size, os.fstat(memory.fileno()).st_size
-                    if pulses.SHOWN < size == before:
-                        break
-                text = f"rank {rank}, process {pid} on {who['host']}\n{memory.read()[pulses.SHOWN :]}"
+                wait_for_stacks(memory.fileno(), tries=6, pause=0.5)
+                text = f"rank {rank}, process {pid} on {who['host']}\n{memory.read()[pulses.PHASE_BYTES :]}"
             if self.folder is not None and self.folder.is_dir():
                 stacks_of(self.folder, rank).write_text(text)
             else:
-                write(2, text)
+                write_text(2, text)
             for _ in range(25):  # it first waits for its own stacks
                 time.sleep(0.1)
-                if started(pid) != who["started"]:
+                if not is_neighbour(who):
                     return
             # Our own launcher kills it a little later, and knows that the run failed before.
             if self.world.launcher != "meshwright launch":
@@ -456,27 +454,36 @@ def started(pid: int) -> str:
     return "" if fields[0] in "ZX" else f"{space} {fields[19]}"
 
 
-def read_memory(who: Identity) -> str:
-    """Return the phase and the stacks of a process of this machine, as far as it has shown them."""
-    if who["host"] != socket.gethostname() or started(who["pid"]) != who["started"]:
-        return ""
-    try:
-        return Path(f"/proc/{who['pid']}/fd/{who['stacks']}").read_text(errors="replace")
-    except OSError:
-        return ""
+def is_neighbour(who: Identity) -> bool:
+    """Return whether the process is on this machine, and still the one that it was."""
+    return who["host"] == socket.gethostname() and started(who["pid"]) == who["started"]
 
 
 def is_stopped(who: Identity) -> bool:
     """Return whether this is a process of this machine that SIGSTOP or a debugger has stopped."""
-    if who["host"] != socket.gethostname() or started(who["pid"]) != who["started"]:
-        return False
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{who['pid']}/stat").read_text().rpartition(") ")[2][:1] in "Tt"
+        stat = Path(f"/proc/{who['pid']}/stat")
+        return is_neighbour(who) and stat.read_text().rpartition(") ")[2][:1] in "Tt"
     return False
 
 
 def read_phase(who: Identity) -> str:
-    return read_memory(who)[: pulses.SHOWN].strip(" \0")
+    """Return what a process of this machine says of its phase in its memory."""
+    with contextlib.suppress(OSError):
+        if is_neighbour(who):
+            memory = Path(f"/proc/{who['pid']}/fd/{who['stacks']}").read_text(errors="replace")
+            return memory[: pulses.PHASE_BYTES].strip(" \0")
+    return ""
+
+
+def wait_for_stacks(fd: int, tries: int, pause: float) -> None:
+    """Wait until a file in memory holds all stacks: until it grows no more."""
+    size = -1
+    for _ in range(tries):
+        before, size = size, os.fstat(fd).st_size
+        if pulses.PHASE_BYTES < size == before:
+            return
+        time.sleep(pause)
 
 
 def thread_time(thread: int) -> float:
@@ -487,18 +494,18 @@ def thread_time(thread: int) -> float:
         return 0.0
 
 
-def write(fd: int, text: str) -> None:
+def write_text(fd: int, text: str) -> None:
     with contextlib.suppress(OSError):
         os.write(fd, text.encode(errors="backslashreplace"))
 
 
-def title(ranks: list[int], hosts: dict[int, str]) -> str:
+def name_ranks(ranks: list[int], hosts: dict[int, str]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}{f' ({hosts[ranks[0]]})' if ranks[0] in hosts else ''}"
     return f"ranks {format_ranks(ranks)}"
 
 
-def describe(frame: FrameType) -> str:
+def describe_frame(frame: FrameType) -> str:
     """Return the innermost call that is not torch's or the standard library's."""
     at: FrameType | None = frame
     while at is not None and ("/torch/" in at.f_code.co_filename or is_library(at.f_code.co_filename)):
