@@ -108,7 +108,7 @@ NO_TORCH = [
     "data.samples",
     "data.files.indexed",
     "data.prepare.preprocess",
-    "data.prepare.text",
+    "data.prepare.cutting",
     "data.prepare.workers",
     "data.tools.forecast",
     "data.tools.dedup",

@@ -244,6 +244,11 @@ def test_missing_flags_and_broken_files(bpe, tmp_path):
     path.write_text(content)
     hugging = Flags(tokenizer_type="HFTokenizer", tokenizer_model=str(path))
     refused(BAD_DATA, "none of the usual end-of-document", lambda: build_tokenizer(hugging))
+    for token in ("<|other|>", {"content": "<|other|>"}):
+        path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+        assert build_tokenizer(hugging).decode([build_tokenizer(hugging).eod]) == "<|other|>"
+    path.write_text(Library(models.BPE()).to_str())  # an empty vocabulary
+    refused(BAD_DATA, "none of the usual end-of-document", lambda: build_tokenizer(hugging))
     path.write_text("{}")
     refused(BAD_DATA, "is not a tokenizer.json", lambda: build_tokenizer(hugging))
 
@@ -316,7 +321,11 @@ def test_one_argument_that_cannot_be_used(bpe, tmp_path):
     refused(BAD_DATA, "holds no tokenizer.json, nor vocab.json", lambda: named(tmp_path))
     (tmp_path / "vocab.json").write_bytes((bpe / "vocab.json").read_bytes())
     refused(BAD_DATA, "no merges.txt is beside it", lambda: named(tmp_path / "vocab.json"))
-    (tmp_path / "vocab.json").unlink()
+    (tmp_path / "vocab.json").rename(tmp_path / "my.json")
+    (tmp_path / "my.txt").touch()
+    refused(
+        BAD_DATA, "give its merges too: --vocab-file .*my.json --merge-file FILE", lambda: named(tmp_path / "my.json")
+    )
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e")
     for name in (tmp_path, tmp_path / "tokenizer.model"):
         refused(BAD_DATA, "tokenizer.model is a SentencePiece .* give --tokenizer DIR", lambda name=name: named(name))

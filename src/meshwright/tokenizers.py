@@ -172,13 +172,17 @@ class HuggingFace(_Bytewise):
         self._library.no_truncation()
         self._library.no_padding()
         vocab = self._library.get_vocab()
-        self.size = max(vocab.values()) + 1
+        self.size = max(vocab.values(), default=-1) + 1
         if self.size > 4 * len(vocab) + 1000:  # the table of all ids would be too large
             raise bad_data(f"{path} has {len(vocab):,} tokens, but an id of {self.size - 1:,}")
-        found = [vocab[name] for name in EOD_NAMES if name in vocab]
-        if not found:
-            raise bad_data(f"{path} has none of the usual end-of-document tokens: {', '.join(EOD_NAMES)}")
-        self.eod = found[0]
+        names = [name for name in EOD_NAMES if name in vocab]
+        names = names or [name for name in [read_eos_token(path.parent)] if name in vocab]
+        if not names:
+            usual = ", ".join(EOD_NAMES)
+            raise bad_data(
+                f"{path} has none of the usual end-of-document tokens: {usual}; nor does {CHAT_CONFIG} name one"
+            )
+        self.eod = vocab[names[0]]
         # Only a byte-level vocabulary gives the bytes of a token that is half a character.
         self._bytes = _token_bytes(vocab, _byte_symbols()) if decoder == "ByteLevel" else None
 
@@ -390,8 +394,10 @@ def _build_file(path: Path) -> Tokenizer:
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         return HuggingFace(path)
     merges = vocab.with_name(vocab.name.replace("vocab.json", "merges.txt"))
-    if merges == vocab or not merges.is_file():
-        raise bad_data(f"{vocab} is no tokenizer.json, and no {merges.with_suffix('.txt').name} is beside it")
+    if merges == vocab:
+        raise bad_data(f"{vocab} is not a tokenizer.json; give its merges too: --vocab-file {vocab} --merge-file FILE")
+    if not merges.is_file():
+        raise bad_data(f"{vocab} is not a tokenizer.json, and no {merges.name} is beside it")
     return GPT2BPE(vocab, merges)
 
 
@@ -528,6 +534,13 @@ def read_chat_config(folder: Path) -> dict[str, Any]:
     path = folder / CHAT_CONFIG
     config = _read_json(path) if path.is_file() else {}
     return config if isinstance(config, dict) else {}
+
+
+def read_eos_token(folder: Path) -> str:
+    """Return the end of a text that a folder's tokenizer_config.json names, or ""."""
+    token = read_chat_config(folder).get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else ""
 
 
 def keep_beside(tokenizer: Tokenizer, prefix: str) -> None:

@@ -14,6 +14,7 @@ from meshwright.data.blend import Blend, blend_order, normalise
 from meshwright.data.datasets import build_datasets
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.loader import Cyclic, Loader, LoaderSpec, Mock, Samples
+from meshwright.errors import USAGE
 from meshwright.settings import checks
 from meshwright.settings.schema import Data, TokenizerFlags, TrainConfig, Training
 
@@ -270,3 +271,10 @@ def test_cache_is_used_checked_and_keyed(tmp_path, monkeypatch):
     assert make([0.2, 0.3, 0.5], 50).dataset_idx.tolist() == wanted
     assert len(calls) == 4
     assert len(notices) == 1 and "is damaged" in notices[0]
+
+
+def test_more_data_sets_than_16_bits_can_number():
+    parts = [Mock(9, 1, 4, 1)] * 2**15
+    assert "a blend of 32,768 data sets; at most 32,767" in error_of(
+        lambda: Blend(parts, [1.0] * len(parts), 10), USAGE
+    )

@@ -66,7 +66,7 @@ def run(*argv: str) -> tuple[int, str, str]:
 
 
 def check(prefix: str) -> verify.Findings:
-    return verify.check(prefix, 257, EOD, True, lambda count: None)
+    return verify.check_pair(prefix, 257, EOD, True, lambda count: None)
 
 
 def two_pairs(folder: Path) -> list[str]:
@@ -87,14 +87,14 @@ def test_verbs_are_listed_and_near_ones_named() -> None:
 # verify
 
 
-def test_whole_files_and_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_intact_files_and_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in "ab":
         write(Path(name), make_documents(50, ord(name)))
     sums = str(tmp_path / "sums")
     status, out, _ = run("verify", "a", "b", "--checksums", sums, "--tokenizer-type", "ByteTokenizer")
     lines = out.splitlines()
-    assert status == 0 and len(lines) == 3 and all(": whole: 50 documents" in line for line in lines[:2])
+    assert status == 0 and len(lines) == 3 and all(": intact: 50 documents" in line for line in lines[:2])
     assert "all of the documents end with 256" in lines[0]
     names = ("a.idx", "a.bin", "b.idx", "b.bin")
     expected = {f"{hashlib.sha256(Path(name).read_bytes()).hexdigest()}  {name}" for name in names}
@@ -103,7 +103,7 @@ def test_whole_files_and_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     kept = Path("b.bin").read_bytes()
     Path("b.bin").write_bytes(kept[:-4] + bytes([kept[-4] ^ 1]) + kept[-3:])  # still an id of the vocabulary
     status, out, err = run("verify", "a", "b", "--checksums", sums)
-    assert status == 65 and "b.bin has the SHA-256" in out and "a: whole" in out and "1 problem, listed above" in err
+    assert status == 65 and "b.bin has the SHA-256" in out and "a: intact" in out and "1 problem, listed above" in err
 
 
 def test_several_problems_are_reported_together(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_damaged_index_caches_are_reported(tmp_path: Path) -> None:
     a = write(tmp_path / "a", make_documents(40))
     run("index", "--data-path", a, *TRAIN)
     status, out, _ = run("verify", a)
-    assert status == 0 and re.search(r"index-cache: whole: \d+ entries", out)
+    assert status == 0 and re.search(r"index-cache: intact: \d+ entries", out)
     path = next((tmp_path / "index-cache").glob("*_doc_idx.npy"))
     path.write_bytes(path.read_bytes()[:-1])
     status, out, _ = run("verify", a)
@@ -331,7 +331,7 @@ def test_a_file_name_stands_for_its_prefix(tmp_path: Path) -> None:
     a = write(tmp_path / "a", make_documents(20, 1))
     odd = write(tmp_path / "odd.bin", make_documents(5, 2))  # a prefix that ends so
     for end in ("", ".bin", ".idx"):
-        assert run("verify", a + end)[1].startswith(f"{a}: whole: 20 documents")
+        assert run("verify", a + end)[1].startswith(f"{a}: intact: 20 documents")
         assert json.loads(run("inspect", a + end, "--json")[1])["prefix"] == a
     assert len(run("verify", f"{a}.bin", f"{a}.idx", odd)[1].splitlines()) == 2
     status, told, _ = run("merge", f"{a}.bin", f"{a}.idx", odd, odd, "--output-prefix", str(tmp_path / "x"))
@@ -510,20 +510,20 @@ def test_merge_without_the_kernels_copy(tmp_path: Path, monkeypatch: pytest.Monk
 
     for copy in (refused, lambda *_: 0):
         monkeypatch.setattr(os, "copy_file_range", copy, raising=False)
-        made = merge.merge(prefixes, str(tmp_path / "out"), False, overwrite=True)
+        made = merge.merge_pairs(prefixes, str(tmp_path / "out"), False, overwrite=True)
         assert Path(f"{made.prefix}.bin").read_bytes() == megatrons_merge(prefixes)[0]
 
 
 def test_several_are_copied_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that wait for one another end with --merge distributed, not with serial."""
     prefixes = [write(tmp_path / f"in{n}", make_documents(50, n)) for n in range(3)]
-    meet, copy = threading.Barrier(3), merge.copy
+    meet, copy = threading.Barrier(3), merge.copy_tokens
 
     def together(*given: Any) -> None:
         meet.wait(0.5)
         copy(*given)
 
-    monkeypatch.setattr(merge, "copy", together)
+    monkeypatch.setattr(merge, "copy_tokens", together)
     assert run("merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "distributed")[0] == 0
     assert Path(tmp_path / "out.bin").read_bytes() == megatrons_merge(prefixes)[0]
     with pytest.raises(threading.BrokenBarrierError):
@@ -532,9 +532,11 @@ def test_several_are_copied_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_merged_bytes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prefixes = [write(tmp_path / f"in{n}", make_documents(50, n)) for n in range(2)]
-    monkeypatch.setattr(merge, "copy", lambda _, target, place, size, advance: os.pwrite(target, bytes(size), place))
+    monkeypatch.setattr(
+        merge, "copy_tokens", lambda _, target, place, size, advance: os.pwrite(target, bytes(size), place)
+    )
     with pytest.raises(UserError, match="differs from .*in0.bin at token 0"):
-        merge.merge(prefixes, str(tmp_path / "out"), False)
+        merge.merge_pairs(prefixes, str(tmp_path / "out"), False)
 
 
 def test_one_of_several_processes_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -595,8 +597,8 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
 def test_lines_too_long_for_memory_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_line: bool
 ) -> None:
-    for storage in ("tools.merge_json", "prepare.text"):
-        monkeypatch.setattr(f"meshwright.data.{storage}.LONGEST", 10)
+    for module in ("tools.merge_json", "prepare.records"):
+        monkeypatch.setattr(f"meshwright.data.{module}.LONGEST", 10)
     monkeypatch.setattr("meshwright.data.tools.merge_json.PIECE", 4)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_bytes(b"one\n" + b"x" * 11 + b"\n0123456789\ntwo")
@@ -767,7 +769,7 @@ def test_known_files() -> None:
     assert "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-vocab.json" in out and "oscar-1GB.jsonl.xz" in out
     _, out, _ = run("fetch", "gpt2", "--dry-run", "--output", "x")
     assert "x/gpt2-vocab.json" in out and "x/gpt2-merges.txt" in out
-    assert all(name in fetch.KNOWN for names in fetch.TOGETHER.values() for name in names)
+    assert all(name in fetch.KNOWN for names in fetch.FILE_SETS.values() for name in names)
     for words in (["nothing"], ["ftp://x/y"], ["file:///etc/hostname"], ["https://host/"], ["oscar", "--sha256", "12"]):
         assert run("fetch", *words)[0] == 2, words
     assert all(k.sha256 is None or (k.size and len(k.sha256) == 64) for k in fetch.KNOWN.values())

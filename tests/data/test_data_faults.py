@@ -17,7 +17,7 @@ import pytest
 from helpers import error_of, tokens_of
 from meshwright.data.files.indexed import HEADER, Indexed, check_vocabulary
 from meshwright.data.files.writer import Writer
-from meshwright.data.prepare import preprocess, text
+from meshwright.data.prepare import cutting, preprocess
 from meshwright.settings.schema import TokenizerFlags
 from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
 
@@ -58,7 +58,7 @@ def hostile(seed, lines=4000):
 def run(folder, given, **settings):
     p = Preprocess(input=[str(given)], output_prefix=str(folder / "out"), on_error="skip", overwrite=True, **settings)
     stderr = io.StringIO()
-    preprocess.run(PreprocessConfig(p, TokenizerFlags(tokenizer_type="ByteTokenizer")), io.StringIO(), stderr)
+    preprocess.preprocess(PreprocessConfig(p, TokenizerFlags(tokenizer_type="ByteTokenizer")), io.StringIO(), stderr)
     data = Indexed(folder / "out_text_document")
     return [bytes(tokens_of(data, n).tolist()).decode() for n in range(len(data))], stderr.getvalue().splitlines()[-1]
 
@@ -66,7 +66,7 @@ def run(folder, given, **settings):
 @pytest.mark.fault("F22")
 def test_bad_lines(tmp_path, monkeypatch, figures):
     """F22: a file read in pieces by two workers, and a stream cut short at 20 places."""
-    monkeypatch.setattr(text, "PIECE", 50_000)
+    monkeypatch.setattr(cutting, "PIECE", 50_000)
     monkeypatch.setattr(preprocess, "MIB", 1)
     content, good, bad = hostile(1)
     (tmp_path / "in.jsonl").write_bytes(content)

@@ -12,8 +12,9 @@ import pytest
 
 from meshwright.__main__ import main
 from meshwright.data.tools import dedup
-from meshwright.data.tools.dedup import Rule
+from meshwright.data.tools.dedup import Similarity
 from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE
+from meshwright.progress import SkippedLines
 
 
 def run(*argv: str) -> tuple[int, str, str]:
@@ -46,11 +47,18 @@ def make_texts(families: int, seed: int) -> list[str]:
     return out
 
 
+def test_more_files_than_16_bits_can_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dedup, "map_lines", lambda path: b'{"text": "x"}' if path == "last" else b"")
+    documents = dedup.JsonDocuments([*[""] * (1 << 16), "last"], "text", SkippedLines())
+    assert list(documents.scan(lambda count: None)) == ["x"]
+    assert documents.place(0) == "last:1" and documents.text(0) == "x"
+
+
 def pieces(text: str, size: int) -> set[str]:
     return {text[i : i + size] for i in range(max(len(text) - size + 1, 1))}
 
 
-def twin(texts: list[str], rule: Rule) -> dict[int, tuple[int, float]]:
+def twin(texts: list[str], rule: Similarity) -> dict[int, tuple[int, float]]:
     """Compare every document with every earlier one that is kept."""
     sets = [pieces(text, rule.shingle) for text in texts]
     kept: list[int] = []
@@ -67,18 +75,18 @@ def twin(texts: list[str], rule: Rule) -> dict[int, tuple[int, float]]:
 
 @pytest.mark.parametrize("threshold, shingle, bands", [(0.7, 5, 20), (0.85, 5, 20), (0.4, 3, 100), (1, 8, 10)])
 def test_removes_what_comparing_all_pairs_removes(tmp_path: Path, threshold: float, shingle: int, bands: int) -> None:
-    rule = Rule(threshold=threshold, shingle=shingle, bands=bands)
+    rule = Similarity(threshold=threshold, shingle=shingle, bands=bands)
     texts = [*make_texts(80, 5), "", "ab", "ab", "", "abc", "数据", "数据"]
     expected = twin(texts, rule)
     assert 20 < len(expected) < len(texts) - 20
-    found = dedup.run([write(tmp_path / "in.jsonl", texts)], str(tmp_path / "out.jsonl"), rule)
+    found = dedup.deduplicate([write(tmp_path / "in.jsonl", texts)], str(tmp_path / "out.jsonl"), rule)
     assert found.removed == expected and found.documents == len(texts)
     assert read(tmp_path / "out.jsonl") == [i for i in range(len(texts)) if i not in expected]
 
 
 @pytest.mark.parametrize("length", [60, 600, 6000])
 def test_signatures_estimate_the_index(length: int) -> None:
-    rule = Rule(seeds=1500, seed=3)
+    rule = Similarity(seeds=1500, seed=3)
     texts = ["".join(map(chr, range(begin, begin + length))) for begin in (300, 300 + length // 3)]
     a, b = (dedup.shingles(text, rule) for text in texts)
     share = (dedup.signature(a, dedup.spares(rule)) == dedup.signature(b, dedup.spares(rule))).mean()
@@ -87,7 +95,7 @@ def test_signatures_estimate_the_index(length: int) -> None:
 
 
 def test_every_part_has_its_own_order() -> None:
-    order = dedup.spares(Rule(seeds=50))
+    order = dedup.spares(Similarity(seeds=50))
     assert (order[:, 0] == range(50)).all() and all(sorted(row) == list(range(50)) for row in order.tolist())
     assert len(set(order[:, 1].tolist())) > 25
 

@@ -17,10 +17,10 @@ import zstandard
 from helpers import error_of
 from meshwright.__main__ import main
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.prepare import folders, inputs, markup, plain, text
+from meshwright.data.prepare import cutting, folders, inputs, markup, plain, records
 from meshwright.data.prepare.folders import PassedOver
-from meshwright.data.prepare.inputs import find
-from meshwright.data.prepare.preprocess import run
+from meshwright.data.prepare.inputs import find_inputs
+from meshwright.data.prepare.preprocess import preprocess as preprocess_inputs
 from meshwright.errors import BAD_DATA, IO
 from meshwright.settings.schema import TokenizerFlags
 from meshwright.settings.text_inputs import Preprocess, PreprocessConfig, TextInputs
@@ -29,8 +29,8 @@ from meshwright.settings.text_inputs import Preprocess, PreprocessConfig, TextIn
 def read(*paths, **flags):
     """Return the documents of the inputs, and the line of what was passed over."""
     given = TextInputs(input=[str(path) for path in paths], **flags)
-    found = find(given)
-    documents = list(text.read_texts(given, found))
+    found = find_inputs(given)
+    documents = list(cutting.read_texts(given, found))
     return documents, found.passed.line() if found.passed else ""
 
 
@@ -39,7 +39,7 @@ def preprocess(tmp_path, *paths, **flags):
     settings = {"output_prefix": str(tmp_path / "out" / "x"), "overwrite": True, **flags}
     p = Preprocess(input=[str(path) for path in paths], **settings)
     out, err = io.StringIO(), io.StringIO()
-    run(PreprocessConfig(p, TokenizerFlags(tokenizer_type="ByteTokenizer")), out, err)
+    preprocess_inputs(PreprocessConfig(p, TokenizerFlags(tokenizer_type="ByteTokenizer")), out, err)
     data = Indexed(tmp_path / "out" / "x_text_document")
     ids, ends = bytes(data.tokens.tolist()), [int(n) for n in data.sizes]
     starts = [sum(ends[:n]) for n in range(len(ends))]
@@ -141,7 +141,7 @@ def test_a_small_text_in_a_folder_is_opened_once(tmp_path, monkeypatch):
 
 def test_workers_and_continuing_give_the_same_bytes_of_a_folder(tmp_path, monkeypatch):
     """Pieces hold many small files; a changed, new or removed file starts over."""
-    for module in (plain, inputs, text):
+    for module in (plain, inputs, cutting):
         monkeypatch.setattr(module, "PIECE", 300)
     rng = random.Random(0)
     for n in range(300):
@@ -152,16 +152,16 @@ def test_workers_and_continuing_give_the_same_bytes_of_a_folder(tmp_path, monkey
     got = preprocess(tmp_path, tmp_path / "in", workers=2)
     assert got[0] == want[0]
     given = TextInputs(input=[str(tmp_path / "in")])
-    whole = list(text.pieces(find(given).inputs, given))
+    whole = list(cutting.cut_inputs(find_inputs(given).inputs, given))
     assert len(whole) > 30
     for size in (2, 3, 7):
-        parts = [list(text.pieces(find(given).inputs, given, rank, size)) for rank in range(size)]
+        parts = [list(cutting.cut_inputs(find_inputs(given).inputs, given, rank, size)) for rank in range(size)]
         assert [piece for part in parts for piece in part] == whole and min(map(len, parts)) > 1
 
 
 def test_a_file_that_vanishes_or_changes_while_it_is_read(tmp_path, monkeypatch):
     folder = fill(tmp_path / "in", {"a.txt": "a", "b.txt": "b"})
-    real = plain.read_file
+    real = plain.read_text_file
 
     def act(change):
         def changing(path):
@@ -169,7 +169,7 @@ def test_a_file_that_vanishes_or_changes_while_it_is_read(tmp_path, monkeypatch)
                 change()
             return real(path)
 
-        monkeypatch.setattr(plain, "read_file", changing)
+        monkeypatch.setattr(plain, "read_text_file", changing)
         return lambda: preprocess(tmp_path, folder)
 
     assert "in has changed while it was read" in error_of(act(lambda: (folder / "b.txt").write_text("bb")), BAD_DATA)
@@ -209,6 +209,12 @@ def test_odd_things_in_a_folder(tmp_path, monkeypatch):
     )
 
 
+def test_patterns_are_compared_below_the_path_that_is_named(tmp_path):
+    folder = fill(tmp_path / "test-corpus", {"a.txt": "a", "test.txt": "t"})
+    assert read(folder, exclude=["test*"])[0] == ["a"]
+    assert read(folder / "a.txt", folder / "test.txt", exclude=["test*"])[0] == ["a"]
+
+
 def test_files_given_by_name(tmp_path):
     """JSON lines under any name; anything else is one document, and what is no text an error."""
     folder = fill(
@@ -228,7 +234,7 @@ def test_separators(tmp_path, monkeypatch, separator):
     """Plain text of any size, in pieces of any size, packed or not: the same documents."""
     rng = random.Random(1)
     for size in (2, 7, 50, 300):
-        for module in (plain, inputs, text):
+        for module in (plain, inputs, cutting):
             monkeypatch.setattr(module, "PIECE", size)
         monkeypatch.setattr(plain, "REST", rng.choice([1, 9, 1000]))
         monkeypatch.setattr("meshwright.data.prepare.containers.CHUNK", rng.choice([5, 30]))
@@ -252,9 +258,9 @@ def test_separators(tmp_path, monkeypatch, separator):
 
 def test_a_text_too_long_without_separators(tmp_path, monkeypatch):
     """The others are kept, and the message says how to divide it."""
-    for module in (plain, inputs, text):
+    for module in (plain, inputs, cutting):
         monkeypatch.setattr(module, "PIECE", 100)
-    monkeypatch.setattr(plain, "LONGEST", 1000)
+    monkeypatch.setattr(records, "LONGEST", 1000)
     monkeypatch.setattr(plain, "REST", 50)
     monkeypatch.setattr("meshwright.data.prepare.containers.CHUNK", 70)
     long = "\n".join("x" * 150 for _ in range(20))
@@ -319,7 +325,7 @@ def test_html():
     next</p><ul><li>a<li>b</ul><pre>  x
     y</pre><table><tr><td>1<td>2</tr></table><![foo[ x ]]><!-- no > -->z<br>end &lt;x&gt; &eacute; &#x4e2d; &amp"""
     want = "T & x\n\nHead\n\nOne bold text next\n\na\nb\n\n  x\n    y\n\n1 2\n\nz\nend <x> é 中 &\n"
-    assert markup.text_of(page) == want
+    assert markup.page_text(page) == want
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from helpers import error_of, tokens_of
 from meshwright import tokenizers
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.prepare import preprocess, text
+from meshwright.data.prepare import cutting, preprocess
+from meshwright.data.prepare.encoding import Encoder
+from meshwright.data.prepare.inputs import find_inputs
 from meshwright.errors import BAD_DATA, IO
 from meshwright.settings.schema import TokenizerFlags
 from meshwright.settings.text_inputs import Preprocess, PreprocessConfig, TextInputs
@@ -33,7 +37,7 @@ def work(tmp_path, given, tokenizer="ByteTokenizer", vocab_size=None, stderr=Non
         Preprocess(input=given, **settings), TokenizerFlags(tokenizer_type=tokenizer, vocab_size=vocab_size)
     )
     stdout, stderr = io.StringIO(), stderr or io.StringIO()
-    preprocess.run(config, stdout, stderr)
+    preprocess.preprocess(config, stdout, stderr)
     return stdout.getvalue(), stderr.getvalue()
 
 
@@ -156,7 +160,7 @@ def test_a_bad_line_stops_by_default(tmp_path, bad):
 
 def test_plain_text_named_like_json_lines_gets_a_hint(tmp_path):
     path = tmp_path / "in.jsonl"
-    for read in (lambda: list(text.read_texts(TextInputs(input=[str(path)]))), lambda: work(tmp_path, [str(path)])):
+    for read in (lambda: list(cutting.read_texts(TextInputs(input=[str(path)]))), lambda: work(tmp_path, [str(path)])):
         path.write_text("\nOnce upon a time\nthere was.\n\nThe end.\n")
         hint = r'in.jsonl:2: not JSON .*one {"text": "..."} a line is expected; plain text is called .txt'
         require_refusal(BAD_DATA, hint, read)
@@ -262,3 +266,10 @@ def test_megatrons_command_line(tmp_path):
     assert "in.jsonl:1: no key 'text'" in stopped.stderr
     assert "Traceback" not in stopped.stderr
     assert [f.read_bytes() for f in files] == written[0]
+
+
+def test_the_speed_of_tables_counts_bytes(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["中文字", "abc", "é"]}), tmp_path / "t.parquet")
+    [piece] = cutting.cut_inputs(find_inputs(given := TextInputs(input=[str(tmp_path / "t.parquet")])).inputs, given)
+    encoded, _ = Encoder(lambda text: [1], None, ["text"], np.uint16)(piece)
+    assert encoded.bytes == 9 + 3 + 2

@@ -21,7 +21,7 @@ from helpers import error_of
 from meshwright.__main__ import main
 from meshwright.data.files import writer as writing
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.prepare import containers, encoding, journal, preprocess, text, workers
+from meshwright.data.prepare import containers, cutting, encoding, journal, pieces, preprocess, workers
 from meshwright.data.tools import merge as merging
 from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, UserError
 from meshwright.settings.schema import TokenizerFlags
@@ -31,10 +31,10 @@ from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
 @pytest.fixture
 def small(monkeypatch):
     """Cut small inputs into many pieces, and fork the workers so that they inherit this."""
-    monkeypatch.setattr(text, "PIECE", 3000)
+    monkeypatch.setattr(cutting, "PIECE", 3000)
     monkeypatch.setattr(containers, "CHUNK", 1000)
     monkeypatch.setattr(preprocess, "MIB", 1)
-    monkeypatch.setattr(journal, "SECONDS", 0)
+    monkeypatch.setattr(journal, "NOTE_EVERY", 0)
     monkeypatch.setattr(workers, "start_method", lambda: "fork")
 
 
@@ -69,7 +69,7 @@ def run(folder, output, *inputs, **settings):
     settings = {"append_eod": True, "overwrite": True, **settings}
     p = Preprocess(input=[str(one) for one in inputs], output_prefix=str(folder / output), **settings)
     stderr = io.StringIO()
-    preprocess.run(PreprocessConfig(p, TokenizerFlags(tokenizer_type="ByteTokenizer")), io.StringIO(), stderr)
+    preprocess.preprocess(PreprocessConfig(p, TokenizerFlags(tokenizer_type="ByteTokenizer")), io.StringIO(), stderr)
     return stderr.getvalue()
 
 
@@ -102,8 +102,8 @@ def test_results_wait_in_bounded_numbers(small, monkeypatch):
     monkeypatch.setattr(
         encoding.Encoder, "__call__", lambda self, piece, stop: (piece.number, [time.sleep(0.3 * (piece.number == 0))])
     )
-    pieces = (taken.append(n) or text.Piece(n, "", "lines") for n in range(50))
-    results = workers.encode_pieces(pieces, lambda: encoding.Encoder(None, None, [], "u2"), 2, False)
+    some = (taken.append(n) or pieces.LinesHere(n, "") for n in range(50))
+    results = workers.encode_pieces(some, lambda: encoding.Encoder(None, None, [], "u2"), 2, False)
     for number, (piece, encoded, _) in enumerate(results):
         assert piece.number == encoded == number and len(taken) <= number + workers.AHEAD * 2
 
@@ -166,28 +166,34 @@ def test_another_output_that_begins_alike_is_left_alone(tmp_path, small):
 def test_many_small_inputs(tmp_path, small, monkeypatch):
     """A state in the journal does not grow with the number of inputs."""
     inputs = [write_corpus(tmp_path / f"in-{n:03}", 3, seed=n) for n in range(300)]
-    longest, real = [], journal.Journal._write
-    monkeypatch.setattr(journal.Journal, "_write", lambda self, line: (longest.append(len(line)), real(self, line)))
+    sizes, real = [], journal.Journal.note
+    monkeypatch.setattr(
+        journal.Journal, "note", lambda self, state: (real(self, state), sizes.append(self.path.stat().st_size))
+    )
     run(tmp_path, "out", *inputs, workers=2)
     assert len(Indexed(tmp_path / "out_text_document")) == 900
-    assert max(longest) < 300
+    assert len(sizes) > 100 and max(sizes) < 400
 
 
-def test_a_journal_stays_small(tmp_path, monkeypatch):
-    """Whatever a kill leaves of it, its last complete line is true."""
-    monkeypatch.setattr(journal, "LONGEST", 500)
-    path, identity = tmp_path / "x.progress", {"a": 1}
-    with journal.Journal(str(path), identity, io.StringIO()) as one:
-        for n in range(200):
-            one.note({"n": n})
-            assert path.stat().st_size < 600
-    for cut in range(1, 40):
-        content = path.read_bytes()
-        path.write_bytes(content[:-1] if cut > 1 else content)
-        with journal.Journal(str(path), identity, io.StringIO()) as again:
-            assert again.state is None or 150 < again.state["n"] < 200
-            if again.state is None:
-                break
+def test_a_journal_is_replaced_in_one_step(tmp_path, monkeypatch):
+    """No command continues with another's state, and none with half of one."""
+    path, printed = tmp_path / "x.progress", io.StringIO()
+    for n in range(3):
+        with journal.open_journal(path, {"a": 1}, printed) as progress:
+            assert progress.state == ({"n": n - 1} if n else None)
+            progress.note({"n": n})
+    complete = path.read_bytes()
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(journal.os, "replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
+        with journal.open_journal(path, {"b": 2}, printed) as progress:
+            assert progress.state is None
+            progress.note({"n": 9})  # killed here: another command's state is gone by now
+    assert "x.progress is of another command" in printed.getvalue() and not path.exists()
+    for cut in range(len(complete)):
+        path.write_bytes(complete[:cut])
+        with journal.open_journal(path, {"a": 1}, printed) as progress:
+            assert progress.state is None
+    assert [p.name for p in tmp_path.iterdir()] == ["x.progress.tmp"]
 
 
 @pytest.mark.fault("F22")
@@ -233,7 +239,7 @@ def kill_group(process, progress):
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.join()
-    with contextlib.suppress(FileNotFoundError), open(progress) as file:
+    with contextlib.suppress(FileNotFoundError), open(f"{progress}.lock") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
@@ -252,14 +258,16 @@ def test_killed_at_any_moment_it_continues_and_ends_with_the_same_bytes(tmp_path
     progress, idx = tmp_path / "out.progress", tmp_path / "out_text_document.idx"
 
     def noted():
-        return progress.stat().st_size if progress.exists() else 0
+        with contextlib.suppress(FileNotFoundError):
+            return json.loads(progress.read_bytes())["state"]["pieces"]
+        return 0
 
     for _ in range(2):
         idx.unlink(missing_ok=True)
         for _ in range(4):
-            size = noted() + rng.randrange(200, 3000)  # a state has about 150 bytes
+            pieces_then = noted() + rng.randrange(1, 20)
             process = start(tmp_path, "log", source, delay=0.002, workers=2)
-            while process.is_alive() and noted() < size:
+            while process.is_alive() and noted() < pieces_then:
                 time.sleep(0.001)
             time.sleep(rng.uniform(0, 0.01))
             kill_group(process, progress)
@@ -299,9 +307,9 @@ def test_killed_alone(tmp_path, small, victim):
 def rank_main(argv, environ, log, killed):
     """Be one rank; `killed` names the function at which it is killed."""
     os.environ.update(environ)
-    text.PIECE, preprocess.MIB, journal.SECONDS = 3000, 1, 0
+    cutting.PIECE, preprocess.MIB, journal.NOTE_EVERY = 3000, 1, 0
     if killed:
-        owner, name = {"count": (preprocess.Job, "count"), "merge": (preprocess, "join")}[killed]
+        owner, name = {"count": (preprocess.Totals, "add_piece"), "merge": (preprocess, "join_pairs")}[killed]
         setattr(owner, name, lambda *given, **more: os.kill(os.getpid(), signal.SIGKILL))
     with open(log, "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         status = main(["preprocess", "--tokenizer-type", "ByteTokenizer", "--append-eod", *argv])
@@ -370,34 +378,42 @@ def test_ranks_that_are_not_alike_are_refused(tmp_path):
         assert words in "".join(printed) and "Traceback" not in "".join(printed)
 
 
+def new_share(config):
+    world = preprocess.World(0, 2)
+    return preprocess.Share(
+        preprocess.Preparation(config, io.StringIO(), io.StringIO(), world), io.StringIO(), io.StringIO()
+    )
+
+
 def test_a_merge_that_fails_keeps_the_parts(tmp_path, small, monkeypatch):
     """Rank 0's error says so; the parts are there for the next attempt."""
-    assert preprocess.join is merging.join
+    assert preprocess.join_pairs is merging.join_pairs
     a = write_corpus(tmp_path / "a", 50)
     config = PreprocessConfig(
         Preprocess(input=[str(a)], output_prefix=str(tmp_path / "out"), workers=1),
         TokenizerFlags(tokenizer_type="ByteTokenizer"),
     )
-    job = preprocess.prepare(config, io.StringIO(), io.StringIO(), preprocess.World(0, 2))
-    job.work()
+    share = new_share(config)
+    share.encode_all()
     assert "out_text_document.part00000.idx" in leftovers(tmp_path, "out")
     with pytest.raises(UserError):  # rank 1 has written nothing
-        preprocess.merge_ranks(job, 2)
+        preprocess.merge_ranks(share.preparation, 2)
     assert "out_text_document.part00000.idx" in leftovers(tmp_path, "out")
-    again = preprocess.prepare(config, io.StringIO(), io.StringIO(), preprocess.World(0, 2))
-    monkeypatch.setattr(preprocess.Job, "encode", None)  # it is not called
-    again.work()
-    assert again.lengths == job.lengths and again.totals.documents == job.totals.documents > 0
+    again = new_share(config)
+    monkeypatch.setattr(preprocess.Share, "encode_pieces", None)  # it is not called
+    again.encode_all()
+    assert again.totals.lengths == share.totals.lengths
+    assert again.totals.documents == share.totals.documents > 0
 
 
 def test_two_writers_of_one_output(tmp_path, small):
     a = write_corpus(tmp_path / "a", 10)
-    with journal.Journal(str(tmp_path / "out.progress"), {}, io.StringIO()):
+    with journal.open_journal(tmp_path / "out.progress", {}, io.StringIO()):
         assert "another process is writing" in error_of(lambda: run(tmp_path, "out", a), LOCKED)
 
 
 def test_an_interrupted_run_of_another_command_is_not_continued(tmp_path, small, monkeypatch):
-    a, real = write_corpus(tmp_path / "a"), preprocess.Job.count
+    a, real = write_corpus(tmp_path / "a"), preprocess.Totals.add_piece
 
     def interrupt(**settings):
         calls = iter(range(100))
@@ -408,7 +424,7 @@ def test_an_interrupted_run_of_another_command_is_not_continued(tmp_path, small,
                 raise UserError("full", IO)
 
         with monkeypatch.context() as patched:
-            patched.setattr(preprocess.Job, "count", fail)
+            patched.setattr(preprocess.Totals, "add_piece", fail)
             with pytest.raises(UserError, match="full"):
                 run(tmp_path, "out", a, workers=1, **settings)
         assert leftovers(tmp_path, "out")
@@ -431,14 +447,14 @@ def test_an_interrupted_run_of_another_command_is_not_continued(tmp_path, small,
 
 @pytest.mark.fault("F26")
 def test_an_input_that_changes_while_it_is_read(tmp_path, small, monkeypatch):
-    a, real = write_corpus(tmp_path / "a"), preprocess.Job.count
+    a, real = write_corpus(tmp_path / "a"), preprocess.Totals.add_piece
 
     def count(*given):
         real(*given)
         with open(a, "a") as file:
             file.write("\n")
 
-    monkeypatch.setattr(preprocess.Job, "count", count)
+    monkeypatch.setattr(preprocess.Totals, "add_piece", count)
     message = error_of(lambda: run(tmp_path, "out", a, workers=1))
     assert re.search(r"/a has changed while it was read \([\d,]+ bytes then, [\d,]+ now\)", message)
     assert leftovers(tmp_path, "out") == []

@@ -49,7 +49,7 @@ OTHERS = {
 
 
 def rules(language="english", keep=False):
-    return sentences.build("rules", language, keep)
+    return sentences.build_splitter("rules", language, keep)
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ def punkt(tmp_path, monkeypatch):
     for name in ("collocations.tab", "sent_starters.txt", "ortho_context.tab"):
         (folder / name).write_text("")
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk")])
-    sentences.build.cache_clear()
+    sentences.build_splitter.cache_clear()
     yield "toylang"
-    sentences.build.cache_clear()
+    sentences.build_splitter.cache_clear()
 
 
 def test_each_is_a_sequence(tmp_path, punkt):
@@ -122,8 +122,13 @@ def test_each_is_a_sequence(tmp_path, punkt):
     content = "Dr. Who is here. He left!\n\nWhy? No answer"
     ways = {"punkt": punkt, "rules": "english"}
     for splitter, lang in ways.items():
-        assert sentences.build(splitter, lang, False)(content) == ["Dr. Who is here.", "He left!", "Why?", "No answer"]
-        assert "".join(sentences.build(splitter, lang, True)(content)) == content
+        assert sentences.build_splitter(splitter, lang, False)(content) == [
+            "Dr. Who is here.",
+            "He left!",
+            "Why?",
+            "No answer",
+        ]
+        assert "".join(sentences.build_splitter(splitter, lang, True)(content)) == content
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in (content, "", "One.")))
 
     def make(splitter, keep, lang, overwrite=True):
@@ -131,7 +136,7 @@ def test_each_is_a_sequence(tmp_path, punkt):
         how |= {"sentence_splitter": splitter, "overwrite": overwrite}
         p = Preprocess(input=[str(tmp_path / "in.jsonl")], output_prefix=str(tmp_path / "out"), **how)
         tokenizer = TokenizerFlags(tokenizer_type="ByteTokenizer")
-        preprocess.run(PreprocessConfig(p, tokenizer), io.StringIO(), io.StringIO())
+        preprocess.preprocess(PreprocessConfig(p, tokenizer), io.StringIO(), io.StringIO())
 
     for splitter, lang in ways.items():
         for keep, first in ((False, b"Dr. Who is here."), (True, b"Dr. Who is here. ")):
@@ -148,12 +153,12 @@ def test_each_is_a_sequence(tmp_path, punkt):
 
 def test_missing_models(punkt, monkeypatch):
     command = "pip install nltk; python -m nltk.downloader punkt_tab; or use --sentence-splitter rules"
-    message = error_of(lambda: sentences.build("punkt", "klingon", False), UNAVAILABLE)
+    message = error_of(lambda: sentences.build_splitter("punkt", "klingon", False), UNAVAILABLE)
     assert f"needs NLTK's model of klingon: {command}" in message
     monkeypatch.setitem(sys.modules, "nltk.tokenize.punkt", None)
-    message = error_of(lambda: sentences.build("punkt", "english", False), UNAVAILABLE)
+    message = error_of(lambda: sentences.build_splitter("punkt", "english", False), UNAVAILABLE)
     assert f"needs NLTK and its model of english: {command}" in message
-    message = error_of(lambda: sentences.build("rules", "turkish", False), USAGE)
+    message = error_of(lambda: sentences.build_splitter("rules", "turkish", False), USAGE)
     assert "--lang turkish: there are rules for english, german" in message and "--sentence-splitter punkt" in message
 
 

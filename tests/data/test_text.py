@@ -21,9 +21,11 @@ import pytest
 import zstandard
 
 from helpers import error_of
-from meshwright.data.prepare import containers, plain, tables, text
-from meshwright.data.prepare.inputs import find
-from meshwright.data.prepare.text import BadLine, lines_of, pieces, units
+from meshwright.data.prepare import containers, cutting, plain, records, tables
+from meshwright.data.prepare.cutting import cut_inputs
+from meshwright.data.prepare.inputs import find_inputs
+from meshwright.data.prepare.pieces import Broken, lines_of
+from meshwright.data.prepare.records import Bad
 from meshwright.errors import IO, UNAVAILABLE, UserError
 from meshwright.settings.text_inputs import TextInputs
 
@@ -33,12 +35,12 @@ def line(text, **more):
 
 
 def texts_of(*paths, keys=("text",)):
-    return list(text.read_texts(TextInputs(input=[str(p) for p in paths], json_keys=list(keys))))
+    return list(cutting.read_texts(TextInputs(input=[str(p) for p in paths], json_keys=list(keys))))
 
 
 def pieces_of(*paths, ranks=(0, 1), **flags):
     given = TextInputs(input=[str(p) for p in paths], **flags)
-    return list(pieces(find(given).inputs, given, *ranks))
+    return list(cut_inputs(find_inputs(given).inputs, given, *ranks))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 1000])
@@ -52,7 +54,7 @@ def test_pieces_of_a_file_hold_each_line_once(tmp_path, monkeypatch, size):
         path.write_bytes(content)
         monkeypatch.setattr(plain, "REST", rng.choice([1, 3, 1000]))
         borders = pairwise([*range(0, len(content), size), len(content)])
-        places = [plain.read_place(str(path), begin, end, plain.LINES)[0] for begin, end in borders]
+        places = [plain.read_span(str(path), begin, end, plain.JSON_LINES)[0] for begin, end in borders]
         assert b"".join(data[first:stop] for data, first, stop in places) == content
         lines = content.removesuffix(b"\n").split(b"\n") if content else []
         assert [bytes(one) for place in places for one in lines_of(*place)] == lines
@@ -64,15 +66,16 @@ def test_a_stream_is_cut_at_line_ends(size):
     for _ in range(200):
         content = b"\n".join(b"x" * rng.choice([0, 1, 5, 40]) for _ in range(rng.randrange(12)))
         stream = io.BytesIO(content)
-        found = list(plain.cut(iter(lambda file=stream: file.read(rng.randrange(1, 20)), b""), size, plain.LINES))
+        chunks = iter(lambda file=stream: file.read(rng.randrange(1, 20)), b"")
+        found = list(plain.cut_stream(chunks, size, plain.JSON_LINES))
         assert b"".join(found) == content
         assert all(part.endswith(b"\n") for part in found[:-1])
 
 
 def test_a_line_too_long_is_one_bad_line(tmp_path, monkeypatch):
     """In a file and in a stream: its neighbours are kept, and it is never held in memory."""
-    for module in (text, plain):
-        monkeypatch.setattr(module, "LONGEST", 5000)
+    monkeypatch.setattr(records, "LONGEST", 5000)
+    for module in (cutting, plain):
         monkeypatch.setattr(module, "PIECE", 1000)
     monkeypatch.setattr(plain, "REST", 100)
     content = line("a") + b"\n" + line("z" * 9000) + b"\n" + line("b") + b"\n" + line("y" * 8000)
@@ -102,8 +105,8 @@ def test_compressed_lines(tmp_path, monkeypatch, kind):
     for share in (0.2, 0.5, 0.9, 0.999):  # cut short: all complete lines before the cut, then the reason
         (tmp_path / "cut").write_bytes(packed[: int(len(packed) * share)])
         found = pieces_of(tmp_path / "cut")
-        assert found[-1].kind == "broken"
-        kept = [one[0] for piece in found[:-1] for one in units(piece, ["text"])]
+        assert isinstance(found[-1], Broken)
+        kept = [one[0] for piece in found[:-1] for one in piece.units(["text"])]
         assert kept == wanted[: len(kept)]
         assert kind != "gz" or share <= 0.5 or len(kept) >= 200
         assert "is cut short or damaged" in error_of(lambda: texts_of(tmp_path / "cut"))
@@ -158,10 +161,10 @@ def test_archives_of_text_files(tmp_path):
         (tmp_path / name).write_bytes(archive(outer, mode))
         assert texts_of(tmp_path / name) == [content.decode() for content in inner.values()]
     (piece,) = pieces_of(tmp_path / "a.tar")
-    assert text.describe_place(piece, 3, 1, ["text"]) == f"{tmp_path / 'a.tar'}:urls-0.xz/3.txt"
+    assert piece.place(3, ["text"]) == f"{tmp_path / 'a.tar'}:urls-0.xz/3.txt"
     whole = (tmp_path / "a.tar.xz").read_bytes()
     (tmp_path / "cut.tar.xz").write_bytes(whole[: len(whole) // 2])
-    assert pieces_of(tmp_path / "cut.tar.xz")[-1].kind == "broken"
+    assert pieces_of(tmp_path / "cut.tar.xz")[-1].why
     (tmp_path / "latin.tar").write_bytes(archive({"x.txt": b"caf\xe9"}))
     ((unit, where),) = units_in(tmp_path / "latin.tar")
     assert str(unit) == "not UTF-8 (byte 0xe9 at 3)" and where == f"{tmp_path / 'latin.tar'}:x.txt"
@@ -238,7 +241,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path):
     (tmp_path / "a").write_bytes(line("a") + b"\n" + line("b"))
     whole = pieces_of(tmp_path / "a")
     os.truncate(tmp_path / "a", 9)
-    message = error_of(lambda: list(units(whole[0], ["text"])))
+    message = error_of(lambda: list(whole[0].units(["text"])))
     assert "a has become shorter while it was read: it ends at byte 9" in message
 
 
@@ -278,22 +281,20 @@ def test_tables(tmp_path):
 
 def units_in(path):
     """Return each unit of a file with its place."""
-    out, lines = [], 1
+    out, lines = [], 0
     for piece in pieces_of(path):
-        if piece.kind == "broken":
-            out.append((piece.content, str(path)))
-        found = list(units(piece, ["text"]))
+        if isinstance(piece, Broken):
+            out.append((piece.why, str(path)))
+        found = list(piece.units(["text"]))
         for count, unit in enumerate(found):
-            out.append(
-                (unit[0] if isinstance(unit, list) else unit, text.describe_place(piece, count, lines, ["text"]))
-            )
+            out.append((unit[0] if isinstance(unit, list) else unit, piece.place(count, ["text"], lines)))
         lines += len(found)
     return out
 
 
 @pytest.fixture
 def table(monkeypatch):
-    monkeypatch.setattr(text, "PIECE", 20_000)
+    monkeypatch.setattr(cutting, "PIECE", 20_000)
     monkeypatch.setattr(tables, "BATCH_BYTES", 3000)
     rng = random.Random(0)
     return pyarrow.table({"text": [f"{n} {rng.randbytes(50).hex()}" for n in range(5000)], "n": range(5000)})
@@ -318,17 +319,19 @@ def test_pieces_of_a_table_are_alike_and_read_in_one_pass(tmp_path, table, kind,
     assert len(whole) > 20 and max(one.end - one.begin for one in whole) <= 200
     assert [one.behind for one in whole] == sorted(one.behind for one in whole)
     assert whole[-1].behind >= path.stat().st_size - 8  # the end mark of a stream
-    entered, real = [], tables._Reader._enter
-    monkeypatch.setattr(tables._Reader, "_enter", lambda self, start: (entered.append(start), real(self, start))[1])
+    entered, real = [], tables._TableReader._enter
+    monkeypatch.setattr(
+        tables._TableReader, "_enter", lambda self, start: (entered.append(start), real(self, start))[1]
+    )
     tables._reader.cache_clear()
     for step in (1, 3):
         for first in range(step):
             for one in whole[first::step]:
-                assert [unit[0] for unit in units(one, ["text"])] == rows[one.begin : one.end]
-    assert len(entered) <= 4 * len({one.content for one in whole})
+                assert [unit[0] for unit in one.units(["text"])] == rows[one.begin : one.end]
+    assert len(entered) <= 4 * len({one.start for one in whole})
     order = random.Random(1).sample(whole, len(whole))
-    assert all([unit[0] for unit in units(one, ["text"])] == rows[one.begin : one.end] for one in order)
-    assert text.describe_place(whole[5], 2, 1, ["text"]) == f"{path}: row {whole[5].begin + 3}"
+    assert all([unit[0] for unit in one.units(["text"])] == rows[one.begin : one.end] for one in order)
+    assert whole[5].place(2, ["text"]) == f"{path}: row {whole[5].begin + 3}"
 
 
 def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypatch):
@@ -339,20 +342,22 @@ def test_a_damaged_row_group_costs_what_follows_in_it(tmp_path, table, monkeypat
     at = len(content) // 4
     content[at : at + 20_000] = bytes(255 - byte for byte in content[at : at + 20_000])
     (tmp_path / "t").write_bytes(content)
-    entered, real = [], tables._Reader._enter
-    monkeypatch.setattr(tables._Reader, "_enter", lambda self, start: (entered.append(start), real(self, start))[1])
+    entered, real = [], tables._TableReader._enter
+    monkeypatch.setattr(
+        tables._TableReader, "_enter", lambda self, start: (entered.append(start), real(self, start))[1]
+    )
     found = units_in(tmp_path / "t")
     assert len(entered) == 2  # what is known to be damaged is not read again for each piece
     kept = [one for one, _ in found if isinstance(one, str)]
-    bad = [(one, place) for one, place in found if isinstance(one, BadLine)]
-    first = next(n for n, (one, _) in enumerate(found) if isinstance(one, BadLine))
+    bad = [(one, place) for one, place in found if isinstance(one, Bad)]
+    first = next(n for n, (one, _) in enumerate(found) if isinstance(one, Bad))
     assert kept == rows[:first] + rows[2400:] and bad
     assert {one.kind for one, _ in bad} == {"damaged table"}
     assert bad[0][1] == f"{tmp_path / 't'}: row {first + 1}" and f"from row {first + 1:,} on" in str(bad[0][0])
     whole = pieces_of(tmp_path / "t")
     for order in (whole[1::2] + whole[::2], whole[::-1]):
-        again = {one.begin: list(map(str, units(one, ["text"]))) for one in order}
-        assert again == {one.begin: list(map(str, units(one, ["text"]))) for one in whole}
+        again = {one.begin: list(map(str, one.units(["text"]))) for one in order}
+        assert again == {one.begin: list(map(str, one.units(["text"]))) for one in whole}
     with pytest.raises(UserError, match=rf"/t: row {first + 1}: damaged table \(unreadable from row"):
         texts_of(tmp_path / "t")
 
@@ -420,7 +425,7 @@ def test_a_folder_with_files_of_other_programs(tmp_path, foreign):
 
 def test_json_lines_in_an_archive(tmp_path, monkeypatch):
     """One document a line; small members share a piece, large ones are cut; links are skipped."""
-    monkeypatch.setattr(text, "PIECE", 2000)
+    monkeypatch.setattr(cutting, "PIECE", 2000)
     monkeypatch.setattr(containers, "CHUNK", 500)
     wanted = {
         name: [f"{name} {n} " + "x" * n for n in range(60)] for name in ("a.jsonl", "b.JSON", "c.jsonl.xz", "d.json.gz")
@@ -443,13 +448,12 @@ def test_json_lines_in_an_archive(tmp_path, monkeypatch):
         assert place == f"{tmp_path / 't.tar'}:{where}"
         assert one == right or (where == "b.JSON:60" and one.kind == "not JSON")
     assert found[-1][0].kind == "not a JSON object" and found[-1][1].endswith(":g.json:2")
-    contents = [piece.content for piece in pieces_of(tmp_path / "t.tar")]
+    contents = [piece.texts for piece in pieces_of(tmp_path / "t.tar")]
     assert max(sum(len(content) for _, content in one) for one in contents) < 5000
 
 
 def test_a_text_of_an_archive_that_is_too_long_or_not_utf8(tmp_path, monkeypatch):
-    for module in (text, plain):
-        monkeypatch.setattr(module, "LONGEST", 5000)
+    monkeypatch.setattr(records, "LONGEST", 5000)
     monkeypatch.setattr(containers, "CHUNK", 500)
     files = {"a.txt": b"a", "b.txt": b"x" * 9000, "c.txt.xz": lzma.compress(b"x" * 9000)}
     files |= {"d.txt": "d".encode("utf-16"), "e.jsonl": "{}".encode("utf-16"), "f.txt": b"f"}
@@ -492,8 +496,7 @@ def test_a_small_file_that_unpacks_to_much(tmp_path, monkeypatch, kind):
     }[kind]()
     packed = packer.compress(line("a") + b"\n") + b"".join(packer.compress(bytes(1 << 20)) for _ in range(300))
     (tmp_path / "a").write_bytes(packed + packer.compress(b"\n" + line("b")) + packer.flush())
-    for module in (text, plain):
-        monkeypatch.setattr(module, "LONGEST", 1 << 22)
+    monkeypatch.setattr(records, "LONGEST", 1 << 22)
     largest, real = [0], containers.chunks
     monkeypatch.setattr(containers, "chunks", lambda file: (largest.append(len(one)) or one for one in real(file)))
     tracemalloc.start()
@@ -520,7 +523,7 @@ def test_a_json_array_is_reported_once(tmp_path):
     for content in (json.dumps(many), json.dumps(many, indent=1), " \n[\n" + ",\n".join(map(json.dumps, many)) + "]"):
         for path, given in (("a.json", content.encode()), ("a.gz", gzip.compress(content.encode()))):
             (tmp_path / path).write_bytes(given)
-            bad = [one for one, _ in units_in(tmp_path / path) if isinstance(one, BadLine)]
+            bad = [one for one, _ in units_in(tmp_path / path) if isinstance(one, Bad)]
             assert "one object a line is needed: jq -c '.[]'" in str(bad[0])
             assert not any("jq" in str(one) for one in bad[1:])
     (tmp_path / "a.json").write_text("[Chapter 1]\n")
@@ -533,7 +536,7 @@ def test_a_table_in_a_stream_is_reported(tmp_path):
 
 
 def test_shares_of_several_ranks_are_complete(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "PIECE", 100)
+    monkeypatch.setattr(cutting, "PIECE", 100)
     paths = []
     for n in range(4):
         content = b"".join(line(f"{n}.{k}") + b"\n" for k in range(100 + 50 * n))

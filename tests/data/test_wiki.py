@@ -17,9 +17,9 @@ from test_inputs import fill, preprocess, read
 
 from helpers import error_of
 from meshwright.__main__ import main
-from meshwright.data.prepare import inputs, plain, text
-from meshwright.data.prepare.inputs import find
-from meshwright.data.prepare.wikitext import text_of
+from meshwright.data.prepare import cutting, inputs, plain, records
+from meshwright.data.prepare.inputs import find_inputs
+from meshwright.data.prepare.wikitext import article_text
 from meshwright.errors import BAD_DATA
 from meshwright.settings.text_inputs import TextInputs
 
@@ -57,7 +57,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("given", [*MARKUP, *BROKEN])
 def test_markup_to_text(given):
-    assert text_of(given) == (MARKUP | BROKEN)[given]
+    assert article_text(given) == (MARKUP | BROKEN)[given]
 
 
 def test_markup_of_any_kind_ends_soon():
@@ -83,12 +83,12 @@ def test_markup_of_any_kind_ends_soon():
     shuffle = random.Random(3)
     began = time.process_time()
     for mark in marks:
-        text_of(mark * 20_000)
-        text_of(mark * 20_000 + "text " * 1000 + "]]}}" * 20_000)
-    text_of("<ref>" * 100_000)
-    text_of("[[" * 40_000 + "text " * 200_000 + "]]" * 40_000)
+        article_text(mark * 20_000)
+        article_text(mark * 20_000 + "text " * 1000 + "]]}}" * 20_000)
+    article_text("<ref>" * 100_000)
+    article_text("[[" * 40_000 + "text " * 200_000 + "]]" * 40_000)
     for _ in range(50):
-        text_of("".join(shuffle.choice([*marks, "a", "|", "\n"]) for _ in range(2000)))
+        article_text("".join(shuffle.choice([*marks, "a", "|", "\n"]) for _ in range(2000)))
     assert time.process_time() - began < 10
 
 
@@ -144,7 +144,7 @@ FORMS = {
 @pytest.mark.parametrize("size", [64, 700, 1 << 20])
 def test_dumps(tmp_path, monkeypatch, form, size):
     """One document an article, in pieces of any size."""
-    for module in (plain, inputs, text):
+    for module in (plain, inputs, cutting):
         monkeypatch.setattr(module, "PIECE", size)
         if hasattr(module, "REST"):
             monkeypatch.setattr(module, "REST", 16)
@@ -153,12 +153,12 @@ def test_dumps(tmp_path, monkeypatch, form, size):
 
 
 def test_ranks_share_a_dump(tmp_path, monkeypatch):
-    for module in (plain, inputs, text):
+    for module in (plain, inputs, cutting):
         monkeypatch.setattr(module, "PIECE", 256)
     fill(tmp_path, {"d.xml": DUMP})
     given = TextInputs(input=[str(tmp_path / "d.xml")])
-    pieces = [p for rank in range(3) for p in text.pieces(find(given).inputs, given, rank, 3)]
-    assert [unit for p in pieces for (unit,) in text.units(p, ["text"])] == ARTICLES
+    pieces = [p for rank in range(3) for p in cutting.cut_inputs(find_inputs(given).inputs, given, rank, 3)]
+    assert [unit for p in pieces for (unit,) in p.units(["text"])] == ARTICLES
 
 
 def test_standard_input(tmp_path, monkeypatch):
@@ -213,9 +213,10 @@ def test_damage_is_reported(tmp_path, damage):
 
 
 def test_a_page_that_is_too_long(tmp_path, monkeypatch):
-    for name, size in (("LONGEST", 3000), ("PIECE", 256), ("REST", 16)):
-        for module in (plain, text):
-            monkeypatch.setattr(module, name, size, raising=False)
+    monkeypatch.setattr(records, "LONGEST", 3000)
+    for module in (plain, cutting):
+        monkeypatch.setattr(module, "PIECE", 256)
+    monkeypatch.setattr(plain, "REST", 16)
     pages = [PAGES[0], page("Long", "x" * 600_000), PAGES[-1]]
     for name, packed in (("d.xml", bytes), ("d.xml.gz", gzip.compress)):
         fill(tmp_path, {name: packed((HEAD + "".join(pages) + "</mediawiki>\n").encode())})
@@ -228,10 +229,10 @@ def test_memory_does_not_grow_with_the_dump(tmp_path):
     """Pages of 40 MB, which bzip2 packs into some kB, take little more than one of them."""
     code = """
 import resource, sys
-from meshwright.data.prepare import text
-from meshwright.settings.texts import TextInputs
+from meshwright.data.prepare import cutting
+from meshwright.settings.text_inputs import TextInputs
 for path in sys.argv[1:]:
-    print(sum(1 for _ in text.read_texts(TextInputs(input=[path]))))
+    print(sum(1 for _ in cutting.read_texts(TextInputs(input=[path]))))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
     chunk = bz2.compress(page("P", f"word <!--{'x' * 10**6}-->").encode())

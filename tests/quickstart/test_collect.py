@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from meshwright.data.prepare import text
+from meshwright.data.prepare import cutting
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.quickstart import collect
 from meshwright.quickstart.collect import InputDocuments, cut_document
@@ -72,7 +72,7 @@ def test_too_little_text_is_refused(tmp_path):
 
 
 def test_more_text_than_the_limit_is_sampled_from_everywhere(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "PIECE", 1 << 16)
+    monkeypatch.setattr(cutting, "PIECE", 1 << 16)
     file = tmp_path / "big.jsonl"
     with file.open("w") as out:
         for n in range(8000):

@@ -413,7 +413,7 @@ def files(tmp_path_factory):
         lines = [json.dumps({"text": f"document {n} of {name}, " * 4}) for n in range(40)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
         settings = Preprocess(input=[str(folder / f"{name}.jsonl")], output_prefix=str(folder / name), append_eod=True)
-        preprocess.run(
+        preprocess.preprocess(
             PreprocessConfig(settings, TokenizerFlags(tokenizer_type="ByteTokenizer")), io.StringIO(), io.StringIO()
         )
     return folder

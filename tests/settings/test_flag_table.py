@@ -234,7 +234,7 @@ TABLE = {
     },
     "test_harness.py": {"test_the_command": "harness harness_path num_fewshot limit"},
     "test_data_commands.py": {
-        "test_whole_files_and_checksums": "prefixes checksums",
+        "test_intact_files_and_checksums": "prefixes checksums",
         "test_counts_lengths_and_frequent_tokens": "prefix top inspection.json",
         "test_one_document": "document",
         "test_one_training_sample": "sample sample_set",

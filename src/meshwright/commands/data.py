@@ -33,7 +33,7 @@ class Verification:
     )
     checksums: str | None = flag(
         None,
-        "file in sha256sum's format: compared if it exists, otherwise written once everything is found whole",
+        "file in sha256sum's format: compared if it exists, otherwise written once everything is found intact",
         value="FILE",
         docs="data",
     )
@@ -269,9 +269,9 @@ def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
     return out
 
 
-def verify(config: VerifyConfig, dry: bool) -> None:
+def check_files(config: VerifyConfig, dry: bool) -> None:
     from meshwright import tokenizers
-    from meshwright.data.files.verify import run
+    from meshwright.data.files.verify import verify_pairs
 
     v, t = config.verification, config.tokenizer
     prefixes = strip_endings(v.prefixes, must_exist=False)
@@ -282,7 +282,7 @@ def verify(config: VerifyConfig, dry: bool) -> None:
         return
     if tokenizers.is_named(t) or t.tokenizer_type != TokenizerFlags().tokenizer_type:
         tokenizers.build_tokenizer(t)  # a mistake in the flags is no problem of the data
-    run(prefixes, t, checksums)
+    verify_pairs(prefixes, t, checksums)
 
 
 def inspect(config: InspectConfig, dry: bool) -> None:
@@ -314,8 +314,8 @@ def inspect(config: InspectConfig, dry: bool) -> None:
     facts = statistics.summary(indexed, TOP if i.top is None else i.top, tokenizer)
     facts |= {"tokenizer": tokenizers.describe_folder(found), "tokenizer_folder": str(found)} if found else {}
     if i.picture:
-        statistics.draw(facts, Path(i.picture))
-    print(statistics.one_line(facts) if i.json else "\n".join(statistics.table(facts)))
+        statistics.draw_histogram(facts, Path(i.picture))
+    print(statistics.one_line(facts) if i.json else "\n".join(statistics.format_summary(facts)))
 
 
 def with_prefix(config: InspectConfig, prefix: str | None) -> InspectConfig:
@@ -340,7 +340,7 @@ def plan(config: PlanConfig, dry: bool) -> None:
     forecast.print_plan(config, config.planning.json)
 
 
-def merge(config: MergeConfig, dry: bool) -> None:
+def merge_command(config: MergeConfig, dry: bool) -> None:
     from meshwright.data.tools import merge as work
     from meshwright.progress import Clock
 
@@ -350,11 +350,11 @@ def merge(config: MergeConfig, dry: bool) -> None:
         return
     if world.size > 1:
         notice(f"note: {world.size} processes were started; only this one merges, because the disk sets the speed")
-    prefixes = strip_endings(m.datasets) or work.find(m.input or "", m.output_prefix)
+    prefixes = strip_endings(m.datasets) or work.find_pairs(m.input or "", m.output_prefix)
     if dry:
         print(f"would merge {', '.join(prefixes)} into {m.output_prefix}")
         return
-    made = work.merge(prefixes, m.output_prefix, m.merge == "distributed", m.overwrite)
+    made = work.merge_pairs(prefixes, m.output_prefix, m.merge == "distributed", m.overwrite)
     if made is None:
         print(f"{m.output_prefix}.bin/.idx is already there, unchanged")
         return
@@ -365,19 +365,19 @@ def merge(config: MergeConfig, dry: bool) -> None:
 
 
 def merge_json(config: LooseTextConfig, dry: bool) -> None:
-    from meshwright.data.tools import merge_json as loose
+    from meshwright.data.tools.merge_json import READ_BY, merge_json_files
 
     t = config.loose_text
     if dry:
         print(f"would merge the files of {t.json_path} into {t.output_file}")
         return
-    merged = loose.merge(t.json_path, t.output_file, t.each_line, t.overwrite)
+    merged = merge_json_files(t.json_path, t.output_file, t.each_line, t.overwrite)
     if merged.is_unchanged:
         print(f"{t.output_file} is already there, unchanged: {merged.documents:,} documents")
         return
     print(f"Merged file {t.output_file}: {merged.documents:,} documents of {merged.files:,} files{merged.skipped}")
     if merged.passed:
-        notice(merged.passed.line(loose.READ_BY))
+        notice(merged.passed.line(READ_BY))
 
 
 def dedup(config: DedupConfig, dry: bool) -> None:
@@ -388,8 +388,8 @@ def dedup(config: DedupConfig, dry: bool) -> None:
     if dry:
         print(f"would read {', '.join(d.inputs)} and write {d.output_file}")
         return
-    rule = work.Rule(d.json_key, d.threshold, d.shingle, d.num_seeds, d.num_bands, d.seed)
-    out = work.run(d.inputs, d.output_file, rule, d.removed_file, d.overwrite)
+    rule = work.Similarity(d.json_key, d.threshold, d.shingle, d.num_seeds, d.num_bands, d.seed)
+    out = work.deduplicate(d.inputs, d.output_file, rule, d.removed_file, d.overwrite)
     same = sum(index == 1 for _, index in out.removed.values())
     removed = (
         f"removed {same:,} with the same pieces as an earlier document and {len(out.removed) - same:,} similar ones"
@@ -405,16 +405,16 @@ def fetch(config: FetchConfig, dry: bool) -> None:
     from meshwright.data.tools import fetch as work
 
     f = config.fetching
-    work.run(f.names, Path(f.output), f.sha256, dry)
+    work.fetch_files(f.names, Path(f.output), f.sha256, dry)
 
 
 # Name: settings, help, the setting that words without a flag give, function.
 VERBS: dict[str, tuple[type[Any], str, str | None, Callable[[Any, bool], None]]] = {
-    "verify": (VerifyConfig, "check token files completely and list everything that is wrong", "prefixes", verify),
+    "verify": (VerifyConfig, "check token files completely and list everything that is wrong", "prefixes", check_files),
     "inspect": (InspectConfig, "counts, lengths, frequent tokens; one document or training sample", "prefix", inspect),
     "index": (IndexConfig, "build a training's sample indices ahead of it: give all of its flags", None, index),
     "plan": (PlanConfig, "which source gives how many samples and epochs: give the training's flags", None, plan),
-    "merge": (MergeConfig, "join pairs of token files, in the order given", "datasets", merge),
+    "merge": (MergeConfig, "join pairs of token files, in the order given", "datasets", merge_command),
     "merge-json": (LooseTextConfig, "join files of JSON lines or text into one of JSON lines", None, merge_json),
     "dedup": (DedupConfig, "leave near-duplicates out of files of JSON lines", "inputs", dedup),
     "fetch": (FetchConfig, "download known files or any http(s) address, resumed and checked", "names", fetch),

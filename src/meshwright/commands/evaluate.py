@@ -155,10 +155,10 @@ def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_lead: bool) -> Rea
 
 def read_input(e: Evaluate) -> list[str]:
     """Return the documents of --input."""
-    from meshwright.data.prepare.inputs import find
-    from meshwright.data.prepare.text import read_texts
+    from meshwright.data.prepare.cutting import read_texts
+    from meshwright.data.prepare.inputs import find_inputs
 
-    inputs = find(e)
+    inputs = find_inputs(e)
     texts = list(read_texts(e, inputs))
     if not any(texts):
         reason = f" ({inputs.passed.line()})" if inputs.passed else ""

@@ -17,25 +17,25 @@ def main(argv: list[str]) -> int:
     parsed = command.settings(PreprocessConfig, argv, "preprocess", "Text to .bin/.idx.")
     if parsed is None:
         return DONE
-    from meshwright.data.prepare.preprocess import WAIT_MINUTES, prepare, run
+    from meshwright.data.prepare.preprocess import WAIT_MINUTES, Preparation, preprocess
 
     if parsed.dry_run:
         with open(os.devnull, "w") as nowhere:
-            job = prepare(parsed.config, nowhere, nowhere, World())
-        job.stdout = sys.stdout
-        print(f"would read {job.found.bytes:,} bytes with {job.tokenizer.size} ids: {job.found.describe()}")
-        for line in job.found.opened():
+            preparation = Preparation(parsed.config, nowhere, nowhere, World())
+        found = preparation.found
+        print(f"would read {found.bytes:,} bytes with {preparation.tokenizer.size} ids: {found.describe()}")
+        for line in found.opened():
             print(f"  {line}")
-        if job.found.passed:
-            print(job.found.passed.line())
-        if not job.is_done(dry_run=True):
-            print(f"would write {' and '.join(f'{prefix}.bin/.idx' for prefix in job.prefixes)}")
+        if found.passed:
+            print(found.passed.line())
+        if not preparation.is_done(sys.stdout, dry_run=True):
+            print(f"would write {' and '.join(f'{prefix}.bin/.idx' for prefix in preparation.prefixes)}")
         return DONE
     from meshwright.ranks.lost import explain_lost_rank, leave_ranks
 
     world = find_world(os.environ)
     try:
-        prefixes = run(parsed.config, sys.stdout, sys.stderr, world)
+        prefixes = preprocess(parsed.config, sys.stdout, sys.stderr, world)
     except RuntimeError as error:
         raise (explain_lost_rank(error, WAIT_MINUTES) if world.size > 1 else None) or error from None
     finally:

@@ -21,7 +21,7 @@ from meshwright.settings.fields import MISSING, flag
 from meshwright.settings.text_inputs import TextInputs
 
 if TYPE_CHECKING:
-    from meshwright.data.prepare.inputs import Found
+    from meshwright.data.prepare.inputs import Inputs
 
 FILES, RECORD = ("vocab.json", "merges.txt"), "vocab.origin.json"
 
@@ -41,11 +41,11 @@ class TrainTokenizerConfig(TextInputs):
 
 def main(argv: list[str]) -> int:
     given = flags.parse_settings(TrainTokenizerConfig, argv, "meshwright train-tokenizer", about="Learn a BPE.").config
-    from meshwright.data.prepare.inputs import find
+    from meshwright.data.prepare.inputs import find_inputs
     from meshwright.tokenizers import GPT2BPE, train_bpe
 
-    found = find(given)
-    texts = _read(given, found)
+    found = find_inputs(given)
+    texts = _read_progress(given, found)
     first = next((text for text in texts if text), None)
     if first is None:
         reason = f" ({found.passed.line()})" if found.passed else ""
@@ -74,8 +74,8 @@ def main(argv: list[str]) -> int:
     return DONE
 
 
-def _read(given: TextInputs, found: Found) -> Iterator[str]:
-    from meshwright.data.prepare.text import read_texts
+def _read_progress(given: TextInputs, found: Inputs) -> Iterator[str]:
+    from meshwright.data.prepare.cutting import read_texts
     from meshwright.progress import progress_bar
 
     with progress_bar("reading", found.bytes or None) as advance:

@@ -21,8 +21,10 @@ import numpy.typing as npt
 from meshwright.console import say
 from meshwright.data.index_cache import IN_MEMORY, Ints, Storage, cached_indices
 from meshwright.data.samples import BLOCK, Dataset, OrderedSamples, compiled_loops, require_sample
+from meshwright.errors import UserError
 
 VERSION = 1  # of the order: part of the cache's key
+MOST_PARTS = 2**15 - 1  # the order keeps their numbers in 16 bits, as Megatron's does
 ROWS = PIECES = 2048  # samples of a piece, and pieces that are walked side by side
 Floats = npt.NDArray[np.float64]
 
@@ -49,6 +51,8 @@ class Blend(Composite):
     def __init__(
         self, parts: Sequence[Dataset], weights: Sequence[float], size: int, cache_dir: str | Path | None = None
     ) -> None:
+        if len(parts) > MOST_PARTS:
+            raise UserError(f"a blend of {len(parts):,} data sets; at most {MOST_PARTS:,} can be numbered: merge some")
         self.parts = parts
         shares = np.array(weights, dtype=np.float64)
         shares /= shares.sum()  # once more, as Megatron does: a last bit can decide between two data sets

@@ -99,11 +99,11 @@ def make_task(name: str, path: str, tokenizer: Tokenizer, length: int, stride: i
 def text_windows(
     path: str, tokenizer: Tokenizer, length: int, stride: int
 ) -> tuple[list[Window], Callable[[Tensor], dict[str, float]]]:
-    from meshwright.data.prepare.inputs import find
-    from meshwright.data.prepare.text import read_texts
+    from meshwright.data.prepare.cutting import read_texts
+    from meshwright.data.prepare.inputs import find_inputs
 
     inputs = TextInputs(input=[path])
-    texts = [text for text in read_texts(inputs, find(inputs)) if text]
+    texts = [text for text in read_texts(inputs, find_inputs(inputs)) if text]
     if not texts:
         raise UserError(f"text={path}: no text to score", BAD_DATA)
     made: list[Window] = []

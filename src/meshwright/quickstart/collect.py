@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.data.prepare.inputs import find
-from meshwright.data.prepare.records import BadLine, PassedFile
-from meshwright.data.prepare.text import pieces, units
+from meshwright.data.prepare.cutting import cut_inputs
+from meshwright.data.prepare.inputs import find_inputs
+from meshwright.data.prepare.pieces import Broken
+from meshwright.data.prepare.records import Bad
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.files import replacing
 from meshwright.settings.text_inputs import TextInputs
@@ -61,7 +62,7 @@ class InputDocuments:
 
     def __init__(self, given: TextInputs, limit: float) -> None:
         try:
-            self.given, self.limit, self.found = given, limit, find(given)
+            self.given, self.limit, self.found = given, limit, find_inputs(given)
         except UserError as error:  # quickstart's texts have no flag
             raise UserError(str(error).removeprefix("--input "), error.status) from None
         self.bytes = self.found.bytes  # on disk
@@ -70,19 +71,19 @@ class InputDocuments:
     def __iter__(self) -> Iterator[str]:
         share = self.limit / max(self.bytes, 1)
         have = 0
-        for piece in pieces(self.found.inputs, self.given):
+        for piece in cut_inputs(self.found.inputs, self.given):
             if fraction(f"{piece.number} {piece.begin}") >= share:
                 self.is_sample = True
                 continue
-            if piece.kind == "broken":
+            if isinstance(piece, Broken):
                 self.skipped += 1
                 continue
-            for unit in units(piece, self.given.json_keys):
-                if isinstance(unit, PassedFile):
-                    self.found.passed.note(unit.kind, unit.place)
-                elif isinstance(unit, BadLine):
-                    self.skipped += 1
-                for text in () if unit is None or isinstance(unit, BadLine) else unit:
+            for unit in piece.units(self.given.json_keys):
+                if isinstance(unit, Bad):
+                    if unit.is_passed:
+                        self.found.passed.note(unit.kind, unit.place)
+                    self.skipped += not unit.is_passed
+                for text in () if unit is None or isinstance(unit, Bad) else unit:
                     have += len(text)
                     if text.strip():
                         yield text

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.prepare.text import read_texts
+from meshwright.data.prepare.cutting import read_texts
 from meshwright.progress import duration
 from meshwright.quickstart.plan import Size
 from meshwright.quickstart.shell import LoggedInterval, call, shorten_line

@@ -48,12 +48,12 @@ class Findings:
     def line(self, speed: str) -> str:
         sums = ", ".join(f"crc32 of {part} {crc}" for part, crc in self.crc32.items())
         return (
-            f"{self.prefix}: whole: {self.documents:,} documents, {self.sequences:,} sequences, {self.tokens:,} tokens "
-            f"({self.dtype}), {self.with_eod}{sums}, {speed}"
+            f"{self.prefix}: intact: {self.documents:,} documents, {self.sequences:,} sequences, "
+            f"{self.tokens:,} tokens ({self.dtype}), {self.with_eod}{sums}, {speed}"
         )
 
 
-def check(
+def check_pair(
     prefix: str, vocab_size: int | None, eod: int | None, hashes: bool, advance: Callable[[int], None]
 ) -> Findings:
     """Check one pair of files in full. `hashes`: compute the SHA-256 of both too."""
@@ -266,7 +266,7 @@ def damaged_caches(folder: Path) -> tuple[int, list[str]]:
     return len(records), problems
 
 
-def run(prefixes: list[str], t: TokenizerFlags, checksums: Path | None) -> None:
+def verify_pairs(prefixes: list[str], t: TokenizerFlags, checksums: Path | None) -> None:
     """Check all pairs and the index caches beside them; print the results; raise for any problem.
 
     Ids are compared with the tokenizer of the flags, or the one beside the data. The file
@@ -282,7 +282,7 @@ def run(prefixes: list[str], t: TokenizerFlags, checksums: Path | None) -> None:
             except UserError as error:
                 tokenizer, wrong = None, [str(error)]
             vocab, eod = (tokenizer.size, tokenizer.eod) if tokenizer else (t.vocab_size, None)
-            one = check(prefix, vocab, eod, checksums is not None, advance)
+            one = check_pair(prefix, vocab, eod, checksums is not None, advance)
             one.problems += wrong
         found.append(one)
         if compares and checksums:
@@ -294,7 +294,7 @@ def run(prefixes: list[str], t: TokenizerFlags, checksums: Path | None) -> None:
     for folder in dict.fromkeys(Path(prefix).parent for prefix in prefixes):
         count, damaged = damaged_caches(folder)
         problems += len(damaged)
-        for line in damaged or ([f"{folder / 'index-cache'}: whole: {count} entries"] if count else []):
+        for line in damaged or ([f"{folder / 'index-cache'}: intact: {count} entries"] if count else []):
             print(line)
     if problems:
         raise bad_data(f"{problems} problem{'s' * (problems > 1)}, listed above")

@@ -30,7 +30,7 @@ MAGIC = {
     b"PK\x03\x04": "zip",
     b"PAR1": "parquet",
     b"ARROW1": "arrow",
-    b"\xff\xff\xff\xff": "legacy arrow",  # a stream of batches
+    b"\xff\xff\xff\xff": "arrow stream",
 }
 SKIPPABLE = b"\x2a\x4d\x18"  # after a byte from 0x50 to 0x5f: a zstd frame without data, as pzstd writes
 STREAMS = ("gzip", "xz", "bzip2", "zstd")
@@ -41,14 +41,14 @@ CHUNK = 1 << 18
 SLICE = 1 << 11  # packed bytes at once: zstd unpacks 4 of them to up to 2^17, so this bounds the memory
 
 
-class Damaged(Exception):
+class DamagedInput(Exception):
     """A stream that ends before it should, or cannot be unpacked."""
 
 
-DAMAGES = (Damaged, tarfile.TarError, zipfile.BadZipFile)
+DAMAGES = (DamagedInput, tarfile.TarError, zipfile.BadZipFile)
 
 
-def kind_of(start: bytes) -> str | None:
+def kind_of_bytes(start: bytes) -> str | None:
     """Return the kind of a file with these first bytes; None for text, which may begin as MAGIC."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(start)  # its last character may be cut
@@ -79,16 +79,16 @@ def missing(package: str, what: str) -> UserError:
 def unpacked(file: BinaryIO) -> BinaryIO:
     """Return the stream inside, even if it is compressed several times; `file` shows HEAD bytes."""
     for _ in range(LAYERS):
-        kind = kind_of(peek(file))
+        kind = kind_of_bytes(peek(file))
         if kind not in STREAMS:
             return file
         file = _buffered(_streams(file, kind))
-    if kind_of(peek(file)) in STREAMS:
-        raise Damaged(f"compressed more than {LAYERS} times, one in another")
+    if kind_of_bytes(peek(file)) in STREAMS:
+        raise DamagedInput(f"compressed more than {LAYERS} times, one in another")
     return file
 
 
-def steady(file: BinaryIO) -> BinaryIO:
+def buffered(file: BinaryIO) -> BinaryIO:
     """Buffer a stream that comes in small parts, such as a pipe, for `peek`."""
     return _buffered(chunks(file))
 
@@ -112,13 +112,13 @@ def _streams(file: BinaryIO, kind: str) -> Iterator[bytes]:
         try:
             data = stream.decompress(part)
         except errors as error:
-            raise Damaged(f"{kind}: {error}") from None
+            raise DamagedInput(f"{kind}: {error}") from None
         if stream.eof:
             stream, packed = None, memoryview(stream.unused_data + bytes(packed))
         if data:
             yield data
     if stream is not None:
-        raise Damaged(f"Compressed file ended within a {kind} stream")
+        raise DamagedInput(f"Compressed file ended within a {kind} stream")
 
 
 def _library(kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]:
@@ -137,10 +137,10 @@ def _library(kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]
 
 
 def _buffered(parts: Iterator[bytes]) -> BinaryIO:
-    return cast(BinaryIO, io.BufferedReader(cast(Any, _Parts(parts)), 1 << 16))
+    return cast(BinaryIO, io.BufferedReader(cast(Any, _Chunks(parts)), 1 << 16))
 
 
-class _Parts(io.RawIOBase):
+class _Chunks(io.RawIOBase):
     """Read at least HEAD bytes at once, or to the end; raise damage after all that precedes it."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
@@ -201,7 +201,7 @@ class _Header(tarfile.TarInfo):
         except (tarfile.HeaderError, ValueError, LookupError) as error:
             if archive.is_ended and isinstance(error, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
                 raise
-            raise Damaged(f"tar: {error} at byte {archive.offset:,}") from None
+            raise DamagedInput(f"tar: {error} at byte {archive.offset:,}") from None
         archive.is_ended = False
         return header
 
@@ -213,7 +213,7 @@ class _Archive(tarfile.TarFile):
 
 
 def is_archive(stream: BinaryIO) -> bool:
-    return kind_of(peek(stream)) == "tar"
+    return kind_of_bytes(peek(stream)) == "tar"
 
 
 def members(stream: BinaryIO, folder: str = "") -> Iterator[tuple[str, BinaryIO | Exception]]:
@@ -252,7 +252,7 @@ def zip_members(file: BinaryIO) -> Iterator[tuple[str, BinaryIO | Exception]]:
                     with archive.open(member) as opened:
                         yield from _member(member.filename, _buffered(_zipped(opened)))
                 except (*DAMAGES, RuntimeError) as error:  # encrypted, or packed in another way
-                    yield member.filename, Damaged(str(error))
+                    yield member.filename, DamagedInput(str(error))
 
 
 def _zipped(opened: Any) -> Iterator[bytes]:
@@ -261,4 +261,4 @@ def _zipped(opened: Any) -> Iterator[bytes]:
         while data := opened.read(CHUNK):
             yield data
     except (zlib.error, lzma.LZMAError, EOFError, OSError) as error:
-        raise Damaged(f"zip: {error}") from None
+        raise DamagedInput(f"zip: {error}") from None

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.data.prepare.folders import PassedOver
-from meshwright.data.prepare.records import PassedFile
-from meshwright.data.prepare.text import BadLine, Piece, expected_format, units
+from meshwright.data.prepare.pieces import Piece
+from meshwright.data.prepare.records import Bad, expected_format
 from meshwright.errors import UserError
 
 Array = npt.NDArray[Any]
@@ -48,44 +48,41 @@ class Encoder:
 
     def __call__(self, piece: Piece, stop: bool = False) -> tuple[Encoded, list[Array]]:
         """Return counts and each key's tokens; with `stop`, up to the first bad line."""
-        encoded, out = Encoded(), [_Column() for _ in self.keys]
-        for number, texts in enumerate(units(piece, self.keys)):
+        encoded, columns = Encoded(), [_Column() for _ in self.keys]
+        for number, unit in enumerate(piece.units(self.keys)):
             encoded.units += 1
-            if texts is None:
+            if unit is None:
                 continue
-            if isinstance(texts, PassedFile):
-                encoded.passed.note(texts.kind, texts.place)
-                continue
-            try:
-                if isinstance(texts, BadLine):
-                    raise texts
-                documents = [self._document(text) for text in texts]
-            except BadLine as bad:
-                count, first = encoded.bad.get(bad.kind, (0, number))
-                encoded.bad[bad.kind] = (count + 1, first)
-                hint = expected_format(bad, not encoded.documents and not piece.begin)
-                encoded.first_bad = encoded.first_bad or f"{bad}{hint}"
+            documents = unit if isinstance(unit, Bad) else self._encode_texts(unit)
+            if isinstance(documents, Bad):
+                if documents.is_passed:
+                    encoded.passed.note(documents.kind, documents.place)
+                    continue
+                count, first = encoded.bad.get(documents.kind, (0, number))
+                encoded.bad[documents.kind] = (count + 1, first)
+                hint = expected_format(documents, not encoded.documents and not piece.begin)
+                encoded.first_bad = encoded.first_bad or f"{documents}{hint}"
                 if stop:
                     break
                 continue
-            for column, document in zip(out, documents, strict=True):
+            for column, document in zip(columns, documents, strict=True):
                 column.add(document, self.end)
             encoded.documents += 1
-            if piece.kind in ("parquet", "arrow"):
-                encoded.bytes += sum(map(len, texts))
-        encoded.bytes = encoded.bytes or _bytes_of(piece)
-        encoded.sizes = [np.array(column.sizes, np.int32) for column in out]
-        encoded.ends = [np.array(column.ends, np.int64) for column in out]
+            if not piece.size and isinstance(unit, list):  # rows of a table, whose size in the file is another
+                encoded.bytes += sum(len(text) if text.isascii() else len(text.encode()) for text in unit)
+        encoded.bytes = encoded.bytes or piece.size
+        encoded.sizes = [np.array(column.sizes, np.int32) for column in columns]
+        encoded.ends = [np.array(column.ends, np.int64) for column in columns]
         nothing = np.zeros(0, self.dtype)
-        return encoded, [np.concatenate([nothing, *c.parts], dtype=self.dtype, casting="unsafe") for c in out]
+        return encoded, [np.concatenate([nothing, *c.parts], dtype=self.dtype, casting="unsafe") for c in columns]
 
-    def _document(self, text: str) -> list[Sequence[int] | Array]:
+    def _encode_texts(self, texts: list[str]) -> list[list[Sequence[int] | Array]] | Bad:
         try:
             if self.sentences is None:
-                return [self.encode(text)]
-            return [self.encode(sentence) for sentence in self.sentences(text)]
+                return [[self.encode(text)] for text in texts]
+            return [[self.encode(sentence) for sentence in self.sentences(text)] for text in texts]
         except UserError as error:
-            raise BadLine("refused by the tokenizer", str(error)) from None
+            return Bad("refused by the tokenizer", str(error))
 
 
 class _Column:
@@ -111,11 +108,3 @@ class _Column:
             self.parts.append(end)
             self.sizes[-1] += 1
         self.ends.append(len(self.sizes))
-
-
-def _bytes_of(piece: Piece) -> int:
-    if piece.kind == "lines":
-        return len(piece.content)
-    if piece.kind == "texts":
-        return sum(len(content) for _, content in piece.content if isinstance(content, bytes))
-    return piece.end - piece.begin if piece.kind in ("place", "text", "files") else 0

@@ -26,19 +26,19 @@ SUFFIXES = frozenset(
 )
 DATA = frozenset(".jsonl .ndjson .json .xml .parquet .arrow .tar .tgz .txz .tbz2 .zip".split())
 PACKED = (".gz", ".xz", ".zst", ".bz2")
-FILLED = ("__pycache__", "node_modules")  # by programs: not anyone's own text
+GENERATED_FOLDERS = ("__pycache__", "node_modules")  # by programs: not anyone's own text
 # Names in a folder that train-tokenizer, preprocess, train, quickstart or the demo made.
-OURS: list[set[str]] = [
+OUTPUT_FOLDERS: list[set[str]] = [
     {"vocab.json", "merges.txt"},
     {"meta.json", "tokenizer.json"},
     {"config.toml", "metrics.jsonl"},
     {".meshwright-quickstart"},  # its copies of the text, too
     {".meshwright-demo"},
 ]
-OTHER = "other suffix "  # begins the kind of a file whose suffix is not known
+OTHER_SUFFIX = "other suffix "  # begins the kind of a file whose suffix is not known
 NAMED = "\0"  # stands between a kind and a file's name
-ONE = {"broken links": "broken link", "pipes or devices": "pipe or device"}
-ONE |= {"folders of vocabularies or runs": "folder of a vocabulary or run"}
+SINGULAR = {"broken links": "broken link", "pipes or devices": "pipe or device"}
+SINGULAR |= {"folders of vocabularies or runs": "folder of a vocabulary or run"}
 NOT_CHOSEN = "not chosen by --include and --exclude"
 
 
@@ -66,20 +66,21 @@ class PassedOver(Counter[str]):
             names += [path] if path else []
         shown_names = f" ({', '.join(names[:3])}{', ...' * (counts['not UTF-8'] > len(names[:3]))})" if names else ""
         kinds = [
-            f"{count:,} {ONE.get(kind, kind) if count == 1 else kind}{shown_names if kind == 'not UTF-8' else ''}"
+            f"{count:,} {SINGULAR.get(kind, kind) if count == 1 else kind}{shown_names * (kind == 'not UTF-8')}"
             for kind, count in counts.most_common()
-            if not kind.startswith(OTHER)
+            if not kind.startswith(OTHER_SUFFIX)
         ]
-        others = [(kind.removeprefix(OTHER), count) for kind, count in self.most_common() if kind.startswith(OTHER)]
+        others = [kind for kind, _ in self.most_common() if kind.startswith(OTHER_SUFFIX)]
         if others:
-            shown = ", ".join(suffix for suffix, _ in others[:5]) + (", ..." if len(others) > 5 else "")
-            kinds.append(f"{sum(count for _, count in others):,} with other suffixes ({shown})")
+            suffixes = [kind.removeprefix(OTHER_SUFFIX) for kind in others]
+            shown_suffixes = ", ".join(suffixes[:5]) + (", ..." if len(suffixes) > 5 else "")
+            kinds.append(f"{sum(self[kind] for kind in others):,} with other suffixes ({shown_suffixes})")
         plural = "file" if self.total() == 1 else "files"
         return f"passed over {self.total():,} {plural}: {', '.join(kinds)}{f'; {advice}' if others else ''}"
 
 
 @dataclass(frozen=True)
-class Choice:
+class NameFilter:
     """The patterns of --include and --exclude; `*` matches `/` too.
 
     A pattern with a slash is compared with the path below the folder and with each folder above the
@@ -98,16 +99,16 @@ class Choice:
             return NOT_CHOSEN
         suffix = suffix_of(path)
         is_open = is_named or self.include or is_known(suffix) or suffix in ("", *PACKED)
-        return None if is_open else OTHER + suffix
+        return None if is_open else OTHER_SUFFIX + suffix
 
     def is_hidden(self, name: str) -> bool:
-        """Return whether a name in a folder is left out without a word."""
-        hidden = name.startswith(".") or name in FILLED
+        """Return whether a name in a folder is skipped silently, uncounted."""
+        hidden = name.startswith(".") or name in GENERATED_FOLDERS
         return hidden and not any(_matches(name, (part,)) for one in self.include for part in _hidden_parts(one))
 
 
 def _hidden_parts(pattern: str) -> list[str]:
-    return [part for part in pattern.split("/") if part.startswith(".") or part in FILLED]
+    return [part for part in pattern.split("/") if part.startswith(".") or part in GENERATED_FOLDERS]
 
 
 def _matches(path: str, patterns: tuple[str, ...]) -> bool:
@@ -132,7 +133,7 @@ def is_known(suffix: str) -> bool:
     return suffix in SUFFIXES or suffix in DATA
 
 
-def walk(folder: str, choice: Choice, passed: PassedOver) -> list[tuple[str, os.stat_result]]:
+def walk(folder: str, name_filter: NameFilter, passed: PassedOver) -> list[tuple[str, os.stat_result]]:
     """Return the regular files below a folder with their paths in it, sorted by path.
 
     Links are followed; each folder is read once, so that a link to a folder above ends nowhere.
@@ -147,12 +148,12 @@ def walk(folder: str, choice: Choice, passed: PassedOver) -> list[tuple[str, os.
         if (about.st_dev, about.st_ino) in seen:
             continue
         seen.add((about.st_dev, about.st_ino))
-        if inside and any(own <= set(names) for own in OURS):
+        if inside and any(own <= set(names) for own in OUTPUT_FOLDERS):
             passed["folders of vocabularies or runs"] += 1
             continue
         deeper = []
         for name in names:
-            if choice.is_hidden(name):
+            if name_filter.is_hidden(name):
                 continue
             path = inside + name
             try:
@@ -189,10 +190,10 @@ def shown(path: str) -> str:
     return path if path.isprintable() else path.encode("unicode_escape").decode()
 
 
-def chosen(folder: str, choice: Choice, passed: PassedOver) -> Iterator[tuple[str, os.stat_result]]:
+def chosen(folder: str, name_filter: NameFilter, passed: PassedOver) -> Iterator[tuple[str, os.stat_result]]:
     """Yield full path and state of the files whose names are chosen; count the others."""
-    for path, about in walk(folder, choice, passed):
-        if reason := choice.refusal(path, is_named=False):
+    for path, about in walk(folder, name_filter, passed):
+        if reason := name_filter.refusal(path, is_named=False):
             passed[reason] += 1
         elif not about.st_size:
             passed["empty"] += 1

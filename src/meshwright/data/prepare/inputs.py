@@ -13,11 +13,10 @@ import stat
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from meshwright.data.prepare import containers, folders, tables, wiki
-from meshwright.data.prepare.folders import Choice, PassedOver, shown
+from meshwright.data.prepare.folders import NameFilter, PassedOver, shown
 from meshwright.data.prepare.plain import HTML_NAME, PIECE
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.settings.hints import near_path
@@ -30,12 +29,12 @@ JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.(gz|xz|zst|bz2))?$", re.IGNOREC
 JSON_START = re.compile(rb"(\xef\xbb\xbf)?\s*(\{[ \t]*[\"}]|\[\s*\{)")
 
 
-Kind = Literal["lines", "stream", "parquet", "arrow", "text", "texts"]
+Kind = Literal["lines", "stream", "parquet", "arrow", "text", "small files"]
 
 
 @dataclass(frozen=True)
 class Input:
-    """A file, a pipe, or several `texts` that are each read as a whole.
+    """A file, a pipe, or several `small files` that are each read as a whole.
 
     The first bytes decide the kind. `bytes` is on disk, 0 for a pipe. `folder` is the one in which
     the input was found, None if it was named. Documents of a `wiki` are the articles of its dump.
@@ -50,7 +49,7 @@ class Input:
 
 
 @dataclass
-class Found:
+class Inputs:
     """The inputs in the order of the documents, and the number of files that are not read."""
 
     inputs: list[Input]
@@ -66,7 +65,8 @@ class Found:
 
     def describe(self) -> str:
         """Say how many files of which kind there are."""
-        names = {"lines": "JSON lines", "stream": "archives or streams", "text": "plain text", "texts": "plain text"}
+        names = {"lines": "JSON lines", "stream": "archives or streams"}
+        names |= dict.fromkeys(("text", "small files"), "plain text")
         counts: Counter[str] = Counter()
         for one in self.inputs:
             counts["wiki dumps" if one.is_wiki else names.get(one.kind, "tables")] += len(one.files) or 1
@@ -85,15 +85,15 @@ class Found:
                 yield f"{shown(one.folder)}: {count:,} {'file' if count == 1 else 'files'}"
 
 
-def choice_of(given: TextInputs) -> Choice:
-    return Choice(tuple(given.include), tuple(given.exclude))
+def name_filter(given: TextInputs) -> NameFilter:
+    return NameFilter(tuple(given.include), tuple(given.exclude))
 
 
-def find(given: TextInputs) -> Found:
+def find_inputs(given: TextInputs) -> Inputs:
     """Return the inputs; raise if one cannot be read or nothing is left."""
     passed = PassedOver()
-    single = [one for path in _expand(given.input) for one in _find(path, given, passed)]
-    found = Found(list(_joined(single)), passed)
+    single = [one for path in _expand(given.input) for one in _find_below(path, given, passed)]
+    found = Inputs(list(_joined(single)), passed)
     if not found.inputs:
         reason = passed.line() if passed else "nothing is there"
         raise bad_data(f"--input {' '.join(map(shown, given.input))} holds no text; {reason}")
@@ -113,17 +113,17 @@ def _expand(patterns: list[str]) -> list[str]:
     return found
 
 
-def _find(path: str, given: TextInputs, passed: PassedOver) -> Iterator[Input]:
+def _find_below(path: str, given: TextInputs, passed: PassedOver) -> Iterator[Input]:
     if path == "-":
         yield Input("-", "stream")
     elif files := tables.find_saved(path) if os.path.isdir(path) else [path]:
         for one in files:
-            if reason := choice_of(given).refusal(Path(one).as_posix(), is_named=True):
+            if reason := name_filter(given).refusal(os.path.basename(one), is_named=True):
                 passed[reason] += 1
             else:
                 yield _inspect(one)
     else:
-        for inside, about in folders.chosen(path, choice_of(given), passed):
+        for inside, about in folders.chosen(path, name_filter(given), passed):
             found = _inspect_inside(path, inside, about, given)
             if isinstance(found, str):
                 passed.note(found, shown(inside))
@@ -143,7 +143,7 @@ def _inspect(path: str) -> Input:
         raise UserError(f"--input {shown(path)} cannot be read: {error.strerror}", IO) from None
     if other := containers.foreign_encoding(start):
         raise bad_data(f"--input {shown(path)} {other} {shown(path)} > {shown(path)}.utf8")
-    kind = containers.kind_of(start)
+    kind = containers.kind_of_bytes(start)
     if kind is None and (JSON_NAME.search(path) or JSON_START.match(start)):
         return Input(path, "lines", about.st_size)
     if wiki.IS_DUMP.match(start):
@@ -158,7 +158,7 @@ def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextIn
     try:
         with open(path, "rb") as file:
             start = containers.peek(file)
-            kind = containers.kind_of(start)
+            kind = containers.kind_of_bytes(start)
             if kind in containers.STREAMS:
                 start = containers.peek(containers.unpacked(file))
             elif kind is None and JSON_START.match(start):
@@ -167,15 +167,15 @@ def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextIn
         start = b""
     except OSError as error:
         raise folders.unreadable(path, error) from None
-    inner = containers.kind_of(start) if start else None
+    inner = containers.kind_of_bytes(start) if start else None
     suffix = folders.suffix_of(path)
     is_chosen = given.include or folders.is_known(suffix)
-    if is_chosen and (kind in ("parquet", "arrow", "legacy arrow", "tar", "zip") or inner == "tar"):
+    if is_chosen and (kind in ("parquet", "arrow", "arrow stream", "tar", "zip") or inner == "tar"):
         return _input(path, kind, about, folder)
     if suffix in (".jsonl", ".ndjson") or is_json_lines(start, given.json_keys):
         return Input(path, "stream" if kind else "lines", about.st_size, folder)
     if not is_chosen:
-        return folders.OTHER + (suffix or "no suffix")
+        return folders.OTHER_SUFFIX + (suffix or "no suffix")
     if wiki.IS_DUMP.match(start):
         return Input(path, "stream" if kind else "text", about.st_size, folder, is_wiki=True)
     if suffix in (".json", ".xml") and not given.include:
@@ -206,12 +206,12 @@ def _input(path: str, kind: str | None, about: os.stat_result, folder: str | Non
     size = about.st_size
     if kind in ("parquet", "arrow"):
         return Input(path, "parquet" if kind == "parquet" else "arrow", size, folder)
-    if kind == "legacy arrow" and path.endswith(".arrow"):
+    if kind == "arrow stream" and path.endswith(".arrow"):
         return Input(path, "arrow", size, folder)
-    is_text = kind is None or kind == "legacy arrow"
+    is_text = kind is None or kind == "arrow stream"
     is_small = size <= PIECE or (is_text and HTML_NAME.search(path))
     if is_small and (is_text or (folder is not None and folders.suffix_of(path) in folders.SUFFIXES)):
-        return Input(path, "texts", size, folder, ((path, size, about.st_mtime_ns),))
+        return Input(path, "small files", size, folder, ((path, size, about.st_mtime_ns),))
     return Input(path, "text" if is_text else "stream", size, folder)
 
 
@@ -219,11 +219,11 @@ def _joined(inputs: list[Input]) -> Iterator[Input]:
     """Join small texts that follow each other, so that pieces can hold many of them."""
     kept: list[Input] = []
     for one in [*inputs, None]:
-        if kept and (one is None or one.kind != "texts" or one.folder != kept[0].folder):
+        if kept and (one is None or one.kind != "small files" or one.folder != kept[0].folder):
             files = tuple(file for each in kept for file in each.files)
-            yield Input(kept[0].path, "texts", sum(max(size, 1) for _, size, _ in files), kept[0].folder, files)
+            yield Input(kept[0].path, "small files", sum(max(size, 1) for _, size, _ in files), kept[0].folder, files)
             kept = []
-        if one is not None and one.kind == "texts":
+        if one is not None and one.kind == "small files":
             kept.append(one)
         elif one is not None:
             yield one

@@ -1,8 +1,8 @@
 """`<prefix>.progress`: what an interrupted `preprocess` had done; the same command continues there.
 
-The first line is a hash of the command and its inputs, each further line the JSON of a state; a
-kill leaves at worst an incomplete last line. Nothing is forced to the disk: if the files are
-shorter than noted after a loss of power, the run starts from the beginning.
+The file holds a hash of the command and its inputs, and a state. It is replaced in one step, so
+that a kill leaves a complete one. Nothing is forced to the disk: if the files are shorter than
+noted after a loss of power, the run starts from the beginning.
 """
 
 from __future__ import annotations
@@ -11,89 +11,68 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 from meshwright.data.files.writer import PARTS
 from meshwright.data.prepare.plain import PIECE
 from meshwright.errors import IO, LOCKED, UserError
-from meshwright.files import open_locked
+from meshwright.files import lock
 
-VERSION = 2  # of the format of a state
-SECONDS = 0.5  # between two notes
-LONGEST = 1 << 18  # bytes of a journal, after which it is rewritten
-
-
-class Journal:
-    """An open journal, which holds the lock on the output; `state` is what to continue from."""
-
-    def __init__(self, path: str, identity: dict[str, Any], stderr: TextIO) -> None:
-        self.path, self.is_kept = path, True
-        named = {"version": VERSION, "piece": PIECE, **identity}
-        self.digest = hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()
-        self.file = open_journal(path)
-        lines = self.file.read().splitlines()
-        self.state: dict[str, Any] | None = None
-        if lines and lines[0] == self.digest:
-            self.state = _last_complete(lines[1:])
-        elif lines:
-            print(f"{path} is of another command, or its input has changed since; starting over", file=stderr)
-        if self.state is None:
-            self._rewrite()
-        self.noted = time.monotonic()
-
-    def _rewrite(self) -> None:
-        """Start again; a kill before `truncate` leaves older states, which are still true."""
-        self.file.seek(0)
-        self._write(self.digest)
-        self.file.truncate()
-
-    def is_due(self) -> bool:
-        return time.monotonic() - self.noted >= SECONDS
-
-    def note(self, state: dict[str, Any]) -> None:
-        if self.file.tell() > LONGEST:
-            self._rewrite()
-        self._write(json.dumps(state))
-        self.state, self.noted = state, time.monotonic()
-
-    def _write(self, line: str) -> None:
-        self.file.write(line + "\n")
-        self.file.flush()
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if not self.is_kept:
-            Path(self.path).unlink(missing_ok=True)
-        self.file.close()
-
-
+VERSION = 3  # of the format of a state
+NOTE_EVERY = 0.5  # seconds
 PATIENCE = 2.0  # seconds; forked workers share the lock of a killed command until they have ended too
 
 
-def open_journal(path: str) -> TextIO:
-    """Open the file, locked so that no other process writes this output."""
-    prefix = path.removesuffix(".progress")
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return os.fdopen(open_locked(Path(path), PATIENCE)[0], "r+", encoding="utf-8")
-    except BlockingIOError:
-        raise UserError(f"another process is writing {prefix}; wait for it", LOCKED) from None
-    except OSError as error:
-        raise UserError(f"{prefix} cannot be written: {error.strerror}; choose another --output-prefix", IO) from None
+class Journal:
+    """The progress of a command; `state` is what to continue from."""
 
-
-def _last_complete(lines: list[str]) -> dict[str, Any] | None:
-    for line in reversed(lines):
+    def __init__(self, path: Path, identity: dict[str, Any], stderr: TextIO) -> None:
+        self.path, self.is_kept, self.noted = path, True, time.monotonic()
+        self.temporary = Path(f"{path}.tmp")  # of one name: only the owner of the lock writes it
+        named = {"version": VERSION, "piece": PIECE, **identity}
+        self.digest = hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()
+        self.state: dict[str, Any] | None = None
         try:
-            state: dict[str, Any] = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        return state
-    return None
+            record = json.loads(path.read_bytes())
+            self.state = record["state"] if record["command"] == self.digest else None
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            pass
+        if self.state is None and path.exists():
+            print(f"{path} is of another command, or its input has changed since; starting over", file=stderr)
+            path.unlink()  # now: the files that it describes are about to change
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self.noted >= NOTE_EVERY
+
+    def note(self, state: dict[str, Any]) -> None:
+        self.temporary.write_text(json.dumps({"command": self.digest, "state": state}))
+        os.replace(self.temporary, self.path)
+        self.state, self.noted = state, time.monotonic()
+
+
+@contextmanager
+def open_journal(path: Path, identity: dict[str, Any], stderr: TextIO) -> Iterator[Journal]:
+    """Lock the output, and open its journal; at the end remove it unless it `is_kept`."""
+    prefix = str(path).removesuffix(".progress")
+    with ExitStack() as stack:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(lock(Path(f"{path}.lock"), PATIENCE))
+            journal = Journal(path, identity, stderr)
+        except BlockingIOError as error:
+            raise UserError(f"another process is writing {prefix}: {error.strerror}; wait for it", LOCKED) from None
+        except OSError as error:
+            message = f"{prefix} cannot be written: {error.strerror}; choose another --output-prefix"
+            raise UserError(message, IO) from None
+        try:
+            yield journal
+        finally:
+            if not journal.is_kept:
+                path.unlink(missing_ok=True)
+                journal.temporary.unlink(missing_ok=True)
 
 
 def has_parts(prefix: str, lengths: list[int], itemsize: int) -> bool:

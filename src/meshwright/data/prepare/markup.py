@@ -19,9 +19,9 @@ CELLS = frozenset(("td", "th"))
 IS_HTML = re.compile(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html)\b", re.IGNORECASE)
 
 
-def text_of(page: str) -> str:
+def page_text(page: str) -> str:
     """Return the text of a page, with line breaks where block elements begin and end."""
-    parser = _Parser()
+    parser = _PageParser()
     end = page.rfind(">") + 1  # the parser would look for the end of each tag behind it in vain
     parser.feed(page[:end])
     parser.close()
@@ -29,7 +29,7 @@ def text_of(page: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", "".join(parser.parts)).strip("\n") + "\n"
 
 
-class _Parser(HTMLParser):
+class _PageParser(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []

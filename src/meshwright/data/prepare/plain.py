@@ -11,17 +11,15 @@ import os
 import re
 from collections.abc import Iterator
 
-from meshwright.data.prepare import containers, markup, wiki
+from meshwright.data.prepare import containers, markup, records, wiki
 from meshwright.data.prepare.folders import shown
-from meshwright.data.prepare.records import BadLine, PassedFile
+from meshwright.data.prepare.records import TOO_LONG, Bad
 from meshwright.errors import IO, UserError, bad_data
 
 BOM = b"\xef\xbb\xbf"
 PIECE = 1 << 20  # bytes
 REST = 1 << 16  # bytes read beyond a piece, within which its last line mostly ends
-LONGEST = 1 << 28  # bytes of a line or of a text; a longer one counts as bad
-TOO_LONG = b"\xff too long"  # stands for such a line
-LINES = "\n"  # the separator of lines of JSON
+JSON_LINES = "\n"  # the separator of lines of JSON
 Span = tuple[bytes, int, int]  # a buffer, and where documents begin and end in it, since cutting would copy them
 HTML_NAME = re.compile(r"\.x?html?(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)
 
@@ -31,20 +29,20 @@ def ends_of(separator: str) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
     """Return the patterns of a line that ends a document: with its line feed, or at the end too."""
     if separator == wiki.PAGES:
         return wiki.ENDS
-    if separator == LINES:
+    if separator == JSON_LINES:
         return re.compile(b"\n"), re.compile(b"\n")
     line = rb"^" + re.escape(separator.encode()) + rb"\r?"
     return re.compile(line + rb"\n", re.MULTILINE), re.compile(line + rb"(?:\n|\Z)", re.MULTILINE)
 
 
-def documents(content: bytes, name: str, separator: str) -> Iterator[tuple[int, str | BadLine]]:
+def documents(content: bytes, name: str, separator: str) -> Iterator[tuple[int, str | Bad]]:
     """Yield the documents of a text, or what is wrong with each, and where they begin in it.
 
-    Blank ones do not count. What is no text at all is a `PassedFile`.
+    Blank ones do not count.
     """
     if separator == wiki.PAGES:
         if content.startswith(TOO_LONG):
-            yield 0, BadLine(f"page longer than {LONGEST:,} bytes", "a dump without old revisions is shorter")
+            yield 0, Bad(f"page longer than {records.LONGEST:,} bytes", "a dump without old revisions is shorter")
         yield from wiki.articles(content)
         return
     is_page = HTML_NAME.search(name) or markup.IS_HTML.match(content)
@@ -54,54 +52,51 @@ def documents(content: bytes, name: str, separator: str) -> Iterator[tuple[int, 
     separators = [] if is_whole else ends_of(separator)[1].finditer(content)
     for start, end in [*(one.span() for one in separators), (len(content), len(content))]:
         if part := content[begin:start]:
-            try:
-                text = decode(part, separator)
-            except BadLine as bad:
-                yield begin, bad
-            else:
-                text = markup.text_of(text) if is_page else text
-                if text and not text.isspace():
-                    yield begin, text
+            text = decode(part, separator)
+            if is_page and isinstance(text, str):
+                text = markup.page_text(text)
+            if isinstance(text, Bad) or (text and not text.isspace()):
+                yield begin, text
         begin = end
 
 
-def decode(content: bytes, separator: str) -> str:
-    """Return a text with line feeds alone; raise BadLine."""
+def decode(content: bytes, separator: str) -> str | Bad:
+    """Return a text with line feeds alone, or what is wrong with it."""
     if content.startswith(TOO_LONG):
-        raise BadLine(f"longer than {LONGEST:,} bytes", f"divide it: lines {separator!r}, or --document-separator")
+        return Bad(f"longer than {records.LONGEST:,} bytes", f"divide it: lines {separator!r}, or --document-separator")
     other = containers.foreign_encoding(content)
     if not other and (at := content.find(b"\0")) >= 0:
-        raise PassedFile("binary", f"NUL byte at {at}")
+        return Bad("binary", f"NUL byte at {at}", is_passed=True)
     try:
         if not other:
             text = content.decode("utf-8")
             return text.replace("\r\n", "\n") if b"\r" in content else text
     except UnicodeDecodeError as error:
         other = f"byte 0x{content[error.start]:02x} at {error.start}"
-    raise PassedFile("not UTF-8", other)
+    return Bad("not UTF-8", other, is_passed=True)
 
 
-def read_file(path: str) -> bytes | BadLine:
+def read_text_file(path: str) -> bytes | Bad:
     """Return a text file's content, unpacked."""
     try:
         with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size <= LONGEST:
-                content = file.read()  # many times as fast as reading up to LONGEST
-                if containers.kind_of(content[: containers.HEAD]) not in containers.STREAMS:
+            if os.fstat(file.fileno()).st_size <= records.LONGEST:
+                content = file.read()  # many times as fast as reading up to records.LONGEST
+                if containers.kind_of_bytes(content[: containers.HEAD]) not in containers.STREAMS:
                     return content
                 file.seek(0)
-            content = containers.unpacked(file).read(LONGEST + 1)
+            content = containers.unpacked(file).read(records.LONGEST + 1)
     except containers.DAMAGES as error:
-        return BadLine("damaged file", str(error))
+        return Bad("damaged file", str(error))
     except OSError as error:
         why = "it has vanished" if isinstance(error, FileNotFoundError) else error.strerror or error
         raise UserError(f"{shown(path)} cannot be read: {why}; start again", IO) from None
-    return content if len(content) <= LONGEST else TOO_LONG
+    return content if len(content) <= records.LONGEST else TOO_LONG
 
 
 def next_end(data: bytes, separator: str, least: int) -> int:
     """Return where the first document ends that ends at `least` or later; 0 if none does."""
-    if separator == LINES:
+    if separator == JSON_LINES:
         return data.find(b"\n", max(least - 1, 0)) + 1
     lines = ends_of(separator)[0].finditer(data, max(least - margin_of(separator), 0))
     return next((line.end() for line in lines if line.end() >= least), 0)
@@ -109,7 +104,7 @@ def next_end(data: bytes, separator: str, least: int) -> int:
 
 def last_end(data: bytes | bytearray, separator: str, at: int = 0) -> int:
     """Return where the last document ends, looking from `at` on; 0 if none does."""
-    if separator == LINES:
+    if separator == JSON_LINES:
         return data.rfind(b"\n", at) + 1
     return max((line.end() for line in ends_of(separator)[0].finditer(data, at)), default=0)
 
@@ -119,7 +114,7 @@ def margin_of(separator: str) -> int:
     return len(separator.encode()) + 3
 
 
-def read_place(path: str, begin: int, end: int, separator: str) -> tuple[Span, int]:
+def read_span(path: str, begin: int, end: int, separator: str) -> tuple[Span, int]:
     """Return the documents that begin within these bytes of a file, and where the first begins."""
     start = max(begin - margin_of(separator), 0)
     size = end - start
@@ -136,7 +131,7 @@ def read_place(path: str, begin: int, end: int, separator: str) -> tuple[Span, i
                 searched = len(data) - margin_of(separator)
                 data += more
                 stop = next_end(data, separator, max(size, searched))
-                if (stop or len(data)) - size > LONGEST:  # only the last document can be so long
+                if (stop or len(data)) - size > records.LONGEST:  # only the last document can be so long
                     data, stop = data[: max(first, last_end(data[:size], separator))] + TOO_LONG, 0
                     break
     except OSError as error:
@@ -153,9 +148,9 @@ def require_length(path: str, start: int, have: int, end: int) -> None:
         )
 
 
-def cut(chunks: Iterator[bytes], size: int, separator: str) -> Iterator[bytes]:
+def cut_stream(chunks: Iterator[bytes], size: int, separator: str) -> Iterator[bytes]:
     """Yield complete documents, about `size` bytes at a time; raise damage after all of them."""
-    begins_line = b"" if separator == LINES else b"\n"
+    begins_line = b"" if separator == JSON_LINES else b"\n"
     # `end`: of the last complete document; `searched`: the beginning of the unfinished line.
     kept, end, searched, too_long = bytearray(), 0, 0, False
     try:
@@ -172,7 +167,7 @@ def cut(chunks: Iterator[bytes], size: int, separator: str) -> Iterator[bytes]:
             if end and len(kept) >= size:
                 yield bytes(kept[:end])
                 kept, searched, end = kept[end:], searched - end, 0
-            if len(kept) > LONGEST:
+            if len(kept) > records.LONGEST:
                 kept, searched, too_long = kept[searched:][: margin_of(separator)], 0, True
     except containers.DAMAGES:
         if end:

@@ -8,69 +8,86 @@ errors say more.
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
-Texts = list[str]
+LONGEST = 1 << 28  # bytes of a line or of a text; longer ones count as bad
+TOO_LONG = b"\xff too long"  # stands for such a line
 
 
-class BadLine(Exception):
-    """A line that gives no document: `kind` is counted, `detail` belongs to this line."""
+class Bad(NamedTuple):
+    """Why a line, row or text gives no document: `kind` is counted, `detail` is its own."""
 
-    def __init__(self, kind: str, detail: str = "") -> None:
-        super().__init__(f"{kind} ({detail})" if detail else kind)
-        self.kind, self.detail = kind, detail
+    kind: str
+    detail: str = ""
+    is_passed: bool = False  # a file that holds no text is passed over in a folder or an archive
+    place: str = ""  # of a file that is passed over
 
-
-class PassedFile(BadLine):
-    """A file without text: an error if it was named, passed over in a folder or an archive."""
-
-    place = ""
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.detail})" if self.detail else self.kind
 
 
-def parse(line: memoryview, keys: list[str]) -> Texts | None:
-    """Return the text under each key; None for a blank line."""
-    lax = False
+Unit = list[str] | Bad | None  # the text under each key of a line, row or text; None if it is blank
+
+
+def parse_line(line: memoryview, keys: list[str]) -> Unit:
+    """Return the text under each key, what is wrong, or None for a blank line."""
+    if line == TOO_LONG:
+        return Bad(f"longer than {LONGEST:,} bytes")
+    is_lax = False
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
         content = bytes(line)
         if not content.strip():
             return None
-        record, lax = parse_laxly(content), True
+        record, is_lax = parse_laxly(content), True
+        if isinstance(record, Bad):
+            return record
     if type(record) is not dict:
-        raise BadLine("not a JSON object", f"but a {type(record).__name__}; one object a line is needed")
+        return Bad("not a JSON object", f"but a {type(record).__name__}; one object a line is needed")
     texts = []
     for key in keys:
         text = record.get(key)
         if type(text) is not str:
             if key not in record:
-                raise BadLine(f"no key {key!r}", f"keys: {', '.join(list(record)[:5]) or 'none'}")
-            raise BadLine(f"null under {key!r}" if text is None else f"no text under {key!r}", type(text).__name__)
-        if lax and (half := next((c for c in text if "\ud800" <= c <= "\udfff"), None)):
-            raise BadLine(f"lone surrogate under {key!r}", f"\\u{ord(half):04x}, half a character")
+                return Bad(f"no key {key!r}", f"keys: {', '.join(list(record)[:5]) or 'none'}")
+            return Bad(f"null under {key!r}" if text is None else f"no text under {key!r}", type(text).__name__)
+        if is_lax and (half := next((c for c in text if "\ud800" <= c <= "\udfff"), None)):
+            return Bad(f"lone surrogate under {key!r}", f"\\u{ord(half):04x}, half a character")
         texts.append(text)
     return texts
 
 
 def parse_laxly(line: bytes) -> Any:
+    """Return what the standard library reads in a line, or a Bad."""
     try:
         text = line.rstrip().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadLine("not UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}") from None
+        return Bad("not UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise BadLine("not JSON", f"{error.msg} at column {error.colno}") from None
+        return Bad("not JSON", f"{error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, endless brackets
-        raise BadLine("not JSON", str(error)) from None
+        return Bad("not JSON", str(error))
 
 
-def no_text(row: list[Any], keys: list[str]) -> BadLine:
-    key, value = next((key, value) for key, value in zip(keys, row, strict=True) if type(value) is not str)
-    if value is None:
-        return BadLine(f"null under {key!r}", "NoneType")
-    if isinstance(value, UnicodeDecodeError):
-        return BadLine("not UTF-8", f"byte 0x{value.object[value.start]:02x} at {value.start} under {key!r}")
-    return BadLine(f"no text under {key!r}", type(value).__name__)
+def expected_format(bad: Bad, is_first: bool) -> str:
+    """Return a hint for a file of plain text that is named like JSON lines."""
+    if not is_first or bad.kind != "not JSON":
+        return ""
+    return '; in a file of this name one {"text": "..."} a line is expected; plain text is called .txt'
+
+
+def check_row(row: list[Any], keys: list[str]) -> Unit:
+    """Return the texts of a row of a table, or what is wrong with the first that is none."""
+    for key, value in zip(keys, row, strict=True):
+        if value is None:
+            return Bad(f"null under {key!r}", "NoneType")
+        if isinstance(value, UnicodeDecodeError):
+            return Bad("not UTF-8", f"byte 0x{value.object[value.start]:02x} at {value.start} under {key!r}")
+        if type(value) is not str:
+            return Bad(f"no text under {key!r}", type(value).__name__)
+    return row

@@ -38,7 +38,7 @@ _ROMAN = re.compile(r"[IVXLC]+")
 
 
 @functools.cache
-def build(splitter: str, language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
+def build_splitter(splitter: str, language: str, keep_newlines: bool) -> Callable[[str], list[str]]:
     """Return a function that splits a text into sentences, by "rules" or "punkt".
 
     With `keep_newlines`, white space stays with the sentence before it: joined, they are the text.

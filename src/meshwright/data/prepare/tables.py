@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshwright.data.prepare.containers import Damaged, missing
+from meshwright.data.prepare.containers import DamagedInput, missing
 from meshwright.errors import bad_data
 
 ROWS = 1 << 13  # of a piece at most: a table of repeated texts is far smaller than its contents
@@ -63,11 +63,11 @@ def spans(path: str, kind: str, size: int, piece: int) -> Iterator[tuple[int, in
     """Yield first row, end row, position in the file after it, and where to enter, for each piece.
 
     Small row groups are joined, large ones divided. Raise UserError if the table cannot be opened,
-    Damaged after the pieces before the damage.
+    DamagedInput after the pieces before the damage.
     """
     begin = end = have = behind = 0
     start = (0, 0)
-    for number, rows, weight, after in _parts(path, kind, size):
+    for number, rows, weight, after in _row_groups(path, kind, size):
         if not rows:
             continue
         if end > begin and (have + weight > piece or end + rows - begin > ROWS):
@@ -86,7 +86,7 @@ def spans(path: str, kind: str, size: int, piece: int) -> Iterator[tuple[int, in
         yield begin, end, behind, start
 
 
-def _parts(path: str, kind: str, size: int) -> Iterator[Part]:
+def _row_groups(path: str, kind: str, size: int) -> Iterator[Part]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -113,7 +113,7 @@ def _parts(path: str, kind: str, size: int) -> Iterator[Part]:
                 yield None if count is None else number, batch.num_rows, batch.get_total_buffer_size(), after
     except _errors() as error:
         if opened:
-            raise Damaged(_first_line(error)) from None
+            raise DamagedInput(_first_line(error)) from None
         raise bad_data(f"{path} cannot be read: {_first_line(error)}") from None
 
 
@@ -150,7 +150,7 @@ def _batches(reader: Any, count: int | None, first: int) -> Iterator[Any]:
 def rows(path: str, kind: str, start: Start, begin: int, end: int, keys: list[str]) -> Iterator[list[Any]]:
     """Yield the values under the keys in rows [begin, end); a text that is not UTF-8 is the error.
 
-    Raise Damaged after the last readable row.
+    Raise DamagedInput after the last readable row.
     """
     try:
         about = os.stat(path)
@@ -158,18 +158,18 @@ def rows(path: str, kind: str, start: Start, begin: int, end: int, keys: list[st
     except ImportError:
         raise missing("pyarrow", path) from None
     except _errors() as error:
-        raise Damaged(f"it cannot be opened: {_first_line(error)}") from None
+        raise DamagedInput(f"it cannot be opened: {_first_line(error)}") from None
     for batch in reader.take(start, begin, end):
         yield from map(list, zip(*batch, strict=True))
 
 
 @functools.lru_cache(maxsize=1)
-def _reader(path: str, kind: str, keys: tuple[str, ...], *version: int) -> _Reader:
+def _reader(path: str, kind: str, keys: tuple[str, ...], *version: int) -> _TableReader:
     """Return this process's open reader; `version` changes with the process and with the file."""
-    return _Reader(path, kind, keys)
+    return _TableReader(path, kind, keys)
 
 
-class _Reader:
+class _TableReader:
     """A position in a table that moves forward, and the row from which a part is damaged."""
 
     def __init__(self, path: str, kind: str, keys: tuple[str, ...]) -> None:
@@ -222,8 +222,8 @@ class _Reader:
                 break
             self.at, self.batch = after, None
 
-    def _damaged(self, row: int, why: str) -> Damaged:
-        return Damaged(f"unreadable from row {row + 1:,} on: {why}")
+    def _damaged(self, row: int, why: str) -> DamagedInput:
+        return DamagedInput(f"unreadable from row {row + 1:,} on: {why}")
 
     def _enter(self, start: Start) -> None:
         number, self.at = start

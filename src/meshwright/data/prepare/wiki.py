@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from meshwright.data.prepare import wikitext
-from meshwright.data.prepare.records import BadLine
+from meshwright.data.prepare.records import Bad
 
 # A dump, or a part of one that begins with a page.
 IS_DUMP = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<mediawiki\b|<page>\s*<title>)")
@@ -22,7 +22,7 @@ TITLE = re.compile(rb"<title>(.*?)</title>", re.DOTALL)
 MODEL = re.compile(rb"<model>\s*(\w+)\s*</model>")
 
 
-def articles(content: bytes) -> Iterator[tuple[int, str | BadLine]]:
+def articles(content: bytes) -> Iterator[tuple[int, str | Bad]]:
     """Yield title and text of the articles in pages of a dump, and where the pages begin.
 
     Left out are redirects, other namespaces than 0, and pages without text.
@@ -31,19 +31,14 @@ def articles(content: bytes) -> Iterator[tuple[int, str | BadLine]]:
     while (begin := content.find(b"<page>", at)) >= 0:
         at = content.find(b"</page>", begin)
         if at < 0:
-            yield begin, BadLine("page cut short", "the dump ends within it")
+            yield begin, Bad("page cut short", "the dump ends within it")
             return
-        try:
-            text = _article(content[begin:at])
-        except BadLine as bad:
-            yield begin, bad
-        else:
-            if text:
-                yield begin, text
+        if article := _article(content[begin:at]):
+            yield begin, article
 
 
-def _article(page: bytes) -> str:
-    """Return the text of a page's newest revision, "" if it is no article."""
+def _article(page: bytes) -> str | Bad:
+    """Return the text of a page's newest revision, "" if it is no article, or what is wrong."""
     revision = page.rfind(b"<revision")
     head = page[: max(page.find(b"<revision"), 0)]
     namespace, title = NAMESPACE.search(head), TITLE.search(head)
@@ -53,22 +48,22 @@ def _article(page: bytes) -> str:
     inner = page.find(b">", begin) + 1
     end = page.find(b"</text>", inner)
     if revision < 0 or title is None or begin < 0 or (end < 0 and page[inner - 2 : inner] != b"/>"):
-        raise BadLine("damaged page", f"no {'title' if title is None else 'text'} in {page[:80]!r}")
+        return Bad("damaged page", f"no {'title' if title is None else 'text'} in {page[:80]!r}")
     model = MODEL.search(page, revision, begin)
     if end < 0 or (model and model[1] != b"wikitext"):
         return ""
-    name, text = _decode(title[1]).strip(), _decode(page[inner:end])
+    try:
+        name, text = _unescape(title[1]).strip(), _unescape(page[inner:end])
+    except UnicodeDecodeError as error:
+        return Bad("not UTF-8", f"byte 0x{error.object[error.start]:02x} in a page")
     if text.lstrip()[:9].upper() == "#REDIRECT":  # dumps of before 2011 do not mark them
         return ""
-    body = wikitext.text_of(text)
+    body = wikitext.article_text(text)
     return f"{name}\n\n{body}\n" if body else ""
 
 
-def _decode(content: bytes) -> str:
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadLine("not UTF-8", f"byte 0x{content[error.start]:02x} in a page") from None
+def _unescape(content: bytes) -> str:
+    text = content.decode("utf-8")
     for escaped, sign in (("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&#039;", "'"), ("&amp;", "&")):
         text = text.replace(escaped, sign)
     return text

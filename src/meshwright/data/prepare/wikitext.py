@@ -52,7 +52,7 @@ LEFT = re.compile(r"([(（])[ ,;:，；：、]{1,8}|[ ,;:，；：、]{1,8}([)�
 HEADING = re.compile(r"(={1,6})(.+?)(={1,6})")
 
 
-def text_of(page: str) -> str:
+def article_text(page: str) -> str:
     """Return the text of a page, "" if none is left."""
     text = _without_tags(COMMENT.sub("", page))
     text = _without_brackets(text)

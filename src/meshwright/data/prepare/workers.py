@@ -23,7 +23,7 @@ from itertools import islice
 from multiprocessing.connection import wait
 
 from meshwright.data.prepare.encoding import Array, Encoded, Encoder
-from meshwright.data.prepare.text import Piece
+from meshwright.data.prepare.pieces import Piece
 from meshwright.errors import HANG, UNEXPECTED, UserError
 
 Result = tuple[Piece, Encoded, list[Array]]  # the arrays are the tokens, one for each key

@@ -28,8 +28,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from meshwright.data.prepare.plain import LONGEST, TOO_LONG
-from meshwright.data.prepare.text import BadLine, parse
+from meshwright.data.prepare.pieces import lines_of
+from meshwright.data.prepare.plain import BOM
+from meshwright.data.prepare.records import LONGEST, TOO_LONG, Bad, parse_line
 from meshwright.errors import IO as IO_ERROR
 from meshwright.errors import UserError, bad_data
 from meshwright.files import replacing, write_lines
@@ -41,7 +42,7 @@ PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".parquet", ".arrow")
 
 
 @dataclass(frozen=True)
-class Rule:
+class Similarity:
     """When documents resemble each other, and how candidates are found."""
 
     key: str = "text"
@@ -62,52 +63,50 @@ class Outcome:
     is_unchanged: bool = False  # the output was there, with this content
 
 
-class Documents:
+class JsonDocuments:
     """The documents of several files of JSON lines, by number, read from the files when needed."""
 
     def __init__(self, paths: list[str], key: str, bad: SkippedLines) -> None:
         self.paths, self.key, self.bad = paths, key, bad
-        self.maps = [_map(path) for path in paths]
+        self.maps = [map_lines(path) for path in paths]
         self.size = sum(len(one) for one in self.maps)
-        self.files = np.zeros(0, np.uint16)
-        self.lines, self.begins, self.ends = (np.zeros(0, np.int64) for _ in range(3))
+        self.files, self.lines, self.begins, self.ends = (np.zeros(0, np.int64) for _ in range(4))
 
     def scan(self, advance: Callable[[int], None]) -> Iterator[str]:
         """Yield the texts in their order, count bad lines, and note where each text is."""
         places: list[tuple[int, int, int, int]] = []
         blocks: list[npt.NDArray[np.int64]] = []
         for number, (path, content) in enumerate(zip(self.paths, self.maps, strict=True)):
-            for line, (begin, end) in enumerate(_lines(content), 1):
-                advance(end - begin + 1)
-                try:
-                    view = memoryview(content)[begin:end] if end - begin <= LONGEST else memoryview(TOO_LONG)
-                    texts = parse(view, [self.key])
-                except BadLine as error:
-                    self.bad.count(error.kind, 1, f"{path}:{line}")
-                    continue
-                if texts is not None:
+            end = len(BOM) * (content[: len(BOM)] == BOM) - 1  # of the line before
+            for line, view in enumerate(lines_of(content, end + 1, len(content)), 1):
+                begin, end = end + 1, end + 1 + len(view)
+                advance(len(view) + 1)
+                texts = parse_line(view if len(view) <= LONGEST else memoryview(TOO_LONG), [self.key])
+                if isinstance(texts, Bad):
+                    self.bad.count(texts.kind, 1, f"{path}:{line}")
+                elif texts is not None:
                     places.append((number, line, begin, end))
                     if len(places) == 1 << 16:
                         blocks.append(np.array(places))
                         places.clear()
                     yield texts[0]
         table = np.concatenate([*blocks, np.array(places, np.int64).reshape(-1, 4)])
-        self.files, self.lines, self.begins, self.ends = table[:, 0].astype(np.uint16), *table[:, 1:].T.copy()
+        self.files, self.lines, self.begins, self.ends = table.T.copy()
 
     def line(self, i: int) -> bytes:
         """Return document i as it is in its file."""
         return bytes(memoryview(self.maps[self.files[i]])[self.begins[i] : self.ends[i]])
 
     def text(self, i: int) -> str:
-        texts = parse(memoryview(self.line(i)), [self.key])
-        assert texts
+        texts = parse_line(memoryview(self.line(i)), [self.key])
+        assert isinstance(texts, list)
         return texts[0]
 
     def place(self, i: int) -> str:
         return f"{self.paths[self.files[i]]}:{self.lines[i]}"
 
 
-def _map(path: str) -> mmap.mmap | bytes:
+def map_lines(path: str) -> mmap.mmap | bytes:
     if Path(path).is_dir():
         raise bad_data(f"{path} is a folder; join its files with `meshwright data merge-json`")
     if path.endswith(PACKED):
@@ -119,31 +118,25 @@ def _map(path: str) -> mmap.mmap | bytes:
         raise bad_data(f"{path}: {error.strerror}") from None
 
 
-def _lines(content: mmap.mmap | bytes) -> Iterator[tuple[int, int]]:
-    begin = 3 if content[:3] == b"\xef\xbb\xbf" else 0
-    while begin < len(content):
-        end = content.find(b"\n", begin)
-        end = len(content) if end < 0 else end
-        yield begin, end
-        begin = end + 1
-
-
-def run(paths: list[str], output: str, rule: Rule, report: str | None = None, overwrite: bool = False) -> Outcome:
+def deduplicate(
+    paths: list[str], output: str, rule: Similarity, report: str | None = None, overwrite: bool = False
+) -> Outcome:
     """Write what is kept to `output`, byte for byte, and to `report` why the others go."""
     target = Path(output)
     for path in {output, report} - {None}:
         if Path(str(path)).resolve() in {Path(one).resolve() for one in paths}:
             raise UserError(f"{path} is an input, too; choose another name for what is written")
     out = Outcome()
-    documents = Documents(paths, rule.key, out.bad)
+    documents = JsonDocuments(paths, rule.key, out.bad)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target.parent) as file:
             _write_keys(documents, rule, file, out)
             if not out.documents:
-                raise bad_data(f"{', '.join(paths)}: no document{_left_out(out)}; nothing was written")
+                skipped = f"; left out {out.bad}" if out.bad else ""
+                raise bad_data(f"{', '.join(paths)}: no document{skipped}; nothing was written")
             keys = np.memmap(file, np.uint64, "r", shape=(out.documents, rule.bands))
-            out.removed = choose(documents, *_buckets(keys), rule)
+            out.removed = choose_removed(documents, *_buckets(keys), rule)
             del keys
         kept = (documents.line(i).strip() for i in range(out.documents) if i not in out.removed)
         out.is_unchanged = not write_lines(target, kept, overwrite, "--output-file")
@@ -155,17 +148,13 @@ def run(paths: list[str], output: str, rule: Rule, report: str | None = None, ov
     return out
 
 
-def _left_out(out: Outcome) -> str:
-    return f"; left out {out.bad}" if out.bad else ""
-
-
-def _reasons(documents: Documents, out: Outcome) -> Iterator[bytes]:
+def _reasons(documents: JsonDocuments, out: Outcome) -> Iterator[bytes]:
     for i, (kept, index) in sorted(out.removed.items()):
         why = {"removed": documents.place(i), "kept": documents.place(kept), "jaccard": round(index, 4)}
         yield orjson.dumps(why) + b"\n"
 
 
-def _write_keys(documents: Documents, rule: Rule, file: IO[bytes], out: Outcome) -> None:
+def _write_keys(documents: JsonDocuments, rule: Similarity, file: IO[bytes], out: Outcome) -> None:
     """Write one key for each band of each document."""
     order = spares(rule)
     with progress_bar("fingerprints", documents.size) as advance:
@@ -175,7 +164,7 @@ def _write_keys(documents: Documents, rule: Rule, file: IO[bytes], out: Outcome)
     file.flush()
 
 
-def shingles(text: str, rule: Rule) -> Hashes:
+def shingles(text: str, rule: Similarity) -> Hashes:
     """Return the hashes of all pieces, sorted, each once."""
     size = rule.shingle
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32).astype(np.uint64)
@@ -196,7 +185,7 @@ def mix(x: Hashes) -> Hashes:
     return x ^ (x >> np.uint64(33))
 
 
-def spares(rule: Rule) -> npt.NDArray[np.int64]:
+def spares(rule: Similarity) -> npt.NDArray[np.int64]:
     """Return for each part the order in which others replace it, itself first."""
     rng, parts = np.random.Generator(np.random.PCG64(rule.seed)), rule.seeds
     out = np.array([rng.permutation(parts) for _ in range(parts)])
@@ -240,8 +229,8 @@ def _buckets(keys: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     return found[order], number[order]
 
 
-def choose(
-    documents: Documents, found: npt.NDArray[np.int64], buckets: npt.NDArray[np.int64], rule: Rule
+def choose_removed(
+    documents: JsonDocuments, found: npt.NDArray[np.int64], buckets: npt.NDArray[np.int64], rule: Similarity
 ) -> dict[int, tuple[int, float]]:
     """Return the documents that go, each with the kept one it resembles and their index."""
 

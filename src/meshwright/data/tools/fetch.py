@@ -1,6 +1,7 @@
 """`meshwright data fetch`: downloads that continue after a cut, checked if the SHA-256 is known.
 
-Hand-written on urllib, because no base dependency resumes a download.
+Hand-written on urllib: huggingface_hub's http_get resumes a download too, but it does not ask
+whether the server still has the same version of the file, and refuses files above 50 GB.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from meshwright.files import sha256 as sha256_of
 from meshwright.progress import progress_bar
 from meshwright.version import our_version
 
-BLOCK = 1 << 20
+BLOCK_BYTES = 1 << 20
 TRIES = 5  # in a row without a single new byte
 WAIT = 1.0  # seconds before the second try; doubled each time
 TIMEOUT = 60.0  # seconds without an answer
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownFile:
     """A file that a document names. Without a hash its contents cannot be verified."""
 
     url: str
@@ -44,27 +45,27 @@ class Known:
 _AMAZON = "https://s3.amazonaws.com/models.huggingface.co/bert"
 _ONEFLOW = "https://oneflow-public.oss-cn-beijing.aliyuncs.com/GPT/data/gpt_sample_dataset_text_document"
 KNOWN = {
-    "gpt2-vocab.json": Known(
+    "gpt2-vocab.json": KnownFile(
         f"{_AMAZON}/gpt2-vocab.json",
         "GPT-2's vocabulary, for --vocab-file",
         1042301,
         "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     ),
-    "gpt2-merges.txt": Known(
+    "gpt2-merges.txt": KnownFile(
         f"{_AMAZON}/gpt2-merges.txt",
         "GPT-2's merges, for --merge-file",
         456318,
         "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     ),
-    "oscar-1GB.jsonl.xz": Known(
+    "oscar-1GB.jsonl.xz": KnownFile(
         "https://huggingface.co/bigscience/misc-test-data/resolve/main/stas/oscar-1GB.jsonl.xz",
         "79,000 documents of OSCAR, for preprocess --input",
     ),
-    "gpt_sample_dataset_text_document.bin": Known(f"{_ONEFLOW}.bin", "OneFlow's sample, preprocessed: the tokens"),
-    "gpt_sample_dataset_text_document.idx": Known(f"{_ONEFLOW}.idx", "OneFlow's sample, preprocessed: the index"),
+    "gpt_sample_dataset_text_document.bin": KnownFile(f"{_ONEFLOW}.bin", "OneFlow's sample, preprocessed: the tokens"),
+    "gpt_sample_dataset_text_document.idx": KnownFile(f"{_ONEFLOW}.idx", "OneFlow's sample, preprocessed: the index"),
 }
 # Names that stand for several files.
-TOGETHER = {
+FILE_SETS = {
     "gpt2": ["gpt2-vocab.json", "gpt2-merges.txt"],
     "oscar": ["oscar-1GB.jsonl.xz"],
     "oneflow-sample": ["gpt_sample_dataset_text_document.bin", "gpt_sample_dataset_text_document.idx"],
@@ -75,11 +76,11 @@ class Cut(Exception):
     """The connection ended early or gave an error that may pass."""
 
 
-def run(names: list[str], output: Path, sha256: str | None, dry_run: bool) -> None:
+def fetch_files(names: list[str], output: Path, sha256: str | None, dry_run: bool) -> None:
     if not names:
         print("\n".join(["meshwright data fetch NAME ... fetches", *describe_known(), "and any http(s) address."]))
-    for name, known in resolve(names, sha256).items():
-        print(f"would fetch {known.url} to {output / name}" if dry_run else fetch(name, known, output), flush=True)
+    for name, known in resolve_names(names, sha256).items():
+        print(f"would fetch {known.url} to {output / name}" if dry_run else fetch_file(name, known, output), flush=True)
 
 
 def describe_known() -> list[str]:
@@ -87,29 +88,29 @@ def describe_known() -> list[str]:
     for name, known in KNOWN.items():
         size = f"{known.size:,} bytes, SHA-256 known" if known.size else "SHA-256 not known"
         out += [f"  {name:<38} {known.what} ({size})", f"  {'':<38} {known.url}"]
-    return out + [f"  {word:<38} {' and '.join(names)}" for word, names in TOGETHER.items()]
+    return out + [f"  {word:<38} {' and '.join(names)}" for word, names in FILE_SETS.items()]
 
 
-def resolve(names: list[str], sha256: str | None) -> dict[str, Known]:
+def resolve_names(names: list[str], sha256: str | None) -> dict[str, KnownFile]:
     """Return what to fetch under each file name, for names of the table and for addresses."""
     if sha256 and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise UserError(f"--sha256 {sha256} is not 64 hexadecimal digits")
     out = {}
-    for name in (n for given in names for n in TOGETHER.get(given, [given])):
+    for name in (n for given in names for n in FILE_SETS.get(given, [given])):
         if known := KNOWN.get(name):
             out[name] = replace(known, sha256=known.sha256 or sha256)
             if sha256 and known.sha256 not in (None, sha256.lower()):
                 raise UserError(f"--sha256 {sha256}, but {name} has {known.sha256}; leave the flag out")
             continue
         if not is_address(name):
-            known_names = ", ".join([*TOGETHER, *KNOWN])
+            known_names = ", ".join([*FILE_SETS, *KNOWN])
             raise UserError(
                 f"{name!r} is neither an http(s) address nor one of {known_names}; `meshwright data fetch` lists them"
             )
         base = urllib.parse.unquote(urllib.parse.urlsplit(name).path).rpartition("/")[2]
         if base in ("", ".", "..") or "\0" in base:
             raise UserError(f"{name} has no file name at its end")
-        out[base] = Known(name, "", None, sha256)
+        out[base] = KnownFile(name, "", None, sha256)
     return out
 
 
@@ -123,7 +124,7 @@ def is_address(name: str) -> bool:
     return parts.scheme in ("http", "https") and has_host and name.isprintable() and " " not in name
 
 
-def fetch(name: str, known: Known, folder: Path) -> str:
+def fetch_file(name: str, known: KnownFile, folder: Path) -> str:
     """Fetch one file into the folder unless it is there; return a line about it."""
     path = folder / name
     make_folder(folder, "--output")
@@ -134,7 +135,7 @@ def fetch(name: str, known: Known, folder: Path) -> str:
         raise UserError(f"{error.filename or path} cannot be written: {error.strerror or error}", IO) from None
 
 
-def check_present(path: Path, known: Known) -> str:
+def check_present(path: Path, known: KnownFile) -> str:
     digest = sha256_of(path)
     if known.sha256 and digest != known.sha256.lower():
         raise bad_data(
@@ -143,7 +144,7 @@ def check_present(path: Path, known: Known) -> str:
     return f"{path}: there already, {'SHA-256 verified' if known.sha256 else f'not verified (SHA-256 {digest})'}"
 
 
-def fetch_missing(path: Path, known: Known) -> str:
+def fetch_missing(path: Path, known: KnownFile) -> str:
     for begun in find_parts(path, known.url):
         notice(f"{begun} has {begun.stat().st_size:,} bytes; continuing from there")
     part = download(known.url, path)
@@ -172,11 +173,11 @@ def short_hash(text: str) -> str:
 
 
 def download(url: str, path: Path) -> Path:
-    """Receive the whole file, trying again as long as there is progress; return its part."""
+    """Receive the complete file, trying again as long as there is progress; return its part."""
     tries, got = 0, 0
     while True:
         try:
-            return receive(url, path)
+            return receive_file(url, path)
         except Cut as cut:
             reason = str(cut)
         parts, before = find_parts(path, url), got
@@ -194,7 +195,7 @@ def download(url: str, path: Path) -> Path:
     )
 
 
-def receive(url: str, path: Path) -> Path:
+def receive_file(url: str, path: Path) -> Path:
     """Use one connection, from where the part ends; return the complete part.
 
     Raise Cut for a failure that may pass. The name of a part has hashes of the address and of the
@@ -218,7 +219,7 @@ def receive(url: str, path: Path) -> Path:
                 if is_partial:
                     raise Cut("the file has changed")
                 have = 0
-            save(answer, part, have)
+            save_answer(answer, part, have)
             return part
     except urllib.error.HTTPError as error:
         if error.code == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and begun:
@@ -235,7 +236,7 @@ def receive(url: str, path: Path) -> Path:
         raise Cut(f"{getattr(cause, 'strerror', None) or cause or type(error).__name__}") from None
 
 
-def save(answer: http.client.HTTPResponse, part: Path, have: int) -> None:
+def save_answer(answer: http.client.HTTPResponse, part: Path, have: int) -> None:
     """Write the answer to the part, from byte `have` on."""
     length = answer.headers.get("Content-Length", "")
     total = have + int(length) if length.isdigit() else None
@@ -243,7 +244,7 @@ def save(answer: http.client.HTTPResponse, part: Path, have: int) -> None:
     with part.open("r+b" if have else "wb") as file, progress_bar(part.name, total) as advance:
         file.seek(have)
         advance(have)
-        while block := answer.read1(BLOCK):
+        while block := answer.read1(BLOCK_BYTES):
             file.write(block)
             advance(len(block))
         got = file.tell()

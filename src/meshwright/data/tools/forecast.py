@@ -20,7 +20,7 @@ from meshwright import console
 from meshwright.data.blend import Composite, blend_order
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.sets import SetPart, SetSpec, find_parts, needed_sets
-from meshwright.data.tools.statistics import text_of
+from meshwright.data.tools.statistics import decode_ids
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.files import make_folder
 from meshwright.settings import data_paths
@@ -189,13 +189,13 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
     if as_json:
         places = [{"position": first, "tokens": stop - first, "from": place} for first, stop, place in found]
         facts = {"set": name, "sample": number, "ids": ids, "pieces": places}
-        print(json.dumps({**facts, "text": text_of(tokenizer, ids)} if tokenizer else facts))
+        print(json.dumps({**facts, "text": decode_ids(tokenizer, ids)} if tokenizer else facts))
         return
     print(f"sample {number:,} of {name}: {len(ids):,} tokens, the last of which is only predicted")
     for first, stop, place in found:
         some = ids[first:stop]
         print(f"--- {len(some):,} tokens from {place}")
-        print(text_of(tokenizer, some) if tokenizer else " ".join(map(str, some)))
+        print(decode_ids(tokenizer, some) if tokenizer else " ".join(map(str, some)))
 
 
 def find_stretches(dataset: Dataset, number: int) -> list[tuple[int, int, str]]:

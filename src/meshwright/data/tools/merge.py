@@ -28,11 +28,11 @@ from meshwright.files import lock, make_folder
 from meshwright.progress import progress_bar
 from meshwright.settings.schema import TokenizerFlags
 
-TOGETHER = 8  # files copied at a time by --merge distributed: enough to hide the latency of a network disk
-PROBE = 1 << 14  # tokens at both ends of each shard that are read again at the end
-STEP = 1 << 27  # bytes asked of the kernel at a time, so that the bar moves
+COPIES_AT_ONCE = 8  # files copied at a time by --merge distributed: enough to hide the latency of a network disk
+PROBE_TOKENS = 1 << 14  # tokens at both ends of each shard that are read again at the end
+KERNEL_STEP = 1 << 27  # bytes asked of the kernel at a time, so that the bar moves
 # The kernel cannot copy between these two files, but reading and writing can.
-CANNOT = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
+CANNOT_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class Shard:
     documents: int
 
 
-def find(folder: str, output_prefix: str) -> list[str]:
+def find_pairs(folder: str, output_prefix: str) -> list[str]:
     """Return the prefix of every pair of files in a folder, sorted, but for an earlier output."""
-    place = Path(folder)
-    if not place.is_dir():
+    root = Path(folder)
+    if not root.is_dir():
         raise bad_data(f"--input {folder} is not a folder; give the one that holds the .bin/.idx files")
-    indices, tokens = ({path.stem for path in place.glob(f"*{end}")} for end in (".idx", ".bin"))
+    indices, tokens = ({path.stem for path in root.glob(f"*{end}")} for end in (".idx", ".bin"))
     lone = sorted(indices ^ tokens)
     if lone:
         what = ".idx without a .bin" if lone[0] in indices else ".bin without an .idx"
         more = f" ({len(lone)} such files)" if len(lone) > 1 else ""
-        raise bad_data(f"{place / lone[0]} is a {what}{more}; complete it, or move it away")
-    found = [str(place / name) for name in sorted(indices)]
+        raise bad_data(f"{root / lone[0]} is a {what}{more}; complete it, or move it away")
+    found = [str(root / name) for name in sorted(indices)]
     own = [prefix for prefix in found if is_same_pair(prefix, output_prefix)]
     if own:
         notice(f"{own[0]} is the output, so it is not read")
@@ -68,7 +68,7 @@ def is_same_pair(a: str, b: str) -> bool:
     return Path(f"{a}.bin").resolve() == Path(f"{b}.bin").resolve()
 
 
-def merge(prefixes: list[str], output_prefix: str, together: bool, overwrite: bool = False) -> Shard | None:
+def merge_pairs(prefixes: list[str], output_prefix: str, together: bool, overwrite: bool = False) -> Shard | None:
     """Join pairs of files made with one tokenizer, and keep it beside the result.
 
     Return None if the same pairs were joined there before.
@@ -77,7 +77,7 @@ def merge(prefixes: list[str], output_prefix: str, together: bool, overwrite: bo
     lacking = [prefix for prefix in prefixes if not tokenizers.folder_of(prefix).is_dir()]
     files = [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx")]
     made_from = {"command": "data merge", "inputs": origin.inputs_of([file for file in files if Path(file).exists()])}
-    is_other = not any(is_same_pair(prefix, output_prefix) for prefix in prefixes)  # else `join` refuses it
+    is_other = not any(is_same_pair(prefix, output_prefix) for prefix in prefixes)  # else `join_pairs` refuses it
     if is_other and is_made(output_prefix, made_from, overwrite):
         return None
     if found and lacking:
@@ -91,10 +91,10 @@ def merge(prefixes: list[str], output_prefix: str, together: bool, overwrite: bo
                 tokenizers.build_tokenizer(TokenizerFlags(), found), tokenizers.folder_of(output_prefix)
             )
 
-    return join(prefixes, output_prefix, together, keep)
+    return join_pairs(prefixes, output_prefix, together, keep)
 
 
-def join(
+def join_pairs(
     prefixes: list[str], output_prefix: str, together: bool, keep: Callable[[Writer], None] = lambda writer: None
 ) -> Shard:
     """Join pairs of files in the given order, and compare what was written with them.
@@ -103,7 +103,7 @@ def join(
     """
     if any(is_same_pair(prefix, output_prefix) for prefix in prefixes):
         raise UserError(f"--output-prefix {output_prefix} is one of the files that are read; choose another")
-    shards = [describe(prefix) for prefix in prefixes]
+    shards = [measure_pair(prefix) for prefix in prefixes]
     dtype = shards[0].dtype
     for shard in shards:
         if shard.dtype != dtype:
@@ -125,7 +125,7 @@ def join(
     return Shard(output_prefix, dtype, writer.tokens, writer.sequences, writer.documents)
 
 
-def describe(prefix: str) -> Shard:
+def measure_pair(prefix: str) -> Shard:
     """Open a pair, which checks it in full, and return its sizes."""
     indexed = Indexed(prefix, in_full=True)
     return Shard(prefix, indexed.dtype, len(indexed.tokens), len(indexed), len(indexed.doc_idx) - 1)
@@ -147,21 +147,23 @@ def append_index(writer: Writer, shard: Shard) -> int:
 def copy_all(shards: list[Shard], places: list[int], target: int, together: bool) -> None:
     """Copy each shard's bytes to its place, several at a time if `together`."""
     sizes = [shard.tokens * shard.dtype.itemsize for shard in shards]
-    with progress_bar("merging", sum(sizes)) as advance, ThreadPoolExecutor(TOGETHER if together else 1) as pool:
+    with progress_bar("merging", sum(sizes)) as advance, ThreadPoolExecutor(COPIES_AT_ONCE if together else 1) as pool:
         prefixes = [shard.prefix for shard in shards]
-        list(pool.map(copy, prefixes, repeat(target), places, sizes, repeat(advance)))  # an error cancels the rest
+        # An error cancels the rest.
+        list(pool.map(copy_tokens, prefixes, repeat(target), places, sizes, repeat(advance)))
 
 
-def copy(prefix: str, target: int, place: int, size: int, advance: Callable[[int], None]) -> None:
+def copy_tokens(prefix: str, target: int, place: int, size: int, advance: Callable[[int], None]) -> None:
     with open(f"{prefix}.bin", "rb") as source:
         done, by_kernel = 0, hasattr(os, "copy_file_range")
         while done < size:
             copied = 0
             if by_kernel:
                 try:
-                    copied = os.copy_file_range(source.fileno(), target, min(STEP, size - done), done, place + done)
+                    count = min(KERNEL_STEP, size - done)
+                    copied = os.copy_file_range(source.fileno(), target, count, done, place + done)
                 except OSError as error:
-                    if error.errno not in CANNOT:
+                    if error.errno not in CANNOT_COPY:
                         raise
                 by_kernel = copied > 0  # some network disks return 0
             if not by_kernel:
@@ -174,7 +176,7 @@ def copy(prefix: str, target: int, place: int, size: int, advance: Callable[[int
 
 def check_result(shards: list[Shard], output_prefix: str) -> None:
     """Open the merged pair, and compare the first and last tokens of each shard."""
-    made, place = describe(output_prefix), 0
+    made, place = measure_pair(output_prefix), 0
     if (made.sequences, made.documents) != (sum(s.sequences for s in shards), sum(s.documents for s in shards)):
         raise UserError(
             f"{output_prefix}.idx holds {made.sequences:,} sequences, not those of its parts: merge again", IO
@@ -184,8 +186,8 @@ def check_result(shards: list[Shard], output_prefix: str) -> None:
         for shard in shards:
             with open(f"{shard.prefix}.bin", "rb") as source:
                 tokens = Column(source, shard.dtype, shard.tokens)
-                for start in {0, max(shard.tokens - PROBE, 0)}:
-                    stop = min(start + PROBE, shard.tokens)
+                for start in {0, max(shard.tokens - PROBE_TOKENS, 0)}:
+                    stop = min(start + PROBE_TOKENS, shard.tokens)
                     if not np.array_equal(tokens.read(start, stop), result.read(place + start, place + stop)):
                         raise UserError(
                             f"{output_prefix}.bin differs from {shard.prefix}.bin at token {place + start:,}: "

@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 import orjson
 
-from meshwright.data.prepare.folders import OTHER, Choice, PassedOver, suffix_of, walk
-from meshwright.data.prepare.plain import BOM, LONGEST, PIECE, TOO_LONG, decode
-from meshwright.data.prepare.text import BadLine, parse
+from meshwright.data.prepare.folders import OTHER_SUFFIX, NameFilter, PassedOver, suffix_of, walk
+from meshwright.data.prepare.plain import BOM, PIECE, decode
+from meshwright.data.prepare.records import LONGEST, TOO_LONG, Bad, parse_line
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.files import write_lines
 from meshwright.progress import SkippedLines
@@ -36,17 +36,17 @@ class Merged:
         return f"; left out {self.bad}" if self.bad else ""
 
 
-def merge(folder: str, output: str, each_line: bool, overwrite: bool = False) -> Merged:
+def merge_json_files(folder: str, output: str, each_line: bool, overwrite: bool = False) -> Merged:
     """Join files in the order of their names; the output appears once complete.
 
     A file of other content is replaced only with `overwrite`.
     """
-    place, target = Path(folder), Path(output)
-    if not place.is_dir():
+    root, target = Path(folder), Path(output)
+    if not root.is_dir():
         raise bad_data(f"{folder} is not a folder; --json-path must name the one that holds the files")
     own = target.resolve()
-    paths = sorted(p for p in place.iterdir() if p.suffix in ENDINGS and p.is_file() and p.resolve() != own)
-    out = Merged(passed=_passed_over(place, {*paths, own}))
+    paths = sorted(p for p in root.iterdir() if p.suffix in ENDINGS and p.is_file() and p.resolve() != own)
+    out = Merged(passed=_passed_over(root, {*paths, own}))
     advice = f"; {out.passed.line(READ_BY)}" if out.passed else ""
     if not paths:
         raise bad_data(f"{folder} holds no {', '.join('*' + e for e in ENDINGS)} file{advice}")
@@ -72,13 +72,13 @@ def _all(paths: list[Path], each_line: bool, out: Merged) -> Iterator[bytes]:
         raise bad_data(f"{missing}; nothing was written")
 
 
-def _passed_over(place: Path, read: set[Path]) -> PassedOver:
+def _passed_over(root: Path, read: set[Path]) -> PassedOver:
     """Count the files that are not read, but for hidden ones."""
     out = PassedOver()
-    for path, _ in walk(str(place), Choice(), out):
-        if place / path not in read and (place / path).resolve() not in read:
+    for path, _ in walk(str(root), NameFilter(), out):
+        if root / path not in read and (root / path).resolve() not in read:
             is_other = Path(path).suffix not in ENDINGS
-            out[OTHER + (suffix_of(path) or "no suffix") if is_other else "in folders of this one"] += 1
+            out[OTHER_SUFFIX + (suffix_of(path) or "no suffix") if is_other else "in folders of this one"] += 1
     return out
 
 
@@ -89,12 +89,10 @@ def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
     with path.open("rb", buffering=PIECE) as file:
         content = lines(file) if not is_one else [TOO_LONG if path.stat().st_size > LONGEST else file.read()]
         for number, line in enumerate(content, start=1):
-            try:
-                document = convert(line.removeprefix(BOM) if number == 1 else line)
-            except BadLine as bad:
-                out.bad.count(bad.kind, 1, str(path) if is_one else f"{path}:{number}")
-                continue
-            if document:
+            document = convert(line.removeprefix(BOM) if number == 1 else line)
+            if isinstance(document, Bad):
+                out.bad.count(document.kind, 1, str(path) if is_one else f"{path}:{number}")
+            elif document:
                 yield document
 
 
@@ -107,11 +105,13 @@ def lines(file: BinaryIO) -> Iterator[bytes]:
         yield TOO_LONG if too_long else line
 
 
-def require_object(line: bytes) -> bytes:
-    parse(memoryview(line), [])
-    return line.strip()
+def require_object(line: bytes) -> bytes | Bad:
+    unit = parse_line(memoryview(line), [])
+    return unit if isinstance(unit, Bad) else line.strip()
 
 
-def text_to_json(text: bytes) -> bytes:
-    content = decode(text, "")
-    return orjson.dumps({"text": content.replace("\r\n", "\n")}) if content and not content.isspace() else b""
+def text_to_json(content: bytes) -> bytes | Bad:
+    text = decode(content, "")
+    if isinstance(text, Bad):
+        return text
+    return orjson.dumps({"text": text}) if text and not text.isspace() else b""

@@ -96,14 +96,14 @@ def summary(indexed: Indexed, top: int, tokenizer: Tokenizer | None) -> dict[str
         order = np.argsort(-counts, kind="stable")[:top]
         out["distinct_tokens"] = int(np.count_nonzero(counts))
         out["most_frequent"] = [
-            {"id": int(i), "count": int(counts[i]), **({"text": text_of(tokenizer, [int(i)])} if tokenizer else {})}
+            {"id": int(i), "count": int(counts[i]), **({"text": decode_ids(tokenizer, [int(i)])} if tokenizer else {})}
             for i in order
             if counts[i]
         ]
     return out
 
 
-def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+def decode_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Return the text of ids, which must be the tokenizer's."""
     for i in ids:
         if not 0 <= i < tokenizer.size:
@@ -112,14 +112,14 @@ def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return tokenizer.decode(ids)
 
 
-def table(facts: dict[str, Any]) -> list[str]:
+def format_summary(facts: dict[str, Any]) -> list[str]:
     """Format the summary for people."""
     out = [
         f"{facts['prefix']}: {facts['documents']:,} documents, {facts['sequences']:,} sequences, {facts['tokens']:,} "
         f"tokens ({facts['dtype']}, {facts['bytes']:,} bytes)",
         *([f"tokenizer: {facts['tokenizer']}, in {facts['tokenizer_folder']}"] if "tokenizer" in facts else []),
         "",
-        f"tokens of a document: {facts['mean_length']:,.1f} on average; not more than",
+        f"document length in tokens: mean {facts['mean_length']:,.1f}; percentiles:",
         "  " + "  ".join(f"{float(share):.0%} {value:,}" for share, value in facts["quantiles"].items()),
         "",
     ]
@@ -135,7 +135,7 @@ def table(facts: dict[str, Any]) -> list[str]:
     return out
 
 
-def draw(facts: dict[str, Any], path: Path) -> None:
+def draw_histogram(facts: dict[str, Any], path: Path) -> None:
     """Draw the histogram; the name's ending chooses the format."""
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--picture {path}: the name must end with .png, .svg or .pdf")
@@ -165,7 +165,7 @@ def describe_document(indexed: Indexed, number: int, tokenizer: Tokenizer | None
     start = indexed.tokens_of(0, first)
     ids = indexed.tokens[start : start + indexed.tokens_of(first, end)].tolist()
     out = dict(document=number, first_sequence=first, sequences=end - first, first_token=start, tokens=len(ids))
-    return {**out, "text": text_of(tokenizer, ids)} if tokenizer else {**out, "ids": ids}
+    return {**out, "text": decode_ids(tokenizer, ids)} if tokenizer else {**out, "ids": ids}
 
 
 def one_line(facts: dict[str, Any]) -> str:

@@ -1,0 +1,254 @@
+"""Cut texts, JSON lines, tables and archives into pieces of about a megabyte.
+
+Where pieces begin depends on the input alone, so that an interrupted run continues at a piece and
+several machines can share them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
+
+from meshwright.data.prepare import containers, markup, plain, records, tables, wiki
+from meshwright.data.prepare.folders import NOT_CHOSEN
+from meshwright.data.prepare.inputs import JSON_NAME, JSON_START, Input, Inputs, find_inputs, name_filter
+from meshwright.data.prepare.pieces import Broken, LinesAt, LinesHere, Piece, Rows, SmallFiles, Text, TextAt, TextsHere
+from meshwright.data.prepare.plain import BOM, HTML_NAME, JSON_LINES, PIECE
+from meshwright.data.prepare.records import TOO_LONG, Bad, expected_format
+from meshwright.errors import IO, UserError, bad_data
+from meshwright.settings.text_inputs import TextInputs
+
+MOST_FILES = 1000  # in a piece
+# How a JSON document of several lines begins, which files called .json mostly are.
+SPREAD_JSON = re.compile(rb"(\xef\xbb\xbf)?\s*[\[{][ \t\r]*\n")
+
+
+def cut_inputs(inputs: list[Input], given: TextInputs, rank: int = 0, size: int = 1) -> Iterator[Piece]:
+    """Yield one rank's pieces, a range of the bytes, in the order of the documents."""
+    total, base = sum(max(one.bytes, 1) for one in inputs), 0
+    for number, one in enumerate(inputs):
+        if one.kind != "stream":
+            at = 0
+            for piece in cut_input(number, one, given):
+                if (base + at) * size // total == rank:
+                    yield piece
+                at = piece.behind
+        elif base * size // total == rank:
+            yield from cut_stream_of(number, one, given)
+        base += max(one.bytes, 1)
+
+
+def cut_input(number: int, one: Input, given: TextInputs) -> Iterator[Piece]:
+    """Yield the pieces of anything but a stream."""
+    separator = wiki.PAGES if one.is_wiki else given.document_separator
+    if one.kind in ("lines", "text"):
+        for begin in range(0, one.bytes, PIECE):
+            end = min(begin + PIECE, one.bytes)
+            if one.kind == "lines":
+                yield LinesAt(number, one.path, begin, end, end)
+            else:
+                yield TextAt(number, one.path, begin, end, separator, one.folder is None, end)
+    elif one.kind == "small files":
+        begin = end = 0
+        paths: list[str] = []
+        for left, (path, size, _) in zip(reversed(range(len(one.files))), one.files, strict=True):
+            paths.append(path)
+            end += max(size, 1)
+            if end - begin >= PIECE or len(paths) == MOST_FILES or not left:
+                yield SmallFiles(number, one.path, begin, end, separator, one.folder is None, end, tuple(paths))
+                begin, paths = end, []
+    else:
+        try:
+            for begin, end, behind, start in tables.spans(one.path, one.kind, one.bytes, PIECE):
+                yield Rows(number, one.path, begin, behind, end, one.kind, start)
+        except containers.DamagedInput as error:
+            yield Broken(number, one.path, behind=one.bytes, why=str(error))
+
+
+def cut_stream_of(number: int, one: Input, given: TextInputs) -> Iterator[Piece]:
+    """Yield what can be read; after damage, a last piece says why."""
+    path, separator = one.path, given.document_separator
+    file = open_input(path)
+    try:
+        stream = containers.unpacked(containers.buffered(file))
+        start = containers.peek(stream)
+        members = _archive(file, stream, one)
+        begin = 0
+        if members is not None:
+            for begin, texts in _joined_members(_chosen(members, given), separator):
+                at = containers.position(file)
+                yield TextsHere(number, path, begin, at, separator, False, tuple(texts))
+        elif JSON_NAME.search(path) or JSON_START.match(start):
+            _require_text(path, start)
+            for lines in plain.cut_stream(_without_mark(stream), PIECE, JSON_LINES):
+                yield LinesHere(number, path, begin, containers.position(file), lines)
+                begin += lines.count(b"\n")
+        else:
+            if one.folder is None:
+                _require_text(path, start)
+            if wiki.IS_DUMP.match(start):
+                separator = wiki.PAGES
+            for part in _parts(path, stream, separator):
+                at = containers.position(file)
+                yield TextsHere(number, path, begin, at, separator, one.folder is None, (("", part),))
+                begin += part.count(b"\n")
+    except containers.DAMAGES as error:
+        yield Broken(number, path, why=str(error) or type(error).__name__)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read to its end: {error.strerror or error}", IO) from None
+    finally:
+        if path != "-":
+            file.close()
+
+
+Member = tuple[str, BinaryIO | Exception | Bad]
+
+
+def _archive(file: BinaryIO, stream: BinaryIO, one: Input) -> Iterator[Member] | None:
+    """Return the members if a stream is an archive."""
+    if containers.is_archive(stream):
+        return containers.members(stream)
+    if containers.kind_of_bytes(containers.peek(stream)) != "zip":
+        return None
+    if one.bytes:
+        file.seek(0)
+        if containers.kind_of_bytes(containers.peek(file)) == "zip":
+            return containers.zip_members(file)
+    raise bad_data(f"--input {one.path} is a zip archive in a stream: give it as a plain file")
+
+
+def _chosen(members: Iterator[Member], given: TextInputs) -> Iterator[Member]:
+    """Pass over the members that --include and --exclude do not choose."""
+    for name, stream in members:
+        refused = name_filter(given).refusal(name, is_named=True)
+        yield name, Bad(NOT_CHOSEN, is_passed=True) if refused else stream
+
+
+def _require_text(path: str, start: bytes) -> None:
+    """Raise if a stream turns out to hold something else than text."""
+    if other := containers.foreign_encoding(start):
+        raise bad_data(f"--input {path} {other}")
+    if (kind := containers.kind_of_bytes(start)) in ("parquet", "arrow"):
+        raise bad_data(f"--input {path} is a table ({kind}) in a stream: give it as a plain file")
+
+
+def _joined_members(members: Iterator[Member], separator: str) -> Iterator[tuple[int, list[Text]]]:
+    """Yield texts and JSON lines, about a piece at a time, and how many lines of the first member
+    earlier pieces hold.
+    """
+    kept: list[Text] = []
+    have = begin = 0
+    try:
+        for name, lines, part in _member_parts(members, separator):
+            if kept and lines and isinstance(part, bytes) and isinstance(kept[-1][1], bytes):
+                kept[-1] = (name, kept[-1][1] + part)
+            else:
+                begin = begin if kept else lines
+                kept.append((name, part))
+            have += len(part) if isinstance(part, bytes) else 0
+            if have >= PIECE or len(kept) == MOST_FILES:
+                yield begin, kept
+                kept, have = [], 0
+    except containers.DAMAGES:
+        if kept:
+            yield begin, kept
+        raise
+    if kept:
+        yield begin, kept
+
+
+def _member_parts(members: Iterator[Member], separator: str) -> Iterator[tuple[str, int, bytes | Bad]]:
+    """Yield name, number of lines before in the same member, and content.
+
+    Damage of a member is reported once the next one begins: otherwise the archive is cut short.
+    """
+    damage: list[tuple[str, int, Bad]] = []
+    for name, stream in members:
+        lines = 0
+        if isinstance(stream, Bad):
+            yield name, 0, stream
+            continue
+        try:
+            if isinstance(stream, Exception):
+                raise stream
+            yield from damage
+            damage = []
+            start = containers.peek(stream)
+            if refused := _refused_member(name, start):
+                yield name, 0, Bad(refused, is_passed=True)
+                continue
+            for part in _parts(name, stream, separator):
+                yield name, lines, part
+                lines += part.count(b"\n")
+        except containers.DAMAGES as error:
+            damage = [(name, 0, Bad("damaged member", str(error)))]
+    yield from damage
+
+
+def _refused_member(name: str, start: bytes) -> str:
+    if wiki.IS_DUMP.match(start):
+        return "wiki dumps in an archive"
+    return "not JSON lines" if name.lower().endswith(".json") and SPREAD_JSON.match(start) else ""
+
+
+def _parts(name: str, stream: BinaryIO, separator: str) -> Iterator[bytes]:
+    """Yield JSON lines or documents in pieces, a page of HTML at once."""
+    start = containers.peek(stream)
+    if containers.foreign_encoding(start):
+        yield start  # enough to name the encoding
+    elif JSON_NAME.search(name):
+        yield from plain.cut_stream(_without_mark(stream), PIECE, JSON_LINES)
+    elif HTML_NAME.search(name) or markup.IS_HTML.match(start):
+        page = stream.read(records.LONGEST + 1)
+        yield page if len(page) <= records.LONGEST else TOO_LONG
+    else:
+        yield from plain.cut_stream(_without_mark(stream), PIECE, separator) if start else [b""]
+
+
+def _without_mark(stream: BinaryIO) -> Iterator[bytes]:
+    if containers.peek(stream).startswith(BOM):
+        stream.read(len(BOM))
+    return containers.chunks(stream)
+
+
+def open_input(path: str) -> BinaryIO:
+    if path == "-":
+        if sys.stdin is None:
+            raise UserError("--input - cannot be read: the standard input is closed; give it a file or a pipe", IO)
+        return sys.stdin.buffer
+    try:
+        return open(path, "rb", buffering=PIECE)
+    except OSError as error:
+        raise UserError(f"--input {path} cannot be read: {error.strerror}", IO) from None
+
+
+def read_texts(
+    given: TextInputs, found: Inputs | None = None, advance: Callable[[int], None] = lambda count: None
+) -> Iterator[str]:
+    """Yield every text of the inputs; raise for the first bad line.
+
+    Files that turn out to hold no text are added to those that `found` passed over; `advance` gets
+    the number of bytes that are done.
+    """
+    found = found or find_inputs(given)
+    is_start, units_before, done = True, dict[int, int](), (0, 0)
+    keys = list(dict.fromkeys(given.json_keys))
+    for piece in cut_inputs(found.inputs, given):
+        if isinstance(piece, Broken):
+            raise bad_data(str(piece))
+        before, count = units_before.get(piece.number, 0), 0
+        for unit in piece.units(keys):
+            if isinstance(unit, Bad):
+                if not unit.is_passed:
+                    place = piece.place(count, keys, before)
+                    raise bad_data(f"{place}: {unit}{expected_format(unit, is_start)}")
+                found.passed.note(unit.kind, unit.place)
+            elif unit:
+                is_start = False
+                yield from unit
+            count += 1
+        units_before[piece.number] = before + count
+        advance(max(piece.behind - (done[1] if piece.number == done[0] else 0), 0))
+        done = (piece.number, piece.behind)

@@ -1,0 +1,255 @@
+"""Pieces of the input, of about a megabyte each: what one holds, and the units read from it.
+
+A piece of a plain file or of a table is a range, which the worker reads; a piece of a stream, which
+can only be read in order, holds the bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from meshwright.data.prepare import containers, plain, tables
+from meshwright.data.prepare.folders import shown
+from meshwright.data.prepare.inputs import JSON_NAME, START, is_json_lines
+from meshwright.data.prepare.plain import JSON_LINES, PIECE, Span
+from meshwright.data.prepare.records import Bad, Unit, check_row, parse_line
+
+JSON_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON array of objects begins
+
+Text = tuple[str, bytes | Bad]  # a name, and what is in it or why nothing is
+
+
+@dataclass(frozen=True)
+class Piece(ABC):
+    number: int  # of its input
+    path: str
+    begin: int = 0  # of a file in bytes, of a table in rows; of a stream or the first of texts, lines ahead of it
+    behind: int = 0  # bytes of the input that are done with it
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """Return the size of what is read; 0 if only the texts in it count."""
+
+    @abstractmethod
+    def units(self, keys: list[str]) -> Iterator[Unit]:
+        """Yield the texts under the keys of each line, row or text, or what is wrong."""
+
+    @abstractmethod
+    def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
+        """Name the place of a unit.
+
+        `before`: units of the same input in earlier pieces, from byte `entered` of it on.
+        """
+
+
+@dataclass(frozen=True)
+class LinesAt(Piece):
+    """JSON lines that begin within a range of a file's bytes."""
+
+    end: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+    def units(self, keys: list[str]) -> Iterator[Unit]:
+        span, _ = plain.read_span(self.path, self.begin, self.end, JSON_LINES)
+        yield from line_units(span, keys, not self.begin)
+
+    def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
+        return f"{shown(self.path)}:{count_lines(self.path, entered) + before + unit + 1}"
+
+
+@dataclass(frozen=True)
+class LinesHere(Piece):
+    """JSON lines of a stream."""
+
+    content: bytes = b""
+
+    @property
+    def size(self) -> int:
+        return len(self.content)
+
+    def units(self, keys: list[str]) -> Iterator[Unit]:
+        yield from line_units((self.content, 0, len(self.content)), keys, not self.begin)
+
+    def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
+        return f"{shown(self.path)}:{before + unit + 1}"
+
+
+@dataclass(frozen=True)
+class Rows(Piece):
+    """Rows [begin, end) of a table."""
+
+    end: int = 0
+    kind: str = "parquet"
+    start: tables.Start = (0, 0)
+
+    @property
+    def size(self) -> int:
+        return 0
+
+    def units(self, keys: list[str]) -> Iterator[Unit]:
+        try:
+            for row in tables.rows(self.path, self.kind, self.start, self.begin, self.end, keys):
+                yield check_row(row, keys)
+        except containers.DamagedInput as error:
+            yield Bad("damaged table", str(error))
+
+    def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
+        return f"{shown(self.path)}: row {self.begin + unit + 1}"
+
+
+@dataclass(frozen=True)
+class Broken(Piece):
+    """The end of an input that is cut short or damaged, after all that can be read of it."""
+
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{shown(self.path)} is cut short or damaged ({self.why})"
+
+    @property
+    def size(self) -> int:
+        return 0
+
+    def units(self, keys: list[str]) -> Iterator[Unit]:
+        return iter(())
+
+    def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
+        return f"{shown(self.path)} ({self.why})"
+
+
+@dataclass(frozen=True)
+class TextPiece(Piece):
+    """Texts, each with a place of its own."""
+
+    separator: str = ""  # line between the documents of a text
+    is_named: bool = True  # what is no text is an error; in folders and archives it is passed over
+
+    @abstractmethod
+    def placed_units(self, keys: list[str]) -> Iterator[tuple[str, Unit]]: ...
+
+    def units(self, keys: list[str]) -> Iterator[Unit]:
+        for place, unit in self.placed_units(keys):
+            yield unit._replace(place=place) if isinstance(unit, Bad) and unit.is_passed else unit
+
+    def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
+        places = (place for place, _ in self.placed_units(keys))
+        return next(islice(places, unit, None), shown(self.path))
+
+    def documents(self, content: bytes, name: str, keys: list[str]) -> Iterator[tuple[int, Unit]]:
+        """Yield the documents in a text, and where they begin in it."""
+        for begin, text in plain.documents(content, name, self.separator):
+            if isinstance(text, str):
+                yield begin, [text] * len(keys)
+            else:
+                yield begin, text._replace(is_passed=text.is_passed and not self.is_named)
+
+    def all_documents(self, content: bytes | Bad, name: str, keys: list[str]) -> Iterator[Unit]:
+        """Yield the documents of a file, or why there is none."""
+        if isinstance(content, Bad):
+            yield content
+            return
+        is_empty = True
+        for _, unit in self.documents(content, name, keys):
+            is_empty = False
+            yield unit
+        if is_empty:
+            yield Bad("empty", is_passed=True)
+
+
+@dataclass(frozen=True)
+class TextAt(TextPiece):
+    """Documents that begin within a range of a text file's bytes."""
+
+    end: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+    def placed_units(self, keys: list[str]) -> Iterator[tuple[str, Unit]]:
+        (data, first, stop), start = plain.read_span(self.path, self.begin, self.end, self.separator)
+        for begin, unit in self.documents(data[first:stop], self.path, keys):
+            yield f"{shown(self.path)}: document at byte {start + begin:,}", unit
+
+
+@dataclass(frozen=True)
+class SmallFiles(TextPiece):
+    """Many small files of text; in a folder, those that look like JSON lines are read as such."""
+
+    end: int = 0
+    paths: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return self.end - self.begin
+
+    def placed_units(self, keys: list[str]) -> Iterator[tuple[str, Unit]]:
+        for path in self.paths:
+            place, content = shown(path), plain.read_text_file(path)
+            if isinstance(content, bytes) and not self.is_named and is_json_lines(content[:START], keys):
+                lines = line_units((content, 0, len(content)), keys, True)
+                yield from ((f"{place}:{line}", unit) for line, unit in enumerate(lines, 1))
+            else:
+                yield from ((place, unit) for unit in self.all_documents(content, path, keys))
+
+
+@dataclass(frozen=True)
+class TextsHere(TextPiece):
+    """Members of an archive, or documents of a stream of text, without a name."""
+
+    texts: tuple[Text, ...] = ()
+
+    @property
+    def size(self) -> int:
+        return sum(len(content) for _, content in self.texts if isinstance(content, bytes))
+
+    def placed_units(self, keys: list[str]) -> Iterator[tuple[str, Unit]]:
+        before = self.begin
+        for number, (name, content) in enumerate(self.texts):
+            place = shown(f"{self.path}:{name}" if name else self.path)
+            if isinstance(content, bytes) and has_json_lines(name, content):
+                lines = line_units((content, 0, len(content)), keys, bool(number) or not self.begin)
+                yield from ((f"{place}:{line}", unit) for line, unit in enumerate(lines, before + 1))
+            elif isinstance(content, bytes) and (not name or before):  # a part of a text
+                yield from ((place, unit) for _, unit in self.documents(content, name or self.path, keys))
+            else:
+                yield from ((place, unit) for unit in self.all_documents(content, name, keys))
+            before = 0
+
+
+def has_json_lines(name: str, content: bytes) -> bool:
+    return bool(JSON_NAME.search(name)) and not containers.foreign_encoding(content)
+
+
+def line_units(lines: Span, keys: list[str], is_first: bool) -> Iterator[Unit]:
+    is_array = is_first and JSON_ARRAY.match(*lines) is not None
+    for line in lines_of(*lines):
+        unit = parse_line(line, keys)
+        if is_array and isinstance(unit, Bad):
+            unit = Bad("part of a JSON array", "one object a line is needed: jq -c '.[]' writes an array so")
+            is_array = False
+        yield unit
+
+
+def lines_of(buffer: bytes | mmap.mmap, first: int, stop: int) -> Iterator[memoryview]:
+    view = memoryview(buffer)
+    while first < stop:
+        end = buffer.find(b"\n", first, stop)
+        end = stop if end < 0 else end
+        yield view[first:end]
+        first = end + 1
+
+
+def count_lines(path: str, end: int) -> int:
+    """Return how many lines end before this byte."""
+    with open(path, "rb") as file:
+        return sum(file.read(min(PIECE, end - at)).count(b"\n") for at in range(0, end, PIECE))
