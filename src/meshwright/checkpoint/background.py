@@ -37,8 +37,8 @@ class Background:
         """Return whether every machine has memory for the copies; all ranks call this together."""
         if self.memory is not None:
             return True
-        here = self.team.gather([socket.gethostname(), copy_size(named)])
-        needed = sum(size for host, size in here if host == socket.gethostname())
+        copies = self.team.gather([socket.gethostname(), copy_size(named)])
+        needed = sum(size for host, size in copies if host == socket.gethostname())
         free = host.free_host_memory()
         machines = self.team.gather([needed, free])
         lacking = next(((n, f) for n, f in machines if n > 0.9 * f), None)

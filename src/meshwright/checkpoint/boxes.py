@@ -25,11 +25,11 @@ def check_cover(index: Mapping[str, Any]) -> None:
     for name, tensor in index.items():
         form = len(tensor["boxes"]), len(tensor["shape"])
         low, sizes = (np.array([b[key] for b in tensor["boxes"]], np.int64).reshape(form) for key in ("offset", "size"))
-        held, size = int(sizes.prod(axis=1).sum()), math.prod(tensor["shape"])
+        covered, size = int(sizes.prod(axis=1).sum()), math.prod(tensor["shape"])
         overlap = overlapping(low, low + sizes)
-        if held != size or overlap:
+        if covered != size or overlap:
             raise ValueError(
-                f"{name} {tuple(tensor['shape'])} has {size:,} elements, the boxes of all ranks hold {held:,}"
+                f"{name} {tuple(tensor['shape'])} has {size:,} elements, the boxes of all ranks hold {covered:,}"
                 f"{', some of them twice' if overlap else ''}"
             )
 

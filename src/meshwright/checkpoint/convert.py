@@ -88,8 +88,8 @@ def convert(
     """
     if idle := settings.keys() - DESCRIBING:
         raise UserError(f"convert() does not use {', '.join(sorted(idle))}; leave it out")
-    for place in (source, target):
-        if address := find_address(os.fspath(place)):
+    for path in (source, target):
+        if address := find_address(os.fspath(path)):
             raise UserError(refuse_address(address))
     wanted = ConversionTarget(Path(target), to, dtype, optimizer, tensor_parallel, pipeline_parallel)
     return prepare_conversion(Path(source), wanted, settings).run()
@@ -178,12 +178,13 @@ def complete_source(source: Source, given: Mapping[str, Any], t: TokenizerFlags)
 
 def find_tokenizer(saved: SavedModel, t: TokenizerFlags) -> tokenizers.Tokenizer | None:
     """Return the tokenizer of the flags, or the one kept with the checkpoint, if any."""
-    kept = None if tokenizers.is_named(t) else saved.tokenizer_folder
+    saved_folder = None if tokenizers.is_named(t) else saved.tokenizer_folder
     try:
-        # The size in the flags may be that of a table which is wider than a kept vocabulary.
-        return tokenizers.resolve_tokenizer(dataclasses.replace(t, vocab_size=None) if kept else t, kept)
+        # The size in the flags may be that of a table which is wider than a saved vocabulary.
+        wanted = dataclasses.replace(t, vocab_size=None) if saved_folder else t
+        return tokenizers.resolve_tokenizer(wanted, saved_folder)
     except UserError as error:
-        if kept is None or kept != saved.root:
+        if saved_folder is None or saved_folder != saved.root:
             raise
         notice(f"its tokenizer is left out: {error}")
         return None
@@ -201,8 +202,8 @@ class Selection(Source):
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {
-            name: TensorInfo(known.shape, self.dtype or known.dtype if "/" not in name else known.dtype)
-            for name, known in self.inner.tensors.items()
+            name: TensorInfo(info.shape, self.dtype or info.dtype if "/" not in name else info.dtype)
+            for name, info in self.inner.tensors.items()
             if self.optimizer or "/" not in name
         }
 
@@ -214,7 +215,7 @@ class Selection(Source):
 
     @property
     def bytes(self) -> int:
-        return sum(math.prod(known.shape) * native.SIZES[native.NAMES[known.dtype]] for known in self.tensors.values())
+        return sum(math.prod(info.shape) * native.SIZES[native.NAMES[info.dtype]] for info in self.tensors.values())
 
     def fill(self, want: TensorBoxes) -> None:
         self.inner.fill(want)
@@ -229,9 +230,9 @@ def select(source: Source, optimizer: bool = True, dtype: str | None = None) -> 
 # Writing
 
 
-def write_target(job: PreparedConversion) -> tuple[int, int]:
+def write_target(conversion: PreparedConversion) -> tuple[int, int]:
     """Write the target; return the number of tensors and of bytes."""
-    source, target = job.source, job.target
+    source, target = conversion.source, conversion.target
     optimizer = target.to != "huggingface" and target.optimizer and source.has_optimizer
     if target.to == "native" and optimizer and target.dtype not in (None, "float32"):
         raise UserError(f"--dtype {target.dtype} would round the weights that a run goes on from: add --no-optimizer")
@@ -241,30 +242,30 @@ def write_target(job: PreparedConversion) -> tuple[int, int]:
     total = chosen.bytes
     with progress_bar("convert", total) as chosen.advance:
         if target.to == "huggingface":
-            for note in huggingface_writer.write_huggingface(chosen, target.folder, tokenizer=job.tokenizer):
+            for note in huggingface_writer.write_huggingface(chosen, target.folder, tokenizer=conversion.tokenizer):
                 notice(note)
         else:
-            write_step(chosen, job)
+            write_step(chosen, conversion)
     return len(chosen.tensors), total
 
 
-def write_step(source: Selection, job: PreparedConversion) -> None:
+def write_step(source: Selection, conversion: PreparedConversion) -> None:
     """Write a step, in our format or as Megatron's tree, by the protocol of every save."""
-    folder = job.target.folder
+    folder = conversion.target.folder
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} exists and is not a folder; give another one", LOCKED)
     # A conversion that was killed leaves a lock and a step that was never finished.
-    held = [path.name for path in folder.glob("*") if path.name != ".lock" and path.suffix != ".tmp"]
-    if held:
-        what = f"{folder} already holds {min(held)}, and nothing is overwritten"
+    existing = [path.name for path in folder.glob("*") if path.name != ".lock" and path.suffix != ".tmp"]
+    if existing:
+        what = f"{folder} already holds {min(existing)}, and nothing is overwritten"
         raise UserError(f"{what}; give another folder, or remove this one", LOCKED)
-    files = native_files(source) if job.target.to == "native" else files_for_megatron(source, job)
-    step = source.step or int(job.target.to == "torch")  # Megatron takes no iteration 0
+    files = native_files(source) if conversion.target.to == "native" else files_for_megatron(source, conversion)
+    step = source.step or int(conversion.target.to == "torch")  # Megatron takes no iteration 0
     is_new = not folder.exists()
     try:
         with owner.lock_folder(folder):
             publish.write_step(folder, step, files, bytes_needed=source.bytes)
-            save_tokenizer(job.tokenizer, source, folder)
+            save_tokenizer(conversion.tokenizer, source, folder)
     except BaseException:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
@@ -286,8 +287,8 @@ def native_files(source: Source) -> dict[str, Produce]:
     import torch
 
     shapes = {
-        name: native.undivided(torch.empty(known.shape, dtype=getattr(torch, known.dtype), device="meta"))
-        for name, known in source.tensors.items()
+        name: native.undivided(torch.empty(info.shape, dtype=getattr(torch, info.dtype), device="meta"))
+        for name, info in source.tensors.items()
     }
     sizes = {"true_vocab_size": source.vocab, "positions": describe_model(source).require_positions()}
     config = source.config if source.state else source.config | {"max_position_embeddings": sizes["positions"]}
@@ -305,10 +306,10 @@ def read_extent(source: Source, extent: native.BoxToWrite) -> torch.Tensor:
     return tensor
 
 
-def files_for_megatron(source: Selection, job: PreparedConversion) -> dict[str, Produce]:
+def files_for_megatron(source: Selection, conversion: PreparedConversion) -> dict[str, Produce]:
     from meshwright.checkpoint.foreign.megatron import writer as megatron_writer
 
-    target, model = job.target, job.config.model
+    target, model = conversion.target, conversion.config.model
     if target.dtype:
         source.config |= {"fp16": target.dtype == "float16", "bf16": target.dtype == "bfloat16"}
     t, p = target.tensor_parallel, target.pipeline_parallel

@@ -86,7 +86,7 @@ def describe_steps(root: Path, step: int | None, detail: Detail, options: OpenOp
 
 
 def summarize(source: Source) -> str:
-    parameters = sum(math.prod(known.shape) for name, known in source.tensors.items() if "/" not in name)
+    parameters = sum(math.prod(info.shape) for name, info in source.tensors.items() if "/" not in name)
     step = source.state.get("iteration", source.step)
     samples = source.state.get("consumed_train_samples", "not recorded")
     return f"    iteration {step} | consumed samples {samples} | parameters {parameters:,}"
@@ -96,12 +96,12 @@ def list_contents(source: Source, detail: Detail) -> list[str]:
     lines = list_settings(source.config)
     blends = BlendHistory.from_state(source.state.get("blends"))
     lines += [f"  {line}" for line in blends.lines()] if blends else []
-    for name, known in sorted(source.tensors.items()) if detail.tensors or detail.boxes else ():
-        shape, kept = "x".join(map(str, known.shape)) or "scalar", native.NAMES[known.dtype]
-        size = math.prod(known.shape) * native.SIZES[kept]
+    for name, info in sorted(source.tensors.items()) if detail.tensors or detail.boxes else ():
+        shape, dtype = "x".join(map(str, info.shape)) or "scalar", native.NAMES[info.dtype]
+        size = math.prod(info.shape) * native.SIZES[dtype]
         where = source.parts(name)
         spread = f"{len(where)} boxes, {len({file for file, _ in where})} files"
-        lines.append(f"  {name:40} {shape:>16} {kept:>4} {size:>16,} bytes in {spread}")
+        lines.append(f"  {name:40} {shape:>16} {dtype:>4} {size:>16,} bytes in {spread}")
         lines += [f"    {file} {native.ranges(box)}" for file, box in where] if detail.boxes else []
     return lines
 
@@ -125,9 +125,9 @@ def compare_checkpoints(first: str | Path, second: str | Path, options: OpenOpti
     """List the settings and tensors in which two checkpoints differ, one tensor at a time."""
     a, b = (loading.require_checkpoint(path, options) for path in (first, second))
     lines = []
-    one, two = (source.config | resolved_settings(source) for source in (a, b))
+    first_settings, second_settings = (source.config | resolved_settings(source) for source in (a, b))
     for name in sorted(a.config.keys() & b.config.keys()):
-        if one[name] != two[name]:
+        if first_settings[name] != second_settings[name]:
             lines.append(f"setting {name}: {a.config[name]} | {b.config[name]}")
     optimizer, equal = a.has_optimizer and b.has_optimizer, 0
     if a.has_optimizer != b.has_optimizer:
@@ -151,17 +151,17 @@ def resolved_settings(source: Source) -> dict[str, Any]:
 def compare_tensor(a: Source, b: Source, name: str) -> Iterator[str]:
     import torch
 
-    one, two = a.tensors.get(name), b.tensors.get(name)
-    if one is None or two is None:
-        yield f"{name}: only in {(a if two is None else b).folder}"
-    elif one.shape != two.shape:
-        yield f"{name}: {one.shape} | {two.shape}"
+    first, second = a.tensors.get(name), b.tensors.get(name)
+    if first is None or second is None:
+        yield f"{name}: only in {(a if second is None else b).folder}"
+    elif first.shape != second.shape:
+        yield f"{name}: {first.shape} | {second.shape}"
     else:
-        dtype = torch.float64 if "float64" in (one.dtype, two.dtype) else torch.float32
-        values = [torch.empty(one.shape, dtype=dtype) for _ in range(2)]
+        dtype = torch.float64 if "float64" in (first.dtype, second.dtype) else torch.float32
+        values = [torch.empty(first.shape, dtype=dtype) for _ in range(2)]
         for source, value in zip((a, b), values, strict=True):
             source.fill({name: native.undivided(value)})
-        types = f", {one.dtype} | {two.dtype}" if one.dtype != two.dtype else ""
+        types = f", {first.dtype} | {second.dtype}" if first.dtype != second.dtype else ""
         if differ := int((values[0] != values[1]).sum()):
             furthest = float((values[0] - values[1]).abs().max())
             yield f"{name}: {differ:,} of {values[0].numel():,} numbers differ, by at most {furthest:.3g}{types}"

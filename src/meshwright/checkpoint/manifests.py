@@ -115,10 +115,10 @@ def verify_step(folder: str | Path, full: bool = False, team: Team = ALONE) -> M
     number = 0
     for name, file in manifest.items() if full else ():
         count = len(file.sha256) // 64
-        mine = [index for index in range(count) if (number + index) % team.size == team.rank]
+        own_share = [index for index in range(count) if (number + index) % team.size == team.rank]
         number += count
-        with VerifiedReader(folder / name, file, mine) as reader:
-            for index in mine:
+        with VerifiedReader(folder / name, file, own_share) as reader:
+            for index in own_share:
                 reader.chunk(index)
     return manifest
 
@@ -126,12 +126,12 @@ def verify_step(folder: str | Path, full: bool = False, team: Team = ALONE) -> M
 def plain_size(path: Path, expected: str = "") -> int:
     """Return the size of a file; raise DamagedCheckpoint for a link or anything else."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise unreadable(path, error, expected) from error
-    if not stat.S_ISREG(found.st_mode) or (path.parent.name.startswith("mp_rank_") and path.parent.is_symlink()):
+    if not stat.S_ISREG(status.st_mode) or (path.parent.name.startswith("mp_rank_") and path.parent.is_symlink()):
         raise DamagedCheckpoint(f"{path}: not a plain file (a link, or something else), so it is not read")
-    return found.st_size
+    return status.st_size
 
 
 def check_size(path: Path, file: File) -> None:

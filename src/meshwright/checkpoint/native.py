@@ -156,14 +156,14 @@ def merge_indexes(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge the index entries of all ranks."""
     tensors: dict[str, Any] = {}
     for rank, part in enumerate(parts):
-        for name, mine in part.items():
-            known = tensors.setdefault(name, {**mine, "boxes": []})
-            here, there = ((list(tensor["shape"]), tensor["dtype"]) for tensor in (mine, known))
-            if here != there:
+        for name, entry in part.items():
+            merged = tensors.setdefault(name, {**entry, "boxes": []})
+            added, earlier = ((list(tensor["shape"]), tensor["dtype"]) for tensor in (entry, merged))
+            if added != earlier:
                 raise ValueError(
-                    f"{name}: {here[0]} {here[1]} on rank {rank}, {there[0]} {there[1]} on an earlier rank"
+                    f"{name}: {added[0]} {added[1]} on rank {rank}, {earlier[0]} {earlier[1]} on an earlier rank"
                 )
-            known["boxes"] += mine["boxes"]
+            merged["boxes"] += entry["boxes"]
     return tensors
 
 
@@ -290,7 +290,7 @@ class NativeSource(Source):
             ours.copy_(theirs)
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
-        return [(one.file, one.box) for one in self.stored[name].boxes]
+        return [(stored.file, stored.box) for stored in self.stored[name].boxes]
 
     def of_vocabulary(self, size: int) -> NativeSource:
         if size != self.vocab:
@@ -372,16 +372,16 @@ def plan_copies(
     """Plan which part of which stored box fills which part of the wanted boxes."""
     copies: list[BoxCopy] = []
     for wanted, flat in split_boxes(boxes, target):
-        mine = []
+        parts = []
         for piece in stored.boxes:
             low, high = intersection(wanted, piece.box)
             if not_empty(low, high):
-                mine.append(BoxCopy(stored.dtype, piece, flat, wanted, low, high))
-        found = sum(math.prod(minus(copy.high, copy.low)) for copy in mine)
-        if found != flat.numel():
+                parts.append(BoxCopy(stored.dtype, piece, flat, wanted, low, high))
+        covered = sum(math.prod(minus(copy.high, copy.low)) for copy in parts)
+        if covered != flat.numel():
             where = f"{folder / INDEX}: {name} from {wanted.offset}, size {wanted.size}"
-            raise DamagedCheckpoint(f"{where}, has {flat.numel():,} elements, but the stored boxes give {found:,}")
-        copies += mine
+            raise DamagedCheckpoint(f"{where}, has {flat.numel():,} elements, but the stored boxes give {covered:,}")
+        copies += parts
     return copies
 
 

@@ -1,8 +1,8 @@
 """An opened checkpoint of any program: its tensors under our names, none of them read yet.
 
-Our own format is `Native` in native.py. Every other one is a `Mapped`: a table from our names to
-views of mapped files, each one box of our tensor. A matrix that is transposed there, split over
-ranks, or in another order of rows is a table of more and smaller views.
+Our own format is `NativeSource` in native.py. Every other one is a `MappedSource`: a table from our
+names to views of mapped files, each one box of our tensor. A matrix that is transposed there, split
+over ranks, or in another order of rows is a table of more and smaller views.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ def files_in(folder: Path) -> list[Path]:
     """List the first files in the order of their names; a checkpoint may also be a single file."""
     if folder.is_file():
         return [folder]
-    found = (path for path in sorted(folder.rglob("*")) if path.suffix in ENDINGS and path.name[0] != ".")
-    return list(itertools.islice((path for path in found if path.is_file() and os.access(path, os.R_OK)), FILES))
+    candidates = (path for path in sorted(folder.rglob("*")) if path.suffix in ENDINGS and path.name[0] != ".")
+    return list(itertools.islice((path for path in candidates if path.is_file() and os.access(path, os.R_OK)), FILES))
 
 
 def edges(path: Path) -> tuple[int, str]:

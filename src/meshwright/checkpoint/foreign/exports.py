@@ -157,5 +157,5 @@ def settings_of(saved: SavedModel, target: str) -> dict[str, Any]:
 
 def obstacles(m: Model, target: str) -> list[str]:
     """List what the target cannot express of a model."""
-    found: Iterator[str] = (getattr(row, target).obstacle(m) for row in EXPORTS.values())
-    return [obstacle for obstacle in found if obstacle]
+    reasons: Iterator[str] = (getattr(row, target).obstacle(m) for row in EXPORTS.values())
+    return [obstacle for obstacle in reasons if obstacle]

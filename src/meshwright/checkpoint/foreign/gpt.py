@@ -27,11 +27,11 @@ def rename_tensors(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors under our names; refuse one for which `our_name` has none."""
     ours = {name: our_name(name) for name in tensors}
-    unknown = [name for name, known in ours.items() if known is None]
-    if unknown or not any(known == "wte.weight" and tensors[name].ndim == 2 for name, known in ours.items()):
+    unknown = [name for name, our in ours.items() if our is None]
+    if unknown or not any(our == "wte.weight" and tensors[name].ndim == 2 for name, our in ours.items()):
         what = f"{', '.join(unknown[:5])} has no place in a GPT" if unknown else "it has no table of tokens"
         raise bad_data(f"{folder}: not a GPT: {what}")
-    return {known: tensors[name] for name, known in ours.items() if known is not None}
+    return {our: tensors[name] for name, our in ours.items() if our is not None}
 
 
 def measure_gpt(folder: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:

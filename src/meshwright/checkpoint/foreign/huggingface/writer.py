@@ -134,8 +134,8 @@ def read_mark(folder: Path) -> dict[str, Any] | None:
 
 def files_of(folder: Path) -> dict[str, list[int]]:
     """Return sizes and times, which reveal a change."""
-    found = {path.name: path.lstat() for path in folder.iterdir() if path.name != MARK}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in found.items()}
+    states = {path.name: path.lstat() for path in folder.iterdir() if path.name != MARK}
+    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in states.items()}
 
 
 # Architectures
@@ -173,13 +173,13 @@ class ExportPlan:
 
     def part(self, name: str, ours: str, spans: Spans | None = None, transposed: bool = False) -> ExportedTensor:
         """Return rows of one of our tensors; all of them without `spans`."""
-        known = self.source.tensors[ours]
-        inner = known.shape[1:]
-        spans = spans or [(0, known.shape[0])]
+        info = self.source.tensors[ours]
+        inner = info.shape[1:]
+        spans = spans or [(0, info.shape[0])]
         boxes = [((begin, *(0 for _ in inner)), (end - begin, *inner)) for begin, end in spans]
         shape_read = (sum(end - begin for begin, end in spans), *inner)
         return ExportedTensor(
-            name, ours, boxes, shape_read, NAMES[self.dtype or known.dtype], transposed and len(shape_read) == 2
+            name, ours, boxes, shape_read, NAMES[self.dtype or info.dtype], transposed and len(shape_read) == 2
         )
 
     def copies(self, names: dict[str, str], transposed: bool = False) -> Iterator[ExportedTensor]:
@@ -195,8 +195,8 @@ class ExportPlan:
         spans: list[Spans] = [[], [], []]
         at = 0
         for _ in range(self.m.groups):
-            for mine, count in zip(spans, (queries * d, d, d), strict=True):
-                mine.append((at, at + count))
+            for rows, count in zip(spans, (queries * d, d, d), strict=True):
+                rows.append((at, at + count))
                 at += count
         return spans
 
@@ -325,14 +325,14 @@ def write_tokenizer(folder: Path, source: Source, tokenizer: Tokenizer | None, n
 
 def write_chat_template(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """Copy the chat template beside the tokenizer's files; return its settings, if it has some."""
-    kept: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for beside in {path.parent for path in tokenizer.files.values()}:
         if (path := beside / CHAT_TEMPLATE).is_file():
             write_durably(folder / CHAT_TEMPLATE, path.read_bytes())
         config = tokenizers.read_chat_config(beside)
         if path.is_file() or config.get("chat_template"):  # whose answers may end with a token of their own
-            kept |= {name: config[name] for name in ("chat_template", "eos_token") if name in config}
-    return kept
+            settings |= {name: config[name] for name in ("chat_template", "eos_token") if name in config}
+    return settings
 
 
 def as_library(tokenizer: Tokenizer) -> Any:

@@ -83,8 +83,8 @@ def open_libai(folder: Path, trust: bool = False, heads: int | None = None, opti
 
 def variables(folder: Path) -> dict[str, torch.Tensor]:
     """Return every variable that has a folder of its name."""
-    found = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
-    wanted = [name for name in found if not re.search(r"^System-|-(m|v)$", name)]  # counters and Adam's moments
+    folders = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+    wanted = [name for name in folders if not re.search(r"^System-|-(m|v)$", name)]  # counters and Adam's moments
     return {name: variable(folder, name) for name in wanted}
 
 
@@ -101,10 +101,10 @@ def variable(folder: Path, name: str) -> torch.Tensor:
         raise bad_data(f"{meta}: {text[:100]!r} is not a shape and one of {', '.join(TYPES)}")
     shape, dtype = [int(n) for n in re.findall(r"\d+", parts[1])], getattr(torch, TYPES[parts[2]])
     count = math.prod(shape)
-    found = path.lstat() if path.exists() else None
-    if found is None or not stat.S_ISREG(found.st_mode) or found.st_size != count * dtype.itemsize or not count:
-        is_file = found is not None and stat.S_ISREG(found.st_mode)
-        size = f"{found.st_size:,} bytes" if found and is_file else "there is no plain file"
+    status = path.lstat() if path.exists() else None
+    if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != count * dtype.itemsize or not count:
+        is_file = status is not None and stat.S_ISREG(status.st_mode)
+        size = f"{status.st_size:,} bytes" if status and is_file else "there is no plain file"
         raise bad_data(f"{path}: {size}, by {meta.name} it has {count * dtype.itemsize:,} bytes")
     return torch.from_file(str(path), shared=False, size=count, dtype=dtype).view(shape)
 
@@ -123,11 +123,11 @@ def libai_tensors(path: Path, trust: bool) -> dict[str, torch.Tensor]:
     out = {}
     for name, tensor in data.items():
         state = getattr(tensor, "state", None)
-        place, held = (state.get("path"), state.get("data")) if isinstance(state, dict) else (None, None)
-        if isinstance(place, str) and path.is_dir():
-            out[str(name)] = variable(path, place)
-        elif isinstance(held, torch.Tensor) and held.is_floating_point():
-            out[str(name)] = held
+        subfolder, values = (state.get("path"), state.get("data")) if isinstance(state, dict) else (None, None)
+        if isinstance(subfolder, str) and path.is_dir():
+            out[str(name)] = variable(path, subfolder)
+        elif isinstance(values, torch.Tensor) and values.is_floating_point():
+            out[str(name)] = values
         else:
             raise bad_data(f"{file}: {str(name)[:100]} is not one of OneFlow's tensors")
     return out
@@ -160,10 +160,10 @@ def oneflow_name(key: str) -> str | None:
     key = key.removeprefix("model-")
     if key in ("wte", "wpe"):
         return f"{key}.weight"
-    found = re.fullmatch(r"(?:h(\d+)-(.+)|layernorm_f)-(weight|bias|gamma|beta)", key)
-    if not found or (found[1] and found[2] not in LAYER):
+    match = re.fullmatch(r"(?:h(\d+)-(.+)|layernorm_f)-(weight|bias|gamma|beta)", key)
+    if not match or (match[1] and match[2] not in LAYER):
         return None
-    return f"h.{int(found[1])}.{LAYER[found[2]]}.{KINDS[found[3]]}" if found[1] else f"ln_f.{KINDS[found[3]]}"
+    return f"h.{int(match[1])}.{LAYER[match[2]]}.{KINDS[match[3]]}" if match[1] else f"ln_f.{KINDS[match[3]]}"
 
 
 def libai_name(key: str) -> str | None:

@@ -46,9 +46,9 @@ def by_parameter(
     """Return masters and moments of a source that has only weights, or raise ValueError."""
     groups: dict[int, dict[int, Buckets]] = {}  # by rank, by chunk of the model
     for key, tensor in tensors.items():
-        if found := KEY.fullmatch(key):
-            group, chunk, bucket = map(int, found.groups()[:3])
-            groups.setdefault(group, {}).setdefault(chunk, {}).setdefault(bucket, {})[found[4]] = tensor
+        if match := KEY.fullmatch(key):
+            group, chunk, bucket = map(int, match.groups()[:3])
+            groups.setdefault(group, {}).setdefault(chunk, {}).setdefault(bucket, {})[match[4]] = tensor
     stages, rest = divmod(len(groups), tensor_ranks)
     chunks = len(next(iter(groups.values()), ()))
     if rest or not stages or sorted(groups) != list(range(len(groups))) or sizes.layers % (stages * chunks):

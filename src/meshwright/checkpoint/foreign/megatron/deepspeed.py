@@ -62,8 +62,8 @@ def open_deepspeed(folder: Path, trust: bool = False, heads: int | None = None, 
     args, notes = megatron_state.namespace(models[0].get("args")), list[str]()
     joined = (folder / "zero").is_dir()
     ranks, layers = read_universal(folder, trust) if joined else read_tensor_ranks(folder, models, trust)
-    held = len({p.name.split(".")[1] for p in ranks[0].parameters if p.name.startswith("h.")})
-    sizes = measure_model(folder, ranks, args.get("num_layers", held), args, heads)
+    layer_count = len({p.name.split(".")[1] for p in ranks[0].parameters if p.name.startswith("h.")})
+    sizes = measure_model(folder, ranks, args.get("num_layers", layer_count), args, heads)
     if joined and sizes.gates == 2 and int(args.get("tensor_model_parallel_size", len(models))) > 1:
         check_gates(folder, layers, trust)
     is_zero3 = ranks[0].parameters[0].tensor.is_meta
@@ -83,7 +83,7 @@ def open_deepspeed(folder: Path, trust: bool = False, heads: int | None = None, 
     stages = max(1, len(models) // len(ranks)) if not joined else int(args.get("pipeline_model_parallel_size", 1))
     tp = int(args.get("tensor_model_parallel_size", 1)) if joined else len(ranks)
     layout = f"{'universal, from ' if joined else ''}{tp} tensor x {stages} pipeline ranks"
-    return megatron_state.finish(source, state, layout, megatron_state.true_vocabulary(models[0], args))
+    return megatron_state.finish_source(source, state, layout, megatron_state.true_vocabulary(models[0], args))
 
 
 # Files
@@ -92,10 +92,10 @@ def open_deepspeed(folder: Path, trust: bool = False, heads: int | None = None, 
 def matching(folder: Path, pattern: re.Pattern[str]) -> Files:
     """Return the files by the numbers in their names, in numerical order."""
     matches = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
-    found = sorted((tuple(map(int, match.groups())), path) for match, path in matches if match)
-    if len(dict(found)) < len(found):
-        raise bad_data(f"{folder}: two files like {found[0][1].name} have the same numbers")
-    return dict(found)
+    numbered = sorted((tuple(map(int, match.groups())), path) for match, path in matches if match)
+    if len(dict(numbered)) < len(numbered):
+        raise bad_data(f"{folder}: two files like {numbered[0][1].name} have the same numbers")
+    return dict(numbered)
 
 
 def require_all(folder: Path, what: str, numbers: Sequence[int]) -> None:
@@ -106,9 +106,9 @@ def require_all(folder: Path, what: str, numbers: Sequence[int]) -> None:
 
 def model_files(folder: Path) -> list[Path]:
     """Return the file of each tensor rank and stage."""
-    found = matching(folder, MODEL) or {(mp,): path for (dp, mp), path in matching(folder, SHAPES).items() if dp == 0}
-    require_all(folder, "tensor and pipeline rank", [mp for (mp,) in found])
-    return list(found.values())
+    files = matching(folder, MODEL) or {(mp,): path for (dp, mp), path in matching(folder, SHAPES).items() if dp == 0}
+    require_all(folder, "tensor and pipeline rank", [mp for (mp,) in files])
+    return list(files.values())
 
 
 # Names
@@ -117,12 +117,12 @@ def model_files(folder: Path) -> list[Path]:
 def our_name(key: str, layers: Sequence[int]) -> names.ParameterName | None:
     """Return our name for DeepSpeed's; `layers` are the numbers in the pipeline that are layers."""
     key = key.removeprefix("module.")
-    if found := re.fullmatch(r"tied_modules\.\w+\.(.+)", key):
-        return names.parse_name(f"embedding.{found[1]}")
-    found = re.fullmatch(r"(\d+)\.(.+)", key)
-    if not found:
+    if match := re.fullmatch(r"tied_modules\.\w+\.(.+)", key):
+        return names.parse_name(f"embedding.{match[1]}")
+    match = re.fullmatch(r"(\d+)\.(.+)", key)
+    if not match:
         return names.parse_name(key)
-    number, rest = int(found[1]), found[2]
+    number, rest = int(match[1]), match[2]
     if rest in ("weight", "bias"):
         return names.parse_name(f"encoder.final_layernorm.{rest}")
     if rest.startswith(("word_embeddings.", "position_embeddings.")):
@@ -134,8 +134,8 @@ def our_name(key: str, layers: Sequence[int]) -> names.ParameterName | None:
 
 def layer_numbers(keys: Sequence[str]) -> list[int]:
     """Return which numbers of the pipeline's list are layers of the model."""
-    found = (re.fullmatch(r"(\d+)\.(?:self_)?attention\..+", key.removeprefix("module.")) for key in keys)
-    return sorted({int(m[1]) for m in found if m})
+    matches = (re.fullmatch(r"(\d+)\.(?:self_)?attention\..+", key.removeprefix("module.")) for key in keys)
+    return sorted({int(m[1]) for m in matches if m})
 
 
 def name_parameters(folder: Path, tensors: Mapping[str, torch.Tensor], layers: Sequence[int]) -> Iterator[Parameter]:
@@ -186,9 +186,9 @@ def layer_tensors(folder: Path, paths: Sequence[Path], trust: bool) -> dict[str,
 
 def read_universal(folder: Path, trust: bool) -> tuple[list[RankFile], list[int]]:
     """Return one rank with every parameter, each joined in a folder of its name."""
-    found = sorted(path.name for path in (folder / "zero").iterdir() if (path / "fp32.pt").is_file())
-    layers = layer_numbers(found)
-    tensors = {name: read_tensor(folder / "zero" / name / "fp32.pt", trust) for name in found}
+    folders = sorted(path.name for path in (folder / "zero").iterdir() if (path / "fp32.pt").is_file())
+    layers = layer_numbers(folders)
+    tensors = {name: read_tensor(folder / "zero" / name / "fp32.pt", trust) for name in folders}
     return [RankFile(folder, 0, 0, {}, [list(name_parameters(folder, tensors, layers))])], layers
 
 
@@ -268,19 +268,19 @@ def optimizer_states(
 
 
 def state_dict(path: Path, tree: Any) -> dict[str, Any]:
-    found = tree.get("optimizer_state_dict") if isinstance(tree, dict) else None
-    if not isinstance(found, dict):
+    inner = tree.get("optimizer_state_dict") if isinstance(tree, dict) else None
+    if not isinstance(inner, dict):
         raise bad_data(f"{path}: holds no optimizer state; {WITHOUT}")
-    return found
+    return inner
 
 
 def check_filled(folder: Path, rank: RankFile) -> None:
     for p in rank.parameters:
         for kind in KINDS:
-            held = sum(values.numel() for _, values in p.values.get(kind, ()))
-            if held != prod(p.shape):
+            filled = sum(values.numel() for _, values in p.values.get(kind, ()))
+            if filled != prod(p.shape):
                 raise bad_data(
-                    f"{folder}: of {p.name} {p.shape} the optimizer's files hold {held:,} elements "
+                    f"{folder}: of {p.name} {p.shape} the optimizer's files hold {filled:,} elements "
                     f"of {kind or 'the master'}; {WITHOUT}"
                 )
         if not p.tensor.is_meta:
@@ -293,7 +293,7 @@ def from_shares(
     """Add the stretches of all data ranks to the waiting parameters."""
     at: dict[str, int] = {}  # elements of each parameter so far
 
-    def known(key: str) -> Parameter | None:
+    def parameter_of(key: str) -> Parameter | None:
         name = our_name(key, layers)
         if name is None:
             raise ValueError(f"the optimizer has {key}, which the weights' files do not have")
@@ -304,12 +304,12 @@ def from_shares(
     for number, tree in enumerate(trees):
         buffers = flat_buffers(tree, is_zero3)
         if is_zero3:
-            stretches = zero3_stretches(known, shapes, number, len(trees), [len(b) for b in buffers[""]])
+            stretches = zero3_stretches(parameter_of, shapes, number, len(trees), [len(b) for b in buffers[""]])
         elif "param_slice_mappings" in tree:
-            stretches = mapped_stretches(known, tree["param_slice_mappings"], at)
+            stretches = mapped_stretches(parameter_of, tree["param_slice_mappings"], at)
         else:
             sizes = [[len(b) for b in flat_buffers(t, is_zero3)[""]] for t in trees]
-            stretches = ordered_stretches(known, shapes, number, sizes)
+            stretches = ordered_stretches(parameter_of, shapes, number, sizes)
         fill_stretches(stretches, buffers)
 
 
@@ -323,32 +323,32 @@ def flat_buffers(tree: Mapping[str, Any], is_zero3: bool) -> dict[str, list[torc
     return {"": masters} | {kind: [state[kind].reshape(-1) for state in states] for kind in MOMENTS}
 
 
-def mapped_stretches(known: Any, mappings: Sequence[Mapping[str, Any]], at: dict[str, int]) -> Iterator[Stretch]:
+def mapped_stretches(parameter_of: Any, mappings: Sequence[Mapping[str, Any]], at: dict[str, int]) -> Iterator[Stretch]:
     """Yield the stretches that a rank states; each continues where the previous rank ended."""
     for group, mapping in enumerate(mappings):
         for key, address in mapping.items():
             begin = at.get(key, 0)
             at[key] = begin + address.numel
-            if p := known(key):
+            if p := parameter_of(key):
                 yield Stretch(p, begin, group, address.start, address.numel)
 
 
 def ordered_stretches(
-    known: Any, shapes: Sequence[Mapping[str, Shape]], number: int, sizes: Sequence[Sequence[int]]
+    parameter_of: Any, shapes: Sequence[Mapping[str, Shape]], number: int, sizes: Sequence[Sequence[int]]
 ) -> Iterator[Stretch]:
     """Yield one rank's stretches where a group's parameters fill the joined buffers in order."""
     for group, parts in enumerate(shapes):
         low = sum(size[group] for size in sizes[:number])
-        high, place = low + sizes[number][group], 0
+        high, position = low + sizes[number][group], 0
         for key, shape in parts.items():
-            begin, end = max(place, low), min(place + prod(shape), high)
-            if begin < end and (p := known(key)):
-                yield Stretch(p, begin - place, group, begin - low, end - begin)
-            place += prod(shape)
+            begin, end = max(position, low), min(position + prod(shape), high)
+            if begin < end and (p := parameter_of(key)):
+                yield Stretch(p, begin - position, group, begin - low, end - begin)
+            position += prod(shape)
 
 
 def zero3_stretches(
-    known: Any, shapes: Sequence[Mapping[str, Shape]], number: int, count: int, sizes: Sequence[int]
+    parameter_of: Any, shapes: Sequence[Mapping[str, Shape]], number: int, count: int, sizes: Sequence[int]
 ) -> Iterator[Stretch]:
     """Yield one rank's stretches under ZeRO-3: an equal, padded share of every parameter."""
     group, start = 0, 0
@@ -360,7 +360,7 @@ def zero3_stretches(
                 group, start = group + 1, 0
             n = min(left, sizes[group] - start)
             real = min(n, prod(shape) - begin)
-            if real > 0 and (p := known(key)):
+            if real > 0 and (p := parameter_of(key)):
                 yield Stretch(p, begin, group, start, real)
             begin, start, left = begin + n, start + n, left - n
 

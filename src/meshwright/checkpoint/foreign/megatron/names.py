@@ -1,6 +1,6 @@
 """Names of parameters in Megatron-LM and related programs, and ours, for readers and writers.
 
-There, layers are numbered from 0 in each pipeline stage; here, over the whole model. Readers add
+There, layers are numbered from 0 in each pipeline stage; here, over the complete model. Readers add
 the number of layers that lie before a stage.
 """
 
@@ -62,12 +62,12 @@ def parse_name(key: str) -> ParameterName | None:
     # The decoder in a language_model is the second half of a T5.
     key = "?" if key.startswith("language_model.decoder.") else key.removeprefix("language_model.")
     for pattern, ours in OUTSIDE.items():
-        if found := re.fullmatch(pattern, key):
-            return ParameterName(None, found.expand(ours))
-    found = re.fullmatch(r"(?:transformer|encoder|decoder)\.layers\.(\d+)\.(.+?)[._](weight|bias)", key)
-    if not found:
+        if match := re.fullmatch(pattern, key):
+            return ParameterName(None, match.expand(ours))
+    match = re.fullmatch(r"(?:transformer|encoder|decoder)\.layers\.(\d+)\.(.+?)[._](weight|bias)", key)
+    if not match:
         return None
-    number, stem, kind = found.groups()
+    number, stem, kind = match.groups()
     part = JOINED.get(stem.removesuffix(".layer_norm")) if stem.endswith(".layer_norm") else LAYER.get(stem)
     return ParameterName(int(number), f"{part}.{kind}") if part else None
 

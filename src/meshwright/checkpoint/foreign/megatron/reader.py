@@ -80,7 +80,7 @@ def open_megatron(folder: Path, trust: bool = False, heads: int | None = None, o
         source.config, vocab = own["config"], own["vocab"]
     source.version = str(version)
     layout = f"{1 + ranks[-1].tp} tensor x {1 + ranks[-1].pp} pipeline ranks"
-    return megatron_state.finish(source, state, layout, vocab)
+    return megatron_state.finish_source(source, state, layout, vocab)
 
 
 def read_state(
@@ -136,10 +136,10 @@ def read_tree(path: Path, trust: bool) -> dict[str, Any]:
 
 def shards(rank: RankFile) -> list[Path]:
     """Return the files of the data ranks' slices of the optimizer's state, if it was sharded."""
-    found = sorted(rank.path.parent.parent.glob(f"{rank.path.parent.name}_*/{SHARD}"))
-    if [path.parent.name for path in found] != [f"{rank.path.parent.name}_{d:03d}" for d in range(len(found))]:
+    paths = sorted(rank.path.parent.parent.glob(f"{rank.path.parent.name}_*/{SHARD}"))
+    if [path.parent.name for path in paths] != [f"{rank.path.parent.name}_{d:03d}" for d in range(len(paths))]:
         raise bad_data(f"{rank.path.parent}_*/{SHARD}: data ranks are missing; {WITHOUT}")
-    return found
+    return paths
 
 
 def require_equal(ranks: Sequence[RankFile], key: str) -> Any:
@@ -337,13 +337,13 @@ def from_shards(rank: RankFile, paths: Sequence[Path], trust: bool) -> Any:
 
 def parts_of_buffer(chunk: Sequence[Parameter], number: int, count: int) -> Iterator[Stretch]:
     """Yield what a data rank has of each parameter, in the model's order."""
-    total = place = sum(prod(p.shape) for p in chunk)
+    total = position = sum(prod(p.shape) for p in chunk)
     size = -(-total // count)
     for p in chunk:
-        place -= prod(p.shape)
-        begin, end = max(number * size - place, 0), min((number + 1) * size - place, prod(p.shape))
+        position -= prod(p.shape)
+        begin, end = max(number * size - position, 0), min((number + 1) * size - position, prod(p.shape))
         if begin < end:
-            yield Stretch(p, begin, number, place + begin - number * size, end - begin)
+            yield Stretch(p, begin, number, position + begin - number * size, end - begin)
 
 
 def check_values(rank: RankFile, p: Parameter) -> None:

@@ -83,15 +83,15 @@ def check_complete(folder: Path, ranks: Sequence[RankFile], layers: int) -> None
     """Require the same names on all ranks of a stage, equal layers, and all that a GPT needs."""
     by_stage: dict[int, list[str]] = {}
     for rank in ranks:
-        mine = [p.name for p in rank.parameters]
-        differ = sorted(set(by_stage.setdefault(rank.pp, mine)) ^ set(mine))
+        own = [p.name for p in rank.parameters]
+        differ = sorted(set(by_stage.setdefault(rank.pp, own)) ^ set(own))
         if differ:
             raise bad_data(f"{rank.path}: {differ[0]} is not on all tensor ranks of this stage")
-    held = [p.name for rank in ranks if rank.tp == 0 for p in rank.parameters]
+    present = [p.name for rank in ranks if rank.tp == 0 for p in rank.parameters]
     needed = {"attn.qkv.weight", "attn.proj.weight", "mlp.fc.weight", "mlp.proj.weight", "ln_1.weight", "ln_2.weight"}
-    parts = needed | {name.split(".", 2)[2] for name in held if name.startswith("h.")}
+    parts = needed | {name.split(".", 2)[2] for name in present if name.startswith("h.")}
     want = {"wte.weight", "ln_f.weight", *(f"h.{i}.{part}" for i in range(layers) for part in parts)}
-    if missing := sorted(want - set(held)):
+    if missing := sorted(want - set(present)):
         raise bad_data(f"{folder}: {', '.join(missing[:8])} {'are' if missing[1:] else 'is'} missing")
 
 

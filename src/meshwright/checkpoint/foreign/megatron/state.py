@@ -61,13 +61,13 @@ def as_source(
     return MappedSource(kind, folder, 0, config=config(args, sizes, views, notes), notes=notes, views=views)
 
 
-def finish(source: MappedSource, state: dict[str, Any], layout: str, vocab: int | None) -> MappedSource:
+def finish_source(source: MappedSource, state: dict[str, Any], layout: str, vocab: int | None) -> MappedSource:
     """Return the source with the run's state, cut to its vocabulary if the files state its size."""
     source.state, source.step, source.layout = state, state.get("iteration", 0), layout
     return source.of_vocabulary(vocab) if vocab else source
 
 
-def config(args: Mapping[str, Any], sizes: ModelSizes, held: Collection[str], notes: list[str]) -> dict[str, Any]:
+def config(args: Mapping[str, Any], sizes: ModelSizes, present: Collection[str], notes: list[str]) -> dict[str, Any]:
     """Return settings that the shapes prove, then those that the arguments state."""
     out = {
         "num_layers": sizes.layers,
@@ -76,12 +76,12 @@ def config(args: Mapping[str, Any], sizes: ModelSizes, held: Collection[str], no
         "kv_channels": sizes.head_dim,
         "ffn_hidden_size": sizes.ffn,
         "num_query_groups": None if sizes.groups == sizes.heads else sizes.groups,
-        "normalization": "LayerNorm" if "ln_f.bias" in held else "RMSNorm",
-        "add_bias_linear": "h.0.mlp.proj.bias" in held,
-        "add_qkv_bias": "h.0.attn.qkv.bias" in held and "h.0.mlp.proj.bias" not in held,
-        "untie_embeddings_and_output_weights": "lm_head.weight" in held,
-        "embed_layernorm": "ln_emb.weight" in held,
-        "qk_layernorm": "h.0.attn.ln_q.weight" in held,
+        "normalization": "LayerNorm" if "ln_f.bias" in present else "RMSNorm",
+        "add_bias_linear": "h.0.mlp.proj.bias" in present,
+        "add_qkv_bias": "h.0.attn.qkv.bias" in present and "h.0.mlp.proj.bias" not in present,
+        "untie_embeddings_and_output_weights": "lm_head.weight" in present,
+        "embed_layernorm": "ln_emb.weight" in present,
+        "qk_layernorm": "h.0.attn.ln_q.weight" in present,
     }
     args = {"layernorm_epsilon": args.get("norm_epsilon"), **args}
     out |= {name: args[name] for name in COMMON if isinstance(args.get(name), bool | int | float | str)}

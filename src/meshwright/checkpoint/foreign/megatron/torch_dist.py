@@ -100,7 +100,7 @@ def from_tensors(
     if source.has_optimizer or isinstance(common.get("optimizer"), dict):
         state = megatron_state.state_beside_weights(common, args, sizes.positions, notes)
     layout = f"tables of tokens over {tensor_ranks(tensors)} tensor ranks"
-    return megatron_state.finish(source, state, layout, megatron_state.true_vocabulary(common, args))
+    return megatron_state.finish_source(source, state, layout, megatron_state.true_vocabulary(common, args))
 
 
 # Files
@@ -109,11 +109,11 @@ def from_tensors(
 def map_tensors(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> dict[str, DistTensor]:
     """Return every tensor with its boxes, those of a model mapped; other entries are not read."""
     entries = metadata.state_dict_metadata
-    found = {key: DistTensor(tuple(entry.size), []) for key, entry in entries.items() if hasattr(entry, "chunks")}
+    tensors = {key: DistTensor(tuple(entry.size), []) for key, entry in entries.items() if hasattr(entry, "chunks")}
     if not optimizer:
-        found = {key: tensor for key, tensor in found.items() if not STATE.fullmatch(key) and not BUFFERS.match(key)}
+        tensors = {key: t for key, t in tensors.items() if not STATE.fullmatch(key) and not BUFFERS.match(key)}
     for index, info in metadata.storage_data.items():
-        key, tensor = index.fqn, found.get(index.fqn)
+        key, tensor = index.fqn, tensors.get(index.fqn)
         if tensor is None or not (STATE.fullmatch(key) or core_buffers.KEY.fullmatch(key) or parse_parts(key)):
             continue
         if not re.fullmatch(r"\w[\w.-]*", info.relative_path) or getattr(info, "transform_descriptors", None):
@@ -123,19 +123,19 @@ def map_tensors(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> di
         if not inside(Box(at, tuple(view.shape)), tensor.shape):
             raise bad_data(f"{folder}: a part of {index.fqn} {tensor.shape} is {tuple(view.shape)} at {at}")
         tensor.boxes.append((at, view))
-    for key, tensor in found.items():
-        held = sum(view.numel() for _, view in tensor.boxes)
-        if tensor.boxes and held != prod(tensor.shape):
-            raise bad_data(f"{folder}: parts of {key} {tensor.shape} are missing or duplicated: {held:,} elements")
-    return found
+    for key, tensor in tensors.items():
+        covered = sum(view.numel() for _, view in tensor.boxes)
+        if tensor.boxes and covered != prod(tensor.shape):
+            raise bad_data(f"{folder}: parts of {key} {tensor.shape} are missing or duplicated: {covered:,} elements")
+    return tensors
 
 
 def beside_buffers(folder: Path, metadata: Any, trust: bool) -> dict[str, Any]:
     """Return groups and loss scale, which other kinds of optimizer state keep in common.pt."""
     return {
-        found[1]: pickles.load_pickle(folder / info.relative_path, info.offset, info.length, trust)[0]
+        match[1]: pickles.load_pickle(folder / info.relative_path, info.offset, info.length, trust)[0]
         for index, info in metadata.storage_data.items()
-        if (found := core_buffers.BESIDE.fullmatch(index.fqn)) and re.fullmatch(r"\w[\w.-]*", info.relative_path)
+        if (match := core_buffers.BESIDE.fullmatch(index.fqn)) and re.fullmatch(r"\w[\w.-]*", info.relative_path)
     }
 
 
@@ -154,24 +154,24 @@ def parse_parts(key: str) -> NameParts | None:
 
 def named_parameters(folder: Path, tensors: Mapping[str, DistTensor]) -> Iterator[Parameter]:
     """Yield each parameter with its weights and its optimizer state."""
-    found: dict[str, Parameter] = {}
+    by_name: dict[str, Parameter] = {}
     strange = [key for key in tensors if not (STATE.fullmatch(key) or parse_parts(key) or BESIDE.fullmatch(key))]
     if strange:
         raise bad_data(f"{folder}: {strange[0][:200]} is not a known parameter of a GPT")
     for key, tensor in tensors.items():
         if not STATE.fullmatch(key) and (means := parse_parts(key)):
-            add(found, "", means, tensor)
+            add(by_name, "", means, tensor)
     shapes = {PREFIX.sub("", key, count=1): tensor.shape for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
         if state := STATE.fullmatch(key):
             kind, theirs = state[1].removeprefix("fp32_"), PREFIX.sub("", state[2], count=1)
             if means := parse_parts(theirs):
-                add(found, kind, means, join_shares(tensor, shapes[theirs]))
-    yield from found.values()
+                add(by_name, kind, means, join_shares(tensor, shapes[theirs]))
+    yield from by_name.values()
 
 
 def join_shares(tensor: DistTensor, shape: Shape) -> DistTensor:
-    """Return stretches of shares as boxes of the whole tensor."""
+    """Return stretches of shares as boxes of the complete tensor."""
     if len(tensor.shape) == len(shape):
         return tensor
     share = tuple(n // count for n, count in zip(shape, tensor.shape[:-1], strict=True))
@@ -186,14 +186,14 @@ def join_shares(tensor: DistTensor, shape: Shape) -> DistTensor:
     return DistTensor(shape, boxes)
 
 
-def add(found: dict[str, Parameter], kind: str, means: NameParts, tensor: DistTensor) -> None:
+def add(by_name: dict[str, Parameter], kind: str, means: NameParts, tensor: DistTensor) -> None:
     """Give the parameter, or each layer's, its boxes of this kind."""
     layers, shape = (tensor.shape[0], tensor.shape[1:]) if means.stacked else (1, tensor.shape)
     rows = shape[0] if means.half is not None else 0
     for layer in range(layers):
         name = (means.name._replace(layer=layer) if means.stacked else means.name).full()
         full = (2 * rows or shape[0], *shape[1:])
-        p = found.setdefault(name, Parameter(name, means.name.ours, empty(full)))
+        p = by_name.setdefault(name, Parameter(name, means.name.ours, empty(full)))
         for offset, view in tensor.boxes:
             if means.stacked:
                 if not offset[0] <= layer < offset[0] + len(view):

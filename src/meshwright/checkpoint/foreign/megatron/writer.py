@@ -119,9 +119,9 @@ def check_export(target: MegatronExport) -> None:
 
 def write_rank(target: MegatronExport, tp: int, pp: int, out: Write) -> None:
     """Write one rank's file."""
-    source, held = target.source, list(stage_parameters(target, pp))
+    source, stage = target.source, list(stage_parameters(target, pp))
     model: dict[str, Any] = {}
-    for (*path, last), ours in held:
+    for (*path, last), ours in stage:
         inner = model
         for key in path:
             inner = inner.setdefault(key, {})
@@ -134,7 +134,7 @@ def write_rank(target: MegatronExport, tp: int, pp: int, out: Write) -> None:
         "meshwright": {"config": source.config, "state": source.state, "vocab": source.vocab},
     }
     if target.optimizer:
-        tree["optimizer"] = adam_state(target, [ours for _, ours in held], tp)
+        tree["optimizer"] = adam_state(target, [ours for _, ours in stage], tp)
         if curve := schedule_of(source.state):
             tree["opt_param_scheduler"] = megatron_schedule(curve, source.state.get("schedule_samples", 0))
     pickles.write_torch_file(tree, out)
@@ -142,15 +142,15 @@ def write_rank(target: MegatronExport, tp: int, pp: int, out: Write) -> None:
 
 def stage_parameters(target: MegatronExport, pp: int) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield (path in their tree, our name) of a stage's parameters, in their model's order."""
-    each, held = (target.model.num_layers or 0) // target.p, target.tensors
+    each, tensors = (target.model.num_layers or 0) // target.p, target.tensors
     pairs = dict(BEFORE) if pp == 0 else {}
     for i, part, kind in product(range(each), PARTS, ("weight", "bias")):
         theirs = names.layer_name(f"{part}.{kind}")
         pairs[(*ENCODER, f"layers.{i}.{theirs}")] = f"h.{pp * each + i}.{part}.{kind}"
     if pp == target.p - 1:
         pairs |= BEHIND
-    yield from ((path, ours) for path, ours in pairs.items() if ours in held)
-    if pp == target.p - 1 > 0 and "lm_head.weight" not in held:
+    yield from ((path, ours) for path, ours in pairs.items() if ours in tensors)
+    if pp == target.p - 1 > 0 and "lm_head.weight" not in tensors:
         yield ("word_embeddings_for_head", "weight"), "wte.weight"
 
 
@@ -158,8 +158,8 @@ def rank_part(target: MegatronExport, name: str, tp: int, dtype: torch.dtype | N
     """Return a tensor rank's part of one of our tensors, by default in its own dtype."""
     import torch
 
-    full, known = target.tensors[name]
-    ours, dtype = name.partition("/")[0], dtype or getattr(torch, known)
+    full, stored_dtype = target.tensors[name]
+    ours, dtype = name.partition("/")[0], dtype or getattr(torch, stored_dtype)
     rule = shard.rule(ours)
     local, at = list(full), [0] * len(full)
     if rule.rows:
@@ -224,7 +224,7 @@ def megatron_arguments(target: MegatronExport) -> argparse.Namespace:
     return argparse.Namespace(**values)
 
 
-def adam_state(target: MegatronExport, held: list[str], tp: int) -> dict[str, Any]:
+def adam_state(target: MegatronExport, stage: list[str], tp: int) -> dict[str, Any]:
     """Return Adam's state by number: first what decays, then biases and norms.
 
     Masters are added if the model is rounded.
@@ -232,8 +232,8 @@ def adam_state(target: MegatronExport, held: list[str], tp: int) -> dict[str, An
     import torch
 
     state, config = target.source.state, target.source.config
-    plain = [ours for ours in held if "ln_" in ours or ours.endswith("bias")]
-    groups = [[ours for ours in held if ours not in plain], plain]
+    plain = [ours for ours in stage if "ln_" in ours or ours.endswith("bias")]
+    groups = [[ours for ours in stage if ours not in plain], plain]
     curve, at = schedule_of(state), state.get("schedule_samples", 0)
     common = {
         "lr": curve.lr(at) if curve else config.get("lr") or 0.0,
@@ -243,7 +243,7 @@ def adam_state(target: MegatronExport, held: list[str], tp: int) -> dict[str, An
         "lr_mult": 1.0,
         "step": state.get("optimizer_steps", state.get("iteration", 0)),
     }
-    decay, numbers = curve.wd(at) if curve else config.get("weight_decay") or 0.0, list(range(len(held)))
+    decay, numbers = curve.wd(at) if curve else config.get("weight_decay") or 0.0, list(range(len(stage)))
     cut = len(groups[0])
     param_groups = [
         common | {"params": params, "wd_mult": share, "weight_decay": decay * share}

@@ -33,29 +33,29 @@ class ByteRange(NamedTuple):
 
 def find_records(data: memoryview) -> dict[str, ByteRange]:
     """Return where each entry's bytes lie, or raise ValueError."""
-    place, count, size = find_directory(data)
+    table, count, size = find_directory(data)
     if count > ENTRIES or not count * ENTRY.size <= size <= DIRECTORY:
         raise ValueError(
             f"its directory has {size:,} bytes and claims {count:,} entries; "
             f"at most {ENTRIES:,} in {DIRECTORY:,} are read"
         )
-    found: dict[str, ByteRange] = {}
+    ranges: dict[str, ByteRange] = {}
     extents, memory = [], 0
-    position, stop = place, place + size
+    position, stop = table, table + size
     for _ in range(count):
-        name, record, header, position = read_entry(data[:stop], position, place)
-        if name in found:
+        name, record, header, position = read_entry(data[:stop], position, table)
+        if name in ranges:
             raise ValueError(f"two entries are called {name!r}")
         memory += sys.getsizeof(name)  # up to four times its bytes: one letter above U+FFFF widens all
         if memory > DIRECTORY:
             raise ValueError(f"the names of its entries take more than {DIRECTORY:,} bytes")
-        found[name] = record
+        ranges[name] = record
         extents.append((header, record.end, name))
     extents.sort()
     for (_, end, name), (begin, _, other) in zip(extents, extents[1:], strict=False):
         if begin < end:
             raise ValueError(f"the entries {name!r} and {other!r} overlap")
-    return found
+    return ranges
 
 
 def find_directory(data: memoryview) -> tuple[int, int, int]:
@@ -66,16 +66,16 @@ def find_directory(data: memoryview) -> tuple[int, int, int]:
         at = tail.rfind(b"PK\5\6", 0, at)
     if at < 0:
         raise ValueError("it begins as a zip archive but ends without a directory, so it is cut short")
-    _, _, _, _, count, size, place, _ = END.unpack_from(tail, at)
+    _, _, _, _, count, size, table, _ = END.unpack_from(tail, at)
     end = len(data) - len(tail) + at
     if at >= LOCATOR.size and tail[at - LOCATOR.size :].startswith(b"PK\6\7"):  # torch always writes the 64-bit form
         _, _, end, _ = LOCATOR.unpack_from(tail, at - LOCATOR.size)
-        signature, *_, count, size, place = END64.unpack_from(data, min(end, len(data) - END64.size))
+        signature, *_, count, size, table = END64.unpack_from(data, min(end, len(data) - END64.size))
         if signature != b"PK\6\6":
             raise ValueError("its 64-bit directory is damaged")
-    if place + size != end:
-        raise ValueError(f"its directory is said to end at byte {place + size:,}, and ends at {end:,}")
-    return place, count, size
+    if table + size != end:
+        raise ValueError(f"its directory is said to end at byte {table + size:,}, and ends at {end:,}")
+    return table, count, size
 
 
 def read_entry(data: memoryview, at: int, limit: int) -> tuple[str, ByteRange, int, int]:

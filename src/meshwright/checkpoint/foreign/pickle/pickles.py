@@ -67,17 +67,17 @@ def load_pickle(path: str | Path, begin: int = 0, length: int | None = None, tru
 def mapped(path: Path) -> mmap.mmap:
     """Return the file, mapped once for all its readers without reserving memory."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) or not found.st_size:
-            raise bad_data(f"{path}: {'empty' if stat.S_ISREG(found.st_mode) else 'not a file'}")
-        key = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-        known = mappings.get(key)
-        if known is None:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or not status.st_size:
+            raise bad_data(f"{path}: {'empty' if stat.S_ISREG(status.st_mode) else 'not a file'}")
+        key = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        mapping = mappings.get(key)
+        if mapping is None:
             flags, access = mmap.MAP_PRIVATE | NO_RESERVE, mmap.PROT_READ | mmap.PROT_WRITE
             with open(path, "rb") as file:
-                known = mmap.mmap(file.fileno(), found.st_size, flags, access)
-            mappings[key] = known
-        return known
+                mapping = mmap.mmap(file.fileno(), status.st_size, flags, access)
+            mappings[key] = mapping
+        return mapping
     except OSError as error:
         raise bad_data(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -97,15 +97,15 @@ def run_trusted(path: Path, part: memoryview | None) -> Any:
 
 def read_archive(data: memoryview) -> Any:
     records = archive.find_records(data)
-    found = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")]
-    prefix = found[0].removesuffix("data.pkl") if len(found) == 1 else ""
+    programs = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")]
+    prefix = programs[0].removesuffix("data.pkl") if len(programs) == 1 else ""
     if not prefix or any(not name.startswith(prefix) for name in records) or f"{prefix}constants.pkl" in records:
         raise ValueError("a zip archive, but not one of torch.save's")
     order = records.get(f"{prefix}byteorder")
     if order and bytes(data[order.begin : order.end][:10]) != b"little":
         raise ValueError("its numbers are big-endian; load it on a big-endian machine and convert it there")
 
-    def place(key: str, size: int) -> int:
+    def locate(key: str, size: int) -> int:
         record = records.get(f"{prefix}data/{key}")
         if record is None:
             raise ValueError(f"there is no storage {key[:100]!r}")
@@ -113,8 +113,8 @@ def read_archive(data: memoryview) -> Any:
             raise ValueError(f"the storage {key!r} has {record.end - record.begin:,} bytes, its pickle says {size:,}")
         return record.begin
 
-    program = records[found[0]]
-    return PickleReader(data, place, program.begin, program.end).load()
+    program = records[programs[0]]
+    return PickleReader(data, locate, program.begin, program.end).load()
 
 
 def read_stream(data: memoryview) -> Any:

@@ -262,10 +262,10 @@ class PickleReader:
         begin = at
         if kind == pickletools.UP_TO_NEWLINE:
             for _ in range(2 if code == GLOBAL else 1):
-                found = bytes(self.data[at : min(at + LONG_LINE, self.end)]).find(b"\n")
-                if found < 0:
+                length_of_line = bytes(self.data[at : min(at + LONG_LINE, self.end)]).find(b"\n")
+                if length_of_line < 0:
                     raise RefusedPickle(f"no line ends within {LONG_LINE:,} bytes after byte {at:,}")
-                at += found + 1
+                at += length_of_line + 1
             return begin, at
         prefix = PREFIXES[kind]
         self.check_end(at, prefix.size)
@@ -409,7 +409,7 @@ class PickleReader:
             return AllowedFunction(getattr(self, FUNCTIONS[full]))
         if full in ("argparse.Namespace", "types.SimpleNamespace"):  # the latter from transformers' converters
             return AllowedFunction(argparse.Namespace)
-        if full in INERT_NAMES or any(f"{module}.".startswith(f"{known}.") for known in INERT):
+        if full in INERT_NAMES or any(f"{module}.".startswith(f"{package}.") for package in INERT):
             return ForeignName(module, name)
         raise RefusedPickle(
             f"it names {full}, which is neither numbers nor settings, and was not run. --trust-pickle runs it, "
@@ -438,10 +438,10 @@ class PickleReader:
             raise RefusedPickle(f"{what} on a storage of {storage.count:,} numbers")
         if not count:
             return torch.empty(size, dtype=storage.dtype)
-        place = storage.dtype, storage.begin
-        if place not in self.flat:
-            self.flat[place] = torch.frombuffer(self.data, dtype=place[0], count=storage.count, offset=place[1])
-        return self.flat[place].as_strided(size, stride, offset)
+        key = storage.dtype, storage.begin
+        if key not in self.flat:
+            self.flat[key] = torch.frombuffer(self.data, dtype=key[0], count=storage.count, offset=key[1])
+        return self.flat[key].as_strided(size, stride, offset)
 
     def tensor_of_bytes(self, storage: Any, *args: Any) -> torch.Tensor:
         """Return a tensor on a storage of bytes; strides and offset count elements."""
@@ -532,7 +532,7 @@ class PickleReader:
 
     # The finished tree
 
-    def measure(self, value: Any, known: dict[int, tuple[int, int]], depth: int = 0) -> tuple[int, int]:
+    def measure(self, value: Any, measured: dict[int, tuple[int, int]], depth: int = 0) -> tuple[int, int]:
         """Return the number of values that a full walk visits, and its depth.
 
         Lists that share children can expand to billions.
@@ -546,15 +546,15 @@ class PickleReader:
             children = vars(value).values()
         else:
             return 1, 0
-        seen = known.get(id(value))
+        seen = measured.get(id(value))
         if seen is None:
             self.charge(150)
-            known[id(value)] = (0, DEPTH + 1)  # while unfinished: a tree that holds itself is too deep
+            measured[id(value)] = (0, DEPTH + 1)  # while unfinished: a tree that holds itself is too deep
             total, height = 1, 0
             for child in children:
-                count, below = self.measure(child, known, depth + 1) if depth < DEPTH else (1, DEPTH)
+                count, below = self.measure(child, measured, depth + 1) if depth < DEPTH else (1, DEPTH)
                 total, height = total + count, max(height, below + 1)
-            seen = known[id(value)] = total, height
+            seen = measured[id(value)] = total, height
         if seen[1] > DEPTH or seen[0] > VALUES:
             raise RefusedPickle(f"its containers hold themselves, or each other {DEPTH} deep, or {VALUES:,} times")
         return seen
