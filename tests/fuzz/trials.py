@@ -182,7 +182,7 @@ def train(
     from meshwright.training.log.timers import Timers
     from meshwright.training.loop import Trainer
     from meshwright.training.network import Spec
-    from meshwright.training.run import finish
+    from meshwright.training.run import finish_run
     from meshwright.training.setup import build_state, open_feed
 
     device = torch.device("cpu")
@@ -196,7 +196,7 @@ def train(
     with contextlib.closing(trainer), traced(trainer, trace, shake, seed):
         reason = trainer.train()
         if saves_at_end:
-            finish(trainer, reason, vocabulary.tokenizer)
+            finish_run(trainer, reason, vocabulary.tokenizer)
         trainer.state.saver.wait()
     return trace
 

@@ -1,7 +1,7 @@
 """The steps under way: submitted to the device, then settled by their numbers, then logged.
 
-A step's learning rate and loss scale must be known when it is submitted. So the loop can run a step
-ahead of the numbers only if a step that is not applied ends the run, or undoes the step after it.
+Running ahead needs the next learning rate and loss scale before a step is known to be finite. That
+is possible only where a bad step ends the run, or undoes the step after it.
 """
 
 from __future__ import annotations

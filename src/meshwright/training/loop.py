@@ -1,8 +1,7 @@
 """The training loop of one rank: `Trainer.train` is the loop, `Trainer.step` one global batch.
 
 A step takes the feed's next batch (data/feed.py) to train_step (step.py), then the steps under way
-(inflight.py) to the guard, which ends or undoes the run if one is bad. On an accelerator the next
-step is submitted before the numbers of the last one are read, so that the device need not wait.
+(inflight.py) to the guard, which ends or undoes the run if one is bad.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Literal
 
 from meshwright.console import notice, remark, say, say_time
@@ -24,7 +22,6 @@ from meshwright.errors import NON_FINITE, UserError
 from meshwright.optim.schedule import warn_of_idle_steps
 from meshwright.ranks.pulse import pulse
 from meshwright.ranks.watchdog import Watchdog
-from meshwright.settings.grammar import skipped
 from meshwright.training.beside.samples import SampleWriter
 from meshwright.training.beside.scores import Scores
 from meshwright.training.health.guard import Guard
@@ -36,7 +33,7 @@ from meshwright.training.log.lines import FORMS, MEGATRON, Check
 from meshwright.training.log.metrics import Metrics
 from meshwright.training.log.profile import profiler
 from meshwright.training.log.timers import Timers
-from meshwright.training.state.state import Progress, State
+from meshwright.training.state.state import State
 from meshwright.training.step import StepSettings, evaluate, train_step
 
 ALL_DONE = "all iterations done"
@@ -57,19 +54,14 @@ class Trainer:
         scores: Scores | None = None,
     ) -> None:
         self.state, self.feed, self.metrics, self.timers, self.stop = state, feed, metrics, timers, stop
-        self.config, self.net, self.team = state.config, state.net, state.team
+        self.config, self.progress, self.net, self.team = state.config, state.progress, state.net, state.team
         self.samples, self.scores = samples, scores  # of --sample-interval and --eval-tasks
         logging, every = self.config.logging, self.config.parallel.check_replicas_interval
         self.stragglers = Stragglers(watchdog if logging.log_straggler else None, logging.log_interval)
         self.replicas = Replicas(self.net, self.team, every, self.config.checkpoint.save)
         self.in_flight = InFlight(state, metrics, self.stragglers, self.replicas)
         self.guard = Guard(state, metrics, self.in_flight, feed)
-        self.skipped_ranges = skipped(self.config.data.skip_train_iteration_range)
         self.may_have_to_stop = True  # whether any rank may have a reason to
-
-    @property
-    def progress(self) -> Progress:
-        return self.state.progress
 
     def train(self) -> str:
         """Take all steps that are left, unless something stops the run; return why it ended."""
@@ -82,20 +74,31 @@ class Trainer:
             gc.freeze()  # the collector need not look again at what was built so far
             block.callback(gc.unfreeze)
             block.callback(self.feed.close)
-            block.push(self.finish_at_end)
             block.callback(self.timers.startup.end_wait)
             self.timers.startup.wait("taking the first step, for which kernels are loaded or compiled")
-            self.in_flight.restart_clock()
-            while not self.state.is_done:
-                if reason := self.reason_to_stop():
-                    return reason
-                if self.skip_iterations():
-                    continue
-                profile(self.progress.iteration + 1, self.finish)
-                self.step()
-                self.validate_and_save()
-        say_time("after training is done")
-        self.report_samples_used(aloud=True)
+            try:
+                reason = self.take_steps(profile)
+                self.finish()
+            except BaseException:  # counts more than any error in here
+                with contextlib.suppress(Exception):
+                    self.in_flight.finish_alone()
+                raise
+        if reason == ALL_DONE:
+            say_time("after training is done")
+            self.report_samples_used(aloud=True)
+        return reason
+
+    def take_steps(self, profile: Callable[[int, Callable[[], None]], None]) -> str:
+        """Take steps until the run is done or something stops it; return the reason."""
+        self.in_flight.restart_clock()
+        while not self.state.is_done:
+            if reason := self.reason_to_stop():
+                return reason
+            if self.skip_iterations():
+                continue
+            profile(self.progress.iteration + 1, self.finish)
+            self.step()
+            self.validate_and_save()
         return ALL_DONE
 
     def begin(self) -> None:
@@ -149,16 +152,6 @@ class Trainer:
         self.in_flight.write_log()
         self.replicas.look()
 
-    def finish_at_end(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        """Call `finish` as the loop ends; an error that ended it counts more than any in here."""
-        if kind is None:
-            self.finish()
-        else:
-            with contextlib.suppress(Exception):
-                self.in_flight.finish_alone()
-
-    # Around the steps
-
     def close(self) -> None:
         """End what is under way and close the log; wait for a save in flight."""
         with contextlib.ExitStack() as block:
@@ -170,25 +163,27 @@ class Trainer:
                 self.scores.close()
 
     def skip_iterations(self) -> bool:
-        """Mark the iterations of a --skip-train-iteration-range that begins here as done.
-
-        Return whether there was one.
-        """
-        p = self.progress
-        for first, last in self.skipped_ranges:
-            if first <= p.iteration + 1 <= last:
-                self.finish()
-                self.feed.close()
-                begin = self.state.pass_over(last)
-                remark(f"Skipped iterations {first} to {p.iteration} due to --skip-train-iteration-range flag.")
-                self.metrics.row("skip", p.iteration, first=first, from_sample=begin, to=p.consumed_train_samples)
-                return True
-        return False
+        """Pass over a --skip-train-iteration-range that begins here; return whether one does."""
+        p, passed = self.progress, self.state.range_to_skip()
+        if passed is None:
+            return False
+        self.finish()
+        self.feed.close()
+        (first, last), begin = passed, p.consumed_train_samples
+        self.state.pass_over(last)
+        remark(f"Skipped iterations {first} to {p.iteration} due to --skip-train-iteration-range flag.")
+        self.metrics.row("skip", p.iteration, first=first, from_sample=begin, to=p.consumed_train_samples)
+        return True
 
     def reason_to_stop(self) -> str | None:
         """Return why the run must end before the next step, the same on every rank, or None."""
         iteration, every = self.progress.iteration, self.config.training.exit_interval
-        reason = self.gather_reasons() if self.may_have_to_stop else None
+        reason = None
+        if self.may_have_to_stop:
+            reason, has_failed = self.stop.agree(self.team, self.state.saver.failed)
+            if has_failed:
+                self.wait_for_save()  # raises the failure on every rank
+            self.may_have_to_stop = self.team.size == 1
         # Do not stop at the iteration where this attempt began, or a resumed run would end
         # immediately.
         if not reason and every and iteration % every == 0 and iteration != (self.state.loaded or 0):
@@ -197,18 +192,6 @@ class Trainer:
             self.finish()
         if reason and not self.stop.signal:
             say(f"exiting program at iteration {iteration}: {reason}")
-        return reason
-
-    def gather_reasons(self) -> str | None:
-        """Return the first reason to stop that any rank has, or None.
-
-        Raise the error of a background save that failed.
-        """
-        reason, has_failed = self.stop.agree(self.team, self.state.saver.failed)
-        if has_failed:
-            self.state.saver.wait()  # raises the failure on every rank
-            self.record_failed_saves()
-        self.may_have_to_stop = self.team.size == 1
         return reason
 
     def validate_and_save(self) -> None:
@@ -245,8 +228,7 @@ class Trainer:
         """Call one of the methods of `scores` for the weights after the last step."""
         self.finish()
         pulse.enter("scores")
-        p = self.progress
-        act(p.iteration, p.consumed_train_samples, self.metrics, self.is_cut_short)
+        act(self.progress.iteration, self.progress.consumed_train_samples, self.metrics, self.is_cut_short)
 
     def is_cut_short(self) -> bool:
         """Return whether a signal ends what is done between steps; ranks would not agree on it."""
@@ -312,3 +294,7 @@ class Trainer:
         """Log the saves that failed, after which the run goes on: --save-error warn."""
         for step, reason in self.state.saver.take_failures():
             self.metrics.row("save-failed", step, reason=reason)
+
+    def wait_for_save(self) -> None:
+        self.state.saver.wait()
+        self.record_failed_saves()

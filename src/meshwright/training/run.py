@@ -147,7 +147,7 @@ def run_on_rank(
         with trainer.stop.handle_signals() if caller.handle_signals else contextlib.nullcontext():
             try:
                 reason = trainer.train()
-                finish(trainer, reason, vocabulary.tokenizer)
+                finish_run(trainer, reason, vocabulary.tokenizer)
             except BaseException as error:
                 trainer.metrics.record_failure(trainer.progress.iteration, error)
                 raise
@@ -155,15 +155,15 @@ def run_on_rank(
         return trainer.stop.status
 
 
-def lock_folders(config: TrainConfig, held: contextlib.ExitStack) -> None:
+def lock_folders(config: TrainConfig, block: contextlib.ExitStack) -> None:
     """Lock --run-dir and --save for this run."""
     c = config.checkpoint
     for root in {Path(path).resolve(): path for path in (c.run_dir, c.save) if path}.values():
-        held.enter_context(owner.lock_folder(root))
+        block.enter_context(owner.lock_folder(root))
     note_kept_model(c)
 
 
-def finish(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> None:
+def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> None:
     """Validate, save and export after the loop."""
     from meshwright.training.loop import ALL_DONE
 
@@ -177,8 +177,7 @@ def finish(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> None:
         trainer.validate("test", is_at_end=True)
         if trainer.scores is not None:
             trainer.score(trainer.scores.finish)
-    trainer.state.saver.wait()
-    trainer.record_failed_saves()
+    trainer.wait_for_save()
     trainer.state.saver.require_saved(trainer.progress.iteration)
     if lost := trainer.state.saver.lost:
         remark(f" > note: saving failed at iterations {', '.join(map(str, lost))}; the last state is saved")
@@ -200,8 +199,8 @@ def report_end(trainer: Trainer, reason: str, folder: Path | None) -> None:
     metrics.row("end", trainer.progress.iteration, reason=reason, status=stop.status)
     if folder is not None and trainer.team.is_lead:
         metrics.page.close()
-        if not trainer.config.training.skip_train and (found := goodput_of(folder)):
-            (remark if found.recoveries else say)(f" > {found.line()}")
+        if not trainer.config.training.skip_train and (goodput := goodput_of(folder)):
+            (remark if goodput.recoveries else say)(f" > {goodput.line()}")
         write_report(folder)
     if metrics.screen is not None:
         metrics.stop_bar()

@@ -36,8 +36,9 @@ def require_memory(config: TrainConfig, parameters: int, padded: int, device: to
     have = devices.total_memory(device)
     micro, seq = config.micro_batch, config.data.seq_length
     assert seq
-    here, host = bytes_per_parameter(config)
-    state, logits = parameters * (here + host if device.type == "cpu" else here), logits_bytes(config, padded)
+    on_device, on_host = bytes_per_parameter(config)
+    state = parameters * (on_device + on_host if device.type == "cpu" else on_device)
+    logits = logits_bytes(config, padded)
     if state + logits > have:
         raise UserError(
             f"this run needs at least {(state + logits) / 2**30:,.1f} GiB ({state / 2**30:,.1f} for {parameters:,} "
@@ -132,7 +133,7 @@ class Peak(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
-        self.known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.counted: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -141,8 +142,8 @@ class Peak(TorchDispatchMode):
 
     def _note(self, x: Tensor) -> None:
         storage = x.untyped_storage()
-        if storage not in self.known:
-            self.known[storage] = size = storage.nbytes()
+        if storage not in self.counted:
+            self.counted[storage] = size = storage.nbytes()
             self._count(size)
             weakref.finalize(storage, self._count, -size)
 

@@ -34,15 +34,15 @@ class Vocabulary:
     size: int
     padded: int
     kind: str = ""  # as the log names it
-    found: Path | None = None  # the folder of a tokenizer that no flag names
+    folder: Path | None = None  # the folder of a tokenizer that no flag names
 
     def print_lines(self) -> None:
         if self.tokenizer is None:
             say(f"> no tokenizer: the vocabulary's size is given, {self.size}")
         else:
             say(f"> building {self.kind} tokenizer ...")
-        if self.tokenizer is not None and self.found:
-            console.notice(f"tokenizer: {self.tokenizer.name} with {self.size:,} ids, found in {self.found}")
+        if self.tokenizer is not None and self.folder:
+            console.notice(f"tokenizer: {self.tokenizer.name} with {self.size:,} ids, found in {self.folder}")
         say(tokenizers.padding_line(self.size, self.padded))
 
     def identity(self) -> dict[str, Any]:
@@ -164,10 +164,10 @@ def find_vocabulary(config: TrainConfig, folder: Path | None) -> Vocabulary:
     beside_data = tokenizers.find_of_data(data_paths.prefixes(config.data))
     tp = config.parallel.tensor_model_parallel_size
 
-    def sized(tokenizer: Tokenizer | None, size: int, found: Path | None = None) -> Vocabulary:
+    def sized(tokenizer: Tokenizer | None, size: int, folder_found: Path | None = None) -> Vocabulary:
         padded = tokenizers.padded_size(size, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
-        named = t.tokenizer or (tokenizer.name if tokenizer and found else t.tokenizer_type)
-        return Vocabulary(tokenizer, size, padded, str(named), found)
+        named = t.tokenizer or (tokenizer.name if tokenizer and folder_found else t.tokenizer_type)
+        return Vocabulary(tokenizer, size, padded, str(named), folder_found)
 
     if is_size_alone(config, beside_data):
         assert t.vocab_size

@@ -21,12 +21,12 @@ def bytes_per_parameter(config: TrainConfig) -> tuple[float, float]:
     parts = config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances if p.zero_stage else 1
     gradient = full if p.zero_stage < 2 else full / parts
     weight = weight / parts if p.zero_stage == 3 else weight
-    kept = full * (moments + (low or parts > 1 or p.offloads)) / parts  # moments and master copy
+    optimizer_state = full * (moments + (low or parts > 1 or p.offloads)) / parts  # moments and master copy
     share = full / parts if 0 < p.zero_stage < 2 and parts > 1 else 0  # of the summed gradients
     if p.offloads:
         leaving = (2 if low else full) / parts if p.zero_stage < 3 else 0  # new weights being copied to the device
-        return weight + gradient + share, kept + full / parts + leaving
-    return weight + gradient + share + kept, 0
+        return weight + gradient + share, optimizer_state + full / parts + leaving
+    return weight + gradient + share + optimizer_state, 0
 
 
 def describe_layout(config: TrainConfig) -> str:
@@ -43,9 +43,9 @@ def describe_memory(config: TrainConfig, padded: int) -> str:
     positions = config.model.max_position_embeddings or config.data.seq_length
     assert positions
     each = parameters_of_ranks(config, padded, positions)
-    here, host = bytes_per_parameter(config)
-    beside = f" and {_bytes(max(each) * host)} in host memory" if host else ""
-    return f"{_bytes(max(each) * here)}{describe_place(each) if config.world > 1 else ''}{beside}"
+    on_device, on_host = bytes_per_parameter(config)
+    beside = f" and {_bytes(max(each) * on_host)} in host memory" if on_host else ""
+    return f"{_bytes(max(each) * on_device)}{describe_place(each) if config.world > 1 else ''}{beside}"
 
 
 def describe_place(parameters: list[int]) -> str:
@@ -77,10 +77,10 @@ def parameters_of_ranks(config: TrainConfig, padded: int, positions: int) -> lis
     before = norm * m.embed_layernorm + (positions * m.hidden_size if m.position == "learned" else 0)
     out = []
     for rank in range(pp):
-        mine = stages_of(p.pipeline_schedule, rank, pp, config.chunks)
-        first, last = 0 in mine, len(config.stages) - 1 in mine
+        own_stages = stages_of(p.pipeline_schedule, rank, pp, config.chunks)
+        first, last = 0 in own_stages, len(config.stages) - 1 in own_stages
         tables = first + (last and (m.untie_embeddings_and_output_weights or not first))
-        out.append(sum(config.stages[s] for s in mine) * layer + tables * table + first * before + last * norm)
+        out.append(sum(config.stages[s] for s in own_stages) * layer + tables * table + first * before + last * norm)
     return out
 
 

@@ -37,14 +37,18 @@ def describe_recovery(config: TrainConfig, loaded: loading.LoadedStep, seconds: 
     """Return what was found in --load, passed over and verified, and what is done again."""
     c = config.checkpoint
     assert c.load
-    root, one = steps.split_path(c.load)
-    found = [one] if one is not None else steps.list_steps(root)
-    numbers = ", ".join(f"{n:,}" for n in found[:SHOWN]) + f" and {len(found) - SHOWN} more" * (len(found) > SHOWN)
-    parts = [f"found step{'s' * (len(found) > 1)} {numbers} in {root}"] if found else []
+    root, named_step = steps.split_path(c.load)
+    saved = [named_step] if named_step is not None else steps.list_steps(root)
+    numbers = ", ".join(f"{n:,}" for n in saved[:STEPS_SHOWN]) + f" and {len(saved) - STEPS_SHOWN} more" * (
+        len(saved) > STEPS_SHOWN
+    )
+    parts = [f"found step{'s' * (len(saved) > 1)} {numbers} in {root}"] if saved else []
     for note in loaded.notes:
         skipped = re.match(r"WARNING: skipping iter_0*(\d+), it is damaged: (.*)", note, re.S)
         parts.append(f"{skipped[1]}: skipped, damaged ({skipped[2]})" if skipped else note.removeprefix("WARNING: "))
-    parts += [f"{name} was never finished" for name in steps.listing(root) if one is None and name.endswith(".tmp")]
+    parts += [
+        f"{name} was never finished" for name in steps.listing(root) if named_step is None and name.endswith(".tmp")
+    ]
     folder = steps.step_folder(root, loaded.step)
     if find_manifest(folder).exists():
         files = read_manifest(folder).values()
@@ -59,7 +63,7 @@ def describe_recovery(config: TrainConfig, loaded: loading.LoadedStep, seconds: 
     return "; ".join(parts)
 
 
-SHOWN = 8  # steps that are named
+STEPS_SHOWN = 8  # steps that are named
 
 
 # Before anything is built
@@ -85,8 +89,8 @@ def refuse_missing(config: TrainConfig) -> None:
         then = f"; to start anew, leave --load out{f', or give --load {c.save} as in --save' if c.save else ''}"
     else:
         return
-    found = "no checkpoint found" if Path(c.load or "").exists() else "there is no such folder"
-    raise UserError(f"--load {c.load}: {found}{then}", BAD_DATA, everywhere=True)
+    problem = "no checkpoint found" if Path(c.load or "").exists() else "there is no such folder"
+    raise UserError(f"--load {c.load}: {problem}{then}", BAD_DATA, everywhere=True)
 
 
 def require_moments(config: TrainConfig, source: Source) -> None:
@@ -147,8 +151,8 @@ def guard_run_folder(config: TrainConfig) -> None:
     if is_continued(c) and not c.finetune and folder.resolve() == Path(c.save or "").resolve():
         return
     before = read_settings(folder).get("checkpoint", {}).get("save")
-    mine = [c.save] if c.finetune else [c.save, c.load]
-    if before and Path(str(before)).resolve() in [steps.split_path(path)[0].resolve() for path in mine if path]:
+    continued = [c.save] if c.finetune else [c.save, c.load]
+    if before and Path(str(before)).resolve() in [steps.split_path(path)[0].resolve() for path in continued if path]:
         return
     flag = "--run-dir" if c.run_dir else "--save"
     ways = f"{flag} {folder} already holds the curves of another run: give another folder, or --save-overwrite to move "
@@ -200,7 +204,7 @@ def saved_settings(config: TrainConfig) -> dict[str, Any]:
     return flags.to_dict(config) | {
         "world_size": None,
         "data_fingerprint": [fingerprint(prefix) for prefix in prefixes(config.data)],
-        "data_sets": [[one.key, [[s.prefix, s.weight, s.begin, s.end] for s in one.sources]] for one in sets],
+        "data_sets": [[paths.key, [[s.prefix, s.weight, s.begin, s.end] for s in paths.sources]] for paths in sets],
     }
 
 
@@ -221,11 +225,11 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
     wanted = {
         n: v for n, v in saved.items() if n in (*ARCHITECTURE, *STATED, "seq_length", "vocab_size") and n not in given
     }
-    known = flags.from_saved(TrainConfig, wanted, str(source.folder))
+    stated = flags.from_saved(TrainConfig, wanted, str(source.folder))
     groups: dict[str, Any] = {"model": config.model, "data": config.data, "tokenizer": config.tokenizer}
     for name, group in groups.items():
-        mine = {f.name for f in dataclasses.fields(group)}
-        groups[name] = dataclasses.replace(group, **{n: v for n, v in known.items() if n in mine})
+        names = {f.name for f in dataclasses.fields(group)}
+        groups[name] = dataclasses.replace(group, **{n: v for n, v in stated.items() if n in names})
     return dataclasses.replace(config, **groups)
 
 
@@ -255,6 +259,6 @@ def check_loading(config: TrainConfig) -> list[str]:
         past = BlendHistory.from_state(state.get("blends"))
         sets = {} if config.data.mock_data else {w.key: w for w in needed_sets(config)}
         if past is not None and "train" in sets:
-            mine, consumed = find_parts(config, sets["train"], Indexed), state["consumed_train_samples"]
-            lines += continue_history(past, mine, sets["train"].samples, consumed, config.data.blend_change_at).lines()
+            parts, consumed = find_parts(config, sets["train"], Indexed), state["consumed_train_samples"]
+            lines += continue_history(past, parts, sets["train"].samples, consumed, config.data.blend_change_at).lines()
     return lines

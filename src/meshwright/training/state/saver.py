@@ -52,9 +52,10 @@ def is_complete(folder: str, step: int) -> bool:
 
 
 class Saver:
-    """Saves the steps of a run; `kept` is the step in --save that equals the run's state now.
+    """Saves the steps of a run.
 
-    With --save-error warn, `lost` are the steps whose save failed.
+    `kept` is the saved step that equals the current state, None if there is none. With
+    --save-error warn, `lost` are the steps whose save failed.
     """
 
     def __init__(self, config: TrainConfig, layout: Layout, team: Team, device: torch.device) -> None:
@@ -166,7 +167,7 @@ class Saver:
         team.run_on_lead(lambda: shutil.rmtree(parts, ignore_errors=True))  # left by a killed run
         try:
             native.save_step(parts, step, named, state, settings, team=team, run=root)
-            mine: dict[str, publish.Produce] = {}
+            files_of_rank: dict[str, publish.Produce] = {}
 
             def lay_out() -> int:
                 folder = steps.step_folder(parts, step)
@@ -174,11 +175,11 @@ class Saver:
                 source = native.open_native(folder, step)
                 tp, pp, padded = self.layout.tp, self.layout.pp, state["padded_vocab_size"]
                 files = list(megatron_writer.megatron_files(source, tp, pp, padded, with_optimizer=True).items())
-                mine.update([] if at("replicas", "shard", "cp") else [files[at("tp") * pp + at("pp")]])
+                files_of_rank.update([] if at("replicas", "shard", "cp") else [files[at("tp") * pp + at("pp")]])
                 return sum(file.size for file in source.manifest.values())
 
             size, *_ = team.run_on_all(lay_out)
-            publish.write_step(root, step, mine, bytes_needed=size, team=team)
+            publish.write_step(root, step, files_of_rank, bytes_needed=size, team=team)
         finally:
             if team.is_lead:
                 shutil.rmtree(parts, ignore_errors=True)

@@ -22,6 +22,7 @@ from meshwright.errors import BAD_DATA, UserError
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.schedule import Schedule, build_schedule, resume_schedule
 from meshwright.ranks.team import Team
+from meshwright.settings.grammar import skipped
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.state.resume import (
     describe_recovery,
@@ -68,6 +69,7 @@ class State:
         t = config.training
         # Losses of the last steps, the background against which a spike is judged.
         self.losses = deque[float](maxlen=0 if t.on_spike == "off" else t.spike_window)
+        self.skipped_ranges = skipped(config.data.skip_train_iteration_range)
         self.skips: list[Any] = []  # (first sample, rule) of samples not trained on, for the record
         self.blends: BlendHistory | None = None  # of the training set
         self.epochs: list[list[Any]] | None = None  # of the training set; its order depends on them
@@ -98,15 +100,19 @@ class State:
             iteration, consumed = iteration + 1, consumed + size
         return iteration + max(c.samples - consumed, 0) // c.global_batch
 
-    def pass_over(self, last: int) -> int:
-        """Count the iterations up to `last` as done, without training; return the first sample."""
+    def range_to_skip(self) -> tuple[int, int] | None:
+        """Return the --skip-train-iteration-range that holds the next iteration."""
+        following = self.progress.iteration + 1
+        return next((ends for ends in self.skipped_ranges if ends[0] <= following <= ends[1]), None)
+
+    def pass_over(self, last: int) -> None:
+        """Count the iterations up to `last` as done, without training."""
         p = self.progress
         begin = p.consumed_train_samples
         while p.iteration < last and not self.is_done:
             p.iteration += 1
             p.consumed_train_samples += self.config.batch(p.consumed_train_samples)
         self.skips.append([begin, f"passed over to {p.consumed_train_samples}"])
-        return begin
 
     def load(self) -> None:
         """Load the checkpoint of --load, if there is one; raise UserError if it is needed."""
@@ -254,9 +260,9 @@ class State:
     def check(self, tokenizer: Tokenizer | None) -> None:
         """Require the checkpoint's vocabulary, and disk space for one more checkpoint."""
         c = self.config.checkpoint
-        kept = steps.split_path(c.load)[0] / "tokenizer" if c.load else None
-        if kept and tokenizer:
-            self.team.run_on_all(lambda: tokenizers.require_same(tokenizer, kept))
+        saved_tokenizer = steps.split_path(c.load)[0] / "tokenizer" if c.load else None
+        if saved_tokenizer and tokenizer:
+            self.team.run_on_all(lambda: tokenizers.require_same(tokenizer, saved_tokenizer))
         if c.save and self.will_train:
             if c.ckpt_format == "torch" and self.net.name != GPT_NETWORK:
                 raise UserError(f"--ckpt-format torch: Megatron-LM has no {self.net.name}; native holds any network")
