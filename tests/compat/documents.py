@@ -10,7 +10,6 @@ import math
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import free_port
 from on_ranks import run_programs
 
 ROOT = Path(__file__).parents[2]
@@ -93,12 +93,6 @@ def end(processes: list[subprocess.Popen[str]]) -> None:
 ROUNDING = 1e-2  # fp16
 SCRIPT = "pretrain_gpt.py"
 Step = tuple[float, float, bool]  # loss, gradient norm, skipped
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("", 0))
-        return int(s.getsockname()[1])
 
 
 def steps(folder: Path) -> list[Step]:

@@ -12,7 +12,8 @@ import pytest
 
 import fakes
 from blocks import block, covers
-from documents import ROOT, ROUNDING, as_one_process, assert_same, by_deepspeed, free_port, shell, started, steps
+from documents import ROOT, ROUNDING, as_one_process, assert_same, by_deepspeed, shell, started, steps
+from helpers import free_port
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 

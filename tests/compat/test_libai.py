@@ -17,7 +17,8 @@ import yaml
 
 import fakes
 from blocks import block, covers
-from documents import ROOT, ROUNDING, assert_same, by_deepspeed, free_port, run, shell, steps
+from documents import ROOT, ROUNDING, assert_same, by_deepspeed, run, shell, steps
+from helpers import free_port
 from meshwright.errors import UserError
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]

@@ -44,7 +44,7 @@ VARIABLES = {
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in orphans.MARKS:
+    for name in orphans.LAUNCH_VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
@@ -132,8 +132,8 @@ def test_who_has_lost_torchrun(ancestors: list[str], without: str, lost: bool, m
         return known[pid], pids[pids.index(pid) + 1], environ if known[pid] == without else {}
 
     monkeypatch.setattr(os, "getppid", lambda: pids[0])
-    monkeypatch.setattr(orphans, "_look_at", look_at)
-    monkeypatch.setattr(orphans, "_read", lambda pid, file: f"/usr/bin/{known[pid]}\0-m\0x".encode())
+    monkeypatch.setattr(orphans, "_inspect", look_at)
+    monkeypatch.setattr(orphans, "_read_proc", lambda pid, file: f"/usr/bin/{known[pid]}\0-m\0x".encode())
     assert orphans._has_lost_torchrun(environ) is lost
 
 

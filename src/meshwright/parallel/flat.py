@@ -20,6 +20,15 @@ last micro-batch has filled it, while the backward pass continues:
              all-gathered, which the next forward pass waits for layer by layer
     ZeRO 2   the same after every micro-batch, so that full gradients of at most three buckets exist
 
+A gradient reaches its bucket without a copy. The store gives each parameter a `sink`; the backward
+pass of a product (kernels/gradients.py) adds into the sink's total itself, or autograd's hook does:
+
+    kernels/gradients.from_product(parameter, ...)       backward of one use of the parameter
+      total, adds = parameter.sink.begin()               its view of bucket.gradients
+      total += grad^T @ x                                or = for the step's first micro-batch
+      parameter.sink.end()                               one part has come
+        GradientSink.end -> FlatStore.sum_over_ranks     if it was the bucket's last: start the sum
+
 With `offload`, masters and state stay in host memory and are updated there. Every parameter starts
 at a multiple of ALIGN elements so that matrix products read aligned memory; the gaps stay 0.
 """
@@ -74,7 +83,7 @@ class Bucket:
     kinds: list[tuple[UpdateKind, int, int]] = field(default_factory=list)  # kind, first offset, end
     gradients: Tensor | None = None  # full, not sharded
     seen: set[str] = field(default_factory=set)  # gradients received in this backward pass
-    parts: dict[str, int] = field(default_factory=dict)  # how many parts of each
+    parts_received: dict[str, int] = field(default_factory=dict)  # of each gradient
     sums: list[PendingSum] = field(default_factory=list)
     is_summed: bool = False  # in this step
     gathering: tuple[Any, Tensor] | None = None  # pending all-gather of new weights, and its input
@@ -157,9 +166,9 @@ class FlatStore(Store):
 
     def _take_over(self, model: nn.Module) -> None:
         """Make the model's parameters views of the weights."""
-        here = [name for name, _ in model.named_parameters()]
+        names = [name for name, _ in model.named_parameters()]
         for bucket in self.buckets.values():
-            for name in here & bucket.spans.keys():
+            for name in names & bucket.spans.keys():
                 offset, shape = bucket.spans[name]
                 # Use .data because all layers share this storage: autograd must not treat an update
                 # of one layer's weights as a change to another's.
@@ -170,7 +179,7 @@ class FlatStore(Store):
         # Wait for new weights as late as possible: layer by layer in a GPT, before the whole
         # forward pass in a custom model, which may not call its layers.
         if self.is_sharded:
-            layers = {u for u in map(shard.unit, here) if "." in u and isinstance(model, GPT)}
+            layers = {u for u in map(shard.unit, names) if "." in u and isinstance(model, GPT)}
             rest = [u for u in self.buckets if "." not in u or not isinstance(model, GPT)]
             model.register_forward_pre_hook(lambda *_: self._wait_for(rest))
             for unit in layers:
@@ -312,26 +321,26 @@ class FlatStore(Store):
         self.is_last_backward = is_last
         for bucket in self.buckets.values():
             bucket.seen.clear()
-            bucket.parts.clear()
+            bucket.parts_received.clear()
 
     def _accumulate_into(self, bucket: Bucket, name: str, parameter: nn.Parameter, uses: int) -> None:
         """Have each new gradient added to its total: by a hook that then frees it, or by kernels.
 
         Kernels do so in one part for each of the parameter's `uses` in the network; 0 is unknown.
         """
-        place = GradientSink(self, bucket, name, uses)
+        sink = GradientSink(self, bucket, name, uses)
 
         def add(p: Tensor) -> None:
             if p.grad is None:  # kernels have put it into the total
                 return
-            total, adds = place.begin()
+            total, adds = sink.begin()
             total.add_(p.grad) if adds else total.copy_(p.grad)
             p.grad = None
-            place.end(max(uses, 1))  # autograd has waited for all uses
+            sink.end(max(uses, 1))  # autograd has waited for all uses
 
         parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
         if uses:
-            parameter.sink = place  # type: ignore[attr-defined]
+            parameter.sink = sink  # type: ignore[attr-defined]
 
     def sum_full_buckets(self) -> None:
         """Start sums in a fixed order, from the last layer to the first.
@@ -419,8 +428,8 @@ class FlatStore(Store):
     def wait_for_weights(self) -> None:
         self._wait_for(self.buckets)
 
-    def summed(self, piece: UpdateRange) -> Tensor:
-        return self.share[piece.begin : piece.begin + piece.master.numel()]
+    def summed(self, elements: UpdateRange) -> Tensor:
+        return self.share[elements.begin : elements.begin + elements.master.numel()]
 
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
         for name in self.shapes:
@@ -439,17 +448,17 @@ class FlatStore(Store):
             if to_save and not self.sharding.is_counted(name):
                 continue
             to, low, high = self.local_range(name)
-            full, place, part = self.sharding.saved_part(name, self.shapes[name])
+            full, offsets, part = self.sharding.saved_part(name, self.shapes[name])
             high = max(low, min(high, math.prod(part)))
-            boxes = [(tuple(map(operator.add, o, place)), n) for o, n in shard.boxes(tuple(part), low, high)]
+            boxes = [(tuple(map(operator.add, o, offsets)), n) for o, n in shard.boxes(tuple(part), low, high)]
             kind = next(kind for kind, a, b in bucket.kinds if a <= bucket.spans[name][0] < b)
-            piece = next((p for p in self.update_ranges if p.begin <= to < p.begin + p.master.numel()), None)
+            owned = next((p for p in self.update_ranges if p.begin <= to < p.begin + p.master.numel()), None)
             flats = {"": self.master[to : to + high - low]}
             if with_optimizer:
                 for key, saved_as in rules.STATE[kind.rule].items():
-                    at = to - piece.begin if piece else 0
-                    kept = piece.state[key][at : at + high - low] if piece and boxes else self.master[:0]
-                    flats[f"/{saved_as}"] = kept
+                    at = to - owned.begin if owned else 0
+                    values = owned.state[key][at : at + high - low] if owned and boxes else self.master[:0]
+                    flats[f"/{saved_as}"] = values
             for suffix, flat in flats.items():
                 shaped = flat.view(boxes[0][1]) if len(boxes) == 1 else flat
                 out[name + suffix] = (tuple(full), boxes, shaped.detach())
@@ -478,7 +487,7 @@ class GradientSink:
         """Count the parts of a gradient; start the sums of buckets that have all of theirs."""
         store, bucket = self.store, self.bucket
         store.added.add(self.name)
-        received = bucket.parts[self.name] = bucket.parts.get(self.name, 0) + parts
+        received = bucket.parts_received[self.name] = bucket.parts_received.get(self.name, 0) + parts
         if received >= self.uses:
             bucket.seen.add(self.name)
             if len(bucket.seen) == len(bucket.spans) and not bucket.partial:
@@ -505,10 +514,10 @@ def _matrices(
         for flat in (master, master.grad, *state.values())
     ]
     out = []
-    for values, grad, *kept in zip(*views, strict=True):
+    for values, grad, *states in zip(*views, strict=True):
         matrix = nn.Parameter(values)
         matrix.grad = grad
-        out.append((matrix, dict(zip(state, kept, strict=True))))
+        out.append((matrix, dict(zip(state, states, strict=True))))
     return out
 
 

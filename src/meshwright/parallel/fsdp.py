@@ -35,16 +35,20 @@ class FullyShardedStore(Store):
         layout, dtype, device = spec.layout, spec.dtype, spec.device
         # A layer's output is a view, but nothing writes to it (gpt.join adds out of place).
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        mesh, self.ranks = mesh_of(layout, device), layout.size("shard", "cp")
+        mesh, self.ranks = make_mesh(layout, device), layout.size("shard", "cp")
         low = dtype if dtype is not self.full_dtype else None
         # The residual stream may be wider than the weights, so inputs are not cast.
         precision = MixedPrecisionPolicy(low, self.full_dtype if low else None, cast_forward_inputs=False)
-        more: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if spec.offload:
-            more["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+            arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         self.shapes: dict[str, torch.Size] = {}  # before the cut into rows
         self.parameters: dict[str, Any] = {}
-        more |= {"mesh": mesh, "mp_policy": precision, "shard_placement_fn": lambda p: Shard(self.dimension(p.shape))}
+        arguments |= {
+            "mesh": mesh,
+            "mp_policy": precision,
+            "shard_placement_fn": lambda p: Shard(self.dimension(p.shape)),
+        }
         self.models: list[Any] = models
         for model in models:
             model.to(self.full_dtype)
@@ -52,9 +56,9 @@ class FullyShardedStore(Store):
             # Keep what backward needs first, unless other micro-batches run forward in between.
             *blocks, last = model.h.children()
             for block in blocks:
-                fully_shard(block, reshard_after_forward=True, **more)
-            fully_shard(last, reshard_after_forward=self.layout.pp > 1, **more)
-            fully_shard(model, reshard_after_forward=self.layout.pp > 1, **more)
+                fully_shard(block, reshard_after_forward=True, **arguments)
+            fully_shard(last, reshard_after_forward=self.layout.pp > 1, **arguments)
+            fully_shard(model, reshard_after_forward=self.layout.pp > 1, **arguments)
             for block, following in itertools.pairwise([*blocks, last]):  # gather the next before this one runs
                 block.set_modules_to_forward_prefetch([following])
             for module in model.modules():
@@ -83,24 +87,24 @@ class FullyShardedStore(Store):
             master = nn.Parameter(local)
             rule = rules.rule_of(self.optimizer, name, local)
             state = {key: torch.zeros_like(local) for key in rules.STATE[rule]}
-            piece = self.named[name] = UpdateRange(self.sharding.is_counted(name), 0, master, state)
-            self.update_ranges.append(piece)
+            owned = self.named[name] = UpdateRange(self.sharding.is_counted(name), 0, master, state)
+            self.update_ranges.append(owned)
             updated.setdefault((rule, rules.decays(name, local)), []).append((master, state))
         self.make_updates(updated)
 
     def rows(self, name: str) -> tuple[int, int, int]:
         """Return this rank's rows as torch cuts them: dimension, start, length."""
-        dimension, place = self.dimension(self.shapes[name]), self.layout.at("shard", "cp")
+        dimension, position = self.dimension(self.shapes[name]), self.layout.at("shard", "cp")
         count = self.shapes[name][dimension]
         each = -(-count // self.ranks)
-        first = min(place * each, count)
+        first = min(position * each, count)
         return dimension, first, min(each, count - first)
 
     def set_master(self, name: str, tensor: Tensor) -> None:
         self.named[name].master.data.copy_(tensor.narrow(*self.rows(name)))
 
     def weights_by_name(self) -> dict[str, Tensor]:
-        return {name: piece.master.detach() for name, piece in self.named.items()}
+        return {name: owned.master.detach() for name, owned in self.named.items()}
 
     def publish_weights(self, has_all: bool = True) -> None:
         """Do nothing: the shards are the weights, and the next forward pass gathers them."""
@@ -115,11 +119,11 @@ class FullyShardedStore(Store):
 
     def finish_sums(self) -> None:
         partial = []
-        for name, piece in self.named.items():
+        for name, owned in self.named.items():
             grad = self.parameters[name].grad
-            piece.master.grad = torch.zeros_like(piece.master) if grad is None else grad.to_local()
+            owned.master.grad = torch.zeros_like(owned.master) if grad is None else grad.to_local()
             if self.sharding.is_partial(name):
-                partial.append(piece.master.grad)
+                partial.append(owned.master.grad)
         if partial:  # in one collective
             flat = self._total(torch.cat([x.flatten() for x in partial]), "tp")
             parts = list(flat.split_with_sizes([x.numel() for x in partial]))
@@ -133,32 +137,32 @@ class FullyShardedStore(Store):
         return comm.total(x.to(self.device, copy=True), self.layout.group(group))
 
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
-        for name, piece in self.named.items():
+        for name, owned in self.named.items():
             dimension, first, size = self.rows(name)
             true = self.sharding.saved_part(name, self.shapes[name])[2][dimension] - first
-            yield name, self.summed(piece).narrow(dimension, 0, max(0, min(size, true)))
+            yield name, self.summed(owned).narrow(dimension, 0, max(0, min(size, true)))
 
     def named_state(self, with_optimizer: bool = True, to_save: bool = False) -> Named:
         """Return this rank's part of a checkpoint, as FlatStore.named_state does."""
         out: Named = {}
-        for name, piece in self.named.items():
+        for name, owned in self.named.items():
             if to_save and not self.sharding.is_counted(name):
                 continue
             dimension, first, size = self.rows(name)
-            full, place, part = self.sharding.saved_part(name, self.shapes[name])
-            place[dimension] += first
+            full, offsets, part = self.sharding.saved_part(name, self.shapes[name])
+            offsets[dimension] += first
             part[dimension] = max(0, min(size, part[dimension] - first))
-            boxes = [(tuple(place), tuple(part))] if all(part) else []
-            flats = {"": piece.master.detach()}
+            boxes = [(tuple(offsets), tuple(part))] if all(part) else []
+            flats = {"": owned.master.detach()}
             if with_optimizer:
-                rule = next(rule for (rule, _), u in self.updates.items() if piece.master in u.state)
-                flats |= {f"/{rules.STATE[rule][key]}": flat for key, flat in piece.state.items()}
+                rule = next(rule for (rule, _), u in self.updates.items() if owned.master in u.state)
+                flats |= {f"/{rules.STATE[rule][key]}": flat for key, flat in owned.state.items()}
             for suffix, flat in flats.items():
                 out[name + suffix] = (tuple(full), boxes, flat.narrow(dimension, 0, part[dimension]))
         return out
 
 
-def mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
+def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """Return the mesh over which weights are sharded, within each replica."""
     group, replicas = layout.group("shard"), layout.group("replicas")
     assert group is not None

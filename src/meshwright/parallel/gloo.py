@@ -14,26 +14,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-NAME = "gloo_single"  # of the backend in torch's registry
+BACKEND = "gloo_single"  # its name in torch's registry
 
 
 def register() -> str:
     """Register the backend with torch, once per process; return its name."""
-    if NAME not in dist.Backend.backend_list:
+    if BACKEND not in dist.Backend.backend_list:
         kinds = dist.Backend.backend_capability["gloo"]
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=kinds)
-    return NAME
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=kinds)
+    return BACKEND
 
 
 def _create(group: Any, options: Any) -> dist.ProcessGroupGloo:
-    chosen = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    chosen._threads = 1
-    chosen._timeout = group.timeout
+    settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    settings._threads = 1
+    settings._timeout = group.timeout
     # As torch's own constructor does:
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
     make = dist.ProcessGroupGloo.create_device
     if interfaces:
-        chosen._devices = [make(interface=name) for name in interfaces.split(",")]
+        settings._devices = [make(interface=name) for name in interfaces.split(",")]
     else:
-        chosen._devices = [dist.ProcessGroupGloo.create_default_device()]
-    return dist.ProcessGroupGloo(group.store, group.group_rank, group.group_size, chosen)
+        settings._devices = [dist.ProcessGroupGloo.create_default_device()]
+    return dist.ProcessGroupGloo(group.store, group.group_rank, group.group_size, settings)

@@ -62,13 +62,13 @@ class Layout:
 
     def at(self, *names: str) -> int:
         """Return this rank's position in a dimension, or in several combined."""
-        place, left = {}, self.rank
+        position, rest = {}, self.rank
         for name, size in reversed(list(zip(DIMENSIONS, self.shape, strict=True))):
-            left, place[name] = divmod(left, size)
+            rest, position[name] = divmod(rest, size)
         number = 0
         for name in DIMENSIONS:
             if name in names:
-                number = number * getattr(self, name) + place[name]
+                number = number * getattr(self, name) + position[name]
         return number
 
     def size(self, *names: str) -> int:
@@ -109,17 +109,17 @@ def new_group(members: Sequence[Sequence[int]], rank: int, timeout: timedelta | 
     from meshwright.parallel import gloo
 
     # "cpu:gloo,cuda:nccl" would open thousands of sockets in a large run, for tensors of no group.
-    by_device = dict(one.split(":") for one in str(dist.get_backend_config()).split(","))
+    by_device = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
     backend = next((name for kind, name in by_device.items() if kind != "cpu"), None)
     if backend in (None, "gloo"):
         backend = gloo.register()
-    mine = None
+    own = None
     for ranks in members:
         if len(ranks) > 1:
             group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
             if rank in ranks:
-                mine = group
-    return mine
+                own = group
+    return own
 
 
 def layout_of(config: TrainConfig, rank: int) -> Layout:

@@ -22,12 +22,12 @@ from meshwright.errors import UNEXPECTED
 from meshwright.ranks.world import in_srun
 
 LAUNCHER_PID = "_MESHWRIGHT_LAUNCHER_PID"  # set by our launcher for its ranks; not a setting, hence the underscore
-POLL = 1.0  # seconds between two looks where the kernel has no pidfd
+POLL_SECONDS = 1.0  # between two looks where the kernel has no pidfd
 PR_SET_PDEATHSIG = 1
 
 # Variables that only launchers set. RANK is none: people set it in a shell, and leave that.
 TORCHRUN, DEEPSPEED, SLURM = "TORCHELASTIC_RUN_ID", "CROSS_RANK", "SLURM_PROCID"
-MARKS = (TORCHRUN, DEEPSPEED, "OMPI_COMM_WORLD_RANK", "PMI_RANK", SLURM)
+LAUNCH_VARIABLES = (TORCHRUN, DEEPSPEED, "OMPI_COMM_WORLD_RANK", "PMI_RANK", SLURM)
 # No launchers, even if a child has variables that these lack: who leaves a shell leaves a run.
 NO_LAUNCHERS = set("sh bash dash zsh fish ksh csh tcsh tmux screen sshd login su sudo init systemd".split())
 
@@ -71,11 +71,11 @@ def _has_lost_torchrun(environ: Mapping[str, str]) -> bool:
         return False
     pid = os.getppid()
     while pid > 1:
-        name, parent, inherited = _look_at(pid)
+        name, parent, inherited = _inspect(pid)
         if inherited.get(TORCHRUN) != environ[TORCHRUN]:
             return name in ("systemd", "init")  # of a user, which takes in the children of the dead
         pid = parent
-    first = _read(1, "cmdline").split(b"\0")[0]
+    first = _read_proc(1, "cmdline").split(b"\0")[0]
     return pid == 1 and first != b"" and b"python" not in first  # in a container, torchrun may be the first process
 
 
@@ -85,38 +85,40 @@ def launchers(environ: Mapping[str, str]) -> list[int]:
     That one is the nearest ancestor that was itself started without them. Several launchers may be
     nested (srun starts torchrun); programs between them and us (bash, numactl) count as well.
     """
-    marks = {name: environ[name] for name in MARKS if name in environ and (name != SLURM or in_srun(environ))}
+    marks = {
+        name: environ[name] for name in LAUNCH_VARIABLES if name in environ and (name != SLURM or in_srun(environ))
+    }
     chain: list[int] = []
-    found = 0
+    length = 0  # of the chain up to the one that set the variables
     pid = os.getppid()
     while marks and pid > 1:
-        name, parent, inherited = _look_at(pid)
+        name, parent, inherited = _inspect(pid)
         chain.append(pid)
         for mark in [n for n, value in marks.items() if inherited.get(n) != value]:
             if name in NO_LAUNCHERS:
-                return chain[:found]
+                return chain[:length]
             del marks[mark]
-            found = len(chain)
+            length = len(chain)
             # deepspeed starts one more program on each machine, which sets the variables.
-            if mark == DEEPSPEED and parent > 1 and b"deepspeed" in _read(parent, "cmdline"):
+            if mark == DEEPSPEED and parent > 1 and b"deepspeed" in _read_proc(parent, "cmdline"):
                 chain.append(parent)
-                found, parent = len(chain), _look_at(parent)[1]
+                length, parent = len(chain), _inspect(parent)[1]
         pid = parent
-    return chain[:found]
+    return chain[:length]
 
 
-def _look_at(pid: int) -> tuple[str, int, dict[str, str]]:
+def _inspect(pid: int) -> tuple[str, int, dict[str, str]]:
     """Return a process's name, its parent and the variables that it was started with.
 
     Those of another user's process, such as Slurm's daemon, cannot be read; they count as none.
     """
-    name, _, rest = _read(pid, "stat").partition(b" (")[2].rpartition(b") ")
-    pairs = (pair.partition("=") for pair in os.fsdecode(_read(pid, "environ")).split("\0"))
+    name, _, rest = _read_proc(pid, "stat").partition(b" (")[2].rpartition(b") ")
+    pairs = (pair.partition("=") for pair in os.fsdecode(_read_proc(pid, "environ")).split("\0"))
     fields = rest.split()
     return os.fsdecode(name), int(fields[1]) if len(fields) > 1 else 0, {key: value for key, _, value in pairs}
 
 
-def _read(pid: int, file: str) -> bytes:
+def _read_proc(pid: int, file: str) -> bytes:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/{file}").read_bytes()
     return b""
@@ -135,5 +137,5 @@ def _end_with(pids: list[int]) -> None:
         pass  # it has ended already
     except (AttributeError, OSError):  # an old kernel, or a sandbox
         while os.getppid() == parent and all(Path(f"/proc/{pid}").exists() for pid in pids):
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -79,12 +79,12 @@ def _by_mpi(environ: Mapping[str, str], by: str, prefix: str) -> World:
         raise UserError(f"{prefix}RANK={environ[f'{prefix}RANK']} is set and {prefix}SIZE is not")
     rank, size = _number(environ, f"{prefix}RANK"), _number(environ, f"{prefix}SIZE")
     # The second names are Hydra's, the launcher of MPICH and Intel MPI.
-    place = next((_number(environ, n) for n in (f"{prefix}LOCAL_RANK", "MPI_LOCALRANKID") if n in environ), None)
+    local_rank = next((_number(environ, n) for n in (f"{prefix}LOCAL_RANK", "MPI_LOCALRANKID") if n in environ), None)
     count = next((_number(environ, n) for n in (f"{prefix}LOCAL_SIZE", "MPI_LOCALNRANKS") if n in environ), None)
     address, port = _master(environ)
-    here = count is None or count == size  # unless it is known to be otherwise
+    is_one_node = count is None or count == size  # unless it is known to be otherwise
     if size > 1 and address is None:
-        if not here:
+        if not is_one_node:
             raise UserError(
                 f"{by} started {size} ranks, {count} of them on this node; set MASTER_ADDR to rank 0's node and pass "
                 "it on (mpirun -x MASTER_ADDR, or -genv)"
@@ -93,11 +93,12 @@ def _by_mpi(environ: Mapping[str, str], by: str, prefix: str) -> World:
     if size > 1 and port is None:
         names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID")
         job = next((environ[n] for n in names if n in environ), "")
-        if not (job or here):
+        if not (job or is_one_node):
             raise UserError(f"{by} started {size} ranks on several nodes; set MASTER_PORT to a free port there")
         port = _port(job or str(os.getppid()))
-    found = World(rank, size, rank if place is None else place, size if count is None else count, address, port, by)
-    return _checked(found, f"{prefix}RANK", f"{prefix}SIZE")
+    local_rank = rank if local_rank is None else local_rank
+    world = World(rank, size, local_rank, size if count is None else count, address, port, by)
+    return _checked(world, f"{prefix}RANK", f"{prefix}SIZE")
 
 
 def in_srun(environ: Mapping[str, str]) -> bool:
@@ -127,8 +128,8 @@ def _by_slurm(environ: Mapping[str, str]) -> World:
         local_size = counts[min(node, len(counts) - 1)]
     else:
         local_size = _number(environ, "SLURM_NTASKS_PER_NODE") if "SLURM_NTASKS_PER_NODE" in environ else local_rank + 1
-    found = World(rank, size, local_rank, local_size, address, port, "srun")
-    return _checked(found, "SLURM_PROCID", "SLURM_NTASKS")
+    world = World(rank, size, local_rank, local_size, address, port, "srun")
+    return _checked(world, "SLURM_PROCID", "SLURM_NTASKS")
 
 
 def first_host(nodes: str) -> str:
@@ -139,16 +140,16 @@ def first_host(nodes: str) -> str:
 
 def tasks_per_node(text: str) -> list[int]:
     """Return the tasks of each node: [2, 2, 2, 1] for SLURM's 2(x3),1."""
-    out: list[int] = []
+    counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if not found:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not match:
             raise UserError(f"SLURM_TASKS_PER_NODE={text} is not of the form 2(x3),1")
-        times = int((found[2] or "1")[:7])
+        times = int((match[2] or "1")[:7])
         if not 0 < times <= 10**6:
-            raise UserError(f"SLURM_TASKS_PER_NODE={text[:100]}: x{found[2]} is not a number of nodes")
-        out += [int(found[1])] * times
-    return out
+            raise UserError(f"SLURM_TASKS_PER_NODE={text[:100]}: x{match[2]} is not a number of nodes")
+        counts += [int(match[1])] * times
+    return counts
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
