@@ -163,6 +163,10 @@ def test_older_switches_are_settings_with_a_value(tmp_path: Path) -> None:
     assert resolve(file, "--checkpoint-activations").training.recompute_granularity == "full"
     assert resolve(file, "--no-recompute-activations").training.recompute_granularity is None
     assert resolve(file, "--no-checkpoint-activations").training.recompute_granularity == "selective"
+    every = "checkpoint_activations = {}\nrecompute_activations = {}\ndeepspeed_activation_checkpointing = {}\n"
+    for values, want in (("true false false", "full"), ("false false true", "full"), ("false true false", "selective")):
+        (tmp_path / "d.toml").write_text(every.format(*values.split()))
+        assert resolve(f"--config={tmp_path}/d.toml").training.recompute_granularity == want
     with pytest.raises(UserError, match="contradicts full recomputation"):
         resolve("--recompute-granularity=selective", "--checkpoint-activations")
     saved = {"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": True, "zero_stage": 2}

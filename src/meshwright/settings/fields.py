@@ -168,7 +168,7 @@ def placeholder(f: dataclasses.Field[Any], kind: Any) -> str:
     if is_list(plain):
         (plain,) = plain.__args__
     text = text_kind(f, kind)
-    word = text if text in PATHS else "TEXT" if text else "N" if plain is int else "X"
+    word = text if text in PATHS else {int: "N", float: "X"}.get(plain, "TEXT")
     return f"{word} ..." if is_list(inner_type(kind)) else word
 
 

@@ -227,7 +227,8 @@ def build_config(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tupl
         for name in layer.keys() & by_name.keys():
             values[by_name[name][0]][name] = layer[name]
             sources[name] = label
-        for switch in layer.keys() & OLD_SWITCHES.keys():
+        # Those that are off first: one that is on wins over another name for the same.
+        for switch in sorted(layer.keys() & OLD_SWITCHES.keys(), key=lambda name: (layer[name], name)):
             name, value = OLD_SWITCHES[switch]
             group = values[by_name[name][0]]
             if layer[switch]:
