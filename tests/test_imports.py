@@ -136,6 +136,7 @@ NO_TORCH = [
     "runs.follow",
     "runs.rows",
     "runs.history",
+    "training.log.columns",
     "training.run",
     "training.state.resume",
     "training.state.folder",

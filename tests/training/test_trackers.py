@@ -66,12 +66,9 @@ def test_flags_choose():
 
 def test_missing_values_are_left_out_and_a_skipped_step_has_no_loss():
     assert tags(logging(**EVERYTHING), {"loss": 1.0, "memory": None}) == {"lm loss": 1.0}
+    assert tags(logging(tensorboard_log_interval=3), ROW) and not tags(logging(tensorboard_log_interval=4), ROW)
     skipped = tags(logging(), {**ROW, "skipped": True, "loss": float("inf"), "grad_norm": float("nan")})
     assert "lm loss" not in skipped and "grad-norm" not in skipped and skipped["loss-scale"] == 8.0
-
-
-def test_interval():
-    assert tags(logging(tensorboard_log_interval=3), ROW) and not tags(logging(tensorboard_log_interval=4), ROW)
 
 
 def test_tensorboard_files(tmp_path):
@@ -188,22 +185,6 @@ def test_wandb_beside_tensorboard_with_defaults_and_without_a_folder(tmp_path, w
     assert wandb.inits[1]["dir"] is None
 
 
-def test_a_missing_or_refusing_wandb_is_reported_before_the_first_step(tmp_path, wandb, monkeypatch):
-    asked = logging(tensorboard=False, wandb_project="gpt")
-
-    def init(**_):
-        raise RuntimeError("no API key")
-
-    monkeypatch.setattr(wandb, "init", init)
-    with pytest.raises(UserError, match="--wandb-project gpt: no API key .*WANDB_MODE=offline"):
-        open_trackers(asked, tmp_path, {}, "run")
-    assert not (tmp_path / "wandb-id").exists()
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="pip install wandb") as e:
-        open_trackers(asked, tmp_path, {}, "run")
-    assert e.value.status == 69
-
-
 @pytest.fixture
 def trackio(monkeypatch):
     """A stand-in for the package, which prints as it does."""
@@ -242,17 +223,24 @@ def test_trackio(tmp_path, trackio, capsys):
     assert out == "" and "* Trackio" in err and "* Run finished" in err  # stdout has the log alone
 
 
-def test_a_missing_or_refusing_trackio_is_reported_before_the_first_step(tmp_path, trackio, monkeypatch):
-    asked = logging(tensorboard=False, trackio_project="gpt")
+@pytest.mark.parametrize(
+    ("name", "refusal", "way_out"),
+    [("wandb", "no API key", r"WANDB_MODE=offline"), ("trackio", "no such space", "leave it out to go on without")],
+)
+def test_a_missing_or_refusing_package_is_reported_before_the_first_step(
+    tmp_path, wandb, trackio, monkeypatch, name, refusal, way_out
+):
+    asked = logging(tensorboard=False, **{f"{name}_project": "gpt"})
 
     def init(**_):
-        raise ValueError("no such space")
+        raise ValueError(refusal)
 
-    monkeypatch.setattr(trackio, "init", init)
-    with pytest.raises(UserError, match="--trackio-project gpt: no such space"):
+    monkeypatch.setattr(sys.modules[name], "init", init)
+    with pytest.raises(UserError, match=f"--{name}-project gpt: {refusal} .*{way_out}"):
         open_trackers(asked, tmp_path, {}, "run")
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(UserError, match="pip install 'meshwright\\[trackio\\]'") as e:
+    assert not (tmp_path / "wandb-id").exists()
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UserError, match="pip install ") as e:
         open_trackers(asked, tmp_path, {}, "run")
     assert e.value.status == 69
 
