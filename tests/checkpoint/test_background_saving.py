@@ -113,9 +113,9 @@ def test_a_save_is_reported_after_the_rename(tmp_path: Path, monkeypatch: pytest
     folder = steps.step_folder(tmp_path, 6)
     real = console.say
 
-    def say(line: str = "") -> None:
+    def say(line: str = "", **kind: bool) -> None:
         said.append((line, folder.exists()))
-        real(line)
+        real(line, **kind)
 
     monkeypatch.setattr("meshwright.console.say", say)
     monkeypatch.setattr("meshwright.training.state.saver.say", say)
