@@ -4,7 +4,8 @@
 
 The file starts `meshwright launch` once on each node, with the command word for word. An engine
 starts the same command again after an interruption, so it must continue its own checkpoints.
-This module imports no torch, and needs none of the engines.
+This module imports no torch, and needs none of the engines: a template of each engine's own file is
+filled in, because users read and change it; TorchX and its like submit jobs that nobody sees.
 """
 
 from __future__ import annotations
