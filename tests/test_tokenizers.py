@@ -387,11 +387,11 @@ def test_a_name_without_a_network(hub_server, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    words = "team/bpe: there is no such folder or file here, and .* cannot be asked .*train-tokenizer.*, or byte"
+    words = "team/bpe: no such folder or file here, and .* is not reachable .*train-tokenizer.*, or byte"
     refused(UNAVAILABLE, words, lambda: named("team/bpe"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
-    refused(UNAVAILABLE, "hub.invalid cannot be asked", lambda: named("team/bpe"))
+    refused(UNAVAILABLE, "hub.invalid is not reachable", lambda: named("team/bpe"))
     assert not hub_server
 
 

@@ -49,13 +49,13 @@ def _download(name: str, file: str) -> Path | None:
 
     disable_progress_bars()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for each of its attempts
-    where = f"--tokenizer {name}: there is no such folder or file here, and"
+    where = f"--tokenizer {name}: no such folder or file here, and"
     try:
         _require_address(constants.ENDPOINT)
         return Path(hf_hub_download(name, file))
     except errors.RepositoryNotFoundError as error:
         is_gated = isinstance(error, errors.GatedRepoError)
-        what = "wants its terms accepted" if is_gated else "has no such name, or it is private"
+        what = "requires you to accept its terms" if is_gated else "has no such name, or it is private"
         raise bad_data(f"{where} {constants.ENDPOINT} {what}; log in with `hf auth login`, {ELSE}") from None
     except errors.LocalEntryNotFoundError as error:
         reason = error.__cause__ or error
@@ -64,7 +64,7 @@ def _download(name: str, file: str) -> Path | None:
     except (OSError, RuntimeError) as error:
         reason = error
     why = (str(reason).splitlines() or [""])[0] or type(reason).__name__
-    message = f"{where} {constants.ENDPOINT} cannot be asked ({why}); try again with a network, {ELSE}"
+    message = f"{where} {constants.ENDPOINT} is not reachable ({why}); try again with a network, {ELSE}"
     raise UserError(message, UNAVAILABLE)
 
 

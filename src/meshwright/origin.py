@@ -23,8 +23,8 @@ def digest_of(paths: Sequence[str | Path]) -> str:
 
     A few small files are read in full: written anew with the same content, they count as the same.
     Reading more of them would take a good part of the time that encoding them takes; then size and
-    time of the last change decide, and samples in case that a program has set the time back. A pipe
-    is new each time.
+    time of the last change decide, and samples, in case a program has reset the time. A pipe never
+    counts as unchanged.
     """
     abouts = [_stat(path) for path in paths]
     is_small = sum(about.st_size for about in abouts if about) <= SMALL
@@ -79,7 +79,7 @@ def _state_of(path: str | Path, about: os.stat_result | None, is_small: bool) ->
     return [size, about.st_mtime_ns, files.sample(path, *SAMPLES)]
 
 
-def write(record: Path, made_from: dict[str, Any], sizes: dict[str, int]) -> None:
+def write_origin(record: Path, made_from: dict[str, Any], sizes: dict[str, int]) -> None:
     """Record the origin of files that have these names and sizes, or will have them next."""
     with files.replacing(record) as file:
         file.write(json.dumps({"made_from": made_from, "bytes": sizes}, indent=1).encode() + b"\n")

@@ -166,8 +166,8 @@ def test_large_files_are_checked_in_places(tmp_path, monkeypatch):
     monkeypatch.setattr(indexed_module, "BLOCK", 100)
     idx, whole = tmp_path / "x.idx", (tmp_path / "x.idx").read_bytes()
     reads = []
-    real = indexed_module.Column.read
-    monkeypatch.setattr(indexed_module.Column, "read", lambda *a: reads.append(len(x := real(*a))) or x)
+    real = indexed_module.FileColumn.read
+    monkeypatch.setattr(indexed_module.FileColumn, "read", lambda *a: reads.append(len(x := real(*a))) or x)
     monkeypatch.setattr(indexed_module, "FULL", 1000)
     quick = Indexed(prefix)
     assert sum(reads) < 3 * 64 * 9 + 1

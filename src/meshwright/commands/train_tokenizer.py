@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         with tempfile.TemporaryDirectory(dir=given.output) as made:
             train_bpe(itertools.chain([first], texts), given.vocab_size, Path(made))
             sizes = {name: os.path.getsize(Path(made) / name) for name in FILES}
-            origin.write(given.output / RECORD, made_from, sizes)
+            origin.write_origin(given.output / RECORD, made_from, sizes)
             for name, target in zip(FILES, vocabulary, strict=True):
                 os.replace(Path(made) / name, target)
         built = GPT2BPE(*vocabulary)

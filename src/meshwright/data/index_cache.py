@@ -1,4 +1,4 @@
-"""Index arrays in files: built once a machine, memory-mapped by all processes, rebuilt if damaged.
+"""Index arrays in files, built once per machine and mapped by all processes; rebuilt if damaged.
 
 The arrays lie under a hash of everything that they depend on; a `.json` file, written last, makes
 them a valid entry. They are built in memory-mapped files, so that billions of samples need little
@@ -130,8 +130,8 @@ def cached_indices(folder: str | Path | None, key: dict[str, Any], parts: Sequen
             return found
     except OSError as error:
         notice(
-            f"{folder} takes no index cache ({error.strerror or error}): the indices stay in memory; --data-cache-path "
-            "names a folder that takes them"
+            f"cannot write the index cache to {folder} ({error.strerror or error}); indices are kept in memory for "
+            "this run; choose another folder with --data-cache-path"
         )
         files.clear()
         return build(IN_MEMORY)

@@ -40,7 +40,7 @@ FULL = 1 << 22  # up to so many sequences or documents, opening checks all: some
 PROBES, PROBE = 64, 1 << 12  # in a larger file: places, spread evenly, and elements checked at each
 
 
-class Column:
+class FileColumn:
     """One array of a file, read piece by piece.
 
     Through a memory map, each page that is touched makes megabytes around it resident.
@@ -58,6 +58,41 @@ class Column:
         return np.fromfile(self.file, self.dtype, max(stop - start, 0))
 
 
+class Index:
+    """An open .idx with a checked header, and its three arrays, of which nothing is read yet."""
+
+    def __init__(self, prefix: str, idx: BinaryIO) -> None:
+        self.prefix = prefix
+        idx.seek(0)
+        n, m = self._read_header(idx.read(HEADER.size), os.fstat(idx.fileno()).st_size)
+        self.sizes = FileColumn(idx, "<i4", n, HEADER.size)
+        self.pointers = FileColumn(idx, "<i8", n, HEADER.size + 4 * n)
+        self.borders = FileColumn(idx, "<i8", m, HEADER.size + 12 * n)
+
+    def _read_header(self, start: bytes, length: int) -> tuple[int, int]:
+        if start[:8] == LEGACY_MAGIC:
+            words = "has the older `lazy`/`cached` format, which cannot be read yet; preprocess the text again"
+            raise bad_data(f"{self.prefix}.idx {words}")
+        if length < HEADER.size:
+            raise damaged(self.prefix, f"{length} bytes are less than the header's {HEADER.size}")
+        magic, version, code, n, m = HEADER.unpack(start)
+        if magic != MAGIC:
+            raise bad_data(f"{self.prefix}.idx is not a token index: it starts with {magic!r}")
+        if version != 1:
+            raise bad_data(f"{self.prefix}.idx has version {version}; version 1 can be read")
+        if code not in CODES:
+            known = ", ".join(f"{c} {np.dtype(d).name}" for c, d in CODES.items())
+            raise damaged(self.prefix, f"token type code {code} is not one of {known}")
+        self.dtype = np.dtype(CODES[code]).newbyteorder("<")
+        expected = HEADER.size + 12 * n + 8 * m
+        if length == expected + n and n:
+            words = "is multimodal (a mode for each sequence), which cannot be read yet"
+            raise bad_data(f"{self.prefix}.idx {words}")
+        if length != expected:
+            raise damaged(self.prefix, f"{length:,} bytes, but {n:,} sequences and {m:,} documents need {expected:,}")
+        return n, m
+
+
 class Indexed:
     """A pair of files as read-only memory maps; one that is inconsistent is refused here.
 
@@ -69,17 +104,18 @@ class Indexed:
     def __init__(self, prefix: str | Path, in_full: bool = False) -> None:
         self.prefix = str(prefix)
         idx = map_file(f"{self.prefix}.idx")
-        n, m = self._read_header(idx)
-        self.sizes = np.frombuffer(idx, "<i4", n, HEADER.size)
-        self.pointers = np.frombuffer(idx, "<i8", n, HEADER.size + 4 * n)
-        self.doc_idx = np.frombuffer(idx, "<i8", m, HEADER.size + 12 * n)
         with open(f"{self.prefix}.idx", "rb") as file:
-            sizes, pointers, borders = columns(file, n, m)
-            for first, stop in ranges_to_check(n, in_full):
-                self._check_sequences(sizes, pointers, first, stop)
+            index = Index(self.prefix, file)
+            self.dtype = index.dtype
+            self.sizes, self.pointers, self.doc_idx = (
+                np.frombuffer(idx, column.dtype, len(column), column.offset)
+                for column in (index.sizes, index.pointers, index.borders)
+            )
+            for first, stop in ranges_to_check(len(self.sizes), in_full):
+                self._check_sequences(index.sizes, index.pointers, first, stop)
             self._check_ends()
-            for first, stop in ranges_to_check(m, in_full):
-                self._check_documents(borders.read(first, stop + 1))
+            for first, stop in ranges_to_check(len(self.doc_idx), in_full):
+                self._check_documents(index.borders.read(first, stop + 1))
         self.tokens = np.frombuffer(map_file(f"{self.prefix}.bin"), self.dtype)
 
     def __len__(self) -> int:
@@ -95,46 +131,25 @@ class Indexed:
         # numpy's search would first copy all pointers, which are unaligned in the file.
         return bisect.bisect_right(self.pointers, token * self.dtype.itemsize) - 1
 
-    def _read_header(self, idx: bytes | mmap.mmap) -> tuple[int, int]:
-        if idx[:8] == LEGACY_MAGIC:
-            words = "has the older `lazy`/`cached` format, which cannot be read yet; preprocess the text again"
-            raise bad_data(f"{self.prefix}.idx {words}")
-        if len(idx) < HEADER.size:
-            raise self._damaged(f"{len(idx)} bytes are less than the header's {HEADER.size}")
-        magic, version, code, n, m = HEADER.unpack(idx[: HEADER.size])
-        if magic != MAGIC:
-            raise bad_data(f"{self.prefix}.idx is not a token index: it starts with {magic!r}")
-        if version != 1:
-            raise bad_data(f"{self.prefix}.idx has version {version}; version 1 can be read")
-        if code not in CODES:
-            known = ", ".join(f"{c} {np.dtype(d).name}" for c, d in CODES.items())
-            raise self._damaged(f"token type code {code} is not one of {known}")
-        self.dtype = np.dtype(CODES[code]).newbyteorder("<")
-        expected = HEADER.size + 12 * n + 8 * m
-        if len(idx) == expected + n and n:
-            words = "is multimodal (a mode for each sequence), which cannot be read yet"
-            raise bad_data(f"{self.prefix}.idx {words}")
-        if len(idx) != expected:
-            raise self._damaged(f"{len(idx):,} bytes, but {n:,} sequences and {m:,} documents need {expected:,}")
-        return n, m
-
-    def _check_sequences(self, sizes: Column, pointers: Column, first: int, stop: int) -> None:
+    def _check_sequences(self, sizes: FileColumn, pointers: FileColumn, first: int, stop: int) -> None:
         """Refuse a pointer that is not the one before it plus the bytes of that sequence."""
         before = max(first - 1, 0)
         lengths, begins = sizes.read(before, stop).astype(np.int64), pointers.read(before, stop)
         if lengths.min() < 0:
-            raise self._damaged(f"sequence {before + int(lengths.argmin()):,} has a size below 0")
+            raise damaged(self.prefix, f"sequence {before + int(lengths.argmin()):,} has a size below 0")
         lengths *= self.dtype.itemsize
         wrong = np.flatnonzero(begins[1:] != begins[0] + np.cumsum(lengths[:-1]))
         if first == 0 and begins[0] != 0:
             wrong = np.array([-1])
         if len(wrong):
-            raise self._damaged(f"the pointer of sequence {before + 1 + int(wrong[0]):,} is not the sum before it")
+            raise damaged(
+                self.prefix, f"the pointer of sequence {before + 1 + int(wrong[0]):,} is not the sum before it"
+            )
 
     def _check_ends(self) -> None:
         """Refuse a document index or a .bin that does not end with the last sequence."""
         if not len(self.doc_idx) or self.doc_idx[0] != 0 or self.doc_idx[-1] != len(self.sizes):
-            raise self._damaged(f"the document index does not run from 0 to the {len(self.sizes):,} sequences")
+            raise damaged(self.prefix, f"the document index does not run from 0 to the {len(self.sizes):,} sequences")
         expected = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if len(self) else 0
         path = f"{self.prefix}.bin"
         try:
@@ -149,16 +164,11 @@ class Indexed:
 
     def _check_documents(self, ends: npt.NDArray[np.integer[Any]]) -> None:
         if np.any(np.diff(ends) < 0) or ends.min() < 0 or ends.max() > len(self):
-            raise self._damaged("the document index goes backwards")
-
-    def _damaged(self, what: str) -> UserError:
-        return bad_data(f"{self.prefix}.idx is damaged: {what}; preprocess again")
+            raise damaged(self.prefix, "the document index goes backwards")
 
 
-def columns(idx: BinaryIO, n: int, m: int) -> tuple[Column, Column, Column]:
-    """Return the sizes, pointers and document index of an .idx."""
-    offsets = (HEADER.size, HEADER.size + 4 * n, HEADER.size + 12 * n)
-    return Column(idx, "<i4", n, offsets[0]), Column(idx, "<i8", n, offsets[1]), Column(idx, "<i8", m, offsets[2])
+def damaged(prefix: str, what: str) -> UserError:
+    return bad_data(f"{prefix}.idx is damaged: {what}; preprocess again")
 
 
 def ranges_to_check(length: int, in_full: bool) -> list[tuple[int, int]]:
@@ -186,7 +196,7 @@ def fingerprint(prefix: str | Path) -> str:
 def check_vocabulary(indexed: Indexed, vocab_size: int) -> None:
     """Refuse data of another vocabulary early, by some of its ids; the loader checks all."""
     with open(f"{indexed.prefix}.bin", "rb") as file:
-        ids = Column(file, indexed.dtype, len(indexed.tokens))
+        ids = FileColumn(file, indexed.dtype, len(indexed.tokens))
         for start in probes(len(ids)):
             tokens = ids.read(start, start + PROBE)
             wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))

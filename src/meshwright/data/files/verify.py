@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from meshwright import tokenizers
 from meshwright.console import notice
-from meshwright.data.files.blocks import Header, blocks, document_ends
-from meshwright.data.files.indexed import Column, Indexed
+from meshwright.data.files.blocks import blocks, document_ends
+from meshwright.data.files.indexed import FileColumn, Index, Indexed
 from meshwright.data.index_cache import INVALID, open_entry
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.files import checksums, replacing
@@ -72,10 +72,10 @@ def check_pair(
     try:
         with open(f"{prefix}.idx", "rb") as idx:
             digest(idx)
-            header = Header(prefix, idx)
-            is_sound = check_arrays(header, found)
+            index = Index(prefix, idx)
+            is_sound = check_arrays(index, found)
             with open(f"{prefix}.bin", "rb") as file:
-                check_tokens(file, header, is_sound, vocab_size, eod, found, digest)
+                check_tokens(file, index, is_sound, vocab_size, eod, found, digest)
     except FileNotFoundError as error:
         found.problems.append(f"{error.filename} does not exist")
     except OSError as error:
@@ -85,20 +85,20 @@ def check_pair(
     return found
 
 
-def check_arrays(header: Header, found: Findings) -> bool:
+def check_arrays(index: Index, found: Findings) -> bool:
     """Check lengths, pointers and document borders; return whether all three are right."""
-    name, itemsize = f"{found.prefix}.idx", header.dtype.itemsize
-    found.dtype = header.dtype.name
-    found.sequences, found.documents = len(header.lengths), max(len(header.borders) - 1, 0)
+    name, itemsize = f"{found.prefix}.idx", index.dtype.itemsize
+    found.dtype = index.dtype.name
+    found.sequences, found.documents = len(index.sizes), max(len(index.borders) - 1, 0)
     negative, astray, backwards = Tally(), Tally(), Tally()
-    for (start, sizes), (_, begins) in zip(blocks(header.lengths), blocks(header.begins), strict=True):
+    for (start, sizes), (_, begins) in zip(blocks(index.sizes), blocks(index.pointers), strict=True):
         lengths = sizes.astype(np.int64)
         negative.add(start, lengths < 0)
         ends = found.tokens + np.cumsum(lengths)
         astray.add(start, begins != (ends - lengths) * itemsize)
         found.tokens = int(ends[-1])
     first, last = -1, 0
-    for start, borders in blocks(header.borders):
+    for start, borders in blocks(index.borders):
         backwards.add(start, np.diff(borders, prepend=last) < 0)
         first, last = first if start else int(borders[0]), int(borders[-1])
     problems = [
@@ -132,14 +132,14 @@ class Tally:
 
 
 def check_tokens(
-    file: BinaryIO, header: Header, is_sound: bool, vocab: int | None, eod: int | None, found: Findings, digest: Digest
+    file: BinaryIO, index: Index, is_sound: bool, vocab: int | None, eod: int | None, found: Findings, digest: Digest
 ) -> None:
     """Check the .bin's length, ids and ends of documents. `is_sound`: the index is right."""
-    name, itemsize = f"{found.prefix}.bin", header.dtype.itemsize
+    name, itemsize = f"{found.prefix}.bin", index.dtype.itemsize
     found.bytes = os.fstat(file.fileno()).st_size
-    tokens = Column(file, header.dtype, found.bytes // itemsize)
+    tokens = FileColumn(file, index.dtype, found.bytes // itemsize)
     if is_sound and found.bytes != found.tokens * itemsize:
-        lost = find_uncounted_ends(header, tokens, found, eod)
+        lost = find_uncounted_ends(index, tokens, found, eod)
         found.problems.append(
             lost
             or f"{name} has {found.bytes:,} bytes, but its .idx describes {found.tokens:,} tokens of {itemsize} bytes, "
@@ -147,12 +147,12 @@ def check_tokens(
         )
         is_sound = False
     strange, last = Tally(), Counter[int]()
-    ends = document_ends(header) if is_sound else iter(())
+    ends = document_ends(index) if is_sound else iter(())
     pending = np.zeros(0, np.int64)
 
     def inspect(begin: int, block: bytes) -> None:
         nonlocal pending
-        start, ids = begin // itemsize, np.frombuffer(block, header.dtype, len(block) // itemsize)
+        start, ids = begin // itemsize, np.frombuffer(block, index.dtype, len(block) // itemsize)
         strange.add(start, (ids < 0) | (ids >= vocab if vocab else False))
         while (not len(pending) or pending[-1] <= start + len(ids)) and (more := next(ends, None)) is not None:
             pending = np.concatenate([pending, more])
@@ -172,17 +172,17 @@ def check_tokens(
     found.with_eod = describe_ends(last, eod, found)
 
 
-def find_uncounted_ends(header: Header, tokens: Column, found: Findings, eod: int | None) -> str:
+def find_uncounted_ends(index: Index, tokens: FileColumn, found: Findings, eod: int | None) -> str:
     """Describe the damage of Megatron-LM from 26 June to 5 August 2023, "" if there is none.
 
     It wrote ends of documents into .bin, but into no length: the k-th document with text, counted
     from 1, ends k tokens later than its index says. The first thousand documents show it.
     """
     surplus = len(tokens) - found.tokens
-    documents = sum(map(len, document_ends(header)))
-    if surplus != documents or not documents or found.bytes % header.dtype.itemsize:
+    documents = sum(map(len, document_ends(index)))
+    if surplus != documents or not documents or found.bytes % index.dtype.itemsize:
         return ""
-    ends = next(document_ends(header))[:1000]
+    ends = next(document_ends(index))[:1000]
     held = {int(tokens.read(place, place + 1)[0]) for place in (ends + np.arange(len(ends))).tolist()}
     if len(held) != 1 or (eod is not None and held != {eod}):
         return ""

@@ -22,7 +22,7 @@ from meshwright.errors import IO, UserError
 from meshwright.files import sync
 
 # Tokens, int32 lengths of sequences, int64 ends of documents; each name ends with `.tmp`.
-PARTS = (".bin", ".sizes", ".docs")
+PART_ENDINGS = (".bin", ".sizes", ".docs")
 
 
 def token_dtype(vocab_size: int) -> type[np.integer[Any]]:
@@ -57,7 +57,7 @@ class Writer:
         lengths = (self.tokens * self.dtype.itemsize, 4 * self.sequences, 8 * self.documents)
         with contextlib.ExitStack() as failed, self.reported():
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-            for part, length in zip(PARTS, lengths, strict=True):
+            for part, length in zip(PART_ENDINGS, lengths, strict=True):
                 file = open(f"{self.prefix}{part}.tmp", "r+b" if begun else "wb", buffering=1 << 20)
                 self.files[part] = failed.enter_context(file)
                 file.truncate(length)
@@ -72,7 +72,7 @@ class Writer:
         self.append(np.zeros(0, self.dtype), np.zeros(0, np.int32), np.array([self.sequences], np.int64))
 
     def append(self, tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], ends: npt.NDArray[Any]) -> None:
-        """Append all tokens, each length, and the sequence count at each document end."""
+        """Append tokens, each sequence's length, and the sequences up to each document end."""
         with self.reported():
             self.files[".bin"].write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         self.reserve(len(tokens), sizes, ends)
@@ -113,7 +113,7 @@ class Writer:
         with self.reported():
             Path(f"{self.prefix}.idx").unlink(missing_ok=True)
             names = (f"{Path(self.prefix).name}{end}" for end in (".bin", ".idx"))
-            origin.write(origin_path(self.prefix), made_from, dict(zip(names, sizes, strict=True)))
+            origin.write_origin(origin_path(self.prefix), made_from, dict(zip(names, sizes, strict=True)))
 
     def finish(self) -> None:
         """Give the files their names, now that all is written."""
@@ -150,7 +150,7 @@ def publish(prefix: str, dtype: np.dtype[Any]) -> None:
 
 
 def clear(prefix: str) -> None:
-    for part in (*PARTS, ".idx"):
+    for part in (*PART_ENDINGS, ".idx"):
         Path(f"{prefix}{part}.tmp").unlink(missing_ok=True)
 
 

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from meshwright.data.files.writer import PARTS
+from meshwright.data.files.writer import PART_ENDINGS
 from meshwright.data.prepare.plain import PIECE
 from meshwright.errors import IO, LOCKED, UserError
 from meshwright.files import lock
@@ -78,7 +78,7 @@ def open_journal(path: Path, identity: dict[str, Any], stderr: TextIO) -> Iterat
 def has_parts(prefix: str, lengths: list[int], itemsize: int) -> bool:
     """Return whether an interrupted writer's files hold so many tokens, sequences and documents."""
     try:
-        parts = zip(PARTS, lengths, (itemsize, 4, 8), strict=True)
+        parts = zip(PART_ENDINGS, lengths, (itemsize, 4, 8), strict=True)
         return all(os.path.getsize(f"{prefix}{part}.tmp") >= length * size for part, length, size in parts)
     except OSError:
         return False

@@ -149,7 +149,7 @@ def require_length(path: str, start: int, have: int, end: int) -> None:
 
 
 def cut_stream(chunks: Iterator[bytes], size: int, separator: str) -> Iterator[bytes]:
-    """Yield complete documents, about `size` bytes at a time; raise damage after all of them."""
+    """Yield documents, about `size` bytes at a time; raise damage after the intact ones."""
     begins_line = b"" if separator == JSON_LINES else b"\n"
     # `end`: of the last complete document; `searched`: the beginning of the unfinished line.
     kept, end, searched, too_long = bytearray(), 0, 0, False

@@ -20,8 +20,8 @@ import numpy as np
 
 from meshwright import origin, tokenizers
 from meshwright.console import notice
-from meshwright.data.files.blocks import Header, blocks
-from meshwright.data.files.indexed import BLOCK, Column, Indexed
+from meshwright.data.files.blocks import blocks
+from meshwright.data.files.indexed import BLOCK, FileColumn, Index, Indexed
 from meshwright.data.files.writer import Writer, is_made
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.files import lock, make_folder
@@ -136,10 +136,10 @@ def append_index(writer: Writer, shard: Shard) -> int:
     before, nothing = writer.sequences, np.zeros(0, np.int64)
     place = writer.reserve(shard.tokens, nothing, nothing)
     with open(f"{shard.prefix}.idx", "rb") as idx:
-        header = Header(shard.prefix, idx)
-        for _, sizes in blocks(header.lengths):
+        index = Index(shard.prefix, idx)
+        for _, sizes in blocks(index.sizes):
             writer.reserve(0, sizes, nothing)
-        for start, borders in blocks(header.borders):  # the first 0 is where the shard before ends
+        for start, borders in blocks(index.borders):  # the first 0 is where the shard before ends
             writer.reserve(0, nothing, (borders if start else borders[1:]) + before)
     return place
 
@@ -182,10 +182,10 @@ def check_result(shards: list[Shard], output_prefix: str) -> None:
             f"{output_prefix}.idx holds {made.sequences:,} sequences, not those of its parts: merge again", IO
         )
     with open(f"{output_prefix}.bin", "rb") as target:
-        result = Column(target, made.dtype, made.tokens)
+        result = FileColumn(target, made.dtype, made.tokens)
         for shard in shards:
             with open(f"{shard.prefix}.bin", "rb") as source:
-                tokens = Column(source, shard.dtype, shard.tokens)
+                tokens = FileColumn(source, shard.dtype, shard.tokens)
                 for start in {0, max(shard.tokens - PROBE_TOKENS, 0)}:
                     stop = min(start + PROBE_TOKENS, shard.tokens)
                     if not np.array_equal(tokens.read(start, stop), result.read(place + start, place + stop)):

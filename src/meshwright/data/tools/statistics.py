@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.files.blocks import Header, Ints, blocks, document_ends
-from meshwright.data.files.indexed import Column, Indexed
+from meshwright.data.files.blocks import Ints, blocks, document_ends
+from meshwright.data.files.indexed import FileColumn, Index, Indexed
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.progress import progress_bar
 from meshwright.tokenizers import Tokenizer
@@ -57,7 +57,7 @@ def document_lengths(indexed: Indexed) -> Lengths:
     documents = len(indexed.doc_idx) - 1
     table, long, previous = np.zeros(SHORT, np.int64), list[Ints](), 0
     with open(f"{indexed.prefix}.idx", "rb") as idx:
-        for ends in document_ends(Header(indexed.prefix, idx)):
+        for ends in document_ends(Index(indexed.prefix, idx)):
             lengths = np.diff(ends, prepend=previous)
             table += np.bincount(lengths[lengths < SHORT], minlength=SHORT)
             long.append(lengths[lengths >= SHORT])
@@ -72,7 +72,7 @@ def token_counts(indexed: Indexed) -> Ints:
     """Return how often each id occurs."""
     counts, prefix = np.zeros(0, np.int64), indexed.prefix
     with open(f"{prefix}.bin", "rb") as file, progress_bar("counting tokens", indexed.tokens.nbytes) as advance:
-        for _, ids in blocks(Column(file, indexed.dtype, len(indexed.tokens))):
+        for _, ids in blocks(FileColumn(file, indexed.dtype, len(indexed.tokens))):
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= 1 << 26:
                 wrong = f"{prefix}.bin has id {low if low < 0 else high}, which no vocabulary has"
