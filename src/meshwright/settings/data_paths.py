@@ -71,7 +71,7 @@ def without(d: Data) -> Data:
 
 def prefixes(d: Data) -> list[str]:
     """Return every pair of token files that is read, once."""
-    return [] if d.mock_data else list(dict.fromkeys(s.prefix for one in path_sets(d) for s in one.sources))
+    return [] if d.mock_data else list(dict.fromkeys(s.prefix for path_set in path_sets(d) for s in path_set.sources))
 
 
 def path_sets(d: Data) -> list[PathSet]:
@@ -86,8 +86,8 @@ def path_sets(d: Data) -> list[PathSet]:
     if len(ways[0]) > 1 or (SET_FLAGS[-1] in ways[1] and len(ways[1]) > 1):
         raise ValueError(f"{used[0][0]} say the same thing twice; give one")
     out = _together(d) if ways[0] else _apart(d) if ways[1] else _groups(d)
-    for one in out:
-        _require_once(one)
+    for path_set in out:
+        _require_once(path_set)
     _check_validation(d, out)
     return out
 
@@ -217,13 +217,13 @@ def _per_split(path: str, flag: str) -> dict[str, list[str]]:
 def overlaps(d: Data) -> list[str]:
     """Report validation and test sets that contain documents of the training set."""
     sets = [] if d.mock_data else path_sets(d)
-    train = [s for one in sets if one.split == "train" for s in one.sources]
+    train = [s for path_set in sets if path_set.split == "train" for s in path_set.sources]
     return [
-        f"{one.flag}: {s.prefix} is in the training set too, with the same documents: "
-        f"this {one.key} loss is not of unseen text"
-        for one in sets
-        if one.split != "train" and not one.divided
-        for s in one.sources
+        f"{path_set.flag}: {s.prefix} is in the training set too, with the same documents: "
+        f"this {path_set.key} loss is not of unseen text"
+        for path_set in sets
+        if path_set.split != "train" and not path_set.divided
+        for s in path_set.sources
         if any(t.prefix == s.prefix and t.begin < s.end and s.begin < t.end for t in train)
     ]
 
@@ -240,13 +240,13 @@ def _read(path: str, flag: str) -> str:
     return text
 
 
-def _require_once(one: PathSet) -> None:
+def _require_once(path_set: PathSet) -> None:
     """Raise if a document would be read twice, under whichever spelling of its file."""
     ends: dict[str, float] = {}
-    for s in sorted(one.sources, key=lambda s: s.begin):
+    for s in sorted(path_set.sources, key=lambda s: s.begin):
         file = os.path.realpath(s.prefix + ".bin")
         if s.begin < ends.get(file, 0):
-            where = f"{one.flag} {one.name}" if one.name else one.flag
+            where = f"{path_set.flag} {path_set.name}" if path_set.name else path_set.flag
             raise ValueError(
                 f"{where}: {s.prefix} appears twice, so its documents would be read twice; add up its weights"
             )
@@ -254,15 +254,17 @@ def _require_once(one: PathSet) -> None:
 
 
 def _check_validation(d: Data, sets: list[PathSet]) -> None:
-    for key, number in Counter(one.key for one in sets).items():
+    for key, number in Counter(path_set.key for path_set in sets).items():
         if number > 1:
             raise ValueError(f"{number} sets are named {key.partition('/')[2]}; give each its own name")
-    for one in sets:
-        if one.name and ("/" in one.name or not one.name.isprintable()):
-            raise ValueError(f"the set's name {one.name!r} becomes a part of tags; give printable letters without /")
+    for path_set in sets:
+        if path_set.name and ("/" in path_set.name or not path_set.name.isprintable()):
+            raise ValueError(
+                f"the set's name {path_set.name!r} becomes a part of tags; give printable letters without /"
+            )
     if (d.multiple_validation_sets or d.validation_set_names) and not any(n in SET_FLAGS for n in path_settings(d)):
         flag = "--multiple-validation-sets" if d.multiple_validation_sets else "--validation-set-names"
         raise ValueError(f"{flag} needs --valid-data-path, or the valid of --per-split-data-args-path")
-    blends = [one for one in sets if one.split == "valid" and len(one.sources) > 1]
-    if d.full_validation and any(one.sources[0].weight is not None for one in blends):
+    blends = [path_set for path_set in sets if path_set.split == "valid" and len(path_set.sources) > 1]
+    if d.full_validation and any(path_set.sources[0].weight is not None for path_set in blends):
         raise ValueError("--full-validation reads every sample once; leave out the weights of the validation set")
