@@ -265,7 +265,7 @@ def test_bad_input_is_refused(score, tmp_path, name, content, message):
             ["--num-layers 5, the checkpoint has 2", "h 99, the checkp"],
         ),
         ("--input=FILE --load=/nowhere", 65, ["/nowhere"]),
-        ("--input=FILE --task=LAMBADA", 2, ["--input and --task exclude each other", "--valid-data has 0"]),
+        ("--input=FILE --task=LAMBADA", 2, ["--input and --task cannot be combined", "--valid-data has 0"]),
         (
             "--input=FILE --strict-lambada --limit=3 --steps=two",
             2,
@@ -416,7 +416,7 @@ def test_token_files(run, score, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--data-path=a", "--input=b"], "exclude each other"),
+        (["--data-path=a", "--input=b"], "cannot be combined"),
         (["--data-path", "1", "a", "1", "b"], "one prefix"),
         (["--train-data-path=a"], "--train-data-path is not read by evaluate; name token files with --data-path"),
     ],

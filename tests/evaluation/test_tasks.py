@@ -231,4 +231,4 @@ def test_help_says_where_the_files_come_from(capsys):
         main(["evaluate", "--help"])
     shown = capsys.readouterr().out
     assert "openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl" in shown
-    assert f"SHA-256 {lambada.OPENAI}" in shown
+    assert f"SHA-256 {lambada.OPENAI_SHA256}" in shown

@@ -113,7 +113,7 @@ def test_a_reader_that_stops_leaves_no_request(run):
     texts = batches.generate_texts(m, batches.encode_prompts(m, [Prompt("the c", Sampling())] * 9, "x"), 0, 4)
     next(texts)
     texts.close()
-    (decoder,) = m.kept.values()
+    (decoder,) = m.decoders.values()
     assert (decoder.waiting, decoder.active) == (0, 0)
 
 
@@ -181,7 +181,7 @@ def test_a_bar_on_a_terminal(generate, monkeypatch):
         ("--prompt a --beam-width 2 --top_k 3 --temperature 2", "draws nothing; leave --temperature, --top-k out"),
         ("--prompt a --beam-width 2 --num-return-sequences 3", "3 is more than --beam-width 2; raise the width"),
         ("--prompt a --beam-width 2 --json --logprobs 1", "give --logprobs 0"),
-        ("--prompt a --prompts b", "exclude each other; give one"),
+        ("--prompt a --prompts b", "cannot be combined; give one"),
         ("--num-samples 1 --genfile x --stop a", "--stop is for --prompt"),
         ("--prompts p --output p", "--output p is the input file; name another file"),
     ],

@@ -201,9 +201,9 @@ def test_refusals_name_the_field(fake: Site, body: dict[str, Any], param: str | 
 
 
 def test_neutral_values_are_accepted(fake: Site) -> None:
-    fixed = {name: neutral[0] for name, (neutral, _) in openai.FIXED.items()}
+    fixed = {name: neutral[0] for name, (neutral, _) in openai.NEUTRAL.items()}
     fake.complete(prompt="a", suffix=None, best_of=None, stream_options=None, metadata={}, **fixed)
-    chat = {name: neutral[0] for name, (neutral, _) in openai.CHAT_FIXED.items() if neutral}
+    chat = {name: neutral[0] for name, (neutral, _) in openai.CHAT_NEUTRAL.items() if neutral}
     turns = [{"role": "user", "content": "a"}]
     assert fake.ask("POST", "/v1/chat/completions", {"messages": turns, "max_tokens": 2, **fixed, **chat})[0] == 200
 

@@ -206,7 +206,7 @@ def test_megatrons_script(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         ("--host 0.0.0.0", "--api-key-file"),
         ("--host example.lan", "--api-key-file"),
         ("--api-key short", "8 letters"),
-        ("--api-key long-enough --api-key-file x", "exclude"),
+        ("--api-key long-enough --api-key-file x", "cannot be combined"),
         ("--port 70000", "65535"),
         ("--queue -1", "--queue"),
         ("--slots 0", "--slots"),

@@ -228,7 +228,7 @@ def test_words(argv, words):
         (["--lr-warmup-fraction", "1"], "is not in [0, 1)"),
         (["--adam-beta2", "1"], "--adam-beta2 1.0 is not in [0, 1)"),
         (["--hidden-dropout", "1"], "--hidden-dropout 1.0 is not in [0, 1)"),
-        (["--fp16", "--bf16"], "exclude each other"),
+        (["--fp16", "--bf16"], "cannot be combined"),
         (["--bf16", "--params-dtype", "float64"], "contradicts --bf16"),
         (["--split", "1,2,x"], "is not three numbers"),
         (["--split", "0,0,0"], "not all 0"),

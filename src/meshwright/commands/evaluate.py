@@ -106,7 +106,7 @@ class EvaluateConfig(ReadConfig):
         given["--eval-tasks"] = self.logging.eval_tasks
         chosen = [name for name, value in given.items() if value]
         if len(chosen) > 1:
-            out.append(f"{' and '.join(chosen)} exclude each other; give one")
+            out.append(f"{' and '.join(chosen)} cannot be combined; give one")
         elif not chosen:
             out.append("--input is needed: files or folders of text; or --data-path, --task, --eval-tasks or --harness")
         if len(self.data.data_path) > 1:

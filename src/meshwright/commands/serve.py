@@ -83,7 +83,7 @@ class ServeConfig(ReadConfig):
     def problems(self) -> list[str]:
         s, out = self.serve, checks.reading_problems(self, "serve")
         if s.api_key is not None and s.api_key_file is not None:
-            out.append("--api-key and --api-key-file exclude each other; give one")
+            out.append("--api-key and --api-key-file cannot be combined; give one")
         if s.api_key is not None and not is_key(s.api_key):
             out.append(f"--api-key must have at least {SHORTEST_KEY} letters and digits, no spaces")
         if not s.is_local and s.api_key is None and s.api_key_file is None:

@@ -43,8 +43,8 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
 
     def score(self, windows: list[Window]) -> list[list[float]]:
         """Return the nats and the hits of each window."""
-        found = score_windows(self.model.scorer, windows, self.model.seq_length, self.batch)
-        return torch.cat([torch.empty(0, 2, dtype=torch.float64), *found]).tolist()
+        scores = score_windows(self.model.scorer, windows, self.model.seq_length, self.batch)
+        return torch.cat([torch.empty(0, 2, dtype=torch.float64), *scores]).tolist()
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **more: Any
@@ -68,9 +68,9 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
             before = len(windows)
             windows += document_windows(ids, length, length)
             counts.append(len(windows) - before)
-        found, out = iter(self.score(windows)), []
+        scores, out = iter(self.score(windows)), []
         for request, n in zip(requests, counts, strict=True):
-            out.append(-sum(next(found)[0] for _ in range(n)))
+            out.append(-sum(next(scores)[0] for _ in range(n)))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, out[-1])
         return out
 
@@ -78,8 +78,8 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
         """Return the continuation of each prompt, up to a stop string."""
         asked = list[Request]()
         for request in requests:
-            context, given = request.args
-            options = dict(normalize_gen_kwargs(given, MOST_NEW))
+            context, task_options = request.args
+            options = dict(normalize_gen_kwargs(task_options, MOST_NEW))
             most = int(options["max_gen_toks"])
             room = self.model.seq_length - most
             if room < 1:
@@ -124,5 +124,5 @@ def score_harness(
         values = {key.removesuffix(",none"): float(v) for key, v in measures.items()}
         facts = {"few_shot": report["n-shot"].get(name), "version": report["versions"].get(name)}
         facts["samples"] = report.get("n-samples", {}).get(name, {}).get("effective")
-        known = {key: value for key, value in facts.items() if value is not None}
-        yield Result(folder, m.step, name, headline_of(values), values, known)
+        stated = {key: value for key, value in facts.items() if value is not None}
+        yield Result(folder, m.step, name, headline_of(values), values, stated)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from meshwright.tokenizers import Tokenizer
 
-OPENAI = "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"  # SHA-256 of OpenAI's file
+OPENAI_SHA256 = "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"  # SHA-256 of OpenAI's file
 
 
 def read_examples(path: str) -> list[str]:

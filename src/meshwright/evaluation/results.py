@@ -86,17 +86,19 @@ def draw_results(results: Sequence[Result], path: str) -> None:
 
     tasks = by_task(results)
     figure = Figure(figsize=(5.2 * len(tasks), 3.6), layout="constrained")
-    every = figure.subplots(1, len(tasks), squeeze=False)[0]
+    panels = figure.subplots(1, len(tasks), squeeze=False)[0]
     folders = list(dict.fromkeys(r.folder for r in results))
-    for axes, mine in zip(every, tasks, strict=True):
+    for axes, of_task in zip(panels, tasks, strict=True):
         plot.style(axes, "step")
-        axes.set_title(f"{mine[0].task} {mine[0].headline.replace('_', ' ')}".strip(), color=plot.INK, fontsize=10)
+        title = f"{of_task[0].task} {of_task[0].headline.replace('_', ' ')}".strip()
+        axes.set_title(title, color=plot.INK, fontsize=10)
         for number, folder in enumerate(folders):
-            style, here = style_of(number), sorted((r for r in mine if r.folder == folder), key=lambda r: r.step)
-            x, y = [r.step for r in here], [r.values.get(r.headline, math.nan) for r in here]
+            style = style_of(number)
+            of_folder = sorted((r for r in of_task if r.folder == folder), key=lambda r: r.step)
+            x, y = [r.step for r in of_folder], [r.values.get(r.headline, math.nan) for r in of_folder]
             axes.plot(x, y, color=style.colour, ls=style.line, marker=style.marker, ms=4, lw=1.2, label=folder)
     if len(folders) > 1:
-        every[0].legend(fontsize=8, labelcolor=plot.INK, frameon=False)
+        panels[0].legend(fontsize=8, labelcolor=plot.INK, frameon=False)
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         if path.endswith(".svg"):

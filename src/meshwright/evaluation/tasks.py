@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from meshwright.tokenizers import Tokenizer
 
-STRIDE = 32  # of Megatron's --overlapping-eval
+WIKITEXT_STRIDE = 32  # of Megatron's --overlapping-eval
 # The measures that are drawn over the steps of a training; the first says most about the task.
-DRAWN = dict.fromkeys(("lambada", "lambada-strict"), ("accuracy", "perplexity"))
-DRAWN |= {"wikitext": ("adjusted_perplexity", "perplexity"), "text": ("bits_per_byte", "perplexity")}
-LINES = {"lambada": lambada.lambada_line, "lambada-strict": lambada.lambada_line, "wikitext": wikitext.wikitext_line}
+DRAWN_MEASURES = dict.fromkeys(("lambada", "lambada-strict"), ("accuracy", "perplexity"))
+DRAWN_MEASURES |= {"wikitext": ("adjusted_perplexity", "perplexity"), "text": ("bits_per_byte", "perplexity")}
+LOG_LINES = dict.fromkeys(("lambada", "lambada-strict"), lambada.lambada_line) | {"wikitext": wikitext.wikitext_line}
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ class Task:
 
     @property
     def headline(self) -> str:
-        return DRAWN[self.name][0]
+        return DRAWN_MEASURES[self.name][0]
 
     def scores(self, values: dict[str, float]) -> dict[str, float]:
         """Return the measures that are drawn, by titles of several tasks."""
-        return {f"{self.name} {name.replace('_', ' ')}": values[name] for name in DRAWN[self.name]}
+        return {f"{self.name} {name.replace('_', ' ')}": values[name] for name in DRAWN_MEASURES[self.name]}
 
     def line(self, values: dict[str, float]) -> str:
         """Return the result in the words of Megatron's log, framed by dashes."""
         title = {"wikitext": "WIKITEXT103"}.get(self.name, self.name.partition("-")[0].upper())
-        words = LINES[self.name](values) if self.name in LINES else describe_values(values)
+        words = LOG_LINES[self.name](values) if self.name in LOG_LINES else describe_values(values)
         text = f" validation results on {title} | {words}"
         frame = "-" * (len(text) + 1)
         return f"{frame}\n{text}\n{frame}"
@@ -74,14 +74,14 @@ def make_task(name: str, path: str, tokenizer: Tokenizer, length: int, stride: i
     """
     assert name in EVAL_TASKS
     if not Path(path).is_file() and name != "text":
-        raise UserError(f"{name}={path}: there is no such file", BAD_DATA)
+        raise UserError(f"{name}={path}: no such file", BAD_DATA)
     digest = sha256(path) if Path(path).is_file() else ""
     if name == "text":
         stride = min(stride or max(1, length // 2), length)
         made, measure = text_windows(path, tokenizer, length, stride)
         variant = f"each document alone, windows of {length} tokens that advance by {stride}"
     elif name == "wikitext":
-        stride = min(stride or STRIDE, length)
+        stride = min(stride or WIKITEXT_STRIDE, length)
         made, measure = wikitext.wikitext_windows(tokenizer, path, length, stride)
         table = wikitext.pick_table(path)
         variant = f"{table} detokenizer, windows of {length} tokens that advance by {stride}"
@@ -91,7 +91,7 @@ def make_task(name: str, path: str, tokenizer: Tokenizer, length: int, stride: i
         say(f" > found {len(examples)} samples.")
         made = lambada.word_windows(tokenizer, examples, strict, length)
         measure = functools.partial(lambada.measure_words, made)
-        kind = "OpenAI's file" if digest == lambada.OPENAI else "another file than OpenAI's"
+        kind = "OpenAI's file" if digest == lambada.OPENAI_SHA256 else "another file than OpenAI's"
         variant = f"{'strict: the whole last word' if strict else 'not strict: the last token'}; {kind}"
     return Task(name, path, variant, digest, made, measure)
 
@@ -131,9 +131,9 @@ def score_task(
     """Score a task with a model; see `score_windows`. Return None if it should stop on the way."""
     import torch
 
-    found = []
+    scores = []
     for values in score_windows(scorer, task.windows, length, batch, fixed):
         if should_stop():
             return None
-        found.append(values)
-    return task.measure(torch.cat(found))
+        scores.append(values)
+    return task.measure(torch.cat(scores))

@@ -44,14 +44,14 @@ def encode_prompts(m: LanguageModel, prompts: Sequence[Prompt], where: str) -> l
     """Return a job for each prompt; list those that the model cannot read."""
     jobs, faults = [], []
     for number, prompt in enumerate(prompts, 1):
-        place = f"{where}, prompt {number}" if len(prompts) > 1 else where
+        name = f"{where}, prompt {number}" if len(prompts) > 1 else where
         try:
             ids = list(m.tokenizer.encode(prompt.text))
         except UserError as error:
-            faults.append(f"{place}: {error}")
+            faults.append(f"{name}: {error}")
             continue
         if len(ids) >= m.seq_length:
-            faults.append(f"{place} has {len(ids)} tokens; the model reads {m.seq_length}, give a shorter one")
+            faults.append(f"{name} has {len(ids)} tokens; the model reads {m.seq_length}, give a shorter one")
         jobs.append(PromptTexts(number - 1, prompt, ids))
     refuse_all(faults, BAD_DATA if len(prompts) > 1 else USAGE)
     return jobs

@@ -108,13 +108,13 @@ def begin_beam_search(m: LanguageModel, request: Request, beam: BeamOptions) -> 
 def _best(logits: Tensor, running: list[Candidate], count: int) -> Iterator[tuple[int, Candidate]]:
     """Yield the likeliest extensions of the candidates, each with the number of what it extends."""
     totals = torch.tensor([c.total for c in running], dtype=torch.float64, device=logits.device)
-    every = (upcast(logits).log_softmax(-1) + totals[:, None]).flatten()
-    values, places = every.topk(min(count, len(every)))
+    totals_by_token = (upcast(logits).log_softmax(-1) + totals[:, None]).flatten()
+    values, flat_ids = totals_by_token.topk(min(count, len(totals_by_token)))
     if not values[0].isfinite():
         message = "the model's logits are not finite; its weights are damaged, or --fp16 overflows (try --bf16)"
         raise UserError(message, NON_FINITE)
-    for total, place in zip(values.tolist(), places.tolist(), strict=True):
-        row, token = divmod(place, logits.shape[-1])
+    for total, flat_id in zip(values.tolist(), flat_ids.tolist(), strict=True):
+        row, token = divmod(flat_id, logits.shape[-1])
         if total > float("-inf"):
             yield row, running[row].extend(token, total)
 

@@ -1,4 +1,4 @@
-"""`meshwright chat`: a dialogue in the terminal, whose answers appear while they are generated."""
+"""`meshwright chat`: a dialogue in the terminal, with answers shown as they are generated."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from meshwright.settings.grammar import unescape
 from meshwright.settings.hints import did_you_mean
 from meshwright.settings.schema import Sampling
 
-NAMED = 11  # letters of a token in the table of /tokens, which fits 80 columns
-SHOWN = 4  # likeliest tokens that /tokens shows beside the chosen one
-BLOCK = '"""'  # begins and ends an input of several lines
+LONGEST_NAME = 11  # letters of a token in the table of /tokens, which fits 80 columns
+LIKELIEST = 4  # likeliest tokens that /tokens shows beside the chosen one
+QUOTES = '"""'  # begins and ends an input of several lines
 COMMANDS = {
     "help": "list the commands",
     "reset": "forget all turns and begin anew",
     "undo": "take the last input and its answer back",
     "retry": "answer the last input again, with other random numbers",
-    "system TEXT": "set the words that come before the dialogue, or show them",
+    "system TEXT": "set the system prompt, or show it",
     "set NAME VALUE": "change a setting: ",
     "show": "show the settings, and how full the model's positions are",
     "tokens": "show the last answer's tokens, their probabilities and the likeliest others",
@@ -63,7 +63,7 @@ class Chat:
 
     def run(self, keep_history: bool = True) -> None:
         """Answer inputs until the input ends."""
-        kept = history_file() if keep_history else None
+        file = history_file() if keep_history else None
         if not self.terminal.is_person:
             while self.turn():
                 pass
@@ -72,7 +72,7 @@ class Chat:
         form = f"the chat template {template.path}" if template else "no chat template: the model continues the text"
         stops = "stops an answer" if self.model.sharded is None else "ends the program, which runs on several ranks"
         self.terminal.note(f"{form}. /help lists the commands; Ctrl-C {stops}, Ctrl-D leaves.")
-        with line_editing(self.complete_word, kept):
+        with line_editing(self.complete_word, file):
             while self.turn():
                 pass
 
@@ -96,11 +96,11 @@ class Chat:
     def read(self) -> str | None:
         """Return an input: a line, lines that end with backslashes, or those between quotes."""
         line = self.terminal.ask("> ")
-        if line is not None and line.startswith(BLOCK):
-            lines = [line.removeprefix(BLOCK)]
-            while not lines[-1].endswith(BLOCK) and (more := self.terminal.ask(". ")) is not None:
+        if line is not None and line.startswith(QUOTES):
+            lines = [line.removeprefix(QUOTES)]
+            while not lines[-1].endswith(QUOTES) and (more := self.terminal.ask(". ")) is not None:
                 lines.append(more)
-            return "\n".join(lines).removesuffix(BLOCK).strip("\n")
+            return "\n".join(lines).removesuffix(QUOTES).strip("\n")
         while line is not None and line.endswith("\\"):
             line = f"{line[:-1]}\n{self.terminal.ask('. ') or ''}"
         return line
@@ -114,7 +114,7 @@ class Chat:
         except KeyboardInterrupt:  # the second one, which may have come in the middle of a step
             if not self.terminal.is_person:
                 raise
-            self.model.kept.clear()
+            self.model.decoders.clear()
             self.terminal.note("\n(stopped; the answer is not kept)")
             done = False
         if not done:
@@ -132,7 +132,7 @@ class Chat:
             )
         stop = (*self.stop, *(d.template.stop if d.template else ()))
         # Behind a template an answer is a text of its own; without one it continues the prompt.
-        request = Request(prompt, self.options, self.seed, self.answers, stop, SHOWN, is_alone=bool(d.template))
+        request = Request(prompt, self.options, self.seed, self.answers, stop, LIKELIEST, is_alone=bool(d.template))
         text, self.last = Completion(d.tokenizer, request), []
         events = run_request(self.model, request)
         with interruptible(self.terminal.is_person and self.model.sharded is None) as is_stopped:
@@ -167,13 +167,15 @@ class Chat:
     def obey(self, line: str) -> None:
         """Run a command, typed without its slash."""
         name, _, words = line.strip().partition(" ")
-        known = {usage.split()[0]: usage for usage in COMMANDS}
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise UserError(f"there is no /{name}{hint or '; /help lists the commands'}; // begins a text with a /")
-        needed = known[name].split()[1:]
+        usages = {usage.split()[0]: usage for usage in COMMANDS}
+        if name not in usages:
+            hint = did_you_mean(name, usages)
+            raise UserError(
+                f"unknown command /{name}{hint or '; /help lists the commands'}; // sends a text that begins with /"
+            )
+        needed = usages[name].split()[1:]
         if (needed and not words.strip() and name not in ("system", "set")) or (words and not needed):
-            raise UserError(f"/{known[name]}: {COMMANDS[known[name]]}")
+            raise UserError(f"/{usages[name]}: {COMMANDS[usages[name]]}")
         run: Callable[..., None] = getattr(self, f"do_{name}")
         run(words.strip()) if needed else run()
 
@@ -181,7 +183,7 @@ class Chat:
         for usage, about in COMMANDS.items():
             more = ", ".join(SETTINGS) if usage.startswith("set ") else ""
             self.terminal.note(f"/{usage:15} {about}{more}")
-        self.terminal.note(f"A line that ends with \\ goes on in the next one; {BLOCK} begins and ends several lines.")
+        self.terminal.note(f"A line that ends with \\ goes on in the next one; {QUOTES} begins and ends several lines.")
 
     def do_reset(self) -> None:
         self.dialogue.reset()
@@ -247,7 +249,7 @@ class Chat:
         if not self.last:
             raise UserError("(there is no answer yet)")
         for event in self.last:
-            others = [(i, p) for i, p in event.top if i != event.token][: SHOWN - 1]
+            others = [(i, p) for i, p in event.top if i != event.token][: LIKELIEST - 1]
             chances = [(event.token, event.logprob), *others]
             shown = [f"{math.exp(p or 0.0):6.1%} {self.name_token(i)}" for i, p in chances]
             self.terminal.note(" ".join([f"{shown[0]:22}", *(f"{word:18}" for word in shown[1:])]).rstrip())
@@ -255,7 +257,7 @@ class Chat:
     def name_token(self, i: int) -> str:
         t = self.dialogue.tokenizer
         name = "the end" if i == t.eod else json.dumps(t.decode([i]), ensure_ascii=False)
-        return name if len(name) <= NAMED else f"{name[: NAMED - 1]}…"
+        return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
     def do_save(self, words: str) -> None:
         path = Path(words).expanduser()

@@ -199,13 +199,13 @@ class Decoder:
             if read is not None:
                 return read
         chunk = ECHO_CHUNK if echo else CHUNK
-        found: list[Tensor] = []  # the rows are in the order of their lengths
+        logits_of_rows: list[Tensor] = []  # the rows are in the order of their lengths
         done = 0
         for start in range(0, longest, chunk):
-            here = [row.prompt[start : start + chunk] for row in rows[done:]]
-            width = max(map(len, here))
-            tokens = self.state.send(torch.tensor([part + [0] * (width - len(part)) for part in here]))
-            ends = self.state.send(torch.tensor([len(part) - 1 for part in here]))
+            parts = [row.prompt[start : start + chunk] for row in rows[done:]]
+            width = max(map(len, parts))
+            tokens = self.state.send(torch.tensor([part + [0] * (width - len(part)) for part in parts]))
+            ends = self.state.send(torch.tensor([len(part) - 1 for part in parts]))
             used = torch.full_like(ends, start)
             seen = min(self.cache.room, start + width) if start else 0
             where = Positions(cached=ContinuedTexts(self.cache, slots[done:], used, seen, ends))
@@ -214,9 +214,9 @@ class Decoder:
                 self._echo(logits[0], rows[0], start, echoes)
                 logits = logits[:, -1:]
             ended = sum(len(row.prompt) <= start + chunk for row in rows[done:])
-            found.append(logits[:ended, 0])
+            logits_of_rows.append(logits[:ended, 0])
             done += ended
-        return torch.cat(found)
+        return torch.cat(logits_of_rows)
 
     def _echo(self, logits: Tensor, row: DecoderRow, start: int, echoes: list[Outputs]) -> None:
         """Score the prompt's tokens that follow `start` by the logits [T, V] of a chunk."""
@@ -227,15 +227,15 @@ class Decoder:
 
     def _recompute(self, rows: list[DecoderRow], echoes: list[Outputs] | None = None) -> Tensor:
         """Return the logits [B, V] behind the rows' texts, without a cache."""
-        found = []
+        logits_of_rows = []
         for row in rows:
             echo = echoes is not None and row.request.echo and row.request.logprobs is not None
             tokens = self.state.send(torch.tensor([row.prompt + row.tokens]))
             logits = self.model.forward(tokens, Positions(), last_only=not echo)[0, :, : self.state.vocab]
             if echo and echoes is not None:
                 self._echo(logits, row, 0, echoes)
-            found.append(logits[-1])
-        return torch.stack(found)
+            logits_of_rows.append(logits[-1])
+        return torch.stack(logits_of_rows)
 
     def _advance(self, rows: list[DecoderRow]) -> Pending:
         """Compute the next token of each row."""

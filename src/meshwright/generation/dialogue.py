@@ -123,11 +123,11 @@ class Dialogue:
 def read_dialogue(path: Path) -> tuple[str, list[ChatTurn]]:
     """Return the system's words and the turns of a file."""
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
         raise UserError(f"{path}: {reason}", BAD_DATA) from None
-    messages = found.get("messages") if isinstance(found, dict) else found
+    messages = content.get("messages") if isinstance(content, dict) else content
     system, turns = "", list[ChatTurn]()
     for number, message in enumerate(messages if isinstance(messages, Sequence) else [None], 1):
         is_turn = isinstance(message, dict) and isinstance(message.get("content"), str)

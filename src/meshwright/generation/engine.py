@@ -63,7 +63,7 @@ class LanguageModel:
     seq_length: int
     sharded: ShardedModel | None = None  # of a model that is cut over several ranks, whose `model` is one part
     tokenizer_folder: Path | None = None
-    kept: dict[int, decoder.Decoder] = field(default_factory=dict, repr=False, compare=False)  # by slots
+    decoders: dict[int, decoder.Decoder] = field(default_factory=dict, repr=False, compare=False)  # by slots
 
     @property
     def device(self) -> torch.device:
@@ -136,11 +136,11 @@ class LanguageModel:
     def decoder(self, slots: int, length: int) -> decoder.Decoder:
         """Return an idle decoder for texts of `length` tokens; the last one is kept."""
         length = min(length, self.seq_length)
-        known = self.kept.get(slots)
-        if known is None or known.length < length or known.waiting or known.active:
-            self.kept.clear()  # frees its cache
-            known = self.kept[slots] = decoder.Decoder(self, slots, length)
-        return known
+        latest = self.decoders.get(slots)
+        if latest is None or latest.length < length or latest.waiting or latest.active:
+            self.decoders.clear()  # frees its cache
+            latest = self.decoders[slots] = decoder.Decoder(self, slots, length)
+        return latest
 
 
 # Loading
@@ -236,26 +236,26 @@ def load_model(
     opened: list[tuple[CheckedModel, CutModel]] = []
 
     def accept(source: Source) -> Source:
-        fit = check_model(describe_model(source, given), given, vocabulary, layout)
-        sizes = fit.vocab, fit.padded, fit.positions
-        opened.append((fit, build_cut_model(fit.model, sizes, fit.layers, layout, dtype, device)))
-        return fit.source
+        checked = check_model(describe_model(source, given), given, vocabulary, layout)
+        sizes = checked.vocab, checked.padded, checked.positions
+        opened.append((checked, build_cut_model(checked.model, sizes, checked.layers, layout, dtype, device)))
+        return checked.source
 
     def want(source: Source) -> TensorBoxes:
-        fit, model = opened[-1]
-        parts, out = Sharding(layout, fit.vocab), dict[str, Any]()
+        checked, model = opened[-1]
+        parts, out = Sharding(layout, checked.vocab), dict[str, Any]()
         for name, p in model.parts[0].named_parameters():
-            full, place, shape = parts.saved_part(name, p.shape)
+            full, offset, shape = parts.saved_part(name, p.shape)
             p[shape[0] :] = 0
-            box = (tuple(place), tuple(shape))
+            box = (tuple(offset), tuple(shape))
             out[name] = native.BoxedTensor(tuple(full), [box] if shape[0] else [], p[: shape[0]])
         return out
 
     if loading.load_checkpoint(folder, want, options=open_options(given), accept=accept, team=team) is None:
         raise not_a_run(folder, "checkpoint")
-    fit, model = opened[-1]
+    checked, model = opened[-1]
     model.open_pipeline()
-    length = given.get("seq_length") or fit.saved.seq_length or fit.positions
-    length, kept = min(length, fit.positions), fit.saved.tokenizer_folder
-    sharded = ShardedModel(model, fit.padded, team) if team.size > 1 else None
-    return LanguageModel(model.parts[0], fit.tokenizer, fit.source.step, length, sharded, kept)
+    length = given.get("seq_length") or checked.saved.seq_length or checked.positions
+    length, tokenizer_folder = min(length, checked.positions), checked.saved.tokenizer_folder
+    sharded = ShardedModel(model, checked.padded, team) if team.size > 1 else None
+    return LanguageModel(model.parts[0], checked.tokenizer, checked.source.step, length, sharded, tokenizer_folder)

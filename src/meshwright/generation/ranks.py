@@ -44,24 +44,24 @@ def run_on_ranks(
     """Load the model in the layout of the flags, on all its ranks, and call `work` on rank 0.
 
     With `copies` all ranks that were started take part, with several copies of the model if they
-    are more than one needs. Otherwise the ranks after the first copy end. If `work` ends by itself
-    after Ctrl-C or SIGTERM, it `stops`; then these leave the other ranks at work until it has.
-    `folders` are loaded one after the other, in the place of --load.
+    are more than one needs. Otherwise the ranks after the first copy end. Set `stops` if
+    `work` handles Ctrl-C and SIGTERM itself; the other ranks then keep running until it returns.
+    `folders` are loaded one after the other instead of --load.
     """
     p = c.parallel
-    here = find_world(os.environ, p.local_rank)
-    size = here.size if copies else min(here.size, p.model_ranks)
-    here = dataclasses.replace(here, size=size, local_size=min(here.local_size, size))
-    device = devices.open_device(p.device, here.local_rank)
-    if here.size > 1 and threading.current_thread() is threading.main_thread():
+    world = find_world(os.environ, p.local_rank)
+    size = world.size if copies else min(world.size, p.model_ranks)
+    world = dataclasses.replace(world, size=size, local_size=min(world.local_size, size))
+    device = devices.open_device(p.device, world.local_rank)
+    if world.size > 1 and threading.current_thread() is threading.main_thread():
         if not stops:  # Ctrl-C ends every rank at once; Python's handler would wait for a collective to return
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        elif here.rank:
+        elif world.rank:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-    with reporting(here, p.distributed_timeout_minutes):
-        backend = pick_backend(p, device, here.rank == 0)
-        team = join_ranks(here, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
+    with reporting(world, p.distributed_timeout_minutes):
+        backend = pick_backend(p, device, world.rank == 0)
+        team = join_ranks(world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
         if not team.is_lead:
             console.set_stream(None)
         serve_ranks(c, given, work, device, team, folders)

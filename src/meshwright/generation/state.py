@@ -15,7 +15,7 @@ from meshwright.generation.text import TokenText
 from meshwright.kernels.decode import BAD, NONE, Draws, TextState
 from meshwright.kernels.twins import upcast
 
-LEAST = 1e-12  # of a top_p that decays: 0 would be all tokens
+SMALLEST_TOP_P = 1e-12  # of a top_p that decays: 0 would be all tokens
 
 
 @dataclass
@@ -67,9 +67,8 @@ class SlotState:
             name = sampling.stream_key(r.request.seed, r.request.stream)
             length, pair = len(r.prompt), r.request.forbidden_pair or (-1, -1)
             words.append([r.slot, length, length + r.count, r.request.options.top_k, name, r.prompt[-1], *pair])
-            numbers.append(
-                [*sampling.control_numbers(r.request.options), r.request.top_p_decay, max(r.request.top_p_floor, LEAST)]
-            )
+            decay, floor = r.request.top_p_decay, max(r.request.top_p_floor, SMALLEST_TOP_P)
+            numbers.append([*sampling.control_numbers(r.request.options), decay, floor])
         slots, used, limit, top_k, key, token, *pairs = self.send(torch.tensor(words).T.contiguous())
         self.used[slots], self.limit[slots], self.top_k[slots], self.key[slots] = used, limit, top_k, key
         self.token[slots], self.avoid[:, slots] = token, torch.stack(pairs)
@@ -109,9 +108,9 @@ class Outputs:
 
 def score_tokens(logits: Tensor, tokens: Tensor, k: int) -> Outputs:
     """Return the tokens' log-probabilities and the k likeliest tokens of logits [B, V]."""
-    every = upcast(logits).log_softmax(-1)
-    values, ids = every.topk(min(k, every.shape[-1]), -1)
-    return Outputs(tokens, every.gather(-1, tokens[:, None])[:, 0], values, ids)
+    logprobs = upcast(logits).log_softmax(-1)
+    values, ids = logprobs.topk(min(k, logprobs.shape[-1]), -1)
+    return Outputs(tokens, logprobs.gather(-1, tokens[:, None])[:, 0], values, ids)
 
 
 def choose_next(s: SlotState, slots: Tensor, logits: Tensor, kind: ChoiceParts, k: int, eod: int) -> Outputs:

@@ -2,9 +2,9 @@
 
 A step is captured for each number of rows and length, rounded up to powers of two, and each kind of
 choice, and so is the reading of short prompts, whose kernels the host launches more slowly than the
-device runs them. A thread's first run is an ordinary one, which compiles kernels and makes what
-libraries keep for a thread; the second is captured.
-Rows that only fill up the number belong to the slot of nobody.
+device runs them. The first run in each thread is eager: it compiles kernels
+and creates per-thread library handles; the second is captured. Padding rows point at a spare slot
+that no request owns.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from meshwright.model.decode import DecodeStep
 from meshwright.model.gpt import GPT
 from meshwright.model.positions import Positions
 
-SHORTEST = 256  # length of the shortest steps
-NARROWEST, MOST = 64, 4096  # width of the narrowest prompts, and most tokens that are read by a graph
+SHORTEST_TEXT = 256  # length of the shortest steps
+NARROWEST_PROMPT = 64  # width of prompts that a graph reads
+MOST_PROMPT_TOKENS = 4096  # that a graph reads
 Key = tuple[int, int, ChoiceParts, int] | tuple[int, int]  # rows, length, choice, log-probabilities; of prompts
 
 
@@ -42,7 +43,7 @@ class CapturedSteps:
         self.slots: dict[int, torch.Tensor] = {}  # by rows
         self.names: dict[int, list[int]] = {}  # what these hold
         self.prompts: dict[tuple[int, int], torch.Tensor] = {}  # by rows and width
-        self.known: dict[Key, Callable[[], Any]] = {}
+        self.runs: dict[Key, Callable[[], Any]] = {}
         self.tried: set[Key] = set()  # to capture
         self.thread = 0  # the one that runs them
         self.ready: set[Key] = set()  # to be captured by it
@@ -52,7 +53,7 @@ class CapturedSteps:
     def run(self, slots: list[int], longest: int, kind: ChoiceParts, k: int) -> Outputs:
         """Advance the rows of these slots, whose texts have at most `longest` tokens."""
         rows = power_of_2(len(slots))
-        longest = min(max(SHORTEST, power_of_2(longest)), self.cache.room)
+        longest = min(max(SHORTEST_TEXT, power_of_2(longest)), self.cache.room)
         names = slots + [len(self.state.token) - 1] * (rows - len(slots))
         if self.names.get(rows) != names:
             new = self.state.send(torch.tensor(names))
@@ -67,20 +68,20 @@ class CapturedSteps:
 
         None if they are so many tokens that the device, not the host, limits the speed.
         """
-        rows, width = power_of_2(len(slots)), max(NARROWEST, power_of_2(max(map(len, prompts))))
-        if rows * width > MOST:
+        rows, width = power_of_2(len(slots)), max(NARROWEST_PROMPT, power_of_2(max(map(len, prompts))))
+        if rows * width > MOST_PROMPT_TOKENS:
             return None
         padded = [*prompts, *[[0]] * (rows - len(slots))]
         names = slots + [len(self.state.token) - 1] * (rows - len(slots))
         lines = [[name, len(p) - 1, *p, *[0] * (width - len(p))] for name, p in zip(names, padded, strict=True)]
         new = self.state.send(torch.tensor(lines))
-        held = self.prompts.setdefault((rows, width), torch.empty_like(new)).copy_(new)
-        logits: torch.Tensor = self.call((rows, width), lambda: self.read_held(held))
+        prompt_buffer = self.prompts.setdefault((rows, width), torch.empty_like(new)).copy_(new)
+        logits: torch.Tensor = self.call((rows, width), lambda: self.read_buffer(prompt_buffer))
         return logits[: len(slots)]
 
-    def read_held(self, held: torch.Tensor) -> torch.Tensor:
+    def read_buffer(self, prompt_buffer: torch.Tensor) -> torch.Tensor:
         """Read prompts from [B, slot, place of the last token, tokens]."""
-        slots, ends, tokens = held[:, 0], held[:, 1], held[:, 2:]
+        slots, ends, tokens = prompt_buffer[:, 0], prompt_buffer[:, 1], prompt_buffer[:, 2:]
         where = Positions(cached=ContinuedTexts(self.cache, slots, torch.zeros_like(slots), 0, ends))
         logits: torch.Tensor = self.model(tokens, where, last_only=True)
         return logits[:, 0, : self.state.vocab]
@@ -100,9 +101,9 @@ class CapturedSteps:
         with torch.accelerator.device_index(self.state.device.index):  # a thread of its own begins on device 0
             if key in self.ready and key not in self.tried and self.captures:
                 self.tried.add(key)
-                self.known[key] = self.capture(function)
+                self.runs[key] = self.capture(function)
             self.ready.add(key)
-            return self.known.setdefault(key, function)()
+            return self.runs.setdefault(key, function)()
 
     def capture(self, function: Callable[[], Any]) -> Callable[[], Any]:
         """Return a function that replays this one; its outputs are overwritten each time."""

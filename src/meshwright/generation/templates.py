@@ -51,8 +51,8 @@ class ChatTemplate:
 def find_template(tokenizer: Tokenizer, folder: Path | None) -> ChatTemplate | None:
     """Return the template of a tokenizer folder, or that beside the tokenizer's files, or None."""
     beside = [path.parent for path in tokenizer.files.values()]
-    for place in dict.fromkeys([*([folder] if folder else []), *beside]):
-        if found := read_template(place):
+    for folder_ in dict.fromkeys([*([folder] if folder else []), *beside]):
+        if found := read_template(folder_):
             return found
     return None
 
@@ -73,8 +73,8 @@ def choose_template(name: str | None, tokenizer: Tokenizer, folder: Path | None)
         raise UserError(
             f"--chat-template {name} holds neither {CHAT_TEMPLATE} nor a {CHAT_CONFIG} with a chat_template", BAD_DATA
         )
-    kept = find_template(tokenizer, folder)
-    beside = _tokens(tokenizers.read_chat_config(path.parent)) or (kept.tokens if kept else {})
+    run_template = find_template(tokenizer, folder)
+    beside = _tokens(tokenizers.read_chat_config(path.parent)) or (run_template.tokens if run_template else {})
     return ChatTemplate(path, read_template_file(path), beside)
 
 

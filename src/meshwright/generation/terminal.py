@@ -1,4 +1,4 @@
-"""A person at a terminal, or a pipe: lines that are typed, text as it comes, Ctrl-C."""
+"""Read lines from a terminal or a pipe, write text as it comes, and handle Ctrl-C."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def line_editing(words: Callable[[str], Iterable[str]], kept: Path | None) -> Iterator[None]:
+def line_editing(words: Callable[[str], Iterable[str]], file: Path | None) -> Iterator[None]:
     """Edit lines with readline, if there is one; complete words, and keep the lines in a file."""
     try:
         import readline
@@ -77,19 +77,19 @@ def line_editing(words: Callable[[str], Iterable[str]], kept: Path | None) -> It
     readline.set_completer_delims(" ")
     is_libedit = "libedit" in (readline.__doc__ or "")
     readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
-    if kept is not None:
+    if file is not None:
         with contextlib.suppress(OSError):
-            readline.read_history_file(kept)
+            readline.read_history_file(file)
     try:
         yield
     finally:
         readline.set_completer(None)
-        if kept is not None:
+        if file is not None:
             with contextlib.suppress(OSError):  # a home that cannot be written to
-                kept.parent.mkdir(parents=True, exist_ok=True)
+                file.parent.mkdir(parents=True, exist_ok=True)
                 readline.set_history_length(MOST_HISTORY)
-                os.close(os.open(kept, os.O_CREAT | os.O_WRONLY, 0o600))
-                readline.write_history_file(kept)
+                os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
+                readline.write_history_file(file)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The server's paths: OpenAI's, Megatron's, the page, health and metrics."""
+"""The paths of the server: OpenAI's, Megatron's, the page, health and metrics."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from meshwright.serving.served import ServedModel
 from meshwright.settings.schema import Sampling
 from meshwright.tokenizers import Tokenizer
 
-OLD = {"max_len": "tokens_to_generate", "sentences": "prompts"}
+OLD_ARGUMENTS = {"max_len": "tokens_to_generate", "sentences": "prompts"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MegatronCall:
 
 
 def read_call(f: Fields, served: ServedModel) -> MegatronCall:
-    for old, new in OLD.items():
+    for old, new in OLD_ARGUMENTS.items():
         if f.take(old) is not None:
             raise Refusal(f"{old} is no longer used; give {new}", old)
     tokenizer, logprobs = served.model.tokenizer, f.flag("logprobs")
@@ -66,15 +66,15 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
 
 
 def read_prompts(f: Fields, served: ServedModel) -> list[list[int]]:
-    given, bos = f.take("prompts"), f.flag("add_BOS")
-    if not isinstance(given, list) or not given or not all(isinstance(p, str) for p in given):
+    texts, bos = f.take("prompts"), f.flag("add_BOS")
+    if not isinstance(texts, list) or not texts or not all(isinstance(p, str) for p in texts):
         raise Refusal(f"prompts is required: a list of 1 to {openai.MOST_TEXTS} strings", "prompts")
-    if len(given) > openai.MOST_TEXTS:
-        raise Refusal(f"there are {len(given)} prompts; give at most {openai.MOST_TEXTS}", "prompts")
-    if not bos and "" in given:
+    if len(texts) > openai.MOST_TEXTS:
+        raise Refusal(f"there are {len(texts)} prompts; give at most {openai.MOST_TEXTS}", "prompts")
+    if not bos and "" in texts:
         raise Refusal("empty prompts need add_BOS true", "prompts")
     tokenizer = served.model.tokenizer
-    return [[tokenizer.eod] * bos + openai.encode_text(served, p) for p in given]
+    return [[tokenizer.eod] * bos + openai.encode_text(served, p) for p in texts]
 
 
 def read_options(f: Fields, length: int) -> tuple[Sampling, float, float]:
@@ -84,7 +84,7 @@ def read_options(f: Fields, length: int) -> tuple[Sampling, float, float]:
         raise Refusal("temperature must be above 0; top_k 1 takes the likeliest token", "temperature")
     top_p, decay, bound = (f.number(name, 0.0, 0, 1) for name in ("top_p", "top_p_decay", "top_p_bound"))
     if top_k and top_p:
-        raise Refusal("top_k and top_p exclude each other; give one", "top_p")
+        raise Refusal("top_k and top_p cannot be combined; give one", "top_p")
     if decay and not top_p:
         raise Refusal("top_p_decay needs top_p above 0", "top_p_decay")
     if bound and (not decay or bound > top_p):
@@ -121,7 +121,7 @@ async def answer_megatron(
     with scheduler.generating(job):
         async for row, event in job.events():
             events[row].append(event)
-    texts = [finish(request, tokenizer, found) for request, found in zip(call.requests, events, strict=True)]
+    texts = [end_text(request, tokenizer, of_text) for request, of_text in zip(call.requests, events, strict=True)]
     # The first token of a text follows nothing.
     logprobs = [[e.logprob for e in text if e.logprob is not None] for text in texts] if call.logprobs else None
     rows = [[*([] if r.echo else r.prompt), *(e.token for e in t)] for r, t in zip(call.requests, texts, strict=True)]
@@ -132,7 +132,7 @@ async def answer_megatron(
     }
 
 
-def finish(request: Request, tokenizer: Tokenizer, events: list[Event]) -> list[Event]:
+def end_text(request: Request, tokenizer: Tokenizer, events: list[Event]) -> list[Event]:
     """Return a text's tokens without the end of document; its line may have ended earlier.
 
     The decoder ends a text at an empty line inside the continuation; the first of its two ends of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
-HELP = {
+BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+METRIC_HELP = {
     "requests_total": "Answered requests by path and status.",
     "prompt_tokens_total": "Tokens of prompts that were read.",
     "generated_tokens_total": "Tokens that were generated.",
@@ -23,12 +23,14 @@ class ServerMetrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.tokens: Counter[str] = Counter()
-        self._seconds: dict[str, list[float]] = {name: [0.0] * (len(SECONDS) + 2) for name in HELP if "seconds" in name}
+        self._seconds: dict[str, list[float]] = {
+            name: [0.0] * (len(BUCKETS) + 2) for name in METRIC_HELP if "seconds" in name
+        }
 
     def observe(self, name: str, seconds: float) -> None:
         """Add a time to a histogram: its bucket, then the sum of all, at the end the number."""
         values = self._seconds[name]
-        for at, limit in enumerate(SECONDS):
+        for at, limit in enumerate(BUCKETS):
             values[at] += seconds <= limit
         values[-2] += seconds
         values[-1] += 1
@@ -37,7 +39,7 @@ class ServerMetrics:
         out: list[str] = []
 
         def add(name: str, kind: str, values: Sequence[tuple[str, float]]) -> None:
-            out.extend((f"# HELP meshwright_{name} {HELP[name]}", f"# TYPE meshwright_{name} {kind}"))
+            out.extend((f"# HELP meshwright_{name} {METRIC_HELP[name]}", f"# TYPE meshwright_{name} {kind}"))
             out.extend(f"meshwright_{name}{label} {value:.10g}" for label, value in values)
 
         counted = sorted(self.requests.items())
@@ -48,7 +50,7 @@ class ServerMetrics:
         add("texts_running", "gauge", [("", running)])
         add("requests_waiting", "gauge", [("", waiting)])
         for name, values in self._seconds.items():
-            limits = [*map(str, SECONDS), "+Inf"]
+            limits = [*map(str, BUCKETS), "+Inf"]
             buckets = zip(limits, [*values[:-2], values[-1]], strict=True)
             rows = [(f'_bucket{{le="{limit}"}}', value) for limit, value in buckets]
             add(name, "histogram", [*rows, ("_sum", values[-2]), ("_count", values[-1])])

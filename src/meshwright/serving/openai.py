@@ -31,7 +31,7 @@ LONGEST_TOKEN = 512  # characters on average: no text of more fits, and it is no
 # Identifiers for OpenAI's own records; they never change an answer.
 IDENTIFIERS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
 # Fields that would change the text, the values that ask for nothing, and why others are refused.
-FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "presence_penalty": ((0, 0.0), "use repetition_penalty"),
     "frequency_penalty": ((0, 0.0), "use repetition_penalty"),
     "logit_bias": (({},), "logits cannot be shifted"),
@@ -40,7 +40,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 NO_SUFFIX = "the model continues a text and cannot fill in before a suffix"
 NO_TOOLS = "a pre-trained model calls no tools"
-CHAT_FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+CHAT_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), NO_TOOLS),
     "tool_choice": (("none", "auto"), NO_TOOLS),
     "parallel_tool_calls": ((True, False), NO_TOOLS),
@@ -113,7 +113,7 @@ def read_chat(f: Fields, served: ServedModel) -> OpenAICall:
     if top is not None and not wants:
         raise Refusal("top_logprobs needs logprobs; set it to true", "top_logprobs")
     n = f.integer("n", 1, 1, MOST_TEXTS)
-    for name, (neutral, why) in CHAT_FIXED.items():
+    for name, (neutral, why) in CHAT_NEUTRAL.items():
         f.only(name, neutral, why)
     stream, usage = read_stream(f)
     logprobs = (top or 0) if wants else None
@@ -132,7 +132,7 @@ def read_texts(
     options = read_options(f, length)
     seed = f.integer("seed", secrets.randbits(31), -(2**63), 2**63 - 1)
     stop = tuple(dict.fromkeys((*f.strings("stop", MOST_STOPS, LONGEST_STOP), *stop)))
-    for name, (neutral, why) in FIXED.items():
+    for name, (neutral, why) in NEUTRAL.items():
         f.only(name, neutral, why)
     for name in IDENTIFIERS:
         f.take(name)
@@ -227,22 +227,22 @@ def read_messages(given: Any) -> list[dict[str, str]]:
         raise Refusal("messages must be a list of at least one message", "messages")
     out = []
     for number, message in enumerate(given):
-        place = f"messages[{number}]"
+        where = f"messages[{number}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
-            raise Refusal(f"{place} must have a role: {', '.join(ROLES)}", "messages")
+            raise Refusal(f"{where} must have a role: {', '.join(ROLES)}", "messages")
         more = {key for key, value in message.items() if key not in ("role", "content") and value is not None}
         if more:
-            raise Refusal(f"{place} has {sorted(map(str, more))[0][:64]}, which is not supported; leave it out", place)
+            raise Refusal(f"{where} has {sorted(map(str, more))[0][:64]}, which is not supported; leave it out", where)
         content = message.get("content")
         if isinstance(content, list):
             is_text = [isinstance(p, dict) and p.keys() == {"type", "text"} and p["type"] == "text" for p in content]
             if not all(is_text):
-                part = f"{place}.content[{is_text.index(False)}]"
+                part = f"{where}.content[{is_text.index(False)}]"
                 raise Refusal(f'{part} must be {{"type": "text", "text": TEXT}}; only text is read', "messages")
             texts = [p["text"] for p in content]
             content = "".join(texts) if all(isinstance(text, str) for text in texts) else None
         if not isinstance(content, str):
-            raise Refusal(f"{place} must have text as content", "messages")
+            raise Refusal(f"{where} must have text as content", "messages")
         role = "system" if message["role"] == "developer" else message["role"]
         out.append({"role": role, "content": content})
     return out

@@ -163,7 +163,7 @@ def generation_problems(c: GenerateConfig) -> list[str]:
     modes = [bool(t.num_samples), bool(t.sample_input_file), t.interactive, t.prompt is not None, t.prompts is not None]
     if sum(modes) > 1:
         names = "--num-samples, --sample-input-file, --prompt, --prompts and --interactive"
-        out.append(f"{names} exclude each other; give one")
+        out.append(f"{names} cannot be combined; give one")
     default = type(t)()
     others = [n for n in "output json num_return_sequences logprobs".split() if getattr(t, n) != getattr(default, n)]
     others += [n for n in ("beam_width", "length_penalty") if getattr(t, n) is not None]
@@ -681,7 +681,7 @@ def precision_problems(p: Precision) -> list[str]:
     if p.fp16 and p.loss_scale is None and p.min_loss_scale > p.initial_loss_scale:
         out.append(f"--min-loss-scale {p.min_loss_scale:g} is above --initial-loss-scale {p.initial_loss_scale:g}")
     if p.fp16 and p.bf16:
-        out.append("--fp16 and --bf16 exclude each other; give one")
+        out.append("--fp16 and --bf16 cannot be combined; give one")
     if (p.fp16 or p.bf16) and p.params_dtype == "float64":
         out.append(f"--params-dtype float64 contradicts --{'fp16' if p.fp16 else 'bf16'}")
     if p.fp8_format and not p.bf16:

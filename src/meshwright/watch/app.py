@@ -30,7 +30,7 @@ FILES = {
     **{f"/{name}": ("meshwright.watch", name) for name in ("watch.css", "watch.js", "chart.js", "words.js")},
     **{f"/{name}": ("meshwright.watch", f"vendor/{name}") for name in ("uPlot.iife.min.js", "uPlot.min.css")},
 }
-EVERY, SILENCE = 0.5, 15.0  # seconds between events, and after which nothing new is sent again
+EVENT_SECONDS, SILENCE_SECONDS = 0.5, 15.0  # seconds between events, and after which nothing new is sent again
 MOST_RUNS, MOST_POINTS = 64, 4000  # of one request
 READ_SECONDS = 10.0  # for a request's header
 LIMITS = Limits(
@@ -105,12 +105,12 @@ async def event_stream(watcher: Watcher) -> AsyncIterator[str]:
     """Yield the state as server-sent events: at once, and whenever something was read."""
     sent, waited = -1, 0.0
     while not watcher.is_over():
-        if watcher.version != sent or waited >= SILENCE:
+        if watcher.version != sent or waited >= SILENCE_SECONDS:
             sent, waited = watcher.version, 0.0
             text = json.dumps(await asyncio.to_thread(watcher.state))
             yield f"data: {text}\n\n"
-        await asyncio.sleep(EVERY)
-        waited += EVERY
+        await asyncio.sleep(EVENT_SECONDS)
+        waited += EVENT_SECONDS
 
 
 def serve_page(watcher: Watcher, port: int, opened: Callable[[int], None]) -> None:

@@ -63,8 +63,8 @@ class Limits:
         names = self.own_hosts | {host.lower() for host in self.hosts}
         check_caller(scope["method"], headers, names, self.advice)
         if self.api_key is not None and scope["path"] not in open_paths:
-            given = headers.get(b"authorization", b"").strip()
-            if not hmac.compare_digest(given, b"Bearer " + self.api_key.encode()):
+            sent = headers.get(b"authorization", b"").strip()
+            if not hmac.compare_digest(sent, b"Bearer " + self.api_key.encode()):
                 refused = Refusal("the API key is missing or wrong; send Authorization: Bearer KEY", status=401)
                 refused.code, refused.headers = "invalid_api_key", {"www-authenticate": "Bearer"}
                 raise refused
