@@ -72,7 +72,7 @@ def lines(reports: Iterable[Any]) -> list[str]:
     outcomes: dict[str, dict[str, str]] = {}  # by fault and node
     figures: dict[str, dict[str, list[dict[str, Any]]]] = {}  # by name and node
     names: dict[str, list[str]] = {}  # of the tests of each fault
-    for report in reports:
+    for report in (r for r in reports if hasattr(r, "user_properties")):  # a skipped module has none
         name = name_of(report.nodeid)
         for fault in (fault for key, faults in report.user_properties if key == "faults" for fault in faults):
             ends = outcomes.setdefault(fault, {})
