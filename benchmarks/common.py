@@ -1,4 +1,4 @@
-"""What several benchmarks need: sizes, times on a GPU, errors, tables, and what they ran on."""
+"""Helpers that benchmarks share: sizes, times on a GPU, errors, tables, and what they ran on."""
 
 from __future__ import annotations
 

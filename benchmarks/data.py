@@ -105,7 +105,7 @@ def peer(kind: str, workers: int, corpus: str, prefix: str, vocab: str, merges: 
 
 
 class Memory:
-    """Of a process and its descendants, from the kernel's proportional set sizes."""
+    """The memory of a process and its descendants, from the kernel's proportional set sizes."""
 
     def __init__(self, pid: int, watch: bool) -> None:
         self.pid, self.total, self.one, self.done = pid, 0, 0, not watch
@@ -164,7 +164,7 @@ def digest(prefix: Path) -> str:
     return found.hexdigest()[:16]
 
 
-def tell(out: Path, text: str) -> None:
+def record(out: Path, text: str) -> None:
     print(text, flush=True)
     with open(out / "table.txt", "a") as file:
         file.write(text + "\n")
@@ -173,7 +173,7 @@ def tell(out: Path, text: str) -> None:
 def hardware(out: Path) -> None:
     from common import describe_machine
 
-    tell(out, describe_machine("tokenizers", "tiktoken", "gigatoken", "orjson", "numpy"))
+    record(out, describe_machine("tokenizers", "tiktoken", "gigatoken", "orjson", "numpy"))
 
 
 def peers(out: Path, corpus: str, vocab: str, merges: str) -> None:
@@ -194,7 +194,7 @@ def peers(out: Path, corpus: str, vocab: str, merges: str) -> None:
         tried = {chunk: pool(str(part), chunk)["seconds"] for chunk in (1, 25, 100)}
         best = min(tried, key=lambda chunk: tried[chunk])
         rows[f"pool of 2 {kind} workers"] = [pool(corpus, best)]
-        tell(out, f"pool of {kind}: chunks of {best} ({', '.join(f'{c}: {s:.2f} s' for c, s in tried.items())})")
+        record(out, f"pool of {kind}: chunks of {best} ({', '.join(f'{c}: {s:.2f} s' for c, s in tried.items())})")
     for workers in (1, 2):
         rows[f"ours, {workers} workers"].append(
             measure(ours(corpus, out / f"ours{workers}", vocab, merges, workers), log)
@@ -212,8 +212,8 @@ def peers(out: Path, corpus: str, vocab: str, merges: str) -> None:
         )
     made = {name: digest(out / name) for name in ("ours1", "ours2", "tokenizers", "tiktoken")}
     assert len(set(made.values())) == 1, made
-    tell(out, f"all four wrote the same bytes, SHA-256 {made['ours1']}...; {size:.0f} MB of text")
-    tell(out, f"{'':34} {'MB/s, best':>10} {'median':>8} {'s':>8} {'CPU s':>8} {'MiB in all':>10} {'of one':>8}")
+    record(out, f"all four wrote the same bytes, SHA-256 {made['ours1']}...; {size:.0f} MB of text")
+    record(out, f"{'':34} {'MB/s, best':>10} {'median':>8} {'s':>8} {'CPU s':>8} {'MiB in all':>10} {'of one':>8}")
     speeds = {}
     for name, mine in rows.items():
         assert all(row["status"] == 0 for row in mine), name
@@ -222,14 +222,14 @@ def peers(out: Path, corpus: str, vocab: str, merges: str) -> None:
         speeds[name] = size / best_row["seconds"]
         middle = size / statistics.median(row["seconds"] for row in fast)
         memory, one = (max(row[k] for row in mine) / 2**20 for k in ("memory", "one"))
-        tell(
+        record(
             out,
             f"{name:34} {speeds[name]:10.1f} {middle:8.1f} {best_row['seconds']:8.2f} {best_row['cpu']:8.2f} "
             f"{memory:10.0f} {one:8.0f}",
         )
     for kind in ("tokenizers", "tiktoken"):
         ratio = speeds["ours, 2 workers"] / speeds[f"pool of 2 {kind} workers"]
-        tell(out, f"ours / the pool of {kind}: {ratio:.1f}")
+        record(out, f"ours / the pool of {kind}: {ratio:.1f}")
     (out / "rows.json").write_text(json.dumps(rows, indent=1))
     clean(out)
 
@@ -260,7 +260,7 @@ def growth(out: Path, corpus: str, vocab: str, merges: str, sizes: list[int]) ->
         )
         assert row["status"] == watched["status"] == 0
         speed, memory, one = written / 1e6 / row["seconds"], watched["memory"] / 2**20, watched["one"] / 2**20
-        tell(
+        record(
             out,
             f"{written / 1e6:8.0f} MB: {row['seconds']:7.2f} s, {speed:6.1f} MB/s, {row['cpu']:7.2f} CPU s, "
             f"{memory:5.0f} MiB in all, {one:.0f} of one",
@@ -293,7 +293,7 @@ def pipe(out: Path, corpus: str, vocab: str, merges: str, gigabytes: float, limi
     threading.Thread(target=feed, daemon=True).start()
     row = measure(ours("-", out / "pipe", vocab, merges, 2), out / "log.txt", True, stdin=read, preexec_fn=limited)
     speed, memory = total[0] / 1e6 / row["seconds"], row["memory"] / 2**20
-    tell(
+    record(
         out,
         f"{total[0] / 1e9:.2f} GB from a pipe, at most {each / 2**20:.0f} MiB for each of three processes: status "
         f"{row['status']}, {row['seconds']:.1f} s, {speed:.1f} MB/s, {memory:.0f} MiB in all",

@@ -61,7 +61,7 @@ def corpus(prefix: Path, documents: int, mean: int) -> None:
         tokens.truncate(position)
 
 
-# What runs in a process of its own. Each returns what is to be told, and prints "begin" and "end"
+# These run in a process of their own. Each returns its figures, and prints "begin" and "end"
 # around what counts.
 
 
@@ -155,7 +155,7 @@ def opened(prefix: Path) -> dict[str, Any]:
 
 
 class counted:
-    """Seconds of the clock and of the processor, told to the process that watches the memory."""
+    """Seconds of clock and processor, reported to the process that watches the memory."""
 
     def __enter__(self) -> dict[str, float]:
         print("begin", flush=True)
@@ -170,7 +170,7 @@ class counted:
 
 
 def digest(*arrays: Any) -> str:
-    """Of every element, quickly."""
+    """Return sums that depend on every element, quickly computed."""
     out = []
     for x in arrays:
         flat, total = x.reshape(-1), 0
@@ -198,15 +198,15 @@ def run(arguments: list[str]) -> dict[str, Any]:
     peak = before
     child.stdin.write("\n")
     child.stdin.flush()
-    while not select.select([child.stdout], [], [], 0.02)[0]:  # until it tells the end, or ends
+    while not select.select([child.stdout], [], [], 0.02)[0]:  # until it reports the end, or ends
         now = status(child.pid)
         peak = {name: max(value, now.get(name, 0)) for name, value in peak.items()}
     text = child.communicate()[0]
     if child.returncode:
         return {"error": f"exit status {child.returncode}"}
-    told: dict[str, Any] = json.loads(text.splitlines()[-1])
+    figures: dict[str, Any] = json.loads(text.splitlines()[-1])
     used = {name: (peak[name] - before[name]) / 1e6 for name in peak}
-    return {"anonymous": used["RssAnon"], "resident": used["VmRSS"], "all": peak["VmRSS"] / 1e6, **told}
+    return {"anonymous": used["RssAnon"], "resident": used["VmRSS"], "all": peak["VmRSS"] / 1e6, **figures}
 
 
 def status(pid: int) -> dict[str, int]:
@@ -216,13 +216,13 @@ def status(pid: int) -> dict[str, int]:
     return {name: int(value.split()[0]) * 1024 // 1000 for name, value in pairs}
 
 
-def row(what: str, told: dict[str, Any]) -> None:
-    if "error" in told:
-        line = f"| {what} | {told['error']} |"
+def row(what: str, figures: dict[str, Any]) -> None:
+    if "error" in figures:
+        line = f"| {what} | {figures['error']} |"
     else:
         line = (
-            f"| {what} | {told['wall']:.3f} | {told['cpu']:.3f} | {told['anonymous']:.3f} | {told['resident']:.3f} | "
-            f"{told['all']:.3f} | {told['load']:.2f} | {told['sum'][:40]} |"
+            f"| {what} | {figures['wall']:.3f} | {figures['cpu']:.3f} | {figures['anonymous']:.3f} | "
+            f"{figures['resident']:.3f} | {figures['all']:.3f} | {figures['load']:.2f} | {figures['sum'][:40]} |"
         )
     print(line, flush=True)
 
@@ -242,14 +242,14 @@ def main() -> None:
         what, peer, prefix, samples, sources = json.loads(args.child)
         cache = args.folder / "cache"
         if what == "open":
-            told = opened(Path(prefix))
+            figures = opened(Path(prefix))
         elif what == "blend":
-            told = blend(sources, samples, peer)
+            figures = blend(sources, samples, peer)
         elif peer == "megatron-core":
-            told = megatron(Path(prefix), cache, samples)
+            figures = megatron(Path(prefix), cache, samples)
         else:
-            told = ours(Path(prefix), cache, samples, peer == "fast")
-        print(json.dumps(told))
+            figures = ours(Path(prefix), cache, samples, peer == "fast")
+        print(json.dumps(figures))
         return
     folder: Path = args.folder
     folder.mkdir(parents=True)
@@ -278,8 +278,8 @@ def main() -> None:
             corpus(folder / "x", 2 * size, SEQ // 2)
             for _ in range(args.rounds):
                 for peer in args.peers:
-                    told = child("build", peer, str(folder / "x"), size - size // 100, 0)
-                    row(f"{size:.0e} samples, whole build, {peer}", told)
+                    figures = child("build", peer, str(folder / "x"), size - size // 100, 0)
+                    row(f"{size:.0e} samples, whole build, {peer}", figures)
             for sources in args.blend:
                 for _ in range(args.rounds):
                     for peer in args.peers:
@@ -290,8 +290,8 @@ def main() -> None:
         if args.huge:
             corpus(folder / "x", 10**7, 100 * SEQ)
             for peer in [peer for peer in args.peers if peer != "megatron-core"]:
-                told = child("build", peer, str(folder / "x"), 10**9 - 10**7, 0)
-                row(f"1e+09 samples over 1e+07 documents, whole build, {peer}", told)
+                figures = child("build", peer, str(folder / "x"), 10**9 - 10**7, 0)
+                row(f"1e+09 samples over 1e+07 documents, whole build, {peer}", figures)
     finally:
         shutil.rmtree(folder)
 

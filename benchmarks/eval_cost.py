@@ -4,10 +4,10 @@
     python benchmarks/eval_cost.py -- --preset gpt2-345m --micro-batch-size 32 --bf16
 
 The files have as many tokens as LAMBADA's test set (5,153 passages of 82) and WikiText-103's
-(287,000), or a fraction of them, of random words. One training tells its default interval; another
-scores every few steps. The first scores warm up. The cost is the time of the others, and what the
-steps after them took longer than the median step, which is the restart of a pipeline that runs
-ahead. Flags after `--` are those of `meshwright train`.
+(287,000), or a fraction of them, of random words. One training reports its default interval;
+another scores every few steps. The first scores warm up. The cost is the time of the others, and
+what the steps after them took longer than the median step, which is the restart of a pipeline that
+runs ahead. Flags after `--` are those of `meshwright train`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What a save and a load cost, beside torch.save and torch.distributed.checkpoint in the same
-process, on the same tensors.
+"""The cost of saves and loads, beside torch.save and torch.distributed.checkpoint.
+
+All run in one process, on the same tensors.
 
 usage: python benchmarks/gpu_checkpoints.py FOLDER [--size 1.3B] [--rounds 3] [--device cuda]
 
@@ -101,7 +102,7 @@ def main() -> None:
     plain = {name: tensor for name, (_, _, tensor) in named.items()}
     rows: list[tuple[str, list[float], str]] = []
 
-    def tell(what: str, seconds: list[float], more: str = "") -> None:
+    def print_times(what: str, seconds: list[float], more: str = "") -> None:
         rows.append((what, seconds, more))
         rate = size / statistics.median(seconds) / 1e9
         span = f"{min(seconds):.3f}-{max(seconds):.3f}"
@@ -123,7 +124,7 @@ def main() -> None:
             at += one.numel()
 
     copy()
-    tell("copy to pinned memory", [timed(copy) for _ in range(args.rounds)])
+    print_times("copy to pinned memory", [timed(copy) for _ in range(args.rounds)])
     pinned.clear()
 
     # In the background: how long training waits, while the one before has been written.
@@ -135,8 +136,8 @@ def main() -> None:
         state.saver.wait()
         writes.append(time.perf_counter() - began + stalls[-1])
         shutil.rmtree(steps.step_folder(args.folder / "ours", 100 + n - 1), ignore_errors=True)
-    tell("ours in the background: stall", stalls[1:], f"the first {stalls[0]:.3f} s")
-    tell("ours in the background: until saved", writes[1:])
+    print_times("ours in the background: stall", stalls[1:], f"the first {stalls[0]:.3f} s")
+    print_times("ours in the background: until saved", writes[1:])
 
     # At once.
     state.saver.background, kept = None, state.saver.background
@@ -145,7 +146,7 @@ def main() -> None:
         emptied(args.folder / "ours")
         state.progress.iteration = 200 + n
         sync.append(timed(state.save))
-    tell("ours at once, to disk, hashed", sync)
+    print_times("ours at once, to disk, hashed", sync)
     last = args.folder / "ours"
     for verify in ("warm", "cold"):
         reads = []
@@ -153,7 +154,7 @@ def main() -> None:
             if verify == "cold":
                 cold(last)
             reads.append(timed(lambda: loading.load_checkpoint(last, state.net.store.named_state())))
-        tell(f"ours read and verified, {verify}", reads)
+        print_times(f"ours read and verified, {verify}", reads)
     shutil.rmtree(last)
     state.saver.background = kept
 
@@ -183,10 +184,10 @@ def main() -> None:
             warm.append(timed(read))
             cold(theirs)
             colds.append(timed(read))
-        tell(name, saves)
-        tell(f"{name}, to disk", disks)
-        tell(f"{loaded} warm", warm)
-        tell(f"{loaded} cold", colds)
+        print_times(name, saves)
+        print_times(f"{name}, to disk", disks)
+        print_times(f"{loaded} warm", warm)
+        print_times(f"{loaded} cold", colds)
     shutil.rmtree(theirs)
 
     by = {what: statistics.median(seconds) for what, seconds, _ in rows}

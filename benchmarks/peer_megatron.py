@@ -138,9 +138,9 @@ def of_flags(model: str) -> Any:
 
 def anyone(flag: bool) -> bool:
     """Whether it is so on any rank."""
-    told = torch.tensor(float(flag))  # over gloo: a GPU may have had an error
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return bool(told)
+    reduced = torch.tensor(float(flag))  # over gloo: a GPU may have had an error
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    return bool(reduced)
 
 
 def measure(cell: PeerLayout, config: Any, batch: int, steps: tuple[int, int], device: torch.device) -> dict[str, Any]:
@@ -197,10 +197,10 @@ def measure(cell: PeerLayout, config: Any, batch: int, steps: tuple[int, int], d
 
 
 def slowest(ms: list[float]) -> list[float]:
-    """Of each step, the slowest rank's time."""
-    told = torch.tensor(ms, dtype=torch.float64)
-    dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return told.tolist()
+    """Return the slowest rank's time of each step."""
+    reduced = torch.tensor(ms, dtype=torch.float64)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    return reduced.tolist()
 
 
 def padded(tp: int) -> int:
@@ -292,7 +292,7 @@ class Peer:
         self.number = 0
 
     def clear(self) -> None:
-        """What a step that ran out of memory left."""
+        """Free what a step that ran out of memory left."""
         for p in self.model.parameters():
             p.grad = None
         gc.collect()
@@ -305,7 +305,7 @@ class Peer:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         count = self.batch // self.dp // micro
-        told = self.run(
+        reduced = self.run(
             forward_step_func=self.forward,
             data_iterator=self.batches(micro),
             model=[self.model],
@@ -315,7 +315,7 @@ class Peer:
             forward_only=False,
         )
         self.optimizer.step()
-        loss = float(torch.stack([x["loss"] for x in told]).mean()) if self.last else 0.0
+        loss = float(torch.stack([x["loss"] for x in reduced]).mean()) if self.last else 0.0
         torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3, loss
 

@@ -1,4 +1,4 @@
-"""What the checks of a run cost: a step with and without them, in turns.
+"""The cost of the checks of a run: a step with and without them, in turns.
 
 usage: python benchmarks/trust_cost.py [--pairs N] [--steps N] [--check-every K] -- FLAGS OF TRAIN
 

@@ -24,7 +24,7 @@ def test_train_accepts_every_row(name, tmp_path):
         _, *words = [w for w in BenchPlan(tmp_path, has_profile=True).command(row) if w != "launch"]
         words = words[words.index("train") + 1 :] if "train" in words else words
         config = flags.parse_settings(TrainConfig, [f"--world-size={row.gpus}", *words], "bench").config
-        assert config.training.train_iters == row.steps + runs.TRACED
+        assert config.training.train_iters == row.steps + runs.TRACED_STEPS
         assert config.model.hidden_size and config.logging.profile_step_start == row.steps + 1
         assert not row.beside or row.beside in [one.name for one in rows.rows_of(name, 2)]
 

@@ -58,7 +58,7 @@ def test_characters_beyond_ascii_count(tmp_path):
 
 
 def test_a_large_text_has_a_sample_for_the_vocabulary(tmp_path, monkeypatch):
-    monkeypatch.setattr(collect, "SAMPLE", 20_000)
+    monkeypatch.setattr(collect, "SAMPLE_BYTES", 20_000)
     facts = collect.collect([words(100, seed) for seed in range(1000)], tmp_path)
     assert facts.sample == str(tmp_path / "sample.jsonl")
     sample = {json.loads(x)["text"] for x in (tmp_path / "sample.jsonl").read_text().splitlines()}

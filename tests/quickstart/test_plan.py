@@ -48,7 +48,7 @@ def test_plan(tokens, machine, minutes, hidden, steps, dropout, limit):
 
 
 def test_a_slow_machine_makes_a_few_steps():
-    assert plan_training(10**6, 4096, MeasuredSpeed(SIZES[0], 50), 1).steps == plan.STEPS
+    assert plan_training(10**6, 4096, MeasuredSpeed(SIZES[0], 50), 1).steps == plan.FEWEST_STEPS
 
 
 def test_the_trial_fits_the_text():
@@ -62,5 +62,5 @@ def test_an_accelerator_gets_larger_batches():
     assert [plan.grow(small, n).tokens for n in (300_000, 400_000, 800_000, 10**7)] == [1024, 2048, 4096, 8192]
     assert plan.grow(small, 10**7).lr == 2 * small.lr and plan.grow(SIZES[4], 10**9) == SIZES[4]
     p = plan_training(900_000, 1024, MeasuredSpeed(plan.trial_size(900_000, True), 300_000, accelerator=True), 600)
-    assert p.size.tokens == 4096 and p.steps > plan.ENOUGH
+    assert p.size.tokens == 4096 and p.steps > plan.ENOUGH_STEPS
     assert plan_training(900_000, 1024, CPU, 600).size.tokens == 1024

@@ -197,7 +197,7 @@ def test_only_the_page_of_a_running_run_reloads_itself(tmp_path):
     "last, kept, words",
     [
         (2.0, False, "the lowest loss, 2.0000, was at step 30, the last of 3: a longer training may lower it further."),
-        (2.51, False, "which is 0.0100 higher. So small a difference may be chance, since each validation reads other"),
+        (2.51, False, "which is 0.0100 higher. The difference is within noise, since each validation reads other"),
         (3.0, False, "(overfitting). More text, fewer steps, a lower --lr, or more dropout and weight decay help."),
         (3.0, False, "With --keep-best, a run keeps the checkpoint of its lowest validation loss."),
         (3.0, True, "The best step is kept: run/iter_0000020."),

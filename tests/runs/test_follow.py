@@ -132,7 +132,7 @@ def test_blocks_and_processes_read_the_same(tmp_path, follower, monkeypatch, cor
     append(tmp_path, step_row(300, 1.0), cut=-5)
     for name, value in {"TASK_BYTES": 4000, "PARSED_BYTES": 700, "PARALLEL_BYTES": 10_000}.items():
         monkeypatch.setattr(follow, name, value)
-    monkeypatch.setattr(follow.device, "cores", lambda: cores)
+    monkeypatch.setattr(follow.host, "cores", lambda: cores)
     assert look(follower) > 10
     assert steps(follower) == list(range(1, 300)) and follower.record.attempts[1].last == 299
     assert follower.column("loss").tolist() == [1 + 1 / i if i <= 200 else 2 + 1 / i for i in range(1, 300)]

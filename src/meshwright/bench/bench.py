@@ -31,7 +31,7 @@ class Bench:
         self.plan, self.gpus = plan, gpus
         self.results: list[dict[str, Any]] = []
         self.lines: list[str] = []
-        found = devices.list_accelerators()
+        accelerators = devices.list_accelerators()
         self.about = {
             "command": command,
             "time": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -41,8 +41,8 @@ class Bench:
             "triton": installed_version("triton"),
             "python": platform.python_version(),
             "host": platform.node(),
-            "gpus": len(found),
-            "device": devices.device_name(found[0]) if found else f"CPU, {host.cores()} cores",
+            "gpus": len(accelerators),
+            "device": devices.device_name(accelerators[0]) if accelerators else f"CPU, {host.cores()} cores",
         }
 
     def run(self, rows: list[BenchRow]) -> int:

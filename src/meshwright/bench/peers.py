@@ -22,7 +22,7 @@ PACKAGES = {
     "transformers-compiled": ("transformers",),
     "megatron-core": ("megatron.core", "einops"),
 }
-STEPS = 20  # of the fastest micro-batch
+PEER_STEPS = 20  # of the fastest micro-batch
 
 
 def compare_with_peers(
@@ -47,11 +47,11 @@ def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
         return {"name": name, "failed": f"not measured: pip install {names}"}
     folder = plan.folder(row) / name
     folder.mkdir(parents=True)
-    found, console = folder / "found.jsonl", folder / "console.txt"
-    steps = min(plan.steps_of(row), STEPS)
+    results, console = folder / "found.jsonl", folder / "console.txt"
+    steps = min(plan.steps_of(row), PEER_STEPS)
     words = ["--vocab-size", str(row.vocabulary), *row.flags.split()]
     request = {"program": name, "flags": words, "micros": row.peers, "steps": steps}
-    command = [sys.executable, "-m", "meshwright.bench.programs", json.dumps(request), str(found)]
+    command = [sys.executable, "-m", "meshwright.bench.programs", json.dumps(request), str(results)]
     with console.open("w") as file:
         environment = os.environ | {LAUNCHER_PID: str(os.getpid())}
         run = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
@@ -62,14 +62,14 @@ def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
         finally:
             run.kill()
             run.wait()
-    return read_result(name, found, console, plan.peer_seconds)
+    return read_result(name, results, console, plan.peer_seconds)
 
 
-def read_result(name: str, found: Path, console: Path, seconds: float) -> dict[str, Any]:
+def read_result(name: str, results: Path, console: Path, seconds: float) -> dict[str, Any]:
     """Return the last figures; those of the fastest trial if the time ended before the others."""
     entries: list[dict[str, Any]] = []
     with contextlib.suppress(OSError, ValueError):
-        for line in found.read_text().splitlines():
+        for line in results.read_text().splitlines():
             entries.append(json.loads(line))
     tried = [e for e in entries if e["event"] == "tried"]
     done = [e for e in entries if e["event"] == "done"]

@@ -37,7 +37,7 @@ from meshwright.settings.schema import Model, TrainConfig
 from meshwright.tokenizers import padded_size
 
 PeerStep = Callable[[Tensor], Tensor]  # tokens [micro, seq + 1] -> loss
-TRIAL = 5  # steps of each micro-batch, the first two not counted
+TRIAL_STEPS = 5  # steps of each micro-batch, the first two not counted
 
 
 def main(request: dict[str, Any], path: Path) -> None:
@@ -52,7 +52,7 @@ def main(request: dict[str, Any], path: Path) -> None:
     speeds: dict[int, float] = {}
     with path.open("w", buffering=1) as file:
         for micro in request["micros"]:
-            speeds[micro] = trial.speed(micro, TRIAL)
+            speeds[micro] = trial.speed(micro, TRIAL_STEPS)
             row = about | {"micro": micro, "tokens_per_second": speeds[micro]}
             file.write(json.dumps({"event": "tried"} | row) + "\n")
         best = max(speeds, key=lambda micro: speeds[micro])
@@ -189,8 +189,8 @@ def use_torch_in_megatron(optimizer: Any = None) -> None:
     """Replace megatron-core's loops over gradients, then its optimizer's loop over parameters."""
     clip: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
     clip.l2_norm_impl, clip.multi_tensor_scale_impl = foreach_norm, foreach_scale
-    for one in getattr(optimizer, "chained_optimizers", [optimizer] if optimizer else []):
-        for group in one.optimizer.param_groups:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer] if optimizer else []):
+        for group in part.optimizer.param_groups:
             group |= {"fused": True, "foreach": False}
 
 
@@ -225,8 +225,8 @@ def megatron(config: TrainConfig, padded: int, device: torch.device) -> PeerStep
     def step(tokens: Tensor) -> Tensor:
         network.zero_grad_buffer()
         optimizer.zero_grad()
-        places = positions.expand(len(tokens), -1)
-        losses = network(tokens[:, :-1].contiguous(), places, None, labels=tokens[:, 1:].contiguous())
+        batch_positions = positions.expand(len(tokens), -1)
+        losses = network(tokens[:, :-1].contiguous(), batch_positions, None, labels=tokens[:, 1:].contiguous())
         loss: Tensor = losses.float().mean()
         loss.backward()  # type: ignore[no-untyped-call]
         ddp.finalize_model_grads([network], None)

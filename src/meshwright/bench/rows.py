@@ -14,7 +14,7 @@ from meshwright.settings.presets import ALIASES, PRESETS, family_of
 A = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024"
 B = "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024"
 C = "--num-layers 32 --hidden-size 2560 --num-attention-heads 32 --seq-length 2048"
-SMALL = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024"
+MODEL_124M = "--num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024"
 TINY = "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --num-query-groups 4"
 DRY = "--hidden-dropout 0 --attention-dropout 0"
@@ -22,7 +22,7 @@ FP8 = "--fp8-format e4m3"
 WARMUP = 5  # steps
 # Other programs; each is a function in programs.py.
 Peer = Literal["transformers", "transformers-compiled", "megatron-core"]
-# What all rows but those of presets share.
+# All rows but those of presets share these.
 RECIPE = f"--lr 1.5e-4 --lr-decay-style cosine --lr-warmup-iters {WARMUP} --weight-decay 0.1 --clip-grad 1.0"
 
 
@@ -85,7 +85,7 @@ def of_options() -> list[BenchRow]:
 def of_sizes() -> list[BenchRow]:
     llama = f"{B} {LLAMA} {DRY}"
     return [
-        row("124M", f"{SMALL} {DRY}", 32, peers=(32, 64, 16)),
+        row("124M", f"{MODEL_124M} {DRY}", 32, peers=(32, 64, 16)),
         row("345M", f"{A} {DRY}", 32, peers=(32, 64, 16)),
         row("1.3B", f"{B} {DRY}", 16, steps=20, peers=(16, 8, 32)),
         row("1.3B dropout 0.1", B, 16, steps=20, peers=(16, 8, 32)),
@@ -190,8 +190,8 @@ ABOUT = {
 
 def rows_of(name: str, gpus: int) -> list[BenchRow]:
     """Return the rows of one set, or of a preset, for this number of GPUs."""
-    known = OTHER_NAMES.get(name, name)
-    if known == "layouts":
+    set_name = OTHER_NAMES.get(name, name)
+    if set_name == "layouts":
         return of_layouts(max(gpus, 2))
     makers = {
         "345m": of_345m,
@@ -201,10 +201,10 @@ def rows_of(name: str, gpus: int) -> list[BenchRow]:
         "startup": of_startup,
         "cpu": of_cpu,
     }
-    if known in makers:
-        return makers[known]()
-    if known in PRESETS:
-        return [preset(known)]
+    if set_name in makers:
+        return makers[set_name]()
+    if set_name in PRESETS:
+        return [preset(set_name)]
     names = [*ABOUT, *OTHER_NAMES, *PRESETS]
     hint = did_you_mean(name, names, 0.7) or "; `meshwright bench --list` names the sets, and each preset is one"
     raise UserError(f"no set {name!r}{hint}")
@@ -219,15 +219,15 @@ def chosen(sets: Iterable[str], pattern: str | None, gpus: int) -> list[BenchRow
 
     A row on several GPUs brings the one with which it is compared.
     """
-    known = {one.name: one for name in sets for one in rows_of(name, gpus)}
+    rows = {row.name: row for name in sets for row in rows_of(name, gpus)}
     try:
-        wanted = [one for one in known.values() if re.search(pattern or "", one.name, re.IGNORECASE)]
+        wanted = [row for row in rows.values() if re.search(pattern or "", row.name, re.IGNORECASE)]
     except re.error as error:
         raise UserError(f"--rows {pattern!r} is not a regular expression: {error}; give a part of the names") from None
     if not wanted:
-        raise UserError(f"--rows {pattern!r} matches none of the rows: {', '.join(known)}")
-    needed = {one.beside for one in wanted} | {one.name for one in wanted}
-    return [one for one in known.values() if one.name in needed]
+        raise UserError(f"--rows {pattern!r} matches none of the rows: {', '.join(rows)}")
+    needed = {row.beside for row in wanted} | {row.name for row in wanted}
+    return [row for row in rows.values() if row.name in needed]
 
 
 def presets() -> list[str]:

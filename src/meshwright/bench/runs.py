@@ -22,15 +22,15 @@ from meshwright.bench.rows import RECIPE, WARMUP, BenchRow
 from meshwright.ranks.orphans import LAUNCHER_PID
 from meshwright.runs.rows import read_new_rows
 
-TRACED = 3  # steps that --profile adds to the end of a run
-GRACE = 20  # seconds that a stopped run has to end
+TRACED_STEPS = 3  # steps that --profile adds to the end of a run
+GRACE_SECONDS = 20  # seconds that a stopped run has to end
 GPT2_IDS = "50257"
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """What holds for all rows of a bench."""
+    """The settings that hold for all rows of a bench."""
 
     out: Path
     data: str | None = None  # prefix of token files; None: random tokens
@@ -51,7 +51,7 @@ class BenchPlan:
         """Return the command without the interpreter: [launch ...] train ..."""
         steps = self.steps_of(row)
         words = [*row.flags.split(), *self.data_flags(row)]
-        total = steps + TRACED * self.has_profile
+        total = steps + TRACED_STEPS * self.has_profile
         words += ["--train-iters", str(total), "--eval-iters", "0", "--log-interval", "5"]
         if total <= WARMUP and RECIPE in row.flags:  # the decay must be longer than the warm-up
             words += ["--lr-decay-iters", str(WARMUP + 1)]
@@ -61,17 +61,17 @@ class BenchPlan:
                 "--profile-step-start",
                 str(steps + 1),
                 "--profile-step-end",
-                str(steps + 1 + TRACED),
+                str(steps + 1 + TRACED_STEPS),
             ]
         words += ["--log-format", "megatron", "--run-dir", str(self.folder(row)), *self.extra]
         ranks = ["launch", "--nproc-per-node", str(row.gpus)] if row.gpus > 1 else []
         return [*ranks, "train", *words]
 
     def data_flags(self, row: BenchRow) -> list[str]:
-        given = " ".join([row.flags, *self.extra])
+        words = " ".join([row.flags, *self.extra])
         if self.data is None:
-            return ["--mock-data", *([] if "--vocab-size" in given else ["--vocab-size", str(row.vocabulary)])]
-        is_named = tokenizers.find_of_data([self.data]) or re.search("--(tokenizer|vocab)", given)
+            return ["--mock-data", *([] if "--vocab-size" in words else ["--vocab-size", str(row.vocabulary)])]
+        is_named = tokenizers.find_of_data([self.data]) or re.search("--(tokenizer|vocab)", words)
         return ["--data-path", self.data, *([] if is_named else ["--vocab-size", GPT2_IDS])]
 
     def environment(self, row: BenchRow) -> dict[str, str]:
@@ -138,7 +138,7 @@ def run_to_end(row: BenchRow, plan: BenchPlan, on_step: Callable[[int], None]) -
                 if time.time() - began > plan.seconds:
                     run.terminate()
                     with contextlib.suppress(subprocess.TimeoutExpired):
-                        run.wait(GRACE)
+                        run.wait(GRACE_SECONDS)
                     break
                 time.sleep(0.02 if first is None else 0.2)
         finally:

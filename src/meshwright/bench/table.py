@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
-NAME = 31  # columns of a row's name
+NAME_WIDTH = 31  # columns of a row's name
 
 COLUMNS: list[tuple[str, int, Callable[[Result], str]]] = [
     ("tokens/s", 11, lambda r: f"{r['tokens_per_second']:,.0f}"),
@@ -22,22 +22,24 @@ COLUMNS: list[tuple[str, int, Callable[[Result], str]]] = [
 
 
 def head() -> str:
-    return " " * NAME + "".join(title.rjust(width) for title, width, _ in COLUMNS)
+    return " " * NAME_WIDTH + "".join(title.rjust(width) for title, width, _ in COLUMNS)
 
 
 def lines_of(result: Result) -> list[str]:
     """Return a row's line, and below it those of what it is compared with and of its profile."""
-    name = f"{result['name'][: NAME - 1]:{NAME}}"
+    name = f"{result['name'][: NAME_WIDTH - 1]:{NAME_WIDTH}}"
     if result["failed"]:
-        return textwrap.wrap(f"FAILED: {result['failed']}", 100, initial_indent=name, subsequent_indent=" " * NAME)
+        return textwrap.wrap(
+            f"FAILED: {result['failed']}", 100, initial_indent=name, subsequent_indent=" " * NAME_WIDTH
+        )
     out = [name + "".join(text(result).rjust(width) for _, width, text in COLUMNS)]
     if (ratio := result.get("ratio")) is not None:
         times = ratio * result["gpus"]
-        out.append(f"{'':{NAME}}{times:.2f} x {result['beside']} with {result['gpus']} ranks, {ratio:.1%} each")
+        out.append(f"{'':{NAME_WIDTH}}{times:.2f} x {result['beside']} with {result['gpus']} ranks, {ratio:.1%} each")
     for peer in result.get("peers", ()):
-        out.append(f"{'':{NAME}}{describe_peer(peer)}")
+        out.append(f"{'':{NAME_WIDTH}}{describe_peer(peer)}")
     if result.get("profile"):
-        out.append(f"{'':{NAME}}{describe_shares(result['profile']['shares'])}")
+        out.append(f"{'':{NAME_WIDTH}}{describe_shares(result['profile']['shares'])}")
     return out
 
 
@@ -56,16 +58,16 @@ def describe_shares(shares: dict[str, float]) -> str:
 
 def startup_lines(results: Iterable[Result]) -> list[str]:
     """Return a table of the seconds of each phase before and with the first step."""
-    found = [r for r in results if not r["failed"] and r["startup"]]
-    names = list(dict.fromkeys(name for r in found for name in r["startup"]))
+    timed = [r for r in results if not r["failed"] and r["startup"]]
+    names = list(dict.fromkeys(name for r in timed for name in r["startup"]))
     if not names:
         return []
     widths = [max(len(name), 5) + 2 for name in names]
-    title = f"{'seconds to the first step':{NAME}}"
+    title = f"{'seconds to the first step':{NAME_WIDTH}}"
     out = ["", title + "".join(name.rjust(width) for name, width in zip(names, widths, strict=True))]
-    for r in found:
+    for r in timed:
         cells = (f"{r['startup'].get(name, 0):.2f}".rjust(width) for name, width in zip(names, widths, strict=True))
-        out.append(f"{r['name'][: NAME - 1]:{NAME}}" + "".join(cells))
+        out.append(f"{r['name'][: NAME_WIDTH - 1]:{NAME_WIDTH}}" + "".join(cells))
     return out
 
 
@@ -95,11 +97,11 @@ def draw_bars(results: Iterable[Result], title: str, path: Path) -> None:
     figure = Figure(figsize=(9, 0.8 + 0.28 * len(bars)), layout="constrained")
     axes = figure.add_subplot()
     names, speeds, colours = zip(*reversed(bars), strict=True)
-    places = range(len(bars))
-    axes.barh(places, speeds, color=colours, height=0.75)
-    axes.set_yticks(places, names, fontsize=8)
-    for place, speed in zip(places, speeds, strict=True):
-        axes.text(speed, place, f" {speed:,.0f}", va="center", fontsize=8, color=INK)
+    heights = range(len(bars))
+    axes.barh(heights, speeds, color=colours, height=0.75)
+    axes.set_yticks(heights, names, fontsize=8)
+    for height, speed in zip(heights, speeds, strict=True):
+        axes.text(speed, height, f" {speed:,.0f}", va="center", fontsize=8, color=INK)
     axes.set_xlim(0, 1.12 * max(speeds))
     axes.set_xlabel("tokens/s", fontsize=9)
     axes.set_title(title, fontsize=9, loc="left")

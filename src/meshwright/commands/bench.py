@@ -20,8 +20,8 @@ ABOUT = "Measure the speed of training: each row of a SET is one run of `meshwri
 Words = list[str]  # a field below is named list
 Peers = list[Peer]
 # Flags of train that a bench sets, and what to give in their place.
-OURS = {"--train-iters": "--steps before --", "--run-dir": "--out before --", "--data-path": "--data before --"}
-OURS |= dict.fromkeys(("--dry-run", "--print-config"), "--list before --")
+BENCH_FLAGS = {"--train-iters": "--steps before --", "--run-dir": "--out before --", "--data-path": "--data before --"}
+BENCH_FLAGS |= dict.fromkeys(("--dry-run", "--print-config"), "--list before --")
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ def main(argv: Words) -> int:
         return DONE
     gpus = c.gpus or devices.count_accelerators()
     chosen = rows.chosen(c.sets or rows.default_sets(gpus), c.rows, gpus)
-    if c.gpus and (most := max(one.gpus for one in chosen)) != c.gpus:
+    if c.gpus and (most := max(row.gpus for row in chosen)) != c.gpus:
         raise UserError(
             f"--gpus {c.gpus}: the largest of these rows uses {most}; the flag is for the set layouts, from 2 on"
         )
     if c.list:
-        print("\n".join(f"{one.name:<31} {one.steps:>3} steps  {one.flags}" for one in chosen))
+        print("\n".join(f"{row.name:<31} {row.steps:>3} steps  {row.flags}" for row in chosen))
         return DONE
 
     from meshwright.bench.bench import Bench
@@ -81,9 +81,9 @@ def main(argv: Words) -> int:
     if (out / "results.json").exists():
         raise UserError(f"--out {out} holds the results of an earlier bench; choose another folder")
     plan = BenchPlan(out, c.data, c.steps, c.seconds, c.profile, tuple(extra), tuple(c.programs), c.peer_seconds)
-    for taken in (out, *(plan.folder(one) for one in chosen)):
-        if taken.exists() and not (taken == out and out.is_dir()):
-            raise UserError(f"--out {out}: {taken} exists already; choose another folder")
+    for folder in (out, *(plan.folder(row) for row in chosen)):
+        if folder.exists() and not (folder == out and out.is_dir()):
+            raise UserError(f"--out {out}: {folder} exists already; choose another folder")
     bench = Bench(plan, shlex.join(["meshwright", "bench", *argv]), devices.count_accelerators())
     return UNEXPECTED if bench.run(chosen) else DONE
 
@@ -91,8 +91,8 @@ def main(argv: Words) -> int:
 def check_flags_of_train(extra: Words) -> None:
     """Refuse what no row can run with; --help prints that of train and ends."""
     for word in extra:
-        if (name := word.partition("=")[0].replace("_", "-")) in OURS:
-            raise UserError(f"{name} after --: each row has its own; give {OURS[name]}")
+        if (name := word.partition("=")[0].replace("_", "-")) in BENCH_FLAGS:
+            raise UserError(f"{name} after --: each row has its own; give {BENCH_FLAGS[name]}")
     try:
         flags.parse_settings(TrainConfig, extra, "meshwright train", check=False)
     except UserError as error:

@@ -22,9 +22,9 @@ from meshwright.settings.text_inputs import TextInputs
 
 HELD_OUT = 0.05  # share of the bytes, and the most of them
 MOST_HELD_OUT = 200_000
-SAMPLE = 50_000_000  # bytes from which a vocabulary is learnt
-LEAST = 20_000  # bytes of text from which something can be learnt
-LONGEST, SHORTEST = 1 << 16, 1 << 11  # bytes of a part that a long document is cut into
+SAMPLE_BYTES = 50_000_000  # bytes from which a vocabulary is learnt
+LEAST_BYTES = 20_000  # bytes of text from which something can be learnt
+LONGEST_PART, SHORTEST_PART = 1 << 16, 1 << 11  # bytes of a part that a long document is cut into
 BORDER = re.compile(r"\n\s*\n|\n")  # where it may be cut
 
 
@@ -60,34 +60,34 @@ def fraction(text: str) -> float:
 class InputDocuments:
     """The documents of the inputs; if they exceed `limit` bytes, a sample spread over them."""
 
-    def __init__(self, given: TextInputs, limit: float) -> None:
+    def __init__(self, settings: TextInputs, limit: float) -> None:
         try:
-            self.given, self.limit, self.found = given, limit, find_inputs(given)
+            self.settings, self.limit, self.inputs = settings, limit, find_inputs(settings)
         except UserError as error:  # quickstart's texts have no flag
             raise UserError(str(error).removeprefix("--input "), error.status) from None
-        self.bytes = self.found.bytes  # on disk
+        self.bytes = self.inputs.bytes  # on disk
         self.skipped, self.is_sample = 0, False
 
     def __iter__(self) -> Iterator[str]:
         share = self.limit / max(self.bytes, 1)
-        have = 0
-        for piece in cut_inputs(self.found.inputs, self.given):
+        characters = 0
+        for piece in cut_inputs(self.inputs.inputs, self.settings):
             if fraction(f"{piece.number} {piece.begin}") >= share:
                 self.is_sample = True
                 continue
             if isinstance(piece, Broken):
                 self.skipped += 1
                 continue
-            for unit in piece.units(self.given.json_keys):
+            for unit in piece.units(self.settings.json_keys):
                 if isinstance(unit, Bad):
                     if unit.is_passed:
-                        self.found.passed.note(unit.kind, unit.place)
+                        self.inputs.passed.note(unit.kind, unit.place)
                     self.skipped += not unit.is_passed
                 for text in () if unit is None or isinstance(unit, Bad) else unit:
-                    have += len(text)
+                    characters += len(text)
                     if text.strip():
                         yield text
-            if have > 1.5 * self.limit:  # a compressed input holds more than its size says
+            if characters > 1.5 * self.limit:  # a compressed input holds more than its size says
                 self.is_sample = True
                 return
 
@@ -107,12 +107,12 @@ def cut_document(text: str, longest: int) -> Iterator[str]:
 
 def border(parts: list[str], share: float) -> float:
     """Return the fraction below which parts have this share of the characters, or one part has."""
-    places = sorted((fraction(part), len(part)) for part in parts)
-    wanted = share * sum(size for _, size in places)
-    for place, size in places:
+    fractions = sorted((fraction(part), len(part)) for part in parts)
+    wanted = share * sum(size for _, size in fractions)
+    for position, size in fractions:
         wanted -= size
         if wanted <= 0:
-            return math.nextafter(place, 1)
+            return math.nextafter(position, 1)
     return 0.0
 
 
@@ -123,18 +123,18 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
     ones lie everywhere in it. Which ones are held out depends on their text alone. `expected` bytes
     of text are estimated.
     """
-    first, have, rest = list[str](), 0, iter(documents)
+    first, characters, rest = list[str](), 0, iter(documents)
     for text in rest:
         first.append(text)
-        have += len(text)
-        if have > 100 * LONGEST:
+        characters += len(text)
+        if characters > 100 * LONGEST_PART:
             break
-    longest = min(LONGEST, max(SHORTEST, have // 100))
-    expected = max(have, expected)
+    longest = min(LONGEST_PART, max(SHORTEST_PART, characters // 100))
+    expected = max(characters, expected)
     held_out = min(HELD_OUT, MOST_HELD_OUT / max(expected, 1))
-    if have <= 100 * LONGEST:  # all of it is here
+    if characters <= 100 * LONGEST_PART:  # all of it is here
         held_out = border([part for text in first for part in cut_document(text, longest)], held_out)
-    sampled = SAMPLE / expected if expected > 2 * SAMPLE else 0
+    sampled = SAMPLE_BYTES / expected if expected > 2 * SAMPLE_BYTES else 0
     sizes, parts, count, wide = [0, 0], [0, 0], 0, 0
     names = ["train.jsonl", "held_out.jsonl", *(["sample.jsonl"] if sampled else [])]
     with contextlib.ExitStack() as stack:
@@ -142,18 +142,19 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
         for text in itertools.chain(first, rest):
             count += 1
             for part in cut_document(text, longest):
-                place, size = fraction(part), len(part.encode("utf-8", "replace"))
-                side = int(place < held_out)
+                position, size = fraction(part), len(part.encode("utf-8", "replace"))
+                side = int(position < held_out)
                 line = json.dumps({"text": part}).encode() + b"\n"
                 files[side].write(line)
-                if place > 1 - sampled:
+                if position > 1 - sampled:
                     files[2].write(line)
                 sizes[side] += size
                 parts[side] += 1
                 wide += size - len(part)
-    if sum(sizes) < LEAST:
+    if sum(sizes) < LEAST_BYTES:
         raise UserError(
-            f"{sum(sizes):,} bytes of text are too few to learn from; give at least {LEAST:,}, better some millions",
+            f"{sum(sizes):,} bytes of text are too few to learn from; "
+            f"give at least {LEAST_BYTES:,}, better some millions",
             BAD_DATA,
         )
     sample = str(folder / names[2]) if sampled else None

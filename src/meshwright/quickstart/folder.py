@@ -12,7 +12,7 @@ from meshwright.errors import LOCKED, UserError
 from meshwright.files import replacing
 
 # Names in it that a new tour may remove; a model is kept aside.
-OURS = (
+TOUR_FILES = (
     "train.jsonl held_out.jsonl sample.jsonl tokenizer train_text_document.bin train_text_document.idx "
     "train_text_document.tokenizer train_text_document.origin.json index-cache run demo.log quickstart.log"
 ).split()
@@ -36,10 +36,10 @@ def require_no_model(folder: Path, of: str = "other text or settings") -> None:
 
 def clear_folder(folder: Path, name: str) -> None:
     """Remove only what an earlier tour made; keep its model, which may be trained further."""
-    left = [folder / one for one in OURS if (folder / one).exists()]
-    if left:
+    remaining = [folder / entry for entry in TOUR_FILES if (folder / entry).exists()]
+    if remaining:
         print(f"{folder} holds an earlier {name}; starting again")
-    for path in left:
+    for path in remaining:
         if path.name == "run":
             number = 1
             while (aside := folder / f"run-{number}").exists():

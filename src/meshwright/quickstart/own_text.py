@@ -18,12 +18,12 @@ from meshwright.quickstart.plan import MeasuredSpeed, Size, TrainingPlan
 from meshwright.quickstart.shell import LoggedInterval, step
 from meshwright.quickstart.tour import Tour, prompt_from
 
-COMPILED = 5  # minutes from which a compiled model pays
-TRIAL = 0.15  # share of the time, at most, for the trial with its start
-STEPPING = 20  # seconds of steps that are enough for it
-SMALL = 500_000  # bytes of a text that is called small
-MARGIN = 0.05  # of the time by which the end may be off before the number of steps is corrected
-START = 5  # seconds that a start takes, where it was not measured
+COMPILED_MINUTES = 5  # minutes from which a compiled model pays
+TRIAL_SHARE = 0.15  # share of the time, at most, for the trial with its start
+STEPPING_SECONDS = 20  # seconds of steps that are enough for it
+LITTLE_TEXT = 500_000  # bytes of a text that is called small
+TIME_MARGIN = 0.05  # of the time by which the end may be off before the number of steps is corrected
+START_SECONDS = 5  # seconds that a start takes, where it was not measured
 CORRECTABLE = 0.5  # of the steps; later corrections would bend the learning rate
 
 
@@ -34,12 +34,12 @@ class Deadline:
     minutes: float
     began: float = field(default_factory=time.perf_counter)
     after: float = 0.0
-    start: float = START  # seconds that a training needs before its first step
+    start: float = START_SECONDS  # seconds that a training needs before its first step
 
     @property
     def trial(self) -> float:
         """Seconds that a trial may take; a start takes a large part of a short time."""
-        return min(max(TRIAL * self.minutes * 60, 20), self.minutes * 60 / 3)
+        return min(max(TRIAL_SHARE * self.minutes * 60, 20), self.minutes * 60 / 3)
 
     def left(self) -> float:
         """Return the seconds that are left for the training."""
@@ -100,8 +100,8 @@ def read_own_text(tour: Tour, documents: InputDocuments, progress: TourProgress)
     if "text" not in progress.done:
         text = collect(documents, tour.folder, min(documents.bytes, documents.limit))
         text = replace(text, skipped=documents.skipped, is_sample=documents.is_sample)
-        if documents.found.passed:
-            print(f"  {documents.found.passed.line()}")
+        if documents.inputs.passed:
+            print(f"  {documents.inputs.passed.line()}")
         progress.finish("text", asdict(text))
     text = CollectedText(**progress.done["text"])
     print(f"  {text.describe()}")
@@ -109,8 +109,8 @@ def read_own_text(tour: Tour, documents: InputDocuments, progress: TourProgress)
         print("  that is a sample: there is more text than can be read in the time")
     if text.skipped:
         print(f"  passed over: {text.skipped:,} damaged files or lines without text")
-    if text.train_bytes < SMALL:
-        print(f"  this is little text: below {SMALL:,} bytes a model learns spelling and a few phrases")
+    if text.train_bytes < LITTLE_TEXT:
+        print(f"  this is little text: below {LITTLE_TEXT:,} bytes a model learns spelling and a few phrases")
     return text
 
 
@@ -126,7 +126,7 @@ def vocabulary_size(tour: Tour) -> int:
 
 def speed_flags(accelerator: bool, minutes: float) -> list[str]:
     """Return the flags that are fastest here; compiling takes about a minute."""
-    compiled = [] if minutes >= COMPILED else ["--compile", "off"]
+    compiled = [] if minutes >= COMPILED_MINUTES else ["--compile", "off"]
     return ["--bf16", *compiled] if accelerator else []
 
 
@@ -165,7 +165,7 @@ def measure_speed(tour: Tour, size: Size, most: float, how: list[str]) -> tuple[
     def stop(at: LoggedInterval) -> str | None:
         seen.append(at)
         stepping = sum(interval * at.seconds for at in seen[1:])
-        late = len(seen) > 1 and (stepping > STEPPING or time.perf_counter() - began > most)
+        late = len(seen) > 1 and (stepping > STEPPING_SECONDS or time.perf_counter() - began > most)
         return "stopped: these steps are enough to know the speed of this machine" if late else None
 
     how = [*f"--log-interval {interval} --eval-iters 0".split(), *how]
@@ -189,7 +189,7 @@ def describe_plan(plan: TrainingPlan, machine: MeasuredSpeed, tokens: int, vocab
         "time": f"as many as fit into the {seconds / 60:.1f} minutes left for it",
         "text": "more readings of so little text would only teach it by heart",
     }[plan.limit]
-    if plan.steps == plans.STEPS and plan.limit == "time":
+    if plan.steps == plans.FEWEST_STEPS and plan.limit == "time":
         why = "the fewest that make a run, although they take longer than the minutes"
     out = [
         f"model: {chosen}",
@@ -219,9 +219,9 @@ def train_in_time(tour: Tour, progress: TourProgress, deadline: Deadline) -> Non
         if not steps * 0.1 <= at.iteration <= steps * CORRECTABLE:
             return None
         left, needed = deadline.left(), (steps - at.iteration) * at.seconds
-        if abs(left - needed) < 2 * MARGIN * deadline.minutes * 60 or (limit == "text" and needed < left):
+        if abs(left - needed) < 2 * TIME_MARGIN * deadline.minutes * 60 or (limit == "text" and needed < left):
             return None
-        new = max(at.iteration + int((left - deadline.start) / at.seconds), at.iteration + 10, plans.STEPS)
+        new = max(at.iteration + int((left - deadline.start) / at.seconds), at.iteration + 10, plans.FEWEST_STEPS)
         if abs(new - steps) * at.seconds < 2 * deadline.start:
             return None
         corrected = new

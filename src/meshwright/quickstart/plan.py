@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-STEPS = 20  # the fewest that make a run
-USEFUL = 200  # steps of the smallest size, the fewest after which a model has learnt words
+FEWEST_STEPS = 20  # the fewest that make a run
+USEFUL_STEPS = 200  # steps of the smallest size, the fewest after which a model has learnt words
 READS = 4  # tokens to be read per parameter of the layers before a larger model is worth its time
-PARAMETERS = 2  # most parameters of the layers per token of text
-FULL = 8192  # tokens of a step that keep an accelerator busy
-ENOUGH = 2000  # steps that a text must still give in larger batches
+PARAMETERS_PER_TOKEN = 2  # most parameters of the layers per token of text
+FULL_BATCH = 8192  # tokens of a step that keep an accelerator busy
+ENOUGH_STEPS = 2000  # steps that a text must still give in larger batches
 EPOCHS = 12  # most readings of a text; more only learn it by heart
 
 
@@ -95,20 +95,20 @@ def grow(size: Size, tokens: int) -> Size:
     The learning rate grows with the root of the batch, at most to twice its value.
     """
     batch = size.batch
-    while batch * size.length < FULL and EPOCHS * tokens >= ENOUGH * 2 * batch * size.length:
+    while batch * size.length < FULL_BATCH and EPOCHS * tokens >= ENOUGH_STEPS * 2 * batch * size.length:
         batch *= 2
     return replace(size, batch=batch, lr=size.lr * min(math.sqrt(batch / size.batch), 2))
 
 
 def trial_size(tokens: int, accelerator: bool) -> Size:
     """Return the size to measure: on an accelerator, small models would only wait."""
-    fitting = [size for size in SIZES[:5] if size.parameters <= PARAMETERS * tokens]
+    fitting = [size for size in SIZES[:5] if size.parameters <= PARAMETERS_PER_TOKEN * tokens]
     return grow(fitting[-1] if fitting else SIZES[0], tokens) if accelerator else SIZES[0]
 
 
 def useful(machine: MeasuredSpeed, vocab: int) -> float:
     """Return the seconds of training below which a model is hardly worth its minutes."""
-    return USEFUL * SIZES[0].tokens / machine.speed(SIZES[0], vocab)
+    return USEFUL_STEPS * SIZES[0].tokens / machine.speed(SIZES[0], vocab)
 
 
 def plan_training(tokens: int, vocab: int, machine: MeasuredSpeed, seconds: float) -> TrainingPlan:
@@ -117,11 +117,11 @@ def plan_training(tokens: int, vocab: int, machine: MeasuredSpeed, seconds: floa
     def reads(size: Size) -> float:
         return min(machine.speed(size, vocab) * seconds, EPOCHS * tokens)
 
-    fitting = [s for s in SIZES if s.parameters <= PARAMETERS * tokens and s.parameters * READS <= reads(s)]
+    fitting = [s for s in SIZES if s.parameters <= PARAMETERS_PER_TOKEN * tokens and s.parameters * READS <= reads(s)]
     size = fitting[-1] if fitting else SIZES[0]
     size = grow(size, tokens) if machine.accelerator else size
     by_time, by_text = (int(n / size.tokens) for n in (machine.speed(size, vocab) * seconds, EPOCHS * tokens))
-    steps = max(min(by_time, by_text), STEPS)
+    steps = max(min(by_time, by_text), FEWEST_STEPS)
     steps = steps // 10 * 10  # a round number
     epochs = steps * size.tokens / max(tokens, 1)
     dropout = 0.0 if epochs < 2 else 0.1 if epochs < 6 else 0.2

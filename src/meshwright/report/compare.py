@@ -26,7 +26,7 @@ from meshwright.settings.schema import OUTCOME, Model
 # Colours with a contrast of at least 3 to a white and to a dark page.
 COLOURS = (plot.LINE, plot.POINT, "#2f9e62", "#c9405f", "#8f63d2", "#8a7a2e", "#1597a5", "#d060b0")
 # Lines, and markers of validations, each with its sign in the legend.
-LINES: tuple[tuple[Any, str], ...] = (
+RUN_LINES: tuple[tuple[Any, str], ...] = (
     ("-", "━━━"),
     ((0, (4, 1.5)), "━ ━"),
     ((0, (5, 1.5, 1, 1.5)), "━ ·"),
@@ -36,7 +36,7 @@ MARKERS = (("o", "●"), ("D", "◆"), ("s", "■"), ("^", "▲"), ("v", "▼"),
 
 
 class Style(NamedTuple):
-    """How a run is drawn. Colour is never the only difference."""
+    """Colour, line and marker of a run. Colour is never the only difference."""
 
     colour: str
     line: Any
@@ -48,7 +48,7 @@ class Style(NamedTuple):
 def style_of(number: int) -> Style:
     """Return the style of a run; the first 32 are all different."""
     again = number // len(COLOURS)
-    line, marker = LINES[(number + again) % len(LINES)], MARKERS[number % len(MARKERS)]
+    line, marker = RUN_LINES[(number + again) % len(RUN_LINES)], MARKERS[number % len(MARKERS)]
     return Style(COLOURS[number % len(COLOURS)], *line, *marker)
 
 
@@ -100,7 +100,7 @@ def compare_runs(folders: Sequence[Path], output: Path | None, as_json: bool, to
     if tolerance is not None and not tolerance >= 0:
         raise UserError(f"--tolerance {tolerance} must be a number of at least 0", USAGE)
     runs = read_runs(folders)
-    found: dict[str, Any] = {
+    comparison: dict[str, Any] = {
         "unit": runs[0].unit,
         "runs": [figures(r) for r in runs],
         "settings": differing([r.settings for r in runs]),
@@ -108,17 +108,17 @@ def compare_runs(folders: Sequence[Path], output: Path | None, as_json: bool, to
         "notes": [*dict.fromkeys(note for r in runs[1:] for note in cautions(runs[0], r))],
     }
     if as_json:
-        print(json.dumps(json_ready(found), allow_nan=False))
+        print(json.dumps(json_ready(comparison), allow_nan=False))
     else:
-        print("\n".join(comparison_as_text(found)))
+        print("\n".join(comparison_as_text(comparison)))
     if output or not as_json:
-        target = write_page(output or folders[0] / "compare.html", page(runs, found))
+        target = write_page(output or folders[0] / "compare.html", page(runs, comparison))
         print(target, file=sys.stderr if as_json else sys.stdout)
     if tolerance is None:
         return DONE
-    if not all(d["common_steps"] for d in found["differences"]):
+    if not all(d["common_steps"] for d in comparison["differences"]):
         raise UserError("--tolerance: these runs have no iteration in common", BAD_DATA)
-    worst = max(abs(d["largest"]["loss"]) for d in found["differences"])
+    worst = max(abs(d["largest"]["loss"]) for d in comparison["differences"])
     if worst > tolerance:
         print(f"the losses differ by {worst:g}, more than --tolerance {tolerance:g}", file=sys.stderr)
     return UNEXPECTED if worst > tolerance else DONE
@@ -134,9 +134,9 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
         if not history.steps:
             raise UserError(f"{folder / 'metrics.jsonl'} holds no step", BAD_DATA)
         read.append((history, flat_settings(read_settings(folder))))
-    known = all(isinstance(settings.get("seq_length"), int) for _, settings in read)
+    unit = "tokens" if all(isinstance(settings.get("seq_length"), int) for _, settings in read) else "samples"
     return [
-        ComparedRun(name, history, settings, "tokens" if known else "samples", settings["seq_length"] if known else 1)
+        ComparedRun(name, history, settings, unit, settings["seq_length"] if unit == "tokens" else 1)
         for name, (history, settings) in zip(names, read, strict=True)
     ]
 
@@ -168,8 +168,8 @@ def _equal_outcomes(name: str, settings: Sequence[dict[str, Any]]) -> bool:
         return len({s.get(name) or s.get("seq_length") for s in settings}) == 1
     if name not in OUTCOME:
         return False
-    known = {f.name for f in dataclasses.fields(Model)}
-    models = [Model(**{n: v for n, v in s.items() if n in known}) for s in settings]
+    of_model = {f.name for f in dataclasses.fields(Model)}
+    models = [Model(**{n: v for n, v in s.items() if n in of_model}) for s in settings]
     try:
         return len({getattr(model, OUTCOME[name]) for model in models}) == 1
     except (TypeError, ArithmeticError):  # edited by hand
@@ -202,7 +202,7 @@ def amounts_differ(runs: Sequence[ComparedRun]) -> bool:
     for r in runs:
         for s in r.history.steps:
             amounts.setdefault(s.iteration, set()).add(s.consumed_samples * r.scale)
-    return any(len(found) > 1 for found in amounts.values())
+    return any(len(each) > 1 for each in amounts.values())
 
 
 def difference(a: ComparedRun, b: ComparedRun) -> dict[str, Any]:
@@ -245,44 +245,39 @@ def largest(values: dict[int, float], name: str) -> dict[str, Any] | None:
 # Tables
 
 
-def summary(found: dict[str, Any]) -> list[list[str]]:
+def summary(comparison: dict[str, Any]) -> list[list[str]]:
     """Return the lines of a table with a column for each run."""
-    counts = {r["final_loss_steps"] for r in found["runs"]}
-    mean = (
-        ""
-        if counts <= {0, 1}
-        else f", mean of {counts.pop()} steps"
-        if len(counts) == 1
-        else ", mean of the last steps"
-    )
+    counts = {r["final_loss_steps"] for r in comparison["runs"]}
+    steps = f"{max(counts)} steps" if len(counts) == 1 else "the last steps"
+    mean = f", mean of {steps}" if max(counts) > 1 else ""
     form = {
         "steps": ("steps", ","),
-        "amount": (found["unit"], ","),
+        "amount": (comparison["unit"], ","),
         "final_loss": (f"final training loss{mean}", ".4f"),
         "final_validation": ("final validation loss", ".4f"),
         "best_validation": ("best validation loss", ".4f"),
         "tokens_per_second": ("tokens per second, median", ",.0f"),
     }
     body = [
-        [label, *("-" if r[key] is None else format(r[key], how) for r in found["runs"])]
+        [label, *("-" if r[key] is None else format(r[key], how) for r in comparison["runs"])]
         for key, (label, how) in form.items()
     ]
-    body.append(["wall time", *(duration(r["seconds"]) for r in found["runs"])])
-    shares = [r["goodput"] for r in found["runs"]]
+    body.append(["wall time", *(duration(r["seconds"]) for r in comparison["runs"])])
+    shares = [r["goodput"] for r in comparison["runs"]]
     return [*body, ["goodput", *("-" if share is None else f"{share:.1%}" for share in shares)]]
 
 
-def distances(found: dict[str, Any]) -> list[list[str]]:
+def distances(comparison: dict[str, Any]) -> list[list[str]]:
     """Return the lines of a table with a column for each run but the first."""
     out = []
-    for d in found["differences"]:
+    for d in comparison["differences"]:
         far, share, checks = d["largest"], d["largest_relative"], d["validation"]
         column = {"common steps": f"{d['common_steps']:,}"}
         if far:
             mean, first = d["mean_of_last_tenth"], d["first"]
-            where = "none: equal to the last bit" if first is None else f"iteration {first:,}"
+            first_bit = "none: equal to the last bit" if first is None else f"iteration {first:,}"
             column |= {
-                "first difference in any bit": where,
+                "first difference in any bit": first_bit,
                 "largest difference": f"{far['loss']:+.4g} at {far['iteration']:,}",
                 "largest relative difference": f"{percentage(share['share'])} at {share['iteration']:,}",
                 "mean difference, last 10% of them": "-" if mean is None else f"{mean:+.4g}",
@@ -292,8 +287,8 @@ def distances(found: dict[str, Any]) -> list[list[str]]:
             column["largest validation difference"] = f"{worst['loss']:+.4g} at {worst['iteration']:,}"
             column["last validation difference"] = f"{list(checks.values())[-1]:+.4g} at {list(checks)[-1]:,}"
         for r, who in zip(d["reached"], ("it reaches the first's", "the first reaches its"), strict=True):
-            when = "never" if r["after"] is None else f"after {r['after']:,} {found['unit']}"
-            column[f"{who} final {r['kind']} loss"] = f"{r['loss']:.4f} {when}"
+            reached = "never" if r["after"] is None else f"after {r['after']:,} {comparison['unit']}"
+            column[f"{who} final {r['kind']} loss"] = f"{r['loss']:.4f} {reached}"
         out.append(column)
     return [[label, *(c.get(label, "-") for c in out)] for label in {k: 0 for c in out for k in c}]
 
@@ -302,12 +297,12 @@ def percentage(x: float) -> str:
     return f"{x:.0e}".replace("e-0", "e-") if 0 < x < 1e-4 else f"{x:.2%}"
 
 
-def comparison_as_text(found: dict[str, Any]) -> list[str]:
-    names = [r["name"] for r in found["runs"]]
-    lines = align_columns(turned([["", *names], *summary(found)]))
-    lines += ["", *align_columns(turned([[f"compared with {names[0]}", *names[1:]], *distances(found)]))]
-    settings = [f"  {n}: {' | '.join(map(show_setting, values))}" for n, values in found["settings"].items()]
-    notes = [f"note: {note}" for note in found["notes"]]
+def comparison_as_text(comparison: dict[str, Any]) -> list[str]:
+    names = [r["name"] for r in comparison["runs"]]
+    lines = align_columns(turned([["", *names], *summary(comparison)]))
+    lines += ["", *align_columns(turned([[f"compared with {names[0]}", *names[1:]], *distances(comparison)]))]
+    settings = [f"  {n}: {' | '.join(map(show_setting, values))}" for n, values in comparison["settings"].items()]
+    notes = [f"note: {note}" for note in comparison["notes"]]
     return [*lines, *notes, "", "settings that differ:" if settings else "no setting differs", *settings]
 
 
@@ -323,16 +318,16 @@ def show_setting(value: Any) -> str:
 # The page
 
 
-def page(runs: Sequence[ComparedRun], found: dict[str, Any]) -> str:
+def page(runs: Sequence[ComparedRun], comparison: dict[str, Any]) -> str:
     names = [r.name for r in runs]
-    settings = [[n, *map(show_setting, values)] for n, values in found["settings"].items()]
+    settings = [[n, *map(show_setting, values)] for n, values in comparison["settings"].items()]
     parts = [
         f"<h1>{escape(', '.join(names))}</h1>",
-        wide_table([["", *names], *summary(found)]),
+        wide_table([["", *names], *summary(comparison)]),
         f'<div class="pictures">{"".join(plots(runs))}</div>',
         f"<h2>Compared with {escape(names[0])}</h2>",
-        wide_table([["", *names[1:]], *distances(found)]),
-        *(f'<p class="quiet">Note: {escape(note)}.</p>' for note in found["notes"]),
+        wide_table([["", *names[1:]], *distances(comparison)]),
+        *(f'<p class="quiet">Note: {escape(note)}.</p>' for note in comparison["notes"]),
         *explained(runs),
         f"<h2>Settings that differ ({len(settings)})</h2>",
         html_table(settings, "numbers", ["", *names]) if settings else '<p class="quiet">None.</p>',
@@ -357,8 +352,8 @@ def curve(r: ComparedRun, column: str, by_amount: bool) -> tuple[Any, Any]:
     import numpy as np
 
     x, y = columns(r.history.steps, column, "consumed_samples" if by_amount else "iteration")
-    known = np.isfinite(y)
-    return x[known] * (r.scale if by_amount else 1), y[known]
+    is_finite = np.isfinite(y)
+    return x[is_finite] * (r.scale if by_amount else 1), y[is_finite]
 
 
 def plots(runs: Sequence[ComparedRun]) -> list[str]:

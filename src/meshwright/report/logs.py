@@ -14,7 +14,7 @@ import math
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PATTERNS = ("*.log", "*.out", "*log*.txt")  # of logs in folders
-LONGEST = 1 << 16  # bytes of a line; a longer one is cut
+LONGEST_LINE = 1 << 16  # bytes; a longer one is cut
 MOST_BARS = 100
-WORDS = (b"iteration", b"step", b"MiB", b"memory (MB)", b"lm loss PPL", b" ..")  # of lines that are read
+WORDS_OF_LINES = (b"iteration", b"step", b"MiB", b"memory (MB)", b"lm loss PPL", b" ..")  # of lines that are read
 NUMBER = r"([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))"
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """What a log says of the steps since the line before."""
+    """The figures of the steps since the line before."""
 
     iteration: int
     samples_per_second: float | None = None
@@ -46,7 +46,7 @@ class LogLine:
 
 @dataclass
 class Log:
-    """What was read of one log."""
+    """The content of one log."""
 
     path: Path
     name: str  # the path as shown
@@ -78,10 +78,10 @@ class LogRow:
 # Lines of steps
 
 
-def megatron(text: str) -> LogLine | None:
+def megatron_line(text: str) -> LogLine | None:
     """Read ` iteration 100/ 220 | elapsed time per iteration (ms): 12.5 | ...`, of any version."""
-    found = re.search(r"\biteration +(\d+) */", text)
-    if found is None or "|" not in text:
+    iteration = re.search(r"\biteration +(\d+) */", text)
+    if iteration is None or "|" not in text:
         return None
     values = dict(part.strip().rsplit(": ", 1) for part in text.split("|") if ": " in part)
     ms, batch = (_number(values.get(n, "")) for n in ("elapsed time per iteration (ms)", "global batch size"))
@@ -92,60 +92,53 @@ def megatron(text: str) -> LogLine | None:
     if speed is None and ms and batch:
         speed = batch * 1e3 / ms
     tflops = per_gpu if tflops is None else tflops
-    return LogLine(int(found[1]), speed, _number(values.get("lm loss", "")), tflops) if ms or speed else None
+    return LogLine(int(iteration[1]), speed, _number(values.get("lm loss", "")), tflops) if ms or speed else None
 
 
-def libai(text: str) -> LogLine | None:
-    found = re.search(r"\biteration: +(\d+)/\d+", text)
-    if found is None or "total_loss" not in text:
+def libai_line(text: str) -> LogLine | None:
+    iteration = re.search(r"\biteration: +(\d+)/\d+", text)
+    if iteration is None or "total_loss" not in text:
         return None
     speed, loss = _after("total_throughput: +", text), _after("total_loss: +", text)
     if speed is None and (seconds := _after(r"\btime: +", text)) and (batch := _after(r"total_batch_size: +", text)):
         speed = batch / seconds
-    return LogLine(int(found[1]), speed, loss)
+    return LogLine(int(iteration[1]), speed, loss)
 
 
-def oneflow(text: str) -> LogLine | None:
-    """Read a row `| step | micro_batches | samples | throughput | latency | loss |`."""
+def oneflow_line(text: str) -> LogLine | None:
+    """Read a row `| step | micro_batches | samples | throughput | latency | loss |`, or `step=`."""
     cells = [cell.strip() for cell in text.strip().strip("|").split("|")]
     if text.lstrip().startswith("|") and len(cells) == 6 and cells[0].isdigit():
         return LogLine(int(cells[0]), _number(cells[3]), _number(cells[5]))
-    found = re.search(r"\bstep=(\d+),", text)
-    if found is None or "throughput=" not in text:
+    step = re.search(r"\bstep=(\d+),", text)
+    if step is None or "throughput=" not in text:
         return None
-    return LogLine(int(found[1]), _after("throughput=", text), _after("loss=", text))
+    return LogLine(int(step[1]), _after("throughput=", text), _after("loss=", text))
 
 
-def deepspeed(text: str) -> LogLine | None:
+def deepspeed_line(text: str) -> LogLine | None:
     """Read what DeepSpeed's engine and timer print every `steps_per_print` steps."""
-    found = re.search(r"\bsteps: (\d+) loss: ", text)
-    if found is not None:
-        return LogLine(int(found[1]), _after("samples/sec: +", text), _after("loss: +", text))
-    found = re.search(r"\bglobal_step=(\d+),", text)
-    speed = _after("CurrSamplesPerSec=", text)
-    return LogLine(int(found[1]), speed) if found is not None and speed is not None else None
+    if (step := re.search(r"\bsteps: (\d+) loss: ", text)) is not None:
+        return LogLine(int(step[1]), _after("samples/sec: +", text), _after("loss: +", text))
+    step, speed = re.search(r"\bglobal_step=(\d+),", text), _after("CurrSamplesPerSec=", text)
+    return LogLine(int(step[1]), speed) if step is not None and speed is not None else None
 
 
 # The first form of which a log has lines is the one it is read in.
-FORMS: dict[str, Callable[[str], LogLine | None]] = {
-    "megatron": megatron,
-    "libai": libai,
-    "oneflow": oneflow,
-    "deepspeed": deepspeed,
-}
+FORMS = {"megatron": megatron_line, "libai": libai_line, "oneflow": oneflow_line, "deepspeed": deepspeed_line}
 
 
 def _number(text: str) -> float | None:
-    found = re.match(NUMBER, text.strip(), re.I)
+    number = re.match(NUMBER, text.strip(), re.I)
     try:
-        return float(found[1]) if found else None
+        return float(number[1]) if number else None
     except ValueError:  # such as 1.2.3
         return None
 
 
 def _after(pattern: str, text: str) -> float | None:
-    found = re.search(pattern + NUMBER, text, re.I)
-    return _number(found[1]) if found else None
+    number = re.search(pattern + NUMBER, text, re.I)
+    return _number(number[1]) if number else None
 
 
 # Reading
@@ -170,11 +163,11 @@ def find_logs(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
 def read_log(path: Path, name: str) -> Log:
     log = Log(path, name)
     with path.open("rb") as file:
-        while block := file.readline(LONGEST):
+        while block := file.readline(LONGEST_LINE):
             *pieces, rest = re.split(rb"[\r\n]", block)  # progress bars write over their line
             for piece in pieces:
                 log.last = piece.strip() or log.last
-                if piece.startswith(b"|") or any(word in piece for word in WORDS):
+                if piece.startswith(b"|") or any(word in piece for word in WORDS_OF_LINES):
                     read_line(log, clean(piece))
             log.last = rest.strip() or log.last  # without its end: cut, perhaps within a number
     return log
@@ -200,8 +193,8 @@ def read_line(log: Log, text: str) -> None:
     elif "lm loss PPL:" in text and "validation loss at" in text and " test " not in text:
         ppl = _after("lm loss PPL: +", text)
         log.ppl = min((x for x in (ppl, log.ppl) if x is not None and not math.isnan(x)), default=None)
-    elif found := re.match(r" +(\w+) \.{2,} (.*)$", text):
-        log.arguments.setdefault(found[1], found[2].strip())
+    elif argument := re.match(r" +(\w+) \.{2,} (.*)$", text):
+        log.arguments.setdefault(argument[1], argument[2].strip())
 
 
 def read_nvidia(log: Log, text: str) -> None:
@@ -265,15 +258,15 @@ def config_of(log: Log) -> str:
 
     The arguments in the log say what ran, the names of the log and its folder the rest.
     """
-    have, path = log.arguments, log.path.absolute()
+    arguments, path = log.arguments, log.path.absolute()
     name = f"{path.parent.name}/{path.stem}"
 
     def value(argument: str, pattern: str) -> str | None:
-        said = have.get(argument)
-        if said and re.fullmatch(r"\d+", said):
-            return said
-        found = re.findall(pattern, name, re.I)
-        return str(found[-1]).lower() if found else None
+        stated = arguments.get(argument)
+        if stated and re.fullmatch(r"\d+", stated):
+            return stated
+        parts_of_name = re.findall(pattern, name, re.I)
+        return str(parts_of_name[-1]).lower() if parts_of_name else None
 
     layers, tp, pp, micro, batch = (
         value(argument, rf"(?:^|[_/]){short}(\d+)")
@@ -289,16 +282,18 @@ def config_of(log: Log) -> str:
         return title_of(log)
     machines = re.findall(r"[_/](\d+)n(\d+)g", str(path.with_suffix("")))
     world = value("world_size", "$^") or (str(math.prod(map(int, machines[-1]))) if machines else None)
-    where = f"_{machines[-1][0]}n{machines[-1][1]}g" if machines else f"_{world}g" if world else ""
+    machines_of = f"_{machines[-1][0]}n{machines[-1][1]}g" if machines else f"_{world}g" if world else ""
     ranks = int(tp) * int(pp)
     dp = int(world) // ranks if world and ranks else "?"
     named = value("", r"_(fp16|bf16|fp32|amp)(?=_|$)") or "fp32"
-    precision = next((p for p in ("fp16", "bf16") if have.get(p) == "True"), "fp32") if "fp16" in have else named
-    recomputed = have.get("checkpoint_activations") == "True" or have.get("recompute_granularity") == "full"
-    if "fp16" not in have:
+    precision = (
+        next((p for p in ("fp16", "bf16") if arguments.get(p) == "True"), "fp32") if "fp16" in arguments else named
+    )
+    recomputed = arguments.get("checkpoint_activations") == "True" or arguments.get("recompute_granularity") == "full"
+    if "fp16" not in arguments:
         recomputed = "_actrue" in name.lower()
     parts = [f"nl{layers}", precision, f"{dp}x{tp}x{pp}", *(["ac"] if recomputed else [])]
-    return "_".join([*parts, *(f"{n}{x}" for n, x in (("mb", micro), ("gb", batch)) if x)]) + where
+    return "_".join([*parts, *(f"{n}{x}" for n, x in (("mb", micro), ("gb", batch)) if x)]) + machines_of
 
 
 def join_machines(logs: Sequence[Log]) -> list[Log]:
@@ -336,7 +331,7 @@ def why_not(log: Log) -> str:
 
 # Output
 
-HEAD = ("config", "samples/s", "memory (MiB)", "TFLOPs", "loss", "val. PPL", "iteration", "log")
+TABLE_HEAD = ("config", "samples/s", "memory (MiB)", "TFLOPs", "loss", "val. PPL", "iteration", "log")
 
 
 def cells(row: LogRow) -> list[str]:
@@ -349,11 +344,11 @@ def cells(row: LogRow) -> list[str]:
 
 
 def logs_as_text(rows: Sequence[LogRow]) -> str:
-    return "\n".join(align_columns([list(HEAD), *map(cells, rows)])) + "\n"
+    return "\n".join(align_columns([list(TABLE_HEAD), *map(cells, rows)])) + "\n"
 
 
 def as_markdown(rows: Sequence[LogRow]) -> str:
-    lines = [list(HEAD), ["---"] * len(HEAD), *map(cells, rows)]
+    lines = [list(TABLE_HEAD), ["---"] * len(TABLE_HEAD), *map(cells, rows)]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
@@ -366,8 +361,8 @@ def as_csv(rows: Sequence[LogRow]) -> str:
 
 
 def logs_as_json(rows: Sequence[LogRow], without: Sequence[dict[str, str]] = ()) -> str:
-    found: dict[str, Any] = {"runs": [row.__dict__ for row in rows], "without_steps": list(without)}
-    return json.dumps(json_ready(found), allow_nan=False) + "\n"
+    report: dict[str, Any] = {"runs": [row.__dict__ for row in rows], "without_steps": list(without)}
+    return json.dumps(json_ready(report), allow_nan=False) + "\n"
 
 
 TABLES = {"text": logs_as_text, "csv": as_csv, "markdown": as_markdown, "json": logs_as_json}
@@ -392,12 +387,12 @@ def extract(paths: Sequence[Path], form: str, picture: Path | None) -> int:
         print(logs_as_json(rows, without), end="")
     elif rows:
         print(TABLES[form](rows), end="")
-    for one in without:
-        print(f"{one['log']}: {one['reason']}", file=sys.stderr)
+    for entry in without:
+        print(f"{entry['log']}: {entry['reason']}", file=sys.stderr)
     if not rows:
-        where = ", ".join(map(str, paths))
+        searched = ", ".join(map(str, paths))
         raise UserError(
-            f"no log with a line of a step in {where}; in folders, {', '.join(PATTERNS)} are read", BAD_DATA
+            f"no log with a line of a step in {searched}; in folders, {', '.join(PATTERNS)} are read", BAD_DATA
         )
     if picture is not None:
         write_picture(picture, draw_logs(rows))
@@ -431,7 +426,7 @@ def draw_logs(rows: Sequence[LogRow]) -> Figure:
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         axes.spines[["top", "right"]].set_visible(False)
-    # The end of a log's name, where its date is, tells runs of one configuration apart.
+    # The end of a log's name, where its date is, distinguishes runs of one configuration.
     which = (f"...{Path(row.log).stem[-30:]}" if configs.count(row.config) > 1 else row.form for row in rows)
     labels = [f"{config}\n{note}" for config, note in zip(configs, which, strict=True)]
     panels[0].set_yticks(range(len(rows)), labels, fontsize=8, parse_math=False)

@@ -125,8 +125,8 @@ def explain_unsaved(history: History) -> list[str]:
     if not history.attempts or not (lost := history.attempts[-1].unsaved):
         return []
     earlier = f"{len(lost) - 10:,} times before step {lost[-10]:,}, and " if len(lost) > 10 else ""
-    where = f"step{'s' * (len(lost) > 1)} {', '.join(f'{step:,}' for step in lost[-10:])}"
-    return [f"<p><b>Saving failed</b> {earlier}at {where}; the run went on (--save-error warn).</p>"]
+    steps = f"step{'s' * (len(lost) > 1)} {', '.join(f'{step:,}' for step in lost[-10:])}"
+    return [f"<p><b>Saving failed</b> {earlier}at {steps}; the run went on (--save-error warn).</p>"]
 
 
 def explain_validations(history: History, settings: dict[str, Any], is_running: bool = False) -> list[str]:
@@ -148,7 +148,7 @@ def explain_validations(history: History, settings: dict[str, Any], is_running: 
             continue
         words = [f"{lead}; the last, at step {last.iteration:,}, is {last.loss:.4f}, which is {gap:.4f} higher."]
         if gap < 0.01 * best.loss and not settings.get("full_validation"):
-            words.append("So small a difference may be chance, since each validation reads other samples.")
+            words.append("The difference is within noise, since each validation reads other samples.")
         else:
             words.append("The model fits its training text ever better and new text worse (overfitting).")
             words.append("More text, fewer steps, a lower --lr, or more dropout and weight decay help.")
@@ -227,14 +227,14 @@ def describe_end(attempt: Attempt, is_last: bool) -> str:
 
 # Plots
 
-LINES = (("-", "━"), ("--", "╌"), (":", "┈"), ("-.", "╌┈"))  # one per data set, and its sign in the legend
+SET_LINES = (("-", "━"), ("--", "╌"), (":", "┈"), ("-.", "╌┈"))  # one per data set, and its sign in the legend
 
 
 def plots(history: History) -> list[str]:
     """Return HTML figures: the loss, large, then what explains it."""
     if not history.steps:
         return ['<p class="quiet">No step was recorded, so there is nothing to draw.</p>']
-    out = [loss_plot(history), *(score_plot(*one) for one in history.scores.items())]
+    out = [loss_plot(history), *(score_plot(*item) for item in history.scores.items())]
     for title, unit, column, scale, smooth in (
         ("Learning rate", "", "lr", 1.0, False),
         ("Gradient norm", "before clipping", "grad_norm", 1.0, True),
@@ -260,7 +260,7 @@ def loss_plot(history: History) -> str:
     legend = [plot.key("━", plot.LINE, training)] if any(math.isfinite(s.loss) for s in history.steps) else []
     for name, marker, sign in (("validation", "o", "●"), ("test", "D", "◆")):
         sets = [[v for v in checks if math.isfinite(v.loss)] for checks in history.sets(name).values()]
-        for checks, (line, dashes) in zip(filter(None, sets), itertools.cycle(LINES)):
+        for checks, (line, dashes) in zip(filter(None, sets), itertools.cycle(SET_LINES)):
             x, y = np.array([(v.iteration, v.loss) for v in checks]).T
             axes.plot(
                 *plot.thin(x, y), color=plot.POINT, lw=1, ls=line, marker=marker if len(checks) < 200 else "", ms=4
@@ -292,10 +292,10 @@ def draw_column(axes: Axes, steps: Sequence[LoggedStep], column: str, scale: flo
     import numpy as np
 
     x, y = columns(steps, column, scale=scale)
-    known = np.isfinite(y)
-    crosses = x[~known][:: max(1, int((~known).sum()) // plot.POINTS)]
+    is_finite = np.isfinite(y)
+    crosses = x[~is_finite][:: max(1, int((~is_finite).sum()) // plot.POINTS)]
     axes.plot(crosses, np.full(len(crosses), 0.97), "x", color=plot.BAD, transform=axes.get_xaxis_transform(), ms=5)
-    return plot.draw_line(axes, x[known], y[known], plot.LINE, smooth=smooth)
+    return plot.draw_line(axes, x[is_finite], y[is_finite], plot.LINE, smooth=smooth)
 
 
 def columns(steps: Sequence[LoggedStep], column: str, at: str = "iteration", scale: float = 1.0) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from meshwright.progress import duration
 from meshwright.runs.history import Attempt, History
 
-DONE = "all iterations done"
+REASON_DONE = "all iterations done"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def measure_goodput(attempts: Sequence[Attempt], good: float, skipped: float) ->
     """Return the goodput from the seconds of steps that count and of those not applied."""
     if not attempts or not all(a.start.get("time") for a in attempts):
         return None
-    pairs = [(a, b) for a, b in itertools.pairwise(attempts) if (a.end or {}).get("reason") != DONE]
+    pairs = [(a, b) for a, b in itertools.pairwise(attempts) if (a.end or {}).get("reason") != REASON_DONE]
     lost = {
         "start-up": sum(a.startup for a in attempts),
         "down": sum(max(0.0, b.begun - a.latest) for a, b in pairs),

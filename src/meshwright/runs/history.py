@@ -102,7 +102,7 @@ class Sample:
 
 
 class Record:
-    """What the rows of metrics.jsonl say, taken one by one; the steps are left to the caller.
+    """The content of metrics.jsonl, taken row by row; the steps are left to the caller.
 
     An attempt that starts at N undoes what earlier ones did after N, and so does a rollback to N.
     So the last row of an iteration counts, and a run started anew is not mixed with the one before.

@@ -11,7 +11,7 @@ from typing import Any
 METRICS = "metrics.jsonl"
 TAIL_BYTES = 1 << 16  # that are read to find the last step
 
-# What a row that no run writes raises when it is read.
+# Raised for a row that no run writes.
 DAMAGED = (ValueError, TypeError, KeyError, OverflowError, AttributeError)
 
 

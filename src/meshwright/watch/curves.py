@@ -1,4 +1,4 @@
-"""What the page draws of a run: curves of one range, thinned without losing their extremes."""
+"""Compute the curves of one range for the page, thinned without losing their extremes."""
 
 from __future__ import annotations
 
@@ -50,29 +50,29 @@ def curves(run: RunTail, view: View) -> dict[str, Any]:
     "width" steps. Where a number is not finite, "bad" has the place.
     """
     x = positions(run, view.axis)
-    where = (int(np.searchsorted(x, view.begin)), int(np.searchsorted(x, view.end, "right")))
-    half = round(view.smooth * (where[1] - where[0]) / 2)
+    shown_steps = (int(np.searchsorted(x, view.begin)), int(np.searchsorted(x, view.end, "right")))
+    half = round(view.smooth * (shown_steps[1] - shown_steps[0]) / 2)
     lines = {}
     for name in DRAWN:
         y = run.column(name) * UNITS.get(name, 1.0)
-        lines[name] = curve_line(x, y, where, half if name in SMOOTH else 0, view.points)
+        lines[name] = curve_line(x, y, shown_steps, half if name in SMOOTH else 0, view.points)
         if name in UNITS:
             lines[name]["bad"] = []  # unknown on this device
-    record, place = run.record, Places(run, x)
+    record, places = run.record, Places(run, x)
     checks: dict[str, list[tuple[int, float]]] = {}
     for v in record.validations:
         checks.setdefault(v.title, []).append((v.iteration, v.loss))
     return {
         "range": [float(x[0]), float(x[-1])] if len(x) else None,
         "lines": {name: drawn for name, drawn in lines.items() if drawn["x"] or drawn["bad"]},
-        "checks": {name: place.points(values) for name, values in checks.items()},
-        "scores": {name: place.points(sorted(v.items())) for name, v in record.scores.items() if v},
-        "resumed": [place.at(i) for i in record.resumed_at() if place.knows(i)],
+        "checks": {name: places.points(values) for name, values in checks.items()},
+        "scores": {name: places.points(sorted(v.items())) for name, v in record.scores.items() if v},
+        "resumed": [places.at(i) for i in record.resumed_at() if places.knows(i)],
     }
 
 
 class Places:
-    """Where iterations lie on the x-axis."""
+    """The positions of iterations on the x-axis."""
 
     def __init__(self, run: RunTail, x: Steps) -> None:
         self.iterations, self.x = run.column("iteration"), x
@@ -89,13 +89,13 @@ class Places:
         return float(self.x[n - 1]) if n else 0.0
 
     def points(self, values: Iterable[tuple[int, float]]) -> dict[str, list[Any]]:
-        known = [(i, y) for i, y in values if math.isfinite(y)]
-        return {"x": [self.at(i) for i, _ in known], "y": [y for _, y in known], "step": [i for i, _ in known]}
+        finite = [(i, y) for i, y in values if math.isfinite(y)]
+        return {"x": [self.at(i) for i, _ in finite], "y": [y for _, y in finite], "step": [i for i, _ in finite]}
 
 
-def curve_line(x: Steps, y: Steps, where: tuple[int, int], half: int, points: int) -> dict[str, Any]:
+def curve_line(x: Steps, y: Steps, shown_steps: tuple[int, int], half: int, points: int) -> dict[str, Any]:
     """Return one line of the steps where[0] to where[1], and one point beyond on each side."""
-    begin, end = max(where[0] - 1, 0), min(where[1] + 1, len(x))
+    begin, end = max(shown_steps[0] - 1, 0), min(shown_steps[1] + 1, len(x))
     finite = np.isfinite(y[begin:end])
     bad, shown = x[begin:end][~finite], (x[begin:end][finite], y[begin:end][finite])
     out: dict[str, Any] = {"bad": short(bad[:: max(1, -(-len(bad) // points))])}
@@ -103,9 +103,9 @@ def curve_line(x: Steps, y: Steps, where: tuple[int, int], half: int, points: in
     if half and len(shown[0]) > 20:
         # The median at the borders of what is shown reads the steps beyond them.
         first, last = max(begin - half, 0), min(end + half, len(x))
-        known = np.isfinite(y[first:last])
+        is_finite = np.isfinite(y[first:last])
         stride = max(1, 2 * half // MEDIANS)
-        wide = x[first:last][known][::stride], y[first:last][known][::stride]
+        wide = x[first:last][is_finite][::stride], y[first:last][is_finite][::stride]
         mx, my = plot.running_median(*wide, max(1, half // stride))
         inside = (mx >= shown[0][0]) & (mx <= shown[0][-1])
         out |= {"mx": short(mx[inside]), "my": short(np.asarray(my)[inside]), "width": 2 * half + 1}
@@ -115,6 +115,6 @@ def curve_line(x: Steps, y: Steps, where: tuple[int, int], half: int, points: in
 def short(values: Steps) -> list[Any]:
     """Return numbers with up to eight digits, which halve the size of an answer."""
     if len(values) and (values == np.rint(values)).all() and np.abs(values).max() < 2**53:
-        whole: list[Any] = values.astype(np.int64).tolist()
-        return whole
+        integers: list[Any] = values.astype(np.int64).tolist()
+        return integers
     return [float(f"{v:.8g}") for v in values]

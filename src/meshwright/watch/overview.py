@@ -22,8 +22,8 @@ from meshwright.runs.rows import METRICS
 from meshwright.watch.curves import scale_of
 
 FOLLOW_SECONDS, SEARCH_SECONDS = 0.5, 5.0  # between readings of the files, and between searches for new ones
-DEPTH = 3  # folders below a given one
-RECENT = 100  # steps whose speed says how long the rest takes
+SEARCH_DEPTH = 3  # folders below a given one
+RECENT_STEPS = 100  # steps whose speed says how long the rest takes
 
 
 class Watcher:
@@ -99,7 +99,7 @@ def find_runs(root: Path) -> Iterator[Path]:
         if METRICS in files:
             yield Path(name)
             folders.clear()
-        is_deep = len(Path(name).relative_to(root).parts) >= DEPTH
+        is_deep = len(Path(name).relative_to(root).parts) >= SEARCH_DEPTH
         folders[:] = [] if is_deep else sorted(f for f in folders if not f.startswith((".", "iter_")))
 
 
@@ -140,12 +140,12 @@ def recent_figures(run: RunTail) -> dict[str, Any]:
     """Return the figures of the last steps."""
     last = int(run.column("iteration")[-1])
     loss, count = run.final_loss()
-    ms = float(np.median(run.column("ms")[-RECENT:]))
+    ms = float(np.median(run.column("ms")[-RECENT_STEPS:]))
     peaks = run.column("memory")
     out: dict[str, Any] = {"step": last, "loss": loss, "loss_steps": count, "ms": ms}
     out |= {"amount": int(run.column("consumed_samples")[-1]) * scale_of(run)}
     out |= {name: float(run.column(name)[-1]) for name in ("lr", "grad_norm")}
-    out |= {name: float(np.median(run.column(name)[-RECENT:])) for name in ("tokens_per_second", "mfu")}
+    out |= {name: float(np.median(run.column(name)[-RECENT_STEPS:])) for name in ("tokens_per_second", "mfu")}
     out["memory"] = float(np.nanmax(peaks)) if np.isfinite(peaks).any() else None
     out["skipped"] = int(run.column("skipped").sum())
     total = run.record.attempts[-1].start.get("train_iters") if run.record.attempts else None
