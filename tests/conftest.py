@@ -89,7 +89,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if name == "table":
                 terminalreporter.write_line(f"\n{text}\n")
     ends = [terminalreporter.getreports(outcome) for outcome in ("passed", "failed", "error", "skipped")]
-    for line in summary.lines(report for reports in ends for report in reports):
+    # A module that is skipped while it is collected has a report of another kind.
+    of_tests = (report for reports in ends for report in reports if hasattr(report, "user_properties"))
+    for line in summary.lines(of_tests):
         terminalreporter.write_line(line)
     later: dict[int, set[str]] = {}
     for configuration in fields.every_config():
