@@ -27,6 +27,7 @@ CHINESE = sorted(ROOT.glob("docs/zh/*.md"))
 ONLY_PRINT = ("help", "completion", "presets", "doctor")  # commands that may be without flags
 # Flags of argparse, of Megatron's answers, and of other programs that the pages name as such.
 MORE_FLAGS = {"--help", "--help-all", "--version", *NO_EFFECT, *REFUSED}
+MORE_FLAGS |= {"--data_path", "--model_size", "--train_iters", "--FLAG"}  # of Ascend's scripts
 
 
 class Stop(Exception):

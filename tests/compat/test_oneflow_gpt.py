@@ -203,11 +203,11 @@ def tool(monkeypatch: pytest.MonkeyPatch, name: str, *argv: str) -> None:
     assert end.value.code == 0
 
 
-def test_the_small_model_of_the_readme(
+def test_the_small_model_of_the_page(
     gpt: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Its two commands, with fewer steps; every variable that the page names has an effect."""
-    page = (SYSTEM / "README.md").read_text()
+    page = (ROOT / "docs/from-oneflow.md").read_text()
     training, sample = re.findall(
         r"^(python3 -m oneflow_gpt.*?[^\\]$|meshwright generate small [^\n]*)", page, re.S | re.M
     )
