@@ -32,7 +32,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 class Fields:
-    """The fields of an object; each is taken once, and what is left over is refused by `finish`."""
+    """The fields of an object; each is taken once, and what is left over `refuse_rest` refuses."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._left, self._taken = dict(values), set[str]()
@@ -95,7 +95,7 @@ class Fields:
         if value is not None and not any(value == v and type(value) is type(v) for v in neutral):
             raise Refusal(f"{name} is not supported: {why}; leave it out", name, "unsupported_parameter")
 
-    def finish(self) -> None:
+    def refuse_rest(self) -> None:
         """Refuse what was not taken."""
         if self._left:
             names = ", ".join(sorted(self._left)[:5])[:200]

@@ -19,6 +19,7 @@ from meshwright.evaluation.trigram import trigram_bits_per_byte
 from meshwright.generation import engine
 from meshwright.model.gpt import GPT
 from meshwright.model.positions import Positions
+from meshwright.parallel import window_scores
 from meshwright.settings.schema import Model, TokenizerFlags
 from on_ranks import run_ranks
 
@@ -170,7 +171,7 @@ def test_score_against_a_plain_computation():
             want = sum(plain_loss(model, [256, *d.encode()], length, stride) for d in documents)
             for batch in (1, 3, 50):
                 got = scoring.score_texts(
-                    scoring.plain_scorer(model), tokenizers.Bytes(), documents, length, stride, batch
+                    window_scores.plain_scorer(model), tokenizers.Bytes(), documents, length, stride, batch
                 )
                 assert got.total_loss == pytest.approx(want, rel=1e-10)
                 assert got.tokens == got.bytes == sum(len(d.encode()) for d in documents) and got.documents == 8
@@ -199,7 +200,7 @@ def test_windows_are_scored_in_any_batches():
 
     def scorer(batches):
         shapes.extend(b.tokens.shape for b in batches)
-        return scoring.plain_scorer(model)(batches)
+        return window_scores.plain_scorer(model)(batches)
 
     for batch, fixed in ((1, False), (4, False), (500, False), (4, True)):
         shapes.clear()
@@ -216,10 +217,10 @@ def check_cut_logits():
     labels[:, ::3] = torch.randint(0, 10, labels[:, ::3].shape)
     rank = torch.distributed.get_rank()
     for some in (counted, torch.ones_like(counted), torch.zeros_like(counted)):
-        rows = scoring.WindowBatch(labels, labels, some)
-        want = scoring.count_hits(logits, rows, 10)
+        rows = window_scores.WindowBatch(labels, labels, some)
+        want = window_scores.count_hits(logits, rows, 10)
         part = logits[..., 4 * rank : 4 * rank + 4]
-        got = scoring.count_hits(part, rows, 10, 4 * rank, torch.distributed.group.WORLD)
+        got = window_scores.count_hits(part, rows, 10, 4 * rank, torch.distributed.group.WORLD)
         torch.testing.assert_close(got, want)
 
 

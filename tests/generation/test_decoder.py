@@ -339,7 +339,7 @@ def test_captured_on_a_gpu(slots):
     thread.join()
     steps = decoder.steps
     assert texts[0] == texts[1] == texts[2] and steps.tried
-    assert all(steps.known[key].__name__ == "replayed" for key in steps.tried)
+    assert all(steps.runs[key].__name__ == "replayed" for key in steps.tried)
 
 
 def test_what_the_host_reads_one_step_later(monkeypatch):

@@ -40,7 +40,7 @@ def choose(logits, settings, n=1, seed=1):
     numbers = [torch.full((n,), x, dtype=torch.float64) for x in sampling.control_numbers(settings)]
     k, key = (torch.full((n,), x) for x in (settings.top_k, sampling.stream_key(seed, 0)))
     rows = logits.expand(n, -1)
-    return sampling.choose_tokens(
+    return sampling.sample_tokens(
         rows, ChoiceParts.of(settings), Controls(*numbers, k, key), torch.arange(n), None
     ).tolist()
 
@@ -152,10 +152,10 @@ def test_a_row_depends_on_no_other():
     key = torch.tensor([sampling.stream_key(1, i) for i in range(4)])
     controls = [torch.tensor([sampling.control_numbers(s)[i] for s in every]).double() for i in range(4)]
     controls += [torch.tensor([s.top_k for s in every]), key]
-    together = sampling.choose_tokens(logits, ChoiceParts(False, True, True), Controls(*controls), at, None)
+    together = sampling.sample_tokens(logits, ChoiceParts(False, True, True), Controls(*controls), at, None)
     for i, s in enumerate(every):
         mine = Controls(*(x[i : i + 1] for x in controls))
-        assert sampling.choose_tokens(logits[i : i + 1], ChoiceParts.of(s), mine, at[i : i + 1], None) == together[i]
+        assert sampling.sample_tokens(logits[i : i + 1], ChoiceParts.of(s), mine, at[i : i + 1], None) == together[i]
 
 
 def test_uniform_numbers():

@@ -9,7 +9,7 @@ from meshwright import tokenizers
 from meshwright.generation.beam import BeamOptions, search_beams
 from meshwright.generation.decoder import complete
 from meshwright.generation.engine import LanguageModel
-from meshwright.generation.requests import Request, text_of
+from meshwright.generation.requests import Request, text_until_stop
 from meshwright.generation.text import TokenText
 from meshwright.model.gpt import GPT
 from meshwright.settings.schema import Model, Sampling
@@ -31,7 +31,7 @@ class FixedTokens:
 def pieces_of(tokenizer, ids, **more):
     """Return the text of each token as it comes, and what waits at the end."""
     text = TokenText(tokenizer, **more)
-    return [*(text.push(i) for i in ids), text.finish()]
+    return [*(text.push(i) for i in ids), text.flush()]
 
 
 @pytest.mark.parametrize("replaces", [True, False])
@@ -56,7 +56,7 @@ def test_pieces_come_as_soon_as_they_are_complete():
 def cut(text, *stop):
     """Return each piece of a text of bytes, its end, and whether a stop string ended it."""
     s = TokenText(tokenizers.Bytes(), stop)
-    return [s.push(i) for i in text.encode()], s.finish(), s.stopped
+    return [s.push(i) for i in text.encode()], s.flush(), s.stopped
 
 
 def test_nothing_of_a_stop_string_is_shown():
@@ -71,9 +71,9 @@ def test_nothing_of_a_stop_string_is_shown():
 
 def test_a_stop_string_within_one_token():
     many = FixedTokens([b"one st", b"op two", b"three"], False)
-    assert text_of(many, Request([], stop=("stop",)), range(3)) == ("one ", True)
-    assert text_of(many, Request([], stop=("two", "op")), range(3)) == ("one st", True)
-    assert text_of(many, Request([], stop=("four",)), range(3)) == ("one stop twothree", False)
+    assert text_until_stop(many, Request([], stop=("stop",)), range(3)) == ("one ", True)
+    assert text_until_stop(many, Request([], stop=("two", "op")), range(3)) == ("one st", True)
+    assert text_until_stop(many, Request([], stop=("four",)), range(3)) == ("one stop twothree", False)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_text_after_a_prompt_keeps_its_space(spaced):
     assert pieces_of(spaced, [0, 1], before=[1, 1]) == [" a", " b", ""]
 
 
-def test_one_text_of_a_prompt(spaced, monkeypatch):
+def test_one_text_until_stop_a_prompt(spaced, monkeypatch):
     """The library's function, a batch, a beam search and a stop string agree on the first space."""
     m = Model(num_layers=1, hidden_size=8, num_attention_heads=2)
     network = GPT(m, 3, 8, 16).eval().requires_grad_(False)

@@ -44,12 +44,13 @@ class Repeating:
         if request.prompt[0] == 0:
             raise UserError("no text begins with 0")
         self.submitted.append(request)
-        self.rows[id := next(self._ids)] = request, 0
+        row = next(self._ids)
+        self.rows[row] = request, 0
         self.most = max(self.most, len(self.rows))
-        return id
+        return row
 
-    def cancel(self, id: int) -> None:
-        self.rows.pop(id, None)
+    def cancel(self, row: int) -> None:
+        self.rows.pop(row, None)
 
     def step(self) -> list[Event]:
         self.gate.wait(20)
@@ -59,22 +60,22 @@ class Repeating:
             raise error
         self.steps += 1
         out = []
-        for id, (request, n) in list(self.rows.items()):
+        for row, (request, n) in list(self.rows.items()):
             length, k = request.options.out_seq_length, request.logprobs
             if n == 0 and request.echo:
                 for at, token in enumerate(request.prompt):
                     is_last = not length and at == len(request.prompt) - 1
                     scored = (None, []) if k is None or at == 0 else (LOGPROB, top(token, k))
-                    out.append(Event(id, token, *scored, "length" if is_last else None, echoed=True))
+                    out.append(Event(row, token, *scored, "length" if is_last else None, echoed=True))
             if length:
                 token, n = request.prompt[n % len(request.prompt)], n + 1
                 text = "".join(map(chr, (request.prompt * n)[:n]))
                 finish = "stop" if token == 256 or any(s in text for s in request.stop) else None
                 finish = finish or ("length" if n == length else None)
-                out.append(Event(id, token, *((None, []) if k is None else (LOGPROB, top(token, k))), finish))
-                self.rows[id] = request, n
+                out.append(Event(row, token, *((None, []) if k is None else (LOGPROB, top(token, k))), finish))
+                self.rows[row] = request, n
             if not length or finish:
-                del self.rows[id]
+                del self.rows[row]
         return out
 
 

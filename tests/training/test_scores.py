@@ -13,8 +13,9 @@ from helpers import printed_losses, read_rows, train_on_texts
 from layouts import VOCAB, parse, run_all
 from meshwright.__main__ import main
 from meshwright.evaluation import tasks
-from meshwright.evaluation.score import Window, plain_scorer, score_windows
+from meshwright.evaluation.score import Window, score_windows
 from meshwright.generation import engine
+from meshwright.parallel.window_scores import plain_scorer
 from meshwright.report.page import page
 from meshwright.runs.history import read_history
 from meshwright.settings.schema import TokenizerFlags
@@ -181,7 +182,7 @@ sys.exit("no luck")
         (["--eval-tasks=text=a", "--eval-tasks-device=cpu"], "give --run-dir or --save"),
         (
             ["--eval-tasks=lambada=none.jsonl", "--tokenizer=byte", "--mock-data"],
-            "lambada=none.jsonl: there is no such",
+            "lambada=none.jsonl: no such file",
         ),
     ],
 )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_lead: bool) -> ReadingTask:
     c, t = parsed.config, parsed.config.texts
-    prompts = read_prompts(c) if is_lead else []
+    prompts = gather_prompts(c) if is_lead else []
     output = t.sample_output_file or f"{t.sample_input_file}.out"
     for flag, path, source in (
         ("--sample-output-file", output, t.sample_input_file),
@@ -40,7 +40,7 @@ def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_lead: bool) -> Rea
     return ReadingTask(work, less, "stdout" if is_megatrons else "stderr")  # else stdout is for text
 
 
-def read_prompts(c: GenerateConfig) -> list[Prompt]:
+def gather_prompts(c: GenerateConfig) -> list[Prompt]:
     """Return the prompts of the flags and of the files that they name."""
     t = c.texts
     usual = Prompt("", c.sampling, tuple(map(unescape, t.stop)), t.num_return_sequences, t.logprobs)

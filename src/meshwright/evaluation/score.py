@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,11 +22,8 @@ from meshwright.settings.data_paths import path_sets
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
-    from meshwright.model.gpt import GPT
-    from meshwright.parallel.cut_model import CutModel
-    from meshwright.parallel.layout import Layout
+    from meshwright.parallel.window_scores import Scorer, WindowBatch
     from meshwright.settings.schema import Data
     from meshwright.tokenizers import Tokenizer
 
@@ -39,19 +36,6 @@ class Window(NamedTuple):
 
     tokens: Sequence[int]
     first: int = 0
-
-
-class WindowBatch(NamedTuple):
-    """Windows as a micro-batch, padded on the right, where causal attention does not look."""
-
-    tokens: Tensor  # [B, T] int64
-    labels: Tensor  # [B, T] int64
-    counted: Tensor  # [B, T] bool
-
-
-# Micro-batches to [rows of all of them, 2] float64 on the host: the nats of a row's counted
-# predictions, and how many of these have the likeliest token as their label.
-Scorer = Callable[[list[WindowBatch]], "Tensor"]
 
 
 def score_windows(
@@ -83,105 +67,14 @@ def make_rows(windows: list[Window], at_least: int, width: int) -> WindowBatch:
     """Return a micro-batch of these windows, and of empty rows if they are fewer than asked for."""
     import torch
 
+    from meshwright.parallel.window_scores import WindowBatch
+
     tokens, labels = (torch.zeros(max(len(windows), at_least), width, dtype=torch.int64) for _ in range(2))
     counted = torch.zeros(tokens.shape, dtype=torch.bool)
     for row, (ids, first) in enumerate(windows):
         window, n = torch.as_tensor(ids, dtype=torch.int64), len(ids) - 1
         tokens[row, :n], labels[row, :n], counted[row, first:n] = window[:-1], window[1:], True
     return WindowBatch(tokens, labels, counted)
-
-
-def plain_scorer(model: GPT) -> Scorer:
-    """Score with a whole model on one device."""
-    import torch
-
-    from meshwright.model.positions import Positions
-
-    device = model.wte.weight.device
-
-    def run(batches: list[WindowBatch]) -> Tensor:
-        model.eval()
-        with torch.inference_mode():
-            return torch.cat(
-                [count_hits(model(b.tokens.to(device), Positions()), b, model.vocab) for b in batches]
-            ).cpu()
-
-    return run
-
-
-def score_part(net: CutModel, vocab: int, batches: list[WindowBatch]) -> Tensor:
-    """Score with this rank's part of a model: the sum of all ranks' results is that of a scorer.
-
-    Copies of the model share out the micro-batches, and context ranks the columns of each. All run
-    equally many passes, because with ZeRO 3 they gather weights for each other: surplus ones repeat
-    a micro-batch and do not count.
-    """
-    import torch
-
-    from meshwright.data.loader import Batch
-
-    layout = net.layout
-    numbers = [turn + layout.at("replicas", "shard") for turn in range(0, len(batches), layout.dp)]
-    cut = [WindowBatch(*(columns_of(x, layout) for x in batches[i % len(batches)])) for i in numbers]
-
-    def count_part(logits: Tensor, i: int) -> Tensor:
-        return count_hits(logits, cut[i], vocab, layout.at("tp") * logits.shape[-1], layout.group("tp"))
-
-    results = net.infer([Batch(rows.tokens, rows.labels, torch.arange(len(rows.tokens))) for rows in cut], count_part)
-    out = [torch.zeros(len(rows.tokens), 2, dtype=torch.float64, device=net.device) for rows in batches]
-    for i, values in zip(numbers, results, strict=True) if net.has_results else ():
-        if i < len(batches):
-            out[i] = values
-    return torch.cat(out)
-
-
-def columns_of(x: Tensor, layout: Layout) -> Tensor:
-    """Return this context rank's columns of [B, T], padded so that all have as many."""
-    import torch.nn.functional as F
-
-    if layout.cp == 1:
-        return x
-    return F.pad(x, (0, -x.shape[1] % layout.cp)).chunk(layout.cp, 1)[layout.at("cp")].contiguous()
-
-
-def count_hits(
-    logits: Tensor, rows: WindowBatch, vocab: int, first: int = 0, group: ProcessGroup | None = None
-) -> Tensor:
-    """Return [B, 2] float64: the nats of each row's counted predictions, and how many are right.
-
-    The logits [B, T, ...] may cover only the ids from `first` on; the ranks of `group` have the
-    others. `rows` may be on the host, from where the places that count are sent without a wait.
-    """
-    import torch
-
-    from meshwright.kernels.cross_entropy import cross_entropy
-    from meshwright.parallel.tensor import combine_over
-
-    flat, labels = logits.flatten(0, 1), rows.labels.flatten().to(logits.device)
-    places = rows.counted.flatten().nonzero().squeeze(1).to(logits.device)
-    if 2 * len(places) < len(flat):  # else a copy would take more time and memory than what it saves
-        flat, labels = flat[places], labels[places]
-    losses = right = flat.new_zeros(len(flat))
-    if len(flat):
-        losses = cross_entropy(flat, labels, vocab, first, combine_over(group))
-        right = likeliest(flat[:, : max(vocab - first, 0)], first, group) == labels
-    both = torch.stack([losses.double(), right.double()], dim=1)
-    if len(both) != len(places):
-        both = both[places]
-    dense = both.new_zeros(rows.labels.numel(), 2).index_copy_(0, places, both)
-    return dense.view(*rows.labels.shape, 2).sum(1)
-
-
-def likeliest(logits: Tensor, first: int, group: ProcessGroup | None) -> Tensor:
-    """Return the token with the largest logit in each row, the lowest of equal ones."""
-    from meshwright.parallel import comm
-
-    if group is None:
-        return logits.argmax(-1)
-    high, token = logits.max(-1)
-    highest = comm.all_reduce(high, group, "max")
-    # The smallest id, as a maximum: other ranks' rows have one that is larger than any.
-    return -comm.all_reduce((-token - first).where(high == highest, -(1 << 40)), group, "max")
 
 
 # Documents

@@ -10,13 +10,14 @@ from meshwright import console
 from meshwright.checkpoint import steps
 from meshwright.errors import bad_data
 from meshwright.evaluation.results import Result
-from meshwright.evaluation.score import Scorer, WindowBatch, require_finite, score_documents
+from meshwright.evaluation.score import require_finite, score_documents
 from meshwright.evaluation.tasks import Task, make_task, score_task
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from meshwright.generation.engine import LanguageModel
+    from meshwright.parallel.window_scores import Scorer, WindowBatch
 
 Documents = Iterable[tuple[Sequence[int], int]]  # tokens and number of bytes of each
 

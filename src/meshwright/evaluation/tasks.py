@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from meshwright.console import say
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.evaluation import lambada, wikitext
-from meshwright.evaluation.score import Score, Scorer, Window, document_windows, score_windows
+from meshwright.evaluation.score import Score, Window, document_windows, score_windows
 from meshwright.files import sha256
 from meshwright.settings.grammar import EVAL_TASKS
 from meshwright.settings.text_inputs import TextInputs
@@ -19,6 +19,7 @@ from meshwright.settings.text_inputs import TextInputs
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from meshwright.parallel.window_scores import Scorer
     from meshwright.tokenizers import Tokenizer
 
 WIKITEXT_STRIDE = 32  # of Megatron's --overlapping-eval

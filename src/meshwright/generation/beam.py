@@ -18,7 +18,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.errors import NON_FINITE, UserError
-from meshwright.generation.requests import Completion, Request, text_of
+from meshwright.generation.requests import Completion, Request, text_until_stop
 from meshwright.kernels.twins import upcast
 from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.positions import Positions
@@ -84,7 +84,7 @@ def begin_beam_search(m: LanguageModel, request: Request, beam: BeamOptions) -> 
     running = [Candidate()]
 
     def stops(c: Candidate) -> bool:
-        return bool(request.stop) and text_of(m.tokenizer, request, c.tokens)[1]
+        return bool(request.stop) and text_until_stop(m.tokenizer, request, c.tokens)[1]
 
     steps = _Steps(m, prompt, beam.width, most)
     logits = steps.begin()
@@ -125,7 +125,7 @@ def _finished(m: LanguageModel, request: Request, eod: int, score: float, c: Can
     out.tokens, out.logprobs = list(c.tokens), list(c.logprobs)
     if ended:
         del out.tokens[-1], out.logprobs[-1]
-    out.text, stopped = text_of(m.tokenizer, request, out.tokens)
+    out.text, stopped = text_until_stop(m.tokenizer, request, out.tokens)
     out.ended, out.score, out.finish = ended, score, "stop" if ended or stopped else "length"
     return out
 

@@ -117,10 +117,10 @@ class Decoder:
         self._next += 1
         return self._next - 1
 
-    def cancel(self, id: int) -> None:
+    def cancel(self, number: int) -> None:
         """Drop a request; its slot is free before the next step. An unknown one is ignored."""
         for row in [*self._queue, *self._rows.values()]:
-            if row.id == id:
+            if row.id == number:
                 self._finish(row)
         self._queue = deque(row for row in self._queue if not row.is_done)
 
@@ -374,8 +374,8 @@ def run_requests(decoder: Decoder, requests: Iterable[Request]) -> Generator[tup
                 number = numbers.pop(event.id) if event.finish else numbers[event.id]
                 yield number, event
     finally:
-        for id in numbers:
-            decoder.cancel(id)
+        for submitted in numbers:
+            decoder.cancel(submitted)
 
 
 def complete(model: Decodable, requests: Sequence[Request], slots: int) -> list[Completion]:

@@ -18,7 +18,6 @@ from meshwright.checkpoint.saved_model import SavedModel, describe_model, open_s
 from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import BAD_DATA, UserError, not_a_run
-from meshwright.evaluation.score import Scorer, plain_scorer
 from meshwright.generation import decoder
 from meshwright.generation.requests import Request
 from meshwright.generation.sharded import ShardedModel
@@ -28,6 +27,7 @@ from meshwright.model.positions import Positions
 from meshwright.parallel.cut_model import CutModel, build_cut_model
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.shard import Sharding
+from meshwright.parallel.window_scores import Scorer, plain_scorer
 from meshwright.ranks.team import ALONE, Team
 from meshwright.settings import checks
 from meshwright.settings.schema import Data, Model, Parallel, Sampling, TokenizerFlags, TrainConfig

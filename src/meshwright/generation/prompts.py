@@ -109,7 +109,7 @@ def parse_prompt(line: str, usual: Prompt) -> Prompt:
         f.integer("seed", usual.seed, 0, LARGEST),
         f.take("id"),
     )
-    f.finish()
+    f.refuse_rest()
     return prompt
 
 

@@ -121,13 +121,13 @@ class Completion:
 
     def close(self) -> str:
         """Return the text still held back; the last token of a request does this too."""
-        rest = self._stream.finish()
+        rest = self._stream.flush()
         self.text += rest
         return rest
 
 
-def text_of(tokenizer: Tokenizer, request: Request, tokens: Sequence[int]) -> tuple[str, bool]:
+def text_until_stop(tokenizer: Tokenizer, request: Request, tokens: Sequence[int]) -> tuple[str, bool]:
     """Return the text of a continuation up to a stop string, and whether there is one."""
     stream = request.new_text(tokenizer)
     text = stream.push(*tokens)
-    return text + stream.finish(), stream.stopped
+    return text + stream.flush(), stream.stopped

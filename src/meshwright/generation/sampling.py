@@ -95,7 +95,7 @@ def stream_key(seed: int, stream: int) -> int:
     return x - (x >> 63 << 64)
 
 
-def choose_tokens(logits: Tensor, kind: ChoiceParts, c: Controls, position: Tensor, seen: Tensor | None) -> Tensor:
+def sample_tokens(logits: Tensor, kind: ChoiceParts, c: Controls, position: Tensor, seen: Tensor | None) -> Tensor:
     """Return a token for each row of logits [B, V], float32 or 64, at `position` [B] of its text.
 
     `seen` [B, V] marks the tokens that the text contains; it is needed if `kind.penalised`.

@@ -12,11 +12,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from meshwright.evaluation.score import WindowBatch, score_part
 from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.positions import Positions
 from meshwright.parallel.calls import Calls
 from meshwright.parallel.cut_model import CutModel, ModelInput
+from meshwright.parallel.window_scores import WindowBatch, score_part
 from meshwright.ranks.team import Team
 
 

@@ -125,7 +125,7 @@ def choose_next(s: SlotState, slots: Tensor, logits: Tensor, kind: ChoiceParts, 
         last, never = s.avoid[:, slots]
         places = torch.arange(s.vocab, device=logits.device) == never[:, None]
         allowed = logits.masked_fill(places & (s.token[slots] == last)[:, None], float("-inf"))
-    new = sampling.choose_tokens(allowed, kind, s.controls(slots), position, None if s.seen is None else s.seen[slots])
+    new = sampling.sample_tokens(allowed, kind, s.controls(slots), position, None if s.seen is None else s.seen[slots])
     if kind.decaying:
         top_p, decay, least = s.numbers[1, slots], *s.numbers[4:, slots]
         s.numbers[1, slots] = torch.where(decay < 1, torch.maximum(top_p * decay, least), top_p)

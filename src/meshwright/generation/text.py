@@ -41,7 +41,7 @@ class TokenText:
         self._done = len(self.tokenizer.decode_bytes(self._window))
         return self._release(text)
 
-    def finish(self) -> str:
+    def flush(self) -> str:
         """Return the text still held back; call at the end."""
         raw = self.tokenizer.decode_bytes(self._window)
         text = self._release(self._characters.decode(raw[self._done :], final=True))

@@ -38,7 +38,7 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
         if f.take(old) is not None:
             raise Refusal(f"{old} is no longer used; give {new}", old)
     tokenizer, logprobs = served.model.tokenizer, f.flag("logprobs")
-    prompts = read_prompts(f, served)
+    prompts = encode_prompt_texts(f, served)
     length = f.integer("tokens_to_generate", 64, 0, 2**31 - 1)
     if not length and not logprobs:
         raise Refusal("tokens_to_generate 0 scores the prompts; it needs logprobs true", "tokens_to_generate")
@@ -50,7 +50,7 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     width = f.integer("beam_width", None, 1, openai.MOST_TEXTS)
     stop_token = f.integer("stop_token", tokenizer.eod, 0, served.model.model.vocab - 1)
     penalty = f.number("length_penalty", 1.0, -100, 100)
-    f.finish()
+    f.refuse_rest()
     if width is None and (stop_token, penalty) != (tokenizer.eod, 1.0):
         raise Refusal("stop_token and length_penalty need beam_width; leave them out", "beam_width")
     if width is not None and (len(prompts) > 1 or logprobs or ends or pair):
@@ -65,7 +65,7 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     return MegatronCall(each, logprobs, None if width is None else BeamOptions(width, penalty, stop_token))
 
 
-def read_prompts(f: Fields, served: ServedModel) -> list[list[int]]:
+def encode_prompt_texts(f: Fields, served: ServedModel) -> list[list[int]]:
     texts, bos = f.take("prompts"), f.flag("add_BOS")
     if not isinstance(texts, list) or not texts or not all(isinstance(p, str) for p in texts):
         raise Refusal(f"prompts is required: a list of 1 to {openai.MOST_TEXTS} strings", "prompts")

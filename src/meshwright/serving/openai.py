@@ -80,7 +80,7 @@ class OpenAICall:
 
 
 def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
-    prompts = read_prompts(f.take("prompt"), served)
+    prompts = encode_prompt_field(f.take("prompt"), served)
     echo, length = f.flag("echo"), f.integer("max_tokens", 16, 0, 2**31 - 1)
     if not length and not echo:
         raise Refusal("max_tokens 0 leaves nothing to do without echo; give at least 1", "max_tokens")
@@ -136,7 +136,7 @@ def read_texts(
         f.only(name, neutral, why)
     for name in IDENTIFIERS:
         f.take(name)
-    f.finish()
+    f.refuse_rest()
     if len(prompts) * copies > MOST_TEXTS:
         raise Refusal(
             f"n {copies} texts after {len(prompts)} prompts are too many; a request has at most {MOST_TEXTS}", "n"
@@ -175,11 +175,11 @@ def read_stream(f: Fields) -> tuple[bool, bool]:
     inner = Fields(options)
     usage = inner.flag("include_usage")
     inner.only("include_obfuscation", (False,), "answers are not padded")
-    inner.finish()
+    inner.refuse_rest()
     return stream, usage
 
 
-def read_prompts(given: Any, served: ServedModel) -> list[list[int]]:
+def encode_prompt_field(given: Any, served: ServedModel) -> list[list[int]]:
     """Return the tokens of each prompt: of text, of a list of texts, or ids in one or two lists."""
     if given is None:
         given = ""
@@ -313,10 +313,10 @@ class ChoiceText:
             self._note(event)
             text = (self._echoed if event.echoed else self._stream).push(event.token)
         if event.echoed and self._count == len(self.request.prompt):
-            text += self._echoed.finish()
+            text += self._echoed.flush()
         if event.finish or self._stream.stopped:
             self.finish = "stop" if self._stream.stopped else event.finish
-            text += self._stream.finish()
+            text += self._stream.flush()
         self._length += len(text)
         keep_all = self.finish and not self._stream.stopped
         certain = [t for t in self._waiting if keep_all or t.offset < self._length]
@@ -340,9 +340,9 @@ def join_parts(pieces: Sequence[TextPart]) -> TextPart:
     return TextPart("".join(p.text for p in pieces), tokens, pieces[-1].finish if pieces else None)
 
 
-def spell(tokenizer: Tokenizer, id: int) -> str:
+def spell(tokenizer: Tokenizer, token: int) -> str:
     """Return a token as OpenAI writes it: text, or bytes where these are no whole characters."""
-    raw = tokenizer.decode_bytes([id])
+    raw = tokenizer.decode_bytes([token])
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
@@ -353,8 +353,8 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[s
     tops: list[dict[str, float] | None] = []
     for t in tokens:
         top: dict[str, float] = {}
-        for id, logprob in [*t.top, (t.id, t.logprob)] if t.logprob is not None else []:
-            top.setdefault(spell(tokenizer, id), logprob)
+        for token, logprob in [*t.top, (t.id, t.logprob)] if t.logprob is not None else []:
+            top.setdefault(spell(tokenizer, token), logprob)
         tops.append(top if t.logprob is not None else None)
     return {
         "tokens": [spell(tokenizer, t.id) for t in tokens],
@@ -365,8 +365,8 @@ def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[s
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[str, Any]:
-    def entry(id: int, logprob: float | None) -> dict[str, Any]:
-        return {"token": spell(tokenizer, id), "logprob": logprob, "bytes": list(tokenizer.decode_bytes([id]))}
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+        return {"token": spell(tokenizer, token), "logprob": logprob, "bytes": list(tokenizer.decode_bytes([token]))}
 
     content = [{**entry(t.id, t.logprob), "top_logprobs": [entry(*pair) for pair in t.top]} for t in tokens]
     return {"content": content, "refusal": None}

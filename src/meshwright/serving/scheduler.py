@@ -32,7 +32,7 @@ class SlotDecoder(Protocol):
 
     def submit(self, request: Request) -> int: ...
 
-    def cancel(self, id: int) -> None: ...
+    def cancel(self, number: int) -> None: ...
 
     def step(self) -> list[Event]: ...
 
@@ -220,9 +220,9 @@ class Scheduler:
         with contextlib.suppress(ValueError):
             self._turns.remove(job)
         job.pending.clear()
-        for id in list(job.active):
-            self.decoder.cancel(id)
-            del self._rows[id]
+        for row in list(job.active):
+            self.decoder.cancel(row)
+            del self._rows[row]
         job.active.clear()
 
     def _admit(self) -> None:
@@ -231,12 +231,12 @@ class Scheduler:
             job = self._turns.popleft()
             number, request = job.pending.popleft()
             try:
-                id = self.decoder.submit(request)
+                row = self.decoder.submit(request)
             except UserError as error:
                 self._hand(job, error)
                 continue
-            job.active.add(id)
-            self._rows[id] = job, number
+            job.active.add(row)
+            self._rows[row] = job, number
             if job.pending:
                 self._turns.append(job)
 

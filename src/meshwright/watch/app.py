@@ -65,7 +65,7 @@ def make_app(watcher: Watcher) -> RequestGuard:
     def samples(request: Request) -> Response:
         f = query_fields(request)
         run, iteration = find_run(f.take("run")), f.integer("step", None, 0, 2**53)
-        f.finish()
+        f.refuse_rest()
         if iteration is None:
             raise Refusal("step is required", "step")
         return answer(describe_samples(run, iteration))
@@ -97,7 +97,7 @@ def read_view(f: Fields) -> View:
         raise Refusal(f"axis {axis!r} must be one of {', '.join(get_args(Axis))}", "axis")
     begin, end = f.number("begin", default.begin), f.number("end", default.end)
     points, smooth = f.integer("points", default.points, 10, MOST_POINTS), f.number("smooth", default.smooth, 0, 0.5)
-    f.finish()
+    f.refuse_rest()
     return View(axis, begin, end, points, smooth)  # type: ignore[arg-type]
 
 

@@ -65,7 +65,7 @@ class SampleWriter:
         for _ in range(self.count):
             logits = self.next_logits(texts)
             at = torch.tensor(list(map(len, texts)), device=device)
-            for row, token in enumerate(sampling.choose_tokens(logits, kind, controls, at, None).tolist()):
+            for row, token in enumerate(sampling.sample_tokens(logits, kind, controls, at, None).tolist()):
                 done[row] = done[row] or token == eod or len(texts[row]) >= self.length
                 if not done[row]:
                     texts[row].append(token)

@@ -22,8 +22,8 @@ from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.console import remark, say
 from meshwright.errors import UserError
 from meshwright.evaluation import tasks
-from meshwright.evaluation.score import Scorer, WindowBatch, score_part
 from meshwright.evaluation.tasks import Task
+from meshwright.parallel.window_scores import Scorer, WindowBatch, score_part
 from meshwright.ranks.team import Team
 from meshwright.settings.grammar import eval_tasks
 from meshwright.settings.schema import TrainConfig
