@@ -180,10 +180,7 @@ sys.exit("no luck")
         (["--eval-tasks=hellaswag=a"], "with one of the names lambada, lambada-strict, wikitext, text"),
         (["--eval-tasks=text=a,text=b"], "text is given twice"),
         (["--eval-tasks=text=a", "--eval-tasks-device=cpu"], "give --run-dir or --save"),
-        (
-            ["--eval-tasks=lambada=none.jsonl", "--tokenizer=byte", "--mock-data"],
-            "lambada=none.jsonl: no such file",
-        ),
+        (["--eval-tasks=lambada=none.jsonl", "--tokenizer=byte", "--mock-data"], "lambada=none.jsonl: no such file"),
     ],
 )
 def test_bad_flags(flags, message, capsys):
