@@ -31,7 +31,7 @@ def build(size: str, device: str, folder: Path, *more: str) -> Any:
     from meshwright.ranks.team import ALONE
     from meshwright.settings import flags
     from meshwright.settings.schema import TrainConfig
-    from meshwright.training.log.timers import Timers
+    from meshwright.training.log.timers import Startup
     from meshwright.training.network import Spec
     from meshwright.training.setup import build_state
 
@@ -47,7 +47,7 @@ def build(size: str, device: str, folder: Path, *more: str) -> Any:
     config = flags.parse_settings(TrainConfig, line.split(), "benchmark").config
     device_ = torch.device(device, 0) if device != "cpu" else torch.device("cpu")
     spec = Spec(config, Layout(), device_, vocab, -(-vocab // 128) * 128)
-    return build_state(spec, ALONE, Timers(0, "minmax", device_, ALONE))
+    return build_state(spec, ALONE, Startup())
 
 
 def timed(act: Callable[[], Any]) -> float:

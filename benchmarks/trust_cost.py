@@ -33,9 +33,10 @@ from meshwright.ranks.world import World
 from meshwright.settings import flags
 from meshwright.settings.schema import Parallel, TrainConfig
 from meshwright.training import network
-from meshwright.training.health.replicas import Copies
+from meshwright.training.before.resolve import Resolved, Vocabulary
+from meshwright.training.health.replicas import Copies, Replicas
 from meshwright.training.health.stop import StopConditions
-from meshwright.training.log.metrics import Timers
+from meshwright.training.log.timers import Startup, Timers
 from meshwright.training.loop import Trainer
 from meshwright.training.setup import build_state, open_feed, open_log
 
@@ -75,15 +76,17 @@ def open_trainer(words: list[str]) -> Trainer:
     timers = Timers(0, "minmax", device, team)
     vocab = config.tokenizer.vocab_size or 50257
     padded = -(-vocab // config.model.make_vocab_size_divisible_by) * config.model.make_vocab_size_divisible_by
-    state = build_state(network.Spec(config, Layout(), device, vocab, padded), team, timers)
+    state = build_state(network.Spec(config, Layout(), device, vocab, padded), team, Startup())
+    resolved = Resolved(config, Vocabulary(None, vocab, padded), {})
     feed, stop = open_feed(state, None, None), StopConditions(config.training, time.perf_counter(), False)
-    trainer = Trainer(state, feed, open_log(state, None, None, timers, []), timers, stop)
+    trainer = Trainer(state, feed, open_log(state, resolved, timers, Startup()), timers, stop)
     store = trainer.net.store
     # As on a rank of several: the weights and the masters are what other ranks hold too.
     held = store.weights_by_name()
-    trainer.replicas.copies = [Copies("weights", [[0]], held, getattr(store, "weights", None))]
+    copies = [Copies("weights", [[0]], held, getattr(store, "weights", None))]
     if getattr(store, "master", None) is not getattr(store, "weights", None):
-        trainer.replicas.copies.append(Copies("masters", [[0]], {}, store.master))  # type: ignore[union-attr]
+        copies.append(Copies("masters", [[0]], {}, store.master))  # type: ignore[union-attr]
+    trainer.replicas = Replicas(trainer.net, trainer.team, copies, 1, None)
     return trainer
 
 

@@ -80,7 +80,7 @@ class Trace:
         vars(self).update(state | {n: _each(torch.from_numpy, state[n]) for n in ("gradients", "states")})
 
     # The parts of meshwright.training.log.metrics.Metrics that a Trainer uses.
-    folder = None
+    folder, iteration = None, 0
 
     def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
         names = [*EXACT, *NUMBERS, "num_zeros"]
@@ -179,7 +179,7 @@ def train(
     """Train one leg, as `meshwright train` does after its set-up."""
     from meshwright.training.before.resolve import find_vocabulary
     from meshwright.training.health.stop import StopConditions
-    from meshwright.training.log.timers import Timers
+    from meshwright.training.log.timers import Startup, Timers
     from meshwright.training.loop import Trainer
     from meshwright.training.network import Spec
     from meshwright.training.run import finish_run
@@ -189,12 +189,12 @@ def train(
     vocabulary = find_vocabulary(config, None)
     marking: Any = vocabulary.tokenizer or SimpleNamespace(eod=EOD)  # mock data know no end of a document
     timers, stop = Timers(0, "minmax", device, team), StopConditions(config.training, time.perf_counter(), saves=False)
-    state = build_state(Spec(config, layout, device, vocabulary.size, vocabulary.padded), team, timers)
+    state = build_state(Spec(config, layout, device, vocabulary.size, vocabulary.padded), team, Startup())
     poison(state.net, bad)
     trace = Trace()
     trainer = Trainer(state, open_feed(state, marking, None), trace, timers, stop)  # type: ignore[arg-type]
     with contextlib.closing(trainer), traced(trainer, trace, shake, seed):
-        reason = trainer.train()
+        reason = trainer.train(Startup())
         if saves_at_end:
             finish_run(trainer, reason, vocabulary.tokenizer)
         trainer.state.saver.wait()

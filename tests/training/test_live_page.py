@@ -40,7 +40,7 @@ def test_the_end_stops_drawing_and_a_failure_draws_once_more(started):
     page.update()
     process = page.process
     page.close(failed=True)
-    assert process.returncode is not None and page.folder is None
+    assert process.returncode is not None and page.is_closed
     until = time.monotonic() + 60
     while not (started / "report.html").exists() and time.monotonic() < until:
         time.sleep(0.05)

@@ -12,7 +12,6 @@ import sys
 import termios
 
 import pytest
-import torch
 
 import meshwright.training.run
 from helpers import TINY_FLAGS
@@ -20,8 +19,9 @@ from meshwright import console
 from meshwright.__main__ import main
 from meshwright.errors import UserError
 from meshwright.ranks.team import Team
+from meshwright.settings.schema import Logging
 from meshwright.training.log import lines, screen
-from meshwright.training.log.timers import Timers
+from meshwright.training.log.timers import Startup
 
 
 def _train_on(terminal, argv, environment):
@@ -236,10 +236,10 @@ def test_the_line_of_the_set_up_says_what_is_being_done():
     console.set_stream("stdout", table)
     try:
         console.say("building GPT model ...")
-        timers = Timers(0, "all", torch.device("cpu"), Team())
-        with timers.phase("train/valid/test-data-iterators-setup"):
+        startup = Startup()
+        with startup.time("train/valid/test-data-iterators-setup"):
             pass
-        timers.print_phases("train/valid/test-data-iterators-setup")
+        startup.print_times(Logging(timing_log_option="all"), Team(), "train/valid/test-data-iterators-setup")
         console.say_time("after dataloaders are built")
         console.say_arguments({"adam_beta1": 0.9})
         console.say(" > building dataset index ...")

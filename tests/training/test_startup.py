@@ -6,8 +6,8 @@ import pytest
 
 from helpers import read_rows
 from meshwright.console import say
-from meshwright.training.log import startup
-from meshwright.training.log.startup import Startup
+from meshwright.training.log import timers
+from meshwright.training.log.timers import Startup
 
 PHASES = "tokenizer torch ranks modules model weights data".split()
 
@@ -20,7 +20,7 @@ def test_a_run_records_its_phases(run):
 
 
 def test_a_long_phase_is_named_once(capsys, monkeypatch):
-    monkeypatch.setattr(startup, "PATIENCE", 0.01)
+    monkeypatch.setattr(timers, "PATIENCE", 0.01)
     one = Startup(prints=True)
     with one.phase("weights", "drawing the weights"):
         time.sleep(0.12)
@@ -34,14 +34,14 @@ def test_a_long_phase_is_named_once(capsys, monkeypatch):
 
 
 def test_other_ranks_are_silent(capsys, monkeypatch):
-    monkeypatch.setattr(startup, "PATIENCE", 0.0)
+    monkeypatch.setattr(timers, "PATIENCE", 0.0)
     with Startup(prints=False).phase("ranks", "waiting for all ranks"):
         time.sleep(0.03)
     assert capsys.readouterr().out == ""
 
 
 def test_the_wait_for_the_first_step_ends_with_it(run, monkeypatch):
-    monkeypatch.setattr(startup, "PATIENCE", 0.0)
+    monkeypatch.setattr(timers, "PATIENCE", 0.0)
     out = run("--train-iters", 2, "--eval-iters", 0).out
     assert out.count("taking the first step, for which kernels are loaded or compiled ...") == 1
     assert out.index("taking the first step") < out.index("iteration        1/")

@@ -24,10 +24,18 @@ from meshwright.ranks.team import ALONE, Team
 T = TypeVar("T")
 
 
+class PassedOver(NamedTuple):
+    """A note about steps that were passed over: which one, if it was damaged, and why."""
+
+    note: str
+    step: int | None = None
+    why: str = ""
+
+
 class LoadedStep(NamedTuple):
     step: int
     state: dict[str, Any]
-    notes: tuple[str, ...] = ()  # about steps that were passed over
+    passed_over: tuple[PassedOver, ...] = ()
 
 
 class OpenOptions(NamedTuple):
@@ -50,15 +58,15 @@ Search = tuple[StepLocation | None, list[str]]  # and the notes to print
 
 def first_intact(
     path: Path, use: Callable[[StepLocation], T], team: Team = ALONE, report: Report = say
-) -> tuple[T | None, list[str]]:
+) -> tuple[T | None, list[PassedOver]]:
     """Use the step that a path means or, while steps of ours prove damaged, the next older one.
 
     Return what `use` returned, or None without any checkpoint, and the notes that were reported.
     """
     location, notes = search_on_lead(path, lambda: steps.find_step(path), team)
-    reported: list[str] = []
+    reported: list[PassedOver] = []
     while True:
-        reported += notes
+        reported += map(PassedOver, notes)
         for note in notes:
             report(note)
         if location is None:
@@ -66,8 +74,9 @@ def first_intact(
         try:
             return use(location), reported
         except DamagedCheckpoint as damage:
-            reported.append(f"WARNING: skipping {location.folder.name}, it is damaged: {damage}")
-            older = functools.partial(find_older, path, location, damage, reported[-1], report)
+            note = f"WARNING: skipping {location.folder.name}, it is damaged: {damage}"
+            reported.append(PassedOver(note, location.step, str(damage)))
+            older = functools.partial(find_older, path, location, damage, note, report)
             location, notes = search_on_lead(path, older, team)
 
 
@@ -154,8 +163,8 @@ def load_checkpoint(
     def load(location: StepLocation) -> LoadedStep:
         return load_step(location, want, options, accept, team)
 
-    loaded, notes = first_intact(Path(path), load, team)
-    return loaded._replace(notes=tuple(notes)) if loaded else None
+    loaded, passed_over = first_intact(Path(path), load, team)
+    return loaded._replace(passed_over=tuple(passed_over)) if loaded else None
 
 
 def load_step(

@@ -61,7 +61,7 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
 
 
 def complete_from_checkpoint(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
-    """Take the architecture from --load, which is all that is read tworld."""
+    """Take the architecture from --load, which is all that is read here."""
     if not parsed.config.checkpoint.load:
         return parsed.config
     from meshwright.training.before.resolve import complete_settings

@@ -114,7 +114,7 @@ class Watchdog:
         self.quiet = max(self.limit / 4, min(2.0, 0.45 * self.limit))  # of a rank that gives no sign
         self.thread = threading.get_ident()
         self.folder: Path | None = None  # for the stacks
-        self.at_end: Callable[[str], Any] = lambda text: None
+        self.record: Callable[[str], Any] = lambda text: None
         self.stopping = threading.Event()
         now = time.monotonic()
         self.ticks, self.position = -1, (0, 0, 0)
@@ -148,7 +148,7 @@ class Watchdog:
         self.stopping.set()
         for thread in self.threads:
             thread.join(2)
-        self.at_end = lambda text: None  # frees the training
+        self.record = lambda text: None  # frees the training
         self.pulse.shown_in = -1
         if self.obeys:
             signal.signal(WAKING_SIGNALS[1], signal.SIG_DFL)
@@ -342,6 +342,10 @@ class Watchdog:
 
     # The end
 
+    def record_end_with(self, record: Callable[[str], Any]) -> None:
+        """Call `record` with the reason, before the process is ended."""
+        self.record = record
+
     def is_ending(self) -> bool:
         """Return whether the watchdog is about to end this process.
 
@@ -362,7 +366,7 @@ class Watchdog:
         if prints:
             write_text(2, f"meshwright train: error: {verdict['text']}\n")
         self.dump(prints)
-        reporting = threading.Thread(target=self.at_end, args=(verdict["text"],), daemon=True)
+        reporting = threading.Thread(target=self.record, args=(verdict["text"],), daemon=True)
         reporting.start()
         if prints:
             for rank, who in verdict["who"].items():

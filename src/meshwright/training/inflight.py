@@ -53,7 +53,9 @@ class Settled(NamedTuple):
 class InFlight:
     """At most `ahead` submitted steps; each is settled once and logged once, in order."""
 
-    def __init__(self, state: State, metrics: Metrics, stragglers: Stragglers, replicas: Replicas) -> None:
+    def __init__(
+        self, state: State, metrics: Metrics, stragglers: Stragglers | None, replicas: Replicas | None
+    ) -> None:
         self.state, self.metrics, self.stragglers, self.replicas = state, metrics, stragglers, replicas
         c, is_asynchronous = state.config, devices.is_asynchronous(state.net.device)
         skips = (reaction(c.training.on_nonfinite, ON_NONFINITE) or ("stop", 0))[0] == "skip"
@@ -100,7 +102,9 @@ class InFlight:
         numbers = dict(zip(step.names, step.numbers(), strict=True))
         loss, norm, votes = (numbers.pop(name) for name in ("loss", "grad_norm", "votes"))
         if "met" in numbers:
-            self.stragglers.note(step.iteration, step.data_ms, numbers.pop("arrived"), numbers.pop("met"))
+            arrived, met = numbers.pop("arrived"), numbers.pop("met")
+            if self.stragglers is not None:
+                self.stragglers.note(step.iteration, step.data_ms, arrived, met)
         if schedule.wd_style != "constant":
             numbers["weight_decay"] = settings.weight_decay
 
@@ -125,7 +129,7 @@ class InFlight:
         write, self.unwritten = self.unwritten, None
         if write is not None:
             write()
-        for iteration, lag in self.stragglers.changes() if self.state.team.is_lead else ():
+        for iteration, lag in self.stragglers.changes() if self.stragglers and self.state.team.is_lead else ():
             self.metrics.event("straggler", iteration, f" > {'WARNING: ' * lag.is_slow}{lag}", **lag.facts())
 
     def drop(self) -> bool:
@@ -136,7 +140,8 @@ class InFlight:
         dropped = list(self.submitted)
         self.submitted.clear()
         self.write_log()
-        self.replicas.forget()
+        if self.replicas is not None:
+            self.replicas.forget()
         return any(all(map(math.isfinite, step.numbers()[:2])) for step in dropped)
 
     def finish_alone(self) -> None:

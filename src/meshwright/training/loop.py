@@ -25,16 +25,16 @@ from meshwright.ranks.watchdog import Watchdog
 from meshwright.training.beside.samples import SampleWriter
 from meshwright.training.beside.scores import Scores
 from meshwright.training.health.guard import Guard
-from meshwright.training.health.replicas import Replicas
+from meshwright.training.health.replicas import Replicas, copies_in
 from meshwright.training.health.stop import StopConditions
 from meshwright.training.health.stragglers import Stragglers
 from meshwright.training.inflight import InFlight
 from meshwright.training.log.lines import FORMS, MEGATRON, Check
 from meshwright.training.log.metrics import Metrics
 from meshwright.training.log.profile import profiler
-from meshwright.training.log.timers import Timers
+from meshwright.training.log.timers import Startup, Timers
 from meshwright.training.state.state import State
-from meshwright.training.step import StepSettings, evaluate, train_step
+from meshwright.training.step import StepSettings, evaluate, train_step, untimed
 
 ALL_DONE = "all iterations done"
 
@@ -57,25 +57,29 @@ class Trainer:
         self.config, self.progress, self.net, self.team = state.config, state.progress, state.net, state.team
         self.samples, self.scores = samples, scores  # of --sample-interval and --eval-tasks
         logging, every = self.config.logging, self.config.parallel.check_replicas_interval
-        self.stragglers = Stragglers(watchdog if logging.log_straggler else None, logging.log_interval)
-        self.replicas = Replicas(self.net, self.team, every, self.config.checkpoint.save)
+        self.time = timers.time if timers.level else untimed
+        self.stragglers = Stragglers(watchdog, logging.log_interval) if watchdog and logging.log_straggler else None
+        copies = copies_in(self.net.store) if every else []
+        self.replicas = Replicas(self.net, self.team, copies, every, self.config.checkpoint.save) if copies else None
         self.in_flight = InFlight(state, metrics, self.stragglers, self.replicas)
         self.guard = Guard(state, metrics, self.in_flight, feed)
         self.may_have_to_stop = True  # whether any rank may have a reason to
 
-    def train(self) -> str:
+    def train(self, startup: Startup) -> str:
         """Take all steps that are left, unless something stops the run; return why it ended."""
         if self.config.training.skip_train:
             say("skipping training (--skip-train) ...")
             return ALL_DONE
         self.begin()
         with contextlib.ExitStack() as block:
-            profile = block.enter_context(profiler(self.config.logging, self.metrics.folder, self.net.device))
+            g, begun = self.config.logging, self.progress.iteration
+            profile = block.enter_context(profiler(g, self.metrics.folder, self.net.device)) if g.profile else None
             gc.freeze()  # the collector need not look again at what was built so far
             block.callback(gc.unfreeze)
             block.callback(self.feed.close)
-            block.callback(self.timers.startup.end_wait)
-            self.timers.startup.wait("taking the first step, for which kernels are loaded or compiled")
+            block.callback(startup.end_wait)
+            doing = "taking the first step, for which kernels are loaded or compiled"
+            startup.wait(doing, is_over=lambda: self.metrics.iteration > begun)
             try:
                 reason = self.take_steps(profile)
                 self.finish()
@@ -88,7 +92,7 @@ class Trainer:
             self.report_samples_used(aloud=True)
         return reason
 
-    def take_steps(self, profile: Callable[[int, Callable[[], None]], None]) -> str:
+    def take_steps(self, profile: Callable[[int, Callable[[], None]], None] | None) -> str:
         """Take steps until the run is done or something stops it; return the reason."""
         self.in_flight.restart_clock()
         while not self.state.is_done:
@@ -96,7 +100,8 @@ class Trainer:
                 return reason
             if self.skip_iterations():
                 continue
-            profile(self.progress.iteration + 1, self.finish)
+            if profile is not None:
+                profile(self.progress.iteration + 1, self.finish)
             self.step()
             self.validate_and_save()
         return ALL_DONE
@@ -118,15 +123,16 @@ class Trainer:
         """Update the weights with the next global batch."""
         begun = time.perf_counter()
         pulse.enter("data", self.progress.iteration + 1)
-        with self.timers.time("batch-generator", 2):
+        with self.time("batch-generator", 2):
             micro_batches = self.next_batch()
         waited = time.perf_counter() - begun
         pulse.enter("forward-backward")
         settings = self.step_settings()
-        update = train_step(self.net, micro_batches, settings, self.timers.time)
+        update = train_step(self.net, micro_batches, settings, self.time)
         self.in_flight.add(update, settings, 1e3 * waited)
         self.settle(keep=self.in_flight.ahead)
-        self.replicas.after(self.progress.iteration, at_once=not self.in_flight.ahead)
+        if self.replicas is not None:
+            self.replicas.after(self.progress.iteration, at_once=not self.in_flight.ahead)
 
     def next_batch(self) -> list[Batch]:
         """Return this rank's micro-batches of the next global batch."""
@@ -134,9 +140,15 @@ class Trainer:
 
     def step_settings(self) -> StepSettings:
         samples, t, state = self.progress.schedule_samples, self.config.training, self.state
-        wants_stop = self.team.size > 1 and (self.stop.reason() is not None or state.saver.failed)
+        wants_stop = self.team.size > 1 and (self.stop.reason() is not None or self.has_failed_to_save)
         lr, weight_decay = state.schedule.lr(samples), state.schedule.wd(samples)
         return StepSettings(t.seed, lr, weight_decay, state.scaler.scale, t.loss_mean, wants_stop)
+
+    @property
+    def has_failed_to_save(self) -> bool:
+        """Whether the save in flight has failed."""
+        background = self.state.saver.background
+        return background is not None and background.failed
 
     def settle(self, keep: int = 0) -> None:
         """Wait for the submitted steps but the last `keep`, and react to each."""
@@ -150,7 +162,8 @@ class Trainer:
         """Wait for all submitted steps, react to them and log them."""
         self.settle()
         self.in_flight.write_log()
-        self.replicas.look()
+        if self.replicas is not None:
+            self.replicas.look()
 
     def close(self) -> None:
         """End what is under way and close the log; wait for a save in flight."""
@@ -180,7 +193,7 @@ class Trainer:
         iteration, every = self.progress.iteration, self.config.training.exit_interval
         reason = None
         if self.may_have_to_stop:
-            reason, has_failed = self.stop.agree(self.team, self.state.saver.failed)
+            reason, has_failed = self.stop.agree(self.team, self.has_failed_to_save)
             if has_failed:
                 self.wait_for_save()  # raises the failure on every rank
             self.may_have_to_stop = self.team.size == 1
@@ -206,7 +219,8 @@ class Trainer:
         if not (saves or validates or prints or samples or scores):
             return
         self.finish()
-        self.stragglers.pause()
+        if self.stragglers is not None:
+            self.stragglers.pause()
         pause = time.perf_counter()
         if prints:
             self.metrics.print_gpus()
@@ -280,7 +294,8 @@ class Trainer:
 
     def save(self) -> None:
         pulse.enter("save")
-        self.replicas.require_equal(self.progress.iteration)
+        if self.replicas is not None:
+            self.replicas.require_equal(self.progress.iteration)
         self.guard.note_save()
         self.report_samples_used()
         self.metrics.sync()

@@ -28,7 +28,7 @@ from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.before.preflight import require_equal_ranks
 from meshwright.training.before.resolve import Resolved, resolve
-from meshwright.training.log.startup import Startup
+from meshwright.training.log.timers import Startup
 from meshwright.training.state.folder import goodput_of, write_report
 from meshwright.training.state.resume import note_kept_model
 
@@ -120,7 +120,6 @@ def run_on_rank(
     with startup.phase("modules", "importing Meshwright"):
         from meshwright.training import setup
         from meshwright.training.log.screen import open_screen
-        from meshwright.training.log.timers import Timers
         from meshwright.training.network import Spec
 
     screen = open_screen(config.logging) if team.is_lead else None
@@ -135,18 +134,17 @@ def run_on_rank(
         team.run_on_lead(lambda: lock_folders(config, block))
         if caller.rehearse is not None and config.training.verify_layout:
             caller.rehearse(resolved, layout, device, team, caller)
-        timers = Timers(int(config.logging.timing_log_level), config.logging.timing_log_option, device, team, startup)
         print_settings(resolved, pick_backend(config.parallel, device))
         say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
         say_time("after megatron is initialized")
         spec = Spec(config, layout, device, vocabulary.size, vocabulary.padded, caller.model, caller.loss)
-        trainer = setup.build_trainer(resolved, spec, caller.datasets, team, timers, watchdog, screen)
+        trainer = setup.build_trainer(resolved, spec, caller.datasets, team, startup, watchdog, screen)
         say(startup.line())
         open_log()
         block.callback(trainer.close)
         with trainer.stop.handle_signals() if caller.handle_signals else contextlib.nullcontext():
             try:
-                reason = trainer.train()
+                reason = trainer.train(startup)
                 finish_run(trainer, reason, vocabulary.tokenizer)
             except BaseException as error:
                 trainer.metrics.record_failure(trainer.progress.iteration, error)
@@ -198,7 +196,8 @@ def report_end(trainer: Trainer, reason: str, folder: Path | None) -> None:
         say(f"exiting program after receiving {reason}.")
     metrics.row("end", trainer.progress.iteration, reason=reason, status=stop.status)
     if folder is not None and trainer.team.is_lead:
-        metrics.page.close()
+        if metrics.page is not None:
+            metrics.page.close()
         if not trainer.config.training.skip_train and (goodput := goodput_of(folder)):
             (remark if goodput.recoveries else say)(f" > {goodput.line()}")
         write_report(folder)

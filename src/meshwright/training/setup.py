@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import platform
 import time
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,9 +29,10 @@ from meshwright.training.before.sizes import describe_long_step, parameters_of_r
 from meshwright.training.beside.samples import SampleWriter
 from meshwright.training.beside.scores import Scores, ScoresBeside
 from meshwright.training.health.stop import StopConditions
-from meshwright.training.log.metrics import Metrics, RunBegin
+from meshwright.training.log.lines import RunSizes
+from meshwright.training.log.metrics import Metrics, peak_flops
 from meshwright.training.log.screen import Beginning, LineScreen
-from meshwright.training.log.timers import Timers
+from meshwright.training.log.timers import Startup, Timers
 from meshwright.training.loop import Trainer
 from meshwright.training.network import Spec, build_network
 from meshwright.training.state import folder as run_folder
@@ -46,27 +45,28 @@ def build_trainer(
     spec: Spec,
     datasets: Datasets | None,
     team: Team,
-    timers: Timers,
+    startup: Startup,
     watchdog: Watchdog | None,
     screen: LineScreen | None,
 ) -> Trainer:
     """Make all parts of a run, and print what Megatron's log has about them."""
-    c, tokenizer, startup = resolved.config.checkpoint, resolved.vocabulary.tokenizer, timers.startup
-    with timers.phase("model-and-optimizer-setup"):
-        state = build_state(spec, team, timers)
+    c, g, tokenizer = resolved.config.checkpoint, resolved.config.logging, resolved.vocabulary.tokenizer
+    with startup.time("model-and-optimizer-setup"):
+        state = build_state(spec, team, startup)
     say_time("after model, optimizer, and learning rate scheduler are built")
 
-    with timers.phase("train/valid/test-data-iterators-setup"), startup.phase("data", "opening the data"):
+    with startup.time("train/valid/test-data-iterators-setup"), startup.phase("data", "opening the data"):
         feed = open_feed(state, tokenizer, datasets)
         samples, scores = open_samples(state, tokenizer), open_scores(state, tokenizer)
     say_time("after dataloaders are built")
     say("done with setup ...")
-    timers.print_phases("model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
+    startup.print_times(g, team, "model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
 
-    metrics = open_log(state, resolved.folder, tokenizer, timers, resolved.command, screen)
+    timers = Timers(int(g.timing_log_level), g.timing_log_option, spec.device, team)
+    metrics = open_log(state, resolved, timers, startup, screen)
     stop = StopConditions(state.config.training, startup.began, c.save is not None, lambda: newest_step(c.save))
     if watchdog is not None:
-        watchdog.at_end = lambda text: metrics.record_failure(state.progress.iteration, UserError(text, HANG))
+        watchdog.record_end_with(lambda text: metrics.record_failure(state.progress.iteration, UserError(text, HANG)))
     return Trainer(state, feed, metrics, timers, stop, watchdog, samples, scores)
 
 
@@ -75,13 +75,13 @@ def newest_step(folder: str | None) -> int | None:
     return next(iter(steps.list_steps(folder)), None) if folder else None
 
 
-def build_state(spec: Spec, team: Team, timers: Timers) -> State:
+def build_state(spec: Spec, team: Team, startup: Startup) -> State:
     """Build the network, load or draw its weights, and resolve `--micro-batch-size auto`."""
-    with timers.startup.phase("model", "building the model"):
+    with startup.phase("model", "building the model"):
         state = build_empty_state(spec, team)
-    load_or_initialise(state, timers)
+    load_or_initialise(state, startup)
     if spec.config.training.micro_batch_size == "auto":
-        with timers.startup.phase("micro-batch", "trying micro-batches"):
+        with startup.phase("micro-batch", "trying micro-batches"):
             fit_micro_batch(state)
     return state
 
@@ -111,14 +111,14 @@ def build_empty_state(spec: Spec, team: Team) -> State:
     return state
 
 
-def load_or_initialise(state: State, timers: Timers) -> None:
+def load_or_initialise(state: State, startup: Startup) -> None:
     config, store = state.config, state.net.store
     is_loaded = bool(config.checkpoint.load)
-    with timers.startup.phase("weights", "loading the weights" if is_loaded else "drawing the weights"):
+    with startup.phase("weights", "loading the weights" if is_loaded else "drawing the weights"):
         if is_loaded:
-            with timers.phase("load-checkpoint"):
+            with startup.time("load-checkpoint"):
                 state.load()
-            timers.print_phases("load-checkpoint")
+            startup.print_times(config.logging, state.team, "load-checkpoint")
         if not state.has_loaded:
             # A custom model's own function may use one generator.
             own = getattr(state.net.parts[0], "initialise", None)
@@ -200,59 +200,59 @@ def open_scores(state: State, tokenizer: Tokenizer | None) -> Scores | None:
 
 
 def open_log(
-    state: State,
-    folder: Path | None,
-    tokenizer: Tokenizer | None,
-    timers: Timers,
-    command: list[str],
-    screen: LineScreen | None = None,
+    state: State, resolved: Resolved, timers: Timers, startup: Startup, screen: LineScreen | None = None
 ) -> Metrics:
     """Write the settings and the vocabulary, and open the log with its first row.
 
     Before this, the run has only written locks, probes and caches.
     """
-    c, p, team, seq = state.config, state.progress, state.team, state.config.data.seq_length
-    assert seq
-    state.check(tokenizer)
-    team.run_on_lead(lambda: run_folder.prepare(folder, c, tokenizer, state.will_train))
-    flops = counts.flops_per_token(c.model, state.padded, seq, c.training.recompute_granularity)
+    c, team, folder, vocabulary = state.config, state.team, resolved.folder, resolved.vocabulary
+    state.check(vocabulary.tokenizer)
+    team.run_on_lead(lambda: run_folder.prepare(folder, c, vocabulary.tokenizer, state.will_train))
+    run, device = sizes_of_run(state), devices.device_name(state.net.device)
     # The state that all ranks would save together holds each parameter once.
     own = state.net.store.named_state(False, to_save=True)
     parameters = sum(team.gather(sum(x.numel() for _, _, x in own.values())))
+    tokens = c.global_batch * run.sequence
     if screen is not None:
-        show(screen.begin(beginning(state, folder, tokenizer, parameters)))
-    long = describe_long_step(flops * c.global_batch * seq) if state.net.device.type == "cpu" else None
+        loaded = c.checkpoint.load if state.has_loaded else None
+        show(screen.begin(Beginning(c, folder, vocabulary, parameters, run, device, loaded, state.best)))
+    long = describe_long_step(run.flops_per_token * tokens) if state.net.device.type == "cpu" else None
     if long and state.will_train:
         remark(f"WARNING: {long}")
-    begin = RunBegin(p.iteration, p.consumed_train_samples, state.total_steps(), flops, screen)
-    metrics = Metrics(folder if team.is_lead else None, c, begin, timers, team)
-    # A "start" replaces earlier rows from this iteration on, an "evaluate" none.
-    event = "evaluate" if c.training.skip_train else "start"
-    row: dict[str, Any] = {"command": command, "version": our_version(), "torch": torch.__version__}
-    row |= {
+    metrics = Metrics(folder if team.is_lead else None, c, run, timers, team, screen)
+    row = {
+        "command": resolved.command,
+        "version": our_version(),
+        "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": devices.device_name(state.net.device),
+        "device": device,
         "host": platform.node(),
+        "parameters": parameters,
+        "block": state.net.execution,
+        "dtype": c.precision.dtype,
+        "startup": startup.seconds,
+        "ready": round(time.perf_counter() - startup.began, 3),
+        "tokens_per_step": tokens,
+        "train_iters": c.steps,
     }
-    row |= {"parameters": parameters, "block": state.net.execution, "dtype": c.precision.dtype}
-    startup = timers.startup
-    row |= {"startup": startup.seconds, "ready": round(time.perf_counter() - startup.began, 3)}
-    metrics.row(event, p.iteration, **row, tokens_per_step=c.global_batch * seq, train_iters=c.steps)
+    # A "start" replaces earlier rows from this iteration on, an "evaluate" none.
+    metrics.row("evaluate" if c.training.skip_train else "start", run.iteration, **row)
     return metrics
 
 
-def beginning(state: State, folder: Path | None, tokenizer: Tokenizer | None, parameters: int) -> Beginning:
-    p = state.progress
-    return Beginning(
-        state.config,
-        folder,
-        tokenizer,
-        state.vocab,
-        state.padded,
-        parameters,
-        device=devices.device_name(state.net.device),
-        iteration=p.iteration,
-        total=state.total_steps(),
-        loaded=state.config.checkpoint.load if state.has_loaded else None,
-        best=None if p.best_iteration is None or p.best_loss is None else (p.best_iteration, p.best_loss),
+def sizes_of_run(state: State) -> RunSizes:
+    """Return the size of a run whose state is loaded."""
+    c, length = state.config, state.config.data.seq_length
+    assert length
+    return RunSizes(
+        steps=state.total_steps(),
+        samples=c.samples,
+        sequence=length,
+        micro_batch=c.micro_batch * c.dp,
+        devices=state.team.size,
+        flops_per_token=counts.flops_per_token(c.model, state.padded, length, c.training.recompute_granularity),
+        peak=peak_flops(state.net.device),
+        iteration=state.progress.iteration,
+        consumed=state.progress.consumed_train_samples,
     )

@@ -23,11 +23,11 @@ from meshwright.training.before.resolve import find_vocabulary
 from meshwright.training.health.stop import StopConditions
 from meshwright.training.log.columns import STEP_COLUMNS
 from meshwright.training.log.lines import Check
-from meshwright.training.log.metrics import Metrics, RunBegin
-from meshwright.training.log.timers import Timers
+from meshwright.training.log.metrics import Metrics
+from meshwright.training.log.timers import Startup, Timers
 from meshwright.training.loop import Trainer
 from meshwright.training.network import Spec
-from meshwright.training.setup import build_state, loader_spec
+from meshwright.training.setup import build_state, loader_spec, sizes_of_run
 from meshwright.training.state.state import State
 from meshwright.verify.twin import SAMPLES
 
@@ -45,7 +45,7 @@ class StepRows(Metrics):
     """A log that keeps a row of numbers for each step and each validation, and prints nothing."""
 
     def __init__(self, state: State, timers: Timers) -> None:
-        super().__init__(None, state.config, RunBegin(0, 0, state.total_steps(), 0.0), timers, state.team)
+        super().__init__(None, state.config, sizes_of_run(state), timers, state.team)
         self.rows: list[list[float]] = []  # COLUMNS
 
     def step(self, iteration: int, consumed: int, seconds: float, next_lr: float, values: dict[str, Any]) -> None:
@@ -73,8 +73,7 @@ def start_trainer(config: TrainConfig, setup: RankSetup) -> Trainer:
     layout = setup.connect(layout) if layout.world > 1 else layout
     vocabulary = find_vocabulary(config, None)
     spec = Spec(config, layout, setup.device, vocabulary.size, vocabulary.padded, setup.model, setup.loss)
-    timers = Timers(0, "minmax", setup.device, team)
-    state = build_state(spec, team, timers)
+    state, timers = build_state(spec, team, Startup()), Timers(0, "minmax", setup.device, team)
     d = config.data
     effects = (d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask)
     assert d.seq_length

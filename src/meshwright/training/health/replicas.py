@@ -117,15 +117,14 @@ def joined(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 class Replicas:
     """The comparisons of one run."""
 
-    def __init__(self, net: Network, team: Team, every: int, saves_to: str | None = None) -> None:
-        self.net, self.team, self.every, self.saves_to = net, team, every, saves_to
-        self.copies = copies_in(net.store) if every else []
+    def __init__(self, net: Network, team: Team, copies: list[Copies], every: int, saves_to: str | None) -> None:
+        self.net, self.team, self.copies, self.every, self.saves_to = net, team, copies, every, saves_to
         self.pending: tuple[int, Callable[[], list[float]]] | None = None
 
     def after(self, iteration: int, at_once: bool) -> None:
         """Look at the last comparison, and begin one if this step is due."""
         self.look()
-        if self.copies and iteration % self.every == 0:
+        if iteration % self.every == 0:
             self.begin(iteration)
             if at_once:
                 self.look()
@@ -133,9 +132,8 @@ class Replicas:
     def require_equal(self, iteration: int) -> None:
         """Compare the weights now, which are about to be saved."""
         self.look()
-        if self.copies:
-            self.begin(iteration)
-            self.look()
+        self.begin(iteration)
+        self.look()
 
     def begin(self, iteration: int) -> None:
         """Hash the weights and exchange the hashes, without waiting for the device."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from meshwright.errors import DONE, WARNINGS
 from meshwright.ranks.team import Team
@@ -45,7 +46,8 @@ class StopConditions:
 
         A signal that another rank received becomes this one's.
         """
-        everyone = team.gather([self.reason(), self.signal, has_failed])
+        own: list[Any] = [self.reason(), self.signal, has_failed]
+        everyone = [own] if team.size == 1 else team.gather(own)
         for _, number, _ in everyone:
             if number is not None and self.signal is None:
                 self.signal = signal.Signals(number)

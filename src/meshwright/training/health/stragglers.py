@@ -57,7 +57,7 @@ class Lag:
 class Stragglers:
     """The times of this rank and, on rank 0, the comparison."""
 
-    def __init__(self, watchdog: Watchdog | None, log_interval: int) -> None:
+    def __init__(self, watchdog: Watchdog, log_interval: int) -> None:
         self.watchdog, self.log_interval = watchdog, log_interval
         self.met: float | None = None  # when all ranks met in the last step, in ns
         self.steps, self.ms, self.data_ms = 0, 0.0, 0.0
@@ -66,8 +66,6 @@ class Stragglers:
     def note(self, iteration: int, data_ms: float, arrived: float, met: float) -> None:
         """Count a step; its times are in nanoseconds."""
         before, self.met = self.met, met
-        if self.watchdog is None:
-            return
         if before is not None:
             self.steps += 1
             self.ms += (arrived - before) / 1e6
@@ -82,7 +80,7 @@ class Stragglers:
 
     def changes(self) -> list[tuple[int, Lag]]:
         """Return the ranks that became slow, or are no longer, each with the iteration."""
-        board, out = self.watchdog.take_board() if self.watchdog is not None else None, []
+        board, out = self.watchdog.take_board(), []
         if board is None:
             return []
         iteration = max(at for _, at, _, _ in board)

@@ -16,7 +16,7 @@ from meshwright.training.log.columns import STEP_COLUMNS
 
 @dataclass(frozen=True)
 class RunSizes:
-    """Numbers of a run that its lines need."""
+    """The size of a run, and where this attempt begins."""
 
     steps: int  # all steps of the run
     samples: int | None  # the same in samples, with --train-samples
@@ -25,6 +25,8 @@ class RunSizes:
     devices: int
     flops_per_token: float
     peak: float | None  # FLOP/s of a device, if known
+    iteration: int = 0  # steps that earlier attempts have done
+    consumed: int = 0  # samples of these steps
 
 
 @dataclass(frozen=True)

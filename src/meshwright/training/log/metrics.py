@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,36 +50,23 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for key, peak in PEAKS.items() if key in name), None)
 
 
-@dataclass(frozen=True)
-class RunBegin:
-    """Where an attempt begins, and the size of the complete run."""
-
-    iteration: int
-    consumed: int  # samples
-    total_steps: int
-    flops_per_token: float
-    screen: LineScreen | None = None
-
-
 class Metrics:
     """The sums since the last log line, the JSON-lines file, the trackers and the progress bar.
 
     Every rank has one. Those that do not lead have no folder and print nothing.
     """
 
-    def __init__(self, folder: Path | None, config: TrainConfig, begin: RunBegin, timers: Timers, team: Team) -> None:
-        assert config.data.seq_length
+    def __init__(
+        self,
+        folder: Path | None,
+        config: TrainConfig,
+        run: RunSizes,
+        timers: Timers,
+        team: Team,
+        screen: LineScreen | None = None,
+    ) -> None:
         self.folder, self.config, self.g, self.is_lead = folder, config, config.logging, team.is_lead
-        self.device, self.timers, self.screen = timers.device, timers, begin.screen
-        self.run = RunSizes(
-            steps=begin.total_steps,
-            samples=config.samples,
-            sequence=config.data.seq_length,
-            micro_batch=config.micro_batch * config.dp,
-            devices=team.size,
-            flops_per_token=begin.flops_per_token,
-            peak=peak_flops(self.device),
-        )
+        self.run, self.device, self.timers, self.screen = run, timers.device, timers, screen
         self.file, self.attempt_number, self.has_failed = -1, 1, False
         self.unwritten = bytearray()  # rows, or the rest of one, that a full disk refused
         self.is_late = False  # whether that was logged
@@ -92,17 +78,17 @@ class Metrics:
         self.trackers, self.bar = [], None
         if team.is_lead:
             settings = flags.to_dict(config)
-            self.trackers = open_trackers(self.g, folder, settings, name, begin.iteration + 1, begin.consumed)
-            self.bar = _start_bar(begin.total_steps) if self.g.progress and sys.stderr.isatty() else None
+            self.trackers = open_trackers(self.g, folder, settings, name, run.iteration + 1, run.consumed)
+            self.bar = _start_bar(run.steps) if self.g.progress and sys.stderr.isatty() else None
         self.since_line: list[dict[str, Any]] = []  # numbers of the steps since the last line
         self.seconds = 0.0  # that they took
         self.since_print = (0, 0, 0.0)  # steps, samples and seconds since the last line of --steps-per-print
-        self.iteration = begin.iteration
+        self.iteration = run.iteration
         # As many as the mean at the end may need.
-        self.recent = collections.deque[tuple[int, float]](maxlen=max(self.g.log_interval, begin.total_steps // 50, 1))
+        self.recent = collections.deque[tuple[int, float]](maxlen=max(self.g.log_interval, run.steps // 50, 1))
         self.memory_is_printed = self.gpus_are_hidden = False
         self.form, self.head_is_printed = FORMS.get(self.g.log_format, MEGATRON), False
-        self.page = LivePage(None if config.training.skip_train else folder)
+        self.page = LivePage(folder) if folder is not None and not config.training.skip_train else None
 
     def row(self, event: str, iteration: int, **values: Any) -> None:
         """Append one row immediately, so that a kill can truncate only the last line.
@@ -180,8 +166,8 @@ class Metrics:
                 self.since_print = (0, 0, 0.0)
         if iteration % self.g.log_interval == 0 or iteration == self.run.steps or not math.isfinite(loss):
             self._line(iteration, consumed, next_lr)
-        self.page.update()
-        self.timers.startup.end_wait()  # for the first step
+        if self.page is not None:
+            self.page.update()
 
     def _track(self, values: dict[str, float], iteration: int, consumed: int) -> None:
         for tracker in self.trackers:
@@ -202,7 +188,8 @@ class Metrics:
             columns |= {"reserved": "reserved_bytes.all.current", "max reserved": "reserved_bytes.all.peak"}
             shown = " | ".join(f"{name}: {stats[key] / 2**20}" for name, key in columns.items())
             say(f"[Rank 0] (after {iteration} iterations) memory (MB) | {shown}")
-        self.timers.print_means(len(self.since_line))
+        if self.timers.steps:
+            self.timers.print_means(len(self.since_line))
         self.since_line, self.seconds = [], 0.0
 
     def roll_back(self, to: int, iteration: int, **values: Any) -> None:
@@ -267,7 +254,8 @@ class Metrics:
         with contextlib.suppress(OSError):  # perhaps the disk is full, which is why it ends
             self.row("end", iteration, reason=reason, status=status)
         self.has_failed = True  # the watchdog and the training may both find out
-        self.page.close(failed=True)
+        if self.page is not None:
+            self.page.close(failed=True)
 
     @property
     def final_loss(self) -> tuple[float, int]:
@@ -283,7 +271,8 @@ class Metrics:
         for tracker in self.trackers:
             tracker.close()
         self.stop_bar()
-        self.page.close()
+        if self.page is not None:
+            self.page.close()
         if self.file >= 0:
             if self.unwritten:
                 remark(f"WARNING: {self.path} lacks its last {len(self.unwritten):,} bytes: the disk took no more")

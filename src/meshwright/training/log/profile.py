@@ -169,7 +169,7 @@ def profiler(
     with contextlib.ExitStack() as running:
 
         def before_step(iteration: int, finish: Callable[[], None]) -> None:
-            if g.profile and iteration == g.profile_step_start:
+            if iteration == g.profile_step_start:
                 finish()
                 running.enter_context(traced())
             elif iteration == g.profile_step_end:

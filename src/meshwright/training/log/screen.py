@@ -19,7 +19,7 @@ from meshwright import tokenizers
 from meshwright.settings import data_paths
 from meshwright.settings.schema import Logging, TrainConfig
 from meshwright.training.before.sizes import describe_layout, describe_memory
-from meshwright.training.log.lines import Check, Interval
+from meshwright.training.log.lines import Check, Interval, RunSizes
 from meshwright.version import our_version
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.status import Status
     from rich.text import Text
 
-    from meshwright.tokenizers import Tokenizer
+    from meshwright.training.before.resolve import Vocabulary
 
 WIDTH = 80
 INDENT = "  "
@@ -39,13 +39,10 @@ class Beginning:
 
     config: TrainConfig
     folder: Path | None
-    tokenizer: Tokenizer | None
-    vocab: int
-    padded: int
+    vocabulary: Vocabulary
     parameters: int
+    sizes: RunSizes
     device: str
-    iteration: int  # steps that earlier attempts have done
-    total: int  # steps of the run
     loaded: str | None  # what was loaded; None: the weights are random
     best: tuple[int, float] | None  # iteration and loss of the best validation so far
 
@@ -157,7 +154,7 @@ class LineScreen:
         from rich.text import Text
 
         chosen = sorted((c for c in COLUMNS if has_mfu or c.title != "MFU"), key=lambda c: c.rank)
-        if self.run is not None and (step := len(f"{self.run.total:,}")) > COLUMNS[0].width - 1:
+        if self.run is not None and (step := len(f"{self.run.sizes.steps:,}")) > COLUMNS[0].width - 1:
             chosen[0] = ScreenColumn("step", step + 1, COLUMNS[0].text, 0)
         while len(chosen) > 1 and sum(c.width for c in chosen) + len(INDENT) > self.width:
             chosen.pop()
@@ -234,7 +231,7 @@ class LineScreen:
 
     def describe_end(self, reason: str, is_done: bool, at: int) -> str:
         assert self.run is not None
-        steps = f"{at:,} steps" if is_done else f"after step {at:,} of {self.run.total:,}"
+        steps = f"{at:,} steps" if is_done else f"after step {at:,} of {self.run.sizes.steps:,}"
         why = "" if is_done else f" ({reason})"
         return f"{steps} in {clock(time.perf_counter() - self.began)}{why}"
 
@@ -266,23 +263,24 @@ def facts(run: Beginning) -> list[tuple[str, str]]:
     files = list(dict.fromkeys(data_paths.prefixes(c.data)))
     data = "random ids (--mock-data)" if c.data.mock_data else files[0] if files else "the caller's data sets"
     data += f" and {len(files) - 1} more" if len(files) > 1 else ""
-    tokenizer = run.tokenizer.name if run.tokenizer is not None else "none"
+    vocabulary = run.vocabulary
+    tokenizer = vocabulary.tokenizer.name if vocabulary.tokenizer is not None else "none"
     number = c.micro_batches(c.global_batch)
     micro = f"{number} x {c.micro_batch} on each rank" if c.world > 1 else f"{number} x {c.micro_batch}"
     batch = f"{c.global_batch:,} sequences of {seq:,} = {c.global_batch * seq:,} tokens, as {micro}"
     batch = f"{t.rampup_batch_size[0]:,} sequences, growing to {batch}" if t.rampup_batch_size else batch
     return [
         ("model", f"{run.parameters:,} parameters: {shape}, context of {seq:,}"),
-        ("run", f"{run.total:,} steps, {tokens:,} tokens; {describe_start(run)}"),
+        ("run", f"{run.sizes.steps:,} steps, {tokens:,} tokens; {describe_start(run)}"),
         ("data", data),
-        ("tokenizer", f"{tokenizer}, {run.vocab:,} ids"),
+        ("tokenizer", f"{tokenizer}, {vocabulary.size:,} ids"),
         ("batch", batch),
         (
             "precision",
             f"{c.precision.dtype}{f', recompute {t.recompute_granularity}' if t.recompute_granularity else ''}",
         ),
         ("layout", describe_layout(c)),
-        ("memory", f"{describe_memory(c, run.padded)} and activations"),
+        ("memory", f"{describe_memory(c, vocabulary.padded)} and activations"),
         ("rate", f"{o.lr:g} to {o.min_lr:g}, {o.lr_decay_style}{describe_warmup(c)}; {o.optimizer}"),
         ("folder", f"{run.folder} (log.txt, report.html)" if run.folder else "none: nothing is kept without --save"),
     ]
@@ -291,7 +289,8 @@ def facts(run: Beginning) -> list[tuple[str, str]]:
 def describe_start(run: Beginning) -> str:
     if run.loaded is None:
         return "new"
-    return f"goes on at step {run.iteration:,} of {run.loaded}" if run.iteration else f"weights of {run.loaded}"
+    done = run.sizes.iteration
+    return f"goes on at step {done:,} of {run.loaded}" if done else f"weights of {run.loaded}"
 
 
 def describe_warmup(c: TrainConfig) -> str:

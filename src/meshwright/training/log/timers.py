@@ -1,36 +1,86 @@
-"""Wall-clock timers of the set-up and of the parts of a step, printed as Megatron prints them."""
+"""Wall-clock times of the set-up and of the parts of a step, printed as Megatron prints them."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Iterator
-
-import torch
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from meshwright.console import say
+from meshwright.ranks.pulse import pulse
 from meshwright.ranks.team import Team
-from meshwright.training.log.startup import Startup
+from meshwright.settings.schema import Logging
+
+if TYPE_CHECKING:
+    import torch
+
+PATIENCE = 2.0  # seconds until the log says what is waited for
+
+
+class Startup:
+    """The times of the set-up. Only a rank that `prints` says what it waits for."""
+
+    def __init__(self, prints: bool = False) -> None:
+        self.began, self.prints = time.perf_counter(), prints
+        self.seconds: dict[str, float] = {}  # of each phase
+        self.megatrons: dict[str, float] = {}  # ms of Megatron's phases, which contain some of ours
+        self.timer: threading.Timer | None = None
+
+    @contextlib.contextmanager
+    def phase(self, name: str, doing: str) -> Iterator[None]:
+        """Time the block; after some time the log says `doing`, as in "importing torch"."""
+        begun = time.perf_counter()
+        self.wait(doing)
+        try:
+            yield
+        finally:
+            self.end_wait()
+            self.seconds[name] = round(time.perf_counter() - begun, 3)
+
+    def wait(self, doing: str, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Say what is waited for after some time, unless it is over by then."""
+        self.end_wait()
+        pulse.enter("startup", 0, doing)
+        if self.prints:
+            self.timer = threading.Timer(PATIENCE, self.say_unless, (is_over, doing))
+            self.timer.daemon = True
+            self.timer.start()
+
+    def say_unless(self, is_over: Callable[[], bool], doing: str) -> None:
+        if not is_over():
+            say(f" > {doing} ...")
+
+    def end_wait(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+    @contextlib.contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Time one of Megatron's phases."""
+        begun = time.perf_counter()
+        yield
+        self.megatrons[name] = 1e3 * (time.perf_counter() - begun)
+
+    def print_times(self, g: Logging, team: Team, *names: str) -> None:
+        print_times(g.timing_log_option, team, {name: self.megatrons[name] for name in names})
+
+    def line(self) -> str:
+        """Return the phases that took a tenth of a second or more."""
+        long = [f"{name} {taken:.1f}" for name, taken in self.seconds.items() if taken >= 0.1]
+        seconds = time.perf_counter() - self.began
+        return f" > ready to train after {seconds:.1f} s{': ' if long else ''}{', '.join(long)}"
 
 
 class Timers:
-    """The times of this rank; --timing-log-level selects those within a step."""
+    """The times of the parts of a step on this rank; --timing-log-level selects them."""
 
-    def __init__(
-        self, level: int, option: str, device: torch.device, team: Team, startup: Startup | None = None
-    ) -> None:
+    def __init__(self, level: int, option: str, device: torch.device, team: Team) -> None:
         self.level, self.option, self.team, self.device = level, option, team, device
-        self.startup = startup or Startup(prints=False)
-        self.phases: dict[str, float] = {}  # ms, of the set-up
         self.steps: dict[str, float] = {}  # ms, summed since the last log line
         self.before: dict[str, float] = {}  # the same sums before the last step
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the set-up."""
-        start = time.perf_counter()
-        yield
-        self.phases[name] = 1e3 * (time.perf_counter() - start)
 
     @contextlib.contextmanager
     def time(self, name: str, level: int) -> Iterator[None]:
@@ -51,6 +101,8 @@ class Timers:
         waiting for work that this rank has not launched.
         """
         if self.device.type != "cpu":
+            import torch
+
             torch.accelerator.current_stream(self.device).synchronize()
 
     def times_of_step(self) -> dict[str, float]:
@@ -60,20 +112,18 @@ class Timers:
         return new
 
     def print_means(self, steps: int) -> None:
-        if self.steps:
-            self._print({name: ms / steps for name, ms in self.steps.items()})
+        print_times(self.option, self.team, {name: ms / steps for name, ms in self.steps.items()})
         self.steps.clear()
         self.before.clear()
 
-    def print_phases(self, *names: str) -> None:
-        self._print({name: self.phases[name] for name in names})
 
-    def _print(self, times: dict[str, float]) -> None:
-        titles = {"minmax": "(min, max) time", "max": "max time", "all": "times"}
-        say(f"{titles[self.option]} across ranks (ms):", is_figure=True)
-        everyone = self.team.gather(times)
-        for name in times:
-            ms = [times_of_rank.get(name, 0.0) for times_of_rank in everyone]
-            ranks = "".join(f"\n     rank {rank:2d}: {of_rank:.2f}" for rank, of_rank in enumerate(ms))
-            value = {"minmax": f": ({min(ms):.2f}, {max(ms):.2f})", "max": f": {max(ms):.2f}", "all": f":{ranks}"}
-            say(f"    {name} {'.' * (47 - len(name))}{value[self.option]}", is_figure=True)
+def print_times(option: str, team: Team, times: dict[str, float]) -> None:
+    """Print times in ms, with what --timing-log-option asks for of all ranks."""
+    titles = {"minmax": "(min, max) time", "max": "max time", "all": "times"}
+    say(f"{titles[option]} across ranks (ms):", is_figure=True)
+    everyone = team.gather(times)
+    for name in times:
+        ms = [times_of_rank.get(name, 0.0) for times_of_rank in everyone]
+        ranks = "".join(f"\n     rank {rank:2d}: {of_rank:.2f}" for rank, of_rank in enumerate(ms))
+        value = {"minmax": f": ({min(ms):.2f}, {max(ms):.2f})", "max": f": {max(ms):.2f}", "all": f":{ranks}"}
+        say(f"    {name} {'.' * (47 - len(name))}{value[option]}", is_figure=True)

@@ -129,15 +129,15 @@ class LivePage:
 
     FIRST, EVERY, SHARE = 3.0, 30.0, 0.02  # seconds, seconds, processor time per time
 
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.is_closed = folder, False
         self.process: subprocess.Popen[bytes] | None = None
         self.begun, self.next, self.used = 0.0, time.monotonic() + self.FIRST, 0.0
 
     def update(self) -> None:
         """Start to draw the page if it is time; the caller does not wait."""
         now = time.monotonic()
-        if self.folder is None or now < self.next:
+        if self.is_closed or now < self.next:
             return
         if self.process is not None:
             if self.process.poll() is None:
@@ -167,8 +167,9 @@ class LivePage:
 
     def close(self, failed: bool = False) -> None:
         """Stop drawing. After a failure draw once more, in a process that outlives this one."""
-        if self.folder is None:
+        if self.is_closed:
             return
+        self.is_closed = True
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -176,7 +177,6 @@ class LivePage:
             self.process = None
         if failed and (last := self.draw()) is not None:
             threading.Thread(target=last.wait, daemon=True).start()  # leaves no zombie in a program that goes on
-        self.folder = None
 
 
 def children_seconds() -> float:

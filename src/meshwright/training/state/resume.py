@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.checkpoint import loading, steps
 from meshwright.checkpoint.foreign.registry import FORMATS
@@ -29,8 +28,7 @@ from meshwright.settings.fields import spelling
 from meshwright.settings.schema import ARCHITECTURE, STATED, Checkpoint, TrainConfig, flags_with
 from meshwright.training.state.saver import is_continued
 
-if TYPE_CHECKING:
-    pass
+STEPS_SHOWN = 8  # of those that --load holds
 
 
 def describe_recovery(config: TrainConfig, loaded: loading.LoadedStep, seconds: float) -> str:
@@ -39,16 +37,13 @@ def describe_recovery(config: TrainConfig, loaded: loading.LoadedStep, seconds: 
     assert c.load
     root, named_step = steps.split_path(c.load)
     saved = [named_step] if named_step is not None else steps.list_steps(root)
-    numbers = ", ".join(f"{n:,}" for n in saved[:STEPS_SHOWN]) + f" and {len(saved) - STEPS_SHOWN} more" * (
-        len(saved) > STEPS_SHOWN
-    )
+    numbers = ", ".join(f"{n:,}" for n in saved[:STEPS_SHOWN])
+    numbers += f" and {len(saved) - STEPS_SHOWN} more" * (len(saved) > STEPS_SHOWN)
     parts = [f"found step{'s' * (len(saved) > 1)} {numbers} in {root}"] if saved else []
-    for note in loaded.notes:
-        skipped = re.match(r"WARNING: skipping iter_0*(\d+), it is damaged: (.*)", note, re.S)
-        parts.append(f"{skipped[1]}: skipped, damaged ({skipped[2]})" if skipped else note.removeprefix("WARNING: "))
-    parts += [
-        f"{name} was never finished" for name in steps.listing(root) if named_step is None and name.endswith(".tmp")
-    ]
+    for note, step, why in loaded.passed_over:
+        parts.append(note.removeprefix("WARNING: ") if step is None else f"{step}: skipped, damaged ({why})")
+    unfinished = [name for name in steps.listing(root) if name.endswith(".tmp")] if named_step is None else []
+    parts += [f"{name} was never finished" for name in unfinished]
     folder = steps.step_folder(root, loaded.step)
     if find_manifest(folder).exists():
         files = read_manifest(folder).values()
@@ -61,9 +56,6 @@ def describe_recovery(config: TrainConfig, loaded: loading.LoadedStep, seconds: 
     if last is not None and last[0] > loaded.step:
         parts[-1] += f", redoing {last[0] - loaded.step:,} steps since: the attempt before {last[1]}"
     return "; ".join(parts)
-
-
-STEPS_SHOWN = 8  # steps that are named
 
 
 # Before anything is built

@@ -198,11 +198,6 @@ class Saver:
     def in_flight(self) -> bool:
         return self.background is not None and self.background.flying is not None
 
-    @property
-    def failed(self) -> bool:
-        """Whether the save in flight has failed."""
-        return self.background is not None and self.background.failed
-
     def wait(self) -> None:
         """Wait until no save is in flight, and raise its failure if that ends the run."""
         if self.background is not None:

@@ -227,6 +227,12 @@ class State:
         return source.of_vocabulary(size)
 
     @property
+    def best(self) -> tuple[int, float] | None:
+        """The iteration and the loss of the best validation so far."""
+        p = self.progress
+        return None if p.best_iteration is None or p.best_loss is None else (p.best_iteration, p.best_loss)
+
+    @property
     def best_to_keep(self) -> int | None:
         return self.progress.best_iteration if self.config.checkpoint.keep_best else None
 
