@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,10 @@ def imports(path: Path) -> set[str]:
     return out - {""}
 
 
-@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda p: str(p.relative_to(SOURCE)))
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
 def test_imports_go_one_way(path: Path) -> None:
     mine = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
     assert mine.split(".")[0] in LEVEL or path.name == "__init__.py", f"{mine} has no layer yet"
@@ -167,8 +171,7 @@ def test_imports_go_one_way(path: Path) -> None:
         assert level(other) <= level(mine), f"{mine} imports {other}, which lies in a later layer"
 
 
-def test_no_circles_between_files() -> None:
-    edges = {str(p.relative_to(SOURCE).with_suffix("")).replace("/", "."): imports(p) for p in SOURCE.rglob("*.py")}
+def require_no_circle(edges: Mapping[str, set[str]]) -> None:
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
@@ -180,6 +183,19 @@ def test_no_circles_between_files() -> None:
 
     for name in edges:
         visit(name, ())
+
+
+def test_no_circles_between_files() -> None:
+    require_no_circle({str(p.relative_to(SOURCE).with_suffix("")).replace("/", "."): imports(p) for p in FILES})
+
+
+def test_no_circles_between_checkpoint_and_its_readers_of_other_formats() -> None:
+    edges: dict[str, set[str]] = {}
+    for path in sorted((SOURCE / "checkpoint").rglob("*.py")):
+        part = path.relative_to(SOURCE / "checkpoint").with_suffix("").parts[0]
+        others = {name.split(".")[1] for name in imports(path) if name.startswith("checkpoint.")}
+        edges.setdefault(part, set()).update(others - {part})
+    require_no_circle(edges)
 
 
 def test_package_files_are_empty() -> None:

@@ -23,7 +23,7 @@ from meshwright.checkpoint.boxes import Box, split_boxes
 from meshwright.checkpoint.convert import complete_source, native_files, select
 from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.foreign.registry import HUGGING_FACE
+from meshwright.checkpoint.registry import HUGGING_FACE
 from meshwright.checkpoint.sources import MappedSource, Source, TensorInfo, TensorView
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE, UserError

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from helpers import captured_output, error_of, flip_bit
-from meshwright.checkpoint import manifests, owner, publish, steps
-from meshwright.checkpoint.foreign import registry
+from meshwright.checkpoint import manifests, owner, publish, registry, steps
 from meshwright.errors import IO, LOCKED, UserError
 
 POINTS = """

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from meshwright.checkpoint import manifests, native, publish, steps
-from meshwright.checkpoint.foreign.registry import FORMATS, MEGATRON
 from meshwright.checkpoint.manifests import DamagedCheckpoint
+from meshwright.checkpoint.registry import FORMATS, MEGATRON
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE, StepLocation
 from meshwright.console import notice, say

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.boxes import Box, Shape, check_cover, intersection, minus, not_empty, plus, split_boxes
-from meshwright.checkpoint.foreign.registry import FORMATS
+from meshwright.checkpoint.registry import FORMATS
 from meshwright.errors import bad_data
 from meshwright.parallel import shard
 
@@ -44,7 +44,7 @@ class Source(abc.ABC):
     Names are ours: `h.0.attn.qkv.weight`, and with optimizer state `h.0.attn.qkv.weight/exp_avg`.
     """
 
-    kind: str  # "native", or the program's name in foreign/registry.py
+    kind: str  # "native", or the program's name in registry.py
     folder: Path  # of the step, or its only file
     step: int = 0
     version: str = "3.0"  # Megatron's format number, for the log

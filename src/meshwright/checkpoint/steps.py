@@ -12,8 +12,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.checkpoint.foreign.registry import FORMATS, MEGATRON, MEGATRON_RANK
 from meshwright.checkpoint.manifests import HIDDEN, MANIFEST, DamagedCheckpoint, find_manifest, verify_step
+from meshwright.checkpoint.registry import FORMATS, MEGATRON, MEGATRON_RANK
 from meshwright.errors import bad_data, not_a_run
 
 TRACKER = FORMATS[MEGATRON].tracker  # ours too, for Megatron's readers

@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from helpers import error_of
-from meshwright.checkpoint import loading, native
-from meshwright.checkpoint.foreign import registry
+from meshwright.checkpoint import loading, native, registry
 from meshwright.model.gpt import GPT
 from meshwright.model.positions import Positions
 from meshwright.settings.schema import Model
@@ -68,7 +67,7 @@ def trained(steps: int = 3) -> tuple[ToyGPT, torch.optim.Optimizer]:
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ToyGPT, torch.optim.Optimizer]:
     """Register the page's format, and write a checkpoint of it into tmp_path."""
     reader, record = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.S | re.M)
-    module = types.ModuleType(f"{registry.__package__}.toygpt")
+    module = types.ModuleType(f"{registry.__package__}.foreign.toygpt")
     exec(compile(reader, str(PAGE), "exec"), module.__dict__)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(registry.FORMATS, "ToyGPT", eval(record, {"Format": registry.Format}))

@@ -12,7 +12,7 @@ from foreign import assert_reads, read_tensors
 
 from meshwright.checkpoint import loading
 from meshwright.checkpoint.foreign.megatron import deepspeed
-from meshwright.checkpoint.foreign.registry import DEEPSPEED
+from meshwright.checkpoint.registry import DEEPSPEED
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.errors import UserError
 from on_ranks import run_ranks

@@ -19,7 +19,7 @@ import torch  # noqa: F401
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.foreign.huggingface import reader as huggingface
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.foreign.registry import TORCH_DIST
+from meshwright.checkpoint.registry import TORCH_DIST
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.errors import BAD_DATA, UserError
 

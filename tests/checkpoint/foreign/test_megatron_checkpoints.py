@@ -16,9 +16,10 @@ from megatron_files import Form, forward, ours, plain, rounded, write
 
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.boxes import Box
+from meshwright.checkpoint.foreign.adam import MOMENTS, match_numbered
 from meshwright.checkpoint.foreign.megatron import reader as megatron
 from meshwright.checkpoint.foreign.megatron import writer as megatron_writer
-from meshwright.checkpoint.foreign.registry import MEGATRON
+from meshwright.checkpoint.registry import MEGATRON
 from meshwright.checkpoint.sources import MappedSource, Source, TensorView
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.commands import convert
@@ -110,6 +111,17 @@ def test_optimizer_of_every_form(name: str, tmp_path: Path) -> None:
     assert state["schedule"] | curve | {"wd_style": "constant"} == state["schedule"]
     scale = [state["loss_scale"][k] for k in ("dynamic", "scale", "growth_tracker", "hysteresis_tracker")]
     assert scale == ([False, 1.0, 0, 2] if f.state == "fp32" else [True, 4096.0, 5, 1])
+
+
+@pytest.mark.parametrize("masters", [0, 1, 2])
+def test_weights_with_a_master_each_or_some_or_none(masters: int) -> None:
+    """A weight in float32 beside ones in half precision may have a master or be its own."""
+    weights = [("half", torch.ones(2).half()), ("full", torch.ones(3))]
+    state = {i: dict.fromkeys(MOMENTS, torch.zeros(len(w))) for i, (_, w) in enumerate(weights)}
+    copies = [torch.full((len(weight),), 2.0) for _, weight in weights[:masters]]
+    tree = {"state": state, "param_groups": [{"params": [0, 1]}], "fp32_groups": [copies]}
+    values = match_numbered(Path(), tree, weights)
+    assert [float(x[""][0]) for x in values] == [2.0] * masters + [1.0] * (2 - masters)
 
 
 def build_model(source: Source, f: Form) -> GPT:

@@ -15,6 +15,12 @@ from meshwright.checkpoint import steps
 
 pytestmark = pytest.mark.whole
 
+# Switches of Megatron's that are settings of ours under other names, or have no effect. Converters
+# read some of them, as transformers' reads openai_gelu.
+SWITCHES = """
+    checkpoint_activations deepspeed deepspeed_activation_checkpointing openai_gelu partition_activations
+    recompute_activations universal_checkpoint use_distributed_optimizer use_rotary_position_embeddings
+""".split()
 TREE = ["latest_checkpointed_iteration.txt", "iter_0000003/mp_rank_00/model_optim_rng.pt"]
 
 
@@ -36,6 +42,7 @@ def test_a_run_in_megatrons_tree(tmp_path: Path, more: list[str]) -> None:
     assert (tmp_path / "parts" / TREE[0]).read_text() == "3"
     kept = torch.load(tmp_path / "parts" / TREE[1], weights_only=False)
     assert kept["checkpoint_version"] == 3.0 and kept["iteration"] == 3 and kept["args"].num_layers == 2
+    assert [getattr(kept["args"], name) for name in SWITCHES] == [False] * len(SWITCHES)
     assert "encoder" in kept["model"]["language_model"]
     assert ("fp32_from_fp16_params" in kept["optimizer"]) == (more in (["--bf16"], ["--fp16"]))
     assert main(["train", *parts, "--load", str(tmp_path / "parts")]) == 0

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from meshwright.checkpoint import loading
 from meshwright.checkpoint.foreign.megatron import torch_dist
-from meshwright.checkpoint.foreign.registry import TORCH_DIST
+from meshwright.checkpoint.registry import TORCH_DIST
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.errors import UserError
 from meshwright.model.gpt import GPT

@@ -60,18 +60,19 @@ def match_numbered(
 ) -> list[dict[str, torch.Tensor]]:
     """Return the moments of each weight, and under "" its master.
 
-    `weights` are (our name, tensor), group after group, in the program's order. A weight of more
-    than half precision is its own master; any other is if there are none, unless `needs_masters`.
+    `weights` are (our name, tensor), group after group, in the program's order. Where not every
+    weight has a master, those of more than half precision are their own; without masters all are,
+    unless `needs_masters`.
     """
     states, masters = numbered_state(path, tree)
     if len(states) != len(weights):
         raise unreadable_state(path, f"it is of {len(states)} parameters, the model has {len(weights)}")
-    is_own = not masters and not needs_masters
+    is_own, has_each = not masters and not needs_masters, len(masters) == len(weights)
     waiting, out = masters[::-1], []
     for (name, weight), state in zip(weights, states, strict=True):
         shape = tuple(weight.shape)
         values = {kind: require_tensor(path, state.get(kind), shape, name) for kind in MOMENTS}
-        if is_own or weight.element_size() > 2:
+        if is_own or (weight.element_size() > 2 and not has_each):
             values[""] = weight
         else:
             values[""] = require_tensor(path, waiting.pop() if waiting else None, shape, name)

@@ -23,8 +23,7 @@ bert_load None                  bias_dropout_fusion True            biencoder_pr
 block_data_path None            biencoder_shared_query_context_model False
 classes_fraction 1.0            consumed_train_samples 0            consumed_valid_samples 0
 data_parallel_random_init False data_per_class_fraction 1.0         DDP_impl local
-decoder_num_layers None         decoder_seq_length None             deepspeed False
-dino_bottleneck_size 256
+decoder_num_layers None         decoder_seq_length None             dino_bottleneck_size 256
 dino_freeze_last_layer 1        dino_head_hidden_size 2048          dino_local_crops_number 10
 dino_local_img_size 96          dino_norm_last_layer False          dino_teacher_temp 0.07
 dino_warmup_teacher_temp 0.04   dino_warmup_teacher_temp_epochs 30  distribute_saved_activations False
@@ -38,8 +37,7 @@ lazy_mpu_init None              mask_factor 1.0                     mask_prob 0.
 mask_type random                masked_softmax_fusion True          max_tokens_to_oom 12000
 no_load_rng None                no_persist_layer_norm False         no_save_rng None
 num_channels 3                  num_classes 1000                    onnx_safe None
-output_bert_embeddings False    partition_activations False         patch_dim 16
-perform_initialization True         universal_checkpoint False
+output_bert_embeddings False    patch_dim 16                        perform_initialization True
 query_in_block_prob 0.1         pipeline_model_parallel_split_rank None
 retriever_score_scaling False   retriever_seq_length 256            retriever_report_topk_accuracies []
 retro_add_retriever False       retro_cyclic_train_iters None       retro_encoder_attention_dropout 0.1
@@ -52,6 +50,9 @@ use_one_sent_docs False         use_ring_exchange_p2p False         variable_seq
 vision_backbone_type vit        vision_pretraining False            vision_pretraining_type classify
 vocab_extra_ids 0
 """.split()
+
+# Switches that became spellings of our settings, or have no effect: programs still ask for them.
+OFF = dict.fromkeys((*OLD_SWITCHES, "deepspeed", "partition_activations", "universal_checkpoint"), False)
 
 # What always holds here and is a choice in Megatron; see the reasons in `megatron_flags`.
 ALWAYS = {
@@ -82,7 +83,7 @@ def dumped_arguments(config: TrainConfig, idle: Mapping[str, Any], device_backen
         device_backend: The backend of torch.distributed that this run uses.
     """
     values: dict[str, Any] = dict(zip(ABSENT[::2], ABSENT[1::2], strict=True)) | ALWAYS
-    values |= dict.fromkeys(OLD_SWITCHES, False) | flags.to_dict(config) | in_effect(config)
+    values |= OFF | flags.to_dict(config) | in_effect(config)
     values |= {name: values[name] or None for name in UNSET}  # Megatron's defaults of these are None
     values |= {"distributed_backend": device_backend, "rank": 0}
     for name, value in idle.items():

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import loading, steps
-from meshwright.checkpoint.foreign.registry import FORMATS
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import find_manifest, read_manifest
+from meshwright.checkpoint.registry import FORMATS
 from meshwright.checkpoint.saved_model import model_settings, recorded_settings
 from meshwright.checkpoint.sources import Source
 from meshwright.console import remark

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
 from meshwright.checkpoint.foreign.huggingface import names
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.foreign.registry import HUGGING_FACE
 from meshwright.checkpoint.manifests import parse_json, read_small
+from meshwright.checkpoint.registry import HUGGING_FACE
 from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.errors import UserError, bad_data
 

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 from meshwright.checkpoint.foreign import gpt
 from meshwright.checkpoint.foreign.megatron import names
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.foreign.registry import LIBAI, ONEFLOW
 from meshwright.checkpoint.manifests import read_small
+from meshwright.checkpoint.registry import LIBAI, ONEFLOW
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.errors import bad_data
 

@@ -37,7 +37,7 @@ from meshwright.checkpoint.foreign.megatron.sharded import (
     one_box,
 )
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.foreign.registry import DEEPSPEED
+from meshwright.checkpoint.registry import DEEPSPEED
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.errors import bad_data
 

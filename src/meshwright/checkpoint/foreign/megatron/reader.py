@@ -37,7 +37,7 @@ from meshwright.checkpoint.foreign.megatron.sharded import (
     one_box,
 )
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.foreign.registry import MEGATRON
+from meshwright.checkpoint.registry import MEGATRON
 from meshwright.checkpoint.run_state import check_json, check_saved_state
 from meshwright.checkpoint.sources import MappedSource, aligned
 from meshwright.errors import bad_data

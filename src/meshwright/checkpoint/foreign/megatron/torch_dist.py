@@ -24,7 +24,7 @@ from meshwright.checkpoint.foreign.megatron import core_buffers, names
 from meshwright.checkpoint.foreign.megatron import state as megatron_state
 from meshwright.checkpoint.foreign.megatron.sharded import Boxes, Parameter, RankFile, empty, measure_model
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.foreign.registry import TORCH_DIST
+from meshwright.checkpoint.registry import TORCH_DIST
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.errors import bad_data
 from meshwright.parallel import shard

@@ -32,6 +32,7 @@ from meshwright.console import notice
 from meshwright.errors import UserError
 from meshwright.optim.schedule import Schedule
 from meshwright.parallel import shard
+from meshwright.settings.other_programs.argument_dump import OFF
 from meshwright.settings.schema import Model
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ def megatron_arguments(target: MegatronExport) -> argparse.Namespace:
     m, config, state = target.model, target.source.config, target.source.state
     position, rows = m.position, target.tensors.get("wpe.weight")
     positions = rows.shape[0] if rows else config.get("max_position_embeddings")
-    values = {name: value for name, value in config.items() if not isinstance(value, dict)}
+    values = OFF | {name: value for name, value in config.items() if not isinstance(value, dict)}
     values |= {
         "tensor_model_parallel_size": target.t,
         "pipeline_model_parallel_size": target.p,

@@ -24,7 +24,7 @@ class Format:
 
     # As messages and `inspect` spell it.
     name: str
-    # "module:function" in this folder: (folder, trust, heads, optimizer) -> MappedSource.
+    # "module:function" in foreign/: (folder, trust, heads, optimizer) -> MappedSource.
     reader: str
     # A folder is of the first format whose patterns each match some name in it.
     files: tuple[str, ...]
@@ -51,7 +51,7 @@ class Format:
     def load_reader(self) -> Callable[..., Any]:
         """Import the reader, which may need torch."""
         module, _, function = self.reader.partition(":")
-        read: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.{module}"), function)
+        read: Callable[..., Any] = getattr(importlib.import_module(f"{__package__}.foreign.{module}"), function)
         return read
 
 
