@@ -18,13 +18,14 @@ import shutil
 import socket
 import tempfile
 import time
+import tomllib
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import resources
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from meshwright.errors import IO, LOCKED, UserError
 
@@ -174,6 +175,11 @@ def fill(template: str, **values: object) -> str:
     """Return a file of this package with its names of the form @NAME@ replaced by values."""
     text = resources.files("meshwright").joinpath(template).read_text(encoding="utf-8")
     return re.sub("@([A-Z]+)@", lambda found: str(values[found[1]]), text)
+
+
+def read_table(name: str) -> dict[str, Any]:
+    """Return a TOML file of this package."""
+    return tomllib.loads(resources.files("meshwright").joinpath(name).read_text(encoding="utf-8"))
 
 
 def sha256(path: str | Path) -> str:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from importlib import resources
 from typing import Any
 
 from meshwright.errors import UNAVAILABLE, USAGE, UserError
+from meshwright.files import read_table
 from meshwright.settings.hints import did_you_mean
 
 _CLOSERS = "\"'”’»›)\\]}*_」』）〕】》〉"
@@ -45,7 +44,7 @@ def build_splitter(splitter: str, language: str, keep_newlines: bool) -> Callabl
     """
     if splitter == "punkt":
         return _build_punkt(language, keep_newlines)
-    known = tomllib.loads(resources.files(__package__).joinpath("sentences.toml").read_text(encoding="utf-8"))
+    known = read_table("data/prepare/sentences.toml")
     if language not in known:
         raise UserError(
             f"--lang {language}: there are rules for {', '.join(known)}{did_you_mean(language, known)}; "

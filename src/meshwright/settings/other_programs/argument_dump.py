@@ -10,46 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.settings import flags
+from meshwright.files import read_table
+from meshwright.settings.fields import group_values
 from meshwright.settings.other_programs.megatron_flags import OLD_SWITCHES
 from meshwright.settings.schema import TrainConfig
 
-# Names without a setting here, with Megatron's defaults: they have no meaning here, or belong to
-# models other than GPT.
-ABSENT = """
-adlr_autoresume False           adlr_autoresume_interval 1000       async_tensor_model_parallel_allreduce True
-barrier_with_L1_time True       bert_binary_head True               bert_embedder_type megatron
-bert_load None                  bias_dropout_fusion True            biencoder_projection_dim 0
-block_data_path None            biencoder_shared_query_context_model False
-classes_fraction 1.0            consumed_train_samples 0            consumed_valid_samples 0
-data_parallel_random_init False data_per_class_fraction 1.0         DDP_impl local
-decoder_num_layers None         decoder_seq_length None             dino_bottleneck_size 256
-dino_freeze_last_layer 1        dino_head_hidden_size 2048          dino_local_crops_number 10
-dino_local_img_size 96          dino_norm_last_layer False          dino_teacher_temp 0.07
-dino_warmup_teacher_temp 0.04   dino_warmup_teacher_temp_epochs 30  distribute_saved_activations False
-embedding_path None             empty_unused_memory_level 0         evidence_data_path None
-fp16_lm_cross_entropy False     fp8_interval 1                      fp8_wgrad True
-gradient_accumulation_fusion True
-head_lr_mult 1.0                ict_head_size None                  ict_load None
-img_h 224                       img_w 224                           indexer_batch_size 128
-indexer_log_interval 1000       iter_per_epoch 1250                 inference_batch_times_seqlen_threshold 512
-lazy_mpu_init None              mask_factor 1.0                     mask_prob 0.15
-mask_type random                masked_softmax_fusion True          max_tokens_to_oom 12000
-no_load_rng None                no_persist_layer_norm False         no_save_rng None
-num_channels 3                  num_classes 1000                    onnx_safe None
-output_bert_embeddings False    patch_dim 16                        perform_initialization True
-query_in_block_prob 0.1         pipeline_model_parallel_split_rank None
-retriever_score_scaling False   retriever_seq_length 256            retriever_report_topk_accuracies []
-retro_add_retriever False       retro_cyclic_train_iters None       retro_encoder_attention_dropout 0.1
-retro_encoder_layers 2          retro_num_neighbors 2               retro_encoder_hidden_dropout 0.1
-retro_num_retrieved_chunks 2    retro_return_doc_ids False          retro_workdir None
-sample_rate 1.0                 short_seq_prob 0.1                  scatter_gather_tensors_in_pipeline True
-standalone_embedding_stage False swin_backbone_type tiny            titles_data_path None
-transformer_impl local          use_flash_attn False                use_contiguous_buffers_in_local_ddp True
-use_one_sent_docs False         use_ring_exchange_p2p False         variable_seq_lengths False
-vision_backbone_type vit        vision_pretraining False            vision_pretraining_type classify
-vocab_extra_ids 0
-""".split()
+ABSENT: dict[str, str] = read_table("settings/other_programs/argument_dump.toml")["absent"]
 
 # Switches that became spellings of our settings, or have no effect: programs still ask for them.
 OFF = dict.fromkeys((*OLD_SWITCHES, "deepspeed", "partition_activations", "universal_checkpoint"), False)
@@ -82,8 +48,8 @@ def dumped_arguments(config: TrainConfig, idle: Mapping[str, Any], device_backen
         idle: The given flags that have no effect, by name.
         device_backend: The backend of torch.distributed that this run uses.
     """
-    values: dict[str, Any] = dict(zip(ABSENT[::2], ABSENT[1::2], strict=True)) | ALWAYS
-    values |= OFF | flags.to_dict(config) | in_effect(config)
+    values: dict[str, Any] = ABSENT | ALWAYS | OFF
+    values |= {n: v for group in group_values(config) for n, v in vars(group).items()} | in_effect(config)
     values |= {name: values[name] or None for name in UNSET}  # Megatron's defaults of these are None
     values |= {"distributed_backend": device_backend, "rank": 0}
     for name, value in idle.items():

@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from meshwright.settings.fields import spelling
+from meshwright.files import read_table
+from meshwright.settings.fields import group_values, spelling
 from meshwright.settings.hints import did_you_mean
 from meshwright.settings.schema import TrainConfig
 
@@ -77,62 +78,11 @@ MAPPED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "activation_checkpointing.cpu_checkpointing": ("checkpoint_in_cpu", switch),
 }
 
-_IDLE = """memory_breakdown dump_state timers seed vocabulary_size
-zero_allow_untested_optimizer zero_force_ds_cpu_optimizer prescale_gradients gradient_predivide_factor
-communication_data_type seq_parallel_communication_data_type data_types disable_allgather allgather_size
-pipeline aio nebula compile flops_profiler comms_logger tensorboard csv_monitor wandb comet
-monitor_config autotuning dataloader_drop_last graph_harvesting use_data_before_expert_parallelism hybrid_engine
-fp16.auto_cast fp16.fused_mode bf16.immediate_grad_update bf16.check_grad_overflow bf16.accumulate_grads_via_hooks
-bfloat16.immediate_grad_update
-activation_checkpointing.partition_activations activation_checkpointing.number_checkpoints
-activation_checkpointing.contiguous_memory_optimization activation_checkpointing.synchronize_checkpoint_boundary
-activation_checkpointing.profile
-checkpoint.load_universal checkpoint.tag_validation checkpoint.use_node_local_storage checkpoint.parallel_write"""
-_IDLE_ZERO = """contiguous_gradients overlap_comm reduce_scatter reduce_bucket_size allgather_partitions
-allgather_bucket_size use_multi_rank_bucket_allreduce load_from_fp32_weights sub_group_size elastic_checkpoint
-ignore_unused_parameters legacy_stage1 round_robin_gradients cpu_offload_use_pin_memory memory_efficient_linear
-override_module_apply zero_hpz_partition_size log_trace_cache_warnings enable_sanity_checks leaf_module
-pipeline_loading_checkpoint move_params_to_cpu_during_init mics_hierarchical_params_gather stage3_max_live_parameters
-stage3_max_reuse_distance stage3_prefetch_bucket_size stage3_param_persistence_threshold
-stage3_model_persistence_threshold stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
-stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
-stage3_partition_stream_chunk_size prefetch_bucket_size max_live_parameters max_reuse_distance
-param_persistence_threshold"""
-_IDLE_OFFLOAD = """pin_memory buffer_count buffer_size max_in_cpu nvme_path fast_init pipeline pipeline_read
-pipeline_write ratio"""
-IDLE = {
-    *_IDLE.split(),
-    *(f"zero_optimization.{key}" for key in _IDLE_ZERO.split()),
-    *(f"zero_optimization.offload_{part}.{key}" for part in ("optimizer", "param") for key in _IDLE_OFFLOAD.split()),
-}
-
+_TABLES = read_table("settings/other_programs/deepspeed_json.toml")
+IDLE = {f"{section}.{key}".lstrip(".") for section, keys in _TABLES["idle"].items() for key in keys.split()}
 SECTIONS = {key.rsplit(".", 1)[0] for key in (*MAPPED, *IDLE) if "." in key}
-REFUSED = {
-    "amp": "apex is not used; give fp16 or bf16",
-    "sparse_attention": "attention is dense here",
-    "sparse_gradients": "gradients are dense here",
-    "curriculum_learning": "samples have one length here",
-    "data_efficiency": "samples are read in one order here",
-    "progressive_layer_drop": "every layer is trained in every step here",
-    "eigenvalue": "it belongs to compression, which is not supported",
-    "quantize_training": "quantized training is not supported",
-    "compression_training": "compression is not supported",
-    "elasticity": "the batch is --global-batch-size, for any number of ranks",
-    "tensor_parallel": "give --tensor-model-parallel-size",
-    "fp16.consecutive_hysteresis": "the loss scale's hysteresis is Megatron's",
-    "fp16.fp16_master_weights_and_grads": "master weights are float32 here",
-    "bf16.bf16_master_weights_and_grads": "master weights are float32 here",
-    "bf16.bf16_optimizer_states": "optimizer state is float32 here",
-    "zero_optimization.zero_quantized_weights": "weights are sent unquantized here",
-    "zero_optimization.zero_quantized_nontrainable_weights": "weights are sent unquantized here",
-    "zero_optimization.zero_quantized_gradients": "gradients are sent unquantized here",
-    "zero_optimization.zeropp_loco_param": "gradients are sent unquantized here",
-    "zero_optimization.zenflow": "optimizer steps do not overlap here",
-    "zero_optimization.mics_shard_size": "--num-distributed-optimizer-instances is the number of such groups",
-    "zero_optimization.cpu_offload_param": '"offload_param": {"device": "cpu"} is its newer form',
-    "zero_optimization.cpu_offload_params": '"offload_param": {"device": "cpu"} is its newer form',
-}
-OURS = {"optimizer": "--optimizer and its flags", "scheduler": "--lr-decay-style and its flags"}
+REFUSED: dict[str, str] = _TABLES["refused"]
+OURS: dict[str, str] = _TABLES["ours"]
 
 
 def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, list[str], list[str]]:
@@ -151,7 +101,7 @@ def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainC
         found = {k: v for k, v in found.items() if k == "fp16.enabled" or not k.startswith("fp16.")}
     if found.get("wall_clock_breakdown") == "0" or "timing_log_level" in given:  # no contradiction
         found.pop("wall_clock_breakdown", None)
-    known = {n: v for f in dataclasses.fields(config) for n, v in vars(getattr(config, f.name)).items()}
+    known = {n: v for group in group_values(config) for n, v in vars(group).items()}
     taken = dict[str, Any]()
     for key, value in found.items():
         name = MAPPED[key][0]
