@@ -70,6 +70,7 @@ def test_the_fast_packages_are_in_the_base_installation():
     assert {"gigatoken", "numba"} <= names and project["optional-dependencies"]["fast"] == []
 
 
+@pytest.mark.flag("vocab_file merge_file")
 def test_trained_bpe_equals_the_library_and_ends_with_eod(bpe):
     t = build_tokenizer(flags(bpe))
     assert (t.size, t.eod, t.name) == (300, 299, "GPT2BPETokenizer")
@@ -124,6 +125,7 @@ def test_gpt2_ids():
     assert t.encode(TEXT * 50) == t._slow()(TEXT * 50)
 
 
+@pytest.mark.flag("tokenizer_model")
 @pytest.mark.parametrize("name", ["HuggingFaceTokenizer", "PretrainedFromHF", "HFTokenizer"])
 def test_tokenizer_json_of_a_file_or_folder(bpe, name):
     path = tokenizer_json(bpe)
@@ -146,6 +148,7 @@ def test_tokenizer_json_without_byte_level(tmp_path):
     assert t.decode_bytes([0, 1]) == b"hello world"
 
 
+@pytest.mark.flag("tokenizer_type")
 def test_bytes_and_null():
     b = build_tokenizer(Flags(tokenizer_type="ByteTokenizer"))
     assert (b.size, b.eod, b.encode("aé")) == (257, 256, [97, 195, 169])
@@ -280,6 +283,7 @@ def test_the_home_of_a_user_who_does_not_exist():
         named("~no-such-user/vocab.json")
 
 
+@pytest.mark.flag("tokenizer")
 def test_one_argument_names_any_folder_or_file(bpe, tmp_path, monkeypatch):
     expected = build_tokenizer(flags(bpe)).encode(TEXT)
     plain = [tmp_path / name for name in ("trained", "megatron", "json", "run/tokenizer")]

@@ -45,6 +45,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths}
 
 
+@pytest.mark.flag("async_save")
 @pytest.mark.parametrize("more", [[], ["--bf16"], ["--optimizer", "sgd"]], ids=str)
 @pytest.mark.fault("F15")
 def test_a_save_holds_the_numbers_of_its_own_step(
@@ -151,6 +152,7 @@ def test_a_failure_is_reported_within_one_step(
     assert steps.latest(tmp_path)[0] == 1 and not list(tmp_path.glob("*.tmp"))
 
 
+@pytest.mark.flag("save_error")
 @pytest.mark.parametrize("how", ["async-save", pytest.param("no-async-save", marks=pytest.mark.long)])
 @pytest.mark.fault("F6")
 def test_going_on_after_a_failed_save(

@@ -117,6 +117,7 @@ def folder(tmp_path_factory):
 FOUR_RANKS = ("--target-tensor-parallel-size=2", "--target-pipeline-parallel-size=2")
 
 
+@pytest.mark.flag("paths to")
 def test_a_circle_of_conversions_ends_with_the_same_file(folder, tmp_path):
     """Hugging Face -> native -> Megatron over four ranks -> native -> Hugging Face."""
     (line,), _ = convert(folder, tmp_path / "a", "--to", "native")
@@ -132,6 +133,7 @@ def test_a_circle_of_conversions_ends_with_the_same_file(folder, tmp_path):
     assert filecmp.cmp(folder / "model.safetensors", tmp_path / "d" / "model.safetensors", shallow=False)
 
 
+@pytest.mark.flag("no_optimizer")
 def test_optimizer_state_and_counters_are_converted(tmp_path):
     """A run continues from its checkpoint -> Megatron's tree -> ours as from its own."""
     run = str(tmp_path / "run")
@@ -151,6 +153,7 @@ def test_optimizer_state_and_counters_are_converted(tmp_path):
     assert_equal(bare, {name: t.bfloat16() for name, t in a[0].items() if "/" not in name})
 
 
+@pytest.mark.flag("dtype")
 def test_precision(folder, tmp_path):
     convert(folder, tmp_path / "half", "--to=huggingface", "--dtype=float16")
     assert json.loads((tmp_path / "half" / "config.json").read_text())["torch_dtype"] == "float16"
@@ -201,6 +204,7 @@ def joined(said):
     return "\n".join([*said[0], *said[1]])
 
 
+@pytest.mark.flag("target_tensor_parallel_size target_pipeline_parallel_size")
 def test_impossible_conversions_are_refused(folder, tmp_path):
     new, native = tmp_path / "x", "--to=native"
     convert(folder, tmp_path / "a", native)

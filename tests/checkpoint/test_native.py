@@ -149,6 +149,7 @@ def test_200_bit_flips_never_load(tmp_path: Path, figures: Callable[..., None]) 
     figures(flips="200/200")
 
 
+@pytest.mark.flag("verify")
 def test_reading_leaves_other_chunks_alone_and_full_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "CHUNK", 64)
     named = save(tmp_path, 1)

@@ -87,6 +87,7 @@ def test_verbs_are_listed_and_near_ones_named() -> None:
 # verify
 
 
+@pytest.mark.flag("prefixes checksums")
 def test_intact_files_and_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in "ab":
@@ -199,6 +200,7 @@ def test_damaged_index_caches_are_reported(tmp_path: Path) -> None:
 # inspect
 
 
+@pytest.mark.flag("prefix top inspection.json")
 def test_counts_lengths_and_frequent_tokens(tmp_path: Path) -> None:
     documents = make_documents(100, 4)
     prefix = write(tmp_path / "a", documents)
@@ -248,6 +250,7 @@ def test_inspect_may_lose_its_reader(tmp_path: Path) -> None:
         assert done.returncode == status, verb
 
 
+@pytest.mark.flag("inspection.picture")
 def test_picture(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", make_documents(20))
     picture = tmp_path / "new" / "a.png"
@@ -256,6 +259,7 @@ def test_picture(tmp_path: Path) -> None:
     assert "--picture" in run("inspect", prefix, "--picture", "a.doc")[2]
 
 
+@pytest.mark.flag("document")
 def test_one_document(tmp_path: Path) -> None:
     documents = make_documents(20, 9)
     prefix = write(tmp_path / "a", documents)
@@ -269,6 +273,7 @@ def test_one_document(tmp_path: Path) -> None:
     assert status == 65 and "has 20 documents, 0 to 19" in err
 
 
+@pytest.mark.flag("sample sample_set")
 def test_one_training_sample(tmp_path: Path) -> None:
     """Its ids are those of the training, and each stretch is at its reported place."""
     from meshwright.commands.data import InspectConfig
@@ -391,6 +396,7 @@ def test_indices_that_stayed_in_memory_are_reported(tmp_path: Path, monkeypatch:
     assert status == 74 and "6 of 6 index arrays are in memory alone" in err and "nothing to build" not in out
 
 
+@pytest.mark.flag("planning.json")
 def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
     from meshwright.commands.data import PlanConfig
     from meshwright.data.blend import Blend
@@ -458,6 +464,7 @@ def megatrons_merge(prefixes: list[str]) -> tuple[bytes, list[int], list[int]]:
     return tokens, sizes, borders
 
 
+@pytest.mark.flag("datasets merging.output_prefix")
 @pytest.mark.parametrize("how", ["serial", "distributed"])
 def test_merged_files_are_megatrons(tmp_path: Path, how: str) -> None:
     sets = [make_documents(30, 1), [], make_documents(1, 2), [[], []], make_documents(200, 3)]
@@ -475,6 +482,7 @@ def test_merged_files_are_megatrons(tmp_path: Path, how: str) -> None:
     assert sorted(os.listdir(tmp_path / "new")) == ["out.bin", "out.idx", "out.origin.json"]
 
 
+@pytest.mark.flag("merging.input")
 def test_merge_of_a_folder_and_its_script(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     prefixes = [write(tmp_path / "in" / name, make_documents(10, n)) for n, name in enumerate(["b", "a", "c"])]
@@ -514,6 +522,7 @@ def test_merge_without_the_kernels_copy(tmp_path: Path, monkeypatch: pytest.Monk
         assert Path(f"{made.prefix}.bin").read_bytes() == megatrons_merge(prefixes)[0]
 
 
+@pytest.mark.flag("merge")
 def test_several_are_copied_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that wait for one another end with --merge distributed, not with serial."""
     prefixes = [write(tmp_path / f"in{n}", make_documents(50, n)) for n in range(3)]
@@ -551,6 +560,7 @@ def test_one_of_several_processes_merges(tmp_path: Path, monkeypatch: pytest.Mon
 # merge-json
 
 
+@pytest.mark.flag("json_path loose_text.output_file each_line loose_text.overwrite")
 def test_loose_files_become_one(tmp_path: Path) -> None:
     place = tmp_path / "in"
     place.mkdir()
@@ -694,6 +704,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
+@pytest.mark.flag("names fetching.output")
 def test_fetch_continues_where_it_was_cut(tmp_path: Path, server: Server) -> None:
     server.cut = [1000, None, None]
     argv = ["fetch", server.url, "--output", str(tmp_path / "new"), "--sha256"]
@@ -737,6 +748,7 @@ def test_parts_are_never_mixed(tmp_path: Path, server: Server, change: str) -> N
     assert (server.asked == [None]) == (change == "other address")
 
 
+@pytest.mark.flag("sha256")
 def test_a_wrong_checksum_leaves_nothing(tmp_path: Path, server: Server) -> None:
     status, _, err = run("fetch", server.url, "--sha256", "1" * 64, "--output", str(tmp_path))
     assert status == 65 and DIGEST in err and "1" * 64 in err and not os.listdir(tmp_path)

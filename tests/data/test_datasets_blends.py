@@ -71,6 +71,7 @@ def test_bigscience_groups():
     assert test.sources == (TokenFiles("D"),) and not test.divided
 
 
+@pytest.mark.flag("train_weighted_split_paths_path valid_weighted_split_paths_path test_weighted_split_paths_path")
 def test_groups_from_a_file(files):
     """bigscience's form, one line in quotes; several lines are read too."""
     (files / "valid.txt").write_text('"X: 0.6 0:0.5 p0, 0.4 0:1 p1" "Y: p2"\n')
@@ -88,6 +89,7 @@ def test_groups_from_a_file(files):
     assert "valid.txt: No closing quotation; it holds what --valid-weighted-split-paths would, in quotes" in message
 
 
+@pytest.mark.flag("data_args_path per_split_data_args_path")
 def test_paths_from_files(files):
     (files / "paths").write_text("0.7 p0\n0.3 p1\n")
     assert path_sets(Data(data_args_path="paths")) == [
@@ -178,6 +180,7 @@ def test_two_ranges_of_one_file_are_two_sources():
 # Sets
 
 
+@pytest.mark.flag("train_weighted_split_paths valid_weighted_split_paths test_weighted_split_paths")
 def test_groups_are_ranges_of_documents(files):
     """Ends are round(share x documents), and every set is built for the same number of samples."""
     made, lines, notices = build(
@@ -225,6 +228,7 @@ def test_many_sources(tmp_path, sources):
     assert len(used) == sources and Counter(used) == counts and sum(used.values()) == 777
 
 
+@pytest.mark.flag("multiple_validation_sets validation_set_names")
 def test_multiple_validation_sets(files):
     (files / "other").mkdir()
     write_counting(files / "other" / "p1", [9] * 9)
@@ -491,6 +495,7 @@ def test_each_validation_set_has_its_line(files, capsys):
     assert " > samples of each data set so far:           12 p0" in out
 
 
+@pytest.mark.flag("full_validation")
 def test_full_validation_is_the_mean_over_all(files):
     """--eval-iters and the batch size have no effect."""
     run = ["train", *FLAGS, "--train-iters=3", *"--train-data-path p0 --valid-data-path p2 --full-validation".split()]
@@ -502,6 +507,7 @@ def test_full_validation_is_the_mean_over_all(files):
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
 
 
+@pytest.mark.flag("blend_change_at")
 def test_a_resumed_run_goes_on_with_its_blends(files, capsys):
     """Losses are bit-equal with interruptions; the state and config.toml hold the change."""
     run = ["train", *FLAGS, "--split", "1", "--eval-iters=0", "--save-interval=1"]

@@ -73,6 +73,7 @@ def twin(texts: list[str], rule: Similarity) -> dict[int, tuple[int, float]]:
     return out
 
 
+@pytest.mark.flag("threshold shingle num_seeds num_bands deduplication.seed")
 @pytest.mark.parametrize("threshold, shingle, bands", [(0.7, 5, 20), (0.85, 5, 20), (0.4, 3, 100), (1, 8, 10)])
 def test_removes_what_comparing_all_pairs_removes(tmp_path: Path, threshold: float, shingle: int, bands: int) -> None:
     rule = Similarity(threshold=threshold, shingle=shingle, bands=bands)
@@ -100,6 +101,7 @@ def test_every_part_has_its_own_order() -> None:
     assert len(set(order[:, 1].tolist())) > 25
 
 
+@pytest.mark.flag("inputs deduplication.output_file removed_file json_key deduplication.overwrite")
 def test_files_and_their_lines(tmp_path: Path) -> None:
     """Lines are kept byte for byte, in the order of the files; bad ones are counted."""
     text = "a text that is long enough to be compared with others, one piece after the other"

@@ -96,6 +96,7 @@ def test_the_line_of_passed_files_names_three_that_are_not_utf8():
     assert sum("\0" in key for key in passed) == 3
 
 
+@pytest.mark.flag("preprocess.include preprocess.exclude evaluate.include evaluate.exclude")
 def test_a_folder(tmp_path):
     """Files by suffix in the order of their paths; what is passed over is counted."""
     fill(tmp_path / "in", FILES)
@@ -229,6 +230,7 @@ def test_files_given_by_name(tmp_path):
     assert "u.txt is UTF-16: convert it" in error_of(lambda: read(folder / "u.txt"))
 
 
+@pytest.mark.flag("preprocess.document_separator evaluate.document_separator")
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "", "é"])
 def test_separators(tmp_path, monkeypatch, separator):
     """Plain text of any size, in pieces of any size, packed or not: the same documents."""

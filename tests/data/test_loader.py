@@ -156,6 +156,7 @@ def test_cyclic_keeps_few_orders(monkeypatch):
     assert data._order.cache_info().maxsize == 2
 
 
+@pytest.mark.flag("num_workers")
 def test_reading_ahead_is_bounded_and_in_a_thread_that_ends():
     data = Counting()
     steps = iter(loader(data, 1, 1, workers=2))

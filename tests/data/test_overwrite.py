@@ -83,6 +83,7 @@ def test_the_next_command_reads_the_same_text(here, capsys):
     assert call(capsys, *following)[0] == 0 and len(Indexed("PREFIX_text_document")) == 2
 
 
+@pytest.mark.flag("preprocess.overwrite")
 def test_preprocess_replaces_other_data_only_with_overwrite(here, capsys):
     assert preprocess(capsys, "long.jsonl")[0] == 0
     before = files()
@@ -218,6 +219,7 @@ def test_a_vocabulary_is_never_replaced_in_silence(here, capsys):
     assert status == LOCKED and "vocabulary/vocab.json exists already, and nothing says" in err
 
 
+@pytest.mark.flag("merging.overwrite")
 def test_data_merge_replaces_other_data_only_with_overwrite(here, capsys):
     for name in ("a", "b"):
         with Writer(name, "uint16") as writer:

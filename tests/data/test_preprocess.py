@@ -58,6 +58,7 @@ def line(text, **more):
     return json.dumps({"text": text, **more}).encode()
 
 
+@pytest.mark.flag("preprocess.output_prefix append_eod dataset_impl")
 def test_documents_in_order_with_eod(tmp_path):
     settings = {"append_eod": True, "log_interval": 1, "dataset_impl": "lazy"}
     stdout, stderr = work(tmp_path, line("ab") + b"\n" + line("é") + b"\n", **settings)
@@ -129,6 +130,7 @@ BAD = {
 }
 
 
+@pytest.mark.flag("on_error")
 @pytest.mark.fault("F22")
 def test_bad_lines_are_counted_by_kind_and_no_good_line_is_lost(tmp_path):
     rng = random.Random(1)
@@ -177,6 +179,7 @@ def test_a_line_that_the_tokenizer_refuses_is_bad(tmp_path):
     assert Indexed(tmp_path / "out_text_document").tokens.tolist() == [1, 2, 4]
 
 
+@pytest.mark.flag("preprocess.json_keys")
 def test_keys_stay_aligned_when_a_text_is_empty(tmp_path):
     content = b"\n".join([line("a", title="A"), line("", title="B"), line("c", title="C"), b'{"text": "d"}'])
     stdout, _ = work(tmp_path, content, json_keys=["text", "title", "text"], append_eod=True, on_error="skip")
@@ -187,6 +190,7 @@ def test_keys_stay_aligned_when_a_text_is_empty(tmp_path):
     assert "3 documents, 2 sequences, 4 tokens" in stdout
 
 
+@pytest.mark.flag("preprocess.input")
 def test_several_inputs_patterns_and_standard_input(tmp_path, monkeypatch):
     for name in ("b1", "b0", "a"):
         (tmp_path / f"{name}.json").write_bytes(line(name))
@@ -220,6 +224,7 @@ def test_inputs_that_cannot_be_used(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "in.jsonl"]
 
 
+@pytest.mark.flag("preprocess.log_interval")
 def test_a_bar_on_a_terminal(tmp_path, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):

@@ -82,6 +82,7 @@ def leftovers(folder, output=""):
     return sorted(p.name for p in folder.glob(f"{output}*") if p.suffix in (".tmp", ".progress") or ".part" in p.name)
 
 
+@pytest.mark.flag("workers")
 @pytest.mark.parametrize("size", [2, 5])
 def test_workers_write_the_bytes_of_one(tmp_path, small, size, monkeypatch):
     """Files and streams, several keys, bad lines."""

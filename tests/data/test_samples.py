@@ -206,6 +206,7 @@ def test_samples_are_the_stream_cut_every_s_tokens(tmp_path):
             made[k]
 
 
+@pytest.mark.flag("split_arithmetic")
 def test_split_golden_numbers():
     assert split_bounds("700,200,100", 2456, "rounded") == [0, 1719, 2210, 2456]
     for arithmetic in ("rounded", "cumulative"):
@@ -304,6 +305,7 @@ data_prefix: \['{tmp_path}/x'\]
         assert re.fullmatch(rf" > elasped time to build and save {part}-idx mapping \(seconds\): \d\.\d{{6}}", line)
 
 
+@pytest.mark.flag("last_epoch_cutoff")
 def test_line_about_the_last_epoch():
     with captured_output() as (lines, _):
         build(np.array([100]), range(1), 110, 1, 0, 0.95)
@@ -548,6 +550,7 @@ def test_ids_of_another_vocabulary(tmp_path):
     assert "id 9 in document 0" in error_of(lambda: check_vocabulary(Indexed(tmp_path / "large"), 9))
 
 
+@pytest.mark.flag("mock_data")
 def test_mock_data():
     settings = config("", mock_data=True, data_path=[])
     made, lines, _ = build_and_capture(settings, vocab=11)
@@ -566,6 +569,7 @@ def test_mock_data():
     assert Mock(1000, 5, 3, 1234)[4].tolist() == [983, 227, 693, 541]
 
 
+@pytest.mark.flag("data_cache_path mmap_warmup")
 def test_warm_up_and_cache_path(tmp_path):
     data(tmp_path / "x", [30] * 20)
     _, lines, _ = build_and_capture(

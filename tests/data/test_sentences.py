@@ -62,6 +62,7 @@ def test_english(line):
     assert rules()(line.replace("|", " ")) == expected
 
 
+@pytest.mark.flag("lang")
 @pytest.mark.parametrize("language", OTHERS)
 def test_languages(language):
     gap = "" if language in ("japanese", "chinese") else " "
@@ -115,6 +116,7 @@ def punkt(tmp_path, monkeypatch):
     sentences.build_splitter.cache_clear()
 
 
+@pytest.mark.flag("split_sentences sentence_splitter keep_newlines")
 def test_each_is_a_sequence(tmp_path, punkt):
     """The last has the end of document; --keep-newlines keeps all text; another splitter's files
     are not taken for these.

@@ -62,6 +62,7 @@ def plain_loss(model, ids, length, stride):
     return total
 
 
+@pytest.mark.flag("evaluate.input")
 def test_figures_equal_a_plain_computation(score, run, tmp_path):
     """The figures equal those of a plain computation with the same weights."""
     path = tmp_path / "held out.txt"
@@ -79,6 +80,7 @@ def test_figures_equal_a_plain_computation(score, run, tmp_path):
     assert score("--input", path)[1]["loss"] > 3 > got["loss"]  # it knows its own text better
 
 
+@pytest.mark.flag("evaluate.json_keys")
 def test_each_key_of_a_line_is_a_document(score, tmp_path):
     """Blank lines are skipped, and lines may end in any way."""
     path = tmp_path / "a.jsonl"
@@ -98,6 +100,7 @@ def test_several_files_add_up(score, tmp_path):
     assert both["loss"] * both["tokens"] == pytest.approx(a["loss"] * a["tokens"] + b["loss"] * b["tokens"], rel=1e-9)
 
 
+@pytest.mark.flag("overlapping_eval")
 def test_overlapping_eval(score, tmp_path):
     """The stride changes the context, not the tokens; at most it is the sequence length."""
     path = tmp_path / "a.txt"
@@ -111,6 +114,7 @@ def test_overlapping_eval(score, tmp_path):
     assert (short["sequence_length"], short["stride"]) == (4, 2)
 
 
+@pytest.mark.flag("evaluate.json")
 def test_json_and_table_show_the_same_numbers(run, capsys, tmp_path):
 
     path = tmp_path / "a.txt"

@@ -54,6 +54,7 @@ def nats_and_hits(model, ids, first):
     return -logits.log_softmax(-1).gather(1, labels[:, None]).sum().item(), (logits.argmax(-1) == labels).tolist()
 
 
+@pytest.mark.flag("task valid_data strict_lambada")
 @pytest.mark.parametrize("strict", [False, True])
 def test_lambada_equals_transformers(theirs, evaluate, files, strict):
     model, tokenizer = theirs
@@ -144,6 +145,7 @@ def test_the_documents_lines(evaluate, files):
     assert "sha256" in out and "wiki detokenizer" in out
 
 
+@pytest.mark.flag("folders steps results_path evaluate.picture")
 def test_several_checkpoints_in_one_call(evaluate, trained, files, tmp_path):
     tasks = f"--eval-tasks=lambada={files / 'lambada_test.jsonl'},wikitext={files / 'wiki.test.tokens'}"
     picture, path = tmp_path / "more" / "scores.svg", tmp_path / "results.json"

@@ -43,6 +43,7 @@ def rows(generate, tmp_path):
     return call
 
 
+@pytest.mark.flag("prompts")
 def test_lines_of_a_file_and_of_standard_input(generate, tmp_path):
     """Every line is a prompt, an empty one too; the texts come in their order."""
     (tmp_path / "p").write_bytes(b"the c\r\n\r\na d\nein B\n")
@@ -53,6 +54,7 @@ def test_lines_of_a_file_and_of_standard_input(generate, tmp_path):
     assert generate("--greedy", "--prompts=-", "--micro-batch-size=1", typed="the c\n\na d\nein B")[0] == expected
 
 
+@pytest.mark.flag("texts.json")
 def test_json_lines(rows):
     found = rows(["the c", "a d"], "--greedy", "--out-seq-length=7")
     assert found == [
@@ -117,11 +119,13 @@ def test_a_reader_that_stops_leaves_no_request(run):
     assert (decoder.waiting, decoder.active) == (0, 0)
 
 
+@pytest.mark.flag("num_return_sequences")
 def test_several_texts_of_a_prompt(generate):
     out, err = generate("--prompt", "the c", "--num-return-sequences=3", "--greedy")
     assert out == f"{CAT}\n" * 3 and "3 texts, 24 tokens in" in err
 
 
+@pytest.mark.flag("texts.stop")
 def test_stop_strings(generate):
     """A text ends before the first of them, whichever tokens it has."""
     assert generate("--greedy", "--prompt", "the c", "--stop", "xx", "sat", "t.")[0] == "the cat \n"
@@ -130,6 +134,7 @@ def test_stop_strings(generate):
     assert "sequence length" not in err and "1 text, 6 tokens in" in err
 
 
+@pytest.mark.flag("logprobs")
 def test_log_probabilities_are_the_models(rows, run):
     m = meshwright.load(run, device="cpu")
     (row,) = rows(["the c"], "--temperature=2", "--logprobs=2")
@@ -141,6 +146,7 @@ def test_log_probabilities_are_the_models(rows, run):
         assert list(map(int, top)) == ids.tolist() and [*top.values()] == pytest.approx(values.tolist(), abs=1e-5)
 
 
+@pytest.mark.flag("beam_width length_penalty")
 def test_beam_search(rows, generate):
     found = rows(["the", "a d"], "--beam-width=3", "--num-return-sequences=2", "--logprobs=0")
     assert [row["index"] for row in found] == [0, 0, 1, 1] and found[0]["text"] == " cat sat."
@@ -152,6 +158,7 @@ def test_beam_search(rows, generate):
     assert generate("--prompt", "the c", "--beam-width=2")[0] == f"{CAT}\n"
 
 
+@pytest.mark.flag("texts.output")
 def test_output_appears_complete(generate, tmp_path, monkeypatch):
     """A *.jsonl file holds JSON lines; a run that fails leaves no file."""
     out, err = generate("--prompt=the c", "--greedy", "--output", tmp_path / "a.txt")

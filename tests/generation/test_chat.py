@@ -129,6 +129,7 @@ def test_a_dialogue_is_saved_and_goes_on(chat, tmp_path):
     assert "turns              1" in chat(f"/load {other}\n/show\n")[1]
 
 
+@pytest.mark.flag("system chat.stop")
 def test_stop_strings_and_the_systems_words(chat):
     assert chat("the c\n", "--stop", "s", "x")[0] == ["at "]
     _, err = chat('/system\n/system ""\n/system\n', "--system", "a\\n")
@@ -164,6 +165,7 @@ def template(tmp_path):
     return tmp_path
 
 
+@pytest.mark.flag("chat.chat_template")
 def test_a_chat_template_is_used(chat, template):
     """It writes the prompt; its end token ends the answer and is not shown."""
     out, err = chat("the c\n\n/show\n", f"--chat-template={template}")
@@ -312,6 +314,7 @@ def control():
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+@pytest.mark.flag("history")
 def test_in_a_terminal(run, tmp_path):
     """An answer appears bit by bit; Ctrl-C stops it and not the program; lines are kept."""
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "NO_COLOR": "1"}

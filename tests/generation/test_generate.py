@@ -57,6 +57,7 @@ def texts(rows):
 # The choice of tokens
 
 
+@pytest.mark.flag("greedy")
 def test_greedy(generate, samples):
     """The model continues its text; without a prompt it writes the likeliest sentence."""
     assert generate("--greedy", "--prompt", "the c")[:2] == (0, f"{CAT}\n")
@@ -64,6 +65,7 @@ def test_greedy(generate, samples):
     assert set(texts(samples("--greedy", n=3))) == {CAT}
 
 
+@pytest.mark.flag("temperature")
 def test_temperature(samples):
     usual = texts(samples(n=60))
     known = [usual.count(s) for s in SENTENCES]
@@ -76,6 +78,7 @@ def beginnings(rows):
     return {text[0] for text in texts(rows)}
 
 
+@pytest.mark.flag("top_k")
 def test_top_k(samples):
     """There are three beginnings; --top-k 2 leaves the two likeliest."""
     assert beginnings(samples("--top_k", "3", n=60)) == {"t", "a", "e"}
@@ -83,12 +86,14 @@ def test_top_k(samples):
     assert set(texts(samples("--top_k", "1"))) == {CAT}
 
 
+@pytest.mark.flag("top_p")
 def test_top_p(samples):
     assert beginnings(samples("--top_p", "0.99", n=60)) >= {"t", "a", "e"}
     assert len(beginnings(samples("--top-p", "0.7", n=60))) == 2
     assert set(texts(samples("--top_p", "0.1"))) == {CAT}
 
 
+@pytest.mark.flag("min_p")
 def test_min_p(samples):
     """The beginnings have about 6, 3 and 2 elevenths; the likeliest one's share is 1."""
     assert beginnings(samples("--min_p", "0.1", n=60)) == {"t", "a", "e"}
@@ -96,6 +101,7 @@ def test_min_p(samples):
     assert set(texts(samples("--min_p", "0.9"))) == {CAT}
 
 
+@pytest.mark.flag("repetition_penalty")
 def test_repetition_penalty(generate):
     """A strong one forbids a letter that the text has; 1 changes nothing."""
     plain = generate("--greedy", "--prompt", "the c")[1]
@@ -112,6 +118,7 @@ def test_samples_do_not_depend_on_the_micro_batch_size(samples):
     assert samples("--micro-batch-size=1") == samples("--micro-batch-size=5") == samples("--micro-batch-size=99")
 
 
+@pytest.mark.flag("recompute")
 def test_recompute_equals_cache(samples):
     assert samples() == samples("--recompute")
 
@@ -127,6 +134,7 @@ def test_precision(generate, flag):
 # Lengths
 
 
+@pytest.mark.flag("out_seq_length")
 def test_out_seq_length(generate, samples):
     assert generate("--greedy", "--out-seq-length", "4", "--prompt", "the")[1] == "the cat\n"
     for row in samples("--out-seq-length", "6", n=5):
@@ -150,6 +158,7 @@ def test_end_of_document_ends_a_row(samples):
 # Files
 
 
+@pytest.mark.flag("num_samples genfile")
 def test_num_samples_and_genfile(generate, tmp_path):
     path = tmp_path / "samples.json"
     path.write_text("old\n" * 100)
@@ -162,6 +171,7 @@ def test_num_samples_and_genfile(generate, tmp_path):
     assert status == 2 and "--genfile" in err
 
 
+@pytest.mark.flag("sample_input_file")
 def test_sample_input_file(generate, tmp_path):
     """Every line is a prompt: an empty one, "stop", and a last one without a newline."""
     path = tmp_path / "prompts.txt"
@@ -173,6 +183,7 @@ def test_sample_input_file(generate, tmp_path):
     assert [answers[i] for i in (0, 1, 2, 4)] == [" sat.\n", f"{CAT}\n", " ran.\n", "r.\n"]
 
 
+@pytest.mark.flag("sample_output_file")
 def test_sample_output_file(generate, tmp_path):
     path, out = tmp_path / "p", tmp_path / "answers"
     path.write_text("the ca\nthe c\na\n")
@@ -209,6 +220,7 @@ def test_bad_input_files_are_refused(generate, tmp_path, content, message):
 # A dialogue
 
 
+@pytest.mark.flag("prompt")
 def test_prompt(generate):
     status, out, err = generate("--greedy", "--prompt", "ein B")
     assert (status, out) == (0, f"{BEAR}\n")  # nothing but the text on standard output
@@ -216,6 +228,7 @@ def test_prompt(generate):
     assert generate("--greedy", "--prompt", "")[1] == f"{CAT}\n"
 
 
+@pytest.mark.flag("interactive dialogue")
 def test_interactive(generate):
     typed = "\n   \ndon't stop\n" + "x" * (LENGTH // 2) + "\nthe cat\n stop \nthe dog\n"
     status, out, err = generate("--interactive", "--greedy", "--dialogue=megatron", typed=typed)

@@ -304,6 +304,7 @@ def test_the_cause_of_several_failures() -> None:
 # OneFlow's flags, with which `train` launches itself
 
 
+@pytest.mark.flag("num_gpus_per_node num_nodes node_ips")
 def test_oneflow_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Parallel()
 

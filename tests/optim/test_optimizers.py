@@ -332,6 +332,7 @@ def test_offload_on_a_cpu_changes_nothing(rule, dtype, scale):
     assert a == b and a[-1] < a[0] and is_equal(kept_a, kept_b) and is_equal(weights_a, weights_b)
 
 
+@pytest.mark.flag("cpu_optimizer")
 @pytest.mark.parametrize(
     "flags", [[], ["--bf16"], ["--fp16"], ["--optimizer", "sgd"]], ids=lambda f: "".join(f) or "fp32"
 )

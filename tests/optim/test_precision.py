@@ -244,6 +244,7 @@ def test_stop(run, breaking, tmp_path, flags):
     assert rest.losses == clean.losses[3:] and len(rest.losses) == 3
 
 
+@pytest.mark.flag("on_nonfinite")
 @pytest.mark.fault("F20")
 def test_on_nonfinite(run, breaking, tmp_path):
     """--on-nonfinite skip:2 skips two in a row; a third ends the run; a resume keeps the count."""

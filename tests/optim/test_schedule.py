@@ -301,6 +301,7 @@ def test_each_value_alone_needs_a_decision(name, value, flag):
     assert resume_schedule(FULL, saved, settings())[0] == FULL
 
 
+@pytest.mark.flag("override_opt_param_scheduler use_checkpoint_opt_param_scheduler")
 def test_a_changed_schedule_needs_a_decision():
     """Several changes are reported together and decided by either flag."""
     saved = dataclasses.asdict(build_schedule(settings(lr_decay_iters=100)))

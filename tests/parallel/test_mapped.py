@@ -92,6 +92,7 @@ def test_scatter_then_gather(run, ranks):
     assert all(torch.equal(x[begin : begin + size], expected) for x in after)
 
 
+@pytest.mark.flag("data_parallel_sums")
 def test_choice(monkeypatch):
     cpu = torch.device("cpu")
     assert mapped.choose_mapper("auto", None, cpu) == (None, "")

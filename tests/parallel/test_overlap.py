@@ -135,6 +135,7 @@ def choice():
             assert overlap.choose_products("auto", group, CPU, SIZE)[1] == "tensor ranks are on several machines"
 
 
+@pytest.mark.flag("tp_overlap")
 def test_choice():
     run_ranks(choice, 2)
 

@@ -109,6 +109,11 @@ def test_every_pair_is_covered():
     assert set().union(*map(pairs, cases)) == set(wanted)
 
 
+@pytest.mark.flag(
+    """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+    num_layers_per_virtual_pipeline_stage pipeline_layout pipeline_schedule sequence_parallel zero_stage
+    num_distributed_optimizer_instances"""
+)
 @pytest.mark.whole
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", range(4))

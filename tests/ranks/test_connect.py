@@ -113,6 +113,7 @@ def test_contradictory_variables(environ: dict[str, str], words: str) -> None:
         find_world(environ)
 
 
+@pytest.mark.flag("world_size")
 def test_world_size_flag() -> None:
     require_world_size(World(size=4), None)
     require_world_size(World(size=4), 4)
@@ -175,6 +176,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
         assert re.fullmatch(r"words: 3 of 4 ranks came within \d s; missing: rank 2\. .*\n", text)
 
 
+@pytest.mark.flag("start_timeout_seconds")
 def test_the_wait_for_missing_ranks_is_a_flag(tmp_path: Path) -> None:
     flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 64 --num-layers 1 --hidden-size 8 --lr 1 "
     flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --start-timeout-seconds 2"

@@ -150,6 +150,10 @@ def test_sigterm_lets_answers_finish(run: Path) -> None:
     assert b"data: [DONE]" in found["text"] and time.monotonic() - began < 10
 
 
+@pytest.mark.flag(
+    """host port api_key api_key_file allowed_hosts served_model_name serve.chat_template slots queue max_body_size
+    read_timeout request_timeout"""
+)
 def test_every_flag_of_the_server_arrives(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = SimpleNamespace()
 

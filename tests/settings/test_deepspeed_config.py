@@ -46,6 +46,7 @@ def refusal(parse):
 # Keys that are taken
 
 
+@pytest.mark.flag("deepspeed_config")
 @pytest.mark.parametrize(
     ("file", "name", "want"),
     [

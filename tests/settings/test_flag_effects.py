@@ -48,6 +48,11 @@ def parameters(
 RAMP = ["--weight-decay-incr-style", "linear", "--start-weight-decay", "0.1", "--end-weight-decay", "0.9"]
 
 
+@pytest.mark.flag(
+    """num_layers hidden_size ffn_hidden_size kv_channels max_position_embeddings untie_embeddings_and_output_weights
+    num_query_groups group_query_attention position_embedding_type swiglu glu_activation add_bias_linear
+    add_qkv_bias vocab_size"""
+)
 @pytest.mark.parametrize(
     ("flags", "want"),
     [
@@ -78,6 +83,12 @@ def test_sizes(run, flags, want):
     assert run("--train-iters", "1", "--eval-iters", "0", *flags).column("parameters", "start") == [want]
 
 
+@pytest.mark.flag(
+    """num_attention_heads layernorm_epsilon hidden_dropout attention_dropout embedding_dropout bias_gelu_fusion
+    attention_impl squared_relu normalization qk_layernorm embed_layernorm apply_residual_connection_post_layernorm
+    init_method_xavier_uniform seq_length dataloader_type training.seed optimizer weight_decay clip_grad adam_beta1
+    adam_beta2 adam_eps"""
+)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -119,6 +130,7 @@ def test_changes_the_losses(run, base, flags):
     assert (got.losses[0] == base[0]) == flags[0].strip("-").startswith(first)
 
 
+@pytest.mark.flag("distributed_backend distributed_timeout_minutes local_rank")
 @pytest.mark.parametrize(
     "flags",
     [
@@ -137,6 +149,11 @@ def test_leaves_the_losses_equal(run, base, flags):
     assert run(*flags).losses == pytest.approx(base, rel=1e-6)
 
 
+@pytest.mark.flag(
+    """rotary_percent rotary_base apply_layernorm_1p lr_wsd_decay_style lr_wsd_decay_iters lr_warmup_init
+    start_weight_decay end_weight_decay weight_decay_incr_style sgd_momentum muon_momentum muon_num_ns_steps
+    fp32_residual_connection"""
+)
 @pytest.mark.parametrize(
     ("flags", "other"),
     [
@@ -161,6 +178,7 @@ def test_changes_the_losses_of_another_run(run, flags, other):
     assert a.status == b.status == 0 and (a.losses == b.losses) == (flags == ["--apply-layernorm-1p"])
 
 
+@pytest.mark.flag("lr_decay_samples lr_decay_tokens lr_warmup_samples lr_warmup_tokens")
 @pytest.mark.parametrize(
     "flags",
     [
@@ -176,15 +194,18 @@ def test_lengths_in_samples_and_tokens(run, flags):
     assert got.losses == want.losses and got.column("lr") == want.column("lr")
 
 
+@pytest.mark.flag("lr_wsd_decay_samples")
 def test_wsd_in_samples(run):
     a = run("--train-iters", "none", "--train-samples", "24", "--lr-decay-style", "WSD", "--lr-wsd-decay-samples", "8")
     assert a.column("lr") == run("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "2").column("lr")
 
 
+@pytest.mark.flag("init_method_std")
 def test_smaller_initial_weights(run):
     assert run("--init-method-std", "1e-5", "--train-iters", "1").losses[0] == pytest.approx(math.log(64), abs=1e-4)
 
 
+@pytest.mark.flag("make_vocab_size_divisible_by pad_vocab_size_to")
 def test_padded_vocabulary(run):
     few = ["--train-iters", "1", "--eval-iters", "0"]
     assert "with 64 dummy tokens (new size: 128)" in run(*few).out
@@ -192,6 +213,7 @@ def test_padded_vocabulary(run):
     assert "with 192 dummy tokens (new size: 256)" in run(*few, "--pad-vocab-size-to", "256").out
 
 
+@pytest.mark.flag("micro_batch_size global_batch_size")
 def test_batch_sizes(run):
     got = run("--micro-batch-size", "4", "--global-batch-size", "12", "--train-iters", "2")
     assert "setting number of micro-batches to constant 3\n" in got.out
@@ -200,6 +222,7 @@ def test_batch_sizes(run):
     assert "setting global batch size to 2\n" in got.out and got.column("consumed_samples") == [2, 4]
 
 
+@pytest.mark.flag("train_iters eval_interval eval_iters logging.log_interval")
 def test_length_and_validations(run):
     got = run("--train-iters", "5", "--eval-interval", "2", "--eval-iters", "3", "--log-interval", "2")
     assert got.column("iteration") == [1, 2, 3, 4, 5]
@@ -210,6 +233,7 @@ def test_length_and_validations(run):
     assert shown == ["2", "4", "5"]  # and the last
 
 
+@pytest.mark.flag("lr min_lr lr_decay_style lr_decay_iters lr_warmup_fraction lr_warmup_iters")
 @pytest.mark.parametrize(
     ("flags", "schedule"),
     [
@@ -235,10 +259,12 @@ def test_learning_rates(run, flags, schedule):
     assert run(*flags).column("lr") == pytest.approx(want, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.flag("loss_scale")
 def test_constant_loss_scale(run):
     assert run("--fp16", "--loss-scale", "128").column("loss_scale") == [128.0] * 6
 
 
+@pytest.mark.flag("initial_loss_scale loss_scale_window hysteresis")
 def test_dynamic_loss_scale(run):
     got = run("--fp16", "--initial-loss-scale", "256", "--loss-scale-window", "2")
     assert got.column("loss_scale") == [256.0, 256.0, 512.0, 512.0, 1024.0, 1024.0]
@@ -246,11 +272,13 @@ def test_dynamic_loss_scale(run):
     assert run("--fp16", "--train-iters", "3", "--hysteresis", "1").column("loss_scale") == [2.0**32, 2.0**31, 2.0**30]
 
 
+@pytest.mark.flag("min_loss_scale")
 def test_least_loss_scale(run):
     got = run("--fp16", "--hysteresis", "1", "--min-loss-scale", str(2.0**31))
     assert got.status == 70 and "smallest loss scale" in got.err and got.column("loss_scale") == [2.0**32, 2.0**31]
 
 
+@pytest.mark.flag("recompute_granularity recompute_method recompute_num_layers")
 @pytest.mark.parametrize(
     ("flags", "again"),
     [
@@ -283,6 +311,7 @@ def test_recompute_runs_blocks_again(run, monkeypatch, flags, again):
     assert calls["attention"] == 2 * (2 + (2 if flags == ["--recompute-activations"] else again))
 
 
+@pytest.mark.flag("checkpoint_in_cpu")
 def test_inputs_of_recomputed_layers_in_host_memory(run, monkeypatch):
     """--checkpoint-in-cpu moves what recomputation starts from, no more, and changes no bit."""
     from torch.autograd.graph import saved_tensors_hooks
@@ -305,6 +334,7 @@ def test_inputs_of_recomputed_layers_in_host_memory(run, monkeypatch):
     assert run(*full, "--checkpoint-in-cpu").losses == without.losses
 
 
+@pytest.mark.flag("compile")
 def test_compile(run, base, monkeypatch):
     """`on` hands each block to the compiler, `off` and, on a CPU, `auto` do not."""
     import torch
@@ -320,6 +350,7 @@ def test_compile(run, base, monkeypatch):
     assert "--compile on has no effect on layers with the reference attention" in out and len(made) == 2
 
 
+@pytest.mark.flag("fused_kernels")
 def test_fused_kernels(run, base):
     """`on` takes the blocks of fused kernels, whose numbers differ by rounding, `auto` on a GPU."""
     assert run("--fused-kernels", "off").losses == run().losses == base
@@ -328,6 +359,7 @@ def test_fused_kernels(run, base):
     assert got.losses == pytest.approx(base, rel=1e-5) and got.losses != base
 
 
+@pytest.mark.flag("loss_mean")
 def test_loss_mean_weighs_tokens_or_micro_batches():
     """Two micro-batches, one of them nearly all masked."""
     from helpers import TINY
@@ -364,6 +396,7 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
     assert losses["global"] != pytest.approx(losses["microbatch"], rel=1e-6)
 
 
+@pytest.mark.flag("exit_signal_handler")
 @pytest.mark.parametrize("flag", ["--exit-signal-handler", "--no-exit-signal-handler"])
 def test_exit_signal_handler(run, monkeypatch, flag):
     """SIGTERM has our handler during a step, and the old one afterwards."""
@@ -375,6 +408,7 @@ def test_exit_signal_handler(run, monkeypatch, flag):
     assert (seen[0] is before) == flag.startswith("--no-") and signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.flag("save load save_interval run_dir")
 def test_files(run, tmp_path):
     """--save holds checkpoints, --run-dir the rest; the last step is always saved."""
     save = tmp_path / "save"
@@ -387,6 +421,7 @@ def test_files(run, tmp_path):
     assert got.column("iteration") == [7, 8] and len(list(save.glob("iter_*"))) == 2
 
 
+@pytest.mark.flag("progress")
 @pytest.mark.parametrize("flag", ["--progress", "--no-progress"])
 def test_progress_bar(run, monkeypatch, flag):
     from meshwright.training.log import metrics
@@ -419,6 +454,7 @@ def files(tmp_path_factory):
     return folder
 
 
+@pytest.mark.flag("eod_mask_loss reset_position_ids reset_attention_mask")
 @pytest.mark.parametrize("flag", ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"])
 def test_ends_of_documents(run, files, flag):
     """Each changes the losses, and needs a tokenizer with an end of document."""
@@ -433,6 +469,7 @@ def test_ends_of_documents(run, files, flag):
     assert refused.status == 2 and f"{flag}" in refused.err and "need a tokenizer" in refused.err
 
 
+@pytest.mark.flag("data_path split data_impl train_data_path valid_data_path test_data_path")
 def test_data_path_and_split(run, files):
     flags = ["--no-mock-data", "--tokenizer-type", "ByteTokenizer", "--vocab-size", "none", "--split", "80,10,10"]
     a = run(*flags, "--data-path", str(files / "a_text_document"))

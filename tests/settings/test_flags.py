@@ -217,6 +217,7 @@ def test_words(argv, words):
     assert words in refusal(*argv)
 
 
+@pytest.mark.flag("cp_comm_type")
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

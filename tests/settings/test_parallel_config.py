@@ -79,6 +79,7 @@ def test_zero_and_offloading(line, zero, offloads):
     assert (p.zero_stage, p.offloads) == (zero, offloads)
 
 
+@pytest.mark.flag("remote_device")
 def test_remote_device():
     assert parse("--world-size 2 --zero-stage 3 --remote-device cpu").config.parallel.offloads
     assert "not yet in this version; give none, or give cpu" in refusal("--remote-device nvme --zero-stage 3")

@@ -366,6 +366,7 @@ def test_a_warning(clock, monkeypatch, capfd, first):
     assert left == [143] and "stopped at once" in capfd.readouterr().err
 
 
+@pytest.mark.flag("exit_signal")
 def test_exit_signal():
     """Only the named signals are caught, and those that always are."""
     names = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGXCPU")

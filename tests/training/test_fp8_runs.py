@@ -60,6 +60,7 @@ def base(counting, tmp_path_factory):
     return read_losses(folder)
 
 
+@pytest.mark.flag("fp8_format")
 @pytest.mark.parametrize(
     "more",
     [
@@ -82,6 +83,10 @@ def losses(tmp_path_factory):
     return read_losses(folder)
 
 
+@pytest.mark.flag(
+    """fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 num_layers_at_start_in_bf16
+    num_layers_at_end_in_bf16"""
+)
 @pytest.mark.parametrize(
     "more",
     [
@@ -108,6 +113,7 @@ def test_which_layers():
     assert layers(**ends) == [0, 1, 2, 3, 4, 5] and layers(first_last_layers_bf16=True, **ends) == [2, 3, 4, 5]
 
 
+@pytest.mark.flag("fp8_recipe")
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -129,6 +129,7 @@ def kinds(calls):
     return [call.split()[0] for call in calls]
 
 
+@pytest.mark.flag("cuda_graphs")
 @pytest.mark.parametrize("accumulated", [1, 2, 5])
 def test_a_step_is_up_to_three_pieces(run, recorded, accumulated):
     both(run, "--train-iters", 6, "--micro-batch-size", 2, "--global-batch-size", 2 * accumulated)

@@ -114,6 +114,7 @@ def test_rollback_passes_over_a_damaged_checkpoint(run, spoiling, tmp_path, monk
 SPIKE = (*BASE, "--train-iters", "14", "--spike-window", "8")
 
 
+@pytest.mark.flag("on_spike")
 @pytest.mark.parametrize("flags", [[], ["--params-dtype", "float64"]], ids=" ".join)
 @pytest.mark.fault("F20")
 def test_a_spike(run, spoiling, tmp_path, flags):
@@ -141,6 +142,7 @@ def test_a_spike(run, spoiling, tmp_path, flags):
     assert resumed.column("iteration") == [12, 13, 14]
 
 
+@pytest.mark.flag("spike_factor spike_window")
 def test_what_is_a_spike(run, spoiling):
     """Their median deviation counts, so one loss that stands out does not hide the next."""
     losses = [2.0 + 0.01 * (-1) ** i for i in range(7)] + [50.0]

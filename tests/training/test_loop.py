@@ -52,6 +52,7 @@ def after(monkeypatch):
 # Ends
 
 
+@pytest.mark.flag("kill_switch_path")
 def test_kill_switch(run, after, tmp_path):
     switch, save = tmp_path / "stop", tmp_path / "save"
     after(2, switch.touch)
@@ -63,6 +64,7 @@ def test_kill_switch(run, after, tmp_path):
     assert again.status == 0 and again.column("iteration") == [] and steps_in(save) == [2]
 
 
+@pytest.mark.flag("exit_duration_in_mins")
 def test_exit_duration_in_mins(run, after, tmp_path, monkeypatch):
     clock, real = [0.0], loop.time.perf_counter
     monkeypatch.setattr("time.perf_counter", lambda: real() + clock[0])
@@ -85,6 +87,7 @@ def test_a_signal_before_the_first_step_trains_nothing(run, monkeypatch, tmp_pat
     assert got.status == 143 and got.column("iteration") == [] and steps_in(tmp_path / "save") == []
 
 
+@pytest.mark.flag("skip_train")
 @pytest.mark.parametrize("flag", ["--skip-train", "--eval-only"])
 def test_evaluation_only(run, tmp_path, flag):
     save = tmp_path / "save"
@@ -99,6 +102,7 @@ def test_evaluation_only(run, tmp_path, flag):
 # Skipped iterations
 
 
+@pytest.mark.flag("skip_train_iteration_range")
 def test_skipped_iterations_use_up_their_samples(run, tmp_path, monkeypatch):
     """Iterations 3 and 4 are skipped; 5 sees its own samples; the schedule is two steps behind."""
     flags = ("--lr", "1e-2", "--lr-decay-style", "constant", "--hidden-dropout", "0", "--attention-dropout", "0")
@@ -129,6 +133,7 @@ def test_skipping_the_rest_of_the_run(run):
 # Lengths and batches
 
 
+@pytest.mark.flag("train_samples train_tokens")
 @pytest.mark.parametrize("flags", [("--train-samples", "22"), ("--train-tokens", str(22 * 16 + 5))])
 def test_length_in_samples(run, flags):
     """22 samples hold five batches of 4; the schedule counts samples."""
@@ -138,6 +143,7 @@ def test_length_in_samples(run, flags):
     assert "    train:      22\n" in got.out
 
 
+@pytest.mark.flag("rampup_batch_size")
 def test_rampup_batch_size(run):
     """2, then 3, then 4 samples, each for half of 8 consumed ones."""
     flags = ("--train-iters", "none", "--train-samples", "20", "--micro-batch-size", "1")
@@ -147,6 +153,7 @@ def test_rampup_batch_size(run):
     assert [int(b) for b in re.findall(r"global batch size: +(\d+) \|", got.out)] == got.column("batch")
 
 
+@pytest.mark.flag("num_accumulation_steps")
 def test_accumulation_steps(run):
     base = run()
     assert run("--global-batch-size", "none", "--num-accumulation-steps", "2").column("loss") == base.column("loss")
@@ -156,6 +163,7 @@ def test_accumulation_steps(run):
 # Checkpoints
 
 
+@pytest.mark.flag("save_at_start")
 def test_save_at_start(run, tmp_path):
     save = tmp_path / "save"
     assert run("--save-at-start", "--save", save).status == 0 and steps_in(save) == [0, 6]
@@ -164,6 +172,7 @@ def test_save_at_start(run, tmp_path):
     assert again.status == 0 and again.column("loss") == run().column("loss")
 
 
+@pytest.mark.flag("keep_last keep_every")
 @pytest.mark.parametrize(
     ("flags", "left"),
     [
@@ -181,6 +190,7 @@ def test_keep_last_and_every(run, tmp_path, flags, left):
     assert len(re.findall(r" > removed step \d", got.out)) == 6 - len(left)
 
 
+@pytest.mark.flag("keep_best")
 def test_keep_best(run, tmp_path, monkeypatch):
     """The losses of the validations are made up; the best is at step 2, between two saves."""
     made_up = iter([5.0, 3.0, 4.0, float("nan"), 3.5, 4.5, 4.0, 4.0])
@@ -215,6 +225,7 @@ def test_a_damaged_step_is_neither_counted_nor_removed(run, tmp_path):
     assert publish.prune_steps(save, 6, 1, None, None) == [2] and steps_in(save) == [4, 6]
 
 
+@pytest.mark.flag("finetune")
 def test_finetune_takes_the_weights_alone(run, tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     run("--save", a)
@@ -226,6 +237,7 @@ def test_finetune_takes_the_weights_alone(run, tmp_path):
     assert refused.status == 73 and "--finetune starts a new run" in refused.err
 
 
+@pytest.mark.flag("no_load_optim")
 def test_no_load_optim(run, tmp_path):
     """Step and schedule continue, moments and Adam's t begin at zero."""
     save, flags = tmp_path / "a", ("--train-iters", 8, "--override-opt_param-scheduler")
@@ -237,6 +249,7 @@ def test_no_load_optim(run, tmp_path):
     assert got.column("loss")[0] == whole.column("loss")[0] and got.column("loss")[1] != whole.column("loss")[1]
 
 
+@pytest.mark.flag("no_save_optim")
 def test_no_save_optim(run, tmp_path):
     save = tmp_path / "a"
     run("--save", save, "--no-save-optim", "--train-iters", 3)
@@ -253,6 +266,7 @@ def test_another_optimizer_is_refused(run, tmp_path):
     assert refused.status == 65 and "another --optimizer" in refused.err
 
 
+@pytest.mark.flag("use_checkpoint_args")
 def test_use_checkpoint_args(run, tmp_path, capsys):
     save = tmp_path / "a"
     run("--save", save, "--train-iters", 3, "--swiglu", "--position-embedding-type", "rope", "--num-query-groups", 2)
@@ -271,6 +285,7 @@ def test_use_checkpoint_args(run, tmp_path, capsys):
 # The log
 
 
+@pytest.mark.flag("log_params_norm log_num_zeros_in_grad")
 def test_num_zeros_and_params_norm(run):
     got = run("--log-num-zeros-in-grad", "--log-params-norm")
     zeros, norms = got.column("num_zeros"), got.column("params_norm")
@@ -284,6 +299,7 @@ LEVEL_1 = {"forward-backward", "optimizer"}
 LEVEL_2 = LEVEL_1 | {"forward-compute", "backward-compute", "batch-generator"}
 
 
+@pytest.mark.flag("timing_log_level timing_log_option")
 @pytest.mark.parametrize(
     ("level", "option", "names", "form"),
     [
@@ -302,6 +318,11 @@ def test_timers(run, level, option, names, form):
     assert after.count(f"{title} across ranks (ms):") == (6 if names else 0)
 
 
+@pytest.mark.flag(
+    """tensorboard tensorboard_dir tensorboard_log_interval tensorboard_queue_size log_timers_to_tensorboard
+    log_batch_size_to_tensorboard log_loss_scale_to_tensorboard log_validation_ppl_to_tensorboard
+    log_memory_to_tensorboard log_world_size_to_tensorboard"""
+)
 def test_tensorboard(run, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -331,6 +352,7 @@ def fake_smi(folder, monkeypatch, script):
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
+@pytest.mark.flag("steps_per_print")
 def test_deepspeeds_lines(run, tmp_path):
     """Every --steps-per-print steps, with the speed of the steps since the line before."""
     small = ("--num-layers", 1, "--eval-iters", 0, "--train-iters", 7, "--log-interval", 100)
@@ -348,6 +370,7 @@ def test_deepspeeds_lines(run, tmp_path):
     assert "samples/sec" not in run(*small).out
 
 
+@pytest.mark.flag("nvidia_smi_at")
 def test_nvidia_smi(run, tmp_path, monkeypatch, capsys):
     """Its lines follow the iteration's own, in the log too; without it one line says so once."""
     fake_smi(tmp_path / "bin", monkeypatch, f"{SMI}sleep 0.5\n")

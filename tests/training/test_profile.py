@@ -87,6 +87,7 @@ def test_a_trace_without_work(tmp_path):
     assert profile.summarise(write(tmp_path / "t.json.gz", []), 1) is None
 
 
+@pytest.mark.flag("profile profile_step_start profile_step_end")
 def test_profile(run, tmp_path):
     """From step 2 to 3, and until the run ends; small, because torch takes seconds for a table."""
     small = ("--profile", "--num-layers", 1, "--eval-iters", 0, "--train-iters", 3)

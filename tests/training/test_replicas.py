@@ -45,6 +45,7 @@ def train(tmp_path, world, flags, wrong, at=2, name="h.1.mlp.fc.weight"):
     return statuses, (tmp_path / "log-0").read_text(), [row["iteration"] for row in read_rows(tmp_path / "run")]
 
 
+@pytest.mark.flag("check_replicas_interval")
 @pytest.mark.fault("F21")
 def test_the_rank_that_differs_is_named_within_the_interval(tmp_path):
     statuses, out, logged = train(tmp_path, 3, ["--check-replicas-interval=4"], wrong=1)

@@ -48,6 +48,7 @@ def scored(tmp_path_factory, files):
     return train_on_texts(folder, [TEXT] * 50, ["--tokenizer-type=ByteTokenizer"], [*FLAGS, f"--eval-tasks={files}"])
 
 
+@pytest.mark.flag("eval_tasks eval_tasks_interval")
 def test_scores_are_those_of_the_saved_weights(scored, files):
     rows = read_rows(scored, "scores")
     assert [(r["iteration"], r["task"]) for r in rows] == [
@@ -144,6 +145,7 @@ def train(folder, files, *more):
     )
 
 
+@pytest.mark.flag("eval_tasks_device")
 def test_scores_beside_the_run(scored, files, tmp_path):
     """The process's scores are those of the step loop; its snapshot does not stay."""
     folder = train(tmp_path, files, "--eval-tasks-device=cpu", "--eval-tasks-interval=12")

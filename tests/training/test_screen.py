@@ -105,6 +105,7 @@ def test_without_colours(tmp_path):
     assert status == 0 and "\x1b" not in shown and "the model was not kept" in shown
 
 
+@pytest.mark.flag("log_format")
 def test_megatrons_log_on_a_terminal(tmp_path):
     status, shown = on_terminal(80, f"--run-dir={tmp_path}", "--log-format=megatron", "--no-progress")
     assert status == 0 and shown.replace("\r\n", "\n") == (tmp_path / "log.txt").read_text()

@@ -26,6 +26,7 @@ def sleep_in(name, until, rank):
     setattr(loop.Trainer, name, call)
 
 
+@pytest.mark.flag("log_straggler")
 @pytest.mark.whole
 @pytest.mark.fault("F18")
 def test_a_slow_rank_is_named_and_the_run_goes_on(tmp_path):

@@ -55,6 +55,7 @@ def test_names_are_megatrons():
     assert validation_tags(logging(**EVERYTHING), CHECK) == {"lm loss validation": 2.0, "lm loss validation ppl": 7.5}
 
 
+@pytest.mark.flag("log_learning_rate_to_tensorboard")
 def test_flags_choose():
     always = {"lm loss", "grad-norm", "num-zeros", "params-norm"}
     assert tags(logging(), ROW).keys() == always | {"learning-rate", "loss-scale"}
@@ -159,6 +160,7 @@ def wandb(monkeypatch):
     return module
 
 
+@pytest.mark.flag("wandb_project wandb_exp_name wandb_save_dir")
 def test_wandb(tmp_path, wandb):
     asked = logging(tensorboard=False, wandb_project="gpt", wandb_exp_name="first")
     (tracker,) = open_trackers(asked, tmp_path, {"lr": 0.1}, "run")
@@ -209,6 +211,7 @@ def trackio(monkeypatch):
     return fake
 
 
+@pytest.mark.flag("trackio_project")
 def test_trackio(tmp_path, trackio, capsys):
     asked = logging(tensorboard=False, trackio_project="gpt")
     (tracker,) = open_trackers(asked, tmp_path, {"lr": 0.1}, "run")

@@ -141,6 +141,7 @@ def test_gradient_accumulation_changes_nothing(tmp_path):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-9)
 
 
+@pytest.mark.flag("fp16 bf16 params_dtype")
 def test_precisions_agree(tmp_path):
     curves = {}
     for flag in ("--params-dtype=float64", "--params-dtype=float32", "--bf16", "--fp16"):
@@ -186,6 +187,7 @@ def test_non_finite_loss_stops_with_70(tmp_path, capsys, monkeypatch):
     assert sorted(p.name for p in (tmp_path / "run").glob("iter_*")) == ["iter_0000002"]
 
 
+@pytest.mark.flag("save_overwrite")
 def test_save_without_load_onto_checkpoints_is_refused(tmp_path, capsys):
     train(tmp_path)
     status, steps = train(tmp_path)
@@ -206,12 +208,14 @@ def test_second_run_on_the_folder_is_refused(tmp_path, capsys, monkeypatch):
     assert status == 73 and str(os.getpid()) in capsys.readouterr().err
 
 
+@pytest.mark.flag("exit_interval")
 def test_exit_interval_saves_and_leaves(tmp_path, capsys):
     status, steps = train(tmp_path, "--exit-interval", "4")
     assert status == 0 and len(steps) == 4 and (tmp_path / "run/iter_0000004").is_dir()
     assert read_rows(tmp_path / "run", "end")[0]["reason"] == "--exit-interval 4"
 
 
+@pytest.mark.flag("device")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -242,6 +246,7 @@ def test_half_an_environment_is_refused(monkeypatch, capsys):
     assert main(["train", *TINY_FLAGS]) == 2 and "RANK is not" in capsys.readouterr().err
 
 
+@pytest.mark.flag("exit_on_missing_checkpoint")
 def test_missing_checkpoint_can_be_an_error(tmp_path, capsys):
     status = main(["train", *TINY_FLAGS, "--load", str(tmp_path / "none"), "--exit-on-missing-checkpoint"])
     assert status == 65 and "no such folder, but --exit-on-missing-checkpoint needs one" in capsys.readouterr().err
@@ -364,6 +369,7 @@ def test_reading_ahead_changes_nothing(tmp_path, workers):
     )
 
 
+@pytest.mark.flag("deterministic_mode")
 def test_deterministic_mode_is_set(tmp_path):
     try:
         status, _ = train(tmp_path, "--deterministic-mode")

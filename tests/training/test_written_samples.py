@@ -20,6 +20,7 @@ def samples(run):
     return [(row["iteration"], row["number"], row["prompt"], row["text"]) for row in read_rows(run.folder, "sample")]
 
 
+@pytest.mark.flag("sample_interval sample_prompts sample_length sample_temperature")
 def test_flags(run, tmp_path):
     """The texts are those that `generate` writes from the step's checkpoint with the same seed."""
     prompts = ["--sample-prompts", "a b", "c", "--sample-length=9"]

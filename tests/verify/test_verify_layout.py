@@ -41,6 +41,7 @@ def run(folder, argv, **more):
     return run_programs(program, [argv] * 2, ranks, folder)
 
 
+@pytest.mark.flag("verify_layout")
 @pytest.mark.long
 def test_train_verifies_before_it_begins(tmp_path):
     """A difference ends the run before its first step; the certificate says where it is."""

@@ -115,6 +115,7 @@ def test_hostile_files(tmp_path: Path, figures: Callable[..., None]) -> None:
     assert len({outcome.case.name for outcome in outcomes}) == count == 156 and not executed
 
 
+@pytest.mark.flag("trust_pickle")
 @pytest.mark.fault("F27")
 def test_their_payloads_work(tmp_path: Path) -> None:
     """The same files do run where the user trusts them, so none of them is a dud."""

@@ -31,6 +31,7 @@ def losses(folder: Path) -> list[str]:
 OTHERS = [pytest.param(more, marks=pytest.mark.long) for more in (["--fp16"], ["--params-dtype", "float64"], [])]
 
 
+@pytest.mark.flag("ckpt_format")
 @pytest.mark.parametrize("more", [["--bf16"], ["--async-save"], *OTHERS], ids=str)
 def test_a_run_in_megatrons_tree(tmp_path: Path, more: list[str]) -> None:
     """A run stopped and resumed has the losses of an uninterrupted one, with dropout."""
@@ -132,6 +133,7 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: pytest.Cap
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.flag("save_hf")
 def test_save_hf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = [*TINY_FLAGS, "--save", str(tmp_path / "run"), "--save-hf", str(tmp_path / "hf")]
     assert main(["train", *run]) == 0
