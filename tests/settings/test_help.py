@@ -61,7 +61,7 @@ def test_pages_name_what_their_commands_have(name: str, monkeypatch: pytest.Monk
 
 
 def test_pages_are_of_commands_that_exist() -> None:
-    assert set(PAGES) == set(PAGED), "settings/pages.py has a page for each command"
+    assert set(PAGES) == set(PAGED), "settings/pages.toml has a page for each command"
     for page in PAGES.values():
         for command in re.findall(r"meshwright (\S+)", " ".join(page.examples)):
             assert command in COMMANDS

@@ -264,10 +264,11 @@ def contradictions(asked: Model, saved: Model, names: Collection[str] = ARCHITEC
         # A setting that was left open only follows another flag.
         if ours == theirs or getattr(asked, name) is None:
             continue
+        # If several flags decide one outcome, report those that were given, else those that differ.
         group = [n for n in names if OUTCOME.get(n, n) == outcome]
-        changed = [n for n in group if getattr(asked, n) != getattr(defaults, n)]
-        # If several flags decide one outcome, report those that were given.
-        if name in (changed or group):
+        given = [n for n in group if getattr(asked, n) != getattr(defaults, n)]
+        differing = [n for n in group if getattr(asked, n) != getattr(saved, n)]
+        if name in (given or differing or group):
             out.append(f"{spelling(name)} {getattr(asked, name)}, the checkpoint has {theirs}")
     return out
 

@@ -71,6 +71,10 @@ class Parsed(Generic[C]):
     print_config: bool
 
 
+class SwitchSource(str):
+    """The source of a value that an older switch stands for."""
+
+
 class FlagParser(argparse.ArgumentParser):
     """argparse without its usage dump and exit."""
 
@@ -198,8 +202,9 @@ def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
 
 def _with_deepspeed(config: Any, sources: dict[str, str], reader: LayerReader) -> Any:
     """Let the file of --deepspeed_config fill what is still at its default."""
-    # A switch for ZeRO 1 leaves a higher stage to the file.
-    given = {n for n, source in sources.items() if source != "default" and "(--use-dist" not in source}
+    given = {n for n, source in sources.items() if source != "default"}
+    if isinstance(sources["zero_stage"], SwitchSource):  # ZeRO 1 leaves a higher stage to the file
+        given.remove("zero_stage")
     filled, notices, wrong = deepspeed_json.merge_deepspeed(config, given)
     before, after = to_dict(config), to_dict(filled)
     sources.update({n: str(config.parallel.deepspeed_config) for n in after if after[n] != before[n]})
@@ -233,7 +238,7 @@ def build_config(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tupl
             group = values[by_name[name][0]]
             if layer[switch]:
                 group[name] = _with_switch(group.get(name), value)
-                sources[name] = f"{label} ({spelling(switch)})"
+                sources[name] = SwitchSource(f"{label} ({spelling(switch)})")
             elif name not in layer and group.get(name) == value:
                 del group[name]
                 sources[name] = "default"

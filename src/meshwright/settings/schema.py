@@ -779,47 +779,44 @@ class Logging:
 
 
 @dataclass(frozen=True)
+@group(docs="generation")
 class Sampling:
     """How text is generated."""
 
-    temperature: float = flag(1.0, "divide the logits by this (0: as --greedy)", bound=">=0", docs="generation")
-    greedy: bool = flag(False, "always take the most likely token", docs="generation")
-    top_k: int = flag(0, "sample from the k most likely tokens (0: all)", "--top_k", bound=">=0", docs="generation")
-    top_p: float = flag(
-        0.0, "sample from the top tokens of this probability (0: all)", "--top_p", bound="[0,1]", docs="generation"
-    )
+    temperature: float = flag(1.0, "divide the logits by this (0: as --greedy)", bound=">=0")
+    greedy: bool = flag(False, "always take the most likely token")
+    top_k: int = flag(0, "sample from the k most likely tokens (0: all)", "--top_k", bound=">=0")
+    top_p: float = flag(0.0, "sample from the top tokens of this probability (0: all)", "--top_p", bound="[0,1]")
     min_p: float = flag(
         0.0,
         "sample from tokens of at least this share of the likeliest one's probability",
         "--min_p",
         bound="[0,1]",
         short="least share of the likeliest one's probability",
-        docs="generation",
     )
     repetition_penalty: float = flag(
         1.0,
         "divide logits of tokens in the text by this, and multiply negative ones",
         "--repetition_penalty",
         bound=">0",
-        docs="generation",
     )
     out_seq_length: int = flag(
-        1024, "maximum number of new tokens", "--max-new-tokens", bound=">0", short="most new tokens", docs="generation"
+        1024, "maximum number of new tokens", "--max-new-tokens", bound=">0", short="most new tokens"
     )
     recompute: bool = flag(False, "generate without a key/value cache: same text, slower")
 
 
 @dataclass(frozen=True)
+@group(docs="generation")
 class TextFlags:
     """Prompts, and where the texts go."""
 
-    prompt: str | None = flag(None, "print a continuation of this text", value="WORDS", docs="generation")
+    prompt: str | None = flag(None, "print a continuation of this text", value="WORDS")
     prompts: str | None = flag(
         None,
         "continue each line of this file, or each JSON line {prompt: TEXT, max_tokens: 9, ...}; - is stdin",
         value="FILE",
         short="continue a file's lines, or JSON lines",
-        docs="generation",
     )
     output: str | None = flag(None, "file for the texts (none: standard output)", value="PATH", docs="tutorial")
     json: bool = flag(False, "write JSON lines with tokens; the default for *.jsonl", docs="data")
@@ -829,20 +826,15 @@ class TextFlags:
         "--num_return_sequences",
         bound=">0",
         short="continuations of each prompt",
-        docs="generation",
     )
     stop: list[str] = flag(
         [],
         "end a text before any of these strings; \\n and \\t stand for characters",
         value="NAME",
         short="strings that end a text",
-        docs="generation",
     )
     logprobs: int | None = flag(
-        None,
-        "with --json: log-probabilities of the tokens, and of this many likeliest ones",
-        bound=">=0",
-        docs="generation",
+        None, "with --json: log-probabilities of the tokens, and of this many likeliest ones", bound=">=0"
     )
     beam_width: int | None = flag(
         None,
@@ -850,13 +842,14 @@ class TextFlags:
         "--num-beams",
         bound=">0",
         short="beam search with this many candidates",
-        docs="generation",
     )
     length_penalty: float | None = flag(
-        None, "power of the length by which --beam-width divides the log-probability (none: 1)", docs="generation"
+        None, "power of the length by which --beam-width divides the log-probability (none: 1)"
     )
-    interactive: bool = flag(False, "read prompts interactively; the default if no other flag gives them")
-    dialogue: Literal["plain", "megatron"] = flag("plain", "form of --interactive: plain, or Megatron's script's")
+    interactive: bool = flag(False, "read prompts interactively; the default if no other flag gives them", docs="")
+    dialogue: Literal["plain", "megatron"] = flag(
+        "plain", "form of --interactive: plain, or Megatron's script's", docs=""
+    )
     num_samples: int = flag(
         0,
         "number of unconditional samples to write to --genfile (0: prompts)",
@@ -869,9 +862,10 @@ class TextFlags:
         "file with one prompt per line; the output is in Megatron's form",
         value="FILE",
         short="file with one prompt per line",
+        docs="",
     )
     sample_output_file: str | None = flag(
-        None, "file for the continuations (none: the name of the input file + .out)", value="FILE"
+        None, "file for the continuations (none: the name of the input file + .out)", value="FILE", docs=""
     )
 
 
