@@ -252,12 +252,6 @@ def test_a_failure_leaves_nothing(folder, tmp_path, monkeypatch):
         assert sorted(p.name for p in (tmp_path / to).iterdir()) == [".lock"]
 
 
-def test_an_index_too_large_to_read_is_not_written(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "INDEX_LIMIT", 10)
-    assert "index.json would have" in joined(convert(folder, tmp_path / "a", "--to=native", status=74))
-    assert not (tmp_path / "a").exists()
-
-
 def test_inspection_of_a_megatron_step_reads_no_numbers_without_full(folder, tmp_path):
     convert(folder, tmp_path / "a", "--to=torch")
     (path,) = (tmp_path / "a").rglob("*.pt")

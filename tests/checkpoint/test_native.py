@@ -34,7 +34,7 @@ from meshwright.checkpoint import loading, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import BoxedTensor, undivided
 from meshwright.commands import inspect
-from meshwright.errors import LOCKED, UserError
+from meshwright.errors import UserError
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, BoxedTensor]:
@@ -115,13 +115,6 @@ def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
         " checkpoint version 3.0",
         f"  successfully loaded checkpoint from {tmp_path} at iteration 5000",
     ]
-
-
-def test_an_existing_step_is_not_overwritten(tmp_path: Path) -> None:
-    named = save(tmp_path, 1)
-    assert "never overwritten" in error_of(lambda: save(tmp_path, 1, seed=3), LOCKED)
-    loading.load_checkpoint(tmp_path, want := blank(named))
-    assert hold_equal(named, want)
 
 
 @pytest.mark.fault("F8")

@@ -35,7 +35,7 @@ from meshwright.settings.schema import ARCHITECTURE, DESCRIBING, STATED, Generat
 if TYPE_CHECKING:
     import torch
 
-Format = Literal["native", "torch", "huggingface"]
+TargetFormat = Literal["native", "torch", "huggingface"]
 DType = Literal["float32", "float16", "bfloat16"]
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 
@@ -45,7 +45,7 @@ class ConversionTarget:
     """The folder to write, the format, the type of the weights (None: unchanged), and the ranks."""
 
     folder: Path
-    to: Format = "native"
+    to: TargetFormat = "native"
     dtype: DType | None = None
     optimizer: bool = True
     tensor_parallel: int = 1
@@ -72,7 +72,7 @@ class Converted:
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
-    to: Format = "native",
+    to: TargetFormat = "native",
     *,
     dtype: DType | None = None,
     optimizer: bool = True,
@@ -283,7 +283,7 @@ def save_tokenizer(tokenizer: tokenizers.Tokenizer | None, source: Source, folde
 
 
 def native_files(source: Source) -> dict[str, Produce]:
-    """Return what native.save would write, each tensor read when its bytes are due."""
+    """Return what native.save_step would write, each tensor read when its bytes are due."""
     import torch
 
     shapes = {

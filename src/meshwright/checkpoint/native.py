@@ -37,7 +37,7 @@ from meshwright.checkpoint.publish import Produce, Write
 from meshwright.checkpoint.run_state import check_saved_state
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE
-from meshwright.errors import BAD_DATA, IO, UserError
+from meshwright.errors import IO, UserError, bad_data
 from meshwright.ranks.team import ALONE, Team
 
 if TYPE_CHECKING:
@@ -247,18 +247,17 @@ class StoredBox(NamedTuple):
     file: str
     begin: int
     box: Box
-
-
-class StoredTensor(NamedTuple):
-    shape: Shape
     dtype: str
-    boxes: list[StoredBox]
+
+    def byte_range(self, low: Shape, high: Shape) -> tuple[int, int]:
+        """Return the bytes from the first to the last element between `low` and `high`."""
+        first, last = position(self.box, low), position(self.box, tuple(h - 1 for h in high))
+        return self.begin + first * SIZES[self.dtype], self.begin + (last + 1) * SIZES[self.dtype]
 
 
 class BoxCopy(NamedTuple):
-    """A box to read, and where its elements go."""
+    """What to read of a stored box, and where its elements go."""
 
-    dtype: str
     stored: StoredBox
     target: torch.Tensor  # the elements of the wanted box
     wanted: Box
@@ -266,35 +265,38 @@ class BoxCopy(NamedTuple):
     high: Shape
 
     @property
-    def bytes(self) -> tuple[int, int]:
-        """The range of the file that contains it."""
-        return enclosing(self.stored, self.dtype, self.low, self.high)
+    def byte_range(self) -> tuple[int, int]:
+        return self.stored.byte_range(self.low, self.high)
+
+
+StoredBoxes = Mapping[str, Sequence[StoredBox]]
 
 
 @dataclass
 class NativeSource(Source):
     manifest: Manifest = field(default_factory=dict)
-    stored: dict[str, StoredTensor] = field(default_factory=dict)
+    infos: dict[str, TensorInfo] = field(default_factory=dict)
+    boxes: StoredBoxes = field(default_factory=dict)
     last: manifests.Chunks = field(default_factory=dict)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: TensorInfo(tensor.shape, TORCH[tensor.dtype]) for name, tensor in self.stored.items()}
+        return self.infos
 
     @property
     def identity(self) -> str:
         return sha256([encode_manifest(self.manifest)])
 
     def fill(self, want: TensorBoxes) -> None:
-        for theirs, ours in read_pieces(self.folder, self.manifest, self.stored, want, self.last):
+        for theirs, ours in read_pieces(self.folder, self.manifest, self.boxes, want, self.last):
             ours.copy_(theirs)
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
-        return [(stored.file, stored.box) for stored in self.stored[name].boxes]
+        return [(stored.file, stored.box) for stored in self.boxes[name]]
 
     def of_vocabulary(self, size: int) -> NativeSource:
         if size != self.vocab:
-            raise UserError(f"{self.folder} was made with a vocabulary of {self.vocab:,} ids, not {size:,}", BAD_DATA)
+            raise bad_data(f"{self.folder} was made with a vocabulary of {self.vocab:,} ids, not {size:,}")
         return self
 
 
@@ -306,17 +308,20 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
         if not isinstance(value, dict):
             raise DamagedCheckpoint(f"{folder / name}: not a JSON object")
     check_saved_state(state, folder / STATE)
-    stored, vocab = read_index(folder, manifest), state.get("true_vocab_size")
+    infos, boxes = read_index(folder, manifest)
+    vocab = state.get("true_vocab_size")
     if "iteration" not in state:  # weights alone, converted from another program's
         state = {}
-    return NativeSource(NATIVE, folder, step, config=config, state=state, vocab=vocab, manifest=manifest, stored=stored)
+    return NativeSource(
+        NATIVE, folder, step, config=config, state=state, vocab=vocab, manifest=manifest, infos=infos, boxes=boxes
+    )
 
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]
 
 
 def read_pieces(
-    folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor], want: TensorBoxes, last: manifests.Chunks
+    folder: Path, manifest: Manifest, stored: StoredBoxes, want: TensorBoxes, last: manifests.Chunks
 ) -> Iterator[Pair]:
     """Yield the wanted elements in pieces: those of the file, and their place in our tensor."""
     by_file: dict[str, list[BoxCopy]] = {}
@@ -331,15 +336,15 @@ def read_file(path: Path, file: manifests.File, copies: list[BoxCopy], last: man
     """Yield the pieces of one file from its beginning to its end."""
     import torch
 
-    copies = sorted(copies, key=lambda copy: copy.bytes)
+    copies = sorted(copies, key=lambda copy: copy.byte_range)
     chunks: set[int] = set()
-    for begin, end in (copy.bytes for copy in copies):
+    for begin, end in (copy.byte_range for copy in copies):
         chunks.update(range(begin // manifests.CHUNK, (end - 1) // manifests.CHUNK + 1))
     with manifests.VerifiedReader(path, file, sorted(chunks), last) as reader:
         for copy in copies:
-            dtype = getattr(torch, TORCH[copy.dtype])
+            dtype = getattr(torch, TORCH[copy.stored.dtype])
             for low, high in pieces(copy):
-                begin, end = enclosing(copy.stored, copy.dtype, low, high)
+                begin, end = copy.stored.byte_range(low, high)
                 data = torch.frombuffer(reader.read(begin, end), dtype=dtype)
                 size = minus(high, low)
                 theirs = data.as_strided(size, strides(copy.stored.box.size), 0)
@@ -352,13 +357,13 @@ def pieces(copy: BoxCopy) -> Iterator[tuple[Shape, Shape]]:
     waiting = [(copy.low, copy.high)]
     while waiting:
         low, high = waiting.pop()
-        begin, end = enclosing(copy.stored, copy.dtype, low, high)
+        begin, end = copy.stored.byte_range(low, high)
         border = (begin // manifests.CHUNK + 1) * manifests.CHUNK
         d = next((d for d in range(len(low)) if high[d] - low[d] > 1), None)
         if end <= border or d is None:
             yield low, high
             continue
-        row = strides(copy.stored.box.size)[d] * SIZES[copy.dtype]
+        row = strides(copy.stored.box.size)[d] * SIZES[copy.stored.dtype]
         # A row that crosses the border is later cut along the next dimension.
         before = (border - begin) // row
         middle = low[d] + min(max(before, 1), high[d] - low[d] - 1)
@@ -367,16 +372,16 @@ def pieces(copy: BoxCopy) -> Iterator[tuple[Shape, Shape]]:
 
 
 def plan_copies(
-    folder: Path, name: str, stored: StoredTensor, target: torch.Tensor, boxes: Sequence[tuple[Shape, Shape]]
+    folder: Path, name: str, stored: Sequence[StoredBox], target: torch.Tensor, boxes: Sequence[tuple[Shape, Shape]]
 ) -> list[BoxCopy]:
     """Plan which part of which stored box fills which part of the wanted boxes."""
     copies: list[BoxCopy] = []
     for wanted, flat in split_boxes(boxes, target):
         parts = []
-        for piece in stored.boxes:
-            low, high = intersection(wanted, piece.box)
+        for part in stored:
+            low, high = intersection(wanted, part.box)
             if not_empty(low, high):
-                parts.append(BoxCopy(stored.dtype, piece, flat, wanted, low, high))
+                parts.append(BoxCopy(part, flat, wanted, low, high))
         covered = sum(math.prod(minus(copy.high, copy.low)) for copy in parts)
         if covered != flat.numel():
             where = f"{folder / INDEX}: {name} from {wanted.offset}, size {wanted.size}"
@@ -385,27 +390,26 @@ def plan_copies(
     return copies
 
 
-def read_index(folder: Path, manifest: Manifest) -> dict[str, StoredTensor]:
+def read_index(folder: Path, manifest: Manifest) -> tuple[dict[str, TensorInfo], StoredBoxes]:
     """Read the index and check every box against its tensor and its file."""
     path = folder / INDEX
     index = manifests.read_json(folder, manifest, INDEX, INDEX_LIMIT)
-    tensors = {}
+    infos, boxes = {}, dict[str, list[StoredBox]]()
     try:
         for name, tensor in index["tensors"].items():
             shape, dtype = parse_sizes(tensor["shape"]), tensor["dtype"]
-            tensors[name] = StoredTensor(shape, dtype, [])
+            infos[name], boxes[name] = TensorInfo(shape, TORCH[dtype]), []
             for raw in tensor["boxes"]:
                 begin, end = parse_sizes([raw["begin"], raw["end"]])
                 box = Box(parse_sizes(raw["offset"]), parse_sizes(raw["size"]))
                 fits = end - begin == math.prod(box.size) * SIZES[dtype] and end <= manifest[raw["file"]].size
                 if not fits or not inside(box, shape):
                     raise DamagedCheckpoint(f"{path}: a box of {name[:100]!r} lies outside its tensor or its file")
-                tensors[name].boxes.append(StoredBox(raw["file"], begin, box))
+                boxes[name].append(StoredBox(raw["file"], begin, box, dtype))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise DamagedCheckpoint(
-            f"{path}: not an index that we wrote: {type(error).__name__} {str(error)[:200]}"
-        ) from error
-    return tensors
+        why = f"{type(error).__name__} {str(error)[:200]}"
+        raise DamagedCheckpoint(f"{path}: not an index that we wrote: {why}") from error
+    return infos, boxes
 
 
 def parse_sizes(values: Any) -> Shape:
@@ -413,9 +417,3 @@ def parse_sizes(values: Any) -> Shape:
     if len(values) > 16 or not all(type(v) is int and 0 <= v < 1 << 60 for v in values):
         raise ValueError(f"{str(values)[:100]} is not a shape")
     return tuple(values)
-
-
-def enclosing(stored: StoredBox, dtype: str, low: Shape, high: Shape) -> tuple[int, int]:
-    """Return the byte range from the first to the last element between `low` and `high`."""
-    first, last = position(stored.box, low), position(stored.box, tuple(h - 1 for h in high))
-    return stored.begin + first * SIZES[dtype], stored.begin + (last + 1) * SIZES[dtype]

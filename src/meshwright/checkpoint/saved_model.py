@@ -62,7 +62,7 @@ def open_saved(
     options: OpenOptions = loading.PLAIN,
     given: Mapping[str, Any] | None = None,
 ) -> SavedModel:
-    """Open the newest complete step under `path`, or the given one, and `describe` its model."""
+    """Open the newest complete step under `path`, or the given one, and describe its model."""
     path = Path(path) if step is None else steps.step_folder(path, step)
     return describe_model(loading.require_checkpoint(path, options), given)
 

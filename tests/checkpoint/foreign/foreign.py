@@ -14,6 +14,36 @@ except ModuleNotFoundError:
     HAS_CORE = False
 
 
+# Ours under the names of Megatron-LM and Megatron-Core.
+NAMES = {
+    "embedding.word_embeddings.norm": "ln_emb",
+    "embedding.word_embeddings": "wte",
+    "embedding.position_embeddings": "wpe",
+    "encoder.final_layernorm": "ln_f",
+    "decoder.final_layernorm": "ln_f",
+    "output_layer": "lm_head",
+    "encoder.layers": "h",
+    "decoder.layers": "h",
+    "self_attention.query_key_value": "attn.qkv",
+    "self_attention.linear_qkv": "attn.qkv",
+    "self_attention.dense": "attn.proj",
+    "self_attention.linear_proj": "attn.proj",
+    "mlp.dense_h_to_4h": "mlp.fc",
+    "mlp.linear_fc1": "mlp.fc",
+    "mlp.dense_4h_to_h": "mlp.proj",
+    "mlp.linear_fc2": "mlp.proj",
+    "input_layernorm": "ln_1",
+    "post_attention_layernorm": "ln_2",
+    "pre_mlp_layernorm": "ln_2",
+}
+
+
+def our_name(name: str) -> str:
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
 def read_tensors(source: Source, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Return every tensor of the source, in its own dtype or this one."""
     known = source.tensors.items()

@@ -8,7 +8,7 @@ from argparse import Namespace
 import deepspeed_files as files
 import pytest
 import torch
-from foreign import assert_reads, read_tensors
+from foreign import assert_reads, our_name, read_tensors
 
 from meshwright.checkpoint import loading
 from meshwright.checkpoint.foreign.megatron import deepspeed
@@ -56,7 +56,7 @@ def test_what_deepspeed_writes(case, tmp_path):
         assert state["loss_scale"]["dynamic"] and state["loss_scale"]["scale"] == 16.0
     if case in ("ZeRO-1", "ZeRO-2", "ZeRO-3"):
         run_ranks(files.zero_to_fp32, 1, str(tmp_path))
-        masters = {our_name(name): t for name, t in torch.load(tmp_path / "fp32.pt").items()}
+        masters = {pipeline_name(name): t for name, t in torch.load(tmp_path / "fp32.pt").items()}
         assert_reads(source, masters | {name: t for name, t in read_tensors(source).items() if "/" in name})
 
 
@@ -82,29 +82,16 @@ def join_ranks(truths, options):
             for kind in kinds:
                 parts = [truths[first + rank][name][kind] for rank in range(tp)]
                 cut = files.cut_of(name)
-                mine = our_name(name) + (f"/{kind}" if kind else "")
+                mine = pipeline_name(name) + (f"/{kind}" if kind else "")
                 tensor = parts[0] if cut is None else torch.cat(parts, cut)
                 assert mine not in out or torch.equal(out[mine], tensor)
                 out.setdefault(mine, tensor)
     return out
 
 
-def our_name(name):
-    name = name.removeprefix("language_model.")
-    for theirs, mine in {
-        "encoder.layers.": "h.",
-        "tied_modules.embed": "embedding",
-        "embedding.word_embeddings": "wte",
-        "embedding.position_embeddings": "wpe",
-        "encoder.final_layernorm": "ln_f",
-        "self_attention.query_key_value": "attn.qkv",
-        "self_attention.dense": "attn.proj",
-        "mlp.dense_h_to_4h": "mlp.fc",
-        "mlp.dense_4h_to_h": "mlp.proj",
-        "input_layernorm": "ln_1",
-        "post_attention_layernorm": "ln_2",
-    }.items():
-        name = name.replace(theirs, mine)
+def pipeline_name(name):
+    """Return our name for one of a model, or of a pipeline, whose modules have numbers."""
+    name = our_name(name.removeprefix("language_model.").replace("tied_modules.embed", "embedding"))
     number, _, rest = name.partition(".")
     if number.isdigit():
         return f"ln_f.{rest}" if rest in ("weight", "bias") else f"h.{int(number) - 3}.{rest}"
@@ -130,8 +117,7 @@ def expected_tensors(values, rows=files.V - 3):
     out = {}
     for kind, tensors in values.items():
         for name, t in tensors.items():
-            mine = our_name(name).replace("wte.norm", "ln_emb").replace("output_layer", "lm_head")
-            mine = mine.replace("embedding.word_embeddings.norm", "ln_emb")
+            mine = our_name(name)
             if mine in ("wte.weight", "lm_head.weight"):
                 t = t[:rows]
             if ".mlp.fc." in mine and len(t) == 2 * files.F:

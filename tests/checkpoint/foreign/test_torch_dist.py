@@ -15,7 +15,7 @@ import core_files
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from foreign import HAS_CORE, assert_reads, read_tensors
+from foreign import HAS_CORE, assert_reads, our_name, read_tensors
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -99,26 +99,8 @@ def join_ranks(truths, gated):
             full = torch.stack([torch.cat([t.chunk(2)[i] for t in each]) for i in (0, 1)])
         else:
             full = each[0] if cuts[name] is None else torch.cat(each, cuts[name])
-        out[ours(name) + (f"/{kind}" if kind else "")] = full
+        out[our_name(name) + (f"/{kind}" if kind else "")] = full
     return out
-
-
-def ours(name):
-    for theirs, mine in {
-        "embedding.word_embeddings": "wte",
-        "embedding.position_embeddings": "wpe",
-        "decoder.final_layernorm": "ln_f",
-        "output_layer": "lm_head",
-        "decoder.layers": "h",
-        "self_attention.linear_qkv": "attn.qkv",
-        "self_attention.linear_proj": "attn.proj",
-        "mlp.linear_fc1": "mlp.fc",
-        "mlp.linear_fc2": "mlp.proj",
-        "input_layernorm": "ln_1",
-        "pre_mlp_layernorm": "ln_2",
-    }.items():
-        name = name.replace(theirs, mine)
-    return name
 
 
 # Files of torch.distributed.checkpoint
@@ -176,7 +158,7 @@ def small(gated=False):
 def expected(weights):
     out = {}
     for name, t in weights.items():
-        mine = ours(name.replace("linear_qkv.layer_norm_", "ln_1!").replace("linear_fc1.layer_norm_", "ln_2!"))
+        mine = our_name(name.replace("linear_qkv.layer_norm_", "ln_1!").replace("linear_fc1.layer_norm_", "ln_2!"))
         mine = mine.replace("self_attention.ln_1!", "ln_1.").replace("mlp.ln_2!", "ln_2.")
         for layer in range(L) if mine.startswith("h.") else [None]:
             one = t if layer is None else t[layer]

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright import tokenizers
-from meshwright.checkpoint import saved_model
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.foreign import exports
 from meshwright.checkpoint.foreign.huggingface import names
 from meshwright.checkpoint.manifests import sha256
 from meshwright.checkpoint.native import NAMES, PART, SIZES, TORCH, safetensors_header
 from meshwright.checkpoint.publish import write_durably
-from meshwright.checkpoint.saved_model import SavedModel
+from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError, bad_data
 from meshwright.files import naming_file, sync, write_all
@@ -74,7 +73,7 @@ def write_huggingface(
 
     Without a dtype each tensor keeps its own. `again` may replace an earlier export of the `run`.
     """
-    saved = saved_model.describe_model(source)
+    saved = describe_model(source)
     m = saved.model
     kind = require_expressible(m, source.folder, BAD_DATA)
     folder = folder.resolve()  # a link stays, its target is filled
@@ -85,7 +84,7 @@ def write_huggingface(
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as own:
         temporary = Path(own) / folder.name  # with the permissions that any new folder has
         temporary.mkdir()
-        ids = write_tokenizer(temporary, source, tokenizer, notes)
+        ids = write_tokenizer(temporary, saved, tokenizer, notes)
         config = describe_config(kind, saved, parts[0]) | ids
         write_json(temporary / "config.json", config)
         write_json(temporary / "generation_config.json", {"_from_model_config": True} | ids)
@@ -165,11 +164,12 @@ def describe_config(kind: str, saved: SavedModel, wte: ExportedTensor) -> dict[s
 # Tensors
 
 
-class ExportPlan:
+class ExportPlan(NamedTuple):
     """Makes the parts of the tensors to write, in one dtype."""
 
-    def __init__(self, source: Source, m: Model, dtype: str | None) -> None:
-        self.source, self.m, self.dtype = source, m, dtype
+    source: Source
+    m: Model
+    dtype: str | None
 
     def part(self, name: str, ours: str, spans: Spans | None = None, transposed: bool = False) -> ExportedTensor:
         """Return rows of one of our tensors; all of them without `spans`."""
@@ -182,9 +182,9 @@ class ExportPlan:
             name, ours, boxes, shape_read, NAMES[self.dtype or info.dtype], transposed and len(shape_read) == 2
         )
 
-    def copies(self, names: dict[str, str], transposed: bool = False) -> Iterator[ExportedTensor]:
+    def copies(self, stored: dict[str, str], transposed: bool = False) -> Iterator[ExportedTensor]:
         """Yield the weights and biases that exist."""
-        for ours, theirs in names.items():
+        for ours, theirs in stored.items():
             for end in (".weight", ".bias"):
                 if ours + end in self.source.tensors:
                     yield self.part(theirs + end, ours + end, transposed=transposed)
@@ -294,7 +294,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     write_durably(path, json.dumps(value, indent=2, sort_keys=True).encode() + b"\n")
 
 
-def write_tokenizer(folder: Path, source: Source, tokenizer: Tokenizer | None, notes: list[str]) -> Ids:
+def write_tokenizer(folder: Path, saved: SavedModel, tokenizer: Tokenizer | None, notes: list[str]) -> Ids:
     """Write what `AutoTokenizer` reads; return the ids at the begin and end of a text.
 
     Without a tokenizer both are None: the library's default would end a text at an ordinary id.
@@ -302,9 +302,8 @@ def write_tokenizer(folder: Path, source: Source, tokenizer: Tokenizer | None, n
     if tokenizer is None:
         notes.append("no tokenizer is written: the source has none, and no flag names one")
         return {"bos_token_id": None, "eos_token_id": None}
-    rows = source.tensors["wte.weight"].shape[0]
-    if tokenizer.size > rows:
-        what = f"the tokenizer has {tokenizer.size:,} ids, {source.folder} {rows:,} rows"
+    if tokenizer.size > saved.rows:
+        what = f"the tokenizer has {tokenizer.size:,} ids, {saved.source.folder} {saved.rows:,} rows"
         raise bad_data(f"{what}; give the model's own tokenizer")
     ids: Ids = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
     library = as_library(tokenizer)
@@ -317,7 +316,7 @@ def write_tokenizer(folder: Path, source: Source, tokenizer: Tokenizer | None, n
     word = library.id_to_token(tokenizer.eod)
     words = {"bos_token": word, "eos_token": word, "unk_token": word if isinstance(tokenizer, GPT2BPE) else None}
     fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    fixed["model_max_length"] = saved_model.describe_model(source).require_positions()
+    fixed["model_max_length"] = saved.require_positions()
     fixed |= write_chat_template(folder, tokenizer)
     write_json(folder / CHAT_CONFIG, {name: w for name, w in words.items() if w is not None} | fixed)
     return ids

@@ -171,7 +171,7 @@ def libai_name(key: str) -> str | None:
     for theirs, megatron in LIKE_MEGATRON.items():
         key = megatron + key.removeprefix(theirs) if key.startswith(theirs) else key
     name = names.parse_name(key) if len(key) < 200 else None
-    return None if name is None else name.ours if name.layer is None else f"h.{name.layer}.{name.ours}"
+    return name.full() if name else None
 
 
 def turned(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

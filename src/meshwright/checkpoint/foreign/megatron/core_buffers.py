@@ -23,6 +23,7 @@ from meshwright.checkpoint.foreign.megatron.sharded import (
     empty,
     is_rounded,
     lay_out,
+    layers_of,
 )
 from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.parallel import shard
@@ -102,7 +103,7 @@ def filled(
 def module_order(source: MappedSource, order: Sequence[str], position: range) -> Iterator[tuple[str, bool]]:
     """Yield a chunk's parameters in the order of its modules: (name, is the last stage's copy)."""
     first, last = position.start == 0, len(position) == 1
-    layers = 1 + max(int(name.split(".")[1]) for name in source.tensors if name.startswith("h."))
+    layers = 1 + max(layers_of(source.tensors))
     own_layers = range(position.start * layers // position.stop, (position.start + 1) * layers // position.stop)
     names = ["wte.weight", "wpe.weight"] * first
     names += [f"h.{layer}.{part}.{kind}" for layer in own_layers for part in order for kind in ("weight", "bias")]

@@ -33,6 +33,7 @@ from meshwright.checkpoint.foreign.megatron.sharded import (
     Stretch,
     empty,
     fill_stretches,
+    layers_of,
     measure_model,
     one_box,
 )
@@ -62,7 +63,7 @@ def open_deepspeed(folder: Path, trust: bool = False, heads: int | None = None, 
     args, notes = megatron_state.namespace(models[0].get("args")), list[str]()
     joined = (folder / "zero").is_dir()
     ranks, layers = read_universal(folder, trust) if joined else read_tensor_ranks(folder, models, trust)
-    layer_count = len({p.name.split(".")[1] for p in ranks[0].parameters if p.name.startswith("h.")})
+    layer_count = len(layers_of(p.name for p in ranks[0].parameters))
     sizes = measure_model(folder, ranks, args.get("num_layers", layer_count), args, heads)
     if joined and sizes.gates == 2 and int(args.get("tensor_model_parallel_size", len(models))) > 1:
         check_gates(folder, layers, trust)

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshwright.checkpoint.boxes import Shape
+from meshwright.checkpoint.boxes import Shape, split_boxes
 from meshwright.checkpoint.sources import TensorView, aligned
 from meshwright.errors import bad_data
 from meshwright.parallel import shard
@@ -53,10 +52,7 @@ class Parameter:
 
     def add(self, kind: str, begin: int, values: torch.Tensor) -> None:
         """Add a flat tensor of the elements from `begin` on to the values of a kind."""
-        box_values, start = self.values.setdefault(kind, []), 0
-        for offset, size in shard.boxes(self.shape, begin, begin + len(values)):
-            box_values.append((offset, values[start : start + prod(size)].view(size)))
-            start += prod(size)
+        self.values.setdefault(kind, []).extend(cut_flat(self.shape, begin, values))
 
     @property
     def is_replicated(self) -> bool:
@@ -128,7 +124,7 @@ class ModelSizes:
         head_dim, ffn = projection[-1] * t // heads, shapes["mlp.proj.weight"][1] * t
         return cls(
             t=t,
-            layers=len({p.name.split(".")[1] for r in ranks for p in r.parameters if p.name.startswith("h.")}),
+            layers=len(layers_of(p.name for rank in ranks for p in rank.parameters)),
             hidden=wte[1],
             heads=heads,
             head_dim=head_dim,
@@ -202,6 +198,17 @@ def check_shapes(ranks: Sequence[RankFile], sizes: ModelSizes) -> None:
             if p.shape != want:
                 why = f"{sizes.heads} heads of {sizes.head_dim} and the other shapes; is --num-attention-heads right?"
                 raise bad_data(f"{rank.path}: {p.name} is {p.shape}, but {want} follows from {why}")
+
+
+def cut_flat(shape: Shape, begin: int, values: torch.Tensor) -> Boxes:
+    """Return a flat tensor of the elements of a shape from `begin` on as boxes."""
+    boxes = shard.boxes(shape, begin, begin + len(values))
+    return [(box.offset, part.view(box.size)) for box, part in split_boxes(boxes, values)]
+
+
+def layers_of(names: Iterable[str]) -> set[int]:
+    """Return the numbers of the layers that the names of parameters mention."""
+    return {int(name.split(".")[1]) for name in names if name.startswith("h.")}
 
 
 def one_box(tensor: torch.Tensor) -> Boxes:

@@ -22,12 +22,19 @@ from typing import Any, NamedTuple
 from meshwright.checkpoint.boxes import Box, Shape, inside, plus
 from meshwright.checkpoint.foreign.megatron import core_buffers, names
 from meshwright.checkpoint.foreign.megatron import state as megatron_state
-from meshwright.checkpoint.foreign.megatron.sharded import Boxes, Parameter, RankFile, empty, measure_model
+from meshwright.checkpoint.foreign.megatron.sharded import (
+    Boxes,
+    Parameter,
+    RankFile,
+    cut_flat,
+    empty,
+    layers_of,
+    measure_model,
+)
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.registry import TORCH_DIST
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.errors import bad_data
-from meshwright.parallel import shard
 
 PREFIX = re.compile(r"(?:(?:model|module)\d*\.)*")
 STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp32_param|param)\.(.+)")
@@ -82,7 +89,7 @@ def from_tensors(
         if args.get(option) is not None and args[option] not in harmless:
             raise bad_data(f"{folder}: its model has {option} {args[option]}, which we do not build")
     rank = RankFile(folder, 0, 0, common, [list(named_parameters(folder, tensors))])
-    layers = {int(p.name.split(".")[1]) for p in rank.parameters if p.name.startswith("h.")}
+    layers = layers_of(p.name for p in rank.parameters)
     sizes = measure_model(folder, [rank], 1 + max(layers, default=-1), args, heads)
     complete_optimizer(rank)
     source = megatron_state.as_source(TORCH_DIST, folder, [rank], sizes, args, notes)
@@ -179,10 +186,8 @@ def join_shares(tensor: DistTensor, shape: Shape) -> DistTensor:
         raise ValueError(f"{shape} is not cut into shares of {tensor.shape}")
     boxes = []
     for (*which, begin), values in tensor.boxes:
-        at, start, flat = tuple(i * n for i, n in zip(which, share, strict=True)), 0, values.reshape(-1)
-        for offset, size in shard.boxes(share, begin, begin + len(flat)):
-            boxes.append((plus(at, offset), flat[start : start + prod(size)].view(size)))
-            start += prod(size)
+        at = tuple(i * n for i, n in zip(which, share, strict=True))
+        boxes += [(plus(at, offset), part) for offset, part in cut_flat(share, begin, values.reshape(-1))]
     return DistTensor(shape, boxes)
 
 

@@ -1,6 +1,6 @@
 """Cases of sample orders and blends, megatron-core's answers to them, and ours.
 
-    python tests/megatron_core_cases.py > tests/megatron_core.json
+    python tests/data/megatron_core_cases.py > tests/data/megatron_core.json
 
 writes its answers again, as hashes. It needs megatron-core (`pip install --no-deps megatron-core`).
 """
