@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from meshwright import console
 from meshwright import device as devices
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import UserError, bad_data
 from meshwright.settings import checks, flags
 from meshwright.settings.schema import DESCRIBING, GenerateConfig, TrainConfig
 
@@ -155,7 +155,7 @@ def evaluate(
     m = load(model) if isinstance(model, str | os.PathLike) else model
     documents = list(texts)
     if not any(documents):
-        raise UserError("there is no text to score", BAD_DATA)
+        raise bad_data("there is no text to score")
     advance = m.seq_length // 2 or 1 if stride is None else stride
     if not 0 < advance <= m.seq_length or batch_size < 1:
         raise UserError(f"stride {advance} must be 1 to {m.seq_length} and batch_size {batch_size} above 0")

@@ -1,13 +1,12 @@
 """Generating text with a trained model: the modes and their files, the cache, and refusals."""
 
+import functools
 import io
 import json
-import os
 import re
 import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,18 +22,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def generate(run, capsys, monkeypatch):
+def generate(program):
     """A function of flags that returns the status, standard output and standard error."""
-
-    def call(*argv, load=run, typed=None):
-        if typed is not None:
-            monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-        capsys.readouterr()
-        status = main(["generate", str(load), "--device=cpu", *map(str, argv)])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return call
+    return functools.partial(program, "generate")
 
 
 @pytest.fixture
@@ -74,31 +64,19 @@ def test_temperature(samples):
     assert not set(texts(samples("--temperature", "50"))) & set(SENTENCES)
 
 
-def beginnings(rows):
-    return {text[0] for text in texts(rows)}
-
-
-@pytest.mark.flag("top_k")
-def test_top_k(samples):
-    """There are three beginnings; --top-k 2 leaves the two likeliest."""
-    assert beginnings(samples("--top_k", "3", n=60)) == {"t", "a", "e"}
-    assert len(beginnings(samples("--top-k", "2", n=60))) == 2
-    assert set(texts(samples("--top_k", "1"))) == {CAT}
-
-
-@pytest.mark.flag("top_p")
-def test_top_p(samples):
-    assert beginnings(samples("--top_p", "0.99", n=60)) >= {"t", "a", "e"}
-    assert len(beginnings(samples("--top-p", "0.7", n=60))) == 2
-    assert set(texts(samples("--top_p", "0.1"))) == {CAT}
-
-
-@pytest.mark.flag("min_p")
-def test_min_p(samples):
-    """The beginnings have about 6, 3 and 2 elevenths; the likeliest one's share is 1."""
-    assert beginnings(samples("--min_p", "0.1", n=60)) == {"t", "a", "e"}
-    assert beginnings(samples("--min-p", "0.9", n=60)) == {"t"}
-    assert set(texts(samples("--min_p", "0.9"))) == {CAT}
+@pytest.mark.parametrize(
+    ("all_three", "fewer", "count", "one"),
+    [
+        pytest.param("--top_k=3", "--top-k=2", 2, "--top_k=1", marks=pytest.mark.flag("top_k")),
+        pytest.param("--top_p=0.95", "--top-p=0.7", 2, "--top_p=0.1", marks=pytest.mark.flag("top_p")),
+        pytest.param("--min_p=0.1", "--min-p=0.9", 1, "--min_p=0.9", marks=pytest.mark.flag("min_p")),
+    ],
+)
+def test_filters(samples, all_three, fewer, count, one):
+    """There are three beginnings, of about 6, 3 and 2 elevenths; a filter leaves the likeliest."""
+    assert {text[0] for text in texts(samples(all_three, n=60))} == {"t", "a", "e"}
+    assert len({text[0] for text in texts(samples(fewer, n=60))}) == count
+    assert set(texts(samples(one))) == {CAT}
 
 
 @pytest.mark.flag("repetition_penalty")
@@ -114,13 +92,12 @@ def test_seed(samples):
     assert samples("--seed", "1") == samples("--seed", "1") != samples("--seed", "2")
 
 
-def test_samples_do_not_depend_on_the_micro_batch_size(samples):
-    assert samples("--micro-batch-size=1") == samples("--micro-batch-size=5") == samples("--micro-batch-size=99")
-
-
-@pytest.mark.flag("recompute")
-def test_recompute_equals_cache(samples):
-    assert samples() == samples("--recompute")
+@pytest.mark.parametrize(
+    "flag",
+    ["--micro-batch-size=1", "--micro-batch-size=5", pytest.param("--recompute", marks=pytest.mark.flag("recompute"))],
+)
+def test_samples_depend_on_no_batch_and_no_cache(samples, flag):
+    assert samples(flag) == samples("--micro-batch-size=99")
 
 
 @pytest.mark.parametrize("flag", ["--fp16", "--bf16", "--params-dtype=float64"])
@@ -221,10 +198,9 @@ def test_bad_input_files_are_refused(generate, tmp_path, content, message):
 
 
 @pytest.mark.flag("prompt")
-def test_prompt(generate):
+def test_nothing_but_the_text_is_on_standard_output(generate):
     status, out, err = generate("--greedy", "--prompt", "ein B")
-    assert (status, out) == (0, f"{BEAR}\n")  # nothing but the text on standard output
-    assert "loading checkpoint" in err
+    assert (status, out) == (0, f"{BEAR}\n") and "loading checkpoint" in err
     assert generate("--greedy", "--prompt", "")[1] == f"{CAT}\n"
 
 
@@ -246,11 +222,11 @@ def test_temperature_0_is_greedy_and_lengths_have_two_names(generate):
 
 
 def test_interactive_in_a_terminal(generate, monkeypatch):
-    class Terminal(io.StringIO):
+    class Terminal(io.TextIOWrapper):
         def isatty(self):
             return True
 
-    monkeypatch.setattr(io, "StringIO", Terminal)
+    monkeypatch.setattr(io, "TextIOWrapper", Terminal)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     status, out, _ = generate("--greedy", "--dialogue=megatron", typed="a dog\n\nthe cat\n")
     assert status == 0 and out.count("\nPress Enter to continue >>>") == 2 and out.count("\033[2J\033[H") == 2
@@ -271,24 +247,6 @@ def test_bare_ids(tmp_path, capsys, monkeypatch):
     assert re.fullmatch(r"\d+( \d+)*\n", out)
     assert main(["generate", str(tmp_path / "r"), "--device=cpu", "--out-seq-length=5", "--prompt=1 2", *flags]) == 0
     assert re.fullmatch(r"1 2( \d+)*\n", capsys.readouterr().out)
-
-
-def test_interactive_on_several_ranks(generate, run, monkeypatch):
-    """Rank 0 reads and answers; rank 1 reports that it has nothing to do and exits with 0."""
-    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("RANK", "0")
-    status, out, _ = generate("--greedy", typed="a dog\n")
-    assert status == 0 and "ran." in out
-    other = subprocess.run(
-        [sys.executable, str(ROOT / "tools/generate_samples_gpt.py"), "--load", str(run)],
-        input="a dog\n",
-        env=dict(os.environ, RANK="1"),
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert other.returncode == 0 and other.stdout == "" and "nothing to do" in other.stderr
 
 
 # Characters
@@ -340,14 +298,6 @@ def test_another_vocabulary_of_the_same_size(generate, run, tmp_path):
     assert status == 65 and "the same ids would mean other text" in err
 
 
-def test_a_missing_checkpoint_is_reported_in_one_line(generate, tmp_path):
-    status, out, err = generate("--prompt", "a", load=tmp_path / "none")
-    assert (status, out) == (65, "") and err.strip().split("\n") == [
-        f"meshwright generate: error: there is no folder {tmp_path / 'none'}; give the --save folder of a training, "
-        "or another program's checkpoint"
-    ]
-
-
 def test_reaching_the_sequence_length_is_noted(generate):
     _, _, err = generate("--greedy", "--prompt", "a d", "--out-seq-length", "999", "--seq-length", "8")
     assert "the text ends at the model's sequence length, 8 tokens" in err
@@ -365,30 +315,18 @@ def test_damaged_checkpoint(generate, run, tmp_path):
     assert generate("--prompt", "a", load=tmp_path / "run")[0] == 65
 
 
-def test_a_damaged_step_gives_way_to_an_older_one(generate, run, tmp_path):
-    shutil.copytree(run, tmp_path / "run")
-    (whole,) = (tmp_path / "run").glob("iter_*")
-    shutil.copytree(whole, tmp_path / "run" / "iter_0009999")
-    weights = tmp_path / "run/iter_0009999" / "rank_00000.safetensors"
-    flip_bit(weights, 8 * weights.stat().st_size - 70)
-    status, out, err = generate("--prompt", "a", "--verify=full", load=tmp_path / "run")
-    assert (
-        status == 0 and "skipping iter_0009999, it is damaged" in err and out == generate("--prompt", "a", load=run)[1]
-    )
-
-
 def test_several_damaged_steps_give_way(generate, run, tmp_path):
-    """The newest has a bad manifest, the next one a bad chunk, the third is complete."""
+    """The newest has a bad manifest, the next one a flipped bit, the third is complete."""
     shutil.copytree(run, tmp_path / "run")
     (whole,) = (tmp_path / "run").glob("iter_*")
     for name in ("iter_0009998", "iter_0009999"):
         shutil.copytree(whole, tmp_path / "run" / name)
     (tmp_path / "run/iter_0009999/manifest.json").write_text("{}")
     weights = tmp_path / "run/iter_0009998/rank_00000.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    flip_bit(weights, 8 * weights.stat().st_size - 70)
     status, out, err = generate("--prompt", "a", "--verify=full", load=tmp_path / "run")
     assert status == 0 and out == generate("--prompt", "a", load=run)[1]
-    assert "skipping iter_0009999" in err and "skipping iter_0009998" in err
+    assert "skipping iter_0009999, it is damaged" in err and "skipping iter_0009998" in err
     for path in (whole / "rank_00000.safetensors", weights):
         path.unlink()
     status, _, err = generate("--prompt", "a", load=tmp_path / "run")
@@ -396,9 +334,13 @@ def test_several_damaged_steps_give_way(generate, run, tmp_path):
 
 
 def test_no_checkpoint(generate, tmp_path, capsys):
-    for folder in (tmp_path, tmp_path / "none"):
-        status, _, err = generate("--prompt", "a", load=folder)
-        assert status == 65 and str(folder) in err
+    status, out, err = generate("--prompt", "a", load=tmp_path / "none")
+    assert (status, out) == (65, "") and err == (
+        f"meshwright generate: error: there is no folder {tmp_path / 'none'}; give the --save folder of a training, "
+        "or another program's checkpoint\n"
+    )
+    status, _, err = generate("--prompt", "a", load=tmp_path)
+    assert status == 65 and str(tmp_path) in err
     assert main(["generate", "--prompt", "a"]) == 2
     assert "--load" in capsys.readouterr().err
 
@@ -487,9 +429,9 @@ def test_documents_commands(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "path", list(sys.path))
         with pytest.raises(SystemExit) as left:
             runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
-        return left.value.code, capsys.readouterr().out
+        return left.value.code, *capsys.readouterr()
 
-    status, out = script(UNCONDITIONAL)
+    status, out, _ = script(UNCONDITIONAL)
     rows = [json.loads(line) for line in Path("unconditional_samples.json").read_text().splitlines()]
     assert status == 0 and len(rows) == 2 and "Avg s/batch: " in out
 
@@ -498,9 +440,10 @@ def test_documents_commands(tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\nstop\n"))
-    status, out = script(UNCONDITIONAL.replace("--num-samples 2", "--num-samples 0"))
+    status, out, _ = script(UNCONDITIONAL.replace("--num-samples 2", "--num-samples 0"))
     assert status == 0 and "\nContext: the cat\n\nMegatron-LM: " in out
     assert Path("unconditional_samples.json").read_text() == "kept"
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))
-    assert script(UNCONDITIONAL.replace("--num-samples 2", "--num-samples 0")) == (0, "")
+    status, out, err = script(UNCONDITIONAL.replace("--num-samples 2", "--num-samples 0"))
+    assert (status, out) == (0, "") and "nothing to do" in err

@@ -18,8 +18,8 @@ from meshwright import tokenizers
 from meshwright.errors import UserError
 from meshwright.generation.requests import Event, Request
 from meshwright.serving.app import TextServer
+from meshwright.serving.openai import ServedModel
 from meshwright.serving.scheduler import Scheduler
-from meshwright.serving.served import ServedModel
 from meshwright.web import protocol
 from meshwright.web.guard import Limits
 

@@ -27,7 +27,7 @@ from meshwright.errors import BAD_DATA, NON_FINITE, UNAVAILABLE, USAGE
 from meshwright.fields import Refusal
 from meshwright.generation import beam
 from meshwright.generation.requests import Request
-from meshwright.serving import start
+from meshwright.serving import app
 from meshwright.settings.schema import Sampling
 
 SHAPE = "--num-layers=1 --hidden-size=16 --num-attention-heads=2 --seq-length=48 --max-position-embeddings=48 "
@@ -162,7 +162,7 @@ def test_every_flag_of_the_server_arrives(run: Path, tmp_path: Path, monkeypatch
         listening.close()
         return 0
 
-    monkeypatch.setattr(start, "run_server", note)
+    monkeypatch.setattr(app, "run_server", note)
     (tmp_path / "key").write_text("a-long-secret\n")
     (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
     port = free_port()
@@ -184,7 +184,7 @@ def test_every_flag_of_the_server_arrives(run: Path, tmp_path: Path, monkeypatch
 def test_the_template_beside_the_runs_tokenizer(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As chat uses it; a template that is none is found before the model is loaded."""
     seen: list[Any] = []
-    monkeypatch.setattr(start, "run_server", lambda served, *more: seen.append(served.template) or 0)
+    monkeypatch.setattr(app, "run_server", lambda served, *more: seen.append(served.template) or 0)
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run/tokenizer/chat_template.jinja").write_text("{{ messages[0].content }}")
     assert main(["serve", str(tmp_path / "run"), "--device=cpu", "--port=0"]) == 0
@@ -194,7 +194,7 @@ def test_the_template_beside_the_runs_tokenizer(run: Path, tmp_path: Path, monke
 
 def test_megatrons_script(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[tuple[str, int]] = []
-    monkeypatch.setattr(start, "run_server", lambda *given: seen.append(given[-1].getsockname()) or 0)
+    monkeypatch.setattr(app, "run_server", lambda *given: seen.append(given[-1].getsockname()) or 0)
     path = Path(__file__).parents[2] / "compat/megatron-lm/tools/run_text_generation_server.py"
     argv = f"--load {run} --port {free_port()} --device cpu --micro-batch-size 1 --top_p 0.9 --log-interval 1"
     monkeypatch.setattr("sys.argv", [str(path), *argv.split()])

@@ -30,7 +30,7 @@ def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_lead: bool) -> Rea
             raise UserError(f"{flag} {path} is the input file; name another file")
 
     def work(m: LanguageModel) -> None:
-        from meshwright.generation.writing import write_output
+        from meshwright.generation.batches import write_output
 
         write_output(c, m, prompts, output)
 

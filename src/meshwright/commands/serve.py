@@ -120,8 +120,8 @@ def prepare_serve(parsed: flags.Parsed[ServeConfig], is_lead: bool) -> ReadingTa
         choose_template(s.chat_template, model.tokenizer, model.saved.tokenizer_folder)
 
     def work(m: LanguageModel) -> None:
-        from meshwright.serving.served import ServedModel
-        from meshwright.serving.start import run_server
+        from meshwright.serving.app import run_server
+        from meshwright.serving.openai import ServedModel
         from meshwright.web.guard import Limits
 
         template = choose_template(s.chat_template, m.tokenizer, m.tokenizer_folder)

@@ -16,7 +16,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from meshwright.errors import bad_data
-from meshwright.evaluation.results import Result, headline_of
+from meshwright.evaluation.results import Result
 from meshwright.evaluation.score import Window, document_windows, score_windows
 from meshwright.generation.decoder import complete
 from meshwright.generation.engine import LanguageModel
@@ -110,11 +110,11 @@ def score_harness(
 ) -> Iterator[Result]:
     """Yield the result of each task and group, with what identifies the measurement."""
     manager = TaskManager(include_path=path)
-    wanted = manager.match_tasks([name.strip() for name in names.split(",")])
-    for name in (n.strip() for n in names.split(",")):
+    wanted = [name.strip() for name in names.split(",")]
+    for name in wanted:
         if not manager.match_tasks([name]):
             raise bad_data(f"--harness {name}: the harness has no such task; `lm-eval ls tasks` lists them")
-    adapter = Adapter(m, seed, batch)
+    adapter, wanted = Adapter(m, seed, batch), manager.match_tasks(wanted)
     report: Any = evaluator.simple_evaluate(
         adapter, tasks=wanted, num_fewshot=fewshot, limit=limit, task_manager=manager, log_samples=False
     )
@@ -125,4 +125,5 @@ def score_harness(
         facts = {"few_shot": report["n-shot"].get(name), "version": report["versions"].get(name)}
         facts["samples"] = report.get("n-samples", {}).get(name, {}).get("effective")
         stated = {key: value for key, value in facts.items() if value is not None}
-        yield Result(folder, m.step, name, headline_of(values), values, stated)
+        headline = next((key for key in values if "stderr" not in key), next(iter(values), ""))
+        yield Result(folder, m.step, name, headline, values, stated)

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import bad_data
 from meshwright.evaluation.score import Window
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ def read_examples(path: str) -> list[str]:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             why = 'it has no "text"' if isinstance(error, KeyError | TypeError | AttributeError) else str(error)
             wanted = 'LAMBADA is JSON lines such as {"text": "a passage"}'
-            raise UserError(f"{path}:{number}: {why}; {wanted}", BAD_DATA) from None
+            raise bad_data(f"{path}:{number}: {why}; {wanted}") from None
         out.append(text)
     if not out:
-        raise UserError(f"{path} has no example", BAD_DATA)
+        raise bad_data(f"{path} has no example")
     return out
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -107,9 +106,3 @@ def draw_results(results: Sequence[Result], path: str) -> None:
             figure.savefig(path, dpi=150)
     except OSError as error:
         raise UserError(f"--picture {path} cannot be written: {error.strerror or error}", IO) from None
-
-
-def headline_of(values: dict[str, float]) -> str:
-    """Return the measure of a harness task that is drawn: the first that is no error bar."""
-    names = itertools.chain((n for n in values if "stderr" not in n), values)
-    return next(names, "")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from meshwright.errors import BAD_DATA, NON_FINITE, UserError
+from meshwright.errors import NON_FINITE, UserError, bad_data
 from meshwright.settings.data_paths import path_sets
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def read_token_files(d: Data, tokenizer: Tokenizer, divided: bool) -> Iterator[t
     for source in path_sets(d)[0].sources:
         for missing in (f"{source.prefix}{end}" for end in (".idx", ".bin")):
             if not Path(missing).exists():
-                raise UserError(f"--data-path {source.prefix}: there is no {missing}", BAD_DATA)
+                raise bad_data(f"--data-path {source.prefix}: there is no {missing}")
         indexed = Indexed(source.prefix)
         check_vocabulary(indexed, tokenizer.size)
         count = len(indexed.doc_idx) - 1
@@ -155,7 +155,7 @@ def score_documents(
 
     total = math.fsum(float(values[:, 0].sum()) for values in score_windows(scorer, read(), length, batch))
     if not tokens:
-        raise UserError("there is no text to score", BAD_DATA)
+        raise bad_data("there is no text to score")
     require_finite(total)
     return Score(total, tokens, size, number)
 

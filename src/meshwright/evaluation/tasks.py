@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.console import say
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import bad_data
 from meshwright.evaluation import lambada, wikitext
 from meshwright.evaluation.score import Score, Window, document_windows, score_windows
 from meshwright.files import sha256
@@ -75,7 +75,7 @@ def make_task(name: str, path: str, tokenizer: Tokenizer, length: int, stride: i
     """
     assert name in EVAL_TASKS
     if not Path(path).is_file() and name != "text":
-        raise UserError(f"{name}={path}: no such file", BAD_DATA)
+        raise bad_data(f"{name}={path}: no such file")
     digest = sha256(path) if Path(path).is_file() else ""
     if name == "text":
         stride = min(stride or max(1, length // 2), length)
@@ -106,7 +106,7 @@ def text_windows(
     inputs = TextInputs(input=[path])
     texts = [text for text in read_texts(inputs, find_inputs(inputs)) if text]
     if not texts:
-        raise UserError(f"text={path}: no text to score", BAD_DATA)
+        raise bad_data(f"text={path}: no text to score")
     made: list[Window] = []
     for text in texts:
         made += document_windows([tokenizer.eod, *tokenizer.encode(text)], length, stride)

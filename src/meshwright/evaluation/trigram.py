@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import bad_data
 
 Integers = npt.NDArray[Any]
 Reals = npt.NDArray[np.float64]
@@ -32,7 +32,7 @@ def trigram_bits_per_byte(train: Iterable[bytes], held_out: Iterable[bytes]) -> 
 
     a, b, c = _trigrams(held_out)
     if not len(c):
-        raise UserError("no held-out bytes to score", BAD_DATA)
+        raise bad_data("no held-out bytes to score")
     context = a * _SYMBOLS + b
     p = (1 - trust[context]) * bigrams[b, c] + trust[context] * counts[context, c] / seen[context]
     return float(-np.log2(p).mean())

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import bad_data
 from meshwright.evaluation import score
 from meshwright.evaluation.score import Window
 
@@ -74,11 +74,11 @@ def wikitext_windows(
         with open(path, encoding="utf-8", newline="") as file:
             text = file.read()
     except UnicodeDecodeError as e:
-        raise UserError(f"{path} is not UTF-8 (byte 0x{e.object[e.start]:02x} at {e.start})", BAD_DATA) from None
+        raise bad_data(f"{path} is not UTF-8 (byte 0x{e.object[e.start]:02x} at {e.start})") from None
     words = len(text.strip().split(" "))
     ids = list(tokenizer.encode(detokenize(text, pick_table(path))))
     if len(ids) < 2 or words < 2:
-        raise UserError(f"{path} has {words} words and {len(ids)} tokens; there is nothing to predict", BAD_DATA)
+        raise bad_data(f"{path} has {words} words and {len(ids)} tokens; there is nothing to predict")
     places = score.window_spans(len(ids) - 1, length, min(stride, length), at_multiples=True)
     made = [Window(ids[begin : end + 1], first - begin) for begin, first, end in places]
     size = len(text.encode())

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from meshwright import device as devices
-from meshwright.errors import NON_FINITE, UserError
-from meshwright.generation.requests import Completion, Request, text_until_stop
+from meshwright.errors import UserError
+from meshwright.generation.requests import Completion, Request, not_finite_error, text_until_stop
 from meshwright.kernels.twins import upcast
 from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.positions import Positions
@@ -111,8 +111,7 @@ def _best(logits: Tensor, running: list[Candidate], count: int) -> Iterator[tupl
     totals_by_token = (upcast(logits).log_softmax(-1) + totals[:, None]).flatten()
     values, flat_ids = totals_by_token.topk(min(count, len(totals_by_token)))
     if not values[0].isfinite():
-        message = "the model's logits are not finite; its weights are damaged, or --fp16 overflows (try --bf16)"
-        raise UserError(message, NON_FINITE)
+        raise not_finite_error()
     for total, flat_id in zip(values.tolist(), flat_ids.tolist(), strict=True):
         row, token = divmod(flat_id, logits.shape[-1])
         if total > float("-inf"):

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from meshwright import device as devices
-from meshwright.errors import NON_FINITE, UserError
-from meshwright.generation.requests import Completion, Event, Finish, Request, Top
+from meshwright.errors import UserError
+from meshwright.generation.requests import Completion, Event, Finish, Request, Top, not_finite_error
 from meshwright.generation.sampling import ChoiceParts
 from meshwright.generation.state import DecoderRow, Outputs, SlotState, choose_next, score_tokens
 from meshwright.generation.steps import CapturedSteps
@@ -314,10 +314,7 @@ class Decoder:
     def _report(self, row: DecoderRow, token: int, logprob: float | None, top: Top) -> Event:
         if token == BAD:
             self._finish(row)
-            raise UserError(
-                "the model's logits are not finite; its weights are damaged, or --fp16 overflows (try --bf16)",
-                NON_FINITE,
-            )
+            raise not_finite_error()
         row.tokens.append(token)
         finish: Finish | None = None
         if token == self.eod or stops(row, token):

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import UserError, bad_data
 from meshwright.files import replacing
 from meshwright.generation.templates import ChatTemplate
 from meshwright.generation.text import gap
@@ -126,14 +126,14 @@ def read_dialogue(path: Path) -> tuple[str, list[ChatTurn]]:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
-        raise UserError(f"{path}: {reason}", BAD_DATA) from None
+        raise bad_data(f"{path}: {reason}") from None
     messages = content.get("messages") if isinstance(content, dict) else content
     system, turns = "", list[ChatTurn]()
     for number, message in enumerate(messages if isinstance(messages, Sequence) else [None], 1):
         is_turn = isinstance(message, dict) and isinstance(message.get("content"), str)
         if not is_turn or message.get("role") not in (SYSTEM, USER, ASSISTANT):
             wanted = 'a list of {"role": "user", "assistant" or "system", "content": TEXT}'
-            raise UserError(f"{path}: message {number} is not a chat message; give {wanted}", BAD_DATA)
+            raise bad_data(f"{path}: message {number} is not a chat message; give {wanted}")
         if message["role"] == SYSTEM:
             system = message["content"]
         else:

@@ -17,7 +17,7 @@ from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.saved_model import SavedModel, describe_model, open_saved
 from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.checkpoint.steps import NATIVE
-from meshwright.errors import BAD_DATA, UserError, not_a_run
+from meshwright.errors import UserError, bad_data, not_a_run
 from meshwright.generation import decoder
 from meshwright.generation.requests import Request
 from meshwright.generation.sharded import ShardedModel
@@ -181,7 +181,7 @@ def check_model(
     source, where = saved.source, saved.source.folder
     positions = saved.require_positions()
     if later := checks.planned_values(TrainConfig(model=saved.model)):
-        raise UserError("\n  ".join([f"{where} holds a model that this version cannot run:", *later]), BAD_DATA)
+        raise bad_data("\n  ".join([f"{where} holds a model that this version cannot run:", *later]))
     impl = given.get("attention_impl", saved.model.attention_impl)
     model = dataclasses.replace(saved.model, max_position_embeddings=positions, attention_impl=impl)
     saved = dataclasses.replace(saved, model=model)
@@ -192,12 +192,12 @@ def check_model(
         wrong.append(f"--seq-length {given['seq_length']}, the checkpoint has {positions} positions")
     if wrong:
         lines = [f"these flags contradict {where}; leave them out, the checkpoint has them:", *wrong]
-        raise UserError("\n  ".join(lines), BAD_DATA)
+        raise bad_data("\n  ".join(lines))
     if tokenizer.size > saved.rows or (source.kind == NATIVE and tokenizer.size != vocab):
         null = ", including --tokenizer-type NullTokenizer's end-of-document id"
         size = f"{tokenizer.size} ids{null if tokenizer.name == tokenizers.Null.name else ''}"
         message = f"the vocabulary has {size}, the checkpoint {vocab}; {where} was trained with another vocabulary"
-        raise UserError(message, BAD_DATA)
+        raise bad_data(message)
     saved = dataclasses.replace(saved, source=source.of_vocabulary(vocab))
     p = Parallel(layout.tp, layout.pp, layout.cp, pipeline_layout=given.get("pipeline_layout"), world_size=layout.world)
     config = TrainConfig(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import BAD_DATA, UserError, bad_data
 from meshwright.fields import Fields, Refusal
 from meshwright.settings import checks
 from meshwright.settings.schema import Sampling
@@ -74,11 +74,11 @@ def read_prompt_text(path: str, flag: str) -> str:
         raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         text = raw.decode("utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"{flag} {path}: no such file", BAD_DATA) from None
+        raise bad_data(f"{flag} {path}: no such file") from None
     except UnicodeDecodeError as e:
-        raise UserError(f"{flag} {path}: byte {e.start} is not UTF-8", BAD_DATA) from None
+        raise bad_data(f"{flag} {path}: byte {e.start} is not UTF-8") from None
     if not text.strip():
-        raise UserError(f"{flag} {path} is empty; write one prompt per line", BAD_DATA)
+        raise bad_data(f"{flag} {path} is empty; write one prompt per line")
     return text
 
 

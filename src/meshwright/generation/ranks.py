@@ -29,7 +29,7 @@ from meshwright.ranks.lost import reporting
 from meshwright.ranks.team import Team
 from meshwright.ranks.world import find_world
 from meshwright.settings import flags
-from meshwright.settings.schema import Parallel, ReadConfig
+from meshwright.settings.schema import ReadConfig
 
 
 def run_on_ranks(
@@ -76,32 +76,23 @@ def serve_ranks(
     team: Team,
     folders: Sequence[str] = (),
 ) -> None:
-    """Load this rank's part of each folder's model and call `work` on rank 0, or follow it."""
+    """Load this rank's part of each folder's model and call `work` on rank 0; the others follow."""
     p, settings = c.parallel, flags.to_dict(c)
     require_equal(team, {name: value for name, value in settings.items() if name != "local_rank"})
-    layout = connect(layout_of(p, team), team.timeout)
+    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    layout = connect(Layout(pp, 1, team.size // p.model_ranks, cp, tp, team.rank), team.timeout)
     for folder in folders or [c.checkpoint.load or ""]:
         m = engine.load_model(folder, given, c.tokenizer, dtype_of(c.precision), device, layout=layout, team=team)
-        if not with_model(m, work):
-            return
-
-
-def with_model(m: LanguageModel, work: Callable[[LanguageModel], object]) -> bool:
-    """Call `work` on rank 0, which raises its errors; return on every rank whether it succeeded."""
-    calls = m.sharded.calls if m.sharded is not None else None
-    if calls is not None and calls.team.rank:
-        return calls.follow()
-    succeeded = False
-    try:
-        work(m)
-        succeeded = True
-    finally:
-        with contextlib.suppress(RuntimeError):  # if another rank is gone, that is reported
-            if calls is not None:
-                calls.end(succeeded)
-    return succeeded
-
-
-def layout_of(p: Parallel, team: Team) -> Layout:
-    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
-    return Layout(pp, 1, team.size // (tp * pp * cp), cp, tp, team.rank)
+        calls = m.sharded.calls if m.sharded is not None else None
+        if calls is not None and not team.is_lead:
+            if not calls.follow():
+                return
+            continue
+        succeeded = False
+        try:
+            work(m)
+            succeeded = True
+        finally:
+            with contextlib.suppress(RuntimeError):  # if another rank is gone, that is reported
+                if calls is not None:
+                    calls.end(succeeded)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from meshwright.errors import NON_FINITE, UserError
 from meshwright.generation.text import TokenText
 from meshwright.settings import checks
 from meshwright.settings.schema import Sampling
@@ -124,6 +125,11 @@ class Completion:
         rest = self._stream.flush()
         self.text += rest
         return rest
+
+
+def not_finite_error() -> UserError:
+    message = "the model's logits are not finite; its weights are damaged, or --fp16 overflows (try --bf16)"
+    return UserError(message, NON_FINITE)
 
 
 def text_until_stop(tokenizer: Tokenizer, request: Request, tokens: Sequence[int]) -> tuple[str, bool]:

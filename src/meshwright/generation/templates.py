@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import tokenizers
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.errors import bad_data
 from meshwright.tokenizers import CHAT_CONFIG, CHAT_TEMPLATE, Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]  # {"role": "system", "user" or "assistant", "content": text}
@@ -36,7 +36,7 @@ class ChatTemplate:
         try:
             return str(_compile(self.text).render(messages=plain, add_generation_prompt=begin_answer, **self.tokens))
         except Exception as error:  # a program of anyone's raises anything
-            raise UserError(f"{self.path}: the chat template cannot write these turns: {error}", BAD_DATA) from None
+            raise bad_data(f"{self.path}: the chat template cannot write these turns: {error}") from None
 
     def encode(self, tokenizer: Tokenizer, messages: Messages, begin_answer: bool = True) -> list[int]:
         """Return the dialogue as tokens; special tokens in it are themselves."""
@@ -70,9 +70,7 @@ def choose_template(name: str | None, tokenizer: Tokenizer, folder: Path | None)
     if path.is_dir():
         if found := read_template(path):
             return found
-        raise UserError(
-            f"--chat-template {name} holds neither {CHAT_TEMPLATE} nor a {CHAT_CONFIG} with a chat_template", BAD_DATA
-        )
+        raise bad_data(f"--chat-template {name} holds neither {CHAT_TEMPLATE} nor a {CHAT_CONFIG} with a chat_template")
     run_template = find_template(tokenizer, folder)
     beside = _tokens(tokenizers.read_chat_config(path.parent)) or (run_template.tokens if run_template else {})
     return ChatTemplate(path, read_template_file(path), beside)
@@ -100,7 +98,7 @@ def read_template_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as a chat template: {error}", BAD_DATA) from None
+        raise bad_data(f"{path} cannot be read as a chat template: {error}") from None
 
 
 @functools.cache

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import orjson
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from meshwright import console
+from meshwright.errors import DONE
 from meshwright.fields import Fields, Refusal, parse_object
+from meshwright.generation.decoder import Decoder, run_requests
+from meshwright.generation.requests import Request
 from meshwright.serving import megatron, openai
 from meshwright.serving.metrics import ServerMetrics
+from meshwright.serving.openai import ServedModel
 from meshwright.serving.scheduler import QueuedRequest, Scheduler
-from meshwright.serving.served import ServedModel
+from meshwright.settings.schema import Sampling
 from meshwright.web.guard import Limits, Receive, Scope, Send, as_refused, error_of, too_large
+from meshwright.web.protocol import make_server
 from meshwright.web.site import REPORT_CSS, json_response, make_site
 
 FILES = {
@@ -96,19 +103,19 @@ class TextServer:
         facts = {"id": self.served.name, "object": "model", "created": self.served.created, "owned_by": "meshwright"}
         return facts | {"max_model_len": self.served.model.seq_length, "step": self.served.model.step}
 
-    async def models(self, request: Request) -> Response:
+    async def models(self, request: HttpRequest) -> Response:
         return json_response({"object": "list", "data": [self.model_object()]})
 
-    async def one_model(self, request: Request) -> Response:
+    async def one_model(self, request: HttpRequest) -> Response:
         if request.path_params["name"] != self.served.name:
             raise Refusal(f"this server has {self.served.name!r} only", "model", "model_not_found", 404)
         return json_response(self.model_object())
 
-    async def health(self, request: Request) -> Response:
+    async def health(self, request: HttpRequest) -> Response:
         broken = self.scheduler.broken is not None
         return json_response({"status": "failed" if broken else "ok"}, 503 if broken else 200)
 
-    async def show_metrics(self, request: Request) -> Response:
+    async def show_metrics(self, request: HttpRequest) -> Response:
         text = self.metrics.text(self.scheduler.active, self.scheduler.waiting)
         return Response(text, media_type="text/plain; version=0.0.4")
 
@@ -121,7 +128,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limits = self.server.limits
-        request = Request(scope)
+        request = HttpRequest(scope)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             message = f"the Content-Type is {kind[:50]!r}; send a body of application/json"
@@ -173,3 +180,33 @@ async def send_json(send: Send, value: Any) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def run_server(served: ServedModel, limits: Limits, slots: int, queue: int, listening: socket.socket) -> int:
+    """Serve on a listening socket until a signal, or until the decoder fails."""
+    decoder = Decoder(served.model, slots)
+    # Compile kernels, and find damaged weights, before anyone waits.
+    for _ in run_requests(decoder, [Request([], Sampling(out_seq_length=4))]):
+        pass
+    scheduler = Scheduler(decoder, slots, queue, served.model.device)
+    http = make_server(TextServer(served, scheduler, limits).app, limits.read_seconds)
+
+    def stop() -> None:
+        http.should_exit = True
+
+    async def serve() -> None:
+        scheduler.on_break = stop
+        scheduler.start()
+        try:
+            await http.serve([listening])
+        finally:
+            await asyncio.to_thread(scheduler.close)
+
+    host, port = listening.getsockname()[:2]
+    where = f"[{host}]" if ":" in host else host
+    console.say(f"serving {served.name}, step {served.model.step}, on http://{where}:{port} (Ctrl-C stops)")
+    asyncio.run(serve())
+    if scheduler.broken is not None:
+        raise scheduler.broken
+    console.say("stopped")
+    return DONE

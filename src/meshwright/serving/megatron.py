@@ -16,8 +16,8 @@ from meshwright.fields import Fields, Refusal
 from meshwright.generation.beam import BeamOptions, begin_beam_search
 from meshwright.generation.requests import Event, Request
 from meshwright.serving import openai
+from meshwright.serving.openai import ServedModel
 from meshwright.serving.scheduler import QueuedRequest, Scheduler
-from meshwright.serving.served import ServedModel
 from meshwright.settings.schema import Sampling
 from meshwright.tokenizers import Tokenizer
 
@@ -43,8 +43,11 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
     if not length and not logprobs:
         raise Refusal("tokens_to_generate 0 scores the prompts; it needs logprobs true", "tokens_to_generate")
     options, decay, floor = read_options(f, length)
-    ends = read_ends(f)
-    pair = read_colon(f, served)
+    double, single = f.flag("stop_on_double_eol"), f.flag("stop_on_eol")
+    ends = ("\n\n",) if double else ("\n",) if single else ()
+    pair = None
+    if f.flag("prevent_newline_after_colon"):
+        pair = openai.encode_text(served, ":")[0], openai.encode_text(served, "\n")[0]
     seed = f.integer("random_seed", -1, -1, 2**63 - 1)
     f.flag("no_log")  # no text is ever logged
     width = f.integer("beam_width", None, 1, openai.MOST_TEXTS)
@@ -90,19 +93,6 @@ def read_options(f: Fields, length: int) -> tuple[Sampling, float, float]:
     if bound and (not decay or bound > top_p):
         raise Refusal("top_p_bound needs top_p_decay, and must be at most top_p", "top_p_bound")
     return Sampling(temperature, top_k=top_k, top_p=top_p, out_seq_length=length), decay or 1.0, bound
-
-
-def read_ends(f: Fields) -> tuple[str, ...]:
-    """Return what ends a text: an empty line, or the end of a line."""
-    double, single = f.flag("stop_on_double_eol"), f.flag("stop_on_eol")
-    return ("\n\n",) if double else ("\n",) if single else ()
-
-
-def read_colon(f: Fields, served: ServedModel) -> tuple[int, int] | None:
-    """Return the tokens of a colon and of an end of line, which may not follow it."""
-    if not f.flag("prevent_newline_after_colon"):
-        return None
-    return openai.encode_text(served, ":")[0], openai.encode_text(served, "\n")[0]
 
 
 async def answer_megatron(

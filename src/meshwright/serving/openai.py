@@ -18,10 +18,11 @@ import orjson
 from meshwright.errors import UserError
 from meshwright.fields import Fields, Refusal
 from meshwright.generation.dialogue import SYSTEM, ChatTurn, Dialogue
+from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Event, Request, Top
+from meshwright.generation.templates import ChatTemplate
 from meshwright.generation.text import TokenText
 from meshwright.serving.scheduler import QueuedRequest
-from meshwright.serving.served import ServedModel
 from meshwright.settings.schema import Sampling
 from meshwright.tokenizers import Tokenizer
 
@@ -55,6 +56,21 @@ CHAT_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "the model cannot search"),
 }
 ROLES = ("system", "developer", "user", "assistant")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A language model under its name, with the template of its dialogues."""
+
+    model: LanguageModel
+    name: str
+    template: ChatTemplate | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """Strings that end an answer in a dialogue."""
+        return self.template.stop if self.template else ()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright import device as devices
 from meshwright.errors import UserError
@@ -24,17 +24,9 @@ from meshwright.generation.requests import Event, Request
 if TYPE_CHECKING:
     import torch
 
+    from meshwright.generation.decoder import Decoder
+
 T = TypeVar("T")
-
-
-class SlotDecoder(Protocol):
-    """What is needed of `generation.decoder.Decoder`."""
-
-    def submit(self, request: Request) -> int: ...
-
-    def cancel(self, number: int) -> None: ...
-
-    def step(self) -> list[Event]: ...
 
 
 class QueueFull(Refusal):
@@ -81,7 +73,7 @@ class QueuedRequest:
 class Scheduler:
     """The thread that drives a decoder of `slots` rows, and the requests at work or waiting."""
 
-    def __init__(self, decoder: SlotDecoder, slots: int, queue: int, device: torch.device | None = None) -> None:
+    def __init__(self, decoder: Decoder, slots: int, queue: int, device: torch.device | None = None) -> None:
         self.decoder, self.slots, self.queue, self.device = decoder, slots, queue, device
         self.seats = 0  # requests at work or waiting
         self.broken: BaseException | None = None  # what ended the thread, if not close()
@@ -93,7 +85,7 @@ class Scheduler:
         self._calls: deque[tuple[Generator[None, None, Any], asyncio.Future[Any]]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop: asyncio.AbstractEventLoop  # set by start
         self._thread = threading.Thread(target=self._work, name="decoder", daemon=True)
 
     # In the event loop
@@ -145,7 +137,6 @@ class Scheduler:
 
     async def call(self, work: Generator[None, None, T]) -> T:
         """Return what a generator returns that the thread advances between steps."""
-        assert self._loop is not None
         done: asyncio.Future[T] = self._loop.create_future()
         self._tell(lambda: self._calls.append((work, done)))
         return await done
@@ -160,7 +151,6 @@ class Scheduler:
     # In the thread
 
     def _work(self) -> None:
-        assert self._loop is not None
         try:
             devices.set_current(self.device)
             while self._wait():
@@ -192,13 +182,12 @@ class Scheduler:
                 raise
             for job in self._jobs():
                 self._drop(job)
-                self._hand(job, ModelFailed(str(error)))
+                self._loop.call_soon_threadsafe(job.arrived.put_nowait, ModelFailed(str(error)))
         else:
             self._deliver(events)
 
     def _call(self, work: Generator[None, None, Any], done: asyncio.Future[Any]) -> None:
         """Advance a generator by a step, unless its caller has left; by turns with others."""
-        assert self._loop is not None
         result, error = None, None
         try:
             if not done.cancelled():
@@ -233,7 +222,7 @@ class Scheduler:
             try:
                 row = self.decoder.submit(request)
             except UserError as error:
-                self._hand(job, error)
+                self._loop.call_soon_threadsafe(job.arrived.put_nowait, error)
                 continue
             job.active.add(row)
             self._rows[row] = job, number
@@ -248,13 +237,8 @@ class Scheduler:
                 del self._rows[event.id]
                 job.active.discard(event.id)
             batch.append((job, (number, event)))
-        assert self._loop is not None
         if batch:
             self._loop.call_soon_threadsafe(_put_all, batch)
-
-    def _hand(self, job: QueuedRequest, item: Exception) -> None:
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(job.arrived.put_nowait, item)
 
     def _jobs(self) -> list[QueuedRequest]:
         both = itertools.chain(self._turns, (job for job, _ in self._rows.values()))
