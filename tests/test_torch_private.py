@@ -50,6 +50,7 @@ REACHED = {
     "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "parallel/overlap",
     "torch.distributed._symmetric_memory.empty": "parallel/mapped",
     "torch.distributed._symmetric_memory.rendezvous": "parallel/mapped",
+    "torch._C._distributed_c10d.Store.clone": "ranks/watchdog: since torch 2.8, but not in torch's type stubs",
     "torch.distributed.ProcessGroupGloo._Options._threads": "parallel/gloo",
     "torch.distributed.ProcessGroupGloo._Options._timeout": "parallel/gloo",
     "torch.distributed.ProcessGroupGloo._Options._devices": "parallel/gloo",

@@ -66,7 +66,7 @@ class Pipelines:
             mock.patch.object(symmetric, "get_symm_mem_workspace", self.workspace),
             mock.patch.object(symmetric, "_pipelined_all_gather_and_consume", self.gather),
             mock.patch.object(symmetric, "_pipelined_produce_and_all2all", self.scatter),
-            mock.patch.object(overlap, "devices", SimpleNamespace(NVIDIA="cpu")),
+            mock.patch.object(agree, "devices", SimpleNamespace(NVIDIA="cpu")),
         ):
             yield
 

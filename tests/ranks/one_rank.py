@@ -69,6 +69,7 @@ def act(what: str, world: World, team: Any) -> int:
             return 1
     if what == "deaf":
         if world.rank == 1:
+            os.write(1, f"failed at {time.monotonic()}\n".encode())
             return 1
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(100)

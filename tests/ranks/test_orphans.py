@@ -186,7 +186,7 @@ def test_a_shell_is_no_launcher(script: str, started: list[int]) -> None:
 
 def test_without_pidfd(started: list[int]) -> None:
     """An old kernel, or a sandbox, has none."""
-    rank = "import os, meshwright.ranks.orphans as o; del os.pidfd_open; o.POLL = 0.05\n" + RANK
+    rank = "import os, meshwright.ranks.orphans as o; del os.pidfd_open; o.POLL_SECONDS = 0.05\n" + RANK
     launcher, pid = start(started, *PYTHON, LAUNCHER, VARIABLES["mpirun"], *PYTHON, rank)
     assert outlives(pid, 0.2)
     launcher.kill()

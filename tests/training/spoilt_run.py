@@ -6,7 +6,6 @@ import sys
 
 from meshwright.__main__ import main
 from meshwright.training import step
-from meshwright.training.health import diagnosis
 
 real_loss, real_forward, seen = step.loss_sum, step.forward_part, []
 
@@ -16,7 +15,6 @@ def forward(net, part, batch, *rest):
     return real_forward(net, part, batch, *rest)
 
 
-for each in (step, diagnosis):
-    each.forward = forward
-    each.loss_sum = lambda *a: real_loss(*a) * (math.nan if seen[-1] == int(os.environ["SPOILT"]) else 1)
+step.forward_part = forward
+step.loss_sum = lambda *a: real_loss(*a) * (math.nan if seen[-1] == int(os.environ["SPOILT"]) else 1)
 sys.exit(main(["train", *sys.argv[1:]]))

@@ -21,7 +21,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from meshwright.errors import DONE, HANG, MEANINGS, RETRIED, SIGINT, SIGTERM, WARNINGS
 from meshwright.host import cores
@@ -41,22 +42,17 @@ REPEAT_SECONDS = 2
 
 def launch_ranks(plan: LaunchPlan, program: list[str], kind: type[Agent] | None = None) -> int:
     """Start the ranks, watch them, and return the status of the one that failed first."""
-    try:
-        return _run(plan, program, kind or Agent)
-    except SignalException as error:
-        return 128 + (signal.SIGTERM if error.sigval == signal.SIGHUP else error.sigval)
-
-
-def _run(plan: LaunchPlan, program: list[str], kind: type[Agent]) -> int:
     until = connect.deadline(plan.wait)
     store = connect.connect_store(plan.address, plan.port, plan.node == 0, until, "machine 0")
     environ = dict(os.environ)
     _prepare_environment(plan)
-    agent = kind(plan, program, store, until)
+    agent = (kind or Agent)(plan, program, store, until)
     handlers = {n: signal.getsignal(n) for n in PASSED_SIGNALS}
     logging.disable(logging.CRITICAL)  # torch logs each step, and a table of failures
     try:
         failed = agent.run().is_failed()
+    except SignalException as error:
+        return status_of_signal(error.sigval)
     finally:
         logging.disable(logging.NOTSET)
         for number, handler in handlers.items():
@@ -91,15 +87,15 @@ def say(line: str) -> None:
     print(f"meshwright launch: {line}", file=sys.stderr, flush=True)
 
 
-class MachineMeeting(RendezvousHandler):
+class MachineMeeting(StaticTCPRendezvous):
     """The meeting of the machines: they count one another on our store, which the ranks use too."""
 
     attempts = 0
-    run_id = ""
     store: Store
 
     def __init__(self, plan: LaunchPlan, store: TCPStore, until: float) -> None:
-        self.plan, self.store, self.until, self.port = plan, store, until, store.port
+        super().__init__(plan.address, store.port, plan.node, plan.nodes, run_id="", timeout=0)
+        self.plan, self.store, self.until = plan, store, until
 
     def next_rendezvous(self) -> RendezvousInfo:
         plan = self.plan
@@ -109,29 +105,7 @@ class MachineMeeting(RendezvousHandler):
         self.run_id = self.store.compare_set("run", "", f"{RUN_ID}{os.getpid()}-{time.time_ns()}").decode()
         store = PrefixStore(f"agents/{self.attempts}", self.store)
         self.attempts += 1
-        return RendezvousInfo(store, plan.node, plan.nodes, RendezvousStoreInfo(plan.address, self.port))
-
-    def get_backend(self) -> str:
-        return "static"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self.run_id
-
-    def shutdown(self) -> bool:
-        return True
+        return RendezvousInfo(store, plan.node, plan.nodes, RendezvousStoreInfo(plan.address, self.master_port))
 
 
 class Agent(LocalElasticAgent):
@@ -260,6 +234,10 @@ def patience(code: int) -> float:
 def is_final(code: int) -> bool:
     """Return whether another start would end the same way."""
     return code in WARNED or (code not in RETRIED and 0 <= code <= 128)
+
+
+def status_of_signal(number: int) -> int:
+    return 128 + (signal.SIGTERM if number == signal.SIGHUP else number)
 
 
 def exit_status(code: int) -> int:

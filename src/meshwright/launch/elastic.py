@@ -48,6 +48,20 @@ def take_as_given(config: TrainConfig, named: set[str]) -> TrainConfig:
     return config
 
 
+def parse_train(command: list[str], ranks: int, complete: CompleteSettings = take_as_given) -> TrainConfig:
+    """Return the settings of train on so many ranks; --load may complete the model."""
+    words = [f"--world-size={ranks}", *command[1:]]
+    parsed = flags.parse_settings(TrainConfig, words, "meshwright train", check=False)
+    load = parsed.config.checkpoint.load
+    if not (load and Path(load).exists()):
+        return parsed.config
+    return complete(parsed.config, {name for name, source in parsed.sources.items() if source != "default"})
+
+
+def is_train(command: list[str]) -> bool:
+    return command[0] == "train" or Path(command[0]).name == TRAIN_SCRIPT
+
+
 def find_shapes(command: list[str], least: int, most: int, complete: CompleteSettings = take_as_given) -> list[Shape]:
     """Return what `command` can run on, from the largest number of ranks to the smallest.
 
@@ -55,15 +69,12 @@ def find_shapes(command: list[str], least: int, most: int, complete: CompleteSet
     smaller. `complete` takes a model's settings from --load. Raise UserError if no number from
     `least` to `most` fits.
     """
-    if command[0] != "train" and Path(command[0]).name != TRAIN_SCRIPT:
+    if not is_train(command):
         if not command[0].endswith(".py"):
             raise UserError(f"{ELASTIC_FLAGS} are for train and for scripts, not for {command[0]}")
         return [Shape(ranks) for ranks in range(most, least - 1, -1)]
-    parsed = flags.parse_settings(TrainConfig, [f"--world-size={most}", *command[1:]], "meshwright train", check=False)
-    config = parsed.config
-    require_resumable(config, command)
-    if Path(config.checkpoint.load or "").exists():
-        config = complete(config, {name for name, source in parsed.sources.items() if source != "default"})
+    require_resumable(parse_train(command, most), command)
+    config = parse_train(command, most, complete)
     step = config.parallel.model_ranks
     fits = [fit_ranks(command, ranks, config) for ranks in range(most // step * step, max(least, 1) - 1, -step)]
     shapes = [fit for fit in fits if isinstance(fit, Shape)]
@@ -78,9 +89,7 @@ def find_shapes(command: list[str], least: int, most: int, complete: CompleteSet
 
 def save_folder(command: list[str]) -> str | None:
     """Return the --save of train, None for a script."""
-    if command[0] != "train" and Path(command[0]).name != TRAIN_SCRIPT:
-        return None
-    return flags.parse_settings(TrainConfig, command[1:], "meshwright train", check=False).config.checkpoint.save
+    return parse_train(command, 1).checkpoint.save if is_train(command) else None
 
 
 def require_resumable(config: TrainConfig, command: list[str]) -> None:
@@ -96,10 +105,7 @@ def require_resumable(config: TrainConfig, command: list[str]) -> None:
 
 def fit_ranks(command: list[str], ranks: int, completed: TrainConfig) -> Shape | list[str]:
     """Return how the command runs on so many ranks, or why it does not."""
-    config = flags.parse_settings(
-        TrainConfig, [f"--world-size={ranks}", *command[1:]], "meshwright train", check=False
-    ).config
-    config = dataclasses.replace(config, model=completed.model)
+    config = dataclasses.replace(parse_train(command, ranks), model=completed.model)
     t = config.training
     wanted, first_problems = t.micro_batch_size, list[str]()
     share = (t.global_batch_size or 0) // config.dp

@@ -26,8 +26,8 @@ import yaml
 from meshwright.device import NVIDIA
 from meshwright.errors import DONE, FINAL, LOCKED, UserError
 from meshwright.files import fill, replacing
-from meshwright.launch.elastic import CompleteSettings, find_shapes
-from meshwright.launch.launcher import PORT, LaunchConfig, build_program, find_bounds
+from meshwright.launch.elastic import CompleteSettings, find_shapes, parse_train
+from meshwright.launch.launcher import PORT, LaunchConfig, build_program, find_bounds, require_numbers
 from meshwright.settings import checks, flags
 from meshwright.settings.fields import spelling
 from meshwright.settings.pages import LAUNCHED, PAGES
@@ -101,12 +101,9 @@ def make_job(
         if getattr(config, name) is not None:
             raise UserError(f"--write and {spelling(name)}: the engine numbers the nodes; leave {spelling(name)} out")
     nodes, count = 1 if config.nnodes is None else config.nnodes, config.nproc_per_node
-    if nodes < 1:
-        raise UserError(f"--nnodes {nodes} must be 1 or more")
+    require_numbers(config, nodes)
     if not re.fullmatch("[1-9][0-9]{0,3}", count):
         raise UserError(f"--nproc-per-node {count} would count the devices here; give --write the number of each node")
-    if config.master_port is not None and not 0 < config.master_port < 65536:
-        raise UserError(f"--master-port {config.master_port} is not a port; use 1 to 65535")
     build_program(command)
     checked = check_command(command, nodes, int(count), complete)
     trained = checked if isinstance(checked, TrainConfig) else None
@@ -153,11 +150,7 @@ def check_command(command: list[str], nodes: int, devices: int, complete: Comple
     cls = pkgutil.resolve_name(page.config)
     if cls is not TrainConfig:
         return flags.parse_settings(cls, words, f"meshwright {name}", page.positional, check=False).config
-    words = [f"--world-size={ranks}", *words, "--dry-run"]
-    parsed = flags.parse_settings(TrainConfig, words, "meshwright train", check=False)
-    config = parsed.config
-    if config.checkpoint.load and Path(config.checkpoint.load).exists():
-        config = complete(config, {name for name, source in parsed.sources.items() if source != "default"})
+    config = parse_train([*command, "--dry-run"], ranks, complete)
     if wrong := checks.parallel_problems(config):
         raise UserError(f"--nnodes {nodes} x --nproc-per-node {devices} are {ranks} ranks. {flags.listed(wrong)}")
     # A checkpoint that is not here may complete the model.
@@ -177,9 +170,8 @@ def notices(job: ClusterJob, engine: str, config: TrainConfig | None) -> list[st
     if c and not c.save:
         notes.append("without --save and --load, an interrupted run begins again at step 0")
     elif c and c.load != c.save:
-        notes.append(
-            f"--load {c.load} is not --save {c.save}: an interrupted run stops; submit it again with both the same"
-        )
+        both = f"--load {c.load} is not --save {c.save}"
+        notes.append(f"{both}: an interrupted run stops; submit it again with both the same")
     if c and c.save and not c.save_interval:
         notes.append("without --save-interval only a signal and the end save; a crash loses all steps since")
     if config and not config.training.exit_signal_handler:
@@ -196,9 +188,8 @@ def notices(job: ClusterJob, engine: str, config: TrainConfig | None) -> list[st
     absolute = [value for value in values if value.startswith(("/", "~"))]
     notes.append(f"relative paths begin in {WORK if in_container else job.folder}" + " of the container" * in_container)
     if absolute:
-        notes.append(
-            f"these must be there on every node{', inside the container' * in_container}: {', '.join(absolute)}"
-        )
+        where = "on every node, inside the container" if in_container else "on every node"
+        notes.append(f"these must be there {where}: {', '.join(absolute)}")
     if job.environment:
         notes.append(f"settings of the environment are written too: {', '.join(job.environment)}")
     return notes
@@ -282,9 +273,8 @@ def values_for_docker(job: ClusterJob) -> dict[str, object]:
 
 def as_yaml(text: str, style: str | None = None) -> str:
     """Return a YAML scalar: plain where possible, or in the style " or |."""
-    return (
-        yaml.dump(text, default_style=style, width=10**6, allow_unicode=True).removesuffix("...\n").removesuffix("\n")
-    )
+    scalar = yaml.dump(text, default_style=style, width=10**6, allow_unicode=True)
+    return scalar.removesuffix("...\n").removesuffix("\n")
 
 
 def quoted(text: object) -> str:
@@ -302,20 +292,18 @@ def values_for_pods(job: ClusterJob, address: str, indent: str, indent_of_final:
     """
     command = [word.replace("$", "$$") for word in job.command]
     words = replace(job, command=command).words("$(JOB_COMPLETION_INDEX)", address)
-    environment = [
-        f"{indent}- name: {name}\n{indent}  value: {quoted(text.replace('$', '$$'))}\n"
-        for name, text in job.environment.items()
-    ]
+    values = {name: quoted(text.replace("$", "$$")) for name, text in job.environment.items()}
+    environment = [f"{indent}- name: {name}\n{indent}  value: {value}\n" for name, value in values.items()]
     share = f"# {job.nodes} nodes share the claim: its access mode is ReadWriteMany.\n" if job.nodes > 1 else "#\n"
+    begins_again, is_replaced = (
+        "After an interruption all nodes start again",
+        "A lost node is replaced while the others go on",
+    )
     return {
         "IMAGENAME": job.image,
         "IMAGE": as_yaml(job.image),
         "SHARE": share,
-        "RESTART": (
-            "A lost node is replaced while the others go on"
-            if job.is_elastic
-            else "After an interruption all nodes start again"
-        ),
+        "RESTART": is_replaced if job.is_elastic else begins_again,
         "BACKOFF": RESTARTS if job.is_elastic else 0,  # a lost pod comes again by itself, or with all others
         "RESTARTS": RESTARTS,
         "GRACE": GRACE,
@@ -350,16 +338,16 @@ def values_for_skypilot(job: ClusterJob) -> dict[str, object]:
     # The nodes write one checkpoint together, which caches of a bucket do not show in time.
     volume = f"the volume {CLAIM}, which all nodes can write (`sky volumes apply`)"
     bucket = "a bucket of that name; it must be free in your cloud, or yours"
+    has_several = job.nodes > 1
+    mount = (
+        f"volumes:\n  {WORK}: {CLAIM}" if has_several else f"  {WORK}:\n    name: {job.name}\n    mode: MOUNT_CACHED"
+    )
     return {
-        "PLACE": volume if job.nodes > 1 else bucket,
+        "PLACE": volume if has_several else bucket,
         "CHOOSE": " Choose the accelerators." if job.uses_gpus else "",
         "RESOURCES": f"accelerators: H100:{job.devices}" if job.uses_gpus else f"cpus: {CORES * job.devices}+",
         "CLONE": as_yaml(str(PROJECT.parent) if PROJECT.is_file() else "CLONE"),
-        "MOUNT": (
-            f"volumes:\n  {WORK}: {CLAIM}"
-            if job.nodes > 1
-            else f"  {WORK}:\n    name: {job.name}\n    mode: MOUNT_CACHED"
-        ),
+        "MOUNT": mount,
         "ENVIRONMENT": f"envs:\n{environment}" if environment else "",
         "RUN": as_yaml(f"cd {WORK}\n{find_first}\nexec ~/environment/bin/meshwright {lines}\n", "|"),
     }

@@ -104,8 +104,7 @@ def make_plan(config: LaunchConfig) -> LaunchPlan:
     """Check the flags and work out what this machine starts."""
     ips = [ip.strip() for ip in (config.node_ips or "").split(",") if ip.strip()]
     nodes = config.nnodes if config.nnodes is not None else len(ips) or 1
-    if nodes < 1:
-        raise UserError(f"--nnodes {nodes} must be 1 or more")
+    require_numbers(config, nodes)
     if ips and len(ips) != nodes:
         raise UserError(f"--node-ips names {len(ips)} addresses, --nnodes is {nodes}; give one for each machine")
     if ips and config.master_addr not in (None, ips[0]):
@@ -119,8 +118,6 @@ def make_plan(config: LaunchConfig) -> LaunchPlan:
         node = find_own_number(ips)
     if not 0 <= (node or 0) < nodes:
         raise UserError(f"--node-rank {node} does not fit --nnodes {nodes}; machines count from 0 to {nodes - 1}")
-    if config.master_port is not None and not 0 < config.master_port < 65536:
-        raise UserError(f"--master-port {config.master_port} is not a port; use 1 to 65535")
     if config.node_ips is not None and not ips:
         raise UserError("--node-ips is empty; check for an unset shell variable")
     if not 0 < config.wait <= 10**6:
@@ -133,6 +130,13 @@ def make_plan(config: LaunchConfig) -> LaunchPlan:
     return LaunchPlan(
         count, nodes, node or 0, address or "127.0.0.1", port, config.max_restarts, config.wait, least, most
     )
+
+
+def require_numbers(config: LaunchConfig, nodes: int) -> None:
+    if nodes < 1:
+        raise UserError(f"--nnodes {nodes} must be 1 or more")
+    if config.master_port is not None and not 0 < config.master_port < 65536:
+        raise UserError(f"--master-port {config.master_port} is not a port; use 1 to 65535")
 
 
 def find_bounds(config: LaunchConfig, ranks: int) -> tuple[int, int]:

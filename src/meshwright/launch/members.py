@@ -74,6 +74,8 @@ def launch_elastic(plan: LaunchPlan, program: list[str]) -> int:
     handlers = {n: signal.signal(n, leave) for n in PASSED_SIGNALS}
     try:
         return agent.launch_ranks(plan, program, ElasticAgent)
+    except SignalException as error:  # while it had no ranks
+        return agent.status_of_signal(error.sigval)
     except RunOver as over:
         say(str(over))
         return over.status
@@ -321,7 +323,7 @@ class ElasticMeeting(agent.MachineMeeting):
         self.run_id = f"{RUN_ID}{decision['number']}"
         nodes = sorted(map(int, decision["seats"]))
         store = PrefixStore(f"agents/{decision['number']}", self.store)
-        address = RendezvousStoreInfo(self.plan.address, self.port)
+        address = RendezvousStoreInfo(self.plan.address, self.master_port)
         return RendezvousInfo(store, nodes.index(self.plan.node), len(nodes), address)
 
     def require_machine_0(self) -> None:
@@ -401,8 +403,7 @@ class ElasticAgent(agent.Agent):
             with contextlib.suppress(RunOver, RuntimeError):
                 self.meeting.announce(why=why, state=GONE)
                 if self.meeting.council:
-                    status = 128 + (signal.SIGTERM if death_sig == signal.SIGHUP else death_sig)
-                    self.meeting.council.end(status, f"machine 0 {why}, which ends the run")
+                    self.meeting.council.end(agent.status_of_signal(death_sig), f"machine 0 {why}, which ends the run")
         elif isinstance(error, RunOver) and error.status not in (DONE, SIGTERM, SIGINT) and self._pcontext is not None:
             agent.stop_hopeless(self._pcontext)
             return

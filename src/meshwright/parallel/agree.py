@@ -1,28 +1,38 @@
-"""Agreement of a group's ranks: all of them can do something, or none does it."""
+"""Agreement of a group's ranks: all of them can do something, or none does it.
+
+The way to map each other's memory (torch's symmetric memory) is agreed upon here too: overlap.py
+and mapped.py copy over NVLink through it.
+"""
 
 from __future__ import annotations
 
+import os
 import socket
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from meshwright import device as devices
+from meshwright.errors import UserError
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+Step = Callable[[], str | None]
 
-def on_all(group: ProcessGroup | None, device: torch.device, *steps: Callable[[], str]) -> str:
-    """Run steps that return "" or why they failed, up to the first that some rank cannot do.
+
+def on_all(group: ProcessGroup | None, device: torch.device, *steps: Step) -> str:
+    """Run steps that return why they failed, if they did, up to the first that some rank cannot do.
 
     Every rank of the group (None: of this process alone) must call this with the same steps. Return
     "" if all ranks could do all of them, else the reason, which is this rank's own if it has one.
     """
     for step in steps:
         try:
-            reason = step()
+            reason = step() or ""
         except Exception as error:
             reason = f"it failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if group is not None:
@@ -32,6 +42,40 @@ def on_all(group: ProcessGroup | None, device: torch.device, *steps: Callable[[]
         if reason:
             return reason
     return ""
+
+
+def map_memory_of(group: ProcessGroup) -> Any:
+    """Return torch's module of symmetric memory, ready for the group."""
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    import torch.distributed._symmetric_memory as symmetric
+
+    if not hasattr(symmetric.enable_symm_mem_for_group, "__deprecated__"):  # newer torch needs no call
+        symmetric.enable_symm_mem_for_group(group.group_name)
+    return symmetric
+
+
+def to_map_memory(
+    flag: str, wanted: str, group: ProcessGroup, device: torch.device, steps: list[Step], unworthy: str = ""
+) -> str:
+    """Return "" if the steps, which map memory and compare results, succeed on all ranks, or why.
+
+    `flag` names the ranks, a flag and its values that forbid and demand memory; `unworthy` says why
+    "auto" does without.
+    """
+    ranks, name, never, always = flag.split()
+    if wanted == never:
+        reason = f"of {name} {never}"
+    elif device.type != devices.NVIDIA:
+        reason = "the device is not an NVIDIA GPU"
+    elif wanted == "auto" and unworthy:
+        reason = unworthy
+    elif is_spread(group, device):
+        reason = f"{ranks} ranks are on several machines"
+    else:  # there may be no peer access, no right to it, or another version of torch
+        reason = on_all(group, device, *steps)
+    if reason and wanted == always:
+        raise UserError(f"{name} {always}: {reason}; give {name} auto")
+    return reason
 
 
 def is_spread(group: ProcessGroup, device: torch.device) -> bool:

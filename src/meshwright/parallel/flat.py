@@ -53,7 +53,7 @@ from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
 from meshwright.parallel import comm, shard
 from meshwright.parallel.mapped import BufferMapper
-from meshwright.parallel.store import ALIGN, Named, RuleState, Store, StoreSpec, Updated, UpdateRange
+from meshwright.parallel.store import ALIGN, RuleState, Store, StoreSpec, Updated, UpdateRange
 
 
 class UpdateKind(NamedTuple):
@@ -106,9 +106,8 @@ class FlatStore(Store):
         self.bucket_of: dict[str, Bucket] = {}  # by parameter
         self.shapes = {}
         self._lay_out(models)
-        self.sum_order = sorted(
-            reversed(self.buckets.values()), key=lambda bucket: bucket.partial
-        )  # in which sums start
+        # The order in which sums start.
+        self.sum_order = sorted(reversed(self.buckets.values()), key=lambda bucket: bucket.partial)
         self._allocate(spec.mapper)
         for part in models:
             self._take_over(part)
@@ -121,9 +120,8 @@ class FlatStore(Store):
         units: dict[str, dict[UpdateKind, dict[str, torch.Size]]] = {}
         for name, p in itertools.chain(*(part.named_parameters() for part in models)):
             unit = "partial" if self.sharding.is_partial(name) else shard.unit(name)
-            kind = UpdateKind(
-                rules.rule_of(self.optimizer, name, p), rules.decays(name, p), not self.sharding.is_cut(name)
-            )
+            rule = rules.rule_of(self.optimizer, name, p)
+            kind = UpdateKind(rule, rules.decays(name, p), not self.sharding.is_cut(name))
             units.setdefault(unit, {}).setdefault(kind, {})[name] = p.shape
         begin = 0
         for unit, kinds in units.items():
@@ -157,9 +155,8 @@ class FlatStore(Store):
         self.master = zeros(part, self.full_dtype, self.update_device) if is_separate else self.weights
         pinned = self.offload and self.device.type != "cpu"  # for fast copies
         self.host_share = zeros(part, self.full_dtype, self.update_device, pinned) if self.offload else self.share
-        self.outgoing = zeros(
-            part if self.offload else 0, self.dtype, self.update_device, pinned
-        )  # new weights to copy
+        # New weights, to be copied to the device.
+        self.outgoing = zeros(part if self.offload else 0, self.dtype, self.update_device, pinned)
         for bucket in self.buckets.values():
             if self.keeps_gradients:
                 bucket.gradients = self.gradients[bucket.begin : bucket.begin + bucket.size]
@@ -185,16 +182,22 @@ class FlatStore(Store):
             for unit in layers:
                 model.get_submodule(unit).register_forward_pre_hook(lambda *_, unit=unit: self._wait_for([unit]))
 
-    def part_offsets(self, bucket: Bucket) -> tuple[int, int]:
-        """Return the offsets of this rank's part: in the bucket, in the sharded buffers."""
-        return self.shard_index * (bucket.size // self.shard_count), bucket.begin // self.shard_count
+    def own_part(self, bucket: Bucket) -> tuple[int, int, int]:
+        """Return where this rank's part begins, in the bucket and in sharded buffers, its size."""
+        size = bucket.size // self.shard_count
+        return self.shard_index * size, bucket.begin // self.shard_count, size
+
+    def own_share(self, bucket: Bucket) -> Tensor:
+        """Return this rank's part of the summed gradients."""
+        _, begin, size = self.own_part(bucket)
+        return self.share[begin : begin + size]
 
     def _ranges(self) -> Iterator[tuple[Bucket, UpdateKind, adamw.FlatRange]]:
         """Cut this rank's part into ranges of one kind."""
         for bucket in self.buckets.values():
-            first, begin = self.part_offsets(bucket)
+            first, begin, size = self.own_part(bucket)
             for kind, kind_begin, kind_end in bucket.kinds:
-                low, high = max(kind_begin, first), min(kind_end, first + bucket.size // self.shard_count)
+                low, high = max(kind_begin, first), min(kind_end, first + size)
                 if low < high:
                     mine = begin + low - first, begin + high - first
                     yield bucket, kind, adamw.FlatRange(*mine, kind.decays, bucket.begin + low)
@@ -208,6 +211,7 @@ class FlatStore(Store):
         if own:
             weights = None if self.master is self.weights else self.weights
             self.flat = FlatAdamW(self.optimizer, own, (self.share, self.master, weights))
+        counted: list[adamw.FlatRange] = []
         for bucket, kind, r in self._ranges():
             master = nn.Parameter(self.master[r.begin : r.end])
             master.grad = self.host_share[r.begin : r.end]
@@ -220,14 +224,11 @@ class FlatStore(Store):
                 several = _matrices(master, state, spans) if kind.rule == "muon" else [(master, state)]
                 updated.setdefault((kind.rule, kind.decays), []).extend(several)
             begin = next(begin for k, begin, _ in bucket.kinds if k == kind)
-            name = next(n for n, (offset, _) in bucket.spans.items() if begin <= offset)
-            self.update_ranges.append(
-                UpdateRange(self.sharding.is_counted(name), r.begin, master, state, kind.rule, r.target)
-            )
+            is_counted = self.sharding.is_counted(next(n for n, (at, _) in bucket.spans.items() if begin <= at))
+            counted += [r] * is_counted
+            self.update_ranges.append(UpdateRange(is_counted, r.begin, master, state, kind.rule, r.target))
         if self.flat is not None:
-            self.flat.count(
-                [r for p, (_, _, r) in zip(self.update_ranges, self._ranges(), strict=True) if p.is_counted]
-            )
+            self.flat.count(counted)
         self.make_updates(updated)
 
     # Weights
@@ -243,20 +244,26 @@ class FlatStore(Store):
     def local_range(self, name: str) -> tuple[int, int, int]:
         """Return where this rank's part is in the sharded buffers, and its range of elements."""
         bucket = self.bucket_of[name]
-        first, begin = self.part_offsets(bucket)
+        first, begin, size = self.own_part(bucket)
         offset, shape = bucket.spans[name]
         low = max(offset, first)
-        high = max(low, min(offset + shape.numel(), first + bucket.size // self.shard_count))
+        high = max(low, min(offset + shape.numel(), first + size))
         return begin + low - first, low - offset, high - offset
 
     def publish_weights(self, has_all: bool = True) -> None:
         if self.master is self.weights:
             return
         self.wait_for_weights()
-        self._copy_all() if has_all else self._copy_others()
+        if has_all:
+            self._copy_all()
+        else:
+            for p in (p for p in self.update_ranges if p.rule != "adamw"):
+                self.weights[p.target : p.target + p.master.numel()].copy_(p.master)
         if self.is_sharded:
             self._gather_weights()
-        self._cast_weights()
+        if self.scales is not None:
+            self.wait_for_weights()
+            self.scales.refresh()
 
     def _copy_all(self) -> None:
         new = self.outgoing.copy_(self.master) if self.offload else self.master  # copy the lower precision
@@ -264,18 +271,13 @@ class FlatStore(Store):
             self.weights.copy_(new, non_blocking=True)
             return
         for bucket in self.buckets.values():
-            _, begin = self.part_offsets(bucket)
-            self._own_weights(bucket).copy_(new[begin : begin + bucket.size // self.shard_count], non_blocking=True)
-
-    def _copy_others(self) -> None:
-        for p in self.update_ranges:
-            if p.rule != "adamw":
-                self.weights[p.target : p.target + p.master.numel()].copy_(p.master)
+            _, begin, size = self.own_part(bucket)
+            self._own_weights(bucket).copy_(new[begin : begin + size], non_blocking=True)
 
     def _own_weights(self, bucket: Bucket) -> Tensor:
         """Return the weights that this rank updates."""
-        first, _ = self.part_offsets(bucket)
-        return self.weights[bucket.begin + first : bucket.begin + first + bucket.size // self.shard_count]
+        first, _, size = self.own_part(bucket)
+        return self.weights[bucket.begin + first : bucket.begin + first + size]
 
     def _gather_weights(self) -> None:
         """Start to gather the ranks' parts, in place."""
@@ -287,11 +289,6 @@ class FlatStore(Store):
             else:
                 work = comm.gather_into(full, mine, group=self.layout.group("shard"), async_op=True)
             bucket.gathering = work, mine
-
-    def _cast_weights(self) -> None:
-        if self.scales is not None:
-            self._wait_for(self.buckets)
-            self.scales.refresh()
 
     def _wait_for(self, units: Iterable[str]) -> None:
         for bucket in map(self.buckets.__getitem__, units):
@@ -364,19 +361,14 @@ class FlatStore(Store):
             comm.total(full, group("tp"))
         if self.is_sharded:
             bucket.sums.append(self._scatter(bucket, full))
-        elif group("gradients") is not None:
-            bucket.sums.append(self._total(bucket, full))
-
-    def _total(self, bucket: Bucket, full: Tensor) -> PendingSum:
-        """Start to sum a bucket on every rank."""
-        if self.mapped:
-            return PendingSum(self.mapped.total(bucket.begin, bucket.size), full)
-        return PendingSum(dist.all_reduce(full, group=self.layout.group("gradients"), async_op=True), full)
+        elif self.mapped:
+            bucket.sums.append(PendingSum(self.mapped.total(bucket.begin, bucket.size), full))
+        elif (ranks := group("gradients")) is not None:
+            bucket.sums.append(PendingSum(dist.all_reduce(full, group=ranks, async_op=True), full))
 
     def _scatter(self, bucket: Bucket, full: Tensor) -> PendingSum:
         """Start to sum a bucket into the ranks' shares; ZeRO 2 frees it when that has ended."""
-        _, begin = self.part_offsets(bucket)
-        part = self.share[begin : begin + bucket.size // self.shard_count]
+        part = self.own_share(bucket)
         if self.mapped:
             return PendingSum(self.mapped.scatter(bucket.begin, bucket.size, part), full)
         if not self.keeps_gradients:  # the share holds other micro-batches' sums
@@ -392,8 +384,7 @@ class FlatStore(Store):
         for pending in bucket.sums:
             pending.work.wait()
             if pending.part is not None:
-                _, begin = self.part_offsets(bucket)
-                self.share[begin : begin + len(pending.part)] += pending.part
+                self.own_share(bucket).add_(pending.part)
         bucket.sums.clear()
 
     def finish_sums(self) -> None:
@@ -408,9 +399,7 @@ class FlatStore(Store):
         if self.is_sharded:
             comm.total(self.share, self.layout.group("replicas"))
         if self.sharding.tied and "wte" in self.buckets:
-            bucket = self.buckets["wte"]
-            _, begin = self.part_offsets(bucket)
-            comm.total(self.share[begin : begin + bucket.size // self.shard_count], self.layout.group("embedding"))
+            comm.total(self.own_share(self.buckets["wte"]), self.layout.group("embedding"))
 
     def _complete(self, bucket: Bucket) -> None:
         """Sum a bucket although some losses of this step do not depend on all of its parameters."""
@@ -437,32 +426,23 @@ class FlatStore(Store):
             high = max(low, min(high, math.prod(self.sharding.saved_part(name, self.shapes[name])[2])))
             yield name, self.share[to : to + high - low]
 
-    def named_state(self, with_optimizer: bool = True, to_save: bool = False) -> Named:
-        """Return this rank's part of a checkpoint, with the vocabulary at its true size.
+    def state_of(self, name: str) -> tuple[tuple[int, ...], list[shard.Box], Tensor, RuleState]:
+        bucket, (to, low, high) = self.bucket_of[name], self.local_range(name)
+        full, offsets, part = self.sharding.saved_part(name, self.shapes[name])
+        high = max(low, min(high, math.prod(part)))
+        boxes = [(tuple(map(operator.add, o, offsets)), n) for o, n in shard.boxes(tuple(part), low, high)]
+        kind = next(kind for kind, a, b in bucket.kinds if a <= bucket.spans[name][0] < b)
+        owned = next((p for p in self.update_ranges if p.begin <= to < p.begin + p.master.numel()), None)
 
-        Name -> (global shape, boxes as (offsets, sizes), tensor). `to_save` leaves out what another
-        rank saves.
-        """
-        out: Named = {}
-        for name, bucket in self.bucket_of.items():
-            if to_save and not self.sharding.is_counted(name):
-                continue
-            to, low, high = self.local_range(name)
-            full, offsets, part = self.sharding.saved_part(name, self.shapes[name])
-            high = max(low, min(high, math.prod(part)))
-            boxes = [(tuple(map(operator.add, o, offsets)), n) for o, n in shard.boxes(tuple(part), low, high)]
-            kind = next(kind for kind, a, b in bucket.kinds if a <= bucket.spans[name][0] < b)
-            owned = next((p for p in self.update_ranges if p.begin <= to < p.begin + p.master.numel()), None)
-            flats = {"": self.master[to : to + high - low]}
-            if with_optimizer:
-                for key, saved_as in rules.STATE[kind.rule].items():
-                    at = to - owned.begin if owned else 0
-                    values = owned.state[key][at : at + high - low] if owned and boxes else self.master[:0]
-                    flats[f"/{saved_as}"] = values
-            for suffix, flat in flats.items():
-                shaped = flat.view(boxes[0][1]) if len(boxes) == 1 else flat
-                out[name + suffix] = (tuple(full), boxes, shaped.detach())
-        return out
+        def cut(flat: Tensor, begin: int) -> Tensor:
+            values = flat[to - begin : to - begin + high - low].detach()
+            return values.view(boxes[0][1]) if len(boxes) == 1 else values
+
+        state = {
+            key: cut(owned.state[key], owned.begin) if owned and boxes else self.master[:0]
+            for key in rules.STATE[kind.rule]
+        }
+        return tuple(full), boxes, cut(self.master, 0), state
 
 
 class GradientSink:

@@ -22,9 +22,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from meshwright.optim import rules
-from meshwright.parallel import comm
+from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.store import Named, Store, StoreSpec, Updated, UpdateRange
+from meshwright.parallel.store import RuleState, Store, StoreSpec, Updated, UpdateRange
 
 
 class FullyShardedStore(Store):
@@ -142,24 +142,14 @@ class FullyShardedStore(Store):
             true = self.sharding.saved_part(name, self.shapes[name])[2][dimension] - first
             yield name, self.summed(owned).narrow(dimension, 0, max(0, min(size, true)))
 
-    def named_state(self, with_optimizer: bool = True, to_save: bool = False) -> Named:
-        """Return this rank's part of a checkpoint, as FlatStore.named_state does."""
-        out: Named = {}
-        for name, owned in self.named.items():
-            if to_save and not self.sharding.is_counted(name):
-                continue
-            dimension, first, size = self.rows(name)
-            full, offsets, part = self.sharding.saved_part(name, self.shapes[name])
-            offsets[dimension] += first
-            part[dimension] = max(0, min(size, part[dimension] - first))
-            boxes = [(tuple(offsets), tuple(part))] if all(part) else []
-            flats = {"": owned.master.detach()}
-            if with_optimizer:
-                rule = next(rule for (rule, _), u in self.updates.items() if owned.master in u.state)
-                flats |= {f"/{rules.STATE[rule][key]}": flat for key, flat in owned.state.items()}
-            for suffix, flat in flats.items():
-                out[name + suffix] = (tuple(full), boxes, flat.narrow(dimension, 0, part[dimension]))
-        return out
+    def state_of(self, name: str) -> tuple[tuple[int, ...], list[shard.Box], Tensor, RuleState]:
+        owned, (dimension, first, size) = self.named[name], self.rows(name)
+        full, offsets, part = self.sharding.saved_part(name, self.shapes[name])
+        offsets[dimension] += first
+        part[dimension] = max(0, min(size, part[dimension] - first))
+        boxes = [(tuple(offsets), tuple(part))] if all(part) else []
+        state = {key: values.narrow(dimension, 0, part[dimension]) for key, values in owned.state.items()}
+        return tuple(full), boxes, owned.master.detach().narrow(dimension, 0, part[dimension]), state
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:

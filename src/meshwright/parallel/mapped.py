@@ -27,9 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright import device as devices
-from meshwright.errors import UserError
-from meshwright.parallel.agree import is_spread, on_all
-from meshwright.parallel.overlap import map_memory_of
+from meshwright.parallel.agree import map_memory_of, to_map_memory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -133,27 +131,17 @@ def choose_mapper(wanted: str, group: ProcessGroup | None, device: torch.device)
     """
     if group is None:
         return None, ""
-    mappers: list[BufferMapper] = []
-    if wanted == "collectives":
-        reason = "of --data-parallel-sums collectives"
-    elif device.type != devices.NVIDIA:
-        reason = "the device is not an NVIDIA GPU"
-    elif is_spread(group, device):
-        reason = "data-parallel ranks are on several machines"
-    else:
-        trials: list[MappedBuffer] = []
+    mappers, trials = list[BufferMapper](), list[MappedBuffer]()
 
-        def map_memory() -> str:  # there may be no peer access, no right to it, or another version of torch
-            mappers.append(BufferMapper(group, device))
-            trials.append(mappers[0].zeros(TRIAL_SIZE, torch.float32))
-            return ""
+    def map_memory() -> None:
+        mappers.append(BufferMapper(group, device))
+        trials.append(mappers[0].zeros(TRIAL_SIZE, torch.float32))
 
-        def compare() -> str:
-            return "" if sums_are_right(trials[0], group) else "its sums differ from the collectives'"
+    def compare() -> str:
+        return "" if sums_are_right(trials[0], group) else "its sums differ from the collectives'"
 
-        reason = on_all(group, device, map_memory, compare)
-    if reason and wanted == "copies":
-        raise UserError(f"--data-parallel-sums copies: {reason}; give --data-parallel-sums auto")
+    flag = "data-parallel --data-parallel-sums collectives copies"
+    reason = to_map_memory(flag, wanted, group, device, [map_memory, compare])
     return (None if reason else mappers[0]), reason
 
 

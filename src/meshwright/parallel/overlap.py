@@ -14,18 +14,15 @@ pipelines that they consist of. Multicast is not needed and is left off.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright import device as devices
-from meshwright.errors import UserError
 from meshwright.kernels.products import affine, product
 from meshwright.parallel import comm
-from meshwright.parallel.agree import is_spread, on_all
+from meshwright.parallel.agree import map_memory_of, to_map_memory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -116,16 +113,6 @@ class OverlappedProducts(PlainProducts):
         return self.gather_multiply(grad, weight.t(), keeps_rows=True)
 
 
-def map_memory_of(group: ProcessGroup) -> Any:
-    """Return torch's module of symmetric memory, ready for the group."""
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    import torch.distributed._symmetric_memory as symmetric
-
-    if not hasattr(symmetric.enable_symm_mem_for_group, "__deprecated__"):  # newer torch needs no call
-        symmetric.enable_symm_mem_for_group(group.group_name)
-    return symmetric
-
-
 def choose_products(wanted: str, group: ProcessGroup, device: torch.device, size: int) -> tuple[PlainProducts, str]:
     """Return the products for a group, and why they are not overlapped ("" if they are).
 
@@ -133,27 +120,17 @@ def choose_products(wanted: str, group: ProcessGroup, device: torch.device, size
     kind.
     """
     chosen = [PlainProducts(group)]
-    if wanted == "off":
-        reason = "of --tp-overlap off"
-    elif device.type != devices.NVIDIA:
-        reason = "the device is not an NVIDIA GPU"
-    elif wanted == "auto" and size < WORTHWHILE_BYTES:
-        reason = f"the rows of a micro-batch are few: {size >> 20} MiB to map, of {WORTHWHILE_BYTES >> 20}"
-    elif is_spread(group, device):
-        reason = "tensor ranks are on several machines"
-    else:
 
-        def map_memory() -> str:  # there may be no peer access, no right to it, or another version of torch
-            chosen.append(OverlappedProducts(group, max(size, TRIAL_BYTES)))
-            return ""
+    def map_memory() -> None:
+        chosen.append(OverlappedProducts(group, max(size, TRIAL_BYTES)))
 
-        def compare() -> str:
-            difference = largest_difference(chosen[-1], device)
-            return "" if difference < 0.01 else f"its result is {difference:.1%} from that of NCCL"
+    def compare() -> str:
+        difference = largest_difference(chosen[-1], device)
+        return "" if difference < 0.01 else f"its result is {difference:.1%} from that of NCCL"
 
-        reason = on_all(group, device, map_memory, compare)
-    if reason and wanted == "on":
-        raise UserError(f"--tp-overlap on: {reason}; give --tp-overlap auto")
+    few = f"the rows of a micro-batch are few: {size >> 20} MiB to map, of {WORTHWHILE_BYTES >> 20}"
+    few *= size < WORTHWHILE_BYTES
+    reason = to_map_memory("tensor --tp-overlap off on", wanted, group, device, [map_memory, compare], few)
     return chosen[0 if reason else -1], reason
 
 

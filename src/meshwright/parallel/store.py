@@ -34,6 +34,7 @@ DRAWN_BYTES = 8 << 30  # most bytes of initial weights that are drawn at once
 Named = dict[str, tuple[tuple[int, ...], list[shard.Box], Tensor]]
 Draw = Callable[[Iterable[tuple[str, Tensor]]], None]
 RuleState = dict[str, Tensor]
+SAVED_AS = {key: saved_as for names in rules.STATE.values() for key, saved_as in names.items()}
 Updated = dict[tuple[rules.Rule, bool], list[tuple[nn.Parameter, RuleState]]]  # by rule and by whether weights decay
 
 
@@ -164,6 +165,26 @@ class Store:
 
     def each_gradient(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's part of each summed gradient, without padded rows of the vocabulary."""
+        raise NotImplementedError
+
+    def named_state(self, with_optimizer: bool = True, to_save: bool = False) -> Named:
+        """Return this rank's part of a checkpoint, with the vocabulary at its true size.
+
+        Name -> (global shape, boxes as (offsets, sizes), tensor). `to_save` leaves out what another
+        rank saves.
+        """
+        out: Named = {}
+        for name in self.shapes:
+            if to_save and not self.sharding.is_counted(name):
+                continue
+            shape, boxes, master, state = self.state_of(name)
+            out[name] = shape, boxes, master
+            if with_optimizer:
+                out |= {f"{name}/{SAVED_AS[key]}": (shape, boxes, values) for key, values in state.items()}
+        return out
+
+    def state_of(self, name: str) -> tuple[tuple[int, ...], list[shard.Box], Tensor, RuleState]:
+        """Return a parameter's full shape, and the boxes, masters and state of this rank's part."""
         raise NotImplementedError
 
     @torch.no_grad()

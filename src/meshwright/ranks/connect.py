@@ -68,13 +68,11 @@ def join_ranks(
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    if ":" not in backend and backend != "gloo":
-        assert device is not None
-        backend = f"{device.type}:{backend}"
-    if ":" in backend and "cpu:" not in backend:
-        backend = f"cpu:gloo,{backend}"
     probe = None
     bound = device if device is not None and device.type != "cpu" else None
+    if backend != "gloo" and "cpu:" not in backend:
+        assert device is not None
+        backend = f"cpu:gloo,{backend if ':' in backend else f'{device.type}:{backend}'}"
     try:
         if world.size > world.local_size:  # between nodes a firewall may allow only the store's port
             left = timedelta(seconds=max(until - time.monotonic(), 10.0))
@@ -225,16 +223,11 @@ def connect_store(address: str, port: int, serves: bool, until: float, who: str)
         return stores[0]
     if errors and "EADDRINUSE" in str(errors[0]):
         raise _occupied(port)
+    why = f"{address}:{port} answers, but not as {who} of this run; choose another MASTER_PORT or --master-port"
     if serves:
-        raise UserError(
-            f"this is {who}, but cannot reach itself at {address}; set MASTER_ADDR or --master-addr to an address of "
-            f"this machine ({socket.gethostname()})",
-            UNAVAILABLE,
-        )
-    raise UserError(
-        f"{address}:{port} answers, but not as {who} of this run; choose another MASTER_PORT or --master-port",
-        UNAVAILABLE,
-    )
+        why = f"this is {who}, but cannot reach itself at {address}; set MASTER_ADDR or --master-addr to an address of "
+        why += f"this machine ({socket.gethostname()})"
+    raise UserError(why, UNAVAILABLE)
 
 
 def _listen(address: str, port: int) -> tuple[int, int | None]:

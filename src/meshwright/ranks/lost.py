@@ -15,11 +15,11 @@ from meshwright.ranks.world import World
 # Seconds for the reporting rank to print: a launcher stops all ranks when the first one ends.
 REPORT_SECONDS = 3.0
 
-GLOO_LOSSES = re.compile(
+GLOO_LOSSES = (
     r"closed by peer|reset by peer|Socket closed|Broken pipe|[Tt]imed? ?out|No route to host|Network is unreachable|"
     r"Connection refused"
 )
-NCCL_LOSSES = re.compile(
+NCCL_LOSSES = (
     r"ncclRemoteError|ncclSystemError|communicator was aborted|[Tt]imed out|[Tt]imeout|Connection (closed|reset)"
 )
 
@@ -79,8 +79,8 @@ def is_lost_rank(error: BaseException) -> bool:
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     if isinstance(error, dist.DistBackendError):  # NCCL's, wrong usage included
-        return bool(NCCL_LOSSES.search(text))
-    if "gloo/" in text and "enforce fail" not in text and GLOO_LOSSES.search(text):
+        return bool(re.search(NCCL_LOSSES, text))
+    if "gloo/" in text and "enforce fail" not in text and re.search(GLOO_LOSSES, text):
         return True
     return text.startswith("Application timeout caused pair closure")  # gloo's, for others that waited
 

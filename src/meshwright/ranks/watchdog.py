@@ -68,14 +68,14 @@ COMPILERS = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/graph.py", "/t
 class Sign(NamedTuple):
     """A sign of life: where a rank is, for the others."""
 
-    number: int  # of its signs so far
-    phase: str
-    doing: str  # phase and step in words
-    step: int
-    still: float  # seconds without progress
-    waiting: float  # seconds in one call that may wait for other ranks
-    call: str  # as file:line in function
-    is_busy: bool  # whether it spends the processor's time there
+    number: int = 0  # of its signs so far
+    phase: str = PHASES[0]
+    doing: str = PHASES[0]  # phase and step in words
+    step: int = 0
+    still: float = 0.0  # seconds without progress
+    waiting: float = 0.0  # seconds in one call that may wait for other ranks
+    call: str = ""  # as file:line in function
+    is_busy: bool = False  # whether it spends the processor's time there
 
     @property
     def position(self) -> tuple[int, int]:
@@ -90,7 +90,6 @@ Post = tuple[int, float, float]  # iteration, own milliseconds of a step, of whi
 
 class Identity(TypedDict):
     host: str
-    local_rank: int
     pid: int
     started: str  # tells a process from a later one of the same number
     stacks: int  # the file descriptor of a file in memory: its phase, then what the first of WAKING_SIGNALS prints
@@ -121,7 +120,7 @@ class Watchdog:
         self.moved = self.entered = self.looked = self.answered = now
         self.woken = -EXIT_SECONDS  # when this process was found to have been stopped
         self.used = 0.0  # the processor's time of the training's thread when it entered its call
-        self.sign = Sign(0, pulse.phase, str(pulse), pulse.step, 0.0, 0.0, "", False)
+        self.sign = Sign(0, pulse.phase, str(pulse), pulse.step)
         self.wants_to_read = False
         self.others: dict[int, tuple[Sign | None, float]] = {}  # by rank: its last sign, and when it was new
         self.verdict: HangVerdict | None = None
@@ -160,16 +159,8 @@ class Watchdog:
 
     def exchange(self) -> None:
         """Tell the store where this rank is; read the verdict and, in a wait, the others' signs."""
-        rank, is_reader = self.world.rank, False
-        me = Identity(
-            host=socket.gethostname(),
-            local_rank=self.world.local_rank,
-            pid=os.getpid(),
-            started=started(os.getpid()),
-            stacks=self.stacks,
-            obeys=self.obeys,
-        )
-        pause = 0.0
+        rank, is_reader, pause, pid = self.world.rank, False, 0.0, os.getpid()
+        me = Identity(host=socket.gethostname(), pid=pid, started=started(pid), stacks=self.stacks, obeys=self.obeys)
         while not self.stopping.wait(pause) and self.verdict is None:
             with contextlib.suppress(RuntimeError):  # the store is gone, or about to
                 if not pause:
@@ -193,16 +184,19 @@ class Watchdog:
             pause = self.every if self.sign.waiting < self.limit / 2 else min(self.every, 1.0)
 
     def read_others(self) -> None:
-        ranks = range(self.world.size)
-        if not self.store.check([f"sign/{rank}" for rank in ranks]):
-            ranks = [rank for rank in ranks if self.store.check([f"sign/{rank}"])]  # type: ignore[assignment]
-        now = time.monotonic()
-        texts = self.store.multi_get([f"sign/{rank}" for rank in ranks])
-        signs = {rank: Sign(*json.loads(raw)) for rank, raw in zip(ranks, texts, strict=True)}
+        now, signs = time.monotonic(), self.read_all("sign")
         for rank in range(self.world.size):
-            sign, before = signs.get(rank), self.others.get(rank)
+            sign, before = Sign(*signs[rank]) if rank in signs else None, self.others.get(rank)
             if before is None or before[0] != sign:
                 self.others[rank] = sign, now
+
+    def read_all(self, key: str) -> dict[int, Any]:
+        """Return what the ranks have written under a key, by rank."""
+        ranks = list(range(self.world.size))
+        if not self.store.check([f"{key}/{rank}" for rank in ranks]):
+            ranks = [rank for rank in ranks if self.store.check([f"{key}/{rank}"])]
+        texts = self.store.multi_get([f"{key}/{rank}" for rank in ranks])
+        return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
 
     # Posts: times of steps (training/health/stragglers.py), on the way to rank 0
 
@@ -216,18 +210,18 @@ class Watchdog:
         return board
 
     def exchange_posts(self) -> None:
-        own, ranks = self.own_post, range(self.world.size)
+        own = self.own_post
         if own is None or own[0] <= self.compared:
             return
         self.store.set(f"post/{self.world.rank}", json.dumps(own))
         if self.world.rank:
             self.compared = own[0]
-        elif self.store.check([f"post/{rank}" for rank in ranks]):
-            posts = [json.loads(raw) for raw in self.store.multi_get([f"post/{rank}" for rank in ranks])]
-            if min(at for at, _, _ in posts) > self.compared:
-                self.compared = max(at for at, _, _ in posts)
-                hosts = [json.loads(raw)["host"] for raw in self.store.multi_get([f"who/{rank}" for rank in ranks])]
-                self.board = [(host, *post) for host, post in zip(hosts, posts, strict=True)]
+        elif self.store.check([f"post/{rank}" for rank in range(self.world.size)]):
+            posts = self.read_all("post")
+            if min(at for at, _, _ in posts.values()) > self.compared:
+                self.compared = max(at for at, _, _ in posts.values())
+                who = self.read_all("who")
+                self.board = [(who[rank]["host"], *posts[rank]) for rank in range(self.world.size)]
 
     # The judge
 
@@ -291,14 +285,10 @@ class Watchdog:
             why = "no progress" if active else "it waits too, but is behind the others"
             if len(named) == self.world.size:
                 why = "all ranks wait for one another"
-        who: dict[int, Identity] = {}
-        for rank in range(self.world.size):
-            with contextlib.suppress(RuntimeError):
-                if self.store.check([f"who/{rank}"]):
-                    who[rank] = json.loads(self.store.get(f"who/{rank}"))
+        who: dict[int, Identity] = self.read_all("who")
         for rank in silent:  # its last sign may be older than what it does
             doing = read_phase(who[rank]) if rank in who else ""
-            before = signs[rank] or Sign(0, PHASES[0], PHASES[0], 0, 0.0, 0.0, "", False)
+            before = signs[rank] or Sign()
             signs[rank] = before._replace(doing=doing or before.doing, call="a place that its stacks show")
         printers = {}
         for rank in sorted(live, reverse=True):
@@ -509,12 +499,18 @@ def name_ranks(ranks: list[int], hosts: dict[int, str]) -> str:
     return f"ranks {format_ranks(ranks)}"
 
 
+def callers(frame: FrameType) -> Iterator[FrameType]:
+    """Yield a frame and those that called it, from the innermost on."""
+    at: FrameType | None = frame
+    while at is not None:
+        yield at
+        at = at.f_back
+
+
 def describe_frame(frame: FrameType) -> str:
     """Return the innermost call that is not torch's or the standard library's."""
-    at: FrameType | None = frame
-    while at is not None and ("/torch/" in at.f_code.co_filename or is_library(at.f_code.co_filename)):
-        at = at.f_back
-    at = at or frame
+    files = ((at, at.f_code.co_filename) for at in callers(frame))
+    at = next((at for at, file in files if "/torch/" not in file and not is_library(file)), frame)
     return f"{os.path.basename(at.f_code.co_filename)}:{at.f_lineno} in {at.f_code.co_name}"
 
 
@@ -537,9 +533,4 @@ def may_wait_for_ranks(frame: FrameType) -> bool:
 
 
 def is_compiling(frame: FrameType) -> bool:
-    at: FrameType | None = frame
-    while at is not None:
-        if any(name in at.f_code.co_filename for name in COMPILERS):
-            return True
-        at = at.f_back
-    return False
+    return any(name in at.f_code.co_filename for at in callers(frame) for name in COMPILERS)
