@@ -141,6 +141,13 @@ DTYPES = [getattr(torch, name) for name in native.TORCH.values()]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+def is_alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     """Return reproducible random values of any type."""
     generator = torch.Generator().manual_seed(seed)

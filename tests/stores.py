@@ -8,6 +8,7 @@ from helpers import TINY
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.model.positions import Positions
+from meshwright.optim.rules import Numbers
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import StoreSpec
 from meshwright.settings import schema as config
@@ -40,6 +41,13 @@ def losses_of(model, batches, scale=1.0, device=CPU):
         (loss * scale).backward()
         total += loss.item()
     return total
+
+
+def take_step(model, store, batches=None, lr=1e-2, decay=0.1, scale=1.0, loss=None):
+    """Take a step with the sum of the batches' gradients, times the scale; return the norm."""
+    store.clear_gradients()
+    losses_of(model, [tokens()] if batches is None else batches, scale)
+    return store.step(Numbers(lr, decay, scale), loss)
 
 
 def snapshot(store):

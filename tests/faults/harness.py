@@ -81,10 +81,17 @@ class Totals:
     recomputed: int = 0
     orphans: int = 0
     mttr: list[float] = dataclasses.field(default_factory=list)
+    # Of a soak: slopes per launch, and the most that a folder held.
+    fds: list[float] = dataclasses.field(default_factory=list)
+    rss_kb: list[float] = dataclasses.field(default_factory=list)
+    steps_kept: int = 0
+    disk_mb: float = 0.0
+    failures: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, other: Totals) -> None:
         for field in dataclasses.fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+            own, others = getattr(self, field.name), getattr(other, field.name)
+            setattr(self, field.name, max(own, others) if field.name in ("steps_kept", "disk_mb") else own + others)
 
     def figures(self) -> dict[str, Any]:
         plain = {name: getattr(self, name) for name in ("kills", "launcher_kills", "launches", "recomputed", "orphans")}

@@ -11,7 +11,6 @@ status is 0 if all kills were made and nothing differs, grows or is left.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -33,18 +32,6 @@ MOST_STEPS = 3  # checkpoints in a folder: the two that are kept, and one that i
 FD_SLOPE, RSS_SLOPE = 0.05, 200.0  # descriptors and kB per launch
 
 
-@dataclasses.dataclass
-class Share:
-    """What one worker has done."""
-
-    totals: Totals = dataclasses.field(default_factory=Totals)
-    fds: list[float] = dataclasses.field(default_factory=list)  # slopes, per launch
-    rss_kb: list[float] = dataclasses.field(default_factory=list)
-    steps_kept: int = 0
-    disk_mb: float = 0.0
-    failures: list[str] = dataclasses.field(default_factory=list)
-
-
 def slope(values: list[float]) -> list[float]:
     """Return the slope over the launches, if there are enough."""
     if len(values) < 5:
@@ -52,30 +39,26 @@ def slope(values: list[float]) -> list[float]:
     return [statistics.linear_regression(range(len(values)), values).slope]
 
 
-def worker(number: int, given: argparse.Namespace, folder: Path, until: float) -> Share:
+def worker(number: int, given: argparse.Namespace, folder: Path, until: float) -> Totals:
     """Kill runs until this worker's share of the kills is made, or time is up."""
-    share, rng = Share(), random.Random(f"{given.seed}/{number}")
+    share, rng = Totals(), random.Random(f"{given.seed}/{number}")
     wanted = given.kills * (number + 1) // given.jobs - given.kills * number // given.jobs
     data = write_data(folder / f"data{number}")
     cases = [Case(layout, precision, given.steps) for layout, precision in itertools.product(LAYOUTS, PRECISIONS)]
     for turn in itertools.count(number):
-        if share.totals.kills >= wanted or time.time() > until:
+        if share.kills >= wanted or time.time() > until:
             return share
         run = Run(cases[turn % len(cases)], data, folder / f"{number}-{turn}")
         try:
-            run.clean = undisturbed(run, data)
+            clean = Run(run.case, data, run.folder.with_name(f"{run.folder.name}-clean"))
+            clean.finish()
+            run.clean = clean.losses()
             soak(run, share, rng, wanted, given.programs, until)
         except Exception:
-            share.totals.add(run.totals)
+            share.add(run.totals)
             share.failures.append(f"{run.case}: {traceback.format_exc()}")
             return share
     return share
-
-
-def undisturbed(run: Run, data: Path) -> list[tuple[Any, ...]]:
-    clean = Run(run.case, data, run.folder.with_name(f"{run.folder.name}-clean"))
-    clean.finish()
-    return clean.losses()
 
 
 _kills: Any = None  # of all workers, a number in shared memory
@@ -86,10 +69,10 @@ def share_count(count: Any) -> None:
     _kills = count
 
 
-def soak(run: Run, share: Share, rng: random.Random, wanted: int, programs: float, until: float) -> None:
+def soak(run: Run, share: Totals, rng: random.Random, wanted: int, programs: float, until: float) -> None:
     """Kill one run until it ends, or has to."""
     status = 1
-    while status and share.totals.kills + run.totals.kills < wanted and time.time() < until:
+    while status and share.kills + run.totals.kills < wanted and time.time() < until:
         before = run.totals.kills
         real = rng.random() < programs
         harm = draw_harm(rng, 30, 6 if real else 2)
@@ -102,7 +85,7 @@ def soak(run: Run, share: Share, rng: random.Random, wanted: int, programs: floa
         share.disk_mb = max(share.disk_mb, size / 1e6)
     if status:
         run.finish(rng.choice(LAUNCHERS))
-    share.totals.add(run.check())
+    share.add(run.check())
     for rank in (0, 1):
         path = run.folder / f"resources-{rank}"
         lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
@@ -120,7 +103,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args()
-    began, total, context = time.time(), Share(), multiprocessing.get_context("spawn")
+    began, total, context = time.time(), Totals(), multiprocessing.get_context("spawn")
     kills = context.Value("l", 0)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -129,36 +112,28 @@ def main() -> int:
         work = [pool.submit(worker, n, given, Path(folder), began + given.seconds) for n in range(given.jobs)]
         while wait(work, timeout=30).not_done:
             print(f"{time.time() - began:5.0f} s: {kills.value} of {given.kills} kills", flush=True)
-        for share in (one.result() for one in work):
-            total.totals.add(share.totals)
-            total.fds += share.fds
-            total.rss_kb += share.rss_kb
-            total.failures += share.failures
-            total.steps_kept = max(total.steps_kept, share.steps_kept)
-            total.disk_mb = max(total.disk_mb, share.disk_mb)
+        for share in work:
+            total.add(share.result())
     return conclude(given, total, time.time() - began)
 
 
-def conclude(given: argparse.Namespace, total: Share, seconds: float) -> int:
+def conclude(given: argparse.Namespace, total: Totals, seconds: float) -> int:
     """Print the line, write the file, and judge."""
     import torch
 
-    t = total.totals
     fds, rss = (statistics.mean(slopes) if slopes else 0.0 for slopes in (total.fds, total.rss_kb))
-    more = {"runs": t.runs, "checkpoints_max": total.steps_kept, "disk_mb": [total.disk_mb]}
+    more = {"runs": total.runs, "checkpoints_max": total.steps_kept, "disk_mb": [total.disk_mb]}
     more |= {"fd_slope": [fds], "rss_kb_slope": [rss], "seconds": round(seconds)}
     for failure in total.failures:
         print(failure)
-    print(summary.write_figures([t.figures() | more]))
+    figures = total.figures() | more
+    print(summary.write_figures([figures]))
     if given.json:
         machine = {"cores": len(os.sched_getaffinity(0)), "torch": torch.__version__}
         machine["python"] = platform.python_version()
-        given.json.write_text(
-            json.dumps(
-                {"settings": vars(given) | {"json": str(given.json)}, **machine, **t.figures(), **more}, indent=1
-            )
-        )
-    good = t.kills >= given.kills and t.differing == t.orphans == 0 and not total.failures
+        record = {"settings": vars(given) | {"json": str(given.json)}, **machine, **figures}
+        given.json.write_text(json.dumps(record, indent=1))
+    good = total.kills >= given.kills and total.differing == total.orphans == 0 and not total.failures
     return 0 if good and total.steps_kept <= MOST_STEPS and fds < FD_SLOPE and rss < RSS_SLOPE else 1
 
 

@@ -339,7 +339,7 @@ def test_trainjob(capsys: pytest.CaptureFixture[str]) -> None:
     assert trainer["args"][5:10:2] == ["--node-rank", "--master-addr", "--master-port"]
 
 
-# The fields of SkyPilot 0.14 that its file uses. Those of the others are in Kubeflow's models, below.
+# The fields of SkyPilot 0.14 that its file uses. Kubeflow's models, below, check the others.
 SKYPILOT = {"name", "num_nodes", "resources", "file_mounts", "volumes", "envs", "setup", "run"}
 RESOURCES = {"accelerators", "cpus", "job_recovery"}
 

@@ -120,17 +120,14 @@ def choice():
         assert type(overlap.choose_products("on", group, CPU, SIZE - 1)[0]) is overlap.OverlappedProducts
         # A rank that cannot map memory, or computes something else, takes the others with it.
         compare, refused = overlap.largest_difference, mock.Mock(side_effect=RuntimeError("no rights\nto map"))
-        broken = {
-            "it failed: RuntimeError: no rights": mock.patch.object(symmetric, "get_symm_mem_workspace", refused),
-            "its result is 50.0% from": mock.patch.object(
-                overlap, "largest_difference", lambda *given: compare(*given) + 0.5
-            ),
-        }
-        for here, patch in broken.items():
-            with patch if dist.get_rank() == 1 else contextlib.nullcontext():
+        for own_reason, owner, name, broken in (
+            ("it failed: RuntimeError: no rights", symmetric, "get_symm_mem_workspace", refused),
+            ("its result is 50.0% from", overlap, "largest_difference", lambda *given: compare(*given) + 0.5),
+        ):
+            with mock.patch.object(owner, name, broken) if dist.get_rank() == 1 else contextlib.nullcontext():
                 by, why = overlap.choose_products("auto", group, CPU, SIZE)
             assert type(by) is overlap.PlainProducts
-            assert why.startswith(here if dist.get_rank() == 1 else "it failed on another rank")
+            assert why.startswith(own_reason if dist.get_rank() == 1 else "it failed on another rank")
         with mock.patch.object(agree.socket, "gethostname", lambda: f"host-{dist.get_rank()}"):
             assert overlap.choose_products("auto", group, CPU, SIZE)[1] == "tensor ranks are on several machines"
 

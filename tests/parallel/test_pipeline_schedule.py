@@ -138,13 +138,11 @@ def test_zero_bubble_lists(kind, chunks, pp):
     """They are torch's; each micro-batch has all passes in order, and there is no deadlock."""
     from torch.distributed.pipelining import schedules as torchs
 
-    oracle = object.__new__(
-        {"zero-bubble": torchs.ScheduleInterleavedZeroBubble, "zbv": torchs.ScheduleZBVZeroBubble}[kind]
-    )
+    oracle = object.__new__(torchs.ScheduleZBVZeroBubble if kind == "zbv" else torchs.ScheduleInterleavedZeroBubble)
     oracle.pp_group_size, oracle.n_local_stages, oracle.num_stages = pp, chunks, pp * chunks
     oracle.microbatches_per_round = pp
     stages = [stages_of(kind, rank, pp, chunks) for rank in range(pp)]
-    assert sorted(stage for mine in stages for stage in mine) == list(range(pp * chunks))
+    assert sorted(stage for own in stages for stage in own) == list(range(pp * chunks))
     for m in [pp, 2 * pp, 5 * pp] if kind == "zero-bubble" else [1, 2, 2 * pp, 13]:
         oracle._n_microbatches = m
         lists = [schedule(kind, pp, rank, m, chunks) for rank in range(pp)]

@@ -508,9 +508,8 @@ def formula(c, layout):
     n["all-reduce"] += c.data.eod_mask_loss and layout.dp > 1  # number of unmasked tokens
     if layout.dp * layout.cp == 1:
         pass
-    elif (
-        p.zero_stage == 3 and layout.shard * layout.cp > 1
-    ):  # weights of a layer or the rest, both ways; then gradients
+    elif p.zero_stage == 3 and layout.shard * layout.cp > 1:
+        # Weights of a layer or the rest, both ways; then gradients.
         units = l + (first or last)
         kept = 2 * (layout.pp == 1)  # not gathered again for backward: the last layer and the rest
         n["all-gather"] += m * (2 * units - kept)

@@ -28,6 +28,7 @@ from stores import (
     separate,
     snapshot,
     span,
+    take_step,
     tokens,
 )
 
@@ -48,11 +49,9 @@ def test_steps_equal_plain_torch(clip):
     adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
     for step in range(10):
         batches = [(tokens() + step + k) % VOCAB for k in range(2)]
-        store.clear_gradients()
         adamw.zero_grad()
-        losses_of(ours, batches)
         losses_of(plain, batches)
-        norm = store.step(Numbers(1e-2, 0.1, 1.0))
+        norm = take_step(ours, store, batches)
         want = torch.nn.utils.clip_grad_norm_(named.values(), clip or float("inf"))
         adamw.step()
         torch.testing.assert_close(norm, want, rtol=1e-12, atol=0)
@@ -66,11 +65,8 @@ def test_low_precision_keeps_full_masters(dtype):
     """One step is within the format's rounding of float64; masters and sums are float32."""
     exact, a = make(dtype=torch.float64)
     low, b = make(dtype=dtype)
-    scale = 256.0 if dtype is torch.float16 else 1.0
-    for model, store, s in ((exact, a, 1.0), (low, b, scale)):
-        store.clear_gradients()
-        losses_of(model, [tokens(), tokens() + 0], s)
-    norms = a.step(Numbers(1e-3, 0.0, 1.0)).item(), b.step(Numbers(1e-3, 0.0, scale)).item()
+    scales = (exact, a, 1.0), (low, b, 256.0 if dtype is torch.float16 else 1.0)
+    norms = [take_step(m, store, [tokens()] * 2, 1e-3, 0.0, scale).item() for m, store, scale in scales]
     assert norms[1] == pytest.approx(norms[0], rel=0.03)
     assert b.master.dtype is b.gradients.dtype is b.share.dtype is torch.float32
     for piece in b.update_ranges:
@@ -87,10 +83,8 @@ def test_a_non_finite_number_changes_nothing(dtype, where):
     """A non-finite gradient of either kind, or loss, leaves no trace in later steps."""
     model, store = make(dtype=dtype)
     other, undisturbed = make(dtype=dtype)
-    for m, s in ((model, store), (other, undisturbed)):
-        s.clear_gradients()
-        losses_of(m, [tokens()])
-        s.step(Numbers(1e-3, 0.1, 1.0))
+    for pair in ((model, store), (other, undisturbed)):
+        take_step(*pair)
     before, weights = snapshot(store), store.weights.clone()
     for bad in (float("nan"), float("inf"), float("-inf")):
         store.clear_gradients()
@@ -101,14 +95,11 @@ def test_a_non_finite_number_changes_nothing(dtype, where):
         else:
             name = next(n for n, kind in kinds(store).items() if kind == ("adamw", where == "matrix"))
             gradient(store, name).view(-1)[3] = bad
-        assert store.step(Numbers(1e-3, 0.1, 1.0), loss).isfinite() == (where == "loss")
+        assert store.step(Numbers(1e-2, 0.1, 1.0), loss).isfinite() == (where == "loss")
         assert is_equal(before, snapshot(store)) and store.steps == 1
         assert torch.equal(weights, store.weights)
-    for m, s in ((model, store), (other, undisturbed)):
-        for _ in range(2):
-            s.clear_gradients()
-            losses_of(m, [tokens()])
-            assert s.step(Numbers(1e-3, 0.1, 1.0), torch.tensor(1.0)).isfinite()
+    for pair in ((model, store), (other, undisturbed)):
+        assert all(take_step(*pair, loss=torch.tensor(1.0)).isfinite() for _ in range(2))
     assert is_equal(snapshot(undisturbed), snapshot(store)) and store.steps == 3
 
 
@@ -162,16 +153,11 @@ def test_parameters_are_aligned_views(dtype):
     for bucket in store.buckets.values():  # contiguous, each made of its kinds
         assert bucket.begin == end and bucket.gradients.data_ptr() == store.gradients[end:].data_ptr()
         end += bucket.size
-        inner = 0
-        for _, low, high in bucket.kinds:
-            assert low == inner
-            inner = high
-        assert bucket.size - ALIGN < inner <= bucket.size
+        ends = [0, *(high for _, _, high in bucket.kinds)]
+        assert [low for _, low, _ in bucket.kinds] == ends[:-1] and bucket.size - ALIGN < ends[-1] <= bucket.size
     assert end == store.size
     for _ in range(2):
-        store.clear_gradients()
-        losses_of(model, [tokens()])
-        store.step(Numbers(1e-2, 0.1, 1.0))
+        take_step(model, store)
     for flat in (store.weights, store.gradients, store.master):
         assert flat.any() and not flat[taken == 0].any()
 
@@ -224,9 +210,7 @@ def test_padded_rows_stay_zero_and_are_not_saved(rule):
     m = dataclasses.replace(TINY, untie_embeddings_and_output_weights=True)
     model, store = make(m, config.Optimizer(optimizer=rule))
     for _ in range(3):
-        store.clear_gradients()
-        losses_of(model, [tokens()])
-        store.step(Numbers(1e-2, 0.1, 1.0))
+        take_step(model, store)
     for p in (model.wte.weight, model.lm_head.weight):
         assert (p[VOCAB:] == 0).all() and p[:VOCAB].abs().min() > 0
     named = store.named_state()
@@ -243,9 +227,7 @@ def test_scale_is_removed_before_clipping():
     for scale in (1.0, 2.0**16):
         model, store = make(o=config.Optimizer(clip_grad=0.05))
         for _ in range(3):
-            store.clear_gradients()
-            losses_of(model, [tokens()], scale)
-            norm = store.step(Numbers(1e-2, 0.1, scale))
+            norm = take_step(model, store, scale=scale)
         outcomes.append((snapshot(store), norm))
     assert is_equal(outcomes[0][0], outcomes[1][0]) and outcomes[0][1] == outcomes[1][1] > 0.05
 

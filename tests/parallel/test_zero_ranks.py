@@ -38,9 +38,8 @@ def sampled(names, *axes, quick):
 # Parameters that a micro-batch's loss does not depend on: the first and the last of a layer that
 # the backward pass reaches, some of a part, a full part, a full layer.
 SOME = {"h.0.mlp.proj.weight", "h.0.mlp.proj.bias", "h.0.ln_1.bias", "ln_f.weight", "wpe.weight"}
-LAYER = {
-    f"h.1.{n}.{p}" for n in ("ln_1", "ln_2", "attn.qkv", "attn.proj", "mlp.fc", "mlp.proj") for p in ("weight", "bias")
-}
+PARTS = ("ln_1", "ln_2", "attn.qkv", "attn.proj", "mlp.fc", "mlp.proj")
+LAYER = {f"h.1.{part}.{name}" for part in PARTS for name in ("weight", "bias")}
 UNUSED = {
     "none": lambda step, k, micro: set(),
     "on odd steps": lambda step, k, micro: SOME if step % 2 else set(),
@@ -65,13 +64,11 @@ def guarded(body, sizes, *args):
 
 def work(step, layout, micro, unused="none"):
     """Return each data rank's micro-batches: (batch, parameters it leaves out)."""
-    return [
-        [
-            ((tokens() + 5 * (micro * (step * layout.dp + r) + k)) % VOCAB, UNUSED[unused](step, k, micro))
-            for k in range(micro)
-        ]
-        for r in range(layout.dp)
-    ]
+
+    def micro_batch(r, k):
+        return (tokens() + 5 * (micro * (step * layout.dp + r) + k)) % VOCAB, UNUSED[unused](step, k, micro)
+
+    return [[micro_batch(r, k) for k in range(micro)] for r in range(layout.dp)]
 
 
 def one_step(model, store, mine, lr=1e-2):
@@ -162,18 +159,12 @@ def check_exact(layout, micro, unused, rule, m):
     """Compare everything in all float64 steps with one process."""
     o = Optimizer(optimizer=rule, clip_grad=0.5)
     one, alone = make(m, o, torch.float64)
-    divided = [
-        make(m, o, torch.float64, layout=layout, zero=stage) for stage in ((0,) if rule == "muon" else (0, 1, 2))
-    ]
+    stages = [0] if rule == "muon" else [0, 1, 2]
+    divided = [make(m, o, torch.float64, layout=layout, zero=stage) for stage in stages]
     for stage, (_, store) in enumerate(divided):
         assert is_equal(everything(store), assembled([alone.named_state()])[0])
-        part = store.size // layout.shard if stage else store.size
-        assert (
-            store.share.numel()
-            == store.master.numel()
-            == sum(p.master.numel() for p in store.update_ranges) + gaps(store)
-            == part
-        )
+        part, updated = store.size // (layout.shard if stage else 1), sum(p.master.numel() for p in store.update_ranges)
+        assert store.share.numel() == store.master.numel() == updated + gaps(store) == part
         assert store.gradients.numel() == (0 if stage == 2 and layout.shard > 1 else store.size)
     for step in range(STEPS):
         every = work(step, layout, micro, unused)
@@ -195,19 +186,14 @@ def check_exact(layout, micro, unused, rule, m):
 
 def zeros_of(sums):
     """Count zeros, without the rows beyond the vocabulary."""
-    return sum(
-        int((g[:VOCAB] == 0).sum() if n in ("wte.weight", "lm_head.weight") else (g == 0).sum())
-        for n, g in sums.items()
-    )
+    true = (g[:VOCAB] if n in ("wte.weight", "lm_head.weight") else g for n, g in sums.items())
+    return sum(int((g == 0).sum()) for g in true)
 
 
 def gaps(store):
     """Count the padding elements at the end of buckets in this rank's part."""
-    part = [
-        (b.size // store.shard_count * store.shard_index, b.size // store.shard_count, b.kinds[-1][2])
-        for b in store.buckets.values()
-    ]
-    return sum(max(0, min(size, first + size - end)) for first, size, end in part)
+    parts = [(*store.own_part(b), b.kinds[-1][2]) for b in store.buckets.values()]
+    return sum(max(0, min(size, first + size - end)) for first, _, size, end in parts)
 
 
 @sampled(("sizes", "micro"), LAYOUTS, [1, 3], quick=[(0, 0), (1, 1), (2, 1), (3, 0)])
@@ -260,16 +246,13 @@ def check_low(layout, micro, dtype):
             assert sums.tolist() == pytest.approx(wanted_sums.tolist(), rel=1e-2 if step else 1e-6)
             zeros = zeros_of(summed(store))
             assert int(store.count_zero_gradients()) == zeros
-            if step == 0:
-                assert zeros == pytest.approx(
-                    int(alone.count_zero_gradients()), abs=8
-                )  # keys' biases have rounding errors only
+            if step == 0:  # keys' biases have rounding errors only
+                assert zeros == pytest.approx(int(alone.count_zero_gradients()), abs=8)
     stages = [everything(store) for _, store in divided]
     for (model, store), values in zip(divided, stages, strict=True):
         check_published(model, store, values)
-        assert (
-            store.weight_norm().item() == pytest.approx(alone.weight_norm().item(), rel=1e-4) and store.steps == STEPS
-        )
+        assert store.weight_norm().item() == pytest.approx(alone.weight_norm().item(), rel=1e-4)
+        assert store.steps == STEPS
     want = assembled([alone.named_state()])[0]
     if micro == 1:
         assert is_equal(stages[1], stages[2])
@@ -301,13 +284,8 @@ def check_non_finite(layout, dtype):
             assert one_step(m, s, mine[0])[0].isfinite()
         store._wait_for(store.buckets)
         before, weights = snapshot(store), store.weights.clone()
-        for name, at in [
-            ("wte.weight", 0),
-            ("h.1.mlp.fc.weight", -1),
-            ("h.0.ln_1.bias", 3),
-            ("ln_f.weight", -1),
-            (None, 0),
-        ]:
+        spots = [("wte.weight", 0), ("h.1.mlp.fc.weight", -1), ("h.0.ln_1.bias", 3), ("ln_f.weight", -1), (None, 0)]
+        for name, at in spots:
             for micro in (0, 1):
                 value, sink = next(bad), getattr(model.get_parameter(name), "sink", None) if here and name else None
 
@@ -350,9 +328,8 @@ def check_offload(layout):
             model, store = make(GATED, Optimizer(clip_grad=0.5), dtype, layout=layout, zero=stage, offload=offload)
             results = [one_step(model, store, work(i, layout, 2)[layout.at("replicas", "shard")]) for i in range(STEPS)]
             check_published(model, store, everything(store))
-            outcomes.append(
-                snapshot(store) | {f"step {i}": torch.cat([n[None], t]) for i, (n, t) in enumerate(results)}
-            )
+            steps = {f"step {i}": torch.cat([norm[None], sums]) for i, (norm, sums) in enumerate(results)}
+            outcomes.append(snapshot(store) | steps)
         assert is_equal(*outcomes), (dtype, stage)
 
 
@@ -457,9 +434,7 @@ def check_pending(layout, dtype):
             with pytest.MonkeyPatch.context() as patch:
                 for name in names:
                     patch.setattr(dist, name, lazy(getattr(dist, name)))
-                results = [
-                    torch.cat([norm[None], sums]) for norm, sums in (one_step(model, store, some) for some in mine)
-                ]
+                results = [torch.cat([norm[None], sums]) for norm, sums in (one_step(model, store, x) for x in mine)]
                 values = everything(store)
                 check_published(model, store, values)
             outcomes.append(values | {f"step {i}": x for i, x in enumerate(results)})

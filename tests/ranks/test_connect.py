@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -213,16 +212,13 @@ def test_the_number_of_ranks_differs(tmp_path: Path) -> None:
     port = free_port()
     statuses, texts = started([torch_variables(port, 0, 2), torch_variables(port, 2, 4)], tmp_path, "--seconds=20")
     assert statuses == [USAGE] * 2
-    assert re.search(
-        "rank (2 was started as one of 4 ranks, others as one of 2|0 .* 2 ranks, others as one of 4)", texts[0]
-    )
+    differs = "rank (2 was started as one of 4 ranks, others as one of 2|0 .* 2 ranks, others as one of 4)"
+    assert re.search(differs, texts[0])
 
 
 def test_an_unknown_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
-    with pytest.raises(
-        UserError, match="GLOO_SOCKET_IFNAME=eth77 names no network interface of this machine, which has"
-    ):
+    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME=eth77 names no network interface .*, which has"):
         connect._choose_interface("127.0.0.1", 1)
 
 
@@ -239,15 +235,10 @@ def test_two_processes_with_one_rank(tmp_path: Path) -> None:
 def _compare_different_values() -> None:
     rank, team = dist.get_rank(), Team(dist.get_rank(), 4, dist.group.WORLD)
     require_equal(team, {"a": 1, "b": [1, None]})
-    mine: dict[str, Any] = {
-        "seed": 1,
-        "global_batch_size": 512 if rank < 2 else 1024,
-        "torch": "2.13" if rank else "2.11",
-    }
-    if rank == 2:
-        mine["extra"] = None
+    own = {"seed": 1, "global_batch_size": 512 if rank < 2 else 1024, "torch": "2.13" if rank else "2.11"}
+    own |= {"extra": None} if rank == 2 else {}
     with pytest.raises(UserError) as caught:
-        require_equal(team, mine)
+        require_equal(team, own)
     assert caught.value.status == USAGE and str(caught.value).split("\n  ")[1:] == [
         "global_batch_size: 512 on ranks 0-1, 1024 on ranks 2-3",
         "torch: 2.11 on rank 0, 2.13 on ranks 1-3",
@@ -276,14 +267,8 @@ SOURCES = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
         (dist.DistStoreError("wait timeout after 1000ms, keys: /x"), True),
         (dist.DistNetworkError("Connection reset by peer"), True),
         (dist.DistBackendError("NCCL error ... ncclRemoteError: A call failed possibly due to a network error"), True),
-        (
-            dist.DistBackendError("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device"),
-            False,
-        ),
-        (
-            RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"),
-            False,
-        ),
+        (dist.DistBackendError("ncclInvalidUsage: Duplicate GPU detected : rank 1 and rank 0 both on one"), False),
+        (RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes."), False),
         (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
         (RuntimeError("download timed out"), False),
         (ConnectionResetError("Connection reset by peer"), False),

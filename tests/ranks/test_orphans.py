@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import TINY_FLAGS, free_port
+from helpers import TINY_FLAGS, free_port, is_alive
 from meshwright.ranks import orphans
 
 # Starts the program in argv[2:] with the variables in argv[1], as launchers do. The thread that
@@ -57,18 +57,18 @@ def started() -> Iterator[list[int]]:
         os.kill(pid, signal.SIGKILL)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
 def outlives(rank: int, seconds: float) -> bool:
     until = time.monotonic() + seconds
     while is_alive(rank) and time.monotonic() < until:
         time.sleep(0.01)
     return is_alive(rank)
+
+
+def kill_launcher(launcher: subprocess.Popen[str], rank: int) -> None:
+    """Kill a launcher, with which its rank ends."""
+    launcher.kill()
+    assert not outlives(rank, 5)
+    launcher.communicate()
 
 
 def start(started: list[int], *words: str) -> tuple[subprocess.Popen[str], int]:
@@ -90,9 +90,7 @@ def test_ranks_end_with_a_killed_launcher(name: str, started: list[int]) -> None
     launcher, rank = start(started, *PYTHON, LAUNCHER, VARIABLES[name], *PYTHON, RANK)
     if name != "torchrun":  # whose main thread starts ranks
         assert outlives(rank, 0.1)
-    launcher.kill()
-    assert not outlives(rank, 5)
-    launcher.communicate()
+    kill_launcher(launcher, rank)
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_RANK": "0", "RANK": "0"}
@@ -105,9 +103,7 @@ def test_a_rank_that_begins_after_torchrun_ended(started: list[int]) -> None:
     late += "while os.getppid() == parent:\n    time.sleep(0.01)\n" + RANK
     launcher, rank = start(started, *PYTHON, LAUNCHER, json.dumps(TORCHRUN), *PYTHON, late)
     assert outlives(rank, 0.1)
-    launcher.kill()
-    assert not outlives(rank, 5)
-    launcher.communicate()
+    kill_launcher(launcher, rank)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +139,7 @@ def test_programs_between(started: list[int]) -> None:
     shell = ["bash", "-c", '"$@"; exit 3', "bash", *PYTHON, RANK]
     launcher, rank = start(started, *PYTHON, LAUNCHER, VARIABLES["mpirun"], *shell)
     assert outlives(rank, 0.1)
-    launcher.kill()
-    assert not outlives(rank, 5)
-    launcher.communicate()
+    kill_launcher(launcher, rank)
 
 
 @pytest.mark.parametrize("killed", ["deepspeed", pytest.param("launch.py", marks=pytest.mark.long)])
@@ -189,9 +183,7 @@ def test_without_pidfd(started: list[int]) -> None:
     rank = "import os, meshwright.ranks.orphans as o; del os.pidfd_open; o.POLL_SECONDS = 0.05\n" + RANK
     launcher, pid = start(started, *PYTHON, LAUNCHER, VARIABLES["mpirun"], *PYTHON, rank)
     assert outlives(pid, 0.2)
-    launcher.kill()
-    assert not outlives(pid, 5)
-    launcher.communicate()
+    kill_launcher(launcher, pid)
 
 
 @pytest.mark.long
@@ -199,11 +191,11 @@ def test_without_pidfd(started: list[int]) -> None:
 @pytest.mark.fault("F1")
 def test_training_under_real_launchers(module: str, tmp_path: Path, started: list[int]) -> None:
     """Ranks that train end within 5 seconds after SIGKILL of torchrun or of our launcher."""
-    first = ["launch"] if module == "meshwright" else [f"--master_port={free_port()}", "-m", "meshwright"]
+    first = ["launch", "--nproc-per-node=2"]
+    if module != "meshwright":
+        first = ["--nproc-per-node=2", f"--master_port={free_port()}", "-m", "meshwright"]
     flags = [*TINY_FLAGS, "--train-iters=1000000", f"--run-dir={tmp_path}"]
-    words = [sys.executable, "-W", "ignore", "-m", module, "--nproc-per-node=2", *first]
-    if module == "meshwright":
-        words = [sys.executable, "-m", "meshwright", "launch", "--nproc-per-node=2"]
+    words = [sys.executable, "-W", "ignore", "-m", module, *first]
     with open(tmp_path / "err", "w") as err:
         launcher = subprocess.Popen([*words, "train", *flags], stdout=subprocess.PIPE, stderr=err, text=True)
     started.append(launcher.pid)

@@ -78,7 +78,8 @@ def write_engine_file(
     """
     assert config.write
     job, notes = make_job(config, sources, command, complete)
-    text = describe_cluster_job(config.write, job)
+    template, values = ENGINES[config.write]
+    text = fill(f"launch/templates/{template}", **values_for_all(job) | values(job))
     if config.write_to is None:
         print(text, end="")
     else:
@@ -315,14 +316,6 @@ def values_for_pods(job: ClusterJob, address: str, indent: str, indent_of_final:
     }
 
 
-def values_for_kubernetes(job: ClusterJob) -> dict[str, object]:
-    return values_for_pods(job, "$(PET_MASTER_ADDR)", " " * 4, " " * 18)
-
-
-def values_for_jobset(job: ClusterJob) -> dict[str, object]:
-    return values_for_pods(job, f"{job.name}-node-0-0.{job.name}", " " * 14, " " * 14)
-
-
 def values_for_skypilot(job: ClusterJob) -> dict[str, object]:
     """Return the values of a managed job.
 
@@ -356,15 +349,9 @@ def values_for_skypilot(job: ClusterJob) -> dict[str, object]:
 # The template of each engine, and what it names besides `values_for_all`.
 ENGINES: dict[str, tuple[str, Callable[[ClusterJob], dict[str, object]]]] = {
     "slurm": ("slurm.sh", values_for_slurm),
-    "kubernetes": ("kubernetes.yaml", values_for_kubernetes),
-    "jobset": ("jobset.yaml", values_for_jobset),
+    "kubernetes": ("kubernetes.yaml", lambda job: values_for_pods(job, "$(PET_MASTER_ADDR)", " " * 4, " " * 18)),
+    "jobset": ("jobset.yaml", lambda job: values_for_pods(job, f"{job.name}-node-0-0.{job.name}", " " * 14, " " * 14)),
     "skypilot": ("skypilot.yaml", values_for_skypilot),
     "ray": ("ray.py.txt", values_for_ray),
     "docker": ("Dockerfile", values_for_docker),
 }
-
-
-def describe_cluster_job(engine: str, job: ClusterJob) -> str:
-    """Return the text of an engine's file."""
-    template, values = ENGINES[engine]
-    return fill(f"launch/templates/{template}", **values_for_all(job) | values(job))
