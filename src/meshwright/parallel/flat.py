@@ -199,8 +199,8 @@ class FlatStore(Store):
             for kind, kind_begin, kind_end in bucket.kinds:
                 low, high = max(kind_begin, first), min(kind_end, first + size)
                 if low < high:
-                    mine = begin + low - first, begin + high - first
-                    yield bucket, kind, adamw.FlatRange(*mine, kind.decays, bucket.begin + low)
+                    sharded = begin + low - first, begin + high - first
+                    yield bucket, kind, adamw.FlatRange(*sharded, kind.decays, bucket.begin + low)
 
     def _make_update_ranges(self) -> None:
         """Make a piece of each range, and hand it to its optimizer."""
@@ -283,12 +283,12 @@ class FlatStore(Store):
         """Start to gather the ranks' parts, in place."""
         # Buckets outside the layers come first: all are waited for before the first layer.
         for _, bucket in sorted(self.buckets.items(), key=lambda item: "." in item[0]):
-            full, mine = self.weights[bucket.begin : bucket.begin + bucket.size], self._own_weights(bucket)
+            full, own = self.weights[bucket.begin : bucket.begin + bucket.size], self._own_weights(bucket)
             if self.mapped_weights:
                 work = self.mapped_weights.gather(bucket.begin, bucket.size)
             else:
-                work = comm.gather_into(full, mine, group=self.layout.group("shard"), async_op=True)
-            bucket.gathering = work, mine
+                work = comm.gather_into(full, own, group=self.layout.group("shard"), async_op=True)
+            bucket.gathering = work, own
 
     def _wait_for(self, units: Iterable[str]) -> None:
         for bucket in map(self.buckets.__getitem__, units):
