@@ -10,32 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from parsing import parse, refusal
 
 import meshwright
 from helpers import TINY_FLAGS
 from meshwright.__main__ import COMMANDS, main
 from meshwright.commands.data import VERBS, MergeConfig
 from meshwright.errors import BAD_DATA, USAGE, UserError
-from meshwright.model import counts
 from meshwright.settings import fields, flags
-from meshwright.settings import schema as settings
 from meshwright.settings.other_programs import megatron_flags as foreign_flags
-from meshwright.settings.presets import PRESETS
 from meshwright.settings.schema import GenerateConfig, TrainConfig
 from meshwright.settings.text_inputs import PreprocessConfig
 
 CONFIGS = fields.every_config()
-
-
-def parse(*argv, cls=TrainConfig, **more):
-    return flags.parse_settings(cls, list(argv), "meshwright test", **{"check": False} | more)
-
-
-def refusal(*argv, cls=TrainConfig, check=False):
-    with pytest.raises(UserError) as caught:
-        flags.parse_settings(cls, list(argv), "meshwright test", check=check)
-    assert caught.value.status == USAGE
-    return str(caught.value)
 
 
 # Where values come from
@@ -98,14 +85,6 @@ def test_print_config_names_sources_and_reads_back(tmp_path, capsys, monkeypatch
     monkeypatch.delenv("MESHWRIGHT_SEED")
     again = parse("--config", str(file)).config
     assert again.checkpoint.save == odd and again == parse(*argv[1:], "--seed", "7").config
-
-
-@pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_preset_reads_back(tmp_path, preset):
-    config = parse("--preset", preset, "--mock-data", "--vocab-size", "9", check=True).config
-    file = tmp_path / "c.toml"
-    file.write_text(flags.to_toml(config))
-    assert parse("--config", str(file)).config == config
 
 
 def test_saved_settings_of_an_older_or_newer_release():
@@ -480,44 +459,6 @@ def test_a_length_replaces_that_of_the_preset():
     assert (c.training.train_iters, c.warmup_samples, c.decay_samples) == (None, 100, 9000)
     with pytest.raises(UserError, match="both set the warm-up"):
         parse(*argv, "--lr-warmup-fraction", "0.1", check=True)
-
-
-@pytest.mark.parametrize(
-    ("preset", "published", "within"),
-    [
-        ("gpt2-117m", 124.4e6, 0.001),
-        ("gpt2-345m", 354_871_296, 0),
-        ("gpt2-762m", 774.0e6, 0.001),
-        ("gpt2-1.5b", 1557.6e6, 0.001),
-        ("gpt3-1.3b", 1.3e9, 0.02),
-        ("gpt3-2.7b", 2.7e9, 0.02),
-        ("gpt3-6.7b", 6.7e9, 0.01),
-        ("gpt3-13b", 13.0e9, 0.02),
-        ("gpt3-175b", 174.6e9, 0.001),
-        ("gpt3-125m", 125e6, 0.01),
-        ("gpt3-350m", 356e6, 0.01),
-        ("gpt3-760m", 760e6, 0.01),
-        ("ascend-345m", 354.87e6, 0.0001),
-        ("ascend-1.3b", 1.31e9, 0.01),
-        ("ascend-2.7b", 2.65e9, 0.01),
-        ("ascend-3.7b", 3.79e9, 0.01),
-        ("ascend-345m-without-mp", 354.87e6, 0.0001),
-        ("oneflow-117m", 124.4e6, 0.001),
-        ("oneflow-345m", 354.87e6, 0.0001),
-        ("oneflow-16x1536", 533.7e6, 0.01),
-        ("oneflow-24x2304", 1.65e9, 0.01),
-    ],
-)
-def test_preset_sizes_are_the_published_ones(preset, published, within):
-    c = parse("--preset", preset).config
-    n = counts.parameters(c.model, 50304, c.model.max_position_embeddings)
-    assert n == pytest.approx(published, rel=within)
-
-
-def test_presets_say_nothing_about_devices():
-    parallel = {f.name for f in dataclasses.fields(settings.Parallel)}
-    for name, preset in PRESETS.items():
-        assert not parallel & set(preset), name
 
 
 # Start-up

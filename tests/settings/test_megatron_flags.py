@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from parsing import parse, refusal
 
 from meshwright.checkpoint.saved_model import model_settings
 from meshwright.errors import UserError
@@ -22,16 +23,6 @@ from meshwright.settings.schema import TrainConfig
 # Names and numbers of values (*: any), from Megatron-LM's megatron/training/arguments.py of early
 # 2026 and the dataclasses from which Megatron-Core 0.16 makes the rest.
 MEGATRON = dict(line.split() for line in Path(__file__).with_name("megatron_core_flags.txt").read_text().splitlines())
-
-
-def parse(*argv):
-    return flags.parse_settings(TrainConfig, list(argv), "meshwright train", check=False)
-
-
-def refusal(*argv):
-    with pytest.raises(UserError) as caught:
-        parse(*argv)
-    return str(caught.value)
 
 
 def test_the_list_is_whole():

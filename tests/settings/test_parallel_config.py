@@ -63,6 +63,7 @@ def test_any_two_of_micro_accumulation_and_global_give_the_third(given, want):
     assert (c.micro_batch, c.global_batch, c.micro_batches(c.global_batch)) == want
 
 
+@pytest.mark.flag("remote_device")
 @pytest.mark.parametrize(
     ("line", "zero", "offloads"),
     [
@@ -77,12 +78,6 @@ def test_any_two_of_micro_accumulation_and_global_give_the_third(given, want):
 def test_zero_and_offloading(line, zero, offloads):
     p = parse(f"{W} 2 {line}").config.parallel
     assert (p.zero_stage, p.offloads) == (zero, offloads)
-
-
-@pytest.mark.flag("remote_device")
-def test_remote_device():
-    assert parse("--world-size 2 --zero-stage 3 --remote-device cpu").config.parallel.offloads
-    assert "not yet in this version; give none, or give cpu" in refusal("--remote-device nvme --zero-stage 3")
 
 
 # Stages
@@ -128,20 +123,21 @@ def test_pipeline_layout(layout):
     assert got.config.stages == [6, 6, 6, 6]
 
 
-def test_uneven_layouts():
-    assert sized(4, pipeline_model_parallel_size=2, pipeline_layout="3,1").stages == [3, 1]
-    assert sized(4, pipeline_model_parallel_size=2, pipeline_layout="[0]+[1]*3").stages == [1, 3]
-
-
-def test_virtual_stages():
-    c = sized(8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2)
-    assert (c.chunks, c.stages) == (2, [2, 2, 2, 2])
-    c = sized(8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=1)
-    assert (c.chunks, c.stages) == (4, [1] * 8)
-    c = sized(8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2, pipeline_layout="1,3,3,1")
-    assert c.stages == [1, 3, 3, 1]
-    c = sized(8, pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=4)
-    assert (c.chunks, c.stages) == (1, [4, 4])
+@pytest.mark.parametrize(
+    ("layers", "virtual", "layout", "stages"),
+    [
+        (4, None, "3,1", [3, 1]),
+        (4, None, "[0]+[1]*3", [1, 3]),
+        (8, 2, None, [2, 2, 2, 2]),
+        (8, 1, None, [1] * 8),
+        (8, 2, "1,3,3,1", [1, 3, 3, 1]),
+        (8, 4, None, [4, 4]),
+    ],
+)
+def test_uneven_and_virtual_stages(layers, virtual, layout, stages):
+    sizes = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": virtual}
+    c = sized(layers, **sizes, pipeline_layout=layout)
+    assert (c.stages, c.chunks) == (stages, len(stages) // 2)
 
 
 W, TP, PP = "--world-size", "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -271,6 +267,7 @@ def test_wrong_layouts(layout, words):
         ("--device auto:1", "--device 'auto:1' is not"),
         ("--distributed-backend n/ccl", "--distributed-backend 'n/ccl' is not a name such as nccl"),
         ("--cp-comm-type p2p", "--cp-comm-type p2p is not yet"),
+        ("--remote-device nvme --zero-stage 3", "not yet in this version; give none, or give cpu"),
         ("--distributed-timeout-minutes 1e20", "--distributed-timeout-minutes 1e+20 is not between 0.01 and 100000"),
         ("--distributed-timeout-minutes 1e-9", "--distributed-timeout-minutes 1e-09 is not between"),
         ("--start-timeout-seconds 0", "--start-timeout-seconds 0 is not between 1 and 100000"),
@@ -288,14 +285,15 @@ def test_all_wrong_sizes_at_once():
     assert all(message.count(words) == 1 for words in numbers + sizes), message
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:3", "npu", "npu:0", "xpu", "mps"])
-def test_devices(device):
-    assert parse(f"--device {device}").config.parallel.device == device
-
-
-@pytest.mark.parametrize("backend", ["nccl", "gloo", "hccl", "xccl", "NCCL", "cpu:gloo,cuda:nccl"])
-def test_backends(backend):
-    assert parse(f"--world-size 2 --distributed-backend {backend}").notices == []
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(f"--device {device}" for device in "auto cpu cuda cuda:3 npu npu:0 xpu mps".split()),
+        *(f"--distributed-backend {backend}" for backend in "nccl gloo hccl xccl NCCL cpu:gloo,cuda:nccl".split()),
+    ],
+)
+def test_devices_and_backends(words):
+    assert parse(f"--world-size 2 {words}").notices == []
 
 
 def test_generation_uses_one_copy():
