@@ -1,4 +1,4 @@
-"""The README's commands, run word for word; only sizes are made smaller."""
+"""The commands of the README and of the pages it leads to, word for word; only sizes are smaller."""
 
 from __future__ import annotations
 
@@ -11,24 +11,45 @@ from pathlib import Path
 import pytest
 
 from documents import ROOT, SMALLER, fill, shell, smaller
+from meshwright import errors
 from meshwright.__main__ import main
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
 
 
-def documented(name: str) -> list[str]:
-    """Return the commands of a README's bash blocks, each as one line."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), re.S)
+MORE = ("docs/runs.md", ""), ("docs/from-megatron.md", "At the root")  # page, section
+
+
+def documented(name: str, section: str = "") -> list[str]:
+    """Return the commands in the bash blocks of a page or section, each as one line."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    if section:
+        text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.S)
     return [line for block in blocks for line in re.sub(r" *\\\n *", " ", block).splitlines() if line.strip()]
 
 
-def test_both_readmes_have_the_same_commands() -> None:
+def test_both_languages_have_the_same_commands() -> None:
     assert documented("README.md") == documented("README.zh.md") and len(documented("README.md")) >= 10
+    assert documented("docs/runs.md") == documented("docs/zh/runs.md") != []
+    assert documented(*MORE[1]) == documented("docs/zh/from-megatron.md", "在仓库根目录") != []
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_a_readme_is_short(page: str) -> None:
+    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", ["docs/runs.md", "docs/zh/runs.md"])
+def test_every_exit_status_is_listed(page: str) -> None:
+    rows = re.findall(r"^\| ([\d、, ]+) \|", (ROOT / page).read_text(encoding="utf-8"), re.M)
+    listed = {int(status) for row in rows for status in re.findall(r"\d+", row)}
+    assert listed == {errors.DONE, *errors.MEANINGS, errors.SIGINT, errors.SIGTERM, *(128 + n for n in errors.WARNINGS)}
 
 
 @pytest.mark.pictures
 def test_readme_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run the README's commands except `make` in order, and its Python."""
+    """Run the commands in order, and the README's Python."""
     place = fill(tmp_path)
     home = place / "readme"
     home.mkdir()
@@ -40,11 +61,9 @@ def test_readme_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     for n in range(30):
         (home / "my-texts" / f"{n}.md").write_text(f"Document {n}. The quick brown fox jumps over {n * n} dogs.\n" * 9)
     (home / "held-out.txt").write_text("The quick brown fox. " * 20)
-    for line in documented("README.md"):
+    for line in [*documented("README.md"), *(line for page in MORE for line in documented(*page))]:
         line = line.replace("--tokenizer gpt2 ", "--tokenizer gpt2-vocab.json ")  # without a network
         words = shlex.split(line)
-        if words[0] == "make":
-            continue
         if "--preset" in words:  # later flags win over the preset's
             chosen = {k: v for k, v in SMALLER.items() if k != "save-interval" or "--save" in words}
             line += " " + " ".join(f"--{k} {v}" for k, v in chosen.items())
