@@ -1,4 +1,4 @@
-"""The commands of the README and of the pages it leads to, word for word; only sizes are smaller."""
+"""The commands of the README and of pages that it leads to, word for word; only sizes differ."""
 
 from __future__ import annotations
 
