@@ -77,8 +77,8 @@ def open_trainer(words: list[str]) -> Trainer:
     vocab = config.tokenizer.vocab_size or 50257
     padded = -(-vocab // config.model.make_vocab_size_divisible_by) * config.model.make_vocab_size_divisible_by
     state = build_state(network.Spec(config, Layout(), device, vocab, padded), team, Startup())
-    resolved = Resolved(config, Vocabulary(None, vocab, padded), {})
-    feed, stop = open_feed(state, None, None), StopConditions(config.training, time.perf_counter(), False)
+    resolved = Resolved(config, Vocabulary(None, vocab, padded))
+    feed, stop = open_feed(state, None, None), StopConditions(config.training, time.perf_counter())
     trainer = Trainer(state, feed, open_log(state, resolved, timers, Startup()), timers, stop)
     store = trainer.net.store
     # As on a rank of several: the weights and the masters are what other ranks hold too.

@@ -35,9 +35,8 @@ from meshwright.ranks.team import ALONE, Team
 from meshwright.ranks.world import World
 from meshwright.settings.schema import Checkpoint, Data, TokenizerFlags, TrainConfig
 from meshwright.training.before import preflight
-from meshwright.training.before.resolve import Resolved, look_at_files
+from meshwright.training.before.resolve import identity_of, look_at_files
 from meshwright.training.setup import open_feed
-from meshwright.training.state.resume import saved_settings
 from meshwright.training.state.state import Progress, State
 from on_ranks import run_ranks
 
@@ -382,7 +381,7 @@ def other_files(folder: Path) -> None:
 
     def require_equal(config: TrainConfig) -> None:
         vocabulary, problem = look_at_files(config, World(t.rank, t.size))
-        preflight.require_equal_ranks(t, Resolved(config, vocabulary, saved_settings(config), problem=problem))
+        preflight.require_equal_ranks(t, identity_of(config, vocabulary), problem)
 
     with pytest.raises(UserError, match=r"SHA-256 of the tokenizer's tokenizer.json: \w+ on rank 0, \w+") as caught:
         require_equal(config)

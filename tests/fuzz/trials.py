@@ -188,7 +188,7 @@ def train(
     device = torch.device("cpu")
     vocabulary = find_vocabulary(config, None)
     marking: Any = vocabulary.tokenizer or SimpleNamespace(eod=EOD)  # mock data know no end of a document
-    timers, stop = Timers(0, "minmax", device, team), StopConditions(config.training, time.perf_counter(), saves=False)
+    timers, stop = Timers(0, "minmax", device, team), StopConditions(config.training, time.perf_counter())
     state = build_state(Spec(config, layout, device, vocabulary.size, vocabulary.padded), team, Startup())
     poison(state.net, bad)
     trace = Trace()

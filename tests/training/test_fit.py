@@ -331,8 +331,9 @@ def test_kill_switch_file(clock, tmp_path):
 def test_signal(clock, tmp_path, monkeypatch, capfd, number, status):
     """A signal is noted and wins over other reasons; a second one exits; handlers are restored."""
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    end = StopConditions(Training(kill_switch_path=str(tmp_path), exit_duration_in_mins=1.0), 0.0, True, lambda: newest)
-    newest = 1200
+    end = StopConditions(Training(kill_switch_path=str(tmp_path), exit_duration_in_mins=1.0), 0.0, "run")
+    saved = [1200, 600]
+    monkeypatch.setattr("meshwright.checkpoint.steps.list_steps", lambda folder: saved)
     with end.handle_signals():
         assert end.reason() == f"kill switch {tmp_path}" and end.status == 0 and end.signal is None
         signal.raise_signal(number)
@@ -343,7 +344,7 @@ def test_signal(clock, tmp_path, monkeypatch, capfd, number, status):
         monkeypatch.setattr(os, "_exit", left.append)
         for again in (signal.SIGINT, signal.SIGTERM):
             signal.raise_signal(again)
-            newest = None
+            saved.clear()
         first, second = capfd.readouterr().err.splitlines()  # the replaced _exit returns
         assert first == "stopped at once; step 1,200 is saved: it goes on from there"
         assert second == "stopped at once; no step is saved"
@@ -355,7 +356,7 @@ def test_signal(clock, tmp_path, monkeypatch, capfd, number, status):
 @pytest.mark.fault("F16")
 def test_a_warning(clock, monkeypatch, capfd, first):
     """Schedulers warn several times, some all processes, and send SIGTERM while the run saves."""
-    end, left = StopConditions(Training(), 0.0), []
+    end, left = StopConditions(Training(), 0.0, "run"), []
     monkeypatch.setattr(os, "_exit", left.append)
     with end.handle_signals():
         for number in (first, first, signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2):

@@ -28,6 +28,7 @@ from meshwright import console
 from meshwright.__main__ import main
 from meshwright.errors import UserError
 from meshwright.files import replacing
+from meshwright.settings.command import out_of_memory
 from meshwright.settings.data_paths import TokenFiles
 from meshwright.settings.flags import parse_settings
 from meshwright.settings.schema import TrainConfig
@@ -659,7 +660,7 @@ def test_running_out_of_memory_is_explained(monkeypatch, capsys, error, message)
 def test_memory_that_a_cpu_does_not_have_is_recognised():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
-    assert "ried to allocate" in str(meshwright.training.run.out_of_memory(caught.value, TrainConfig()))
+    assert "ried to allocate" in str(out_of_memory(caught.value, ""))
 
 
 def test_a_full_disk_under_the_log_does_not_end_the_run(monkeypatch, capsys):

@@ -118,8 +118,7 @@ def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
     from meshwright.ranks.connect import join_ranks, pick_backend
     from meshwright.ranks.lost import reporting
     from meshwright.training.before.preflight import require_equal_ranks
-    from meshwright.training.before.resolve import NO_VOCABULARY, Resolved
-    from meshwright.training.state.resume import saved_settings
+    from meshwright.training.before.resolve import NO_VOCABULARY, identity_of
     from meshwright.verify.certificate import verify_layout
     from meshwright.verify.small_run import RankSetup
 
@@ -132,7 +131,7 @@ def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
         team = join_ranks(world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
         console.set_stream("stdout" if team.is_lead else None)
         mock = dataclasses.replace(config, data=dataclasses.replace(data_paths.without(config.data), mock_data=True))
-        require_equal_ranks(team, Resolved(mock, NO_VOCABULARY, saved_settings(mock)))
+        require_equal_ranks(team, identity_of(mock, NO_VOCABULARY))
         setup = RankSetup(team, device)
         verify_layout(config, setup, command, functools.partial(show_comparison, config, setup))
     return DONE

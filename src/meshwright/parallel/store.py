@@ -86,6 +86,7 @@ class Store:
         self.full_dtype = torch.float64 if spec.dtype is torch.float64 else torch.float32
         self.update_device = torch.device("cpu") if spec.offload else spec.device
         self.scales: Scales | None = None  # of fp8 products
+        self.observer: Callable[[], None] | None = None  # sees the summed gradients before each update
         self.times = clock.new_times(2, spec.device) if spec.layout.world > 1 else None  # of the last step, in ns
 
     # Weights
@@ -207,6 +208,8 @@ class Store:
             squares = both[-1]
         judge = self.judge if flat is None else flat.judge
         verdict = judge(squares, sums.view(-1)[0], numbers)
+        if self.observer is not None:
+            self.observer()
         self.take_gradients()
         for (rule, decays), update in self.updates.items():
             update.param_groups[0].update(lr=numbers.lr, weight_decay=numbers.weight_decay if decays else 0.0)

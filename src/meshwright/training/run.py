@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,6 @@ from meshwright import console
 from meshwright import device as devices
 from meshwright.checkpoint import owner
 from meshwright.console import logged_to, remark, say, say_arguments, say_time, show
-from meshwright.errors import UserError
 from meshwright.parallel.layout import connect, layout_of
 from meshwright.ranks.connect import join_ranks, pick_backend
 from meshwright.ranks.lost import reporting
@@ -90,8 +89,10 @@ def run_resolved(resolved: Resolved, caller: Caller, startup: Startup) -> int:
         device = devices.open_device(p.device, world.local_rank)
     if resolved.config.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
-    with reporting(world, minutes, lambda error: out_of_memory(error, resolved.config)):
+    less = smaller_sizes(resolved.config)
+    with reporting(world, minutes, lambda error: commands.out_of_memory(error, less)):
         backend = pick_backend(p, device, world.rank == 0)
+        resolved = replace(resolved, arguments=resolved.arguments | {"distributed_backend": backend})
         with startup.phase("ranks", "waiting for all ranks"):
             team = join_ranks(world, backend, minutes, device, p.start_timeout_seconds, is_watched=True)
         with watched(world, team, minutes, str(resolved.folder) if resolved.folder else None) as watchdog:
@@ -102,11 +103,12 @@ def run_resolved(resolved: Resolved, caller: Caller, startup: Startup) -> int:
     return status
 
 
-def out_of_memory(error: Exception, config: TrainConfig) -> UserError | None:
+def smaller_sizes(config: TrainConfig) -> str:
+    """Return the flags that make a run need less memory."""
     t = config.training
     recompute = "" if t.recompute_granularity == "full" else ", or --recompute-granularity full"
     micro = f"a smaller --micro-batch-size (now {t.micro_batch_size or config.micro_batch})"
-    return commands.out_of_memory(error, f"{micro} or --seq-length (now {config.data.seq_length}){recompute}")
+    return f"{micro} or --seq-length (now {config.data.seq_length}){recompute}"
 
 
 def run_on_rank(
@@ -128,13 +130,13 @@ def run_on_rank(
         if screen is not None:
             block.callback(console.set_stream, "stdout")  # what the caller does next has no screen
             block.callback(screen.close)
-        require_equal_ranks(team, resolved)
+        require_equal_ranks(team, resolved.identity, resolved.problem)
         layout = connect(layout_of(config, team.rank), team.timeout)
         open_log = block.enter_context(logged_to(folder / "log.txt" if folder and team.is_lead else None))
         team.run_on_lead(lambda: lock_folders(config, block))
         if caller.rehearse is not None and config.training.verify_layout:
             caller.rehearse(resolved, layout, device, team, caller)
-        print_settings(resolved, pick_backend(config.parallel, device))
+        print_settings(resolved)
         say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
         say_time("after megatron is initialized")
         spec = Spec(config, layout, device, vocabulary.size, vocabulary.padded, caller.model, caller.loss)
@@ -203,10 +205,10 @@ def report_end(trainer: Trainer, reason: str, folder: Path | None) -> None:
         write_report(folder)
     if metrics.screen is not None:
         metrics.stop_bar()
-        show(metrics.screen.end(reason, is_done, trainer.progress.iteration, metrics.final_loss))
+        show(metrics.screen.outcome(reason, is_done, trainer.progress.iteration, metrics.final_loss))
 
 
-def print_settings(resolved: Resolved, backend: str) -> None:
+def print_settings(resolved: Resolved) -> None:
     """Print the head of the log."""
     from meshwright.optim.loss_scale import dtype_of
 
@@ -220,7 +222,7 @@ def print_settings(resolved: Resolved, backend: str) -> None:
         f"pipeline-model-parallel size: {pp} "
     )
     say(f"using {dtype_of(config.precision)} for parameters ...")
-    say_arguments(resolved.arguments | {"distributed_backend": backend})
+    say_arguments(resolved.arguments)
     if not t.global_batch_size:
         say(f"setting global batch size to {config.global_batch}")
     if t.rampup_batch_size:

@@ -10,7 +10,6 @@ import torch
 
 from meshwright import device as devices
 from meshwright import host
-from meshwright.checkpoint import steps
 from meshwright.console import remark, say, say_time, show
 from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, make_document_ends
 from meshwright.data.feed import Feed
@@ -64,15 +63,10 @@ def build_trainer(
 
     timers = Timers(int(g.timing_log_level), g.timing_log_option, spec.device, team)
     metrics = open_log(state, resolved, timers, startup, screen)
-    stop = StopConditions(state.config.training, startup.began, c.save is not None, lambda: newest_step(c.save))
+    stop = StopConditions(state.config.training, startup.began, c.save)
     if watchdog is not None:
         watchdog.record_end_with(lambda text: metrics.record_failure(state.progress.iteration, UserError(text, HANG)))
     return Trainer(state, feed, metrics, timers, stop, watchdog, samples, scores)
-
-
-def newest_step(folder: str | None) -> int | None:
-    """Return the number of the last step that a run has saved."""
-    return next(iter(steps.list_steps(folder)), None) if folder else None
 
 
 def build_state(spec: Spec, team: Team, startup: Startup) -> State:

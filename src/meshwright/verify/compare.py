@@ -28,12 +28,13 @@ from meshwright.checkpoint.boxes import split_boxes
 from meshwright.checkpoint.sources import TensorBoxes
 from meshwright.data.loader import Batch
 from meshwright.kernels import dropout
+from meshwright.parallel.layout import layout_of
 from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.schema import Checkpoint, TrainConfig
 from meshwright.training.log.columns import STEP_COLUMNS
 from meshwright.training.loop import Trainer
 from meshwright.verify import small_run
-from meshwright.verify.small_run import COLUMNS, RankSetup, StepRows
+from meshwright.verify.small_run import COLUMNS, RankSetup, RecordingFeed, StepRows
 from meshwright.verify.twin import Twin, alone, make_twin
 
 # The largest relative difference of equal runs. In a lower precision sums of gradients are rounded
@@ -131,10 +132,10 @@ def compare_twins(twin: Twin, steps: int, folder: Path | None, setup: RankSetup)
     connected = small_run.Connected(setup.team.timeout)
     if setup.connect is RankSetup.connect:
         setup = dataclasses.replace(setup, connect=connected)
-    with contextlib.ExitStack() as held:
-        held.callback(connected.close)
-        held.enter_context(console.silence())
-        shared = held.enter_context(shared_folder(folder, setup.team))
+    with contextlib.ExitStack() as block:
+        block.callback(connected.close)
+        block.enter_context(console.silence())
+        shared = block.enter_context(shared_folder(folder, setup.team))
         comparison = _Comparing(twin.config, steps, setup, shared)
         comparison.run()
         lacking = [] if shared else ["resuming: the ranks share no folder; give --save or --run-dir"]
@@ -177,39 +178,29 @@ class Watched:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.gradients: dict[str, Any] = {}
-        self.samples: list[int] = []
-        self.draws: list[Tensor] = []
-        net, store = trainer.net, trainer.net.store
-        take, where, next_batch = store.take_gradients, net.where, trainer.next_batch
+        self.gradients: dict[str, Any] = {}  # as TensorBoxes
+        trainer.net.store.observer = self.copy_gradients
 
-        def take_gradients() -> None:
-            # They are still what the sums gave: the update clips them in place.
-            scale, mine = trainer.state.scaler.scale, dict(store.each_gradient())
-            for name, (shape, boxes, _) in store.named_state(False).items():
-                self.gradients[name] = shape, boxes, _on_host(mine[name]) / scale
-            take()
+    def copy_gradients(self) -> None:
+        """Copy what the sums over the ranks gave: the update clips it in place."""
+        store, scale = self.trainer.net.store, self.trainer.state.scaler.scale
+        summed = dict(store.each_gradient())
+        for name, (shape, boxes, _) in store.named_state(False).items():
+            self.gradients[name] = shape, boxes, _on_host(summed[name]) / scale
 
-        def note_where(b: Batch, seed: int | None) -> Any:
-            w = where(b, seed)
-            if w.samples is not None:
-                columns = torch.arange(b.tokens.shape[1], device=w.samples.device) if w.columns is None else w.columns
-                self.draws.append(dropout.rows(w.seed, w.samples[:, None], columns).flatten())
-                if w.stream is not None and w.stream.samples is not None:
-                    self.draws.append(dropout.rows(w.seed, w.stream.samples, w.stream.columns).flatten())
-            return w
-
-        def note_batch() -> list[Batch]:
-            batches = next_batch()
-            self.samples += [int(k) for b in batches for k in b.sample_ids]
-            return batches
-
-        for owner, name, new in (
-            (store, "take_gradients", take_gradients),
-            (net, "where", note_where),
-            (trainer, "next_batch", note_batch),
-        ):
-            setattr(owner, name, new)
+    def draws(self, batches: list[Batch]) -> Any:
+        """Return hashes of the seeds, samples and positions that these micro-batches draw from."""
+        net, out = self.trainer.net, [torch.empty(0, dtype=torch.int32)]
+        for batch in batches:
+            w = net.where(batch.to(net.device), self.trainer.config.training.seed)
+            assert w.samples is not None
+            columns = w.columns
+            if columns is None:
+                columns = torch.arange(batch.tokens.shape[1], device=net.device)
+            out.append(dropout.rows(w.seed, w.samples[:, None], columns).flatten().cpu())
+            if w.stream is not None and w.stream.samples is not None:
+                out.append(dropout.rows(w.seed, w.stream.samples, w.stream.columns).flatten().cpu())
+        return torch.unique(torch.cat(out))
 
     def state(self) -> TensorBoxes:
         """Return copies of this rank's weights and optimizer state."""
@@ -222,16 +213,15 @@ class Watched:
         return dataclasses.asdict(state.progress) | {"steps": store.steps, "loss_scale": state.scaler.state()}
 
     def step(self) -> RecordedStep:
-        self.gradients, self.samples, self.draws = {}, [], []
+        self.gradients, feed = {}, self.trainer.feed
+        assert isinstance(feed, RecordingFeed)
         self.trainer.step()
         self.trainer.finish()
-        draws = torch.cat([x.cpu() for x in self.draws]) if self.draws else torch.empty(0, dtype=torch.int32)
-        return RecordedStep(self.gradients, self.state(), rows_of(self.trainer)[-1], self.samples, torch.unique(draws))
-
-    def validate(self) -> float:
-        return self.trainer.validate("valid", is_at_end=True)
+        samples = [int(number) for batch in feed.batches for number in batch.sample_ids]
+        return RecordedStep(self.gradients, self.state(), rows_of(self.trainer)[-1], samples, self.draws(feed.batches))
 
     def close(self) -> None:
+        self.trainer.net.store.observer = None
         self.trainer.feed.close()
         self.trainer.state.saver.close()
 
@@ -289,9 +279,6 @@ class Recorder:
         seen.largest = max(seen.largest, far)
         if seen.first is None and not far <= (0.0 if what.is_exact else self.tolerance):
             seen.first = step, far
-
-    def numbers(self, what: Quantity, name: str, step: int, got: float, want: float) -> None:
-        self.note(what, name, step, relative(got, want))
 
     def tensors(
         self, what: Quantity, step: int, got: TensorBoxes, want: dict[str, Tensor], floor: float = FLOOR
@@ -356,7 +343,7 @@ class _Comparing:
             for step in range(self.steps + 1):
                 self.one.append(run.step())
                 if step + 1 == self.steps:
-                    self.validation = run.validate()
+                    self.validation = run.trainer.validate("valid", is_at_end=True)
 
     def train(self, run: Watched) -> tuple[TensorBoxes, dict[str, Any], RecordedStep]:
         """Train in the layout; return what it saved, its counters then, and its step after that."""
@@ -370,7 +357,8 @@ class _Comparing:
             self.compare_step(number, made)
             if number == self.steps:
                 want = self.team.run_on_lead(lambda: self.validation)
-                self.seen.numbers(Q.VALIDATION, AFTER, number, run.validate(), want)
+                loss = run.trainer.validate("valid", is_at_end=True)
+                self.seen.note(Q.VALIDATION, AFTER, number, relative(loss, want))
                 saved, counters = made.state, run.counters()
                 if self.folder:
                     run.trainer.state.save()
@@ -397,7 +385,7 @@ class _Comparing:
         one = self.one[step - 1] if team.is_lead else None
         row, samples = team.run_on_lead(lambda: one and [one.numbers, one.samples])
         for column, got, want in zip(COLUMNS, made.numbers, row, strict=True):
-            self.seen.numbers(numbers or QUANTITIES[column], column, step, got, want)
+            self.seen.note(numbers or QUANTITIES[column], column, step, relative(got, want))
         self.compare_samples(step, made.samples, samples, tensors or Q.SAMPLES)
         want_draws = broadcast({"": one.draws} if one else None, team)[""]
         self.compare_draws(step, made.draws, want_draws, tensors or Q.DROPOUT)
@@ -413,19 +401,13 @@ class _Comparing:
 
     def compare_samples(self, step: int, mine: list[int], want: list[int], what: Quantity) -> None:
         """Check that the data-parallel ranks together read what one process reads."""
-        at = self.data_rank
+        at = layout_of(self.config, self.team.rank).at("replicas", "shard")
         read: dict[int, list[int]] = {}
         for data, numbers in self.team.gather([at, mine]):
             if read.setdefault(data, numbers) != numbers:
                 self.seen.note(what, f"of data-parallel rank {data}", step, math.inf)
         is_same = sorted(k for numbers in read.values() for k in numbers) == sorted(want)
         self.seen.note(what, "of the step", step, 0.0 if is_same else math.inf)
-
-    @property
-    def data_rank(self) -> int:
-        from meshwright.parallel.layout import layout_of
-
-        return layout_of(self.config, self.team.rank).at("replicas", "shard")
 
     def compare_draws(self, step: int, mine: Tensor, want: Tensor, what: Quantity) -> None:
         """Check that the ranks together draw from the positions that one process draws from."""
@@ -466,7 +448,7 @@ class _Comparing:
             want, number = self.one[self.steps], self.steps + 1
             self.seen.tensors(Q.NEXT_STEP_ALONE, number, mine[2].state, full_tensors(want.state))
             for name, got, number_of_one in zip(COLUMNS, mine[2].numbers, want.numbers, strict=True):
-                self.seen.numbers(Q.NEXT_STEP_ALONE, name, number, got, number_of_one)
+                self.seen.note(Q.NEXT_STEP_ALONE, name, number, relative(got, number_of_one))
 
     def compare_bits(self, what: Quantity, got: TensorBoxes, want: TensorBoxes) -> None:
         for name in got.keys() | want.keys():

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.data.feed import Feed
-from meshwright.data.loader import DocumentEnds, Mock
+from meshwright.data.loader import Batch, DocumentEnds, Mock
 from meshwright.parallel.layout import Layout, connect, layout_of
 from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.schema import TrainConfig
@@ -55,6 +55,16 @@ class StepRows(Metrics):
         self.rows.append([check.loss if name == "loss" else 0.0 for name in COLUMNS])
 
 
+class RecordingFeed(Feed):
+    """A feed that keeps the micro-batches of the last step."""
+
+    batches: list[Batch]
+
+    def next(self, consumed: int) -> list[Batch]:
+        self.batches = super().next(consumed)
+        return self.batches
+
+
 @dataclass(frozen=True)
 class RankSetup:
     """Where a run is computed, and by which parts of the user's own."""
@@ -79,13 +89,8 @@ def start_trainer(config: TrainConfig, setup: RankSetup) -> Trainer:
     assert d.seq_length
     sizes = vocabulary.size, SAMPLES, d.seq_length
     datasets = {"train": Mock(*sizes, seed=0), "valid": Mock(*sizes, seed=1)}
-    feed = Feed(datasets, loader_spec(state, DocumentEnds(EOD, *effects) if any(effects) else None))
-    return Trainer(state, feed, StepRows(state, timers), timers, never(config))
-
-
-def never(config: TrainConfig) -> StopConditions:
-    """Return the conditions of a run that nothing ends early."""
-    return StopConditions(config.training, time.perf_counter(), saves=False)
+    feed = RecordingFeed(datasets, loader_spec(state, DocumentEnds(EOD, *effects) if any(effects) else None))
+    return Trainer(state, feed, StepRows(state, timers), timers, StopConditions(config.training, time.perf_counter()))
 
 
 class Connected:

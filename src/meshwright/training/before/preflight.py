@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 from meshwright import tokenizers
 from meshwright.data.files.indexed import Indexed, check_vocabulary
-from meshwright.errors import DONE
+from meshwright.errors import DONE, UserError
 from meshwright.model import counts
 from meshwright.ranks.compare import require_equal
 from meshwright.ranks.team import Team
@@ -18,7 +17,6 @@ from meshwright.settings import checks
 from meshwright.settings.data_paths import prefixes
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.before.resolve import (
-    Resolved,
     find_vocabulary,
     folder_of,
     loaded_folder,
@@ -27,10 +25,9 @@ from meshwright.training.before.resolve import (
 )
 from meshwright.training.before.sizes import describe_layout, describe_memory, describe_place, parameters_of_ranks
 from meshwright.training.state.resume import check_loading, fresh_schedule, note_kept_model
-from meshwright.version import our_version
 
 
-def require_equal_ranks(team: Team, resolved: Resolved) -> None:
+def require_equal_ranks(team: Team, identity: dict[str, Any], problem: UserError | None = None) -> None:
     """Raise what any rank found wrong; refuse ranks with other settings, versions or files."""
     if team.size == 1:
         return
@@ -38,15 +35,9 @@ def require_equal_ranks(team: Team, resolved: Resolved) -> None:
     import torch
 
     def identify() -> dict[str, Any]:
-        if resolved.problem is not None:
-            raise resolved.problem
-        own = dict(resolved.saved_settings)
-        del own["local_rank"], own["run_dir"]  # rank 0 alone writes there
-        del own["deepspeed_config"]  # its values are among the settings
-        files = zip(prefixes(resolved.config.data), own.pop("data_fingerprint"), strict=True)
-        own |= {f"--data-path {prefix} (its files)": fingerprint for prefix, fingerprint in files}
-        own |= {"meshwright": our_version(), "torch": torch.__version__, "numpy": numpy.__version__}
-        return own | {"python": platform.python_version()} | resolved.vocabulary.identity()
+        if problem is not None:
+            raise problem
+        return identity | {"torch": torch.__version__, "numpy": numpy.__version__}
 
     require_equal(team, team.run_on_all(identify)[team.rank])
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from meshwright.settings.schema import TokenizerFlags, TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.state.resume import checkpoint_architecture, guard_existing, guard_run_folder, saved_settings
 from meshwright.training.state.saver import check_export
+from meshwright.version import our_version
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Resolved:
 
     config: TrainConfig
     vocabulary: Vocabulary
-    saved_settings: dict[str, Any]  # what a checkpoint keeps of them; equal on all ranks
+    identity: dict[str, Any] = field(default_factory=dict)  # what is equal on all ranks, if they are several
     arguments: dict[str, Any] = field(default_factory=dict)  # as Megatron's log names them
     problem: UserError | None = None  # of this rank's files; raised when all ranks have met
     world: World = World()
@@ -106,7 +108,18 @@ def resolve(
     require_settings(config, needs_data=not has_datasets)
     vocabulary, problem = look_at_files(config, world)
     arguments = argument_dump.dumped_arguments(config, idle or {}, config.parallel.distributed_backend or "")
-    return Resolved(config, vocabulary, saved_settings(config), arguments, problem, world, command or [])
+    identity = identity_of(config, vocabulary) if world.size > 1 else {}
+    return Resolved(config, vocabulary, identity, arguments, problem, world, command or [])
+
+
+def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return what must be equal on all ranks: settings, files, and versions but torch's."""
+    own = saved_settings(config)
+    del own["local_rank"], own["run_dir"]  # rank 0 alone writes there
+    del own["deepspeed_config"]  # its values are among the settings
+    files = zip(data_paths.prefixes(config.data), own.pop("data_fingerprint"), strict=True)
+    own |= {f"--data-path {prefix} (its files)": fingerprint for prefix, fingerprint in files}
+    return own | {"meshwright": our_version(), "python": platform.python_version()} | vocabulary.identity()
 
 
 def require_settings(config: TrainConfig, needs_data: bool) -> None:

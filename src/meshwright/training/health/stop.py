@@ -7,11 +7,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from meshwright.checkpoint import steps
 from meshwright.errors import DONE, WARNINGS
 from meshwright.ranks.team import Team
 from meshwright.settings.schema import Training
@@ -20,14 +21,12 @@ from meshwright.settings.schema import Training
 class StopConditions:
     """The conditions to check after every step; a signal also cuts a validation short.
 
-    `began` is the time.perf_counter() of the run's start; `saves` is whether the run saves
-    checkpoints, and `newest` returns the last step that it has saved, for the messages to the user.
+    `began` is the time.perf_counter() of the run's start; `save` is the folder of its checkpoints,
+    if there is one, for the messages to the user.
     """
 
-    def __init__(
-        self, t: Training, began: float, saves: bool = True, newest: Callable[[], int | None] = lambda: None
-    ) -> None:
-        self.t, self.began, self.saves, self.newest = t, began, saves, newest
+    def __init__(self, t: Training, began: float, save: str | None = None) -> None:
+        self.t, self.began, self.save = t, began, save
         self.signal: signal.Signals | None = None
 
     def reason(self) -> str | None:
@@ -61,7 +60,7 @@ class StopConditions:
         """Say from where a run that is stopped at once goes on."""
         step = None
         with contextlib.suppress(Exception):  # the folder may be gone
-            step = self.newest()
+            step = next(iter(steps.list_steps(self.save)), None) if self.save else None
         return "stopped at once; " + (f"step {step:,} is saved: it goes on from there" if step else "no step is saved")
 
     @contextlib.contextmanager
@@ -84,7 +83,7 @@ class StopConditions:
             if self.signal is not None:
                 return
             self.signal = signal.Signals(number)
-            then = "and saving" if self.saves else "(no --save, so nothing is kept)"
+            then = "and saving" if self.save else "(no --save, so nothing is kept)"
             again = "; send it again to stop at once" if is_stopping else ""
             print_from_handler(f"{self.signal.name}: finishing this step {then}{again}")
 

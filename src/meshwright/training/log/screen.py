@@ -212,7 +212,7 @@ class LineScreen:
             self.status.stop()
             self.status = None
 
-    def end(self, reason: str, is_done: bool, iteration: int, training: tuple[float, int]) -> str:
+    def outcome(self, reason: str, is_done: bool, iteration: int, training: tuple[float, int]) -> str:
         """Return how the run ended after `iteration` steps, and what to type next.
 
         `training` is the mean loss at the end and of how many steps it is, as on the page.
