@@ -274,7 +274,7 @@ def test_an_early_error_leaves_no_screen_behind(monkeypatch):
         def close(self):
             self.closed = True
 
-    def differ(team, config):
+    def differ(team, identity, problem):
         raise UserError("the ranks' settings differ")
 
     shown = Screen()
