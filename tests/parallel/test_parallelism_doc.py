@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.settings import fields
 from meshwright.settings import schema as config
+from meshwright.settings.other_programs.megatron_flags import OLD_SWITCHES
 
 
 @pytest.mark.parametrize("name", ["data", "tensor", "pipeline", "context"])
@@ -45,4 +46,5 @@ def test_bytes_match_a_ring_counted_by_hand():
 def test_flags_exist():
     named = set(re.findall(r"`(--[a-z0-9_-]+)", document.PAGE.read_text(encoding="utf-8")))
     assert len(named) >= 14
-    assert named <= {fields.spelling(name) for name in fields.config_fields(config.TrainConfig)} | {"--dry-run"}
+    flags = {fields.spelling(name) for name in fields.config_fields(config.TrainConfig)}
+    assert named <= flags | {"--dry-run", *OLD_SWITCHES}
