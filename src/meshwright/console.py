@@ -123,20 +123,20 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.fd = path, -1
-        self.kept: list[str] | None = []  # until it is opened
+        self.unwritten: list[str] | None = []  # until it is opened
 
     def open(self) -> None:
         """Open the file and write the lines that were added so far."""
-        kept, self.kept = "\n".join(self.kept or []), None
+        lines, self.unwritten = "\n".join(self.unwritten or []), None
         try:
             self.fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             self._leave_off(error)
-        self.add(kept)
+        self.add(lines)
 
     def add(self, line: str) -> None:
-        if self.kept is not None:
-            self.kept.append(line)
+        if self.unwritten is not None:
+            self.unwritten.append(line)
             return
         data = f"{line}\n".encode(errors="backslashreplace")
         try:

@@ -174,7 +174,7 @@ def make_folder(folder: Path, flag: str, needed: int = 0) -> None:
 def fill(template: str, **values: object) -> str:
     """Return a file of this package with its names of the form @NAME@ replaced by values."""
     text = resources.files("meshwright").joinpath(template).read_text(encoding="utf-8")
-    return re.sub("@([A-Z]+)@", lambda found: str(values[found[1]]), text)
+    return re.sub("@([A-Z]+)@", lambda name: str(values[name[1]]), text)
 
 
 def read_table(name: str) -> dict[str, Any]:

@@ -23,21 +23,20 @@ def find_folder(name: str, *files: str, is_needed: bool = True) -> Path | None:
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
-    found = [try_to_load_from_cache(name, file) for file in files]
-    if any(path is not None and not isinstance(path, str) for path in found):  # known not to exist
+    cached = [try_to_load_from_cache(name, file) for file in files]
+    if any(path is not None and not isinstance(path, str) for path in cached):  # known not to exist
         return None
-    lacking = [file for file, path in zip(files, found, strict=True) if path is None]
+    lacking = [file for file, path in zip(files, cached, strict=True) if path is None]
     if lacking and is_needed:
         notice(f"{name}: asking {constants.ENDPOINT}/{name} for {', '.join(lacking)}, kept in {constants.HF_HUB_CACHE}")
     try:
-        pairs = zip(files, found, strict=True)
+        pairs = zip(files, cached, strict=True)
         paths = [Path(path) if isinstance(path, str) else _download(name, file) for file, path in pairs]
     except UserError:
         if is_needed:
             raise
         return None
-    there = [path for path in paths if path is not None]
-    return there[0].parent if len(there) == len(files) else None
+    return paths[0].parent if paths[0] and all(paths) else None
 
 
 def _download(name: str, file: str) -> Path | None:

@@ -50,12 +50,12 @@ def _changed(name: str, before: Any, now: Any) -> str:
         return f"{name} ({' '.join('--' + key.replace('_', '-') for key in differ)})"
     if before.get("names") == now["names"]:
         return f"{name} (of the same names, but changed)"
-    then, these = (_listed(known) for known in (before, now))
+    then, these = (_listed(inputs) for inputs in (before, now))
     return f"{name} (others of the same first names)" if then == these else f"{name} ({then} then, {these} now)"
 
 
-def _listed(known: dict[str, Any]) -> str:
-    files, first = known.get("files"), known.get("first")
+def _listed(inputs: dict[str, Any]) -> str:
+    files, first = inputs.get("files"), inputs.get("first")
     names = " ".join(map(str, first)) if isinstance(first, list) else "?"
     names = names if names.isprintable() else names.encode("unicode_escape").decode()
     return f"{files:,} files, {names} ..." if isinstance(files, int) and files > 3 else names
@@ -88,25 +88,25 @@ def write_origin(record: Path, made_from: dict[str, Any], sizes: dict[str, int])
 def is_done(record: Path, made_from: dict[str, Any], paths: Sequence[Path], overwrite: bool, flag: str) -> bool:
     """Return whether these files were made from this already, and are unchanged.
 
-    Raise UserError if they are there and were made from something else, unless `overwrite`; `flag`
+    Raise UserError if they exist and were made from something else, unless `overwrite`; `flag`
     names them. Files of which some are missing are those of an interrupted command.
     """
-    there = [path for path in paths if path.exists()]
-    if overwrite or not there:
+    existing = [path for path in paths if path.exists()]
+    if overwrite or not existing:
         return False
     try:
-        known = json.loads(record.read_text(encoding="utf-8"))
-        before, sizes = dict(known["made_from"]), {str(name): int(size) for name, size in known["bytes"].items()}
+        recorded = json.loads(record.read_text(encoding="utf-8"))
+        before, sizes = dict(recorded["made_from"]), {str(name): int(size) for name, size in recorded["bytes"].items()}
     except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         before, sizes = {}, {}
     if before == made_from:
-        if len(there) < len(paths):
+        if len(existing) < len(paths):
             return False
         if {path.name: path.stat().st_size for path in paths} == sizes:
             return True
     other = [name for name in made_from if before.get(name) != made_from[name]]
     changes = " and ".join(_changed(name, before.get(name), made_from[name]) for name in other)
     how = f"made with other {changes}" if before and other else "and nothing says how they were made"
-    names = " and ".join(map(str, there))
-    message = f"{names} {'exists' if len(there) == 1 else 'exist'} already, {how}: they are kept"
+    names = " and ".join(map(str, existing))
+    message = f"{names} {'exists' if len(existing) == 1 else 'exist'} already, {how}: they are kept"
     raise UserError(f"{message}; add --overwrite to replace them, or choose another {flag}", LOCKED)

@@ -20,7 +20,9 @@ import os
 import re
 import shutil
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,9 +31,12 @@ import numpy.typing as npt
 
 from meshwright import files, hub
 from meshwright.errors import BAD_DATA, UserError, bad_data
+from meshwright.settings.fields import spelling
 from meshwright.settings.schema import TokenizerFlags
 
 END_OF_TEXT = "<|endoftext|>"
+GPT2_FILES = ("vocab.json", "merges.txt")
+DEFAULT_TYPE = TokenizerFlags().tokenizer_type
 CHAT_TEMPLATE, CHAT_CONFIG = "chat_template.jinja", "tokenizer_config.json"  # where Hugging Face keeps a chat template
 EOD_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
 GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -57,11 +62,11 @@ class Tokenizer(Protocol):
     def decode_bytes(self, ids: Sequence[int]) -> bytes: ...
 
 
-class _Bytewise:
+class _Bytewise(ABC):
     """A tokenizer whose tokens are bytes, perhaps only part of a character."""
 
-    def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def decode_bytes(self, ids: Sequence[int]) -> bytes: ...
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
@@ -93,60 +98,58 @@ class GPT2BPE(_Bytewise):
             if left + right not in vocab:
                 problem = f"{merge_file} merges {left!r} and {right!r}, but {left + right!r} is not in {vocab_file}"
                 raise bad_data(f"{problem}; the two files do not belong together")
-        self._bytes = _token_bytes(vocab, symbols)
-        # Built on first use: training needs only the sizes.
-        self._slow = functools.cache(lambda: self._tokenizers(vocab, merges))
-        self._fast = functools.cache(lambda: self._tiktoken(vocab, merges))
-        self.gigatoken = functools.cache(lambda: self._gigatoken(vocab, merges))
+        self._vocab, self._merges, self._bytes = vocab, merges, _token_bytes(vocab, symbols)
 
-    def _tiktoken(self, vocab: dict[str, int], merges: list[tuple[str, str]]) -> Callable[[str], list[int]] | None:
+    # The encoders are built on first use: training needs only the sizes.
+
+    @functools.cached_property
+    def tiktoken(self) -> Callable[[str], list[int]] | None:
+        """tiktoken's encoder; None where it is not installed or would give other ids."""
         try:
             import tiktoken
         except ImportError:
             return None
-        ids = self._ranked(vocab, merges)
-        if ids is None:
+        if not self._ranked_ids:
             return None
-        ranks, special = {self._bytes[i]: i for i in ids}, {END_OF_TEXT: self.eod}
+        ranks, special = {self._bytes[i]: i for i in self._ranked_ids}, {END_OF_TEXT: self.eod}
         return tiktoken.Encoding(
             self.name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
         ).encode_ordinary
 
-    @staticmethod
-    def _ranked(vocab: dict[str, int], merges: list[tuple[str, str]]) -> list[int] | None:
-        """Return all ids except the end of document; None unless they are merge ranks, in order."""
-        merged = [vocab[left + right] for left, right in merges]
-        if any(a >= b for a, b in zip(merged, merged[1:], strict=False)):
-            return None
-        return [vocab[symbol] for symbol in _byte_symbols()] + merged
-
-    def _gigatoken(
-        self, vocab: dict[str, int], merges: list[tuple[str, str]]
-    ) -> Callable[[str], npt.NDArray[Any]] | None:
-        """Return gigatoken's encoder, without special tokens; it is faster than tiktoken's."""
+    @functools.cached_property
+    def gigatoken(self) -> Callable[[str], npt.NDArray[Any]] | None:
+        """gigatoken's encoder, without special tokens; it is faster than tiktoken's."""
         try:
             from gigatoken.gigatoken_rs import BPETokenizer
         except ImportError:
             return None
-        ids = self._ranked(vocab, merges)
-        if ids is None:
+        if not self._ranked_ids:
             return None
         with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
-            file.write(b"".join(b"%s %d\n" % (base64.b64encode(self._bytes[i]), i) for i in sorted(ids)))
+            file.write(b"".join(b"%s %d\n" % (base64.b64encode(self._bytes[i]), i) for i in sorted(self._ranked_ids)))
             file.flush()
             return BPETokenizer.from_tiktoken(file.name, "gpt2", {}).encode
 
-    def _tokenizers(self, vocab: dict[str, int], merges: list[tuple[str, str]]) -> Callable[[str], list[int]]:
+    @functools.cached_property
+    def _ranked_ids(self) -> list[int]:
+        """All ids except the end of document; none unless they are merge ranks, in order."""
+        merged = [self._vocab[left + right] for left, right in self._merges]
+        is_ordered = all(a < b for a, b in pairwise(merged))
+        return [self._vocab[symbol] for symbol in _byte_symbols()] + merged if is_ordered else []
+
+    @functools.cached_property
+    def _library(self) -> Any:
         from tokenizers import Tokenizer as Library
         from tokenizers import models, pre_tokenizers
 
-        library = Library(models.BPE(vocab=vocab, merges=merges))
+        library = Library(models.BPE(vocab=self._vocab, merges=self._merges))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        return lambda text: list(library.encode(text).ids)
+        return library
 
     def encode(self, text: str) -> list[int]:
-        fast = self._fast()
-        return self._slow()(text) if fast is None or _has_long_space(text) else fast(text)
+        if self.tiktoken is None or _has_long_space(text):
+            return list(self._library.encode(text).ids)
+        return self.tiktoken(text)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(self._bytes[i] for i in ids)
@@ -216,7 +219,7 @@ class Bytes(_Bytewise):
         return bytes(i for i in ids if i != self.eod)
 
 
-class Null:
+class Null(_Bytewise):
     """Text that consists of ids, integers separated by white space."""
 
     name = "NullTokenizer"
@@ -230,24 +233,19 @@ class Null:
             ids = [int(word) for word in text.split()]
         except ValueError as error:
             raise bad_data(f"NullTokenizer reads integers separated by white space: {error}") from None
-        wrong = [i for i in ids if not 0 <= i < self.size]
-        if wrong:
+        if wrong := [i for i in ids if not 0 <= i < self.size]:
             raise bad_data(f"NullTokenizer: id {wrong[0]} is not in 0 ... {self.size - 1} (--vocab-size)")
         return ids
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        return self.decode(ids).encode()
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return " ".join(str(i) for i in ids)
+        return " ".join(map(str, ids)).encode()
 
 
 def fastest_encoder(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt.NDArray[Any]]:
     """Return the fastest encoder: with gigatoken if it is installed; most return arrays."""
     if isinstance(tokenizer, Bytes):
         return lambda text: np.frombuffer(text.encode("utf-8"), np.uint8)
-    fast = tokenizer.gigatoken() if isinstance(tokenizer, GPT2BPE) else None
-    return fast or tokenizer.encode
+    return (tokenizer.gigatoken if isinstance(tokenizer, GPT2BPE) else None) or tokenizer.encode
 
 
 def encode_special(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -277,14 +275,14 @@ def find_saved(*folders: Path | None) -> Path | None:
     for folder in filter(None, folders):
         if (folder / "tokenizer").is_dir():
             return folder / "tokenizer"
-        if (folder / "tokenizer.json").is_file() or _has_gpt2_files(folder):
+        if _has_files(folder, "tokenizer.json") or _has_files(folder, *GPT2_FILES):
             return folder
     return None
 
 
 def resolve_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer | None:
     """Return the tokenizer that the flags name (not if the default type), or `saved`'s, or None."""
-    if saved is None and not is_named(t) and t.tokenizer_type == TokenizerFlags().tokenizer_type:
+    if saved is None and not is_named(t) and t.tokenizer_type == DEFAULT_TYPE:
         return None
     return build_tokenizer(t, saved)
 
@@ -327,12 +325,12 @@ def _build(t: TokenizerFlags) -> Tokenizer:
                 f"--tokenizer-model {t.tokenizer_model} needs --tokenizer-type HuggingFaceTokenizer; the default, "
                 "GPT2BPETokenizer, takes --vocab-file and --merge-file"
             )
+        if t.vocab_file and t.merge_file:
+            return GPT2BPE(Path(t.vocab_file), Path(t.merge_file))
         if not (t.vocab_file or t.merge_file):
             raise UserError(f"a tokenizer is needed: --tokenizer {WAYS}")
-        if not t.vocab_file or not t.merge_file:
-            missing = "--merge-file" if t.vocab_file else "--vocab-file"
-            raise UserError(f"GPT2BPETokenizer needs {missing} too; or give --tokenizer and the folder of both files")
-        return GPT2BPE(Path(t.vocab_file), Path(t.merge_file))
+        missing = "--merge-file" if t.vocab_file else "--vocab-file"
+        raise UserError(f"GPT2BPETokenizer needs {missing} too; or give --tokenizer and the folder of both files")
     if t.tokenizer_type in HUGGING_FACE:
         if not t.tokenizer_model:
             raise UserError(f"{t.tokenizer_type} needs --tokenizer-model: a tokenizer.json, or the folder holding it")
@@ -348,12 +346,11 @@ def _build(t: TokenizerFlags) -> Tokenizer:
 
 def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
     """Return the tokenizer of --tokenizer: what a path holds, `byte`, or one of the Hub."""
-    others = {"vocab_file": "--vocab-file", "merge_file": "--merge-file", "tokenizer_model": "--tokenizer-model"}
-    given = [f"{flag} {getattr(t, field)}" for field, flag in others.items() if getattr(t, field)]
-    if t.tokenizer_type != TokenizerFlags().tokenizer_type:
-        given.append(f"--tokenizer-type {t.tokenizer_type}")
-    if given:
-        raise UserError(f"--tokenizer {name} and {', '.join(given)} both name a tokenizer; give only one of them")
+    fields = ("vocab_file", "merge_file", "tokenizer_model", "tokenizer_type")
+    others = {n: value for n in fields if (value := getattr(t, n)) and value != DEFAULT_TYPE}
+    if others:
+        flags = ", ".join(f"{spelling(n)} {value}" for n, value in others.items())
+        raise UserError(f"--tokenizer {name} and {flags} both name a tokenizer; give only one of them")
     path = Path(os.path.expanduser(name))  # unlike Path.expanduser, for unknown users too
     if name == "byte":
         return Bytes()
@@ -363,9 +360,9 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
         return _build_file(path)
     folder = hub.find_folder(name, "tokenizer.json")
     if folder is None:
-        folder = hub.find_folder(name, "vocab.json", "merges.txt")
+        folder = hub.find_folder(name, *GPT2_FILES)
     elif _splits_as_gpt2(folder / "tokenizer.json"):  # tiktoken, which is faster, reads GPT-2's own files
-        hub.find_folder(name, "vocab.json", "merges.txt", is_needed=False)
+        hub.find_folder(name, *GPT2_FILES, is_needed=False)
     if folder is None:
         raise bad_data(f"{name} on the Hugging Face Hub has no tokenizer.json; {CONVERT}")
     return _build_folder(folder)
@@ -373,8 +370,8 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
 
 def _build_folder(folder: Path) -> Tokenizer:
     """Return the tokenizer of a run, a run's `tokenizer/`, or a folder of tokenizer files."""
-    if found := folder if (folder / "meta.json").is_file() else find_saved(folder):
-        return _build_saved(TokenizerFlags(), found)
+    if saved := folder if (folder / "meta.json").is_file() else find_saved(folder):
+        return _build_saved(TokenizerFlags(), saved)
     if (vocab := folder / "gpt2-vocab.json").is_file():
         return _build_file(vocab)
     if models := sorted(folder.glob("*.model")):
@@ -401,18 +398,8 @@ def _build_file(path: Path) -> Tokenizer:
     return GPT2BPE(vocab, merges)
 
 
-def _gpt2_files(folder: Path) -> tuple[Path, Path]:
-    return folder / "vocab.json", folder / "merges.txt"
-
-
-def _has_gpt2_files(folder: Path) -> bool:
-    return all(path.is_file() for path in _gpt2_files(folder))
-
-
-def _is_gpt2(folder: Path) -> bool:
-    """Return whether a Hugging Face folder holds GPT-2's files, split as tokenizer.json says."""
-    path = folder / "tokenizer.json"
-    return _has_gpt2_files(folder) and (not path.is_file() or _splits_as_gpt2(path))
+def _has_files(folder: Path, *names: str) -> bool:
+    return all((folder / name).is_file() for name in names)
 
 
 def _splits_as_gpt2(path: Path) -> bool:
@@ -431,23 +418,26 @@ def _splits_as_gpt2(path: Path) -> bool:
 
 
 def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
+    pair = folder / "vocab.json", folder / "merges.txt"
     if not (folder / "meta.json").is_file():  # a Hugging Face folder
         if t.tokenizer_type not in (GPT2BPE.name, *HUGGING_FACE) or find_saved(folder) != folder:
             return _build(t)
-        return GPT2BPE(*_gpt2_files(folder)) if _is_gpt2(folder) else HuggingFace(folder)
+        path = folder / "tokenizer.json"
+        is_gpt2 = _has_files(folder, *GPT2_FILES) and (not path.is_file() or _splits_as_gpt2(path))
+        return GPT2BPE(*pair) if is_gpt2 else HuggingFace(folder)
     kind, vocab_size, hashes = (meta := _read_meta(folder))["type"], meta["vocab_size"], meta["sha256"]
     asked = HuggingFace.name if t.tokenizer_type in HUGGING_FACE else t.tokenizer_type
-    if asked not in (kind, TokenizerFlags().tokenizer_type):  # the default says nothing about the user's wish
+    if asked not in (kind, DEFAULT_TYPE):  # the default says nothing about the user's wish
         raise UserError(f"--tokenizer-type {t.tokenizer_type}, but {folder} holds a {kind}; leave the flag out")
     for name, expected in hashes.items():
-        if name not in ("vocab.json", "merges.txt", "tokenizer.json"):
+        if name not in (*GPT2_FILES, "tokenizer.json"):
             raise bad_data(f"{folder / 'meta.json'} names {name!r}, which is not a tokenizer file")
         if _sha256(folder / name) != expected:
             raise bad_data(f"{folder / name} is not the file that meta.json beside it describes: its SHA-256 differs")
     if kind == GPT2BPE.name:
-        return GPT2BPE(*_gpt2_files(folder))
+        return GPT2BPE(*pair)
     if kind == HuggingFace.name:
-        return HuggingFace(folder / "tokenizer.json")
+        return HuggingFace(folder)
     return _build(TokenizerFlags(tokenizer_type=kind, vocab_size=vocab_size - 1))
 
 
@@ -471,9 +461,9 @@ def is_same(tokenizer: Tokenizer, folder: Path) -> bool:
     """Return whether `folder` keeps the same tokenizer, perhaps in another form, or keeps none."""
     if not (folder / "meta.json").is_file():
         return True
-    mine, kept = _meta(tokenizer), _read_meta(folder)
-    if kept == mine or kept["type"] == mine["type"]:
-        return kept == mine
+    meta, saved_meta = _meta(tokenizer), _read_meta(folder)
+    if saved_meta["type"] == meta["type"]:
+        return saved_meta == meta
     # GPT-2's two files and a tokenizer.json may hold one vocabulary.
     other = _build_saved(TokenizerFlags(), folder)
     return other.size == tokenizer.size and all(
@@ -491,34 +481,33 @@ def find_of_data(prefixes: Iterable[str]) -> Path | None:
 
     Raise UserError if they were made with several.
     """
-    found = [folder for prefix in prefixes if ((folder := folder_of(prefix)) / "meta.json").is_file()]
-    for other in found[1:]:
-        if _read_meta(other) != _read_meta(found[0]) and not is_same(
-            build_tokenizer(TokenizerFlags(), found[0]), other
-        ):
-            both = " and ".join(f"{folder} ({describe_meta(_read_meta(folder))})" for folder in (found[0], other))
+    folders = [folder for prefix in prefixes if ((folder := folder_of(prefix)) / "meta.json").is_file()]
+    for other in folders[1:]:
+        is_equal = _read_meta(other) == _read_meta(folders[0])
+        if not is_equal and not is_same(build_tokenizer(TokenizerFlags(), folders[0]), other):
+            both = " and ".join(f"{folder} ({describe_folder(folder)})" for folder in (folders[0], other))
             raise UserError(
                 f"the token files were made with different tokenizers, {both}: the same ids would mean other text; "
                 f"preprocess one of them with --tokenizer and the other's folder",
                 BAD_DATA,
                 everywhere=True,
             )
-    return found[0] if found else None
+    return folders[0] if folders else None
 
 
-def resolve_for_data(t: TokenizerFlags, data: Path | None, kept: Path | None = None) -> Tokenizer | None:
-    """Return the tokenizer that the flags name, or `kept`'s, or that of the `data`, or None.
+def resolve_for_data(t: TokenizerFlags, data: Path | None, saved: Path | None = None) -> Tokenizer | None:
+    """Return the tokenizer that the flags name, or `saved`'s, or that of the `data`, or None.
 
     Raise UserError if it is not the one that the token files were made with.
     """
-    if data is None or (kept is None and t == TokenizerFlags()):
-        return resolve_tokenizer(t, kept or data)
+    if data is None or (saved is None and t == TokenizerFlags()):
+        return resolve_tokenizer(t, saved or data)
     is_type = not is_named(t) and t.tokenizer_type in (Bytes.name, Null.name)
-    tokenizer = resolve_tokenizer(t, kept) if is_type or is_named(t) or kept else build_tokenizer(t, data)
+    tokenizer = resolve_tokenizer(t, saved) if is_type or is_named(t) or saved else build_tokenizer(t, data)
     if tokenizer is not None and not is_same(tokenizer, data):
         has_flags = is_type or is_named(t)
-        whose = "the flags name" if has_flags else f"{kept} keeps"
-        cure = "leave out the tokenizer flags" if has_flags else f"preprocess the text with --tokenizer {kept}"
+        whose = "the flags name" if has_flags else f"{saved} keeps"
+        cure = "leave out the tokenizer flags" if has_flags else f"preprocess the text with --tokenizer {saved}"
         raise UserError(
             f"{whose} another tokenizer ({describe_meta(_meta(tokenizer))}) than the one that the data were made with "
             f"({data}: {describe_folder(data)}): the same ids would mean other text; {cure}, or remove {data} if the "
@@ -601,7 +590,7 @@ def padding_line(size: int, padded: int) -> str:
     return f" > padded vocab (size: {size}) with {padded - size} dummy tokens (new size: {padded})"
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, show_progress: bool = False) -> None:
+def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> None:
     """Train a byte-level BPE like GPT-2's into out/vocab.json and out/merges.txt.
 
     <|endoftext|> is the last id. A small corpus may give a smaller vocabulary.
@@ -612,7 +601,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path, show_progress: b
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=show_progress
+        vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     library.train_from_iterator(texts, trainer)
     out.mkdir(parents=True, exist_ok=True)

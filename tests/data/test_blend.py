@@ -7,16 +7,15 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from corpora import build_and_capture, data_config
 
 from helpers import blend_rule, captured_output, error_of, write_counting
 from meshwright.data import blend
 from meshwright.data.blend import Blend, blend_order, normalise
-from meshwright.data.datasets import build_datasets
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.loader import Cyclic, Loader, LoaderSpec, Mock, Samples
 from meshwright.errors import USAGE
 from meshwright.settings import checks
-from meshwright.settings.schema import Data, TokenizerFlags, TrainConfig, Training
 
 
 def check(weights, size):
@@ -81,17 +80,9 @@ def files(tmp_path):
 
 
 def build(vocab=3000, **settings):
-    training = {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 20, "eval_interval": 10, "eval_iters": 2}
-    inner = {k: settings.pop(k) for k in list(settings) if k in {*training, "train_samples", "skip_train"}}
-    config = TrainConfig(
-        data=Data(**{"seq_length": 8, "split": "700,200,100", **settings}),
-        training=Training(**{**training, **inner}),
-        tokenizer=TokenizerFlags(),
-    )
+    config = data_config(**settings)
     assert not [p for p in checks.problems(config) if "data" in p]
-    with captured_output() as (lines, notices):
-        made = build_datasets(config, vocab)
-    return made, lines, notices
+    return build_and_capture(config, vocab)
 
 
 def paths(folder, *values):

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from corpora import run_data, write_pair
 
 from helpers import tokens_of
 from meshwright.__main__ import main
 from meshwright.data.files import verify
 from meshwright.data.files.indexed import HEADER, MAGIC, Indexed
-from meshwright.data.files.writer import Writer
 from meshwright.data.tools import fetch, merge
 from meshwright.data.tools import forecast as ahead
 from meshwright.data.tools.statistics import Lengths, document_lengths, summary, token_counts
@@ -35,15 +35,6 @@ ROOT = Path(__file__).parents[2]
 EOD = 256
 TRAIN = ["--seq-length", "16", "--train-samples", "400", "--micro-batch-size", "2", "--global-batch-size", "8"]
 TRAIN += ["--eval-iters", "2", "--eval-interval", "20"]
-
-
-def write(prefix: Path, documents: list[list[list[int]]], dtype: Any = np.uint16) -> str:
-    with Writer(prefix, dtype) as writer:
-        for sequences in documents:
-            for ids in sequences:
-                writer.add(ids)
-            writer.end_document()
-    return str(prefix)
 
 
 def make_documents(count: int, seed: int = 0, eod: int | None = EOD, most: int = 3) -> list[list[list[int]]]:
@@ -58,26 +49,19 @@ def make_documents(count: int, seed: int = 0, eod: int | None = EOD, most: int =
     return out
 
 
-def run(*argv: str) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(["data", *argv])
-    return status, out.getvalue(), err.getvalue()
-
-
 def check(prefix: str) -> verify.Findings:
     return verify.check_pair(prefix, 257, EOD, True, lambda count: None)
 
 
 def two_pairs(folder: Path) -> list[str]:
-    return [write(folder / name, make_documents(60, n)) for n, name in enumerate("ab", 1)]
+    return [write_pair(folder / name, make_documents(60, n)) for n, name in enumerate("ab", 1)]
 
 
 def test_verbs_are_listed_and_near_ones_named() -> None:
     verbs = "verify inspect index plan merge merge-json dedup fetch".split()
-    status, out, _ = run()
+    status, out, _ = run_data()
     assert status == 2 and all(verb in out for verb in verbs)
-    assert "did you mean inspect" in run("inspct")[2]
+    assert "did you mean inspect" in run_data("inspct")[2]
     for verb in verbs:
         with contextlib.redirect_stdout(io.StringIO()) as out, pytest.raises(SystemExit):
             main(["data", verb, "--help"])
@@ -91,24 +75,24 @@ def test_verbs_are_listed_and_near_ones_named() -> None:
 def test_intact_files_and_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in "ab":
-        write(Path(name), make_documents(50, ord(name)))
+        write_pair(Path(name), make_documents(50, ord(name)))
     sums = str(tmp_path / "sums")
-    status, out, _ = run("verify", "a", "b", "--checksums", sums, "--tokenizer-type", "ByteTokenizer")
+    status, out, _ = run_data("verify", "a", "b", "--checksums", sums, "--tokenizer-type", "ByteTokenizer")
     lines = out.splitlines()
     assert status == 0 and len(lines) == 3 and all(": intact: 50 documents" in line for line in lines[:2])
     assert "all of the documents end with 256" in lines[0]
     names = ("a.idx", "a.bin", "b.idx", "b.bin")
     expected = {f"{hashlib.sha256(Path(name).read_bytes()).hexdigest()}  {name}" for name in names}
     assert set(Path(sums).read_text().splitlines()) == expected
-    assert run("verify", "a", "b", "--checksums", sums)[0] == 0  # compared now
+    assert run_data("verify", "a", "b", "--checksums", sums)[0] == 0  # compared now
     kept = Path("b.bin").read_bytes()
     Path("b.bin").write_bytes(kept[:-4] + bytes([kept[-4] ^ 1]) + kept[-3:])  # still an id of the vocabulary
-    status, out, err = run("verify", "a", "b", "--checksums", sums)
+    status, out, err = run_data("verify", "a", "b", "--checksums", sums)
     assert status == 65 and "b.bin has the SHA-256" in out and "a: intact" in out and "1 problem, listed above" in err
 
 
 def test_several_problems_are_reported_together(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", [[[1, 2, 3, EOD]], [[4, EOD]], [[5, 6, EOD]]])
+    prefix = write_pair(tmp_path / "a", [[[1, 2, 3, EOD]], [[4, EOD]], [[5, 6, EOD]]])
     n = 3
     raw = bytearray(Path(f"{prefix}.idx").read_bytes())
     struct.pack_into("<q", raw, HEADER.size + 4 * n + 8, 2)  # the pointer of sequence 1
@@ -128,8 +112,8 @@ def test_several_problems_are_reported_together(tmp_path: Path) -> None:
 @pytest.mark.fault("F24")
 def test_every_cut_and_swap_is_refused(tmp_path: Path) -> None:
     """Cut at each sixteenth, a wrong count or code, a byte too few, files of other data."""
-    prefix = write(tmp_path / "a", make_documents(40))
-    other = write(tmp_path / "b", make_documents(41, 7))
+    prefix = write_pair(tmp_path / "a", make_documents(40))
+    other = write_pair(tmp_path / "b", make_documents(41, 7))
     idx, tokens = Path(f"{prefix}.idx").read_bytes(), Path(f"{prefix}.bin").read_bytes()
     assert not check(prefix).problems
     damage = [(idx[: len(idx) * k // 16], tokens) for k in range(16)]
@@ -142,43 +126,43 @@ def test_every_cut_and_swap_is_refused(tmp_path: Path) -> None:
         Path(f"{prefix}.bin").write_bytes(two)
         assert check(prefix).problems, n
     os.remove(f"{prefix}.bin")
-    assert run("verify", prefix)[0] == 65
+    assert run_data("verify", prefix)[0] == 65
 
 
 def test_uncounted_ends_of_documents_are_recognised(tmp_path: Path) -> None:
     """As Megatron-LM wrote in summer 2023: the end of document is in .bin, but in no length."""
     documents = [s for s in make_documents(60) if s]
-    prefix = write(tmp_path / "a", documents)
-    write(tmp_path / "b", [[*sequences[:-1], sequences[-1][:-1]] for sequences in documents])
+    prefix = write_pair(tmp_path / "a", documents)
+    write_pair(tmp_path / "b", [[*sequences[:-1], sequences[-1][:-1]] for sequences in documents])
     Path(tmp_path / "b.bin").write_bytes(Path(f"{prefix}.bin").read_bytes())
     for extra in ([], ["--tokenizer-type", "ByteTokenizer"]):
-        status, out, _ = run("verify", str(tmp_path / "b"), *extra)
+        status, out, _ = run_data("verify", str(tmp_path / "b"), *extra)
         assert status == 65 and f"the {len(documents)} end-of-document ids (256) are in .bin, but in no length" in out
     ids = np.fromfile(tmp_path / "b.bin", np.uint16)
     ids[-1] = 5  # so many ids too many, but not all are ends
     ids.tofile(tmp_path / "b.bin")
-    assert "cut short or belongs to other data" in run("verify", str(tmp_path / "b"))[1]
+    assert "cut short or belongs to other data" in run_data("verify", str(tmp_path / "b"))[1]
 
 
 def test_share_of_documents_that_end(tmp_path: Path) -> None:
-    a = write(tmp_path / "a", make_documents(30, 1) + make_documents(10, 2, eod=None))
+    a = write_pair(tmp_path / "a", make_documents(30, 1) + make_documents(10, 2, eod=None))
     ended = sum(1 for s in make_documents(30, 1) if s)
     there = ended + sum(1 for s in make_documents(10, 2, eod=None) if s)
-    status, out, err = run("verify", a, "--tokenizer-type", "ByteTokenizer")
+    status, out, err = run_data("verify", a, "--tokenizer-type", "ByteTokenizer")
     assert status == 0 and f"{ended / there:.2%} of the documents end with 256" in out
     assert f"{there - ended} of {there} documents do not end with 256" in err
-    b = write(tmp_path / "b", make_documents(30, 3, eod=None))
-    assert "none of the documents end with 256" in run("verify", b, "--tokenizer-type", "ByteTokenizer")[1]
+    b = write_pair(tmp_path / "b", make_documents(30, 3, eod=None))
+    assert "none of the documents end with 256" in run_data("verify", b, "--tokenizer-type", "ByteTokenizer")[1]
 
 
 def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With blocks of three elements, their borders are everywhere."""
     documents = [[], *make_documents(60, 5), [], []]
-    prefix = write(tmp_path / "a", documents)
+    prefix = write_pair(tmp_path / "a", documents)
     whole = check(prefix)
     lengths = Counter(sum(map(len, d)) for d in documents)
     monkeypatch.setattr("meshwright.files.BLOCK", 6)  # bytes, three tokens
-    monkeypatch.setattr("meshwright.data.files.blocks.BLOCK", 3)
+    monkeypatch.setattr("meshwright.data.files.indexed.BLOCK", 3)
     monkeypatch.setattr("meshwright.data.tools.statistics.SHORT", 20)
     assert check(prefix) == whole and not whole.problems
     counted = document_lengths(Indexed(prefix))
@@ -187,13 +171,13 @@ def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_damaged_index_caches_are_reported(tmp_path: Path) -> None:
-    a = write(tmp_path / "a", make_documents(40))
-    run("index", "--data-path", a, *TRAIN)
-    status, out, _ = run("verify", a)
+    a = write_pair(tmp_path / "a", make_documents(40))
+    run_data("index", "--data-path", a, *TRAIN)
+    status, out, _ = run_data("verify", a)
     assert status == 0 and re.search(r"index-cache: intact: \d+ entries", out)
     path = next((tmp_path / "index-cache").glob("*_doc_idx.npy"))
     path.write_bytes(path.read_bytes()[:-1])
-    status, out, _ = run("verify", a)
+    status, out, _ = run_data("verify", a)
     assert status == 65 and f"the checksum of {path.name} differs" in out
 
 
@@ -203,10 +187,10 @@ def test_damaged_index_caches_are_reported(tmp_path: Path) -> None:
 @pytest.mark.flag("prefix top inspection.json")
 def test_counts_lengths_and_frequent_tokens(tmp_path: Path) -> None:
     documents = make_documents(100, 4)
-    prefix = write(tmp_path / "a", documents)
+    prefix = write_pair(tmp_path / "a", documents)
     lengths = sorted(sum(map(len, d)) for d in documents)
     tokens = Counter(i for d in documents for s in d for i in s)
-    status, out, _ = run("inspect", prefix, "--json", "--top", "5", "--tokenizer-type", "ByteTokenizer")
+    status, out, _ = run_data("inspect", prefix, "--json", "--top", "5", "--tokenizer-type", "ByteTokenizer")
     facts = json.loads(out)
     assert status == 0 and (facts["documents"], facts["tokens"]) == (100, sum(lengths))
     assert facts["sequences"] == sum(map(len, documents)) and facts["mean_length"] == pytest.approx(np.mean(lengths))
@@ -215,7 +199,7 @@ def test_counts_lengths_and_frequent_tokens(tmp_path: Path) -> None:
     assert all(o["text"] == (chr(o["id"]) if o["id"] < 256 else "") for o in facts["most_frequent"])
     assert sum(count for *_, count in facts["histogram"]) == 100
     assert all(count == sum(a <= n <= b for n in lengths) for a, b, count in facts["histogram"])
-    _, out, _ = run("inspect", prefix, "--top", "2")
+    _, out, _ = run_data("inspect", prefix, "--top", "2")
     assert "100 documents" in out and out.count("#") > 30 and "most frequent of" in out
     assert "most_frequent" not in summary(Indexed(prefix), 0, None)
 
@@ -231,7 +215,7 @@ def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         def isatty(self) -> bool:
             return True
 
-    prefix = write(tmp_path / "name-of-it", make_documents(20))
+    prefix = write_pair(tmp_path / "name-of-it", make_documents(20))
     merging = ["merge", prefix, "--output-prefix", f"{prefix}2"]
     for argv, told in ((["verify", prefix], "name-of-it"), (merging, "merging")):
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(Terminal()) as err:
@@ -241,7 +225,7 @@ def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_inspect_may_lose_its_reader(tmp_path: Path) -> None:
     """`inspect | head` succeeds; a `verify` whose result was not read does not."""
-    prefix = write(tmp_path / "a", make_documents(20))
+    prefix = write_pair(tmp_path / "a", make_documents(20))
     for verb, status in (("inspect", 0), ("verify", 74)):
         end, pipe = os.pipe()
         os.close(end)
@@ -252,24 +236,24 @@ def test_inspect_may_lose_its_reader(tmp_path: Path) -> None:
 
 @pytest.mark.flag("inspection.picture")
 def test_picture(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", make_documents(20))
+    prefix = write_pair(tmp_path / "a", make_documents(20))
     picture = tmp_path / "new" / "a.png"
-    assert run("inspect", prefix, "--picture", str(picture))[0] == 0
+    assert run_data("inspect", prefix, "--picture", str(picture))[0] == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "--picture" in run("inspect", prefix, "--picture", "a.doc")[2]
+    assert "--picture" in run_data("inspect", prefix, "--picture", "a.doc")[2]
 
 
 @pytest.mark.flag("document")
 def test_one_document(tmp_path: Path) -> None:
     documents = make_documents(20, 9)
-    prefix = write(tmp_path / "a", documents)
+    prefix = write_pair(tmp_path / "a", documents)
     number = max(range(20), key=lambda n: len(documents[n]))
     ids = [i for s in documents[number] for i in s]
-    _, out, _ = run("inspect", prefix, "--document", str(number), "--tokenizer-type", "ByteTokenizer")
+    _, out, _ = run_data("inspect", prefix, "--document", str(number), "--tokenizer-type", "ByteTokenizer")
     assert out == bytes(i for i in ids if i < 256).decode() + "\n"
-    facts = json.loads(run("inspect", prefix, "--document", str(number))[1])
+    facts = json.loads(run_data("inspect", prefix, "--document", str(number))[1])
     assert facts["ids"] == ids and facts["sequences"] == len(documents[number])
-    status, _, err = run("inspect", prefix, "--document", "20")
+    status, _, err = run_data("inspect", prefix, "--document", "20")
     assert status == 65 and "has 20 documents, 0 to 19" in err
 
 
@@ -286,7 +270,7 @@ def test_one_training_sample(tmp_path: Path) -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         expected = build_datasets(config, 257)
     for name in ("train", "valid"):
-        status, out, _ = run("inspect", *argv, "--sample", "7", "--sample-set", name, "--json")
+        status, out, _ = run_data("inspect", *argv, "--sample", "7", "--sample-set", name, "--json")
         facts = json.loads(out)
         dataset = expected[name]
         assert status == 0 and dataset is not None and facts["ids"] == dataset[7].tolist()
@@ -295,10 +279,11 @@ def test_one_training_sample(tmp_path: Path) -> None:
             held = tokens_of(Indexed(prefix), int(number))[int(token) : int(token) + piece["tokens"]].tolist()
             assert held == facts["ids"][piece["position"] : piece["position"] + piece["tokens"]]
         assert sum(piece["tokens"] for piece in facts["pieces"]) == 17
-    _, out, _ = run("inspect", a, "--sample", "3", *TRAIN, "--tokenizer-type", "ByteTokenizer")
+    _, out, _ = run_data("inspect", a, "--sample", "3", *TRAIN, "--tokenizer-type", "ByteTokenizer")
     assert out.startswith("sample 3 of train: 17 tokens") and "--- " in out
-    assert "both name the data" in run("inspect", a, "--sample", "3", *argv)[2]
-    assert "there is no such set; there are train" in run("inspect", *argv, "--sample", "7", "--sample-set", "other")[2]
+    assert "both name the data" in run_data("inspect", a, "--sample", "3", *argv)[2]
+    _, _, err = run_data("inspect", *argv, "--sample", "7", "--sample-set", "other")
+    assert "there is no such set; there are train" in err
 
 
 @pytest.mark.parametrize("how", ["one pair", "blend", "cyclic", "chain", "random"])
@@ -307,7 +292,7 @@ def test_stretches_are_at_their_reported_places(tmp_path: Path, how: str) -> Non
     from meshwright.data.blend import Blend, Chain, Remainder
     from meshwright.data.loader import Cyclic, Mock, Samples
 
-    prefixes = [write(tmp_path / name, [[], *make_documents(30, n), []]) for n, name in enumerate("ab")]
+    prefixes = [write_pair(tmp_path / name, [[], *make_documents(30, n), []]) for n, name in enumerate("ab")]
     a, b = (Samples(Indexed(prefix), range(len(Indexed(prefix))), 60, 64, 5) for prefix in prefixes)
     kinds: dict[str, Any] = {"one pair": a, "blend": Blend([a, Remainder(b, 3)], [0.6, 0.4], 50), "cyclic": Cyclic(b)}
     dataset = {**kinds, "chain": Chain([a, Remainder(b, 7)]), "random": Mock(9, 60, 64, 1)}[how]
@@ -323,28 +308,28 @@ def test_stretches_are_at_their_reported_places(tmp_path: Path, how: str) -> Non
 
 
 def test_flags_without_effect_are_refused(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", make_documents(20))
+    prefix = write_pair(tmp_path / "a", make_documents(20))
     for given in (["--top", "20"], ["--picture", "a.png"]):
         for one in (["--document", "3"], ["--sample", "3", *TRAIN]):
-            status, out, err = run("inspect", prefix, *one, *given)
+            status, out, err = run_data("inspect", prefix, *one, *given)
             assert status == 2 and not out and f"{one[0]} shows nothing else, but {given[0]} covers all" in err
-    status, _, err = run("inspect", prefix, "--sample-set", "train")
+    status, _, err = run_data("inspect", prefix, "--sample-set", "train")
     assert status == 2 and "--sample-set train needs --sample" in err
 
 
 def test_a_file_name_stands_for_its_prefix(tmp_path: Path) -> None:
-    a = write(tmp_path / "a", make_documents(20, 1))
-    odd = write(tmp_path / "odd.bin", make_documents(5, 2))  # a prefix that ends so
+    a = write_pair(tmp_path / "a", make_documents(20, 1))
+    odd = write_pair(tmp_path / "odd.bin", make_documents(5, 2))  # a prefix that ends so
     for end in ("", ".bin", ".idx"):
-        assert run("verify", a + end)[1].startswith(f"{a}: intact: 20 documents")
-        assert json.loads(run("inspect", a + end, "--json")[1])["prefix"] == a
-    assert len(run("verify", f"{a}.bin", f"{a}.idx", odd)[1].splitlines()) == 2
-    status, told, _ = run("merge", f"{a}.bin", f"{a}.idx", odd, odd, "--output-prefix", str(tmp_path / "x"))
+        assert run_data("verify", a + end)[1].startswith(f"{a}: intact: 20 documents")
+        assert json.loads(run_data("inspect", a + end, "--json")[1])["prefix"] == a
+    assert len(run_data("verify", f"{a}.bin", f"{a}.idx", odd)[1].splitlines()) == 2
+    status, told, _ = run_data("merge", f"{a}.bin", f"{a}.idx", odd, odd, "--output-prefix", str(tmp_path / "x"))
     assert status == 0 and "merged 3 datasets" in told and "30 documents" in told
     for argv in (["inspect", f"{a}2"], ["merge", a, f"{a}2", "--output-prefix", str(tmp_path / "y")]):
-        status, _, err = run(*argv)
+        status, _, err = run_data(*argv)
         assert status == 65 and f"{a}2.idx does not exist; {a}2 must be the prefix" in err and "--data-path" not in err
-    assert f"{a}2.idx does not exist" in run("verify", f"{a}2.bin")[1]
+    assert f"{a}2.idx does not exist" in run_data("verify", f"{a}2.bin")[1]
 
 
 # index and plan
@@ -356,10 +341,10 @@ def test_indices_built_ahead_are_the_trainings(tmp_path: Path) -> None:
     argv = ["--data-path", "3", a, "1", b, *(word if word != "400" else "16" for word in TRAIN)]
     argv += "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --lr 1e-3 --tokenizer-type ByteTokenizer".split()
     argv += ["--device", "cpu", "--no-tensorboard"]
-    status, out, _ = run("index", *argv, "--bf16", "--save", "nowhere", "--clip-grad", "1")
+    status, out, _ = run_data("index", *argv, "--bf16", "--save", "nowhere", "--clip-grad", "1")
     assert status == 0 and re.search(r"built \d+ indices", out) and "building the indices on rank 0" in out
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "index-cache").iterdir()}
-    assert "nothing to build" in run("index", *argv)[1]
+    assert "nothing to build" in run_data("index", *argv)[1]
     with contextlib.redirect_stdout(io.StringIO()) as log, contextlib.redirect_stderr(io.StringIO()):
         assert main(["train", *argv]) == 0
     assert "iteration        2/" in log.getvalue() and "building the indices on rank 0" not in log.getvalue()
@@ -368,19 +353,19 @@ def test_indices_built_ahead_are_the_trainings(tmp_path: Path) -> None:
 
 
 def test_index_needs_only_what_decides_it(tmp_path: Path) -> None:
-    a = write(tmp_path / "a", make_documents(60))
-    status, _, err = run("index", "--data-path", a)
+    a = write_pair(tmp_path / "a", make_documents(60))
+    status, _, err = run_data("index", "--data-path", a)
     assert status == 2 and all(f"--{name}" in err for name in ("seq-length", "train-iters", "global-batch-size"))
     large = ["index", "--data-path", a, "--seq-length", "16", "--train-iters", "4", "--micro-batch-size", "2"]
     large += ["--tensor-model-parallel-size", "8", "--pipeline-model-parallel-size", "4"]
-    status, _, err = run(*large)
+    status, _, err = run_data(*large)
     assert status == 2 and "will run on 32 ranks" in err
-    assert run(*large, "--global-batch-size", "8")[0] == 0
+    assert run_data(*large, "--global-batch-size", "8")[0] == 0
     if os.geteuid():
         (tmp_path / "no").mkdir(mode=0o500)
-        assert run("index", "--data-path", a, *TRAIN, "--data-cache-path", str(tmp_path / "no" / "x"))[0] == 74
+        assert run_data("index", "--data-path", a, *TRAIN, "--data-cache-path", str(tmp_path / "no" / "x"))[0] == 74
     (tmp_path / "file").write_text("")
-    status, _, err = run("index", "--data-path", a, *TRAIN, "--data-cache-path", str(tmp_path / "file"))
+    status, _, err = run_data("index", "--data-path", a, *TRAIN, "--data-cache-path", str(tmp_path / "file"))
     assert status == 74 and "cannot write to" in err and "--data-cache-path" in err
 
 
@@ -388,11 +373,11 @@ def test_indices_that_stayed_in_memory_are_reported(tmp_path: Path, monkeypatch:
     """Whatever kept them out of the cache, with or without older ones there."""
     from meshwright.data.index_cache import Storage
 
-    a = write(tmp_path / "a", make_documents(60))
-    assert run("index", "--data-path", a, *TRAIN)[0] == 0
-    assert "nothing to build: all 6 index arrays" in run("index", "--data-path", a, *TRAIN)[1]
+    a = write_pair(tmp_path / "a", make_documents(60))
+    assert run_data("index", "--data-path", a, *TRAIN)[0] == 0
+    assert "nothing to build: all 6 index arrays" in run_data("index", "--data-path", a, *TRAIN)[1]
     monkeypatch.setattr("meshwright.data.loader.cached_indices", lambda folder, key, parts, build: build(Storage()))
-    status, out, err = run("index", "--data-path", a, *TRAIN)
+    status, out, err = run_data("index", "--data-path", a, *TRAIN)
     assert status == 74 and "6 of 6 index arrays are in memory alone" in err and "nothing to build" not in out
 
 
@@ -403,9 +388,9 @@ def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
     from meshwright.data.datasets import build_datasets
     from meshwright.settings import flags
 
-    prefixes = [write(tmp_path / name, make_documents(60, n)) for n, name in enumerate("abc")]
+    prefixes = [write_pair(tmp_path / name, make_documents(60, n)) for n, name in enumerate("abc")]
     argv = ["--data-path", "5", prefixes[0], "0.3", prefixes[1], "2", prefixes[2], *TRAIN, "--split", "80,20,0"]
-    status, out, _ = run("plan", *argv, "--json")
+    status, out, _ = run_data("plan", *argv, "--json")
     facts = json.loads(out)
     sets = {one["set"]: one for one in facts["sets"]}
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -426,13 +411,13 @@ def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
         "sources": [],
     }
     assert not any("test" in line for line in facts["warnings"])
-    _, out, err = run("plan", *[w if w != "400" else "40000" for w in argv])
+    _, out, err = run_data("plan", *[w if w != "400" else "40000" for w in argv])
     assert "train: 40,000 samples, 640,000 tokens" in out and "times over in training" in err
 
 
 def test_plan_of_a_set_without_a_document(tmp_path: Path) -> None:
     a, _ = two_pairs(tmp_path)
-    status, out, err = run("plan", "--data-path", a, *TRAIN, "--split", "99,0.01,0")
+    status, out, err = run_data("plan", "--data-path", a, *TRAIN, "--split", "99,0.01,0")
     assert status == 0 and out.count("tokens read") == 1
     assert (
         "valid: none; --split 99,0.01,0 leaves it no document\n\ntest: none; --split 99,0.01,0 gives it no share" in out
@@ -443,9 +428,9 @@ def test_plan_of_a_set_without_a_document(tmp_path: Path) -> None:
 def test_plan_of_more_samples_than_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = two_pairs(tmp_path)
     argv = ["--data-path", "5", a, "1", b, *TRAIN, "--json"]
-    exact = json.loads(run("plan", *argv)[1])["sets"][0]["sources"]
+    exact = json.loads(run_data("plan", *argv)[1])["sets"][0]["sources"]
     monkeypatch.setattr(ahead, "EXACT", 10)
-    told = json.loads(run("plan", *argv)[1])["sets"][0]
+    told = json.loads(run_data("plan", *argv)[1])["sets"][0]
     assert told["counted"].startswith("from the shares")
     assert all(abs(a["samples"] - b["samples"]) <= 1 for a, b in zip(exact, told["sources"], strict=True))
 
@@ -469,15 +454,15 @@ def megatrons_merge(prefixes: list[str]) -> tuple[bytes, list[int], list[int]]:
 def test_merged_files_are_megatrons(tmp_path: Path, how: str) -> None:
     sets = [make_documents(30, 1), [], make_documents(1, 2), [[], []], make_documents(200, 3)]
     sets.append(make_documents(30, 4, most=1))
-    prefixes = [write(tmp_path / f"in{n}", documents) for n, documents in enumerate(sets)]
+    prefixes = [write_pair(tmp_path / f"in{n}", documents) for n, documents in enumerate(sets)]
     out = str(tmp_path / "new" / "out")
-    status, told, _ = run("merge", *prefixes, "--output-prefix", out, "--merge", how)
+    status, told, _ = run_data("merge", *prefixes, "--output-prefix", out, "--merge", how)
     tokens, sizes, borders = megatrons_merge(prefixes)
     made = Indexed(out)
     assert status == 0 and "merged 6 datasets" in told
     assert Path(f"{out}.bin").read_bytes() == tokens
     assert (made.sizes.tolist(), made.doc_idx.tolist()) == (sizes, borders)
-    direct = write(tmp_path / "direct", [d for documents in sets for d in documents])
+    direct = write_pair(tmp_path / "direct", [d for documents in sets for d in documents])
     assert Path(f"{direct}.idx").read_bytes() == Path(f"{out}.idx").read_bytes()
     assert sorted(os.listdir(tmp_path / "new")) == ["out.bin", "out.idx", "out.origin.json"]
 
@@ -485,33 +470,33 @@ def test_merged_files_are_megatrons(tmp_path: Path, how: str) -> None:
 @pytest.mark.flag("merging.input")
 def test_merge_of_a_folder_and_its_script(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    prefixes = [write(tmp_path / "in" / name, make_documents(10, n)) for n, name in enumerate(["b", "a", "c"])]
+    prefixes = [write_pair(tmp_path / "in" / name, make_documents(10, n)) for n, name in enumerate(["b", "a", "c"])]
     out = tmp_path / "in" / "merged"
     for _ in range(2):  # its own output is not read the second time
-        status, _, _ = run("merge", "--input", str(tmp_path / "in"), "--output-prefix", str(out))
+        status, _, _ = run_data("merge", "--input", str(tmp_path / "in"), "--output-prefix", str(out))
         assert status == 0 and Path(f"{out}.bin").read_bytes() == megatrons_merge(sorted(prefixes))[0]
     Path(tmp_path / "in" / "d.idx").write_bytes(b"")
-    status, _, err = run("merge", "--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "x"))
+    status, _, err = run_data("merge", "--input", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "x"))
     assert status == 65 and "d is a .idx without a .bin" in err and not (tmp_path / "x.idx").exists()
 
 
 def test_merge_refuses_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b = write(tmp_path / "a", make_documents(5)), write(tmp_path / "b", make_documents(5), np.int32)
-    status, _, err = run("merge", a, b, "--output-prefix", str(tmp_path / "x"))
+    a, b = (write_pair(tmp_path / "a", make_documents(5)), write_pair(tmp_path / "b", make_documents(5), np.int32))
+    status, _, err = run_data("merge", a, b, "--output-prefix", str(tmp_path / "x"))
     assert status == 65 and f"{a} has uint16 tokens and {b} int32" in err
-    status, _, err = run("merge", a, "--output-prefix", a)
+    status, _, err = run_data("merge", a, "--output-prefix", a)
     assert status == 2 and "one of the files that are read" in err and Indexed(a)
     Path(f"{b}.bin").write_bytes(b"")
-    assert run("merge", b, "--output-prefix", str(tmp_path / "x"))[0] == 65
+    assert run_data("merge", b, "--output-prefix", str(tmp_path / "x"))[0] == 65
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("", (), {"free": 10})())
-    status, _, err = run("merge", a, "--output-prefix", str(tmp_path / "x"))
+    status, _, err = run_data("merge", a, "--output-prefix", str(tmp_path / "x"))
     assert status == 74 and "10 bytes free" in err
     assert not list(tmp_path.glob("x*"))
-    assert "give either" in run("merge", "--output-prefix", "x")[2]
+    assert "give either" in run_data("merge", "--output-prefix", "x")[2]
 
 
 def test_merge_without_the_kernels_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefixes = [write(tmp_path / f"in{n}", make_documents(50, n)) for n in range(3)]
+    prefixes = [write_pair(tmp_path / f"in{n}", make_documents(50, n)) for n in range(3)]
 
     def refused(*_: Any) -> int:
         raise OSError(18, "Invalid cross-device link")
@@ -525,7 +510,7 @@ def test_merge_without_the_kernels_copy(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.flag("merge")
 def test_several_are_copied_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies that wait for one another end with --merge distributed, not with serial."""
-    prefixes = [write(tmp_path / f"in{n}", make_documents(50, n)) for n in range(3)]
+    prefixes = [write_pair(tmp_path / f"in{n}", make_documents(50, n)) for n in range(3)]
     meet, copy = threading.Barrier(3), merge.copy_tokens
 
     def together(*given: Any) -> None:
@@ -533,14 +518,14 @@ def test_several_are_copied_at_a_time(tmp_path: Path, monkeypatch: pytest.Monkey
         copy(*given)
 
     monkeypatch.setattr(merge, "copy_tokens", together)
-    assert run("merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "distributed")[0] == 0
+    assert run_data("merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "distributed")[0] == 0
     assert Path(tmp_path / "out.bin").read_bytes() == megatrons_merge(prefixes)[0]
     with pytest.raises(threading.BrokenBarrierError):
-        run("merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "serial", "--overwrite")
+        run_data("merge", *prefixes, "--output-prefix", str(tmp_path / "out"), "--merge", "serial", "--overwrite")
 
 
 def test_merged_bytes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefixes = [write(tmp_path / f"in{n}", make_documents(50, n)) for n in range(2)]
+    prefixes = [write_pair(tmp_path / f"in{n}", make_documents(50, n)) for n in range(2)]
     monkeypatch.setattr(
         merge, "copy_tokens", lambda _, target, place, size, advance: os.pwrite(target, bytes(size), place)
     )
@@ -549,11 +534,13 @@ def test_merged_bytes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_one_of_several_processes_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    a = write(tmp_path / "a", make_documents(5))
+    a = write_pair(tmp_path / "a", make_documents(5))
     for rank in ("1", "0"):
         for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
             monkeypatch.setenv(name, value)
-        status, out, _ = run("merge", "--datasets", a, "--output-prefix", str(tmp_path / "x"), "--merge", "distributed")
+        status, out, _ = run_data(
+            "merge", "--datasets", a, "--output-prefix", str(tmp_path / "x"), "--merge", "distributed"
+        )
         assert status == 0 and (tmp_path / "x.idx").exists() == bool(out) == (rank == "0")
 
 
@@ -573,7 +560,7 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
     out = tmp_path / "out" / "merged.json"
     (place / "deeper").mkdir()
     (place / "deeper" / "f.txt").write_text("not read")
-    status, told, err = run("merge-json", "--data_path", str(place), "--output_file", str(out))
+    status, told, err = run_data("merge-json", "--data_path", str(place), "--output_file", str(out))
     assert "passed over 2 files: 1 in folders of this one, 1 with other suffixes (.md); `meshwright preproc" in err
     lines = out.read_bytes().splitlines()
     assert status == 0 and lines[0] == b'{"text": "one \xc3\xa4"}'
@@ -582,14 +569,14 @@ def test_loose_files_become_one(tmp_path: Path) -> None:
     kinds = ("1 not a JSON object, first", "1 not UTF-8", f"1 not JSON, first {place / 'b.json'}:3")
     assert all(kind in told for kind in kinds)
     again = ["merge-json", "--json-path", str(place), "--output-file", str(out)]
-    assert run(*again)[1].startswith(f"{out} is already there, unchanged: 4 documents")
-    status, _, err = run(*again, "--each-line")
+    assert run_data(*again)[1].startswith(f"{out} is already there, unchanged: 4 documents")
+    status, _, err = run_data(*again, "--each-line")
     assert status == 73 and "another content, which is kept; add --overwrite" in err
     assert out.read_bytes().splitlines() == lines and os.listdir(out.parent) == [out.name]
-    assert run(*again, "--each-line", "--overwrite")[0] == 0
+    assert run_data(*again, "--each-line", "--overwrite")[0] == 0
     assert [json.loads(line)["text"] for line in out.read_text().splitlines()[3:]] == ["first line\n", "second ä\n"]
     (tmp_path / "empty").mkdir()
-    assert run("merge-json", "--json_path", str(tmp_path / "empty"))[0] == 65
+    assert run_data("merge-json", "--json_path", str(tmp_path / "empty"))[0] == 65
 
 
 def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
@@ -597,7 +584,9 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
     (tmp_path / "in" / "a.txt").write_bytes("\ufeffa\u2028b\fc\x85d\re\n\x1cf\r\n".encode() + b"\xff\n g")
     (tmp_path / "in" / "b.jsonl").write_bytes('{"text": "a\u2028b\x85c"}\n'.encode())
     out = tmp_path / "out.json"
-    status, told, _ = run("merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), "--each-line")
+    status, told, _ = run_data(
+        "merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), "--each-line"
+    )
     texts = [json.loads(line)["text"] for line in out.read_bytes().split(b"\n")[:-1]]
     assert status == 0 and texts == ["a\u2028b\fc\x85d\re\n", "\x1cf\n", " g", "a\u2028b\x85c"]
     assert f"left out 1 bad lines: 1 not UTF-8, first {tmp_path / 'in' / 'a.txt'}:3" in told
@@ -616,7 +605,7 @@ def test_lines_too_long_for_memory_are_counted(
     (tmp_path / "in" / "c.json").write_bytes(b'{"text": "%s"}\n{"t": 1}\n' % (b"x" * 99) + b"[" * 99)
     out = tmp_path / "out.json"
     given = ["--each-line"] if each_line else []
-    status, told, _ = run("merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), *given)
+    status, told, _ = run_data("merge-json", "--json-path", str(tmp_path / "in"), "--output-file", str(out), *given)
     texts = [json.loads(line).get("text") for line in out.read_text().splitlines()]
     if each_line:  # the line of ten and its line feed are eleven
         assert texts == ["one\n", "two", "123456789\n", None] and "left out 4 bad lines: " in told
@@ -640,7 +629,7 @@ def test_openwebtext_scripts(tmp_path: Path, words: str) -> None:
 @pytest.mark.parametrize("words", ["merge_datasets.py --input in", "merge_preprocessed_data.py --datasets in/b in/a"])
 def test_merge_scripts(tmp_path: Path, words: str) -> None:
     (tmp_path / "in").mkdir()
-    prefixes = [write(tmp_path / "in" / name, make_documents(5, n)) for n, name in enumerate("ab")]
+    prefixes = [write_pair(tmp_path / "in" / name, make_documents(5, n)) for n, name in enumerate("ab")]
     script, *rest = words.split()
     done = subprocess.run([sys.executable, str(ROOT / "tools" / script), *rest, "--output-prefix", "out"], cwd=tmp_path)
     order = prefixes if "input" in words else prefixes[::-1]
@@ -708,21 +697,21 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 def test_fetch_continues_where_it_was_cut(tmp_path: Path, server: Server) -> None:
     server.cut = [1000, None, None]
     argv = ["fetch", server.url, "--output", str(tmp_path / "new"), "--sha256"]
-    status, out, err = run(*argv, DIGEST)
+    status, out, err = run_data(*argv, DIGEST)
     assert status == 0 and (tmp_path / "new" / "data.bin").read_bytes() == CONTENT
     assert server.asked == [None, "bytes=999-"] and "ended after 1,000 of 102,400 bytes" in err and "verified" in out
     assert os.listdir(tmp_path / "new") == ["data.bin"]
-    assert "there already, SHA-256 verified" in run(*argv, DIGEST)[1] and len(server.asked) == 2
-    assert run(*argv, "0" * 64)[0] == 65
+    assert "there already, SHA-256 verified" in run_data(*argv, DIGEST)[1] and len(server.asked) == 2
+    assert run_data(*argv, "0" * 64)[0] == 65
 
 
 def test_fetch_continues_in_another_process(tmp_path: Path, server: Server) -> None:
     server.cut = [1000, *[0] * fetch.TRIES]
-    status, _, err = run("fetch", server.url, "--output", str(tmp_path))
+    status, _, err = run_data("fetch", server.url, "--output", str(tmp_path))
     assert status == 69 and "1,000 bytes are kept" in err
     assert next(tmp_path.glob("data.bin.*.part")).stat().st_size == 1000
     server.cut, server.asked = [], []
-    status, out, _ = run("fetch", server.url, "--output", str(tmp_path))
+    status, out, _ = run_data("fetch", server.url, "--output", str(tmp_path))
     assert status == 0 and server.asked == ["bytes=999-"]
     assert f"not verified: its SHA-256 is not known; this one has {DIGEST}" in out
     assert (tmp_path / "data.bin").read_bytes() == CONTENT
@@ -731,7 +720,7 @@ def test_fetch_continues_in_another_process(tmp_path: Path, server: Server) -> N
 @pytest.mark.parametrize("change", ["other file", "no ranges", "other address", "complete"])
 def test_parts_are_never_mixed(tmp_path: Path, server: Server, change: str) -> None:
     server.cut = [len(CONTENT) - 10, *[0] * fetch.TRIES]
-    assert run("fetch", server.url, "--output", str(tmp_path))[0] == 69
+    assert run_data("fetch", server.url, "--output", str(tmp_path))[0] == 69
     url, wanted, server.cut = server.url, CONTENT, []
     if change == "other file":
         server.tag, server.content = '"two"', CONTENT[::-1]
@@ -743,27 +732,27 @@ def test_parts_are_never_mixed(tmp_path: Path, server: Server, change: str) -> N
     else:  # killed between the last byte and the new name
         next(tmp_path.glob("data.bin.*.part")).write_bytes(CONTENT)
     server.asked = []
-    assert run("fetch", url, "--output", str(tmp_path))[0] == 0
+    assert run_data("fetch", url, "--output", str(tmp_path))[0] == 0
     assert (tmp_path / "data.bin").read_bytes() == wanted
     assert (server.asked == [None]) == (change == "other address")
 
 
 @pytest.mark.flag("sha256")
 def test_a_wrong_checksum_leaves_nothing(tmp_path: Path, server: Server) -> None:
-    status, _, err = run("fetch", server.url, "--sha256", "1" * 64, "--output", str(tmp_path))
+    status, _, err = run_data("fetch", server.url, "--sha256", "1" * 64, "--output", str(tmp_path))
     assert status == 65 and DIGEST in err and "1" * 64 in err and not os.listdir(tmp_path)
 
 
 def test_passing_and_lasting_failures(tmp_path: Path, server: Server) -> None:
     server.status = [503, 429]
-    assert run("fetch", server.url, "--output", str(tmp_path))[0] == 0
+    assert run_data("fetch", server.url, "--output", str(tmp_path))[0] == 0
     server.status = [404]
-    status, _, err = run("fetch", server.url.replace("data", "else"), "--output", str(tmp_path))
+    status, _, err = run_data("fetch", server.url.replace("data", "else"), "--output", str(tmp_path))
     assert status == 69 and "404" in err and str(tmp_path / "else.bin") in err
     moved = server.url.replace("/files/", "/moved/")
     os.remove(tmp_path / "data.bin")
-    assert run("fetch", moved, "--output", str(tmp_path))[0] == 0
-    status, _, err = run("fetch", moved.replace("data.bin", "file.bin"), "--output", str(tmp_path))
+    assert run_data("fetch", moved, "--output", str(tmp_path))[0] == 0
+    status, _, err = run_data("fetch", moved.replace("data.bin", "file.bin"), "--output", str(tmp_path))
     assert status != 0 and not (tmp_path / "file.bin").exists()
 
 
@@ -771,17 +760,17 @@ def test_offline_says_what_to_do_by_hand(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(fetch, "WAIT", 0.001)
     with Server() as gone:
         url = gone.url
-    status, _, err = run("fetch", url, "--output", str(tmp_path))
+    status, _, err = run_data("fetch", url, "--output", str(tmp_path))
     assert status == 69 and f"download that address elsewhere and put the file at {tmp_path / 'data.bin'}" in err
     assert not os.listdir(tmp_path)
 
 
 def test_known_files() -> None:
-    _, out, _ = run("fetch")
+    _, out, _ = run_data("fetch")
     assert "https://s3.amazonaws.com/models.huggingface.co/bert/gpt2-vocab.json" in out and "oscar-1GB.jsonl.xz" in out
-    _, out, _ = run("fetch", "gpt2", "--dry-run", "--output", "x")
+    _, out, _ = run_data("fetch", "gpt2", "--dry-run", "--output", "x")
     assert "x/gpt2-vocab.json" in out and "x/gpt2-merges.txt" in out
     assert all(name in fetch.KNOWN for names in fetch.FILE_SETS.values() for name in names)
     for words in (["nothing"], ["ftp://x/y"], ["file:///etc/hostname"], ["https://host/"], ["oscar", "--sha256", "12"]):
-        assert run("fetch", *words)[0] == 2, words
+        assert run_data("fetch", *words)[0] == 2, words
     assert all(k.sha256 is None or (k.size and len(k.sha256) == 64) for k in fetch.KNOWN.values())

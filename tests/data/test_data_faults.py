@@ -6,20 +6,17 @@ Every bad line is counted, no good one is lost, and no damaged file reaches a tr
 """
 
 import gzip
-import io
 import json
 import random
 import zlib
 
 import numpy as np
 import pytest
+from corpora import preprocess_inputs, texts_in, write_pair
 
-from helpers import error_of, tokens_of
+from helpers import error_of
 from meshwright.data.files.indexed import HEADER, Indexed, check_vocabulary
-from meshwright.data.files.writer import Writer
 from meshwright.data.prepare import cutting, preprocess
-from meshwright.settings.schema import TokenizerFlags
-from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
 
 BAD = {
     "not UTF-8": b'{"text": "caf\xe9"}',
@@ -56,11 +53,8 @@ def hostile(seed, lines=4000):
 
 
 def run(folder, given, **settings):
-    p = Preprocess(input=[str(given)], output_prefix=str(folder / "out"), on_error="skip", overwrite=True, **settings)
-    stderr = io.StringIO()
-    preprocess.preprocess(PreprocessConfig(p, TokenizerFlags(tokenizer_type="ByteTokenizer")), io.StringIO(), stderr)
-    data = Indexed(folder / "out_text_document")
-    return [bytes(tokens_of(data, n).tolist()).decode() for n in range(len(data))], stderr.getvalue().splitlines()[-1]
+    _, stderr = preprocess_inputs(folder / "out", given, on_error="skip", **settings)
+    return texts_in(folder / "out_text_document"), stderr.splitlines()[-1]
 
 
 @pytest.mark.fault("F22")
@@ -101,10 +95,7 @@ def test_damaged_files_are_refused(tmp_path, figures):
     """F24: damage is refused before training reads anything, with the status of bad data."""
     rng = np.random.RandomState(0)
     prefix = tmp_path / "data"
-    with Writer(prefix, np.uint16) as writer:
-        for _ in range(3000):
-            writer.add(rng.randint(0, 50257, rng.randint(1, 40)))
-            writer.end_document()
+    write_pair(prefix, ([rng.randint(0, 50257, rng.randint(1, 40))] for _ in range(3000)))
     idx, bin_ = (prefix.with_suffix(end) for end in (".idx", ".bin"))
     whole, tokens = idx.read_bytes(), bin_.read_bytes()
     magic, version, code, n, m = HEADER.unpack(whole[: HEADER.size])

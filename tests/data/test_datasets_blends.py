@@ -7,6 +7,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
+from corpora import build_and_capture, data_config
 
 from helpers import TINY_FLAGS, blend_rule, captured_output, error_of, open_step, read_rows, write_counting
 from meshwright.__main__ import main
@@ -18,7 +19,7 @@ from meshwright.data.loader import Loader, LoaderSpec, Mock, Samples
 from meshwright.errors import USAGE
 from meshwright.settings import checks, data_paths
 from meshwright.settings.data_paths import PathSet, TokenFiles, path_sets
-from meshwright.settings.schema import Data, Logging, TokenizerFlags, TrainConfig, Training
+from meshwright.settings.schema import Data, Logging
 from meshwright.training.log.trackers import validation_tags
 
 SEQ = 8
@@ -32,19 +33,10 @@ def files(tmp_path, monkeypatch):
     return tmp_path
 
 
-def settings(**given):
-    training = {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 20, "eval_interval": 10, "eval_iters": 2}
-    inner = {k: given.pop(k) for k in list(given) if k in {*training, "train_samples", "skip_train"}}
-    data = Data(**{"seq_length": SEQ, "split": "700,200,100", **given})
-    return TrainConfig(data=data, training=Training(**{**training, **inner}), tokenizer=TokenizerFlags())
-
-
 def build(**given):
-    config = settings(**given)
+    config = data_config(**given)
     assert not checks.data_problems(config.data, True)
-    with captured_output() as (lines, notices):
-        made = build_datasets(config, 5000)
-    return made, lines, notices
+    return build_and_capture(config, 5000)
 
 
 def problems(**given):
@@ -216,7 +208,7 @@ def test_many_sources(tmp_path, sources):
         write_counting(tmp_path / f"s{n}", [20] * 5, n * 100)
         values += [repr(weights[n]), str(tmp_path / f"s{n}")]
     (tmp_path / "paths").write_text("\n".join(values))
-    config = settings(data_args_path=str(tmp_path / "paths"), split="1", train_iters=500)
+    config = data_config(data_args_path=str(tmp_path / "paths"), split="1", train_iters=500)
     with captured_output():
         train = build_datasets(config, 30_000)["train"]
     shares = np.array(normalise(weights))
@@ -298,7 +290,7 @@ def sample_of(tokens):
 
 def run_of(steps, begin, end, past, size=None, **given):
     """Return samples [begin, end) of a continued run, and the history for its checkpoint."""
-    config = settings(**{"split": "1", "train_iters": steps, **given})
+    config = data_config(**{"split": "1", "train_iters": steps, **given})
     with captured_output() as (lines, _):
         data, history = continue_datasets(config, 50_000, past, begin)
     kept = BlendHistory.from_state(json.loads(json.dumps(history.state())))
@@ -544,7 +536,7 @@ def test_a_resumed_run_goes_on_with_its_blends(files, capsys):
 
 def test_validation_on_training_data_is_reported():
     def reports(**given):
-        return [line for line in checks.notices(settings(**given)) if "not of unseen text" in line]
+        return [line for line in checks.notices(data_config(**given)) if "not of unseen text" in line]
 
     group = {"train_weighted_split_paths": ["T: 1 0:0.9 a, 1 0:1 b"]}
     assert reports(**group, valid_weighted_split_paths=["V: 1 0.9:1 a, 1 0:1 c"]) == []

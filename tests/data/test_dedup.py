@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import random
 from pathlib import Path
 
 import pytest
+from corpora import run_data
 
-from meshwright.__main__ import main
 from meshwright.data.tools import dedup
 from meshwright.data.tools.dedup import Similarity
 from meshwright.errors import BAD_DATA, DONE, LOCKED, USAGE
 from meshwright.progress import SkippedLines
-
-
-def run(*argv: str) -> tuple[int, str, str]:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(["data", "dedup", *argv])
-    return status, out.getvalue(), err.getvalue()
 
 
 def write(path: Path, texts: list[str]) -> str:
@@ -112,7 +103,7 @@ def test_files_and_their_lines(tmp_path: Path) -> None:
     given = [str(tmp_path / name) for name in ("a.jsonl", "empty.jsonl", "b.jsonl")]
     out, removed = tmp_path / "new/out.jsonl", tmp_path / "removed.jsonl"
     again = [*given, "--output-file", str(out), "--removed-file", str(removed)]
-    status, told, err = run(*again)
+    status, told, err = run_data("dedup", *again)
     assert (
         status == DONE and "kept 2 of 3 documents" in told and "0 with the same pieces" in told and "1 similar" in told
     )
@@ -124,10 +115,13 @@ def test_files_and_their_lines(tmp_path: Path) -> None:
         pieces(text, 5) | pieces(text.replace("one", "a"), 5)
     )
     assert row == {"removed": f"{given[2]}:1", "kept": f"{given[0]}:1", "jaccard": round(index, 4)}
-    assert "already there, unchanged" in run(*again)[1]
-    status, _, err = run(*again, "--threshold", "0.99")
+    assert "already there, unchanged" in run_data("dedup", *again)[1]
+    status, _, err = run_data("dedup", *again, "--threshold", "0.99")
     assert status == LOCKED and "--overwrite" in err and out.read_bytes() == lines
-    assert run(*again, "--threshold", "0.99", "--overwrite")[0] == DONE and len(out.read_bytes().splitlines()) == 3
+    assert (
+        run_data("dedup", *again, "--threshold", "0.99", "--overwrite")[0] == DONE
+        and len(out.read_bytes().splitlines()) == 3
+    )
     assert sorted(path.name for path in out.parent.iterdir()) == ["out.jsonl"]
 
 
@@ -159,6 +153,6 @@ def test_mistakes(words: list[str], status: int, message: str, tmp_path: Path, m
     write(Path("a.jsonl"), ["text"])
     (tmp_path / "a.jsonl.gz").touch()
     before = sorted(tmp_path.iterdir())
-    found, _, err = run(*words)
+    found, _, err = run_data("dedup", *words)
     assert found == status and message in err, err
     assert sorted(tmp_path.iterdir()) == before

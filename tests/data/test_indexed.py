@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from corpora import write_pair
 
 from helpers import error_of, tokens_of
 from meshwright.data.files import indexed as indexed_module
@@ -19,22 +20,12 @@ from meshwright.data.files.writer import Writer, token_dtype
 from meshwright.errors import IO, UserError
 
 
-def write(prefix, documents, dtype=np.uint16):
-    """Write documents, each a list of sequences."""
-    with Writer(prefix, dtype) as writer:
-        for sequences in documents:
-            for ids in sequences:
-                writer.add(ids)
-            writer.end_document()
-    return prefix
-
-
 def refused(words, prefix, in_full=False):
     assert re.search(words, error_of(lambda: Indexed(prefix, in_full)))
 
 
 def test_every_byte(tmp_path):
-    write(tmp_path / "x", [[[1, 2, 3], [4]], [], [[65535]]])
+    write_pair(tmp_path / "x", [[[1, 2, 3], [4]], [], [[65535]]])
     assert (tmp_path / "x.bin").read_bytes() == bytes([1, 0, 2, 0, 3, 0, 4, 0, 255, 255])
     assert (tmp_path / "x.idx").read_bytes() == (
         b"MMIDIDX\x00\x00"
@@ -54,7 +45,7 @@ def test_every_byte(tmp_path):
 def test_read_back(tmp_path, dtype):
     rng = np.random.default_rng(0)
     documents = [[rng.integers(0, 100, rng.integers(0, 9)).tolist()] for _ in range(50)]
-    data = Indexed(write(tmp_path / "new" / "x", documents, dtype))
+    data = Indexed(write_pair(tmp_path / "new" / "x", documents, dtype))
     assert len(data) == 50
     assert data.doc_idx.tolist() == list(range(51))
     for i, [ids] in enumerate(documents):
@@ -65,7 +56,7 @@ def test_read_back(tmp_path, dtype):
 
 
 def test_nothing_in_it(tmp_path):
-    data = Indexed(write(tmp_path / "x", []))
+    data = Indexed(write_pair(tmp_path / "x", []))
     assert (len(data), len(data.tokens), data.doc_idx.tolist()) == (0, 0, [0])
 
 
@@ -75,7 +66,7 @@ def test_token_type():
 
 @pytest.fixture
 def pair(tmp_path):
-    prefix = write(tmp_path / "x", [[[i, i, i]] for i in range(20)])
+    prefix = write_pair(tmp_path / "x", [[[i, i, i]] for i in range(20)])
     return prefix, tmp_path / "x.idx", tmp_path / "x.bin"
 
 
@@ -113,17 +104,17 @@ def test_truncated_everywhere(pair, full):
         (9, b"\x02", "version 2"),
         (17, b"\x63", "code 99 is not one of"),
         (17, b"\x06", "code 6 is not one of"),  # float64
-        (17, b"\x04", "pointer of sequence 1"),  # another item size
+        (17, b"\x04", "sequence 1 has a pointer"),  # another item size
         (18, b"\x15", "21 sequences"),
         (18, b"\xff" * 8, "18,446,744,073,709,551,615 sequences"),
         (26, b"\xff" * 8, "18,446,744,073,709,551,615 documents"),
-        (34, b"\x04", "pointer of sequence 1 "),
-        (34, b"\xff\xff\xff\xff", "sequence 0 has a size below 0"),
-        (34 + 4 * 20, b"\x02", "pointer of sequence 0 "),
-        (34 + 4 * 20 + 8 * 10 + 7, b"\x80", "pointer of sequence 10 "),
-        (34 + 12 * 20, b"\x01", "does not run from 0"),
-        (34 + 12 * 20 + 8 * 5, b"\x63", "goes backwards"),
-        (34 + 12 * 20 + 8 * 20, b"\x13", "does not run from 0 to the 20"),
+        (34, b"\x04", "sequence 1 has a pointer that is not the sum"),
+        (34, b"\xff\xff\xff\xff", "sequence 0 has a length below 0"),
+        (34 + 4 * 20, b"\x02", "sequence 0 has a pointer"),
+        (34 + 4 * 20 + 8 * 10 + 7, b"\x80", "sequence 10 has a pointer"),
+        (34 + 12 * 20, b"\x01", "the document borders run from 1 to 20, not from 0 to the 20"),
+        (34 + 12 * 20 + 8 * 5, b"\x63", "document border 5 lies before the one before it or beyond the sequences"),
+        (34 + 12 * 20 + 8 * 20, b"\x13", "run from 0 to 19, not from 0 to the 20 sequences"),
     ],
 )
 @pytest.mark.fault("F24")
@@ -147,12 +138,12 @@ def test_other_inconsistencies(pair):
     refused("describes 118", prefix)
     idx.write_bytes(HEADER.pack(b"MMIDIDX\x00\x00", 1, 8, 0, 0))
     bin_.write_bytes(b"")
-    refused("does not run from 0", prefix)
+    refused("the document borders run from -1 to 0", prefix)
 
 
 def test_tokens_of_sequences(tmp_path):
     sizes = [3, 0, 7, 1, 5]
-    data = Indexed(write(tmp_path / "x", [[[1] * n] for n in sizes], np.int32))
+    data = Indexed(write_pair(tmp_path / "x", [[[1] * n] for n in sizes], np.int32))
     for first in range(6):
         for stop in range(6):
             assert data.tokens_of(first, stop) == sum(sizes[first:stop])
@@ -161,7 +152,7 @@ def test_tokens_of_sequences(tmp_path):
 def test_large_files_are_checked_in_places(tmp_path, monkeypatch):
     """A full check finds all damage, a quick one moved pointers and files of other sizes."""
     n = 3000
-    prefix = write(tmp_path / "x", [[[1] * (1 + k % 5)] for k in range(n)], np.int32)
+    prefix = write_pair(tmp_path / "x", [[[1] * (1 + k % 5)] for k in range(n)], np.int32)
     monkeypatch.setattr(indexed_module, "PROBE", 8)
     monkeypatch.setattr(indexed_module, "BLOCK", 100)
     idx, whole = tmp_path / "x.idx", (tmp_path / "x.idx").read_bytes()
@@ -170,13 +161,13 @@ def test_large_files_are_checked_in_places(tmp_path, monkeypatch):
     monkeypatch.setattr(indexed_module.FileColumn, "read", lambda *a: reads.append(len(x := real(*a))) or x)
     monkeypatch.setattr(indexed_module, "FULL", 1000)
     quick = Indexed(prefix)
-    assert sum(reads) < 3 * 64 * 9 + 1
+    assert sum(reads) < 3 * 64 * 9 + 9
     assert np.array_equal(quick.sizes, Indexed(prefix, in_full=True).sizes)
     for at in range(0, n, 77):
         content = bytearray(whole)
         content[34 + 4 * at] += 1
         idx.write_bytes(content)
-        refused(f"the pointer of sequence {at + 1:,} is not the sum before it", prefix, in_full=True)
+        refused(f"sequence {at + 1:,} has a pointer that is not the sum", prefix, in_full=True)
         # All pointers that follow are changed too: only the length of the .bin shows it.
         np.frombuffer(content, "<i8", n, 34 + 4 * n)[at + 1 :] += 4
         idx.write_bytes(content)
@@ -184,7 +175,7 @@ def test_large_files_are_checked_in_places(tmp_path, monkeypatch):
         content = bytearray(whole)
         content[34 + 12 * n + 8 * at : 34 + 12 * n + 8 * at + 8] = b"\xff" * 8
         idx.write_bytes(content)
-        refused("goes backwards|does not run from 0", prefix, in_full=True)
+        refused("document border|the document borders run from", prefix, in_full=True)
     assert [first for first, _ in indexed_module.ranges_to_check(1000, False)] == list(range(0, 1000, 100))
     assert len(indexed_module.ranges_to_check(1001, False)) == 64
     monkeypatch.setattr(indexed_module, "FULL", 0)
@@ -217,8 +208,8 @@ def test_a_hundred_million_documents_open_immediately(tmp_path):
 
 @pytest.mark.fault("F26")
 def test_fingerprint_tells_data_apart_but_not_times(tmp_path):
-    a = write(tmp_path / "a", [[[1, 2]], [[3]]])
-    b = write(tmp_path / "b", [[[1]], [[2, 3]]])
+    a = write_pair(tmp_path / "a", [[[1, 2]], [[3]]])
+    b = write_pair(tmp_path / "b", [[[1]], [[2, 3]]])
     assert fingerprint(a) != fingerprint(b)
     before = fingerprint(a)
     os.utime(f"{a}.idx", (1, 1))
@@ -295,7 +286,7 @@ def test_killed_at_every_point_of_publishing(pair):
     prefix, idx, bin_ = pair
     seen, environment = [], {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     for limit in range(1, 20):
-        write(prefix, [[[i, i, i]] for i in range(20)])
+        write_pair(prefix, [[[i, i, i]] for i in range(20)])
         ended = subprocess.run([sys.executable, "-c", KILLED, str(prefix), str(limit)], env=environment, check=False)
         seen.append("no .idx" if not idx.exists() else f"{len(Indexed(prefix))} sequences")
         if ended.returncode == 0:

@@ -13,49 +13,32 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from corpora import line, preprocess_inputs, texts_in
 
 from helpers import error_of, tokens_of
 from meshwright import tokenizers
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.prepare import cutting, preprocess
+from meshwright.data.prepare import cutting
 from meshwright.data.prepare.encoding import Encoder
 from meshwright.data.prepare.inputs import find_inputs
 from meshwright.errors import BAD_DATA, IO
 from meshwright.settings.schema import TokenizerFlags
-from meshwright.settings.text_inputs import Preprocess, PreprocessConfig, TextInputs
+from meshwright.settings.text_inputs import TextInputs
 
 ROOT = Path(__file__).parents[2]
 
 
-def work(tmp_path, given, tokenizer="ByteTokenizer", vocab_size=None, stderr=None, **settings):
+def work(tmp_path, given, tokenizer="ByteTokenizer", vocab_size=None, **settings):
     """Preprocess a file's content (bytes) or the named inputs; return stdout and stderr."""
     if isinstance(given, bytes):
         (tmp_path / "in.jsonl").write_bytes(given)
         given = [str(tmp_path / "in.jsonl")]
-    settings = {"output_prefix": str(tmp_path / "out"), "overwrite": True, **settings}
-    config = PreprocessConfig(
-        Preprocess(input=given, **settings), TokenizerFlags(tokenizer_type=tokenizer, vocab_size=vocab_size)
-    )
-    stdout, stderr = io.StringIO(), stderr or io.StringIO()
-    preprocess.preprocess(config, stdout, stderr)
-    return stdout.getvalue(), stderr.getvalue()
+    flags = TokenizerFlags(tokenizer_type=tokenizer, vocab_size=vocab_size)
+    return preprocess_inputs(settings.pop("output_prefix", tmp_path / "out"), *given, tokenizer=flags, **settings)
 
 
 def require_refusal(status, words, act):
     assert re.search(words, error_of(act, status))
-
-
-def texts(prefix):
-    """Return the documents as text, by the document index."""
-    data = Indexed(prefix)
-    return [
-        b"".join(bytes(tokens_of(data, i)[tokens_of(data, i) < 256].tolist()) for i in range(a, b)).decode()
-        for a, b in zip(data.doc_idx[:-1].tolist(), data.doc_idx[1:].tolist(), strict=True)
-    ]
-
-
-def line(text, **more):
-    return json.dumps({"text": text, **more}).encode()
 
 
 @pytest.mark.flag("preprocess.output_prefix append_eod dataset_impl")
@@ -114,7 +97,7 @@ def test_good_lines_of_any_shape_are_kept(tmp_path):
     _, stderr = work(tmp_path, content)
     assert "left out" not in stderr
     wanted = ["bom", "crlf", "nan elsewhere", "half elsewhere", "pair \U0001f642", "line\u2028separator \u0085 \x00"]
-    assert texts(tmp_path / "out_text_document") == [*wanted, big, "last, without a line feed"]
+    assert texts_in(tmp_path / "out_text_document") == [*wanted, big, "last, without a line feed"]
 
 
 BAD = {
@@ -145,7 +128,7 @@ def test_bad_lines_are_counted_by_kind_and_no_good_line_is_lost(tmp_path):
             good.append(f"document {n} é")
             lines.append(line(good[-1]))
     _, stderr = work(tmp_path, b"\n".join(lines), on_error="skip")
-    assert texts(tmp_path / "out_text_document") == good
+    assert texts_in(tmp_path / "out_text_document") == good
     report = stderr.splitlines()[-1]
     assert report.startswith(f"left out {sum(counts.values()):,} bad lines: ")
     for kind, n in counts.items():
@@ -183,8 +166,8 @@ def test_a_line_that_the_tokenizer_refuses_is_bad(tmp_path):
 def test_keys_stay_aligned_when_a_text_is_empty(tmp_path):
     content = b"\n".join([line("a", title="A"), line("", title="B"), line("c", title="C"), b'{"text": "d"}'])
     stdout, _ = work(tmp_path, content, json_keys=["text", "title", "text"], append_eod=True, on_error="skip")
-    assert texts(tmp_path / "out_text_document") == ["a", "", "c"]
-    assert texts(tmp_path / "out_title_document") == ["A", "B", "C"]
+    assert texts_in(tmp_path / "out_text_document") == ["a", "", "c"]
+    assert texts_in(tmp_path / "out_title_document") == ["A", "B", "C"]
     assert Indexed(tmp_path / "out_text_document").doc_idx.tolist() == [0, 1, 1, 2]
     assert stdout.count("wrote ") == 2
     assert "3 documents, 2 sequences, 4 tokens" in stdout
@@ -197,7 +180,7 @@ def test_several_inputs_patterns_and_standard_input(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(line("stdin"))))
     given = [str(tmp_path / "b*.json"), "-", str(tmp_path / "a.json")]
     stdout, _ = work(tmp_path, given)
-    assert texts(tmp_path / "out_text_document") == ["b0", "b1", "stdin", "a"]
+    assert texts_in(tmp_path / "out_text_document") == ["b0", "b1", "stdin", "a"]
     assert [w.split("/")[-1] for w in stdout.splitlines()[:4]] == ["b0.json", "b1.json", "Opening -", "a.json"]
 
 
@@ -206,7 +189,7 @@ def test_a_pipe_is_read_from_its_start(tmp_path):
     os.mkfifo(pipe)
     with subprocess.Popen(["sh", "-c", f"printf '%s' '{words.decode()}' > {pipe}"]):
         work(tmp_path, [str(pipe)])
-    assert texts(tmp_path / "out_text_document") == ["from a pipe"]
+    assert texts_in(tmp_path / "out_text_document") == ["from a pipe"]
 
 
 def test_inputs_that_cannot_be_used(tmp_path):

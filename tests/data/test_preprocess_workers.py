@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from corpora import preprocess_inputs
 
 import on_ranks  # noqa: F401  so that the fork server has imported torch
 from helpers import error_of
@@ -66,11 +67,7 @@ def write_folder(path, documents=1500):
 
 def run(folder, output, *inputs, **settings):
     """Preprocess the inputs; return what was printed on stderr."""
-    settings = {"append_eod": True, "overwrite": True, **settings}
-    p = Preprocess(input=[str(one) for one in inputs], output_prefix=str(folder / output), **settings)
-    stderr = io.StringIO()
-    preprocess.preprocess(PreprocessConfig(p, TokenizerFlags(tokenizer_type="ByteTokenizer")), io.StringIO(), stderr)
-    return stderr.getvalue()
+    return preprocess_inputs(folder / output, *inputs, **{"append_eod": True, **settings})[1]
 
 
 def output_bytes(folder, output, *keys):

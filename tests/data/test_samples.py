@@ -11,25 +11,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from corpora import build_and_capture, data_config, write_pair
 
 from helpers import captured_output, error_of, tokens_of
 from meshwright.data import index_cache, loader, samples
-from meshwright.data.datasets import build_datasets, check_vocabulary
+from meshwright.data.datasets import check_vocabulary
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.verify import damaged_caches
-from meshwright.data.files.writer import Writer
 from meshwright.data.loader import Mock, Samples
 from meshwright.data.samples import build_indices, epochs_needed, split_bounds
-from meshwright.settings.schema import Data, TokenizerFlags, TrainConfig, Training
 
 
 def data(prefix, sizes, vocab=1000, dtype=np.uint16):
     rng = np.random.default_rng(sum(sizes))
-    with Writer(prefix, dtype) as writer:
-        for n in sizes:
-            writer.add(rng.integers(0, vocab, n).tolist())
-            writer.end_document()
-    return Indexed(prefix)
+    return Indexed(write_pair(prefix, [[rng.integers(0, vocab, n).tolist()] for n in sizes], dtype))
 
 
 def build(sizes, documents, *arguments):
@@ -232,17 +227,7 @@ def test_lengths_of_the_345m_log():
 
 
 def config(prefix, **changes):
-    training = {"micro_batch_size": 1, "global_batch_size": 2, "train_iters": 20, "eval_interval": 10, "eval_iters": 2}
-    seq_length = changes.pop("seq_length", 8)
-    inner = {k: changes.pop(k) for k in list(changes) if k in training or k == "seed"}
-    settings = {"data_path": [str(prefix)], "seq_length": seq_length, "split": "700,200,100", **changes}
-    return TrainConfig(data=Data(**settings), training=Training(**{**training, **inner}), tokenizer=TokenizerFlags())
-
-
-def build_and_capture(settings, vocab=1000):
-    with captured_output() as (lines, notices):
-        made = build_datasets(settings, vocab)
-    return made, lines, notices
+    return data_config(**{"data_path": [str(prefix)], **changes})
 
 
 def test_lines_of_the_log(tmp_path):
@@ -538,16 +523,12 @@ def test_ids_of_another_vocabulary(tmp_path):
     message = error_of(lambda: check_vocabulary(indexed, top))
     assert re.search(f"id {top} in document {at // 10}, .* ids are 0 ... {top - 1}", message)
     assert "another tokenizer" in error_of(lambda: build_and_capture(config(tmp_path / "x"), vocab=top))
-    with Writer(tmp_path / "neg", np.int32) as writer:
-        writer.add([1, -1])
-        writer.end_document()
-    assert "id -1 in document 0" in error_of(lambda: check_vocabulary(Indexed(tmp_path / "neg"), 10))
-    large = np.zeros(3_000_000, np.uint16)
-    large[-1] = 9
-    with Writer(tmp_path / "large", np.uint16) as writer:
-        writer.add(large)
-        writer.end_document()
-    assert "id 9 in document 0" in error_of(lambda: check_vocabulary(Indexed(tmp_path / "large"), 9))
+    negative = Indexed(write_pair(tmp_path / "neg", [[[1, -1]]], np.int32))
+    assert "id -1 in document 0" in error_of(lambda: check_vocabulary(negative, 10))
+    tokens = np.zeros(3_000_000, np.uint16)
+    tokens[-1] = 9
+    large = Indexed(write_pair(tmp_path / "large", [[tokens]]))
+    assert "id 9 in document 0" in error_of(lambda: check_vocabulary(large, 9))
 
 
 @pytest.mark.flag("mock_data")

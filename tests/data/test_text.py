@@ -19,6 +19,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from corpora import line
 
 from helpers import error_of
 from meshwright.data.prepare import containers, cutting, plain, records, tables
@@ -28,10 +29,6 @@ from meshwright.data.prepare.pieces import Broken, lines_of
 from meshwright.data.prepare.records import Bad
 from meshwright.errors import IO, UNAVAILABLE, UserError
 from meshwright.settings.text_inputs import TextInputs
-
-
-def line(text, **more):
-    return json.dumps({"text": text, **more}, ensure_ascii=False).encode()
 
 
 def texts_of(*paths, keys=("text",)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -261,9 +262,10 @@ def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
     out = list[str]()
     for word in words:
         prefix = prefix_of(word)
-        for lost in (path for end in (".idx", ".bin") if must_exist and not (path := Path(prefix + end)).exists()):
+        lost = next((end for end in (".idx", ".bin") if must_exist and not Path(prefix + end).exists()), "")
+        if lost:
             hint = near_path(prefix, ".idx") or f"; {prefix} must be the prefix of a .bin and an .idx"
-            raise bad_data(f"{lost} does not exist{hint}")
+            raise bad_data(f"{prefix}{lost} does not exist{hint}")
         if prefix == word or prefix not in out:  # a pattern names both
             out.append(prefix)
     return out
@@ -291,8 +293,8 @@ def inspect(config: InspectConfig, dry: bool) -> None:
     i = config.inspection
     prefix = strip_endings([i.prefix])[0] if i.prefix else None
     read = with_prefix(config, prefix) if i.sample is not None else config
-    found = tokenizers.find_of_data([prefix] if prefix else data_paths.prefixes(read.data))
-    tokenizer = tokenizers.resolve_for_data(config.tokenizer, found)
+    folder = tokenizers.find_of_data([prefix] if prefix else data_paths.prefixes(read.data))
+    tokenizer = tokenizers.resolve_for_data(config.tokenizer, folder)
     if dry:
         print(f"would read {prefix or 'the data of the training'}")
         return
@@ -309,13 +311,13 @@ def inspect(config: InspectConfig, dry: bool) -> None:
     if i.document is not None:
         facts = statistics.describe_document(indexed, i.document, tokenizer)
         text = facts.pop("text") if "text" in facts and not i.json else None
-        print(statistics.one_line(facts) if text is None else text)
+        print(json.dumps(facts, ensure_ascii=False) if text is None else text)
         return
     facts = statistics.summary(indexed, TOP if i.top is None else i.top, tokenizer)
-    facts |= {"tokenizer": tokenizers.describe_folder(found), "tokenizer_folder": str(found)} if found else {}
+    facts |= {"tokenizer": tokenizers.describe_folder(folder), "tokenizer_folder": str(folder)} if folder else {}
     if i.picture:
         statistics.draw_histogram(facts, Path(i.picture))
-    print(statistics.one_line(facts) if i.json else "\n".join(statistics.format_summary(facts)))
+    print(json.dumps(facts, ensure_ascii=False) if i.json else "\n".join(statistics.format_summary(facts)))
 
 
 def with_prefix(config: InspectConfig, prefix: str | None) -> InspectConfig:
@@ -402,10 +404,10 @@ def dedup(config: DedupConfig, dry: bool) -> None:
 
 
 def fetch(config: FetchConfig, dry: bool) -> None:
-    from meshwright.data.tools import fetch as work
+    from meshwright.data.tools.fetch import fetch_files
 
     f = config.fetching
-    work.fetch_files(f.names, Path(f.output), f.sha256, dry)
+    fetch_files(f.names, Path(f.output), f.sha256, dry)
 
 
 # Name: settings, help, the setting that words without a flag give, function.

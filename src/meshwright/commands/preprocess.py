@@ -22,12 +22,12 @@ def main(argv: list[str]) -> int:
     if parsed.dry_run:
         with open(os.devnull, "w") as nowhere:
             preparation = Preparation(parsed.config, nowhere, nowhere, World())
-        found = preparation.found
-        print(f"would read {found.bytes:,} bytes with {preparation.tokenizer.size} ids: {found.describe()}")
-        for line in found.opened():
+        inputs = preparation.inputs
+        print(f"would read {inputs.bytes:,} bytes with {preparation.tokenizer.size} ids: {inputs.describe()}")
+        for line in inputs.opened():
             print(f"  {line}")
-        if found.passed:
-            print(found.passed.line())
+        if inputs.passed:
+            print(inputs.passed.line())
         if not preparation.is_done(sys.stdout, dry_run=True):
             print(f"would write {' and '.join(f'{prefix}.bin/.idx' for prefix in preparation.prefixes)}")
         return DONE

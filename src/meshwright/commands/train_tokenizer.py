@@ -44,15 +44,15 @@ def main(argv: list[str]) -> int:
     from meshwright.data.prepare.inputs import find_inputs
     from meshwright.tokenizers import GPT2BPE, train_bpe
 
-    found = find_inputs(given)
-    texts = _read_progress(given, found)
+    inputs = find_inputs(given)
+    texts = _read_progress(given, inputs)
     first = next((text for text in texts if text), None)
     if first is None:
-        reason = f" ({found.passed.line()})" if found.passed else ""
+        reason = f" ({inputs.passed.line()})" if inputs.passed else ""
         raise bad_data(f"{', '.join(given.input)}: no text to learn from{reason}")
     vocabulary = [given.output / name for name in FILES]
     settings = {n: getattr(given, n) for n in ("vocab_size", "json_keys", "document_separator")}
-    made_from = {"command": "train-tokenizer", "inputs": origin.inputs_of(found.paths), "settings": settings}
+    made_from = {"command": "train-tokenizer", "inputs": origin.inputs_of(inputs.paths), "settings": settings}
     if origin.is_done(given.output / RECORD, made_from, vocabulary, given.overwrite, "--output"):
         print(f"{' and '.join(map(str, vocabulary))} are already there, unchanged")
     else:
@@ -67,18 +67,18 @@ def main(argv: list[str]) -> int:
         print(f"wrote {vocabulary[0]} and {vocabulary[1]}: {built.size} ids")
         if built.size < given.vocab_size:
             print(f"fewer than --vocab-size {given.vocab_size}: the text has no more pairs to merge")
-    if found.passed:
-        notice(found.passed.line())
+    if inputs.passed:
+        notice(inputs.passed.line())
     words = ["meshwright", "preprocess", *given.words(), "--tokenizer", str(given.output)]
     notice(f"next: {shlex.join(words)} --append-eod --output-prefix PREFIX")
     return DONE
 
 
-def _read_progress(given: TextInputs, found: Inputs) -> Iterator[str]:
+def _read_progress(given: TextInputs, inputs: Inputs) -> Iterator[str]:
     from meshwright.data.prepare.cutting import read_texts
     from meshwright.progress import progress_bar
 
-    with progress_bar("reading", found.bytes or None) as advance:
-        yield from read_texts(given, found, advance)
+    with progress_bar("reading", inputs.bytes or None) as advance:
+        yield from read_texts(given, inputs, advance)
     if sys.stderr.isatty():
         notice("learning the merges ...")

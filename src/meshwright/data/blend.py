@@ -116,8 +116,8 @@ class Chain(Composite):
 
     def resolve(self, k: int) -> tuple[Dataset, int]:
         require_sample(k, len(self))
-        place = bisect_right(self.ends, k)
-        return self.parts[place], k - (self.ends[place - 1] if place else 0)
+        n = bisect_right(self.ends, k)
+        return self.parts[n], k - (self.ends[n - 1] if n else 0)
 
 
 class Remainder(Composite):

@@ -228,8 +228,8 @@ def build_samples(
 
 
 def cache_folder(config: TrainConfig, prefix: str) -> Path:
-    given = config.data.data_cache_path
-    return Path(given) if given else Path(prefix).parent / "index-cache"
+    folder = config.data.data_cache_path
+    return Path(folder) if folder else Path(prefix).parent / "index-cache"
 
 
 def open_indexed(prefix: str, warmup: bool, vocab_size: int) -> Indexed:

@@ -48,16 +48,17 @@ class BlendHistory:
 
     def state(self) -> dict[str, Any]:
         """Return the history as JSON, for a checkpoint."""
-        known = {n: [k.prefix, list(k.documents), k.weight, k.samples] for n, k in self.sources.items()}
-        return {"sources": known, "blends": [[b.begin, [list(pair) for pair in b.shares]] for b in self.blends]}
+        sources = {n: [s.prefix, list(s.documents), s.weight, s.samples] for n, s in self.sources.items()}
+        return {"sources": sources, "blends": [[b.begin, [list(pair) for pair in b.shares]] for b in self.blends]}
 
     @classmethod
     def from_state(cls, state: dict[str, Any] | None) -> BlendHistory | None:
         """Return a checkpoint's history; None if it is too old for one, or of random tokens."""
         if state is None:
             return None
-        known = {n: BlendSource(p, (a, b), weight, count) for n, (p, (a, b), weight, count) in state["sources"].items()}
-        return cls(known, tuple(BlendPhase(begin, tuple(map(tuple, pairs))) for begin, pairs in state["blends"]))
+        saved = state["sources"].items()
+        sources = {n: BlendSource(prefix, (a, b), weight, count) for n, (prefix, (a, b), weight, count) in saved}
+        return cls(sources, tuple(BlendPhase(begin, tuple(map(tuple, pairs))) for begin, pairs in state["blends"]))
 
     def lines(self) -> list[str]:
         """Describe each blend in a line."""
@@ -81,11 +82,11 @@ def unique_names(parts: Sequence[SetPart]) -> list[str]:
 
 def begin_history(parts: Sequence[SetPart]) -> BlendHistory:
     names = unique_names(parts)
-    known = {
+    sources = {
         name: BlendSource(p.prefix, (p.documents.start, p.documents.stop), p.source.weight, p.samples)
         for name, p in zip(names, parts, strict=True)
     }
-    return BlendHistory(known, (BlendPhase(0, tuple((n, p.share) for n, p in zip(names, parts, strict=True))),))
+    return BlendHistory(sources, (BlendPhase(0, tuple((n, p.share) for n, p in zip(names, parts, strict=True))),))
 
 
 def continue_history(
@@ -125,15 +126,15 @@ def is_same_blend(a: BlendPhase, b: BlendPhase) -> bool:
 
 
 def prefixes_and_weights(history: BlendHistory) -> list[tuple[str, float | None]]:
-    return [(known.prefix, known.weight) for known in history.sources.values()]
+    return [(source.prefix, source.weight) for source in history.sources.values()]
 
 
 def update_paths(past: BlendHistory, now: BlendHistory) -> BlendHistory:
     """Return the past with today's paths of its files."""
     if len(past.blends) == 1 and past.blends[0].shares == now.blends[0].shares:
         return now  # with a new order, for the number of samples needed today
-    for name, known in now.sources.items():
-        require_same_documents(past.sources[name], known)
+    for name, source in now.sources.items():
+        require_same_documents(past.sources[name], source)
     if len(past.blends) == 1:  # given in another order: the past order decides between equals
         return BlendHistory({n: now.sources[n] for n in past.sources}, past.blends)
     sources = {n: replace(k, prefix=now.sources[n].prefix) if n in now.sources else k for n, k in past.sources.items()}
@@ -153,9 +154,9 @@ def change_blend(past: BlendHistory, now: BlendHistory, size: int, consumed: int
             require_same_documents(sources[name], now.sources[name])
             samples = sources[name].samples
         sources[name] = replace(now.sources[name], samples=samples)
-    kept = tuple(b for b in past.blends if b.begin < at)
+    earlier = tuple(b for b in past.blends if b.begin < at)
     new = BlendPhase(at, now.blends[0].shares)
-    out = BlendHistory(sources, kept if kept and is_same_blend(kept[-1], new) else (*kept, new))
+    out = BlendHistory(sources, earlier if earlier and is_same_blend(earlier[-1], new) else (*earlier, new))
     remark(f" > the blend changes at sample {at}:")
     for line in out.lines():
         remark(f" >   {line}")

@@ -112,22 +112,22 @@ def cached_indices(folder: str | Path | None, key: dict[str, Any], parts: Sequen
     folder = Path(folder)
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     record = folder / f"{name}.json"
-    found = find_entry(record, parts)
-    if found is not None:
-        return found
+    arrays = find_entry(record, parts)
+    if arrays is not None:
+        return arrays
     files = OnDisk({part: array_path(record, part) for part in parts})
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with lock(folder / f"{name}.lock") as is_locked:
             for left in folder.glob(f"{name}_*.tmp") if is_locked else ():  # by a process that was killed
                 left.unlink(missing_ok=True)
-            found = find_entry(record, parts)  # another process may have built it meanwhile
-            if found is None:
+            arrays = find_entry(record, parts)  # another process may have built it meanwhile
+            if arrays is None:
                 say(" > WARNING: could not find index map files, building the indices on rank 0 ...")
                 built = build(files)
                 files.publish(record, key)
-                found = find_entry(record, parts) or built  # another process may have removed it
-            return found
+                arrays = find_entry(record, parts) or built  # another process may have removed it
+            return arrays
     except OSError as error:
         notice(
             f"cannot write the index cache to {folder} ({error.strerror or error}); indices are kept in memory for "
@@ -145,8 +145,8 @@ def find_entry(record: Path, parts: Sequence[str]) -> list[Ints] | None:
         return None
     start = time.perf_counter()
     try:
-        found = open_entry(record)
-        arrays = [found[part] for part in parts]
+        entry = open_entry(record)
+        arrays = [entry[part] for part in parts]
     except INVALID as error:
         notice(f"{record} is damaged ({error}): building the indices again")
         with contextlib.suppress(OSError):

@@ -108,9 +108,9 @@ def _shuffle(x: Any, key: Any, at: int) -> int:
         at = draw_numbers(key, words, at, i, places[: count + 1])
         for k in range(count):
             j = places[k]
-            kept = x[j]
+            swapped = x[j]
             x[j] = x[i]
-            x[i] = kept
+            x[i] = swapped
             i -= 1
     return at
 

@@ -82,7 +82,7 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
     """Return the parts of one set, without those that have no token or no weight."""
     d, paths = config.data, spec.paths
     assert d.seq_length
-    kept: list[tuple[float, SetPart]] = []
+    weighed: list[tuple[float, SetPart]] = []
     total_documents = used_documents = 0
     flag = f"--split {d.split}" if paths.divided else paths.flag
     for source in paths.sources:
@@ -98,19 +98,19 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
         elif spec.in_full and tokens <= d.seq_length:
             why = f"has {tokens} tokens, less than one sample of {d.seq_length} + 1"
         else:
-            kept.append((weight, SetPart(source, indexed, documents, tokens, 0.0, 0)))
+            weighed.append((weight, SetPart(source, indexed, documents, tokens, 0.0, 0)))
             continue
         if not paths.divided or split_shares(d.split)[SPLITS.index(paths.split)]:  # else 0 was asked for
             notice(f"{flag}: the {spec.key} split of {indexed.prefix} {why}, so it is left out")
-    total = sum(part.tokens for _, part in kept)
+    total = sum(part.tokens for _, part in weighed)
     if paths.split == "train" and total <= d.seq_length:
         raise bad_data(
             f"the training split ({used_documents} of {total_documents} documents) has {total} tokens, but one "
             f"sample takes --seq-length {d.seq_length} + 1; give more data, a shorter --seq-length or another "
             f"{flag.split()[0]}"
         )
-    shares = normalise([weight for weight, _ in kept]) if kept else []
-    return [size_part(d, spec, part, share) for share, (_, part) in zip(shares, kept, strict=True)]
+    shares = normalise([weight for weight, _ in weighed]) if weighed else []
+    return [size_part(d, spec, part, share) for share, (_, part) in zip(shares, weighed, strict=True)]
 
 
 def size_part(d: Data, spec: SetSpec, part: SetPart, share: float) -> SetPart:

@@ -21,6 +21,7 @@ import bisect
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,6 +31,8 @@ import numpy.typing as npt
 from meshwright import files
 from meshwright.errors import UserError, bad_data
 from meshwright.settings.hints import near_path
+
+Ints = npt.NDArray[np.integer[Any]]
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -52,10 +55,32 @@ class FileColumn:
     def __len__(self) -> int:
         return self.count
 
-    def read(self, start: int, stop: int) -> npt.NDArray[np.integer[Any]]:
+    def read(self, start: int, stop: int) -> Ints:
         start, stop = min(start, self.count), min(stop, self.count)
         self.file.seek(self.offset + start * self.dtype.itemsize)
         return np.fromfile(self.file, self.dtype, max(stop - start, 0))
+
+    def blocks(self) -> Iterator[tuple[int, Ints]]:
+        """Yield the number of the first element of each block, and the block."""
+        for start in range(0, self.count, BLOCK):
+            yield start, self.read(start, start + BLOCK)
+
+
+class Tally:
+    """The number of wrong elements, and the first of them."""
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, -1
+
+    def add(self, start: int, wrong: npt.NDArray[np.bool_]) -> None:
+        numbers = np.flatnonzero(wrong)
+        if len(numbers):
+            self.first = self.first if self.count else start + int(numbers[0])
+            self.count += len(numbers)
+
+    def describe(self, kind: str, does: str, plural: str) -> list[str]:
+        more = f" (and {self.count - 1:,} more {plural} so)" if self.count > 1 else ""
+        return [f"{kind} {self.first:,} {does}{more}"] if self.count else []
 
 
 class Index:
@@ -70,35 +95,94 @@ class Index:
         self.borders = FileColumn(idx, "<i8", m, HEADER.size + 12 * n)
 
     def _read_header(self, start: bytes, length: int) -> tuple[int, int]:
+        path = f"{self.prefix}.idx"
         if start[:8] == LEGACY_MAGIC:
-            words = "has the older `lazy`/`cached` format, which cannot be read yet; preprocess the text again"
-            raise bad_data(f"{self.prefix}.idx {words}")
+            wrong = "has the older `lazy`/`cached` format, which cannot be read yet; preprocess the text again"
+            raise bad_data(f"{path} {wrong}")
         if length < HEADER.size:
             raise damaged(self.prefix, f"{length} bytes are less than the header's {HEADER.size}")
         magic, version, code, n, m = HEADER.unpack(start)
         if magic != MAGIC:
-            raise bad_data(f"{self.prefix}.idx is not a token index: it starts with {magic!r}")
+            raise bad_data(f"{path} is not a token index: it starts with {magic!r}")
         if version != 1:
-            raise bad_data(f"{self.prefix}.idx has version {version}; version 1 can be read")
+            raise bad_data(f"{path} has version {version}; version 1 can be read")
         if code not in CODES:
-            known = ", ".join(f"{c} {np.dtype(d).name}" for c, d in CODES.items())
-            raise damaged(self.prefix, f"token type code {code} is not one of {known}")
+            codes = ", ".join(f"{c} {np.dtype(d).name}" for c, d in CODES.items())
+            raise damaged(self.prefix, f"token type code {code} is not one of {codes}")
         self.dtype = np.dtype(CODES[code]).newbyteorder("<")
         expected = HEADER.size + 12 * n + 8 * m
         if length == expected + n and n:
-            words = "is multimodal (a mode for each sequence), which cannot be read yet"
-            raise bad_data(f"{self.prefix}.idx {words}")
+            raise bad_data(f"{path} is multimodal (a mode for each sequence), which cannot be read yet")
         if length != expected:
             raise damaged(self.prefix, f"{length:,} bytes, but {n:,} sequences and {m:,} documents need {expected:,}")
         return n, m
+
+    def faults(self, in_full: bool = True) -> Iterator[str]:
+        """Yield what is wrong with the arrays; unless `in_full`, large ones are checked in places.
+
+        Pointers are running sums: where a length was changed, the next pointer is wrong.
+        """
+        n, m, itemsize = len(self.sizes), len(self.borders), self.dtype.itemsize
+        negative, astray, misplaced = Tally(), Tally(), Tally()
+        for first, stop in ranges_to_check(n, in_full):
+            before = max(first - 1, 0)
+            lengths, begins = self.sizes.read(before, stop).astype(np.int64), self.pointers.read(before, stop)
+            sums = (begins + lengths * itemsize)[:-1]
+            negative.add(first, lengths[first - before :] < 0)
+            astray.add(first, begins[first - before :] != (sums if first else np.append(0, sums)))
+        for first, stop in ranges_to_check(m, in_full):
+            borders = self.borders.read(max(first - 1, 0), stop)
+            steps = np.diff(borders) if first else np.diff(borders, prepend=0)
+            misplaced.add(first, (steps < 0) | (borders[len(borders) - len(steps) :] > n))
+        yield from negative.describe("sequence", "has a length below 0", "have")
+        yield from astray.describe("sequence", "has a pointer that is not the sum of the lengths before it", "have")
+        yield from misplaced.describe("document border", "lies before the one before it or beyond the sequences", "do")
+        ends = [int(self.borders.read(k, k + 1)[0]) for k in (0, m - 1)] if m else [-1, 0]
+        if ends != [0, n]:
+            yield f"the document borders run from {ends[0]:,} to {ends[1]:,}, not from 0 to the {n:,} sequences"
+
+    @property
+    def described_bytes(self) -> int:
+        """The length of the .bin, by the last pointer and length."""
+        last = len(self.sizes) - 1
+        columns = (self.pointers, 1), (self.sizes, self.dtype.itemsize)
+        return sum(int(column.read(last, last + 1)[0]) * factor for column, factor in columns) if last >= 0 else 0
+
+    def length_fault(self, actual: int) -> str:
+        """Return what is wrong with a .bin of this length, or ""."""
+        described = self.described_bytes
+        return (
+            ""
+            if actual == described
+            else (
+                f"{self.prefix}.bin has {actual:,} bytes, but its .idx describes {described:,}: one of the two is cut "
+                "short or belongs to other data"
+            )
+        )
+
+    def document_ends(self) -> Iterator[Ints]:
+        """Yield blocks of the ends, in tokens, of the documents that have a token."""
+        itemsize, n, previous = self.dtype.itemsize, len(self.sizes), 0
+        for start in range(1, len(self.borders), BLOCK):
+            borders = self.borders.read(start, start + BLOCK)
+            done = 0
+            while done < len(borders):
+                first = int(borders[done])
+                stop = done + int(np.searchsorted(borders[done:], first + BLOCK))
+                last = int(borders[stop - 1])
+                pointers = self.pointers.read(first, last + 1) // itemsize
+                if last == n:
+                    pointers = np.append(pointers, self.described_bytes // itemsize)
+                ends = pointers[borders[done:stop] - first]
+                yield ends[np.diff(ends, prepend=previous) > 0]
+                previous, done = int(ends[-1]), stop
 
 
 class Indexed:
     """A pair of files as read-only memory maps; one that is inconsistent is refused here.
 
     Unless `in_full`, a large one is checked in some places, so that 1e8 documents open immediately.
-    Pointers are running sums: where a length was changed, the pointers after it are wrong, and
-    where a piece was lost, the files' sizes are.
+    Where a piece was lost, the files' sizes are wrong.
     """
 
     def __init__(self, prefix: str | Path, in_full: bool = False) -> None:
@@ -106,16 +190,19 @@ class Indexed:
         idx = map_file(f"{self.prefix}.idx")
         with open(f"{self.prefix}.idx", "rb") as file:
             index = Index(self.prefix, file)
-            self.dtype = index.dtype
-            self.sizes, self.pointers, self.doc_idx = (
-                np.frombuffer(idx, column.dtype, len(column), column.offset)
-                for column in (index.sizes, index.pointers, index.borders)
-            )
-            for first, stop in ranges_to_check(len(self.sizes), in_full):
-                self._check_sequences(index.sizes, index.pointers, first, stop)
-            self._check_ends()
-            for first, stop in ranges_to_check(len(self.doc_idx), in_full):
-                self._check_documents(index.borders.read(first, stop + 1))
+            if fault := next(index.faults(in_full), ""):
+                raise damaged(self.prefix, fault)
+            try:
+                fault = index.length_fault(os.path.getsize(f"{self.prefix}.bin"))
+            except OSError as error:
+                raise bad_data(f"{self.prefix}.bin cannot be read: {error.strerror}") from None
+            if fault:
+                raise bad_data(f"{fault}; preprocess again")
+        self.dtype = index.dtype
+        self.sizes, self.pointers, self.doc_idx = (
+            np.frombuffer(idx, column.dtype, len(column), column.offset)
+            for column in (index.sizes, index.pointers, index.borders)
+        )
         self.tokens = np.frombuffer(map_file(f"{self.prefix}.bin"), self.dtype)
 
     def __len__(self) -> int:
@@ -130,41 +217,6 @@ class Indexed:
         """Return the sequence that holds this token of the file."""
         # numpy's search would first copy all pointers, which are unaligned in the file.
         return bisect.bisect_right(self.pointers, token * self.dtype.itemsize) - 1
-
-    def _check_sequences(self, sizes: FileColumn, pointers: FileColumn, first: int, stop: int) -> None:
-        """Refuse a pointer that is not the one before it plus the bytes of that sequence."""
-        before = max(first - 1, 0)
-        lengths, begins = sizes.read(before, stop).astype(np.int64), pointers.read(before, stop)
-        if lengths.min() < 0:
-            raise damaged(self.prefix, f"sequence {before + int(lengths.argmin()):,} has a size below 0")
-        lengths *= self.dtype.itemsize
-        wrong = np.flatnonzero(begins[1:] != begins[0] + np.cumsum(lengths[:-1]))
-        if first == 0 and begins[0] != 0:
-            wrong = np.array([-1])
-        if len(wrong):
-            raise damaged(
-                self.prefix, f"the pointer of sequence {before + 1 + int(wrong[0]):,} is not the sum before it"
-            )
-
-    def _check_ends(self) -> None:
-        """Refuse a document index or a .bin that does not end with the last sequence."""
-        if not len(self.doc_idx) or self.doc_idx[0] != 0 or self.doc_idx[-1] != len(self.sizes):
-            raise damaged(self.prefix, f"the document index does not run from 0 to the {len(self.sizes):,} sequences")
-        expected = int(self.pointers[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if len(self) else 0
-        path = f"{self.prefix}.bin"
-        try:
-            actual = os.path.getsize(path)
-        except OSError as error:
-            raise bad_data(f"{path} cannot be read: {error.strerror}") from None
-        if actual != expected:
-            raise bad_data(
-                f"{path} has {actual:,} bytes, but its .idx describes {expected:,}: one of the two is cut short or "
-                "belongs to other data; preprocess again"
-            )
-
-    def _check_documents(self, ends: npt.NDArray[np.integer[Any]]) -> None:
-        if np.any(np.diff(ends) < 0) or ends.min() < 0 or ends.max() > len(self):
-            raise damaged(self.prefix, "the document index goes backwards")
 
 
 def damaged(prefix: str, what: str) -> UserError:
@@ -201,10 +253,10 @@ def check_vocabulary(indexed: Indexed, vocab_size: int) -> None:
             tokens = ids.read(start, start + PROBE)
             wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
             if len(wrong):
-                at = start + int(wrong[0])
+                token = start + int(wrong[0])
                 raise bad_data(
-                    f"{indexed.prefix}.bin has id {indexed.tokens[at]} in document {indexed.sequence_at(at)}, but the "
-                    f"tokenizer's ids are 0 ... {vocab_size - 1}; the data was made with another tokenizer"
+                    f"{indexed.prefix}.bin has id {indexed.tokens[token]} in document {indexed.sequence_at(token)}, "
+                    f"but the tokenizer's ids are 0 ... {vocab_size - 1}; the data was made with another tokenizer"
                 )
 
 

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from meshwright import tokenizers
 from meshwright.console import notice
-from meshwright.data.files.blocks import blocks, document_ends
-from meshwright.data.files.indexed import FileColumn, Index, Indexed
+from meshwright.data.files.indexed import FileColumn, Index, Indexed, Tally
 from meshwright.data.index_cache import INVALID, open_entry
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.files import checksums, replacing
@@ -57,7 +55,7 @@ def check_pair(
     prefix: str, vocab_size: int | None, eod: int | None, hashes: bool, advance: Callable[[int], None]
 ) -> Findings:
     """Check one pair of files in full. `hashes`: compute the SHA-256 of both too."""
-    found = Findings(prefix)
+    findings = Findings(prefix)
 
     def digest(file: BinaryIO, inspect: Callable[[int, bytes], None] = lambda start, block: None) -> None:
         def shown(start: int, block: bytes) -> None:
@@ -65,89 +63,42 @@ def check_pair(
             advance(len(block))
 
         crc, sha = checksums(file, hashes, shown)
-        found.crc32[Path(file.name).suffix] = crc
+        findings.crc32[Path(file.name).suffix] = crc
         if hashes:
-            found.sha256[file.name] = sha
+            findings.sha256[file.name] = sha
 
     try:
         with open(f"{prefix}.idx", "rb") as idx:
             digest(idx)
             index = Index(prefix, idx)
-            is_sound = check_arrays(index, found)
+            findings.dtype, findings.sequences = index.dtype.name, len(index.sizes)
+            findings.documents = max(len(index.borders) - 1, 0)
+            findings.problems += [f"{prefix}.idx: {fault}" for fault in index.faults()]
+            is_sound = not findings.problems
+            findings.tokens = index.described_bytes // index.dtype.itemsize if is_sound else 0
             with open(f"{prefix}.bin", "rb") as file:
-                check_tokens(file, index, is_sound, vocab_size, eod, found, digest)
+                check_tokens(file, index, is_sound, vocab_size, eod, findings, digest)
     except FileNotFoundError as error:
-        found.problems.append(f"{error.filename} does not exist")
+        findings.problems.append(f"{error.filename} does not exist")
     except OSError as error:
-        found.problems.append(f"{error.filename or prefix} cannot be read: {error.strerror or error}")
+        findings.problems.append(f"{error.filename or prefix} cannot be read: {error.strerror or error}")
     except UserError as error:
-        found.problems.append(str(error))
-    return found
-
-
-def check_arrays(index: Index, found: Findings) -> bool:
-    """Check lengths, pointers and document borders; return whether all three are right."""
-    name, itemsize = f"{found.prefix}.idx", index.dtype.itemsize
-    found.dtype = index.dtype.name
-    found.sequences, found.documents = len(index.sizes), max(len(index.borders) - 1, 0)
-    negative, astray, backwards = Tally(), Tally(), Tally()
-    for (start, sizes), (_, begins) in zip(blocks(index.sizes), blocks(index.pointers), strict=True):
-        lengths = sizes.astype(np.int64)
-        negative.add(start, lengths < 0)
-        ends = found.tokens + np.cumsum(lengths)
-        astray.add(start, begins != (ends - lengths) * itemsize)
-        found.tokens = int(ends[-1])
-    first, last = -1, 0
-    for start, borders in blocks(index.borders):
-        backwards.add(start, np.diff(borders, prepend=last) < 0)
-        first, last = first if start else int(borders[0]), int(borders[-1])
-    problems = [
-        *negative.describe("sequence", "has a length below 0", "have"),
-        *astray.describe("sequence", "has a pointer that is not the sum of the lengths before it", "have"),
-        *backwards.describe("document border", "lies before the one before it", "do"),
-    ]
-    if first != 0 or last != found.sequences:
-        problems.append(
-            f"the document borders run from {first:,} to {last:,}, not from 0 to the {found.sequences:,} sequences"
-        )
-    found.problems += [f"{name}: {line}" for line in problems]
-    return not problems
-
-
-class Tally:
-    """The number of wrong places, and the first of them."""
-
-    def __init__(self) -> None:
-        self.count, self.first = 0, -1
-
-    def add(self, start: int, wrong: npt.NDArray[np.bool_]) -> None:
-        places = np.flatnonzero(wrong)
-        if len(places):
-            self.first = self.first if self.count else start + int(places[0])
-            self.count += len(places)
-
-    def describe(self, kind: str, does: str, plural: str) -> list[str]:
-        more = f" (and {self.count - 1:,} more {plural} so)" if self.count > 1 else ""
-        return [f"{kind} {self.first:,} {does}{more}"] if self.count else []
+        findings.problems.append(str(error))
+    return findings
 
 
 def check_tokens(
-    file: BinaryIO, index: Index, is_sound: bool, vocab: int | None, eod: int | None, found: Findings, digest: Digest
+    file: BinaryIO, index: Index, is_sound: bool, vocab: int | None, eod: int | None, findings: Findings, digest: Digest
 ) -> None:
     """Check the .bin's length, ids and ends of documents. `is_sound`: the index is right."""
-    name, itemsize = f"{found.prefix}.bin", index.dtype.itemsize
-    found.bytes = os.fstat(file.fileno()).st_size
-    tokens = FileColumn(file, index.dtype, found.bytes // itemsize)
-    if is_sound and found.bytes != found.tokens * itemsize:
-        lost = find_uncounted_ends(index, tokens, found, eod)
-        found.problems.append(
-            lost
-            or f"{name} has {found.bytes:,} bytes, but its .idx describes {found.tokens:,} tokens of {itemsize} bytes, "
-            f"{found.tokens * itemsize:,}: one of the two is cut short or belongs to other data"
-        )
+    itemsize = index.dtype.itemsize
+    findings.bytes = os.fstat(file.fileno()).st_size
+    tokens = FileColumn(file, index.dtype, findings.bytes // itemsize)
+    if is_sound and (fault := index.length_fault(findings.bytes)):
+        findings.problems.append(find_uncounted_ends(index, tokens, findings, eod) or fault)
         is_sound = False
     strange, last = Tally(), Counter[int]()
-    ends = document_ends(index) if is_sound else iter(())
+    ends = index.document_ends() if is_sound else iter(())
     pending = np.zeros(0, np.int64)
 
     def inspect(begin: int, block: bytes) -> None:
@@ -156,44 +107,44 @@ def check_tokens(
         strange.add(start, (ids < 0) | (ids >= vocab if vocab else False))
         while (not len(pending) or pending[-1] <= start + len(ids)) and (more := next(ends, None)) is not None:
             pending = np.concatenate([pending, more])
-        here = int(np.searchsorted(pending, start + len(ids), side="right"))
-        values, counts = np.unique(ids[pending[:here] - 1 - start], return_counts=True)
-        last.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-        pending = pending[here:]
+        in_block = int(np.searchsorted(pending, start + len(ids), side="right"))
+        last.update(ids[pending[:in_block] - 1 - start].tolist())
+        pending = pending[in_block:]
 
     digest(file, inspect)
     if strange.count:
-        where = f", in sequence {Indexed(found.prefix).sequence_at(strange.first):,}" if is_sound else ""
-        held = int(tokens.read(strange.first, strange.first + 1)[0])
+        where = f", in sequence {Indexed(findings.prefix).sequence_at(strange.first):,}" if is_sound else ""
+        token = int(tokens.read(strange.first, strange.first + 1)[0])
         allowed = f"0 ... {vocab - 1}, the tokenizer's" if vocab else "0 and above"
-        found.problems.append(
-            f"{name}: {strange.count:,} ids are not in {allowed}; the first is {held} at token {strange.first:,}{where}"
+        findings.problems.append(
+            f"{findings.prefix}.bin: {strange.count:,} ids are not in {allowed}; the first is {token} at token "
+            f"{strange.first:,}{where}"
         )
-    found.with_eod = describe_ends(last, eod, found)
+    findings.with_eod = describe_ends(last, eod, findings)
 
 
-def find_uncounted_ends(index: Index, tokens: FileColumn, found: Findings, eod: int | None) -> str:
+def find_uncounted_ends(index: Index, tokens: FileColumn, findings: Findings, eod: int | None) -> str:
     """Describe the damage of Megatron-LM from 26 June to 5 August 2023, "" if there is none.
 
     It wrote ends of documents into .bin, but into no length: the k-th document with text, counted
     from 1, ends k tokens later than its index says. The first thousand documents show it.
     """
-    surplus = len(tokens) - found.tokens
-    documents = sum(map(len, document_ends(index)))
-    if surplus != documents or not documents or found.bytes % index.dtype.itemsize:
+    surplus = len(tokens) - findings.tokens
+    documents = sum(map(len, index.document_ends()))
+    if surplus != documents or not documents or findings.bytes % index.dtype.itemsize:
         return ""
-    ends = next(document_ends(index))[:1000]
-    held = {int(tokens.read(place, place + 1)[0]) for place in (ends + np.arange(len(ends))).tolist()}
-    if len(held) != 1 or (eod is not None and held != {eod}):
+    ends = next(index.document_ends())[:1000]
+    last_ids = {int(tokens.read(k, k + 1)[0]) for k in (ends + np.arange(len(ends))).tolist()}
+    if len(last_ids) != 1 or (eod is not None and last_ids != {eod}):
         return ""
     return (
-        f"{found.prefix}: made with --append-eod by a Megatron-LM of 26 June to 5 August 2023: the {documents:,} "
-        f"end-of-document ids ({held.pop()}) are in .bin, but in no length of .idx, so every document after the first "
-        "begins too early; preprocess the text again"
+        f"{findings.prefix}: made with --append-eod by a Megatron-LM of 26 June to 5 August 2023: the {documents:,} "
+        f"end-of-document ids ({last_ids.pop()}) are in .bin, but in no length of .idx, so every document after the "
+        "first begins too early; preprocess the text again"
     )
 
 
-def describe_ends(last: Counter[int], eod: int | None, found: Findings) -> str:
+def describe_ends(last: Counter[int], eod: int | None, findings: Findings) -> str:
     """Say how many documents end with the end of document, or with the most frequent last id."""
     total = sum(last.values())
     if not total:
@@ -204,9 +155,9 @@ def describe_ends(last: Counter[int], eod: int | None, found: Findings) -> str:
         return "no common end of documents, "
     if 0 < count < total:
         kind = "end-of-document id" if eod is not None else "most frequent last id"
-        found.notes.append(
-            f"{found.prefix}: {total - count:,} of {total:,} documents do not end with {token}, the {kind}: were files "
-            "with and without --append-eod merged?"
+        findings.notes.append(
+            f"{findings.prefix}: {total - count:,} of {total:,} documents do not end with {token}, the {kind}: were "
+            "files with and without --append-eod merged?"
         )
     share = "all" if count == total else f"{count / total:.2%}" if count else "none"
     return f"{share} of the documents end with {token}, "
@@ -233,25 +184,24 @@ def read_checksums(path: Path) -> dict[str, str]:
     return out
 
 
-def compare_checksums(path: Path, one: Findings) -> None:
+def compare_checksums(path: Path, findings: Findings) -> None:
     expected = read_checksums(path)
-    for name, digest in one.sha256.items():
-        known = expected.get(str(Path(name).resolve()))
-        if known is None:
-            one.problems.append(f"{name} is not in {path}, the file of checksums")
-        elif known != digest:
-            one.problems.append(f"{name} has the SHA-256 {digest}, but {path} says {known}; it is another file")
+    for name, digest in findings.sha256.items():
+        wanted = expected.get(str(Path(name).resolve()))
+        if wanted is None:
+            findings.problems.append(f"{name} is not in {path}, the file of checksums")
+        elif wanted != digest:
+            findings.problems.append(f"{name} has the SHA-256 {digest}, but {path} says {wanted}; it is another file")
 
 
-def write_checksums(path: Path, found: list[Findings]) -> None:
+def write_checksums(path: Path, digests: dict[str, str]) -> None:
     folder = path.parent.resolve()
-    lines = []
-    for name, digest in (pair for one in found for pair in one.sha256.items()):
-        place = Path(name).resolve()
-        lines.append(f"{digest}  {place.relative_to(folder) if place.is_relative_to(folder) else place}\n")
+    names = {name: Path(name).resolve() for name in digests}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
-        file.write("".join(lines).encode())
+        for name, digest in digests.items():
+            below = names[name].relative_to(folder) if names[name].is_relative_to(folder) else names[name]
+            file.write(f"{digest}  {below}\n".encode())
 
 
 def damaged_caches(folder: Path) -> tuple[int, list[str]]:
@@ -273,7 +223,7 @@ def verify_pairs(prefixes: list[str], t: TokenizerFlags, checksums: Path | None)
     `checksums` is compared if it exists, otherwise written once everything is intact.
     """
     compares = checksums is not None and checksums.exists()
-    found = []
+    problems, digests = 0, dict[str, str]()
     for prefix in prefixes:
         clock, size = Clock(), sum(p.stat().st_size for e in (".idx", ".bin") if (p := Path(prefix + e)).is_file())
         with progress_bar(Path(prefix).name, size) as advance:
@@ -282,15 +232,15 @@ def verify_pairs(prefixes: list[str], t: TokenizerFlags, checksums: Path | None)
             except UserError as error:
                 tokenizer, wrong = None, [str(error)]
             vocab, eod = (tokenizer.size, tokenizer.eod) if tokenizer else (t.vocab_size, None)
-            one = check_pair(prefix, vocab, eod, checksums is not None, advance)
-            one.problems += wrong
-        found.append(one)
+            findings = check_pair(prefix, vocab, eod, checksums is not None, advance)
+            findings.problems += wrong
         if compares and checksums:
-            compare_checksums(checksums, one)
-        for line in one.notes:
+            compare_checksums(checksums, findings)
+        for line in findings.notes:
             notice(f"note: {line}")
-        print("\n".join(one.problems) or one.line(clock.speed(size)), flush=True)
-    problems = sum(len(one.problems) for one in found)
+        print("\n".join(findings.problems) or findings.line(clock.speed(size)), flush=True)
+        problems += len(findings.problems)
+        digests |= findings.sha256
     for folder in dict.fromkeys(Path(prefix).parent for prefix in prefixes):
         count, damaged = damaged_caches(folder)
         problems += len(damaged)
@@ -300,7 +250,7 @@ def verify_pairs(prefixes: list[str], t: TokenizerFlags, checksums: Path | None)
         raise bad_data(f"{problems} problem{'s' * (problems > 1)}, listed above")
     if checksums and not compares:
         try:
-            write_checksums(checksums, found)
+            write_checksums(checksums, digests)
         except OSError as error:
             raise UserError(f"--checksums {checksums} cannot be written: {error.strerror or error}", IO) from None
-        print(f"wrote {checksums}: the SHA-256 of {2 * len(found)} files, which `sha256sum -c` reads too")
+        print(f"wrote {checksums}: the SHA-256 of {len(digests)} files, which `sha256sum -c` reads too")

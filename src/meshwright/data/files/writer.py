@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright import origin
-from meshwright.data.files.indexed import BLOCK, CODES, HEADER, MAGIC
+from meshwright.data.files.indexed import CODES, HEADER, MAGIC, FileColumn
 from meshwright.errors import IO, UserError
 from meshwright.files import sync
 
@@ -154,27 +154,22 @@ def clear(prefix: str) -> None:
         Path(f"{prefix}{part}.tmp").unlink(missing_ok=True)
 
 
-def write_index(path: str | Path, dtype: np.dtype[Any], sizes: str | Path, docs: str | Path) -> None:
+def write_index(path: str | Path, dtype: np.dtype[Any], sizes_path: str | Path, ends_path: str | Path) -> None:
     """Write the .idx for the lengths and document ends in two files, block by block."""
-    n, m = os.path.getsize(sizes) // 4, os.path.getsize(docs) // 8
-    code = next(code for code, known in CODES.items() if known == dtype)
-    with open(path, "wb", buffering=1 << 20) as idx:
+    n, m = os.path.getsize(sizes_path) // 4, os.path.getsize(ends_path) // 8
+    code = next(code for code, code_dtype in CODES.items() if code_dtype == dtype)
+    with open(path, "wb", buffering=1 << 20) as idx, open(sizes_path, "rb") as lengths, open(ends_path, "rb") as ends:
+        sizes = FileColumn(lengths, "<i4", n)
         idx.write(HEADER.pack(MAGIC, 1, code, n, m + 1))
-        for block in blocks(sizes, "<i4"):
+        for _, block in sizes.blocks():
             idx.write(block.data)
         position = 0
-        for block in blocks(sizes, "<i4"):
-            ends = position + np.cumsum(block, dtype=np.int64) * dtype.itemsize
-            idx.write((ends - block.astype(np.int64) * dtype.itemsize).astype("<i8", copy=False).data)
-            position = int(ends[-1])
+        for _, block in sizes.blocks():
+            sums = position + np.cumsum(block, dtype=np.int64) * dtype.itemsize
+            idx.write((sums - block.astype(np.int64) * dtype.itemsize).astype("<i8", copy=False).data)
+            position = int(sums[-1])
         idx.write(np.zeros(1, "<i8").data)
-        for block in blocks(docs, "<i8"):
+        for _, block in FileColumn(ends, "<i8", m).blocks():
             idx.write(block.data)
         idx.flush()
         os.fsync(idx.fileno())
-
-
-def blocks(path: str | Path, dtype: str) -> Iterator[npt.NDArray[Any]]:
-    with open(path, "rb") as file:
-        while len(values := np.fromfile(file, dtype, BLOCK)):
-            yield values

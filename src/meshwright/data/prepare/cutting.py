@@ -27,72 +27,72 @@ SPREAD_JSON = re.compile(rb"(\xef\xbb\xbf)?\s*[\[{][ \t\r]*\n")
 
 def cut_inputs(inputs: list[Input], given: TextInputs, rank: int = 0, size: int = 1) -> Iterator[Piece]:
     """Yield one rank's pieces, a range of the bytes, in the order of the documents."""
-    total, base = sum(max(one.bytes, 1) for one in inputs), 0
-    for number, one in enumerate(inputs):
-        if one.kind != "stream":
+    total, base = sum(max(source.bytes, 1) for source in inputs), 0
+    for number, source in enumerate(inputs):
+        if source.kind != "stream":
             at = 0
-            for piece in cut_input(number, one, given):
+            for piece in cut_input(number, source, given):
                 if (base + at) * size // total == rank:
                     yield piece
                 at = piece.behind
         elif base * size // total == rank:
-            yield from cut_stream_of(number, one, given)
-        base += max(one.bytes, 1)
+            yield from cut_stream_of(number, source, given)
+        base += max(source.bytes, 1)
 
 
-def cut_input(number: int, one: Input, given: TextInputs) -> Iterator[Piece]:
+def cut_input(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
     """Yield the pieces of anything but a stream."""
-    separator = wiki.PAGES if one.is_wiki else given.document_separator
-    if one.kind in ("lines", "text"):
-        for begin in range(0, one.bytes, PIECE):
-            end = min(begin + PIECE, one.bytes)
-            if one.kind == "lines":
-                yield LinesAt(number, one.path, begin, end, end)
+    separator = wiki.PAGES if source.is_wiki else given.document_separator
+    if source.kind in ("lines", "text"):
+        for begin in range(0, source.bytes, PIECE):
+            end = min(begin + PIECE, source.bytes)
+            if source.kind == "lines":
+                yield LinesAt(number, source.path, begin, end, end)
             else:
-                yield TextAt(number, one.path, begin, end, separator, one.folder is None, end)
-    elif one.kind == "small files":
+                yield TextAt(number, source.path, begin, end, end, separator, source.folder is None)
+    elif source.kind == "small files":
         begin = end = 0
         paths: list[str] = []
-        for left, (path, size, _) in zip(reversed(range(len(one.files))), one.files, strict=True):
+        for left, (path, size, _) in zip(reversed(range(len(source.files))), source.files, strict=True):
             paths.append(path)
             end += max(size, 1)
             if end - begin >= PIECE or len(paths) == MOST_FILES or not left:
-                yield SmallFiles(number, one.path, begin, end, separator, one.folder is None, end, tuple(paths))
+                yield SmallFiles(number, source.path, begin, end, end, separator, source.folder is None, tuple(paths))
                 begin, paths = end, []
     else:
         try:
-            for begin, end, behind, start in tables.spans(one.path, one.kind, one.bytes, PIECE):
-                yield Rows(number, one.path, begin, behind, end, one.kind, start)
+            for begin, end, behind, start in tables.spans(source.path, source.kind, source.bytes, PIECE):
+                yield Rows(number, source.path, begin, behind, end, source.kind, start)
         except containers.DamagedInput as error:
-            yield Broken(number, one.path, behind=one.bytes, why=str(error))
+            yield Broken(number, source.path, behind=source.bytes, why=str(error))
 
 
-def cut_stream_of(number: int, one: Input, given: TextInputs) -> Iterator[Piece]:
+def cut_stream_of(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
     """Yield what can be read; after damage, a last piece says why."""
-    path, separator = one.path, given.document_separator
+    path, separator = source.path, given.document_separator
     file = open_input(path)
     try:
         stream = containers.unpacked(containers.buffered(file))
         start = containers.peek(stream)
-        members = _archive(file, stream, one)
+        members = _archive(file, stream, source)
         begin = 0
         if members is not None:
             for begin, texts in _joined_members(_chosen(members, given), separator):
                 at = containers.position(file)
-                yield TextsHere(number, path, begin, at, separator, False, tuple(texts))
+                yield TextsHere(number, path, begin, at, 0, separator, False, tuple(texts))
         elif JSON_NAME.search(path) or JSON_START.match(start):
             _require_text(path, start)
             for lines in plain.cut_stream(_without_mark(stream), PIECE, JSON_LINES):
-                yield LinesHere(number, path, begin, containers.position(file), lines)
+                yield LinesHere(number, path, begin, containers.position(file), content=lines)
                 begin += lines.count(b"\n")
         else:
-            if one.folder is None:
+            if source.folder is None:
                 _require_text(path, start)
             if wiki.IS_DUMP.match(start):
                 separator = wiki.PAGES
             for part in _parts(path, stream, separator):
                 at = containers.position(file)
-                yield TextsHere(number, path, begin, at, separator, one.folder is None, (("", part),))
+                yield TextsHere(number, path, begin, at, 0, separator, source.folder is None, (("", part),))
                 begin += part.count(b"\n")
     except containers.DAMAGES as error:
         yield Broken(number, path, why=str(error) or type(error).__name__)
@@ -106,24 +106,23 @@ def cut_stream_of(number: int, one: Input, given: TextInputs) -> Iterator[Piece]
 Member = tuple[str, BinaryIO | Exception | Bad]
 
 
-def _archive(file: BinaryIO, stream: BinaryIO, one: Input) -> Iterator[Member] | None:
+def _archive(file: BinaryIO, stream: BinaryIO, source: Input) -> Iterator[Member] | None:
     """Return the members if a stream is an archive."""
     if containers.is_archive(stream):
         return containers.members(stream)
     if containers.kind_of_bytes(containers.peek(stream)) != "zip":
         return None
-    if one.bytes:
+    if source.bytes:
         file.seek(0)
         if containers.kind_of_bytes(containers.peek(file)) == "zip":
             return containers.zip_members(file)
-    raise bad_data(f"--input {one.path} is a zip archive in a stream: give it as a plain file")
+    raise bad_data(f"--input {source.path} is a zip archive in a stream: give it as a plain file")
 
 
 def _chosen(members: Iterator[Member], given: TextInputs) -> Iterator[Member]:
     """Pass over the members that --include and --exclude do not choose."""
     for name, stream in members:
-        refused = name_filter(given).refusal(name, is_named=True)
-        yield name, Bad(NOT_CHOSEN, is_passed=True) if refused else stream
+        yield name, stream if name_filter(given).chooses(name) else Bad(NOT_CHOSEN, is_passed=True)
 
 
 def _require_text(path: str, start: bytes) -> None:
@@ -138,25 +137,25 @@ def _joined_members(members: Iterator[Member], separator: str) -> Iterator[tuple
     """Yield texts and JSON lines, about a piece at a time, and how many lines of the first member
     earlier pieces hold.
     """
-    kept: list[Text] = []
+    joined: list[Text] = []
     have = begin = 0
     try:
         for name, lines, part in _member_parts(members, separator):
-            if kept and lines and isinstance(part, bytes) and isinstance(kept[-1][1], bytes):
-                kept[-1] = (name, kept[-1][1] + part)
+            if joined and lines and isinstance(part, bytes) and isinstance(joined[-1][1], bytes):
+                joined[-1] = (name, joined[-1][1] + part)
             else:
-                begin = begin if kept else lines
-                kept.append((name, part))
+                begin = begin if joined else lines
+                joined.append((name, part))
             have += len(part) if isinstance(part, bytes) else 0
-            if have >= PIECE or len(kept) == MOST_FILES:
-                yield begin, kept
-                kept, have = [], 0
+            if have >= PIECE or len(joined) == MOST_FILES:
+                yield begin, joined
+                joined, have = [], 0
     except containers.DAMAGES:
-        if kept:
-            yield begin, kept
+        if joined:
+            yield begin, joined
         raise
-    if kept:
-        yield begin, kept
+    if joined:
+        yield begin, joined
 
 
 def _member_parts(members: Iterator[Member], separator: str) -> Iterator[tuple[str, int, bytes | Bad]]:
@@ -225,17 +224,17 @@ def open_input(path: str) -> BinaryIO:
 
 
 def read_texts(
-    given: TextInputs, found: Inputs | None = None, advance: Callable[[int], None] = lambda count: None
+    given: TextInputs, inputs: Inputs | None = None, advance: Callable[[int], None] = lambda count: None
 ) -> Iterator[str]:
     """Yield every text of the inputs; raise for the first bad line.
 
-    Files that turn out to hold no text are added to those that `found` passed over; `advance` gets
+    Files that turn out to hold no text are added to those that `inputs` passed over; `advance` gets
     the number of bytes that are done.
     """
-    found = found or find_inputs(given)
+    inputs = inputs or find_inputs(given)
     is_start, units_before, done = True, dict[int, int](), (0, 0)
     keys = list(dict.fromkeys(given.json_keys))
-    for piece in cut_inputs(found.inputs, given):
+    for piece in cut_inputs(inputs.inputs, given):
         if isinstance(piece, Broken):
             raise bad_data(str(piece))
         before, count = units_before.get(piece.number, 0), 0
@@ -244,7 +243,7 @@ def read_texts(
                 if not unit.is_passed:
                     place = piece.place(count, keys, before)
                     raise bad_data(f"{place}: {unit}{expected_format(unit, is_start)}")
-                found.passed.note(unit.kind, unit.place)
+                inputs.passed.note(unit.kind, unit.place)
             elif unit:
                 is_start = False
                 yield from unit

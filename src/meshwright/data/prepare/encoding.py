@@ -48,7 +48,7 @@ class Encoder:
 
     def __call__(self, piece: Piece, stop: bool = False) -> tuple[Encoded, list[Array]]:
         """Return counts and each key's tokens; with `stop`, up to the first bad line."""
-        encoded, columns = Encoded(), [_Column() for _ in self.keys]
+        encoded, columns = Encoded(), [_Column(self.end) for _ in self.keys]
         for number, unit in enumerate(piece.units(self.keys)):
             encoded.units += 1
             if unit is None:
@@ -66,7 +66,7 @@ class Encoder:
                     break
                 continue
             for column, document in zip(columns, documents, strict=True):
-                column.add(document, self.end)
+                column.add(document)
             encoded.documents += 1
             if not piece.size and isinstance(unit, list):  # rows of a table, whose size in the file is another
                 encoded.bytes += sum(len(text) if text.isascii() else len(text.encode()) for text in unit)
@@ -88,12 +88,13 @@ class Encoder:
 class _Column:
     """The sequences under one key."""
 
-    def __init__(self) -> None:
+    def __init__(self, end: Array | None) -> None:
+        self.end = end
         self.parts: list[Sequence[int] | Array] = []
         self.sizes: list[int] = []
         self.ends: list[int] = []
 
-    def add(self, sequences: list[Sequence[int] | Array], end: Array | None) -> None:
+    def add(self, sequences: list[Sequence[int] | Array]) -> None:
         """Append a document.
 
         As in Megatron-LM, a document without tokens has no sequence, only an entry in the document
@@ -104,7 +105,7 @@ class _Column:
             if len(ids):
                 self.parts.append(ids)
                 self.sizes.append(len(ids))
-        if end is not None and len(self.sizes) > before:
-            self.parts.append(end)
+        if self.end is not None and len(self.sizes) > before:
+            self.parts.append(self.end)
             self.sizes[-1] += 1
         self.ends.append(len(self.sizes))

@@ -12,7 +12,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.errors import IO, UserError
 
@@ -36,47 +36,47 @@ OUTPUT_FOLDERS: list[set[str]] = [
     {".meshwright-demo"},
 ]
 OTHER_SUFFIX = "other suffix "  # begins the kind of a file whose suffix is not known
-NAMED = "\0"  # stands between a kind and a file's name
+NOT_UTF8 = "not UTF-8"
 SINGULAR = {"broken links": "broken link", "pipes or devices": "pipe or device"}
 SINGULAR |= {"folders of vocabularies or runs": "folder of a vocabulary or run"}
 NOT_CHOSEN = "not chosen by --include and --exclude"
+MOST_NAMES = 3  # of files that are not UTF-8, which surprise: so many are named
 
 
-class PassedOver(Counter[str]):
-    """The number of files passed over, of each kind; a few that are not UTF-8 also have names."""
+@dataclass
+class PassedOver:
+    """The number of files passed over, of each kind, and the names of a few that are not UTF-8."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    names: list[str] = field(default_factory=list)
 
     def note(self, kind: str, path: str = "") -> None:
-        """Count a file, with its name if it surprises and the line has room for it."""
-        has_name = kind == "not UTF-8" and path and sum(NAMED in key for key in self) < 3
-        self[f"{kind}{NAMED}{path}" if has_name else kind] += 1
+        self.counts[kind] += 1
+        if kind == NOT_UTF8 and path and path not in self.names and len(self.names) < MOST_NAMES:
+            self.names.append(path)
 
-    def add(self, other: Counter[str]) -> None:
-        for key, count in other.items():
-            kind, _, path = key.partition(NAMED)
-            self[kind] += count - bool(path)
-            if path:
-                self.note(kind, path)
+    def __add__(self, other: PassedOver) -> PassedOver:
+        return PassedOver(self.counts + other.counts, (self.names + other.names)[:MOST_NAMES])
+
+    def __bool__(self) -> bool:
+        return bool(self.counts)
 
     def line(self, advice: str = "choose with --include") -> str:
         """Say how many files of which kind were passed over, and what to do about suffixes."""
-        counts, names = Counter[str](), list[str]()
-        for key, count in self.items():
-            kind, _, path = key.partition(NAMED)
-            counts[kind] += count
-            names += [path] if path else []
-        shown_names = f" ({', '.join(names[:3])}{', ...' * (counts['not UTF-8'] > len(names[:3]))})" if names else ""
-        kinds = [
-            f"{count:,} {SINGULAR.get(kind, kind) if count == 1 else kind}{shown_names * (kind == 'not UTF-8')}"
-            for kind, count in counts.most_common()
-            if not kind.startswith(OTHER_SUFFIX)
-        ]
-        others = [kind for kind, _ in self.most_common() if kind.startswith(OTHER_SUFFIX)]
+        kinds, others, total = list[str](), list[str](), self.counts.total()
+        for kind, count in self.counts.most_common():
+            if kind.startswith(OTHER_SUFFIX):
+                others.append(kind)
+                continue
+            more = ", ..." if count > len(self.names) else ""
+            names = f" ({', '.join(self.names)}{more})" if kind == NOT_UTF8 and self.names else ""
+            kinds.append(f"{count:,} {SINGULAR.get(kind, kind) if count == 1 else kind}{names}")
         if others:
             suffixes = [kind.removeprefix(OTHER_SUFFIX) for kind in others]
             shown_suffixes = ", ".join(suffixes[:5]) + (", ..." if len(suffixes) > 5 else "")
-            kinds.append(f"{sum(self[kind] for kind in others):,} with other suffixes ({shown_suffixes})")
-        plural = "file" if self.total() == 1 else "files"
-        return f"passed over {self.total():,} {plural}: {', '.join(kinds)}{f'; {advice}' if others else ''}"
+            kinds.append(f"{sum(self.counts[kind] for kind in others):,} with other suffixes ({shown_suffixes})")
+        line = f"passed over {total:,} {'file' if total == 1 else 'files'}: {', '.join(kinds)}"
+        return f"{line}; {advice}" if others else line
 
 
 @dataclass(frozen=True)
@@ -90,34 +90,38 @@ class NameFilter:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
-    def refusal(self, path: str, is_named: bool) -> str | None:
-        """Return why a file is passed over by its path, or None; `is_named` skips the suffix.
+    def chooses(self, path: str, above: str = "") -> bool:
+        """Return whether the patterns choose a path in the folder `above`.
+
+        A pattern with a slash may begin at any folder of `above`; one without meets none of them.
+        """
+        return not _matches(path, self.exclude, above) and (not self.include or _matches(path, self.include, above))
+
+    def refusal(self, path: str) -> str:
+        """Return why a file in a folder is passed over by its path, or "".
 
         Without a suffix of its own, as wikiextractor writes, a file may still be JSON lines.
         """
-        if _matches(path, self.exclude) or (self.include and not _matches(path, self.include)):
+        if not self.chooses(path):
             return NOT_CHOSEN
         suffix = suffix_of(path)
-        is_open = is_named or self.include or is_known(suffix) or suffix in ("", *PACKED)
-        return None if is_open else OTHER_SUFFIX + suffix
+        is_open = self.include or is_known(suffix) or suffix in ("", *PACKED)
+        return "" if is_open else OTHER_SUFFIX + suffix
 
     def is_hidden(self, name: str) -> bool:
         """Return whether a name in a folder is skipped silently, uncounted."""
-        hidden = name.startswith(".") or name in GENERATED_FOLDERS
-        return hidden and not any(_matches(name, (part,)) for one in self.include for part in _hidden_parts(one))
+        if not name.startswith(".") and name not in GENERATED_FOLDERS:
+            return False
+        parts = [part for pattern in self.include for part in pattern.split("/")]
+        return not _matches(name, tuple(part for part in parts if part.startswith(".") or part in GENERATED_FOLDERS))
 
 
-def _hidden_parts(pattern: str) -> list[str]:
-    return [part for part in pattern.split("/") if part.startswith(".") or part in GENERATED_FOLDERS]
-
-
-def _matches(path: str, patterns: tuple[str, ...]) -> bool:
-    if not patterns:
-        return False
-    parts = path.split("/")
-    above = ["/".join(parts[: n + 1]) for n in range(len(parts))]
+def _matches(path: str, patterns: tuple[str, ...], above: str = "") -> bool:
+    names, folders = path.split("/"), above.split("/")[:-1]
+    paths = ["/".join(names[: n + 1]) for n in range(len(names))]
+    paths += ["/".join([*folders[n:], path]) for n in range(len(folders))]
     slim = [pattern.removeprefix("./").rstrip("/") for pattern in patterns]
-    return any(fnmatch.fnmatchcase(one, p) for p in slim for one in (above if "/" in p else parts))
+    return any(fnmatch.fnmatchcase(part, p) for p in slim for part in (paths if "/" in p else names))
 
 
 def suffix_of(path: str) -> str:
@@ -138,18 +142,21 @@ def walk(folder: str, name_filter: NameFilter, passed: PassedOver) -> list[tuple
 
     Links are followed; each folder is read once, so that a link to a folder above ends nowhere.
     """
-    found: list[tuple[str, os.stat_result]] = []
+    files: list[tuple[str, os.stat_result]] = []
     seen: set[tuple[int, int]] = set()
     left = [""]
     while left:
         inside = left.pop()
-        place = os.path.join(folder, inside)
-        about, names = _listed(place)
+        path = os.path.join(folder, inside)
+        try:
+            about, names = os.stat(path), sorted(os.listdir(path))
+        except OSError as error:
+            raise unreadable(path, error) from None
         if (about.st_dev, about.st_ino) in seen:
             continue
         seen.add((about.st_dev, about.st_ino))
         if inside and any(own <= set(names) for own in OUTPUT_FOLDERS):
-            passed["folders of vocabularies or runs"] += 1
+            passed.note("folders of vocabularies or runs")
             continue
         deeper = []
         for name in names:
@@ -161,23 +168,16 @@ def walk(folder: str, name_filter: NameFilter, passed: PassedOver) -> list[tuple
             except OSError as error:
                 if not os.path.islink(os.path.join(folder, path)):
                     raise unreadable(os.path.join(folder, path), error) from None
-                passed["broken links"] += 1
+                passed.note("broken links")
                 continue
             if stat.S_ISDIR(about.st_mode):
                 deeper.append(path + "/")
             elif stat.S_ISREG(about.st_mode):
-                found.append((path, about))
+                files.append((path, about))
             else:
-                passed["pipes or devices"] += 1
+                passed.note("pipes or devices")
         left += reversed(deeper)
-    return sorted(found, key=lambda one: one[0])
-
-
-def _listed(place: str) -> tuple[os.stat_result, list[str]]:
-    try:
-        return os.stat(place), sorted(os.listdir(place))
-    except OSError as error:
-        raise unreadable(place, error) from None
+    return sorted(files, key=lambda file: file[0])
 
 
 def unreadable(path: str, error: OSError) -> UserError:
@@ -193,9 +193,7 @@ def shown(path: str) -> str:
 def chosen(folder: str, name_filter: NameFilter, passed: PassedOver) -> Iterator[tuple[str, os.stat_result]]:
     """Yield full path and state of the files whose names are chosen; count the others."""
     for path, about in walk(folder, name_filter, passed):
-        if reason := name_filter.refusal(path, is_named=False):
-            passed[reason] += 1
-        elif not about.st_size:
-            passed["empty"] += 1
+        if reason := name_filter.refusal(path) or ("" if about.st_size else "empty"):
+            passed.note(reason)
         else:
             yield os.path.join(folder, path), about

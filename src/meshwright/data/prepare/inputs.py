@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from meshwright.data.prepare import containers, folders, tables, wiki
-from meshwright.data.prepare.folders import NameFilter, PassedOver, shown
+from meshwright.data.prepare.folders import NOT_CHOSEN, NOT_UTF8, NameFilter, PassedOver, shown
 from meshwright.data.prepare.plain import HTML_NAME, PIECE
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.settings.hints import near_path
@@ -57,32 +58,32 @@ class Inputs:
 
     @property
     def bytes(self) -> int:
-        return sum(one.bytes for one in self.inputs)
+        return sum(source.bytes for source in self.inputs)
 
     @property
     def paths(self) -> list[str]:
-        return [path for one in self.inputs for path in ([file for file, _, _ in one.files] or [one.path])]
+        return [path for source in self.inputs for path in ([file for file, _, _ in source.files] or [source.path])]
 
     def describe(self) -> str:
         """Say how many files of which kind there are."""
         names = {"lines": "JSON lines", "stream": "archives or streams"}
         names |= dict.fromkeys(("text", "small files"), "plain text")
         counts: Counter[str] = Counter()
-        for one in self.inputs:
-            counts["wiki dumps" if one.is_wiki else names.get(one.kind, "tables")] += len(one.files) or 1
+        for source in self.inputs:
+            counts["wiki dumps" if source.is_wiki else names.get(source.kind, "tables")] += len(source.files) or 1
         return ", ".join(f"{count:,} of {kind}" for kind, count in counts.items())
 
     def opened(self) -> Iterator[str]:
         """Yield a line for each input that was named, and one for each folder."""
         number: Counter[str] = Counter()
-        for one in self.inputs:
-            if one.folder is not None:
-                number[one.folder] += len(one.files) or 1
-        for one in self.inputs:
-            if one.folder is None:
-                yield from (shown(path) for path, _, _ in one.files or [(one.path, 0, 0)])
-            elif count := number.pop(one.folder, 0):
-                yield f"{shown(one.folder)}: {count:,} {'file' if count == 1 else 'files'}"
+        for source in self.inputs:
+            if source.folder is not None:
+                number[source.folder] += len(source.files) or 1
+        for source in self.inputs:
+            if source.folder is None:
+                yield from (shown(path) for path, _, _ in source.files or [(source.path, 0, 0)])
+            elif count := number.pop(source.folder, 0):
+                yield f"{shown(source.folder)}: {count:,} {'file' if count == 1 else 'files'}"
 
 
 def name_filter(given: TextInputs) -> NameFilter:
@@ -92,43 +93,42 @@ def name_filter(given: TextInputs) -> NameFilter:
 def find_inputs(given: TextInputs) -> Inputs:
     """Return the inputs; raise if one cannot be read or nothing is left."""
     passed = PassedOver()
-    single = [one for path in _expand(given.input) for one in _find_below(path, given, passed)]
-    found = Inputs(list(_joined(single)), passed)
-    if not found.inputs:
+    single = [source for path in _expand(given.input) for source in _find_below(path, given, passed)]
+    if not single:
         reason = passed.line() if passed else "nothing is there"
         raise bad_data(f"--input {' '.join(map(shown, given.input))} holds no text; {reason}")
-    return found
+    return Inputs(list(_joined(single)), passed)
 
 
 def _expand(patterns: list[str]) -> list[str]:
     """Return files and `-` as given, and the matches of patterns sorted."""
-    found = []
+    paths = []
     for pattern in patterns:
-        matches = (
-            [pattern] if pattern == "-" or os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
-        )
+        is_path = pattern == "-" or os.path.lexists(pattern)
+        matches = [pattern] if is_path else sorted(glob.glob(pattern, recursive=True))
         if not matches:
             raise bad_data(f"--input {shown(pattern)} does not exist{near_path(pattern)}")
-        found += matches
-    return found
+        paths += matches
+    return paths
 
 
 def _find_below(path: str, given: TextInputs, passed: PassedOver) -> Iterator[Input]:
     if path == "-":
         yield Input("-", "stream")
     elif files := tables.find_saved(path) if os.path.isdir(path) else [path]:
-        for one in files:
-            if reason := name_filter(given).refusal(os.path.basename(one), is_named=True):
-                passed[reason] += 1
+        for file in files:
+            folder, name = os.path.split(file)
+            if name_filter(given).chooses(name, os.path.join(folder, "")):
+                yield _inspect(file)
             else:
-                yield _inspect(one)
+                passed.note(NOT_CHOSEN)
     else:
         for inside, about in folders.chosen(path, name_filter(given), passed):
-            found = _inspect_inside(path, inside, about, given)
-            if isinstance(found, str):
-                passed.note(found, shown(inside))
+            inspected = _inspect_inside(path, inside, about, given)
+            if isinstance(inspected, str):
+                passed.note(inspected, shown(inside))
             else:
-                yield found
+                yield inspected
 
 
 def _inspect(path: str) -> Input:
@@ -183,7 +183,7 @@ def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextIn
     if suffix in folders.DATA and suffix not in (".json", ".xml") and not kind:
         return "not of the kind that their suffix says"
     if containers.foreign_encoding(start):
-        return "not UTF-8"
+        return NOT_UTF8
     return "binary" if b"\0" in start else _input(path, kind, about, folder)
 
 
@@ -217,13 +217,9 @@ def _input(path: str, kind: str | None, about: os.stat_result, folder: str | Non
 
 def _joined(inputs: list[Input]) -> Iterator[Input]:
     """Join small texts that follow each other, so that pieces can hold many of them."""
-    kept: list[Input] = []
-    for one in [*inputs, None]:
-        if kept and (one is None or one.kind != "small files" or one.folder != kept[0].folder):
-            files = tuple(file for each in kept for file in each.files)
-            yield Input(kept[0].path, "small files", sum(max(size, 1) for _, size, _ in files), kept[0].folder, files)
-            kept = []
-        if one is not None and one.kind == "small files":
-            kept.append(one)
-        elif one is not None:
-            yield one
+    for (kind, folder), group in itertools.groupby(inputs, lambda source: (source.kind, source.folder)):
+        if kind != "small files":
+            yield from group
+            continue
+        files = tuple(file for source in group for file in source.files)
+        yield Input(files[0][0], kind, sum(max(size, 1) for _, size, _ in files), folder, files)

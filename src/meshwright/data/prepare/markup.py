@@ -33,22 +33,22 @@ class _PageParser(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
-        self.hidden = self.kept = 0  # elements that are open: without text, with their own white space
+        self.hidden = self.preformatted = 0  # elements that are open: without text, with their own white space
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
         self.hidden += tag in HIDDEN
-        self.kept += tag in ("pre", "textarea")
+        self.preformatted += tag in ("pre", "textarea")
         self._break(tag)
 
     def handle_endtag(self, tag: str) -> None:
         self.hidden -= tag in HIDDEN and self.hidden > 0
-        self.kept -= tag in ("pre", "textarea") and self.kept > 0
+        self.preformatted -= tag in ("pre", "textarea") and self.preformatted > 0
         if tag not in CELLS:
             self._break(tag)
 
     def _break(self, tag: str) -> None:
         if tag in LINES or tag in PARAGRAPHS:
-            if self.parts and not self.kept:
+            if self.parts and not self.preformatted:
                 self.parts[-1] = self.parts[-1].rstrip(" ")
             self.parts.append("\n" if tag in LINES else "\n\n")
         elif tag in CELLS and self.parts and not self.parts[-1].endswith("\n"):
@@ -57,7 +57,7 @@ class _PageParser(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.hidden:
             return
-        if not self.kept:
+        if not self.preformatted:
             data = re.sub(r"\s+", " ", data)
             if self.parts and self.parts[-1][-1:] in (" ", "\n"):
                 data = data.removeprefix(" ")

@@ -30,11 +30,12 @@ class Piece(ABC):
     path: str
     begin: int = 0  # of a file in bytes, of a table in rows; of a stream or the first of texts, lines ahead of it
     behind: int = 0  # bytes of the input that are done with it
+    end: int = 0  # of a file or table, where the next piece begins
 
     @property
-    @abstractmethod
     def size(self) -> int:
-        """Return the size of what is read; 0 if only the texts in it count."""
+        """The bytes of what is read; 0 if only the texts in it count."""
+        return self.end - self.begin
 
     @abstractmethod
     def units(self, keys: list[str]) -> Iterator[Unit]:
@@ -51,12 +52,6 @@ class Piece(ABC):
 @dataclass(frozen=True)
 class LinesAt(Piece):
     """JSON lines that begin within a range of a file's bytes."""
-
-    end: int = 0
-
-    @property
-    def size(self) -> int:
-        return self.end - self.begin
 
     def units(self, keys: list[str]) -> Iterator[Unit]:
         span, _ = plain.read_span(self.path, self.begin, self.end, JSON_LINES)
@@ -87,7 +82,6 @@ class LinesHere(Piece):
 class Rows(Piece):
     """Rows [begin, end) of a table."""
 
-    end: int = 0
     kind: str = "parquet"
     start: tables.Start = (0, 0)
 
@@ -114,10 +108,6 @@ class Broken(Piece):
 
     def __str__(self) -> str:
         return f"{shown(self.path)} is cut short or damaged ({self.why})"
-
-    @property
-    def size(self) -> int:
-        return 0
 
     def units(self, keys: list[str]) -> Iterator[Unit]:
         return iter(())
@@ -169,12 +159,6 @@ class TextPiece(Piece):
 class TextAt(TextPiece):
     """Documents that begin within a range of a text file's bytes."""
 
-    end: int = 0
-
-    @property
-    def size(self) -> int:
-        return self.end - self.begin
-
     def placed_units(self, keys: list[str]) -> Iterator[tuple[str, Unit]]:
         (data, first, stop), start = plain.read_span(self.path, self.begin, self.end, self.separator)
         for begin, unit in self.documents(data[first:stop], self.path, keys):
@@ -185,12 +169,7 @@ class TextAt(TextPiece):
 class SmallFiles(TextPiece):
     """Many small files of text; in a folder, those that look like JSON lines are read as such."""
 
-    end: int = 0
     paths: tuple[str, ...] = ()
-
-    @property
-    def size(self) -> int:
-        return self.end - self.begin
 
     def placed_units(self, keys: list[str]) -> Iterator[tuple[str, Unit]]:
         for path in self.paths:

@@ -50,7 +50,7 @@ def documents(content: bytes, name: str, separator: str) -> Iterator[tuple[int, 
     # Looking for the bytes first is many times as fast as the pattern alone.
     is_whole = is_page or separator.encode() not in content
     separators = [] if is_whole else ends_of(separator)[1].finditer(content)
-    for start, end in [*(one.span() for one in separators), (len(content), len(content))]:
+    for start, end in [*(line.span() for line in separators), (len(content), len(content))]:
         if part := content[begin:start]:
             text = decode(part, separator)
             if is_page and isinstance(text, str):
@@ -152,26 +152,26 @@ def cut_stream(chunks: Iterator[bytes], size: int, separator: str) -> Iterator[b
     """Yield documents, about `size` bytes at a time; raise damage after the intact ones."""
     begins_line = b"" if separator == JSON_LINES else b"\n"
     # `end`: of the last complete document; `searched`: the beginning of the unfinished line.
-    kept, end, searched, too_long = bytearray(), 0, 0, False
+    unread, end, searched, too_long = bytearray(), 0, 0, False
     try:
         for chunk in chunks:
-            kept += chunk
+            unread += chunk
             if too_long:
-                line = ends_of(separator)[0].search(kept)
+                line = ends_of(separator)[0].search(unread)
                 if line is None:
-                    kept = kept[kept.rfind(b"\n") + 1 :][: margin_of(separator)]
+                    unread = unread[unread.rfind(b"\n") + 1 :][: margin_of(separator)]
                     continue
-                kept, searched, too_long = bytearray(TOO_LONG + begins_line) + kept[line.start() :], 0, False
-            end = last_end(kept, separator, searched) or end
-            searched = max(end, kept.rfind(b"\n") + 1)
-            if end and len(kept) >= size:
-                yield bytes(kept[:end])
-                kept, searched, end = kept[end:], searched - end, 0
-            if len(kept) > records.LONGEST:
-                kept, searched, too_long = kept[searched:][: margin_of(separator)], 0, True
+                unread, searched, too_long = bytearray(TOO_LONG + begins_line) + unread[line.start() :], 0, False
+            end = last_end(unread, separator, searched) or end
+            searched = max(end, unread.rfind(b"\n") + 1)
+            if end and len(unread) >= size:
+                yield bytes(unread[:end])
+                unread, searched, end = unread[end:], searched - end, 0
+            if len(unread) > records.LONGEST:
+                unread, searched, too_long = unread[searched:][: margin_of(separator)], 0, True
     except containers.DAMAGES:
         if end:
-            yield bytes(kept[:end])
+            yield bytes(unread[:end])
         raise
-    if rest := TOO_LONG if too_long else bytes(kept):
+    if rest := TOO_LONG if too_long else bytes(unread):
         yield rest

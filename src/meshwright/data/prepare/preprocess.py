@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -73,12 +74,12 @@ class Totals:
     def state(self, pieces: int) -> dict[str, Any]:
         """Return what the journal notes after so many pieces."""
         state = dict(pieces=pieces, documents=self.documents, bytes=self.bytes, input=self.position, bad=dict(self.bad))
-        return {**state, "passed": dict(self.passed), "lengths": self.lengths, "is_complete": False}
+        return {**state, "passed": vars(self.passed), "lengths": self.lengths, "is_complete": False}
 
     def restore(self, state: dict[str, Any]) -> None:
         self.documents, self.bytes = self.before = (state["documents"], state["bytes"])
         self.bad = SkippedLines({kind: (count, first) for kind, (count, first) in state["bad"].items()})
-        self.passed = PassedOver(state["passed"])
+        self.passed = PassedOver(Counter(state["passed"]["counts"]), state["passed"]["names"])
         self.position, self.lengths = tuple(state["input"]), state["lengths"]
 
     def add_piece(self, piece: Piece, encoded: Encoded, keys: list[str], stop: bool) -> None:
@@ -98,14 +99,14 @@ class Totals:
         self.position = (number, units + encoded.units, entered)
         self.documents += encoded.documents
         self.bytes += encoded.bytes
-        self.passed.add(encoded.passed)
+        self.passed += encoded.passed
 
     def add_rank(self, other: Totals) -> None:
         self.lengths = np.add(self.lengths, other.lengths).tolist()
         self.documents += other.documents
         self.bytes += other.bytes
         self.before = (self.before[0] + other.before[0], self.before[1] + other.before[1])
-        self.passed.add(other.passed)
+        self.passed += other.passed
         for kind, (count, place) in other.bad.items():
             self.bad.count(kind, count, place)
 
@@ -179,10 +180,10 @@ class Preparation:
     def __init__(self, config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: World) -> None:
         p = config.preprocess
         self.config, self.world = config, world
-        self.found = find_inputs(p)
-        if world.size > 1 and any(one.kind == "stream" and not one.bytes for one in self.found.inputs):
+        self.inputs = find_inputs(p)
+        if world.size > 1 and any(source.kind == "stream" and not source.bytes for source in self.inputs.inputs):
             raise UserError("--input - or a pipe has one reader; start one process, or give files")
-        for line in self.found.opened():
+        for line in self.inputs.opened():
             print(f"Opening {line}", file=stdout)
         if p.dataset_impl != "mmap":
             print(f"--dataset-impl {p.dataset_impl}: written as mmap, which every loader reads", file=stderr)
@@ -202,35 +203,29 @@ class Preparation:
         self.keys, self.dtype = list(dict.fromkeys(p.json_keys)), token_dtype(tokenizer.size)
         level = "sentence" if p.split_sentences else "document"
         self.prefixes = [f"{p.output_prefix}_{key}_{level}" for key in self.keys]
-        self.states = [hash_of(one.files) if one.files else state_of(one) for one in self.found.inputs]
+        self.states = [hash_of(s.files) if s.files else state_of(s) for s in self.inputs.inputs]
         self.tokenizer_identity = [tokenizer.name, tokenizer.size, tokenizers.file_hashes(tokenizer)]
-        # Without on_error: the noted state has no bad line, or counts all of them.
         free = ("workers", "log_interval", "input", "on_error", "overwrite")
         self.settings = {k: v for k, v in asdict(p).items() if k not in free}
 
     @property
     def comparable(self) -> dict[str, Any]:
-        """Return what is equal on all ranks."""
-        inputs = enumerate(self.found.inputs, start=1)
+        """What is equal on all ranks."""
+        inputs = enumerate(self.inputs.inputs, start=1)
         return {
             "version": our_version(),
             "tokenizer": self.tokenizer_identity,
             **{spelling(name): value for name, value in self.settings.items()},
             "--on-error": self.config.preprocess.on_error,
-            **{f"--input {n}": [one.path, one.kind, one.bytes, len(one.files)] for n, one in inputs},
+            **{f"--input {n}": [source.path, source.kind, source.bytes, len(source.files)] for n, source in inputs},
         }
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Return what is equal in a run that continues an interrupted one."""
-        inputs = zip(self.found.inputs, self.states, strict=True)
-        return {
-            "inputs": [[one.path, one.kind, state] for one, state in inputs],
-            "share": [self.world.rank, self.world.size],
-            "tokenizer": self.tokenizer_identity,
-            "settings": self.settings,
-            "version": our_version(),
-        }
+        """What is equal in a run that continues an interrupted one."""
+        # Without on_error: the noted state has no bad line, or counts all of them.
+        share = {"states": self.states, "share": [self.world.rank, self.world.size], "--on-error": None}
+        return {**self.comparable, **share}
 
     @functools.cached_property
     def made_from(self) -> dict[str, Any]:
@@ -242,7 +237,7 @@ class Preparation:
         if p.split_sentences:  # before 0.8 all were split by Punkt, and the record did not say so
             settings.pop("sentence_splitter", None)
             settings |= {"sentence_splitter": "rules"} if p.sentence_splitter == "rules" else {}
-        inputs = origin.inputs_of(self.found.paths)
+        inputs = origin.inputs_of(self.inputs.paths)
         return {"command": "preprocess", "inputs": inputs, "settings": settings, "tokenizer": self.tokenizer_identity}
 
     def is_done(self, stdout: TextIO, dry_run: bool = False) -> bool:
@@ -263,17 +258,19 @@ class Preparation:
 
     def find_changed(self) -> str:
         """Name an input that grew or shrank while it was read: half of it is of another version."""
-        for one, state in zip(self.found.inputs, self.states, strict=True):
-            if one.kind != "stream" and state_of(one) != state:
-                sizes = "" if one.files else f" ({one.bytes:,} bytes then, {_size_and_time(one.path)[0]:,} now)"
-                return f"{shown(one.folder or one.path)} has changed while it was read{sizes}"
+        for source, state in zip(self.inputs.inputs, self.states, strict=True):
+            if source.kind != "stream" and state_of(source) != state:
+                sizes = (
+                    "" if source.files else f" ({source.bytes:,} bytes then, {_size_and_time(source.path)[0]:,} now)"
+                )
+                return f"{shown(source.folder or source.path)} has changed while it was read{sizes}"
         return ""
 
     def require_tokens(self, totals: Totals) -> None:
         for key, (tokens, _, _) in zip(self.keys, totals.lengths, strict=True):
             if not tokens:
                 reason = f" ({totals.bad})" if totals.bad else ""
-                passed = PassedOver(self.found.passed + totals.passed)
+                passed = self.inputs.passed + totals.passed
                 reason += f" ({passed.line()})" if passed else ""
                 paths = ", ".join(map(shown, self.config.preprocess.input))
                 raise bad_data(f"no token under {key!r} in {paths}{reason}: nothing was written")
@@ -298,7 +295,7 @@ class Share:
         self.progress_path = Path(f"{self.settings.output_prefix}{suffix}.progress")
         self.failure, self.looked_for_failure = Path(f"{self.settings.output_prefix}.failed"), 0.0
         self.totals = Totals([[0, 0, 0]] * len(self.paths))
-        sizes = [max(one.bytes, 1) for one in preparation.found.inputs]
+        sizes = [max(source.bytes, 1) for source in preparation.inputs.inputs]
         self.offsets = [0, *itertools.accumulate(sizes)]  # of each input in all of them, in bytes
         ranks = (self.world.rank, self.world.rank + 1)
         self.begin, self.end = (self.offsets[-1] * n // self.world.size for n in ranks)
@@ -360,7 +357,7 @@ class Share:
     def encode_pieces(self, journal: Journal, writers: list[Writer], done: int) -> None:
         """Encode and append all pieces but the first `done`."""
         p, world, preparation = self.settings, self.world, self.preparation
-        todo = islice(cut_inputs(preparation.found.inputs, p, world.rank, world.size), done, None)
+        todo = islice(cut_inputs(preparation.inputs.inputs, p, world.rank, world.size), done, None)
         make = functools.partial(build_encoder, preparation.config, preparation.dtype)
         stop = p.on_error == "stop"
         self.stdout.flush()
@@ -381,7 +378,7 @@ class Share:
         """Return --workers, by default one for each core, but 1 for a few pieces."""
         wanted = self.settings.workers or max(1, cores() // self.world.local_size)
         is_small = self.offsets[-1] < 4 * MIB
-        plain = all(one.kind in ("lines", "text", "small files") for one in self.preparation.found.inputs)
+        plain = all(s.kind in ("lines", "text", "small files") for s in self.preparation.inputs.inputs)
         return 1 if is_small and plain else wanted
 
     def check_other_ranks(self) -> None:
@@ -406,7 +403,7 @@ class Share:
 
             yield print_line
             return
-        total = self.end - self.begin if all(one.bytes for one in self.preparation.found.inputs) else None
+        total = self.end - self.begin if all(source.bytes for source in self.preparation.inputs.inputs) else None
         bar, task = new_bar("{task.description}", "bar", "percent", "left", total=total, file=stderr)
         with bar:
             yield lambda done: bar.update(task, completed=done, description=totals.line())
@@ -425,11 +422,11 @@ def cached_tokenizer(settings: TokenizerFlags) -> tokenizers.Tokenizer:
     return tokenizers.build_tokenizer(settings)
 
 
-def state_of(one: Input) -> str:
+def state_of(source: Input) -> str:
     """Return a hash of the sizes and times of an input's files, something new for a pipe."""
-    if one.kind == "stream" and not one.bytes:
+    if source.kind == "stream" and not source.bytes:
         return str(time.time_ns())
-    paths = [path for path, _, _ in one.files] or [one.path]
+    paths = [path for path, _, _ in source.files] or [source.path]
     return hash_of(tuple((path, *_size_and_time(path)) for path in paths))
 
 
@@ -449,7 +446,7 @@ def report(preparation: Preparation, totals: Totals, stdout: TextIO, stderr: Tex
     print(totals.line(), file=stderr)
     if totals.bad:
         print(f"left out {totals.bad}", file=stderr)
-    if passed := PassedOver(preparation.found.passed + totals.passed):
+    if passed := preparation.inputs.passed + totals.passed:
         print(passed.line(), file=stderr)
     dtype = np.dtype(preparation.dtype)
     for prefix, (tokens, sequences, _) in zip(preparation.prefixes, totals.lengths, strict=True):

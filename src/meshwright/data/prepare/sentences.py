@@ -44,14 +44,14 @@ def build_splitter(splitter: str, language: str, keep_newlines: bool) -> Callabl
     """
     if splitter == "punkt":
         return _build_punkt(language, keep_newlines)
-    known = read_table("data/prepare/sentences.toml")
-    if language not in known:
+    languages = read_table("data/prepare/sentences.toml")
+    if language not in languages:
         raise UserError(
-            f"--lang {language}: there are rules for {', '.join(known)}{did_you_mean(language, known)}; "
+            f"--lang {language}: there are rules for {', '.join(languages)}{did_you_mean(language, languages)}; "
             "--sentence-splitter punkt knows other languages",
             USAGE,
         )
-    rules = Rules(known[language])
+    rules = Rules(languages[language])
 
     def split(text: str) -> list[str]:
         begin, out = 0, []
@@ -79,35 +79,35 @@ class Rules:
         """Yield where each sentence but the last ends, behind the white space that follows it."""
         begin = _end(_SPACE, text, 0)
         caseless = text.islower()  # then a small letter may begin a sentence
-        for found in _END.finditer(text):
-            end = found.end()
-            if found.start() < begin:  # an empty line behind a sentence that has ended
+        for mark in _END.finditer(text):
+            end = mark.end()
+            if mark.start() < begin:  # an empty line behind a sentence that has ended
                 continue
-            if found["quote"] and text.count('"', begin, end) % 2:  # it opens the next sentence
+            if mark["quote"] and text.count('"', begin, end) % 2:  # it opens the next sentence
                 end -= 1
-            if found["close"] is not None and not self._is_end(text, begin, found, caseless):
+            if mark["close"] is not None and not self._is_end(text, begin, mark, caseless):
                 continue
             begin = _end(_SPACE, text, end)
             if begin < len(text):
                 yield begin
 
-    def _is_end(self, text: str, begin: int, found: re.Match[str], caseless: bool) -> bool:
+    def _is_end(self, text: str, begin: int, mark: re.Match[str], caseless: bool) -> bool:
         """Return whether a sentence from `begin` ends at a stop before white space."""
-        after = _NEXT.match(text, found.end())
+        after = _NEXT.match(text, mark.end())
         assert after
         word = after[1]
         if not word:
             return text[after.end() : after.end() + 1] not in set(".,;:!?…)»&/")
         if word[0].islower() and not caseless:
             return False
-        stop = text[found.start() : found.start("close")]
+        stop = text[mark.start() : mark.start("close")]
         if stop.strip(".…"):
             return True
         if stop != ".":  # an ellipsis; I and its forms have a capital letter anywhere
             return word.partition("’")[0].partition("'")[0] != "I"
-        if len(word) == 1 and text.startswith(".", after.end()) and text[found.start() - 2 : found.start() - 1] in " .":
+        if len(word) == 1 and text.startswith(".", after.end()) and text[mark.start() - 2 : mark.start() - 1] in " .":
             return False  # initials, or z. B.
-        return bool(found["close"]) or self._is_full_stop(text, begin, found.start(), word)
+        return bool(mark["close"]) or self._is_full_stop(text, begin, mark.start(), word)
 
     def _is_full_stop(self, text: str, begin: int, at: int, word: str) -> bool:
         """Return whether the stop `at` ends a sentence, not just an abbreviation or a number."""
@@ -128,8 +128,8 @@ class Rules:
 
 
 def _end(pattern: re.Pattern[str], text: str, begin: int) -> int:
-    found = pattern.match(text, begin)
-    return found.end() if found else begin
+    match = pattern.match(text, begin)
+    return match.end() if match else begin
 
 
 def _build_punkt(language: str, keep_newlines: bool) -> Callable[[str], list[str]]:

@@ -32,8 +32,7 @@ def find_saved(folder: str) -> list[str]:
     """Return the files of a data set saved by Hugging Face's `datasets`; [] for another folder."""
     splits = _names(Path(folder) / "dataset_dict.json", "splits")
     if splits:
-        one = Path(folder) / splits[0]
-        raise bad_data(f"--input {folder} holds several data sets; name one of them, such as {one}")
+        raise bad_data(f"--input {folder} holds several data sets; name one of them, such as {folder}/{splits[0]}")
     paths = [str(Path(folder) / name) for name in _names(Path(folder) / "state.json", "_data_files")]
     if paths:
         gone = [path for path in paths if not os.path.isfile(path)]
@@ -49,7 +48,7 @@ def _names(path: Path, key: str) -> list[str]:
     """Return names in a JSON object; [] if there are none: other programs have such files, too."""
     try:
         values = json.loads(path.read_text("utf-8"))[key]
-        names = [one if isinstance(one, str) else one["filename"] for one in values]
+        names = [value if isinstance(value, str) else value["filename"] for value in values]
     except (OSError, ValueError, RecursionError, TypeError, LookupError):
         return []
     is_valid = isinstance(values, list) and all(isinstance(name, str) and name for name in names)

@@ -59,7 +59,7 @@ def article_text(page: str) -> str:
     text = ADDRESS.sub(r"\1", text)
     text = SWITCH.sub("", QUOTES.sub("", text))
     if "-{" in text:
-        text = VARIANTS.sub(lambda found: _variant(found[1]), text)
+        text = VARIANTS.sub(lambda variant: _variant(variant[1]), text)
     text = LEFT.sub(r"\1\2", EMPTY.sub("", text))
     return html.unescape(_lines(text)).replace("\xa0", " ")
 
@@ -94,10 +94,10 @@ def _without_brackets(text: str) -> str:
     parts: list[str] = []
     count = {"{{": 0, "[[": 0, "{|": 0}
     at = 0
-    for found in BRACKET.finditer(text):
-        parts.append(text[at : found.start()])
-        at = found.end()
-        word = found[0].lstrip(" \t:")
+    for mark in BRACKET.finditer(text):
+        parts.append(text[at : mark.start()])
+        at = mark.end()
+        word = mark[0].lstrip(" \t:")
         kind = word[:2]
         for _ in range(len(word) // 2):
             if kind in count:
@@ -126,12 +126,12 @@ def _without_brackets(text: str) -> str:
 def _template(inside: str) -> str:
     name, *rest = (part.strip() for part in inside.split("|"))
     name = name.lower()
-    given = [part for part in rest if "=" not in part]
+    arguments = [part for part in rest if "=" not in part]
     if name in ("convert", "cvt"):
-        return " ".join(given[:2])
+        return " ".join(arguments[:2])
     which = -1 if name.startswith("lang-") else 0 if name.startswith("link-") else ARGUMENT.get(name)
-    if which is not None and given:
-        return given[which]
+    if which is not None and arguments:
+        return arguments[which]
     return SIGNS.get(name, "")
 
 

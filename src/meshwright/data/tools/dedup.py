@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import mmap
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -69,7 +71,7 @@ class JsonDocuments:
     def __init__(self, paths: list[str], key: str, bad: SkippedLines) -> None:
         self.paths, self.key, self.bad = paths, key, bad
         self.maps = [map_lines(path) for path in paths]
-        self.size = sum(len(one) for one in self.maps)
+        self.size = sum(map(len, self.maps))
         self.files, self.lines, self.begins, self.ends = (np.zeros(0, np.int64) for _ in range(4))
 
     def scan(self, advance: Callable[[int], None]) -> Iterator[str]:
@@ -124,7 +126,7 @@ def deduplicate(
     """Write what is kept to `output`, byte for byte, and to `report` why the others go."""
     target = Path(output)
     for path in {output, report} - {None}:
-        if Path(str(path)).resolve() in {Path(one).resolve() for one in paths}:
+        if Path(str(path)).resolve() in {Path(source).resolve() for source in paths}:
             raise UserError(f"{path} is an input, too; choose another name for what is written")
     out = Outcome()
     documents = JsonDocuments(paths, rule.key, out.bad)
@@ -138,8 +140,8 @@ def deduplicate(
             keys = np.memmap(file, np.uint64, "r", shape=(out.documents, rule.bands))
             out.removed = choose_removed(documents, *_buckets(keys), rule)
             del keys
-        kept = (documents.line(i).strip() for i in range(out.documents) if i not in out.removed)
-        out.is_unchanged = not write_lines(target, kept, overwrite, "--output-file")
+        lines = (documents.line(i).strip() for i in range(out.documents) if i not in out.removed)
+        out.is_unchanged = not write_lines(target, lines, overwrite, "--output-file")
         if report:
             with replacing(Path(report)) as listing:
                 listing.writelines(_reasons(documents, out))
@@ -149,8 +151,8 @@ def deduplicate(
 
 
 def _reasons(documents: JsonDocuments, out: Outcome) -> Iterator[bytes]:
-    for i, (kept, index) in sorted(out.removed.items()):
-        why = {"removed": documents.place(i), "kept": documents.place(kept), "jaccard": round(index, 4)}
+    for i, (other, index) in sorted(out.removed.items()):
+        why = {"removed": documents.place(i), "kept": documents.place(other), "jaccard": round(index, 4)}
         yield orjson.dumps(why) + b"\n"
 
 
@@ -224,13 +226,13 @@ def _buckets(keys: Any) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         documents.append(order[is_shared])
         buckets.append(number[is_shared] + first)
         first += int(number[-1]) + 1
-    found, number = np.concatenate(documents), np.concatenate(buckets)
-    order = np.argsort(found, kind="stable")
-    return found[order], number[order]
+    sharing, number = np.concatenate(documents), np.concatenate(buckets)
+    order = np.argsort(sharing, kind="stable")
+    return sharing[order], number[order]
 
 
 def choose_removed(
-    documents: JsonDocuments, found: npt.NDArray[np.int64], buckets: npt.NDArray[np.int64], rule: Similarity
+    documents: JsonDocuments, sharing: npt.NDArray[np.int64], buckets: npt.NDArray[np.int64], rule: Similarity
 ) -> dict[int, tuple[int, float]]:
     """Return the documents that go, each with the kept one it resembles and their index."""
 
@@ -239,18 +241,18 @@ def choose_removed(
         return shingles(documents.text(i), rule)
 
     out: dict[int, tuple[int, float]] = {}
-    kept: dict[int, list[int]] = {}  # documents of a bucket
-    borders = np.flatnonzero(np.diff(found, prepend=-1, append=-1)) if len(found) else np.zeros(1, np.int64)
-    for begin, end in zip(borders[:-1], borders[1:], strict=True):
-        i, mine = int(found[begin]), buckets[begin:end].tolist()
-        for other in sorted({j for bucket in mine for j in kept.get(bucket, ())}):
+    kept_of = defaultdict[int, list[int]](list)  # kept documents of each bucket
+    borders = np.flatnonzero(np.diff(sharing, prepend=-1, append=-1)) if len(sharing) else np.zeros(1, np.int64)
+    for begin, end in pairwise(borders):
+        i, own_buckets = int(sharing[begin]), buckets[begin:end].tolist()
+        for other in sorted({j for bucket in own_buckets for j in kept_of[bucket]}):
             index = jaccard(pieces(i), pieces(other))
             if index >= rule.threshold:
                 out[i] = other, index
                 break
         else:
-            for bucket in mine:
-                kept.setdefault(bucket, []).append(i)
+            for bucket in own_buckets:
+                kept_of[bucket].append(i)
     return out
 
 

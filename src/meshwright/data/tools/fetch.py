@@ -96,7 +96,7 @@ def resolve_names(names: list[str], sha256: str | None) -> dict[str, KnownFile]:
     if sha256 and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
         raise UserError(f"--sha256 {sha256} is not 64 hexadecimal digits")
     out = {}
-    for name in (n for given in names for n in FILE_SETS.get(given, [given])):
+    for name in (file for word in names for file in FILE_SETS.get(word, [word])):
         if known := KNOWN.get(name):
             out[name] = replace(known, sha256=known.sha256 or sha256)
             if sha256 and known.sha256 not in (None, sha256.lower()):
@@ -124,43 +124,43 @@ def is_address(name: str) -> bool:
     return parts.scheme in ("http", "https") and has_host and name.isprintable() and " " not in name
 
 
-def fetch_file(name: str, known: KnownFile, folder: Path) -> str:
+def fetch_file(name: str, wanted: KnownFile, folder: Path) -> str:
     """Fetch one file into the folder unless it is there; return a line about it."""
     path = folder / name
     make_folder(folder, "--output")
     try:
         with lock(folder / f"{name}.lock"):  # a second process waits, and finds the file
-            return check_present(path, known) if path.exists() else fetch_missing(path, known)
+            return check_present(path, wanted) if path.exists() else fetch_missing(path, wanted)
     except OSError as error:
         raise UserError(f"{error.filename or path} cannot be written: {error.strerror or error}", IO) from None
 
 
-def check_present(path: Path, known: KnownFile) -> str:
+def check_present(path: Path, wanted: KnownFile) -> str:
     digest = sha256_of(path)
-    if known.sha256 and digest != known.sha256.lower():
+    if wanted.sha256 and digest != wanted.sha256.lower():
         raise bad_data(
-            f"{path} is there already, but its SHA-256 is {digest}, not {known.sha256}; move it away and fetch again"
+            f"{path} is there already, but its SHA-256 is {digest}, not {wanted.sha256}; move it away and fetch again"
         )
-    return f"{path}: there already, {'SHA-256 verified' if known.sha256 else f'not verified (SHA-256 {digest})'}"
+    return f"{path}: there already, {'SHA-256 verified' if wanted.sha256 else f'not verified (SHA-256 {digest})'}"
 
 
-def fetch_missing(path: Path, known: KnownFile) -> str:
-    for begun in find_parts(path, known.url):
+def fetch_missing(path: Path, wanted: KnownFile) -> str:
+    for begun in find_parts(path, wanted.url):
         notice(f"{begun} has {begun.stat().st_size:,} bytes; continuing from there")
-    part = download(known.url, path)
+    part = download(wanted.url, path)
     digest, size = sha256_of(part), part.stat().st_size
-    is_wrong = known.sha256 is not None and digest != known.sha256.lower()
+    is_wrong = wanted.sha256 is not None and digest != wanted.sha256.lower()
     if not is_wrong:
         os.replace(part, path)
     for left in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
         left.unlink()
     if is_wrong:
-        wanted_size = f" ({known.size:,} bytes)" if known.size else ""
+        wanted_size = f" ({wanted.size:,} bytes)" if wanted.size else ""
         raise bad_data(
-            f"{known.url} gave {size:,} bytes with the SHA-256 {digest}, but {known.sha256}{wanted_size} is expected; "
-            "they were removed; another program or page may have answered, so open the address in a browser"
+            f"{wanted.url} gave {size:,} bytes with the SHA-256 {digest}, but {wanted.sha256}{wanted_size} is "
+            "expected; they were removed; another program or page may have answered, so open the address in a browser"
         )
-    checked = "SHA-256 verified" if known.sha256 else f"not verified: its SHA-256 is not known; this one has {digest}"
+    checked = "SHA-256 verified" if wanted.sha256 else f"not verified: its SHA-256 is not known; this one has {digest}"
     return f"{path}: {size:,} bytes, {checked}"
 
 
@@ -187,9 +187,9 @@ def download(url: str, path: Path) -> Path:
             break
         notice(f"{url}: {reason}; {got:,} bytes are here, trying again")
         time.sleep(WAIT * 2**tries / 2)
-    kept = f"; {got:,} bytes are kept in {parts[0]}, and the same command continues from there" if parts else ""
+    rest = f"; {got:,} bytes are kept in {parts[0]}, and the same command continues from there" if parts else ""
     raise UserError(
-        f"{url} cannot be fetched: {reason}{kept}. On a machine without a network: download that address elsewhere and "
+        f"{url} cannot be fetched: {reason}{rest}. On a machine without a network: download that address elsewhere and "
         f"put the file at {path}",
         UNAVAILABLE,
     )

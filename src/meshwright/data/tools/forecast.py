@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-import mmap
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -46,9 +45,9 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
     from meshwright.data.datasets import build_datasets, cache_folder
 
     folders = list(dict.fromkeys(cache_folder(config, prefix) for prefix in data_paths.prefixes(config.data)))
-    there = ", ".join(map(str, folders))
+    shown_folders = ", ".join(map(str, folders))
     if dry:
-        print(f"would build the indices of {len(needed_sets(config))} sets in {there}")
+        print(f"would build the indices of {len(needed_sets(config))} sets in {shown_folders}")
         return
     # A training keeps indices in memory if it cannot write them; built ahead they would be lost.
     for folder in folders:
@@ -57,37 +56,29 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
     if vocab is None:
         console.notice("note: no tokenizer is given, so ids are not compared with its vocabulary")
     needed = list_arrays(build_datasets(config, vocab or ANY_ID).values())
-    lost = sum(not is_mapped(array) for array in needed)
+    lost = sum(array.flags.owndata for array in needed)  # not views of files
     if lost:
-        where = f"{lost} of {len(needed)} index arrays are in memory alone, not in {there}"
+        where = f"{lost} of {len(needed)} index arrays are in memory alone, not in {shown_folders}"
         raise UserError(f"{where}; see the notice above for the reason: the training would build them again", IO)
     after = find_entries(folders)
     new = [record for record in after if after[record] != before.get(record)]
     seconds = perf_counter() - start
     if not new:
-        print(f"nothing to build: all {len(needed)} index arrays are in {there} ({seconds:.1f} s)")
+        print(f"nothing to build: all {len(needed)} index arrays are in {shown_folders} ({seconds:.1f} s)")
         return
     size = sum(p.stat().st_size for record in new for p in record.parent.glob(f"{record.stem}*") if p.is_file())
-    there = ", ".join(sorted({str(record.parent) for record in new}))
-    print(f"built {len(new)} indices, {size:,} bytes, in {there} ({seconds:.1f} s): the training finds them there")
+    written = ", ".join(sorted({str(record.parent) for record in new}))
+    print(f"built {len(new)} indices, {size:,} bytes, in {written} ({seconds:.1f} s): the training finds them there")
 
 
 def list_arrays(datasets: Iterable[Any]) -> list[Any]:
     """Return the index arrays of data sets and of their parts."""
-    out, left = list[Any](), [one for one in datasets if one is not None]
+    out, left = list[Any](), [dataset for dataset in datasets if dataset is not None]
     while left:
-        one = left.pop()
-        held = vars(one)
-        out += [held[n] for n in ("doc_idx", "sample_idx", "shuffle_idx", "dataset_idx") if n in held]
-        left += [*held.get("parts", ()), *([held["dataset"]] if "dataset" in held else [])]
+        attributes = vars(left.pop())
+        out += [attributes[n] for n in ("doc_idx", "sample_idx", "shuffle_idx", "dataset_idx") if n in attributes]
+        left += [*attributes.get("parts", ()), *([attributes["dataset"]] if "dataset" in attributes else [])]
     return out
-
-
-def is_mapped(array: Any) -> bool:
-    """Return whether the array lies in a file."""
-    while array is not None and not isinstance(array, mmap.mmap):
-        array = getattr(array, "base", None)
-    return array is not None
 
 
 def find_entries(folders: Sequence[Path]) -> dict[Path, int]:
@@ -103,27 +94,28 @@ def print_plan(config: TrainConfig, as_json: bool) -> None:
         raise UserError("--mock-data: random tokens have no source; there is nothing to plan")
     indexed = functools.cache(Indexed)
     sets = [plan_set(config, spec, find_parts(config, spec, indexed)) for spec in needed_sets(config)]
-    warnings = [line for one in sets for line in one.pop("warnings")]
+    warnings = [line for facts in sets for line in facts.pop("warnings")]
     if config.data.blend_change_at is not None:
         warnings.append("--blend-change-at: counted as if this blend held from the first sample on")
     if as_json:
         print(json.dumps({"sets": sets, "warnings": warnings}))
         return
-    print("\n".join(line for one in sets for line in format_table(one)))
+    print("\n".join(line for facts in sets for line in format_table(facts)))
     for line in warnings:
         console.notice(f"warning: {line}")
 
 
-def plan_set(config: TrainConfig, spec: SetSpec, found: list[SetPart]) -> dict[str, Any]:
+def plan_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> dict[str, Any]:
     """Count the samples that are read from each source of a set."""
-    length = config.data.seq_length or 1
-    counts, how = count_samples(spec, found)
+    counts, how = count_samples(spec, parts)
     sources, warnings = list[dict[str, Any]](), list[str]()
-    for part, count in zip(found, counts, strict=True):
+    for part, count in zip(parts, counts, strict=True):
+        tokens_read = count * (config.data.seq_length or 1)
+        epochs = tokens_read / part.tokens
         source = dict(prefix=part.prefix, share=part.share, first_document=part.documents.start)
         source |= dict(documents=len(part.documents), tokens=part.tokens, samples=count)
-        sources.append(source | dict(tokens_read=count * length, epochs=count * length / part.tokens))
-        if spec.key == "train" and (epochs := count * length / part.tokens) > OFTEN:
+        sources.append(source | dict(tokens_read=tokens_read, epochs=epochs))
+        if spec.key == "train" and epochs > OFTEN:
             advice = "a smaller weight, more data or a shorter run avoids it"
             warnings.append(f"{part.prefix} is read {epochs:.1f} times over in training: {advice}")
     if not sources:
@@ -137,28 +129,28 @@ def plan_set(config: TrainConfig, spec: SetSpec, found: list[SetPart]) -> dict[s
     return {"set": spec.key, "samples": samples, "counted": how, "sources": sources, "warnings": warnings}
 
 
-def count_samples(spec: SetSpec, found: list[SetPart]) -> tuple[list[int], str]:
+def count_samples(spec: SetSpec, parts: list[SetPart]) -> tuple[list[int], str]:
     """Return how many of a set's samples each part gives, and how they were counted."""
     if spec.in_full:
-        return [part.samples for part in found], "every sample once"
-    if not found:
+        return [part.samples for part in parts], "every sample once"
+    if not parts:
         return [], "no document"
-    if len(found) == 1:
+    if len(parts) == 1:
         return [spec.samples], "one source"
-    shares = np.array([part.share for part in found])
+    shares = np.array([part.share for part in parts])
     if spec.samples > EXACT:
         return [round(share * spec.samples) for share in shares.tolist()], "from the shares: one sample more or less"
     which, _ = blend_order(shares / shares.sum(), spec.samples)
-    return np.bincount(which, minlength=len(found)).tolist(), "in the real order"
+    return np.bincount(which, minlength=len(parts)).tolist(), "in the real order"
 
 
-def format_table(one: dict[str, Any]) -> list[str]:
-    if not one["sources"]:
-        return [f"{one['set']}: none; {one['counted']}", ""]
-    read = sum(source["tokens_read"] for source in one["sources"])
-    out = [f"{one['set']}: {one['samples']:,} samples, {read:,} tokens, counted: {one['counted']}"]
+def format_table(facts: dict[str, Any]) -> list[str]:
+    if not facts["sources"]:
+        return [f"{facts['set']}: none; {facts['counted']}", ""]
+    read = sum(source["tokens_read"] for source in facts["sources"])
+    out = [f"{facts['set']}: {facts['samples']:,} samples, {read:,} tokens, counted: {facts['counted']}"]
     out.append("     share     documents              tokens         samples         tokens read    epochs  source")
-    for s in one["sources"]:
+    for s in facts["sources"]:
         out.append(
             f"{s['share']:>10.4%}{s['documents']:>14,}{s['tokens']:>20,}{s['samples']:>16,}{s['tokens_read']:>20,}"
             f"{s['epochs']:>10.3f}  {s['prefix']}"
@@ -179,33 +171,32 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
         sets = build_datasets(config, vocab)
     finally:
         console.set_stream("stdout")
-    there = [key for key, dataset in sets.items() if dataset is not None]
-    dataset = sets.get(name)
-    if dataset is None:
-        raise bad_data(f"--sample-set {name}: there is no such set; there are {', '.join(there) or 'none'}")
+    if (dataset := sets.get(name)) is None:
+        names = ", ".join(key for key, dataset in sets.items() if dataset is not None)
+        raise bad_data(f"--sample-set {name}: there is no such set; there are {names or 'none'}")
     if number >= len(dataset):
         raise bad_data(f"--sample {number}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}")
-    ids, found = [int(i) for i in dataset[number]], find_stretches(dataset, number)
+    ids, stretches = [int(i) for i in dataset[number]], find_stretches(dataset, number)
     if as_json:
-        places = [{"position": first, "tokens": stop - first, "from": place} for first, stop, place in found]
-        facts = {"set": name, "sample": number, "ids": ids, "pieces": places}
+        pieces = [{"position": first, "tokens": stop - first, "from": place} for first, stop, place in stretches]
+        facts = {"set": name, "sample": number, "ids": ids, "pieces": pieces}
         print(json.dumps({**facts, "text": decode_ids(tokenizer, ids)} if tokenizer else facts))
         return
     print(f"sample {number:,} of {name}: {len(ids):,} tokens, the last of which is only predicted")
-    for first, stop, place in found:
-        some = ids[first:stop]
-        print(f"--- {len(some):,} tokens from {place}")
-        print(decode_ids(tokenizer, some) if tokenizer else " ".join(map(str, some)))
+    for first, stop, place in stretches:
+        stretch = ids[first:stop]
+        print(f"--- {len(stretch):,} tokens from {place}")
+        print(decode_ids(tokenizer, stretch) if tokenizer else " ".join(map(str, stretch)))
 
 
 def find_stretches(dataset: Dataset, number: int) -> list[tuple[int, int, str]]:
     """Return (first position, end, place of the first token) of each stretch of a sample."""
     from meshwright.data.loader import Samples
 
-    held, k = dataset, number
-    while isinstance(held, Composite):
-        held, k = held.resolve(k)
-    if not isinstance(held, Samples):  # random tokens
+    part, k = dataset, number
+    while isinstance(part, Composite):
+        part, k = part.resolve(k)
+    if not isinstance(part, Samples):  # random tokens
         return [(0, len(dataset[number]), dataset.locate(number, 0))]
-    ends = accumulate((length for *_, length in held.pieces(k)), initial=0)
+    ends = accumulate((length for *_, length in part.pieces(k)), initial=0)
     return [(first, stop, dataset.locate(number, first)) for first, stop in pairwise(ends) if first < stop]

@@ -20,7 +20,6 @@ import numpy as np
 
 from meshwright import origin, tokenizers
 from meshwright.console import notice
-from meshwright.data.files.blocks import blocks
 from meshwright.data.files.indexed import BLOCK, FileColumn, Index, Indexed
 from meshwright.data.files.writer import Writer, is_made
 from meshwright.errors import IO, UserError, bad_data
@@ -55,13 +54,13 @@ def find_pairs(folder: str, output_prefix: str) -> list[str]:
         what = ".idx without a .bin" if lone[0] in indices else ".bin without an .idx"
         more = f" ({len(lone)} such files)" if len(lone) > 1 else ""
         raise bad_data(f"{root / lone[0]} is a {what}{more}; complete it, or move it away")
-    found = [str(root / name) for name in sorted(indices)]
-    own = [prefix for prefix in found if is_same_pair(prefix, output_prefix)]
-    if own:
-        notice(f"{own[0]} is the output, so it is not read")
-    if not set(found) - set(own):
+    prefixes = [str(root / name) for name in sorted(indices)]
+    others = [prefix for prefix in prefixes if not is_same_pair(prefix, output_prefix)]
+    if len(others) < len(prefixes):
+        notice(f"{output_prefix} is the output, so it is not read")
+    if not others:
         raise bad_data(f"--input {folder} holds no pair of .bin and .idx files")
-    return [prefix for prefix in found if prefix not in own]
+    return others
 
 
 def is_same_pair(a: str, b: str) -> bool:
@@ -73,23 +72,22 @@ def merge_pairs(prefixes: list[str], output_prefix: str, together: bool, overwri
 
     Return None if the same pairs were joined there before.
     """
-    found = tokenizers.find_of_data(prefixes)  # raises if there are several
+    tokenizer_folder = tokenizers.find_of_data(prefixes)  # raises if there are several
     lacking = [prefix for prefix in prefixes if not tokenizers.folder_of(prefix).is_dir()]
     files = [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx")]
     made_from = {"command": "data merge", "inputs": origin.inputs_of([file for file in files if Path(file).exists()])}
     is_other = not any(is_same_pair(prefix, output_prefix) for prefix in prefixes)  # else `join_pairs` refuses it
     if is_other and is_made(output_prefix, made_from, overwrite):
         return None
-    if found and lacking:
+    if tokenizer_folder and lacking:
         notice(f"{lacking[0]} does not say which tokenizer made it, so none is kept beside {output_prefix}")
 
     def keep(writer: Writer) -> None:
         writer.keep_origin(made_from)
         shutil.rmtree(tokenizers.folder_of(output_prefix), ignore_errors=True)
-        if found and not lacking:
-            tokenizers.save_tokenizer(
-                tokenizers.build_tokenizer(TokenizerFlags(), found), tokenizers.folder_of(output_prefix)
-            )
+        if tokenizer_folder and not lacking:
+            tokenizer = tokenizers.build_tokenizer(TokenizerFlags(), tokenizer_folder)
+            tokenizers.keep_beside(tokenizer, output_prefix)
 
     return join_pairs(prefixes, output_prefix, together, keep)
 
@@ -137,9 +135,9 @@ def append_index(writer: Writer, shard: Shard) -> int:
     place = writer.reserve(shard.tokens, nothing, nothing)
     with open(f"{shard.prefix}.idx", "rb") as idx:
         index = Index(shard.prefix, idx)
-        for _, sizes in blocks(index.sizes):
+        for _, sizes in index.sizes.blocks():
             writer.reserve(0, sizes, nothing)
-        for start, borders in blocks(index.borders):  # the first 0 is where the shard before ends
+        for start, borders in index.borders.blocks():  # the first 0 is where the shard before ends
             writer.reserve(0, nothing, (borders if start else borders[1:]) + before)
     return place
 
@@ -176,13 +174,12 @@ def copy_tokens(prefix: str, target: int, place: int, size: int, advance: Callab
 
 def check_result(shards: list[Shard], output_prefix: str) -> None:
     """Open the merged pair, and compare the first and last tokens of each shard."""
-    made, place = measure_pair(output_prefix), 0
-    if (made.sequences, made.documents) != (sum(s.sequences for s in shards), sum(s.documents for s in shards)):
-        raise UserError(
-            f"{output_prefix}.idx holds {made.sequences:,} sequences, not those of its parts: merge again", IO
-        )
+    merged, place = measure_pair(output_prefix), 0
+    if (merged.sequences, merged.documents) != (sum(s.sequences for s in shards), sum(s.documents for s in shards)):
+        wrong = f"{output_prefix}.idx holds {merged.sequences:,} sequences, not those of its parts"
+        raise UserError(f"{wrong}: merge again", IO)
     with open(f"{output_prefix}.bin", "rb") as target:
-        result = FileColumn(target, made.dtype, made.tokens)
+        result = FileColumn(target, merged.dtype, merged.tokens)
         for shard in shards:
             with open(f"{shard.prefix}.bin", "rb") as source:
                 tokens = FileColumn(source, shard.dtype, shard.tokens)

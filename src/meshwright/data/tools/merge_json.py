@@ -74,24 +74,24 @@ def _all(paths: list[Path], each_line: bool, out: Merged) -> Iterator[bytes]:
 
 def _passed_over(root: Path, read: set[Path]) -> PassedOver:
     """Count the files that are not read, but for hidden ones."""
-    out = PassedOver()
-    for path, _ in walk(str(root), NameFilter(), out):
+    passed = PassedOver()
+    for path, _ in walk(str(root), NameFilter(), passed):
         if root / path not in read and (root / path).resolve() not in read:
             is_other = Path(path).suffix not in ENDINGS
-            out[OTHER_SUFFIX + (suffix_of(path) or "no suffix") if is_other else "in folders of this one"] += 1
-    return out
+            passed.note(OTHER_SUFFIX + (suffix_of(path) or "no suffix") if is_other else "in folders of this one")
+    return passed
 
 
 def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
     """Yield documents as lines of JSON; JSON objects are kept byte for byte."""
     is_text = path.suffix == ".txt"
-    is_one, convert = is_text and not each_line, text_to_json if is_text else require_object
+    is_document, convert = is_text and not each_line, text_to_json if is_text else require_object
     with path.open("rb", buffering=PIECE) as file:
-        content = lines(file) if not is_one else [TOO_LONG if path.stat().st_size > LONGEST else file.read()]
+        content = lines(file) if not is_document else [TOO_LONG if path.stat().st_size > LONGEST else file.read()]
         for number, line in enumerate(content, start=1):
             document = convert(line.removeprefix(BOM) if number == 1 else line)
             if isinstance(document, Bad):
-                out.bad.count(document.kind, 1, str(path) if is_one else f"{path}:{number}")
+                out.bad.count(document.kind, 1, str(path) if is_document else f"{path}:{number}")
             elif document:
                 yield document
 

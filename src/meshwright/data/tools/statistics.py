@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.files.blocks import Ints, blocks, document_ends
-from meshwright.data.files.indexed import FileColumn, Index, Indexed
+from meshwright.data.files.indexed import FileColumn, Index, Indexed, Ints
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.progress import progress_bar
 from meshwright.tokenizers import Tokenizer
@@ -57,7 +55,7 @@ def document_lengths(indexed: Indexed) -> Lengths:
     documents = len(indexed.doc_idx) - 1
     table, long, previous = np.zeros(SHORT, np.int64), list[Ints](), 0
     with open(f"{indexed.prefix}.idx", "rb") as idx:
-        for ends in document_ends(Index(indexed.prefix, idx)):
+        for ends in Index(indexed.prefix, idx).document_ends():
             lengths = np.diff(ends, prepend=previous)
             table += np.bincount(lengths[lengths < SHORT], minlength=SHORT)
             long.append(lengths[lengths >= SHORT])
@@ -72,14 +70,14 @@ def token_counts(indexed: Indexed) -> Ints:
     """Return how often each id occurs."""
     counts, prefix = np.zeros(0, np.int64), indexed.prefix
     with open(f"{prefix}.bin", "rb") as file, progress_bar("counting tokens", indexed.tokens.nbytes) as advance:
-        for _, ids in blocks(FileColumn(file, indexed.dtype, len(indexed.tokens))):
+        for _, ids in FileColumn(file, indexed.dtype, len(indexed.tokens)).blocks():
             low, high = int(ids.min()), int(ids.max())
             if low < 0 or high >= 1 << 26:
                 wrong = f"{prefix}.bin has id {low if low < 0 else high}, which no vocabulary has"
                 raise bad_data(f"{wrong}; `meshwright data verify {prefix}` says where")
-            here = np.bincount(ids, minlength=len(counts))
-            here[: len(counts)] += counts
-            counts = here
+            block_counts = np.bincount(ids, minlength=len(counts))
+            block_counts[: len(counts)] += counts
+            counts = block_counts
             advance(ids.nbytes)
     return counts
 
@@ -129,9 +127,9 @@ def format_summary(facts: dict[str, Any]) -> list[str]:
         out.append(f"  {length:>21} {count:>14,} {count / documents:>7.2%} {'#' * round(40 * count / most)}")
     if "most_frequent" in facts:
         out += ["", f"most frequent of {facts['distinct_tokens']:,} distinct tokens"]
-        for one in facts["most_frequent"]:
-            text = f"  {one['text']!r}" if "text" in one else ""
-            out.append(f"  {one['id']:>8} {one['count']:>16,} {one['count'] / max(facts['tokens'], 1):>7.2%}{text}")
+        for token in facts["most_frequent"]:
+            text, share = f"  {token['text']!r}" if "text" in token else "", token["count"] / max(facts["tokens"], 1)
+            out.append(f"  {token['id']:>8} {token['count']:>16,} {share:>7.2%}{text}")
     return out
 
 
@@ -166,7 +164,3 @@ def describe_document(indexed: Indexed, number: int, tokenizer: Tokenizer | None
     ids = indexed.tokens[start : start + indexed.tokens_of(first, end)].tolist()
     out = dict(document=number, first_sequence=first, sequences=end - first, first_token=start, tokens=len(ids))
     return {**out, "text": decode_ids(tokenizer, ids)} if tokenizer else {**out, "ids": ids}
-
-
-def one_line(facts: dict[str, Any]) -> str:
-    return json.dumps(facts, ensure_ascii=False)
