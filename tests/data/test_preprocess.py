@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import random
 import re
 import subprocess
 import sys
@@ -111,29 +110,6 @@ BAD = {
     b'{"text": 5}': ("no text under 'text'", "int"),
     b'{"text": "\\udc00 x"}': ("lone surrogate under 'text'", r"\\udc00"),
 }
-
-
-@pytest.mark.flag("on_error")
-@pytest.mark.fault("F22")
-def test_bad_lines_are_counted_by_kind_and_no_good_line_is_lost(tmp_path):
-    rng = random.Random(1)
-    lines, good, counts, first = [], [], {}, {}
-    for n in range(1, 3001):
-        if rng.random() < 0.1:
-            lines.append(rng.choice(list(BAD)))
-            kind = BAD[lines[-1]][0]
-            counts[kind] = counts.get(kind, 0) + 1
-            first.setdefault(kind, n)
-        else:
-            good.append(f"document {n} é")
-            lines.append(line(good[-1]))
-    _, stderr = work(tmp_path, b"\n".join(lines), on_error="skip")
-    assert texts_in(tmp_path / "out_text_document") == good
-    report = stderr.splitlines()[-1]
-    assert report.startswith(f"left out {sum(counts.values()):,} bad lines: ")
-    for kind, n in counts.items():
-        assert f"{n} {kind}, first {tmp_path / 'in.jsonl'}:{first[kind]}" in report
-    assert set(counts) == {kind for kind, _ in BAD.values()}
 
 
 @pytest.mark.parametrize("bad", BAD, ids=range(len(BAD)))
