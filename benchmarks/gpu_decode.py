@@ -152,7 +152,7 @@ def check_texts() -> None:
                 word = "ok" if same == len(plain) else "WRONG"
                 print(f"{word} {name}, {slots} slots, turn {turn}: {same} of {len(plain)} texts equal", flush=True)
             assert decoder.steps is not None
-            plain_ones = [k for k in decoder.steps.tried if decoder.steps.known[k].__name__ != "replayed"]
+            plain_ones = [k for k in decoder.steps.tried if decoder.steps.runs[k].__name__ != "replayed"]
             if plain_ones or not decoder.steps.tried:
                 print(f"WRONG: {len(plain_ones)} of {len(decoder.steps.tried)} steps were not captured")
 

@@ -64,12 +64,13 @@ def test_temperature(samples):
     assert not set(texts(samples("--temperature", "50"))) & set(SENTENCES)
 
 
+@pytest.mark.flag("top_k top_p min_p")
 @pytest.mark.parametrize(
     ("all_three", "fewer", "count", "one"),
     [
-        pytest.param("--top_k=3", "--top-k=2", 2, "--top_k=1", marks=pytest.mark.flag("top_k")),
-        pytest.param("--top_p=0.95", "--top-p=0.7", 2, "--top_p=0.1", marks=pytest.mark.flag("top_p")),
-        pytest.param("--min_p=0.1", "--min-p=0.9", 1, "--min_p=0.9", marks=pytest.mark.flag("min_p")),
+        ("--top_k=3", "--top-k=2", 2, "--top_k=1"),
+        ("--top_p=0.95", "--top-p=0.7", 2, "--top_p=0.1"),
+        ("--min_p=0.1", "--min-p=0.9", 1, "--min_p=0.9"),
     ],
 )
 def test_filters(samples, all_three, fewer, count, one):
@@ -92,10 +93,8 @@ def test_seed(samples):
     assert samples("--seed", "1") == samples("--seed", "1") != samples("--seed", "2")
 
 
-@pytest.mark.parametrize(
-    "flag",
-    ["--micro-batch-size=1", "--micro-batch-size=5", pytest.param("--recompute", marks=pytest.mark.flag("recompute"))],
-)
+@pytest.mark.flag("recompute")
+@pytest.mark.parametrize("flag", ["--micro-batch-size=1", "--micro-batch-size=5", "--recompute"])
 def test_samples_depend_on_no_batch_and_no_cache(samples, flag):
     assert samples(flag) == samples("--micro-batch-size=99")
 
