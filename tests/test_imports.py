@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,40 +13,8 @@ import pytest
 from meshwright import __main__ as program
 from meshwright.errors import UNAVAILABLE
 
-SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
-
-# Each layer may import from itself and from those above it.
-LAYERS = [
-    ["errors", "console", "files", "progress", "records"],
-    ["hub", "origin", "version"],
-    ["host"],
-    ["device"],
-    ["settings", "cuda_graphs", "lazy_compiler", "runs"],
-    ["fields"],
-    ["ranks", "tokenizers", "report", "web"],
-    ["launch"],
-    ["kernels"],
-    ["data", "model", "optim"],
-    ["parallel"],
-    ["checkpoint"],
-    ["generation"],
-    ["evaluation"],
-    ["training"],
-    ["verify"],
-    ["bench"],
-    ["doctor", "serving", "watch"],
-    ["quickstart"],
-    ["commands"],
-    ["api"],
-    ["__main__", "__init__"],
-]
-LEVEL = {name: n for n, layer in enumerate(LAYERS) for name in layer}
-
-
-def level(module: str) -> int:
-    """Return the layer of a module, of its room if it has none of its own."""
-    return LEVEL.get(module, LEVEL[module.split(".")[0]])
-
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "meshwright"
 
 # Imported where used: these must start without torch.
 NO_TORCH = [
@@ -117,7 +84,7 @@ NO_TORCH = [
     "data.tools.fetch",
     "data.tools.statistics",
     "data.tools.merge_json",
-    "data.tools.merge",
+    "data.files.merge",
     "data.files.verify",
     "model.counts",
     "optim.schedule",
@@ -148,54 +115,12 @@ NO_TORCH = [
 ]
 
 
-def imports(path: Path) -> set[str]:
-    """Modules of ours that a file imports anywhere, as 'data.loader'."""
-    out = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "meshwright":
-            base = node.module.removeprefix("meshwright").lstrip(".")
-            for alias in node.names:
-                name = f"{base}.{alias.name}".lstrip(".")
-                out.add(name if (SOURCE / (name.replace(".", "/") + ".py")).exists() else base)
-    return out - {""}
-
-
-FILES = sorted(SOURCE.rglob("*.py"))
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_go_one_way(path: Path) -> None:
-    mine = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-    assert mine.split(".")[0] in LEVEL or path.name == "__init__.py", f"{mine} has no layer yet"
-    for other in imports(path):
-        assert level(other) <= level(mine), f"{mine} imports {other}, which lies in a later layer"
-
-
-def require_no_circle(edges: Mapping[str, set[str]]) -> None:
-    done: set[str] = set()
-
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        assert name not in path, " -> ".join([*path, name])
-        if name not in done:
-            for other in edges.get(name, ()):
-                visit(other, (*path, name))
-            done.add(name)
-
-    for name in edges:
-        visit(name, ())
-
-
-def test_no_circles_between_files() -> None:
-    require_no_circle({str(p.relative_to(SOURCE).with_suffix("")).replace("/", "."): imports(p) for p in FILES})
-
-
-def test_no_circles_between_checkpoint_and_its_readers_of_other_formats() -> None:
-    edges: dict[str, set[str]] = {}
-    for path in sorted((SOURCE / "checkpoint").rglob("*.py")):
-        part = path.relative_to(SOURCE / "checkpoint").with_suffix("").parts[0]
-        others = {name.split(".")[1] for name in imports(path) if name.startswith("checkpoint.")}
-        edges.setdefault(part, set()).update(others - {part})
-    require_no_circle(edges)
+def test_imports_go_one_way() -> None:
+    """The contracts of `[tool.importlinter]`: floors, and no circle between files or folders."""
+    done = subprocess.run(
+        [Path(sys.executable).with_name("lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_package_files_are_empty() -> None:
@@ -204,7 +129,7 @@ def test_package_files_are_empty() -> None:
 
 
 def test_the_model_knows_no_ranks() -> None:
-    for path in [*(SOURCE / "model").glob("*.py"), *(SOURCE / "kernels").glob("*.py")]:
+    for path in [*(SOURCE / "model").glob("*.py"), *(SOURCE / "kernels").rglob("*.py")]:
         code = re.sub(r'"""(.|\n)*?"""|#.*', "", path.read_text())
         found = re.findall(r"\b(rank|ranks|world_size|process_group|mesh|distributed|dist|DTensor)\b", code)
         assert not found, f"{path.name}: {found}"

@@ -24,9 +24,9 @@ from corpora import run_data, write_pair
 
 from helpers import tokens_of
 from meshwright.__main__ import main
-from meshwright.data.files import verify
+from meshwright.data.files import merge, verify
 from meshwright.data.files.indexed import HEADER, Indexed
-from meshwright.data.tools import fetch, merge
+from meshwright.data.tools import fetch
 from meshwright.data.tools import forecast as ahead
 from meshwright.data.tools.statistics import Lengths, document_lengths, summary, token_counts
 from meshwright.errors import UserError

@@ -20,10 +20,10 @@ from corpora import preprocess_inputs
 import on_ranks  # noqa: F401  so that the fork server has imported torch
 from helpers import error_of
 from meshwright.__main__ import main
+from meshwright.data.files import merge as merging
 from meshwright.data.files import writer as writing
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.prepare import containers, cutting, encoding, journal, pieces, preprocess, workers
-from meshwright.data.tools import merge as merging
 from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, UserError
 from meshwright.settings.schema import TokenizerFlags
 from meshwright.settings.text_inputs import Preprocess, PreprocessConfig

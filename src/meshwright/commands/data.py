@@ -343,7 +343,7 @@ def plan(config: PlanConfig, dry: bool) -> None:
 
 
 def merge_command(config: MergeConfig, dry: bool) -> None:
-    from meshwright.data.tools import merge as work
+    from meshwright.data.files import merge as work
     from meshwright.progress import Clock
 
     m, clock, world = config.merging, Clock(), find_world(os.environ)

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from meshwright import origin, tokenizers
+from meshwright.data.files.merge import join_pairs
 from meshwright.data.files.writer import Writer, is_made, token_dtype
 from meshwright.data.prepare import sentences
 from meshwright.data.prepare.cutting import cut_inputs
@@ -33,7 +34,6 @@ from meshwright.data.prepare.inputs import Input, find_inputs
 from meshwright.data.prepare.journal import Journal, has_parts, open_journal
 from meshwright.data.prepare.pieces import Broken, Piece
 from meshwright.data.prepare.workers import encode_pieces
-from meshwright.data.tools.merge import join_pairs
 from meshwright.errors import UserError, bad_data
 from meshwright.host import cores
 from meshwright.progress import SkippedLines, new_bar
