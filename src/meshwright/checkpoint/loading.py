@@ -24,7 +24,7 @@ from meshwright.ranks.team import ALONE, Team
 T = TypeVar("T")
 
 
-class PassedOver(NamedTuple):
+class PassedStep(NamedTuple):
     """A note about steps that were passed over: which one, if it was damaged, and why."""
 
     note: str
@@ -35,7 +35,7 @@ class PassedOver(NamedTuple):
 class LoadedStep(NamedTuple):
     step: int
     state: dict[str, Any]
-    passed_over: tuple[PassedOver, ...] = ()
+    passed_over: tuple[PassedStep, ...] = ()
 
 
 class OpenOptions(NamedTuple):
@@ -58,15 +58,15 @@ Search = tuple[StepLocation | None, list[str]]  # and the notes to print
 
 def first_intact(
     path: Path, use: Callable[[StepLocation], T], team: Team = ALONE, report: Report = say
-) -> tuple[T | None, list[PassedOver]]:
+) -> tuple[T | None, list[PassedStep]]:
     """Use the step that a path means or, while steps of ours prove damaged, the next older one.
 
     Return what `use` returned, or None without any checkpoint, and the notes that were reported.
     """
     location, notes = search_on_lead(path, lambda: steps.find_step(path), team)
-    reported: list[PassedOver] = []
+    reported: list[PassedStep] = []
     while True:
-        reported += map(PassedOver, notes)
+        reported += map(PassedStep, notes)
         for note in notes:
             report(note)
         if location is None:
@@ -75,7 +75,7 @@ def first_intact(
             return use(location), reported
         except DamagedCheckpoint as damage:
             note = f"WARNING: skipping {location.folder.name}, it is damaged: {damage}"
-            reported.append(PassedOver(note, location.step, str(damage)))
+            reported.append(PassedStep(note, location.step, str(damage)))
             older = functools.partial(find_older, path, location, damage, note, report)
             location, notes = search_on_lead(path, older, team)
 
