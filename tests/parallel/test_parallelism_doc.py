@@ -47,4 +47,4 @@ def test_flags_exist():
     named = set(re.findall(r"`(--[a-z0-9_-]+)", document.PAGE.read_text(encoding="utf-8")))
     assert len(named) >= 14
     flags = {fields.spelling(name) for name in fields.config_fields(config.TrainConfig)}
-    assert named <= flags | {"--dry-run", *OLD_SWITCHES}
+    assert named <= flags | {"--dry-run", *map(fields.spelling, OLD_SWITCHES)}

@@ -320,10 +320,15 @@ def test_a_rollback_on_a_gpu(tmp_path, monkeypatch, flags):
     """A replayed step meets a NaN; the run goes back and on as one without graphs does."""
     real = loop.Trainer.train
 
-    def spoilt(trainer):
+    def spoilt(trainer, *arguments):
         plain = trainer.net.loss
-        trainer.net.loss = lambda out, b: plain(out, b) * torch.where(b.sample_ids == 20, torch.nan, 1.0)[:, None]
-        return real(trainer)
+
+        def loss(out, batch):
+            factor = torch.where(batch.sample_ids == 20, torch.nan, 1.0)[:, None]
+            return {name: term * factor for name, term in plain(out, batch).items()}
+
+        trainer.net.loss = loss
+        return real(trainer, *arguments)
 
     monkeypatch.setattr(loop.Trainer, "train", spoilt)
     more = ["--bf16", "--micro-batch-size", 1, "--global-batch-size", 2, "--save-interval", 4, *flags]

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from meshwright.training.step import Loss
 
 EOD = 5  # the end of documents; occurs in every other sample of 16 random tokens
-COLUMNS = tuple(column.name for column in STEP_COLUMNS if column.compared_as)
+COMPARED = [column.name for column in STEP_COLUMNS if column.compared_as]
+# First what the step has computed, then what the loss scale made of it.
+COLUMNS = tuple(sorted(COMPARED, key=lambda name: name in ("loss_scale", "skipped")))
 
 
 class StepRows(Metrics):
