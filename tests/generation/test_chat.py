@@ -309,7 +309,10 @@ class Typist:
 def control():
     """Make the terminal at stdin the one whose Ctrl-C reaches this process."""
     import fcntl
+    import signal
     import termios
+
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a suite in the background of a shell may ignore it
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
