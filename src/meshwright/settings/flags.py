@@ -261,6 +261,13 @@ def current_names(saved: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
+def switches_in_effect(config: Any, given: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the given older switches whose meaning is the configuration's."""
+    values = to_dict(config)
+    switches = {switch: setting for switch, setting in OLD_SWITCHES.items() if given.get(switch)}
+    return {s: True for s, (name, value) in switches.items() if _with_switch(values[name], value) == values[name]}
+
+
 # The parser.
 
 
@@ -455,8 +462,8 @@ class LayerReader:
             return  # a file for several commands
         try:
             out[name] = convert_value(bool, value)
-            if out[name]:
-                self.idle[name] = True
+            if out[name] or name in self.idle:
+                self.idle[name] = out[name]
         except argparse.ArgumentTypeError as error:
             self.complaints.append(f"{spelling(name)}{where}: {error}")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +45,7 @@ class Spec:
     padded: int  # the vocabulary size of the tables
     model: Model | None = None  # the user's, in the place of GPT
     loss: Loss | None = None  # the user's, in the place of cross entropy
+    switches: Mapping[str, bool] = field(default_factory=dict)  # older names of settings, to be saved with them
 
     @property
     def positions(self) -> int:

@@ -139,7 +139,8 @@ def run_on_rank(
         print_settings(resolved)
         say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
         say_time("after megatron is initialized")
-        spec = Spec(config, layout, device, vocabulary.size, vocabulary.padded, caller.model, caller.loss)
+        sizes = vocabulary.size, vocabulary.padded
+        spec = Spec(config, layout, device, *sizes, caller.model, caller.loss, resolved.switches)
         trainer = setup.build_trainer(resolved, spec, caller.datasets, team, startup, watchdog, screen)
         say(startup.line())
         open_log()

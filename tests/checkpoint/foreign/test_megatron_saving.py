@@ -51,6 +51,24 @@ def test_a_run_in_megatrons_tree(tmp_path: Path, more: list[str]) -> None:
     assert steps.latest(tmp_path / "parts")[0] == 6 and not (tmp_path / "parts/.parts").exists()
 
 
+def test_switches_that_were_given_are_saved(tmp_path: Path) -> None:
+    """A conversion of our own format keeps them too; a later flag wins over a file's switch."""
+    (tmp_path / "run.toml").write_text("checkpoint_activations = true\n")
+    run = [*TINY_FLAGS, "--config", str(tmp_path / "run.toml"), "--no-checkpoint-activations"]
+    run += ["--recompute-activations", "--openai-gelu", "--train-iters", "1"]
+    given = {"openai_gelu", "recompute_activations"}
+    for form in ("torch", "native"):
+        more = ["--use-distributed-optimizer"] * (form == "native")
+        assert main(["train", *run, *more, "--save", str(tmp_path / form), "--ckpt-format", form]) == 0
+        folder = tmp_path / "converted"
+        if form == "native":
+            assert main(["convert", str(tmp_path / form), str(folder), "--to", "torch"]) == 0
+        tree = next((tmp_path / form if form == "torch" else folder).glob("iter_0000001/mp_rank_00/*.pt"))
+        args = vars(torch.load(tree, weights_only=False)["args"])
+        on = given | ({"use_distributed_optimizer"} if more else set())
+        assert {name for name in SWITCHES if args[name]} == on
+
+
 @pytest.mark.long
 def test_on_ranks_and_in_another_layout(tmp_path: Path) -> None:
     more = "--global-batch-size 8 --ckpt-format torch"

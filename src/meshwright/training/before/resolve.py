@@ -69,6 +69,7 @@ class Resolved:
     problem: UserError | None = None  # of this rank's files; raised when all ranks have met
     world: World = World()
     command: list[str] = field(default_factory=list)
+    switches: dict[str, bool] = field(default_factory=dict)  # older names that were given, as Megatron's files have
 
     @property
     def folder(self) -> Path | None:
@@ -109,7 +110,8 @@ def resolve(
     vocabulary, problem = look_at_files(config, world)
     arguments = argument_dump.dumped_arguments(config, idle or {}, config.parallel.distributed_backend or "")
     identity = identity_of(config, vocabulary) if world.size > 1 else {}
-    return Resolved(config, vocabulary, identity, arguments, problem, world, command or [])
+    switches = flags.switches_in_effect(config, idle or {})
+    return Resolved(config, vocabulary, identity, arguments, problem, world, command or [], switches)
 
 
 def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:

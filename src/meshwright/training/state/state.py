@@ -62,6 +62,7 @@ class State:
     def __init__(self, spec: Spec, net: Network, team: Team) -> None:
         config = spec.config
         self.config, self.net, self.team, self.vocab, self.padded = config, net, team, spec.vocab, spec.padded
+        self.switches = spec.switches
         self.scaler, self.saver = LossScale(config.precision), Saver(config, net.layout, team, net.device)
         self.sizes = {"true_vocab_size": spec.vocab, "padded_vocab_size": spec.padded, "positions": spec.positions}
         self.schedule = build_schedule(config)
@@ -279,12 +280,15 @@ class State:
     def tensors(self) -> Any:
         return self.net.store.named_state(not self.config.checkpoint.no_save_optim, to_save=True)
 
+    def settings(self) -> dict[str, Any]:
+        return {**saved_settings(self.config), **self.switches}
+
     def save_weights(self, root: Path) -> None:
         """Write the weights alone as a step into another folder than --save."""
         state = dataclasses.asdict(self.progress) | self.sizes | {"network": self.net.name}
         with owner.lock_folder(root) if self.team.is_lead else contextlib.nullcontext():
             named = self.net.store.named_state(False, to_save=True)
-            native.save_step(root, self.progress.iteration, named, state, saved_settings(self.config), team=self.team)
+            native.save_step(root, self.progress.iteration, named, state, self.settings(), team=self.team)
 
     def save(self) -> float | None:
         """Save this state, unless --save holds it; return the seconds that the run waited."""
@@ -295,4 +299,4 @@ class State:
         state |= {"epochs": self.epochs, "blends": blends, "losses": list(self.losses)}
         if (scales := self.net.store.scales) is not None:
             state["fp8"] = scales.state(self.team.gather)
-        return self.saver.save(p.iteration, self.tensors(), state, saved_settings(self.config), self.best_to_keep)
+        return self.saver.save(p.iteration, self.tensors(), state, self.settings(), self.best_to_keep)
