@@ -134,10 +134,14 @@ def test_twins_agree(monkeypatch):
 )
 @pytest.mark.parametrize("uses_kernels", [True, False])
 def test_only_finite_steps_count(total, loss, applied, uses_kernels, monkeypatch):
+    """The kernel and its twin give the verdict that every other update follows."""
     monkeypatch.setattr(devices, "has_kernels", lambda device: uses_kernels)
-    step = torch.zeros((), device=DEVICE)
-    decision = adamw.decide(adamw.make_constants(SETTINGS, 1.0, DEVICE), numbers(total, loss), step)
-    assert step == applied == decision[adamw.FINITE]
+    step, values = torch.zeros((), device=DEVICE), numbers(total, loss, scale=4.0)
+    decision = adamw.decide(adamw.make_constants(SETTINGS, 0.1, DEVICE), values, step)
+    norm, shrink, is_finite = adamw.judge(values[0], values[1], 4.0, 0.1, torch.float32)
+    assert step == applied == decision[adamw.FINITE] == is_finite
+    if applied:
+        torch.testing.assert_close(decision[[adamw.NORM, adamw.SHRINK]], torch.stack([norm, shrink]))
 
 
 @pytest.mark.parametrize("ranges", [[], RANGES[1:2], RANGES])

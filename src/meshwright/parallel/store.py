@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright import device as devices
-from meshwright.kernels import clock
+from meshwright.kernels import adamw, clock
 from meshwright.kernels.fp8 import Scales
 from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
@@ -206,8 +206,12 @@ class Store:
             self.note_time(ALL_MET)
             sums.copy_(both[:-1].view_as(sums))
             squares = both[-1]
-        judge = self.judge if flat is None else flat.judge
-        verdict = judge(squares, sums.view(-1)[0], numbers)
+        loss = sums.view(-1)[0]
+        if flat is None:
+            clip = self.optimizer.clip_grad
+            verdict = rules.Verdict(*adamw.judge(squares, loss, numbers.scale, clip, self.full_dtype))
+        else:
+            verdict = flat.judge(squares, loss, numbers)
         if self.observer is not None:
             self.observer()
         self.take_gradients()
@@ -231,13 +235,6 @@ class Store:
     def note_time(self, moment: int) -> None:
         if self.times is not None:
             clock.stamp(self.times, moment)
-
-    def judge(self, squares: Tensor, loss: Tensor, numbers: rules.Numbers) -> rules.Verdict:
-        """Compute the clip factor, and whether the step is applied."""
-        norm = (squares.sqrt() / numbers.scale).to(self.full_dtype)
-        clip = self.optimizer.clip_grad
-        shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else norm.new_ones(())
-        return rules.Verdict(norm, shrink, norm.isfinite() & loss.isfinite())
 
     def _update(
         self, rule: rules.Rule, update: torch.optim.Optimizer, verdict: rules.Verdict, scale: float | Tensor
