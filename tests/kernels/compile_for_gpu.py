@@ -133,8 +133,8 @@ def tables() -> None:
 
 def casts() -> None:
     x, one = torch.zeros(64, 64, dtype=torch.bfloat16), torch.ones(())
-    for format in (torch.float8_e4m3fn, torch.float8_e5m2):
-        out = torch.empty(64, 64, dtype=format)
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        out = torch.empty(64, 64, dtype=dtype)
         fp8_triton.quantise(x, one, one, out, torch.empty_like(out))
     fp8_triton.transpose_into(out, torch.empty_like(out))
     fp8_triton.quantise(x, one, None, out, None)
@@ -144,9 +144,9 @@ def casts() -> None:
 
 def casts_in_kernels() -> None:
     one, grad = torch.ones(()), torch.empty(8, 4096, dtype=torch.float8_e5m2)
-    input, y = grad.view(torch.float8_e4m3fn), torch.empty(8, 1024, dtype=torch.float8_e4m3fn)
+    x, y = grad.view(torch.float8_e4m3fn), torch.empty(8, 1024, dtype=torch.float8_e4m3fn)
     for amax in (one, None):
-        into = fp8.Into(input, one, amax)
+        into = fp8.Into(x, one, amax)
         activation.forward("gelu-tanh", take(8, 4096).detach(), into)
         activation.forward("swiglu", take(8, 8192).detach(), into)
         join = norm.operands_of(take(8, 1024), take(8, 1024), take(1024), None, 0.0)

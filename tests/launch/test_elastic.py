@@ -100,8 +100,8 @@ class Table:
 
     def come(self, *nodes: int) -> None:
         for n in nodes:
-            id = self.rows.get(n, {"id": 0})["id"] + 1
-            self.rows[n] = {"id": id, "ranks": 1, "state": "free", "beat": 0, "failed": {}, "why": "ended", "number": 0}
+            row = {"ranks": 1, "state": "free", "beat": 0, "failed": {}, "why": "ended", "number": 0}
+            self.rows[n] = row | {"id": self.rows.get(n, {"id": 0})["id"] + 1}
 
     def beat(self, seconds: float = 1.0) -> None:
         self.now += seconds

@@ -145,8 +145,8 @@ class Council:
 
     def lost(self, now: float) -> list[int]:
         """Return the machines that took part and are not there any more, or came anew."""
-        machines = self.machines
-        return [n for n, (id, *_) in self.seats.items() if machines[n].id != id or not machines[n].is_there(now)]
+        seats = ((n, launcher, self.machines[n]) for n, (launcher, *_) in self.seats.items())
+        return [n for n, launcher, machine in seats if machine.id != launcher or not machine.is_there(now)]
 
     def failures(self) -> dict[int, int]:
         """Return the exit codes of ranks that failed, except for those that were asked to stop."""

@@ -45,9 +45,9 @@ DEFAULTS: dict[str, Any] = dict.fromkeys(Facets.__annotations__) | {"needs": (),
 DEFAULTS |= {"resume": "note"} | dict.fromkeys(("word", "short", "docs", "outcome", "read"), "")
 
 
-def flag(default: Any, help: str, *aliases: str, **facets: Unpack[Facets]) -> Any:
+def flag(default: Any, text: str, *aliases: str, **facets: Unpack[Facets]) -> Any:
     """Return a dataclass field that is a flag; the default `MISSING` makes it required."""
-    own: dict[str, Any] = {"help": help, "aliases": aliases, **facets}
+    own: dict[str, Any] = {"help": text, "aliases": aliases, **facets}
     if isinstance(own.get("needs"), str):
         own["needs"] = (own["needs"],)
     metadata = DEFAULTS | own | {"own": frozenset(own)}
