@@ -6,11 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from typing import TYPE_CHECKING, Any
 
 from meshwright.model.counts import parameters
 from meshwright.parallel.layout import Layout
@@ -178,7 +174,14 @@ def simulate(
 SHADES = ((plot.LINE, 0.75), (plot.LINE, 0.3), (plot.POINT, 0.75), (plot.POINT, 0.3))
 
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
 def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **where: float) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height))
     figure.patch.set_visible(False)
     figure.subplots_adjust(**{"left": 0.02, "right": 0.98, "top": 0.9, "bottom": 0.05, **where})
@@ -191,10 +194,12 @@ def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **where
 def box(
     axes: Axes, x: float, y: float, w: float, h: float, colour: str = plot.INK, alpha: float = 0.0, **more: Any
 ) -> None:
+    from matplotlib import patches
+
     axes.add_patch(
-        Rectangle((x, y), w, h, facecolor=colour, alpha=alpha, lw=0, **more)
+        patches.Rectangle((x, y), w, h, facecolor=colour, alpha=alpha, lw=0, **more)
         if alpha
-        else Rectangle((x, y), w, h, fill=False, edgecolor=colour, lw=0.8, **more)
+        else patches.Rectangle((x, y), w, h, fill=False, edgecolor=colour, lw=0.8, **more)
     )
 
 

@@ -5,6 +5,7 @@ No pictures; output not redirected.
 
 import itertools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 for name in [n for n in os.environ if n.startswith("MESHWRIGHT_")]:
     del os.environ[name]
+# Programs that tests start take half as long, and so does collecting, if what was compiled is kept.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -26,6 +30,11 @@ from meshwright import console, device  # noqa: E402
 from meshwright.settings import fields  # noqa: E402
 
 os.environ.setdefault(*device.FUSED_MULTIPLY_ADD)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no file whose tests are all left out."""
+    return True if "not whole" in config.option.markexpr and selection.is_slow(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

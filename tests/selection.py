@@ -1,8 +1,9 @@
 """Tests that run less often than their neighbours, so that `make check` and `make test` stay fast.
 
-`slow_tests.txt` lists the tests that took more than 0.1 s at the last measurement: `make check`
-leaves them to `make test`. THINNED tests have many similar cases: `make test` runs every n-th of
-them and `make test-long` the others. To measure anew:
+`slow_tests.txt` lists the tests that took more than 0.1 s at the last measurement, and the files
+that have no other: `make check` leaves them to `make test`, and does not import these files.
+THINNED tests have many similar cases: `make test` runs every n-th of them and `make test-long` the
+others. To measure anew:
 
     python -m pytest -n 2 -m "not long" --durations=0 > log; python tests/selection.py log
 """
@@ -15,6 +16,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 SLOW = Path(__file__).with_name("slow_tests.txt")
+SLOW_NAMES = frozenset(SLOW.read_text().split())
 LIMIT = 0.1  # seconds, of the slowest case
 
 THINNED = {
@@ -60,15 +62,19 @@ THINNED = {
 }
 
 
+def is_slow(path: Path) -> bool:
+    """Return whether a file has no test for `make check`."""
+    return path.name in SLOW_NAMES
+
+
 def mark(names: list[str]) -> list[str]:
     """Return "", "whole" or "long" for each test, given as file.py::function without its case."""
-    slow = set(SLOW.read_text().split())
     seen: Counter[str] = Counter()
     out = []
     for name in names:
         seen[name] += 1
         is_left_out = name in THINNED and (seen[name] - 1) % THINNED[name] != 0
-        out.append("long" if is_left_out else "whole" if name in slow else "")
+        out.append("long" if is_left_out else "whole" if SLOW_NAMES & {name, name.partition("::")[0]} else "")
     return out
 
 
@@ -77,10 +83,17 @@ def measure(log: Path) -> None:
     for line in log.read_text().splitlines():
         if found := re.match(r"([\d.]+)s (?:call|setup) +\S*?([^/\s]+\.py::\w+)", line):
             slowest[found[2]] = max(slowest[found[2]], float(found[1]))
-    slow = [name for name, seconds in sorted(slowest.items()) if seconds > LIMIT]
-    # The rules of the structure are always checked.
-    kept = [name for name in slow if not name.startswith("test_imports.py")]
-    SLOW.write_text("".join(f"{name}\n" for name in kept))
+    slow = {name for name, seconds in slowest.items() if seconds > LIMIT}
+    out = []
+    for path in sorted(SLOW.parent.rglob("test_*.py"), key=lambda path: path.name):
+        source = path.read_text()
+        names = [f"{path.name}::{name}" for name in re.findall(r"^ *def (test_\w+)", source, re.M)]
+        if path.name == "test_imports.py":  # the rules of the structure are always checked
+            continue
+        if slow.issuperset(names) or re.search(r"^pytestmark = .*\bmark\.(whole|long)\b", source, re.M):
+            names = [path.name]
+        out += [name for name in sorted(names) if name in slow or "::" not in name]
+    SLOW.write_text("".join(f"{name}\n" for name in out))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Each sentence in the lists of SECURITY.md has tests; those of no other file are here."""
+"""Promises of SECURITY.md that no other file tests: files, and the network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from faults import summary
 from helpers import TINY_FLAGS, write_counting
 from meshwright.__main__ import main
 from meshwright.checkpoint import manifests, publish, steps
@@ -25,138 +24,6 @@ from meshwright.generation import templates
 from meshwright.ranks import connect
 
 ROOT = Path(__file__).parents[1]
-HOSTILE = "test_hostile_files.py::test_hostile_files"
-PAYLOADS = "test_hostile_files.py::test_their_payloads_work"
-UNKNOWN_CLASS = "test_pickles.py::test_an_unknown_class_is_refused_by_name_and_only_trust_runs_it"
-
-# For each statement, by its words in bold, the tests of its sentences in their order.
-STATEMENTS = {
-    "Our checkpoints hold no code.": [
-        "test_security.py::test_a_step_is_safetensors_and_json",
-        "test_security.py::test_a_step_is_safetensors_and_json",
-        f"test_publish.py::test_a_manifest_cannot_name_files_outside_its_folder {HOSTILE}",
-        f"test_native.py::test_memory_is_bounded test_publish.py::test_a_huge_manifest_is_not_read {HOSTILE}",
-        "test_native.py::test_200_bit_flips_never_load",
-    ],
-    "Checkpoints of other programs are pickles, which are read as data.": [
-        HOSTILE,
-        f"test_pickles.py::test_plain_pickles {HOSTILE}",
-        f"test_pickles.py::test_classes_of_known_packages_are_inert {UNKNOWN_CLASS}",
-        "test_pickles.py::test_limits_of_time_and_memory",
-        PAYLOADS,
-        f"{UNKNOWN_CLASS} {HOSTILE}",
-    ],
-    "Folders of Hugging Face bring no code.": [
-        HOSTILE,
-        HOSTILE,
-        f"test_huggingface.py::test_damaged_folders_and_names_that_lead_out {HOSTILE}",
-    ],
-    "Token files are checked before the first step.": [
-        "test_data_faults.py::test_damaged_files_are_refused",
-        "test_data_faults.py::test_damaged_files_are_refused test_indexed.py::test_truncated_everywhere",
-        "test_loader.py::test_an_id_outside_the_vocabulary_names_sample_and_place",
-        "test_security.py::test_a_cached_index_runs_nothing test_samples.py::test_damaged_caches_are_rebuilt",
-    ],
-    "Text is data.": [
-        "test_data_faults.py::test_bad_lines",
-        "test_preprocess.py::test_good_lines_of_any_shape_are_kept",
-        "test_security.py::test_names_in_archives_are_no_paths",
-        "test_text.py::test_a_small_file_that_unpacks_to_much",
-        "test_written_samples.py::test_a_terminal_is_safe",
-    ],
-    "Vocabularies are data.": [
-        "test_tokenizers.py::test_missing_flags_and_broken_files",
-        "test_tokenizers.py::test_missing_flags_and_broken_files "
-        "test_tokenizers.py::test_a_changed_file_in_a_run_folder_is_refused",
-        "test_templates.py::test_a_bad_template_is_refused",
-    ],
-    "Configuration holds settings only.": [
-        "test_flags.py::test_hostile_files",
-        "test_flags.py::test_hostile_files test_deepspeed_config.py::test_unreadable",
-        "test_lazy_config.py::test_anything_else_is_refused_soon "
-        "test_lazy_config.py::test_imports_that_double_are_refused",
-        "test_flags.py::test_words_of_whole_configurations test_deepspeed_config.py::test_refusals "
-        "test_flags.py::test_all_problems_at_once",
-    ],
-    "A run folder is data.": [
-        "test_report.py::test_any_other_damaged_line_is_an_error_that_names_it",
-        "test_report.py::test_page test_watch_app.py::test_state_curves_and_samples",
-        "test_watch_app.py::test_the_page_has_no_outside_resources_and_nothing_inline "
-        "test_security.py::test_a_report_loads_nothing",
-        "test_engines.py::test_the_command_is_read_back_word_for_word",
-    ],
-    "`meshwright serve` listens on this machine only, unless a key is set.": [
-        "test_serve.py::test_megatrons_script test_serve.py::test_flags_that_make_no_sense",
-        "test_limits.py::test_a_key",
-        "test_limits.py::test_pages_of_other_origins test_limits.py::test_hosts_that_are_not",
-        "test_limits.py::test_a_large_header_is_refused test_limits.py::test_a_large_body_is_refused_at_once "
-        "test_limits.py::test_slow_clients_are_closed_and_nobody_waits_for_them "
-        "test_limits.py::test_load_is_answered_or_refused_and_never_mixed_up "
-        "test_limits.py::test_too_many_connections",
-        "test_limits.py::test_malformed_requests_are_refused",
-        "test_security.py::test_the_server_speaks_plain_http_and_logs_no_text",
-        "test_security.py::test_the_server_speaks_plain_http_and_logs_no_text",
-    ],
-    "`meshwright watch` listens on this machine only.": [
-        "test_security.py::test_the_live_page_is_this_machines",
-        "test_watch_app.py::test_who_may_ask",
-        "test_watch_app.py::test_who_may_ask",
-        "test_watch_app.py::test_the_files_and_their_headers",
-    ],
-    "Nothing is sent or downloaded unless you ask for it.": [
-        "test_security.py::test_training_opens_no_connection",
-        "test_security.py::test_training_opens_no_connection",
-        "test_data_commands.py::test_fetch_continues_where_it_was_cut "
-        "test_data_commands.py::test_a_wrong_checksum_leaves_nothing",
-        "test_tokenizers.py::test_a_name_is_downloaded_once_from_the_hub",
-        "test_trackers.py::test_wandb",
-    ],
-    "Ranks trust the network between them.": [
-        "test_security.py::test_the_store_of_one_machine_is_its_own",
-        "test_security.py::test_the_store_of_one_machine_is_its_own",
-        "test_security.py::test_only_readers_of_other_formats_know_pickle",
-        "test_security.py::test_the_store_of_one_machine_is_its_own",
-    ],
-    "Code that you give is run with your rights.": [
-        "test_extending.py::test_the_example_learns_and_continues",
-        f"test_extending.py::test_the_block_is_used test_extending.py::test_the_data_are_used {PAYLOADS}",
-    ],
-    "Checksums are no signatures.": [
-        "test_security.py::test_checksums_are_no_signatures",
-        "test_security.py::test_checksums_are_no_signatures",
-    ],
-    "A model says what it has learned.": [
-        "test_serve.py::test_texts_are_the_models",
-        "test_serve.py::test_texts_are_the_models",
-    ],
-    "A chat template may take long.": [
-        "test_security.py::test_a_template_may_loop",
-        "test_security.py::test_a_template_may_loop test_templates.py::test_a_bad_template_is_refused",
-    ],
-    "A key is all that protects a server.": [
-        "test_limits.py::test_a_key",
-        "test_limits.py::test_a_client_that_leaves_the_queue",
-    ],
-}
-
-
-def test_each_sentence_has_tests_that_exist() -> None:
-    text = (ROOT / "SECURITY.md").read_text()
-    found: dict[str, int] = {}
-    for block in text.split("\n\n"):
-        if block.startswith("* "):
-            for item in re.split(r"^\* ", block, flags=re.MULTILINE)[1:]:
-                bold = re.match(r"\*\*(.*?)\*\*", item, re.DOTALL)
-                assert bold, item
-                plain = " ".join(item.replace("**", "").split())
-                found[" ".join(bold[1].split())] = len(re.split(r"(?<=\.) (?=[A-Z`])", plain))
-        else:  # a sentence belongs into a list, where it needs a test
-            assert block.startswith(("#", "Meshwright trusts the machine", "Please report")), block
-    assert found == {key: len(sentences) for key, sentences in STATEMENTS.items()}
-    known = list(summary.existing_tests())
-    for sentences in STATEMENTS.values():
-        for name in " ".join(sentences).split():
-            assert known.count(name) == 1, name
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +50,7 @@ def is_tensor(entry: object) -> bool:
     return isinstance(entry, dict) and "data_offsets" in entry
 
 
+@pytest.mark.promise("Our checkpoints hold no code", "A step is a folder of safetensors and JSON")
 def test_a_step_is_safetensors_and_json(trained: tuple[Path, list[object]]) -> None:
     files = list(steps.step_folder(trained[0], 2).iterdir())
     assert len(files) == 5
@@ -203,6 +71,7 @@ class Payload:
         return Path.touch, (self.marker,)
 
 
+@pytest.mark.promise("Cached indices are loaded without pickle")
 def test_a_cached_index_runs_nothing(tmp_path: Path) -> None:
     write_counting(tmp_path / "x", [30, 20, 10, 40])
     args = (Indexed(tmp_path / "x"), range(0, 4), 12, 8, 1)
@@ -222,6 +91,7 @@ def test_a_cached_index_runs_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "marker").exists()  # the payload works
 
 
+@pytest.mark.promise("Archives are read in memory")
 def test_names_in_archives_are_no_paths(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
     folder.mkdir(parents=True)
@@ -236,12 +106,14 @@ def test_names_in_archives_are_no_paths(tmp_path: Path) -> None:
     assert len(Indexed(folder / "out_text_document")) == 3
 
 
+@pytest.mark.promise("Their pages load nothing from elsewhere")
 def test_a_report_loads_nothing(trained: tuple[Path, list[object]]) -> None:
     page = (trained[0] / "report.html").read_text()
     assert "<h1>" in page
     assert not re.search(r"""(?:src|href|action|data)=["']?(?!data:|#)[^>]*//|@import|url\(""", page)
 
 
+@pytest.mark.promise("Checksums are no signatures", "Whoever can write to a folder can replace a checkpoint")
 def test_checksums_are_no_signatures(tmp_path: Path) -> None:
     publish.write_step(tmp_path, 1, {"state.json": lambda write: write(b'{"step": 1}')})
     folder = steps.step_folder(tmp_path, 1)
@@ -253,6 +125,7 @@ def test_checksums_are_no_signatures(tmp_path: Path) -> None:
     manifests.verify_step(folder, full=True)
 
 
+@pytest.mark.promise("A chat template may take long", "not how often it loops")
 def test_a_template_may_loop(tmp_path: Path) -> None:
     text = "{% for i in range(300) %}{% for j in range(300) %}x{% endfor %}{% endfor %}"
     assert len(templates.ChatTemplate(tmp_path / "x", text).render([{"role": "user", "content": "a"}])) == 90_000
@@ -278,6 +151,11 @@ def listening() -> set[str]:
     return out
 
 
+@pytest.mark.promise(
+    "Ranks trust the network between them",
+    "The store where ranks meet asks for no password",
+    "the store and gloo listen on 127.0.0.1 only",
+)
 def test_the_store_of_one_machine_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever reaches the store reads and writes it; on one machine only its users do."""
     before, until = listening(), time.monotonic() + 20
@@ -299,16 +177,21 @@ PICKLES = re.compile(
 )
 
 
+@pytest.mark.promise("What ranks send one another is tensors and JSON")
 def test_only_readers_of_other_formats_know_pickle() -> None:
     source = ROOT / "src" / "meshwright"
     found = {path.parent for path in source.rglob("*.py") if PICKLES.search(path.read_text())}
     assert found == {source / "checkpoint" / "foreign" / "pickle"}
 
 
+@pytest.mark.promise(
+    "Nothing is sent or downloaded unless you ask for it", "A training run of files that are here opens no connection"
+)
 def test_training_opens_no_connection(trained: tuple[Path, list[object]]) -> None:
     assert not trained[1]
 
 
+@pytest.mark.promise("It speaks plain HTTP", "No text is written to a log")
 def test_the_server_speaks_plain_http_and_logs_no_text(capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("uvicorn")
     from serving.sites import site
@@ -323,6 +206,7 @@ def test_the_server_speaks_plain_http_and_logs_no_text(capfd: pytest.CaptureFixt
     assert "confidential" not in captured.out + captured.err
 
 
+@pytest.mark.promise("`meshwright watch` listens on this machine only")
 def test_the_live_page_is_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")

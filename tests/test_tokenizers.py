@@ -183,6 +183,7 @@ def test_a_run_folder_rebuilds_each_tokenizer(bpe, tmp_path):
         assert not list(folder.glob("*.tmp"))
 
 
+@pytest.mark.promise("A damaged one is refused")
 def test_a_changed_file_in_a_run_folder_is_refused(bpe, tmp_path):
     save_tokenizer(build_tokenizer(flags(bpe)), tmp_path)
     contradiction = Flags(tokenizer_type="ByteTokenizer")
@@ -213,6 +214,7 @@ def test_resolve_finds_what_flags_or_folders_name(bpe, tmp_path):
     )
 
 
+@pytest.mark.promise("Vocabularies are data", "A damaged one is refused")
 def test_missing_flags_and_broken_files(bpe, tmp_path):
     ways = "a tokenizer is needed: --tokenizer with a folder that `meshwright train-tokenizer` .* gpt2, or byte"
     refused(USAGE, ways, lambda: build_tokenizer(Flags(), tmp_path))
@@ -375,6 +377,7 @@ def hub_server(bpe, tmp_path, monkeypatch):
     server.server_close()
 
 
+@pytest.mark.promise("A tokenizer named like a repository is downloaded from the Hugging Face Hub")
 def test_a_name_is_downloaded_once_from_the_hub(bpe, hub_server, tmp_path, capsys):
     t = named("team/bpe")
     assert (t.name, t.encode(TEXT)) == ("GPT2BPETokenizer", build_tokenizer(flags(bpe)).encode(TEXT))

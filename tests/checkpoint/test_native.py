@@ -118,6 +118,7 @@ def test_the_lines_of_a_save_and_a_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F8")
+@pytest.mark.promise("Checksums find damage before a tensor is used")
 def test_200_bit_flips_never_load(tmp_path: Path, figures: Callable[..., None]) -> None:
     """Full verification sees a flip in any file, reading one in what it reads."""
     rng = random.Random(0)
@@ -224,6 +225,7 @@ def test_a_huge_header_is_noticed_and_never_parsed(tmp_path: Path) -> None:
     assert path.name in error_of(lambda: loading.load_checkpoint(tmp_path, blank(named)))
 
 
+@pytest.mark.promise("What a file says about sizes is checked before memory is taken")
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """200 MB are saved whole and loaded as half the columns, with a few chunks more at the peak."""
     big = torch.ones(6250, 8000)

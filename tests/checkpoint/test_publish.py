@@ -225,6 +225,7 @@ def test_damage_of_all_steps_is_no_fresh_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F9")
+@pytest.mark.promise("Files outside of the folder are never opened")
 def test_a_manifest_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"x" * 10)
     (tmp_path / "iter_0000001").mkdir()
@@ -245,6 +246,7 @@ def test_a_hostile_manifest_is_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F9")
+@pytest.mark.promise("What a file says about sizes is checked before memory is taken")
 def test_a_huge_manifest_is_not_read(tmp_path: Path) -> None:
     with open(tmp_path / manifests.MANIFEST, "wb") as file:
         file.truncate(1 << 40)  # a hole

@@ -674,6 +674,7 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
 @pytest.mark.flag("names fetching.output")
+@pytest.mark.promise("`meshwright data fetch` downloads what you name")
 def test_fetch_continues_where_it_was_cut(tmp_path: Path, server: Server) -> None:
     server.cut = [1000, None, None]
     argv = ["fetch", server.url, "--output", str(tmp_path / "new"), "--sha256"]
@@ -718,6 +719,7 @@ def test_parts_are_never_mixed(tmp_path: Path, server: Server, change: str) -> N
 
 
 @pytest.mark.flag("sha256")
+@pytest.mark.promise("`meshwright data fetch` downloads what you name")
 def test_a_wrong_checksum_leaves_nothing(tmp_path: Path, server: Server) -> None:
     status, _, err = run_data("fetch", server.url, "--sha256", "1" * 64, "--output", str(tmp_path))
     assert status == 65 and DIGEST in err and "1" * 64 in err and not os.listdir(tmp_path)

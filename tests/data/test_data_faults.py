@@ -51,6 +51,7 @@ def run(folder, given, **settings):
 
 @pytest.mark.flag("on_error")
 @pytest.mark.fault("F22")
+@pytest.mark.promise("Text is data")
 def test_bad_lines(tmp_path, monkeypatch, figures):
     """F22: a file read in pieces by two workers, and a stream cut short at 20 places."""
     monkeypatch.setattr(cutting, "PIECE", 50_000)
@@ -85,6 +86,9 @@ def is_good(content):
 
 
 @pytest.mark.fault("F24")
+@pytest.mark.promise(
+    "Token files are checked before the first step", "Sizes, pointers and types that contradict one another are refused"
+)
 def test_damaged_files_are_refused(tmp_path, figures):
     """F24: damage is refused before training reads anything, and `data verify` reports it."""
     rng = np.random.RandomState(0)

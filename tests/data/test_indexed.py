@@ -77,6 +77,7 @@ def full(request, monkeypatch):
 
 
 @pytest.mark.fault("F24")
+@pytest.mark.promise("Sizes, pointers and types that contradict one another are refused")
 def test_truncated_everywhere(pair, full):
     prefix, idx, bin_ = pair
     whole = idx.read_bytes()

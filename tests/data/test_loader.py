@@ -184,6 +184,7 @@ def test_running_out(workers):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.fault("F24")
+@pytest.mark.promise("An id outside of the vocabulary stops the run and is named")
 def test_an_id_outside_the_vocabulary_names_sample_and_place(workers):
     steps = iter(loader(Counting(bad=5), workers=workers))
     assert len(list(islice(steps, 2))) == 2  # read ahead, but raised when its step is asked for

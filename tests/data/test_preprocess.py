@@ -79,6 +79,7 @@ def test_large_vocabulary_is_int32(tmp_path):
     assert (data.dtype, tokens_of(data, 0).tolist()) == (np.dtype("<i4"), [65499, 1])
 
 
+@pytest.mark.promise("Lines that are no text are counted and named")
 def test_good_lines_of_any_shape_are_kept(tmp_path):
     big = "z" * 10_000_000
     content = (

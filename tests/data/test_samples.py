@@ -351,6 +351,7 @@ def test_cache_is_used_and_never_stale(tmp_path, monkeypatch):
 
 
 @pytest.mark.fault("F25")
+@pytest.mark.promise("Cached indices are loaded without pickle")
 def test_damaged_caches_are_rebuilt(tmp_path):
     indexed, cache = data(tmp_path / "x", [30, 20, 10, 40]), tmp_path / "cache"
     other = tmp_path / "other"

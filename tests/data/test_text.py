@@ -484,6 +484,7 @@ def test_several_layers_of_compression(tmp_path):
 
 @pytest.mark.parametrize("kind", ["gz", "xz", "zst"])
 @pytest.mark.fault("F28")
+@pytest.mark.promise("What a small file unpacks to is read in pieces of bounded size")
 def test_a_small_file_that_unpacks_to_much(tmp_path, monkeypatch, kind):
     """300 MB in one line of a few kilobytes: one bad line, in bounded memory."""
     packer = {

@@ -7,10 +7,8 @@ adds numbers to the line of its fault and to the last line.
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 TITLES = {
@@ -50,16 +48,6 @@ TITLES = {
     "F34": "another hash seed, locale, time zone or folder",
     "F35": "kills for minutes (500: make faults-soak)",
 }
-
-
-def existing_tests() -> dict[str, list[str]]:
-    """Return every test of the suite as file.py::function, with the faults that it injects."""
-    found: dict[str, list[str]] = {}
-    for path in Path(__file__).parents[1].glob("**/test_*.py"):
-        for marks, name in re.findall(r"((?:^@.*\n(?:(?!@|def )[^\n]*\n)*?)*)^def (test_\w+)", path.read_text(), re.M):
-            calls = re.findall(r"^@pytest\.mark\.fault\((.*)\)$", marks, re.M)
-            found[f"{path.name}::{name}"] = re.findall(r"F\d+", " ".join(calls))
-    return found
 
 
 def name_of(node: str) -> str:

@@ -13,6 +13,7 @@ from meshwright.generation.beam import BeamOptions
 from meshwright.generation.requests import Request
 from meshwright.settings.schema import Sampling
 
+pytestmark = pytest.mark.whole  # importing transformers takes seconds
 VOCAB, LENGTH = 24, 32
 EOD = VOCAB - 1
 

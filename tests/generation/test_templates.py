@@ -132,6 +132,7 @@ def test_an_export_has_the_template(vocabulary, tmp_path):
         ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
     ],
 )
+@pytest.mark.promise("A chat template runs in Jinja's sandbox and reaches nothing outside", "not how often it loops")
 def test_a_bad_template_is_refused(tmp_path, text, message):
     """It may have been written by anyone: it reaches nothing outside of its sandbox."""
     with pytest.raises(UserError, match=message) as caught:

@@ -133,6 +133,7 @@ def read_back(engine: str, text: str) -> LaunchConfig:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.promise("Files that `launch --write` writes for a shell give each word back as it was")
 def test_the_command_is_read_back_word_for_word(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = write(capsys, engine, "--max-restarts", "2", *TRAIN)
     given = read_back(engine, text)

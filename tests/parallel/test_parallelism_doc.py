@@ -11,6 +11,8 @@ from meshwright.settings import fields
 from meshwright.settings import schema as config
 from meshwright.settings.other_programs.megatron_flags import OLD_SWITCHES
 
+pytestmark = pytest.mark.whole  # pictures
+
 
 @pytest.mark.parametrize("name", ["data", "tensor", "pipeline", "context"])
 def test_pictures_match_the_code(name):

@@ -92,6 +92,7 @@ def test_a_last_line_cut_by_a_kill_is_no_row(tmp_path, capsys, tail):
         '{"event": "start", "attempt": 2, "iteration": 2, "time": "inf"}',
     ],
 )
+@pytest.mark.promise("A run folder is data")
 def test_any_other_damaged_line_is_an_error_that_names_it(tmp_path, capsys, damage):
     folder = run_folder(tmp_path, ROWS)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -110,6 +111,7 @@ def test_missing_folder_metrics_and_broken_settings(tmp_path, capsys):
     assert not (folder / "report.html").exists()
 
 
+@pytest.mark.promise("`report` and `watch` show what stands in it as text")
 def test_page(tmp_path, capsys):
     folder = run_folder(tmp_path, ROWS)
     assert main(["report", str(folder)]) == 0

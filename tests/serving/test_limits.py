@@ -90,6 +90,7 @@ def memory() -> int:
 
 
 @pytest.mark.fault("F30")
+@pytest.mark.promise("Malformed requests get an error with a reason")
 def test_malformed_requests_are_refused(
     hasty: Site, monkeypatch: pytest.MonkeyPatch, figures: Callable[..., None]
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_defect_of_ours_is_an_error_500(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.fault("F30")
+@pytest.mark.promise("Headers, bodies, time, the queue and the number of connections are limited")
 def test_a_large_body_is_refused_at_once(hasty: Site) -> None:
     with hasty.connect() as s:
         s.sendall(post(b"", length=200 << 20))  # not a byte of it is sent
@@ -153,6 +155,7 @@ def test_a_client_that_sends_a_large_body_reads_the_answer(hasty: Site) -> None:
 
 
 @pytest.mark.fault("F30")
+@pytest.mark.promise("Headers, bodies, time, the queue and the number of connections are limited")
 def test_a_large_header_is_refused(hasty: Site) -> None:
     """One that is a little too large is answered; the connection of a huge one may be reset."""
     begin = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-1: "
@@ -184,6 +187,7 @@ def drip(s: socket.socket, data: bytes, seconds: float) -> float:
 
 
 @pytest.mark.fault("F31")
+@pytest.mark.promise("Headers, bodies, time, the queue and the number of connections are limited")
 def test_slow_clients_are_closed_and_nobody_waits_for_them(hasty: Site, figures: Callable[..., None]) -> None:
     """200 connections: silent, with a slow header, with a slow body, slow after a first request."""
     header = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -250,6 +254,7 @@ def test_an_answer_that_takes_too_long() -> None:
 
 
 @pytest.mark.fault("F31")
+@pytest.mark.promise("Headers, bodies, time, the queue and the number of connections are limited")
 def test_too_many_connections(monkeypatch: pytest.MonkeyPatch, hasty: Site) -> None:
     monkeypatch.setattr(protocol, "MOST_CONNECTIONS", 3)
     held = [hasty.connect() for _ in range(3)]
@@ -271,11 +276,13 @@ def test_hosts_that_are_this_server(host: str) -> None:
 @pytest.mark.parametrize(
     "host", ["", "evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "a:b", "[::1", "@localhost"]
 )
+@pytest.mark.promise("Requests that other sites' pages send through a browser are refused")
 def test_hosts_that_are_not(fake: Site, host: str) -> None:
     status = fake.ask("GET", "/v1/models", None, Host=host)[0]
     assert status == (200 if host == "@localhost" else 403)  # what precedes @ is no name
 
 
+@pytest.mark.promise("Requests that other sites' pages send through a browser are refused")
 def test_pages_of_other_origins(fake: Site) -> None:
     own = f"http://127.0.0.1:{fake.port}"
     body = {"prompt": "a", "max_tokens": 1}
@@ -297,6 +304,7 @@ def test_pages_of_other_origins(fake: Site) -> None:
     assert headers["x-content-type-options"] == "nosniff"
 
 
+@pytest.mark.promise("only the page itself and `/health` answer without it", "A key is all that protects a server")
 def test_a_key() -> None:
     with site(limits=Limits(api_key="secret-key")) as running:
         for path in ("/", "/page.js", "/health"):
@@ -312,6 +320,7 @@ def test_a_key() -> None:
 
 
 @pytest.mark.fault("F32")
+@pytest.mark.promise("Headers, bodies, time, the queue and the number of connections are limited")
 def test_load_is_answered_or_refused_and_never_mixed_up(figures: Callable[..., None]) -> None:
     """64 clients on 4 slots and a queue of 16: 200 or 429, and each gets its own text.
 
@@ -405,6 +414,7 @@ def test_work_stops_when_the_client_leaves(stream: bool) -> None:
 
 
 @pytest.mark.fault("F32")
+@pytest.mark.promise("Whoever has it may keep the server busy")
 def test_a_client_that_leaves_the_queue() -> None:
     with site(pause=0.02, slots=1) as running:
         held = running.connect()

@@ -73,6 +73,7 @@ def _answers(site: Site) -> bool:
         return False
 
 
+@pytest.mark.promise("A model says what it has learned", "Texts are not filtered")
 def test_texts_are_the_models(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = load(run, device="cpu")
     prompts = ["the c", "a", "d"]
@@ -192,6 +193,7 @@ def test_the_template_beside_the_runs_tokenizer(run: Path, tmp_path: Path, monke
     assert main(["serve", str(run), "--dry-run", f"--chat-template={tmp_path}"]) == BAD_DATA
 
 
+@pytest.mark.promise("`meshwright serve` listens on this machine only")
 def test_megatrons_script(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[tuple[str, int]] = []
     monkeypatch.setattr(app, "run_server", lambda *given: seen.append(given[-1].getsockname()) or 0)
@@ -216,6 +218,7 @@ def test_megatrons_script(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         ("--slots 0", "--slots"),
     ],
 )
+@pytest.mark.promise("`meshwright serve` listens on this machine only")
 def test_flags_that_make_no_sense(argv: str, word: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", str(run), *argv.split()]) == USAGE
     assert word in capsys.readouterr().err

@@ -239,6 +239,7 @@ def test_contradictions(refusal, file, line, words):
     ],
 )
 @pytest.mark.fault("F29")
+@pytest.mark.promise("Unknown names and wrong types are refused")
 def test_refusals(refusal, file, words):
     assert words in refusal(BATCHES | file if isinstance(file, dict) else file, "--world-size 2 --micro-batch-size 2")
 
@@ -252,6 +253,7 @@ def test_all_at_once(refusal):
     ("name", "words"), [("none.json", "No such file"), (".", "directory"), ("odd", "not UTF-8 text")]
 )
 @pytest.mark.fault("F29")
+@pytest.mark.promise("TOML, JSON and YAML's safe loader make no objects")
 def test_unreadable(tmp_path, monkeypatch, name, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "odd").write_bytes(b'{"\xff": 1}')

@@ -249,6 +249,7 @@ def test_words(argv, words):
     ],
 )
 @pytest.mark.fault("F29")
+@pytest.mark.promise("Unknown names and wrong types are refused")
 def test_words_of_whole_configurations(argv, words):
     assert words in refusal(*TINY_FLAGS, *argv, check=True)
 
@@ -258,6 +259,7 @@ def test_largest_seed_is_taken():
 
 
 @pytest.mark.fault("F29")
+@pytest.mark.promise("Unknown names and wrong types are refused")
 def test_all_problems_at_once(tmp_path, monkeypatch, capsys):
     file = tmp_path / "c.toml"
     file.write_text("seed = 'x'\nunheard_of = 1\n")
@@ -317,6 +319,7 @@ def test_unknown_environment(monkeypatch):
     ],
 )
 @pytest.mark.fault("F29")
+@pytest.mark.promise("Configuration holds settings only", "TOML, JSON and YAML's safe loader make no objects")
 def test_hostile_files(tmp_path, monkeypatch, name, raw, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_bytes(raw)

@@ -131,6 +131,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:30])
 @pytest.mark.fault("F29")
+@pytest.mark.promise("Python files of settings, as LiBai has them, are read and not run")
 def test_anything_else_is_refused_soon(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, "x = 1", "outside/d.py")
     write(tmp_path, "table = dict(abc=1)", "in/fine.py")
@@ -145,6 +146,7 @@ def test_anything_else_is_refused_soon(tmp_path: Path, text: str, monkeypatch: p
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit < 100 << 20
 
 
+@pytest.mark.promise("Python files of settings, as LiBai has them, are read and not run")
 def test_imports_that_double_are_refused(tmp_path: Path) -> None:
     for n in range(30):
         write(tmp_path, f"from .f{n + 1} import x\nfrom .f{n + 1} import x as y\n", f"f{n}.py")

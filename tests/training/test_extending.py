@@ -62,6 +62,7 @@ def test_page_contains_the_file():
     assert re.findall(r"```python\n(.*?)```\n", PAGE, re.S)[0] == EXAMPLE.read_text()
 
 
+@pytest.mark.promise("Code that you give is run with your rights")
 def test_the_example_learns_and_continues(example, tmp_path, monkeypatch, capsys):
     """The program stops halfway and resumes; an uninterrupted run has the same weights."""
     steps = 60
@@ -107,6 +108,7 @@ def all_three(example, tmp_path_factory):
     return folder
 
 
+@pytest.mark.promise("a network, data set or script of yours")
 def test_the_block_is_used(example, all_three, tmp_path):
     model, loss, datasets = parts(example)
     assert train.run(example.settings(str(tmp_path), 4), None, loss, datasets) == 0
@@ -121,6 +123,7 @@ def test_the_loss_is_used(example, all_three, tmp_path):
     assert read_losses(all_three)[0] - read_losses(tmp_path)[0] == pytest.approx(1e-4 * math.log(257) ** 2, rel=0.02)
 
 
+@pytest.mark.promise("a network, data set or script of yours")
 def test_the_data_are_used(example, all_three, tmp_path):
     """Samples 0 to 63 are read in order, once each; other data give other losses."""
     model, loss, datasets = parts(example)

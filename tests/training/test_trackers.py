@@ -161,6 +161,7 @@ def wandb(monkeypatch):
 
 
 @pytest.mark.flag("wandb_project wandb_exp_name wandb_save_dir")
+@pytest.mark.promise("`--wandb-project` sends a run's metrics to Weights & Biases")
 def test_wandb(tmp_path, wandb):
     asked = logging(tensorboard=False, wandb_project="gpt", wandb_exp_name="first")
     (tracker,) = open_trackers(asked, tmp_path, {"lr": 0.1}, "run")

@@ -41,6 +41,7 @@ def test_flags(run, tmp_path):
     assert samples(likeliest)[-1][3] == new.text and len(new.tokens) == 13  # up to the sequence length
 
 
+@pytest.mark.promise("Samples in the log cannot move the cursor of a terminal")
 def test_a_terminal_is_safe():
     assert in_one_line("a\n b\tc\x1b[2J\x00é") == "a b c\ufffd[2J\ufffdé"
 

@@ -50,6 +50,7 @@ def client(watcher):
     return TestClient(application.make_app(watcher), base_url="http://localhost:6400")
 
 
+@pytest.mark.promise("It changes nothing in a run")
 def test_the_files_and_their_headers(client):
     kinds = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
     for address, (_, name) in application.FILES.items():
@@ -62,6 +63,7 @@ def test_the_files_and_their_headers(client):
     assert "content-security-policy" in client.get("/nothing").headers
 
 
+@pytest.mark.promise("Their pages load nothing from elsewhere")
 def test_the_page_has_no_outside_resources_and_nothing_inline():
     for name in ("page.html", "watch.css", "watch.js", "chart.js", "words.js"):
         text = resources.files("meshwright.watch").joinpath(name).read_text()
@@ -116,12 +118,14 @@ def test_both_languages_have_the_same_words():
         ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}, 200),
     ],
 )
+@pytest.mark.promise("It has no key", "Other sites' pages cannot")
 def test_who_may_ask(client, headers, status):
     answer = client.get("/api/state", headers=headers)
     assert answer.status_code == status and "access-control-allow-origin" not in answer.headers
     assert (status == 200) == ("runs" in answer.text)
 
 
+@pytest.mark.promise("`report` and `watch` show what stands in it as text")
 def test_state_curves_and_samples(client, folder):
     (run,) = client.get("/api/state").json()["runs"]
     assert (run["name"], run["step"], run["dash"]) == ("run", 3, [])

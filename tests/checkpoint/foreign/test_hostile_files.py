@@ -97,6 +97,16 @@ def outcome_of(open_it: Callable[[Path, bool], Any], path: Path, trust: bool) ->
 
 
 @pytest.mark.fault("F27", "F28")
+@pytest.mark.promise(
+    "Files outside of the folder are never opened",
+    "What a file says about sizes is checked before memory is taken",
+    "Checkpoints of other programs are pickles",
+    "every instruction that would call or change an object is taken out",
+    "Nothing falls back to that without the flag",
+    "Folders of Hugging Face bring no code",
+    "A folder whose model is a Python file of its own is refused",
+    "Names and links that lead out of the folder are refused",
+)
 def test_hostile_files(tmp_path: Path, figures: Callable[..., None]) -> None:
     """None of them runs, whatever opens it, and each is refused with its reason."""
     small = [case for case in hostile.CASES if not case.measured]
@@ -117,6 +127,9 @@ def test_hostile_files(tmp_path: Path, figures: Callable[..., None]) -> None:
 
 @pytest.mark.flag("trust_pickle")
 @pytest.mark.fault("F27")
+@pytest.mark.promise(
+    "`--trust-pickle` passes the file to `torch.load` instead", "a network, data set or script of yours"
+)
 def test_their_payloads_work(tmp_path: Path) -> None:
     """The same files do run where the user trusts them, so none of them is a dud."""
     outcomes = open_all([case for case in hostile.CASES if case.runs], tmp_path / "trusted", trust=True)

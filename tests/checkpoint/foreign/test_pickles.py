@@ -22,8 +22,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from helpers import error_of
 from meshwright.checkpoint.foreign.pickle import archive, pickles, unpickler
@@ -91,6 +89,7 @@ def test_files_of_torch_save_come_back_as_views_of_the_file(tmp_path: Path, zipp
 
 
 @pytest.mark.parametrize("protocol", (2, 3, 4, 5))
+@pytest.mark.promise("every instruction that would call or change an object is taken out")
 def test_plain_pickles(tmp_path: Path, protocol: int) -> None:
     saved = {
         key: value
@@ -129,6 +128,7 @@ class Settings(dict[str, int]):
     pass
 
 
+@pytest.mark.promise("A name in it stands for a function of ours or for an inert record")
 def test_classes_of_known_packages_are_inert(tmp_path: Path) -> None:
     """Their objects are recorded with their contents, and their modules never imported."""
     for kind in (Mode, Scaler, Settings):
@@ -162,8 +162,11 @@ def save_name(pickler: Any, value: Any, name: str | None = None) -> None:
     pickler.write(pickle.STACK_GLOBAL)
 
 
+@pytest.mark.whole  # the import takes a second
 def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
     """The metadata is read, and each item as a part of a file."""
+    import torch.distributed.checkpoint as dcp
+
     state = {"w": torch.randn(3, 4), "half": torch.ones(5).bfloat16(), "step": 7}
     with warnings.catch_warnings(action="ignore"):  # that it is a single process
         dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
@@ -171,7 +174,7 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
 
     assert read.state_dict_metadata["w"].chunks[0].sizes == (3, 4)
     assert read.state_dict_metadata["w"].properties.state[0] == torch.float32
-    assert isinstance(read, pickles.Stub) and read.name == dcp_metadata.Metadata.__name__
+    assert isinstance(read, pickles.Stub) and read.name == dcp.Metadata.__name__
     items = {
         index.fqn: pickles.load_pickle(tmp_path / place.relative_path, place.offset, place.length)
         for index, place in read.storage_data.items()
@@ -223,6 +226,9 @@ def archive_of(entries: dict[str, bytes]) -> bytes:
 
 
 @pytest.mark.fault("F27")
+@pytest.mark.promise(
+    "A name in it stands for a function of ours or for an inert record", "Nothing falls back to that without the flag"
+)
 def test_an_unknown_class_is_refused_by_name_and_only_trust_runs_it(tmp_path: Path) -> None:
     class Secret:
         def __reduce__(self) -> Any:
@@ -240,6 +246,7 @@ def test_an_unknown_class_is_refused_by_name_and_only_trust_runs_it(tmp_path: Pa
 
 
 @pytest.mark.fault("F28")
+@pytest.mark.promise("Memory and time are bounded")
 def test_limits_of_time_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpickler, "COST", 10_000)
     (tmp_path / "long").write_bytes(pickle.dumps(list(range(1000))))

@@ -29,6 +29,8 @@ from meshwright.model.positions import Positions
 from meshwright.settings.schema import Model
 from on_ranks import run_ranks
 
+pytestmark = pytest.mark.whole  # importing torch.distributed.checkpoint takes a second
+
 VERSION = importlib.metadata.version("megatron-core") if HAS_CORE else ""
 STRETCHES = "fully_sharded_model_space"  # which releases since 0.14 read and do not write
 
@@ -57,7 +59,6 @@ CASES = {
 FIRST = ("Llama", "tp2 Llama by parameter", "tp2 pp2 as in memory", "tp2 dp2 Llama in stretches")
 
 
-@pytest.mark.whole
 @pytest.mark.skipif(not HAS_CORE, reason="megatron-core cannot be imported (the extra `peers`)")
 @pytest.mark.parametrize("case", [c if c in FIRST else pytest.param(c, marks=pytest.mark.long) for c in CASES])
 def test_what_megatron_core_writes(case, tmp_path):
