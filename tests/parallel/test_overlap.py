@@ -22,7 +22,7 @@ from meshwright.settings.schema import TrainConfig
 from on_ranks import run_ranks
 
 CPU = torch.device("cpu")
-SIZE = overlap.WORTHWHILE_BYTES
+SIZE = 2 * overlap.WORTHWHILE_BYTES
 
 
 class Pipelines:
@@ -115,7 +115,7 @@ def choice():
     with Pipelines().installed():
         by, why = overlap.choose_products("on", group, CPU, SIZE)
         assert (type(by), why) == (overlap.OverlappedProducts, "")
-        few = "the rows of a micro-batch are few: 31 MiB to map, of 32"
+        few = "the rows of a micro-batch are few: 15 MiB on a rank, of 16"
         assert overlap.choose_products("auto", group, CPU, SIZE - 1)[1] == few
         assert type(overlap.choose_products("on", group, CPU, SIZE - 1)[0]) is overlap.OverlappedProducts
         # A rank that cannot map memory, or computes something else, takes the others with it.

@@ -7,6 +7,7 @@ import re
 import parallelism as document
 import pytest
 
+from meshwright.parallel import overlap
 from meshwright.settings import fields
 from meshwright.settings import schema as config
 from meshwright.settings.other_programs.megatron_flags import OLD_SWITCHES
@@ -50,3 +51,10 @@ def test_flags_exist():
     assert len(named) >= 14
     flags = {fields.spelling(name) for name in fields.config_fields(config.TrainConfig)}
     assert named <= flags | {"--dry-run", *map(fields.spelling, OLD_SWITCHES)}
+
+
+def test_the_threshold_of_overlap_is_the_codes():
+    words = f"{overlap.WORTHWHILE_BYTES >> 20} MiB of rows"
+    assert overlap.WORTHWHILE_BYTES % 2**20 == 0
+    assert f"`auto` needs at least {words} on a rank" in document.PAGE.read_text(encoding="utf-8")
+    assert f"from {words}" in fields.config_fields(config.TrainConfig)["tp_overlap"][1].metadata["help"]

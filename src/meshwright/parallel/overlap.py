@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 TRIAL_BYTES = 1 << 20  # to map at least, for `largest_difference`
-# Mapped bytes of a rank, twice its rows, from which copies are worth their waits. On two H200s,
-# 16 MiB (4,096 rows of 1,024) made a step 8 % slower and 80 MiB (8,192 of 2,560) 6 % faster.
-WORTHWHILE_BYTES = 32 << 20
+# Bytes of a rank's rows from which copies are worth their waits. On two H200s, 8 MiB (4,096 rows of
+# 1,024) made a step 8 % slower and 40 MiB (8,192 of 2,560) 6 % faster.
+WORTHWHILE_BYTES = 16 << 20
 
 
 class PlainProducts:
@@ -116,8 +116,8 @@ class OverlappedProducts(PlainProducts):
 def choose_products(wanted: str, group: ProcessGroup, device: torch.device, size: int) -> tuple[PlainProducts, str]:
     """Return the products for a group, and why they are not overlapped ("" if they are).
 
-    `size` is the number of bytes to map. Every rank of the group must call this; all get the same
-    kind.
+    `size` is the number of bytes to map, twice those of the rows. Every rank of the group must call
+    this; all get the same kind.
     """
     chosen = [PlainProducts(group)]
 
@@ -128,8 +128,8 @@ def choose_products(wanted: str, group: ProcessGroup, device: torch.device, size
         difference = largest_difference(chosen[-1], device)
         return "" if difference < 0.01 else f"its result is {difference:.1%} from that of NCCL"
 
-    few = f"the rows of a micro-batch are few: {size >> 20} MiB to map, of {WORTHWHILE_BYTES >> 20}"
-    few *= size < WORTHWHILE_BYTES
+    few = f"the rows of a micro-batch are few: {size >> 21} MiB on a rank, of {WORTHWHILE_BYTES >> 20}"
+    few *= size < 2 * WORTHWHILE_BYTES
     reason = to_map_memory("tensor --tp-overlap off on", wanted, group, device, [map_memory, compare], few)
     return chosen[0 if reason else -1], reason
 

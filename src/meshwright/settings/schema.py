@@ -545,7 +545,7 @@ class Parallel:
     )
     tp_overlap: Literal["auto", "on", "off"] = flag(
         "auto",
-        "copy rows between tensor ranks during products; auto: where GPUs map memory",
+        "copy rows between tensor ranks during products; auto: from 16 MiB of rows, where GPUs map memory",
         needs="--sequence-parallel",
     )
     data_parallel_sums: Literal["auto", "copies", "collectives"] = flag(
