@@ -154,7 +154,7 @@ def test_training_in_a_thread(tmp_path):
         results.append(trained.status)
         checkpoint = dataclasses.replace(trained.config.checkpoint, run_dir=str(tmp_path / "s"))
         again = dataclasses.replace(trained.config, checkpoint=checkpoint)
-        results.append(meshwright.training.run.run(again, handle_signals=True))
+        results.append(meshwright.training.run.run(again, meshwright.training.run.Caller(handle_signals=True)))
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -76,7 +76,7 @@ def train(
     from meshwright.commands.verify_layout import rehearse
     from meshwright.launch.launcher import launch_flags_of
     from meshwright.training.before.resolve import complete_settings
-    from meshwright.training.run import run
+    from meshwright.training.run import Caller, run
 
     idle = {}
     if isinstance(config, TrainConfig):
@@ -93,7 +93,7 @@ def train(
         raise UserError("train() runs in this process; start several ranks with `meshwright launch` or torchrun")
     if handle_signals and threading.current_thread() is not threading.main_thread():
         raise UserError("handle_signals=True works in the main thread only; leave it out in this one")
-    status = run(config, model, loss, datasets, handle_signals=handle_signals, idle=idle, rehearse=rehearse)
+    status = run(config, Caller(model, loss, datasets, handle_signals, rehearse), idle=idle)
     folder = config.checkpoint.run_dir or config.checkpoint.save
     return TrainResult(status, Path(folder) if folder else None, config)
 

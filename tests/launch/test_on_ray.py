@@ -17,7 +17,7 @@ import pytest
 
 from meshwright.commands import launch
 from meshwright.errors import UNAVAILABLE, UserError
-from meshwright.training.state.resume import checkpoint_architecture
+from meshwright.training.before.resolve import complete_settings
 
 HAS_RAY = all(importlib.util.find_spec(name) for name in ("ray", "pandas", "tensorboardX"))
 DRIVER = str(Path(__file__).with_name("ray_driver.py"))
@@ -30,7 +30,7 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     fake.has_gpus = lambda: True
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
     monkeypatch.setattr(sys.modules["meshwright.launch"], "on_ray", fake, raising=False)
-    more = {"use_gpu": True, "failures": 2, "complete": checkpoint_architecture}
+    more = {"use_gpu": True, "failures": 2, "complete": complete_settings}
     for words, workers in (
         ("--min-ranks 2 --max-ranks 4", (2, 4)),
         ("--max-ranks 4", (1, 4)),

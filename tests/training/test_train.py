@@ -320,8 +320,9 @@ def test_run_in_a_thread_leaves_signals_alone(tmp_path, handle_signals):
     """Python allows no handlers there, and a notebook or a service has its own."""
     config = parse_settings(TrainConfig, [*TINY_FLAGS, "--save", str(tmp_path / "run")], "test").config
     before = signal.getsignal(signal.SIGTERM)
+    run, caller = meshwright.training.run.run, meshwright.training.run.Caller(handle_signals=handle_signals)
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(meshwright.training.run.run, config, handle_signals=handle_signals).result() == 0
+        assert pool.submit(run, config, caller).result() == 0
     assert len(read_rows(tmp_path / "run")) == 6 and signal.getsignal(signal.SIGTERM) is before
 
 

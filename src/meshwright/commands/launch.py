@@ -33,9 +33,9 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--engine {config.engine} starts the command now, --write writes a file; give only one")
     if config.write is not None:
         from meshwright.launch import engines
-        from meshwright.training.state.resume import checkpoint_architecture
+        from meshwright.training.before.resolve import complete_settings
 
-        return engines.write_engine_file(config, parsed.sources, words, checkpoint_architecture)
+        return engines.write_engine_file(config, parsed.sources, words, complete_settings)
     if config.write_to or config.image or config.overwrite:
         raise UserError("--write-to, --image and --overwrite need --write ENGINE")
     program = build_program(words)
@@ -54,9 +54,9 @@ def run_elastic(plan: LaunchPlan, program: list[str], words: list[str]) -> int:
     """Launch with the ranks that are there. Machine 0 decides, so it alone must know what fits."""
     from meshwright.launch import members  # imports torch
     from meshwright.launch.elastic import find_shapes
-    from meshwright.training.state.resume import checkpoint_architecture
+    from meshwright.training.before.resolve import complete_settings
 
-    shapes = find_shapes(words, plan.least_ranks, plan.most_ranks, checkpoint_architecture) if plan.node == 0 else []
+    shapes = find_shapes(words, plan.least_ranks, plan.most_ranks, complete_settings) if plan.node == 0 else []
     return members.launch_elastic(dataclasses.replace(plan, shapes=tuple(shapes)), program)
 
 
@@ -74,11 +74,11 @@ def run_on_ray(config: LaunchConfig, words: list[str]) -> int:
     except ImportError as error:
         missing = f"--engine ray needs Ray Train ({error})"
         raise UserError(f"{missing}; pip install 'meshwright[ray]'", UNAVAILABLE) from None
-    from meshwright.training.state.resume import checkpoint_architecture
+    from meshwright.training.before.resolve import complete_settings
 
     workers = (least, most) if most else int(count) * (config.nnodes or 1)
     uses_gpu = on_ray.has_gpus() and not re.search(r"--device[= ]cpu", " ".join(words))
-    return on_ray.fit(words, workers, use_gpu=uses_gpu, failures=config.max_restarts, complete=checkpoint_architecture)
+    return on_ray.fit(words, workers, use_gpu=uses_gpu, failures=config.max_restarts, complete=complete_settings)
 
 
 def run_rank(argv: list[str], command_line: Callable[[list[str], World], int]) -> int:

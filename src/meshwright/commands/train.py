@@ -47,4 +47,4 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     if dry:
         return preflight.dry_run(config)
     command = ["meshwright", "train", *argv]
-    return run.run(config, command=command, handle_signals=True, idle=parsed.idle, rehearse=rehearse)
+    return run.run(config, run.Caller(handle_signals=True, rehearse=rehearse), command, parsed.idle)

@@ -15,7 +15,7 @@ from meshwright.errors import UserError
 from meshwright.settings import checks, flags
 from meshwright.settings.schema import TrainConfig
 
-CompleteSettings = Callable[[TrainConfig, set[str]], TrainConfig]
+CompleteSettings = Callable[[flags.Parsed[TrainConfig]], TrainConfig]
 ELASTIC_FLAGS = "--min-ranks and --max-ranks"
 TRAIN_SCRIPT = "pretrain_gpt.py"  # the script whose flags are those of train
 
@@ -44,8 +44,8 @@ class Shape:
         return f": data-parallel size {self.dp}{f', {number}' if number else ''}{smaller}"
 
 
-def take_as_given(config: TrainConfig, named: set[str]) -> TrainConfig:
-    return config
+def take_as_given(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
+    return parsed.config
 
 
 def parse_train(command: list[str], ranks: int, complete: CompleteSettings = take_as_given) -> TrainConfig:
@@ -53,9 +53,7 @@ def parse_train(command: list[str], ranks: int, complete: CompleteSettings = tak
     words = [f"--world-size={ranks}", *command[1:]]
     parsed = flags.parse_settings(TrainConfig, words, "meshwright train", check=False)
     load = parsed.config.checkpoint.load
-    if not (load and Path(load).exists()):
-        return parsed.config
-    return complete(parsed.config, {name for name, source in parsed.sources.items() if source != "default"})
+    return complete(parsed) if load and Path(load).exists() else parsed.config
 
 
 def is_train(command: list[str]) -> bool:

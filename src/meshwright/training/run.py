@@ -43,43 +43,38 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Caller:
-    """A model, loss or data of the caller's own, and how it wants to be stopped."""
+    """A model, loss or data of the caller's own, and how it wants to be stopped.
+
+    `model`, `loss` and `datasets` replace ours: docs/extending.md shows all three. With
+    `handle_signals` a first SIGTERM or Ctrl-C, or a signal of --exit-signal, finishes the step and
+    saves, unless the settings say --no-exit-signal-handler; without it the caller has the signals.
+    `rehearse` compares the layout with one process before the run begins: --verify-layout.
+    """
 
     model: Model | None = None
     loss: Loss | None = None
     datasets: Datasets | None = None
     handle_signals: bool = False
-    # Compares the layout with one process before the run begins: --verify-layout.
     rehearse: Callable[[Resolved, Layout, torch.device, Team, Caller], None] | None = None
 
 
 def run(
     config: TrainConfig,
-    model: Model | None = None,
-    loss: Loss | None = None,
-    datasets: Datasets | None = None,
-    *,
+    caller: Caller = Caller(),  # noqa: B008
     command: list[str] | None = None,
-    handle_signals: bool = False,
     idle: Mapping[str, Any] | None = None,
-    rehearse: Callable[[Resolved, Layout, torch.device, Team, Caller], None] | None = None,
 ) -> int:
-    """Train as configured and return the exit status.
+    """Train as configured and return the exit status; under a launcher every rank calls this.
 
-    Raise UserError for errors that the user can fix.
-
-    `model`, `loss` and `datasets` replace our own: docs/extending.md shows all three. Under a
-    launcher every rank calls this. With `handle_signals` a first SIGTERM or Ctrl-C, or a signal of
-    --exit-signal, finishes the step and saves, unless the settings say --no-exit-signal-handler;
-    without it signals are left to the caller. `idle` are given flags without effect, which the log
-    shows. `rehearse` is called before the run begins if --verify-layout asks for it.
+    `idle` are given flags without effect, which the log shows. Raise UserError for errors that the
+    user can fix.
     """
     world = find_world(os.environ, config.parallel.local_rank)
     startup = Startup(prints=world.rank == 0)
     require_world_size(world, config.parallel.world_size)
     with startup.phase("tokenizer", "reading the tokenizer"):
-        resolved = resolve(config, world, command, idle, datasets is not None)
-    return run_resolved(resolved, Caller(model, loss, datasets, handle_signals, rehearse), startup)
+        resolved = resolve(config, world, command, idle, caller.datasets is not None)
+    return run_resolved(resolved, caller, startup)
 
 
 def run_resolved(resolved: Resolved, caller: Caller, startup: Startup) -> int:
