@@ -55,7 +55,9 @@ def one_sample(w: Weights, m: Model, tokens, places, documents, drop) -> np.ndar
         branch = mlp(w, m, f"h.{i}.mlp", y)
         x = (y if m.apply_residual_connection_post_layernorm else x) + branch * drop.get(2 * i + 2, 1.0)
     head = w["lm_head.weight"] if m.untie_embeddings_and_output_weights else w["wte.weight"]
-    return norm(w, m, "ln_f", x) @ head.T
+    out = norm(w, m, "ln_f", x) @ head.T
+    cap = m.final_logit_softcapping
+    return cap * np.tanh(out / cap) if cap else out
 
 
 def norm(w: Weights, m: Model, name: str, x: np.ndarray) -> np.ndarray:

@@ -216,6 +216,7 @@ ARCHITECTURE: dict[str, Chances] = {
     "norm of embeddings": {"": 3, "--embed-layernorm": 1},
     "residual": {"": 3, "--apply-residual-connection-post-layernorm": 1},
     "initial": {"": 3, "--init-method-xavier-uniform": 1, "--init-method-std 0.2": 2},
+    "logits": {"": 3, "--final-logit-softcapping 2": 1},
     "head": {"": 2, "--untie-embeddings-and-output-weights": 1},
     "sequence": {"--seq-length 8": 4, "--seq-length 16": 3, "--seq-length 12": 3, "--seq-length 9": 1},
 }
@@ -233,6 +234,7 @@ TRAINING: dict[str, Chances] = {
     "hidden dropout": {"--hidden-dropout 0": 1, "--hidden-dropout 0.1": 2, "--hidden-dropout 0.3": 1},
     "attention dropout": {"--attention-dropout 0": 4, "--attention-dropout 0.1": 1},
     "embedding dropout": {"": 3, "--embedding-dropout 0.2": 1},
+    "z-loss": {"": 3, "--z-loss-coef 0.1": 1},
     "mean": {"": 3, "--loss-mean microbatch": 1},
     "marks": {
         "": 4,

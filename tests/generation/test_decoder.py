@@ -24,6 +24,7 @@ SHAPES = {
     "gpt2": Model(),
     "llama": Model(position_embedding_type="rope", num_query_groups=1, normalization="RMSNorm", swiglu=True),
     "alibi": Model(position_embedding_type="alibi"),
+    "capped": Model(final_logit_softcapping=1.0),
 }
 
 
@@ -277,7 +278,7 @@ def fused(monkeypatch):
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "capped"])
 def test_the_fused_step_changes_nothing(shape, slots, fused):
     """Captured, for one row and for several, with all kinds of choices in one batch."""
     model = little(shape)
@@ -310,13 +311,14 @@ def test_a_thread_captures_nothing_that_it_has_not_run(fused):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("cap", [0.0, 2.0])
 @pytest.mark.parametrize("slots", [1, 3, 20])
-def test_captured_on_a_gpu(slots):
+def test_captured_on_a_gpu(slots, cap):
     """All kinds of choices, unequal prompts and reused slots: the plain texts, in two decoders.
 
     The last one is driven by a thread of its own after its first steps, as a server does.
     """
-    m = Model(num_layers=2, hidden_size=256, num_attention_heads=4, init_method_std=0.1)
+    m = Model(num_layers=2, hidden_size=256, num_attention_heads=4, init_method_std=0.1, final_logit_softcapping=cap)
     network = GPT(m, 500, 512, 300)
     initialise(network.named_parameters(), m, 500, 1)
     model = LanguageModel(network.eval().requires_grad_(False).cuda(), Null(499), 0, 300)

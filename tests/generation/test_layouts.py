@@ -32,7 +32,7 @@ TEXTS = ["the cat sat on the mat. ", "a dog ran. " * 9, "ein Bär.", "x"]
 SHAPES = {
     "gpt2": "",
     "llama": "--num-query-groups=2 --position-embedding-type=rope --swiglu --untie-embeddings-and-output-weights "
-    "--normalization=RMSNorm --disable-bias-linear",
+    "--normalization=RMSNorm --disable-bias-linear --final-logit-softcapping=4",
     "alibi": "--position-embedding-type=alibi",
 }
 LAYOUTS = {

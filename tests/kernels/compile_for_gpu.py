@@ -25,7 +25,8 @@ from triton.runtime.jit import JITFunction
 
 from meshwright import device
 from meshwright.kernels import activation, adamw, decode, dropout, embedding, fp8, gradients, heads, muon, norm
-from meshwright.kernels.cross_entropy import cross_entropy
+from meshwright.kernels.cross_entropy import cross_entropy, losses_and_normalisers
+from meshwright.kernels.softcap import softcap
 from meshwright.kernels.triton import clock as clock_triton
 from meshwright.kernels.triton import fp8 as fp8_triton
 
@@ -87,6 +88,8 @@ def sums() -> None:
 
 def losses() -> None:
     backward(cross_entropy(take(8, 50304), torch.zeros(8, dtype=torch.int64), 50257))
+    backward(*losses_and_normalisers(take(8, 50304), torch.zeros(8, dtype=torch.int64), 50257))
+    backward(softcap(take(8, 50304), 30.0))
 
 
 def dropouts() -> None:

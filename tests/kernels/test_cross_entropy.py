@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.kernels import cross_entropy as module
+from meshwright.kernels import twins
 from meshwright.kernels.cross_entropy import cross_entropy
 from meshwright.model.loss import loss_sum, token_losses
 
@@ -218,6 +219,26 @@ def test_a_vocabulary_in_parts(device):
         torch.testing.assert_close(mine, losses)
         mine.backward(factors.to(mine.dtype))
     torch.testing.assert_close(torch.cat([p.grad for p in parts], 1), want.grad)
+
+
+@pytest.mark.parametrize("kernels", ["plain", "triton"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_normalisers_have_a_gradient(kernels, parts, monkeypatch):
+    """The z-loss beside the loss, of a whole vocabulary and of one in parts: torch's gradients."""
+    monkeypatch.setattr(twins, "is_triton", lambda x: kernels == "triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    logits, labels, factors = (x.to(device) for x in case(9, 37, 40, torch.float32))
+    want = logits.clone().requires_grad_()
+    lse = want[:, :37].logsumexp(-1)
+    picked = want.gather(1, labels[:, None]).squeeze(1)
+    ((lse - picked + 0.3 * lse.square()) * factors).sum().backward()
+    whole = (lambda *_: (lse.detach(), picked.detach())) if parts > 1 else None
+    for first in range(0, 40, 40 // parts):
+        part = logits[:, first : first + 40 // parts].clone().requires_grad_()
+        losses, normalisers = module.losses_and_normalisers(part * 1.0, labels, 37, first, whole)
+        torch.testing.assert_close(normalisers, lse)
+        ((losses + 0.3 * normalisers.square()) * factors).sum().backward()
+        torch.testing.assert_close(part.grad, want.grad[:, first : first + 40 // parts], rtol=1e-5, atol=1e-5)
 
 
 @gpu

@@ -24,6 +24,7 @@ from layouts import (
     NEAR,
     alone,
     check,
+    column,
     compared,
     config_of,
     cost,
@@ -129,6 +130,8 @@ MORE = {
     "muon": "--optimizer muon --swiglu --ffn-hidden-size 48",
     "sgd": "--optimizer sgd --lr 0.3",
     "microbatch": "--loss-mean microbatch --eod-mask-loss --micro-batch-size 2 --global-batch-size 8",
+    # Caps so low, and a coefficient so large, that both shape every gradient.
+    "logits": "--final-logit-softcapping 0.3 --z-loss-coef 0.5 --eod-mask-loss",
     "xavier": "--init-method-xavier-uniform --apply-residual-connection-post-layernorm --apply-layernorm-1p",
 }
 WITH = {
@@ -142,6 +145,15 @@ WITH = {
         "--world-size 4 --context-parallel-size 2 --zero-stage 2 --cpu-optimizer",
     ],
     "microbatch": ["--world-size 2 --zero-stage 2", "--world-size 4 --context-parallel-size 2"],
+    "logits": [
+        "--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
+        "--world-size 4 --context-parallel-size 2 --zero-stage 3 --recompute-granularity full",
+        "--world-size 2 --tensor-model-parallel-size 2 --untie-embeddings-and-output-weights --loss-mean microbatch",
+        "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble --micro-batch-size 2",
+        "--world-size 4 --pipeline-model-parallel-size 2 --zero-stage 1",
+        "--world-size 2 --zero-stage 2",
+        "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zbv",
+    ],
     "xavier": ["--world-size 2 --tensor-model-parallel-size 2", "--world-size 2 --pipeline-model-parallel-size 2"],
 }
 
@@ -157,7 +169,7 @@ def test_one_micro_batch():
 
 @pytest.mark.whole
 @pytest.mark.timeout(300)
-@halves([f"{line} {MORE[name]}" for name, lines in WITH.items() for line in lines], (1, 3, 5, 7))
+@halves([f"{line} {MORE[name]}" for name, lines in WITH.items() for line in lines], (1, 3, 5, 6, 7, 8, 9, 12, 14))
 def test_other_rules(lines):
     check(lines, steps=2)
 
@@ -399,6 +411,7 @@ OVERFLOWS = [
     "--world-size 4 --zero-stage 1 --num-distributed-optimizer-instances 2",
     "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1",
     "--world-size 8 --tensor-model-parallel-size 2 --context-parallel-size 2 --zero-stage 2 --sequence-parallel",
+    "--world-size 2 --tensor-model-parallel-size 2 --z-loss-coef 1e-2 --final-logit-softcapping 2",
 ]
 
 
@@ -422,20 +435,25 @@ def infinite(name, trainer, step):
 
 @pytest.mark.whole
 @pytest.mark.timeout(300)
-@halves(OVERFLOWS, (1, 2, 7))
+@halves(OVERFLOWS, (1, 2, 7, 12))
 @pytest.mark.fault("F20")
 def test_an_overflow_on_one_rank_is_skipped_by_all(lines):
     for line, (ranks, want) in compared([f"{line} {FP16}" for line in lines], 8, infinite).items():
         assert all(is_same_record(rows, ranks[0]) for rows in ranks), line
         if "--zero-stage 3" in line:  # rounds gradients to float16, so it overflows at smaller scales
-            assert ranks[0][BROKEN_STEP][4] and not ranks[0][BROKEN_STEP - 1][4], (line, ranks[0])
+            assert column("skipped", ranks[0])[BROKEN_STEP - 1 : BROKEN_STEP + 1] == [0, 1], (line, ranks[0])
             continue
-        for (loss, norm, _, *fate), (loss_of_one, norm_of_one, _, *fate_of_one) in zip(ranks[0], want, strict=True):
-            assert fate == fate_of_one, (line, ranks[0], want)  # the scale, and whether the step was skipped
+        for got, one in zip(ranks[0], want, strict=True):
+            (loss, norm, skipped), (loss_of_one, norm_of_one, _) = (
+                [column(name, [row])[0] for name in ("loss", "grad_norm", "skipped")] for row in (got, one)
+            )
+            for name in ("loss_scale", "skipped"):
+                assert column(name, [got]) == column(name, [one]), (line, ranks[0], want)
             assert loss == pytest.approx(loss_of_one, rel=1e-3), line
-            assert fate[1] or norm == pytest.approx(norm_of_one, rel=1e-2, abs=0), line
-        scales, skipped = zip(*(row[3:] for row in want[:-1]), strict=True)
-        assert skipped == (1,) * 4 + (0, 0, 1, 0), want
+            assert skipped or norm == pytest.approx(norm_of_one, rel=1e-2, abs=0), line
+            assert skipped or column("z_loss", [got]) == pytest.approx(column("z_loss", [one]), rel=1e-3), line
+        scales = column("loss_scale", want[:-1])
+        assert column("skipped", want[:-1]) == [1] * 4 + [0, 0, 1, 0], want
         assert [scale / scales[4] for scale in scales] == [16, 8, 4, 2, 1, 1, 2, 1], want
 
 
@@ -586,4 +604,4 @@ def test_one_process_sends_nothing_and_has_plain_modules(capsys):
     assert type(model.h["0"].attn.attend).__name__ == "Attend" and trainer.net.pipeline is None
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert all(type(p) is torch.nn.Parameter for p in model.parameters())
-    assert [row[4] for row in rows_of(trainer)] == [0.0] * 3
+    assert column("skipped", rows_of(trainer)) == [0.0] * 3

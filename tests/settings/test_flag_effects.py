@@ -87,7 +87,7 @@ def test_sizes(run, flags, want):
     """num_attention_heads layernorm_epsilon hidden_dropout attention_dropout embedding_dropout bias_gelu_fusion
     attention_impl squared_relu normalization qk_layernorm embed_layernorm apply_residual_connection_post_layernorm
     init_method_xavier_uniform seq_length dataloader_type training.seed optimizer weight_decay clip_grad adam_beta1
-    adam_beta2 adam_eps"""
+    adam_beta2 adam_eps final_logit_softcapping z_loss_coef"""
 )
 @pytest.mark.parametrize(
     "flags",
@@ -120,13 +120,15 @@ def test_sizes(run, flags, want):
         ["--optimizer", "muon"],
         ["--bf16", "--fp32-residual-connection"],
         ["--dataloader-type", "cyclic"],
+        ["--final-logit-softcapping", "0.5"],
+        ["--z-loss-coef", "0.1"],
     ],
     ids=lambda flags: flags[0].strip("-"),
 )
 def test_changes_the_losses(run, base, flags):
     got = run(*flags)
     assert got.status == 0 and len(got.losses) == len(base) and got.losses != base
-    first = ("weight-decay", "clip-grad", "adam", "optimizer")  # these act from the second step on
+    first = ("weight-decay", "clip-grad", "adam", "optimizer", "z-loss")  # these act from the second step on
     assert (got.losses[0] == base[0]) == flags[0].strip("-").startswith(first)
 
 

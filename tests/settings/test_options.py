@@ -55,14 +55,16 @@ WORDS = {
     "qkvbias": {"add_bias_linear": False, "add_qkv_bias": True},
     "untied": {"untie_embeddings_and_output_weights": True},
     "3layers": {"num_layers": 3},
+    "capped": {"final_logit_softcapping": 1.5},
 }
 
 TABLE = [
     "gpt2",
-    "erf untied embnorm embdrop",
+    "erf untied embnorm embdrop capped",
     "openai postnorm wide embdrop-only",
     "relu2 1p nobias eps",
     "rope rms swiglu nobias untied gqa",  # Llama
+    "rope rms geglu nobias wide gqa capped",  # Gemma 2, but for its norms and windows
     "rope half qknorm liglu mqa",
     "rope base rms eps 1p qkvbias geglu 3layers",
     "rotary wide half gqa reglu postnorm",

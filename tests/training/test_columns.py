@@ -33,6 +33,7 @@ def test_every_row_that_is_written_is_described():
 def test_rows_have_the_columns_of_the_table(run, tmp_path):
     flags = ["--log-num-zeros-in-grad", "--log-params-norm", "--weight-decay-incr-style", "linear"]
     flags += ["--start-weight-decay", "0", "--end-weight-decay", "0.1", "--save", f"{tmp_path}/save"]
+    flags += ["--z-loss-coef", "1e-4"]
     got = run(*flags, "--skip-train-iteration-range", "2-3")
     seen = {}
     for row in map(json.loads, (got.folder / "metrics.jsonl").read_text().splitlines()):

@@ -340,6 +340,13 @@ def test_a_loss_of_another_shape_is_refused(example, reduction):
         train.run(example.settings(None, 2), None, loss, parts(example)[2])
 
 
+def test_a_loss_beside_our_z_loss_is_refused(example):
+    settings = example.settings(None, 2)
+    settings = dataclasses.replace(settings, training=dataclasses.replace(settings.training, z_loss_coef=1e-4))
+    with pytest.raises(UserError, match="--z-loss-coef is a term of our own loss"):
+        train.run(settings, None, *parts(example)[1:])
+
+
 def test_too_few_samples_are_refused(example):
     with pytest.raises(UserError, match="has 100 samples, the run needs 320"):
         train.run(example.settings(None, 20), None, None, {"train": example.Sums(100, 1)})

@@ -105,6 +105,13 @@ def test_without_colours(tmp_path):
     assert status == 0 and "\x1b" not in shown and "the model was not kept" in shown
 
 
+def test_the_z_loss_has_a_column(tmp_path):
+    _, shown = on_terminal(80, f"--run-dir={tmp_path}", "--no-progress", "--z-loss-coef=0.1", NO_COLOR="1")
+    rows = [line.split() for line in shown.splitlines()]
+    head = next(i for i, row in enumerate(rows) if row[:4] == ["step", "loss", "z", "loss"])
+    assert float(rows[head + 1][2]) == pytest.approx(0.1 * float(rows[head + 1][1]) ** 2, rel=0.02)
+
+
 @pytest.mark.flag("log_format")
 def test_megatrons_log_on_a_terminal(tmp_path):
     status, shown = on_terminal(80, f"--run-dir={tmp_path}", "--log-format=megatron", "--no-progress")

@@ -276,6 +276,24 @@ def test_changed_settings_are_printed(tmp_path, capsys):
     assert " > overriding learning rate value to 0.01" in out
 
 
+def test_z_loss_and_cap_are_taken_over(tmp_path, capsys):
+    """From a checkpoint, without their flags; the z-loss may change, the cap may not."""
+    given = ["--final-logit-softcapping=0.5", "--z-loss-coef=0.1"]
+    _, whole = train(tmp_path, *given, save="whole")
+    train(tmp_path, *given, "--exit-interval=3", save="part")
+    part, capped = str(tmp_path / "part"), str(tmp_path / "whole")
+    capsys.readouterr()
+    assert main(["train", *TINY_FLAGS, "--load", part, "--save", part]) == 0
+    assert "z loss: " in capsys.readouterr().out
+    columns = [[(row["loss"], row["z_loss"]) for row in read_rows(tmp_path / name)] for name in ("part", "whole")]
+    assert columns[0] == columns[1] and len(whole) == len(columns[0])
+    again = ["train", *TINY_FLAGS, "--load", capped, "--train-iters=7", "--override-opt_param-scheduler"]
+    assert main([*again, "--z-loss-coef=0"]) == 0
+    assert "z_loss_coef is 0.0, the checkpoint was trained with 0.1" in capsys.readouterr().out
+    assert main([*again, "--final-logit-softcapping=0"]) == 65
+    assert "--final-logit-softcapping 0.0, the checkpoint has 0.5" in capsys.readouterr().err
+
+
 def test_printed_config_runs_again(tmp_path, capsys):
     train(tmp_path)
     shown = tmp_path / "shown.toml"

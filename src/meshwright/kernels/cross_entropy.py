@@ -22,7 +22,14 @@ Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, first: int = 0, combine: Combine | None = None) -> Tensor:
-    """Map logits [N, padded] and labels [N] to losses [N]; backward overwrites the logits.
+    """Map logits [N, padded] and labels [N] to losses [N]; backward overwrites the logits."""
+    return losses_and_normalisers(logits, labels, vocab, first, combine)[0]
+
+
+def losses_and_normalisers(
+    logits: Tensor, labels: Tensor, vocab: int, first: int = 0, combine: Combine | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the losses of `cross_entropy`, and the log-sum-exps [N] of the full vocabulary.
 
     The logits may cover only the ids from `first` on. `combine` then turns their log-sum-exp and
     the label's logit (0 if it is not among them) into those of the full vocabulary.
@@ -33,21 +40,22 @@ def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, first: int = 0, co
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, combine: Combine | None) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, combine: Combine | None) -> tuple[Tensor, Tensor]:
         ctx.vocab, ctx.used = vocab, False
+        ctx.set_materialize_grads(False)
         lse, picked = log_sum_exp(logits, labels, vocab)
         if combine is not None:
             lse, picked = combine(lse, picked)
         ctx.save_for_backward(logits, labels, lse)
-        return lse - picked
+        return lse - picked, lse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, of_lse: Tensor | None) -> tuple[Tensor, None, None, None]:
         if ctx.used:
             raise RuntimeError("a second backward pass through this loss: the first one overwrote its logits")
         ctx.used = True
         logits, labels, lse = ctx.saved_tensors
-        overwrite(logits, labels, lse, grad, ctx.vocab)
+        overwrite(logits, labels, lse, grad, ctx.vocab, of_lse)
         return logits, None, None, None
 
 
@@ -72,15 +80,22 @@ def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Ten
 
 
 @twin("cross_entropy.overwrite")
-def overwrite(logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, vocab: int) -> None:
-    """Set logits to (softmax - 1 at the label) * grad, and to 0 beyond the vocabulary."""
+def overwrite(
+    logits: Tensor, labels: Tensor, lse: Tensor, grad: Tensor, vocab: int, of_lse: Tensor | None = None
+) -> None:
+    """Set logits to (softmax - 1 at the label) * grad, and to 0 beyond the vocabulary.
+
+    Where log-sum-exps have a gradient too, softmax times that is added.
+    """
     for i in portions(logits):
         x = logits[i : i + portions(logits).step]
         p = (upcast(x[:, :vocab]) - lse[i : i + len(x), None]).exp_()
+        more = None if of_lse is None else p * of_lse[i : i + len(x), None]
         if vocab:
             index, is_label = at_labels(labels[i : i + len(x)], vocab)
             p.scatter_add_(1, index, -is_label.to(p.dtype)[:, None])
-        x[:, :vocab] = p.mul_(grad[i : i + len(x), None])
+        p.mul_(grad[i : i + len(x), None])
+        x[:, :vocab] = p if more is None else p.add_(more)
         x[:, vocab:] = 0
 
 

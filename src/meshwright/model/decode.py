@@ -60,7 +60,7 @@ class DecodeStep:
             o = decode.attend(decode.linear(x, qkv), texts, sizes, self.rotation)
             x = decode.linear(o, proj, x)
             x = decode.linear(decode.linear(x, fc), out, x)
-        return decode.linear(x, self.head)
+        return self.model.finish(decode.linear(x, self.head))
 
     def run_rows(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
         residual: Tensor | None = None
@@ -71,7 +71,7 @@ class DecodeStep:
             o = decode.attend(linear(y, qkv.weight, qkv.bias), texts, sizes, self.rotation)
             residual, y = add_norm(residual, linear(o, proj.weight), proj.bias, fc)
             pending, bias = linear(decode.expand(y, fc), out.weight), out.bias
-        return linear(add_norm(residual, pending, bias, self.head)[1], self.head.weight)
+        return self.model.finish(linear(add_norm(residual, pending, bias, self.head)[1], self.head.weight))
 
 
 def add_norm(

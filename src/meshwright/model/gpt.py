@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright import device as devices
 from meshwright.kernels import dropout
 from meshwright.kernels.linear import linear
+from meshwright.kernels.softcap import softcap
 from meshwright.model.attention import Attention, is_reference, seed_dropout
 from meshwright.model.layers import MLP, Embedding, Linear, Norm
 from meshwright.model.positions import Positions, Shared, share
@@ -233,7 +234,12 @@ class GPT(nn.Module):
         return [rows if (branches if site else embedding) else None for site, rows in enumerate(sites)]
 
     def head(self, y: Tensor) -> Tensor:
-        return self.product(y, self.wte.weight if self.lm_head is None else self.lm_head.weight)
+        return self.finish(self.product(y, self.wte.weight if self.lm_head is None else self.lm_head.weight))
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Return the logits as losses and sampling take them; any way to compute them ends here."""
+        cap = self.m.final_logit_softcapping
+        return softcap(logits, cap) if cap else logits
 
     product = staticmethod(linear)  # tensor parallelism replaces it, as a Linear's
 

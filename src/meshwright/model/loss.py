@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from meshwright.kernels.cross_entropy import Combine, cross_entropy
+from meshwright.kernels.cross_entropy import Combine, losses_and_normalisers
 
 
 def token_losses(logits: Tensor, labels: Tensor, vocab: int, first: int = 0, combine: Combine | None = None) -> Tensor:
@@ -12,7 +12,16 @@ def token_losses(logits: Tensor, labels: Tensor, vocab: int, first: int = 0, com
 
     The backward pass overwrites the logits, the largest tensor of a step, with their gradient.
     """
-    return cross_entropy(logits.flatten(0, 1), labels.flatten(), vocab, first, combine).view(labels.shape)
+    return token_terms(logits, labels, vocab, 0.0, first, combine)["loss"]
+
+
+def token_terms(
+    logits: Tensor, labels: Tensor, vocab: int, z_loss_coef: float, first: int = 0, combine: Combine | None = None
+) -> dict[str, Tensor]:
+    """Return `token_losses`, and the z-losses of PaLM (2022) unless their coefficient is 0."""
+    losses, normalisers = losses_and_normalisers(logits.flatten(0, 1), labels.flatten(), vocab, first, combine)
+    terms = {"loss": losses.view(labels.shape)}
+    return terms | {"z_loss": z_loss_coef * normalisers.view(labels.shape).square()} if z_loss_coef else terms
 
 
 def loss_sum(losses: Tensor, mask: Tensor | None) -> Tensor:

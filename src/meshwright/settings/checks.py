@@ -73,6 +73,8 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
         )
     if k.ckpt_format == "torch" and c.model.qk_layernorm:
         out.append("--ckpt-format torch has no place for --qk-layernorm; give --ckpt-format native")
+    if k.ckpt_format == "torch" and c.model.final_logit_softcapping:
+        out.append("--ckpt-format torch has no place for --final-logit-softcapping; give --ckpt-format native")
     if k.ckpt_format == "torch" and (c.model.num_layers or 0) % p.pipeline_model_parallel_size:
         out.append(
             f"--ckpt-format torch needs equal stages, but --num-layers {c.model.num_layers} is not a multiple of "

@@ -96,6 +96,13 @@ class Model:
     init_method_xavier_uniform: bool = flag(
         False, "draw initial weights from Xavier's uniform distribution", docs="extending", resume="free"
     )
+    final_logit_softcapping: float = flag(
+        0.0,
+        "bound the logits: C tanh(logits / C) with this C (0: no bound)",
+        bound=">=0",
+        docs="checkpoints faq",
+        resume="tune",
+    )
     num_experts: int | None = flag(None, "number of experts per layer", only=(None,), step=9, resume="note")
 
     @property
@@ -322,6 +329,13 @@ class Training:
     )
     loss_mean: Literal["global", "microbatch"] = flag(
         "global", "global: mean over the unmasked tokens of a batch; microbatch: Megatron's mean of micro-batch means"
+    )
+    z_loss_coef: float = flag(
+        0.0,
+        "add this times the mean of the squared log-sum-exp of a token's logits to the training loss",
+        bound=">=0",
+        docs="faq",
+        inherited=True,
     )
     on_nonfinite: str = flag(
         "stop",

@@ -103,7 +103,7 @@ def build_network(spec: Spec, report_parameters: Callable[[int], None] = lambda 
     if options.compiled:
         for part in parts:
             pick.compile_blocks(part)
-    loss, terms = make_loss(spec.vocab, layout, spec.loss)
+    loss, terms = make_loss(spec.vocab, layout, spec.loss, config.training.z_loss_coef)
     graphs = None
     if without is None:
         assert isinstance(store, FlatStore)
@@ -213,6 +213,8 @@ def require_own_model(spec: Spec) -> None:
             f"ZeRO {p.zero_stage} with a custom model: only --zero-stage 0 and 1 handle parameters that the loss "
             "does not depend on; choose one of these"
         )
+    if spec.loss and config.training.z_loss_coef:
+        raise UserError("--z-loss-coef is a term of our own loss, and this one is custom; add the term there")
     switches = {"--fp8-format": bool(config.precision.fp8_format)}
     switches |= {"--fused-kernels on": config.training.fused_kernels == "on"}
     for flag, is_given in switches.items():

@@ -20,7 +20,7 @@ from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.data.loader import Batch
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.model.attention import seed_dropout
-from meshwright.model.loss import loss_sum, token_losses
+from meshwright.model.loss import loss_sum, token_terms
 from meshwright.model.positions import Positions
 from meshwright.optim.rules import Numbers
 from meshwright.parallel import comm
@@ -231,7 +231,7 @@ def forward_part(net: Network, part: Any, batch: Batch, seed: int | None, stream
     return part(batch.tokens, where) if stream is None else part(batch.tokens, where, stream=stream)  # type: ignore[no-any-return]
 
 
-def make_loss(vocab: int, layout: Layout, custom: Loss | None) -> tuple[Losses, tuple[str, ...]]:
+def make_loss(vocab: int, layout: Layout, custom: Loss | None, z_loss_coef: float) -> tuple[Losses, tuple[str, ...]]:
     """Return the function that computes each token's losses [B, T], and the names of these terms.
 
     All are added up for the gradients; the first is the loss that is reported.
@@ -242,9 +242,9 @@ def make_loss(vocab: int, layout: Layout, custom: Loss | None) -> tuple[Losses, 
         if custom is not None:
             return {"loss": custom_losses(custom, vocab, logits, batch)}
         first_id = layout.at("tp") * logits.shape[-1]
-        return {"loss": token_losses(logits, batch.labels, vocab, first_id, combine)}
+        return token_terms(logits, batch.labels, vocab, z_loss_coef, first_id, combine)
 
-    return compute_losses, ("loss",)
+    return compute_losses, ("loss", "z_loss") if z_loss_coef else ("loss",)
 
 
 def custom_losses(custom: Loss, vocab: int, logits: Tensor, batch: Batch) -> Tensor:

@@ -92,6 +92,9 @@ _LENGTH = SavedModel.require_positions
 _NORM_1P = refuse_switch("--apply-layernorm-1p", "apply_layernorm_1p")
 _EMBED_NORM = refuse_switch("--embed-layernorm", "embed_layernorm")
 _POST_NORM = refuse_switch("--apply-residual-connection-post-layernorm", "apply_residual_connection_post_layernorm")
+_SOFTCAP = refuse(
+    lambda m: f"--final-logit-softcapping {m.final_logit_softcapping:g}" if m.final_logit_softcapping else ""
+)
 _EXPERTS = refuse(lambda m: "--num-experts" if m.num_experts else "")
 
 EXPORTS = {
@@ -145,6 +148,7 @@ EXPORTS = {
     "embed_layernorm": Export(_EMBED_NORM, _EMBED_NORM, SAME),
     "apply_residual_connection_post_layernorm": Export(_POST_NORM, _POST_NORM, SAME),
     "init_method_xavier_uniform": Export(TRAINING, TRAINING, SAME),
+    "final_logit_softcapping": Export(_SOFTCAP, _SOFTCAP, _SOFTCAP),
     "num_experts": Export(_EXPERTS, _EXPERTS, _EXPERTS),
 }
 

@@ -36,14 +36,16 @@ def _cross_entropy_forward(logits, labels, lses, picked, stride, vocab, BLOCK: t
 
 
 @triton.jit
-def _cross_entropy_backward(logits, labels, lses, grads, stride, vocab, padded, BLOCK: tl.constexpr):
+def _cross_entropy_backward(logits, labels, lses, grads, of_lses, stride, vocab, padded, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits + row * stride + c
     x = tl.load(at, mask=c < vocab, other=-float("inf")).to(tl.float32)
     p = tl.exp(x - tl.load(lses + row))
-    p = tl.where(c == tl.load(labels + row), p - 1.0, p) * tl.load(grads + row)
-    tl.store(at, tl.where(c < vocab, p, 0.0).to(logits.dtype.element_ty), mask=c < padded)
+    g = tl.where(c == tl.load(labels + row), p - 1.0, p) * tl.load(grads + row)
+    if of_lses is not None:
+        g += p * tl.load(of_lses + row)
+    tl.store(at, tl.where(c < vocab, g, 0.0).to(logits.dtype.element_ty), mask=c < padded)
 
 
 def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
@@ -57,11 +59,14 @@ def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Ten
     return lses, picked
 
 
-def overwrite(logits: Tensor, labels: Tensor, lses: Tensor, grads: Tensor, vocab: int) -> None:
+def overwrite(
+    logits: Tensor, labels: Tensor, lses: Tensor, grads: Tensor, vocab: int, of_lses: Tensor | None = None
+) -> None:
     """Overwrite the logits with their gradient."""
     n, padded = logits.shape
+    of_lses = None if of_lses is None else of_lses.contiguous()
     with torch.accelerator.device_index(logits.device.index):
         _cross_entropy_backward[(n, cdiv(padded, BLOCK))](
-            logits, labels, lses, grads.contiguous(), logits.stride(0), vocab, padded, BLOCK, num_warps=8
+            logits, labels, lses, grads.contiguous(), of_lses, logits.stride(0), vocab, padded, BLOCK, num_warps=8
         )
     torch.autograd.graph.increment_version(logits)  # another backward pass that needs them then fails

@@ -58,9 +58,10 @@ def _bytes(x: float) -> str:
 
 
 def logits_bytes(config: TrainConfig, padded: int) -> int:
-    """Return the bytes of the logits of one micro-batch."""
+    """Return the bytes of the logits of one micro-batch; if they are capped, before and after."""
     width = 2 if config.precision.dtype in ("float16", "bfloat16") else 4
-    return config.micro_batch * (config.data.seq_length or 0) * padded * width
+    copies = 2 if config.model.final_logit_softcapping else 1
+    return config.micro_batch * (config.data.seq_length or 0) * padded * width * copies
 
 
 def parameters_of_ranks(config: TrainConfig, padded: int, positions: int) -> list[int]:

@@ -39,6 +39,14 @@ STEP_COLUMNS = (  # in the order of Megatron's line
         "lm loss",
         compared_as="loss",
     ),
+    StepColumn(
+        "z_loss",
+        "what --z-loss-coef adds to the training loss; the loss above is without it",
+        "summed",
+        "z loss: {:.6E}",
+        "z loss",
+        compared_as=OTHER,
+    ),
     StepColumn("loss_scale", "factor of the loss", "alike", "loss scale: {:.1f}", "loss-scale", True, OTHER),
     StepColumn(
         "grad_norm",

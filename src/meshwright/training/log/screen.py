@@ -58,6 +58,7 @@ class ScreenColumn:
 COLUMNS = (
     ScreenColumn("step", 7, lambda x, _: f"{x.iteration:,}", 0),
     ScreenColumn("loss", 8, lambda x, _: f"{x.loss:.4f}", 0),
+    ScreenColumn("z loss", 10, lambda x, _: f"{x.steps[-1]['z_loss']:.2e}", 5),
     ScreenColumn("gradient", 9, lambda x, _: f"{x.steps[-1]['grad_norm']:.3f}", 4),
     ScreenColumn("rate", 9, lambda x, _: f"{x.lr:.2e}", 3),
     ScreenColumn("tokens/s", 10, lambda x, _: f"{x.tokens_per_second:,.0f}", 1),
@@ -153,7 +154,9 @@ class LineScreen:
         """Return the head of the table, with the columns that fit."""
         from rich.text import Text
 
-        chosen = sorted((c for c in COLUMNS if has_mfu or c.title != "MFU"), key=lambda c: c.rank)
+        has_z_loss = self.run is not None and bool(self.run.config.training.z_loss_coef)
+        shown = {"MFU": has_mfu, "z loss": has_z_loss}
+        chosen = sorted((c for c in COLUMNS if shown.get(c.title, True)), key=lambda c: c.rank)
         if self.run is not None and (step := len(f"{self.run.sizes.steps:,}")) > COLUMNS[0].width - 1:
             chosen[0] = ScreenColumn("step", step + 1, COLUMNS[0].text, 0)
         while len(chosen) > 1 and sum(c.width for c in chosen) + len(INDENT) > self.width:

@@ -205,7 +205,7 @@ def tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
     """Return a step's values under Megatron's names, every --tensorboard-log-interval."""
     if row.get("iteration", 0) % logging.tensorboard_log_interval:
         return {}
-    idle = {"loss", "grad_norm"} if row.get("skipped") else set()  # an overflow has no meaningful ones
+    idle = {"loss", "z_loss", "grad_norm"} if row.get("skipped") else set()  # an overflow has no meaningful ones
     chosen = {tag: key for tag, (key, flag) in TAGS.items() if key not in idle and (not flag or getattr(logging, flag))}
     out = {tag: float(row[key]) for tag, key in chosen.items() if row.get(key) is not None}
     if logging.log_timers_to_tensorboard:  # in seconds, as in Megatron

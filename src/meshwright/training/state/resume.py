@@ -168,7 +168,7 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
         if name in (*noted, *tunable) and name in saved and saved[name] != ours[name]
     ]
     needed = [
-        *(n for n in STATED if n != "embedding_dropout"),
+        *(n for n in STATED if n not in ("embedding_dropout", "z_loss_coef")),
         "layernorm_epsilon",
         *["rotary_base"] * (config.model.position == "rope"),
     ]
@@ -218,7 +218,7 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
         n: v for n, v in saved.items() if n in (*ARCHITECTURE, *STATED, "seq_length", "vocab_size") and n not in given
     }
     stated = flags.from_saved(TrainConfig, wanted, str(source.folder))
-    groups: dict[str, Any] = {"model": config.model, "data": config.data, "tokenizer": config.tokenizer}
+    groups: dict[str, Any] = {n: getattr(config, n) for n in ("model", "data", "tokenizer", "training")}
     for name, group in groups.items():
         names = {f.name for f in dataclasses.fields(group)}
         groups[name] = dataclasses.replace(group, **{n: v for n, v in stated.items() if n in names})

@@ -204,6 +204,7 @@ class HuggingFaceFolder:
 # Settings that are equal in every folder of these kinds.
 OFF = "embed_layernorm apply_layernorm_1p apply_residual_connection_post_layernorm squared_relu qk_layernorm"
 FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "rotary_percent": 1.0}
+FIXED |= {"final_logit_softcapping": 0.0}
 
 
 def head_of(hf: HuggingFaceFolder, pieces: Views, wte: torch.Tensor, tied: bool) -> bool:

@@ -82,6 +82,7 @@ def config(args: Mapping[str, Any], sizes: ModelSizes, present: Collection[str],
         "untie_embeddings_and_output_weights": "lm_head.weight" in present,
         "embed_layernorm": "ln_emb.weight" in present,
         "qk_layernorm": "h.0.attn.ln_q.weight" in present,
+        "final_logit_softcapping": 0.0,
     }
     args = {"layernorm_epsilon": args.get("norm_epsilon"), **args}
     out |= {name: args[name] for name in COMMON if isinstance(args.get(name), bool | int | float | str)}

@@ -1,0 +1,55 @@
+"""The bound of softcap.py as two Triton kernels.
+
+Used on CUDA only; tests compare them with the plain twin.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshwright.kernels.grid import cdiv
+
+BLOCK = 2048
+
+
+@triton.jit
+def _tanh(x):
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0.0, -t, t)
+
+
+@triton.jit
+def _bound(logits, out, cap, count, BLOCK: tl.constexpr):
+    """Compute cap * tanh(logits / cap). Bytes moved: the logits twice."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + i, mask=i < count).to(tl.float32)
+    tl.store(out + i, (cap * _tanh(x / cap)).to(out.dtype.element_ty), mask=i < count)
+
+
+@triton.jit
+def _overwrite(logits, grad, cap, count, BLOCK: tl.constexpr):
+    """Write the gradient over the logits. Bytes moved: the logits three times."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    t = _tanh(tl.load(logits + i, mask=i < count).to(tl.float32) / cap)
+    g = tl.load(grad + i, mask=i < count).to(tl.float32)
+    tl.store(logits + i, ((1.0 - t * t) * g).to(logits.dtype.element_ty), mask=i < count)
+
+
+def bound(logits: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(logits / cap)."""
+    out, count = torch.empty_like(logits), logits.numel()
+    with torch.accelerator.device_index(logits.device.index):
+        _bound[(cdiv(count, BLOCK),)](logits, out, cap, count, BLOCK, num_warps=4)
+    return out
+
+
+def overwrite(logits: Tensor, grad: Tensor, cap: float) -> None:
+    """Overwrite the logits with their gradient."""
+    count = logits.numel()
+    with torch.accelerator.device_index(logits.device.index):
+        _overwrite[(cdiv(count, BLOCK),)](logits, grad, cap, count, BLOCK, num_warps=4)
+    torch.autograd.graph.increment_version(logits)  # another backward pass that needs them then fails
