@@ -38,7 +38,8 @@ def describe_folder(
     number = named if step is None else step
     if not root.exists():
         raise not_a_run(root, "checkpoint")
-    present = steps.list_steps(root)[::-1]
+    is_file = named is None and Path(path).is_file()  # another program's; steps of ours may be beside it
+    present = [] if is_file else steps.list_steps(root)[::-1]
     if present and (number is None or number in present):
         return describe_steps(root, number, detail, options)
     if present and step is not None:

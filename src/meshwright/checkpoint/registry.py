@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MEGATRON, TORCH_DIST, DEEPSPEED, UNIVERSAL = "Megatron", "Megatron-Core", "DeepSpeed", "universal"
-HUGGING_FACE, LIBAI, ONEFLOW = "Hugging Face", "LiBai", "OneFlow-GPT"
+HUGGING_FACE, LIBAI, ONEFLOW, NANOGPT = "Hugging Face", "LiBai", "OneFlow-GPT", "nanoGPT"
 
 MEGATRON_RANK = r"mp_rank_\d\d+(_\d{3,}){0,2}"
 
@@ -111,5 +111,6 @@ _FORMATS = (
         folder=r"iter\d+_snapshot",
         steps=r"iter\d+_snapshot",
     ),
+    Format(NANOGPT, reader="nanogpt:open_nanogpt", files=(r"ckpt\.pt",), is_numbered=False, counts_padding=True),
 )
 FORMATS = {record.name: record for record in _FORMATS}

@@ -47,9 +47,16 @@ def step_folder(root: str | Path, step: int) -> Path:
     return Path(root) / f"iter_{step:07d}"
 
 
+def folder_of(path: Path) -> Path:
+    """Return the folder that a path means: of the step that has this file or rank in it."""
+    if path.suffix == ".pt" and path.is_file():  # mp_rank_00/model_optim_rng.pt
+        path = path.parent
+    return path.parent if re.fullmatch(MEGATRON_RANK, path.name) else path
+
+
 def split_path(path: str | Path) -> tuple[Path, int | None]:
     """Split a path into the folder of a run and the step in it, if the path names one."""
-    path = Path(path)
+    path = folder_of(Path(path))
     match = re.fullmatch(OUR_STEP, path.name)
     return (path.parent, int(match[1])) if match else (path, None)
 
@@ -59,16 +66,17 @@ def find_step(path: str | Path, below: int | None = None) -> tuple[StepLocation 
 
     In a folder of steps the newest is meant, or with `below` the newest one before that.
     """
-    path = Path(path)
-    if path.suffix == ".pt" and path.is_file():  # mp_rank_00/model_optim_rng.pt
-        path = path.parent
-    if re.fullmatch(MEGATRON_RANK, path.name):
-        path = path.parent
+    given, path = Path(path), folder_of(Path(path))
     root, step = split_path(path)
     kind = kind_of_folder(path)
-    # A run may continue in the folder of another program's step.
-    if below is None and (step is not None or (kind is not None and not list_steps(path))):
+    # A run may continue in the folder of another program's step, whose file still means that step.
+    is_step = step is not None or (kind is not None and (given.is_file() or not list_steps(path)))
+    if below is None and is_step:
         if kind is not None and kind != NATIVE and not FORMATS[kind].is_numbered:
+            if given != path and not any(re.fullmatch(pattern, given.name) for pattern in FORMATS[kind].files):
+                raise bad_data(
+                    f"{given} is not the {kind} model in {path}; move it to a folder of its own, and rename it"
+                )
             return StepLocation(kind, path, 0, path), []
         number = re.search(r"(\d{1,15})(_universal|_snapshot)?$", path.name)
         return StepLocation(kind or NATIVE, path, int(number[1]) if number else 0, path.parent), []

@@ -1,0 +1,197 @@
+"""Open nanoGPT's `ckpt.pt`: the weights, and AdamW's state by number.
+
+Weights are named as GPT-2's, with a prefix if the model was compiled; linear ones are [out, in].
+Rows of c_attn are all queries, then all keys, then all values. The output layer is the embedding.
+Before torch 2 each layer also kept its causal mask, as `attn.bias`. The optimizer has two groups:
+matrices and tables, which decay, then the rest, each in the network's order.
+
+A checkpoint is written before step `iter_num` (counted from 0), after its learning rate was set.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.checkpoint.foreign import gpt
+from meshwright.checkpoint.foreign.adam import MOMENTS, match_numbered, step_counts, torch_state, unreadable_state
+from meshwright.checkpoint.foreign.pickle import pickles
+from meshwright.checkpoint.registry import NANOGPT
+from meshwright.checkpoint.run_state import RunState, check_saved_state
+from meshwright.checkpoint.sources import MappedSource, TensorView
+from meshwright.errors import bad_data
+from meshwright.optim.schedule import Schedule
+
+if TYPE_CHECKING:
+    import torch
+
+FILE = "ckpt.pt"
+LAYER = {  # in the order of its parameters
+    "ln_1": "ln_1",
+    "attn.c_attn": "attn.qkv",
+    "attn.c_proj": "attn.proj",
+    "ln_2": "ln_2",
+    "mlp.c_fc": "mlp.fc",
+    "mlp.c_proj": "mlp.proj",
+}
+KINDS = ("weight", "bias")
+TABLES, HEAD = ("wte.weight", "wpe.weight"), "lm_head.weight"
+OUTSIDE = {f"transformer.{name}": name for name in (*TABLES, "ln_f.weight", "ln_f.bias")} | {HEAD: HEAD}
+# What its model_args say of the shapes, and all else that they may hold.
+SIZES = {"n_layer": "num_layers", "n_embd": "hidden_size", "block_size": "max_position_embeddings"}
+OPTIONS = {*SIZES, "vocab_size", "n_head", "bias", "dropout"}
+# Settings of train.py that a run needs to continue.
+NEEDED = "batch_size gradient_accumulation_steps learning_rate min_lr warmup_iters lr_decay_iters max_iters".split()
+
+
+def open_nanogpt(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
+    """Open a run's folder; its heads are the file's, and loading compares them with the flags."""
+    folder, notes = Path(folder), list[str]()
+    path = folder / FILE
+    tree = pickles.load_pickle(path, trust=trust)
+    if not isinstance(tree, dict) or not all(isinstance(tree.get(key), dict) for key in ("model", "model_args")):
+        raise bad_data(f"{path}: not nanoGPT's, it has no `model` and `model_args`")
+    weights, args = read_weights(path, tree["model"], tree["model_args"]), tree["model_args"]
+    settings = gpt.measure_gpt(folder, weights)
+    check_arguments(path, args, settings | {"vocab_size": weights[TABLES[0]].shape[0]})
+
+    def arrange(name: str, tensor: torch.Tensor) -> list[TensorView]:
+        if not tensor.is_floating_point():
+            raise bad_data(f"{path}: {name} is of type {tensor.dtype}")
+        if ".attn.qkv." not in name:
+            return gpt.one_view(tensor)
+        q, k, v = tensor.tensor_split(3)
+        return gpt.qkv_views(q, k, v, groups=args["n_head"], head=settings["hidden_size"] // args["n_head"])
+
+    views, state = {name: arrange(name, tensor) for name, tensor in weights.items()}, dict[str, Any]()
+    settings |= {"num_attention_heads": args["n_head"], "layernorm_epsilon": 1e-5, "init_method_std": 0.02}
+    settings |= dict.fromkeys(("hidden_dropout", "attention_dropout"), float(args["dropout"]))
+    if tree.get("optimizer") and (stated := train_settings(tree, notes)):
+        if optimizer:
+            order = parameter_order(path, tree, weights)
+            for (name, _), values in zip(order, match_numbered(path, tree, order), strict=True):
+                views |= {f"{name}/{kind}": arrange(name, values[kind]) for kind in MOMENTS}
+        state = read_state(path, tree, stated, optimizer)
+        settings |= recipe(tree, stated)
+    return MappedSource(
+        NANOGPT, folder, config=settings, state=state, vocab=args["vocab_size"], notes=notes, views=views
+    )
+
+
+# The network
+
+
+def our_name(theirs: str) -> str | None:
+    match = re.fullmatch(r"transformer\.h\.(\d{1,6})\.(\w+(?:\.\w+)?)\.(weight|bias)", theirs)
+    if match:
+        return f"h.{int(match[1])}.{LAYER[match[2]]}.{match[3]}" if match[2] in LAYER else None
+    return OUTSIDE.get(theirs)
+
+
+def read_weights(path: Path, model: dict[str, torch.Tensor], args: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the parameters under our names."""
+    import torch
+
+    if not args.get("bias", True):
+        raise bad_data(
+            f"{path} was trained with bias=False, and LayerNorm without biases is not computed here; "
+            "only checkpoints with bias=True can be loaded"
+        )
+    tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in model.items()}
+    masks = [name for name in tensors if re.fullmatch(r"transformer\.h\.\d+\.attn\.bias", name)]
+    weights = gpt.rename_tensors(path, {n: t for n, t in tensors.items() if n not in masks}, our_name)
+    table = weights[TABLES[0]]
+    if not torch.equal(weights.pop(HEAD, table), table):
+        raise bad_data(f"{path}: {HEAD} is not the table of tokens, which nanoGPT ties to it")
+    return weights
+
+
+def check_arguments(path: Path, args: dict[str, Any], measured: dict[str, Any]) -> None:
+    """Refuse another program's options, and sizes that the tensors contradict."""
+    if unknown := sorted(str(name) for name in args.keys() - OPTIONS):
+        names = ", ".join(unknown[:5])
+        raise bad_data(f"{path}: model_args name {names:.200}, which nanoGPT does not have; its network may be another")
+    sizes = SIZES | {"vocab_size": "vocab_size"}
+    wrong = [
+        f"{theirs} {args.get(theirs)!r:.50}, the tensors have {measured[ours]}"
+        for theirs, ours in sizes.items()
+        if args.get(theirs) != measured[ours]
+    ]
+    heads, dropout = args.get("n_head"), args.get("dropout", math.nan)
+    if type(heads) is not int or heads < 1 or measured["hidden_size"] % heads:
+        wrong.append(f"n_head {heads!r:.50}, which does not divide the width {measured['hidden_size']}")
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        wrong.append(f"dropout {dropout!r:.50}")
+    if wrong:
+        raise bad_data("\n  ".join([f"{path}: model_args are not those of its network:", *wrong]))
+
+
+# Where the run was
+
+
+def train_settings(tree: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Return train.py's settings if they are enough to continue, else note what is missing."""
+    stated = tree.get("config")
+    lacking = [n for n in NEEDED if not isinstance(stated, dict) or type(stated.get(n)) not in (int, float)]
+    if lacking:
+        missing = f"its config does not state {', '.join(lacking)}"
+        notes.append(f" > note: {missing}, so only the weights are used; add --finetune")
+    return stated if stated and not lacking else {}
+
+
+def read_state(path: Path, tree: dict[str, Any], stated: dict[str, Any], optimizer: bool) -> dict[str, Any]:
+    """Return the counters and the schedule; the steps to accumulate are those of all ranks."""
+    iteration, batch = tree.get("iter_num"), stated["batch_size"] * stated["gradient_accumulation_steps"]
+    if type(iteration) is not int or type(batch) is not int or batch < 1:
+        raise bad_data(f"{path}: iter_num {iteration!r:.50} and {batch!r:.50} samples a step are no counts")
+    steps = set(step_counts(path, tree)) if optimizer else {iteration}
+    if len(steps) != 1:
+        raise unreadable_state(path, f"its parameters have had {sorted(steps)[:5]} steps")
+    decays = bool(stated.get("decay_lr", True))
+    group = tree["optimizer"]["param_groups"][0]
+    top, warmup = stated["learning_rate"], stated["warmup_iters"] if decays else 0
+    # Newer versions warm up from 1 / (warmup_iters + 1) of the rate, older ones from 0.
+    is_newer = iteration < warmup and math.isclose(group["lr"], top * (iteration + 1) / (warmup + 1))
+    schedule = Schedule(
+        max_lr=top,
+        min_lr=stated["min_lr"],
+        warmup=warmup * batch,
+        decay=stated["lr_decay_iters"] * batch,
+        style="cosine" if decays else "constant",
+        start_wd=group["weight_decay"],
+        end_wd=group["weight_decay"],
+        wd_samples=stated["max_iters"] * batch,
+        wd_style="constant",
+        init_lr=top / (warmup + 1) if is_newer else 0.0,
+    )
+    samples = iteration * batch
+    state = RunState(iteration, samples, samples, optimizer_steps=steps.pop(), schedule=schedule).as_saved()
+    check_saved_state(state, path)
+    return state
+
+
+def recipe(tree: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
+    """Return settings that a run which continues is compared with."""
+    group, batch = tree["optimizer"]["param_groups"][0], stated["batch_size"]
+    beta1, beta2 = group["betas"]
+    out = {"micro_batch_size": batch, "global_batch_size": batch * stated["gradient_accumulation_steps"]}
+    out |= {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": group["eps"], "clip_grad": stated.get("grad_clip")}
+    return {name: value for name, value in out.items() if type(value) in (int, float)}
+
+
+def parameter_order(
+    path: Path, tree: dict[str, Any], weights: dict[str, torch.Tensor]
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the weights in the order of the optimizer's groups."""
+    layers = len({name.split(".")[1] for name in weights if name.startswith("h.")})
+    modules = [*(f"h.{n}.{part}" for n in range(layers) for part in LAYER.values()), "ln_f"]
+    names = [*TABLES, *(f"{module}.{kind}" for module in modules for kind in KINDS)]
+    order = sorted(((name, weights[name]) for name in names), key=lambda item: item[1].ndim < 2)
+    decayed = sum(tensor.ndim > 1 for _, tensor in order)
+    sizes = [len(group["params"]) for group in torch_state(path, tree)["param_groups"]]
+    if sizes != [decayed, len(order) - decayed]:
+        why = f"its groups are of {sizes} parameters, where {decayed} decay and {len(order) - decayed} do not"
+        raise unreadable_state(path, f"{why} (old versions of nanoGPT let no table decay)")
+    return order
