@@ -29,7 +29,7 @@ if not GPU:
 from meshwright.kernels import activation, adamw, dropout, embedding, heads, norm  # noqa: E402
 from meshwright.kernels.triton import activation as activation_triton  # noqa: E402
 from meshwright.kernels.triton import adamw as adamw_triton  # noqa: E402
-from meshwright.kernels.triton import columns as columns_triton  # noqa: E402
+from meshwright.kernels.triton import gradients as gradients_triton  # noqa: E402
 from meshwright.kernels.triton import heads as heads_triton  # noqa: E402
 from meshwright.kernels.triton import muon as muon_triton  # noqa: E402
 from meshwright.kernels.triton import norm as norm_triton  # noqa: E402
@@ -150,7 +150,7 @@ def column_cases() -> Iterator[Case]:
             "columns: sums",
             f"{n} x {width}",
             lambda n=n, width=width: (draw(n, width),),
-            lambda x: [columns_triton.sum_rows(x)],
+            lambda x: [gradients_triton.sum_rows(x)],
             lambda x: [x.double().sum(0, keepdim=True)],
             n * width * 2,
             compared=lambda out: [out[0].sum(0)],  # type: ignore[union-attr]
@@ -163,7 +163,7 @@ def column_cases() -> Iterator[Case]:
                 draw(3, n, width, dtype=torch.float32),
                 [(draw(width, dtype=torch.float32), False) for _ in range(3)],
             ),
-            lambda partials, places: columns_triton.reduce_into(places, partials) or [t for t, _ in places],
+            lambda partials, places: gradients_triton.reduce_into(places, partials) or [t for t, _ in places],
             lambda partials, places: list(partials.double().sum(1)),
             3 * n * width * 4,
         )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright import device as devices
-from meshwright.kernels import adamw
+from meshwright.kernels import adamw, gradients
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SETTINGS = adamw.AdamWConstants(0.9, 0.95, 1e-8)
@@ -138,7 +138,7 @@ def test_only_finite_steps_count(total, loss, applied, uses_kernels, monkeypatch
     monkeypatch.setattr(devices, "has_kernels", lambda device: uses_kernels)
     step, values = torch.zeros((), device=DEVICE), numbers(total, loss, scale=4.0)
     decision = adamw.decide(adamw.make_constants(SETTINGS, 0.1, DEVICE), values, step)
-    norm, shrink, is_finite = adamw.judge(values[0], values[1], 4.0, 0.1, torch.float32)
+    norm, shrink, is_finite = gradients.judge(values[0], values[1], 4.0, 0.1, torch.float32)
     assert step == applied == decision[adamw.FINITE] == is_finite
     if applied:
         torch.testing.assert_close(decision[[adamw.NORM, adamw.SHRINK]], torch.stack([norm, shrink]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.kernels import columns, gradients, twins
+from meshwright.kernels import gradients, twins
 from sinks import Total
 
 
@@ -21,9 +21,9 @@ def form(request, monkeypatch):
     """Run the twin, or the kernels with poisoned outputs; return the device."""
     monkeypatch.setattr(twins, "is_triton", lambda x: request.param == "triton")
     if request.param == "triton":
-        from meshwright.kernels.triton import columns as columns_triton
+        from meshwright.kernels.triton import gradients as gradients_triton
 
-        monkeypatch.setattr(columns_triton, "PER_PROCESSOR", 3)
+        monkeypatch.setattr(gradients_triton, "PER_PROCESSOR", 3)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
     return "cuda" if request.param == "triton" and torch.cuda.is_available() else "cpu"
@@ -67,7 +67,7 @@ def test_shapes(shape, dtype, form):
     x = torch.randn(shape[0], 2 * shape[1], generator=torch.Generator().manual_seed(0)).to(form, dtype)
     for matrix in (x[:, : shape[1]], x[:, ::2], x[:, : shape[1]].contiguous()):
         total = torch.full(shape[1:], 3.0, device=form)
-        columns.reduce_into([(total, True)], columns.column_sums(matrix)[None])
+        gradients.reduce_into([(total, True)], gradients.column_sums(matrix)[None])
         torch.testing.assert_close(total.double(), matrix.double().sum(0) + 3.0, rtol=1e-6, atol=1e-5)
 
 
@@ -78,8 +78,8 @@ def test_sums_kept_with_a_gradient(monkeypatch):
 
     torch.manual_seed(0)
     weights = norm.NormWeights(torch.ones(24), torch.zeros(24), 1e-5)
-    grads, summed, real = [], [], columns.column_sums
-    monkeypatch.setattr(columns, "column_sums", lambda x: summed.append(hasattr(x, "column_sums")) or real(x))
+    grads, summed, real = [], [], gradients.column_sums
+    monkeypatch.setattr(gradients, "column_sums", lambda x: summed.append(hasattr(x, "column_sums")) or real(x))
     for changed in (False, True):
         x, bias, residual = (torch.randn(shape, requires_grad=True) for shape in ((2, 5, 24), (24,), (2, 5, 24)))
         pending = add_bias(x, bias)

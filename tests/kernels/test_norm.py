@@ -123,11 +123,11 @@ def test_plain(name, dtype):
 @pytest.fixture
 def triton(monkeypatch):
     """Run the Triton kernels with poisoned outputs."""
-    from meshwright.kernels.triton import columns as columns_triton
+    from meshwright.kernels.triton import gradients as gradients_triton
 
     monkeypatch.setattr(twins, "is_triton", lambda x: True)
     if KERNELS == "cpu":  # the interpreter takes long for each program
-        monkeypatch.setattr(columns_triton, "REDUCED_COLUMNS", 1024)
+        monkeypatch.setattr(gradients_triton, "REDUCED_COLUMNS", 1024)
     for name in ("empty", "empty_like"):
         empty = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *a, empty=empty, **k: empty(*a, **k).fill_(float("nan")))

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.kernels import gradients
 from meshwright.kernels.twins import twin
 
 BLOCK = 128
@@ -74,19 +75,6 @@ def sum_squares(x: Tensor, table: Tensor) -> Tensor:
     return x.view(-1, BLOCK)[table[0].long() >> 1].double().square().sum()
 
 
-def judge(
-    squares: Tensor, loss: Tensor, scale: float | Tensor, clip: float | Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients' norm, the factor that clips them, and whether norm and loss are finite.
-
-    `squares` is the sum of the squared gradients, which still hold `scale`; a `clip` of 0 does not
-    clip. The first two results are of the format `dtype`.
-    """
-    norm = (squares.sqrt() / scale).to(dtype)
-    shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
-    return norm, shrink, norm.float().isfinite() & loss.isfinite()
-
-
 @twin("adamw.decide", of=lambda constants, numbers, step: step)
 def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tensor:
     """Count a step if the norm and the loss are finite; return the decision.
@@ -97,7 +85,7 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
     """
     total, loss, lr, weight_decay, scale = (x.double() for x in numbers)
     log1, log2, clip = constants
-    norm, shrink, is_finite = judge(total, loss, scale, clip, torch.float64)
+    norm, shrink, is_finite = gradients.judge(total, loss, scale, clip, torch.float64)
     step += is_finite
     t = step.double().clamp(min=1.0)  # 0 if no step was finite yet
     size, root = lr / (1 - (t * log1).exp()), (1 - (t * log2).exp()).rsqrt()

@@ -4,6 +4,10 @@ Autograd returns gradients in the weights' format, and the parameter store then 
 float32 total: two more passes over memory and one more launch for each parameter. A parameter with
 the attribute `sink` lets the kernels write into that total directly; they then return None as its
 gradient. Without one (ZeRO 3, custom models, tests) they return the gradient as usual.
+
+The gradients of biases and norm weights are sums of columns. Kernels sum some rows each, into one
+row of a small float32 matrix of partial sums (float64 for float64); `reduce_into` then sums that
+matrix. Nothing is added atomically, so that the same inputs give the same bits.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from meshwright.kernels import columns
 from meshwright.kernels.products import multiply_into, product
+from meshwright.kernels.twins import twin
+
+Total = tuple[Tensor, bool]  # a vector, and whether to add to it, or overwrite it
 
 
 class Sink(Protocol):
@@ -51,7 +57,7 @@ def from_columns(parameter: Tensor | None, partials: Tensor) -> Tensor | None:
 
 def from_rows(parameter: Tensor | None, grad: Tensor) -> Tensor | None:
     """Give a linear map's bias the sum of the rows of its outputs' gradient [..., C]."""
-    return None if parameter is None else from_columns(parameter, columns.column_sums(grad))
+    return None if parameter is None else from_columns(parameter, column_sums(grad))
 
 
 def from_several(parameters: Sequence[Tensor | None], partials: Tensor) -> list[Tensor | None]:
@@ -60,7 +66,7 @@ def from_several(parameters: Sequence[Tensor | None], partials: Tensor) -> list[
     A parameter that is None needs no gradient; its sums may be anything.
     """
     out: list[Tensor | None] = []
-    places: list[tuple[Tensor, bool] | None] = []
+    places: list[Total | None] = []
     for parameter in parameters:
         sink = None if parameter is None else sink_of(parameter)
         if sink is not None:
@@ -74,8 +80,50 @@ def from_several(parameters: Sequence[Tensor | None], partials: Tensor) -> list[
         else:
             places.append(None)
             out.append(None)
-    columns.reduce_into(places, partials)
+    reduce_into(places, partials)
     for parameter in parameters:
         if parameter is not None and (sink := sink_of(parameter)) is not None:
             sink.end()
     return out
+
+
+def with_sums(x: Tensor, partials: Tensor) -> Tensor:
+    """Keep partial sums [n, C] of x [..., C] with it, for the next function that needs them."""
+    x.column_sums = partials, x._version  # type: ignore[attr-defined]
+    return x
+
+
+def column_sums(x: Tensor) -> Tensor:
+    """Return partial sums [n, C] of the rows of x [..., C]; those kept with an unchanged x."""
+    sums, version = getattr(x, "column_sums", (None, 0))
+    if isinstance(sums, Tensor) and version == x._version:
+        return sums
+    return sum_rows(x.reshape(-1, x.shape[-1]))
+
+
+@twin("gradients.sum_rows")
+def sum_rows(matrix: Tensor) -> Tensor:
+    """Return partial sums [n, C] of the rows of a matrix [N, C]."""
+    return matrix.sum(0, keepdim=True, dtype=torch.promote_types(matrix.dtype, torch.float32))
+
+
+@twin("gradients.reduce_into", of=lambda totals, partials: partials)
+def reduce_into(totals: Sequence[Total | None], partials: Tensor) -> None:
+    """Write or add partials[i].sum(0), from [k, n, C], to the i-th of up to three vectors."""
+    for vector, rows in zip(totals, partials, strict=True):
+        if vector is not None:
+            total, adds = vector
+            total.add_(rows.sum(0)) if adds else total.copy_(rows.sum(0))
+
+
+def judge(
+    squares: Tensor, loss: Tensor, scale: float | Tensor, clip: float | Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients' norm, the factor that clips them, and whether norm and loss are finite.
+
+    `squares` is the sum of the squared gradients, which still hold `scale`; a `clip` of 0 does not
+    clip. The first two results are of the format `dtype`.
+    """
+    norm = (squares.sqrt() / scale).to(dtype)
+    shrink = (clip / (norm + 1e-6)).clamp(max=1.0) if clip else torch.ones_like(norm)
+    return norm, shrink, norm.float().isfinite() & loss.isfinite()

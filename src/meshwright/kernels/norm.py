@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.kernels import columns, dropout, gradients
+from meshwright.kernels import dropout, gradients
 from meshwright.kernels.fp8 import Into
 from meshwright.kernels.twins import twin, upcast
 
@@ -122,7 +122,7 @@ def differentiate(
     of_residual, of_pending, partials = backward(as_rows(dx), as_rows(dy), saved)
     of_weight, of_shift, of_bias = gradients.from_several(parameters, partials)
     of_residual = None if of_residual is None else of_residual.view(shape)
-    return of_residual, columns.with_sums(of_pending.view(shape), partials[2]), of_weight, of_shift, of_bias
+    return of_residual, gradients.with_sums(of_pending.view(shape), partials[2]), of_weight, of_shift, of_bias
 
 
 @twin("norm.forward", of=lambda operands, *_: operands.pending)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright import device as devices
-from meshwright.kernels import adamw, clock
+from meshwright.kernels import clock, gradients
 from meshwright.kernels.fp8 import Scales
 from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
@@ -209,7 +209,7 @@ class Store:
         loss = sums.view(-1)[0]
         if flat is None:
             clip = self.optimizer.clip_grad
-            verdict = rules.Verdict(*adamw.judge(squares, loss, numbers.scale, clip, self.full_dtype))
+            verdict = rules.Verdict(*gradients.judge(squares, loss, numbers.scale, clip, self.full_dtype))
         else:
             verdict = flat.judge(squares, loss, numbers)
         if self.observer is not None:

@@ -1,4 +1,4 @@
-"""The sums of columns.py as two Triton kernels, in a fixed order.
+"""The sums of gradients.py as two Triton kernels, in a fixed order.
 
 Used on CUDA only; tests compare them with the plain twin.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright import device as devices
-from meshwright.kernels.columns import Total
+from meshwright.kernels.gradients import Total
 from meshwright.kernels.grid import cdiv
 
 COLUMNS, ROWS, STAGES, PER_PROCESSOR = 128, 32, 3, 8  # of `_sum_rows`: tile, loads in flight, programs a multiprocessor
