@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import subprocess
 import sys
@@ -140,28 +139,6 @@ def test_no_torch_where_it_must_start_fast() -> None:
     code = f"import sys, importlib\nfor m in {NO_TORCH}:\n    importlib.import_module('meshwright.' + m)\n"
     code += "bad = {'torch', 'matplotlib', 'tiktoken', 'transformers'} & set(sys.modules)\nassert not bad, bad"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_nothing_unpickles() -> None:
-    """No pickle in our own files; a foreign one is never executed."""
-    for path in SOURCE.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                names = [a.name for a in node.names] + [getattr(node, "module", "") or ""]
-                # The one writes, and runs what --trust-pickle says; the other's Unpickler gets
-                # programs without calls, and every global it asks for is ours.
-                known = path.name in ("pickles.py", "unpickler.py")
-                assert not {"pickle", "cPickle", "dill", "marshal", "shelve"} & set(names) or known, path
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr in ("load", "save")
-            ):
-                owner = node.func.value
-                trusts = path.name == "pickles.py" and node.func.attr == "load"  # for --trust-pickle alone
-                theirs = isinstance(owner, ast.Name) and owner.id == "torch"
-                assert not theirs or trusts, f"{path}: torch.{node.func.attr}"
 
 
 @pytest.mark.whole

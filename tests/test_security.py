@@ -171,8 +171,8 @@ def test_the_store_of_one_machine_is_its_own(monkeypatch: pytest.MonkeyPatch) ->
 
 
 PICKLES = re.compile(
-    r"\.(?:all_gather_object|gather_object|(?:broadcast|scatter|send|recv)_object_list)\(|\btorch\.load\("
-    r"|^ *(?:import|from) (?:pickle|marshal|shelve|dill|cloudpickle|joblib)\b",
+    r"\.(?:all_gather_object|gather_object|(?:broadcast|scatter|send|recv)_object_list)\(|\btorch\.(?:load|save)\("
+    r"|^ *(?:import|from) (?:pickle|cPickle|marshal|shelve|dill|cloudpickle|joblib)\b",
     re.MULTILINE,
 )
 
@@ -180,13 +180,13 @@ PICKLES = re.compile(
 @pytest.mark.promise("What ranks send one another is tensors and JSON")
 def test_only_readers_of_other_formats_know_pickle() -> None:
     source = ROOT / "src" / "meshwright"
-    found = {path.parent for path in source.rglob("*.py") if PICKLES.search(path.read_text())}
-    assert found == {source / "checkpoint" / "foreign" / "pickle"}
+    known = {source / "checkpoint" / "foreign" / "pickle" / name for name in ("pickles.py", "unpickler.py")}
+    found = {path: PICKLES.findall(path.read_text()) for path in source.rglob("*.py")}
+    assert {path for path, uses in found.items() if uses} == known
+    # torch.load is what --trust-pickle runs; what we write takes no function of torch.
+    assert all("torch.save(" not in uses for uses in found.values())
 
 
-@pytest.mark.promise(
-    "Nothing is sent or downloaded unless you ask for it", "A training run of files that are here opens no connection"
-)
 def test_training_opens_no_connection(trained: tuple[Path, list[object]]) -> None:
     assert not trained[1]
 
