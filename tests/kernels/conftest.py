@@ -4,6 +4,8 @@ from collections.abc import Generator
 
 import pytest
 
+from meshwright.kernels import twins
+
 
 def skip_without_triton() -> Generator[None, object, object]:
     try:
@@ -22,3 +24,10 @@ def pytest_runtest_setup() -> Generator[None, object, object]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, object, object]:
     return (yield from skip_without_triton())
+
+
+@pytest.fixture(params=["plain", "triton"])
+def with_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Run the plain twin, or the kernels whatever the device."""
+    monkeypatch.setattr(twins, "is_triton", lambda x: request.param == "triton")
+    return bool(request.param == "triton")

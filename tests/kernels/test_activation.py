@@ -53,13 +53,6 @@ def wanted(kind, u, grad):
     return y.detach(), x.grad, x.grad.flatten(0, -2).sum(0)
 
 
-@pytest.fixture(params=["plain", "triton"])
-def with_kernels(request, monkeypatch):
-    """Run the plain twin, or the kernels whatever the device."""
-    monkeypatch.setattr(twins, "is_triton", lambda x: request.param == "triton")
-    return request.param == "triton"
-
-
 def compare(kind, dtype, rows, columns):
     u, bias, grad = case(kind, rows, columns, dtype)
     a = activate(kind, u, bias)

@@ -52,13 +52,6 @@ def run(shape, qkv, rotation, bias):
     return split_heads(qkv, HeadSizes(*SHAPES[shape][:3]), rotation, bias)
 
 
-@pytest.fixture(params=["plain", "triton"])
-def with_kernels(request, monkeypatch):
-    """Run the plain twin, or the kernels whatever the device."""
-    monkeypatch.setattr(twins, "is_triton", lambda x: request.param == "triton")
-    return request.param == "triton"
-
-
 def compare(shape, dtype, rows, own_positions):
     qkv, bias, rotation, grads = case(shape, dtype, rows, own_positions)
     outputs = run(shape, qkv, rotation, bias)

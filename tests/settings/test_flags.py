@@ -508,58 +508,41 @@ def test_starts_at_once_and_without_heavy_imports(argv):
 # Every name that the documents and the programs they use pass
 
 MODEL = "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024"
-SCHEDULE = (
-    "--train-iters 5000 --lr 0.00015 --lr-decay-iters 320000 --lr-decay-style cosine --min-lr 1.0e-5 "
-    "--weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --fp16"
-)
-FILES = "--data-path my-gpt2_text_document --vocab-file v.json --merge-file m.txt --data-impl mmap"
-PREPROCESS = (
-    "--input oscar-1GB.jsonl --output-prefix meg-gpt2 --vocab gpt2-vocab.json --dataset-impl mmap "
-    "--tokenizer-type GPT2BPETokenizer --merge-file gpt2-merges.txt"
-)
-GENERATE = (
-    "--tensor-model-parallel-size 1 --load ckpt --tokenizer-type GPT2BPETokenizer --fp16 --micro-batch-size 2 "
-    "--out-seq-length 1024 --temperature 1.0 --vocab-file v.json --merge-file m.txt "
-    "--genfile unconditional_samples.json --top_p 0.9 --recompute"
+FILES = "--vocab-file v.json --merge-file m.txt"
+MEGATRON_LM = (
+    f"{MODEL} {FILES} --data-path my-gpt2_text_document --data-impl mmap --split 949,50,1 --micro-batch-size 8 "
+    "--global-batch-size 16 --train-iters 5000 --lr 0.00015 --lr-decay-iters 320000 --lr-decay-style cosine "
+    "--min-lr 1.0e-5 --weight-decay 1e-2 --lr-warmup-fraction .01 --clip-grad 1.0 --fp16 --save c --load c "
+    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --distributed-backend nccl "
+    "--checkpoint-activations --log-interval 10 --save-interval 500 --eval-interval 100 --eval-iters 10 "
+    "--local_rank 0 --local-rank=0"
 )
 ONEFLOW = (
-    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --micro-batch-size 4 --global-batch-size 8 "
-    "--num-gpus-per-node 1 --train-iters 500000 --learning-rate 0.00015 --dataset gpt_sample_dataset_text_document "
-    "--seq-length 1024 --split 949,50,1 --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 "
-    "--lr-warmup-fraction 0.01 --weight-decay 1e-2 --optimizer adamw --clip-grad 1.0 --vocab-size 50257 "
-    "--load checkpoint --save checkpoint --save-interval 10000 --log-interval 100 --checkpoint-activations "
-    "--multihead-attention-fusion --fp16"
+    f"{MODEL} --micro-batch-size 4 --global-batch-size 8 --num-gpus-per-node 1 --num-nodes 1 --train-iters 500000 "
+    "--learning-rate 0.00015 --dataset gpt_sample_dataset_text_document --split 949,50,1 --min-lr 1.0e-5 "
+    "--lr-decay-style cosine --lr-decay-iters 320000 --lr-warmup-fraction 0.01 --weight-decay 1e-2 "
+    "--optimizer adamw --clip-grad 1.0 --vocab-size 50257 --load checkpoint --save checkpoint --save-interval 10000 "
+    "--log-interval 100 --checkpoint-activations --multihead-attention-fusion --fp16 --use-rdma "
+    "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --initial-loss-scale 4294967296"
+)
+PREPROCESS = (
+    "--input oscar-1GB.jsonl --output-prefix meg-gpt2 --vocab gpt2-vocab.json --dataset-impl mmap "
+    "--tokenizer-type GPT2BPETokenizer --merge-file gpt2-merges.txt --append-eod --workers 8"
+)
+GENERATE = (
+    f"{MODEL} {FILES} --tensor-model-parallel-size 1 --load ckpt --tokenizer-type GPT2BPETokenizer --fp16 "
+    "--micro-batch-size 2 --out-seq-length 1024 --temperature 1.0 --genfile unconditional_samples.json --top_p 0.9 "
+    "--recompute --num-samples 0"
 )
 
 
 @pytest.mark.parametrize(
     ("cls", "line", "accepted"),
     [
-        (
-            TrainConfig,
-            f"{MODEL} {SCHEDULE} {FILES} --micro-batch-size 1 --global-batch-size 2 --split 700,200,100 "
-            "--log-interval 100 --save-interval 10000 --eval-interval 1000 --eval-iters 10 --save c --load c",
-            0,
-        ),
-        (
-            TrainConfig,
-            f"{MODEL} {SCHEDULE} {FILES} --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
-            "--micro-batch-size 8 --global-batch-size 16 --save c --load c --split 949,50,1 --distributed-backend nccl "
-            "--checkpoint-activations --log-interval 10 --save-interval 500 --eval-interval 100 --eval-iters 10 "
-            "--local_rank 0 --local-rank=0",
-            0,
-        ),
-        (TrainConfig, ONEFLOW, 1),
-        (
-            TrainConfig,
-            f"{ONEFLOW} --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --initial-loss-scale "
-            "4294967296 --num-nodes 1 --use-rdma",
-            2,
-        ),
-        (PreprocessConfig, f"{PREPROCESS} --append-eod --workers 8", 0),
-        (PreprocessConfig, f"{PREPROCESS} --append-eod", 0),
-        (GenerateConfig, f"{MODEL} {GENERATE} --num-samples 2", 0),
-        (GenerateConfig, f"{MODEL} {GENERATE} --num-samples 0", 0),
+        (TrainConfig, MEGATRON_LM, 0),
+        (TrainConfig, ONEFLOW, 2),
+        (PreprocessConfig, PREPROCESS, 0),
+        (GenerateConfig, GENERATE, 0),
     ],
 )
 def test_commands_of_the_documents(cls, line, accepted):
