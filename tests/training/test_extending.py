@@ -16,6 +16,7 @@ import safetensors.numpy
 import torch
 from torch import nn
 
+import meshwright
 from helpers import TINY_FLAGS, free_port, open_step, printed_losses, read_losses
 from meshwright.__main__ import main
 from meshwright.data.loader import Mock
@@ -344,7 +345,7 @@ def test_a_loss_beside_our_z_loss_is_refused(example):
     settings = example.settings(None, 2)
     settings = dataclasses.replace(settings, training=dataclasses.replace(settings.training, z_loss_coef=1e-4))
     with pytest.raises(UserError, match="--z-loss-coef is a term of our own loss"):
-        train.run(settings, None, *parts(example)[1:])
+        meshwright.train(settings, loss=example.z_loss, datasets=parts(example)[2])
 
 
 def test_too_few_samples_are_refused(example):
