@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.checkpoint import native, steps
 from meshwright.checkpoint.native import BoxedTensor
@@ -127,6 +128,16 @@ def train_on_texts(folder: Path, texts: list[str], tokenizer: list[str], flags: 
         assert main(["preprocess", *files, *tokenizer]) == 0
         assert main(["train", *flags, *run, "--data-path", f"{prefix}_text_document", *tokenizer]) == 0
     return folder / "run"
+
+
+def spaced_words(folder: Path) -> tokenizers.HuggingFace:
+    """Return a vocabulary of words with a space, which it leaves out where a text begins."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    library = Tokenizer(models.BPE(vocab={"▁a": 0, "▁b": 1, "</s>": 2}, merges=[], ignore_merges=True))
+    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    library.save(str(folder / "tokenizer.json"))
+    return tokenizers.HuggingFace(folder)
 
 
 def free_port() -> int:

@@ -90,6 +90,22 @@ def test_cache_and_batch_change_nothing(name, shape):
     assert len(together[3].tokens) <= 2 and len(together[4].tokens) <= 1
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_penalties_by_count(recompute):
+    """Beside texts without them, and in a slot that had another text."""
+    model, options = little(), dataclasses.replace(GREEDY, recompute=recompute)
+    each = [{}, {"presence_penalty": 1.5}, {"frequency_penalty": 0.7}, {"presence_penalty": -2.0}]
+    some = [Request([2], options, **more) for more in each for _ in range(2)]
+    for request, text in zip(some, complete(model, some, 3), strict=True):
+        tokens, counts = [2], torch.zeros(VOCAB, dtype=torch.float64)
+        while len(text.tokens) + 1 > len(tokens):
+            logits = model.logits(tokens)[-1] - request.frequency_penalty * counts
+            tokens.append(int((logits - request.presence_penalty * (counts > 0)).argmax()))
+            counts[tokens[-1]] += 1
+        assert text.tokens == tokens[1:]
+    assert len({str(text.tokens) for text in complete(model, some, 8)}) == 4
+
+
 def test_texts_differ_by_stream_and_position():
     model, settings = little(), Sampling(temperature=9.0, out_seq_length=9)
     found = [c.tokens for c in complete(model, requests(settings, [[1]] * 8), 8)]

@@ -40,9 +40,7 @@ def choose(logits, settings, n=1, seed=1):
     numbers = [torch.full((n,), x, dtype=torch.float64) for x in sampling.control_numbers(settings)]
     k, key = (torch.full((n,), x) for x in (settings.top_k, sampling.stream_key(seed, 0)))
     rows = logits.expand(n, -1)
-    return sampling.sample_tokens(
-        rows, ChoiceParts.of(settings), Controls(*numbers, k, key), torch.arange(n), None
-    ).tolist()
+    return sampling.sample_tokens(rows, ChoiceParts.of(settings), Controls(*numbers, k, key), torch.arange(n)).tolist()
 
 
 def kept(logits):
@@ -103,6 +101,11 @@ def test_the_penalty():
     assert torch.equal(sampling.penalise(logits, seen, row(1.0)), logits)
 
 
+def test_penalties_by_count():
+    logits, counts = torch.tensor([[2.0, 2.0, -1.0]]), torch.tensor([[0, 1, 3]])
+    assert sampling.penalise_counts(logits, counts, row(0.5), row(0.25)).tolist() == [[2.0, 1.25, -2.25]]
+
+
 @pytest.mark.parametrize(
     ("settings", "want"),
     [
@@ -150,12 +153,12 @@ def test_a_row_depends_on_no_other():
     random = torch.Generator().manual_seed(3)
     logits, at = torch.randn(4, 30, generator=random), torch.tensor([5, 5, 8, 9])
     key = torch.tensor([sampling.stream_key(1, i) for i in range(4)])
-    controls = [torch.tensor([sampling.control_numbers(s)[i] for s in every]).double() for i in range(4)]
+    controls = [torch.tensor([sampling.control_numbers(s)[i] for s in every]).double() for i in range(3)]
     controls += [torch.tensor([s.top_k for s in every]), key]
-    together = sampling.sample_tokens(logits, ChoiceParts(False, True, True), Controls(*controls), at, None)
+    together = sampling.sample_tokens(logits, ChoiceParts(False, True, True), Controls(*controls), at)
     for i, s in enumerate(every):
         mine = Controls(*(x[i : i + 1] for x in controls))
-        assert sampling.sample_tokens(logits[i : i + 1], ChoiceParts.of(s), mine, at[i : i + 1], None) == together[i]
+        assert sampling.sample_tokens(logits[i : i + 1], ChoiceParts.of(s), mine, at[i : i + 1]) == together[i]
 
 
 def test_uniform_numbers():

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from helpers import spaced_words
 from meshwright import tokenizers
 from meshwright.generation.beam import BeamOptions, search_beams
 from meshwright.generation.decoder import complete
@@ -78,13 +79,7 @@ def test_a_stop_string_within_one_token():
 
 @pytest.fixture
 def spaced(tmp_path):
-    """A vocabulary with a space before each word, which it leaves out where a text begins."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    library = Tokenizer(models.BPE(vocab={"▁a": 0, "▁b": 1, "</s>": 2}, merges=[]))
-    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    library.save(str(tmp_path / "tokenizer.json"))
-    return tokenizers.HuggingFace(tmp_path)
+    return spaced_words(tmp_path)
 
 
 def test_text_after_a_prompt_keeps_its_space(spaced):

@@ -151,3 +151,19 @@ def test_pick(dtype, is_drawn, monkeypatch):
             assert torch.equal(getattr(rows, name), getattr(want, name)), name
         known = slots[report != BAD]
         assert torch.equal(rows.token[known], want.token[known])
+
+
+def test_each_text_has_its_counter(monkeypatch):
+    from meshwright.kernels.triton import decode as kernels
+
+    asked = []
+
+    def counters(device, number):
+        asked.append(number)
+        return torch.zeros(64, dtype=torch.int32, device=device)
+
+    monkeypatch.setattr(kernels, "COUNTERS", 4)
+    monkeypatch.setattr(kernels, "counters", counters)
+    for rows in (3, 9):
+        kernels.choose_tokens(draw(rows, 10), 10, torch.arange(rows, device=DEVICE), rows_of(12), -1)
+    assert asked == [4, 16]

@@ -49,6 +49,9 @@ def test_sampling_flags_arrive(fake: Site) -> None:
     s = request.options
     assert (s.temperature, s.top_p, s.top_k, s.min_p, s.repetition_penalty) == (0.5, 0.9, 7, 0.1, 1.2)
     assert s.out_seq_length == 3 and request.stop == ("x", "y")
+    fake.complete(prompt="a", presence_penalty=-1, frequency_penalty=0.5)
+    request = fake.decoder.submitted[-1]
+    assert (request.presence_penalty, request.frequency_penalty) == (-1, 0.5)
     fake.complete(prompt="a", top_p=1, top_k=-1, temperature=0)
     assert (s := fake.decoder.submitted[-1].options).top_p == 0 and s.top_k == 0 and s.temperature == 0
     fake.complete(prompt="a", top_p=0)
@@ -148,6 +151,7 @@ def test_chat_with_a_template() -> None:
         answer = running.ask("POST", "/v1/chat/completions", {"messages": turns})[1]
         assert bytes(running.decoder.submitted[0].prompt) == b"s:be|u:so|"
         assert answer["choices"][0]["message"]["content"] == "s:be" and answer["choices"][0]["finish_reason"] == "stop"
+        assert running.decoder.submitted[0].is_alone  # as in a terminal's chat: the first word has no space
 
 
 REFUSED = [
@@ -172,8 +176,8 @@ REFUSED = [
     ({"stop": 3}, "stop"),
     ({"stop": "x" * 201}, "stop"),
     ({"prompt": "x" * (512 * LENGTH + 1)}, "prompt"),
-    ({"presence_penalty": 1}, "presence_penalty"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": "0.5"}, "frequency_penalty"),
     ({"logit_bias": {"50": -100}}, "logit_bias"),
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -258,6 +262,15 @@ def test_old_turns_are_left_out_if_asked_for(template: Template | None) -> None:
         assert len(prompt) <= LENGTH - LENGTH // 4
         short = {"messages": turns[:1], "max_tokens": 9, "truncation": "auto"}
         assert running.ask("POST", "/v1/chat/completions", short)[1]["usage"]["completion_tokens"] == 9
+
+
+def test_a_prompts_end_alone_if_asked_for(fake: Site) -> None:
+    body = {"prompt": ["a" * LENGTH + "bc", "x"], "max_tokens": LENGTH - 3}
+    assert fake.error(**body)[1]["code"] == "context_length_exceeded"
+    assert fake.complete(**body, truncation="auto")["usage"]["total_tokens"] == 4 + 2 * (LENGTH - 3)
+    assert [bytes(request.prompt) for request in fake.decoder.submitted[-2:]] == [b"abc", b"x"]
+    status, error = fake.error(**{**body, "max_tokens": LENGTH}, truncation="auto")
+    assert status == 400 and error["param"] == "prompt"
 
 
 def test_models(fake: Site) -> None:

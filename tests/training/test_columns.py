@@ -4,10 +4,13 @@ import ast
 import json
 from pathlib import Path
 
+import pytest
+import torch
 from metrics import COMMON_COLUMNS, EVENTS, PAGE, describe_columns
 
 import meshwright
 from meshwright.training.log.columns import STEP_COLUMNS
+from meshwright.training.log.metrics import peak_flops
 
 SOURCE = Path(meshwright.__file__).parent
 
@@ -44,3 +47,12 @@ def test_rows_have_the_columns_of_the_table(run, tmp_path):
         assert columns <= EVENTS[event][1].keys(), event
     assert seen["step"] == {column.name for column in STEP_COLUMNS}
     assert seen["start"] == EVENTS["start"][1].keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200 NVL", 835), ("Abacus", None)],
+)
+def test_the_peak_of_a_device(name, teraflops, monkeypatch):
+    monkeypatch.setattr("meshwright.device.device_name", lambda device: name)
+    assert peak_flops(torch.device("cpu")) == (teraflops and teraflops * 1e12)

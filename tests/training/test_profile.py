@@ -69,6 +69,7 @@ def test_own_time_of_operators_on_a_cpu(tmp_path):
         ("void flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>", "attention"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
         ("aten::addmm", "matrix products"),
+        ("aten::baddbmm", "matrix products"),
         ("aten::_scaled_mm", "matrix products"),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", "communication"),
         ("_symmetric_product", "matrix products"),

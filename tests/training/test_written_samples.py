@@ -1,16 +1,19 @@
 """Samples of --sample-interval: the texts of `generate`, in every layout, and no other losses."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import meshwright
-from helpers import read_rows
+from helpers import read_rows, spaced_words
 from layouts import FLAGS, run_all
 from meshwright.errors import USAGE
 from meshwright.generation.decoder import complete
 from meshwright.generation.requests import Request
 from meshwright.settings import flags
 from meshwright.settings.schema import Sampling, TrainConfig
+from meshwright.training.beside import samples as written
 from meshwright.training.beside.samples import SampleWriter, in_one_line
 
 BYTES = ["--tokenizer=byte", "--vocab-size=257", "--sample-interval=2"]
@@ -55,6 +58,17 @@ def test_refused_and_noted(run):
     assert [prompt for _, _, prompt, _ in samples(nothing)] == [""] * 3
     idle = run("--sample-prompts=a", "--train-iters=1")
     assert "--sample-prompts has no effect without --sample-interval" in idle.err + idle.out
+
+
+def test_the_text_continues_the_prompt(tmp_path, monkeypatch):
+    """With the space before its first word, which a SentencePiece model leaves out of a text."""
+    monkeypatch.setattr(written, "runs_one_shape", lambda net: True)
+    line = "--seq-length 8 --sample-interval 1 --sample-prompts|a||".split("|")
+    config = flags.parse_settings(TrainConfig, [*line[0].split(), *line[1:-1]], "meshwright test", check=False).config
+    samples, rows = SampleWriter(config, None, 3, spaced_words(tmp_path)), []
+    monkeypatch.setattr(samples, "generate", lambda: [[0, 1], [0, 1]])
+    samples.write(3, SimpleNamespace(sample=lambda *row: rows.append(row)))
+    assert rows == [(3, 0, "a", " a b"), (3, 1, "", "a b")]
 
 
 class Numbers:

@@ -343,7 +343,8 @@ def parts_of(request: Request) -> ChoiceParts:
     """Return the parts of the choice of tokens that a request needs."""
     parts = ChoiceParts.of(request.options)
     decaying = parts.filtered and request.top_p_decay != 1
-    return parts._replace(decaying=decaying, avoiding=request.forbidden_pair is not None)
+    counting = bool(request.presence_penalty or request.frequency_penalty)
+    return parts._replace(decaying=decaying, counting=counting, avoiding=request.forbidden_pair is not None)
 
 
 def stops(row: DecoderRow, token: int) -> bool:

@@ -28,6 +28,8 @@ class Request:
         stop: strings that end the text and do not belong to it.
         logprobs: None, or k >= 0 for the chosen token's log-probability and the k likeliest tokens.
         top_p_decay, top_p_floor: each token multiplies top_p by the decay, down to the floor.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens that the
+            continuation has, once and for each time.
         forbidden_pair: (a, b): token b never follows token a.
         echo: report the prompt's tokens too, with log-probabilities if those are asked for.
         is_alone: the text is read as if no prompt preceded it, as after a chat template. Some
@@ -43,6 +45,8 @@ class Request:
     echo: bool = False
     top_p_decay: float = 1.0
     top_p_floor: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     forbidden_pair: tuple[int, int] | None = None
     is_alone: bool = False
 

@@ -27,6 +27,7 @@ class ChoiceParts(NamedTuple):
     sampled: bool = False
     filtered: bool = False
     decaying: bool = False  # top_p, with each token
+    counting: bool = False  # how often a continuation has each token
     avoiding: bool = False  # pairs of tokens
 
     @staticmethod
@@ -42,10 +43,9 @@ class ChoiceParts(NamedTuple):
 class Controls:
     """The sampling flags of the rows, [B] each; temperature 0 is greedy."""
 
-    temperature: Tensor  # float64, as top_p, min_p and penalty
+    temperature: Tensor  # float64, as top_p and min_p
     top_p: Tensor
     min_p: Tensor
-    penalty: Tensor
     top_k: Tensor  # int64
     key: Tensor  # int64, see `stream_key`
 
@@ -56,13 +56,19 @@ def is_greedy(s: Sampling) -> bool:
 
 def control_numbers(s: Sampling) -> list[float]:
     """Return the flags in the order of Controls."""
-    return [0.0 if s.greedy else s.temperature, s.top_p, s.min_p, s.repetition_penalty]
+    return [0.0 if s.greedy else s.temperature, s.top_p, s.min_p]
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: Tensor) -> Tensor:
     """Divide the logits [B, V] of tokens in the text by the penalty, or multiply those below 0."""
     by = penalty[:, None].to(logits.dtype)
     return torch.where(seen, torch.where(logits > 0, logits / by, logits * by), logits)
+
+
+def penalise_counts(logits: Tensor, counts: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:
+    """Subtract from the logits [B, V] of tokens that a text has `counts` times, as OpenAI does."""
+    by = frequency[:, None] * counts + presence[:, None] * (counts > 0)
+    return logits - by.to(logits.dtype)
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -95,14 +101,8 @@ def stream_key(seed: int, stream: int) -> int:
     return x - (x >> 63 << 64)
 
 
-def sample_tokens(logits: Tensor, kind: ChoiceParts, c: Controls, position: Tensor, seen: Tensor | None) -> Tensor:
-    """Return a token for each row of logits [B, V], float32 or 64, at `position` [B] of its text.
-
-    `seen` [B, V] marks the tokens that the text contains; it is needed if `kind.penalised`.
-    """
-    if kind.penalised:
-        assert seen is not None
-        logits = penalise(logits, seen, c.penalty)
+def sample_tokens(logits: Tensor, kind: ChoiceParts, c: Controls, position: Tensor) -> Tensor:
+    """Return a token for each row of logits [B, V], float32 or 64; `position` [B] is its place."""
     best = logits.argmax(-1)
     if not kind.sampled:
         return best

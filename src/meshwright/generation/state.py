@@ -48,9 +48,11 @@ class SlotState:
             device
         )
         self.avoid = torch.full((2, slots + 1), -1).to(device)  # a token, and the one that may not follow it
-        self.numbers = torch.zeros(6, slots + 1, dtype=torch.float64, device=device)
+        self.numbers = torch.zeros(8, slots + 1, dtype=torch.float64, device=device)
         self.active = torch.zeros(slots + 1, dtype=torch.bool, device=device)
-        self.seen: Tensor | None = None  # [slots + 1, vocab] tokens of the texts, if some penalty needs it
+        # [slots + 1, vocab], if a penalty needs it: tokens of texts; how often a new part has each.
+        self.seen: Tensor | None = None
+        self.counts: Tensor | None = None
 
     @property
     def rows(self) -> TextState:
@@ -68,22 +70,27 @@ class SlotState:
             length, pair = len(r.prompt), r.request.forbidden_pair or (-1, -1)
             words.append([r.slot, length, length + r.count, r.request.options.top_k, name, r.prompt[-1], *pair])
             decay, floor = r.request.top_p_decay, max(r.request.top_p_floor, SMALLEST_TOP_P)
-            numbers.append([*sampling.control_numbers(r.request.options), decay, floor])
+            penalties = r.request.options.repetition_penalty, r.request.presence_penalty, r.request.frequency_penalty
+            numbers.append([*sampling.control_numbers(r.request.options), decay, floor, *penalties])
         slots, used, limit, top_k, key, token, *pairs = self.send(torch.tensor(words).T.contiguous())
         self.used[slots], self.limit[slots], self.top_k[slots], self.key[slots] = used, limit, top_k, key
         self.token[slots], self.avoid[:, slots] = token, torch.stack(pairs)
         self.numbers[:, slots] = self.send(torch.tensor(numbers, dtype=torch.float64).T)
         self.active[slots] = limit > used
-        if any(ChoiceParts.of(r.request.options).penalised for r in rows) and self.seen is None:
+        if any(r.kind.penalised for r in rows) and self.seen is None:
             self.seen = torch.zeros(len(self.token), self.vocab, dtype=torch.bool, device=self.device)
+        if any(r.kind.counting for r in rows) and self.counts is None:
+            self.counts = torch.zeros(len(self.token), self.vocab, dtype=torch.int32, device=self.device)
+        if self.counts is not None:
+            self.counts[slots] = 0
         if self.seen is not None:
             self.seen[slots] = False
             for r in rows:
                 self.seen[r.slot, self.send(torch.tensor(r.prompt))] = True
 
     def controls(self, slots: Tensor) -> Controls:
-        temperature, top_p, min_p, penalty = self.numbers[:4, slots]
-        return Controls(temperature, top_p, min_p, penalty, self.top_k[slots], self.key[slots])
+        temperature, top_p, min_p = self.numbers[:3, slots]
+        return Controls(temperature, top_p, min_p, self.top_k[slots], self.key[slots])
 
     def send(self, x: Tensor) -> Tensor:
         return devices.send(x, self.device)
@@ -125,9 +132,15 @@ def choose_next(s: SlotState, slots: Tensor, logits: Tensor, kind: ChoiceParts, 
         last, never = s.avoid[:, slots]
         places = torch.arange(s.vocab, device=logits.device) == never[:, None]
         allowed = logits.masked_fill(places & (s.token[slots] == last)[:, None], float("-inf"))
-    new = sampling.sample_tokens(allowed, kind, s.controls(slots), position, None if s.seen is None else s.seen[slots])
+    if kind.penalised and s.seen is not None:
+        allowed = sampling.penalise(allowed, s.seen[slots], s.numbers[5, slots])
+    if kind.counting and s.counts is not None:
+        allowed = sampling.penalise_counts(allowed, s.counts[slots], *s.numbers[6:, slots])
+    new = sampling.sample_tokens(allowed, kind, s.controls(slots), position)
+    if kind.counting and s.counts is not None:
+        s.counts[slots, new] += 1
     if kind.decaying:
-        top_p, decay, least = s.numbers[1, slots], *s.numbers[4:, slots]
+        top_p, decay, least = s.numbers[1, slots], *s.numbers[3:5, slots]
         s.numbers[1, slots] = torch.where(decay < 1, torch.maximum(top_p * decay, least), top_p)
     is_finite = logits.amax(-1).isfinite()  # not if there is a NaN, nor if all are -inf
     outputs = Outputs(new) if k < 0 else score_tokens(logits, new, k)

@@ -89,7 +89,7 @@ class CapturedSteps:
     def advance(self, rows: int, longest: int, kind: ChoiceParts, k: int) -> Outputs:
         s, slots = self.state, self.slots[rows]
         logits = self.step(s.rows, slots, longest)
-        if not (kind.filtered or kind.penalised or kind.avoiding) and k < 0:
+        if not (kind.filtered or kind.penalised or kind.counting or kind.avoiding) and k < 0:
             return Outputs(choose_tokens(logits, s.vocab, slots, s.rows, self.eod, s.draws if kind.sampled else None))
         s.used[slots] += s.active[slots]
         return choose_next(s, slots, logits[:, : s.vocab], kind, k, self.eod)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.fields import Fields, Refusal
@@ -64,7 +64,9 @@ def read_call(f: Fields, served: ServedModel) -> MegatronCall:
             raise Refusal(f"this model reads {served.model.seq_length} tokens, but a prompt has {both}", "prompts")
     seed = secrets.randbits(31) if seed < 0 else seed
     wanted = 0 if logprobs else None
-    each = [Request(p, options, seed, n, ends, wanted, logprobs, decay, floor, pair) for n, p in enumerate(prompts)]
+    first = Request([], options, seed, stop=ends, logprobs=wanted, echo=logprobs, forbidden_pair=pair)
+    first = replace(first, top_p_decay=decay, top_p_floor=floor)
+    each = [replace(first, prompt=prompt, stream=number) for number, prompt in enumerate(prompts)]
     return MegatronCall(each, logprobs, None if width is None else BeamOptions(width, penalty, stop_token))
 
 

@@ -33,8 +33,6 @@ LONGEST_TOKEN = 512  # characters on average: no text of more fits, and it is no
 IDENTIFIERS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
 # Fields that would change the text, the values that ask for nothing, and why others are refused.
 NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "presence_penalty": ((0, 0.0), "use repetition_penalty"),
-    "frequency_penalty": ((0, 0.0), "use repetition_penalty"),
     "logit_bias": (({},), "logits cannot be shifted"),
     "service_tier": (("auto", "default"), "there is one tier"),
     "store": ((False,), "nothing is stored"),
@@ -107,6 +105,8 @@ def read_completion(f: Fields, served: ServedModel) -> OpenAICall:
     stream, usage = read_stream(f)
     if best_of < n or (best_of > n and stream):
         raise Refusal(f"best_of {best_of} must be at least n ({n}), and equal to it in a stream", "best_of")
+    if reads_end_only(f):
+        prompts = [prompt[-max(1, served.model.seq_length - length) :] for prompt in prompts]
     requests = read_texts(f, served, prompts, best_of, length, ())
     # The best are those whose tokens are likeliest.
     wanted = 0 if logprobs is None and best_of > n else logprobs
@@ -118,13 +118,10 @@ def read_chat(f: Fields, served: ServedModel) -> OpenAICall:
     messages = read_messages(f.take("messages"))
     lengths = [f.integer(name, None, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
     length = next((n for n in lengths if n is not None), None)
-    truncation = f.text("truncation", "disabled")
-    if truncation not in ("auto", "disabled"):
-        raise Refusal("truncation must be auto, which leaves out old messages, or disabled", "truncation")
-    most = served.model.seq_length
-    prompt = render(messages, served, None if truncation == "disabled" else length or most)
+    most, ends_only = served.model.seq_length, reads_end_only(f)
+    prompt = render(messages, served, length or most if ends_only else None)
     room = max(1, most - len(prompt))
-    length = room if length is None else min(length, room) if truncation == "auto" else length
+    length = room if length is None else min(length, room) if ends_only else length
     wants, top = f.flag("logprobs"), f.integer("top_logprobs", None, 0, MOST_LOGPROBS)
     if top is not None and not wants:
         raise Refusal("top_logprobs needs logprobs; set it to true", "top_logprobs")
@@ -134,8 +131,18 @@ def read_chat(f: Fields, served: ServedModel) -> OpenAICall:
     stream, usage = read_stream(f)
     logprobs = (top or 0) if wants else None
     requests = read_texts(f, served, [prompt], n, length, served.stop)
-    requests = [dataclasses.replace(r, logprobs=logprobs) for r in requests]
+    # A template writes an answer as a text of its own.
+    is_alone = served.template is not None
+    requests = [dataclasses.replace(r, logprobs=logprobs, is_alone=is_alone) for r in requests]
     return OpenAICall("chat.completion", requests, n, n, logprobs, stream, usage)
+
+
+def reads_end_only(f: Fields) -> bool:
+    """Return whether a prompt that leaves no room for the text is to lose its beginning."""
+    if (truncation := f.text("truncation", "disabled")) not in ("auto", "disabled"):
+        message = "must be auto, which leaves out old messages or a prompt's beginning, or disabled"
+        raise Refusal(f"truncation {message}", "truncation")
+    return truncation == "auto"
 
 
 def read_texts(
@@ -146,6 +153,7 @@ def read_texts(
         message = f"there is no model {str(name)[:100]!r} here; this server has {served.name!r}"
         raise Refusal(message, "model", "model_not_found", 404)
     options = read_options(f, length)
+    presence, frequency = (f.number(f"{name}_penalty", 0.0, -2, 2) for name in ("presence", "frequency"))
     seed = f.integer("seed", secrets.randbits(31), -(2**63), 2**63 - 1)
     stop = tuple(dict.fromkeys((*f.strings("stop", MOST_STOPS, LONGEST_STOP), *stop)))
     for name, (neutral, why) in NEUTRAL.items():
@@ -164,7 +172,8 @@ def read_texts(
             message = f"this model reads {most} tokens, but there are {both}; shorten one of them"
             raise Refusal(message, "prompt", "context_length_exceeded")
     rows = [prompt for prompt in prompts for _ in range(copies)]
-    return [Request(prompt, options, seed % 2**63, number, stop) for number, prompt in enumerate(rows)]
+    first = Request([], options, seed % 2**63, stop=stop, presence_penalty=presence, frequency_penalty=frequency)
+    return [dataclasses.replace(first, prompt=prompt, stream=number) for number, prompt in enumerate(rows)]
 
 
 def read_options(f: Fields, length: int) -> Sampling:

@@ -19,6 +19,8 @@ from meshwright.kernels.grid import cdiv, power_of_2
 from meshwright.kernels.heads import HeadSizes
 from meshwright.kernels.triton.activation import GATES, value_and_slope
 
+COUNTERS = 4096  # attention is divided only where rows x groups are fewer than the multiprocessors
+
 
 class LinearTile(NamedTuple):
     """Shape of a program's work in `linear`: `columns` outputs, with all inputs."""
@@ -312,7 +314,7 @@ def choose_tokens(
     report = torch.empty_like(slots)
     with torch.accelerator.device_index(logits.device.index):
         texts = state.token, state.used, state.limit, state.active.view(torch.int8), *(draws or (None, None))
-        scratch = report, peaks, places, counters(logits.device)
+        scratch = report, peaks, places, counters(logits.device, max(COUNTERS, power_of_2(b)))
         numbers = vocab, logits.stride(0), eod, NONE, BAD, parts, block
         _choose_tokens[b, cdiv(vocab, block)](logits, slots, *texts, *scratch, *numbers)
     return report
@@ -353,7 +355,7 @@ def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Te
     partials = out.new_empty(b * groups * parts * heads * (width + 2) if parts > 1 else 0, dtype=torch.float32)
     cos, sin = rotation if rotation is not None else (partials, partials)
     with torch.accelerator.device_index(qkv.device.index):
-        tensors = *texts[:4], cos, sin, out, partials, counters(qkv.device)
+        tensors = *texts[:4], cos, sin, out, partials, counters(qkv.device, COUNTERS)
         numbers = dim**-0.5, texts.keys.shape[1], chunk
         half = 0 if rotation is None else cos.shape[-1]
         constants = groups, per_group, dim, half, heads, width, block, parts > 1, 2
@@ -362,10 +364,7 @@ def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Te
 
 
 @lru_cache
-def counters(device: torch.device) -> Tensor:
-    """Return counters that are 0 before and after each kernel, and never move.
-
-    Work is divided only if rows x groups are fewer than the multiprocessors.
-    """
+def counters(device: torch.device, number: int) -> Tensor:
+    """Return counters that are 0 before and after each kernel, and never move."""
     with torch.inference_mode(False):
-        return torch.zeros(4096, dtype=torch.int32, device=device)
+        return torch.zeros(number, dtype=torch.int32, device=device)

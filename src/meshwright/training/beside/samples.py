@@ -16,6 +16,7 @@ from meshwright.console import remark
 from meshwright.data.loader import Batch
 from meshwright.errors import UserError
 from meshwright.generation import sampling
+from meshwright.generation.requests import Request, text_until_stop
 from meshwright.kernels.twins import upcast
 from meshwright.settings.schema import Sampling, TrainConfig
 from meshwright.tokenizers import Tokenizer
@@ -37,8 +38,9 @@ class SampleWriter:
         self.seed, self.count = config.training.seed, g.sample_length
         self.options = Sampling(temperature=g.sample_temperature)
         self.prompts = g.sample_prompts or [""]
+        self.requests = [Request(list(tokenizer.encode(prompt))) for prompt in self.prompts]
         # An empty prompt begins a document.
-        self.ids = [list(tokenizer.encode(prompt)) or [tokenizer.eod] for prompt in self.prompts]
+        self.ids = [request.prompt or [tokenizer.eod] for request in self.requests]
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
             if len(ids) >= self.length:
                 message = f"--sample-prompts: {prompt[:30]!r} has {len(ids)} tokens; the model reads {self.length}"
@@ -48,7 +50,7 @@ class SampleWriter:
     def write(self, iteration: int, metrics: Metrics) -> None:
         """Continue the prompts with the current weights and record the texts."""
         for number, (prompt, ids) in enumerate(zip(self.prompts, self.generate(), strict=True)):
-            text = self.tokenizer.decode(ids)
+            text, _ = text_until_stop(self.tokenizer, self.requests[number], ids)
             remark(f" > sample at iteration {iteration}: {prompt + '|' if prompt else ''}{in_one_line(text)}")
             metrics.sample(iteration, number, prompt, text)
 
@@ -59,13 +61,13 @@ class SampleWriter:
         numbers = torch.tensor(
             [sampling.control_numbers(self.options)] * len(texts), dtype=torch.float64, device=device
         )
-        temperature, top_p, min_p, penalty = numbers.unbind(1)
         keys = torch.tensor([sampling.stream_key(self.seed, row) for row in range(len(texts))], device=device)
-        controls = sampling.Controls(temperature, top_p, min_p, penalty, torch.zeros_like(keys), keys)
+        temperature, top_p, min_p = numbers.unbind(1)
+        controls = sampling.Controls(temperature, top_p, min_p, torch.zeros_like(keys), keys)
         for _ in range(self.count):
             logits = self.next_logits(texts)
             at = torch.tensor(list(map(len, texts)), device=device)
-            for row, token in enumerate(sampling.sample_tokens(logits, kind, controls, at, None).tolist()):
+            for row, token in enumerate(sampling.sample_tokens(logits, kind, controls, at).tolist()):
                 done[row] = done[row] or token == eod or len(texts[row]) >= self.length
                 if not done[row]:
                     texts[row].append(token)

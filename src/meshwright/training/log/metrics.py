@@ -35,6 +35,8 @@ from meshwright.training.state.folder import LivePage
 
 # Dense half-precision peaks in FLOP/s by a part of the device's name, from the vendors' datasheets.
 PEAKS = {"B200": 2250e12, "RTX 4090": 165e12, "L40S": 362e12, "V100": 125e12}
+# The first part that is in the name counts.
+PEAKS |= dict.fromkeys(("H100 PCIe", "H800 PCIe"), 756e12) | dict.fromkeys(("H100 NVL", "H200 NVL"), 835e12)
 PEAKS |= dict.fromkeys(("H100", "H200", "H800"), 989e12) | dict.fromkeys(("A100", "A800"), 312e12)
 
 # Printed by --nvidia-smi-at.

@@ -23,7 +23,7 @@ from meshwright.settings.schema import Logging
 KINDS = {
     "communication": r"nccl|c10d::|gloo|all_?reduce|all_?gather|reduce_?scatter",
     "attention": r"flash|fmha|sdpa|attention|attn|_attend|cudnn.*(bprop|fprop)",
-    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|split_?k|scaled_mm|symm|syrk|\b(add|b|badd)?mm\b",
+    "matrix products": r"gemm|nvjet|cutlass|cublas|xmma|split_?k|scaled_mm|symm|syrk|\b(add|b|baddb)?mm\b",
 }
 MEMORY_BOUND = "memory-bound"
 # At each moment one kind counts, in this order: communication only where nothing is computed.
