@@ -153,6 +153,23 @@ def test_optimizer_state_and_counters_are_converted(tmp_path):
     assert_equal(bare, {name: t.bfloat16() for name, t in a[0].items() if "/" not in name})
 
 
+def test_lions_state_has_no_place_in_megatrons_tree(tmp_path):
+    run, lion = tmp_path / "run", ["--optimizer=lion"]
+    assert main(["train", *TINY_FLAGS, *lion, "--save", str(run), "--save-hf", str(tmp_path / "hf")]) == DONE
+    said = joined(convert(run, tmp_path / "torch", "--to=torch", status=USAGE))
+    assert "(exp_avg) is not Adam's: add --no-optimizer" in said and not (tmp_path / "torch").exists()
+    want = {name: t for name, t in values(run)[0].items() if "/" not in name}
+    convert(run, tmp_path / "torch", "--to=torch", "--no-optimizer")
+    for folder in ("torch", "hf"):
+        assert_equal(values(tmp_path / folder)[0], want)
+    convert(run, tmp_path / "native", "--to=native")
+    assert_equal(values(tmp_path / "native")[0], values(run)[0])
+    adam = str(tmp_path / "adam")
+    assert main(["train", *TINY_FLAGS, "--exit-interval=3", "--save", adam, "--ckpt-format=torch"]) == DONE
+    assert main(["train", *TINY_FLAGS, *lion, "--load", adam]) == BAD_DATA
+    assert main(["train", *TINY_FLAGS, *lion, "--load", adam, "--no-load-optim"]) == DONE
+
+
 @pytest.mark.flag("dtype")
 def test_precision(folder, tmp_path):
     convert(folder, tmp_path / "half", "--to=huggingface", "--dtype=float16")

@@ -20,8 +20,9 @@ How far apart may they be?
     squares   Adam's second moments may be as far as the squares of such gradients.
     weights   Adam divides gradients by their own size, so that one that is 0 but for rounding can
               move a weight by up to the learning rate; see `step_errors`. In all but float64 this
-              is a step in any direction. Other gradients then move too: after Adam's first step, a
-              tensor's distance is compared with the largest relative one of all tensors.
+              is a step in any direction, and so it is for Lion, which takes only signs. Other
+              gradients then move too: after the first step, a tensor's distance is compared with
+              the largest relative one of all tensors.
     exactly   All ranks record the same numbers; counters, learning rates, loss scales and skipped
               steps are those of one process; steps that a layout takes again after a resume have
               the same bits. Layouts that differ only in their data-parallel ranks need not have:
@@ -50,6 +51,7 @@ EOD = 5  # of mock data
 SPREAD = 16.0
 LOOKS = 8
 STRIDE = 3.0  # steps of Adam are about lr, or a few times that at first
+TINY = 1e-30  # Lion has no term that makes the steps of small gradients smaller
 ROUNDINGS = 8  # of the largest gradient, in each other one
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11, "float64": 2.0**-53}
 EXACT = ("batch", "consumed", "lr", "next_lr", "loss_scale", "skipped", "weight_decay")
@@ -261,7 +263,8 @@ class Distances:
 
     def __init__(self, config: TrainConfig) -> None:
         dtype, o = config.precision.dtype, config.optimizer
-        self.eps = None if o.optimizer == "sgd" else o.adam_eps
+        none = {"sgd": None, "lion": None if dtype == "float64" else TINY}  # Lion's float64 has no such steps
+        self.eps = none.get(o.optimizer, o.adam_eps)
         self.wrong: list[str] = []
         self.most, self.where = 0.0, ""
         self.dtype, self.unit = dtype, UNIT[dtype]
@@ -338,9 +341,9 @@ class Distances:
                 self.wrong.append(f"{key}: a validation that one process did not make")
 
     def step_errors(self, steps: Iterable[int], exact: Trace, own: Trace) -> list[float]:
-        """Return by how much a rounding of gradients can change a weight in each step of Adam's.
+        """Return by how much a rounding of gradients can change a weight in each step.
 
-        It moves a weight by lr m / (sqrt(v) + eps), where both may be roundings of 0.
+        Adam moves a weight by lr m / (sqrt(v) + eps), where both may be roundings of 0.
         """
         out = []
         for i in steps if self.eps is not None else ():

@@ -1,4 +1,4 @@
-"""SGD, Muon and AdamW over flat buffers: assignment, equality with torch, resume, offload."""
+"""SGD, Lion, Muon and AdamW over flat buffers: assignment, equality with torch, resume, offload."""
 
 import dataclasses
 import itertools
@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers import TINY
 from meshwright.checkpoint import loading, native
-from meshwright.optim import rules
+from meshwright.optim import lion, rules
 from meshwright.optim.rules import Numbers
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import StoreSpec
@@ -36,7 +36,7 @@ from stores import (
 pytestmark = pytest.mark.whole  # seconds, not moments
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the offload's copies need a GPU")
-RULES = ["adam", "sgd", "muon"]
+RULES = ["adam", "sgd", "lion", "muon"]
 
 
 def batches(step, count=2):
@@ -85,7 +85,7 @@ def test_every_parameter_has_its_rule():
         | dict.fromkeys(vectors, ("adamw", False))
     )
     assert model.get_parameter("h.0.mlp.fc.bias").ndim == 2 == len(model.get_parameter("h.0.mlp.fc.bias"))
-    for rule, torchs in (("sgd", "sgd"), ("adam", "adamw"), ("adamw", "adamw")):
+    for rule, torchs in (("sgd", "sgd"), ("lion", "lion"), ("adam", "adamw"), ("adamw", "adamw")):
         _, store = make(m, Optimizer(optimizer=rule))
         assert kinds(store) == (
             dict.fromkeys(matrices | tables, (torchs, True)) | dict.fromkeys(vectors, (torchs, False))
@@ -133,6 +133,60 @@ def test_sgd_equals_torchs(momentum, clip, dtype):
         want = torch.zeros_like(p) if buffer is None else buffer
         torch.testing.assert_close(moved[f"{name}/momentum"][2], want[:rows], **tolerance, msg=name)
     assert store.steps == 0  # Adam's t
+
+
+# Lion
+
+
+def lion_step(weight, grad, moment, lr, wd, beta1=0.9, beta2=0.99):
+    update = torch.sign(beta1 * moment + (1 - beta1) * grad)
+    return weight - lr * (update + wd * weight), beta2 * moment + (1 - beta2) * grad
+
+
+@pytest.mark.parametrize("chunk", [lion.CHUNK, 100])
+@pytest.mark.parametrize("betas", [(0.9, 0.99), (0.5, 0.8), (0.0, 0.0)])
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_lion_follows_its_formula(monkeypatch, chunk, betas, clip, dtype):
+    """Compare ten steps of a scaled loss with the formula; biases and norms do not decay."""
+    monkeypatch.setattr(lion, "CHUNK", chunk)
+    o = Optimizer(optimizer="lion", lion_beta1=betas[0], lion_beta2=betas[1], clip_grad=clip)
+    model, store = make(GATED, o, dtype=dtype)
+    named = {n: (p.clone(), torch.zeros_like(p)) for n, p in masters(store)}
+    lr, wd, scale = 0.01, 0.3, 1024.0
+    exact = {"rtol": 1e-12, "atol": 1e-15} if dtype is torch.float64 else {"rtol": 1e-5, "atol": 1e-8}
+    for i in range(10):
+        store.clear_gradients()
+        losses_of(model, batches(i), scale)
+        norm = float(store.gradients.double().norm()) / scale
+        shrink = min(1.0, clip / (norm + 1e-6)) if clip else 1.0
+        assert shrink == 1.0 if not clip else shrink < 1.0
+        grads = {n: gradient(store, n) * shrink / scale for n in named}
+        store.step(Numbers(lr, wd, scale))
+        for name, p in masters(store):
+            weight, moment = named[name]
+            grad, decays = grads[name][: len(weight)], p.ndim > 1 and not name.endswith("bias")
+            want, want_m = lion_step(weight, grad, moment, lr, wd if decays else 0.0, *betas)
+            ahead = betas[0] * moment + (1 - betas[0]) * grad
+            clear = ahead.abs() > 1e-6 * ahead.abs().max() + 1e-12  # else its sign is a rounding's
+            clear |= (ahead == 0) & (grad == 0)  # rows of ids that do not occur stay where they are
+            assert name.endswith("qkv.bias") or clear.float().mean() > 0.99, name
+            torch.testing.assert_close(p[clear], want[clear], **exact, msg=name)
+            assert ((p - weight).abs() <= lr * (1.001 + wd * weight.abs())).all()
+            torch.testing.assert_close(state(store, name)["exp_avg"][: len(weight)], want_m, **exact, msg=name)
+            named[name] = p.clone(), want_m
+    assert store.steps == 0  # Adam's t
+
+
+def test_lion_gives_roundings_no_sign_in_float64():
+    """The sums of a layout would decide on the sign of a gradient that is 0 but for rounding."""
+    for dtype, moved in ((torch.float64, [0.0, -1.0]), (torch.float32, [-1.0, -1.0])):
+        p = nn.Parameter(torch.zeros(2, dtype=dtype))
+        update = lion.Lion([p])
+        update.state[p]["exp_avg"], p.grad = torch.zeros_like(p), torch.tensor([1e-14, 1e-8], dtype=dtype)
+        update.param_groups[0]["lr"] = 1.0
+        update.step()
+        assert p.tolist() == moved
 
 
 # Muon
@@ -262,7 +316,7 @@ def test_a_loaded_store_continues_bit_for_bit(rule, dtype, tmp_path):
     native.save_step(tmp_path, 3, store.named_state(), {"iteration": 3}, {})
     named = store.named_state()
     names = {n for n, _ in model.named_parameters()}
-    want = {"adamw": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum"}, "muon": {"momentum"}}
+    want = {"adamw": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum"}, "lion": {"exp_avg"}, "muon": {"momentum"}}
     assert named.keys() == names | {f"{n}/{suffix}" for n, (rule, _) in kinds(store).items() for suffix in want[rule]}
     assert all(t.any() for n, (_, _, t) in named.items() if "/" in n and not n.startswith("wpe"))
     assert all(t.dtype is torch.float32 for _, _, t in named.values())
@@ -273,7 +327,7 @@ def test_a_loaded_store_continues_bit_for_bit(rule, dtype, tmp_path):
     again.steps = store.steps
     assert is_equal(snapshot(store), snapshot(again))
     assert steps(model, store, 3, first=3) == steps(other, again, 3, first=3)
-    assert is_equal(snapshot(store), snapshot(again)) and again.steps == (0 if rule == "sgd" else 6)
+    assert is_equal(snapshot(store), snapshot(again)) and again.steps == (0 if rule in ("sgd", "lion") else 6)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -334,7 +388,9 @@ def test_offload_on_a_cpu_changes_nothing(rule, dtype, scale):
 
 @pytest.mark.flag("cpu_optimizer")
 @pytest.mark.parametrize(
-    "flags", [[], ["--bf16"], ["--fp16"], ["--optimizer", "sgd"]], ids=lambda f: "".join(f) or "fp32"
+    "flags",
+    [[], ["--bf16"], ["--fp16"], ["--optimizer", "sgd"], ["--optimizer", "lion", "--bf16"]],
+    ids=lambda f: "".join(f) or "fp32",
 )
 def test_offload(run, tmp_path, monkeypatch, flags):
     """A run saved with --cpu-optimizer and resumed without it has the losses of one without."""
@@ -356,7 +412,7 @@ def test_offload(run, tmp_path, monkeypatch, flags):
 
 
 @gpu
-@pytest.mark.parametrize("rule", ["adam", "sgd"])
+@pytest.mark.parametrize("rule", ["adam", "sgd", "lion"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_offload_from_a_gpu(rule, dtype):
     """Masters and moments are in host memory, gradients pinned, and weights on the device."""

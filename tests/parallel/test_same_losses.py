@@ -129,6 +129,7 @@ MORE = {
     # Muon needs full matrices; a gated weight holds two.
     "muon": "--optimizer muon --swiglu --ffn-hidden-size 48",
     "sgd": "--optimizer sgd --lr 0.3",
+    "lion": "--optimizer lion --lr 3e-3 --weight-decay 0.3",
     "microbatch": "--loss-mean microbatch --eod-mask-loss --micro-batch-size 2 --global-batch-size 8",
     # Caps so low, and a coefficient so large, that both shape every gradient.
     "logits": "--final-logit-softcapping 0.3 --z-loss-coef 0.5 --eod-mask-loss",
@@ -143,6 +144,11 @@ WITH = {
     "sgd": [
         "--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1",
         "--world-size 4 --context-parallel-size 2 --zero-stage 2 --cpu-optimizer",
+    ],
+    "lion": [
+        "--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 2 --num-accumulation-steps 2",
+        "--world-size 4 --context-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1 --cpu-optimizer",
+        "--world-size 4 --tensor-model-parallel-size 2 --zero-stage 3 --swiglu --ffn-hidden-size 48",
     ],
     "microbatch": ["--world-size 2 --zero-stage 2", "--world-size 4 --context-parallel-size 2"],
     "logits": [
@@ -169,7 +175,7 @@ def test_one_micro_batch():
 
 @pytest.mark.whole
 @pytest.mark.timeout(300)
-@halves([f"{line} {MORE[name]}" for name, lines in WITH.items() for line in lines], (1, 3, 5, 6, 7, 8, 9, 12, 14))
+@halves([f"{line} {MORE[name]}" for name, lines in WITH.items() for line in lines], (1, 3, 5, 8, 9, 10, 11, 12, 15, 17))
 def test_other_rules(lines):
     check(lines, steps=2)
 

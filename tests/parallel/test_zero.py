@@ -205,7 +205,7 @@ def test_only_matrices_decay():
         assert torch.allclose(p, before[name] * (0.95 if p.ndim > 1 else 1.0)), name
 
 
-@pytest.mark.parametrize("rule", ["adam", "sgd", "muon"])
+@pytest.mark.parametrize("rule", ["adam", "sgd", "lion", "muon"])
 def test_padded_rows_stay_zero_and_are_not_saved(rule):
     m = dataclasses.replace(TINY, untie_embeddings_and_output_weights=True)
     model, store = make(m, config.Optimizer(optimizer=rule))
@@ -215,7 +215,7 @@ def test_padded_rows_stay_zero_and_are_not_saved(rule):
         assert (p[VOCAB:] == 0).all() and p[:VOCAB].abs().min() > 0
     named = store.named_state()
     for name in ("wte.weight", "lm_head.weight"):
-        for suffix in ("", "/momentum") if rule == "sgd" else ("", "/exp_avg", "/exp_avg_sq"):
+        for suffix in {"sgd": ("", "/momentum"), "lion": ("", "/exp_avg")}.get(rule, ("", "/exp_avg", "/exp_avg_sq")):
             shape, boxes, tensor = named[name + suffix]
             assert shape == tuple(tensor.shape) == (VOCAB, 32) and boxes == [((0, 0), (VOCAB, 32))]
     assert store.named_state(False).keys() == {n for n, _ in model.named_parameters()}

@@ -223,7 +223,7 @@ def test_parameters_unused_by_some_losses(sizes, unused):
     on_ranks(check_exact, sizes, 3, unused, "adam", TINY)
 
 
-@sampled(("sizes", "rule"), LAYOUTS, ["sgd", "muon"], quick=[(2, 0), (2, 1)])
+@sampled(("sizes", "rule"), LAYOUTS, ["sgd", "muon", "lion"], quick=[(2, 0), (2, 1), (2, 2)])
 def test_other_rules_equal_one_process(sizes, rule):
     on_ranks(check_exact, sizes, 2, "none", rule, GATED)
 

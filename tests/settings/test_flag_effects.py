@@ -117,6 +117,7 @@ def test_sizes(run, flags, want):
         ["--apply-residual-connection-post-layernorm"],
         ["--init-method-xavier-uniform"],
         ["--optimizer", "sgd"],
+        ["--optimizer", "lion"],
         ["--optimizer", "muon"],
         ["--bf16", "--fp32-residual-connection"],
         ["--dataloader-type", "cyclic"],
@@ -153,8 +154,8 @@ def test_leaves_the_losses_equal(run, base, flags):
 
 @pytest.mark.flag(
     """rotary_percent rotary_base apply_layernorm_1p lr_wsd_decay_style lr_wsd_decay_iters lr_warmup_init
-    start_weight_decay end_weight_decay weight_decay_incr_style sgd_momentum muon_momentum muon_num_ns_steps
-    fp32_residual_connection"""
+    start_weight_decay end_weight_decay weight_decay_incr_style sgd_momentum lion_beta1 lion_beta2
+    muon_momentum muon_num_ns_steps fp32_residual_connection"""
 )
 @pytest.mark.parametrize(
     ("flags", "other"),
@@ -163,6 +164,8 @@ def test_leaves_the_losses_equal(run, base, flags):
         (["--rotary-base", "100"], ["--position-embedding-type", "rope"]),
         (["--fp32-residual-connection"], ["--bf16"]),
         (["--sgd-momentum", "0"], ["--optimizer", "sgd"]),
+        (["--lion-beta1", "0.5"], ["--optimizer", "lion"]),
+        (["--lion-beta2", "0.5"], ["--optimizer", "lion"]),
         (["--muon-momentum", "0.5"], ["--optimizer", "muon"]),
         (["--muon-num-ns-steps", "2"], ["--optimizer", "muon"]),
         (["--lr-wsd-decay-style", "linear"], ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "4"]),

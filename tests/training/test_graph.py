@@ -145,13 +145,14 @@ def test_a_step_is_up_to_three_pieces(run, recorded, accumulated):
     [
         ["--fp16", "--initial-loss-scale", 2**22, "--hysteresis", 1],
         ["--bf16", "--optimizer", "muon"],
+        ["--bf16", "--optimizer", "lion"],
         [*MASKS, "--loss-mean", "microbatch"],
         ["--lr-warmup-iters", 3, "--weight-decay-incr-style", "linear", "--start-weight-decay", 0.1]
         + ["--end-weight-decay", 0.5],
         ["--log-params-norm", "--log-num-zeros-in-grad", "--recompute-granularity", "full"],
         ["--bf16", "--fp8-format", "hybrid", "--fp8-amax-history-len", 2, "--fp8-amax-compute-algo", "max"],
     ],
-    ids=["fp16", "muon", "masks", "schedule", "statistics", "fp8"],
+    ids=["fp16", "muon", "lion", "masks", "schedule", "statistics", "fp8"],
 )
 def test_every_kind_of_run_computes_the_same(run, recorded, monkeypatch, flags):
     monkeypatch.setattr(network.devices, "has_fp8", lambda device: True)
@@ -282,6 +283,7 @@ def on_gpu(folder, *flags):
         ["--bf16", "--attention-dropout", 0, "--swiglu", "--position-embedding-type", "rope"],
         ["--fp16", "--initial-loss-scale", 2**32, "--hysteresis", 1],
         ["--bf16", "--optimizer", "muon"],
+        ["--bf16", "--optimizer", "lion"],
         ["--bf16", "--compile", "on"],
         ["--bf16", "--attention-dropout", 0, "--recompute-granularity", "full"],
         ["--micro-batch-size", 2, "--global-batch-size", 6, *MASKS],

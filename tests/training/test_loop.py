@@ -1,6 +1,7 @@
 """Around the steps of a run: early ends, skipped ranges, checkpoints, resuming and the log."""
 
 import io
+import itertools
 import json
 import os
 import re
@@ -261,9 +262,13 @@ def test_no_save_optim(run, tmp_path):
 
 
 def test_another_optimizer_is_refused(run, tmp_path):
-    run("--save", tmp_path / "a", "--train-iters", 3)
-    refused = run("--load", tmp_path / "a", "--optimizer", "sgd", "--override-opt_param-scheduler")
-    assert refused.status == 65 and "another --optimizer" in refused.err
+    rules = ("adam", "sgd", "lion", "muon")
+    for rule in rules:
+        run("--save", tmp_path / rule, "--train-iters", 3, "--optimizer", rule)
+    for saved, chosen in itertools.permutations(rules, 2):
+        more = ["--dry-run"] * (saved != "sgd")  # a dry run says the same
+        refused = run("--load", tmp_path / saved, "--optimizer", chosen, "--override-opt_param-scheduler", *more)
+        assert refused.status == 65 and "another --optimizer" in refused.err, (saved, chosen)
 
 
 @pytest.mark.flag("use_checkpoint_args")

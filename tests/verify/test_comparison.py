@@ -23,6 +23,7 @@ MORE = [
     "--world-size 2 --zero-stage 3 --recompute-granularity full --untie-embeddings-and-output-weights",
     "--world-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --cpu-optimizer",
     "--world-size 2 --context-parallel-size 2 --zero-stage 2 --optimizer sgd --eod-mask-loss",
+    "--world-size 2 --tensor-model-parallel-size 2 --zero-stage 1 --optimizer lion",
     "--world-size 2 --zero-stage 1 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --num-query-groups 4 "
     "--max-position-embeddings 512 --swiglu --position-embedding-type rope --num-layers 24",
 ]

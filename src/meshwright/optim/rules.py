@@ -8,14 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.lazy_compiler import spare, spare_step
+from meshwright.optim.lion import Lion
 from meshwright.optim.muon import Muon
 from meshwright.settings.schema import Optimizer
 
-Rule = Literal["adamw", "sgd", "muon"]
+Rule = Literal["adamw", "sgd", "lion", "muon"]
+OURS = ("lion", "muon")  # these take all numbers as tensors, in the format of the weights
 # Each rule's state: torch's name -> name in a checkpoint.
 STATE = {
     "adamw": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
     "sgd": {"momentum_buffer": "momentum"},
+    "lion": {"exp_avg": "exp_avg"},
     "muon": {"momentum_buffer": "momentum"},
 }
 AdamW, SGD = spare_step(torch.optim.AdamW), spare_step(torch.optim.SGD)
@@ -52,7 +55,7 @@ def rule_of(o: Optimizer, name: str, parameter: Tensor) -> Rule:
     """Return the parameter's rule; with Muon, only matrices of layers use it, the rest AdamW."""
     if o.optimizer == "muon":
         return "muon" if decays(name, parameter) and name.startswith("h.") else "adamw"
-    return "sgd" if o.optimizer == "sgd" else "adamw"
+    return "adamw" if o.optimizer == "adam" else o.optimizer
 
 
 def matrices(p: Tensor) -> list[Tensor]:
@@ -65,6 +68,8 @@ def make_optimizer(o: Optimizer, rule: Rule, parameters: list[nn.Parameter]) -> 
     group: list[dict[str, Any]] = [{"params": parameters}]
     if rule == "muon":  # updates of AdamW's size, so that one learning rate serves both
         return Muon(group, o.muon_momentum, o.muon_num_ns_steps)
+    if rule == "lion":
+        return Lion(group, o.lion_beta1, o.lion_beta2)
     if rule == "sgd":
         return SGD(group, lr=0.0, momentum=o.sgd_momentum, fused=True)
     return AdamW(group, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)

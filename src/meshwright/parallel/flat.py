@@ -9,7 +9,7 @@ pass is fastest, simplest to shard and simplest to save as one long vector:
                         is `gradients` itself
     master     [n / r]  float32; the same buffer as `weights` if the formats are equal and nothing
                         is sharded
-    state      [n / r]  the rule's state: exp_avg and exp_avg_sq, or a momentum
+    state      [n / r]  the rule's state: exp_avg and exp_avg_sq, exp_avg alone, or a momentum
 
 The vector consists of buckets: one per layer and one per part outside the layers. A bucket's sum
 over the data-parallel ranks, by collectives or by copy engines (mapped.py), starts as soon as the

@@ -136,7 +136,7 @@ class Store:
                 update.state[p] = dict(state)
                 if rule == "adamw":
                     update.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=self.update_device)
-        self.reads_tensors = self.flat is not None and all(rule == "muon" for rule, _ in self.updates)
+        self.reads_tensors = not self.offload and all(rule in rules.OURS for rule, _ in self.updates)
 
     def finish_sums(self) -> None:
         """Wait until the gradients are summed over the ranks."""
@@ -241,7 +241,7 @@ class Store:
     ) -> None:
         shrink, is_finite = verdict.shrink, verdict.is_finite
         # torch's fused kernels divide by a float32, too coarse for float64 tests.
-        if rule != "muon" and self.full_dtype is torch.float64:
+        if rule not in rules.OURS and self.full_dtype is torch.float64:
             factor = (shrink / scale).where(is_finite, 0.0)  # the gaps between parameters stay 0
             torch._foreach_mul_([p.grad for p in update.param_groups[0]["params"]], factor.to(self.update_device))
         else:  # torch's interface to its fused kernels: divide by grad_scale, skip if found_inf

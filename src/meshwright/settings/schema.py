@@ -395,7 +395,7 @@ class Training:
 class Optimizer:
     """The update and its schedule."""
 
-    optimizer: Literal["adam", "adamw", "sgd", "muon"] = flag(
+    optimizer: Literal["adam", "adamw", "sgd", "lion", "muon"] = flag(
         "adam",
         "optimizer; adam is AdamW; muon: Muon for matrices of the layers, AdamW for all other parameters",
         docs="schedules parallelism",
@@ -446,6 +446,10 @@ class Optimizer:
         1e-8, "term added to Adam's denominator", bound=">0", needs="--optimizer adam, adamw or muon", docs=""
     )
     sgd_momentum: float = flag(0.9, "momentum of SGD", bound="[0,1)", needs="--optimizer sgd")
+    lion_beta1: float = flag(
+        0.9, "share of the momentum in Lion's update, the rest is the gradient", bound="[0,1)", needs="--optimizer lion"
+    )
+    lion_beta2: float = flag(0.99, "decay rate of Lion's momentum", bound="[0,1)", needs="--optimizer lion")
     muon_momentum: float = flag(0.95, "momentum of Muon", bound="[0,1)", needs="--optimizer muon")
     muon_num_ns_steps: int = flag(5, "Newton-Schulz iterations of Muon", bound=">0", needs="--optimizer muon")
     override_opt_param_scheduler: bool = flag(

@@ -87,10 +87,14 @@ def refuse_missing(config: TrainConfig) -> None:
 
 def require_moments(config: TrainConfig, source: Source) -> None:
     """Refuse a checkpoint without the moments of --optimizer, as loading would."""
-    wanted = {"adam": "exp_avg", "adamw": "exp_avg"}.get(config.optimizer.optimizer, "momentum")
-    if not config.checkpoint.no_load_optim and not any(name.endswith(f"/{wanted}") for name in source.tensors):
+    chosen = config.optimizer.optimizer
+    moments = {"sgd": {"momentum"}, "lion": {"exp_avg"}, "muon": {"momentum"}}
+    wanted = moments.get(chosen, {"exp_avg", "exp_avg_sq"})
+    found = {name.partition("/")[2] for name in source.tensors} - {""}
+    fits = found >= wanted if chosen == "muon" else found == wanted  # Muon leaves some parameters to AdamW
+    if not config.checkpoint.no_load_optim and not fits:
         raise UserError(
-            f"{source.folder} has no state of --optimizer {config.optimizer.optimizer}: it was saved with "
+            f"{source.folder} has no state of --optimizer {chosen}: it was saved with "
             "--no-save-optim or another --optimizer; add --no-load-optim or --finetune",
             BAD_DATA,
         )

@@ -108,6 +108,10 @@ def check_export(target: MegatronExport) -> None:
     ]
     if rows > target.padded:
         wrong.append(f"{rows} ids do not fit {target.padded} rows (--pad-vocab-size-to)")
+    state = {name.partition("/")[2] for name in target.tensors} - {""}
+    if target.optimizer and state != set(MOMENTS):
+        names = ", ".join(sorted(state))
+        wrong.append(f"the optimizer's state ({names}) is not Adam's: add --no-optimizer, or keep the native format")
     placed = {ours for pp in range(p) for _, ours in stage_parameters(target, pp)}
     kinds = ("", *MOMENTS) if target.optimizer else ("",)
     left = {name for name in target.tensors if target.optimizer or "/" not in name}

@@ -1,0 +1,54 @@
+"""Lion: steps of the learning rate in the direction of a momentum's sign (Chen et al. 2023).
+
+Our own because torch has none. Like Muon, it updates in place and never waits for the device, so
+that a CUDA graph can hold it. Each operation rounds once, so that no layout changes a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.optim.muon import scalar
+
+CHUNK = 1 << 24  # elements at a time: four copies in float32 are 256 MB
+# In float64, by which layouts are compared, what is smaller has no sign: it is 0 but for rounding,
+# such as the gradient of a bias of keys, and its sign would depend on the order of sums.
+ROUNDING = 1e-13
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion with decoupled weight decay.
+
+    As for torch's fused optimizers, `grad_scale` divides the gradients, and a step with a
+    `found_inf` other than 0 changes nothing; both are tensors on the device. The learning rate and
+    the weight decay may be so too.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(self, params: Iterable[Any], beta1: float = 0.9, beta2: float = 0.99) -> None:
+        super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "betas": (beta1, beta2)})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                parts = (x.detach().view(-1).split(CHUNK) for x in (p, p.grad, self.state[p]["exp_avg"]))
+                for weight, gradient, moment in zip(*parts, strict=True):
+                    self._update(weight, gradient, moment, group)
+
+    def _update(self, weight: Tensor, gradient: Tensor, moment: Tensor, group: dict[str, Any]) -> None:
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        rate, decay = scalar(lr, weight), scalar(1 - lr * group["weight_decay"], weight)
+        is_skipped = scalar(0.0 if self.found_inf is None else self.found_inf, weight) > 0
+        now = gradient / scalar(1.0 if self.grad_scale is None else self.grad_scale, weight)
+        ahead = moment * beta1 + now * (1 - beta1)
+        if ahead.dtype is torch.float64:
+            ahead = torch.where(ahead.abs() < ROUNDING, 0.0, ahead)
+        weight.copy_(torch.where(is_skipped, weight, weight * decay - ahead.sign_() * rate))
+        moment.copy_(torch.where(is_skipped, moment, moment * beta2 + now * (1 - beta2)))
