@@ -284,7 +284,7 @@ def test_each_value_alone_needs_a_decision(name, value, flag):
     ours, saved = dataclasses.replace(FULL, **{name: value}), dataclasses.asdict(FULL)
     with pytest.raises(UserError) as e:
         resume_schedule(ours, saved, settings())
-    head, difference, way_out = str(e.value).split("\n")
+    head, difference, way_out, anew = str(e.value).split("\n")
     assert e.value.status == 2 and "differs from the checkpoint's" in head
     assert head.startswith("to train longer, add --override") == (name == "decay" and value > FULL.decay)
     before, now = (f"{x:,.10g} samples = " if VALUES[name].length else x for x in (getattr(FULL, name), value))
@@ -292,6 +292,7 @@ def test_each_value_alone_needs_a_decision(name, value, flag):
         f"the checkpoint has {before}" in difference and f", the flags say {now}" in difference and flag in difference
     )
     assert "--override-opt_param-scheduler" in way_out and "--use-checkpoint-opt_param-scheduler" in way_out
+    assert "add --finetune" in anew
 
     kept, lines = resume_schedule(ours, saved, settings(override_opt_param_scheduler=True))
     assert kept == ours and all(line.startswith(" > overriding ") for line in lines)

@@ -15,17 +15,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers import TINY_FLAGS, flip_bit, open_step, read_rows
+from helpers import TINY_FLAGS, flip_bit, open_step, read_rows, write_counting
 from meshwright import device
 from meshwright.__main__ import main
 from meshwright.checkpoint import manifests, native, publish, steps
 from meshwright.data.files.writer import Writer
 from meshwright.runs import history as report
 from meshwright.settings import schema
+from meshwright.settings.fields import spelling
 from meshwright.tokenizers import train_bpe
 from meshwright.training import inflight, loop
 from meshwright.training.before import sizes
 from meshwright.training.log import metrics
+
+CHECKPOINTS = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 
 
 def steps_in(folder):
@@ -236,6 +239,32 @@ def test_finetune_takes_the_weights_alone(run, tmp_path):
     assert got.column("loss") != last.column("loss") and got.column("loss")[0] < 4.2  # other samples, trained weights
     refused = run("--finetune", "--load", a, "--save", a)
     assert refused.status == 73 and "--finetune starts a new run" in refused.err
+
+
+def test_a_start_that_may_be_a_new_run_is_refused(run, tmp_path):
+    """A shorter length, other data or both: one refusal names both ways out."""
+    a, b, first, other = (tmp_path / name for name in ("a", "b", "first", "other"))
+    write_counting(first, [60])
+    write_counting(other, [58], first=1)
+
+    def start(*argv):
+        return run("--no-mock-data", "--split=1", "--eval-iters=0", "--data-path", *argv)
+
+    assert start(first, "--save", a).status == 0
+    longer = ("--train-iters", 9, "--lr", 1)
+    for data, more in ((first, ()), (first, ("--train-iters", 2)), (other, longer), (other, longer[2:])):
+        for again in ([], ["--dry-run"]):
+            refused = start(data, "--load", a, "--save", b, *more, *again)
+            assert refused.status == 2 and "to begin anew, add --finetune" in refused.err
+            assert ("raise --train-iters" in refused.err) == (more != longer)
+            assert ("add --blend-change-at now" in refused.err) == (data == other)
+    refused = start(first, "--load", a, "--save", a, "--train-iters", 2)
+    assert refused.status == 2 and "raise --train-iters" in refused.err
+    blend = start(1, first, 1, other, "--load", a, "--save", b, "--train-iters", 8, "--lr-decay-iters", 6)
+    assert blend.status == 2 and "is new" in blend.err and "--finetune" in blend.err
+    tuned = start(other, "--load", a, "--save", b, "--train-iters", 2, "--lr", "1e-3", "--finetune")
+    assert tuned.status == 0 and tuned.column("iteration") == [1, 2]
+    assert start(first, "--load", a, "--save", a).status == 0  # the same command again
 
 
 @pytest.mark.flag("no_load_optim")
@@ -462,6 +491,19 @@ def test_the_saved_settings_continue_the_run(tmp_path, capsys):
     assert "local_rank" not in config_of(b)["parallel"]
     assert main(["train", "--config", str(b / "config.toml"), "--exit-interval", "none"]) == 0
     assert "at iteration 3\n" in capsys.readouterr().out and steps_in(b) == [2, 3, 4, 6]
+
+
+def test_an_overridden_schedule_is_for_one_start(run, tmp_path):
+    """The next start that changes the rate is asked about it again."""
+    a = tmp_path / "a"
+    assert run("--save", a, "--run-dir", a, "--exit-interval", 2).status == 0
+    assert run("--load", a, "--save", a, "--run-dir", a, "--lr=2e-2", "--override-lr-scheduler").status == 0
+    again = ["train", "--config", str(a / "config.toml"), "--train-iters=7", "--lr-decay-iters=6", "--dry-run"]
+    assert main(again) == 0
+    assert main([*again, "--lr=0.5"]) == 2
+    written = {name: value for group in config_of(a).values() for name, value in group.items()}
+    for name in schema.flags_with(schema.TrainConfig, "once", True):
+        assert not written[name] and f"`{spelling(name)}`" in CHECKPOINTS.read_text()
 
 
 @pytest.mark.fault("F4")

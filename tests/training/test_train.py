@@ -469,7 +469,7 @@ def test_a_finished_run_with_other_settings_is_left_alone(tmp_path, capsys):
     train(tmp_path)
     before = (tmp_path / "run/iter_0000006").stat().st_ino
     capsys.readouterr()
-    more = ["--load", str(tmp_path / "run"), "--train-iters", "4", "--override-opt_param-scheduler"]
+    more = ["--load", str(tmp_path / "run"), "--clip-grad", "0.5", "--lr", "1", "--override-opt_param-scheduler"]
     assert train(tmp_path, *more)[0] == 0
     assert capsys.readouterr().out.count("  successfully saved checkpoint at iteration       6 to ") == 1
     assert (tmp_path / "run/iter_0000006").stat().st_ino == before

@@ -187,5 +187,5 @@ def explain_refusal(past: BlendHistory, now: BlendHistory, consumed: int) -> str
         f"the training data are not blended as in the checkpoint: {'; '.join(first_eight(changes))}. Read from its "
         "beginning, another blend would repeat some samples and leave out others; give the checkpoint's blend, or "
         f"--blend-change-at now (or a sample from {consumed} on) to change to this one, each data set continuing "
-        "after its last used sample"
+        "after its last used sample, or --finetune, with a --save of its own, to begin anew from the weights"
     )

@@ -183,7 +183,8 @@ def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tu
         if ours.decay > before.decay:
             head = f"to train longer, {override} (this stretches the decay); {head}"
         ways = f"to continue with the flags, {override}; with the checkpoint's, --use-checkpoint-opt_param-scheduler"
-        raise UserError("\n  ".join([f"{head}:", *different, ways]))
+        anew = "to begin anew from the checkpoint's weights, add --finetune, with a --save of its own"
+        raise UserError("\n  ".join([f"{head}:", *different, ways, anew]))
     return dataclasses.replace(ours, **values), lines
 
 

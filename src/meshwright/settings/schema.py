@@ -457,6 +457,8 @@ class Optimizer:
         "override the checkpoint's schedule",
         "--override-lr-scheduler",
         "--override-opt-param-scheduler",
+        docs="schedules checkpoints",
+        once=True,
         **SCHEDULE,
     )
     use_checkpoint_opt_param_scheduler: bool = flag(
@@ -660,7 +662,7 @@ class Checkpoint:
         docs="tutorial",
     )
     save_overwrite: bool = flag(
-        False, "start a new run, moving the one in --save and --run-dir aside", needs="--save or --run-dir"
+        False, "start a new run, moving the one in --save and --run-dir aside", needs="--save or --run-dir", once=True
     )
     verify: Literal["read", "full"] = flag(
         "read",
@@ -669,7 +671,7 @@ class Checkpoint:
         read="model",
     )
     trust_pickle: bool = flag(
-        False, "run a checkpoint's code; only if you trust its author", needs="--load", read="model"
+        False, "run a checkpoint's code; only if you trust its author", needs="--load", read="model", once=True
     )
     exit_on_missing_checkpoint: bool = flag(False, "fail if --load has no checkpoint", needs="--load", docs="")
     ckpt_format: Literal["native", "torch"] = flag(
@@ -678,10 +680,14 @@ class Checkpoint:
     save_hf: str | None = flag(
         None, "at the end of training, export the model to this folder in Hugging Face format", value="DIR"
     )
-    finetune: bool = flag(False, "load only the weights and start at step 0", needs="--load")
-    no_load_optim: bool = flag(False, "do not load optimizer state; the step and the schedule continue", needs="--load")
+    finetune: bool = flag(False, "load only the weights and start at step 0", needs="--load", once=True)
+    no_load_optim: bool = flag(
+        False, "do not load optimizer state; the step and the schedule continue", needs="--load", once=True
+    )
     no_save_optim: bool = flag(False, "save no optimizer state: smaller, but resuming is not exact", needs="--save")
-    use_checkpoint_args: bool = flag(False, "require a checkpoint; its architecture is used with or without this flag")
+    use_checkpoint_args: bool = flag(
+        False, "require a checkpoint; its architecture is used with or without this flag", once=True
+    )
     save_at_start: bool = flag(False, "save a checkpoint before the first step", "--save-init", needs="--save", docs="")
     keep_last: int | None = flag(
         None, "number of newest checkpoints to keep (none: all)", "--most-recent-k", bound=">0", needs="--save"
@@ -971,6 +977,12 @@ class TrainConfig:
             consumed += size
             steps += 1
         return steps + (self.samples - consumed) // self.global_batch
+
+    def is_over(self, step: int, consumed: int) -> bool:
+        """Return whether no step is left after so many steps and samples."""
+        if self.samples is None:
+            return step >= self.steps
+        return consumed + self.batch(consumed) > self.samples
 
     def in_samples(self, steps: int | None, samples: int | None = None, tokens: int | None = None) -> int:
         """Return a length of the schedule in samples, from whichever unit is given."""

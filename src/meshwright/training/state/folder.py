@@ -21,6 +21,7 @@ from meshwright.report.page import write_report as write_page_of
 from meshwright.runs.goodput import Goodput, read_goodput
 from meshwright.runs.history import read_history
 from meshwright.settings import flags
+from meshwright.settings.fields import default_of
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 
@@ -76,16 +77,15 @@ def as_continued(config: TrainConfig) -> TrainConfig:
     Settings that apply only to its first start are left out. The rank settings are cleared too,
     because the next launcher assigns them again.
     """
+    no_load_optim = config.checkpoint.no_load_optim and config.checkpoint.no_save_optim
+    config = without_flags_of_one_start(config) if config.checkpoint.save else config
     c = config.checkpoint
     if c.save:
         elsewhere = c.load is not None and Path(c.load).resolve() != Path(c.save).resolve()
         c = dataclasses.replace(
             c,
             load=c.save,
-            finetune=False,
-            save_overwrite=False,
-            use_checkpoint_args=False,
-            no_load_optim=c.no_load_optim and c.no_save_optim,
+            no_load_optim=no_load_optim,
             # A run that starts with another run's weights must not restart with random ones if
             # it is killed before its first save.
             exit_on_missing_checkpoint=c.exit_on_missing_checkpoint or elsewhere,
@@ -94,6 +94,15 @@ def as_continued(config: TrainConfig) -> TrainConfig:
     if t.tokenizer and not os.path.exists(os.path.expanduser(t.tokenizer)):  # the run's own copy needs no download
         t = dataclasses.replace(t, tokenizer="byte" if t.tokenizer == "byte" else None)
     return dataclasses.replace(config, checkpoint=c, parallel=p, tokenizer=t)
+
+
+def without_flags_of_one_start(config: TrainConfig) -> TrainConfig:
+    groups = {}
+    for group in dataclasses.fields(config):
+        values = getattr(config, group.name)
+        defaults = {f.name: default_of(f) for f in dataclasses.fields(values) if f.metadata["once"]}
+        groups[group.name] = dataclasses.replace(values, **defaults)
+    return dataclasses.replace(config, **groups)
 
 
 def goodput_of(folder: Path) -> Goodput | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from meshwright.checkpoint.saved_model import model_settings, recorded_settings
 from meshwright.checkpoint.sources import Source
 from meshwright.console import remark
 from meshwright.data.files.indexed import Indexed, fingerprint
-from meshwright.data.history import BlendHistory, continue_history
+from meshwright.data.history import BlendHistory, continue_history, first_eight
 from meshwright.data.sets import find_parts, needed_sets
 from meshwright.errors import BAD_DATA, LOCKED, UserError
 from meshwright.optim.schedule import build_schedule, resume_schedule, warn_of_idle_steps
@@ -83,6 +83,55 @@ def refuse_missing(config: TrainConfig) -> None:
         return
     problem = "no checkpoint found" if Path(c.load or "").exists() else "there is no such folder"
     raise UserError(f"--load {c.load}: {problem}{then}", BAD_DATA, everywhere=True)
+
+
+def require_clear_start(config: TrainConfig, source: Source) -> None:
+    """Refuse a --load that may be meant to begin a run anew: no step is left, or other data.
+
+    A finished run that is started again is left alone, so that a script may be repeated.
+    """
+    c, state = config.checkpoint, source.state
+    if config.training.skip_train:
+        return
+    step, consumed = state.get("iteration", 0), state.get("consumed_train_samples", 0)
+    root = steps.split_path(c.load or "")[0]
+    is_other = not c.save or root.resolve() != Path(c.save).resolve()
+    has_more = step > config.steps if config.samples is None else consumed > config.samples
+    why, continuing = [], []
+    if config.is_over(step, consumed) and (is_other or has_more):
+        name = next(n for n in ("train_tokens", "train_samples", "train_iters") if getattr(config.training, n))
+        length, done = getattr(config.training, name), f"{step:,} steps ({consumed:,} samples) are done"
+        why.append(f"{spelling(name)} {length} counts from the beginning, and {done}, so none is left")
+        continuing.append(f"raise {spelling(name)}")
+    if is_other and (gone := data_left_out(config, state)):
+        why.append(f"the data are others: {', '.join(first_eight(gone))} is not among them")
+        continuing.append("add --blend-change-at now")
+    if why:
+        continuing.append("add --override-opt_param-scheduler if the schedule changes")
+        raise UserError(
+            "\n  ".join(
+                [
+                    f"is this to continue the run in {root} from step {step}, or to begin anew from its weights?",
+                    *why,
+                    "to begin anew, add --finetune, with a --save of its own",
+                    f"to continue, {', '.join(continuing)}",
+                ]
+            )
+        )
+
+
+def data_left_out(config: TrainConfig, state: Mapping[str, Any]) -> list[str]:
+    """Return the data that the checkpoint's training read and this one does not.
+
+    --blend-change-at says that the change is meant.
+    """
+    past, d = BlendHistory.from_state(state.get("blends")), config.data
+    if past is None or d.mock_data or d.blend_change_at is not None:
+        return []
+    ours = [s.prefix for paths in path_sets(d) if paths.split == "train" for s in paths.sources]
+    known = {fingerprint(prefix) for prefix in ours} | set(ours)
+    last = {name.partition("#")[0]: past.sources[name].prefix for name, _ in past.blends[-1].shares}
+    return [prefix for name, prefix in last.items() if name not in known and prefix not in known]
 
 
 def require_moments(config: TrainConfig, source: Source) -> None:
@@ -246,6 +295,7 @@ def check_loading(config: TrainConfig) -> list[str]:
     if not state or config.checkpoint.finetune:
         lines += fresh_schedule(config)
     else:
+        require_clear_start(config, source)
         require_moments(config, source)
         schedule = build_schedule(config)
         if "schedule" in state:

@@ -30,6 +30,7 @@ from meshwright.training.state.resume import (
     is_kept,
     open_options,
     refuse_missing,
+    require_clear_start,
     saved_settings,
 )
 from meshwright.training.state.saver import Saver
@@ -80,10 +81,7 @@ class State:
 
     @property
     def is_done(self) -> bool:
-        c, p = self.config, self.progress
-        if c.samples is None:
-            return p.iteration >= c.steps
-        return p.consumed_train_samples + c.batch(p.consumed_train_samples) > c.samples
+        return self.config.is_over(self.progress.iteration, self.progress.consumed_train_samples)
 
     @property
     def will_train(self) -> bool:
@@ -161,6 +159,7 @@ class State:
             why = "--finetune" if c.finetune else f"{source.kind}, weights only"
             remark(f" > {why}: only the weights are loaded; step, samples and schedule begin at 0")
             return cut
+        require_clear_start(self.config, source)
         if "schedule" not in state:
             remark(" > note: the checkpoint has no schedule; the schedule of the flags continues from its samples")
         elif self.config.training.skip_train:  # no step will follow the schedule, so do not compare it
