@@ -32,6 +32,7 @@ THINNED = {
     "test_flag_effects.py::test_changes_the_losses": 4,
     "test_flag_effects.py::test_changes_the_losses_of_another_run": 2,
     "test_fit.py::test_the_largest_divisor_below_the_line": 3,
+    "test_zero.py::test_a_non_finite_number_changes_nothing": 4,
     "test_zero_ranks.py::test_parameters_unused_by_some_losses": 4,
     "test_zero_ranks.py::test_pending_collectives_are_awaited": 2,
     "test_native_ranks.py::test_a_rank_is_killed_while_others_wait": 3,

@@ -187,6 +187,9 @@ def test_only_readers_of_other_formats_know_pickle() -> None:
     assert all("torch.save(" not in uses for uses in found.values())
 
 
+@pytest.mark.promise(
+    "Nothing is sent or downloaded unless you ask for it", "A training run of files that are here opens no connection"
+)
 def test_training_opens_no_connection(trained: tuple[Path, list[object]]) -> None:
     assert not trained[1]
 
