@@ -29,6 +29,7 @@ from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.training import run as train
 from meshwright.training.network import Spec
+from meshwright.training.run import Caller
 from on_ranks import run_programs
 
 pytestmark = pytest.mark.whole
@@ -78,7 +79,7 @@ def test_the_example_learns_and_continues(example, tmp_path, monkeypatch, capsys
     model, loss, datasets = parts(example)
     uninterrupted = example.settings(str(tmp_path / "uninterrupted"), steps)
     datasets = datasets | {"valid": example.Sums(10**6, seed=2)}
-    assert train.run(uninterrupted, model, loss, datasets) == 0
+    assert train.run(uninterrupted, Caller(model, loss, datasets)) == 0
     capsys.readouterr()
     printed = [printed_losses(tmp_path / name) for name in ("sums", "uninterrupted")]
     assert printed[0] == printed[1] and len(printed[0]) == steps
@@ -105,14 +106,14 @@ def test_the_example_runs_on_two_ranks(tmp_path):
 @pytest.fixture(scope="module")
 def all_three(example, tmp_path_factory):
     folder = tmp_path_factory.mktemp("three") / "run"
-    assert train.run(example.settings(str(folder), 4), *parts(example)) == 0
+    assert train.run(example.settings(str(folder), 4), Caller(*parts(example))) == 0
     return folder
 
 
 @pytest.mark.promise("a network, data set or script of yours")
 def test_the_block_is_used(example, all_three, tmp_path):
     model, loss, datasets = parts(example)
-    assert train.run(example.settings(str(tmp_path), 4), None, loss, datasets) == 0
+    assert train.run(example.settings(str(tmp_path), 4), Caller(None, loss, datasets)) == 0
     assert read_losses(tmp_path)[0] != read_losses(all_three)[0]
     assert "h.0.ln_2.weight" in tensors(tmp_path, 4) and "h.0.ln_2.weight" not in tensors(all_three, 4)
 
@@ -120,7 +121,7 @@ def test_the_block_is_used(example, all_three, tmp_path):
 def test_the_loss_is_used(example, all_three, tmp_path):
     """Logits are about 0 at the initial weights, so the z-loss is 1e-4 ln(257)^2 = 0.0031."""
     model, loss, datasets = parts(example)
-    assert train.run(example.settings(str(tmp_path), 4), model, None, datasets) == 0
+    assert train.run(example.settings(str(tmp_path), 4), Caller(model, None, datasets)) == 0
     assert read_losses(all_three)[0] - read_losses(tmp_path)[0] == pytest.approx(1e-4 * math.log(257) ** 2, rel=0.02)
 
 
@@ -137,10 +138,10 @@ def test_the_data_are_used(example, all_three, tmp_path):
 
     settings = example.settings(str(tmp_path / "a"), 4)
     settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, num_workers=0))
-    assert train.run(settings, model, loss, datasets | {"train": Recorded(10**9, 1)}) == 0
+    assert train.run(settings, Caller(model, loss, datasets | {"train": Recorded(10**9, 1)})) == 0
     assert read == list(range(64)) and read_losses(tmp_path / "a") == read_losses(all_three)
     other = {"train": Mock(256, 10**6, example.SEQ, 1)}
-    assert train.run(example.settings(str(tmp_path / "b"), 4), model, loss, datasets | other) == 0
+    assert train.run(example.settings(str(tmp_path / "b"), 4), Caller(model, loss, datasets | other)) == 0
     assert read_losses(tmp_path / "b") != read_losses(all_three)
 
 
@@ -153,9 +154,9 @@ def test_generate_refuses_another_network(all_three, capsys):
 def test_another_network_does_not_continue(example, tmp_path):
     model, loss, datasets = parts(example)
     settings = example.settings(str(tmp_path / "a"), 4, 2)
-    assert train.run(settings, model, loss, datasets) == 0
+    assert train.run(settings, Caller(model, loss, datasets)) == 0
     with pytest.raises(UserError, match="holds a GPT of Parallel but this run builds a GPT of Block"):
-        train.run(example.settings(str(tmp_path / "a"), 4), None, loss, datasets)
+        train.run(example.settings(str(tmp_path / "a"), 4), Caller(None, loss, datasets))
 
 
 @pytest.mark.parametrize(
@@ -174,23 +175,23 @@ def test_a_model_that_a_checkpoint_cannot_hold_is_refused(example, change, messa
         return network
 
     with pytest.raises(UserError, match=message):
-        train.run(example.settings(None, 2), model, None, parts(example)[2])
+        train.run(example.settings(None, 2), Caller(model, None, parts(example)[2]))
 
 
 def test_missing_training_data_are_refused(example):
     with pytest.raises(UserError, match='no "train"'):
-        train.run(example.settings(None, 2), datasets={})
+        train.run(example.settings(None, 2), Caller(datasets={}))
 
 
 def test_data_without_the_three_methods_are_refused_by_name(example):
     given = parts(example)[2] | {"valid": [np.arange(49)]}
     with pytest.raises(UserError, match=r'datasets\["valid"\], a list, has no locate'):
-        train.run(example.settings(None, 2), datasets=given)
+        train.run(example.settings(None, 2), Caller(datasets=given))
 
 
 def test_samples_of_another_length_are_refused(example):
     with pytest.raises(UserError, match=r"sample 0 .* of shape \(48,\); give 49 int64"):
-        train.run(example.settings(None, 2), datasets={"train": Mock(256, 10**6, example.SEQ - 1, 1)})
+        train.run(example.settings(None, 2), Caller(datasets={"train": Mock(256, 10**6, example.SEQ - 1, 1)}))
 
 
 def test_a_network_without_h_is_compiled_as_one(example, monkeypatch):
@@ -198,7 +199,7 @@ def test_a_network_without_h_is_compiled_as_one(example, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda f, **how: made.append(type(f.__self__).__name__) or f)
     settings = example.settings(None, 2)
     t = dataclasses.replace(settings.training, compile="on", eval_iters=0)
-    assert train.run(dataclasses.replace(settings, training=t), bigram(), None, parts(example)[2]) == 0
+    assert train.run(dataclasses.replace(settings, training=t), Caller(bigram(), None, parts(example)[2])) == 0
     assert made == ["Bigram"]
 
 
@@ -210,7 +211,7 @@ def test_a_network_is_compiled_on_a_gpu(example):
         assert options.compiled == compiled and options.fused != compiled
     settings = dataclasses.replace(settings, training=dataclasses.replace(settings.training, fused_kernels="on"))
     with pytest.raises(UserError, match="--fused-kernels on is for the layers of our own models"):
-        train.run(settings, bigram(), None, parts(example)[2])
+        train.run(settings, Caller(bigram(), None, parts(example)[2]))
 
 
 def test_samples_are_sums(example):
@@ -272,7 +273,7 @@ def test_network_without_blocks(example, tmp_path):
     for folder, stops in (("uninterrupted", [None]), ("resumed", [5, None])):
         for stop in stops:
             settings = example.settings(str(tmp_path / folder), 12, stop)
-            assert train.run(settings, bigram(), loss, datasets) == 0
+            assert train.run(settings, Caller(bigram(), loss, datasets)) == 0
     losses = read_losses(tmp_path / "uninterrupted")
     assert losses == read_losses(tmp_path / "resumed") and len(losses) == 12
     a, b = tensors(tmp_path / "uninterrupted", 12), tensors(tmp_path / "resumed", 12)
@@ -308,7 +309,7 @@ def test_first_weights_are_drawn_by_name(example, tmp_path):
 
     for kind in (Named, Own):
         settings = example.settings(None, 1)  # one step, at rate 0: the warm-up begins
-        assert train.run(settings, kind, loss, datasets) == 0
+        assert train.run(settings, Caller(kind, loss, datasets)) == 0
     weights, own = ({n: p.detach() for n, p in network.named_parameters()} for network in made)
     assert (weights["any.bias"] == 0).all() and (weights["scale"] == 1).all()
     for name, std in (("wte.weight", 0.02), ("any.weight", 0.02), ("proj.weight", 0.01)):
@@ -327,7 +328,7 @@ def test_our_own_block_as_argument_changes_nothing(example, tmp_path):
         folder = tmp_path / str(len(runs))
         c = dataclasses.replace(settings, checkpoint=dataclasses.replace(settings.checkpoint, save=str(folder)))
         c = dataclasses.replace(c, training=dataclasses.replace(c.training, eval_iters=0))
-        assert train.run(c, **given) == 0
+        assert train.run(c, Caller(**given)) == 0
         runs.append(read_losses(folder))
     assert runs[0] == runs[1]
 
@@ -338,7 +339,7 @@ def test_a_loss_of_another_shape_is_refused(example, reduction):
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch.labels.flatten(), reduction=reduction)
 
     with pytest.raises(UserError, match="one loss for each token"):
-        train.run(example.settings(None, 2), None, loss, parts(example)[2])
+        train.run(example.settings(None, 2), Caller(None, loss, parts(example)[2]))
 
 
 def test_a_loss_beside_our_z_loss_is_refused(example):
@@ -350,14 +351,14 @@ def test_a_loss_beside_our_z_loss_is_refused(example):
 
 def test_too_few_samples_are_refused(example):
     with pytest.raises(UserError, match="has 100 samples, the run needs 320"):
-        train.run(example.settings(None, 20), None, None, {"train": example.Sums(100, 1)})
+        train.run(example.settings(None, 20), Caller(None, None, {"train": example.Sums(100, 1)}))
 
 
 def test_muon_without_layers_is_refused(example):
     settings = example.settings(None, 2)
     settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, optimizer="muon"))
     with pytest.raises(UserError, match="but this model has none"):
-        train.run(settings, bigram(), None, parts(example)[2])
+        train.run(settings, Caller(bigram(), None, parts(example)[2]))
 
 
 def test_custom_data_needs_no_files(tmp_path: Path) -> None:
@@ -365,5 +366,5 @@ def test_custom_data_needs_no_files(tmp_path: Path) -> None:
     argv = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--data-path", "none", "--save", str(tmp_path)]
     config = flags.parse_settings(TrainConfig, argv, "test").config
     data = {"train": Mock(64, 24, 16, 1), "valid": Mock(64, 24, 16, 2), "test": None}
-    assert train.run(config, datasets=data) == 0
+    assert train.run(config, Caller(datasets=data)) == 0
     assert open_step(tmp_path, 6).config["data_fingerprint"] == []
