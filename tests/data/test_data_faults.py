@@ -49,7 +49,7 @@ def run(folder, given, **settings):
     return texts_in(folder / "out_text_document"), stderr.splitlines()[-1]
 
 
-@pytest.mark.flag("on_error")
+@pytest.mark.flag("preprocess.on_error")
 @pytest.mark.fault("F22")
 @pytest.mark.promise("Text is data")
 def test_bad_lines(tmp_path, monkeypatch, figures):

@@ -164,7 +164,7 @@ def test_archives_of_text_files(tmp_path):
     assert pieces_of(tmp_path / "cut.tar.xz")[-1].why
     (tmp_path / "latin.tar").write_bytes(archive({"x.txt": b"caf\xe9"}))
     ((unit, where),) = units_in(tmp_path / "latin.tar")
-    assert str(unit) == "not UTF-8 (byte 0xe9 at 3)" and where == f"{tmp_path / 'latin.tar'}:x.txt"
+    assert str(unit).startswith("not UTF-8 at byte 3 (0xe9") and where == f"{tmp_path / 'latin.tar'}:x.txt:1"
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
@@ -453,12 +453,12 @@ def test_a_text_of_an_archive_that_is_too_long_or_not_utf8(tmp_path, monkeypatch
     monkeypatch.setattr(records, "LONGEST", 5000)
     monkeypatch.setattr(containers, "CHUNK", 500)
     files = {"a.txt": b"a", "b.txt": b"x" * 9000, "c.txt.xz": lzma.compress(b"x" * 9000)}
-    files |= {"d.txt": "d".encode("utf-16"), "e.jsonl": "{}".encode("utf-16"), "f.txt": b"f"}
+    files |= {"d.txt": b"d\nd\xe9", "e.jsonl": b"\xe9", "f.txt": b"f"}
     (tmp_path / "t.tar.gz").write_bytes(archive(files, "w:gz"))
     long = "longer than 5,000 bytes"
     kinds = ["a", long, long, "not UTF-8", "not UTF-8", "f"]
-    assert kinds_and_places(tmp_path / "t.tar.gz") == list(zip(kinds, files, strict=True))
-    assert "is UTF-16: convert it, for example iconv -f UTF-16 -t UTF-8" in str(units_in(tmp_path / "t.tar.gz")[3][0])
+    places = [*list(files)[:3], "d.txt:2", "e.jsonl:1", "f.txt"]
+    assert kinds_and_places(tmp_path / "t.tar.gz") == list(zip(kinds, places, strict=True))
 
 
 def test_skippable_frames_of_zstd(tmp_path):
@@ -505,15 +505,6 @@ def test_a_small_file_that_unpacks_to_much(tmp_path, monkeypatch, kind):
     finally:
         tracemalloc.stop()
     assert max(largest) <= containers.CHUNK and peak < 150 << 20
-
-
-@pytest.mark.parametrize("name", ["UTF-16", "UTF-32"])
-def test_other_encodings_are_reported(tmp_path, name):
-    content = '{"text": "a"}\n'.encode(name)
-    for path, given in (("a", content), ("a.gz", gzip.compress(content))):
-        (tmp_path / path).write_bytes(given)
-        message = error_of(lambda path=path: texts_of(tmp_path / path))
-        assert f"{path} is {name}: convert it, for example iconv -f {name} -t UTF-8" in message
 
 
 def test_a_json_array_is_reported_once(tmp_path):

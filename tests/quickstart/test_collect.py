@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from helpers import error_of
 from meshwright.data.prepare import cutting
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.quickstart import collect
@@ -105,3 +106,23 @@ def test_an_earlier_quickstart_in_the_folder_is_no_text(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "a"}')
     assert list(InputDocuments(TextInputs(input=[str(tmp_path)]), 1e9)) == ["a"]
+
+
+def test_text_that_is_not_utf8_is_the_reason(tmp_path):
+    """Of a named text at once, of a folder and of lines once nothing is left; never "0 bytes"."""
+    novel = ("话说天下大势，分久必合。\n" * 5000).encode("gb18030")
+    (tmp_path / "a.txt").write_bytes(novel)
+    (tmp_path / "b.jsonl").write_bytes(b'{"text": "' + "天下".encode("gb18030") + b'"}\n')
+    for path, reason in (
+        ("a.txt", "a.txt:1: not UTF-8 at byte 0 (0xbb; it looks like gb18030, which --encoding gb18030 reads)"),
+        ("", "holds no text; left out 1 bad lines: 1 not UTF-8, first "),
+        ("b.jsonl", "b.jsonl holds no text; left out 1 bad lines: 1 not UTF-8, first "),
+    ):
+        message = error_of(lambda path=path: list(InputDocuments(TextInputs(input=[str(tmp_path / path)]), 1e9)))
+        assert reason in message and (path or "passed over 1 file: 1 not UTF-8" in message)
+    given = TextInputs(input=[str(tmp_path / "a.txt")], encoding="gb18030")
+    assert list(InputDocuments(given, 1e9)) == [novel.decode("gb18030")]
+    (tmp_path / "a.txt").write_bytes("话\n".encode() + b"\xe9\n")
+    given = TextInputs(input=[str(tmp_path / "a.txt")], on_error="skip")
+    documents = InputDocuments(given, 1e9)
+    assert list(documents) == ["话\n"] and documents.skipped == 1

@@ -161,10 +161,10 @@ def read_input(e: Evaluate) -> list[str]:
     inputs = find_inputs(e)
     texts = list(read_texts(e, inputs))
     if not any(texts):
-        reason = f" ({inputs.passed.line()})" if inputs.passed else ""
+        reason = "".join(f" ({line})" for line in inputs.left_out(e.on_error))
         raise bad_data(f"{', '.join(e.input)}: no text to score{reason}")
-    if inputs.passed:
-        console.notice(inputs.passed.line())
+    for line in inputs.left_out(e.on_error):
+        console.notice(line)
     return texts
 
 

@@ -96,4 +96,7 @@ def settings(c: QuickstartConfig) -> dict[str, object]:
     """Return what decides about the result, to be compared with an earlier quickstart's."""
     values = dataclasses.asdict(c)
     del values["overwrite"]
+    for name in ("encoding", "on_error"):  # earlier quickstarts did not have them
+        if values[name] == getattr(TextInputs, name):
+            del values[name]
     return values | {"input": [str(Path(one).resolve()) for one in c.input], "output": ""}

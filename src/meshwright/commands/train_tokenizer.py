@@ -48,10 +48,12 @@ def main(argv: list[str]) -> int:
     texts = _read_progress(given, inputs)
     first = next((text for text in texts if text), None)
     if first is None:
-        reason = f" ({inputs.passed.line()})" if inputs.passed else ""
+        reason = "".join(f" ({line})" for line in inputs.left_out(given.on_error))
         raise bad_data(f"{', '.join(given.input)}: no text to learn from{reason}")
     vocabulary = [given.output / name for name in FILES]
     settings = {n: getattr(given, n) for n in ("vocab_size", "json_keys", "document_separator")}
+    later = {n: getattr(given, n) for n in ("encoding", "on_error")}  # unknown to earlier records
+    settings |= {n: value for n, value in later.items() if value != getattr(TextInputs, n)}
     made_from = {"command": "train-tokenizer", "inputs": origin.inputs_of(inputs.paths), "settings": settings}
     if origin.is_done(given.output / RECORD, made_from, vocabulary, given.overwrite, "--output"):
         print(f"{' and '.join(map(str, vocabulary))} are already there, unchanged")
@@ -67,8 +69,8 @@ def main(argv: list[str]) -> int:
         print(f"wrote {vocabulary[0]} and {vocabulary[1]}: {built.size} ids")
         if built.size < given.vocab_size:
             print(f"fewer than --vocab-size {given.vocab_size}: the text has no more pairs to merge")
-    if inputs.passed:
-        notice(inputs.passed.line())
+    for line in inputs.left_out(given.on_error):
+        notice(line)
     words = ["meshwright", "preprocess", *given.words(), "--tokenizer", str(given.output)]
     notice(f"next: {shlex.join(words)} --append-eod --output-prefix PREFIX")
     return DONE

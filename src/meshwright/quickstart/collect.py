@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.data.prepare.cutting import cut_inputs
+from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.inputs import find_inputs
-from meshwright.data.prepare.pieces import Broken
-from meshwright.data.prepare.records import Bad
-from meshwright.errors import BAD_DATA, UserError
+from meshwright.data.prepare.pieces import Broken, Piece, TextPiece
+from meshwright.data.prepare.records import NOT_UTF8, Bad, advice
+from meshwright.errors import BAD_DATA, UserError, bad_data
 from meshwright.files import replacing
 from meshwright.settings.text_inputs import TextInputs
 
@@ -66,7 +67,7 @@ class InputDocuments:
         except UserError as error:  # quickstart's texts have no flag
             raise UserError(str(error).removeprefix("--input "), error.status) from None
         self.bytes = self.inputs.bytes  # on disk
-        self.skipped, self.is_sample = 0, False
+        self.is_sample = False
 
     def __iter__(self) -> Iterator[str]:
         share = self.limit / max(self.bytes, 1)
@@ -76,13 +77,11 @@ class InputDocuments:
                 self.is_sample = True
                 continue
             if isinstance(piece, Broken):
-                self.skipped += 1
+                self.inputs.bad.count("input cut short", 1, piece.place(0, self.settings.json_keys))
                 continue
-            for unit in piece.units(self.settings.json_keys):
+            for number, unit in enumerate(piece.units(self.settings.json_keys)):
                 if isinstance(unit, Bad):
-                    if unit.is_passed:
-                        self.inputs.passed.note(unit.kind, unit.place)
-                    self.skipped += not unit.is_passed
+                    self.note_bad(piece, number, unit)
                 for text in () if unit is None or isinstance(unit, Bad) else unit:
                     characters += len(text)
                     if text.strip():
@@ -90,6 +89,23 @@ class InputDocuments:
             if characters > 1.5 * self.limit:  # a compressed input holds more than its size says
                 self.is_sample = True
                 return
+        if not characters:
+            reasons = "; ".join(self.inputs.left_out(self.settings.on_error)) or "all of it is blank"
+            raise bad_data(f"{' '.join(map(shown, self.settings.input))} holds no text; {reasons}")
+
+    def note_bad(self, piece: Piece, number: int, unit: Bad) -> None:
+        """Count a bad line or a file without text; raise for a named text that is not UTF-8."""
+        if unit.is_passed:
+            self.inputs.passed.note(unit.kind, unit.place)
+            return
+        place = "" if unit.kind in self.inputs.bad else piece.place(number, self.settings.json_keys)
+        if isinstance(piece, TextPiece) and unit.kind == NOT_UTF8 and self.settings.on_error == "stop":
+            raise bad_data(f"{place}: {unit}{advice(unit, False)}")
+        self.inputs.bad.count(unit.kind, 1, place)
+
+    @property
+    def skipped(self) -> int:
+        return sum(count for count, _ in self.inputs.bad.values())
 
 
 def cut_document(text: str, longest: int) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +11,15 @@ from meshwright.settings.fields import flag, spelling
 from meshwright.settings.schema import TokenizerFlags
 
 SEPARATOR = "<|endoftext|>"
+
+
+def text_codec(name: str) -> str:
+    """Return Python's name of an encoding of text, "" for another word."""
+    try:
+        b"a".decode(name, "replace")  # raises for codecs of other things, such as hex
+        return codecs.lookup(name).name
+    except (LookupError, ValueError):
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +43,17 @@ class TextInputs:
     document_separator: str = flag(
         SEPARATOR, "line between the documents of a plain text; '' for a blank line", value="WORDS"
     )
+    encoding: str = flag(
+        "",
+        "encoding of text that is not UTF-8, such as gb18030, big5, shift_jis or latin-1",
+        value="WORDS",
+        docs="data",
+    )
+    on_error: Literal["stop", "skip", "replace"] = flag(
+        "stop",
+        "on a bad line: stop; skip and count it; or put U+FFFD for bytes that are not UTF-8 and stop at other mistakes",
+        docs="data",
+    )
 
     def words(self) -> list[str]:
         """Return these flags as words of a command, without those that have their defaults."""
@@ -50,6 +71,8 @@ class TextInputs:
             "--input is needed: files or folders of text": self.input,
             "--json-keys names no key; give at least one": self.json_keys,
             "--document-separator must be a single line": not set("\r\n") & set(self.document_separator),
+            f"--encoding {self.encoding} is not known; name one such as gb18030 or latin-1": not self.encoding
+            or text_codec(self.encoding),
         }
         return [message for message, holds in conditions.items() if not holds]
 
@@ -62,7 +85,6 @@ class Preprocess(TextInputs):
         None, "prefix of the output files <prefix>_<key>_document.bin and .idx", value="PREFIX", docs="data"
     )
     append_eod: bool = flag(False, "append the end-of-document token to each document", docs="data")
-    on_error: Literal["stop", "skip"] = flag("stop", "on a bad line: stop, or skip and count it", docs="data")
     dataset_impl: Literal["mmap", "lazy", "cached"] = flag("mmap", "output format; lazy and cached are written as mmap")
     overwrite: bool = flag(False, "replace token files that were made from other inputs or settings")
     workers: int | None = flag(None, "worker processes (none: one per core)", bound=">0", docs="data")

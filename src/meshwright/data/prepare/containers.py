@@ -9,7 +9,6 @@ tarfile takes a damaged header for the end.
 from __future__ import annotations
 
 import bz2
-import codecs
 import io
 import lzma
 import re
@@ -19,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, cast
 
+from meshwright.data.prepare import encodings
 from meshwright.errors import UNAVAILABLE, UserError
 
 HEAD = 512  # bytes that decide the kind
@@ -32,10 +32,10 @@ MAGIC = {
     b"ARROW1": "arrow",
     b"\xff\xff\xff\xff": "arrow stream",
 }
+PDF = b"%PDF-"
 SKIPPABLE = b"\x2a\x4d\x18"  # after a byte from 0x50 to 0x5f: a zstd frame without data, as pzstd writes
 STREAMS = ("gzip", "xz", "bzip2", "zstd")
 LAYERS = 4  # of compression within compression, at most
-FOREIGN = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 NO_TEXT = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")
 CHUNK = 1 << 18
 SLICE = 1 << 11  # packed bytes at once: zstd unpacks 4 of them to up to 2^17, so this bounds the memory
@@ -50,23 +50,15 @@ DAMAGES = (DamagedInput, tarfile.TarError, zipfile.BadZipFile)
 
 def kind_of_bytes(start: bytes) -> str | None:
     """Return the kind of a file with these first bytes; None for text, which may begin as MAGIC."""
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(start)  # its last character may be cut
-        if not NO_TEXT.search(start):
-            return None
-    except UnicodeDecodeError:
-        pass
+    if start.startswith(PDF):
+        return "pdf"
+    if encodings.is_utf8(start) and not NO_TEXT.search(start):
+        return None
     if start[257:262] == b"ustar":
         return "tar"
     if start[1:4] == SKIPPABLE and 0x50 <= start[0] <= 0x5F:
         return "zstd"
     return next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
-
-
-def foreign_encoding(start: bytes) -> str:
-    """Return what to do about text with the byte order mark of another encoding, else ""."""
-    name = next((name for mark, name in FOREIGN.items() if start.startswith(mark)), None)
-    return f"is {name}: convert it, for example iconv -f {name} -t UTF-8" if name else ""
 
 
 def missing(package: str, what: str) -> UserError:
@@ -91,6 +83,11 @@ def unpacked(file: BinaryIO) -> BinaryIO:
 def buffered(file: BinaryIO) -> BinaryIO:
     """Buffer a stream that comes in small parts, such as a pipe, for `peek`."""
     return _buffered(chunks(file))
+
+
+def transcoded(file: BinaryIO, codec: str) -> BinaryIO:
+    """Return a stream of text in UTF-8; `codec` is "" if it is."""
+    return _buffered(encodings.transcode(chunks(file), codec)) if codec else file
 
 
 def peek(file: BinaryIO) -> bytes:

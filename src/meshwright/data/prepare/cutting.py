@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from meshwright.data.prepare import containers, markup, plain, records, tables, wiki
+from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import NOT_CHOSEN
-from meshwright.data.prepare.inputs import JSON_NAME, JSON_START, Input, Inputs, find_inputs, name_filter
+from meshwright.data.prepare.inputs import JSON_NAME, JSON_START, Input, Inputs, a_pdf, find_inputs, name_filter
 from meshwright.data.prepare.pieces import Broken, LinesAt, LinesHere, Piece, Rows, SmallFiles, Text, TextAt, TextsHere
-from meshwright.data.prepare.plain import BOM, HTML_NAME, JSON_LINES, PIECE
-from meshwright.data.prepare.records import TOO_LONG, Bad, expected_format
+from meshwright.data.prepare.plain import HTML_NAME, JSON_LINES, PIECE
+from meshwright.data.prepare.records import NOT_UTF8, TOO_LONG, Bad, Mended, Reading, advice
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.settings.text_inputs import TextInputs
 
@@ -40,16 +41,20 @@ def cut_inputs(inputs: list[Input], given: TextInputs, rank: int = 0, size: int 
         base += max(source.bytes, 1)
 
 
+def reading(given: TextInputs, is_wiki: bool = False) -> Reading:
+    return Reading(wiki.PAGES if is_wiki else given.document_separator, given.encoding, given.on_error)
+
+
 def cut_input(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
     """Yield the pieces of anything but a stream."""
-    separator = wiki.PAGES if source.is_wiki else given.document_separator
+    how = reading(given, source.is_wiki)
     if source.kind in ("lines", "text"):
         for begin in range(0, source.bytes, PIECE):
             end = min(begin + PIECE, source.bytes)
             if source.kind == "lines":
-                yield LinesAt(number, source.path, begin, end, end)
+                yield LinesAt(number, source.path, begin, end, end, how)
             else:
-                yield TextAt(number, source.path, begin, end, end, separator, source.folder is None)
+                yield TextAt(number, source.path, begin, end, end, how, source.folder is None)
     elif source.kind == "small files":
         begin = end = 0
         paths: list[str] = []
@@ -57,42 +62,42 @@ def cut_input(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
             paths.append(path)
             end += max(size, 1)
             if end - begin >= PIECE or len(paths) == MOST_FILES or not left:
-                yield SmallFiles(number, source.path, begin, end, end, separator, source.folder is None, tuple(paths))
+                yield SmallFiles(number, source.path, begin, end, end, how, source.folder is None, tuple(paths))
                 begin, paths = end, []
     else:
         try:
             for begin, end, behind, start in tables.spans(source.path, source.kind, source.bytes, PIECE):
-                yield Rows(number, source.path, begin, behind, end, source.kind, start)
+                yield Rows(number, source.path, begin, behind, end, how, source.kind, start)
         except containers.DamagedInput as error:
             yield Broken(number, source.path, behind=source.bytes, why=str(error))
 
 
 def cut_stream_of(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
     """Yield what can be read; after damage, a last piece says why."""
-    path, separator = source.path, given.document_separator
+    path, how = source.path, reading(given)
     file = open_input(path)
     try:
         stream = containers.unpacked(containers.buffered(file))
-        start = containers.peek(stream)
         members = _archive(file, stream, source)
-        begin = 0
         if members is not None:
-            for begin, texts in _joined_members(_chosen(members, given), separator):
+            for begin, texts in _joined_members(_chosen(members, given), how):
                 at = containers.position(file)
-                yield TextsHere(number, path, begin, at, 0, separator, False, tuple(texts))
-        elif JSON_NAME.search(path) or JSON_START.match(start):
-            _require_text(path, start)
+                yield TextsHere(number, path, begin, at, 0, how, False, tuple(texts))
+            return
+        if source.folder is None:
+            _require_text(path, containers.peek(stream))
+        stream = _as_utf8(path, stream, how)
+        start = containers.peek(stream)
+        begin = 0
+        if JSON_NAME.search(path) or JSON_START.match(start):
             for lines in plain.cut_stream(_without_mark(stream), PIECE, JSON_LINES):
-                yield LinesHere(number, path, begin, containers.position(file), content=lines)
+                yield LinesHere(number, path, begin, containers.position(file), how=how, content=lines)
                 begin += lines.count(b"\n")
         else:
-            if source.folder is None:
-                _require_text(path, start)
-            if wiki.IS_DUMP.match(start):
-                separator = wiki.PAGES
-            for part in _parts(path, stream, separator):
+            how = reading(given, wiki.IS_DUMP.match(start) is not None)
+            for part in _parts(path, stream, how.separator):
                 at = containers.position(file)
-                yield TextsHere(number, path, begin, at, 0, separator, source.folder is None, (("", part),))
+                yield TextsHere(number, path, begin, at, 0, how, source.folder is None, (("", part),))
                 begin += part.count(b"\n")
     except containers.DAMAGES as error:
         yield Broken(number, path, why=str(error) or type(error).__name__)
@@ -127,20 +132,25 @@ def _chosen(members: Iterator[Member], given: TextInputs) -> Iterator[Member]:
 
 def _require_text(path: str, start: bytes) -> None:
     """Raise if a stream turns out to hold something else than text."""
-    if other := containers.foreign_encoding(start):
-        raise bad_data(f"--input {path} {other}")
-    if (kind := containers.kind_of_bytes(start)) in ("parquet", "arrow"):
+    kind = containers.kind_of_bytes(start)
+    if kind == "pdf":
+        raise a_pdf(path)
+    if kind in ("parquet", "arrow"):
         raise bad_data(f"--input {path} is a table ({kind}) in a stream: give it as a plain file")
 
 
-def _joined_members(members: Iterator[Member], separator: str) -> Iterator[tuple[int, list[Text]]]:
+def _as_utf8(name: str, stream: BinaryIO, how: Reading) -> BinaryIO:
+    return containers.transcoded(stream, plain.codec_of_file(name, containers.peek(stream), how.encoding))
+
+
+def _joined_members(members: Iterator[Member], how: Reading) -> Iterator[tuple[int, list[Text]]]:
     """Yield texts and JSON lines, about a piece at a time, and how many lines of the first member
     earlier pieces hold.
     """
     joined: list[Text] = []
     have = begin = 0
     try:
-        for name, lines, part in _member_parts(members, separator):
+        for name, lines, part in _member_parts(members, how):
             if joined and lines and isinstance(part, bytes) and isinstance(joined[-1][1], bytes):
                 joined[-1] = (name, joined[-1][1] + part)
             else:
@@ -158,7 +168,7 @@ def _joined_members(members: Iterator[Member], separator: str) -> Iterator[tuple
         yield begin, joined
 
 
-def _member_parts(members: Iterator[Member], separator: str) -> Iterator[tuple[str, int, bytes | Bad]]:
+def _member_parts(members: Iterator[Member], how: Reading) -> Iterator[tuple[str, int, bytes | Bad]]:
     """Yield name, number of lines before in the same member, and content.
 
     Damage of a member is reported once the next one begins: otherwise the archive is cut short.
@@ -174,11 +184,10 @@ def _member_parts(members: Iterator[Member], separator: str) -> Iterator[tuple[s
                 raise stream
             yield from damage
             damage = []
-            start = containers.peek(stream)
-            if refused := _refused_member(name, start):
+            if refused := _refused_member(name, containers.peek(stream)):
                 yield name, 0, Bad(refused, is_passed=True)
                 continue
-            for part in _parts(name, stream, separator):
+            for part in _parts(name, _as_utf8(name, stream, how), how.separator):
                 yield name, lines, part
                 lines += part.count(b"\n")
         except containers.DAMAGES as error:
@@ -189,15 +198,15 @@ def _member_parts(members: Iterator[Member], separator: str) -> Iterator[tuple[s
 def _refused_member(name: str, start: bytes) -> str:
     if wiki.IS_DUMP.match(start):
         return "wiki dumps in an archive"
+    if containers.kind_of_bytes(start) == "pdf":
+        return "PDF"
     return "not JSON lines" if name.lower().endswith(".json") and SPREAD_JSON.match(start) else ""
 
 
 def _parts(name: str, stream: BinaryIO, separator: str) -> Iterator[bytes]:
     """Yield JSON lines or documents in pieces, a page of HTML at once."""
     start = containers.peek(stream)
-    if containers.foreign_encoding(start):
-        yield start  # enough to name the encoding
-    elif JSON_NAME.search(name):
+    if JSON_NAME.search(name):
         yield from plain.cut_stream(_without_mark(stream), PIECE, JSON_LINES)
     elif HTML_NAME.search(name) or markup.IS_HTML.match(start):
         page = stream.read(records.LONGEST + 1)
@@ -226,24 +235,30 @@ def open_input(path: str) -> BinaryIO:
 def read_texts(
     given: TextInputs, inputs: Inputs | None = None, advance: Callable[[int], None] = lambda count: None
 ) -> Iterator[str]:
-    """Yield every text of the inputs; raise for the first bad line.
+    """Yield every text of the inputs; by default, raise for the first bad line.
 
-    Files that turn out to hold no text are added to those that `inputs` passed over; `advance` gets
-    the number of bytes that are done.
+    Lines that were left out or mended, and files that turn out to hold no text, are added to those
+    of `inputs`; `advance` gets the number of bytes that are done.
     """
     inputs = inputs or find_inputs(given)
     is_start, units_before, done = True, dict[int, int](), (0, 0)
     keys = list(dict.fromkeys(given.json_keys))
     for piece in cut_inputs(inputs.inputs, given):
         if isinstance(piece, Broken):
-            raise bad_data(str(piece))
+            if given.on_error != "skip":
+                raise bad_data(str(piece))
+            inputs.bad.count("input cut short", 1, piece.place(0, keys))
         before, count = units_before.get(piece.number, 0), 0
         for unit in piece.units(keys):
+            is_bad = isinstance(unit, Bad) and not unit.is_passed
+            if isinstance(unit, Mended) or (is_bad and given.on_error == "skip"):
+                kind = unit.kind if isinstance(unit, Bad) else NOT_UTF8
+                inputs.bad.count(kind, 1, "" if kind in inputs.bad else piece.place(count, keys, before))
+            elif isinstance(unit, Bad) and is_bad:
+                raise bad_data(f"{piece.place(count, keys, before)}: {unit}{advice(unit, is_start)}")
             if isinstance(unit, Bad):
-                if not unit.is_passed:
-                    place = piece.place(count, keys, before)
-                    raise bad_data(f"{place}: {unit}{expected_format(unit, is_start)}")
-                inputs.passed.note(unit.kind, unit.place)
+                if unit.is_passed:
+                    inputs.passed.note(unit.kind, unit.place)
             elif unit:
                 is_start = False
                 yield from unit

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from meshwright.data.prepare.folders import PassedOver
 from meshwright.data.prepare.pieces import Piece
-from meshwright.data.prepare.records import Bad, expected_format
+from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, advice
 from meshwright.errors import UserError
 
 Array = npt.NDArray[Any]
@@ -27,9 +27,13 @@ class Encoded:
     bytes: int = 0  # of text and what surrounds it
     sizes: list[Array] = field(default_factory=list)  # int32: tokens of each sequence
     ends: list[Array] = field(default_factory=list)  # int64: sequences up to the end of each document
-    bad: dict[str, tuple[int, int]] = field(default_factory=dict)  # kind: how many, and number of the first
-    first_bad: str = ""  # message
+    bad: dict[str, tuple[int, int]] = field(default_factory=dict)  # kind: how many, and number of the first unit
+    first_bad: str = ""  # message; none for lines that were mended
     passed: PassedOver = field(default_factory=PassedOver)  # files that hold no text, by kind
+
+    def count(self, kind: str, unit: int) -> None:
+        count, first = self.bad.pop(kind, (0, unit))
+        self.bad[kind] = (count + 1, first)  # the last one
 
 
 class Encoder:
@@ -58,13 +62,14 @@ class Encoder:
                 if documents.is_passed:
                     encoded.passed.note(documents.kind, documents.place)
                     continue
-                count, first = encoded.bad.get(documents.kind, (0, number))
-                encoded.bad[documents.kind] = (count + 1, first)
-                hint = expected_format(documents, not encoded.documents and not piece.begin)
+                encoded.count(documents.kind, number)
+                hint = advice(documents, not encoded.documents and not piece.begin)
                 encoded.first_bad = encoded.first_bad or f"{documents}{hint}"
                 if stop:
                     break
                 continue
+            if isinstance(unit, Mended):
+                encoded.count(NOT_UTF8, number)
             for column, document in zip(columns, documents, strict=True):
                 column.add(document)
             encoded.documents += 1

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from meshwright.data.prepare.records import NOT_UTF8
 from meshwright.errors import IO, UserError
 
 # Prose, then source code.
@@ -36,7 +37,6 @@ OUTPUT_FOLDERS: list[set[str]] = [
     {".meshwright-demo"},
 ]
 OTHER_SUFFIX = "other suffix "  # begins the kind of a file whose suffix is not known
-NOT_UTF8 = "not UTF-8"
 SINGULAR = {"broken links": "broken link", "pipes or devices": "pipe or device"}
 SINGULAR |= {"folders of vocabularies or runs": "folder of a vocabulary or run"}
 NOT_CHOSEN = "not chosen by --include and --exclude"
@@ -76,6 +76,8 @@ class PassedOver:
             shown_suffixes = ", ".join(suffixes[:5]) + (", ..." if len(suffixes) > 5 else "")
             kinds.append(f"{sum(self.counts[kind] for kind in others):,} with other suffixes ({shown_suffixes})")
         line = f"passed over {total:,} {'file' if total == 1 else 'files'}: {', '.join(kinds)}"
+        if self.counts[NOT_UTF8]:
+            line += "; --encoding names another encoding, --on-error skip or replace reads what is intact"
         return f"{line}; {advice}" if others else line
 
 

@@ -10,16 +10,18 @@ import itertools
 import json
 import os
 import re
+import shlex
 import stat
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from meshwright.data.prepare import containers, folders, tables, wiki
-from meshwright.data.prepare.folders import NOT_CHOSEN, NOT_UTF8, NameFilter, PassedOver, shown
+from meshwright.data.prepare import containers, encodings, folders, plain, tables, wiki
+from meshwright.data.prepare.folders import NOT_CHOSEN, NameFilter, PassedOver, shown
 from meshwright.data.prepare.plain import HTML_NAME, PIECE
 from meshwright.errors import IO, UserError, bad_data
+from meshwright.progress import SkippedLines
 from meshwright.settings.hints import near_path
 from meshwright.settings.text_inputs import TextInputs
 
@@ -51,10 +53,11 @@ class Input:
 
 @dataclass
 class Inputs:
-    """The inputs in the order of the documents, and the number of files that are not read."""
+    """The inputs in the order of the documents, and the files and lines that are not read."""
 
     inputs: list[Input]
     passed: PassedOver = field(default_factory=PassedOver)
+    bad: SkippedLines = field(default_factory=SkippedLines)
 
     @property
     def bytes(self) -> int:
@@ -72,6 +75,11 @@ class Inputs:
         for source in self.inputs:
             counts["wiki dumps" if source.is_wiki else names.get(source.kind, "tables")] += len(source.files) or 1
         return ", ".join(f"{count:,} of {kind}" for kind, count in counts.items())
+
+    def left_out(self, on_error: str) -> list[str]:
+        """Say which lines and files were not read as they are."""
+        bad = f"{'mended' if on_error == 'replace' else 'left out'} {self.bad}"
+        return [line for line, holds in ((bad, self.bad), (self.passed.line(), self.passed)) if holds]
 
     def opened(self) -> Iterator[str]:
         """Yield a line for each input that was named, and one for each folder."""
@@ -119,7 +127,7 @@ def _find_below(path: str, given: TextInputs, passed: PassedOver) -> Iterator[In
         for file in files:
             folder, name = os.path.split(file)
             if name_filter(given).chooses(name, os.path.join(folder, "")):
-                yield _inspect(file)
+                yield _inspect(file, given)
             else:
                 passed.note(NOT_CHOSEN)
     else:
@@ -131,7 +139,12 @@ def _find_below(path: str, given: TextInputs, passed: PassedOver) -> Iterator[In
                 yield inspected
 
 
-def _inspect(path: str) -> Input:
+def a_pdf(path: str) -> UserError:
+    text = shlex.quote(f"{path.removesuffix('.pdf')}.txt")
+    return bad_data(f"--input {shown(path)} is a PDF; convert it to text first: pdftotext {shlex.quote(path)} {text}")
+
+
+def _inspect(path: str, given: TextInputs) -> Input:
     """Recognise a file that was named."""
     try:
         about = os.stat(path)
@@ -141,9 +154,11 @@ def _inspect(path: str) -> Input:
             start = file.read(containers.HEAD)
     except OSError as error:
         raise UserError(f"--input {shown(path)} cannot be read: {error.strerror}", IO) from None
-    if other := containers.foreign_encoding(start):
-        raise bad_data(f"--input {shown(path)} {other} {shown(path)} > {shown(path)}.utf8")
     kind = containers.kind_of_bytes(start)
+    if kind == "pdf":
+        raise a_pdf(path)
+    if kind is None and plain.codec_of_file(path, start, given.encoding):
+        return Input(path, "stream", about.st_size)
     if kind is None and (JSON_NAME.search(path) or JSON_START.match(start)):
         return Input(path, "lines", about.st_size)
     if wiki.IS_DUMP.match(start):
@@ -168,12 +183,14 @@ def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextIn
     except OSError as error:
         raise folders.unreadable(path, error) from None
     inner = containers.kind_of_bytes(start) if start else None
+    codec = plain.codec_of_file(path, start, given.encoding) if inner is None else ""
+    start = encodings.to_utf8(start, codec)
     suffix = folders.suffix_of(path)
     is_chosen = given.include or folders.is_known(suffix)
     if is_chosen and (kind in ("parquet", "arrow", "arrow stream", "tar", "zip") or inner == "tar"):
         return _input(path, kind, about, folder)
     if suffix in (".jsonl", ".ndjson") or is_json_lines(start, given.json_keys):
-        return Input(path, "stream" if kind else "lines", about.st_size, folder)
+        return Input(path, "stream" if kind or codec else "lines", about.st_size, folder)
     if not is_chosen:
         return folders.OTHER_SUFFIX + (suffix or "no suffix")
     if wiki.IS_DUMP.match(start):
@@ -182,9 +199,11 @@ def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextIn
         return "not JSON lines" if suffix == ".json" else "XML other than wiki dumps"
     if suffix in folders.DATA and suffix not in (".json", ".xml") and not kind:
         return "not of the kind that their suffix says"
-    if containers.foreign_encoding(start):
-        return NOT_UTF8
-    return "binary" if b"\0" in start else _input(path, kind, about, folder)
+    if kind == "pdf":
+        return "PDF"
+    if b"\0" in start:
+        return "binary"
+    return Input(path, "stream", about.st_size, folder) if codec else _input(path, kind, about, folder)
 
 
 def is_json_lines(start: bytes, keys: list[str]) -> bool:

@@ -6,18 +6,20 @@ can only be read in order, holds the bytes.
 
 from __future__ import annotations
 
+import functools
 import mmap
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
 from meshwright.data.prepare import containers, plain, tables
+from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.inputs import JSON_NAME, START, is_json_lines
 from meshwright.data.prepare.plain import JSON_LINES, PIECE, Span
-from meshwright.data.prepare.records import Bad, Unit, check_row, parse_line
+from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, Reading, Unit, check_row, parse_line, replace_bytes
 
 JSON_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON array of objects begins
 
@@ -31,6 +33,7 @@ class Piece(ABC):
     begin: int = 0  # of a file in bytes, of a table in rows; of a stream or the first of texts, lines ahead of it
     behind: int = 0  # bytes of the input that are done with it
     end: int = 0  # of a file or table, where the next piece begins
+    how: Reading = Reading()
 
     @property
     def size(self) -> int:
@@ -55,7 +58,7 @@ class LinesAt(Piece):
 
     def units(self, keys: list[str]) -> Iterator[Unit]:
         span, _ = plain.read_span(self.path, self.begin, self.end, JSON_LINES)
-        yield from line_units(span, keys, not self.begin)
+        yield from line_units(span, keys, not self.begin, self.how.on_error)
 
     def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
         return f"{shown(self.path)}:{count_lines(self.path, entered) + before + unit + 1}"
@@ -72,7 +75,7 @@ class LinesHere(Piece):
         return len(self.content)
 
     def units(self, keys: list[str]) -> Iterator[Unit]:
-        yield from line_units((self.content, 0, len(self.content)), keys, not self.begin)
+        yield from line_units((self.content, 0, len(self.content)), keys, not self.begin, self.how.on_error)
 
     def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
         return f"{shown(self.path)}:{before + unit + 1}"
@@ -92,7 +95,7 @@ class Rows(Piece):
     def units(self, keys: list[str]) -> Iterator[Unit]:
         try:
             for row in tables.rows(self.path, self.kind, self.start, self.begin, self.end, keys):
-                yield check_row(row, keys)
+                yield check_row(row, keys, self.how.on_error)
         except containers.DamagedInput as error:
             yield Bad("damaged table", str(error))
 
@@ -116,53 +119,66 @@ class Broken(Piece):
         return f"{shown(self.path)} ({self.why})"
 
 
+Where = Callable[[], str]  # names the place of a unit, if somebody asks: lines may have to be counted
+
+
 @dataclass(frozen=True)
 class TextPiece(Piece):
     """Texts, each with a place of its own."""
 
-    separator: str = ""  # line between the documents of a text
     is_named: bool = True  # what is no text is an error; in folders and archives it is passed over
 
     @abstractmethod
-    def placed_units(self, keys: list[str]) -> Iterator[tuple[str, Unit]]: ...
+    def placed_units(self, keys: list[str]) -> Iterator[tuple[Where, Unit]]: ...
 
     def units(self, keys: list[str]) -> Iterator[Unit]:
-        for place, unit in self.placed_units(keys):
-            yield unit._replace(place=place) if isinstance(unit, Bad) and unit.is_passed else unit
+        for where, unit in self.placed_units(keys):
+            yield unit._replace(place=where()) if isinstance(unit, Bad) and unit.is_passed else unit
 
     def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
-        places = (place for place, _ in self.placed_units(keys))
-        return next(islice(places, unit, None), shown(self.path))
+        places = (where for where, _ in self.placed_units(keys))
+        return next(islice(places, unit, None), lambda: shown(self.path))()
 
-    def documents(self, content: bytes, name: str, keys: list[str]) -> Iterator[tuple[int, Unit]]:
+    def documents(self, content: bytes, name: str, keys: list[str], before: int = 0) -> Iterator[tuple[int, Unit]]:
         """Yield the documents in a text, and where they begin in it."""
-        for begin, text in plain.documents(content, name, self.separator):
-            if isinstance(text, str):
-                yield begin, [text] * len(keys)
+        for begin, unit in plain.documents(content, name, self.how, before):
+            if isinstance(unit, Bad):
+                yield begin, unit._replace(is_passed=unit.is_passed and not self.is_named)
             else:
-                yield begin, text._replace(is_passed=text.is_passed and not self.is_named)
+                yield begin, type(unit)(unit * len(keys)) if unit else unit
 
-    def all_documents(self, content: bytes | Bad, name: str, keys: list[str]) -> Iterator[Unit]:
+    def placed_lines(
+        self, content: bytes, place: str, keys: list[str], is_first: bool, before: int = 0
+    ) -> Iterator[tuple[Where, Unit]]:
+        """Yield lines of JSON; `before` lines precede them in their file."""
+        lines = line_units((content, 0, len(content)), keys, is_first, self.how.on_error)
+        for line, unit in enumerate(lines, before + 1):
+            yield functools.partial("{}:{}".format, place, line), unit
+
+    def file_units(self, content: bytes | Bad, name: str, place: str, keys: list[str]) -> Iterator[tuple[Where, Unit]]:
         """Yield the documents of a file, or why there is none."""
         if isinstance(content, Bad):
-            yield content
+            yield lambda: place, content
             return
         is_empty = True
-        for _, unit in self.documents(content, name, keys):
+        for begin, unit in self.documents(content, name, keys):
             is_empty = False
-            yield unit
+            yield functools.partial(place_in, place, content, begin if is_broken(unit) else None), unit
         if is_empty:
-            yield Bad("empty", is_passed=True)
+            yield lambda: place, Bad("empty", is_passed=True)
 
 
 @dataclass(frozen=True)
 class TextAt(TextPiece):
     """Documents that begin within a range of a text file's bytes."""
 
-    def placed_units(self, keys: list[str]) -> Iterator[tuple[str, Unit]]:
-        (data, first, stop), start = plain.read_span(self.path, self.begin, self.end, self.separator)
-        for begin, unit in self.documents(data[first:stop], self.path, keys):
-            yield f"{shown(self.path)}: document at byte {start + begin:,}", unit
+    def placed_units(self, keys: list[str]) -> Iterator[tuple[Where, Unit]]:
+        (data, first, stop), start = plain.read_span(self.path, self.begin, self.end, self.how.separator)
+        for begin, unit in self.documents(data[first:stop], self.path, keys, start):
+            yield functools.partial(self.line_at, start + begin), unit
+
+    def line_at(self, byte: int) -> str:
+        return f"{shown(self.path)}:{count_lines(self.path, byte) + 1}"
 
 
 @dataclass(frozen=True)
@@ -171,14 +187,13 @@ class SmallFiles(TextPiece):
 
     paths: tuple[str, ...] = ()
 
-    def placed_units(self, keys: list[str]) -> Iterator[tuple[str, Unit]]:
+    def placed_units(self, keys: list[str]) -> Iterator[tuple[Where, Unit]]:
         for path in self.paths:
-            place, content = shown(path), plain.read_text_file(path)
+            place, content = shown(path), plain.read_text_file(path, self.how.encoding)
             if isinstance(content, bytes) and not self.is_named and is_json_lines(content[:START], keys):
-                lines = line_units((content, 0, len(content)), keys, True)
-                yield from ((f"{place}:{line}", unit) for line, unit in enumerate(lines, 1))
+                yield from self.placed_lines(content.removeprefix(BOM), place, keys, True)
             else:
-                yield from ((place, unit) for unit in self.all_documents(content, path, keys))
+                yield from self.file_units(content, path, place, keys)
 
 
 @dataclass(frozen=True)
@@ -191,28 +206,39 @@ class TextsHere(TextPiece):
     def size(self) -> int:
         return sum(len(content) for _, content in self.texts if isinstance(content, bytes))
 
-    def placed_units(self, keys: list[str]) -> Iterator[tuple[str, Unit]]:
+    def placed_units(self, keys: list[str]) -> Iterator[tuple[Where, Unit]]:
         before = self.begin
         for number, (name, content) in enumerate(self.texts):
             place = shown(f"{self.path}:{name}" if name else self.path)
-            if isinstance(content, bytes) and has_json_lines(name, content):
-                lines = line_units((content, 0, len(content)), keys, bool(number) or not self.begin)
-                yield from ((f"{place}:{line}", unit) for line, unit in enumerate(lines, before + 1))
+            if isinstance(content, bytes) and JSON_NAME.search(name):
+                yield from self.placed_lines(content, place, keys, bool(number) or not self.begin, before)
             elif isinstance(content, bytes) and (not name or before):  # a part of a text
-                yield from ((place, unit) for _, unit in self.documents(content, name or self.path, keys))
+                for begin, unit in self.documents(content, name or self.path, keys):
+                    yield functools.partial(place_in, place, content, begin if is_broken(unit) else None, before), unit
             else:
-                yield from ((place, unit) for unit in self.all_documents(content, name, keys))
+                yield from self.file_units(content, name, place, keys)
             before = 0
 
 
-def has_json_lines(name: str, content: bytes) -> bool:
-    return bool(JSON_NAME.search(name)) and not containers.foreign_encoding(content)
+def is_broken(unit: Unit) -> bool:
+    return isinstance(unit, Bad) and unit.kind == NOT_UTF8
 
 
-def line_units(lines: Span, keys: list[str], is_first: bool) -> Iterator[Unit]:
+def place_in(name: str, content: bytes, at: int | None, before: int = 0) -> str:
+    """Name a text, and the line of a byte in it; `before` lines precede the content."""
+    if at is None:
+        return name
+    line = before + content.count(b"\n", 0, at) + 1
+    return f"{name}:{line}"
+
+
+def line_units(lines: Span, keys: list[str], is_first: bool, on_error: str) -> Iterator[Unit]:
     is_array = is_first and JSON_ARRAY.match(*lines) is not None
     for line in lines_of(*lines):
         unit = parse_line(line, keys)
+        if on_error == "replace" and is_broken(unit):
+            unit = parse_line(replace_bytes(line), keys)
+            unit = Mended(unit) if isinstance(unit, list) else unit
         if is_array and isinstance(unit, Bad):
             unit = Bad("part of a JSON array", "one object a line is needed: jq -c '.[]' writes an array so")
             is_array = False

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
-from meshwright.data.prepare import containers, markup, records, wiki
+from meshwright.data.prepare import containers, encodings, markup, records, wiki
+from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import shown
-from meshwright.data.prepare.records import TOO_LONG, Bad
+from meshwright.data.prepare.records import NOT_UTF8, TOO_LONG, Bad, Mended, Reading, Unit
 from meshwright.errors import IO, UserError, bad_data
 
-BOM = b"\xef\xbb\xbf"
 PIECE = 1 << 20  # bytes
 REST = 1 << 16  # bytes read beyond a piece, within which its last line mostly ends
 JSON_LINES = "\n"  # the separator of lines of JSON
@@ -35,55 +35,104 @@ def ends_of(separator: str) -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
     return re.compile(line + rb"\n", re.MULTILINE), re.compile(line + rb"(?:\n|\Z)", re.MULTILINE)
 
 
-def documents(content: bytes, name: str, separator: str) -> Iterator[tuple[int, str | Bad]]:
-    """Yield the documents of a text, or what is wrong with each, and where they begin in it.
+def documents(content: bytes, name: str, how: Reading, before: int = 0) -> Iterator[tuple[int, Unit]]:
+    """Yield the documents of a text, or what is wrong in it, and where either begins.
 
-    Blank ones do not count.
+    Blank documents do not count. `before`: bytes of the file that precede the text.
     """
-    if separator == wiki.PAGES:
-        if content.startswith(TOO_LONG):
-            yield 0, Bad(f"page longer than {records.LONGEST:,} bytes", "a dump without old revisions is shorter")
-        yield from wiki.articles(content)
+    if how.separator == wiki.PAGES:
+        yield from _articles(content, how)
         return
     is_page = HTML_NAME.search(name) or markup.IS_HTML.match(content)
+    if is_page:
+        how = how._replace(encoding=encodings.declared_codec(content) or encodings.codec_of(content, how.encoding))
+        content = _page_text(encodings.to_utf8(content, how.encoding), how)
     begin = len(BOM) * content.startswith(BOM)
     # Looking for the bytes first is many times as fast as the pattern alone.
-    is_whole = is_page or separator.encode() not in content
-    separators = [] if is_whole else ends_of(separator)[1].finditer(content)
+    is_whole = is_page or how.separator.encode() not in content
+    separators = [] if is_whole else ends_of(how.separator)[1].finditer(content)
     for start, end in [*(line.span() for line in separators), (len(content), len(content))]:
         if part := content[begin:start]:
-            text = decode(part, separator)
-            if is_page and isinstance(text, str):
-                text = markup.page_text(text)
-            if isinstance(text, Bad) or (text and not text.isspace()):
-                yield begin, text
+            for at, unit in decode(part, how, before + begin):
+                if not isinstance(unit, list) or not unit[0].isspace():
+                    yield begin + at, unit
         begin = end
 
 
-def decode(content: bytes, separator: str) -> str | Bad:
-    """Return a text with line feeds alone, or what is wrong with it."""
+def _articles(content: bytes, how: Reading) -> Iterator[tuple[int, Unit]]:
+    """Yield the articles of a dump."""
     if content.startswith(TOO_LONG):
-        return Bad(f"longer than {records.LONGEST:,} bytes", f"divide it: lines {separator!r}, or --document-separator")
-    other = containers.foreign_encoding(content)
-    if not other and (at := content.find(b"\0")) >= 0:
-        return Bad("binary", f"NUL byte at {at}", is_passed=True)
+        yield 0, Bad(f"page longer than {records.LONGEST:,} bytes", "a dump without old revisions is shorter")
+    for at, article in wiki.articles(content):
+        if isinstance(article, Bad) and article.kind == NOT_UTF8 and how.on_error == "replace":
+            page = content[at : content.find(b"</page>", at) + len(b"</page>")]
+            mended = wiki.articles(page.decode("utf-8", "replace").encode())
+            yield from ((at, text if isinstance(text, Bad) else Mended([text])) for _, text in mended)
+        else:
+            yield at, article if isinstance(article, Bad) else [article]
+
+
+def _page_text(page: bytes, how: Reading) -> bytes:
+    """Return the text of a page, with its bad bytes; the page itself if these are an error."""
+    if b"\0" in page or (how.on_error == "stop" and not encodings.is_utf8(page)):
+        return page
+    text = markup.page_text(page.removeprefix(BOM).decode("utf-8", "surrogateescape"))
+    return text.encode("utf-8", "surrogateescape")
+
+
+def decode(content: bytes, how: Reading, before: int = 0) -> Iterator[tuple[int, Unit]]:
+    """Yield a text with line feeds alone, and what is wrong with it or with lines left out."""
+    if content.startswith(TOO_LONG):
+        long = f"divide it: lines {how.separator!r}, or --document-separator"
+        yield 0, Bad(f"longer than {records.LONGEST:,} bytes", long)
+        return
+    if (at := content.find(b"\0")) >= 0:
+        yield 0, Bad("binary", f"NUL byte at {at}", is_passed=True)
+        return
     try:
-        if not other:
-            text = content.decode("utf-8")
-            return text.replace("\r\n", "\n") if b"\r" in content else text
+        text, is_mended = content.decode("utf-8"), False
     except UnicodeDecodeError as error:
-        other = f"byte 0x{content[error.start]:02x} at {error.start}"
-    return Bad("not UTF-8", other, is_passed=True)
+        if how.on_error == "stop":
+            yield error.start, _not_utf8(error, how, before)
+            return
+        if is_mended := how.on_error == "replace":
+            text = content.decode("utf-8", "replace")
+        else:
+            text = yield from _intact_lines(content, how, before)
+    text = text.replace("\r\n", "\n") if "\r" in text else text
+    if text:
+        yield 0, Mended([text]) if is_mended else [text]
 
 
-def read_text_file(path: str) -> bytes | Bad:
-    """Return a text file's content, unpacked."""
+def _intact_lines(content: bytes, how: Reading, before: int) -> Generator[tuple[int, Bad], None, str]:
+    """Yield the lines that are not UTF-8; return the others."""
+    intact, at = [], 0
+    for line in content.split(b"\n"):
+        try:
+            intact.append(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            yield at + error.start, _not_utf8(error, how, before + at)._replace(is_passed=False)
+        at += len(line) + 1
+    return "\n".join(intact)
+
+
+def _not_utf8(error: UnicodeDecodeError, how: Reading, before: int) -> Bad:
+    byte = error.object[error.start]
+    if how.encoding and byte == encodings.BROKEN[0]:
+        return Bad(NOT_UTF8, f"nor {how.encoding}", is_passed=True)  # the byte's place in the file is not known
+    name = encodings.guess(error.object) if how.on_error == "stop" else ""
+    looks = f"; it looks like {name}, which --encoding {name} reads" if name else ""
+    return Bad(NOT_UTF8, f"0x{byte:02x}{looks}", is_passed=True, byte=before + error.start)
+
+
+def read_text_file(path: str, encoding: str = "") -> bytes | Bad:
+    """Return a text file's content, unpacked and in UTF-8, except for pages of another encoding."""
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size <= records.LONGEST:
                 content = file.read()  # many times as fast as reading up to records.LONGEST
                 if containers.kind_of_bytes(content[: containers.HEAD]) not in containers.STREAMS:
-                    return content
+                    return encodings.to_utf8(content, codec_of_file(path, content, encoding))
                 file.seek(0)
             content = containers.unpacked(file).read(records.LONGEST + 1)
     except containers.DAMAGES as error:
@@ -91,7 +140,15 @@ def read_text_file(path: str) -> bytes | Bad:
     except OSError as error:
         why = "it has vanished" if isinstance(error, FileNotFoundError) else error.strerror or error
         raise UserError(f"{shown(path)} cannot be read: {why}; start again", IO) from None
-    return content if len(content) <= records.LONGEST else TOO_LONG
+    if len(content) > records.LONGEST:
+        return TOO_LONG
+    return encodings.to_utf8(content, codec_of_file(path, content, encoding))
+
+
+def codec_of_file(name: str, start: bytes, encoding: str) -> str:
+    """Return the codec in which to read a file, "" for UTF-8 and for pages without a mark."""
+    is_page = HTML_NAME.search(name) or markup.IS_HTML.match(start)
+    return encodings.codec_of(start, "" if is_page else encoding)
 
 
 def next_end(data: bytes, separator: str, least: int) -> int:

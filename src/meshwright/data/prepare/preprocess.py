@@ -30,9 +30,10 @@ from meshwright.data.prepare import sentences
 from meshwright.data.prepare.cutting import cut_inputs
 from meshwright.data.prepare.encoding import Encoded, Encoder
 from meshwright.data.prepare.folders import PassedOver, shown
-from meshwright.data.prepare.inputs import Input, find_inputs
+from meshwright.data.prepare.inputs import Input, Inputs, find_inputs
 from meshwright.data.prepare.journal import Journal, has_parts, open_journal
 from meshwright.data.prepare.pieces import Broken, Piece
+from meshwright.data.prepare.records import LEAVE_OUT, NOT_UTF8
 from meshwright.data.prepare.workers import encode_pieces
 from meshwright.errors import UserError, bad_data
 from meshwright.host import cores
@@ -50,14 +51,12 @@ MIB = 1 << 20
 WAIT_MINUTES = 7 * 24 * 60  # faster ranks wait for the slowest one
 
 
-LEAVE_OUT = "leave such lines out with --on-error skip (nothing was written)"
-
-
 @dataclass
 class Totals:
     """What has been encoded so far."""
 
     lengths: list[list[int]]  # tokens, sequences and documents of each key
+    on_error: str = "stop"
     documents: int = 0
     bytes: int = 0
     bad: SkippedLines = field(default_factory=SkippedLines)
@@ -74,7 +73,13 @@ class Totals:
     def state(self, pieces: int) -> dict[str, Any]:
         """Return what the journal notes after so many pieces."""
         state = dict(pieces=pieces, documents=self.documents, bytes=self.bytes, input=self.position, bad=dict(self.bad))
-        return {**state, "passed": vars(self.passed), "lengths": self.lengths, "is_complete": False}
+        state |= {"passed": vars(self.passed), "lengths": self.lengths, "on_error": self.on_error}
+        return {**state, "is_complete": False}
+
+    def continues(self, state: dict[str, Any]) -> bool:
+        """Return whether this run's --on-error would have given the same state."""
+        depends = bool(state["bad"]) or NOT_UTF8 in state["passed"]["counts"]
+        return state["on_error"] == self.on_error or not depends
 
     def restore(self, state: dict[str, Any]) -> None:
         self.documents, self.bytes = self.before = (state["documents"], state["bytes"])
@@ -89,13 +94,15 @@ class Totals:
         number, units, entered = self.position
         if isinstance(piece, Broken):
             if stop:
-                raise bad_data(f"{piece}; fetch it again, or keep its undamaged part and {LEAVE_OUT}")
+                raise bad_data(
+                    f"{piece}; fetch it again, or keep its undamaged part and {LEAVE_OUT} (nothing was written)"
+                )
             self.bad.count("input cut short", 1, piece.place(0, keys))
+        if stop and encoded.first_bad:
+            place = piece.place(list(encoded.bad.values())[-1][1], keys, units, entered)
+            raise bad_data(f"{place}: {encoded.first_bad} (nothing was written)")
         for kind, (count, unit) in encoded.bad.items():
-            place = piece.place(unit, keys, units, entered) if stop or kind not in self.bad else ""
-            if stop:
-                raise bad_data(f"{place}: {encoded.first_bad}; mend the line, or {LEAVE_OUT}")
-            self.bad.count(kind, count, place)
+            self.bad.count(kind, count, "" if kind in self.bad else piece.place(unit, keys, units, entered))
         self.position = (number, units + encoded.units, entered)
         self.documents += encoded.documents
         self.bytes += encoded.bytes
@@ -223,7 +230,7 @@ class Preparation:
     @property
     def identity(self) -> dict[str, Any]:
         """What is equal in a run that continues an interrupted one."""
-        # Without on_error: the noted state has no bad line, or counts all of them.
+        # Without on_error: `Totals.continues` sees whether the state depends on it.
         share = {"states": self.states, "share": [self.world.rank, self.world.size], "--on-error": None}
         return {**self.comparable, **share}
 
@@ -266,12 +273,14 @@ class Preparation:
                 return f"{shown(source.folder or source.path)} has changed while it was read{sizes}"
         return ""
 
+    def left_out(self, totals: Totals) -> list[str]:
+        inputs = Inputs([], self.inputs.passed + totals.passed, totals.bad)
+        return inputs.left_out(self.config.preprocess.on_error)
+
     def require_tokens(self, totals: Totals) -> None:
         for key, (tokens, _, _) in zip(self.keys, totals.lengths, strict=True):
             if not tokens:
-                reason = f" ({totals.bad})" if totals.bad else ""
-                passed = self.inputs.passed + totals.passed
-                reason += f" ({passed.line()})" if passed else ""
+                reason = "".join(f" ({line})" for line in self.left_out(totals))
                 paths = ", ".join(map(shown, self.config.preprocess.input))
                 raise bad_data(f"no token under {key!r} in {paths}{reason}: nothing was written")
 
@@ -294,7 +303,7 @@ class Share:
         self.paths = [prefix + suffix for prefix in preparation.prefixes]
         self.progress_path = Path(f"{self.settings.output_prefix}{suffix}.progress")
         self.failure, self.looked_for_failure = Path(f"{self.settings.output_prefix}.failed"), 0.0
-        self.totals = Totals([[0, 0, 0]] * len(self.paths))
+        self.totals = Totals([[0, 0, 0]] * len(self.paths), self.settings.on_error)
         sizes = [max(source.bytes, 1) for source in preparation.inputs.inputs]
         self.offsets = [0, *itertools.accumulate(sizes)]  # of each input in all of them, in bytes
         ranks = (self.world.rank, self.world.rank + 1)
@@ -348,7 +357,7 @@ class Share:
         else:
             size = np.dtype(self.preparation.dtype).itemsize
             is_there = all(has_parts(*part, size) for part in zip(self.paths, state["lengths"], strict=True))
-        if not is_there:
+        if not is_there or not self.totals.continues(state):
             return None
         self.totals.restore(state)
         print(f"continuing after {self.totals.documents:,} documents of an interrupted run", file=self.stderr)
@@ -359,7 +368,7 @@ class Share:
         p, world, preparation = self.settings, self.world, self.preparation
         todo = islice(cut_inputs(preparation.inputs.inputs, p, world.rank, world.size), done, None)
         make = functools.partial(build_encoder, preparation.config, preparation.dtype)
-        stop = p.on_error == "stop"
+        stop = p.on_error != "skip"
         self.stdout.flush()
         with closing(encode_pieces(todo, make, self.worker_count(), stop)) as results, self.progress() as show:
             for number, (piece, encoded, tokens) in enumerate(results, done + 1):
@@ -444,10 +453,8 @@ def _size_and_time(path: str) -> tuple[int, int]:
 
 def report(preparation: Preparation, totals: Totals, stdout: TextIO, stderr: TextIO) -> None:
     print(totals.line(), file=stderr)
-    if totals.bad:
-        print(f"left out {totals.bad}", file=stderr)
-    if passed := preparation.inputs.passed + totals.passed:
-        print(passed.line(), file=stderr)
+    for line in preparation.left_out(totals):
+        print(line, file=stderr)
     dtype = np.dtype(preparation.dtype)
     for prefix, (tokens, sequences, _) in zip(preparation.prefixes, totals.lengths, strict=True):
         counts = f"{totals.documents:,} documents, {sequences:,} sequences, {tokens:,} tokens"

@@ -16,6 +16,9 @@ LONGEST = 1 << 28  # bytes of a line or of a text; longer ones count as bad
 TOO_LONG = b"\xff too long"  # stands for such a line
 
 
+NOT_UTF8 = "not UTF-8"
+
+
 class Bad(NamedTuple):
     """Why a line, row or text gives no document: `kind` is counted, `detail` is its own."""
 
@@ -23,12 +26,26 @@ class Bad(NamedTuple):
     detail: str = ""
     is_passed: bool = False  # a file that holds no text is passed over in a folder or an archive
     place: str = ""  # of a file that is passed over
+    byte: int | None = None  # of the file
 
     def __str__(self) -> str:
-        return f"{self.kind} ({self.detail})" if self.detail else self.kind
+        kind = self.kind if self.byte is None else f"{self.kind} at byte {self.byte:,}"
+        return f"{kind} ({self.detail})" if self.detail else kind
+
+
+class Mended(list[str]):
+    """The texts of a unit in which U+FFFD replaces bytes that are not UTF-8."""
 
 
 Unit = list[str] | Bad | None  # the text under each key of a line, row or text; None if it is blank
+
+
+class Reading(NamedTuple):
+    """How texts are read, of the flags of TextInputs."""
+
+    separator: str = ""  # line between the documents of a text
+    encoding: str = ""
+    on_error: str = "stop"
 
 
 def parse_line(line: memoryview, keys: list[str]) -> Unit:
@@ -65,7 +82,7 @@ def parse_laxly(line: bytes) -> Any:
     try:
         text = line.rstrip().decode("utf-8")
     except UnicodeDecodeError as error:
-        return Bad("not UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
+        return Bad(NOT_UTF8, f"byte 0x{line[error.start]:02x} at column {error.start + 1}")
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -74,20 +91,34 @@ def parse_laxly(line: bytes) -> Any:
         return Bad("not JSON", str(error))
 
 
-def expected_format(bad: Bad, is_first: bool) -> str:
-    """Return a hint for a file of plain text that is named like JSON lines."""
-    if not is_first or bad.kind != "not JSON":
-        return ""
-    return '; in a file of this name one {"text": "..."} a line is expected; plain text is called .txt'
+LEAVE_OUT = "leave such lines out with --on-error skip"
 
 
-def check_row(row: list[Any], keys: list[str]) -> Unit:
+def advice(bad: Bad, is_first: bool) -> str:
+    """Return what to do about a bad line, also for plain text that is named like JSON lines."""
+    if bad.kind == NOT_UTF8:
+        return f"; mend the line, put U+FFFD for such bytes with --on-error replace, or {LEAVE_OUT}"
+    hint = '; in a file of this name one {"text": "..."} a line is expected; plain text is called .txt'
+    return f"{hint if is_first and bad.kind == 'not JSON' else ''}; mend the line, or {LEAVE_OUT}"
+
+
+def replace_bytes(line: memoryview) -> memoryview:
+    return memoryview(bytes(line).decode("utf-8", "replace").encode())
+
+
+def check_row(row: list[Any], keys: list[str], on_error: str) -> Unit:
     """Return the texts of a row of a table, or what is wrong with the first that is none."""
+    if on_error == "replace" and any(isinstance(value, UnicodeDecodeError) for value in row):
+        texts = [
+            value.object.decode("utf-8", "replace") if isinstance(value, UnicodeDecodeError) else value for value in row
+        ]
+        unit = check_row(texts, keys, "stop")
+        return Mended(unit) if isinstance(unit, list) else unit
     for key, value in zip(keys, row, strict=True):
         if value is None:
             return Bad(f"null under {key!r}", "NoneType")
         if isinstance(value, UnicodeDecodeError):
-            return Bad("not UTF-8", f"byte 0x{value.object[value.start]:02x} at {value.start} under {key!r}")
+            return Bad(NOT_UTF8, f"byte 0x{value.object[value.start]:02x} at {value.start} under {key!r}")
         if type(value) is not str:
             return Bad(f"no text under {key!r}", type(value).__name__)
     return row

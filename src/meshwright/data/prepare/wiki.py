@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from meshwright.data.prepare import wikitext
-from meshwright.data.prepare.records import Bad
+from meshwright.data.prepare.records import NOT_UTF8, Bad
 
 # A dump, or a part of one that begins with a page.
 IS_DUMP = re.compile(rb"(\xef\xbb\xbf)?\s*(<\?xml[^>]*>\s*)?(<mediawiki\b|<page>\s*<title>)")
@@ -55,7 +55,7 @@ def _article(page: bytes) -> str | Bad:
     try:
         name, text = _unescape(title[1]).strip(), _unescape(page[inner:end])
     except UnicodeDecodeError as error:
-        return Bad("not UTF-8", f"byte 0x{error.object[error.start]:02x} in a page")
+        return Bad(NOT_UTF8, f"byte 0x{error.object[error.start]:02x} in a page")
     if text.lstrip()[:9].upper() == "#REDIRECT":  # dumps of before 2011 do not mark them
         return ""
     body = wikitext.article_text(text)

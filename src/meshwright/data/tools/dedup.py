@@ -30,8 +30,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.pieces import lines_of
-from meshwright.data.prepare.plain import BOM
 from meshwright.data.prepare.records import LONGEST, TOO_LONG, Bad, parse_line
 from meshwright.errors import IO as IO_ERROR
 from meshwright.errors import UserError, bad_data

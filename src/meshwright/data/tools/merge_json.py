@@ -12,9 +12,10 @@ from typing import BinaryIO
 
 import orjson
 
+from meshwright.data.prepare.encodings import BOM, codec_of, to_utf8
 from meshwright.data.prepare.folders import OTHER_SUFFIX, NameFilter, PassedOver, suffix_of, walk
-from meshwright.data.prepare.plain import BOM, PIECE, decode
-from meshwright.data.prepare.records import LONGEST, TOO_LONG, Bad, parse_line
+from meshwright.data.prepare.plain import PIECE, decode
+from meshwright.data.prepare.records import LONGEST, TOO_LONG, Bad, Reading, parse_line
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.files import write_lines
 from meshwright.progress import SkippedLines
@@ -87,7 +88,7 @@ def documents(path: Path, each_line: bool, out: Merged) -> Iterator[bytes]:
     is_text = path.suffix == ".txt"
     is_document, convert = is_text and not each_line, text_to_json if is_text else require_object
     with path.open("rb", buffering=PIECE) as file:
-        content = lines(file) if not is_document else [TOO_LONG if path.stat().st_size > LONGEST else file.read()]
+        content = lines(file) if not is_document else [whole_text(file)]
         for number, line in enumerate(content, start=1):
             document = convert(line.removeprefix(BOM) if number == 1 else line)
             if isinstance(document, Bad):
@@ -105,13 +106,18 @@ def lines(file: BinaryIO) -> Iterator[bytes]:
         yield TOO_LONG if too_long else line
 
 
+def whole_text(file: BinaryIO) -> bytes:
+    content = file.read(LONGEST + 1)
+    return TOO_LONG if len(content) > LONGEST else to_utf8(content, codec_of(content))
+
+
 def require_object(line: bytes) -> bytes | Bad:
     unit = parse_line(memoryview(line), [])
     return unit if isinstance(unit, Bad) else line.strip()
 
 
 def text_to_json(content: bytes) -> bytes | Bad:
-    text = decode(content, "")
-    if isinstance(text, Bad):
-        return text
-    return orjson.dumps({"text": text}) if text and not text.isspace() else b""
+    unit = next((unit for _, unit in decode(content, Reading())), None)
+    if isinstance(unit, Bad):
+        return unit
+    return orjson.dumps({"text": unit[0]}) if unit and not unit[0].isspace() else b""

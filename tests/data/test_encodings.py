@@ -1,0 +1,211 @@
+"""Text in other encodings than UTF-8, bad bytes, and what --on-error makes of them."""
+
+import gzip
+import json
+import zipfile
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from corpora import line, preprocess_inputs, texts_in
+
+from helpers import error_of
+from meshwright.__main__ import main
+from meshwright.data.prepare import cutting, encodings, inputs, journal, plain
+from meshwright.data.prepare.inputs import find_inputs
+from meshwright.data.tools import merge_json
+from meshwright.settings.text_inputs import TextInputs
+
+NOVEL = "第一回　宴桃园豪杰三结义\n话说天下大势，分久必合，合久必分。\n周末七国分争，并入于秦。\n" * 20
+FRENCH = "Le café où il était né n'existe plus.\nOn l'a brûlé à la fin de l'été.\n" * 20
+
+
+def read(*paths, **flags):
+    """Return the documents, and the lines about what was left out."""
+    given = TextInputs(input=[str(path) for path in paths], **flags)
+    found = find_inputs(given)
+    return list(cutting.read_texts(given, found)), found.left_out(given.on_error)
+
+
+def preprocess(tmp_path, *paths, **flags):
+    _, err = preprocess_inputs(tmp_path / "out" / "x", *paths, **flags)
+    return texts_in(tmp_path / "out" / "x_text_document"), err
+
+
+@pytest.mark.parametrize("size", [1 << 20, 100])
+@pytest.mark.flag("preprocess.encoding evaluate.encoding")
+def test_an_encoding_is_named_and_suggested(tmp_path, monkeypatch, size):
+    """A file, a packed one, one of an archive and of a folder, small or not."""
+    for module in (plain, inputs, cutting):
+        monkeypatch.setattr(module, "PIECE", size)
+    content, folder = NOVEL.encode("gb18030"), tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(content)
+    (tmp_path / "b.gz").write_bytes(gzip.compress(content))
+    with zipfile.ZipFile(tmp_path / "c.zip", "w") as pack:
+        pack.writestr("a.txt", content)
+    (tmp_path / "d.jsonl").write_bytes('{"text": "天下"}\n'.encode("gb18030"))
+    for path in (folder / "a.txt", folder, tmp_path / "b.gz", tmp_path / "c.zip"):
+        assert read(path, encoding="gb18030") == ([NOVEL], [])
+    assert read(tmp_path / "d.jsonl", encoding="GB18030") == (["天下"], [])
+    message = error_of(lambda: read(folder / "a.txt"))
+    assert "a.txt:1: not UTF-8 at byte 0 (0xb5; it looks like gb18030, which --encoding gb18030 reads); " in message
+    assert "--on-error replace" in message and "--on-error skip" in message
+    (folder / "u.txt").write_text(NOVEL)  # texts in UTF-8 beside it are read as such
+    assert read(folder, encoding="gb18030")[0] == [NOVEL, NOVEL]
+
+
+def test_what_a_text_looks_like():
+    assert encodings.guess(FRENCH.encode("latin-1")) == encodings.guess(b"caf\xe9") == "cp1252"
+    assert encodings.guess(NOVEL.encode("gb18030")) == encodings.guess(NOVEL.encode("gb2312", "ignore")) == "gb18030"
+    for text, name in (
+        (NOVEL[:900], "utf-8"),
+        ("Привет, мир. Как дела? " * 9, "cp1251"),
+        ("日本語の文章です。" * 9, "cp932"),
+    ):
+        assert encodings.guess(text.encode(name) + b"\xff") == ""
+
+
+@pytest.mark.parametrize("name", ["utf-16", "utf-32", "utf-16-le", "utf-16-be"])
+def test_byte_order_marks(tmp_path, name):
+    mark = "\ufeff" if name.endswith("e") else ""
+    for file, content, want in (
+        ("a.txt", "é\r\nb\n", "é\nb\n"),
+        ("b.jsonl", '{"text": "é"}\n', "é"),
+        ("c.html", "<html><meta charset=gbk><p>é", "é\n"),
+    ):
+        (tmp_path / file).write_bytes((mark + content).encode(name))
+        (tmp_path / f"{file}.gz").write_bytes(gzip.compress((mark + content).encode(name)))
+        assert read(tmp_path / file, tmp_path / f"{file}.gz") == ([want, want], [])
+    assert len(read(tmp_path)[0]) == 6
+    merged = merge_json.documents(tmp_path / "a.txt", False, merge_json.Merged())
+    assert [json.loads(one)["text"] for one in merged] == ["é\nb\n"]
+
+
+@pytest.mark.parametrize(
+    ("page", "want"),
+    [
+        ('<meta charset="gb2312"><p>朱镕基'.encode("gb18030"), "朱镕基\n"),
+        ('<META content="text/html; charset=iso-8859-1" http-equiv=Content-Type>“é”'.encode("cp1252"), "“é”\n"),
+        ('<?xml version="1.0" encoding="ISO-8859-2"?><html>ł'.encode("iso-8859-2"), "ł\n"),
+        ("<meta charset=utf-16>é".encode(), "é\n"),  # cannot be true of ASCII
+        ("<meta charset=hex>é".encode(), "é\n"),
+        ("<meta charset=unknown-1>é".encode(), "é\n"),
+    ],
+)
+def test_pages_declare_their_charset(tmp_path, page, want):
+    (tmp_path / "a.html").write_bytes(page)
+    assert read(tmp_path / "a.html") == read(tmp_path) == ([want], [])
+    assert read(tmp_path / "a.html", encoding="utf-16-le") == ([want], []) or b"charset=u" in page or b"hex" in page
+
+
+def broken(tmp_path):
+    """Return a text, a page, lines of JSON, a table and a dump, each with one broken line."""
+    (tmp_path / "a.txt").write_bytes("één\ntwé\n".encode() + b"dr\xe9i\n" + "vièr".encode())
+    (tmp_path / "b.html").write_bytes(b"<p>o\xe9<p>two\xc3\xa9\xc3\xa9")
+    (tmp_path / "c.jsonl").write_bytes(line("a") + b'\n{"text": "\xe9"}\n' + line("b"))
+    column = pyarrow.array([b"a", b"\xe9", b"b"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "d.parquet")
+    page = b"<page><title>%s</title><revision><text>x%s</text></revision></page>\n"
+    (tmp_path / "e.xml").write_bytes(b"<mediawiki>\n" + page % (b"A", b"") + page % (b"B", b"\xe9"))
+    return [tmp_path / name for name in ("a.txt", "b.html", "c.jsonl", "d.parquet", "e.xml")]
+
+
+@pytest.mark.flag("evaluate.on_error")
+def test_skip_loses_the_broken_line_alone(tmp_path):
+    paths = broken(tmp_path)
+    want = ["één\ntwé\nvièr", "\ntwoéé\n", "a", "b", "a", "b", "A\n\nx\n"]
+    documents, err = preprocess(tmp_path, *paths, on_error="skip", workers=1)
+    assert documents == want and "left out 5 bad lines: 5 not UTF-8, first " in err and "a.txt:3" in err
+    documents, (left_out,) = read(*paths, on_error="skip")
+    assert documents == want and left_out == f"left out 5 bad lines: 5 not UTF-8, first {paths[0]}:3"
+    assert read(tmp_path, on_error="skip", include=["a.txt"])[0] == want[:1]  # as a file of a folder, too
+
+
+def test_replace_keeps_the_rest_of_the_line(tmp_path):
+    paths = broken(tmp_path)
+    want = ["één\ntwé\ndr�i\nvièr", "o�\n\ntwoéé\n", "a", "�", "b", "a", "�", "b", "A\n\nx\n", "B\n\nx�\n"]
+    documents, err = preprocess(tmp_path, *paths, on_error="replace", workers=1)
+    assert documents == want and "mended 5 bad lines: 5 not UTF-8, first " in err
+    documents, (mended,) = read(*paths, on_error="replace")
+    assert documents == want and mended.startswith("mended 5 bad lines: 5 not UTF-8, first ")
+    (tmp_path / "c.jsonl").write_bytes(b'{"text": "\xe9"}\n{"text": 3}')  # other mistakes still stop
+    for how in (preprocess, lambda _, *paths, **flags: read(*paths, **flags)):
+        message = error_of(lambda how=how: how(tmp_path, tmp_path / "c.jsonl", on_error="replace"))
+        assert "c.jsonl:2: no text under 'text' (int); mend the line, or leave such lines out" in message
+
+
+def test_the_message_names_byte_line_and_both_ways(tmp_path, monkeypatch):
+    for module in (plain, inputs, cutting):
+        monkeypatch.setattr(module, "PIECE", 300)
+    separated = "é\n<|endoftext|>\n" * 100
+    (tmp_path / "a.txt").write_bytes(separated.encode() + "é".encode() + b"\xe9\n")
+    at, lines = len(separated.encode()) + 2, separated.count("\n") + 1
+    want = f"a.txt:{lines}: not UTF-8 at byte {at:,} (0xe9); mend the line, put U+FFFD for such bytes with --on-error "
+    want += "replace, or leave such lines out with --on-error skip"
+    for run in (lambda: read(tmp_path / "a.txt"), lambda: preprocess(tmp_path, tmp_path / "a.txt")):
+        assert want in error_of(run)
+    (tmp_path / "b.txt").write_bytes(NOVEL.encode("gb18030") + b"\x81\n" + NOVEL.encode("gb18030"))
+    message = error_of(lambda: read(tmp_path / "b.txt", encoding="gb18030"))
+    assert f"b.txt:{NOVEL.count(chr(10)) + 1}: not UTF-8 (nor gb18030); mend" in message
+    assert read(tmp_path / "b.txt", encoding="gb18030", on_error="skip")[0] == [NOVEL + NOVEL]
+    assert read(tmp_path / "b.txt", encoding="gb18030", on_error="replace")[0][0].count("�") == 1
+
+
+def test_an_interrupted_run_with_another_on_error_starts_over(tmp_path, monkeypatch):
+    """Once a line was left out; the same one continues."""
+    monkeypatch.setattr(journal, "NOTE_EVERY", 0)
+    monkeypatch.setattr(cutting, "PIECE", 50)
+    real, notes = journal.Journal.note, []
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xe9"}\n' + b"\n".join(line(str(n)) for n in range(50)))
+
+    def interrupted(self, state):
+        real(self, state)
+        notes.append(state)
+        if len(notes) == 5:
+            raise KeyboardInterrupt
+
+    for how, begins_with in (("replace", "�"), ("skip", "0")):
+        notes.clear()
+        with monkeypatch.context() as patched:
+            patched.setattr(journal.Journal, "note", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                preprocess(tmp_path, tmp_path / "a.jsonl", on_error="skip", workers=1)
+        documents, err = preprocess(tmp_path, tmp_path / "a.jsonl", on_error=how, workers=1)
+        assert documents[0] == begins_with and ("continuing after" in err) == (how == "skip")
+
+
+def test_a_pdf_is_named(tmp_path):
+    (tmp_path / "a b.pdf").write_bytes(b"%PDF-1.7\n1 0 obj\n" + b"text " * 200)
+    (tmp_path / "b.gz").write_bytes(gzip.compress(b"%PDF-1.7\n"))
+    message = error_of(lambda: read(tmp_path / "a b.pdf"))
+    assert "a b.pdf is a PDF; convert it to text first: pdftotext '" in message and message.endswith("a b.txt'")
+    assert "b.gz is a PDF" in error_of(lambda: read(tmp_path / "b.gz"))
+    (tmp_path / "a.txt").write_text("a")
+    assert read(tmp_path, include=["*.pdf", "*.txt"]) == (
+        ["a"],
+        ["passed over 2 files: 1 PDF, 1 not chosen by --include and --exclude"],
+    )
+
+
+def test_encodings_that_do_not_exist(capsys):
+    for name in ("gb18O30", "hex"):
+        assert main(["preprocess", "--input", "x", "--output-prefix", "y", "--encoding", name]) == 2
+        assert f"--encoding {name} is not known; name one such as gb18030" in capsys.readouterr().err
+
+
+def test_front_matter_stays(tmp_path):
+    text = "---\ntitle: A\n---\n\n# A\n"
+    (tmp_path / "a.md").write_text(text)
+    assert read(tmp_path / "a.md")[0] == read(tmp_path)[0] == [text]
+
+
+def test_train_tokenizer_takes_both(tmp_path, capsys):
+    (tmp_path / "a.txt").write_bytes(FRENCH.encode("latin-1"))
+    common = ["train-tokenizer", "--input", str(tmp_path / "a.txt"), "--vocab-size", "260", "--output"]
+    assert main([*common, str(tmp_path / "v"), "--encoding", "latin-1"]) == 0
+    record = json.loads((tmp_path / "v" / "vocab.origin.json").read_text())
+    assert record["made_from"]["settings"]["encoding"] == "latin-1"
+    assert "--encoding=latin-1" in capsys.readouterr().err
+    assert main([*common, str(tmp_path / "w"), "--on-error", "replace"]) == 0
+    assert "mended 1 bad lines: 1 not UTF-8" in capsys.readouterr().err
