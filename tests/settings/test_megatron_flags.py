@@ -36,6 +36,10 @@ def test_every_flag_of_megatron_has_an_answer():
     assert not [name for name in MEGATRON if name in NO_EFFECT and (name in REFUSED or name in RETIRED)]
 
 
+def test_flags_of_megatrons_server_name_ours():
+    assert "`meshwright serve`" in str(known_elsewhere("--inference-max-requests"))
+
+
 def test_idle_flags_take_megatrons_values():
     counts = {name: str(NO_EFFECT[name][0]) for name in NO_EFFECT.keys() & MEGATRON.keys()}
     assert len(counts) > 150 and counts == {name: MEGATRON[name] for name in counts}

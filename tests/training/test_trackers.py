@@ -7,6 +7,8 @@ import types
 import pytest
 import torch
 
+from helpers import TINY_FLAGS
+from meshwright.__main__ import main
 from meshwright.errors import UserError
 from meshwright.ranks.team import Team
 from meshwright.settings import fields
@@ -247,6 +249,14 @@ def test_a_missing_or_refusing_package_is_reported_before_the_first_step(
     with pytest.raises(UserError, match="pip install ") as e:
         open_trackers(asked, tmp_path, {}, "run")
     assert e.value.status == 69
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_missing_package_is_reported_before_the_data_are_opened(tmp_path, monkeypatch, capsys, more):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr("meshwright.training.run.run_resolved", lambda *_: pytest.fail("the run has begun"))
+    assert main(["train", *TINY_FLAGS, "--wandb-project", "gpt", "--run-dir", str(tmp_path), *more]) == 69
+    assert "--wandb-project needs wandb: install it with pip install 'meshwright[wandb]'" in capsys.readouterr().err
 
 
 def test_timers_wait_for_their_own_work_alone(monkeypatch):

@@ -264,7 +264,13 @@ def test_contradicting_architecture_is_refused(tmp_path, capsys):
     err = capsys.readouterr().err
     assert "32" in err and "64" in err
     assert main(["train", *TINY_FLAGS, "--load", run, "--num-attention-heads", "2"]) == 65
-    assert "--num-attention-heads 2, the checkpoint has 4" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "--num-attention-heads 2, the checkpoint has 4" in err and "group-query" not in err  # which follows
+    unsized = [flag for flag in TINY_FLAGS if not flag.startswith(("--max-position", "--hidden"))]
+    assert main(["train", *unsized, "--load", run, "--seq-length", "64"]) == 2
+    assert f"--max-position-embeddings 16 of {run} is below --seq-length 64: " in capsys.readouterr().err
+    assert main(["train", *unsized, "--load", run, "--num-attention-heads", "5"]) == 2
+    assert f"--hidden-size 32 of {run} is not a multiple of --num-attention-heads 5" in capsys.readouterr().err
 
 
 def test_changed_settings_are_printed(tmp_path, capsys):

@@ -260,20 +260,23 @@ def notices(config: Any) -> list[str]:
 
 def contradictions(asked: Model, saved: Model, names: Collection[str] = ARCHITECTURE) -> list[str]:
     """Describe each of these settings that differs from the checkpoint's."""
-    out, defaults = [], Model()
+    defaults = Model()
+    out: list[str] = []
+    left_open: list[str] = []
     for name in names:
-        outcome = OUTCOME.get(name, name)
+        value, outcome = getattr(asked, name), OUTCOME.get(name, name)
         ours, theirs = (getattr(m, outcome) for m in (asked, saved))
-        # A setting that was left open only follows another flag.
-        if ours == theirs or getattr(asked, name) is None:
+        if ours == theirs:
             continue
-        # If several flags decide one outcome, report those that were given, else those that differ.
+        # If several flags decide one outcome, report those that differ, and of them those that were
+        # given. If none differs, the outcome follows another flag, as key/value heads follow heads.
         group = [n for n in names if OUTCOME.get(n, n) == outcome]
-        given = [n for n in group if getattr(asked, n) != getattr(defaults, n)]
         differing = [n for n in group if getattr(asked, n) != getattr(saved, n)]
-        if name in (given or differing or group):
-            out.append(f"{spelling(name)} {getattr(asked, name)}, the checkpoint has {theirs}")
-    return out
+        given = [n for n in differing if getattr(asked, n) != getattr(defaults, n)]
+        if name in (given or differing):
+            shown = "none" if value is None else value
+            (left_open if value is None else out).append(f"{spelling(name)} {shown}, the checkpoint has {theirs}")
+    return out or left_open  # what was left open may only follow another flag
 
 
 def planned_values(config: Any) -> list[str]:
@@ -354,7 +357,7 @@ def architecture_problems(m: Model, d: Data) -> list[str]:
     elif m.position == "learned" and m.max_position_embeddings and m.max_position_embeddings < d.seq_length:
         out.append(
             f"--max-position-embeddings {m.max_position_embeddings} is below --seq-length {d.seq_length}: "
-            "positions past the table have no embedding; raise it"
+            "positions past the table have no embedding; lower --seq-length, or give a new model a longer table"
         )
     h, n = m.hidden_size, m.num_attention_heads
     if h and n and n > 0 and not m.kv_channels and h % n:

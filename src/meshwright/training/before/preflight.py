@@ -16,6 +16,7 @@ from meshwright.ranks.team import Team
 from meshwright.settings import checks
 from meshwright.settings.data_paths import prefixes
 from meshwright.settings.schema import TrainConfig
+from meshwright.training.before.packages import require_packages
 from meshwright.training.before.resolve import (
     find_vocabulary,
     folder_of,
@@ -47,6 +48,7 @@ def dry_run(config: TrainConfig) -> int:
     require_settings(config, needs_data=False)
     later = checks.problems(config)
     require_free_folders(config)
+    require_packages(config.logging)
     note_kept_model(config.checkpoint)
     d, t = config.data, config.tokenizer
     files = [Indexed(prefix) for prefix in prefixes(d)]

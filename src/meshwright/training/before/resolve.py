@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,10 +20,12 @@ from meshwright.console import say
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.ranks.world import World
 from meshwright.settings import checks, data_paths, flags
+from meshwright.settings.fields import spelling
 from meshwright.settings.hints import near_path
 from meshwright.settings.other_programs import argument_dump, deepspeed_json
 from meshwright.settings.schema import TokenizerFlags, TrainConfig
 from meshwright.tokenizers import Tokenizer
+from meshwright.training.before.packages import require_packages
 from meshwright.training.state.resume import checkpoint_architecture, guard_existing, guard_run_folder, saved_settings
 from meshwright.training.state.saver import check_export
 from meshwright.version import our_version
@@ -83,8 +86,20 @@ def complete_settings(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
         return parsed.config
     config = checkpoint_architecture(parsed.config, set(flags.given_settings(parsed)))
     before, now = flags.to_dict(parsed.config), flags.to_dict(config)
-    parsed.sources.update({name: f"checkpoint {load}" for name in now if now[name] != before[name]})
+    inherited = {name: now[name] for name in now if now[name] != before[name]}
+    parsed.sources.update(dict.fromkeys(inherited, f"checkpoint {load}"))
+    require_fit(config, inherited)
     return config
+
+
+def require_fit(config: TrainConfig, inherited: Mapping[str, Any]) -> None:
+    """Refuse flags that do not fit inherited settings, and say which come from the checkpoint."""
+    wrong, origin = checks.architecture_problems(config.model, config.data), f" of {config.checkpoint.load}"
+    for name, value in inherited.items():
+        stated = f"{spelling(name)} {value}"
+        wrong = [re.sub(rf"{re.escape(stated)}(?![\d.])", stated + origin, line) for line in wrong]
+    if wrong := [line for line in wrong if origin in line]:
+        raise UserError(flags.listed(wrong))
 
 
 def resolve(
@@ -144,6 +159,7 @@ def look_at_files(config: TrainConfig, world: World) -> tuple[Vocabulary, UserEr
     try:
         if world.rank == 0:
             require_free_folders(config)
+            require_packages(config.logging)
         return find_vocabulary(config, folder_of(config)), None
     except UserError as error:
         if world.size == 1:

@@ -16,6 +16,7 @@ from typing import Any
 
 from meshwright.errors import UNAVAILABLE, UserError
 from meshwright.settings.schema import Logging
+from meshwright.training.before.packages import require_packages
 from meshwright.training.log.columns import STEP_COLUMNS
 
 
@@ -64,6 +65,7 @@ def open_trackers(
 
     Their first point is step `first`, after `samples` samples.
     """
+    require_packages(logging)
     out: list[Tracker] = []
     root = Path(logging.tensorboard_dir) if logging.tensorboard_dir else folder and folder / "tensorboard"
     if logging.tensorboard and root:
@@ -75,8 +77,7 @@ def open_trackers(
             print(f"note: TensorBoard writes no files into {root!r}, whose name is not UTF-8", file=sys.stderr)
         except ImportError as e:
             if logging.tensorboard_dir:
-                hint = "install it with pip install 'meshwright[log]'"
-                raise UserError(f"--tensorboard-dir needs tensorboard ({e}): {hint}", UNAVAILABLE) from None
+                raise UserError(f"--tensorboard-dir: {e}", UNAVAILABLE) from None
     if logging.wandb_project:
         out.append(Wandb(logging, folder, settings, name, first))
     if logging.trackio_project:
@@ -120,11 +121,7 @@ class Wandb(Tracker):
     name = "Weights & Biases"
 
     def __init__(self, logging: Logging, folder: Path | None, settings: dict[str, Any], name: str, first: int) -> None:
-        try:
-            wandb: Any = importlib.import_module("wandb")
-        except ImportError:
-            raise UserError("--wandb-project needs wandb: install it with pip install wandb", UNAVAILABLE) from None
-
+        wandb: Any = importlib.import_module("wandb")
         root, id_file = logging.wandb_save_dir or folder, folder and folder / "wandb-id"
         is_new = first == 1 or id_file is None or not id_file.exists()
         run_id = uuid.uuid4().hex if is_new or id_file is None else id_file.read_text().strip()
@@ -162,11 +159,7 @@ class Trackio(Tracker):
     name = "Trackio"
 
     def __init__(self, project: str, settings: dict[str, Any], name: str, first: int) -> None:
-        try:
-            trackio: Any = importlib.import_module("trackio")
-        except ImportError:
-            hint = "install it with pip install 'meshwright[trackio]'"
-            raise UserError(f"--trackio-project needs trackio: {hint}", UNAVAILABLE) from None
+        trackio: Any = importlib.import_module("trackio")
         try:
             with contextlib.redirect_stdout(sys.stderr):  # stdout is the log
                 self.run: Any = trackio.init(
