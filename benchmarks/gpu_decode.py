@@ -105,7 +105,9 @@ def check_kernels() -> None:
     for rows in (1, 8):
         for kind, normed in (("gelu-tanh", "layer"), ("swiglu", "rms"), ("", None), ("", "layer")):
             n, k = (3000, 1024) if normed else (1024, 4096)
-            weights = None if normed is None else NormWeights(draw(k), draw(k) if normed == "layer" else None, 1e-5)
+            centers = normed == "layer"
+            shift = draw(k) if centers else None
+            weights = None if normed is None else NormWeights(draw(k), shift, 1e-5, centers=centers)
             wide = n * (1 + (kind == "swiglu"))
             layer = DecodeLinear(draw(wide, k) * k**-0.5, draw(wide), weights, kind)
             x, residual = draw(rows, k) + 1, None if kind or normed else draw(rows, n)

@@ -65,7 +65,8 @@ def norm(w: Weights, m: Model, name: str, x: np.ndarray) -> np.ndarray:
     if m.normalization == "LayerNorm":
         x = x - x.mean(-1, keepdims=True)
     y = x / np.sqrt((x * x).mean(-1, keepdims=True) + m.layernorm_epsilon) * weight
-    return y + w[f"{name}.bias"] if m.normalization == "LayerNorm" else y
+    assert (f"{name}.bias" in w) == (m.normalization == "LayerNorm" and m.layernorm_bias), name
+    return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
 def linear(w: Weights, name: str, x: np.ndarray, biased: bool) -> np.ndarray:

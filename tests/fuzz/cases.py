@@ -208,6 +208,7 @@ ARCHITECTURE: dict[str, Chances] = {
         "": 4,
         "--normalization RMSNorm": 3,
         "--apply-layernorm-1p": 1,
+        "--disable-layernorm-bias": 1,
         "--normalization RMSNorm --apply-layernorm-1p": 1,
         "--layernorm-epsilon 1e-3": 1,
     },

@@ -68,7 +68,7 @@ def norms() -> None:
     for width in (1024, 2560):
         weights = norm.NormWeights(take(width), take(width), 1e-5)
         backward(*norm.add_norm(take(8, width), take(8, width), take(width), hashes(), 0.1, weights))
-    weights, wide = norm.NormWeights(take(1024), None, 1e-5, 1.0), take(8, 1024, dtype=torch.float32)
+    weights, wide = norm.NormWeights(take(1024), None, 1e-5, 1.0, centers=False), take(8, 1024, dtype=torch.float32)
     backward(*norm.add_norm(wide, take(8, 1024), None, None, 0.0, weights))
 
 
@@ -164,7 +164,11 @@ def casts_in_kernels() -> None:
 
 
 def decoding() -> None:
-    norms = [norm.NormWeights(take(1024), take(1024), 1e-5), norm.NormWeights(take(1024), None, 1e-5), None]
+    norms = [
+        norm.NormWeights(take(1024), take(1024), 1e-5),
+        norm.NormWeights(take(1024), None, 1e-5, centers=False),
+        None,
+    ]
     angles = tuple(torch.zeros(256, 32) for _ in range(2))
     x, slots = take(1, 1024), torch.arange(1)
     state = decode.TextState(slots, slots, slots, slots > 1)

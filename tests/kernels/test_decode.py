@@ -35,6 +35,7 @@ LAYERS = {  # norm, bias, kind, residual
     "swiglu": ("rms", False, "swiglu", False),
     "biased-geglu": ("layer", True, "geglu", False),
     "head": ("layer", False, "", False),
+    "nanogpt": ("unbiased", False, "gelu", False),
 }
 
 
@@ -42,7 +43,9 @@ def layer_of(name, n, k, dtype):
     norm, has_bias, kind, has_residual = LAYERS[name]
     width = n * (1 + kind.endswith("glu"))
     shift = draw(k, dtype=dtype) if norm == "layer" else None
-    weights = None if norm is None else NormWeights(draw(k, dtype=dtype), shift, 1e-5, float(norm == "rms"))
+    weights = (
+        None if norm is None else NormWeights(draw(k, dtype=dtype), shift, 1e-5, float(norm == "rms"), norm != "rms")
+    )
     bias = draw(width, dtype=dtype) if has_bias else None
     return DecodeLinear(draw(width, k, dtype=dtype) * k**-0.5, bias, weights, kind), has_residual
 

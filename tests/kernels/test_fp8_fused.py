@@ -64,13 +64,13 @@ GRADIENT = pytest.mark.parametrize("dtype", [E4M3, E5M2])
 
 
 @AMAX
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("kind", ["LayerNorm", "unbiased", "RMSNorm"])
 @pytest.mark.parametrize(("n", "width"), [(5, 48), (3, 1024)])
 def test_norm(n, width, kind, amax):
     residual, weight, shift = draw(n, width), draw(width), draw(width) if kind == "LayerNorm" else None
     if shift is not None:  # only in rows beyond the last, where x is 0, is y 40
         residual[:, 0], weight[0], shift[0] = -100.0, 8.0, 40.0
-    weights = NormWeights(weight, shift, 1e-5)
+    weights = NormWeights(weight, shift, 1e-5, centers=kind != "RMSNorm")
     join = Operands(residual, draw(n, width), None, dropout.rows(1, torch.arange(n, device=DEVICE)), 0.1)
 
     def make(into):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +31,7 @@ class Case:
         def draw(shape, dtype, mean=0.0):
             return (torch.randn(shape, generator=random, dtype=torch.float64) + mean).to(device, dtype)
 
-        self.p, self.eps, self.plus = p, 1e-5, plus
+        self.p, self.eps, self.plus, self.centers = p, 1e-5, plus, kind != "RMSNorm"
         self.tensors = {
             "residual": None if residual is None else draw(shape, residual, 0.5),
             "pending": draw(shape, dtype),
@@ -47,7 +49,7 @@ class Case:
         }
 
     def run(self, t):
-        weights = NormWeights(t["weight"], t["shift"], self.eps, self.plus)
+        weights = NormWeights(t["weight"], t["shift"], self.eps, self.plus, self.centers)
         return add_norm(t["residual"], t["pending"], t["bias"], self.rows, self.p, weights)
 
     def ours(self, run=None, grads=True):
@@ -60,8 +62,9 @@ class Case:
     def wanted(self, grads=True):
         """Return what the modules give in float64; y of x as it is stored."""
         t = self.leaves(torch.float64)
-        kind = "LayerNorm" if t["shift"] is not None else "RMSNorm"
+        kind = "LayerNorm" if self.centers else "RMSNorm"
         m = Model(normalization=kind, apply_layernorm_1p=bool(self.plus), layernorm_epsilon=self.eps)
+        m = dataclasses.replace(m, layernorm_bias=t["shift"] is not None)
         layer = Norm(m, t["weight"].shape[0])
         layer.weight = torch.nn.Parameter(t["weight"])
         if t["shift"] is not None:
@@ -95,6 +98,7 @@ CASES = {
     "nothing to add": dict(biased=False, p=0.0),
     "RMSNorm": dict(residual="same", biased=False, p=0.0, kind="RMSNorm"),
     "RMSNorm with all": dict(residual="same", kind="RMSNorm", plus=1.0),
+    "LayerNorm without bias": dict(residual="same", kind="LayerNorm without bias"),
     "1p": dict(residual="same", plus=1.0),
     "float32 residual": dict(residual=torch.float32),
     "float32 residual without dropout": dict(residual=torch.float32, p=0.0),

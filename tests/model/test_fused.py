@@ -27,6 +27,7 @@ MODELS = {
     "no-dropout": {"hidden_dropout": 0.0, "attention_dropout": 0.0},
     "llama": LLAMA,
     "partial-rotation": {**LLAMA, "rotary_percent": 0.5, "hidden_dropout": 0.0},
+    "no-norm-bias": {"layernorm_bias": False, "add_bias_linear": False},
     "1p": {"apply_layernorm_1p": True, "add_qkv_bias": True},
     "post-norm": {"apply_residual_connection_post_layernorm": True, "squared_relu": True},
     "one-query-group": {"num_query_groups": 1},

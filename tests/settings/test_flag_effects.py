@@ -51,7 +51,7 @@ RAMP = ["--weight-decay-incr-style", "linear", "--start-weight-decay", "0.1", "-
 @pytest.mark.flag(
     """num_layers hidden_size ffn_hidden_size kv_channels max_position_embeddings untie_embeddings_and_output_weights
     num_query_groups group_query_attention position_embedding_type swiglu glu_activation add_bias_linear
-    add_qkv_bias vocab_size"""
+    layernorm_bias add_qkv_bias vocab_size"""
 )
 @pytest.mark.parametrize(
     ("flags", "want"),
@@ -72,6 +72,7 @@ RAMP = ["--weight-decay-incr-style", "linear", "--start-weight-decay", "0.1", "-
         (["--swiglu"], parameters(ffn=64, gate=2)),
         (["--glu-activation", "geglu"], parameters(gate=2)),
         (["--normalization", "RMSNorm"], parameters(norm=1)),
+        (["--disable-layernorm-bias"], parameters(norm=1)),
         (["--disable-bias-linear"], parameters(biases=(0, 0, 0, 0))),
         (["--no-add-bias-linear", "--add-qkv-bias"], parameters(biases=(1, 0, 0, 0))),
         (["--qk-layernorm"], parameters(more=2 * 2 * 2 * 8)),

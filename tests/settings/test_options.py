@@ -44,6 +44,7 @@ WORDS = {
     "erf": {"bias_gelu_fusion": False},
     "openai": {"bias_gelu_fusion": True},
     "rms": {"normalization": "RMSNorm"},
+    "normbias": {"layernorm_bias": False},
     "1p": {"apply_layernorm_1p": True},
     "eps": {"layernorm_epsilon": 0.3},
     "embdrop": {"embedding_dropout": 0.4},
@@ -60,6 +61,8 @@ WORDS = {
 
 TABLE = [
     "gpt2",
+    "erf nobias normbias",  # nanoGPT
+    "rope half qknorm embnorm normbias 1p",
     "erf untied embnorm embdrop capped",
     "openai postnorm wide embdrop-only",
     "relu2 1p nobias eps",

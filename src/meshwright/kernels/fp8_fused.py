@@ -41,7 +41,7 @@ def norm_heads(
     operands: Operands, weights: NormWeights, qkv: Fp8Linear, sizes: HeadSizes, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return x, q, k and v; `sizes` and `rotation` are those of heads.split_heads."""
-    front = _Front(qkv.with_cast(), operands.rows if operands.p else None, operands.p, weights.eps, weights.plus)
+    front = _Front(qkv.with_cast(), operands.rows if operands.p else None, operands.p, *weights[2:])
     tensors = (*operands[:3], *weights[:2], *qkv[1:])
     return _NormHeads.apply(front, sizes, rotation, torch.is_grad_enabled(), *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -50,7 +50,7 @@ def norm_mlp(
     operands: Operands, weights: NormWeights, kind: str, fc: Fp8Linear, proj: Fp8Linear
 ) -> tuple[Tensor, Tensor]:
     """Return x and the MLP's output; `kind` is that of activation.activate."""
-    front = _Front(fc.with_cast(), operands.rows if operands.p else None, operands.p, weights.eps, weights.plus)
+    front = _Front(fc.with_cast(), operands.rows if operands.p else None, operands.p, *weights[2:])
     tensors = (*operands[:3], *weights[:2], *fc[1:], *proj[1:])
     return _NormMLP.apply(front, proj.with_cast(), kind, torch.is_grad_enabled(), *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -66,6 +66,7 @@ class _Front(NamedTuple):
     p: float
     eps: float
     plus: float
+    centers: bool
 
     def forward(self, ctx: Any, tensors: tuple[Any, ...], is_training: bool) -> tuple[Tensor, Tensor, list[Any]]:
         """Return x, the product's output [N, C], and tensors that backward needs."""
@@ -73,7 +74,7 @@ class _Front(NamedTuple):
         operands = norm.operands_of(residual, pending, added, self.rows, self.p)
 
         def make(into: Into | None) -> tuple[Tensor, list[Any]]:
-            x, y, *of_rows = norm.forward(operands, NormWeights(weight, shift, self.eps, self.plus), into)
+            x, y, *of_rows = norm.forward(operands, NormWeights(weight, shift, self.eps, self.plus, self.centers), into)
             return y, [x, *of_rows]
 
         shape, product = (len(operands.pending), pending.shape[-1]), self.product

@@ -22,12 +22,13 @@ from meshwright.kernels.twins import twin, upcast
 
 
 class NormWeights(NamedTuple):
-    """A norm's parameters: LayerNorm, or RMSNorm without a bias."""
+    """A norm's parameters. LayerNorm centers the rows, RMSNorm does not and has no bias."""
 
     weight: Tensor
     bias: Tensor | None
     eps: float
     plus: float = 0.0  # added to the weight; 1 with --apply-layernorm-1p
+    centers: bool = True  # the rows' means are subtracted: LayerNorm
 
 
 class Operands(NamedTuple):
@@ -98,7 +99,7 @@ class _AddNorm(torch.autograd.Function):
         needed = [ctx.needs_input_grad[i] for i in (5, 6, 2)]
         parameters = [t if is_needed else None for t, is_needed in zip(ctx.parameters, needed, strict=True)]
         of_residual, of_pending, of_weight, of_shift, of_bias = differentiate(dx, dy, saved, parameters, x.shape)
-        return of_residual, of_pending, of_bias, None, None, of_weight, of_shift, None, None
+        return of_residual, of_pending, of_bias, None, None, of_weight, of_shift, None, None, None
 
 
 def as_rows(x: Any) -> Any:
@@ -138,7 +139,7 @@ def forward(
     stored = operands.pending if operands.residual is None else operands.residual
     x = (x if operands.residual is None else operands.residual + x).to(stored.dtype)
     z, mean = upcast(x), None
-    if norm.bias is not None:
+    if norm.centers:
         mean = z.mean(1)
         z = z - mean[:, None]
     rstd = (z.square().mean(1) + norm.eps).rsqrt()

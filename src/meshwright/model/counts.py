@@ -20,7 +20,7 @@ def layer_matrices(m: Model) -> dict[str, tuple[int, int]]:
 def parameters(m: Model, vocab: int, positions: int) -> int:
     """Count weights and biases; `vocab` is padded in Megatron's line, the true size when saved."""
     assert m.num_layers and m.hidden_size
-    h, norm = m.hidden_size, 2 if m.normalization == "LayerNorm" else 1  # a norm's parameters per column
+    h, norm = m.hidden_size, 1 + m.norm_bias  # a norm's parameters per column
     layer = 2 * norm * h + (2 * norm * m.head_dim if m.qk_layernorm else 0)
     for name, (outputs, inputs) in layer_matrices(m).items():
         biased = m.qkv_bias if name == "attn.qkv" else m.add_bias_linear

@@ -64,4 +64,4 @@ def apply_unbiased(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def weights_of(norm: Norm) -> NormWeights:
-    return NormWeights(norm.weight, norm.bias, norm.eps, norm.plus)
+    return NormWeights(norm.weight, norm.bias, norm.eps, norm.plus, norm.centers)

@@ -50,14 +50,16 @@ class Norm(nn.Module):
         super().__init__()
         self.eps, self.plus = m.layernorm_epsilon, 1.0 if m.apply_layernorm_1p else 0.0
         self.weight = nn.Parameter(torch.full((width,), 1.0 - self.plus))
-        self.bias = nn.Parameter(torch.zeros(width)) if m.normalization == "LayerNorm" else None
+        self.centers = m.normalization == "LayerNorm"
+        self.bias = nn.Parameter(torch.zeros(width)) if m.norm_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(x.dtype) + self.plus if self.plus else self.weight.to(x.dtype)
-        if self.bias is None:
-            y = F.rms_norm(x, weight.shape, weight, self.eps)
+        if self.centers:
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            y = F.layer_norm(x, weight.shape, weight, bias, self.eps)
         else:
-            y = F.layer_norm(x, weight.shape, weight, self.bias.to(x.dtype), self.eps)
+            y = F.rms_norm(x, weight.shape, weight, self.eps)
         return y.to(self.weight.dtype)
 
 

@@ -73,8 +73,14 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
         )
     if k.ckpt_format == "torch" and c.model.qk_layernorm:
         out.append("--ckpt-format torch has no place for --qk-layernorm; give --ckpt-format native")
-    if k.ckpt_format == "torch" and c.model.final_logit_softcapping:
-        out.append("--ckpt-format torch has no place for --final-logit-softcapping; give --ckpt-format native")
+    others = {
+        "--final-logit-softcapping": c.model.final_logit_softcapping,
+        "--disable-layernorm-bias": c.model.normalization == "LayerNorm" and not c.model.layernorm_bias,
+    }
+    if k.ckpt_format == "torch":
+        out += [
+            f"--ckpt-format torch has no place for {f}; give --ckpt-format native" for f, on in others.items() if on
+        ]
     if k.ckpt_format == "torch" and (c.model.num_layers or 0) % p.pipeline_model_parallel_size:
         out.append(
             f"--ckpt-format torch needs equal stages, but --num-layers {c.model.num_layers} is not a multiple of "
@@ -207,6 +213,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--keep-last": lambda c: c.checkpoint.keep_last or not c.checkpoint.save,
     "learned or rotary positions": lambda c: c.model.position in ("learned", "rope"),
     "--position-embedding-type rope": lambda c: c.model.position == "rope",
+    "LayerNorm": lambda c: c.model.normalization == "LayerNorm",
     "a GELU activation": lambda c: not c.model.gated and not c.model.squared_relu,
     "--optimizer sgd": lambda c: c.optimizer.optimizer == "sgd",
     "--optimizer lion": lambda c: c.optimizer.optimizer == "lion",

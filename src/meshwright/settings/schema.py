@@ -85,6 +85,9 @@ class Model:
         None, "a gated MLP, 4 x hidden size", outcome="activation"
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "type of norm")
+    layernorm_bias: bool = flag(
+        True, "add biases in LayerNorm", "--disable-layernorm-bias", needs="LayerNorm", outcome="norm_bias"
+    )
     apply_layernorm_1p: bool = flag(False, "store norm weights minus one", docs="extending")
     qk_layernorm: bool = flag(False, "normalize each head's queries and keys", docs="checkpoints")
     add_bias_linear: bool = flag(True, "add biases in linear layers", "--disable-bias-linear")
@@ -151,6 +154,10 @@ class Model:
     @property
     def qkv_bias(self) -> bool:
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def norm_bias(self) -> bool:
+        return self.normalization == "LayerNorm" and self.layernorm_bias
 
 
 TokenizerType = Literal[

@@ -59,3 +59,5 @@ def test_another_value_is_exported_or_refused(model: Model, name: str) -> None:
 
 def test_megatron_refuses_what_it_has_no_field_for() -> None:
     assert exports.obstacles(dataclasses.replace(GPT2, num_experts=2), "megatron") == ["--num-experts"]
+    unbiased = dataclasses.replace(GPT2, layernorm_bias=False)
+    assert exports.obstacles(unbiased, "megatron") == ["--disable-layernorm-bias"]

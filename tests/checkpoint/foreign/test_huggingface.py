@@ -346,6 +346,7 @@ def test_settings_they_cannot_express_are_listed(tmp_path):
         ("llama", {"qk_layernorm": True, "add_qkv_bias": True}, ["--qk-layernorm with biases"]),
         ("llama", {"apply_residual_connection_post_layernorm": True}, ["post-layernorm"]),
         ("llama", {"final_logit_softcapping": 30.0}, ["--final-logit-softcapping 30"]),
+        ("gpt2", {"layernorm_bias": False}, ["--disable-layernorm-bias"]),
         ("gpt2", {"final_logit_softcapping": 0.5}, ["--final-logit-softcapping 0.5"]),
     ]:
         source = huggingface.open_huggingface(tmp_path / folder)

@@ -109,7 +109,7 @@ def test_another_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_unsupported_settings_are_refused_at_the_start(tmp_path: Path) -> None:
     rules = [["--optimizer", rule] for rule in ("sgd", "lion", "muon")]
-    for more in (*rules, ["--qk-layernorm"], ["--final-logit-softcapping=30"]):
+    for more in (*rules, ["--qk-layernorm"], ["--final-logit-softcapping=30"], ["--disable-layernorm-bias"]):
         assert main(["train", *TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path), *more]) == 2
 
 

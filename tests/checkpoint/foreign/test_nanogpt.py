@@ -40,9 +40,9 @@ READ = f"--device=cpu --tokenizer-type=NullTokenizer --vocab-size={VOCAB - 1}".s
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, bias):
         super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH, bias), nn.Linear(WIDTH, WIDTH, bias)
 
     def forward(self, x):
         q, k, v = (t.unflatten(2, (HEADS, -1)).transpose(1, 2) for t in self.c_attn(x).split(WIDTH, dim=2))
@@ -52,18 +52,19 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self):
+    def __init__(self, bias):
         super().__init__()
-        self.c_fc, self.gelu, self.c_proj = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        self.c_fc, self.c_proj = nn.Linear(WIDTH, 4 * WIDTH, bias), nn.Linear(4 * WIDTH, WIDTH, bias)
 
     def forward(self, x):
-        return self.c_proj(self.gelu(self.c_fc(x)))
+        return self.c_proj(F.gelu(self.c_fc(x)))
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, bias):
         super().__init__()
-        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH), Mlp()
+        self.ln_1, self.attn = nn.LayerNorm(WIDTH, bias=bias), Attention(bias)
+        self.ln_2, self.mlp = nn.LayerNorm(WIDTH, bias=bias), Mlp(bias)
 
     def forward(self, x):
         x = x + self.attn(self.ln_1(x))
@@ -71,10 +72,10 @@ class Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    def __init__(self):
+    def __init__(self, bias):
         super().__init__()
         parts = {"wte": nn.Embedding(VOCAB, WIDTH), "wpe": nn.Embedding(LENGTH, WIDTH)}
-        parts |= {"h": nn.ModuleList(Block() for _ in range(LAYERS)), "ln_f": nn.LayerNorm(WIDTH)}
+        parts |= {"h": nn.ModuleList(Block(bias) for _ in range(LAYERS)), "ln_f": nn.LayerNorm(WIDTH, bias=bias)}
         self.transformer, self.lm_head = nn.ModuleDict(parts), nn.Linear(WIDTH, VOCAB, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
         for p in self.parameters():
@@ -100,9 +101,10 @@ def rate(step, config, is_newer):
 class Trainer:
     """nanoGPT's loop on the one sample."""
 
-    def __init__(self, is_newer=True, **config):
+    def __init__(self, is_newer=True, bias=True, **config):
         torch.manual_seed(0)
-        self.model, self.config, self.is_newer, self.step = NanoGPT(), CONFIG | config, is_newer, 0
+        self.model, self.config, self.is_newer, self.step = NanoGPT(bias), CONFIG | config, is_newer, 0
+        self.args = ARGS | {"bias": bias}
         parameters = [p for _, p in self.model.named_parameters()]
         groups = [[p for p in parameters if (p.dim() >= 2) is decays] for decays in (True, False)]
         groups = [{"params": g, "weight_decay": wd} for g, wd in zip(groups, (0.1, 0.0), strict=True)]
@@ -132,7 +134,7 @@ class Trainer:
     def tree(self, prefix=""):
         model = {prefix + name: tensor for name, tensor in self.model.state_dict().items()}
         more = {"iter_num": self.step, "best_val_loss": torch.tensor(1.5), "config": self.config}
-        return {"model": model, "optimizer": self.adam.state_dict(), "model_args": ARGS} | more
+        return {"model": model, "optimizer": self.adam.state_dict(), "model_args": self.args} | more
 
     def tensors(self):
         """Return the weights and moments under our names, with the rows of qkv by head."""
@@ -166,9 +168,10 @@ def save_checkpoint(folder, tree):
     return folder
 
 
+@pytest.mark.parametrize("bias", [True, False], ids=["biased", "unbiased"])
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-def test_every_number_is_read(prefix, tmp_path):
-    trainer = Trainer().train(SAVED)
+def test_every_number_is_read(prefix, bias, tmp_path):
+    trainer = Trainer(bias=bias).train(SAVED)
     folder = save_checkpoint(tmp_path / "out", trainer.tree(prefix))
     for path in (folder, folder / "ckpt.pt"):
         source = loading.require_checkpoint(path)
@@ -182,6 +185,7 @@ def test_every_number_is_read(prefix, tmp_path):
 CASES = {
     "newer": (True, {}, ["--lr-warmup-init", str(1e-2 / 5)]),
     "older": (False, {}, []),
+    "unbiased": (True, {"bias": False}, ["--lr-warmup-init", str(1e-2 / 5)]),
     "constant": (True, {"decay_lr": False}, ["--lr-decay-style=constant", "--lr-warmup-iters=0"]),
 }
 
@@ -290,7 +294,7 @@ def test_bad_files_are_refused_with_their_reason(trained, tmp_path):
     integers = state | {1: state[1] | {"exp_avg": state[1]["exp_avg"].int()}}
     without = {name: tensor for name, tensor in model.items() if name != up}
     for part, value, words in (
-        ("model_args", args | {"bias": False}, "trained with bias=False"),
+        ("model_args", args | {"bias": False}, "bias has no place"),
         ("model_args", args | {"n_kv_head": 1}, "model_args name n_kv_head, which nanoGPT does not have"),
         ("model_args", args | {"n_head": 5}, "n_head 5, which does not divide the width 24"),
         ("model_args", args | {"n_head": "3"}, "n_head '3', which does not divide"),

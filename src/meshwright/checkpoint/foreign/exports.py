@@ -90,6 +90,9 @@ _SILU = Expression(("hidden_act",), lambda saved: "silu", _activation("swiglu"))
 _ROTATION = from_model("rope_theta", "rotary_base")  # rope_parameters, which transformers 5 reads, repeats it
 _LENGTH = SavedModel.require_positions
 _NORM_1P = refuse_switch("--apply-layernorm-1p", "apply_layernorm_1p")
+_NORM_BIAS = refuse(
+    lambda m: "--disable-layernorm-bias" if m.normalization == "LayerNorm" and not m.layernorm_bias else ""
+)
 _EMBED_NORM = refuse_switch("--embed-layernorm", "embed_layernorm")
 _POST_NORM = refuse_switch("--apply-residual-connection-post-layernorm", "apply_residual_connection_post_layernorm")
 _SOFTCAP = refuse(
@@ -137,6 +140,7 @@ EXPORTS = {
     "squared_relu": Export(ELSEWHERE, ELSEWHERE, SAME),
     "glu_activation": Export(ELSEWHERE, ELSEWHERE, SAME),
     "normalization": Export(_norm("LayerNorm"), _norm("RMSNorm"), SAME),
+    "layernorm_bias": Export(_NORM_BIAS, TRAINING, _NORM_BIAS),
     "apply_layernorm_1p": Export(_NORM_1P, _NORM_1P, SAME),
     "qk_layernorm": Export(refuse_switch("--qk-layernorm", "qk_layernorm"), _QK_NORM, TENSORS),
     "add_bias_linear": Export(

@@ -1,7 +1,7 @@
 """What readers of GPT-2's form share: our names, shapes, and the settings that these prove.
 
-GPT-2's form has a learned table of positions, LayerNorm, biases everywhere, GELU, and an output
-table that is the embedding.
+GPT-2's form has a learned table of positions, LayerNorm, biases everywhere or nowhere, GELU, and an
+output table that is the embedding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 OFF = "bias_gelu_fusion swiglu squared_relu untie_embeddings_and_output_weights embed_layernorm"
 FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "num_query_groups": None}
-FIXED |= {"normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute"}
+FIXED |= {"normalization": "LayerNorm", "add_qkv_bias": False, "position_embedding_type": "learned_absolute"}
 FIXED |= {"final_logit_softcapping": 0.0}
 
 
@@ -35,7 +35,7 @@ def rename_tensors(
     return {our: tensors[name] for name, our in ours.items() if our is not None}
 
 
-def measure_gpt(folder: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def measure_gpt(folder: Path, weights: Mapping[str, torch.Tensor], biased: bool = True) -> dict[str, Any]:
     """Return the settings that the shapes prove, once all weights are there, [out, in], and fit.
 
     The number of heads and the kind of GELU do not follow from shapes; GELU is exact here.
@@ -49,7 +49,7 @@ def measure_gpt(folder: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, 
     modules = {f"h.{i}.{name}": shape for i in range(layers) for name, shape in parts.items()} | {"ln_f": (width,)}
     shapes: dict[str, Shape] = {"wte.weight": (rows, width), "wpe.weight": (positions, width)}
     for name, shape in modules.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+        shapes |= {f"{name}.weight": shape} | ({f"{name}.bias": shape[:1]} if biased else {})
     wrong = [f"{name} has no place" for name in weights if name not in shapes]
     wrong += [
         f"{name}: {list(weights[name].shape) if name in weights else 'missing'}, expected {list(shape)}"
@@ -59,7 +59,7 @@ def measure_gpt(folder: Path, weights: Mapping[str, torch.Tensor]) -> dict[str, 
     if wrong:
         raise bad_data("\n  ".join([f"{folder} is not a complete GPT:", *wrong[:10]]))
     sizes = {"num_layers": layers, "hidden_size": width, "ffn_hidden_size": ffn, "max_position_embeddings": positions}
-    return sizes | FIXED
+    return sizes | FIXED | {"add_bias_linear": biased, "layernorm_bias": biased}
 
 
 def one_view(tensor: torch.Tensor) -> list[TensorView]:

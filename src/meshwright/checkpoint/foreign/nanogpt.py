@@ -2,8 +2,9 @@
 
 Weights are named as GPT-2's, with a prefix if the model was compiled; linear ones are [out, in].
 Rows of c_attn are all queries, then all keys, then all values. The output layer is the embedding.
-Before torch 2 each layer also kept its causal mask, as `attn.bias`. The optimizer has two groups:
-matrices and tables, which decay, then the rest, each in the network's order.
+With bias=False nothing has biases, norms neither. Before torch 2 each layer also kept its causal
+mask, as `attn.bias`. The optimizer has two groups: matrices and tables, which decay, then the rest,
+each in the network's order.
 
 A checkpoint is written before step `iter_num` (counted from 0), after its learning rate was set.
 """
@@ -53,8 +54,8 @@ def open_nanogpt(folder: Path, trust: bool = False, heads: int | None = None, op
     tree = pickles.load_pickle(path, trust=trust)
     if not isinstance(tree, dict) or not all(isinstance(tree.get(key), dict) for key in ("model", "model_args")):
         raise bad_data(f"{path}: not nanoGPT's, it has no `model` and `model_args`")
-    weights, args = read_weights(path, tree["model"], tree["model_args"]), tree["model_args"]
-    settings = gpt.measure_gpt(folder, weights)
+    weights, args = read_weights(path, tree["model"]), tree["model_args"]
+    settings = gpt.measure_gpt(folder, weights, biased=bool(args.get("bias", True)))
     check_arguments(path, args, settings | {"vocab_size": weights[TABLES[0]].shape[0]})
 
     def arrange(name: str, tensor: torch.Tensor) -> list[TensorView]:
@@ -90,15 +91,10 @@ def our_name(theirs: str) -> str | None:
     return OUTSIDE.get(theirs)
 
 
-def read_weights(path: Path, model: dict[str, torch.Tensor], args: dict[str, Any]) -> dict[str, torch.Tensor]:
+def read_weights(path: Path, model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the parameters under our names."""
     import torch
 
-    if not args.get("bias", True):
-        raise bad_data(
-            f"{path} was trained with bias=False, and LayerNorm without biases is not computed here; "
-            "only checkpoints with bias=True can be loaded"
-        )
     tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in model.items()}
     masks = [name for name in tensors if re.fullmatch(r"transformer\.h\.\d+\.attn\.bias", name)]
     weights = gpt.rename_tensors(path, {n: t for n, t in tensors.items() if n not in masks}, our_name)
@@ -188,7 +184,7 @@ def parameter_order(
     layers = len({name.split(".")[1] for name in weights if name.startswith("h.")})
     modules = [*(f"h.{n}.{part}" for n in range(layers) for part in LAYER.values()), "ln_f"]
     names = [*TABLES, *(f"{module}.{kind}" for module in modules for kind in KINDS)]
-    order = sorted(((name, weights[name]) for name in names), key=lambda item: item[1].ndim < 2)
+    order = sorted(((name, weights[name]) for name in names if name in weights), key=lambda item: item[1].ndim < 2)
     decayed = sum(tensor.ndim > 1 for _, tensor in order)
     sizes = [len(group["params"]) for group in torch_state(path, tree)["param_groups"]]
     if sizes != [decayed, len(order) - decayed]:

@@ -46,6 +46,7 @@ def _decode_linear(
     GATED: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    CENTERS: tl.constexpr,
 ):
     """Compute out [columns] = f(norm(x) W^T + bias) + residual, by the ordinary units.
 
@@ -66,7 +67,7 @@ def _decode_linear(
     y = tl.load(x + k, mask=known, other=0.0)
     if norm_weight is not None:
         f = y.to(tl.float32)
-        if norm_bias is not None:
+        if CENTERS:
             f = tl.where(known, f - tl.sum(f, 1)[:, None] / inner, 0.0)
         f = f / tl.sqrt(tl.sum(f * f, 1)[:, None] / inner + eps) * scale
         if norm_bias is not None:
@@ -329,9 +330,9 @@ def linear_of_row(
     tile = tile or tile_of(n, k, devices.processors(x.device))
     out = x.new_empty(1, n) if residual is None else torch.empty_like(residual)
     with torch.accelerator.device_index(x.device.index):
-        norm_weight, norm_bias, eps, plus = layer.norm or (None, None, 0.0, 0.0)
+        norm_weight, norm_bias, eps, plus, centers = layer.norm or (None, None, 0.0, 0.0, False)
         tensors = x, layer.weight, layer.bias, norm_weight, norm_bias, residual, out
-        constants = GATES.get(layer.kind, layer.kind), gated, tile.columns, max(16, power_of_2(k))
+        constants = GATES.get(layer.kind, layer.kind), gated, tile.columns, max(16, power_of_2(k)), centers
         _decode_linear[(cdiv(n, tile.columns),)](*tensors, n, k, eps, plus, *constants, num_warps=tile.warps)
     return out
 

@@ -69,7 +69,7 @@ def _norm_forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Set x, y, means and rstds; residual, bias, rows, shift (RMSNorm) and x may be None.
+    """Set x, y, means and rstds; residual, bias, rows, shift, means (RMSNorm) and x may be None.
 
     Bytes moved for each element: 2 R + 2 E; without a residual 3 E, without an x 2 E. With an
     fp8_scale y is fp8, one byte an element instead of E, of numbers rounded to the weight's format,
@@ -93,7 +93,7 @@ def _norm_forward(
         stored = z.to(x.dtype.element_ty)
         tl.store(x + at, stored, mask=mask)
         z = stored.to(tl.float32)
-    if shift is not None:
+    if means is not None:
         mean = tl.sum(z, 1) / WIDTH
         tl.store(means + row, mean, mask=is_row)
         z = tl.where(inside, z - mean[:, None], 0.0)
@@ -199,7 +199,7 @@ def forward(
     x = torch.empty_like(pending if operands.residual is None else operands.residual) if operands.adds else None
     y = into.out if into is not None else torch.empty_like(pending, dtype=norm.weight.dtype)
     rstds = torch.empty(count, dtype=torch.float32, device=pending.device)
-    means = None if norm.bias is None else torch.empty_like(rstds)
+    means = torch.empty_like(rstds) if norm.centers else None
     rows, block = norm_tile(width)
     warps = 4 if block <= 2048 else 8 if block <= 4096 else 16
     with torch.accelerator.device_index(pending.device.index):

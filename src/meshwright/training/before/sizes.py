@@ -68,7 +68,7 @@ def parameters_of_ranks(config: TrainConfig, padded: int, positions: int) -> lis
     """Return the number of parameters per pipeline rank, including embedding or head."""
     m, p = config.model, config.parallel
     assert m.num_layers and m.hidden_size
-    norm = m.hidden_size * (2 if m.normalization == "LayerNorm" else 1)
+    norm = m.hidden_size * (1 + m.norm_bias)
     layer = (counts.parameters(m, 0, 0) - norm * (1 + m.embed_layernorm)) // m.num_layers
     biased = {"attn.qkv": m.qkv_bias, "mlp.fc": m.add_bias_linear}  # tensor ranks share no other bias
     cut = sum(outputs * (inputs + biased.get(n, False)) for n, (outputs, inputs) in counts.layer_matrices(m).items())

@@ -272,6 +272,7 @@ def read_gpt2(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
         "group_query_attention": False,
         "position_embedding_type": "learned_absolute",
         "normalization": "LayerNorm",
+        "layernorm_bias": True,
         "add_bias_linear": True,
         "add_qkv_bias": False,
     }, pieces
