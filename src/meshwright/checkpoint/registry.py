@@ -37,6 +37,8 @@ class Format:
     tracked: str = ""
     # Steps have numbers and belong to a run. False: the folder is one model by itself.
     is_numbered: bool = True
+    # Its files have names that others use too: beside steps of any program they mean nothing.
+    yields: bool = False
     # The vocabulary's size that it states may include rows of padding.
     counts_padding: bool = False
     # Names in a step that was never finished, if its name is one of ours.
@@ -111,6 +113,13 @@ _FORMATS = (
         folder=r"iter\d+_snapshot",
         steps=r"iter\d+_snapshot",
     ),
-    Format(NANOGPT, reader="nanogpt:open_nanogpt", files=(r"ckpt\.pt",), is_numbered=False, counts_padding=True),
+    Format(
+        NANOGPT,
+        reader="nanogpt:open_nanogpt",
+        files=(r"ckpt\.pt",),
+        is_numbered=False,
+        yields=True,
+        counts_padding=True,
+    ),
 )
 FORMATS = {record.name: record for record in _FORMATS}

@@ -70,7 +70,9 @@ def find_step(path: str | Path, below: int | None = None) -> tuple[StepLocation 
     root, step = split_path(path)
     kind = kind_of_folder(path)
     # A run may continue in the folder of another program's step, whose file still means that step.
-    is_step = step is not None or (kind is not None and (given.is_file() or not list_steps(path)))
+    yields = kind in FORMATS and FORMATS[kind].yields
+    beside = list_checkpoints(path) if yields else list_steps(path)
+    is_step = step is not None or (kind is not None and (given.is_file() or not beside))
     if below is None and is_step:
         if kind is not None and kind != NATIVE and not FORMATS[kind].is_numbered:
             if given != path and not any(re.fullmatch(pattern, given.name) for pattern in FORMATS[kind].files):

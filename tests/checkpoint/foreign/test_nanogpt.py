@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from helpers import error_of, open_step, read_rows
 from meshwright.__main__ import main
-from meshwright.checkpoint import loading
+from meshwright.checkpoint import loading, steps
+from meshwright.checkpoint.registry import DEEPSPEED
 from meshwright.data.files.writer import Writer
 
 pytestmark = pytest.mark.whole
@@ -251,6 +252,15 @@ def test_a_run_in_its_folder(trained, tmp_path, text, capsys):
     assert main([*run, str(folder / "ckpt.pt")]) == 73
     shutil.copy(folder / "ckpt.pt", folder / "ckpt_3.pt")
     assert "is not the nanoGPT model in" in error_of(lambda: loading.open_checkpoint(folder / "ckpt_3.pt"))
+
+
+def test_beside_another_programs_steps_it_means_nothing(trained, tmp_path):
+    folder = save_checkpoint(tmp_path / "run", trained)
+    (folder / "global_step4").mkdir()
+    (folder / "global_step4" / "mp_rank_00_model_states.pt").touch()
+    (folder / "latest").write_text("global_step4")
+    assert steps.find_step(folder)[0] == (DEEPSPEED, folder / "global_step4", 4, folder)
+    assert steps.find_step(folder / "ckpt.pt")[0].kind == "nanoGPT"
 
 
 def test_weights_alone_and_causal_masks(trained, tmp_path):
