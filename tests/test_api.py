@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +18,8 @@ import torch
 import meshwright
 import meshwright.training.run
 from helpers import TINY_FLAGS
+from meshwright.__main__ import main
+from meshwright.training.log.screen import NotebookScreen
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 FLAGS = [f for f in TINY_FLAGS if not f.startswith("--vocab-size")] + ["--tokenizer-type=ByteTokenizer"]
@@ -36,10 +40,38 @@ def test_importing_is_cheap():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_loading_leaves_stdout_to_the_caller(run, capsys):
+def test_loading_prints_warnings_only(run, tmp_path, capsys):
     meshwright.load(run.folder)
-    shown = capsys.readouterr()
-    assert not shown.out and "checkpoint version 3.0" in shown.err
+    assert capsys.readouterr() == ("", "")
+    shutil.copytree(run.folder, tmp_path / "run")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("six")
+    assert meshwright.load(tmp_path / "run").step == 6
+    out, err = capsys.readouterr()
+    assert not out and re.fullmatch("WARNING: .*\n", err), err
+
+
+def test_a_notebook_shows_twelve_lines(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)  # as IPython's kernel does
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)  # rich then displays what it forms
+    many = ["--train-iters=40", "--eval-interval=10", f"--save={tmp_path}", "--save-interval=10", "--keep-last=1"]
+    assert not NotebookScreen().console.is_jupyter
+    meshwright.train([*FLAGS, *many])
+    out, err = capsys.readouterr()
+    lines = out.splitlines()
+    assert len(lines) <= 12 and not err, out + err
+    assert lines[0].startswith(f"Meshwright {meshwright.__version__}: ") and "40 steps" in lines[0]
+    steps = [int(line.split()[0]) for line in lines[2:-3]]
+    assert steps == [7, 14, 21, 28, 35, 40]
+    assert [line.split()[0] for line in lines[-3:]] == ["done", "loss", "folder"] and "in validation" in lines[-2]
+    assert "iteration       39/" in (tmp_path / "log.txt").read_text()
+
+
+def test_quiet(tmp_path, capsys):
+    assert meshwright.train(FLAGS, train_iters=2, save=str(tmp_path), sample_prompts=["a"], quiet=True).status == 0
+    assert capsys.readouterr() == ("", "")
+    assert "iteration        2/" in (tmp_path / "log.txt").read_text()
+    meshwright.train(FLAGS, train_iters=1)
+    assert "iteration        1/" in capsys.readouterr().out
 
 
 def test_every_name_resolves():
@@ -127,12 +159,29 @@ def test_load(run):
         ({"max_new_tokens": 0}, "max_new_tokens 0"),
         ({"prompt": "x" * 16}, "16 tokens; the model reads 16"),
         ({"prompt": [999]}, "token id 999"),
+        ({"prompt": ["a", "x" * 16]}, "prompt 1 has 16 tokens; the model reads 16, shorten it"),
+        ({"prompt": ["a", 1]}, "['a', 1] is neither a text nor a list of token ids"),
+        ({"prompt": 5}, "5 is neither a text nor a list of token ids"),
     ],
 )
 def test_generate_refuses_what_makes_no_sense(run, options, message):
     m = meshwright.load(run.folder)
     with pytest.raises(meshwright.UserError, match=re.escape(message)):
         m.generate(options.pop("prompt", "a"), **options)
+
+
+def test_generate_takes_a_list(run, tmp_path):
+    m = meshwright.load(run.folder)
+    options = {"max_new_tokens": 4, "seed": 3}
+    texts = m.generate(["ab", "c", "ab", ""], **options)
+    assert len(texts) == 4 and texts[0] == m.generate("ab", **options) != texts[2]
+    assert texts == m.generate(["ab", "c", "ab", ""], batch_size=1, **options)
+    assert texts == m.generate([list(b"ab"), [99], list(b"ab"), []], **options)
+    assert meshwright.generate(run.folder, ["ab", "c"], **options) == texts[:2] and m.generate([]) == []
+    (tmp_path / "prompts.txt").write_text("ab\nc\nab\n")
+    argv = f"generate {run.folder} --prompts {tmp_path}/prompts.txt --output {tmp_path}/o.jsonl --max-new-tokens 4"
+    assert main([*argv.split(), "--seed=3", "--device=cpu"]) == 0
+    assert [json.loads(line)["text"] for line in (tmp_path / "o.jsonl").read_text().splitlines()] == texts[:3]
 
 
 def test_evaluate(run):

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import shlex
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 from meshwright import console
 from meshwright import device as devices
@@ -63,6 +63,7 @@ def train(
     loss: Loss | None = None,
     datasets: Datasets | None = None,
     handle_signals: bool = False,
+    quiet: bool = False,
     **settings: Any,
 ) -> TrainResult:
     """Train in this process, as `meshwright train` does.
@@ -71,31 +72,39 @@ def train(
     `train(preset="gpt2-117m", data_path=["corpus_text_document"], train_iters=100, save="run")`.
     `model`, `loss` and `datasets` replace the package's own: see docs/extending.md. Under a
     launcher such as torchrun every rank calls this function. With `handle_signals` (main thread
-    only), Ctrl-C and SIGTERM finish the step and save.
+    only), Ctrl-C and SIGTERM finish the step and save. With `quiet` nothing is printed.
     """
     from meshwright.commands.verify_layout import rehearse
     from meshwright.launch.launcher import launch_flags_of
-    from meshwright.training.before.resolve import complete_settings
     from meshwright.training.run import Caller, run
 
-    idle = {}
+    if handle_signals and threading.current_thread() is not threading.main_thread():
+        raise UserError("handle_signals=True works in the main thread only; leave it out in this one")
+    with console.quiet(quiet):
+        config, idle = _complete(config, settings, has_data=datasets is not None)
+        if launch_flags_of(config.parallel) is not None:
+            raise UserError("train() runs in this process; start several ranks with `meshwright launch` or torchrun")
+        status = run(config, Caller(model, loss, datasets, handle_signals, rehearse), idle=idle)
+    folder = config.checkpoint.run_dir or config.checkpoint.save
+    return TrainResult(status, Path(folder) if folder else None, config)
+
+
+def _complete(
+    config: TrainConfig | Sequence[str] | str, settings: dict[str, Any], has_data: bool
+) -> tuple[TrainConfig, Mapping[str, Any]]:
+    """Return the settings of a training, and those that were given and have no effect."""
+    from meshwright.training.before.resolve import complete_settings
+
     if isinstance(config, TrainConfig):
         if settings:
             raise UserError(f"settings {', '.join(settings)} were given beside a TrainConfig; put them into it")
-    else:
-        words = shlex.split(config) if isinstance(config, str) else list(config)
-        if only_prints := {"-h", "--help", "--print-config", "--dry-run"}.intersection(words):
-            raise UserError(f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()")
-        parsed = flags.parse_settings(TrainConfig, words, "meshwright.train", values=settings, check=datasets is None)
-        flags.print_notices(parsed)
-        config, idle = complete_settings(parsed), parsed.idle
-    if launch_flags_of(config.parallel) is not None:
-        raise UserError("train() runs in this process; start several ranks with `meshwright launch` or torchrun")
-    if handle_signals and threading.current_thread() is not threading.main_thread():
-        raise UserError("handle_signals=True works in the main thread only; leave it out in this one")
-    status = run(config, Caller(model, loss, datasets, handle_signals, rehearse), idle=idle)
-    folder = config.checkpoint.run_dir or config.checkpoint.save
-    return TrainResult(status, Path(folder) if folder else None, config)
+        return config, {}
+    words = shlex.split(config) if isinstance(config, str) else list(config)
+    if only_prints := {"-h", "--help", "--print-config", "--dry-run"}.intersection(words):
+        raise UserError(f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()")
+    parsed = flags.parse_settings(TrainConfig, words, "meshwright.train", values=settings, check=not has_data)
+    flags.print_notices(parsed)
+    return complete_settings(parsed), parsed.idle
 
 
 def load(
@@ -124,14 +133,20 @@ def load(
     if wrong := checks.unusable(c):
         raise UserError(flags.listed(wrong))
     where = devices.open_device(c.parallel.device)
-    with console.lines_on_stderr():  # stdout is the caller's
+    with console.only_warnings():
         return engine.load_model(
             os.fspath(path), flags.given_settings(parsed), c.tokenizer, getattr(torch, dtype), where
         )
 
 
-def generate(model: LanguageModel | str | os.PathLike[str], prompt: str = "", **options: Any) -> str:
-    """Return the continuation of `prompt`; see LanguageModel.generate for the options."""
+@overload
+def generate(model: LanguageModel | str | os.PathLike[str], prompt: str = "", **options: Any) -> str: ...
+@overload
+def generate(model: LanguageModel | str | os.PathLike[str], prompt: list[str], **options: Any) -> list[str]: ...
+def generate(
+    model: LanguageModel | str | os.PathLike[str], prompt: str | list[str] = "", **options: Any
+) -> str | list[str]:
+    """Return the continuation of a prompt, or of each; options are LanguageModel.generate's."""
     m = load(model) if isinstance(model, str | os.PathLike) else model
     return m.generate(prompt, **options)
 

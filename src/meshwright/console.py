@@ -24,9 +24,22 @@ class Screen(Protocol):
         """Note what is being done, by a line of the log that is not shown."""
 
     def format_remark(self, line: str) -> str:
-        """Return a remark in the form of the screen."""
+        """Return a remark in the form of the screen, or "" if that does not show it."""
 
 
+class Warnings:
+    """A screen of remarks and of the log's warnings."""
+
+    def follow(self, line: str) -> None:
+        if line.startswith(WARNING):
+            show(line)
+
+    def format_remark(self, line: str) -> str:
+        return "" if line.startswith(WARNING) else line
+
+
+WARNING = "WARNING"
+_is_quiet = False
 _screen: Screen | None = None
 _log: LogFile | None = None
 
@@ -38,14 +51,34 @@ def set_stream(stream: Literal["stdout", "stderr"] | None, screen: Screen | None
 
 
 @contextlib.contextmanager
-def lines_on_stderr() -> Iterator[None]:
-    """Print the block's lines on stderr, if this process prints at all."""
-    global _stream
-    before, _stream = _stream, _stream and "stderr"
+def only_warnings() -> Iterator[None]:
+    """Print only warnings and remarks of the block, on stderr, if this process prints at all."""
+    before = _stream, _screen
+    set_stream(_stream and "stderr", Warnings())
     try:
         yield
     finally:
-        _stream = before
+        set_stream(*before)
+
+
+@contextlib.contextmanager
+def quiet(wanted: bool = True) -> Iterator[None]:
+    """Print nothing of the block; a log's file gets its lines all the same."""
+    global _is_quiet
+    before, _is_quiet = _is_quiet, wanted
+    try:
+        yield
+    finally:
+        _is_quiet = before
+
+
+def is_quiet() -> bool:
+    return _is_quiet
+
+
+def is_notebook() -> bool:
+    """Whether this Python is interactive and has no terminal."""
+    return hasattr(sys, "ps1") and not sys.stdout.isatty()
 
 
 @contextlib.contextmanager
@@ -78,13 +111,13 @@ def say(line: str = "", shown: str | None = None, is_figure: bool = False) -> No
 def remark(line: str, on_screen: str = "") -> None:
     """Add a line to the log that a person needs too; `on_screen` is its text on a short screen."""
     say(line)
-    if _stream is not None and _screen is not None:
-        show(_screen.format_remark(on_screen or line))
+    if _stream is not None and _screen is not None and (text := _screen.format_remark(on_screen or line)):
+        show(text)
 
 
 def show(line: str) -> None:
     """Print one line immediately. If the reader of stdout is gone, the run continues without it."""
-    if _stream is None:
+    if _stream is None or _is_quiet:
         return
     try:
         # One write: a thread that saves prints too.
@@ -101,7 +134,7 @@ def show(line: str) -> None:
 
 def notice(line: str) -> None:
     """Print a line for people, which no script reads, on stderr."""
-    if _stream is not None:
+    if _stream is not None and not _is_quiet:
         with contextlib.suppress(OSError):
             print(line, file=sys.stderr, flush=True)
 

@@ -170,7 +170,7 @@ def on_two_ranks(run, spec, out):
     parsed = flags.parse_settings(EvaluateConfig, words, "test", check=False)
     folders = step_folders([run], "all")
     scoring = Scoring(parsed.config.evaluate, folders, choose_measure(parsed.config, [], False, 8))
-    with console.lines_on_stderr():
+    with console.only_warnings():
         ranks.serve_ranks(parsed.config, flags.given_settings(parsed), scoring.work, torch.device("cpu"), team, folders)
     if team.is_lead:
         results.write_results(scoring.results, out)

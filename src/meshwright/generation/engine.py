@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from meshwright.settings.schema import Data, Model, Parallel, Sampling, Tokenize
 from meshwright.tokenizers import Tokenizer
 
 ONE_RANK = Layout()
+TextOrIds = str | Sequence[int] | Tensor
 
 
 class Filters(TypedDict, total=False):
@@ -43,6 +45,17 @@ class Filters(TypedDict, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
+
+
+class TextOptions(Filters, total=False):
+    """Options of `generate`."""
+
+    max_new_tokens: int
+    temperature: float
+    greedy: bool
+    seed: int
+    stop: str | Sequence[str]
+    batch_size: int
 
 
 @dataclass(frozen=True)
@@ -87,18 +100,21 @@ class LanguageModel:
         """What scores windows of text, in the model's layout."""
         return plain_scorer(self.model) if self.sharded is None else self.sharded.score
 
-    def encode(self, text: str | Sequence[int] | Tensor) -> list[int]:
+    def encode(self, text: TextOrIds) -> list[int]:
         """Return token ids; ids are checked against the vocabulary and returned as they are."""
         if isinstance(text, str):
             return list(self.tokenizer.encode(text))
-        ids = [int(i) for i in text]
+        try:
+            ids = [operator.index(i) for i in text]
+        except TypeError as error:
+            raise UserError(f"{str(text)[:60]} is neither a text nor a list of token ids ({error})") from None
         for i in ids:
             if not 0 <= i < self.model.vocab:
                 raise UserError(f"token id {i} is outside of the vocabulary, 0 ... {self.model.vocab - 1}")
         return ids
 
     @torch.inference_mode()
-    def logits(self, text: str | Sequence[int] | Tensor) -> Tensor:
+    def logits(self, text: TextOrIds) -> Tensor:
         """Return the logits [T, V] of the token that follows each of the T tokens of `text`.
 
         The sequence is used as given: no end-of-document token is put in front of it.
@@ -109,29 +125,42 @@ class LanguageModel:
         out = self.forward(torch.tensor([ids], device=self.device), Positions())
         return out[0, :, : self.model.vocab]
 
+    @overload
+    def generate(self, prompt: TextOrIds = "", **options: Unpack[TextOptions]) -> str: ...
+    @overload
+    def generate(self, prompt: list[str] | list[list[int]], **options: Unpack[TextOptions]) -> list[str]: ...
     def generate(
         self,
-        prompt: str = "",
+        prompt: TextOrIds | list[str] | list[list[int]] = "",
         *,
         max_new_tokens: int = 128,
         temperature: float = 1.0,
         greedy: bool = False,
         seed: int = 1234,
         stop: str | Sequence[str] = (),
+        batch_size: int = 8,
         **filters: Unpack[Filters],
-    ) -> str:
-        """Return the continuation of `prompt`, without the prompt.
+    ) -> str | list[str]:
+        """Return the continuation of a prompt, without the prompt; a list of them for a list.
 
         It ends before a `stop` string, at an end-of-document token, after `max_new_tokens`, or at
-        `seq_length` tokens. The same seed gives the same text. `top_k`, `top_p` and `min_p` of 0
-        are off, and `repetition_penalty` of 1.
+        `seq_length` tokens. The same seed gives the same text; prompts of a list draw different
+        numbers, and `batch_size` of them advance at once. `top_k`, `top_p` and `min_p` of 0 are
+        off, and `repetition_penalty` of 1.
         """
         if unknown := filters.keys() - Filters.__annotations__.keys():
             raise TypeError(f"generate() got unexpected arguments: {', '.join(sorted(unknown))}")
         options = Sampling(temperature, greedy, out_seq_length=max_new_tokens, **filters)
         ends = (stop,) if isinstance(stop, str) else tuple(stop)
-        (text,) = decoder.complete(self, [Request(self.encode(prompt), options, seed, stop=ends)], 1)
-        return text.text
+        is_list = isinstance(prompt, list | tuple) and all(isinstance(p, str | list | tuple) for p in prompt)
+        prompts: Any = prompt if is_list else [prompt]
+        requests = [Request(self.encode(p), options, seed, n, ends) for n, p in enumerate(prompts)]
+        for number, request in enumerate(requests):
+            if len(request.prompt) >= self.seq_length:
+                has = f"{'prompt ' + str(number) if is_list else 'the prompt'} has {len(request.prompt)} tokens"
+                raise UserError(f"{has}; the model reads {self.seq_length}, shorten it")
+        texts = [text.text for text in decoder.complete(self, requests, batch_size)]
+        return texts if is_list else texts[0]
 
     def decoder(self, slots: int, length: int) -> decoder.Decoder:
         """Return an idle decoder for texts of `length` tokens; the last one is kept."""

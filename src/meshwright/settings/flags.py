@@ -15,13 +15,13 @@ import math
 import os
 import re
 import reprlib
-import sys
 import tomllib
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from meshwright import console
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.settings import checks, help, presets
 from meshwright.settings.fields import (
@@ -564,4 +564,4 @@ def from_saved(cls: type[C], saved: Mapping[str, Any], where: str) -> dict[str, 
 
 def print_notices(parsed: Parsed[Any]) -> None:
     for notice in parsed.notices:
-        print(f"note: {notice}", file=sys.stderr)
+        console.notice(f"note: {notice}")

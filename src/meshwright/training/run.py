@@ -70,7 +70,7 @@ def run(
     user can fix.
     """
     world = find_world(os.environ, config.parallel.local_rank)
-    startup = Startup(prints=world.rank == 0)
+    startup = Startup(prints=world.rank == 0 and not console.is_notebook())
     require_world_size(world, config.parallel.world_size)
     with startup.phase("tokenizer", "reading the tokenizer"):
         resolved = resolve(config, world, command, idle, caller.datasets is not None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -185,7 +184,7 @@ def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
     if problems:
         raise UserError(flags.listed(problems))
     for note in notes if prints else ():
-        print(f"note: {note}", file=sys.stderr)
+        console.notice(f"note: {note}")
     return config
 
 

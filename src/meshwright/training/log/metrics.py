@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from meshwright import device as devices
-from meshwright.console import remark, say, show
+from meshwright.console import is_quiet, remark, say, show
 from meshwright.errors import BAD_DATA, NON_FINITE, SIGINT, UNEXPECTED, UserError
 from meshwright.evaluation.tasks import Task
 from meshwright.files import naming_file
@@ -81,7 +81,7 @@ class Metrics:
         if team.is_lead:
             settings = flags.to_dict(config)
             self.trackers = open_trackers(self.g, folder, settings, name, run.iteration + 1, run.consumed)
-            self.bar = _start_bar(run.steps) if self.g.progress and sys.stderr.isatty() else None
+            self.bar = _start_bar(run.steps) if self.g.progress and sys.stderr.isatty() and not is_quiet() else None
         self.since_line: list[dict[str, Any]] = []  # numbers of the steps since the last line
         self.seconds = 0.0  # that they took
         self.since_print = (0, 0, 0.0)  # steps, samples and seconds since the last line of --steps-per-print
@@ -183,7 +183,7 @@ class Metrics:
             show(self.form.head)
         say(interval.in_megatrons_form(), self.form.step(interval))
         if self.screen is not None:
-            show(self.screen.step(interval))
+            self._show(self.screen.step(interval))
         if memory is not None and not self.memory_is_printed:
             self.memory_is_printed, stats = True, devices.memory_stats(self.device)
             columns = {"allocated": "allocated_bytes.all.current", "max allocated": "allocated_bytes.all.peak"}
@@ -193,6 +193,11 @@ class Metrics:
         if self.timers.steps:
             self.timers.print_means(len(self.since_line))
         self.since_line, self.seconds = [], 0.0
+
+    def _show(self, text: str) -> None:
+        """Show what a screen has formed, perhaps nothing."""
+        if text:
+            show(text)
 
     def roll_back(self, to: int, iteration: int, **values: Any) -> None:
         """Record that the steps after `to`, up to `iteration`, were undone."""
@@ -204,7 +209,7 @@ class Metrics:
         """Record one validation and print Megatron's framed line."""
         say(check.in_megatrons_form())
         if self.screen is not None:
-            show(self.screen.validation(check))
+            self._show(self.screen.validation(check))
         end = {"end": True} if check.is_at_end else {}
         row = {"name": check.name, "loss": check.loss, "ppl": check.ppl}
         row |= {"set": check.dataset} if check.dataset else {}
@@ -221,7 +226,7 @@ class Metrics:
         """Record the measures of one of --eval-tasks, and print Megatron's framed line."""
         say(f"scores at iteration {iteration} ({task.variant}):\n{task.line(values)}")
         if self.screen is not None:
-            show(self.screen.score(iteration, task.name, task.headline, values))
+            self._show(self.screen.score(iteration, task.name, task.headline, values))
         scores = task.scores(values)
         facts: dict[str, Any] = {"task": task.name, "variant": task.variant, "file": task.file, "sha256": task.sha256}
         facts |= {"seconds": round(seconds, 3), "values": values}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright import tokenizers
+from meshwright import console, tokenizers
 from meshwright.settings import data_paths
 from meshwright.settings.schema import Logging, TrainConfig
 from meshwright.training.before.sizes import describe_layout, describe_memory
@@ -70,7 +70,9 @@ COLUMNS = (
 
 def open_screen(logging: Logging) -> LineScreen | None:
     """Return the short screen, or None if the log itself is shown: --log-format."""
-    is_terminal = sys.stdout.isatty()
+    if logging.log_format == "auto" and console.is_notebook():
+        return NotebookScreen()
+    is_terminal = sys.stdout.isatty() and not console.is_quiet()
     is_short = logging.log_format == "short" or (logging.log_format == "auto" and is_terminal)
     return LineScreen(is_terminal and sys.stderr.isatty() and logging.progress) if is_short else None
 
@@ -82,7 +84,10 @@ class LineScreen:
         from rich.console import Console
 
         has_colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        self.console = Console(color_system="auto" if has_colours else None, highlight=False, emoji=False)
+        # In a notebook rich would display every captured text, empty, beside what is printed.
+        self.console = Console(
+            color_system="auto" if has_colours else None, highlight=False, emoji=False, force_jupyter=False
+        )
         self.began = time.perf_counter()
         self.columns: tuple[ScreenColumn, ...] = COLUMNS
         self.interval: Interval | None = None  # the last one
@@ -255,6 +260,54 @@ class LineScreen:
             lowest_was = f"; {best:.4f} on other batches" if is_again else f"; the lowest was {best:.4f} at step {at:,}"
             out.append((title, f"{final.loss:.4f}, perplexity {final.ppl:,.2f}{lowest_was * (best < final.loss)}"))
         return out
+
+
+class NotebookScreen(LineScreen):
+    """Forms twelve lines at most, beside remarks: some of the steps, and how the run ended."""
+
+    STEPS = 6  # that it shows
+
+    def __init__(self) -> None:
+        super().__init__(has_status=False)
+        self.next = self.stride = 0  # the next step to show, and how many lie between
+
+    def format_remark(self, line: str) -> str:
+        return "" if line.startswith(("saved step", " > removed step")) else super().format_remark(line)
+
+    def begin(self, run: Beginning) -> str:
+        from rich.text import Text
+
+        super().begin(run)
+        self.stride = math.ceil((run.sizes.steps - run.sizes.iteration) / self.STEPS)
+        self.next = run.sizes.iteration + self.stride
+        values = dict(facts(run))
+        model, *_ = values["model"].partition(":")
+        title = Text(f"Meshwright {our_version()}: {model}, {values['run']}, on {run.device}")
+        title.truncate(self.width, overflow="ellipsis")
+        return self.form(title)
+
+    def step(self, x: Interval) -> str:
+        if x.iteration < min(self.next, x.run.steps):
+            return ""
+        self.next = x.iteration + self.stride
+        return super().step(x)
+
+    def validation(self, check: Check) -> str:
+        super().validation(check)
+        return ""
+
+    def score(self, iteration: int, task: str, headline: str, values: dict[str, float]) -> str:
+        return ""
+
+    def outcome(self, reason: str, is_done: bool, iteration: int, training: tuple[float, int]) -> str:
+        assert self.run is not None
+        rows = [("done" if is_done else "stopped", self.describe_end(reason, is_done, iteration))]
+        losses = [f"{training[0]:.4f} in training"] * bool(training[1])
+        losses += [f"{checks[-1].loss:.4f} in {title}" for title, checks in self.checks.items()]
+        rows += [("loss", ", ".join(losses))] * bool(losses)
+        folder = self.run.folder
+        rows.append(("folder", f"{folder} (log.txt, report.html)" if folder else "none: save=DIR keeps the model"))
+        return self.form(self.grid(rows))
 
 
 def facts(run: Beginning) -> list[tuple[str, str]]:
