@@ -130,5 +130,6 @@ def test_a_harness_without_results_measures_nothing_else(trained, monkeypatch, c
     empty.score_harness = lambda m, folder, names, *more: iter(())
     monkeypatch.setitem(sys.modules, "meshwright.evaluation.harness", empty)
     monkeypatch.setattr(meshwright.evaluation, "harness", empty, raising=False)
-    assert main(["evaluate", str(trained), "--device=cpu", "--json", "--harness=any"]) == 0
-    assert capsys.readouterr().out == ""
+    assert main(["evaluate", str(trained), "--device=cpu", "--json", "--harness=any"]) == 65
+    out, err = capsys.readouterr()
+    assert out == "" and "nothing was measured; name other tasks" in err

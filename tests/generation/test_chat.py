@@ -151,6 +151,9 @@ def test_flags_and_dry_run(program, tmp_path):
     assert status == 2 and "--top-p 2.0 must be from 0 to 1" in err and "start 2 (meshwright launch" in err
     status, out, err = program("chat", "--dry-run", f"--chat-template={tmp_path}")
     assert status == 65 and "holds neither chat_template.jinja nor" in err
+    (tmp_path / "bad.jinja").write_text("{% if %}")
+    status, out, err = program("chat", "--dry-run", f"--chat-template={tmp_path}/bad.jinja")
+    assert status == 65 and "bad.jinja is no chat template: Expected an expression" in err
     assert "the flags fit step 150" in program("chat", "--dry-run")[1]
 
 

@@ -205,7 +205,10 @@ class Scoring:
     def work(self, m: LanguageModel) -> None:
         """Score the next folder's model, and print the results unless a table of all follows."""
         run = str(steps.split_path(next(self.waiting))[0])
-        for result in [*self.measure(m, run)]:
+        results = [*self.measure(m, run)]
+        if not results:
+            raise bad_data(f"{run}: nothing was measured; name other tasks")
+        for result in results:
             self.results.append(result)
             if self.flags.json:
                 print(json.dumps(result.record))

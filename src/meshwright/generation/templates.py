@@ -30,12 +30,19 @@ class ChatTemplate:
     text: str
     tokens: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...
 
+    def __post_init__(self) -> None:
+        try:
+            _compile(self.text)
+        except Exception as error:  # a program of anyone's raises anything
+            cure = "give another file to --chat-template, or plain"
+            raise bad_data(f"{self.path} is no chat template: {error}; {cure}") from None
+
     def render(self, messages: Messages, begin_answer: bool = True) -> str:
         """Return the dialogue as text; `begin_answer` adds what precedes an assistant's answer."""
         plain = json.loads(json.dumps(list(messages)))  # nothing with methods of its own
         try:
             return str(_compile(self.text).render(messages=plain, add_generation_prompt=begin_answer, **self.tokens))
-        except Exception as error:  # a program of anyone's raises anything
+        except Exception as error:
             raise bad_data(f"{self.path}: the chat template cannot write these turns: {error}") from None
 
     def encode(self, tokenizer: Tokenizer, messages: Messages, begin_answer: bool = True) -> list[int]:
