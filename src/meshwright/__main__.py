@@ -7,7 +7,10 @@ import errno
 import importlib
 import io
 import os
+import pkgutil
+import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.errors import DONE, IO, SIGINT, UNAVAILABLE, USAGE, UserError
@@ -62,8 +65,11 @@ ADVICE |= dict.fromkeys((errno.EACCES, errno.EPERM), "; choose another folder, o
 PACKAGES = set("torch numpy safetensors tokenizers tiktoken orjson rich yaml matplotlib jinja2".split())
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one command and return the exit status."""
+def main(argv: list[str] | None = None, spellings: Mapping[str, str] | None = None) -> int:
+    """Run one command and return the exit status.
+
+    `spellings` are names of another program for flags of ours, which errors use.
+    """
     die_with_launcher()
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed by the parent process
@@ -79,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         return status
     except UserError as e:
         if str(e):  # empty if another rank prints it
-            _print_error(f"meshwright {name}: error: {e}")
+            _print_error(f"meshwright {name}: error: {_as_typed(str(e), argv, spellings or {})}")
         return e.status
     except KeyboardInterrupt:
         _print_error("interrupted")
@@ -121,9 +127,11 @@ def _run(name: str, argv: list[str]) -> int:
         print(version(with_torch=name == "-V"))
         return DONE
     if name not in COMMANDS:
-        from meshwright.settings.hints import did_you_mean
+        from meshwright.settings.hints import did_you_mean, our_word
 
-        hint = did_you_mean(name, COMMANDS, 0.7) or "; `meshwright help` lists the commands"
+        ours = our_word("commands", name, COMMANDS)
+        near = f"; here it is `meshwright {ours}`" if ours else did_you_mean(name, COMMANDS, 0.7)
+        hint = near or "; `meshwright help` lists the commands"
         print(f"meshwright: no command {name!r}{hint}", file=sys.stderr)
         return USAGE
     with contextlib.suppress(ImportError, ValueError, OSError):  # a blend of hundreds of files has thousands of maps
@@ -144,6 +152,18 @@ def _help_of_flag(topic: str) -> None:
         except SystemExit:
             print(f"\n{topic} is no command; this is `meshwright help train {topic}`")
             raise
+
+
+def _as_typed(message: str, argv: list[str], spellings: Mapping[str, str]) -> str:
+    """Return an error with flags spelt as the user spelt them."""
+    from meshwright.settings.fields import typed_spellings
+    from meshwright.settings.pages import PAGES
+
+    command = next((name for name in (" ".join(argv[:2]), argv[0]) if name in PAGES), None)
+    typed = typed_spellings(pkgutil.resolve_name(PAGES[command].config), argv) if command else {}
+    for ours, theirs in (typed | dict(spellings)).items():
+        message = re.sub(rf"(?<![\w-]){re.escape(ours)}(?![\w-])", theirs.replace("\\", r"\\"), message)
+    return message
 
 
 def _print_error(line: str) -> None:

@@ -10,9 +10,12 @@ import contextlib
 import datetime
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, Protocol
+
+from meshwright.errors import UserError
 
 _stream: Literal["stdout", "stderr"] | None = "stdout"
 
@@ -92,7 +95,43 @@ def silence() -> Iterator[None]:
         _stream = before
 
 
-def say(line: str = "", shown: str | None = None, is_figure: bool = False) -> None:
+# Lines that wait for the end of `held_back`, and whether a person needs them even after a mistake.
+_held: list[tuple[str, bool]] | None = None
+_printing = threading.RLock()
+PATIENCE = 10.0  # seconds
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Print the block's log at its end, or after PATIENCE, but after a mistake its remarks alone.
+
+    So a mistake that is found late in a set-up does not follow hundreds of lines of settings.
+    """
+    global _held
+    _held = []
+    timer = threading.Timer(PATIENCE, _release)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except UserError:
+        _release(remarks_only=True)
+        raise
+    finally:
+        timer.cancel()
+        _release()
+
+
+def _release(remarks_only: bool = False) -> None:
+    global _held
+    with _printing:
+        lines, _held = _held or [], None
+        for line, is_remark in lines:
+            if is_remark or not remarks_only:
+                show(line)
+
+
+def say(line: str = "", shown: str | None = None, is_figure: bool = False, is_remark: bool = False) -> None:
     """Add one line to the log: print it immediately, unless there is a short screen.
 
     `shown` is printed in its place, and the log's file has the line itself. A line that `is_figure`
@@ -102,15 +141,21 @@ def say(line: str = "", shown: str | None = None, is_figure: bool = False) -> No
         return
     if _log is not None:
         _log.add(line)
-    if _screen is None:
-        show(line if shown is None else shown)
-    elif not is_figure:
-        _screen.follow(line)
+    if _screen is not None:
+        if not is_figure:
+            _screen.follow(line)
+        return
+    with _printing:
+        text = line if shown is None else shown
+        if _held is None:
+            show(text)
+        else:
+            _held.append((text, is_remark))
 
 
 def remark(line: str, on_screen: str = "") -> None:
     """Add a line to the log that a person needs too; `on_screen` is its text on a short screen."""
-    say(line)
+    say(line, is_remark=True)
     if _stream is not None and _screen is not None and (text := _screen.format_remark(on_screen or line)):
         show(text)
 

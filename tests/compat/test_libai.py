@@ -278,6 +278,8 @@ def test_bad_input_ends_in_a_sentence(clone: Path, tool: Any, capsys: pytest.Cap
     (clone / "configs/few.py").write_text("train = dict()")
     with pytest.raises(UserError, match="few.py has no dataloader and no model and no optim and no tokenization"):
         tool.train(["--config-file", "configs/few.py"])
+    assert tool.train(["--config-file", CONFIG, "train.train_micro_batch_size=-3", "--dry-run"]) == 2
+    assert "train.train_micro_batch_size -3 must be above 0" in capsys.readouterr().err
 
 
 def test_train_sh(clone: Path) -> None:

@@ -4,8 +4,10 @@ import time
 
 import pytest
 
-from helpers import read_rows
+from helpers import read_rows, write_counting
+from meshwright import console
 from meshwright.console import say
+from meshwright.errors import UserError
 from meshwright.training.log import timers
 from meshwright.training.log.timers import Startup
 
@@ -45,3 +47,39 @@ def test_the_wait_for_the_first_step_ends_with_it(run, monkeypatch):
     out = run("--train-iters", 2, "--eval-iters", 0).out
     assert out.count("taking the first step, for which kernels are loaded or compiled ...") == 1
     assert out.index("taking the first step") < out.index("iteration        1/")
+
+
+MISTAKES = {
+    "of the checkpoint": ["--load", "SAVE", "--lr", "1"],
+    "of the data": ["--no-mock-data", "--data-path", "SAVE/data", "--split", "0,1,0"],
+    "of an export beside the run": ["--sample-interval", "1", "--sample-prompts", "a"],
+    "of a task": ["--eval-tasks", "lambada=none.jsonl"],
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_comes_before_the_arguments(run, tmp_path, words):
+    """Found in the set-up, it is all that is printed but for remarks."""
+    if "--load" in words:
+        run("--save", tmp_path)
+    write_counting(tmp_path / "data", [60])
+    got = run(*(word.replace("SAVE", str(tmp_path)) for word in words))
+    assert got.status in (2, 65) and got.err.startswith("meshwright train: error: ")
+    assert "arguments" not in got.out and "..." not in got.out
+
+
+def test_lines_that_are_held_back_are_printed_in_time_or_after_a_defect(capsys, monkeypatch):
+    with pytest.raises(UserError), console.held_back():
+        console.say("settings")
+        console.remark("step 6 is damaged")
+        raise UserError("no step is left")
+    assert capsys.readouterr().out == "step 6 is damaged\n"
+    with pytest.raises(ZeroDivisionError), console.held_back():
+        console.say("settings")
+        raise ZeroDivisionError
+    assert capsys.readouterr().out == "settings\n"
+    monkeypatch.setattr(console, "PATIENCE", 0.01)
+    with console.held_back():
+        console.say("settings")
+        time.sleep(0.1)
+        assert capsys.readouterr().out == "settings\n"

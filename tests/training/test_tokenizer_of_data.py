@@ -76,7 +76,7 @@ def test_training_finds_the_tokenizer_beside_the_data(train, made, tmp_path):
         assert "> building GPT2BPETokenizer tokenizer ..." in out and "(size: 266)" in out
         assert "tokenizer: GPT2BPETokenizer with 266 ids, found in " in err and "_text_document.tokenizer" in err
         assert tokenizers.is_same(tokenizers.build_tokenizer(Flags(tokenizer="one")), tmp_path / str(n) / "tokenizer")
-    status, _, err = train("--data-path", "a_text_document", "--load", tmp_path / "0")
+    status, _, err = train("--data-path", "a_text_document", "--load", tmp_path / "0", "--finetune")
     assert status == 0 and f"found in {tmp_path / '0' / 'tokenizer'}" in err  # the run's own comes first
     status, out, _ = train("--data-path", "bytes_text_document", "--dry-run")
     assert status == 0 and "tokenizer: ByteTokenizer, 257 ids" in out

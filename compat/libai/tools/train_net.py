@@ -13,7 +13,7 @@ sys.path.insert(0, str(HERE.parents[2] / "src"))  # runs from a clone too, witho
 sys.path.insert(1, str(HERE))
 
 import yaml  # noqa: E402
-from config_flags import TABLES, override, to_flags  # noqa: E402
+from config_flags import FLAGS, TABLES, flattened, override, to_flags  # noqa: E402
 
 from meshwright.__main__ import main  # noqa: E402
 from meshwright.errors import UserError  # noqa: E402
@@ -57,7 +57,8 @@ def train(argv: list[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / "config.yaml") as file:  # json: a name's reference is a text there
             file.write(yaml.safe_dump(json.loads(json.dumps(config)), default_flow_style=None).encode())
-    return main(["train", *flags, *["--skip-train"] * given.eval_only, *more])
+    keys = {FLAGS[key]: key for key, value in flattened(config) if key in FLAGS and value is not None}
+    return main(["train", *flags, *["--skip-train"] * given.eval_only, *more], spellings=keys)
 
 
 if __name__ == "__main__":

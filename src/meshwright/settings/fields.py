@@ -7,7 +7,7 @@ import functools
 import pkgutil
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING as MISSING
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
@@ -190,3 +190,17 @@ def switches(f: dataclasses.Field[Any]) -> tuple[list[str], list[str]]:
     if not f.name.startswith("no_"):
         off.insert(0, "--no-" + on[0][2:])
     return on, off
+
+
+def typed_spellings(cls: type, argv: Collection[str]) -> dict[str, str]:
+    """Return our spelling -> the typed one, of flags typed by another name or with underscores."""
+    typed, out = [word.partition("=")[0] for word in argv if word.startswith("--")], {}
+    for _, f, kind in config_fields(cls).values():
+        ours = spelling(f.name)
+        names = switches(f)[0] if inner_type(kind) is bool else [ours, *f.metadata["aliases"]]
+        plain = {name.replace("_", "-") for name in names}
+        # If it is typed twice, the last one counts.
+        given = next((word for word in reversed(typed) if word.replace("_", "-") in plain), ours)
+        if given != ours:
+            out[ours] = given
+    return out

@@ -39,7 +39,7 @@ from meshwright.settings.fields import (
     switches,
     word_of,
 )
-from meshwright.settings.hints import did_you_mean, find_address, refuse_address
+from meshwright.settings.hints import did_you_mean, find_address, our_word, refuse_address
 from meshwright.settings.other_programs import deepspeed_json
 from meshwright.settings.other_programs.lazy_config import read_lazy_config
 from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
@@ -54,8 +54,7 @@ REPLACES = {
     for unit in units.split()
 }
 
-# Words of other programs for flags and values of ours, too different for a suggestion by spelling.
-OTHER_WORDS = dict.fromkeys(("--max-tokens", "--max-length", "--num-tokens", "--length"), "--max-new-tokens")
+# Words of other programs for values of ours, too different for a suggestion by spelling.
 OTHER_VALUES = {"hf": "huggingface", "GPT2Tokenizer": "GPT2BPETokenizer"}
 
 
@@ -359,11 +358,10 @@ def convert_value(kind: Any, value: Any) -> Any:
 
 
 def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    name = word.split("=")[0]
-    ours = OTHER_WORDS.get(name.replace("_", "-"))
-    hint = did_you_mean(name.replace("_", "-"), parser._option_string_actions, cutoff=0.8)
-    if ours in parser._option_string_actions:
-        hint = f"; did you mean {ours}?"
+    name, known = word.split("=")[0], parser._option_string_actions
+    hyphenated = name.replace("_", "-")
+    ours = our_word("flags", hyphenated[2:], known)
+    hint = f"; here it is {ours}" if ours else did_you_mean(hyphenated, known, cutoff=0.8)
     if any(action.nargs == argparse.REMAINDER for action in parser._actions):
         hint = hint or "; flags of COMMAND go after it"
     return known_elsewhere(name) or f"unknown flag {name}{hint or '; see --help'}"
@@ -441,7 +439,9 @@ class LayerReader:
             elif elsewhere := known_elsewhere("--" + name.replace("_", "-")):
                 self.complaints.append(elsewhere + where)
             else:
-                self.complaints.append(f"unknown setting {str(key)[:100]!r}{where}{did_you_mean(name, self.fields)}")
+                ours = our_word("flags", name.replace("_", "-"), set(map(spelling, self.fields)))
+                hint = f"; here it is {ours}" if ours else did_you_mean(name, self.fields)
+                self.complaints.append(f"unknown setting {str(key)[:100]!r}{where}{hint}")
         self._check_switches(out)
         return out
 

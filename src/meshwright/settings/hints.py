@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+
+from meshwright.files import read_table
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
@@ -17,6 +20,22 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """
     near = (other for other in difflib.get_close_matches(word, list(known), 5, cutoff) if _is_alike(word, other))
     return next((f"; did you mean {other}?" for other in near), "")
+
+
+@functools.cache
+def _other_words() -> dict[str, dict[str, str]]:
+    return read_table("settings/other_programs/other_words.toml")
+
+
+def our_word(kind: str, word: str, known: Container[str]) -> str:
+    """Return what a word of another trainer is here, or an empty string.
+
+    `kind` is flags, commands or presets; `known` are those that there are.
+    """
+    for answer, words in _other_words()[kind].items():
+        if word in words.split() and (answer.startswith("`") or re.split("[ ,;]", answer)[0] in known):
+            return answer
+    return ""
 
 
 def near_path(path: str, ending: str = "") -> str:

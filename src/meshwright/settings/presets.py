@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.files import read_table
-from meshwright.settings.hints import did_you_mean
+from meshwright.settings.hints import did_you_mean, our_word
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ PRESETS |= {alias: PRESETS[name] for alias, name in ALIASES.items()}
 def require_preset(name: str, where: str = "") -> None:
     """Refuse a name that no preset has; suggest one."""
     if name not in PRESETS:
-        hint = did_you_mean(name.lower(), PRESETS, 0.7) or "; `meshwright presets` lists them"
+        ours = our_word("presets", name.lower(), PRESETS)
+        near = f"; here it is {ours}" if ours else did_you_mean(name.lower(), PRESETS, 0.7)
+        hint = near or "; `meshwright presets` lists them"
         raise UserError(f"{where}no preset {name!r}{hint}")
 
 

@@ -131,13 +131,14 @@ def run_on_rank(
         team.run_on_lead(lambda: lock_folders(config, block))
         if caller.rehearse is not None and config.training.verify_layout:
             caller.rehearse(resolved, layout, device, team, caller)
-        print_settings(resolved)
-        say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
-        say_time("after megatron is initialized")
-        sizes = vocabulary.size, vocabulary.padded
-        spec = Spec(config, layout, device, *sizes, caller.model, caller.loss, resolved.switches)
-        trainer = setup.build_trainer(resolved, spec, caller.datasets, team, startup, watchdog, screen)
-        say(startup.line())
+        with console.held_back():
+            print_settings(resolved)
+            say(f"time to initialize megatron (seconds): {time.perf_counter() - startup.began:.3f}")
+            say_time("after megatron is initialized")
+            sizes = vocabulary.size, vocabulary.padded
+            spec = Spec(config, layout, device, *sizes, caller.model, caller.loss, resolved.switches)
+            trainer = setup.build_trainer(resolved, spec, caller.datasets, team, startup, watchdog, screen)
+            say(startup.line())
         open_log()
         block.callback(trainer.close)
         with trainer.stop.handle_signals() if caller.handle_signals else contextlib.nullcontext():
