@@ -72,7 +72,7 @@ RAMP = ["--weight-decay-incr-style", "linear", "--start-weight-decay", "0.1", "-
         (["--swiglu"], parameters(ffn=64, gate=2)),
         (["--glu-activation", "geglu"], parameters(gate=2)),
         (["--normalization", "RMSNorm"], parameters(norm=1)),
-        (["--disable-layernorm-bias"], parameters(norm=1)),
+        (["--no-layernorm-bias"], parameters(norm=1)),
         (["--disable-bias-linear"], parameters(biases=(0, 0, 0, 0))),
         (["--no-add-bias-linear", "--add-qkv-bias"], parameters(biases=(1, 0, 0, 0))),
         (["--qk-layernorm"], parameters(more=2 * 2 * 2 * 8)),
@@ -154,7 +154,7 @@ def test_leaves_the_losses_equal(run, base, flags):
 
 
 @pytest.mark.flag(
-    """rotary_percent rotary_base apply_layernorm_1p lr_wsd_decay_style lr_wsd_decay_iters lr_warmup_init
+    """rotary_percent rotary_base lr_wsd_decay_style lr_wsd_decay_iters lr_warmup_init
     start_weight_decay end_weight_decay weight_decay_incr_style sgd_momentum lion_beta1 lion_beta2
     muon_momentum muon_num_ns_steps fp32_residual_connection"""
 )
@@ -175,13 +175,19 @@ def test_leaves_the_losses_equal(run, base, flags):
         (["--weight-decay-incr-style", "cosine"], RAMP),
         (["--start-weight-decay", "0.2"], RAMP),
         (["--end-weight-decay", "0.7"], RAMP),
-        (["--apply-layernorm-1p"], ["--weight-decay", "0.3"]),
     ],
     ids=lambda flags: flags[0].strip("-"),
 )
 def test_changes_the_losses_of_another_run(run, flags, other):
     a, b = run(*other), run(*other, *flags)
-    assert a.status == b.status == 0 and (a.losses == b.losses) == (flags == ["--apply-layernorm-1p"])
+    assert a.status == b.status == 0 and a.losses != b.losses
+
+
+@pytest.mark.flag("apply_layernorm_1p")
+def test_weights_of_norms_around_one_do_not_decay(run):
+    """--apply-layernorm-1p stores them less one: rounded differently, and equal otherwise."""
+    a, b = run("--weight-decay", "0.3"), run("--weight-decay", "0.3", "--apply-layernorm-1p")
+    assert a.losses == pytest.approx(b.losses, rel=1e-6)
 
 
 @pytest.mark.flag("lr_decay_samples lr_decay_tokens lr_warmup_samples lr_warmup_tokens")

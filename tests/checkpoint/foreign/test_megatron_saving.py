@@ -139,7 +139,8 @@ def test_a_run_in_a_hugging_face_folder(tmp_path: Path) -> None:
 def test_a_dry_run_refuses_what_the_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = [*TINY_FLAGS, "--save", str(tmp_path / "a")]
     assert main(["train", *run, "--no-save-optim"]) == 0
-    load = [*TINY_FLAGS, "--load", str(tmp_path / "a"), "--dry-run"]
+    longer = ["--train-iters", "9", "--override-opt_param-scheduler"]
+    load = [*TINY_FLAGS, *longer, "--load", str(tmp_path / "a"), "--dry-run"]
     for more, status, words in [
         ([], 65, "add --no-load-optim or --finetune"),
         (["--no-load-optim"], 0, ""),

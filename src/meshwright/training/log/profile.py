@@ -153,7 +153,8 @@ def profiler(
 
     @contextlib.contextmanager
     def traced() -> Iterator[None]:
-        with torch.profiler.profile(activities=devices.profiler_activities(device)) as profile:
+        # There is one cycle; torch 2.11 warns unless it may keep the events of several.
+        with torch.profiler.profile(activities=devices.profiler_activities(device), acc_events=True) as profile:
             yield
             devices.synchronize(device)
         order = f"self_{'cpu' if device.type == 'cpu' else 'device'}_time_total"
