@@ -339,7 +339,12 @@ def test_captured_on_a_gpu(slots, cap):
     initialise(network.named_parameters(), m, 500, 1)
     model = LanguageModel(network.eval().requires_grad_(False).cuda(), Null(499), 0, 300)
     some = [
-        Request([(7 * i + j) % 490 for j in range(1 + 11 * i)], dataclasses.replace(s, out_seq_length=40), stream=i)
+        Request(
+            [(7 * i + j) % 490 for j in range(1 + 11 * i)],
+            dataclasses.replace(s, out_seq_length=40),
+            stream=i,
+            frequency_penalty=i // 4 % 2 / 4,
+        )
         for i, s in enumerate([*SETTINGS.values()] * 6)
     ]
     texts = []

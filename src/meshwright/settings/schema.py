@@ -735,7 +735,8 @@ class Logging:
     log_format: Literal["auto", "short", "megatron", "table", "normal", "libai"] = flag(
         "auto",
         "lines on stdout: short; Megatron's log; or that log with each logged step as a row of OneFlow's table, "
-        "its name=value form or LiBai's line (auto: short on a terminal, else megatron); log.txt has Megatron's",
+        "its name=value form or LiBai's line (auto: short on a terminal and in a notebook, else megatron); "
+        "log.txt has Megatron's",
         "--metric-print-format",
     )
     steps_per_print: int | None = flag(
