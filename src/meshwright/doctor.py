@@ -37,6 +37,7 @@ BRINGS = {
     "wandb": "logs to Weights & Biases",
     "trackio": "logs to Trackio",
     "lm-eval": "measures known tests (evaluate --harness)",
+    "datasets": "reads data sets of the Hugging Face Hub (--input hf://org/name)",
     "ray": "starts ranks in a Ray cluster (launch --engine ray)",
     "transformers": "loads exported models",
 }

@@ -50,7 +50,7 @@ def _download(name: str, file: str) -> Path | None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for each of its attempts
     where = f"--tokenizer {name}: no such folder or file here, and"
     try:
-        _require_address(constants.ENDPOINT)
+        require_address(constants.ENDPOINT)
         return Path(hf_hub_download(name, file))
     except errors.RepositoryNotFoundError as error:
         is_gated = isinstance(error, errors.GatedRepoError)
@@ -67,7 +67,7 @@ def _download(name: str, file: str) -> Path | None:
     raise UserError(message, UNAVAILABLE)
 
 
-def _require_address(endpoint: str) -> None:
+def require_address(endpoint: str) -> None:
     """Raise OSError without a network, which the library would try for half a minute."""
     import socket
     import urllib.parse

@@ -69,6 +69,8 @@ def _stat(path: str | Path) -> os.stat_result | None:
 
 
 def _state_of(path: str | Path, about: os.stat_result | None, is_small: bool) -> list[Any]:
+    if about is None and "://" in str(path):  # its name holds its revision
+        return [str(path)]
     if about is None or not stat.S_ISREG(about.st_mode):
         return [time.time_ns()]
     size = about.st_size

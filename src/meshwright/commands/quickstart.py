@@ -89,14 +89,14 @@ def main(argv: list[str]) -> int:
 def default_folder(text: str) -> Path:
     """Return a name that no shell and no command takes for a pattern or a flag."""
     name = re.sub(r"[*?\[\]]", "", Path(text).resolve().name).strip("-. ")
-    return Path(f"{name.split('.')[0] or 'text'}-model")
+    return Path(f"{re.split('[.:]', name)[0] or 'text'}-model")
 
 
 def settings(c: QuickstartConfig) -> dict[str, object]:
     """Return what decides about the result, to be compared with an earlier quickstart's."""
     values = dataclasses.asdict(c)
     del values["overwrite"]
-    for name in ("encoding", "on_error"):  # earlier quickstarts did not have them
+    for name in ("encoding", "on_error", "table"):  # earlier quickstarts did not have them
         if values[name] == getattr(TextInputs, name):
             del values[name]
-    return values | {"input": [str(Path(one).resolve()) for one in c.input], "output": ""}
+    return values | {"input": [one if "://" in one else str(Path(one).resolve()) for one in c.input], "output": ""}

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         raise bad_data(f"{', '.join(given.input)}: no text to learn from{reason}")
     vocabulary = [given.output / name for name in FILES]
     settings = {n: getattr(given, n) for n in ("vocab_size", "json_keys", "document_separator")}
-    later = {n: getattr(given, n) for n in ("encoding", "on_error")}  # unknown to earlier records
+    later = {n: getattr(given, n) for n in ("encoding", "on_error", "table")}  # unknown to earlier records
     settings |= {n: value for n, value in later.items() if value != getattr(TextInputs, n)}
     made_from = {"command": "train-tokenizer", "inputs": origin.inputs_of(inputs.paths), "settings": settings}
     if origin.is_done(given.output / RECORD, made_from, vocabulary, given.overwrite, "--output"):

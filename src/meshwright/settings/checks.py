@@ -330,6 +330,8 @@ def remote_paths(config: Any) -> list[str]:
             for one in value if isinstance(value, list) else [value]:
                 # A Path has lost one of two slashes.
                 text = str(one).replace(":/", "://", 1) if isinstance(one, os.PathLike) else one
+                if f.name == "input" and str(one).startswith("hf://"):
+                    continue  # a data set, which is read from there
                 if isinstance(text, str) and (address := find_address(text)):
                     out.append(f"{shown_name(f)} {refuse_address(address)}")
     return out

@@ -28,7 +28,8 @@ class TextInputs:
 
     input: list[str] = flag(
         [],
-        "text, also compressed: folders, plain files, HTML, JSON lines, Parquet, archives; - for standard input",
+        "text, also compressed: folders, plain files, HTML, JSON lines, tables, archives; - for standard input; "
+        "hf://org/name[/config][:split], a data set of the Hugging Face Hub",
         value="PATH",
         short="folders, or files of text; - for standard input",
         docs="data evaluation",
@@ -38,8 +39,13 @@ class TextInputs:
     )
     exclude: list[str] = flag([], "patterns of files and folders to leave out", value="NAME")
     json_keys: list[str] = flag(
-        ["text"], "keys whose text is read from JSON lines and tables", "--json-key", value="NAME", docs="data"
+        ["text"],
+        "keys or columns whose text is read from JSON lines and tables",
+        "--json-key",
+        value="NAME",
+        docs="data",
     )
+    table: str | None = flag(None, "table of an SQLite database (none: its only one)", value="NAME", docs="data")
     document_separator: str = flag(
         SEPARATOR, "line between the documents of a plain text; '' for a blank line", value="WORDS"
     )

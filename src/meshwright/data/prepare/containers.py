@@ -31,6 +31,7 @@ MAGIC = {
     b"PAR1": "parquet",
     b"ARROW1": "arrow",
     b"\xff\xff\xff\xff": "arrow stream",
+    b"SQLite format 3\0": "sqlite",
 }
 PDF = b"%PDF-"
 SKIPPABLE = b"\x2a\x4d\x18"  # after a byte from 0x50 to 0x5f: a zstd frame without data, as pzstd writes

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from meshwright.data.prepare import containers, markup, plain, records, tables, wiki
+from meshwright.data.prepare import containers, hub_sets, markup, plain, records, rows, tables, wiki
 from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import NOT_CHOSEN
 from meshwright.data.prepare.inputs import JSON_NAME, JSON_START, Input, Inputs, a_pdf, find_inputs, name_filter
@@ -30,14 +30,14 @@ def cut_inputs(inputs: list[Input], given: TextInputs, rank: int = 0, size: int 
     """Yield one rank's pieces, a range of the bytes, in the order of the documents."""
     total, base = sum(max(source.bytes, 1) for source in inputs), 0
     for number, source in enumerate(inputs):
-        if source.kind != "stream":
+        if not source.is_stream:
             at = 0
             for piece in cut_input(number, source, given):
                 if (base + at) * size // total == rank:
                     yield piece
                 at = piece.behind
         elif base * size // total == rank:
-            yield from cut_stream_of(number, source, given)
+            yield from (cut_hub_set if source.kind == "hub" else cut_stream_of)(number, source, given)
         base += max(source.bytes, 1)
 
 
@@ -80,16 +80,23 @@ def cut_stream_of(number: int, source: Input, given: TextInputs) -> Iterator[Pie
         stream = containers.unpacked(containers.buffered(file))
         members = _archive(file, stream, source)
         if members is not None:
-            for begin, texts in _joined_members(_chosen(members, given), how):
+            for begin, texts in _joined_members(_chosen(members, given), given):
                 at = containers.position(file)
                 yield TextsHere(number, path, begin, at, 0, how, False, tuple(texts))
             return
-        if source.folder is None:
+        if source.folder is None and source.kind == "stream":
             _require_text(path, containers.peek(stream))
-        stream = _as_utf8(path, stream, how)
+        stream = _as_utf8(path, stream, given)
         start = containers.peek(stream)
         begin = 0
-        if JSON_NAME.search(path) or JSON_START.match(start):
+        if source.kind in ("csv", "sqlite"):
+            rows_of = rows.csv_lines(stream, path, start, list(given.json_keys))
+            if source.kind == "sqlite":
+                rows_of = rows.sqlite_lines(path, given.table, list(given.json_keys))
+            for lines in plain.cut_stream(rows_of, PIECE, JSON_LINES):
+                yield LinesHere(number, path, begin, containers.position(file), how=how, content=lines, is_table=True)
+                begin += lines.count(b"\n")
+        elif JSON_NAME.search(path) or JSON_START.match(start):
             for lines in plain.cut_stream(_without_mark(stream), PIECE, JSON_LINES):
                 yield LinesHere(number, path, begin, containers.position(file), how=how, content=lines)
                 begin += lines.count(b"\n")
@@ -106,6 +113,13 @@ def cut_stream_of(number: int, source: Input, given: TextInputs) -> Iterator[Pie
     finally:
         if path != "-":
             file.close()
+
+
+def cut_hub_set(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
+    begin, rows_of = 0, hub_sets.hub_lines(source.path, source.revision, list(given.json_keys))
+    for lines in plain.cut_stream(rows_of, PIECE, JSON_LINES):
+        yield LinesHere(number, source.path, begin, how=reading(given), content=lines, is_table=True)
+        begin += lines.count(b"\n")
 
 
 Member = tuple[str, BinaryIO | Exception | Bad]
@@ -135,22 +149,22 @@ def _require_text(path: str, start: bytes) -> None:
     kind = containers.kind_of_bytes(start)
     if kind == "pdf":
         raise a_pdf(path)
-    if kind in ("parquet", "arrow"):
+    if kind in ("parquet", "arrow", "sqlite"):
         raise bad_data(f"--input {path} is a table ({kind}) in a stream: give it as a plain file")
 
 
-def _as_utf8(name: str, stream: BinaryIO, how: Reading) -> BinaryIO:
-    return containers.transcoded(stream, plain.codec_of_file(name, containers.peek(stream), how.encoding))
+def _as_utf8(name: str, stream: BinaryIO, given: TextInputs) -> BinaryIO:
+    return containers.transcoded(stream, plain.codec_of_file(name, containers.peek(stream), given.encoding))
 
 
-def _joined_members(members: Iterator[Member], how: Reading) -> Iterator[tuple[int, list[Text]]]:
+def _joined_members(members: Iterator[Member], given: TextInputs) -> Iterator[tuple[int, list[Text]]]:
     """Yield texts and JSON lines, about a piece at a time, and how many lines of the first member
     earlier pieces hold.
     """
     joined: list[Text] = []
     have = begin = 0
     try:
-        for name, lines, part in _member_parts(members, how):
+        for name, lines, part in _member_parts(members, given):
             if joined and lines and isinstance(part, bytes) and isinstance(joined[-1][1], bytes):
                 joined[-1] = (name, joined[-1][1] + part)
             else:
@@ -168,7 +182,7 @@ def _joined_members(members: Iterator[Member], how: Reading) -> Iterator[tuple[i
         yield begin, joined
 
 
-def _member_parts(members: Iterator[Member], how: Reading) -> Iterator[tuple[str, int, bytes | Bad]]:
+def _member_parts(members: Iterator[Member], given: TextInputs) -> Iterator[tuple[str, int, bytes | Bad]]:
     """Yield name, number of lines before in the same member, and content.
 
     Damage of a member is reported once the next one begins: otherwise the archive is cut short.
@@ -184,10 +198,16 @@ def _member_parts(members: Iterator[Member], how: Reading) -> Iterator[tuple[str
                 raise stream
             yield from damage
             damage = []
-            if refused := _refused_member(name, containers.peek(stream)):
+            stream = _as_utf8(name, stream, given)
+            start = containers.peek(stream)
+            if refused := _refused_member(name, start, given):
                 yield name, 0, Bad(refused, is_passed=True)
                 continue
-            for part in _parts(name, _as_utf8(name, stream, how), how.separator):
+            if rows.CSV_NAME.search(name):
+                parts = plain.cut_stream(rows.csv_lines(stream, name, start, given.json_keys), PIECE, JSON_LINES)
+            else:
+                parts = _parts(name, stream, given.document_separator)
+            for part in parts:
                 yield name, lines, part
                 lines += part.count(b"\n")
         except containers.DAMAGES as error:
@@ -195,11 +215,13 @@ def _member_parts(members: Iterator[Member], how: Reading) -> Iterator[tuple[str
     yield from damage
 
 
-def _refused_member(name: str, start: bytes) -> str:
+def _refused_member(name: str, start: bytes, given: TextInputs) -> str:
     if wiki.IS_DUMP.match(start):
         return "wiki dumps in an archive"
     if containers.kind_of_bytes(start) == "pdf":
         return "PDF"
+    if rows.CSV_NAME.search(name) and not rows.has_columns(name, start, given.json_keys):
+        return rows.NO_COLUMN
     return "not JSON lines" if name.lower().endswith(".json") and SPREAD_JSON.match(start) else ""
 
 

@@ -25,7 +25,9 @@ SUFFIXES = frozenset(
     .r .jl .lua .hs .ml .mli .ex .exs .erl .clj .lisp .el .scm .rkt .f .f90 .f95 .for .pas .ada .adb .ads .d .dart
     .nim .zig .v .sv .vhd .vhdl .proto .cmake .tcl .awk""".split()
 )
-DATA = frozenset(".jsonl .ndjson .json .xml .parquet .arrow .tar .tgz .txz .tbz2 .zip".split())
+DATA = frozenset(
+    ".jsonl .ndjson .json .xml .parquet .arrow .tar .tgz .txz .tbz2 .zip .csv .tsv .sqlite .sqlite3 .db".split()
+)
 PACKED = (".gz", ".xz", ".zst", ".bz2")
 GENERATED_FOLDERS = ("__pycache__", "node_modules")  # by programs: not anyone's own text
 # Names in a folder that train-tokenizer, preprocess, train, quickstart or the demo made.

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from meshwright.data.prepare import containers, encodings, folders, plain, tables, wiki
+from meshwright.data.prepare import containers, encodings, folders, hub_sets, plain, rows, tables, wiki
 from meshwright.data.prepare.folders import NOT_CHOSEN, NameFilter, PassedOver, shown
 from meshwright.data.prepare.plain import HTML_NAME, PIECE
 from meshwright.errors import IO, UserError, bad_data
@@ -32,7 +32,7 @@ JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.(gz|xz|zst|bz2))?$", re.IGNOREC
 JSON_START = re.compile(rb"(\xef\xbb\xbf)?\s*(\{[ \t]*[\"}]|\[\s*\{)")
 
 
-Kind = Literal["lines", "stream", "parquet", "arrow", "text", "small files"]
+Kind = Literal["lines", "stream", "csv", "sqlite", "hub", "parquet", "arrow", "text", "small files"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,12 @@ class Input:
     folder: str | None = None
     files: tuple[tuple[str, int, int], ...] = ()  # of texts: path, size, time of change
     is_wiki: bool = False
+    revision: str = ""  # of a data set of the Hub
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it can only be read in order."""
+        return self.kind in ("stream", "csv", "sqlite", "hub")
 
 
 @dataclass
@@ -65,12 +71,16 @@ class Inputs:
 
     @property
     def paths(self) -> list[str]:
-        return [path for source in self.inputs for path in ([file for file, _, _ in source.files] or [source.path])]
+        named = (
+            [path for path, _, _ in source.files] or [source.path] for source in self.inputs if not source.revision
+        )
+        data_sets = [f"{source.path}@{source.revision}" for source in self.inputs if source.revision]
+        return [*(path for paths in named for path in paths), *data_sets]
 
     def describe(self) -> str:
         """Say how many files of which kind there are."""
         names = {"lines": "JSON lines", "stream": "archives or streams"}
-        names |= dict.fromkeys(("text", "small files"), "plain text")
+        names |= {"text": "plain text", "small files": "plain text", "hub": "the Hugging Face Hub"}
         counts: Counter[str] = Counter()
         for source in self.inputs:
             counts["wiki dumps" if source.is_wiki else names.get(source.kind, "tables")] += len(source.files) or 1
@@ -105,6 +115,8 @@ def find_inputs(given: TextInputs) -> Inputs:
     if not single:
         reason = passed.line() if passed else "nothing is there"
         raise bad_data(f"--input {' '.join(map(shown, given.input))} holds no text; {reason}")
+    if given.table and not any(source.kind == "sqlite" for source in single):
+        raise UserError(f"--table {given.table} is of SQLite databases, and no --input is one")
     return Inputs(list(_joined(single)), passed)
 
 
@@ -112,7 +124,7 @@ def _expand(patterns: list[str]) -> list[str]:
     """Return files and `-` as given, and the matches of patterns sorted."""
     paths = []
     for pattern in patterns:
-        is_path = pattern == "-" or os.path.lexists(pattern)
+        is_path = pattern == "-" or pattern.startswith(hub_sets.SCHEME) or os.path.lexists(pattern)
         matches = [pattern] if is_path else sorted(glob.glob(pattern, recursive=True))
         if not matches:
             raise bad_data(f"--input {shown(pattern)} does not exist{near_path(pattern)}")
@@ -123,6 +135,8 @@ def _expand(patterns: list[str]) -> list[str]:
 def _find_below(path: str, given: TextInputs, passed: PassedOver) -> Iterator[Input]:
     if path == "-":
         yield Input("-", "stream")
+    elif path.startswith(hub_sets.SCHEME):
+        yield Input(path, "hub", revision=hub_sets.find_revision(path))
     elif files := tables.find_saved(path) if os.path.isdir(path) else [path]:
         for file in files:
             folder, name = os.path.split(file)
@@ -157,6 +171,10 @@ def _inspect(path: str, given: TextInputs) -> Input:
     kind = containers.kind_of_bytes(start)
     if kind == "pdf":
         raise a_pdf(path)
+    if kind == "sqlite":
+        return Input(path, "sqlite", about.st_size)
+    if rows.CSV_NAME.search(path) and kind in (None, *containers.STREAMS):
+        return Input(path, "csv", about.st_size)
     if kind is None and plain.codec_of_file(path, start, given.encoding):
         return Input(path, "stream", about.st_size)
     if kind is None and (JSON_NAME.search(path) or JSON_START.match(start)):
@@ -189,6 +207,11 @@ def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextIn
     is_chosen = given.include or folders.is_known(suffix)
     if is_chosen and (kind in ("parquet", "arrow", "arrow stream", "tar", "zip") or inner == "tar"):
         return _input(path, kind, about, folder)
+    if kind == "sqlite":
+        return Input(path, "sqlite", about.st_size, folder) if given.table else "SQLite databases, which need --table"
+    if rows.CSV_NAME.search(path) and inner is None:
+        has_columns = rows.has_columns(path, start, given.json_keys)
+        return Input(path, "csv", about.st_size, folder) if has_columns else rows.NO_COLUMN
     if suffix in (".jsonl", ".ndjson") or is_json_lines(start, given.json_keys):
         return Input(path, "stream" if kind or codec else "lines", about.st_size, folder)
     if not is_chosen:

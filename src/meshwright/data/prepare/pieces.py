@@ -20,6 +20,7 @@ from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.inputs import JSON_NAME, START, is_json_lines
 from meshwright.data.prepare.plain import JSON_LINES, PIECE, Span
 from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, Reading, Unit, check_row, parse_line, replace_bytes
+from meshwright.data.prepare.rows import CSV_NAME
 
 JSON_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON array of objects begins
 
@@ -66,19 +67,24 @@ class LinesAt(Piece):
 
 @dataclass(frozen=True)
 class LinesHere(Piece):
-    """JSON lines of a stream."""
+    """JSON lines of a stream, or rows of a table that are written so."""
 
     content: bytes = b""
+    is_table: bool = False
 
     @property
     def size(self) -> int:
         return len(self.content)
 
     def units(self, keys: list[str]) -> Iterator[Unit]:
-        yield from line_units((self.content, 0, len(self.content)), keys, not self.begin, self.how.on_error)
+        for unit in line_units((self.content, 0, len(self.content)), keys, not self.begin, self.how.on_error):
+            if self.is_table and isinstance(unit, Bad) and unit.kind == NOT_UTF8:
+                unit = Bad(NOT_UTF8, unit.detail.partition(" at ")[0])  # the column is not the table's
+            yield unit
 
     def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
-        return f"{shown(self.path)}:{before + unit + 1}"
+        row = before + unit + 1
+        return f"{shown(self.path)}: row {row}" if self.is_table else f"{shown(self.path)}:{row}"
 
 
 @dataclass(frozen=True)
@@ -152,8 +158,9 @@ class TextPiece(Piece):
     ) -> Iterator[tuple[Where, Unit]]:
         """Yield lines of JSON; `before` lines precede them in their file."""
         lines = line_units((content, 0, len(content)), keys, is_first, self.how.on_error)
+        form = "{}: row {}" if CSV_NAME.search(place) else "{}:{}"
         for line, unit in enumerate(lines, before + 1):
-            yield functools.partial("{}:{}".format, place, line), unit
+            yield functools.partial(form.format, place, line), unit
 
     def file_units(self, content: bytes | Bad, name: str, place: str, keys: list[str]) -> Iterator[tuple[Where, Unit]]:
         """Yield the documents of a file, or why there is none."""
@@ -210,7 +217,7 @@ class TextsHere(TextPiece):
         before = self.begin
         for number, (name, content) in enumerate(self.texts):
             place = shown(f"{self.path}:{name}" if name else self.path)
-            if isinstance(content, bytes) and JSON_NAME.search(name):
+            if isinstance(content, bytes) and (JSON_NAME.search(name) or CSV_NAME.search(name)):
                 yield from self.placed_lines(content, place, keys, bool(number) or not self.begin, before)
             elif isinstance(content, bytes) and (not name or before):  # a part of a text
                 for begin, unit in self.documents(content, name or self.path, keys):

@@ -188,7 +188,7 @@ class Preparation:
         p = config.preprocess
         self.config, self.world = config, world
         self.inputs = find_inputs(p)
-        if world.size > 1 and any(source.kind == "stream" and not source.bytes for source in self.inputs.inputs):
+        if world.size > 1 and any(source.is_stream and not source.bytes for source in self.inputs.inputs):
             raise UserError("--input - or a pipe has one reader; start one process, or give files")
         for line in self.inputs.opened():
             print(f"Opening {line}", file=stdout)
@@ -266,7 +266,7 @@ class Preparation:
     def find_changed(self) -> str:
         """Name an input that grew or shrank while it was read: half of it is of another version."""
         for source, state in zip(self.inputs.inputs, self.states, strict=True):
-            if source.kind != "stream" and state_of(source) != state:
+            if source.kind not in ("stream", "hub") and state_of(source) != state:
                 sizes = (
                     "" if source.files else f" ({source.bytes:,} bytes then, {_size_and_time(source.path)[0]:,} now)"
                 )
@@ -433,7 +433,9 @@ def cached_tokenizer(settings: TokenizerFlags) -> tokenizers.Tokenizer:
 
 def state_of(source: Input) -> str:
     """Return a hash of the sizes and times of an input's files, something new for a pipe."""
-    if source.kind == "stream" and not source.bytes:
+    if source.revision:
+        return source.revision
+    if source.is_stream and not source.bytes:
         return str(time.time_ns())
     paths = [path for path, _, _ in source.files] or [source.path]
     return hash_of(tuple((path, *_size_and_time(path)) for path in paths))

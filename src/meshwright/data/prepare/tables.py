@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.prepare.containers import DamagedInput, missing
+from meshwright.data.prepare.rows import require_columns
 from meshwright.errors import bad_data
 
 ROWS = 1 << 13  # of a piece at most: a table of repeated texts is far smaller than its contents
@@ -182,11 +183,7 @@ class _TableReader:
         else:
             self.source = pyarrow.memory_map(path)
             names = _arrow(self.source)[0].schema.names
-        for key in keys:
-            if names.count(key) != 1:
-                what = f"{names.count(key)} columns" if key in names else "no column"
-                have = ", ".join(names[:10])
-                raise bad_data(f"{path} has {what} {key!r}; --json-keys must name one of {have}")
+        require_columns(path, names, keys)
         self.failed: tuple[Start, int, str] | None = None
         self.batches: Iterator[Any] = iter(())
         self.batch: Any = None  # the batch that begins at row `at`, once read

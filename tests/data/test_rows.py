@@ -1,0 +1,222 @@
+"""CSV, TSV and SQLite, and data sets of the Hugging Face Hub by a stand-in for its library."""
+
+import csv
+import gzip
+import io
+import random
+import sqlite3
+import sys
+import types
+import zipfile
+
+import pytest
+from corpora import preprocess_inputs, texts_in
+
+from helpers import error_of
+from meshwright.__main__ import main
+from meshwright.commands import quickstart
+from meshwright.data.prepare import cutting, hub_sets, rows
+from meshwright.data.prepare.inputs import find_inputs
+from meshwright.errors import IO, UNAVAILABLE, USAGE
+from meshwright.settings.text_inputs import TextInputs
+
+
+def read(*paths, **flags):
+    """Return the documents, and the lines about what was left out."""
+    given = TextInputs(input=[str(path) for path in paths], **flags)
+    found = find_inputs(given)
+    return list(cutting.read_texts(given, found)), found.left_out(given.on_error)
+
+
+def table_of(texts, **form):
+    """Return texts as CSV, in the second of three columns."""
+    out = io.StringIO()
+    csv.writer(out, **form).writerows([["id", "review", "stars"], *([n, text, 5] for n, text in enumerate(texts))])
+    return out.getvalue().encode()
+
+
+TEXTS = ['a "quoted", one', "two\nlines", "tab\tand; semicolon", "é模型", "", "last | one"]
+
+
+@pytest.mark.parametrize("size", [1 << 20, 60])
+def test_csv_and_tsv_are_tables(tmp_path, monkeypatch, size):
+    """By name, packed, in a folder or archive; with other signs between fields and encodings."""
+    monkeypatch.setattr(cutting, "PIECE", size)
+    texts = [f"{n} {random.Random(n).choice(TEXTS)}" for n in range(40)]
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.csv").write_bytes(table_of(texts))
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(table_of(texts, delimiter=";")))
+    (tmp_path / "c.TSV").write_bytes(b"\xef\xbb\xbf" + table_of(texts, delimiter="\t", lineterminator="\n"))
+    (tmp_path / "d.csv").write_bytes(table_of(texts).decode().encode("utf-16"))
+    with zipfile.ZipFile(tmp_path / "e.zip", "w") as pack:
+        pack.writestr("reviews.csv", table_of(texts))
+        pack.writestr("other.csv", b"id\n1\n")
+    (folder / "other.csv").write_bytes(b"id,note\n1,2\n")
+    for path in (folder / "a.csv", tmp_path / "b.csv.gz", tmp_path / "c.TSV", tmp_path / "d.csv"):
+        assert read(path, json_keys=["review"]) == (texts, [])
+    passed = [f"passed over 1 file: 1 {rows.NO_COLUMN}"]
+    assert read(folder, json_keys=["review"]) == read(tmp_path / "e.zip", json_keys=["review"]) == (texts, passed)
+    (tmp_path / "g.csv").write_bytes(table_of(texts).decode().encode("gb18030", "ignore"))
+    assert read(tmp_path / "g.csv", json_keys=["review"], encoding="gb18030")[0][:5] == texts[:5]
+    preprocess_inputs(tmp_path / "x", folder / "a.csv", json_keys=["review"], workers=1)
+    assert texts_in(tmp_path / "x_review_document") == texts
+    message = error_of(lambda: read(folder / "a.csv"))
+    assert "a.csv has no column 'text'; --json-keys must name one of id, review, stars" in message
+
+
+def test_bad_rows(tmp_path):
+    """Fields too many or too few, quotes that do not close, bytes that are not UTF-8."""
+    good, path = table_of(["a", "b"]), tmp_path / "a.csv"
+    for bad, what in (
+        (b"3,so, what,5\n", "4 fields instead of 3"),
+        (b"3\n", "1 fields instead of 3"),
+        (b'3,"a"b,5\n', "not CSV ("),
+        (b"3,\xe9,5\n", "not UTF-8 (byte 0xe9)"),
+    ):
+        path.write_bytes(good + bad + b"4,c,5\n\n")
+        assert f"a.csv: row 3: {what}" in error_of(lambda: read(path, json_keys=["review"]))
+        documents, left_out = read(path, json_keys=["review"], on_error="skip")
+        assert documents == ["a", "b", "c"] and left_out[0].endswith(f"first {path}: row 3")
+    assert read(path, json_keys=["review"], on_error="replace")[0] == ["a", "b", "�", "c"]
+    path.write_bytes(good + b'3,"open,5\n4,c,5\n')
+    assert "a.csv: row 3: not CSV (unexpected end of data)" in error_of(lambda: read(path, json_keys=["review"]))
+
+
+@pytest.fixture
+def database(tmp_path):
+    with sqlite3.connect(tmp_path / "a b?.db") as made:
+        made.execute('CREATE TABLE "my ""posts" (id INTEGER, body TEXT)')
+        made.executemany('INSERT INTO "my ""posts" VALUES (?, ?)', [(1, "one\n"), (2, "zwei é")])
+    made.close()
+    return tmp_path / "a b?.db"
+
+
+@pytest.mark.flag("preprocess.table evaluate.table")
+def test_sqlite(tmp_path, database):
+    assert read(database, json_keys=["body"]) == (["one\n", "zwei é"], [])  # its only table
+    with sqlite3.connect(database) as made:
+        made.execute('CREATE VIEW short AS SELECT body AS text FROM "my ""posts" WHERE id = 1')
+        made.execute("CREATE TABLE odd (text)")
+        made.executemany("INSERT INTO odd VALUES (?)", [("a",), (None,), (3,), (b"\xff",)])
+        made.execute("INSERT INTO odd VALUES (CAST(x'e9' AS TEXT))")
+    made.close()
+    assert read(database, table="short")[0] == read(tmp_path, table="short")[0] == ["one\n"]
+    assert 'has the tables my "posts, short, odd; name one of them with --table' in error_of(lambda: read(database))
+    assert "has the tables" in error_of(lambda: read(database, table="none"))
+    assert "has no column 'text'; --json-keys must name one of id, body" in error_of(
+        lambda: read(database, table='my "posts')
+    )
+    assert "a b?.db: row 2: null under 'text'" in error_of(lambda: read(database, table="odd"))
+    documents, (left_out,) = read(database, table="odd", on_error="skip")
+    assert documents[0] == "a" and "1 not UTF-8" in left_out and "2 no text under 'text'" in left_out
+    (tmp_path / "a.txt").write_text("a")
+    assert read(tmp_path) == (["a"], ["passed over 1 file: 1 SQLite databases, which need --table"])
+    assert "--table x is of SQLite databases, and no --input is one" in error_of(
+        lambda: read(tmp_path / "a.txt", table="x"), USAGE
+    )
+    (tmp_path / "cut.db").write_bytes(database.read_bytes()[:5000])
+    assert "cut.db is cut short or damaged (" in error_of(lambda: read(tmp_path / "cut.db", table="short"))
+    (tmp_path / "z.gz").write_bytes(gzip.compress(database.read_bytes()))
+    assert "z.gz is a table (sqlite) in a stream" in error_of(lambda: read(tmp_path / "z.gz"))
+
+
+class StandIn(types.ModuleType):
+    """What this package uses of the library `datasets`."""
+
+    def __init__(self, content):
+        super().__init__("datasets")
+        self.content, self.asked = content, []
+        self.config = types.SimpleNamespace()
+        self.utils = types.SimpleNamespace(logging=types.SimpleNamespace(set_verbosity_error=lambda: None))
+
+    def disable_progress_bars(self):
+        pass
+
+    def load_dataset(self, name, config, *, split, streaming, revision):
+        assert streaming
+        self.asked.append((name, config, split, revision))
+        if isinstance(self.content, Exception):
+            raise self.content
+        return Split(self.content)
+
+
+class Split:
+    def __init__(self, content, keys=("id", "text")):
+        self.content, self.column_names = content, list(keys)
+
+    def select_columns(self, keys):
+        return Split(self.content, keys)
+
+    def take(self, count):
+        return Split(self.content[:count], self.column_names)
+
+    def __iter__(self):
+        for row in self.content:
+            if isinstance(row, Exception):
+                raise row
+            yield {key: row[key] for key in self.column_names}
+
+
+@pytest.fixture
+def library(monkeypatch):
+    made = StandIn([{"id": n, "text": f"text {n}\n"} for n in range(9)])
+    monkeypatch.setitem(sys.modules, "datasets", made)
+    monkeypatch.setattr("meshwright.hub.require_address", lambda endpoint: None)
+    monkeypatch.setattr("huggingface_hub.dataset_info", lambda name, timeout: types.SimpleNamespace(sha="c0ffee"))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("address", "asked", "count"),
+    [
+        ("hf://org/name", ("org/name", None, "train", "c0ffee"), 9),
+        ("hf://org/na.me-2/con_fig:test", ("org/na.me-2", "con_fig", "test", "c0ffee"), 9),
+        ("hf://datasets/org/name:validation[:4]", ("org/name", None, "validation", "c0ffee"), 4),
+    ],
+)
+def test_data_sets_of_the_hub(library, address, asked, count):
+    assert read(address) == ([f"text {n}\n" for n in range(count)], []) and library.asked == [asked]
+
+
+def test_a_data_set_of_the_hub_to_tokens(tmp_path, library, capsys, monkeypatch):
+    """The same revision is not read again; another one is other data."""
+    argv = ["preprocess", "--input", "hf://org/name", "--output-prefix", str(tmp_path / "x"), "--tokenizer", "byte"]
+    assert main([*argv, "--dry-run"]) == 0 and "1 of the Hugging Face Hub" in capsys.readouterr().out
+    assert main([*argv, "--workers", "1"]) == 0 and not library.asked[1:]
+    assert texts_in(tmp_path / "x_text_document") == [f"text {n}\n" for n in range(9)]
+    assert main(argv) == 0 and "already there, unchanged" in capsys.readouterr().out and not library.asked[1:]
+    monkeypatch.setattr("huggingface_hub.dataset_info", lambda name, timeout: types.SimpleNamespace(sha="bad"))
+    assert main(argv) == 73 and "hf://org/name@bad" not in library.asked
+    assert "name@c0ffee then, name@bad now" in capsys.readouterr().err
+    assert str(quickstart.default_folder("hf://org/name/config:train[:9]")) == "config-model"
+
+
+def test_what_goes_wrong_with_the_hub(library, monkeypatch):
+    for address in ("hf://name", "hf://org/name:train[5%]", "hf://org/name/"):
+        assert f"{address} is no name of a data set; write hf://org/name[/config][:split]" in error_of(
+            lambda address=address: read(address), USAGE
+        )
+    assert "hf://org/name has no column 'body'; --json-keys must name one of id, text" in error_of(
+        lambda: read("hf://org/name", json_keys=["body"])
+    )
+    library.content[3] = {"id": 3, "text": None}
+    assert "hf://org/name: row 4: null under 'text'" in error_of(lambda: read("hf://org/name"))
+    library.content[3] = ConnectionError("gone\nnow")
+    assert "hf://org/name cannot be read to its end: gone; start" in error_of(lambda: read("hf://org/name"), IO)
+    library.content = ValueError("Bad split: x. Available splits: ['train']")
+    assert "--input hf://org/name:x: Bad split: x. Available splits" in error_of(lambda: read("hf://org/name:x"))
+
+    def unreachable(endpoint):
+        raise OSError
+
+    monkeypatch.setattr("meshwright.hub.require_address", unreachable)
+    library.content = ConnectionError("Couldn't reach 'org/name' on the Hub")
+    message = error_of(lambda: read("hf://org/name"), UNAVAILABLE)
+    assert "is not available (Couldn't reach 'org/name' on the Hub); to read it without a network, have" in message
+    assert library.asked[-1] == ("org/name", None, "train", None) and library.config.HF_HUB_OFFLINE
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "needs the package datasets: pip install 'meshwright[datasets]'" in error_of(
+        lambda: read("hf://org/name"), UNAVAILABLE
+    )
+    assert hub_sets.parse("hf://a/b").rows is None
