@@ -19,8 +19,8 @@ from meshwright.ranks.orphans import die_with_launcher
 
 # The module of each command is commands/NAME.py, with _ for -.
 COMMANDS = {
-    "quickstart": "make a model of your own text on this machine, in ten minutes",
-    "demo": "train a small model on this machine, in three to five minutes",
+    "quickstart": "make a model of your own text, in ten minutes",
+    "demo": "train a small model on this machine, in some minutes",
     "preprocess": "convert text to .bin/.idx files of tokens",
     "data": "verify, inspect, merge, index and fetch token files",
     "train-tokenizer": "learn a BPE vocabulary from text",
@@ -39,17 +39,17 @@ COMMANDS = {
     "bench": "measure the speed of training on this machine",
     "doctor": "check this machine: what works, and what would be faster",
     "completion": "print the completion script of bash, zsh or fish",
-    "help": "explain a command, a group of flags or a flag: help train lr",
+    "help": "explain a command, a group of flags or one flag",
 }
 # In the order of the work; a command that is missing here is listed last.
 GROUPS = {
-    "Start here": "quickstart demo",
-    "Text to tokens": "train-tokenizer preprocess data",
+    "Start": "quickstart demo",
+    "Text": "train-tokenizer preprocess data",
     "Train": "presets train launch verify-layout",
     "Look": "watch report evaluate",
     "Use": "generate chat serve",
-    "Checkpoints": "inspect convert",
-    "This program": "help doctor bench completion",
+    "Files": "inspect convert",
+    "Help": "help doctor bench completion",
 }
 # Commands and flags that only print; the result of `data verify` is its exit status too.
 READ_ONLY = {"", "-h", "--help", "help", "--version", "-V", "doctor", "completion", "presets"}
@@ -172,14 +172,12 @@ def _print_error(line: str) -> None:
 
 
 def usage() -> str:
-    """Return the commands in the order of the work, a line each."""
+    """Return the commands in the order of the work, a line each, for 80 columns and 24 rows."""
     listed = {heading: [n for n in names.split() if n in COMMANDS] for heading, names in GROUPS.items()}
     listed["More"] = [name for name in COMMANDS if name not in " ".join(GROUPS.values()).split()]
-    lines = ["usage: meshwright COMMAND [flags]"]
+    lines = ["usage: meshwright COMMAND [flags]; flags and examples: meshwright help COMMAND", ""]
     for heading, names in listed.items():
-        if names:
-            lines += ["", f"{heading}:", *(f"  {name:<16} {COMMANDS[name]}" for name in names)]
-    lines += ["", "`meshwright help COMMAND` shows a command's common flags and examples."]
+        lines += [f"{heading * (n == 0):<6} {name:<16} {COMMANDS[name]}" for n, name in enumerate(names)]
     return "\n".join(lines)
 
 

@@ -395,6 +395,32 @@ def test_plan_counts_what_the_training_reads(tmp_path: Path) -> None:
     assert "train: 40,000 samples, 640,000 tokens" in out and "times over in training" in err
 
 
+@pytest.mark.flag("train_epochs")
+def test_a_length_in_epochs(tmp_path: Path) -> None:
+    """All data count, whatever their weights; the schedule is in samples."""
+    a, b = two_pairs(tmp_path)
+    tokens = sum(int(Indexed(prefix).sizes.sum()) for prefix in (a, b))
+    begin = TRAIN.index("--train-samples")
+    rest = [*TRAIN[:begin], *TRAIN[begin + 2 :]]
+    blend = ["--data-path", "5", a, "1", b, *rest, "--split", "1,0,0"]
+    samples = (2 * tokens - 1) // 16
+    status, out, _ = run_data("plan", *blend, "--train-epochs", "2")
+    assert status == 0 and f"train: {samples:,} samples" in out
+    model = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --lr 1e-3 --tokenizer-type ByteTokenizer"
+    argv = ["train", "--data-path", a, *rest, *model.split(), "--device", "cpu", "--eval-iters", "0", "--dry-run"]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+        assert main([*argv, "--train-epochs", "0.5"]) == 0
+        assert "--train-epochs 0.5 of this data: --train-samples " in err.getvalue()
+        refused = {
+            ("--train-epochs", "1e-9"): "is 0 samples of this data, less than one global batch of",
+            ("--train-epochs", "1", "--train-iters", "3"): "--train-iters and --train-epochs all set the length",
+            ("--train-epochs", "1", "--lr-warmup-iters", "3"): "cannot be mixed with --train-epochs",
+            ("--train-epochs", "1", "--lr-decay-samples", "1", "--lr-warmup-samples", "3"): "--lr-warmup-samples",
+        }
+        for flags, reason in refused.items():
+            assert main([*argv, *flags]) != 0 and reason in err.getvalue().splitlines()[-1]
+
+
 def test_plan_of_a_set_without_a_document(tmp_path: Path) -> None:
     a, _ = two_pairs(tmp_path)
     status, out, err = run_data("plan", "--data-path", a, *TRAIN, "--split", "99,0.01,0")

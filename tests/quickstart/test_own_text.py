@@ -9,8 +9,8 @@ import pytest
 from in_process import InProcess
 from meshwright.__main__ import main
 from meshwright.commands import quickstart
-from meshwright.errors import BAD_DATA, LOCKED, USAGE
-from meshwright.quickstart import collect, own_text, plan, shell, tour
+from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError
+from meshwright.quickstart import collect, own_text, plan, shell, start, tour
 from meshwright.quickstart.collect import InputDocuments
 from meshwright.quickstart.folder import TourProgress
 from meshwright.quickstart.plan import Size
@@ -47,7 +47,7 @@ def test_from_text_to_a_model(text, tmp_path, capfd):
     # It prints the commands that it runs: they work when pasted.
     commands = [shlex.split(line)[2:] for line in out.splitlines() if line.startswith("$ meshwright ")]
     names = [c[0] for c in commands]
-    assert names == ["train-tokenizer", "preprocess", "train", "train", "evaluate", "generate", "generate"]
+    assert names == ["train-tokenizer", *2 * ["preprocess"], *2 * ["train"], "evaluate", *2 * ["generate"]]
     assert "--greedy" in commands[-2] and main(commands[-3]) == 0
     last = [shlex.split(line)[1:] for line in out.splitlines() if line.startswith("  meshwright ")]
     assert [c[0] for c in last] == ["chat", "report", "inspect", "convert"]
@@ -76,24 +76,99 @@ def test_after_ctrl_c_the_same_command_goes_on(text, tmp_path, capfd, monkeypatc
     assert main(again[1:]) == 0
     out = capfd.readouterr().out
     assert "going on" in out and "train-tokenizer" not in out and out.count("$ meshwright train ") == 1
-    # Another length is another quickstart.
-    progress = quickstart.MARK
-    saved = json.loads((tmp_path / "out" / progress).read_text())
-    del saved["done"]["end"]
-    (tmp_path / "out" / progress).write_text(json.dumps(saved))
-    assert main([*again[1:], "--minutes", "0.06"]) == LOCKED
-    assert "--overwrite" in capfd.readouterr().err
+    # More minutes continue the model, which keeps what it has learnt.
+    before = last_step(tmp_path / "out/run")
+    assert main([*again[1:], "--minutes", "0.2"]) == 0
+    out = capfd.readouterr().out
+    assert f"more minutes: the model of {before} steps is trained on to " in out and "bits per byte" in out
+    assert last_step(tmp_path / "out/run") > before and not (tmp_path / "out/run-1").exists()
+    # Fewer are another quickstart.
+    assert main(again[1:]) == LOCKED
+    assert "--minutes was 0.2, not 0.05; --overwrite" in capfd.readouterr().err
     with monkeypatch.context() as m:
         m.setattr(tour, "shorten_line", interrupt)
-        assert main([*again[1:], "--minutes", "0.06", "--overwrite"]) == 130
+        assert main([*again[1:], "--overwrite"]) == 130
     out = capfd.readouterr().out
     assert "its model is kept in out/run-1" in out and "--overwrite" not in out.splitlines()[-1]
+
+
+def last_step(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return max(row["iteration"] for row in rows if row["event"] == "step")
+
+
+@pytest.mark.parametrize(
+    "tokens, seconds, steps",
+    [
+        (10**6, 60, 200 + 500),  # at 0.1 s a step, with 10 s to start and to evaluate
+        (64 * 40, 60, 480),  # twelve readings of the text
+        (64 * 10, 60, None),  # which it had
+        (10**6, 1, 200 + 20),
+    ],
+)
+def test_more_minutes_continue_the_model(tmp_path, monkeypatch, capsys, tokens, seconds, steps):
+    """The command keeps its model; only its length grows, by the pace that it had."""
+    monkeypatch.setattr(own_text, "time", Trial(0, []))
+    rows = [{"event": "step", "iteration": n + 1, "ms": 100.0} for n in range(200)]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    progress = TourProgress(tmp_path / "progress", {"minutes": 1})
+    command = ["train", "--seq-length", "16", "--micro-batch-size", "4", "--train-iters", "200", "--save", "run"]
+    progress.done["training tokens"] = tokens
+    progress.finish("plan", {"command": command, "limit": "time", "start": 4, "after": 6})
+    progress.finish("bits per byte", (2, 3))
+    progress.finish("end", 9)
+    progress = TourProgress(tmp_path / "progress", {"minutes": 1 + seconds / 60})
+    assert progress.resume()
+    deadline = own_text.Deadline(1 + seconds / 60, began=0.0)
+    assert own_text.train_longer(tour.Tour(tmp_path, "log", "cpu"), progress, deadline) == (steps is not None)
+    if steps is None:
+        assert "would only teach it by heart" in capsys.readouterr().out and "end" in progress.done
+        return
+    longer = [*command[:6], str(steps), *command[7:], "--override-opt_param-scheduler"]
+    longer[5:7] = ["--train-iters", str(steps)]
+    assert progress.done["plan"]["command"] == longer and "end" not in progress.done
+    assert not TourProgress(tmp_path / "progress", {"minutes": 1}).resume()  # what it was before
+
+
+def test_a_failed_attempt_leaves_nothing_behind(text, tmp_path, monkeypatch):
+    """Unless a step was finished, from which the same command goes on."""
+    before = sorted(tmp_path.rglob("*"))
+    (tmp_path / "tiny.jsonl").write_text('{"text": "three words only"}\n')
+    assert quickstart_of("tiny.jsonl") == BAD_DATA
+    (tmp_path / "tiny.jsonl").unlink()
+    assert sorted(tmp_path.rglob("*")) == before
+
+    def fail(tour, documents, progress, *more):
+        progress.finish("text")
+        raise UserError("no memory", BAD_DATA)
+
+    monkeypatch.setattr(start, "make_model", fail)
+    assert quickstart_of(text) == BAD_DATA and (tmp_path / "my notes-model/.meshwright-quickstart").is_file()
+
+
+def test_validation_is_drawn_from_all_files(tmp_path):
+    """As the held-out text is: the last files of a folder may be of another kind."""
+    for n in range(40):
+        (tmp_path / f"{n:02}.txt").write_text(f"{'code' if n > 37 else 'prose'} {n} " * 900)
+    collect.collect(InputDocuments(TextInputs(input=[str(tmp_path)]), 1e9), tmp_path)
+    t = tour.Tour(tmp_path, "log", "cpu")
+    command = t.training(plan.SIZES[0], 0, 20)
+    assert "--split" not in command
+    assert command[command.index("--valid-data-path") + 1] == f"{tmp_path}/held_out_text_document"
+    held_out = (tmp_path / "held_out.jsonl").read_text()
+    assert held_out.count("prose") > held_out.count("code")
+    calls = []
+    t.call = lambda *argv, **how: calls.append(argv)
+    with pytest.raises(UserError):  # nothing is written
+        t.tokenize()
+    assert [argv[argv.index("--output-prefix") + 1] for argv in calls] == [f"{tmp_path}/train", f"{tmp_path}/held_out"]
 
 
 def test_what_a_finished_quickstart_holds_is_not_replaced(text, tmp_path, monkeypatch, capsys):
     """The same text gives the same answer; other settings and a changed text need --overwrite."""
     made = []
-    monkeypatch.setattr(own_text, "make_model", lambda *given: made.append(given))
+    monkeypatch.setattr(start, "make_model", lambda *given: made.append(given))
     assert quickstart_of(text, "--output", "out") == 0 and len(made) == 1
     progress = made[0][2]
     progress.finish("bits per byte", (1.5, 2.5))
@@ -104,8 +179,11 @@ def test_what_a_finished_quickstart_holds_is_not_replaced(text, tmp_path, monkey
     assert quickstart_of(text, "--output", "out") == 0 and len(made) == 2
     out = capsys.readouterr().out
     assert "already done: out/run has 1.500 bits per byte, a byte-trigram model 2.500" in out
-    assert quickstart_of(text, "--output", "out", "--minutes", "3") == LOCKED
-    assert "other text or settings; --overwrite" in capsys.readouterr().err
+    assert quickstart_of(text, "--output", "out", "--minutes", "0.01") == LOCKED
+    assert "other settings: --minutes was 0.05, not 0.01; --overwrite" in capsys.readouterr().err
+    (tmp_path / "b.txt").write_text("other text")
+    assert main(["quickstart", "b.txt", "--minutes", "0.05", "--output", "out", "--device", "cpu"]) == LOCKED
+    assert f"the text was {tmp_path / text}, not {tmp_path / 'b.txt'}; --overwrite" in capsys.readouterr().err
     with open(text, "a") as file:
         file.write('{"text": "one more"}\n')
     assert quickstart_of(text, "--output", "out") == LOCKED and len(made) == 2
@@ -138,7 +216,7 @@ class Clock:
 )
 def test_the_length_is_corrected_once(left, limit, expected):
     class Stub:
-        commands = []
+        run, commands = "nowhere", []
 
         def pre_train(self, command, stop=None):
             self.commands.append(command)
@@ -155,7 +233,7 @@ def test_the_length_is_corrected_once(left, limit, expected):
 
     stub = Stub()
     stub.commands = []
-    own_text.train_in_time(stub, Done(), Clock(left))
+    own_text.train_in_time(stub, Done(), Clock(left), own_text.Showing())
     assert [c[2] for c in stub.commands] == ["1000", *([str(expected)] if expected else [])]
     assert "--override-opt_param-scheduler" in stub.commands[-1] or not expected
 
@@ -247,13 +325,15 @@ def test_how_often_the_text_is_read(times, words):
 
 def test_a_restart_that_costs_more_than_it_saves():
     class Stub:
+        run = "nowhere"
+
         def pre_train(self, command, stop):
             assert stop(shell.LoggedInterval(2, 20, 0.5, 9)) is None  # 10 of 18 steps of half a second
 
     class Done:
         done = {"plan": {"command": ["train", "--train-iters", "20"], "limit": "time"}}
 
-    own_text.train_in_time(Stub(), Done(), Clock(-20))
+    own_text.train_in_time(Stub(), Done(), Clock(-20), own_text.Showing())
 
 
 @pytest.mark.parametrize("steps, iters", [(20, 1), (200, 10), (400, 20), (9000, 20)])

@@ -80,6 +80,17 @@ def test_a_pause_after_the_end_is_no_loss(tmp_path):
     assert found.wall == 141.0 + 15.0 and found.recoveries == [55.0]
 
 
+@pytest.mark.parametrize(
+    "reason, is_loss", [("SIGINT", False), ("kill switch /x", False), ("--exit-interval 5", False), ("SIGTERM", True)]
+)
+def test_a_stop_by_hand_is_no_loss(tmp_path, reason, is_loss):
+    """Nobody waited for the run after it, and it recovered from nothing."""
+    stopped = [*ROWS[:8], event("end", 1, 3, 1055.0, reason=reason, status=0), *ROWS[8:]]
+    found = measured(tmp_path, stopped)
+    assert found.wall == (141.0 if is_loss else 116.0) and found.recoveries == ([55.0] if is_loss else [])
+    assert found.lost["down"] == (25.0 if is_loss else 0.0)
+
+
 def test_rows_of_older_versions(tmp_path):
     """Only starts and ends had a time: the rest of an attempt lasted as long as what it did."""
     rows = [{k: v for k, v in r.items() if k != "time" or r["event"] in ("start", "end")} for r in ROWS]

@@ -155,6 +155,8 @@ def test_flags(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert main(["watch", str(tmp_path / "file"), "--port", "70000"]) == USAGE
     err = capsys.readouterr().err
+    assert main(["watch", str(tmp_path / "fil")]) == USAGE  # a page that waits for ever for a misspelt name
+    assert f"fil does not exist; did you mean {tmp_path / 'file'}?" in capsys.readouterr().err
     assert "file is a file; give the folder of a run" in err and "--port 70000 must be at most 65535" in err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

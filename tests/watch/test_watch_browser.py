@@ -45,7 +45,8 @@ def process(*words):
 def watched(browser, tmp_path):
     """Open the page of a training that goes on, of a run that has ended, and of one to come."""
     ended, running = tmp_path / "ended", tmp_path / "running"
-    ended.mkdir()
+    for folder in (ended, running, tmp_path / "later"):
+        folder.mkdir()
     rows = [{"event": "start", "attempt": 1, "iteration": 0, "time": 1.7e9, "train_iters": 3000}]
     rows += [step_row(i, 9.0 if i == 1500 else 2.0 + 1 / i) for i in range(1, 3001)]
     rows += [{"event": "scores", "iteration": 3000, "scores": {"lambada/accuracy": 0.25}}]

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright import host
-from meshwright.errors import DONE, SIGINT
 from meshwright.settings import flags
 from meshwright.settings.fields import MISSING, flag
 from meshwright.settings.text_inputs import TextInputs
-
-MARK = ".meshwright-quickstart"  # marks a folder as a quickstart's, and holds its progress
-# Bytes of text that a second can make use of: of one core, and of an accelerator.
-PER_CORE, PER_ACCELERATOR = 32_000, 4_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,36 +47,14 @@ ABOUT = "Make a model of your own text on this machine, by commands that are pri
 def main(argv: list[str]) -> int:
     c = flags.parse_settings(QuickstartConfig, argv, "meshwright quickstart", about=ABOUT).config
     # Imported late, for a quick --help.
-    from meshwright.checkpoint import owner
-    from meshwright.quickstart import folder as folders
-    from meshwright.quickstart.collect import InputDocuments
-    from meshwright.quickstart.own_text import Deadline, already_done, is_accelerated, make_model
-    from meshwright.quickstart.tour import Tour
+    from meshwright.quickstart.own_text import Deadline
+    from meshwright.quickstart.start import TourRequest, open_texts, start_tour
 
     deadline = Deadline(c.minutes)
-    rate = PER_ACCELERATOR if is_accelerated(c.device) else PER_CORE * min(host.cores(), 8)
-    documents = InputDocuments(c, c.minutes * 60 * rate)
+    documents = open_texts(c, c.minutes, c.device)
     folder = c.output or default_folder(c.input[0])
-    folders.claim_folder(folder, MARK, "quickstart")
-    progress = folders.TourProgress(folder / MARK, settings(c))
-    tour = Tour(folder, "quickstart.log", c.device)
-    with owner.lock_folder(folder):
-        if c.overwrite or not progress.resume():
-            if not c.overwrite:
-                folders.require_no_model(folder)
-            folders.clear_folder(folder, "quickstart")
-        elif "end" in progress.done:
-            already_done(tour, progress, documents)
-            return DONE
-        else:
-            print(f"{folder} holds an unfinished quickstart of this text; going on")
-        try:
-            make_model(tour, documents, progress, deadline)
-        except KeyboardInterrupt:
-            again = [word for word in argv if word != "--overwrite"]  # which would begin anew
-            print(f"\nstopped; to go on:  {shlex.join(['meshwright', 'quickstart', *again])}")
-            return SIGINT
-    return DONE
+    request = TourRequest("quickstart", folder, c.minutes, c.device, c.overwrite, settings(c))
+    return start_tour(request, documents, deadline, argv)
 
 
 def default_folder(text: str) -> Path:

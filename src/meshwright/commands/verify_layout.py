@@ -82,7 +82,6 @@ def missing(c: TrainConfig, ranks: int) -> list[str]:
     tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
     heads = m.num_attention_heads or (tp * cp if m.hidden_size else 2 * tp * cp)
     virtual = p.num_layers_per_virtual_pipeline_stage
-    has_length = t.train_iters or t.train_samples or t.train_tokens
     has_batch = t.micro_batch_size or t.num_accumulation_steps
     values = {
         "num-layers": None if m.num_layers else 2 * pp * (virtual or 1),
@@ -90,7 +89,7 @@ def missing(c: TrainConfig, ranks: int) -> list[str]:
         "num-attention-heads": None if m.num_attention_heads else heads,
         "seq-length": None if c.data.seq_length else 16 * tp * cp,
         "lr": None if c.optimizer.lr else 1e-2,
-        "train-iters": None if has_length else 10,
+        "train-iters": None if c.lengths else 10,
         "micro-batch-size": None if has_batch else 1,
         "attention-dropout": 0 if cp > 1 and m.attention_dropout == Model().attention_dropout else None,
         "global-batch-size": None if has_batch or t.global_batch_size else 2 * ranks,

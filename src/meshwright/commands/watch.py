@@ -8,8 +8,10 @@ from pathlib import Path
 from meshwright.errors import DONE, UNAVAILABLE, UserError
 from meshwright.settings import flags
 from meshwright.settings.fields import MISSING, flag
+from meshwright.settings.hints import near_path
 
 PORT = 6400
+ADVICE = "; give the folder of a run, or one below which runs begin later"
 
 
 @dataclass(frozen=True)
@@ -18,15 +20,15 @@ class WatchConfig:
 
     folders: list[Path] = flag(
         MISSING,
-        "run folder: --run-dir, or --save, of the training, which may begin later; or a folder with runs below it",
+        "run folder, --run-dir or --save of a training; or a folder below which runs are, or begin later",
         positional=True,
         word="DIR",
     )
     port: int = flag(PORT, "port of the page on this machine (0: any free one)", bound=">=0")
 
     def problems(self) -> list[str]:
-        files = [str(f) for f in self.folders if f.is_file()]
-        out = [f"{name} is a file; give the folder of a run" for name in files]
+        out = [f"{f} is a file; give the folder of a run" for f in self.folders if f.is_file()]
+        out += [f"{f} does not exist{near_path(str(f)) or ADVICE}" for f in self.folders if not f.exists()]
         return out + [f"--port {self.port} must be at most 65535"] * (self.port > 65535)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from meshwright.console import notice
+from meshwright.console import notice, silence
 from meshwright.data.blend import normalise, samples_needed
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.samples import split_bounds
 from meshwright.errors import UserError, bad_data
-from meshwright.settings.data_paths import SPLITS, PathSet, TokenFiles, path_sets
+from meshwright.settings.data_paths import SPLITS, PathSet, TokenFiles, path_sets, path_settings
 from meshwright.settings.grammar import split_shares
 from meshwright.settings.schema import Data, TrainConfig
 
@@ -111,6 +111,37 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
         )
     shares = normalise([weight for weight, _ in weighed]) if weighed else []
     return [size_part(d, spec, part, share) for share, (_, part) in zip(shares, weighed, strict=True)]
+
+
+def samples_of_epochs(config: TrainConfig) -> int:
+    """Return the samples of --train-epochs readings of the training data, whatever the weights."""
+    d, epochs = config.data, config.training.train_epochs
+    if d.mock_data or not path_settings(d) or d.seq_length is None or epochs is None:
+        raise UserError(
+            "--train-epochs counts readings of token files, which --data-path or the like must name; "
+            "give --train-samples or --train-iters instead"
+        )
+    paths = next((s for s in path_sets(d) if s.split == "train"), None)
+    with silence():  # the run says which parts are left out
+        parts = find_parts(config, SetSpec(paths, 0), Indexed) if paths else []
+    tokens = sum(part.tokens for part in parts)
+    return max(int(epochs * tokens) - 1, 0) // d.seq_length
+
+
+def count_epochs(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with --train-epochs, if it is given, as --train-samples."""
+    epochs = config.training.train_epochs
+    if epochs is None:
+        return config
+    samples = samples_of_epochs(config)
+    training = replace(config.training, train_epochs=None, train_samples=samples)
+    config = replace(config, training=training)
+    if config.is_over(0, 0):
+        raise UserError(
+            f"--train-epochs {epochs:g} is {samples} samples of this data, less than one global batch "
+            f"of {config.batch(0)}; raise it"
+        )
+    return config
 
 
 def size_part(d: Data, spec: SetSpec, part: SetPart, share: float) -> SetPart:

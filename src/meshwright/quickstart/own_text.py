@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import statistics
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from meshwright.quickstart.folder import TourProgress, require_no_model
 from meshwright.quickstart.plan import MeasuredSpeed, Size, TrainingPlan
 from meshwright.quickstart.shell import LoggedInterval, step
 from meshwright.quickstart.tour import Tour, prompt_from
+from meshwright.runs.rows import read_new_rows
 
 COMPILED_MINUTES = 5  # minutes from which a compiled model pays
 TRIAL_SHARE = 0.15  # share of the time, at most, for the trial with its start
@@ -25,6 +27,15 @@ LITTLE_TEXT = 500_000  # bytes of a text that is called small
 TIME_MARGIN = 0.05  # of the time by which the end may be off before the number of steps is corrected
 START_SECONDS = 5  # seconds that a start takes, where it was not measured
 CORRECTABLE = 0.5  # of the steps; later corrections would bend the learning rate
+NEW_LENGTH = "--override-opt_param-scheduler"
+
+
+@dataclass(frozen=True)
+class Showing:
+    """What a tour shows beside the making of its model."""
+
+    prompts: tuple[str, ...] = ()  # none: the first words of a held-out text
+    resumes: bool = False  # the training is stopped half-way, and continued
 
 
 @dataclass
@@ -46,7 +57,9 @@ class Deadline:
         return self.minutes * 60 - (time.perf_counter() - self.began) - self.after
 
 
-def make_model(tour: Tour, documents: InputDocuments, progress: TourProgress, deadline: Deadline) -> None:
+def make_model(
+    tour: Tour, documents: InputDocuments, progress: TourProgress, deadline: Deadline, showing: Showing
+) -> None:
     """Run all steps that are not done yet."""
     accelerator = is_accelerated(tour.device)
     with step("1. Read the text; hold out a part that the model never sees"):
@@ -56,35 +69,40 @@ def make_model(tour: Tour, documents: InputDocuments, progress: TourProgress, de
             learn_vocabulary(tour, text, accelerator)
             progress.finish("vocabulary")
     with step("3. Turn the text into token numbers"):
-        if "tokens" not in progress.done:
-            progress.finish("tokens", tour.tokenize())
-        tokens = int(progress.done["tokens"] * 0.95)  # the rest validates
+        if "training tokens" not in progress.done:
+            progress.finish("training tokens", tour.tokenize())
+        tokens = progress.done["training tokens"]
     if "plan" not in progress.done:
         with step("4. Try how fast this machine is, and choose the model"):
             progress.finish("plan", choose_training(tour, text, tokens, deadline, accelerator))
     with step("5. Pre-train"):
-        train_in_time(tour, progress, deadline)
+        train_in_time(tour, progress, deadline, showing)
         print(f"  plots of the run: {tour.run}/report.html")
     with step("6. Evaluate on the text that was held out"):
         progress.finish("bits per byte", tour.evaluate())
-    with step("7. Let it continue a held-out text: the most likely words, then words by chance"):
-        prompt = prompt_from(Path(tour.held_out))
-        tour.generate(prompt, 64, "--greedy")
-        tour.generate(prompt, 64, "--temperature", "0.8", "--top_p", "0.9")
+    with step("7. Let it continue a text: by the most likely words, then by words chosen by chance"):
+        prompts = showing.prompts or (prompt_from(Path(tour.held_out)),)
+        tour.generate(prompts[0], 64, "--greedy")
+        for prompt in prompts[1:] or prompts:
+            tour.generate(prompt, 64, "--temperature", "0.8", "--top_p", "0.9")
     progress.finish("end", documents.bytes)
     tour.end(deadline.began)
     print_export(tour)
 
 
-def already_done(tour: Tour, progress: TourProgress, documents: InputDocuments) -> None:
-    """Say what a finished quickstart gave, and what to do with it, unless the text has changed."""
+def require_same_text(tour: Tour, progress: TourProgress, documents: InputDocuments) -> None:
+    """Refuse to go on with a finished tour if its text has changed."""
     if progress.done["end"] not in (None, documents.bytes):
         require_no_model(tour.folder, "this text as it was before a change")
+
+
+def already_done(tour: Tour, progress: TourProgress) -> None:
+    """Say what a finished tour gave, and what to do with it."""
     ours, theirs = progress.done["bits per byte"]
     print(f"already done: {tour.run} has {ours:.3f} bits per byte, a byte-trigram model {theirs:.3f}. Try next:")
     tour.try_next()
     print_export(tour)
-    print("To start again: --overwrite, which keeps this model aside, or another --output")
+    print("To start again: --overwrite, which keeps this model aside, or another folder")
 
 
 def print_export(tour: Tour) -> None:
@@ -150,7 +168,7 @@ def choose_training(
         enough = math.ceil(deadline.minutes + 1.2 * missing / 60)
         print(f"  these minutes are too few for a useful model on this machine; --minutes {enough} would do")
     command = tour.run_command(plan.size, plan.dropout, plan.steps, *how)
-    return {"command": command, "limit": plan.limit}
+    return {"command": command, "limit": plan.limit, "start": deadline.start, "after": deadline.after}
 
 
 def measure_speed(tour: Tour, size: Size, most: float, how: list[str]) -> tuple[float, float, float]:
@@ -208,29 +226,88 @@ def readings(times: float) -> str:
     return f"{times:.0%}".replace("%", " % of it is read") if times < 0.95 else f"each is read {times:.1f} times"
 
 
-def train_in_time(tour: Tour, progress: TourProgress, deadline: Deadline) -> None:
+def with_steps(command: list[str], steps: int) -> list[str]:
+    """Return the command of a run that has a new length."""
+    command = command if NEW_LENGTH in command else [*command, NEW_LENGTH]
+    place = command.index("--train-iters") + 1
+    return [*command[:place], str(steps), *command[place + 1 :]]
+
+
+def steps_of(command: list[str]) -> int:
+    return int(command[command.index("--train-iters") + 1])
+
+
+def train_longer(tour: Tour, progress: TourProgress, deadline: Deadline) -> bool:
+    """Plan a training again that was planned for fewer minutes; return whether it is longer now.
+
+    A run that has taken steps keeps its model, and gets as many further steps as the further
+    minutes allow at the pace that it had.
+    """
+    plan = progress.done.get("plan")
+    if not progress.more_minutes or plan is None:
+        return False
+    rows = run_rows(Path(tour.run))
+    if not rows:
+        del progress.done["plan"]  # for a new trial
+        return True
+    command = plan["command"]
+    deadline.minutes = progress.more_minutes
+    deadline.start, deadline.after = plan.get("start", START_SECONDS), plan.get("after", 2 * START_SECONDS)
+    pace = statistics.median(row["ms"] for row in rows[-200:]) / 1000
+    per_step = math.prod(int(command[command.index(f) + 1]) for f in ("--seq-length", "--micro-batch-size"))
+    before, most = steps_of(command), plans.EPOCHS * progress.done["training tokens"] // per_step
+    wanted = before + max(int((deadline.left() - deadline.start) / pace), plans.FEWEST_STEPS)
+    steps = min(wanted, most) // 10 * 10
+    if steps <= before:
+        print(f"{before:,} steps have read the text {plans.EPOCHS} times; more would only teach it by heart")
+        return False
+    print(f"{deadline.minutes:g} more minutes: the model of {before:,} steps is trained on to {steps:,}")
+    for name in ("bits per byte", "end"):
+        progress.done.pop(name, None)
+    limit = "text" if wanted > most else "time"
+    progress.finish("plan", {**plan, "command": with_steps(command, steps), "limit": limit})
+    return True
+
+
+def run_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return the steps that a run has taken."""
+    return [row for row in read_new_rows(folder)[0] if row["event"] == "step"]
+
+
+def train_in_time(tour: Tour, progress: TourProgress, deadline: Deadline, showing: Showing) -> None:
     """Train; if the machine turns out faster or slower, correct the number of steps once."""
-    command, limit = progress.done["plan"]["command"], progress.done["plan"]["limit"]
-    steps = int(command[command.index("--train-iters") + 1])
-    corrected = 0
+    plan = progress.done["plan"]
+    command, limit = plan["command"], plan["limit"]
+    steps = steps_of(command)
+    next_command: list[str] = []
+    # A run that is continued after an interruption keeps its length, as a very short one does.
+    is_timed = deadline.after > 0 and deadline.minutes >= 1
+    is_shown = showing.resumes and not run_rows(Path(tour.run))
 
     def check(at: LoggedInterval) -> str | None:
-        nonlocal corrected
-        if not steps * 0.1 <= at.iteration <= steps * CORRECTABLE:
-            return None
-        left, needed = deadline.left(), (steps - at.iteration) * at.seconds
-        if abs(left - needed) < 2 * TIME_MARGIN * deadline.minutes * 60 or (limit == "text" and needed < left):
-            return None
-        new = max(at.iteration + int((left - deadline.start) / at.seconds), at.iteration + 10, plans.FEWEST_STEPS)
-        if abs(new - steps) * at.seconds < 2 * deadline.start:
-            return None
-        corrected = new
-        return f"a step takes {at.seconds * 1000:.0f} ms now: it saves, and goes on to {corrected:,} steps instead"
+        nonlocal next_command
+        if is_timed and (corrected := correct_steps(at, steps, deadline, limit)):
+            next_command = with_steps(command, corrected)
+            return f"a step takes {at.seconds * 1000:.0f} ms now: it saves, and goes on to {corrected:,} steps instead"
+        if is_shown and at.iteration >= steps // 2:
+            next_command = command
+            return "SIGTERM, as a cluster's scheduler sends it: the training saves and ends"
+        return None
 
-    # A run that is continued after an interruption keeps its length, as a very short one does.
-    tour.pre_train(command, check if deadline.after and deadline.minutes >= 1 else None)
-    if corrected:
-        command = [*command, "--override-opt_param-scheduler"]
-        command[command.index("--train-iters") + 1] = str(corrected)
-        progress.finish("plan", {"command": command, "limit": limit})
-        tour.pre_train(command)
+    tour.pre_train(command, check if is_timed or is_shown else None)
+    if next_command:
+        progress.finish("plan", {**plan, "command": next_command})
+        if next_command == command:
+            print("  the same command continues from the checkpoint:")
+        tour.pre_train(next_command)
+
+
+def correct_steps(at: LoggedInterval, steps: int, deadline: Deadline, limit: str) -> int | None:
+    """Return the number of steps that ends in time, or None if `steps` does."""
+    if not steps * 0.1 <= at.iteration <= steps * CORRECTABLE:
+        return None
+    left, needed = deadline.left(), (steps - at.iteration) * at.seconds
+    if abs(left - needed) < 2 * TIME_MARGIN * deadline.minutes * 60 or (limit == "text" and needed < left):
+        return None
+    new = max(at.iteration + int((left - deadline.start) / at.seconds), at.iteration + 10, plans.FEWEST_STEPS)
+    return None if abs(new - steps) * at.seconds < 2 * deadline.start else new

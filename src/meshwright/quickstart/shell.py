@@ -93,7 +93,7 @@ def call(
             finally:
                 child.kill()
             raise
-    if status != expected:
+    if status not in (expected, DONE):  # a training may end before the signal arrives
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
         message = f"`meshwright {argv[0]}` ended with exit status {status}; the end of {log}:\n{tail}"
         raise UserError(message, status if status > 0 else UNEXPECTED)

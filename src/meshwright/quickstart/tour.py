@@ -42,7 +42,7 @@ class Tour:
 
     def __init__(self, folder: Path, log: str, device: str) -> None:
         self.folder, self.log, self.device = folder, folder / log, device
-        self.run, self.vocabulary, self.tokens = f"{folder}/run", f"{folder}/tokenizer", f"{folder}/train"
+        self.run, self.vocabulary = f"{folder}/run", f"{folder}/tokenizer"
         self.train, self.held_out = f"{folder}/train.jsonl", f"{folder}/held_out.jsonl"
 
     def call(self, *argv: str, **how: Any) -> str:
@@ -53,16 +53,17 @@ class Tour:
         self.call("train-tokenizer", "--input", source, "--vocab-size", str(size), "--output", self.vocabulary)
 
     def tokenize(self) -> int:
-        """Return the number of tokens."""
+        """Return the number of tokens to learn from."""
         from meshwright.data.files.indexed import Indexed
 
-        files = ["--input", self.train, "--output-prefix", self.tokens]
-        self.call("preprocess", *files, "--tokenizer", self.vocabulary, "--append-eod", show=outcome)
-        return len(Indexed(f"{self.tokens}_text_document").tokens)
+        for text in (self.train, self.held_out):
+            files = ["--input", text, "--output-prefix", text.removesuffix(".jsonl")]
+            self.call("preprocess", *files, "--tokenizer", self.vocabulary, "--append-eod", show=outcome)
+        return len(Indexed(token_files(self.train)).tokens)
 
     def training(self, size: Size, dropout: float, steps: int, *more: str) -> list[str]:
         """Return the command that trains, without a folder to save to."""
-        data = ["--data-path", f"{self.tokens}_text_document", "--split", "95,5,0"]
+        data = ["--train-data-path", token_files(self.train), "--valid-data-path", token_files(self.held_out)]
         command = ["train", *data, *model_flags(size, dropout), *recipe_flags(size, steps), *more]
         return [*command, "--device", self.device]
 
@@ -96,6 +97,11 @@ class Tour:
     def try_next(self) -> None:
         for words in (["chat", self.run], ["report", self.run], ["inspect", self.run]):
             print(f"  {shlex.join(['meshwright', *words])}")
+
+
+def token_files(text: str) -> str:
+    """Return the prefix of the token files that preprocess makes of a text."""
+    return f"{text.removesuffix('.jsonl')}_text_document"
 
 
 def outcome(line: str) -> str | None:

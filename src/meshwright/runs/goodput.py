@@ -2,7 +2,7 @@
 
 Time runs from the beginning of the first attempt to the last row, through all attempts. A step
 counts if it was applied and not undone by a later start or rollback. The pause after an attempt
-that reached its end is left out.
+that reached its end, or was stopped by hand, is left out, and no recovery follows it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from meshwright.progress import duration
 from meshwright.runs.history import Attempt, History
 
-REASON_DONE = "all iterations done"
+# Beginnings of the reasons after which a run pauses because someone wanted it to.
+WANTED_ENDS = ("all iterations done", "SIGINT", "kill switch ", "--exit-interval ")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def measure_goodput(attempts: Sequence[Attempt], good: float, skipped: float) ->
     """Return the goodput from the seconds of steps that count and of those not applied."""
     if not attempts or not all(a.start.get("time") for a in attempts):
         return None
-    pairs = [(a, b) for a, b in itertools.pairwise(attempts) if (a.end or {}).get("reason") != REASON_DONE]
+    pairs = [(a, b) for a, b in itertools.pairwise(attempts) if not is_wanted(a)]
     lost = {
         "start-up": sum(a.startup for a in attempts),
         "down": sum(max(0.0, b.begun - a.latest) for a, b in pairs),
@@ -69,3 +70,8 @@ def measure_goodput(attempts: Sequence[Attempt], good: float, skipped: float) ->
     lost["other"] = max(0.0, wall - good - sum(lost.values()))
     recoveries = [b.first - a.latest for a, b in pairs if b.first]
     return Goodput(wall, good, lost, recoveries) if wall > 0 else None
+
+
+def is_wanted(attempt: Attempt) -> bool:
+    """Return whether an attempt ended as someone wanted it to."""
+    return str((attempt.end or {}).get("reason")).startswith(WANTED_ENDS)

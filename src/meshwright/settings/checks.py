@@ -25,6 +25,7 @@ from meshwright.settings.hints import find_address, refuse_address
 from meshwright.settings.schema import (
     ARCHITECTURE,
     EXIT_SIGNALS,
+    LENGTHS,
     OUTCOME,
     Checkpoint,
     Data,
@@ -53,7 +54,7 @@ def problems(config: Any, needs_data: bool = True) -> list[str]:
 def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
     t, o, k, p = c.training, c.optimizer, c.checkpoint, c.parallel
     layout, sizes = parallel_problems(c), batch_problems(c)
-    has_length = not sizes and not out_of_bounds(t)
+    has_length = not sizes and not out_of_bounds(t) and c.lengths != ["train_epochs"]
     out = architecture_problems(c.model, c.data) + layout + precision_problems(c.precision) + sizes
     out += (
         schedule_problems(c, has_length)
@@ -130,10 +131,10 @@ def forecast_problems(c: TrainConfig, needs_data: bool = True) -> list[str]:
     out = data_problems(c.data, needs_data)
     if c.data.seq_length is None:
         out.append("--seq-length is needed: tokens of one sample")
-    lengths = [n for n in ("train_iters", "train_samples", "train_tokens") if getattr(t, n) is not None]
-    if len(lengths) != 1:
-        few = f"{' and '.join(map(spelling, lengths))} are given" if lengths else "none is given"
-        out.append(f"one of --train-iters, --train-samples and --train-tokens is needed for the length; {few}")
+    if len(c.lengths) != 1:
+        few = f"{' and '.join(map(spelling, c.lengths))} are given" if c.lengths else "none is given"
+        units = f"{', '.join(map(spelling, LENGTHS[:-1]))} and {spelling(LENGTHS[-1])}"
+        out.append(f"one of {units} is needed for the length; {few}")
     if t.global_batch_size is None and p.world_size is None and p.model_ranks > 1:
         out.append(
             f"--global-batch-size or --world-size is needed: the model will run on {p.model_ranks} ranks or more"
@@ -413,15 +414,15 @@ def batch_problems(c: TrainConfig) -> list[str]:
         product += f"{ranks} = {unit}" if ranks else ""
         nearest = max(1, round(batch / unit)) * unit
         out.append(f"--global-batch-size {batch} is not a multiple of {product}; the nearest multiple is {nearest}")
-    lengths = [n for n in ("train_iters", "train_samples", "train_tokens") if getattr(t, n) is not None]
-    if not lengths:
-        out.append("--train-iters is needed: how many steps (or --train-samples, or --train-tokens)")
-    elif len(lengths) > 1:
-        out.append(f"{' and '.join(map(spelling, lengths))} all set the length of the run; give one")
+    if not c.lengths:
+        others = ", ".join(map(spelling, LENGTHS[1:]))
+        out.append(f"--train-iters is needed: how many steps (or one of {others})")
+    elif len(c.lengths) > 1:
+        out.append(f"{' and '.join(map(spelling, c.lengths))} all set the length of the run; give one")
     if t.rampup_batch_size:
         out += rampup_problems(c)
-    if not out and lengths[0] != "train_iters" and c.steps == 0:
-        length = f"{spelling(lengths[0])} {getattr(t, lengths[0])}"
+    if not out and c.lengths[0] not in ("train_iters", "train_epochs") and c.steps == 0:
+        length = f"{spelling(c.lengths[0])} {getattr(t, c.lengths[0])}"
         out.append(f"{length} is less than one global batch of {c.batch(0)} samples; raise it")
     return out
 
@@ -433,7 +434,7 @@ def rampup_problems(c: TrainConfig) -> list[str]:
         return [f"{flag}: give three numbers above 0: START INCREMENT SAMPLES"]
     start, increment, samples = ramp
     out = []
-    if c.samples is None:
+    if c.lengths == ["train_iters"]:
         out.append(f"{flag} needs the length in samples: --train-samples or --train-tokens instead of --train-iters")
     if samples / start > 10**6:
         out.append(f"{flag}: up to {samples / start:.0f} steps of ramp-up; give at most a million")
@@ -606,10 +607,10 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[str]:
     by_steps = [n for n in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters") if getattr(o, n)]
     names = "lr_decay_samples lr_decay_tokens lr_warmup_samples lr_warmup_tokens lr_wsd_decay_samples"
     by_samples = [n for n in names.split() if getattr(o, n)]
-    wrong = by_samples if c.samples is None else by_steps
-    if wrong and (t.train_iters or c.samples):
-        length = "--train-iters" if c.samples is None else "--train-samples"
-        unit = "steps" if c.samples is None else "samples"
+    in_steps = "train_iters" in c.lengths
+    wrong = by_samples if in_steps else by_steps
+    if wrong and c.lengths:
+        length, unit = spelling(c.lengths[0]), "steps" if in_steps else "samples"
         out.append(f"{' and '.join(map(spelling, wrong))} cannot be mixed with {length}; give all lengths in {unit}")
     warmups = [n for n in ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_tokens") if getattr(o, n)]
     warmups += ["lr_warmup_fraction"] * (o.lr_warmup_fraction is not None)

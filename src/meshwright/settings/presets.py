@@ -67,9 +67,11 @@ def fitted(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     out, steps = dict(PRESETS[name]), PRESETS[name]["train_iters"]
     parts = {n: out[n] / steps for n in ("lr_decay_iters", "lr_wsd_decay_iters") if n in out}
     units = ("iters", "samples", "tokens")
-    unit = next((u for u in units if given.get(f"train_{u}")), None)
+    unit = next((u for u in (*units, "epochs") if given.get(f"train_{u}")), None)
     if not unit or family_of(name).is_script:
         return out
+    if unit == "epochs":  # in samples that are not known yet: the schedule takes all of them
+        return {n: value for n, value in out.items() if n not in (*parts, "train_iters")}
     length, in_steps = given[f"train_{unit}"], unit == "iters"
     if unit == "tokens":
         length //= given.get("seq_length") or out["seq_length"]

@@ -276,6 +276,7 @@ class Data:
 Tokenizer = TokenizerFlags  # its name in scripts that were written for earlier releases
 
 EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
+LENGTHS = ("train_iters", "train_samples", "train_tokens", "train_epochs")
 
 
 @dataclass(frozen=True)
@@ -304,6 +305,14 @@ class Training:
     train_iters: int | None = flag(None, "number of steps", bound=">0", docs="tutorial")
     train_samples: int | None = flag(None, "number of samples, instead of --train-iters", bound=">0")
     train_tokens: int | None = flag(None, "number of tokens, instead of --train-iters", bound=">0", proof="fuzz")
+    train_epochs: float | None = flag(
+        None,
+        "readings of the training data, instead of --train-iters; a run notes them as --train-samples",
+        "--num-train-epochs",
+        bound=">0",
+        docs="data",
+        proof="",
+    )
     rampup_batch_size: list[int] = flag(
         [], "START INCREMENT SAMPLES: grow from START by INCREMENT over SAMPLES", docs="schedules data"
     )
@@ -968,6 +977,11 @@ class TrainConfig:
         if consumed > samples or not increments:
             return self.global_batch
         return min(start + int(consumed / (samples / increments)) * increment, self.global_batch)
+
+    @property
+    def lengths(self) -> list[str]:
+        """Return the settings that give the length of the run; it needs exactly one."""
+        return [name for name in LENGTHS if getattr(self.training, name) is not None]
 
     @functools.cached_property
     def samples(self) -> int | None:

@@ -18,7 +18,7 @@ import numpy as np
 from meshwright import console
 from meshwright.data.blend import Composite, blend_order
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.sets import SetPart, SetSpec, find_parts, needed_sets
+from meshwright.data.sets import SetPart, SetSpec, count_epochs, find_parts, needed_sets
 from meshwright.data.tools.statistics import decode_ids
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.files import make_folder
@@ -42,6 +42,7 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
     if config.data.mock_data:
         print("--mock-data: random tokens have no index; nothing to build")
         return
+    config = count_epochs(config)
     from meshwright.data.datasets import build_datasets, cache_folder
 
     folders = list(dict.fromkeys(cache_folder(config, prefix) for prefix in data_paths.prefixes(config.data)))
@@ -92,6 +93,7 @@ def find_entries(folders: Sequence[Path]) -> dict[Path, int]:
 def print_plan(config: TrainConfig, as_json: bool) -> None:
     if config.data.mock_data:
         raise UserError("--mock-data: random tokens have no source; there is nothing to plan")
+    config = count_epochs(config)
     indexed = functools.cache(Indexed)
     sets = [plan_set(config, spec, find_parts(config, spec, indexed)) for spec in needed_sets(config)]
     warnings = [line for facts in sets for line in facts.pop("warnings")]
@@ -166,6 +168,7 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
     from meshwright.data.datasets import build_datasets
 
     vocab = tokenizer.size if tokenizer else config.tokenizer.vocab_size or ANY_ID
+    config = count_epochs(config)
     console.set_stream(None)  # Megatron's lines about building belong to a training's log
     try:
         sets = build_datasets(config, vocab)

@@ -23,6 +23,7 @@ from meshwright.training.before.resolve import (
     loaded_folder,
     require_free_folders,
     require_settings,
+    settle_length,
 )
 from meshwright.training.before.sizes import describe_layout, describe_memory, describe_place, parameters_of_ranks
 from meshwright.training.state.resume import check_loading, fresh_schedule, note_kept_model
@@ -46,6 +47,7 @@ def require_equal_ranks(team: Team, identity: dict[str, Any], problem: UserError
 def dry_run(config: TrainConfig) -> int:
     """Check settings, files and sizes without torch and without writing; print what would run."""
     require_settings(config, needs_data=False)
+    config = settle_length(config)
     later = checks.problems(config)
     require_free_folders(config)
     require_packages(config.logging)

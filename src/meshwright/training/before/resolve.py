@@ -16,6 +16,7 @@ from typing import Any
 from meshwright import console, tokenizers
 from meshwright.checkpoint import owner, steps
 from meshwright.console import say
+from meshwright.data.sets import count_epochs
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.ranks.world import World
 from meshwright.settings import checks, data_paths, flags
@@ -121,11 +122,23 @@ def resolve(
         data = replace(data_paths.without(config.data), multiple_validation_sets=False, validation_set_names=[])
         config = replace(config, data=data)
     require_settings(config, needs_data=not has_datasets)
+    config = settle_length(config, prints=world.rank == 0)
     vocabulary, problem = look_at_files(config, world)
     arguments = argument_dump.dumped_arguments(config, idle or {}, config.parallel.distributed_backend or "")
     identity = identity_of(config, vocabulary) if world.size > 1 else {}
     switches = flags.switches_in_effect(config, idle or {})
     return Resolved(config, vocabulary, identity, arguments, problem, world, command or [], switches)
+
+
+def settle_length(config: TrainConfig, prints: bool = True) -> TrainConfig:
+    """Count the samples of --train-epochs, and check the schedule that they make."""
+    if (epochs := config.training.train_epochs) is None:
+        return config
+    config = count_epochs(config)
+    require_settings(config, needs_data=True)
+    if prints:
+        console.notice(f"--train-epochs {epochs:g} of this data: --train-samples {config.training.train_samples}")
+    return config
 
 
 def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def require_clear_start(config: TrainConfig, source: Source) -> None:
     has_more = step > config.steps if config.samples is None else consumed > config.samples
     why, continuing = [], []
     if config.is_over(step, consumed) and (is_other or has_more):
-        name = next(n for n in ("train_tokens", "train_samples", "train_iters") if getattr(config.training, n))
+        name = config.lengths[0]
         length, done = getattr(config.training, name), f"{step:,} steps ({consumed:,} samples) are done"
         why.append(f"{spelling(name)} {length} counts from the beginning, and {done}, so none is left")
         continuing.append(f"raise {spelling(name)}")
