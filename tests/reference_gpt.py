@@ -50,8 +50,9 @@ def one_sample(w: Weights, m: Model, tokens, places, documents, drop) -> np.ndar
     for i in range(m.num_layers):
         y = norm(w, m, f"h.{i}.ln_1", x)
         branch = attention(w, m, f"h.{i}.attn", y, places, documents, drop.get(~i))
+        before = x
         x = (y if m.apply_residual_connection_post_layernorm else x) + branch * drop.get(2 * i + 1, 1.0)
-        y = norm(w, m, f"h.{i}.ln_2", x)
+        y = norm(w, m, f"h.{i}.ln_2", before if m.use_parallel_residual else x)
         branch = mlp(w, m, f"h.{i}.mlp", y)
         x = (y if m.apply_residual_connection_post_layernorm else x) + branch * drop.get(2 * i + 2, 1.0)
     head = w["lm_head.weight"] if m.untie_embeddings_and_output_weights else w["wte.weight"]

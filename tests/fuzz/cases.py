@@ -215,7 +215,7 @@ ARCHITECTURE: dict[str, Chances] = {
     "norm of heads": {"": 2, "--qk-layernorm": 1},
     "bias": {"": 3, "--disable-bias-linear": 1, "--disable-bias-linear --add-qkv-bias": 1},
     "norm of embeddings": {"": 3, "--embed-layernorm": 1},
-    "residual": {"": 3, "--apply-residual-connection-post-layernorm": 1},
+    "residual": {"": 3, "--apply-residual-connection-post-layernorm": 1, "--use-parallel-residual": 1},
     "initial": {"": 3, "--init-method-xavier-uniform": 1, "--init-method-std 0.2": 2},
     "logits": {"": 3, "--final-logit-softcapping 2": 1},
     "head": {"": 2, "--untie-embeddings-and-output-weights": 1},

@@ -87,8 +87,8 @@ def test_sizes(run, flags, want):
 @pytest.mark.flag(
     """num_attention_heads layernorm_epsilon hidden_dropout attention_dropout embedding_dropout bias_gelu_fusion
     attention_impl squared_relu normalization qk_layernorm embed_layernorm apply_residual_connection_post_layernorm
-    init_method_xavier_uniform seq_length dataloader_type training.seed optimizer weight_decay clip_grad adam_beta1
-    adam_beta2 adam_eps final_logit_softcapping z_loss_coef"""
+    use_parallel_residual init_method_xavier_uniform seq_length dataloader_type training.seed optimizer weight_decay
+    clip_grad adam_beta1 adam_beta2 adam_eps final_logit_softcapping z_loss_coef"""
 )
 @pytest.mark.parametrize(
     "flags",
@@ -116,6 +116,7 @@ def test_sizes(run, flags, want):
         ["--qk-layernorm"],
         ["--embed-layernorm"],
         ["--apply-residual-connection-post-layernorm"],
+        ["--use-parallel-residual"],
         ["--init-method-xavier-uniform"],
         ["--optimizer", "sgd"],
         ["--optimizer", "lion"],

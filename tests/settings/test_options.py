@@ -52,6 +52,7 @@ WORDS = {
     "qknorm": {"qk_layernorm": True},
     "embnorm": {"embed_layernorm": True},
     "postnorm": {"apply_residual_connection_post_layernorm": True},
+    "parallel": {"use_parallel_residual": True},
     "nobias": {"add_bias_linear": False},
     "qkvbias": {"add_bias_linear": False, "add_qkv_bias": True},
     "untied": {"untie_embeddings_and_output_weights": True},
@@ -61,6 +62,8 @@ WORDS = {
 
 TABLE = [
     "gpt2",
+    "rope half erf untied parallel",  # GPT-NeoX
+    "gqa swiglu rms parallel embdrop",
     "erf nobias normbias",  # nanoGPT
     "rope half qknorm embnorm normbias 1p",
     "erf untied embnorm embdrop capped",

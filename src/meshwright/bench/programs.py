@@ -99,13 +99,13 @@ def transformers_network(m: Model, length: int, padded: int) -> nn.Module:
     common: dict[str, Any] = {"vocab_size": padded, "attn_implementation": "sdpa", "use_cache": False}
     common |= {"tie_word_embeddings": not m.untie_embeddings_and_output_weights}
     norm = (m.normalization, m.norm_bias, m.qk_layernorm)
-    kind = (m.position, norm, m.activation, m.add_bias_linear, m.final_logit_softcapping)
-    if kind == ("learned", ("LayerNorm", True, False), "gelu-tanh", True, 0.0):
+    kind = (m.position, norm, m.activation, m.add_bias_linear, m.final_logit_softcapping, m.use_parallel_residual)
+    if kind == ("learned", ("LayerNorm", True, False), "gelu-tanh", True, 0.0, False):
         shape = dict(n_embd=m.hidden_size, n_layer=m.num_layers, n_head=m.num_attention_heads, n_inner=m.ffn)
         drops = dict(resid_pdrop=m.hidden_dropout, embd_pdrop=m.hidden_dropout, attn_pdrop=m.attention_dropout)
         settings = common | shape | drops | {"n_positions": length, "loss_type": "ForCausalLM"}
         return hf.GPT2LMHeadModel(hf.GPT2Config(**settings))  # type: ignore[no-any-return]
-    if kind == ("rope", ("RMSNorm", False, False), "swiglu", False, 0.0):
+    if kind == ("rope", ("RMSNorm", False, False), "swiglu", False, 0.0, False):
         shape = dict(hidden_size=m.hidden_size, num_hidden_layers=m.num_layers, intermediate_size=m.ffn)
         heads = dict(num_attention_heads=m.num_attention_heads, num_key_value_heads=m.groups, head_dim=m.head_dim)
         settings = common | shape | heads | {"max_position_embeddings": length}
@@ -203,7 +203,8 @@ def megatron(config: TrainConfig, padded: int, device: torch.device) -> PeerStep
     module: Any = importlib.import_module("megatron.core.transformer.module")
     transformer: Any = importlib.import_module("megatron.core.transformer.transformer_config")
     m, length = config.model, config.data.seq_length or 0
-    if (m.position, m.norm_bias, m.activation, m.add_bias_linear) != ("learned", True, "gelu-tanh", True):
+    kind = (m.position, m.norm_bias, m.activation, m.add_bias_linear, m.use_parallel_residual)
+    if kind != ("learned", True, "gelu-tanh", True, False):
         raise UserError("megatron-core is compared on GPT-2's network only")
     is_cpu = device.type == "cpu"
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # of this process alone

@@ -58,8 +58,9 @@ class DecodeStep:
         for i, qkv, proj, fc, out, sizes in self.layers:
             texts = self.texts(i, x, sizes, slots, used, longest)
             o = decode.attend(decode.linear(x, qkv), texts, sizes, self.rotation)
-            x = decode.linear(o, proj, x)
-            x = decode.linear(decode.linear(x, fc), out, x)
+            stream = decode.linear(o, proj, x)
+            z = x if self.model.m.use_parallel_residual else stream
+            x = decode.linear(decode.linear(z, fc), out, stream)
         return self.model.finish(decode.linear(x, self.head))
 
     def run_rows(self, x: Tensor, slots: Tensor, used: Tensor, longest: int) -> Tensor:
@@ -69,7 +70,11 @@ class DecodeStep:
             texts = self.texts(i, x, sizes, slots, used, longest)
             residual, y = add_norm(residual, pending, bias, qkv)
             o = decode.attend(linear(y, qkv.weight, qkv.bias), texts, sizes, self.rotation)
-            residual, y = add_norm(residual, linear(o, proj.weight), proj.bias, fc)
+            if self.model.m.use_parallel_residual:
+                y = add_norm(None, residual, None, fc)[1]
+                residual = residual + linear(o, proj.weight, proj.bias)
+            else:
+                residual, y = add_norm(residual, linear(o, proj.weight), proj.bias, fc)
             pending, bias = linear(decode.expand(y, fc), out.weight), out.bias
         return self.model.finish(linear(add_norm(residual, pending, bias, self.head)[1], self.head.weight))
 

@@ -2,6 +2,8 @@
 
     tokens -> wte (+ wpe) -> [ln_1 -> attn -> +, ln_2 -> mlp -> +] x layers -> ln_f -> logits
 
+With --use-parallel-residual ln_2 reads the stream as it was before attention.
+
 A block takes and returns (residual, pending): pending is the last branch's output before dropout
 and the addition, so that a fused kernel can combine that addition with the next norm. `join` adds.
 The places where it does are numbered (0: the embedding's dropout, 2i+1: after attention i, 2i+2:
@@ -55,6 +57,7 @@ class Block(nn.Module):
         super().__init__()
         assert m.hidden_size
         self.p, self.post_norm = m.hidden_dropout, m.apply_residual_connection_post_layernorm
+        self.parallel = m.use_parallel_residual
         self.ln_1 = Norm(m, m.hidden_size)
         self.attn = Attention(m, layer, options.recompute == "selective")
         self.ln_2 = Norm(m, m.hidden_size)
@@ -66,9 +69,9 @@ class Block(nn.Module):
         """`before` and `after` are the dropout rows of the two joins; None is no dropout."""
         x = join(residual, pending, before, self.p)
         y = self.ln_1(x)
-        x = join(y.to(x.dtype) if self.post_norm else x, self.attn(y, shared), after, self.p)
-        z = self.ln_2(x)
-        return z.to(x.dtype) if self.post_norm else x, self.mlp(z)
+        stream = join(y.to(x.dtype) if self.post_norm else x, self.attn(y, shared), after, self.p)
+        z = self.ln_2(x if self.parallel else stream)
+        return z.to(x.dtype) if self.post_norm else stream, self.mlp(z)
 
     @staticmethod
     def end(residual: Tensor | None, pending: Tensor, rows: Tensor | None, p: float, norm: Norm) -> Tensor:

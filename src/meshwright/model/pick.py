@@ -14,7 +14,7 @@ from meshwright.settings.schema import Model, Precision, Training
 
 def options(t: Training, m: Model, p: Precision, device: torch.device) -> Options:
     """Return how to run the network on this device."""
-    suits = devices.has_kernels(device) and p.dtype != "float64" and not m.qk_layernorm and t.compile != "on"
+    suits = devices.has_kernels(device) and p.dtype != "float64" and m.is_fusible and t.compile != "on"
     fused = suits if t.fused_kernels == "auto" else t.fused_kernels == "on"
     wanted = devices.has_kernels(device) and not fused if t.compile == "auto" else t.compile == "on"
     compiled = wanted and not is_reference(m.attention_impl, m.attention_dropout, device)

@@ -76,6 +76,7 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
         out.append("--ckpt-format torch has no place for --qk-layernorm; give --ckpt-format native")
     others = {
         "--final-logit-softcapping": c.model.final_logit_softcapping,
+        "--use-parallel-residual": c.model.use_parallel_residual,
         "--disable-layernorm-bias": c.model.normalization == "LayerNorm" and not c.model.layernorm_bias,
     }
     if k.ckpt_format == "torch":
@@ -649,6 +650,10 @@ def kernel_problems(t: Training, m: Model) -> list[str]:
         out.append("--fused-kernels on and --compile on are two ways to run the layers; give one")
     if t.fused_kernels == "on" and m.qk_layernorm:
         out.append("--fused-kernels on: they do not norm queries and keys (--qk-layernorm); leave it at auto")
+    if t.fused_kernels == "on" and m.use_parallel_residual:
+        out.append("--fused-kernels on: they have no --use-parallel-residual; leave it at auto")
+    if m.use_parallel_residual and m.apply_residual_connection_post_layernorm:
+        out.append("--use-parallel-residual adds to the stream, not to --apply-residual-connection-post-layernorm's")
     return out
 
 

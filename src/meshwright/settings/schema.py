@@ -96,6 +96,9 @@ class Model:
     )
     embed_layernorm: bool = flag(False, "apply a norm after the token embedding")
     apply_residual_connection_post_layernorm: bool = flag(False, "take the residual from the norm's output")
+    use_parallel_residual: bool = flag(
+        False, "let attention and MLP read the same stream and add both to it, as in GPT-NeoX", "--gpt-j-residual"
+    )
     init_method_xavier_uniform: bool = flag(
         False, "draw initial weights from Xavier's uniform distribution", docs="extending", resume="free"
     )
@@ -154,6 +157,11 @@ class Model:
     @property
     def qkv_bias(self) -> bool:
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def is_fusible(self) -> bool:
+        """Whether blocks of fused kernels (model/fused.py) can compute it."""
+        return not (self.qk_layernorm or self.use_parallel_residual)
 
     @property
     def norm_bias(self) -> bool:

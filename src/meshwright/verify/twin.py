@@ -193,7 +193,7 @@ def left_out(c: TrainConfig, impl: str, on_accelerator: bool) -> list[str]:
     t, p, m = c.training, c.precision, c.model
     low = "bf16" if p.bf16 else "fp16" if p.fp16 else "" if p.params_dtype == "float64" else "float32"
     is_long = (c.data.seq_length or 0) > SMALL_LENGTH or c.global_batch > SMALL_BATCH
-    fused = on_accelerator and t.fused_kernels != "off" and not m.qk_layernorm and t.compile != "on"
+    fused = on_accelerator and t.fused_kernels != "off" and m.is_fusible and t.compile != "on"
     listed = {
         f"rounding in {low}: both runs are in float64": low,
         "loss scaling of fp16": p.fp16,

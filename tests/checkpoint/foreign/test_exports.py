@@ -16,6 +16,7 @@ from meshwright.settings.schema import Model
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
 GPT2 = Model(**SMALL)
 LLAMA = Model(**SMALL, position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False)
+NEOX = Model(**SMALL, position_embedding_type="rope", rotary_percent=0.25, use_parallel_residual=True)
 # Another value of each field than in these models.
 OTHER: dict[str, Any] = dict.fromkeys("num_layers num_attention_heads num_query_groups num_experts".split(), 1)
 OTHER |= dict.fromkeys("hidden_size ffn_hidden_size kv_channels max_position_embeddings pad_vocab_size_to".split(), 48)
@@ -42,7 +43,7 @@ def test_every_field_is_decided_for_every_target() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(EXPORTS))
-@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("model", [GPT2, LLAMA, NEOX], ids=["gpt2", "llama", "neox"])
 def test_another_value_is_exported_or_refused(model: Model, name: str) -> None:
     target = family(choose_architecture(model))
     expression = getattr(EXPORTS[name], target)

@@ -33,6 +33,8 @@ ZEROS = dict.fromkeys("resid_pdrop embd_pdrop attn_pdrop bos_token_id eos_token_
 GPT2 = {"vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 4, **ZEROS}
 LLAMA = {"vocab_size": VOCAB, "max_position_embeddings": LENGTH, "hidden_size": 32, "intermediate_size": 40}
 LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+NEOX = {"vocab_size": VOCAB, "max_position_embeddings": LENGTH, "hidden_size": 32, "intermediate_size": 72}
+NEOX |= {"num_hidden_layers": 2, "num_attention_heads": 4, "layer_norm_eps": 1e-4}
 THEIRS = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied-erf": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 72}),
@@ -44,6 +46,9 @@ THEIRS = {
     "llama-mlp-bias": ("Llama", LLAMA | {"mlp_bias": True, "num_key_value_heads": 1}),
     "llama-head": ("Llama", LLAMA | {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "mistral": ("Mistral", LLAMA | {"sliding_window": None}),
+    "neox": ("GPTNeoX", NEOX),
+    "neox-tied-in-turn": ("GPTNeoX", NEOX | {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    "neox-rotated": ("GPTNeoX", NEOX | {"rotary_pct": 1.0, "rotary_emb_base": 50, "hidden_act": "gelu_new"}),
     "qwen2": ("Qwen2", LLAMA),
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 8}),
 }
@@ -114,18 +119,23 @@ def test_both_ways(name, tmp_path):
 SHORT = f"--mock-data --micro-batch-size 1 --train-iters 1 --lr 1e-3 --eval-iters 0 --device cpu --vocab-size {VOCAB}"
 
 
-@pytest.mark.parametrize("name", ["llama-grouped", "mistral", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama-grouped", "mistral", "qwen2", "qwen3", "gpt2", "neox"])
 def test_what_a_folder_states_is_trained_with_and_exported(name, tmp_path, capsys):
     """Issue 13, line 5: dropouts, epsilon, rotary base and initial deviation; a flag wins."""
     stated = {"attention_dropout": 0.03, "initializer_range": 0.05, "rms_norm_eps": 1e-4}
     if name == "gpt2":
         stated = {"attn_pdrop": 0.03, "resid_pdrop": 0.07, "embd_pdrop": 0.2, "initializer_range": 0.05}
+    if name == "neox":
+        stated = {"hidden_dropout": 0.07, "attention_dropout": 0.03, "initializer_range": 0.05, "layer_norm_eps": 1e-3}
     theirs(name, **stated).save_pretrained(tmp_path / "a")
     run = ["train", *SHORT.split(), "--seq-length", str(LENGTH), "--load", str(tmp_path / "a")]
     assert cli.main([*run, "--save", str(tmp_path / "b"), "--save-hf", str(tmp_path / "c")]) == 0
     assert "does not state" not in capsys.readouterr().out
     model = tomllib.loads((tmp_path / "b" / "config.toml").read_text())["model"]
-    assert model["hidden_dropout"] == (0.07 if name == "gpt2" else 0) and model["attention_dropout"] == 0.03
+    assert (
+        model["hidden_dropout"] == stated.get("resid_pdrop", stated.get("hidden_dropout", 0))
+        and model["attention_dropout"] == 0.03
+    )
     config = json.loads((tmp_path / "c" / "config.json").read_text())
     assert {key: config[key] for key in stated} == stated
     more = ["--attention-dropout", "0.2", "--save", str(tmp_path / "d"), "--save-hf", str(tmp_path / "e")]
@@ -242,6 +252,7 @@ def change_config(folder, **changes):
 def test_unsupported_options_are_refused_by_name(tmp_path):
     theirs("gpt2").save_pretrained(tmp_path / "gpt2")
     theirs("llama-grouped").save_pretrained(tmp_path / "llama")
+    theirs("neox").save_pretrained(tmp_path / "neox")
     long = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}
     for folder, changes, said in [
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
@@ -256,6 +267,12 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
         ("gpt2", {"n_layer": "2"}, "n_layer is '2'; it must be"),
         ("gpt2", {"n_positions": 17}, r"wpe.weight is \[16, 32\], by config.json it is \[17, 32\]"),
         ("gpt2", {"vocab_size": 62}, "wte.weight has 61 rows, the vocabulary 62"),
+        ("neox", {"hidden_act": "relu"}, "hidden_act is relu"),
+        ("neox", {"attention_bias": False}, "attention_bias is False"),
+        ("neox", {"num_attention_heads": 5}, "hidden_size 32 is not a multiple of num_attention_heads 5"),
+        ("neox", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "kind of rotation .*linear"),
+        ("neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "kind of rotation .*linear"),
+        ("neox", {"use_parallel_residual": "no"}, "use_parallel_residual is no"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu"),
         ("llama", {"rope_parameters": long}, "kind of rotation .*llama3"),
         ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rotation .*linear"),
@@ -342,7 +359,16 @@ def test_settings_they_cannot_express_are_listed(tmp_path):
         ("gpt2", {"glu_activation": "geglu", "apply_layernorm_1p": True}, ["activation geglu", "layernorm-1p"]),
         ("gpt2", {"qk_layernorm": True, "num_query_groups": 2}, ["--qk-layernorm", "2 groups of 4 heads"]),
         ("gpt2", {"kv_channels": 16, "add_bias_linear": False}, ["4 heads of 16", "--disable-bias-linear"]),
-        ("llama", {"normalization": "LayerNorm", "rotary_percent": 0.5}, ["LayerNorm", "--rotary-percent 0.5"]),
+        (
+            "llama",
+            {"rotary_percent": 0.5, "use_parallel_residual": True},
+            ["--rotary-percent 0.5", "parallel-residual"],
+        ),
+        (
+            "llama",
+            {"normalization": "LayerNorm"},
+            ["activation swiglu", "2 groups of 4 heads", "--disable-bias-linear"],
+        ),
         ("llama", {"qk_layernorm": True, "add_qkv_bias": True}, ["--qk-layernorm with biases"]),
         ("llama", {"apply_residual_connection_post_layernorm": True}, ["post-layernorm"]),
         ("llama", {"final_logit_softcapping": 30.0}, ["--final-logit-softcapping 30"]),

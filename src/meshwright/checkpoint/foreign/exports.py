@@ -23,7 +23,8 @@ class Expression(NamedTuple):
 
 class Export(NamedTuple):
     gpt2: Expression  # Hugging Face's, for a learned table of positions
-    llama: Expression  # Hugging Face's, for rotation: Llama, Qwen 2 and 3
+    llama: Expression  # Hugging Face's, for rotation and RMSNorm: Llama, Qwen 2 and 3
+    neox: Expression  # Hugging Face's, for rotation and LayerNorm: GPT-NeoX, Pythia
     megatron: Expression
 
 
@@ -54,14 +55,14 @@ def _activation(*allowed: str) -> Callable[[Model], str]:
     return lambda m: "" if m.activation in allowed else f"the activation {m.activation}"
 
 
-def _heads_for_gpt2(m: Model) -> str:
+def _equal_heads(m: Model) -> str:
     heads = m.num_attention_heads or 1
     return (
         "" if heads * m.head_dim == m.hidden_size else f"{heads} heads of {m.head_dim} for a width of {m.hidden_size}"
     )
 
 
-def _groups_for_gpt2(m: Model) -> str:
+def _no_groups(m: Model) -> str:
     heads = m.num_attention_heads or 1
     return "" if m.groups == heads else f"{m.groups} groups of {heads} heads"
 
@@ -98,62 +99,94 @@ _POST_NORM = refuse_switch("--apply-residual-connection-post-layernorm", "apply_
 _SOFTCAP = refuse(
     lambda m: f"--final-logit-softcapping {m.final_logit_softcapping:g}" if m.final_logit_softcapping else ""
 )
+_NO_QK_NORM = refuse_switch("--qk-layernorm", "qk_layernorm")
+_ALL_BIASES = refuse_switch("--disable-bias-linear", "add_bias_linear", False)
+_PARALLEL = refuse_switch("--use-parallel-residual", "use_parallel_residual")
 _EXPERTS = refuse(lambda m: "--num-experts" if m.num_experts else "")
 
 EXPORTS = {
-    "num_layers": Export(from_model("n_layer", "num_layers"), from_model("num_hidden_layers", "num_layers"), SAME),
+    "num_layers": Export(
+        from_model("n_layer", "num_layers"),
+        from_model("num_hidden_layers", "num_layers"),
+        from_model("num_hidden_layers", "num_layers"),
+        SAME,
+    ),
     "hidden_size": Export(
         from_model("n_embd", "hidden_size"),
         from_model("hidden_size", "hidden_size")._replace(obstacle=_width_for_llama),
+        from_model("hidden_size", "hidden_size"),
         SAME,
     ),
     "num_attention_heads": Export(
-        from_model("n_head", "num_attention_heads"), from_model("num_attention_heads", "num_attention_heads"), SAME
-    ),
-    "ffn_hidden_size": Export(from_model("n_inner", "ffn"), from_model("intermediate_size", "ffn"), SAME),
-    "kv_channels": Export(refuse(_heads_for_gpt2), from_model("head_dim", "head_dim"), SAME),
-    "max_position_embeddings": Export(
-        setting("n_positions", _LENGTH), setting("max_position_embeddings", _LENGTH), SAME
-    ),
-    "make_vocab_size_divisible_by": Export(TRAINING, TRAINING, SAME),
-    "pad_vocab_size_to": Export(TRAINING, TRAINING, SAME),
-    "layernorm_epsilon": Export(
-        from_model("layer_norm_epsilon", "layernorm_epsilon"), from_model("rms_norm_eps", "layernorm_epsilon"), SAME
-    ),
-    "init_method_std": Export(
-        from_model("initializer_range", "init_method_std"), from_model("initializer_range", "init_method_std"), SAME
-    ),
-    "hidden_dropout": Export(from_model("resid_pdrop", "hidden_dropout"), TRAINING, SAME),
-    "attention_dropout": Export(
-        from_model("attn_pdrop", "attention_dropout"), from_model("attention_dropout", "attention_dropout"), SAME
-    ),
-    "embedding_dropout": Export(from_model("embd_pdrop", "dropout_of_embeddings"), TRAINING, TRAINING),
-    "untie_embeddings_and_output_weights": Export(_TIED, _TIED, SAME),
-    "bias_gelu_fusion": Export(_GELU, ELSEWHERE, SAME),
-    "attention_impl": Export(TRAINING, TRAINING, TRAINING),
-    "num_query_groups": Export(refuse(_groups_for_gpt2), from_model("num_key_value_heads", "groups"), SAME),
-    "group_query_attention": Export(ELSEWHERE, ELSEWHERE, SAME),
-    "position_embedding_type": Export(_POSITIONS, _POSITIONS, SAME),
-    "rotary_percent": Export(TRAINING, _ROTARY_PERCENT, SAME),
-    "rotary_base": Export(TRAINING, _ROTATION, SAME),
-    "swiglu": Export(ELSEWHERE, _SILU, SAME),
-    "squared_relu": Export(ELSEWHERE, ELSEWHERE, SAME),
-    "glu_activation": Export(ELSEWHERE, ELSEWHERE, SAME),
-    "normalization": Export(_norm("LayerNorm"), _norm("RMSNorm"), SAME),
-    "layernorm_bias": Export(_NORM_BIAS, TRAINING, _NORM_BIAS),
-    "apply_layernorm_1p": Export(_NORM_1P, _NORM_1P, SAME),
-    "qk_layernorm": Export(refuse_switch("--qk-layernorm", "qk_layernorm"), _QK_NORM, TENSORS),
-    "add_bias_linear": Export(
-        refuse_switch("--disable-bias-linear", "add_bias_linear", False),
-        from_model("attention_bias mlp_bias", "add_bias_linear"),
+        from_model("n_head", "num_attention_heads"),
+        from_model("num_attention_heads", "num_attention_heads"),
+        from_model("num_attention_heads", "num_attention_heads"),
         SAME,
     ),
-    "add_qkv_bias": Export(TENSORS, TENSORS, SAME),
-    "embed_layernorm": Export(_EMBED_NORM, _EMBED_NORM, SAME),
-    "apply_residual_connection_post_layernorm": Export(_POST_NORM, _POST_NORM, SAME),
-    "init_method_xavier_uniform": Export(TRAINING, TRAINING, SAME),
-    "final_logit_softcapping": Export(_SOFTCAP, _SOFTCAP, _SOFTCAP),
-    "num_experts": Export(_EXPERTS, _EXPERTS, _EXPERTS),
+    "ffn_hidden_size": Export(
+        from_model("n_inner", "ffn"),
+        from_model("intermediate_size", "ffn"),
+        from_model("intermediate_size", "ffn"),
+        SAME,
+    ),
+    "kv_channels": Export(refuse(_equal_heads), from_model("head_dim", "head_dim"), refuse(_equal_heads), SAME),
+    "max_position_embeddings": Export(
+        setting("n_positions", _LENGTH),
+        setting("max_position_embeddings", _LENGTH),
+        setting("max_position_embeddings", _LENGTH),
+        SAME,
+    ),
+    "make_vocab_size_divisible_by": Export(TRAINING, TRAINING, TRAINING, SAME),
+    "pad_vocab_size_to": Export(TRAINING, TRAINING, TRAINING, SAME),
+    "layernorm_epsilon": Export(
+        from_model("layer_norm_epsilon", "layernorm_epsilon"),
+        from_model("rms_norm_eps", "layernorm_epsilon"),
+        from_model("layer_norm_eps", "layernorm_epsilon"),
+        SAME,
+    ),
+    "init_method_std": Export(
+        from_model("initializer_range", "init_method_std"),
+        from_model("initializer_range", "init_method_std"),
+        from_model("initializer_range", "init_method_std"),
+        SAME,
+    ),
+    "hidden_dropout": Export(
+        from_model("resid_pdrop", "hidden_dropout"), TRAINING, from_model("hidden_dropout", "hidden_dropout"), SAME
+    ),
+    "attention_dropout": Export(
+        from_model("attn_pdrop", "attention_dropout"),
+        from_model("attention_dropout", "attention_dropout"),
+        from_model("attention_dropout", "attention_dropout"),
+        SAME,
+    ),
+    "embedding_dropout": Export(from_model("embd_pdrop", "dropout_of_embeddings"), TRAINING, TRAINING, TRAINING),
+    "untie_embeddings_and_output_weights": Export(_TIED, _TIED, _TIED, SAME),
+    "bias_gelu_fusion": Export(_GELU, ELSEWHERE, _GELU._replace(keys=("hidden_act",)), SAME),
+    "attention_impl": Export(TRAINING, TRAINING, TRAINING, TRAINING),
+    "num_query_groups": Export(
+        refuse(_no_groups), from_model("num_key_value_heads", "groups"), refuse(_no_groups), SAME
+    ),
+    "group_query_attention": Export(ELSEWHERE, ELSEWHERE, ELSEWHERE, SAME),
+    "position_embedding_type": Export(_POSITIONS, _POSITIONS, _POSITIONS, SAME),
+    "rotary_percent": Export(TRAINING, _ROTARY_PERCENT, from_model("rotary_pct", "rotary_percent"), SAME),
+    "rotary_base": Export(TRAINING, _ROTATION, from_model("rotary_emb_base", "rotary_base"), SAME),
+    "swiglu": Export(ELSEWHERE, _SILU, ELSEWHERE, SAME),
+    "squared_relu": Export(ELSEWHERE, ELSEWHERE, ELSEWHERE, SAME),
+    "glu_activation": Export(ELSEWHERE, ELSEWHERE, ELSEWHERE, SAME),
+    "normalization": Export(_norm("LayerNorm"), _norm("RMSNorm"), _norm("LayerNorm"), SAME),
+    "layernorm_bias": Export(_NORM_BIAS, TRAINING, _NORM_BIAS, _NORM_BIAS),
+    "apply_layernorm_1p": Export(_NORM_1P, _NORM_1P, _NORM_1P, SAME),
+    "qk_layernorm": Export(_NO_QK_NORM, _QK_NORM, _NO_QK_NORM, TENSORS),
+    "add_bias_linear": Export(_ALL_BIASES, from_model("attention_bias mlp_bias", "add_bias_linear"), _ALL_BIASES, SAME),
+    "add_qkv_bias": Export(TENSORS, TENSORS, TENSORS, SAME),
+    "embed_layernorm": Export(_EMBED_NORM, _EMBED_NORM, _EMBED_NORM, SAME),
+    "apply_residual_connection_post_layernorm": Export(_POST_NORM, _POST_NORM, _POST_NORM, SAME),
+    "use_parallel_residual": Export(
+        _PARALLEL, _PARALLEL, from_model("use_parallel_residual", "use_parallel_residual"), _PARALLEL
+    ),
+    "init_method_xavier_uniform": Export(TRAINING, TRAINING, TRAINING, SAME),
+    "final_logit_softcapping": Export(_SOFTCAP, _SOFTCAP, _SOFTCAP, _SOFTCAP),
+    "num_experts": Export(_EXPERTS, _EXPERTS, _EXPERTS, _EXPERTS),
 }
 
 

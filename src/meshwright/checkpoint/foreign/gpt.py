@@ -17,7 +17,7 @@ from meshwright.errors import bad_data
 if TYPE_CHECKING:
     import torch
 
-OFF = "bias_gelu_fusion swiglu squared_relu untie_embeddings_and_output_weights embed_layernorm"
+OFF = "bias_gelu_fusion swiglu squared_relu untie_embeddings_and_output_weights embed_layernorm use_parallel_residual"
 FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "num_query_groups": None}
 FIXED |= {"normalization": "LayerNorm", "add_qkv_bias": False, "position_embedding_type": "learned_absolute"}
 FIXED |= {"final_logit_softcapping": 0.0}

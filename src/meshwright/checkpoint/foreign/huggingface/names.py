@@ -1,9 +1,10 @@
-"""Names of parameters in transformers' GPT-2 and Llama, under ours; read in both directions."""
+"""Names of parameters in transformers' networks, under ours; read in both directions."""
 
-# Outside the layers, below "transformer." and "model.".
+# Outside the layers, below "transformer.", "model." and "gpt_neox.".
 GPT2_OUTSIDE = {"wte": "wte", "wpe": "wpe", "ln_f": "ln_f"}
 LLAMA_OUTSIDE = {"wte": "embed_tokens", "ln_f": "norm"}
-HEAD = "lm_head"
+NEOX_OUTSIDE = {"wte": "embed_in", "ln_f": "final_layer_norm"}
+HEAD, NEOX_HEAD = "lm_head", "embed_out"
 
 # In a layer. GPT-2's linear weights are [in, out].
 GPT2_LINEAR = {"attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj", "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
@@ -13,3 +14,6 @@ LLAMA_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")  # join
 LLAMA_GATES = ("mlp.gate_proj", "mlp.up_proj")  # the halves of our mlp.fc
 LLAMA_NORMS = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
 LLAMA_NORMS |= {"attn.ln_q": "self_attn.q_norm", "attn.ln_k": "self_attn.k_norm"}
+NEOX_LAYER = {"ln_1": "input_layernorm", "ln_2": "post_attention_layernorm"}
+NEOX_LAYER |= {"attn.qkv": "attention.query_key_value", "attn.proj": "attention.dense"}
+NEOX_LAYER |= {"mlp.fc": "mlp.dense_h_to_4h", "mlp.proj": "mlp.dense_4h_to_h"}

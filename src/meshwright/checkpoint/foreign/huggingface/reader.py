@@ -1,4 +1,4 @@
-"""Open a Hugging Face folder: GPT-2, or Llama and its relatives (Mistral, Qwen 2 and 3).
+"""Open a Hugging Face folder: GPT-2, GPT-NeoX, or Llama and its relatives (Mistral, Qwen 2 and 3).
 
 The weights become views of the mapped files, `model.safetensors` or `pytorch_model.bin`, in one
 file or in parts. Code in a folder (`auto_map`) is never read. An option that this package cannot
@@ -194,7 +194,7 @@ class HuggingFaceFolder:
 
     def check_used(self) -> None:
         """Refuse tensors of another network; buffers that old versions saved do not count."""
-        buffer = r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)"
+        buffer = r"(.*\.)?((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)"
         left = [name for name in self.tensors if name not in self.used and not re.fullmatch(buffer, name)]
         if left:
             shown = ", ".join(left[:5]) + ", ..." * (len(left) > 5)
@@ -204,14 +204,14 @@ class HuggingFaceFolder:
 # Settings that are equal in every folder of these kinds.
 OFF = "embed_layernorm apply_layernorm_1p apply_residual_connection_post_layernorm squared_relu qk_layernorm"
 FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "rotary_percent": 1.0}
-FIXED |= {"final_logit_softcapping": 0.0}
+FIXED |= {"final_logit_softcapping": 0.0, "use_parallel_residual": False}
 
 
-def head_of(hf: HuggingFaceFolder, pieces: Views, wte: torch.Tensor, tied: bool) -> bool:
+def head_of(hf: HuggingFaceFolder, pieces: Views, wte: torch.Tensor, tied: bool, head: str = names.HEAD) -> bool:
     """Add the output table if it is separate; return whether it is."""
-    if not hf.has(f"{names.HEAD}.weight") and tied:
+    if not hf.has(f"{head}.weight") and tied:
         return False
-    theirs = hf.take(f"{names.HEAD}.weight", *wte.shape)
+    theirs = hf.take(f"{head}.weight", *wte.shape)
     if tied:
         if theirs.dtype == wte.dtype and theirs.equal(wte):
             return False
@@ -228,8 +228,7 @@ def read_gpt2(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
     hf.want("scale_attn_weights", True, default=True)
     hf.want("scale_attn_by_inverse_layer_idx", False, default=False)
     hf.want("add_cross_attention", False, default=False)
-    kinds = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu")
-    activation = hf.want("activation_function", *kinds, default="gelu_new")
+    activation = hf.want("activation_function", *GELUS, default="gelu_new")
     h, layers, heads = (hf.get(key, COUNT) for key in ("n_embd", "n_layer", "n_head"))
     f, positions = hf.get("n_inner", COUNT, 4 * h), hf.get("n_positions", COUNT, 1024)
     if h % heads:
@@ -291,6 +290,72 @@ def gpt2_dropouts(hf: HuggingFaceFolder) -> dict[str, float]:
 GPT2_DEFAULTS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 GPT2_DEFAULTS |= {"layer_norm_epsilon": 1e-5, "initializer_range": 0.02}
 LLAMA_DEFAULTS = {"attention_dropout": 0.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
+
+
+GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu")
+NEOX_DEFAULTS = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "layer_norm_eps": 1e-5, "initializer_range": 0.02}
+
+
+def read_neox(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
+    """Read GPT-NeoX and Pythia, whose rows of query_key_value are by head as ours."""
+    hf.want("attention_bias", True, default=True)
+    activation = hf.want("hidden_act", *GELUS, default="gelu")
+    h, heads, layers = (hf.get(key, COUNT) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    f, positions = hf.get("intermediate_size", COUNT), hf.get("max_position_embeddings", COUNT, 2048)
+    if h % heads:
+        raise bad_data(f"{hf.folder / CONFIG}: hidden_size {h} is not a multiple of num_attention_heads {heads}")
+    wte = hf.take(f"gpt_neox.{names.NEOX_OUTSIDE['wte']}.weight", None, h)
+    pieces: Views = {"wte.weight": one_view(wte)}
+    shapes = {"ln_1": (h,), "ln_2": (h,), "attn.qkv": (3 * h, h), "attn.proj": (h, h)}
+    shapes |= {"mlp.fc": (f, h), "mlp.proj": (h, f)}
+    modules = {
+        f"h.{i}.{ours}": (f"layers.{i}.{names.NEOX_LAYER[ours]}", shapes[ours])
+        for i in range(layers)
+        for ours in shapes
+    }
+    for ours, (theirs, shape) in (modules | {"ln_f": (names.NEOX_OUTSIDE["ln_f"], (h,))}).items():
+        pieces[f"{ours}.weight"] = one_view(hf.take(f"gpt_neox.{theirs}.weight", *shape))
+        pieces[f"{ours}.bias"] = one_view(hf.take(f"gpt_neox.{theirs}.bias", shape[0]))
+    head = names.NEOX_HEAD if hf.has(f"{names.NEOX_HEAD}.weight") else names.HEAD
+    untied = head_of(hf, pieces, wte, hf.config.get("tie_word_embeddings", False) is True, head)
+    hf.note_defaults(**NEOX_DEFAULTS)
+    return neox_rotation(hf) | {
+        "hidden_dropout": hf.get("hidden_dropout", SHARE, 0.0),
+        "attention_dropout": hf.get("attention_dropout", SHARE, 0.0),
+        "init_method_std": hf.get("initializer_range", POSITIVE, 0.02),
+        "num_layers": layers,
+        "hidden_size": h,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": f,
+        "kv_channels": h // heads,
+        "max_position_embeddings": positions,
+        "layernorm_epsilon": hf.get("layer_norm_eps", POSITIVE, 1e-5),
+        "untie_embeddings_and_output_weights": untied,
+        "bias_gelu_fusion": activation != "gelu",
+        "swiglu": False,
+        "num_query_groups": None,
+        "group_query_attention": False,
+        "position_embedding_type": "rope",
+        "normalization": "LayerNorm",
+        "layernorm_bias": True,
+        "add_bias_linear": True,
+        "add_qkv_bias": False,
+        "use_parallel_residual": hf.want("use_parallel_residual", True, False, default=True),
+    }, pieces
+
+
+def neox_rotation(hf: HuggingFaceFolder) -> dict[str, float]:
+    """Return base and share of the rotation, which transformers 5 keeps in rope_parameters."""
+    rope = hf.config.get("rope_parameters") or {"rope_type": "default"}
+    if not isinstance(rope, dict) or rope.get("rope_type") != "default" or hf.config.get("rope_scaling"):
+        what = f"the kind of rotation is {str(hf.config.get('rope_scaling') or rope)[:200]}"
+        raise refused(hf.folder, what, "default would do")
+    out = {}
+    keys = {"rotary_base": ("rotary_emb_base", "rope_theta", 1e4)}
+    keys["rotary_percent"] = ("rotary_pct", "partial_rotary_factor", 0.25)
+    for name, (older, newer, default) in keys.items():
+        out[name] = float(hf.get(newer, POSITIVE, hf.get(older, POSITIVE, default), rope))
+    return out
 
 
 class LlamaSizes(NamedTuple):
@@ -407,4 +472,11 @@ def rotary_base(hf: HuggingFaceFolder) -> float:
 
 
 READERS: dict[str, Callable[[HuggingFaceFolder], tuple[dict[str, Any], Views]]]
-READERS = {"gpt2": read_gpt2, "llama": read_llama, "mistral": read_llama, "qwen2": read_llama, "qwen3": read_llama}
+READERS = {
+    "gpt2": read_gpt2,
+    "gpt_neox": read_neox,
+    "llama": read_llama,
+    "mistral": read_llama,
+    "qwen2": read_llama,
+    "qwen3": read_llama,
+}

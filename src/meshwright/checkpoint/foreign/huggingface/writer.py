@@ -1,7 +1,8 @@
 """Write a Hugging Face folder that `AutoModelForCausalLM` and `AutoTokenizer` load unchanged.
 
-The settings decide the network: GPT-2 for learned positions; for rotary ones Llama, or Qwen 2 or 3
-for options that Llama lacks. Settings that theirs cannot express are refused in one list.
+The settings decide the network: GPT-2 for learned positions; for rotary ones GPT-NeoX with
+LayerNorm, else Llama, or Qwen 2 or 3 for options that Llama lacks. Settings that theirs cannot
+express are refused in one list.
 
 The safetensors files are written by hand, the header and then one tensor after the other, since the
 library needs all of a file's tensors in memory. Here one is, plus a strip of it if transposed.
@@ -78,7 +79,7 @@ def write_huggingface(
     kind = require_expressible(m, source.folder, BAD_DATA)
     folder = folder.resolve()  # a link stays, its target is filled
     refuse_occupied(folder, run if again else None)
-    parts = list((export_gpt2 if kind == "gpt2" else export_llama)(ExportPlan(source, m, dtype)))
+    parts = list(WRITERS[family(kind)](ExportPlan(source, m, dtype)))
     notes: list[str] = []
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as own:
@@ -144,12 +145,14 @@ def choose_architecture(m: Model) -> str:
     """Return the kind of network that comes closest to the model."""
     if m.position != "rope":
         return "gpt2"
+    if m.normalization == "LayerNorm":
+        return "gpt_neox"
     return "qwen3" if m.qk_layernorm else "qwen2" if m.add_qkv_bias and not m.add_bias_linear else "llama"
 
 
 def family(kind: str) -> str:
     """Return the column of the table of exports that describes a kind of network."""
-    return "gpt2" if kind == "gpt2" else "llama"
+    return {"gpt2": "gpt2", "gpt_neox": "neox"}.get(kind, "llama")
 
 
 def describe_config(kind: str, saved: SavedModel, wte: ExportedTensor) -> dict[str, Any]:
@@ -233,7 +236,15 @@ def export_llama(plan: ExportPlan) -> Iterator[ExportedTensor]:
     yield from plan.copies({"lm_head": names.HEAD})
 
 
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel"}
+def export_neox(plan: ExportPlan) -> Iterator[ExportedTensor]:
+    yield from plan.copies({ours: f"gpt_neox.{theirs}" for ours, theirs in names.NEOX_OUTSIDE.items()})
+    for i in range(plan.m.num_layers or 0):
+        yield from plan.copies({f"h.{i}.{a}": f"gpt_neox.layers.{i}.{b}" for a, b in names.NEOX_LAYER.items()})
+    yield from plan.copies({"lm_head": names.NEOX_HEAD})
+
+
+WRITERS = {"gpt2": export_gpt2, "llama": export_llama, "neox": export_neox}
+ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM"}
 ARCHITECTURES |= {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3")}
 
 
