@@ -113,13 +113,14 @@ def test_a_gate_is_two_matrices():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_sgd_equals_torchs(momentum, clip, dtype):
     """Compare ten clipped steps with torch.optim.SGD, whose decay is added to the gradient."""
+    lr = 0.3 if dtype is torch.float64 else 0.03  # at a higher rate, roundings grow from step to step
     ours, store = make(o=Optimizer(optimizer="sgd", sgd_momentum=momentum, clip_grad=clip), dtype=dtype)
     plain = separate(ours)
     named = dict(plain.named_parameters())
     kinds = [(0.1, [p for p in named.values() if p.ndim > 1]), (0.0, [p for p in named.values() if p.ndim == 1])]
-    sgd = torch.optim.SGD([{"params": p, "weight_decay": wd} for wd, p in kinds], lr=0.3, momentum=momentum)
+    sgd = torch.optim.SGD([{"params": p, "weight_decay": wd} for wd, p in kinds], lr=lr, momentum=momentum)
     for i in range(10):
-        steps(ours, store, 1, 0.3, 0.1, i)
+        steps(ours, store, 1, lr, 0.1, i)
         sgd.zero_grad()
         losses_of(plain, batches(i))
         torch.nn.utils.clip_grad_norm_(named.values(), clip or math.inf)
