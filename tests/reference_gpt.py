@@ -109,11 +109,31 @@ def rotated(x: np.ndarray, places: np.ndarray, m: Model) -> np.ndarray:
     rotating = int(x.shape[-1] * m.rotary_percent)
     y = x.copy()
     for i in range(rotating // 2):
-        angle = places * m.rotary_base ** (-2 * i / rotating)
+        angle = places * scaled_frequency(m, i, rotating)
         a, b = x[:, i], x[:, i + rotating // 2]
         y[:, i] = a * np.cos(angle) - b * np.sin(angle)
         y[:, i + rotating // 2] = b * np.cos(angle) + a * np.sin(angle)
+    if m.rope_scaling == "yarn":
+        y[:, :rotating] *= m.rope_attention_factor
     return y
+
+
+def scaled_frequency(m: Model, i: int, rotating: int) -> float:
+    """Return the frequency of pair i: as it is if fast, divided if slow, a mean of both between."""
+    frequency, factor, before = m.rotary_base ** (-2 * i / rotating), m.rope_scaling_factor, m.original_positions
+    if m.rope_scaling == "none":
+        return frequency
+    slowness = 1.0
+    if m.rope_scaling == "llama3":
+        longest, shortest = before / m.rope_low_freq_factor, before / m.rope_high_freq_factor
+        wave = 2 * math.pi / frequency
+        between = (before / wave - m.rope_low_freq_factor) / (m.rope_high_freq_factor - m.rope_low_freq_factor)
+        slowness = 0.0 if wave < shortest else 1.0 if wave > longest else 1 - between
+    if m.rope_scaling == "yarn":
+        ends = [rotating / 2 * math.log(before / (2 * math.pi * b), m.rotary_base) for b in (m.beta_fast, m.beta_slow)]
+        first, last = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), rotating - 1)
+        slowness = min(max((i - first) / (last - first), 0.0), 1.0)
+    return frequency / factor * slowness + frequency * (1 - slowness)
 
 
 def slope_of(head: int, heads: int) -> float:

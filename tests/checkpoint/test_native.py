@@ -35,6 +35,9 @@ from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import BoxedTensor, undivided
 from meshwright.commands import inspect
 from meshwright.errors import UserError
+from meshwright.settings import flags
+from meshwright.settings.schema import TrainConfig
+from meshwright.training.state.resume import checkpoint_architecture
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, BoxedTensor]:
@@ -286,7 +289,8 @@ def test_inspect_shows_steps_tensors_and_damage(tmp_path: Path, capsys: pytest.C
             "; give the --save folder of a training, or another program's checkpoint"
         )
     assert f"{tmp_path}/tok holds no checkpoint;" in error_of(lambda: inspect.main([str(tmp_path / "tok")]))
-    assert open_step(tmp_path, 2).state == state(2) and open_step(tmp_path, 2).config == {"num_layers": 1}
+    assert open_step(tmp_path, 2).state == state(2)
+    assert open_step(tmp_path, 2).config == native.UNRECORDED | {"num_layers": 1}
 
 
 def test_box_arithmetic() -> None:
@@ -323,3 +327,10 @@ def test_overlaps_are_found() -> None:
     rows = [((4 * i, 512 * j), (4 * i + 4, 512 * j + 512)) for i in range(500) for j in range(8)]
     start = time.perf_counter()
     assert not overlapping(rows) and time.perf_counter() - start < 1
+
+
+def test_a_step_of_a_release_without_scaled_rotations_has_none(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    config = flags.parse_settings(TrainConfig, ["--preset", "llama3.2-1b", "--load", str(tmp_path)], "test").config
+    assert config.model.rope_scaling == "llama3"
+    assert checkpoint_architecture(config, set()).model.rope_scaling == "none"

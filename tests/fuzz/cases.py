@@ -201,6 +201,11 @@ ARCHITECTURE: dict[str, Chances] = {
         "--max-position-embeddings 40": 1,
         "--position-embedding-type rope": 3,
         "--position-embedding-type rope --rotary-percent 0.5 --rotary-base 500": 2,
+        "--position-embedding-type rope --rope-scaling linear --rope-scaling-factor 2": 1,
+        "--position-embedding-type rope --rope-scaling llama3 --original-max-position-embeddings 8 "
+        "--rope-low-freq-factor 0.3 --rope-high-freq-factor 0.8": 1,
+        "--position-embedding-type rope --rope-scaling yarn --original-max-position-embeddings 8 "
+        "--beta-fast 0.9 --beta-slow 0.1 --rope-attention-factor 1.5": 1,
         "--position-embedding-type alibi": 2,
         "--position-embedding-type none": 1,
     },

@@ -25,6 +25,9 @@ SHAPES = {
     "llama": Model(position_embedding_type="rope", num_query_groups=1, normalization="RMSNorm", swiglu=True),
     "neox": Model(position_embedding_type="rope", rotary_percent=0.5, use_parallel_residual=True),
     "nanogpt": Model(add_bias_linear=False, layernorm_bias=False, bias_gelu_fusion=False),
+    "yarn": Model(
+        position_embedding_type="rope", rotary_base=50.0, rope_scaling="yarn", original_max_position_embeddings=8
+    ),
     "alibi": Model(position_embedding_type="alibi"),
     "capped": Model(final_logit_softcapping=1.0),
 }
@@ -296,7 +299,7 @@ def fused(monkeypatch):
 
 
 @pytest.mark.parametrize("slots", [1, 3])
-@pytest.mark.parametrize("shape", ["gpt2", "llama", "capped", "neox", "nanogpt"])
+@pytest.mark.parametrize("shape", ["gpt2", "llama", "capped", "neox", "nanogpt", "yarn"])
 def test_the_fused_step_changes_nothing(shape, slots, fused):
     """Captured, for one row and for several, with all kinds of choices in one batch."""
     model = little(shape)

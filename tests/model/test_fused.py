@@ -28,6 +28,7 @@ MODELS = {
     "llama": LLAMA,
     "partial-rotation": {**LLAMA, "rotary_percent": 0.5, "hidden_dropout": 0.0},
     "no-norm-bias": {"layernorm_bias": False, "add_bias_linear": False},
+    "yarn": {**LLAMA, "rope_scaling": "yarn", "original_max_position_embeddings": 8, "hidden_dropout": 0.0},
     "1p": {"apply_layernorm_1p": True, "add_qkv_bias": True},
     "post-norm": {"apply_residual_connection_post_layernorm": True, "squared_relu": True},
     "one-query-group": {"num_query_groups": 1},

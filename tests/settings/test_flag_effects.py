@@ -46,6 +46,9 @@ def parameters(
 
 
 RAMP = ["--weight-decay-incr-style", "linear", "--start-weight-decay", "0.1", "--end-weight-decay", "0.9"]
+ROPE = ["--position-embedding-type", "rope", "--rotary-base", "10"]
+LLAMA3 = [*ROPE, "--use-rope-scaling", "--original-max-position-embeddings", "64"]
+YARN = [*ROPE, "--rope-scaling", "yarn", "--original-max-position-embeddings", "64"]
 
 
 @pytest.mark.flag(
@@ -155,7 +158,9 @@ def test_leaves_the_losses_equal(run, base, flags):
 
 
 @pytest.mark.flag(
-    """rotary_percent rotary_base lr_wsd_decay_style lr_wsd_decay_iters lr_warmup_init
+    """rotary_percent rotary_base rope_scaling rope_scaling_factor original_max_position_embeddings
+    rope_low_freq_factor rope_high_freq_factor beta_fast beta_slow rope_attention_factor
+    lr_wsd_decay_style lr_wsd_decay_iters lr_warmup_init
     start_weight_decay end_weight_decay weight_decay_incr_style sgd_momentum lion_beta1 lion_beta2
     muon_momentum muon_num_ns_steps fp32_residual_connection"""
 )
@@ -164,6 +169,14 @@ def test_leaves_the_losses_equal(run, base, flags):
     [
         (["--rotary-percent", "0.5"], ["--position-embedding-type", "rope"]),
         (["--rotary-base", "100"], ["--position-embedding-type", "rope"]),
+        (["--rope-scaling", "linear"], ROPE),
+        (["--rope-scaling-factor", "2"], [*ROPE, "--rope-scaling", "linear"]),
+        (["--original-max-position-embeddings", "16"], LLAMA3),
+        (["--rope-low-freq-factor", "0.5"], LLAMA3),
+        (["--rope-high-freq-factor", "5"], LLAMA3),
+        (["--beta-fast", "3"], YARN),
+        (["--beta-slow", "0.1"], YARN),
+        (["--rope-attention-factor", "2"], YARN),
         (["--fp32-residual-connection"], ["--bf16"]),
         (["--sgd-momentum", "0"], ["--optimizer", "sgd"]),
         (["--lion-beta1", "0.5"], ["--optimizer", "lion"]),

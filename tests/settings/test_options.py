@@ -21,11 +21,17 @@ from meshwright.settings.schema import Model
 
 VOCAB, PADDED, POSITIONS, B, T, SEED = 13, 16, 10, 2, 8, 2**40 + 7
 
+LLAMA3 = {"rope_scaling": "llama3", "rope_scaling_factor": 4.0, "original_max_position_embeddings": 64}
+YARN = LLAMA3 | {"rope_scaling": "yarn", "beta_fast": 4.0, "beta_slow": 0.5, "rope_attention_factor": 1.25}
+LLAMA3 |= {"rope_low_freq_factor": 0.5, "rope_high_freq_factor": 2.0}
 WORDS = {
     "rope": {"position_embedding_type": "rope"},
     "rotary": {"position_embedding_type": "rotary"},
     "half": {"rotary_percent": 0.5},
     "base": {"rotary_base": 50.0},
+    "linear": {"rope_scaling": "linear", "rope_scaling_factor": 3.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
     "alibi": {"position_embedding_type": "alibi"},
     "nopos": {"position_embedding_type": "none"},
     "6heads": {"hidden_size": 24, "num_attention_heads": 6},
@@ -70,12 +76,12 @@ TABLE = [
     "openai postnorm wide embdrop-only",
     "relu2 1p nobias eps",
     "rope rms swiglu nobias untied gqa",  # Llama
-    "rope rms geglu nobias wide gqa capped",  # Gemma 2, but for its norms and windows
-    "rope half qknorm liglu mqa",
-    "rope base rms eps 1p qkvbias geglu 3layers",
-    "rotary wide half gqa reglu postnorm",
-    "rotary base qknorm rms relu2 embnorm",
-    "rope 6heads gqa erf 1p qkvbias",
+    "rope rms geglu nobias wide gqa capped linear",  # Gemma 2, but for its norms and windows
+    "rope half qknorm liglu mqa yarn",
+    "rope base rms eps 1p qkvbias geglu 3layers llama3",
+    "rotary wide half gqa reglu postnorm linear",
+    "rotary base qknorm rms relu2 embnorm yarn",
+    "rope 6heads gqa erf 1p qkvbias llama3",
     "alibi embnorm erf",
     "alibi 6heads gqa glu-swiglu nobias",
     "alibi 12heads rms swiglu untied",

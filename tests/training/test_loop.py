@@ -592,8 +592,14 @@ def test_a_longer_context_begins_from_the_same_weights(run, tmp_path):
     got = run("--finetune", "--load", a, "--save", tmp_path / "b", *rope, *more)
     assert got.status == 0 and "note: rotary_base is 500000.0, the checkpoint was trained with 10000.0" in got.out
     assert "note: layernorm_epsilon is 1e-06" in got.out
-    refused = run("--load", a, *rope, "--rotary-base", 500000)
-    assert refused.status == 65 and "--rotary-base 500000" in refused.err
+    yarn = ("--rope-scaling", "yarn", "--original-max-position-embeddings", 16)
+    got = run("--finetune", "--load", a, "--save", tmp_path / "c", *rope, *yarn)
+    assert got.status == 0 and "note: rope_scaling is yarn, the checkpoint was trained with none" in got.out
+    for flags in (("--rotary-base", 500000), yarn):
+        refused = run("--load", a, *rope, *flags)
+        assert refused.status == 65 and " ".join(map(str, flags[:2])) in refused.err
+    refused = run("--load", tmp_path / "c", "--rope-scaling", "none")
+    assert refused.status == 65 and "--rope-scaling none, the checkpoint has yarn" in refused.err
     refused = run("--finetune", "--load", a, *rope, "--hidden-size", 64)
     assert refused.status == 65
 

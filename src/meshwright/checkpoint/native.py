@@ -48,6 +48,7 @@ _DTYPES = "F64 float64 I64 int64 F32 float32 I32 int32 F16 float16 BF16 bfloat16
 TORCH = dict(zip(_DTYPES.split()[::2], _DTYPES.split()[1::2], strict=True))
 NAMES = {theirs: name for name, theirs in TORCH.items()}
 SIZES = dict(zip(TORCH, (8, 8, 4, 4, 2, 2, 2, 1, 1, 1), strict=True))
+UNRECORDED = {"rope_scaling": "none"}  # settings that releases which recorded none did not have
 INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
 INDEX_LIMIT = 32 << 20  # bytes: about 250,000 boxes
 PART = 16 << 20  # the largest copy of a part of a tensor, in bytes
@@ -310,6 +311,7 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
     check_saved_state(state, folder / STATE)
     infos, boxes = read_index(folder, manifest)
     vocab = state.get("true_vocab_size")
+    config = UNRECORDED | config
     if "iteration" not in state:  # weights alone, converted from another program's
         state = {}
     return NativeSource(

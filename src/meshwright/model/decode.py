@@ -20,7 +20,7 @@ from meshwright.kernels.linear import linear
 from meshwright.model.cache import Cache
 from meshwright.model.fused import FusedBlock, weights_of
 from meshwright.model.gpt import GPT, Block
-from meshwright.model.positions import rotations
+from meshwright.model.rotary import rotations
 
 DIMS = (64, 96, 128)  # of a head
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.model.cache import ContinuedTexts
+from meshwright.model.rotary import rotations
 from meshwright.settings.schema import Model
 
 if TYPE_CHECKING:
@@ -147,10 +148,3 @@ def alibi_slopes(heads: int, device: torch.device) -> Tensor:
     rest = [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
     with torch.inference_mode(False):  # training may use them too
         return torch.tensor(first + rest, dtype=torch.float64, device=device)
-
-
-def rotations(m: Model, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of position x frequency; frequencies fall from 1 to 1 / base."""
-    powers = torch.arange(0, m.rotating, 2, dtype=dtype, device=ids.device) / m.rotating
-    angles = ids.to(dtype) * (1.0 / m.rotary_base**powers)
-    return angles.cos(), angles.sin()

@@ -75,6 +75,7 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
     if k.ckpt_format == "torch" and c.model.qk_layernorm:
         out.append("--ckpt-format torch has no place for --qk-layernorm; give --ckpt-format native")
     others = {
+        f"this --rope-scaling {c.model.rope_scaling}": not has_megatrons_scaling(c.model),
         "--final-logit-softcapping": c.model.final_logit_softcapping,
         "--use-parallel-residual": c.model.use_parallel_residual,
         "--disable-layernorm-bias": c.model.normalization == "LayerNorm" and not c.model.layernorm_bias,
@@ -216,6 +217,10 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "learned or rotary positions": lambda c: c.model.position in ("learned", "rope"),
     "--position-embedding-type rope": lambda c: c.model.position == "rope",
     "LayerNorm": lambda c: c.model.normalization == "LayerNorm",
+    "--rope-scaling": lambda c: c.model.rope_scaling != "none",
+    "--rope-scaling llama3": lambda c: c.model.rope_scaling == "llama3",
+    "--rope-scaling yarn": lambda c: c.model.rope_scaling == "yarn",
+    "--rope-scaling llama3 or yarn": lambda c: c.model.rope_scaling in ("llama3", "yarn"),
     "a GELU activation": lambda c: not c.model.gated and not c.model.squared_relu,
     "--optimizer sgd": lambda c: c.optimizer.optimizer == "sgd",
     "--optimizer lion": lambda c: c.optimizer.optimizer == "lion",
@@ -382,6 +387,31 @@ def architecture_problems(m: Model, d: Data) -> list[str]:
         )
     if m.squared_relu and (m.swiglu or m.glu_activation):
         out.append("--squared-relu contradicts --swiglu and --glu-activation; give one activation")
+    return out + rope_problems(m)
+
+
+def has_megatrons_scaling(m: Model) -> bool:
+    """Return whether Megatron's arguments can express the scaling of rotary frequencies."""
+    constants = m.rope_low_freq_factor, m.rope_high_freq_factor, m.original_positions
+    expressed = {"none": True, "linear": m.rope_scaling_factor % 1 == 0, "llama3": constants == (1.0, 4.0, 8192)}
+    return m.position != "rope" or expressed.get(m.rope_scaling, False)
+
+
+def rope_problems(m: Model) -> list[str]:
+    """Check the numbers of a scaling of rotary frequencies; those of a folder are checked too."""
+    out = []
+    if m.rope_scaling == "llama3" and m.rope_high_freq_factor <= m.rope_low_freq_factor:
+        out.append(
+            f"--rope-high-freq-factor {m.rope_high_freq_factor:g} must be above --rope-low-freq-factor "
+            f"{m.rope_low_freq_factor:g}"
+        )
+    if m.rope_scaling == "yarn":
+        if m.original_max_position_embeddings is None:
+            out.append("--rope-scaling yarn needs --original-max-position-embeddings: positions before the scaling")
+        if m.beta_fast <= m.beta_slow:
+            out.append(f"--beta-fast {m.beta_fast:g} must be above --beta-slow {m.beta_slow:g}")
+        if m.rotary_base <= 1:
+            out.append(f"--rope-scaling yarn needs a --rotary-base above 1, not {m.rotary_base:g}")
     return out
 
 

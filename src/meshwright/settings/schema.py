@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -17,6 +18,8 @@ from meshwright.settings.grammar import prefix_of, split_layers
 # Facets that several flags share.
 DROPOUT: dict[str, Any] = {"bound": "[0,1)", "resume": "note", "inherited": True}
 ROTARY: dict[str, Any] = {"needs": "--position-embedding-type rope", "docs": "checkpoints", "resume": "tune"}
+SCALED = ROTARY | {"needs": "--rope-scaling"}
+LLAMA3, YARN = ROTARY | {"needs": "--rope-scaling llama3"}, ROTARY | {"needs": "--rope-scaling yarn"}
 UNPROVEN: dict[str, Any] = {"resume": "free", "proof": ""}  # changes no number of a step
 RECOMPUTED: dict[str, Any] = {"needs": "--recompute-granularity full", "docs": "memory", "resume": "free"}
 SCHEDULE: dict[str, Any] = {"resume": "free", "proof": "fuzz"}
@@ -77,6 +80,34 @@ class Model:
     )
     rotary_percent: float = flag(1.0, "fraction of each head that is rotated", bound=">0", **ROTARY)
     rotary_base: float = flag(10000.0, "base of rotary frequencies", "--rope-theta", bound=">0", **ROTARY)
+    rope_scaling: Literal["none", "linear", "llama3", "yarn"] = flag(
+        "none", "scaling of rotary frequencies for longer texts: all, or the slow ones as in Llama 3 or YaRN", **ROTARY
+    )
+    rope_scaling_factor: float = flag(
+        8.0, "divide the scaled frequencies by this", "--rotary-scaling-factor", bound=">0", **SCALED
+    )
+    original_max_position_embeddings: int | None = flag(
+        None,
+        "positions that the model had before --rope-scaling llama3 or yarn (none: 8192, for llama3)",
+        bound=">0",
+        **SCALED | {"needs": "--rope-scaling llama3 or yarn", "outcome": "original_positions"},
+    )
+    rope_low_freq_factor: float = flag(
+        1.0, "llama3: pairs that turn fewer times in the original positions are slow", bound=">0", **LLAMA3
+    )
+    rope_high_freq_factor: float = flag(
+        4.0, "llama3: pairs that turn more often than this are not scaled", bound=">0", **LLAMA3
+    )
+    beta_fast: float = flag(
+        32.0, "yarn: pairs that turn more often in the original positions are not scaled", bound=">0", **YARN
+    )
+    beta_slow: float = flag(1.0, "yarn: pairs that turn fewer times than this are slow", bound=">0", **YARN)
+    rope_attention_factor: float | None = flag(
+        None,
+        "yarn: multiply rotated queries and keys by this (none: 0.1 ln(factor) + 1)",
+        bound=">0",
+        **YARN | {"outcome": "attention_factor"},
+    )
     swiglu: bool = flag(
         False, "use a SwiGLU MLP of width 8/3 x hidden size, in multiples of 64 as in Megatron", outcome="activation"
     )
@@ -141,6 +172,18 @@ class Model:
     def rotating(self) -> int:
         """Dimensions of a head that are rotated."""
         return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def original_positions(self) -> int:
+        """Positions before the scaling of rotary frequencies; 8192 are those of Llama 3."""
+        return self.original_max_position_embeddings or 8192
+
+    @property
+    def attention_factor(self) -> float:
+        """Factor of rotated queries and keys, which only YaRN has."""
+        if self.rope_scaling != "yarn":
+            return 1.0
+        return self.rope_attention_factor or 0.1 * math.log(max(self.rope_scaling_factor, 1.0)) + 1.0
 
     @property
     def activation(self) -> str:

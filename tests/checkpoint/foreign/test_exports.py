@@ -23,6 +23,9 @@ OTHER |= dict.fromkeys("hidden_size ffn_hidden_size kv_channels max_position_emb
 OTHER |= dict.fromkeys("hidden_dropout attention_dropout embedding_dropout layernorm_epsilon".split(), 0.3)
 OTHER |= {"make_vocab_size_divisible_by": 1, "init_method_std": 0.5, "rotary_percent": 0.5, "rotary_base": 5.0}
 OTHER |= {"attention_impl": "reference", "position_embedding_type": "alibi", "glu_activation": "geglu"}
+OTHER |= {"rope_scaling": "yarn", "original_max_position_embeddings": 5}
+OTHER |= dict.fromkeys("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor".split(), 2.0)
+OTHER |= dict.fromkeys("beta_fast beta_slow rope_attention_factor".split(), 2.0)
 
 
 def other(m: Model, name: str) -> Any:
@@ -62,3 +65,10 @@ def test_megatron_refuses_what_it_has_no_field_for() -> None:
     assert exports.obstacles(dataclasses.replace(GPT2, num_experts=2), "megatron") == ["--num-experts"]
     unbiased = dataclasses.replace(GPT2, layernorm_bias=False)
     assert exports.obstacles(unbiased, "megatron") == ["--disable-layernorm-bias"]
+    yarn = dataclasses.replace(LLAMA, rope_scaling="yarn", original_max_position_embeddings=64)
+    assert exports.obstacles(yarn, "megatron") == ["this --rope-scaling yarn"]
+    for change, fits in [({}, True), ({"original_max_position_embeddings": 4096}, False), ({"beta_fast": 9.0}, True)]:
+        llama3 = dataclasses.replace(LLAMA, rope_scaling="llama3", **change)
+        assert exports.obstacles(llama3, "megatron") == ([] if fits else ["this --rope-scaling llama3"])
+    half = dataclasses.replace(LLAMA, rope_scaling="linear", rope_scaling_factor=1.5)
+    assert exports.obstacles(half, "megatron") == ["this --rope-scaling linear"]

@@ -35,6 +35,10 @@ LLAMA = {"vocab_size": VOCAB, "max_position_embeddings": LENGTH, "hidden_size": 
 LLAMA |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 NEOX = {"vocab_size": VOCAB, "max_position_embeddings": LENGTH, "hidden_size": 32, "intermediate_size": 72}
 NEOX |= {"num_hidden_layers": 2, "num_attention_heads": 4, "layer_norm_eps": 1e-4}
+SCALED = {"factor": 4.0, "rope_theta": 50.0}
+LLAMA32 = SCALED | {"rope_type": "llama3", "original_max_position_embeddings": 8}
+LLAMA32 |= {"low_freq_factor": 0.2, "high_freq_factor": 0.9}
+YARN = SCALED | {"rope_type": "yarn", "original_max_position_embeddings": 8}
 THEIRS = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied-erf": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 72}),
@@ -45,6 +49,12 @@ THEIRS = {
     "llama-attention-bias": ("Llama", LLAMA | {"attention_bias": True}),
     "llama-mlp-bias": ("Llama", LLAMA | {"mlp_bias": True, "num_key_value_heads": 1}),
     "llama-head": ("Llama", LLAMA | {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "llama-linear": ("Llama", LLAMA | {"rope_parameters": SCALED | {"rope_type": "linear"}}),
+    "llama-3.2": ("Llama", LLAMA | {"rope_parameters": LLAMA32}),
+    "llama-yarn": ("Llama", LLAMA | {"rope_parameters": YARN}),
+    "qwen3-yarn": ("Qwen3", LLAMA | {"head_dim": 32, "rope_parameters": YARN | {"beta_fast": 1.5, "beta_slow": 0.1}}),
+    "mistral-yarn": ("Mistral", LLAMA | {"sliding_window": None, "rope_parameters": YARN | {"attention_factor": 0.8}}),
+    "llama-mscale": ("Llama", LLAMA | {"rope_parameters": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5}}),
     "mistral": ("Mistral", LLAMA | {"sliding_window": None}),
     "neox": ("GPTNeoX", NEOX),
     "neox-tied-in-turn": ("GPTNeoX", NEOX | {"use_parallel_residual": False, "tie_word_embeddings": True}),
@@ -108,7 +118,7 @@ def test_both_ways(name, tmp_path):
     said = json.loads((tmp_path / "b" / "config.json").read_text())
     assert said["tie_word_embeddings"] is not source.config["untie_embeddings_and_output_weights"]
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b", attn_implementation="eager")
-    assert type(again).__name__ == ("LlamaForCausalLM" if name == "mistral" else type(model).__name__)
+    assert type(again).__name__ == type(model).__name__.replace("Mistral", "Llama")
     assert_same_logits(ours(stored), again)
     missing = {"llama-attention-bias", "llama-mlp-bias"}  # where ours has zeros, theirs had nothing
     if name not in missing:
@@ -253,7 +263,6 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
     theirs("gpt2").save_pretrained(tmp_path / "gpt2")
     theirs("llama-grouped").save_pretrained(tmp_path / "llama")
     theirs("neox").save_pretrained(tmp_path / "neox")
-    long = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 1e4}
     for folder, changes, said in [
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights is False"),
@@ -274,8 +283,13 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
         ("neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "kind of rotation .*linear"),
         ("neox", {"use_parallel_residual": "no"}, "use_parallel_residual is no"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu"),
-        ("llama", {"rope_parameters": long}, "kind of rotation .*llama3"),
-        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rotation .*linear"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 8.0}}, "kind of rotation .*longrope"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotation .*dynamic"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor is None; it must be a number above 0"),
+        ("llama", {"rope_parameters": LLAMA32 | {"low_freq_factor": 2}}, "factor 0.9 must be above"),
+        ("llama", {"rope_parameters": LLAMA32 | {"original_max_position_embeddings": 8.5}}, "is 8.5; it must be an in"),
+        ("llama", {"rope_parameters": YARN | {"truncate": False}}, "truncate is False"),
+        ("llama", {"rope_parameters": YARN | {"beta_slow": 33}}, "--beta-fast 32 must be above"),
         ("llama", {"rope_parameters": None, "rope_scaling": "default"}, "kind of rotation .*is default"),
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "kind of rotation"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),

@@ -464,6 +464,7 @@ def test_from_native_and_back(t: int, p: int, tmp_path: Path) -> None:
 
 LLAMA = {"swiglu": True, "normalization": "RMSNorm", "bf16": True, "fp16": False, "add_bias_linear": False}
 LLAMA |= {"untie_embeddings_and_output_weights": True}
+ROPE = {"position_embedding_type": "rope"}
 
 
 @pytest.mark.parametrize(
@@ -471,9 +472,11 @@ LLAMA |= {"untie_embeddings_and_output_weights": True}
     [
         (Form(gated=True, bias=False, rms=True, untied=True), LLAMA),
         (Form(gated=True, bigscience=True, embed_norm=True), {"glu_activation": "geglu", "embed_layernorm": True}),
+        (Form(place="rotary"), ROPE | {"rope_scaling": "llama3", "rope_scaling_factor": 32.0}),
+        (Form(place="rotary"), ROPE | {"rope_scaling": "linear", "rope_scaling_factor": 2}),
         (Form(heads=8, groups=4), {"num_attention_heads": 8, "num_query_groups": 4, "fp16": False}),
     ],
-    ids=["llama", "bigscience", "float32 with groups"],
+    ids=["llama", "bigscience", "llama 3.2", "linear", "float32 with groups"],
 )
 def test_other_networks_from_native_and_back(options: tuple[Form, dict[str, Any]], tmp_path: Path) -> None:
     f, more = options

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from meshwright.checkpoint.saved_model import SavedModel
-from meshwright.settings.schema import Model
+from meshwright.settings.checks import has_megatrons_scaling
+from meshwright.settings.schema import OUTCOME, Model
 
 
 class Expression(NamedTuple):
@@ -89,6 +90,9 @@ _GELU = Expression(
 )
 _SILU = Expression(("hidden_act",), lambda saved: "silu", _activation("swiglu"))
 _ROTATION = from_model("rope_theta", "rotary_base")  # rope_parameters, which transformers 5 reads, repeats it
+_SCALING_OF_MEGATRON = refuse(lambda m: "" if has_megatrons_scaling(m) else f"this --rope-scaling {m.rope_scaling}")
+_NO_SCALING = refuse(lambda m: "" if m.rope_scaling == "none" else f"--rope-scaling {m.rope_scaling}")
+_SCALING = setting("rope_scaling", lambda saved: rope_scaling(saved.model))
 _LENGTH = SavedModel.require_positions
 _NORM_1P = refuse_switch("--apply-layernorm-1p", "apply_layernorm_1p")
 _NORM_BIAS = refuse(
@@ -103,6 +107,14 @@ _NO_QK_NORM = refuse_switch("--qk-layernorm", "qk_layernorm")
 _ALL_BIASES = refuse_switch("--disable-bias-linear", "add_bias_linear", False)
 _PARALLEL = refuse_switch("--use-parallel-residual", "use_parallel_residual")
 _EXPERTS = refuse(lambda m: "--num-experts" if m.num_experts else "")
+
+# Kinds of Hugging Face's rope_scaling, which are ours -> their settings -> our fields.
+_FACTOR = {"factor": "rope_scaling_factor"}
+_LENGTHS = _FACTOR | {"original_max_position_embeddings": "original_max_position_embeddings"}
+SCALINGS = {"linear": _FACTOR}
+SCALINGS["llama3"] = _LENGTHS | {f"{end}_freq_factor": f"rope_{end}_freq_factor" for end in ("low", "high")}
+SCALINGS["yarn"] = _LENGTHS | {"beta_fast": "beta_fast", "beta_slow": "beta_slow"}
+SCALINGS["yarn"] |= {"attention_factor": "rope_attention_factor"}
 
 EXPORTS = {
     "num_layers": Export(
@@ -170,6 +182,8 @@ EXPORTS = {
     "position_embedding_type": Export(_POSITIONS, _POSITIONS, _POSITIONS, SAME),
     "rotary_percent": Export(TRAINING, _ROTARY_PERCENT, from_model("rotary_pct", "rotary_percent"), SAME),
     "rotary_base": Export(TRAINING, _ROTATION, from_model("rotary_emb_base", "rotary_base"), SAME),
+    "rope_scaling": Export(TRAINING, _SCALING, _NO_SCALING, _SCALING_OF_MEGATRON),
+    **{name: Export(TRAINING, *[ELSEWHERE] * 3) for table in SCALINGS.values() for name in table.values()},
     "swiglu": Export(ELSEWHERE, _SILU, ELSEWHERE, SAME),
     "squared_relu": Export(ELSEWHERE, ELSEWHERE, ELSEWHERE, SAME),
     "glu_activation": Export(ELSEWHERE, ELSEWHERE, ELSEWHERE, SAME),
@@ -188,6 +202,14 @@ EXPORTS = {
     "final_logit_softcapping": Export(_SOFTCAP, _SOFTCAP, _SOFTCAP, _SOFTCAP),
     "num_experts": Export(_EXPERTS, _EXPERTS, _EXPERTS, _EXPERTS),
 }
+
+
+def rope_scaling(m: Model) -> dict[str, Any] | None:
+    """Return Hugging Face's settings of a scaling; None if there is none."""
+    if m.rope_scaling == "none":
+        return None
+    values = {key: getattr(m, OUTCOME.get(name, name)) for key, name in SCALINGS[m.rope_scaling].items()}
+    return {"rope_type": m.rope_scaling} | values
 
 
 def settings_of(saved: SavedModel, target: str) -> dict[str, Any]:

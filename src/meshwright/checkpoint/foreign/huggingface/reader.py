@@ -8,11 +8,13 @@ writer.py is the counterpart.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshwright.checkpoint.foreign.exports import SCALINGS
 from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
 from meshwright.checkpoint.foreign.huggingface import names
 from meshwright.checkpoint.foreign.pickle import pickles
@@ -20,6 +22,8 @@ from meshwright.checkpoint.manifests import parse_json, read_small
 from meshwright.checkpoint.registry import HUGGING_FACE
 from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.errors import UserError, bad_data
+from meshwright.settings.checks import rope_problems
+from meshwright.settings.schema import Model
 
 if TYPE_CHECKING:
     import torch
@@ -204,7 +208,7 @@ class HuggingFaceFolder:
 # Settings that are equal in every folder of these kinds.
 OFF = "embed_layernorm apply_layernorm_1p apply_residual_connection_post_layernorm squared_relu qk_layernorm"
 FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "rotary_percent": 1.0}
-FIXED |= {"final_logit_softcapping": 0.0, "use_parallel_residual": False}
+FIXED |= {"final_logit_softcapping": 0.0, "use_parallel_residual": False, "rope_scaling": "none"}
 
 
 def head_of(hf: HuggingFaceFolder, pieces: Views, wte: torch.Tensor, tied: bool, head: str = names.HEAD) -> bool:
@@ -417,11 +421,11 @@ def read_llama(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
         "swiglu": True,
         "num_query_groups": groups,
         "position_embedding_type": "rope",
-        "rotary_base": rotary_base(hf),
         "normalization": "RMSNorm",
         "add_bias_linear": all_biases,
         "add_qkv_bias": qkv_bias and not all_biases,
         "qk_layernorm": qk_norm,
+        **rotation(hf, positions),
     }, pieces
 
 
@@ -458,17 +462,34 @@ def check_window(hf: HuggingFaceFolder, positions: int) -> None:
         raise refused(hf.folder, f"sliding_window is {window}", cure)
 
 
-def rotary_base(hf: HuggingFaceFolder) -> float:
-    """Return the base, which transformers 5 keeps in rope_parameters, and 4 beside rope_scaling."""
-    rope = hf.config.get("rope_parameters") or hf.config.get("rope_scaling") or {}
+def rotation(hf: HuggingFaceFolder, positions: int) -> dict[str, Any]:
+    """Return base and scaling, from rope_scaling of transformers 4 or rope_parameters of 5."""
+    rope = hf.config.get("rope_scaling") or hf.config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-    if kind != "default" or any(isinstance(value, dict) for value in rope.values()):
+    if kind not in ("default", *SCALINGS) or any(isinstance(value, dict) for value in rope.values()):
         what = f"the kind of rotation (rope_parameters, rope_scaling) is {str(rope)[:200]}"
-        raise refused(hf.folder, what, "default would do")
-    share = rope.get("partial_rotary_factor", hf.config.get("partial_rotary_factor", 1.0))
-    if share != 1.0:
-        raise refused(hf.folder, f"partial_rotary_factor is {share}", "1.0 would do")
-    return float(hf.get("rope_theta", POSITIVE, 10000.0, rope if "rope_theta" in rope else None))
+        raise refused(hf.folder, what, f"default, {', '.join(SCALINGS)} would do")
+    for key, good in {"partial_rotary_factor": 1.0, "truncate": True}.items():
+        if (value := rope.get(key, hf.config.get(key, good))) != good:
+            raise refused(hf.folder, f"{key} is {str(value)[:100]}", f"{good} would do")
+    out: dict[str, Any] = {"rotary_base": hf.get("rope_theta", POSITIVE, 1e4, rope if "rope_theta" in rope else None)}
+    out["rope_scaling"] = "none" if kind == "default" else kind
+    defaults: dict[str, float] = {"original_max_position_embeddings": positions, "beta_fast": 32.0, "beta_slow": 1.0}
+    if kind == "yarn":
+        defaults["attention_factor"] = attention_factor(hf, rope)
+    for key, name in SCALINGS.get(kind, {}).items():
+        bound = COUNT if key == "original_max_position_embeddings" else POSITIVE
+        out[name] = hf.get(key, bound, defaults.get(key), rope)
+    if problems := rope_problems(Model(**out)):
+        raise bad_data(f"{hf.folder / CONFIG}: {problems[0]}")
+    return out
+
+
+def attention_factor(hf: HuggingFaceFolder, rope: dict[str, Any]) -> float:
+    """Return YaRN's own factor of attention, or the quotient that both mscales ask for."""
+    scales = [hf.get(key, POSITIVE, 1.0, rope) for key in ("mscale", "mscale_all_dim") if rope.get(key)]
+    grown = [0.1 * scale * math.log(max(hf.get("factor", POSITIVE, among=rope), 1.0)) + 1.0 for scale in [*scales, 1.0]]
+    return float(grown[0] / grown[1] if len(scales) == 2 else grown[-1])
 
 
 READERS: dict[str, Callable[[HuggingFaceFolder], tuple[dict[str, Any], Views]]]

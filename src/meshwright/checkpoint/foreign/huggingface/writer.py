@@ -157,10 +157,11 @@ def family(kind: str) -> str:
 
 def describe_config(kind: str, saved: SavedModel, wte: ExportedTensor) -> dict[str, Any]:
     """Return the contents of config.json."""
-    config = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], "vocab_size": wte.shape[0]}
+    config: dict[str, Any] = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], "vocab_size": wte.shape[0]}
     config |= {"torch_dtype": TORCH[wte.dtype]} | exports.settings_of(saved, family(kind))
-    if "rope_theta" in config:  # transformers 4 reads rope_theta, 5 this
-        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    if "rope_theta" in config:  # transformers 4 reads rope_theta and rope_scaling, 5 this
+        rotation = {"rope_theta": config["rope_theta"], "rope_type": "default"}
+        config["rope_parameters"] = rotation | (config["rope_scaling"] or {})
     return config
 
 

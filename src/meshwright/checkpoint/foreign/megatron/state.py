@@ -90,7 +90,7 @@ def config(args: Mapping[str, Any], sizes: ModelSizes, present: Collection[str],
     out |= {name: args[name] for name in COMMON if isinstance(args.get(name), bool | int | float | str)}
     if sizes.gates == 2 and not out.get("swiglu") and not out.get("glu_activation"):
         notes.append(" > note: the MLP is gated, and the checkpoint does not say by what: --swiglu or --glu-activation")
-    return flags.current_names(out) | positions(args, sizes, notes)
+    return flags.current_names(out) | positions(args, sizes, notes) | rope_scaling(args)
 
 
 def positions(args: Mapping[str, Any], sizes: ModelSizes, notes: list[str]) -> dict[str, Any]:
@@ -106,6 +106,13 @@ def positions(args: Mapping[str, Any], sizes: ModelSizes, notes: list[str]) -> d
         return {"position_embedding_type": kind}
     notes.append(" > note: it has no table of positions and does not name a substitute: give --position-embedding-type")
     return {}
+
+
+def rope_scaling(args: Mapping[str, Any]) -> dict[str, Any]:
+    if args.get("use_rope_scaling"):
+        return {"rope_scaling": "llama3", "rope_scaling_factor": args.get("rope_scaling_factor", 8.0)}
+    factor = args.get("rotary_seq_len_interpolation_factor") or 1
+    return {"rope_scaling": "none"} if factor == 1 else {"rope_scaling": "linear", "rope_scaling_factor": factor}
 
 
 def true_vocabulary(tree: Mapping[str, Any], args: Mapping[str, Any]) -> int | None:

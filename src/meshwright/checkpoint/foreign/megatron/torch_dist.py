@@ -41,11 +41,10 @@ STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(exp_avg|exp_avg_sq|fp3
 BUFFERS = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.")
 BESIDE = re.compile(r".*(_extra_state.*|inv_freq)|((rng|rerun)_state|optimizer|opt_param_scheduler|iteration|args)\b.*")
 # Options of networks that we do not build, and their values that change nothing.
-OFF = "multi_latent_attention mtp_num_layers hybrid_attention_ratio rotary_interleaved use_rope_scaling quick_geglu"
+OFF = "multi_latent_attention mtp_num_layers hybrid_attention_ratio rotary_interleaved quick_geglu"
 OTHERS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(OFF.split(), (False,)),  # or 0
     **dict.fromkeys(("window_size", "no_rope_freq"), ()),
-    "rotary_seq_len_interpolation_factor": (1,),
     "softmax_type": ("vanilla",),
     "position_embedding_type": ("learned_absolute", "rope", "none"),
 }
