@@ -159,7 +159,7 @@ def _as_typed(message: str, argv: list[str], spellings: Mapping[str, str]) -> st
     from meshwright.settings.fields import typed_spellings
     from meshwright.settings.pages import PAGES
 
-    command = next((name for name in (" ".join(argv[:2]), argv[0]) if name in PAGES), None)
+    command = next((name for name in (" ".join(argv[:2]), *argv[:1]) if name in PAGES), None)
     typed = typed_spellings(pkgutil.resolve_name(PAGES[command].config), argv) if command else {}
     for ours, theirs in (typed | dict(spellings)).items():
         message = re.sub(rf"(?<![\w-]){re.escape(ours)}(?![\w-])", theirs.replace("\\", r"\\"), message)

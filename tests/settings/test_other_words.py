@@ -36,7 +36,7 @@ def test_the_documented_flags_of_other_programs_are_answered_as_documented():
         wanted = re.findall(r"--[a-z][a-z_-]+", answer)
         if name in ours or not wanted or set(wanted) <= {"--nproc-per-node"}:
             continue
-        said = flags._unknown(name, flags._parser(TrainConfig))
+        said = " ".join(flags._unknown(name, flags._parser(cls)) for cls in (TrainConfig, GenerateConfig))
         assert any(re.search(rf"{flag}(?![a-z-])", said) for flag in wanted), (name, said, answer)
 
 
@@ -79,6 +79,11 @@ def test_errors_name_the_typed_spelling(capsys):
     said = capsys.readouterr().err
     for line in ("--learning-rate 0.0 must", "--min_lr -1.0 must", "  --eval-only with --eval-iters 0", "--n_embd;"):
         assert line in said
+
+
+def test_a_missing_value_too(capsys):
+    assert main(["train", "--learning-rate"]) == 2
+    assert "argument --learning-rate: expected one argument" in capsys.readouterr().err
 
 
 def test_presets():

@@ -75,10 +75,10 @@ class SwitchSource(str):
 
 
 class FlagParser(argparse.ArgumentParser):
-    """argparse without its usage dump and exit."""
+    """argparse without its usage dump and exit; errors name a flag by one spelling."""
 
     def error(self, message: str) -> typing.NoReturn:
-        raise UserError(message)
+        raise UserError(re.sub(r"(--[\w-]+)(/--?[\w-]+)+", r"\1", message))
 
 
 def parse_settings(
