@@ -28,6 +28,7 @@ NEEDED = ("numpy", "safetensors", "rich")  # beside torch; no run starts without
 BRINGS = {
     "gigatoken": "encodes text about 30 times as fast",
     "numba": "builds the sample indices of large data faster",
+    "sentencepiece": "reads tokenizer.model of Llama and others",
     "zstandard": "reads .zst files",
     "pyarrow": "reads Parquet and Arrow tables",
     "nltk": "splits sentences by its models (--sentence-splitter punkt)",

@@ -1,4 +1,4 @@
-"""Text to token ids and back: one small interface over four kinds of tokenizer.
+"""Text to token ids and back: one small interface over all kinds of tokenizers.
 
 tiktoken encodes with GPT-2's two files; it is several times faster than the `tokenizers` library
 and gives the same ids as long as every merge has an id of its own, in merge order. No tokenizer
@@ -17,10 +17,8 @@ import hashlib
 import importlib.util
 import json
 import os
-import re
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -33,20 +31,56 @@ from meshwright import files, hub
 from meshwright.errors import BAD_DATA, UserError, bad_data
 from meshwright.settings.fields import spelling
 from meshwright.settings.schema import TokenizerFlags
+from meshwright.vocabularies import (
+    ADDED_TOKENS,
+    CHAT_CONFIG,
+    ENCODING,
+    END_OF_TEXT,
+    EOD_NAMES,
+    MODEL,
+    RANKS,
+    WORDS,
+    Bytewise,
+    SentencePiece,
+    TikToken,
+    WordPiece,
+    has_long_space,
+    is_encoding_name,
+    load_encoding,
+    load_model_file,
+    load_ranks,
+    read_eos_token,
+    read_json,
+    read_text,
+)
 
-END_OF_TEXT = "<|endoftext|>"
 GPT2_FILES = ("vocab.json", "merges.txt")
 DEFAULT_TYPE = TokenizerFlags().tokenizer_type
-CHAT_TEMPLATE, CHAT_CONFIG = "chat_template.jinja", "tokenizer_config.json"  # where Hugging Face keeps a chat template
-EOD_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
+CHAT_TEMPLATE = "chat_template.jinja"  # where Hugging Face keeps a chat template
 GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-LONG_SPACE = 500_000  # characters
 WAYS = "with a folder that `meshwright train-tokenizer` made, a Hugging Face folder or name such as gpt2, or byte"
 CONVERT = (
     "where transformers is installed, AutoTokenizer.from_pretrained(ITS_FOLDER_OR_NAME).save_pretrained(DIR) writes a "
     "tokenizer.json: give --tokenizer DIR"
 )
-HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF", "HFTokenizer")
+OWN_NAMES = {  # of the types, by Megatron's other names for them
+    "PretrainedFromHF": "HuggingFaceTokenizer",
+    "HFTokenizer": "HuggingFaceTokenizer",
+    "GPTSentencePieceTokenizer": SentencePiece.name,
+}
+MODEL_FILES = {  # what --tokenizer-model is, by type
+    "HuggingFaceTokenizer": "a tokenizer.json, or the folder holding it",
+    SentencePiece.name: "a model of SentencePiece, such as tokenizer.model",
+    TikToken.name: "a file of ranks as tiktoken writes them",
+}
+BERT = ("BertWordPieceLowerCase", "BertWordPieceCase")
+KEPT = {  # the first file of a type in a run folder
+    "HuggingFaceTokenizer": "tokenizer.json",
+    SentencePiece.name: MODEL,
+    TikToken.name: RANKS,
+    **dict.fromkeys(BERT, WORDS),
+}
+FILES = (*GPT2_FILES, *KEPT.values(), ADDED_TOKENS, ENCODING)
 
 
 class Tokenizer(Protocol):
@@ -54,6 +88,7 @@ class Tokenizer(Protocol):
     size: int  # true vocabulary size: ids are 0 ... size - 1
     eod: int  # end of document, where generation stops too
     files: dict[str, Path]  # the files that `save_tokenizer` copies, by their names in the run folder
+    made: Mapping[str, bytes]  # contents that it writes beside them
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -62,24 +97,14 @@ class Tokenizer(Protocol):
     def decode_bytes(self, ids: Sequence[int]) -> bytes: ...
 
 
-class _Bytewise(ABC):
-    """A tokenizer whose tokens are bytes, perhaps only part of a character."""
-
-    @abstractmethod
-    def decode_bytes(self, ids: Sequence[int]) -> bytes: ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-
-class GPT2BPE(_Bytewise):
+class GPT2BPE(Bytewise):
     """GPT-2's byte-level BPE from vocab.json and merges.txt."""
 
     name = "GPT2BPETokenizer"
 
     def __init__(self, vocab_file: Path, merge_file: Path) -> None:
         self.files = {"vocab.json": vocab_file, "merges.txt": merge_file}
-        if not _read(vocab_file).startswith("{") and _read(merge_file).startswith("{"):
+        if not read_text(vocab_file).startswith("{") and read_text(merge_file).startswith("{"):
             raise bad_data(
                 f"--vocab-file {vocab_file} and --merge-file {merge_file} are swapped; the vocabulary is the JSON file"
             )
@@ -87,6 +112,7 @@ class GPT2BPE(_Bytewise):
         self.size, self.eod = len(vocab), vocab.get(END_OF_TEXT, -1)
         if self.eod < 0:
             raise bad_data(f"{vocab_file} has no {END_OF_TEXT}; it is not a GPT-2 vocabulary")
+        self.special = {END_OF_TEXT: self.eod}
         symbols = _byte_symbols()
         if missing := len(symbols.keys() - vocab.keys()):
             raise bad_data(f"{vocab_file} is not a byte-level BPE: {missing} of the 256 bytes are missing")
@@ -147,7 +173,7 @@ class GPT2BPE(_Bytewise):
         return library
 
     def encode(self, text: str) -> list[int]:
-        if self.tiktoken is None or _has_long_space(text):
+        if self.tiktoken is None or has_long_space(text):
             return list(self._library.encode(text).ids)
         return self.tiktoken(text)
 
@@ -155,7 +181,7 @@ class GPT2BPE(_Bytewise):
         return b"".join(self._bytes[i] for i in ids)
 
 
-class HuggingFace(_Bytewise):
+class HuggingFace(Bytewise):
     """Any tokenizer.json, read by the `tokenizers` library."""
 
     name = "HuggingFaceTokenizer"
@@ -165,7 +191,7 @@ class HuggingFace(_Bytewise):
 
         path = path / "tokenizer.json" if path.is_dir() else path
         self.files = {"tokenizer.json": path}
-        text = _read(path)
+        text = read_text(path)
         try:
             self._library = Library.from_str(text)
             decoder = (json.loads(text).get("decoder") or {}).get("type")
@@ -192,8 +218,11 @@ class HuggingFace(_Bytewise):
     def encode(self, text: str) -> list[int]:
         return list(self._library.encode(text, add_special_tokens=False).ids)
 
+    def encode_special(self, text: str) -> list[int]:
+        return list(self._with_special.encode(text, add_special_tokens=False).ids)
+
     @functools.cached_property
-    def with_special(self) -> Any:
+    def _with_special(self) -> Any:
         """The library's tokenizer that takes special tokens inside a text for themselves."""
         library = type(self._library).from_str(self._library.to_str())
         library.no_truncation()
@@ -206,7 +235,7 @@ class HuggingFace(_Bytewise):
         return self._library.decode(list(ids), skip_special_tokens=False).encode("utf-8")
 
 
-class Bytes(_Bytewise):
+class Bytes(Bytewise):
     """The 256 bytes, and an end of document that decodes to nothing."""
 
     name, size, eod = "ByteTokenizer", 257, 256
@@ -219,7 +248,7 @@ class Bytes(_Bytewise):
         return bytes(i for i in ids if i != self.eod)
 
 
-class Null(_Bytewise):
+class Null(Bytewise):
     """Text that consists of ids, integers separated by white space."""
 
     name = "NullTokenizer"
@@ -250,12 +279,7 @@ def fastest_encoder(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt
 
 def encode_special(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode a text in which special tokens are themselves, as a chat template writes them."""
-    if isinstance(tokenizer, HuggingFace):
-        return list(tokenizer.with_special.encode(text, add_special_tokens=False).ids)
-    if not isinstance(tokenizer, GPT2BPE):
-        return tokenizer.encode(text)
-    first, *others = text.split(END_OF_TEXT)
-    return [*tokenizer.encode(first), *(i for part in others for i in (tokenizer.eod, *tokenizer.encode(part)))]
+    return tokenizer.encode_special(text) if isinstance(tokenizer, Bytewise) else tokenizer.encode(text)
 
 
 def missing_speed(tokenizer: Tokenizer) -> str | None:
@@ -275,9 +299,15 @@ def find_saved(*folders: Path | None) -> Path | None:
     for folder in filter(None, folders):
         if (folder / "tokenizer").is_dir():
             return folder / "tokenizer"
-        if _has_files(folder, "tokenizer.json") or _has_files(folder, *GPT2_FILES):
+        if _has_files(folder, "tokenizer.json") or _has_files(folder, *GPT2_FILES) or _find_model(folder):
             return folder
     return None
+
+
+def _find_model(folder: Path) -> Path | None:
+    """Return the model of SentencePiece, the ranks of tiktoken or BERT's vocabulary in a folder."""
+    patterns = (MODEL, "spiece.model", "tiktoken.model", "*.tiktoken", WORDS)
+    return next((path for pattern in patterns for path in sorted(folder.glob(pattern))), None)
 
 
 def resolve_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer | None:
@@ -331,17 +361,31 @@ def _build(t: TokenizerFlags) -> Tokenizer:
             raise UserError(f"a tokenizer is needed: --tokenizer {WAYS}")
         missing = "--merge-file" if t.vocab_file else "--vocab-file"
         raise UserError(f"GPT2BPETokenizer needs {missing} too; or give --tokenizer and the folder of both files")
-    if t.tokenizer_type in HUGGING_FACE:
+    kind = OWN_NAMES.get(t.tokenizer_type, t.tokenizer_type)
+    if kind in MODEL_FILES:
         if not t.tokenizer_model:
-            raise UserError(f"{t.tokenizer_type} needs --tokenizer-model: a tokenizer.json, or the folder holding it")
-        return HuggingFace(Path(t.tokenizer_model))
+            raise UserError(f"{t.tokenizer_type} needs --tokenizer-model: {MODEL_FILES[kind]}")
+        return _build_kind(kind, Path(t.tokenizer_model))
+    if kind in BERT:
+        if not t.vocab_file:
+            raise UserError(f"{kind} needs --vocab-file: a vocab.txt, which has a token a line")
+        return _build_kind(kind, Path(t.vocab_file))
     if t.tokenizer_type == "ByteTokenizer":
         return Bytes()
     if t.tokenizer_type == "NullTokenizer":
         if not t.vocab_size:
             raise UserError("NullTokenizer needs --vocab-size: how many ids there are")
         return Null(t.vocab_size)
-    raise UserError(f"--tokenizer-type {t.tokenizer_type}: not yet")
+    raise AssertionError(t.tokenizer_type)
+
+
+def _build_kind(kind: str, path: Path) -> Tokenizer:
+    """Return the tokenizer of a type that one file holds."""
+    if kind == HuggingFace.name:
+        return HuggingFace(path)
+    if kind == SentencePiece.name:
+        return SentencePiece(path)
+    return load_ranks(path) if kind == TikToken.name else WordPiece(path, kind == "BertWordPieceLowerCase")
 
 
 def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
@@ -356,16 +400,27 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
         return Bytes()
     if path.is_dir():
         return _build_folder(path)
-    if path.exists() or path.suffix in (".json", ".txt", ".model") or not hub.is_name(name):
+    if not path.exists() and is_encoding_name(name):
+        return load_encoding(name)
+    if path.exists() or path.suffix in (".json", ".txt", ".model", ".tiktoken") or not hub.is_name(name):
         return _build_file(path)
+    return _build_folder(_find_on_hub(name))
+
+
+def _find_on_hub(name: str) -> Path:
+    """Return the folder of the Hub's cache with the vocabulary of a repository."""
     folder = hub.find_folder(name, "tokenizer.json")
     if folder is None:
-        folder = hub.find_folder(name, *GPT2_FILES)
+        for names in (GPT2_FILES, (MODEL,), (WORDS,)):
+            if folder := hub.find_folder(name, *names):
+                for beside in (CHAT_CONFIG, ADDED_TOKENS):  # special tokens, lower case
+                    hub.find_folder(name, beside, is_needed=False)
+                return folder
     elif _splits_as_gpt2(folder / "tokenizer.json"):  # tiktoken, which is faster, reads GPT-2's own files
         hub.find_folder(name, *GPT2_FILES, is_needed=False)
     if folder is None:
         raise bad_data(f"{name} on the Hugging Face Hub has no tokenizer.json; {CONVERT}")
-    return _build_folder(folder)
+    return folder
 
 
 def _build_folder(folder: Path) -> Tokenizer:
@@ -376,18 +431,22 @@ def _build_folder(folder: Path) -> Tokenizer:
         return _build_file(vocab)
     if models := sorted(folder.glob("*.model")):
         return _build_file(models[0])
-    wanted = "tokenizer.json, nor vocab.json and merges.txt, nor a run's tokenizer/"
+    wanted = "tokenizer.json, nor vocab.json and merges.txt, *.model, *.tiktoken, vocab.txt or a run's tokenizer/"
     raise bad_data(f"--tokenizer {folder} holds no {wanted}; name {WAYS.removeprefix('with ')}")
 
 
 def _build_file(path: Path) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json, or of a vocabulary with its merges beside it."""
-    if path.suffix == ".model":
-        raise bad_data(f"{path} is a SentencePiece or tiktoken model, which is not read; {CONVERT}")
+    """Return the tokenizer of a file, or of a vocabulary with its merges beside it."""
+    if path.is_file() and ".model" in path.suffixes:  # Mistral has tokenizer.model.v3
+        return load_model_file(path)
+    if path.is_file() and path.suffix == ".tiktoken":
+        return load_ranks(path)
+    if path.is_file() and path.name.endswith(WORDS):
+        return WordPiece(path)
     vocab = path.with_name(path.name.replace("merges.txt", "vocab.json"))
     if not path.exists():
         raise bad_data(f"--tokenizer {path} does not exist; name {WAYS.removeprefix('with ')}")
-    content = _read_json(vocab)
+    content = read_json(vocab)
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         return HuggingFace(path)
     merges = vocab.with_name(vocab.name.replace("vocab.json", "merges.txt"))
@@ -405,7 +464,7 @@ def _has_files(folder: Path, *names: str) -> bool:
 def _splits_as_gpt2(path: Path) -> bool:
     """Return whether a tokenizer.json splits text as GPT-2 does."""
     try:
-        settings = json.loads(_read(path))
+        settings = json.loads(read_text(path))
         added = {token["content"] for token in settings.get("added_tokens", [])}
         split = settings["pre_tokenizer"]
         return bool(
@@ -419,25 +478,26 @@ def _splits_as_gpt2(path: Path) -> bool:
 
 def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
     pair = folder / "vocab.json", folder / "merges.txt"
+    asked = OWN_NAMES.get(t.tokenizer_type, t.tokenizer_type)
     if not (folder / "meta.json").is_file():  # a Hugging Face folder
-        if t.tokenizer_type not in (GPT2BPE.name, *HUGGING_FACE) or find_saved(folder) != folder:
+        if asked not in (DEFAULT_TYPE, HuggingFace.name) or find_saved(folder) != folder:
             return _build(t)
         path = folder / "tokenizer.json"
-        is_gpt2 = _has_files(folder, *GPT2_FILES) and (not path.is_file() or _splits_as_gpt2(path))
-        return GPT2BPE(*pair) if is_gpt2 else HuggingFace(folder)
+        if _has_files(folder, *GPT2_FILES) and (not path.is_file() or _splits_as_gpt2(path)):
+            return GPT2BPE(*pair)
+        return HuggingFace(folder) if path.is_file() else _build_file(_find_model(folder) or path)
     kind, vocab_size, hashes = (meta := _read_meta(folder))["type"], meta["vocab_size"], meta["sha256"]
-    asked = HuggingFace.name if t.tokenizer_type in HUGGING_FACE else t.tokenizer_type
     if asked not in (kind, DEFAULT_TYPE):  # the default says nothing about the user's wish
         raise UserError(f"--tokenizer-type {t.tokenizer_type}, but {folder} holds a {kind}; leave the flag out")
     for name, expected in hashes.items():
-        if name not in (*GPT2_FILES, "tokenizer.json"):
+        if name not in FILES:
             raise bad_data(f"{folder / 'meta.json'} names {name!r}, which is not a tokenizer file")
         if _sha256(folder / name) != expected:
             raise bad_data(f"{folder / name} is not the file that meta.json beside it describes: its SHA-256 differs")
     if kind == GPT2BPE.name:
         return GPT2BPE(*pair)
-    if kind == HuggingFace.name:
-        return HuggingFace(folder)
+    if kind in KEPT:
+        return _build_kind(kind, folder / KEPT[kind])
     return _build(TokenizerFlags(tokenizer_type=kind, vocab_size=vocab_size - 1))
 
 
@@ -453,6 +513,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         if not target.exists() or _sha256(target) != _sha256(source):
             with files.replacing(target) as file:
                 file.write(source.read_bytes())
+    for name, content in tokenizer.made.items():
+        with files.replacing(folder / name) as file:
+            file.write(content)
     with files.replacing(folder / "meta.json") as file:
         file.write(json.dumps(_meta(tokenizer), indent=1).encode() + b"\n")
 
@@ -518,20 +581,6 @@ def resolve_for_data(t: TokenizerFlags, data: Path | None, saved: Path | None = 
     return tokenizer
 
 
-def read_chat_config(folder: Path) -> dict[str, Any]:
-    """Return a folder's tokenizer_config.json, or nothing if it has none."""
-    path = folder / CHAT_CONFIG
-    config = _read_json(path) if path.is_file() else {}
-    return config if isinstance(config, dict) else {}
-
-
-def read_eos_token(folder: Path) -> str:
-    """Return the end of a text that a folder's tokenizer_config.json names, or ""."""
-    token = read_chat_config(folder).get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) else ""
-
-
 def keep_beside(tokenizer: Tokenizer, prefix: str) -> None:
     """Save the tokenizer beside token files, in the place of that of older ones."""
     folder = folder_of(prefix)
@@ -556,7 +605,7 @@ def _meta(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
-    meta = _read_json(folder / "meta.json")
+    meta = read_json(folder / "meta.json")
     try:
         hashes = {str(name): str(sha256) for name, sha256 in meta["sha256"].items()}
         return {"type": str(meta["type"]), "vocab_size": int(meta["vocab_size"]), "sha256": hashes}
@@ -566,7 +615,8 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 def file_hashes(tokenizer: Tokenizer) -> dict[str, str]:
     """Return the SHA-256 of each of its files."""
-    return {name: _sha256(source) for name, source in tokenizer.files.items()}
+    made = {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.made.items()}
+    return {name: _sha256(source) for name, source in tokenizer.files.items()} | made
 
 
 def padded_size(size: int, divisible_by: int, tensor_parallel: int, pad_to: int | None) -> int:
@@ -611,11 +661,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> None:
     (out / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
 
 
-def _has_long_space(text: str) -> bool:
-    """Return whether a run of white space may overflow tiktoken's stack (at a million)."""
-    return len(text) > LONG_SPACE and any(len(run[0]) > LONG_SPACE for run in re.finditer(r"\s+", text))
-
-
 def _byte_symbols() -> dict[str, int]:
     """Return the byte of each printable character in GPT-2's files, in the order of their ids."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -635,7 +680,7 @@ def _token_bytes(vocab: dict[str, int], symbols: dict[str, int]) -> list[bytes]:
 
 
 def _read_vocab(path: Path) -> dict[str, int]:
-    vocab = _read_json(path)
+    vocab = read_json(path)
     if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
         raise bad_data(f"{path} is not a vocabulary, one JSON object of token: id")
     if set(vocab.values()) != set(range(len(vocab))):
@@ -644,7 +689,7 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
-    lines = _read(path).split("\n")
+    lines = read_text(path).split("\n")
     first = 1 if lines[0].startswith("#version") else 0
     merges = []
     for number, line in enumerate(lines[first:], start=first + 1):
@@ -654,22 +699,6 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
         elif parts != [""]:
             raise bad_data(f"{path}:{number}: {line!r} is not a merge of two symbols")
     return merges
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise bad_data(f"{path} does not exist (a tokenizer file)") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise bad_data(f"{path} cannot be read: {error}") from None
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(_read(path))
-    except (ValueError, RecursionError) as error:
-        raise bad_data(f"{path} is not JSON: {error}") from None
 
 
 def _sha256(path: Path) -> str:

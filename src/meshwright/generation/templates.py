@@ -16,7 +16,8 @@ from typing import Any
 
 from meshwright import tokenizers
 from meshwright.errors import bad_data
-from meshwright.tokenizers import CHAT_CONFIG, CHAT_TEMPLATE, Tokenizer
+from meshwright.tokenizers import CHAT_TEMPLATE, Tokenizer
+from meshwright.vocabularies import CHAT_CONFIG, read_chat_config
 
 Messages = Sequence[Mapping[str, Any]]  # {"role": "system", "user" or "assistant", "content": text}
 PLAIN = "plain"
@@ -79,13 +80,13 @@ def choose_template(name: str | None, tokenizer: Tokenizer, folder: Path | None)
             return found
         raise bad_data(f"--chat-template {name} holds neither {CHAT_TEMPLATE} nor a {CHAT_CONFIG} with a chat_template")
     run_template = find_template(tokenizer, folder)
-    beside = _tokens(tokenizers.read_chat_config(path.parent)) or (run_template.tokens if run_template else {})
+    beside = _tokens(read_chat_config(path.parent)) or (run_template.tokens if run_template else {})
     return ChatTemplate(path, read_template_file(path), beside)
 
 
 def read_template(folder: Path) -> ChatTemplate | None:
     """Return the template of a folder, or None if it has none."""
-    config = tokenizers.read_chat_config(folder)
+    config = read_chat_config(folder)
     if (path := folder / CHAT_TEMPLATE).is_file():
         return ChatTemplate(path, read_template_file(path), _tokens(config))
     text = config.get("chat_template")

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 from meshwright.settings.fields import config_fields, flag, group
 from meshwright.settings.grammar import prefix_of, split_layers
@@ -212,10 +212,17 @@ class Model:
 
 
 TokenizerType = Literal[
-    "GPT2BPETokenizer", "HuggingFaceTokenizer", "PretrainedFromHF", "HFTokenizer", "ByteTokenizer", "NullTokenizer"
-]
-PlannedTokenizerType = Literal[
-    "BertWordPieceLowerCase", "BertWordPieceCase", "SentencePieceTokenizer", "GPTSentencePieceTokenizer"
+    "GPT2BPETokenizer",
+    "HuggingFaceTokenizer",
+    "PretrainedFromHF",
+    "HFTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "TikTokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "ByteTokenizer",
+    "NullTokenizer",
 ]
 
 
@@ -226,19 +233,22 @@ class TokenizerFlags:
 
     tokenizer: str | None = flag(
         None,
-        "a folder or file (of train-tokenizer, a run, Hugging Face, GPT-2), a name on the Hugging Face Hub such as "
-        "gpt2, or byte; replaces the flags below (none: the one found beside the data or in the run)",
+        "a folder or file (of train-tokenizer, a run, Hugging Face, GPT-2, SentencePiece, tiktoken, BERT), a name on "
+        "the Hugging Face Hub such as gpt2, one of tiktoken's such as cl100k_base, or byte; replaces the flags below "
+        "(none: the one found beside the data or in the run)",
         value="PATH",
         short="folder, file or Hub name (none: found with the data)",
         docs="",
     )
-    tokenizer_type: Literal[TokenizerType, PlannedTokenizerType] = flag(
-        "GPT2BPETokenizer", "type of tokenizer", "--tokenizer-name", only=get_args(TokenizerType), step=4, docs=""
-    )
-    vocab_file: str | None = flag(None, "path to GPT-2's vocab.json", "--vocab", value="FILE")
+    tokenizer_type: TokenizerType = flag("GPT2BPETokenizer", "type of tokenizer", "--tokenizer-name", docs="")
+    vocab_file: str | None = flag(None, "path to GPT-2's vocab.json or BERT's vocab.txt", "--vocab", value="FILE")
     merge_file: str | None = flag(None, "path to GPT-2's merges.txt", "--merges-file", value="FILE")
     tokenizer_model: str | None = flag(
-        None, "path to a tokenizer.json", "--tokenizer-name-or-path", value="PATH", docs="checkpoints"
+        None,
+        "path to a tokenizer.json, a model of SentencePiece or ranks of tiktoken",
+        "--tokenizer-name-or-path",
+        value="PATH",
+        docs="data",
     )
     vocab_size: int | None = flag(None, "true size, for NullTokenizer and mock data", "--true-vocab-size", bound=">0")
 

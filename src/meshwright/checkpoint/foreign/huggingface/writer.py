@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshwright import tokenizers
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.foreign import exports
 from meshwright.checkpoint.foreign.huggingface import names
@@ -30,7 +29,8 @@ from meshwright.checkpoint.sources import Source
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError, bad_data
 from meshwright.files import naming_file, sync, write_all
 from meshwright.settings.schema import Model
-from meshwright.tokenizers import CHAT_CONFIG, CHAT_TEMPLATE, END_OF_TEXT, GPT2BPE, HuggingFace, Tokenizer
+from meshwright.tokenizers import CHAT_TEMPLATE, GPT2BPE, HuggingFace, Tokenizer
+from meshwright.vocabularies import CHAT_CONFIG, END_OF_TEXT, read_chat_config
 
 if TYPE_CHECKING:
     import torch
@@ -340,7 +340,7 @@ def write_chat_template(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     for beside in {path.parent for path in tokenizer.files.values()}:
         if (path := beside / CHAT_TEMPLATE).is_file():
             write_durably(folder / CHAT_TEMPLATE, path.read_bytes())
-        config = tokenizers.read_chat_config(beside)
+        config = read_chat_config(beside)
         if path.is_file() or config.get("chat_template"):  # whose answers may end with a token of their own
             settings |= {name: config[name] for name in ("chat_template", "eos_token") if name in config}
     return settings

@@ -1,0 +1,481 @@
+"""Vocabularies of other programs: SentencePiece's models, tiktoken's encodings, BERT's WordPiece.
+
+Each gives the ids of the program that it comes from. None looks for special tokens inside a text;
+`special` holds them, for the templates of dialogues.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import re
+import unicodedata
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.errors import UNAVAILABLE, UserError, bad_data
+
+END_OF_TEXT = "<|endoftext|>"
+EOD_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
+CHAT_CONFIG = "tokenizer_config.json"  # where Hugging Face keeps special tokens and a chat template
+ADDED_TOKENS = "added_tokens.json"
+MODEL, RANKS, ENCODING, WORDS = "tokenizer.model", "ranks.tiktoken", "encoding.json", "vocab.txt"
+LONG_SPACE = 500_000  # characters
+SPACE = "\u2581"  # SentencePiece's
+LONGEST_WORD = 200  # characters that WordPiece looks for in its vocabulary
+CHINESE = (
+    (0x4E00, 0x9FFF),
+    (0x3400, 0x4DBF),
+    (0x20000, 0x2A6DF),
+    (0x2A700, 0x2B73F),
+    (0x2B740, 0x2B81F),
+    (0x2B820, 0x2CEAF),
+    (0xF900, 0xFAFF),
+    (0x2F800, 0x2FA1F),
+)
+NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"  # protobuf: normalizer_spec (3) with add_dummy_prefix (3) false
+
+
+class Bytewise(ABC):
+    """A tokenizer whose tokens are bytes, perhaps only part of a character.
+
+    Fields:
+        special: ids of the special tokens by their text.
+        made: contents of files for the run folder that lie in no file.
+    """
+
+    special: Mapping[str, int] = {}
+    made: Mapping[str, bytes] = {}
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_next(self, text: str) -> list[int]:
+        """Encode a text that follows a special token."""
+        return self.encode(text)
+
+    @abstractmethod
+    def decode_bytes(self, ids: Sequence[int]) -> bytes: ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def encode_special(self, text: str) -> list[int]:
+        """Encode a text in which special tokens are themselves."""
+        if not self.special:
+            return self.encode(text)
+        words = "|".join(re.escape(word) for word in sorted(self.special, key=len, reverse=True))
+        ids: list[int] = []
+        for number, part in enumerate(re.split(f"({words})", text)):
+            if number % 2:
+                ids.append(self.special[part])
+            elif part:
+                ids += self.encode_next(part) if number else self.encode(part)
+        return ids
+
+
+class SentencePiece(Bytewise):
+    """A unigram or BPE model of SentencePiece, with the tokens that a Hugging Face folder adds."""
+
+    name = "SentencePieceTokenizer"
+
+    def __init__(self, path: Path) -> None:
+        added_file = path.with_name(ADDED_TOKENS)
+        self.files = {MODEL: path} | ({ADDED_TOKENS: added_file} if added_file.is_file() else {})
+        self._path, self._content = path, read_bytes(path)
+        self._model = model = _load_model(path, self._content)
+        ids = list(range(model.get_piece_size()))
+        pieces, added = model.id_to_piece(ids), _read_added_tokens(path.parent)
+        self.size = max([len(ids), *(i + 1 for i in added.values())])
+        _require_dense(path, len(ids), self.size)
+        controls = {pieces[i]: i for i, is_control in zip(ids, model.is_control(ids), strict=True) if is_control}
+        self.special = controls | added
+        end = model.eos_id() if model.eos_id() >= 0 else None
+        self.eod = _find_end(path, self.special, end)
+        self._bytes = [piece.replace(SPACE, " ").encode() for piece in pieces] + [b""] * (self.size - len(ids))
+        for i, is_byte in zip(ids, model.is_byte(ids), strict=True):
+            if is_byte:  # <0x0A>
+                self._bytes[i] = bytes([int(pieces[i][3:5], 16)])
+        self._bytes[model.unk_id()] = model.decode([model.unk_id()]).encode()
+        for word, i in self.special.items():
+            self._bytes[i] = word.encode()
+        # Decoding drops the space that the model puts before a text, or that it would remove.
+        beginning = model.normalize("a")
+        self._drops_space = beginning != "a" or model.normalize(" a") == beginning
+
+    @functools.cached_property
+    def _without_prefix(self) -> Any:
+        return _load_model(self._path, self._content + NO_DUMMY_PREFIX)
+
+    @functools.cached_property
+    def _special_ids(self) -> set[int]:
+        return set(self.special.values())
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._model.encode(text))
+
+    def encode_next(self, text: str) -> list[int]:
+        is_legacy = read_chat_config(self._path.parent).get("legacy") is not False
+        return self.encode(text) if is_legacy else list(self._without_prefix.encode(text))
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        parts, is_first = [], self._drops_space
+        for i in ids:
+            part = self._bytes[i]
+            parts.append(part[1:] if is_first and part.startswith(b" ") else part)
+            is_first = self._drops_space and i in self._special_ids
+        return b"".join(parts)
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What a tiktoken encoding has beside its ranks, as encoding.json says it."""
+
+    pattern: str
+    special_tokens: Mapping[str, int]
+    normalization: Literal["NFC", "NFD", "NFKC", "NFKD"] | None = None  # NFC: what the text is brought to first
+
+
+def _number(first: int, words: Iterable[str]) -> dict[str, int]:
+    return {word: i for i, word in enumerate(words, start=first)}
+
+
+R50K = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+CL100K = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|"""
+    r"""\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+)
+O200K = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ]
+)
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+FILL_IN = _number(100257, [END_OF_TEXT, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"])
+LLAMA3_WORDS = (
+    "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id step_id "
+    "start_header_id end_header_id eom_id eot_id python_tag"
+).split() + [f"reserved_special_token_{n}" for n in range(2, 247)]
+QWEN_WORDS = [END_OF_TEXT, "<|im_start|>", "<|im_end|>", *(f"<|extra_{n}|>" for n in range(205))]
+# The published files of ranks, by SHA-256: a file says nothing of its pattern.
+PUBLISHED = {
+    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": Encoding(R50K, {END_OF_TEXT: 50256}),
+    "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": Encoding(R50K, {END_OF_TEXT: 50256}),  # p50k
+    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": Encoding(
+        CL100K, FILL_IN | {"<|endofprompt|>": 100276}
+    ),
+    "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": Encoding(
+        O200K, {END_OF_TEXT: 199999, "<|endofprompt|>": 200018}
+    ),
+    "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55": Encoding(
+        LLAMA3, _number(128000, [f"<|{word}|>" for word in LLAMA3_WORDS])
+    ),
+    "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186": Encoding(
+        LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"), _number(151643, QWEN_WORDS), "NFC"
+    ),
+}
+
+
+class TikToken(Bytewise):
+    """An encoding of tiktoken: ranks of bytes, a pattern that splits a text, special tokens."""
+
+    name = "TikTokenizer"
+
+    def __init__(self, origin: str, ranks: Mapping[bytes, int], encoding: Encoding, path: Path | None = None) -> None:
+        import tiktoken
+
+        self.files = {} if path is None else {RANKS: path}
+        self.made = {ENCODING: json.dumps(asdict(encoding), indent=1, ensure_ascii=False).encode()}
+        if path is None:
+            ordered = sorted(ranks.items(), key=lambda item: item[1])
+            self.made[RANKS] = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ordered)
+        self.special, self._normalization = encoding.special_tokens, encoding.normalization
+        tokens = {**ranks, **{word.encode(): i for word, i in self.special.items()}}
+        self.size = max(tokens.values()) + 1
+        _require_dense(origin, len(tokens), self.size)
+        self.eod = _find_end(path or origin, self.special)
+        self._bytes = [b""] * self.size  # some ids are free
+        for token, i in tokens.items():
+            self._bytes[i] = token
+        try:
+            library = tiktoken.Encoding(
+                origin, pat_str=encoding.pattern, mergeable_ranks=dict(ranks), special_tokens=dict(self.special)
+            )
+        except Exception as error:  # a pattern that is none, a byte that is missing, an id twice
+            raise bad_data(f"{origin}: tiktoken refuses it: {error}") from None
+        self._library = library
+
+    def encode(self, text: str) -> list[int]:
+        text = unicodedata.normalize(self._normalization, text) if self._normalization else text
+        if not has_long_space(text):
+            return list(self._library.encode_ordinary(text))
+        parts = re.split(rf"(\s{{{LONG_SPACE}}})", text)
+        return [i for part in parts for i in self._library.encode_ordinary(part)]
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self._bytes[i] for i in ids)
+
+
+class WordPiece(Bytewise):
+    """BERT's WordPiece, by the rules of its own program: vocab.txt has a token a line.
+
+    A text loses its white space, so decoding puts a space between words, but none before `.,!?` or
+    beside a Chinese or Japanese character.
+    """
+
+    def __init__(self, path: Path, lower_case: bool | None = None) -> None:
+        self.files = {WORDS: path}
+        tokens = [line.strip() for line in read_text(path).removesuffix("\n").split("\n")]
+        self._vocab = {token: i for i, token in enumerate(tokens)}
+        if "[UNK]" not in self._vocab:
+            raise bad_data(f"{path} is no vocabulary of BERT: it has no [UNK]")
+        marks = {token: i for token, i in self._vocab.items() if re.fullmatch(r"\[[A-Z]+\]|<[a-z]+>", token)}
+        self.special = marks | _read_added_tokens(path.parent)
+        self.size = max([len(tokens), *(i + 1 for i in self.special.values())])
+        _require_dense(path, len(tokens), self.size)
+        self.eod = _find_end(path, self.special, self._vocab.get("[SEP]"))
+        if lower_case is None:
+            has_capitals = any(token != token.lower() for token in self._vocab.keys() - marks.keys())
+            lower_case = bool(read_chat_config(path.parent).get("do_lower_case", not has_capitals))
+        self.name = "BertWordPieceLowerCase" if lower_case else "BertWordPieceCase"
+        self._lower_case = lower_case
+        self._words = tokens + [""] * (self.size - len(tokens))
+        for token, i in self.special.items():
+            self._words[i] = token
+        self._split = functools.lru_cache(maxsize=1 << 20)(self._split_word)
+
+    def encode(self, text: str) -> list[int]:
+        text = text.translate(_CLEANED)
+        if self._lower_case:
+            text = unicodedata.normalize("NFD", text.lower()).translate(_UNMARKED)
+        return [i for word in text.translate(_PUNCTUATED).split() for i in self._split(word)]
+
+    def _split_word(self, word: str) -> tuple[int, ...]:
+        """Return the longest tokens one after the other, or [UNK] if one is missing."""
+        ids: list[int] = []
+        begin = 0
+        while begin < len(word):
+            prefix = "##" if begin else ""
+            ends = range(len(word), begin, -1)
+            end = next((end for end in ends if prefix + word[begin:end] in self._vocab), None)
+            if end is None or len(word) > LONGEST_WORD:
+                return (self._vocab["[UNK]"],)
+            ids.append(self._vocab[prefix + word[begin:end]])
+            begin = end
+        return tuple(ids)
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        text = ""
+        for i in ids:
+            word = self._words[i]
+            if text and word.startswith("##"):
+                word = word[2:]
+            elif text and word and not (word[0] in ".,!?" or _is_wide(text[-1]) or _is_wide(word[0])):
+                word = " " + word
+            text += word
+        return text.encode()
+
+
+class _Characters(dict[int, str]):
+    """A table for `str.translate` that is filled as characters come."""
+
+    def __init__(self, rule: Callable[[str], str]) -> None:
+        self._rule = rule
+
+    def __missing__(self, key: int) -> str:
+        self[key] = value = self._rule(chr(key))
+        return value
+
+
+def _clean(character: str) -> str:
+    """Return a space for white space, nothing for control characters, spaces around Chinese."""
+    category = unicodedata.category(character)
+    if character in "\t\n\r" or category == "Zs":
+        return " "
+    if character == "\ufffd" or category in ("Cc", "Cf"):
+        return ""
+    is_chinese = any(first <= ord(character) <= last for first, last in CHINESE)
+    return f" {character} " if is_chinese else character
+
+
+def _punctuate(character: str) -> str:
+    is_symbol = character.isascii() and character.isprintable() and not character.isalnum() and character != " "
+    return f" {character} " if is_symbol or unicodedata.category(character).startswith("P") else character
+
+
+def _unmark(character: str) -> str:
+    return "" if unicodedata.category(character) == "Mn" else character
+
+
+_CLEANED, _UNMARKED, _PUNCTUATED = _Characters(_clean), _Characters(_unmark), _Characters(_punctuate)
+
+
+def _is_wide(character: str) -> bool:
+    """Return whether this is a character of a language that puts no space between words."""
+    return unicodedata.east_asian_width(character) in "WF" and not "\uac00" <= character <= "\ud7a3"
+
+
+def load_ranks(path: Path) -> TikToken:
+    """Return the encoding of a file of ranks: encoding.json beside it, or a published one."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate((content := read_bytes(path)).splitlines(), start=1):
+        try:
+            token, rank = line.split() if line else (b"", -1)
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError:
+            raise bad_data(f"{path}:{number} is not a token in base64 and its rank, as tiktoken writes them") from None
+    ranks.pop(b"", None)
+    beside = path.with_name(ENCODING)
+    encoding = _read_encoding(beside) if beside.is_file() else PUBLISHED.get(hashlib.sha256(content).hexdigest())
+    if encoding is None:
+        raise bad_data(
+            f"{path} has ranks, but no pattern, and is none of the published files; write it beside them, {beside}: "
+            '{"pattern": "REGULAR EXPRESSION", "special_tokens": {"<|endoftext|>": ID}}'
+        )
+    if not beside.is_file() and (added := _read_added_tokens(path.parent)):
+        encoding = replace(encoding, special_tokens={**encoding.special_tokens, **added})
+    return TikToken(path.name, ranks, encoding, path)
+
+
+def _read_encoding(path: Path) -> Encoding:
+    content = read_json(path)
+    try:
+        tokens = {str(word): int(i) for word, i in content["special_tokens"].items()}
+        encoding = Encoding(str(content["pattern"]), tokens, content.get("normalization"))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise bad_data(f"{path} is damaged: it needs a pattern, and special_tokens with their ids") from None
+    if encoding.normalization not in (None, "NFC", "NFD", "NFKC", "NFKD") or min(tokens.values(), default=0) < 0:
+        raise bad_data(f"{path} is damaged: normalization {encoding.normalization!r}, special tokens {tokens}")
+    return encoding
+
+
+def is_encoding_name(name: str) -> bool:
+    """Return whether tiktoken knows an encoding of this name; gpt2 is the Hugging Face Hub's."""
+    if not re.fullmatch(r"\w+", name, re.ASCII) or name == "gpt2":
+        return False
+    import tiktoken
+
+    return name in tiktoken.list_encoding_names()
+
+
+def load_encoding(name: str) -> TikToken:
+    """Return tiktoken's encoding of this name, from its cache or downloaded."""
+    import tiktoken
+
+    try:
+        encoding = tiktoken.get_encoding(name)
+    except (OSError, ValueError) as error:  # no network, no space, a damaged download
+        raise UserError(
+            f"--tokenizer {name}: tiktoken has it not in its cache and cannot download it "
+            f"({str(error).splitlines()[0]}); set TIKTOKEN_CACHE_DIR to a cache that has it, or give the file "
+            f"{name}.tiktoken",
+            UNAVAILABLE,
+        ) from None
+    return TikToken(name, encoding._mergeable_ranks, Encoding(encoding._pat_str, encoding._special_tokens))
+
+
+def load_model_file(path: Path) -> SentencePiece | TikToken:
+    """Return the tokenizer of a file *.model: a model of SentencePiece, or ranks of tiktoken."""
+    is_text = all(33 <= byte <= 126 or byte in b" \r\n" for byte in read_bytes(path)[:100])
+    return load_ranks(path) if is_text else SentencePiece(path)
+
+
+def _load_model(path: Path, content: bytes) -> Any:
+    try:
+        from sentencepiece import SentencePieceProcessor
+    except ImportError:
+        raise UserError(f"{path} needs the package sentencepiece: pip install 'meshwright[sentencepiece]'") from None
+    try:
+        model = SentencePieceProcessor(model_proto=content)
+        if model.get_piece_size() and content:
+            return model
+    except RuntimeError:
+        pass
+    raise bad_data(f"{path} is not a model of SentencePiece")
+
+
+def _find_end(origin: object, special: Mapping[str, int], own: int | None = None) -> int:
+    """Return the end of document: the vocabulary's own, a usual one, or that of the settings."""
+    folder = origin.parent if isinstance(origin, Path) else None
+    names = [*EOD_NAMES, *([read_eos_token(folder)] if folder else [])]
+    ids = [special[name] for name in names if name in special]
+    if own is None and not ids:
+        usual = ", ".join(EOD_NAMES)
+        raise bad_data(
+            f"{origin} has none of the usual end-of-document tokens: {usual}; nor does {CHAT_CONFIG} name one"
+        )
+    return ids[0] if own is None else own
+
+
+def _require_dense(origin: object, tokens: int, size: int) -> None:
+    if size > 4 * tokens + 1000:  # the table of all ids would be too large
+        raise bad_data(f"{origin} has {tokens:,} tokens, but an id of {size - 1:,}")
+
+
+def _read_added_tokens(folder: Path) -> dict[str, int]:
+    """Return the tokens that a Hugging Face folder adds to its vocabulary, with their ids."""
+    path = folder / ADDED_TOKENS
+    listed = read_json(path) if path.is_file() else {}
+    decoder = read_chat_config(folder).get("added_tokens_decoder") or {}
+    try:
+        return dict(listed) | {token["content"]: int(i) for i, token in decoder.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise bad_data(f"the added tokens in {folder} ({ADDED_TOKENS}, {CHAT_CONFIG}) are damaged") from None
+
+
+def read_chat_config(folder: Path) -> dict[str, Any]:
+    """Return a folder's tokenizer_config.json, or nothing if it has none."""
+    path = folder / CHAT_CONFIG
+    config = read_json(path) if path.is_file() else {}
+    return config if isinstance(config, dict) else {}
+
+
+def read_eos_token(folder: Path) -> str:
+    """Return the end of a text that a folder's tokenizer_config.json names, or ""."""
+    token = read_chat_config(folder).get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else ""
+
+
+def has_long_space(text: str) -> bool:
+    """Return whether a run of white space may overflow tiktoken's stack (at a million)."""
+    return len(text) > LONG_SPACE and any(len(run[0]) > LONG_SPACE for run in re.finditer(r"\s+", text))
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise bad_data(f"{path} cannot be read: {error}") from None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return bad_data(f"{path} does not exist (a tokenizer file)")
+    return bad_data(f"{path} cannot be read: {error}")
+
+
+def read_json(path: Path) -> Any:
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise bad_data(f"{path} is not JSON: {error}") from None
