@@ -111,6 +111,10 @@ def test_unsupported_settings_are_refused_at_the_start(tmp_path: Path) -> None:
     rules = [["--optimizer", rule] for rule in ("sgd", "lion", "muon")]
     for more in (*rules, ["--qk-layernorm"], ["--final-logit-softcapping=30"], ["--disable-layernorm-bias"]):
         assert main(["train", *TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path), *more]) == 2
+    for factor, fits in (("2", True), ("1.5", False)):
+        scaling = ["--position-embedding-type=rope", "--rope-scaling=linear", f"--rope-scaling-factor={factor}"]
+        run = ["train", *TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path), *scaling, "--dry-run"]
+        assert main(run) == (0 if fits else 2)
 
 
 def test_a_finished_run_in_megatrons_own_folder(tmp_path: Path) -> None:
