@@ -185,7 +185,7 @@ def test_a_bar_on_a_terminal(generate, monkeypatch):
         ("--json", "--json is for --prompt and --prompts; give one of them"),
         ("--prompt a --logprobs 1", "--logprobs 1 writes numbers beside the text; give --json too"),
         ("--prompt a --length-penalty 2", "--length-penalty 2 is for beam search; give --beam-width too"),
-        ("--prompt a --beam-width 2 --top_k 3 --temperature 2", "draws nothing; leave --temperature, --top-k out"),
+        ("--prompt a --beam-width 2 --top_k 3 --temperature 2", "draws nothing; leave --temperature, --top_k out"),
         ("--prompt a --beam-width 2 --num-return-sequences 3", "3 is more than --beam-width 2; raise the width"),
         ("--prompt a --beam-width 2 --json --logprobs 1", "give --logprobs 0"),
         ("--prompt a --prompts b", "cannot be combined; give one"),

@@ -369,7 +369,7 @@ def test_logits_that_are_not_finite(generate, monkeypatch, flag):
         (["--micro-batch-size=0"], "--micro-batch-size 0 must be above 0"),
         (["--seq-length=0"], "--seq-length 0 must be above 0"),
         (["--temperature=-1"], "--temperature -1.0 must not be below 0"),
-        (["--top_p=1.5", "--top_k=-1"], "--top-p 1.5 must be from 0 to 1"),
+        (["--top_p=1.5", "--top_k=-1"], "--top_p 1.5 must be from 0 to 1"),
         (["--interactive", "--prompt=a"], "cannot be combined"),
         (["--out-seq-length=0"], "--out-seq-length 0 must be above 0"),
     ],
