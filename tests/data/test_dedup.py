@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import resource
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,20 @@ def test_more_files_than_16_bits_can_number(monkeypatch: pytest.MonkeyPatch) -> 
     documents = dedup.JsonDocuments([*[""] * (1 << 16), "last"], "text", SkippedLines())
     assert list(documents.scan(lambda count: None)) == ["x"]
     assert documents.place(0) == "last:1" and documents.text(0) == "x"
+
+
+def test_more_files_than_may_be_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dedup, "OPEN_FILES", 4)
+    paths = [tmp_path / f"{n}.jsonl" for n in range(60)]
+    for n, path in enumerate(paths):
+        path.write_text(json.dumps({"text": f"{n % 30} " * 9}) + "\n")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))) + 20, limits[1]))
+    try:
+        dedup.deduplicate(list(map(str, paths)), str(tmp_path / "out"), Similarity())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (tmp_path / "out").read_text() == "".join(path.read_text() for path in paths[:30])
 
 
 def pieces(text: str, size: int) -> set[str]:

@@ -90,6 +90,7 @@ def test_byte_order_marks(tmp_path, name):
         ('<?xml version="1.0" encoding="ISO-8859-2"?><html>ł'.encode("iso-8859-2"), "ł\n"),
         ("<meta charset=utf-16>é".encode(), "é\n"),  # cannot be true of ASCII
         ("<meta charset=hex>é".encode(), "é\n"),
+        ("<meta charset=utf-7>é".encode(), "é\n"),
         ("<meta charset=unknown-1>é".encode(), "é\n"),
     ],
 )
@@ -126,7 +127,7 @@ def test_replace_keeps_the_rest_of_the_line(tmp_path):
     paths = broken(tmp_path)
     want = ["één\ntwé\ndr�i\nvièr", "o�\n\ntwoéé\n", "a", "�", "b", "a", "�", "b", "A\n\nx\n", "B\n\nx�\n"]
     documents, err = preprocess(tmp_path, *paths, on_error="replace", workers=1)
-    assert documents == want and "mended 5 bad lines: 5 not UTF-8, first " in err
+    assert documents == want and f"mended 5 bad lines: 5 not UTF-8, first {paths[0]}:3\n" in err
     documents, (mended,) = read(*paths, on_error="replace")
     assert documents == want and mended.startswith("mended 5 bad lines: 5 not UTF-8, first ")
     (tmp_path / "c.jsonl").write_bytes(b'{"text": "\xe9"}\n{"text": 3}')  # other mistakes still stop
@@ -189,7 +190,7 @@ def test_a_pdf_is_named(tmp_path):
 
 
 def test_encodings_that_do_not_exist(capsys):
-    for name in ("gb18O30", "hex"):
+    for name in ("gb18O30", "hex", "punycode", "idna"):
         assert main(["preprocess", "--input", "x", "--output-prefix", "y", "--encoding", name]) == 2
         assert f"--encoding {name} is not known; name one such as gb18030" in capsys.readouterr().err
 

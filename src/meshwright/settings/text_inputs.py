@@ -16,7 +16,7 @@ SEPARATOR = "<|endoftext|>"
 def text_codec(name: str) -> str:
     """Return Python's name of an encoding of text, "" for another word."""
     try:
-        b"a".decode(name, "replace")  # raises for codecs of other things, such as hex
+        b"a".decode(name, "backslashreplace")  # raises for codecs of other things, such as hex and punycode
         return codecs.lookup(name).name
     except (LookupError, ValueError):
         return ""

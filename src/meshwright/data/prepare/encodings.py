@@ -18,9 +18,9 @@ DECLARED = 1 << 10  # bytes at the beginning of a page that may declare its char
 CHARSET = re.compile(
     rb"<meta\b[^>]*\bcharset\s*=\s*[\"']?\s*([\w:.-]+)|<\?xml[^>]*\bencoding\s*=\s*[\"']([\w:.-]+)", re.I
 )
-# What browsers read where a page declares an older standard; it cannot declare UTF-16 in ASCII.
+# What browsers read where a page declares an older standard.
 LARGER = {"gb2312": "gb18030", "gbk": "gb18030", "iso8859-1": "cp1252", "ascii": "cp1252"}
-LARGER |= {"shift_jis": "cp932", "euc_kr": "cp949", "big5": "cp950", "utf-16": "utf-8", "utf-16-le": "utf-8"}
+LARGER |= {"shift_jis": "cp932", "euc_kr": "cp949", "big5": "cp950"}
 BROKEN = b"\xff"
 codecs.register_error("meshwright-broken", lambda error: ("\udcff", error.end))  # type: ignore[attr-defined]
 
@@ -47,11 +47,13 @@ def is_utf8(start: bytes) -> bool:
 
 
 def declared_codec(page: bytes) -> str:
-    """Return the codec that a page of HTML declares, "" for UTF-8 or none that is known."""
+    """Return the codec that a page of HTML declares, "" for UTF-8 or none that is known.
+
+    A declaration in ASCII cannot be one of UTF-16.
+    """
     declared = None if page.startswith(BOM) else CHARSET.search(page[:DECLARED])
     codec = text_codec((declared[1] or declared[2]).decode()) if declared else ""
-    codec = LARGER.get(codec, codec)
-    return "" if codec == "utf-8" else codec
+    return "" if codec.startswith("utf") else LARGER.get(codec, codec)
 
 
 def transcode(chunks: Iterable[bytes], codec: str) -> Iterator[bytes]:

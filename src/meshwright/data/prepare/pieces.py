@@ -170,7 +170,12 @@ class TextPiece(Piece):
         is_empty = True
         for begin, unit in self.documents(content, name, keys):
             is_empty = False
-            yield functools.partial(place_in, place, content, begin if is_broken(unit) else None), unit
+            yield (
+                functools.partial(
+                    place_in, place, content, begin if is_broken(unit) or isinstance(unit, Mended) else None
+                ),
+                unit,
+            )
         if is_empty:
             yield lambda: place, Bad("empty", is_passed=True)
 
@@ -221,7 +226,16 @@ class TextsHere(TextPiece):
                 yield from self.placed_lines(content, place, keys, bool(number) or not self.begin, before)
             elif isinstance(content, bytes) and (not name or before):  # a part of a text
                 for begin, unit in self.documents(content, name or self.path, keys):
-                    yield functools.partial(place_in, place, content, begin if is_broken(unit) else None, before), unit
+                    yield (
+                        functools.partial(
+                            place_in,
+                            place,
+                            content,
+                            begin if is_broken(unit) or isinstance(unit, Mended) else None,
+                            before,
+                        ),
+                        unit,
+                    )
             else:
                 yield from self.file_units(content, name, place, keys)
             before = 0

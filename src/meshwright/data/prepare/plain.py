@@ -90,18 +90,18 @@ def decode(content: bytes, how: Reading, before: int = 0) -> Iterator[tuple[int,
         yield 0, Bad("binary", f"NUL byte at {at}", is_passed=True)
         return
     try:
-        text, is_mended = content.decode("utf-8"), False
+        text, mended = content.decode("utf-8"), None
     except UnicodeDecodeError as error:
         if how.on_error == "stop":
             yield error.start, _not_utf8(error, how, before)
             return
-        if is_mended := how.on_error == "replace":
-            text = content.decode("utf-8", "replace")
+        if how.on_error == "replace":
+            text, mended = content.decode("utf-8", "replace"), error.start
         else:
-            text = yield from _intact_lines(content, how, before)
+            text, mended = (yield from _intact_lines(content, how, before)), None
     text = text.replace("\r\n", "\n") if "\r" in text else text
     if text:
-        yield 0, Mended([text]) if is_mended else [text]
+        yield (0, [text]) if mended is None else (mended, Mended([text]))
 
 
 def _intact_lines(content: bytes, how: Reading, before: int) -> Generator[tuple[int, Bad], None, str]:

@@ -189,7 +189,7 @@ class Preparation:
         self.config, self.world = config, world
         self.inputs = find_inputs(p)
         if world.size > 1 and any(source.is_stream and not source.bytes for source in self.inputs.inputs):
-            raise UserError("--input - or a pipe has one reader; start one process, or give files")
+            raise UserError("--input -, a pipe or hf:// has one reader; start one process, or give files")
         for line in self.inputs.opened():
             print(f"Opening {line}", file=stdout)
         if p.dataset_impl != "mmap":

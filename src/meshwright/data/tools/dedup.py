@@ -40,6 +40,7 @@ from meshwright.progress import SkippedLines, progress_bar
 
 Hashes = npt.NDArray[np.uint64]
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, with bits everywhere
+OPEN_FILES = 256  # at once, at most; each costs a descriptor
 PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".parquet", ".arrow")
 
 
@@ -70,15 +71,16 @@ class JsonDocuments:
 
     def __init__(self, paths: list[str], key: str, bad: SkippedLines) -> None:
         self.paths, self.key, self.bad = paths, key, bad
-        self.maps = [map_lines(path) for path in paths]
-        self.size = sum(map(len, self.maps))
+        self.content = lru_cache(OPEN_FILES)(lambda number: map_lines(paths[number]))
+        self.size = sum(len(self.content(number)) for number in range(len(paths)))
         self.files, self.lines, self.begins, self.ends = (np.zeros(0, np.int64) for _ in range(4))
 
     def scan(self, advance: Callable[[int], None]) -> Iterator[str]:
         """Yield the texts in their order, count bad lines, and note where each text is."""
         places: list[tuple[int, int, int, int]] = []
         blocks: list[npt.NDArray[np.int64]] = []
-        for number, (path, content) in enumerate(zip(self.paths, self.maps, strict=True)):
+        for number, path in enumerate(self.paths):
+            content = self.content(number)
             end = len(BOM) * (content[: len(BOM)] == BOM) - 1  # of the line before
             for line, view in enumerate(lines_of(content, end + 1, len(content)), 1):
                 begin, end = end + 1, end + 1 + len(view)
@@ -97,7 +99,7 @@ class JsonDocuments:
 
     def line(self, i: int) -> bytes:
         """Return document i as it is in its file."""
-        return bytes(memoryview(self.maps[self.files[i]])[self.begins[i] : self.ends[i]])
+        return bytes(memoryview(self.content(self.files[i]))[self.begins[i] : self.ends[i]])
 
     def text(self, i: int) -> str:
         texts = parse_line(memoryview(self.line(i)), [self.key])
