@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshwright.console import fit
 from meshwright.errors import DONE, IO, SIGINT, UNAVAILABLE, USAGE, UserError
 from meshwright.host import describe_lack
 from meshwright.ranks.orphans import die_with_launcher
@@ -168,7 +169,7 @@ def _as_typed(message: str, argv: list[str], spellings: Mapping[str, str]) -> st
 
 def _print_error(line: str) -> None:
     with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+        print(fit(line, sys.stderr), file=sys.stderr, flush=True)
 
 
 def usage() -> str:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
+import shutil
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TextIO
 
 from meshwright.errors import UserError
 
@@ -247,3 +250,71 @@ def logged_to(path: Path | None) -> Iterator[Callable[[], None]]:
         _log = None
         if log is not None:
             log.close()
+
+
+NAME_COLUMN = re.compile(r" *\S+(?: \S+)* {2,}(?=\S)")  # before a value in a table of two columns
+COMMAND = re.compile(r"(\$ | *)meshwright ")  # a line to be copied
+WIDEST_NAME = 40
+
+
+def fit(text: str, stream: Any = None) -> str:
+    """Break long lines at words, as wide as the terminal; leave them alone where there is none.
+
+    What follows stands below the value of a table, or is indented. A command goes on after a
+    backslash, so that it can be copied.
+    """
+    stream = sys.stdout if stream is None else stream
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(line if len(line) <= width else _break_line(line, width) for line in text.split("\n"))
+
+
+def _break_line(line: str, width: int) -> str:
+    name = NAME_COLUMN.match(line)
+    is_command = COMMAND.match(line) is not None
+    own = len(line) - len(line.lstrip())
+    hang = name.end() if name and name.end() <= min(WIDEST_NAME, width // 2) else own + 2
+    parts = textwrap.wrap(
+        line,
+        max(width - 2 * is_command, 20),
+        subsequent_indent=" " * hang,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+    return (" \\\n" if is_command else "\n").join(parts)
+
+
+class FittedOutput:
+    """A terminal to which complete lines are written as `fit` breaks them."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.rest = stream, ""
+
+    def write(self, text: str) -> int:
+        *lines, self.rest = (self.rest + text).split("\n")
+        self.stream.write("".join(f"{fit(line, self.stream)}\n" for line in lines))
+        return len(text)
+
+    def flush(self) -> None:
+        rest, self.rest = self.rest, ""
+        self.stream.write(rest)
+        self.stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+@contextlib.contextmanager
+def fitted_output() -> Iterator[None]:
+    """Break the block's lines on stdout at words, if it is a terminal."""
+    if not sys.stdout.isatty():
+        yield
+        return
+    fitted: Any = FittedOutput(sys.stdout)
+    with contextlib.redirect_stdout(fitted):
+        try:
+            yield
+        finally:
+            fitted.flush()

@@ -8,10 +8,12 @@ import os
 import platform
 import re
 import shutil
+import statistics
 import sys
 import tempfile
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +21,10 @@ from typing import Any
 
 from meshwright import device as devices
 from meshwright import host
+from meshwright.ranks.connect import join_ranks, pick_backend
+from meshwright.ranks.links import Link, measure_links, slow_links
+from meshwright.ranks.world import World
+from meshwright.settings.schema import Parallel
 from meshwright.version import PROJECT, installed_version, our_version
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -275,6 +281,46 @@ def _rate(work: Callable[[], Any], wait: Callable[[], Any], seconds: float = 0.4
         count += 1
         wait()
     return count / (time.perf_counter() - begin)
+
+
+# Links between ranks.
+
+
+def examine_links(world: World) -> list[Fact]:
+    """Measure the links between the ranks of a launcher, all of which call this."""
+    if world.size == 1:
+        return []
+    import torch.distributed as dist
+
+    device = devices.open_device("auto", world.local_rank)
+    team = join_ranks(world, pick_backend(Parallel(), device, prints=False), device=device)
+    try:
+        hosts = team.gather(platform.node())
+        links = measure_links(team, device)
+    finally:
+        dist.destroy_process_group()
+    return list(describe_links(links, hosts, device.type))
+
+
+def describe_links(links: list[Link], hosts: list[str], kind: str) -> Iterator[Fact]:
+    """Yield a line for each rank with its links to later ones, and one for those that are slow."""
+    several = len(set(hosts)) > 1
+    yield Fact("Links", "measured", f"an all-reduce of two ranks on {kind}: time of one number, speed of many")
+    for rank in sorted({link.a for link in links}):
+        own = [link for link in links if link.a == rank]
+        name = f"rank {rank}" + (f" {hosts[rank]}" if several else "")
+        values = {"links": [asdict(link) for link in own], "host": hosts[rank]}
+        yield Fact("Links", name[: NAMES - 1], "; ".join(f"to {link.b}: {link}" for link in own), values=values)
+    slow = slow_links(links)
+    if slow:
+        shown = [f"{link.a} ({hosts[link.a]}) and {link.b} ({hosts[link.b]}): {link}" for link in slow[:3]]
+        more = f"; and {len(slow) - 3} more" if len(slow) > 3 else ""
+        typical = Link(0, 0, *(statistics.median(getattr(e, n) for e in links) for n in ("latency", "bandwidth")))
+        counts = Counter(rank for link in slow for rank in (link.a, link.b))
+        rank, count = counts.most_common(1)[0]
+        common = f"; rank {rank} is in {count} of {len(slow)} slow links" if count > 1 else ""
+        text = f"between ranks {'; '.join(shown)}{more}; most links: {typical}{common}"
+        yield Fact("Links", "slow", text, "problem", {"slow": [[link.a, link.b] for link in slow]})
 
 
 # Packages.

@@ -29,7 +29,7 @@ class Page(html.parser.HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.open, self.drawings, self.said = [], {}, ""
+        self.open, self.drawings, self.narrow, self.said = [], {}, [], ""
         self.feed(page)
         assert not self.open
         assert not re.search(r"@import|url\(", page)
@@ -39,12 +39,16 @@ class Page(html.parser.HTMLParser):
         given = dict(attrs)
         assert tag != "script" or (not given and "script" not in self.open and page_reloads(self.rawdata))
         assert tag not in ("link", "iframe", "image", "svg")
-        assert not any(name.startswith("on") or name in ("srcset", "href") for name in given)
+        assert not any(name.startswith("on") or name == "href" for name in given)
+        if tag == "source":  # of a narrow screen
+            kind, data = given["srcset"].split(",", 1)
+            assert kind == "data:image/svg+xml;base64"
+            self.narrow.append(base64.b64decode(data).decode())
         if "src" in given:
             kind, data = given["src"].split(",", 1)
             assert tag == "img" and kind == "data:image/svg+xml;base64"
             self.drawings[given["alt"]] = base64.b64decode(data).decode()
-        if tag not in ("meta", "img"):
+        if tag not in ("meta", "img", "source"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):

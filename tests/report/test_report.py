@@ -129,6 +129,18 @@ def test_page(tmp_path, capsys):
     assert sorted(p.name for p in folder.iterdir()) == ["config.toml", "metrics.jsonl", "report.html"]
 
 
+def test_a_phone_shows_labels_that_can_be_read(tmp_path):
+    """An image takes all 358 of 390 pixels; its labels of 9 points must keep 9 pixels or more."""
+    text = write_report(run_folder(tmp_path, ROWS)).read_text()
+    page = Page(text)
+    wide = text.count('<figure class="wide">')
+    drawings = [*page.narrow, *[svg for title, svg in page.drawings.items() if title != "Loss"]]
+    assert wide == len(page.narrow) == 1
+    for svg in drawings:
+        points = float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])
+        assert 9 * 358 / points >= 9
+
+
 def test_output_elsewhere(tmp_path, capsys):
     folder = run_folder(tmp_path, [start(1, 0), step(1, 1, 2.0, memory=3 * 2**30, mfu=0.5)])
     assert main(["report", str(folder), "--output", str(tmp_path / "page.html")]) == 0

@@ -43,7 +43,7 @@ def test_the_documented_flags_of_other_programs_are_answered_as_documented():
 @pytest.mark.parametrize(
     ("word", "ours"),
     [
-        ("--epochs 2", "--train-iters"),
+        ("--epochs 2", "--train-epochs"),
         ("--max-steps 3", "--train-iters"),
         ("--resume", "--load, with the folder of --save"),
         ("--output_dir=a", "--save"),

@@ -79,7 +79,7 @@ def test_the_page(watched):
     expect.set_options(timeout=20_000)
     expect(row_of(page, "later")).to_contain_text("waiting for its first row")
     expect(row_of(page, "ended")).to_contain_text("ended: all iterations done")
-    steps = row_of(page, "running").locator("td").nth(2)
+    steps = row_of(page, "running").locator("td[data-key=step]")
     expect(steps).to_contain_text("of 100,000", timeout=30_000)
 
     # It grows while the training runs.
@@ -88,6 +88,13 @@ def test_the_page(watched):
     expect(steps).not_to_have_text(before)
     expect(page.locator("#samples .sample")).to_have_count(1)
     expect(page.locator("figure[data-key='lambada/accuracy']")).to_be_visible()
+
+    # The legend tells the runs by their colours, and validation by its form.
+    legend = page.locator("figure[data-key=loss] .legend")
+    expect(legend.locator("span")).to_have_text(["ended", "running", "training", "validation"])
+    strokes = legend.locator("line").evaluate_all("lines => lines.map((l) => l.getAttribute('stroke'))")
+    assert strokes[0] != strokes[1] and strokes[2:] == 2 * ["currentColor"]
+    assert legend.locator("circle").count() == 1
 
     # The cursor reads values, exactly those of the run, by mouse and by keys.
     row_of(page, "running").locator("input").uncheck()
@@ -144,3 +151,5 @@ def test_the_page(watched):
     page.set_viewport_size({"width": 360, "height": 700})
     expect(plot).to_be_visible()
     assert page.evaluate("() => document.documentElement.scrollWidth") <= 360
+    loss = row_of(page, "ended").locator("td[data-key=loss]").bounding_box()  # nor does the loss
+    assert loss["x"] + loss["width"] <= 360

@@ -9,6 +9,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.console import fit
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.settings import flags
 from meshwright.settings.fields import flag
@@ -54,5 +55,6 @@ def main(argv: list[str]) -> int:
     request = TourRequest("demo", c.dir, c.minutes, c.device, c.overwrite, settings, Showing(PROMPTS, resumes=True))
     if (status := start_tour(request, documents, deadline, argv)) == DONE:
         print("  meshwright quickstart FOLDER     the same with your own text")
-        print(f"The real thing, GPT-2 345M on one GPU, once `meshwright preprocess` has read your text:\n  {GPT2_345M}")
+        real = f"The real thing, GPT-2 345M on one GPU, once `meshwright preprocess` has read your text:\n  {GPT2_345M}"
+        print(fit(real))
     return status

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 
 from meshwright.errors import DONE, UNAVAILABLE
+from meshwright.ranks.world import find_world
 from meshwright.settings import flags
 from meshwright.settings.fields import flag
 
-ABOUT = "Check this machine in a few seconds. Status 0 means that training can start here, 69 that it cannot."
+ABOUT = (
+    "Check this machine in a few seconds; under `meshwright launch` also the links between ranks. Status 0 means that "
+    "training can start here, 69 that it cannot."
+)
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,11 @@ def main(argv: list[str]) -> int:
     c = flags.parse_settings(DoctorConfig, argv, "meshwright doctor", about=ABOUT).config
     from meshwright import doctor
 
-    facts = doctor.examine()
+    world = find_world(os.environ)
+    links = doctor.examine_links(world)  # on all ranks, before one of them makes the machine busy
+    if world.rank:
+        return DONE
+    facts = [*doctor.examine(), *links]
     verdict = doctor.conclude(facts)
     print(json.dumps(doctor.as_dict(facts, verdict)) if c.json else "\n".join(doctor.fact_table(facts, verdict)))
     return UNAVAILABLE if doctor.is_fatal(facts) else DONE

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from meshwright import console
 from meshwright.checkpoint import steps
 from meshwright.commands.reading import ReadingCommand, ReadingTask
+from meshwright.console import fit
 from meshwright.errors import UserError, bad_data
 from meshwright.evaluation.results import Result, by_task, draw_results, list_result, tabulate, write_results
 from meshwright.evaluation.score import encode_documents, read_token_files
@@ -213,7 +214,7 @@ class Scoring:
             if self.flags.json:
                 print(json.dumps(result.record))
             elif not self.several:
-                print(list_result(result))
+                print(fit(list_result(result)))
 
     @contextlib.contextmanager
     def reported(self) -> Iterator[None]:

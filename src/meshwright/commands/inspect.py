@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.console import fit
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.settings import flags
 from meshwright.settings.fields import MISSING, flag
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
         print("\n".join(compare_checkpoints(c.dir, c.other, options) or ["no differences"]))
         return DONE
     lines, undamaged = describe_folder(c.dir, c.step, Detail(c.full, c.tensors, c.boxes), options)
-    print("\n".join(lines))
+    print(fit("\n".join(lines)))
     if not undamaged:
         root, _ = steps.split_path(c.dir)
         steps.latest(root)  # raises if all are damaged

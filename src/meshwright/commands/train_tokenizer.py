@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright import origin
-from meshwright.console import notice
+from meshwright.console import fit, notice
 from meshwright.errors import DONE, bad_data
 from meshwright.files import make_folder
 from meshwright.settings import flags
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
             for name, target in zip(FILES, vocabulary, strict=True):
                 os.replace(Path(made) / name, target)
         built = GPT2BPE(*vocabulary)
-        print(f"wrote {vocabulary[0]} and {vocabulary[1]}: {built.size} ids")
+        print(fit(f"wrote {vocabulary[0]} and {vocabulary[1]}: {built.size} ids"))
         if built.size < given.vocab_size:
             print(f"fewer than --vocab-size {given.vocab_size}: the text has no more pairs to merge")
     for line in inputs.left_out(given.on_error):

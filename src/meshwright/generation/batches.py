@@ -166,7 +166,7 @@ def write_output(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], out
             for job in generate_texts(m, jobs, seed, batch):
                 file.write(as_megatron(m, job))
                 file.flush()
-        print(f"wrote {len(jobs)} continuations to {output}")
+        print(console.fit(f"wrote {len(jobs)} continuations to {output}"))
     elif prompts:
         is_json = t.json or (t.output or "").endswith(".jsonl")
         if t.prompts or is_json or t.output or t.beam_width or t.num_return_sequences > 1:

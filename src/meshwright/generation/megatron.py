@@ -6,6 +6,7 @@ import json
 import sys
 import time
 
+from meshwright.console import fit
 from meshwright.errors import UserError
 from meshwright.generation.decoder import complete, run_request
 from meshwright.generation.engine import LanguageModel
@@ -30,7 +31,7 @@ def write_samples(m: LanguageModel, path: str, count: int, options: Sampling, se
             out.flush()
             seconds.append(time.perf_counter() - start)
             print(f"Avg s/batch: {sum(seconds) / len(seconds):.3f}", flush=True)
-    print(f"wrote {count} samples to {path}")
+    print(fit(f"wrote {count} samples to {path}"))
 
 
 def talk(m: LanguageModel, options: Sampling, seed: int) -> None:

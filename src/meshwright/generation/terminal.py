@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from meshwright.console import fit
 from meshwright.errors import UserError
 
 MOST_HISTORY = 1000  # lines of the history
@@ -56,6 +57,7 @@ class Terminal:
     def note(self, line: str) -> None:
         """Print a remark about the dialogue; stdout of a pipe is for text alone."""
         if self.is_person:
+            line = fit(line)
             print(f"\033[2m{line}\033[0m" if "NO_COLOR" not in os.environ else line, flush=True)
         else:
             print(line, file=sys.stderr, flush=True)

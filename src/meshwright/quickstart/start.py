@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright import host
+from meshwright.console import fit, fitted_output
 from meshwright.errors import DONE, SIGINT
 from meshwright.quickstart import folder as folders
 from meshwright.quickstart.collect import InputDocuments
@@ -52,7 +53,7 @@ def start_tour(request: TourRequest, documents: InputDocuments, deadline: Deadli
     progress = folders.TourProgress(folder / mark, request.settings)
     tour = Tour(folder, f"{name}.log", request.device)
     try:
-        with folders.claim_folder(folder, mark, name):
+        with fitted_output(), folders.claim_folder(folder, mark, name):
             if request.overwrite or not progress.resume():
                 if not request.overwrite:
                     folders.require_no_model(folder, progress.changes)
@@ -68,6 +69,6 @@ def start_tour(request: TourRequest, documents: InputDocuments, deadline: Deadli
             make_model(tour, documents, progress, deadline, request.showing)
     except KeyboardInterrupt:
         again = [word for word in argv if word != "--overwrite"]  # which would begin anew
-        print(f"\nstopped; to go on:  {shlex.join(['meshwright', name, *again])}", flush=True)
+        print(fit(f"\nstopped; to go on:  {shlex.join(['meshwright', name, *again])}"), flush=True)
         return SIGINT
     return DONE

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, FAINT, LINE, POINT, BAD = "#7b8490", "#8d96a355", "#3d85c8", "#d9772b", "#e0454f"
+NARROW = (4.2, 3.0)  # inches of a wide plot on a narrow screen
 POINTS = 1000  # per line at most: no picture shows more
 
 
@@ -90,10 +91,17 @@ def embed_figure(figure: Figure, title: str, note: str = "", legend: str = "", w
     """Return an HTML figure; as a data URI, its ids and styles stay apart from the page's."""
     caption = escape(title) + (f' <span class="quiet">{escape(note)}</span>' if note else "")
     keys = f'<div class="legend quiet">{legend}</div>' if legend else ""
-    data = base64.b64encode(svg_of(figure, title).encode()).decode()
-    image = f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{data}">'
+    image = f'<img alt="{escape(title)}" src="{data_uri(figure, title)}">'
+    if wide:  # scaled down to a phone, its labels could not be read
+        figure.set_size_inches(*NARROW)
+        narrow = f'<source media="(max-width: 40rem)" srcset="{data_uri(figure, title)}">'
+        image = f"<picture>{narrow}{image}</picture>"
     kind = ' class="wide"' if wide else ""
     return f"<figure{kind}><figcaption>{caption}</figcaption>{keys}{image}</figure>"
+
+
+def data_uri(figure: Figure, title: str) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg_of(figure, title).encode()).decode()}"
 
 
 def key(sign: str, colour: str, text: str) -> str:

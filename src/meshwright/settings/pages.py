@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from meshwright.files import read_table
 
 # Commands that `launch` starts as several ranks.
-LAUNCHED = ("train", "verify-layout", "preprocess", "evaluate", "generate", "chat", "serve")
+LAUNCHED = ("train", "verify-layout", "preprocess", "evaluate", "generate", "chat", "serve", "doctor")
 
 
 @dataclass(frozen=True)

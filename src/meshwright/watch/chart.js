@@ -4,6 +4,26 @@ import { clock, compact, entry, figure, word, whole } from "./words.js";
 const LEFT = 58, RIGHT = 10, TOP = 8, BOTTOM = 24;
 const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, ...[1, 2, 5, 10, 20, 50].map((n) => n * 86400)];
 
+const MARK_DASH = [5, 3];
+const FORMS = ["circle", "square", "diamond", "triangle"]; // of the points of validation sets
+const CORNERS = { square: [[-1, -1], [1, -1], [1, 1], [-1, 1]], diamond: [[0, -1.4], [1.4, 0], [0, 1.4], [-1.4, 0]], triangle: [[0, -1.3], [1.3, 1], [-1.3, 1]] };
+
+function svg(name, attributes, ...children) {
+  const element = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  element.append(...children);
+  return element;
+}
+
+// A piece of a line as the pictures draw it: a run's, or with a form that of a validation set.
+export function sign(colour, dash, form = null) {
+  const line = svg("line", { x1: 0, x2: 26, y1: 5, y2: 5, stroke: colour, "stroke-width": form ? 1.5 : 3, "stroke-dasharray": dash.join(" ") });
+  const parts = [line];
+  if (form === "circle") parts.push(svg("circle", { cx: 13, cy: 5, r: 3.5, fill: colour }));
+  else if (form) parts.push(svg("polygon", { points: CORNERS[form].map(([x, y]) => `${13 + 3 * x},${5 + 3 * y}`).join(" "), fill: colour }));
+  return svg("svg", { width: 26, height: 10, "aria-hidden": "true" }, ...parts);
+}
+
 export class Chart {
   // `key` names the quantity; `hooks` has zoom(begin, end) and cursor(x, chart).
   constructor(key, hooks, wide = false) {
@@ -31,7 +51,9 @@ export class Chart {
     this.readout.className = "readout";
     this.readout.setAttribute("role", "status");
     this.readout.hidden = true;
-    this.element.append(this.caption, this.plot, this.readout);
+    this.legend = document.createElement("div");
+    this.legend.className = "legend quiet";
+    this.element.append(this.caption, this.legend, this.plot, this.readout);
     this.listen();
   }
 
@@ -128,7 +150,7 @@ export class Chart {
       if (line.x?.length) out.push({ line, colour, name, x: line.x, y: shown(line.y), width: isFaint ? 0.8 : 1.4, alpha, dash: isFaint ? [] : dash });
       if (line.mx) out.push({ colour, x: line.mx, y: shown(line.my), width: 1.9, alpha: 1, dash });
       for (const [n, marks] of (line.marks ?? []).entries())
-        if (marks.x.length) out.push({ marks, line, colour, name: `${name}, ${marks.name}`, x: marks.x, y: shown(marks.y), width: 1.2, alpha: 1, dash: n ? [2, 3 + n] : [5, 3] });
+        if (marks.x.length) out.push({ marks, line, colour, name: `${name}, ${marks.name}`, x: marks.x, y: shown(marks.y), width: 1.2, alpha: 1, dash: MARK_DASH, form: FORMS[n % FORMS.length] });
       return out;
     });
   }
@@ -195,7 +217,25 @@ export class Chart {
     this.button.textContent = word("log");
     this.button.setAttribute("aria-pressed", String(this.log));
     this.nothing.textContent = word("nothing");
+    this.labelSigns();
     this.plot.setAttribute("aria-label", `${text}: ${this.lines.map((l) => l.name).join(", ")}`);
+  }
+
+  // The legend: the colour of each run if there are several, and the form of each kind of line if there are two.
+  labelSigns() {
+    const lines = this.lines.filter((line) => line.x?.length || line.marks?.some((m) => m.x.length)), entries = [];
+    const add = (picture, text) => {
+      const item = document.createElement("span");
+      item.append(picture, text);
+      entries.push(item);
+    };
+    const runs = lines.length > 1 ? lines : [];
+    for (const { colour, dash, name } of runs) add(sign(colour, dash.map((n) => 2 * n)), name);
+    const colour = lines.length > 1 ? "currentColor" : lines[0]?.colour;
+    const forms = new Map(lines.flatMap((line) => (line.marks ?? []).map((m, n) => [m.name, FORMS[n % FORMS.length]])));
+    if (forms.size && lines.some((line) => line.x?.length)) add(sign(colour, []), word("training"));
+    for (const [name, form] of forms) add(sign(colour, MARK_DASH, form), name);
+    this.legend.replaceChildren(...entries);
   }
 
   // Adds to uPlot's lines: where the run was resumed, points of marks, and crosses for values that are not finite.
@@ -213,13 +253,15 @@ export class Chart {
     for (const x of this.resumed ?? []) path([toX(x), top], [toX(x), top + height]);
     g.stroke();
     g.setLineDash([]);
-    for (const { marks, colour, x, y } of this.drawn) {
+    for (const { marks, form, colour, x, y } of this.drawn) {
       g.fillStyle = colour;
       if (marks ? x.length < 200 : x.length === 1)
         for (const [i, value] of y.entries()) {
           if (value === null) continue;
+          const at = [toX(x[i]), u.valToPos(value, "y", true)];
           g.beginPath();
-          g.arc(toX(x[i]), u.valToPos(value, "y", true), 3 * dpr, 0, 7);
+          if (form in CORNERS) for (const corner of CORNERS[form]) g.lineTo(...corner.map((c, k) => at[k] + 3 * dpr * c));
+          else g.arc(...at, 3 * dpr, 0, 7);
           g.fill();
         }
     }

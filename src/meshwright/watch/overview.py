@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.records import json_ready
-from meshwright.report.compare import differing, style_of
+from meshwright.report.compare import COLOURS, RUN_LINES, differing
 from meshwright.report.page import shell_line
 from meshwright.runs.follow import RunTail
 from meshwright.runs.history import PATIENCE, Attempt
@@ -86,11 +86,16 @@ class Watcher:
         """Return what the page says of all runs, without curves."""
         runs = [describe_run(run, self.names[folder], time.time()) for folder, run in list(self.runs.items())]
         for number, run in enumerate(runs):
-            style = style_of(number)
-            run |= {"colour": style.colour, "dash": [] if style.line == "-" else list(style.line[1])}
+            run |= {"colour": COLOURS[number % len(COLOURS)], "dash": dash_of(number)}
         settings = [run.settings for run in list(self.runs.values())]
         out = {"version": self.version, "runs": runs}
         return {**out, "different": differing(settings) if len(settings) > 1 else {}}
+
+
+def dash_of(number: int) -> list[float]:
+    """Return the dashes of a run's lines: solid, until all colours are used."""
+    line, _ = RUN_LINES[number // len(COLOURS) % len(RUN_LINES)]
+    return [] if line == "-" else list(line[1])
 
 
 def find_runs(root: Path) -> Iterator[Path]:

@@ -1,5 +1,5 @@
 // The live page: reads the state from a stream of events and the curves of what is shown.
-import { Chart } from "./chart.js";
+import { Chart, sign } from "./chart.js";
 import { clock, compact, currentLanguage, date, entry, figure, setLanguage, whole, word } from "./words.js";
 
 const KEYS = ["loss", "lr", "grad_norm", "tokens_per_second", "ms", "mfu", "memory"];
@@ -138,22 +138,14 @@ function stateText(run) {
   return word(run.state) + (end && ["ended", "failed"].includes(run.state) ? `: ${end}` : "");
 }
 
-function sign(run) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg"), line = document.createElementNS(svg.namespaceURI, "line");
-  for (const [k, v] of Object.entries({ width: 26, height: 10, "aria-hidden": "true" })) svg.setAttribute(k, v);
-  const dash = run.dash.map((n) => 2 * n).join(" ");
-  for (const [k, v] of Object.entries({ x1: 0, x2: 26, y1: 5, y2: 5, stroke: run.colour, "stroke-width": 3, "stroke-dasharray": dash }))
-    line.setAttribute(k, v);
-  svg.append(line);
-  return svg;
-}
-
-// The table's columns after the first two: word, text of a run, whether a narrow screen goes without it.
+// The table's columns before and after the state: word, text of a run, whether a narrow screen goes without it.
+const FIGURES = [
+  ["loss", (run) => figure(run.loss)],
+  ["validation", (run) => figure(run.validation)],
+];
 const COLUMNS = [
   ["step", (run) => (run.train_iters ? `${whole(run.step ?? 0)} ${word("of")} ${whole(run.train_iters)}` : whole(run.step))],
   ["left", (run) => (run.state === "running" ? clock(run.left) : "")],
-  ["loss", (run) => figure(run.loss)],
-  ["validation", (run) => figure(run.validation)],
   ["best", (run) => (run.best ? `${figure(run.best[0])} (${whole(run.best[1])})` : ""), true],
   ["speed", (run) => compact(run.tokens_per_second)],
   ["mfu", (run) => (run.mfu ? `${(100 * run.mfu).toFixed(1)}%` : ""), true],
@@ -164,22 +156,25 @@ const COLUMNS = [
   ["amount", (run) => (run.amount ? `${compact(run.amount)} ${word(run.unit === "tokens" ? "tokens" : "samplesUnit")}` : ""), true],
 ];
 
-function rowOf(run, columns) {
+function rowOf(run, figures, columns) {
   const box = make("input", { type: "checkbox", "data-run": run.folder });
   box.checked = shown.get(run.folder);
   box.addEventListener("change", () => { shown.set(run.folder, box.checked); refresh(true); });
   const status = make("td", { class: run.problem ? "failed" : run.state }, stateText(run));
   if (run.step && run.train_iters) status.append(make("progress", { max: run.train_iters, value: run.step, "aria-label": word("step") }));
-  const cells = columns.map(([, text, isLess]) => make("td", { class: `number ${isLess ? "less" : ""}` }, text(run)));
-  return make("tr", {}, make("td", { title: run.folder }, make("label", {}, box, sign(run), run.name)), status, ...cells);
+  const cells = (of) => of.map(([key, text, isLess]) => make("td", { class: `number ${isLess ? "less" : ""}`, "data-key": key }, text(run)));
+  const name = make("td", { title: run.folder }, make("label", {}, box, sign(run.colour, run.dash.map((n) => 2 * n)), run.name));
+  return make("tr", {}, name, ...cells(figures), status, ...cells(columns));
 }
 
 function drawRuns() {
   const focused = document.activeElement?.dataset?.run;
-  const columns = COLUMNS.filter(([key, text]) => key === "step" || state.runs.some(text));
-  const heads = [["name"], ["state"], ...columns.map(([key, , isLess]) => [key, `number ${isLess ? "less" : ""}`])];
+  const filled = (all) => all.filter(([key, text]) => key === "step" || state.runs.some(text));
+  const figures = filled(FIGURES), columns = filled(COLUMNS);
+  const headsOf = (of) => of.map(([key, , isLess]) => [key, `number ${isLess ? "less" : ""}`]);
+  const heads = [["name"], ...headsOf(figures), ["state"], ...headsOf(columns)];
   const head = make("tr", {}, ...heads.map(([key, kind = ""]) => make("th", { class: kind, scope: "col" }, word(key))));
-  const rows = state.runs.map((run) => rowOf(run, columns));
+  const rows = state.runs.map((run) => rowOf(run, figures, columns));
   $("runs").replaceChildren(make("thead", {}, head), make("tbody", {}, ...rows));
   if (focused) [...$("runs").querySelectorAll("input")].find((box) => box.dataset.run === focused)?.focus();
   const problems = state.runs.flatMap((run) => run.damage.map((text) => `${run.name}: ${word("damaged")}: ${text}`));

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import numpy as np
 
 from meshwright import tokenizers
-from meshwright.console import notice
+from meshwright.console import fit, notice
 from meshwright.data.files.indexed import FileColumn, Index, Indexed, Tally
 from meshwright.data.index_cache import INVALID, open_entry
 from meshwright.errors import IO, UserError, bad_data
@@ -253,4 +253,4 @@ def verify_pairs(prefixes: list[str], t: TokenizerFlags, checksums: Path | None)
             write_checksums(checksums, digests)
         except OSError as error:
             raise UserError(f"--checksums {checksums} cannot be written: {error.strerror or error}", IO) from None
-        print(f"wrote {checksums}: the SHA-256 of {len(digests)} files, which `sha256sum -c` reads too")
+        print(fit(f"wrote {checksums}: the SHA-256 of {len(digests)} files, which `sha256sum -c` reads too"))

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from meshwright import origin, tokenizers
+from meshwright.console import fit
 from meshwright.data.files.merge import join_pairs
 from meshwright.data.files.writer import Writer, is_made, token_dtype
 from meshwright.data.prepare import sentences
@@ -461,4 +462,4 @@ def report(preparation: Preparation, totals: Totals, stdout: TextIO, stderr: Tex
     for prefix, (tokens, sequences, _) in zip(preparation.prefixes, totals.lengths, strict=True):
         counts = f"{totals.documents:,} documents, {sequences:,} sequences, {tokens:,} tokens"
         size = f"{tokens * dtype.itemsize:,} bytes ({dtype.name})"
-        print(f"wrote {prefix}.bin/.idx: {counts}, {size}", file=stdout)
+        print(fit(f"wrote {prefix}.bin/.idx: {counts}, {size}", stdout), file=stdout)

@@ -1,0 +1,41 @@
+"""The links between ranks: what is measured, and which link is called slow."""
+
+import torch
+
+from meshwright import doctor
+from meshwright.ranks import links
+from meshwright.ranks.links import Link
+from meshwright.ranks.team import Team
+from on_ranks import run_ranks
+
+
+def three_ranks() -> None:
+    import torch.distributed as dist
+
+    team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    links.LARGE_BYTES = {"cpu": 1 << 16}
+    measured = links.measure_links(team, torch.device("cpu"))
+    assert [(link.a, link.b) for link in measured] == [(0, 1), (0, 2), (1, 2)]
+    assert all(0 < link.latency < 10 and link.bandwidth > 0 for link in measured)
+
+
+def test_each_pair_is_measured() -> None:
+    run_ranks(three_ranks, 3)
+
+
+def test_the_slow_link_is_named() -> None:
+    """A machine with a bad cable: all links of its rank are slow, and the table says which rank."""
+    every = [Link(a, b, 5e-5, 1e9 if 3 in (a, b) else 1e10) for a, b in links.pairs_of(6)]
+    facts = list(doctor.describe_links(every, ["left"] * 3 + ["right"] * 3, "cuda"))
+    slow = facts[-1]
+    assert slow.level == "problem" and slow.values["slow"] == [[a, b] for a, b in links.pairs_of(6) if 3 in (a, b)]
+    assert "between ranks 0 (left) and 3 (right): 50 µs, 1.00 GB/s" in slow.text
+    assert slow.text.endswith("and 2 more; most links: 50 µs, 10.00 GB/s; rank 3 is in 5 of 5 slow links")
+    assert facts[1].text.startswith("to 1: 50 µs, 10.00 GB/s; to 2: ")
+    late = [Link(0, 1, 5e-5, 1e9), Link(0, 2, 1e-3, 1e9), Link(1, 2, 6e-5, 1e9)]
+    assert links.slow_links(late) == [late[1]] and not links.slow_links(late[::2]) and not links.slow_links(late[:2])
+
+
+def test_of_many_ranks_some_pairs_are_measured() -> None:
+    assert len(links.pairs_of(32)) == 32 * 31 // 2
+    assert {b - a for a, b in links.pairs_of(64)} == {1, 2, 4, 8, 16, 32}
