@@ -5,6 +5,7 @@ import io
 import json
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 import sentencepiece
@@ -15,6 +16,7 @@ import tiktoken.registry
 from helpers import train_on_texts
 from meshwright import tokenizers, vocabularies
 from meshwright.__main__ import main
+from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 from meshwright.errors import BAD_DATA, UNAVAILABLE, USAGE, UserError
 from meshwright.generation.text import TokenText
 from meshwright.settings.schema import TokenizerFlags as Flags
@@ -234,6 +236,12 @@ def test_from_text_to_a_model_that_continues_it(request, tmp_path, capsys, kind)
     capsys.readouterr()
     assert main(["generate", "--load", str(run), "--prompt", "the", "--max-new-tokens", "4", "--device=cpu"]) == 0
     assert capsys.readouterr().out.startswith("the")
+
+
+def test_an_export_names_the_files_that_it_lacks(llama, tmp_path):
+    notes, saved = [], SimpleNamespace(rows=10**6)
+    huggingface_writer.write_tokenizer(tmp_path, saved, named(llama), notes)
+    assert len(notes) == 1 and f"Meshwright reads the folder with {llama / 'tokenizer.model'} and " in notes[0]
 
 
 def test_what_cannot_be_read(llama, ranks, bert, tmp_path, monkeypatch):

@@ -320,7 +320,11 @@ def write_tokenizer(folder: Path, saved: SavedModel, tokenizer: Tokenizer | None
     ids: Ids = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
     library = as_library(tokenizer)
     if library is None:
-        notes.append(f"no tokenizer is written: Hugging Face has no equivalent of {tokenizer.name}")
+        if paths := [*map(str, tokenizer.files.values())]:
+            cure = f"Meshwright reads the folder with {' and '.join(paths)} copied into it"
+            notes.append(f"no tokenizer.json is written for {tokenizer.name}; {cure}")
+        else:
+            notes.append(f"no tokenizer is written: Hugging Face has no equivalent of {tokenizer.name}")
         return ids
     write_durably(folder / "tokenizer.json", library.to_str(pretty=True).encode())
     for name, path in tokenizer.files.items() if isinstance(tokenizer, GPT2BPE) else ():
