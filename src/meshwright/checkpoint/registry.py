@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MEGATRON, TORCH_DIST, DEEPSPEED, UNIVERSAL = "Megatron", "Megatron-Core", "DeepSpeed", "universal"
-HUGGING_FACE, LIBAI, ONEFLOW, NANOGPT = "Hugging Face", "LiBai", "OneFlow-GPT", "nanoGPT"
+HUGGING_FACE, LIBAI, ONEFLOW = "Hugging Face", "LiBai", "OneFlow-GPT"
+NANOGPT, LITGPT = "nanoGPT", "litgpt"
 
 MEGATRON_RANK = r"mp_rank_\d\d+(_\d{3,}){0,2}"
 
@@ -92,6 +93,7 @@ _FORMATS = (
         tracker="latest",
         tracked=r"global_step(\d{1,15})",
     ),
+    Format(LITGPT, reader="litgpt:open_litgpt", files=(r"lit_model\.pth",), is_numbered=False, counts_padding=True),
     Format(
         HUGGING_FACE,
         reader="huggingface.reader:open_huggingface",

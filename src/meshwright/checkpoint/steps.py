@@ -49,7 +49,7 @@ def step_folder(root: str | Path, step: int) -> Path:
 
 def folder_of(path: Path) -> Path:
     """Return the folder that a path means: of the step that has this file or rank in it."""
-    if path.suffix == ".pt" and path.is_file():  # mp_rank_00/model_optim_rng.pt
+    if path.suffix in (".pt", ".pth") and path.is_file():  # mp_rank_00/model_optim_rng.pt
         path = path.parent
     return path.parent if re.fullmatch(MEGATRON_RANK, path.name) else path
 

@@ -53,8 +53,8 @@ def open_huggingface(
     return source.of_vocabulary(hf.get("vocab_size", COUNT))
 
 
-def refused(folder: Path, what: str, cure: str) -> UserError:
-    return bad_data(f"{folder / CONFIG}: {what}, which this package does not compute; {cure}")
+def refused(folder: Path, what: str, cure: str, file: str = CONFIG) -> UserError:
+    return bad_data(f"{folder / file}: {what}, which this package does not compute; {cure}")
 
 
 # Files
@@ -152,8 +152,8 @@ SHARE = Bound((float, int), lambda value: 0 <= value < 1, "in [0, 1)")
 class HuggingFaceFolder:
     """A folder's settings and tensors; each is requested by name and checked."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], tensors: Tensors) -> None:
-        self.folder, self.config, self.tensors = folder, config, tensors
+    def __init__(self, folder: Path, config: dict[str, Any], tensors: Tensors, file: str = CONFIG) -> None:
+        self.folder, self.config, self.tensors, self.file = folder, config, tensors, file
         self.notes: list[str] = []
         self.used: set[str] = set()
 
@@ -162,7 +162,7 @@ class HuggingFaceFolder:
         settings = self.config if among is None else among
         value = default if settings.get(key) is None else settings[key]
         if isinstance(value, bool) or not isinstance(value, bound.kinds) or not bound.holds(value):
-            raise bad_data(f"{self.folder / CONFIG}: {key} is {repr(value)[:100]}; it must be {bound.text}")
+            raise bad_data(f"{self.folder / self.file}: {key} is {repr(value)[:100]}; it must be {bound.text}")
         return bound.kinds[0](value)
 
     def note_defaults(self, **defaults: float) -> None:
@@ -177,7 +177,9 @@ class HuggingFaceFolder:
         """Return a setting that must have one of these values."""
         value = self.config.get(key, default)
         if value not in good:
-            raise refused(self.folder, f"{key} is {str(value)[:100]}", f"{' or '.join(map(str, good))} would do")
+            raise refused(
+                self.folder, f"{key} is {str(value)[:100]}", f"{' or '.join(map(str, good))} would do", self.file
+            )
         return value
 
     def has(self, name: str) -> bool:
@@ -191,7 +193,7 @@ class HuggingFaceFolder:
         self.used.add(name)
         if len(shape) != tensor.ndim or any(b not in (a, None) for a, b in zip(tensor.shape, shape, strict=True)):
             wanted = [size or "any" for size in shape]
-            raise bad_data(f"{self.folder}: {name} is {list(tensor.shape)}, by {CONFIG} it is {wanted}")
+            raise bad_data(f"{self.folder}: {name} is {list(tensor.shape)}, by {self.file} it is {wanted}")
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             raise bad_data(f"{self.folder}: {name} holds {tensor.dtype}; quantised weights are not read")
         return tensor
