@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import TINY_FLAGS, captured_output
+from helpers import TINY_FLAGS, captured_output, write_counting
 from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.checkpoint import loading, native
@@ -333,12 +333,13 @@ def test_the_commands_of_docs_checkpoints_work(folder, tmp_path, monkeypatch):
     """They run in their order, in a folder that has what they name."""
     monkeypatch.chdir(tmp_path)
     flags = ["--tokenizer-type=ByteTokenizer", *(f for f in TINY_FLAGS if "vocab-size" not in f)]
-    assert main(["train", *flags, "--save", "run"]) == DONE
+    assert main(["train", *flags, "--save", "run", "--position-embedding-type", "rope"]) == DONE
+    write_counting(tmp_path / "corpus_text_document", [200])
     shutil.copytree(folder, "gpt2")
     write_release(values(folder)[0], Path("megatron_lm_345m"))
     lines = commands_of(ROOT / "docs" / "checkpoints.md")
     assert len(lines) >= 7
-    smaller = {"16": "4", "50257": "61"}
+    smaller = {"16": "4", "50257": "61", "8192": "64", "2048": "16", "400": "2"}
     for words in lines:
         assert words[0] == "meshwright"
         with captured_output() as said:

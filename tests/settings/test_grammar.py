@@ -55,7 +55,7 @@ def test_help_without_a_command_searches_the_flags_of_train(capsys):
 
 def test_words_of_other_programs_bring_up_ours(tmp_path, capsys):
     assert main(["generate", "run", "--max-tokens", "5"]) == 2
-    assert "unknown flag --max-tokens; did you mean --max-new-tokens?" in capsys.readouterr().err
+    assert "unknown flag --max-tokens; here it is --max-new-tokens" in capsys.readouterr().err
     assert main(["train", "--max-tokens", "5"]) == 2 and "--max-new-tokens" not in capsys.readouterr().err
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out"), "--to", "hf"]) == 65
 
