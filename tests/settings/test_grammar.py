@@ -50,7 +50,7 @@ def test_help_without_a_command_searches_the_flags_of_train(capsys):
         out = capsys.readouterr().out
         assert end.value.code == 0 and known in out and f"this is `meshwright help train {topic}`" in out
     assert main(["help", "trian"]) == 2 and "no command 'trian'; did you mean train?" in capsys.readouterr().err
-    assert main(["resume"]) == 2 and "no command 'resume'; `meshwright help` lists" in capsys.readouterr().err
+    assert main(["resume"]) == 2 and "'resume'; here it is `meshwright train --load" in capsys.readouterr().err
 
 
 def test_words_of_other_programs_bring_up_ours(tmp_path, capsys):
