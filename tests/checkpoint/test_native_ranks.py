@@ -236,7 +236,7 @@ def loads(root: Path) -> None:
     want, seen = blank(mine(t)), list[int]()
 
     def accept(source: Source) -> Source:
-        assert source.config == {"of": 4}
+        assert source.config["of"] == 4
         seen.append(source.state["iteration"])
         return source
 

@@ -1,5 +1,6 @@
 """Seconds of each phase before the first step, and what the log says while one takes long."""
 
+import threading
 import time
 
 import pytest
@@ -33,6 +34,22 @@ def test_a_long_phase_is_named_once(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert out.count("\n") == 2 and out.startswith(" > drawing the weights ...\n > ready to train after 0.")
     assert out.endswith("s: weights 0.1\n") and set(one.seconds) == {"weights", "data"}
+
+
+def test_the_thread_that_waits_is_over(monkeypatch):
+    """It holds the trainer, whose tensors it must not free while Python shuts down."""
+
+    class Late(threading.Timer):
+        def run(self):
+            super().run()
+            time.sleep(0.05)
+
+    monkeypatch.setattr(threading, "Timer", Late)
+    startup = Startup(prints=True)
+    startup.wait("taking the first step")
+    timer = startup.timer
+    startup.end_wait()
+    assert not timer.is_alive()
 
 
 def test_other_ranks_are_silent(capsys, monkeypatch):

@@ -53,8 +53,14 @@ class Startup:
             say(f" > {doing} ...")
 
     def end_wait(self) -> None:
+        """End the thread that waits.
+
+        It holds the trainer, so that if it outlived the training it would free tensors while Python
+        shuts down, which aborts the process.
+        """
         if self.timer is not None:
             self.timer.cancel()
+            self.timer.join()
             self.timer = None
 
     @contextlib.contextmanager
