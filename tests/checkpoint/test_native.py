@@ -37,7 +37,7 @@ from meshwright.commands import inspect
 from meshwright.errors import UserError
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.state.resume import checkpoint_architecture
+from meshwright.training.state.resume import checkpoint_architecture, differences
 
 
 def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, BoxedTensor]:
@@ -329,8 +329,11 @@ def test_overlaps_are_found() -> None:
     assert not overlapping(rows) and time.perf_counter() - start < 1
 
 
-def test_a_step_of_a_release_without_scaled_rotations_has_none(tmp_path: Path) -> None:
+def test_a_step_of_an_older_release_has_no_later_settings(tmp_path: Path) -> None:
     save(tmp_path, 7)
     config = flags.parse_settings(TrainConfig, ["--preset", "llama3.2-1b", "--load", str(tmp_path)], "test").config
     assert config.model.rope_scaling == "llama3"
     assert checkpoint_architecture(config, set()).model.rope_scaling == "none"
+    for flag in ("--use-parallel-residual", "--disable-layernorm-bias", "--final-logit-softcapping=30"):
+        config = flags.parse_settings(TrainConfig, ["--mock-data", "--num-layers=1", flag], "test", check=False).config
+        assert "contradict" in error_of(lambda config=config: differences(config, open_step(tmp_path, 7).config)), flag

@@ -57,6 +57,8 @@ def test_csv_and_tsv_are_tables(tmp_path, monkeypatch, size):
         assert read(path, json_keys=["review"]) == (texts, [])
     passed = [f"passed over 1 file: 1 {rows.NO_COLUMN}"]
     assert read(folder, json_keys=["review"]) == read(tmp_path / "e.zip", json_keys=["review"]) == (texts, passed)
+    (folder / "a.csv").write_bytes(table_of(texts, lineterminator="\r", quoting=csv.QUOTE_ALL))
+    assert read(folder, json_keys=["review"]) == (texts, passed)
     (tmp_path / "g.csv").write_bytes(table_of(texts).decode().encode("gb18030", "ignore"))
     assert read(tmp_path / "g.csv", json_keys=["review"], encoding="gb18030")[0][:5] == texts[:5]
     preprocess_inputs(tmp_path / "x", folder / "a.csv", json_keys=["review"], workers=1)
@@ -109,12 +111,15 @@ def test_sqlite(tmp_path, database):
     )
     assert "a b?.db: row 2: null under 'text'" in error_of(lambda: read(database, table="odd"))
     documents, (left_out,) = read(database, table="odd", on_error="skip")
-    assert documents[0] == "a" and "1 not UTF-8" in left_out and "2 no text under 'text'" in left_out
+    assert documents[0] == "a" and "1 not UTF-8" in left_out and "1 no text under 'text', first" in left_out
+    assert "1 no text under 'text' (bytes), first" in left_out
     (tmp_path / "a.txt").write_text("a")
     assert read(tmp_path) == (["a"], ["passed over 1 file: 1 SQLite databases, which need --table"])
     assert "--table x is of SQLite databases, and no --input is one" in error_of(
         lambda: read(tmp_path / "a.txt", table="x"), USAGE
     )
+    sqlite3.connect(tmp_path / "none.db").execute("PRAGMA user_version = 1").connection.close()
+    assert error_of(lambda: read(tmp_path / "none.db")) == f"{tmp_path / 'none.db'} has no table"
     (tmp_path / "cut.db").write_bytes(database.read_bytes()[:5000])
     assert "cut.db is cut short or damaged (" in error_of(lambda: read(tmp_path / "cut.db", table="short"))
     (tmp_path / "z.gz").write_bytes(gzip.compress(database.read_bytes()))

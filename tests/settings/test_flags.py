@@ -474,7 +474,7 @@ def test_padding_is_real_in_training_and_idle_in_preprocessing():
 # Presets
 
 
-def test_a_length_replaces_that_of_the_preset():
+def test_a_length_replaces_that_of_the_preset_or_file(tmp_path):
     """A layer's unit replaces the others of the layers below; in one layer two are refused."""
     argv = ["--preset", "gpt2-117m", "--mock-data", "--vocab-size", "64", "--train-iters", "2000"]
     o = parse(*argv, "--lr-warmup-iters", "200").config.optimizer
@@ -482,6 +482,8 @@ def test_a_length_replaces_that_of_the_preset():
     argv[-2:] = ["--train-samples", "9000", "--lr-decay-iters", "none", "--lr-warmup-samples", "100"]
     c = parse(*argv).config
     assert (c.training.train_iters, c.warmup_samples, c.decay_samples) == (None, 100, 9000)
+    (tmp_path / "c.toml").write_text("train_samples = 9000")
+    assert parse("--config", str(tmp_path / "c.toml"), "--train-epochs", "2").config.lengths == ["train_epochs"]
     with pytest.raises(UserError, match="both set the warm-up"):
         parse(*argv, "--lr-warmup-fraction", "0.1", check=True)
 

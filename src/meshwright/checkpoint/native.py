@@ -48,7 +48,9 @@ _DTYPES = "F64 float64 I64 int64 F32 float32 I32 int32 F16 float16 BF16 bfloat16
 TORCH = dict(zip(_DTYPES.split()[::2], _DTYPES.split()[1::2], strict=True))
 NAMES = {theirs: name for name, theirs in TORCH.items()}
 SIZES = dict(zip(TORCH, (8, 8, 4, 4, 2, 2, 2, 1, 1, 1), strict=True))
-UNRECORDED = {"rope_scaling": "none"}  # settings that releases which recorded none did not have
+# Settings that older releases did not have, at the values that networks had without them.
+UNRECORDED = {"rope_scaling": "none", "use_parallel_residual": False}
+UNRECORDED |= {"layernorm_bias": True, "final_logit_softcapping": 0.0}
 INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
 INDEX_LIMIT = 32 << 20  # bytes: about 250,000 boxes
 PART = 16 << 20  # the largest copy of a part of a tensor, in bytes

@@ -50,7 +50,7 @@ C = TypeVar("C")
 # Units of one length: a unit given in a higher layer removes the others from lower layers.
 REPLACES = {
     f"{kind}_{unit}": [f"{kind}_{other}" for other in units.split() if other != unit]
-    for kind, units in {"train": "iters samples tokens", "lr_warmup": "fraction iters samples tokens"}.items()
+    for kind, units in {"train": "iters samples tokens epochs", "lr_warmup": "fraction iters samples tokens"}.items()
     for unit in units.split()
 }
 

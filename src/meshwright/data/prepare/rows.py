@@ -39,16 +39,16 @@ def require_columns(path: str, columns: list[str], keys: Iterable[str]) -> None:
 
 
 def json_line(row: dict[str, Any]) -> bytes:
-    """Return a row as a line of JSON; bytes that are not UTF-8 stay as they are."""
+    """Return a row as a line of JSON; bytes of a text that are not UTF-8 stay as they are."""
     try:
-        return orjson.dumps(row, default=no_text) + b"\n"
+        return orjson.dumps(row) + b"\n"
     except TypeError:
-        return json.dumps(row, ensure_ascii=False, default=no_text).encode("utf-8", "surrogateescape") + b"\n"
-
-
-def no_text(value: object) -> list[str]:
-    """Return what stands for a value that JSON lacks, such as bytes; it is no text either."""
-    return [type(value).__name__]
+        pass
+    try:
+        return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape") + b"\n"
+    except TypeError:
+        key, value = next((key, value) for key, value in row.items() if not isinstance(value, str))
+        return BAD_ROW + f"no text under {key!r} ({type(value).__name__})\n".encode()
 
 
 def delimiter_of(name: str, header: bytes) -> str:
@@ -62,8 +62,8 @@ def delimiter_of(name: str, header: bytes) -> str:
 
 def has_columns(name: str, start: bytes, keys: list[str]) -> bool:
     """Return whether the first line of a file names these columns, as far as it is known."""
-    header, feed, _ = start.removeprefix(BOM).partition(b"\n")
-    if not feed:
+    header, *rest = re.split(b"[\r\n]", start.removeprefix(BOM), maxsplit=1)
+    if not rest:
         return all(key.encode() in header for key in keys)
     columns = next(csv.reader([header.decode("utf-8", "replace")], delimiter=delimiter_of(name, header)), [])
     return all(columns.count(key) == 1 for key in keys)
@@ -108,7 +108,8 @@ def sqlite_lines(path: str, table: str | None, keys: list[str]) -> Iterator[byte
             tables = [name for (name,) in database.execute(names)]
             table = table or (tables[0] if len(tables) == 1 else None)
             if table is None or table not in tables:
-                raise bad_data(f"{shown(path)} has the tables {', '.join(tables)}; name one of them with --table")
+                named = f"the tables {', '.join(tables)}; name one of them with --table" if tables else "no table"
+                raise bad_data(f"{shown(path)} has {named}")
             require_columns(path, [row[1] for row in database.execute(f"PRAGMA table_info({quoted(table)})")], keys)
             for row in database.execute(f"SELECT {', '.join(map(quoted, keys))} FROM {quoted(table)}"):
                 yield json_line(dict(zip(keys, row, strict=True)))
