@@ -55,6 +55,18 @@ def test_an_encoding_is_named_and_suggested(tmp_path, monkeypatch, size):
     assert read(folder, encoding="gb18030")[0] == [NOVEL, NOVEL]
 
 
+def test_few_characters_at_the_beginning_may_be_utf8_by_chance(tmp_path, monkeypatch):
+    """The bytes of "一" in GB 18030 are a Cyrillic letter in UTF-8; later ones show which it is."""
+    monkeypatch.setattr(inputs, "PIECE", 100)
+    texts = ["one is 一", "x" * 5000, "天下"]
+    (tmp_path / "a.jsonl").write_bytes(b"".join(f'{{"text": "{text}"}}\n'.encode("gb18030") for text in texts))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    (tmp_path / "c.txt").write_bytes("\n".join(texts).encode("gb18030"))
+    want = [*texts, *texts, "\n".join(texts)]
+    assert read(tmp_path, encoding="gb18030") == (want, [])
+    assert read(*sorted(tmp_path.iterdir()), encoding="gb18030") == (want, [])
+
+
 def test_what_a_text_looks_like():
     assert encodings.guess(FRENCH.encode("latin-1")) == encodings.guess(b"caf\xe9") == "cp1252"
     assert encodings.guess(NOVEL.encode("gb18030")) == encodings.guess(NOVEL.encode("gb2312", "ignore")) == "gb18030"

@@ -22,6 +22,7 @@ from meshwright.data.prepare import encodings
 from meshwright.errors import UNAVAILABLE, UserError
 
 HEAD = 512  # bytes that decide the kind
+START = 1 << 16  # bytes that decide the encoding, and show lines of JSON or the columns of a table
 MAGIC = {
     b"\x1f\x8b": "gzip",
     b"\xfd7zXZ": "xz",
@@ -51,6 +52,7 @@ DAMAGES = (DamagedInput, tarfile.TarError, zipfile.BadZipFile)
 
 def kind_of_bytes(start: bytes) -> str | None:
     """Return the kind of a file with these first bytes; None for text, which may begin as MAGIC."""
+    start = start[:HEAD]
     if start.startswith(PDF):
         return "pdf"
     if encodings.is_utf8(start) and not NO_TEXT.search(start):
@@ -70,7 +72,7 @@ def missing(package: str, what: str) -> UserError:
 
 
 def unpacked(file: BinaryIO) -> BinaryIO:
-    """Return the stream inside, even if it is compressed several times; `file` shows HEAD bytes."""
+    """Return the stream inside a buffered one, even if it is compressed several times."""
     for _ in range(LAYERS):
         kind = kind_of_bytes(peek(file))
         if kind not in STREAMS:
@@ -92,7 +94,7 @@ def transcoded(file: BinaryIO, codec: str) -> BinaryIO:
 
 
 def peek(file: BinaryIO) -> bytes:
-    return bytes(cast(Any, file).peek(HEAD)[:HEAD])
+    return bytes(cast(Any, file).peek(START)[:START])
 
 
 def _streams(file: BinaryIO, kind: str) -> Iterator[bytes]:
@@ -135,11 +137,11 @@ def _library(kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]
 
 
 def _buffered(parts: Iterator[bytes]) -> BinaryIO:
-    return cast(BinaryIO, io.BufferedReader(cast(Any, _Chunks(parts)), 1 << 16))
+    return cast(BinaryIO, io.BufferedReader(cast(Any, _Chunks(parts)), START))
 
 
 class _Chunks(io.RawIOBase):
-    """Read at least HEAD bytes at once, or to the end; raise damage after all that precedes it."""
+    """Read at least START bytes at once, or to the end; raise damage after all that precedes it."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
         self.parts, self.ready = parts, memoryview(b"")
@@ -150,7 +152,7 @@ class _Chunks(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         have = 0
-        while have < min(HEAD, len(buffer)) and (self.ready or self._more()):
+        while have < min(START, len(buffer)) and (self.ready or self._more()):
             size = min(len(buffer) - have, len(self.ready))
             buffer[have : have + size], self.ready = self.ready[:size], self.ready[size:]
             have += size

@@ -25,7 +25,6 @@ from meshwright.progress import SkippedLines
 from meshwright.settings.hints import near_path
 from meshwright.settings.text_inputs import TextInputs
 
-START = 1 << 16  # bytes that are read to recognise JSON lines in a folder
 # Names of JSON lines; in a folder, what is only called .json must look like them.
 JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)
 # How JSON lines begin: with an object on one line; or an array of objects, which gets a hint.
@@ -165,7 +164,7 @@ def _inspect(path: str, given: TextInputs) -> Input:
         if not stat.S_ISREG(about.st_mode):
             return Input(path, "stream")  # what is read from a pipe here would be lost
         with open(path, "rb") as file:
-            start = file.read(containers.HEAD)
+            start = file.read(containers.START)
     except OSError as error:
         raise UserError(f"--input {shown(path)} cannot be read: {error.strerror}", IO) from None
     kind = containers.kind_of_bytes(start)
@@ -189,13 +188,11 @@ def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextIn
     if about.st_size <= PIECE and os.path.splitext(path)[1].lower() in folders.SUFFIXES:
         return _input(path, None, about, folder)  # a worker, who opens it anyway, looks at the content
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=containers.START) as file:
             start = containers.peek(file)
             kind = containers.kind_of_bytes(start)
             if kind in containers.STREAMS:
                 start = containers.peek(containers.unpacked(file))
-            elif kind is None and JSON_START.match(start):
-                start = file.read(START)
     except containers.DAMAGES:
         start = b""
     except OSError as error:
@@ -234,8 +231,8 @@ def is_json_lines(start: bytes, keys: list[str]) -> bool:
     if not JSON_START.match(start):
         return False
     line, feed, _ = start.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
-    if not feed and len(start) in (START, containers.HEAD):
-        return all(json.dumps(key).encode() in line for key in keys) or len(start) < START
+    if not feed and len(start) == containers.START:
+        return all(json.dumps(key).encode() in line for key in keys)
     try:
         record = json.loads(line)
     except ValueError:

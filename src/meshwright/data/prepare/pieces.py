@@ -17,7 +17,7 @@ from itertools import islice
 from meshwright.data.prepare import containers, plain, tables
 from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import shown
-from meshwright.data.prepare.inputs import JSON_NAME, START, is_json_lines
+from meshwright.data.prepare.inputs import JSON_NAME, is_json_lines
 from meshwright.data.prepare.plain import JSON_LINES, PIECE, Span
 from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, Reading, Unit, check_row, parse_line, replace_bytes
 from meshwright.data.prepare.rows import CSV_NAME
@@ -202,7 +202,7 @@ class SmallFiles(TextPiece):
     def placed_units(self, keys: list[str]) -> Iterator[tuple[Where, Unit]]:
         for path in self.paths:
             place, content = shown(path), plain.read_text_file(path, self.how.encoding)
-            if isinstance(content, bytes) and not self.is_named and is_json_lines(content[:START], keys):
+            if isinstance(content, bytes) and not self.is_named and is_json_lines(content[: containers.START], keys):
                 yield from self.placed_lines(content.removeprefix(BOM), place, keys, True)
             else:
                 yield from self.file_units(content, path, place, keys)

@@ -131,7 +131,7 @@ def read_text_file(path: str, encoding: str = "") -> bytes | Bad:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size <= records.LONGEST:
                 content = file.read()  # many times as fast as reading up to records.LONGEST
-                if containers.kind_of_bytes(content[: containers.HEAD]) not in containers.STREAMS:
+                if containers.kind_of_bytes(content) not in containers.STREAMS:
                     return encodings.to_utf8(content, codec_of_file(path, content, encoding))
                 file.seek(0)
             content = containers.unpacked(file).read(records.LONGEST + 1)
