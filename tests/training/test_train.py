@@ -3,6 +3,7 @@
 import errno
 import functools
 import io
+import json
 import math
 import multiprocessing
 import os
@@ -521,26 +522,40 @@ def test_an_unread_result_is_no_failure_but_lost_work_is(tmp_path):
 
 
 @pytest.mark.fault("F26")
-def test_changed_data_is_noted_on_resume(tmp_path, capsys):
+def test_changed_data_is_refused_on_resume(tmp_path, capsys):
     import numpy as np
 
     from meshwright.data.files.writer import Writer
 
-    def write(seed):
-        rng = np.random.RandomState(seed)
-        with Writer(tmp_path / "data", np.uint16) as writer:
-            for _ in range(30):
-                writer.add(rng.randint(0, 64, rng.randint(30, 50)))
+    def write(lengths, tokens, name="data"):
+        sizes = np.random.RandomState(lengths).randint(30, 50, 30)
+        rng = np.random.RandomState(tokens)
+        with Writer(tmp_path / name, np.uint16) as writer:
+            for size in sizes:
+                writer.add(rng.randint(0, 64, size))
                 writer.end_document()
 
-    write(1)
+    write(1, 1)
     flags = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--data-path", str(tmp_path / "data")]
     flags += ["--save", str(tmp_path / "run"), "--load", str(tmp_path / "run"), "--lr-decay-iters", "6"]
     assert main(["train", *flags]) == main(["train", *flags, "--train-iters", "7"]) == 0
     assert "have changed" not in capsys.readouterr().out
-    write(2)
-    assert main(["train", *flags, "--train-iters", "8"]) == 0
-    assert "the files of --data-path have changed since the checkpoint" in capsys.readouterr().out
+    again = ["train", *flags, "--train-iters", "8"]
+    write(1, 2)  # the same lengths
+    assert main(again) == main([*again, "--dry-run"]) == 65
+    assert "data.bin has as many tokens as" in (error := capsys.readouterr().err) and "--data-changed ok" in error
+    write(1, 2, "moved")  # another path, so that the blend is compared by its files
+    assert main([*again, "--data-path", str(tmp_path / "moved")]) == 65
+    assert re.search(r"moved\.bin has as many tokens as .*/data\.bin had", capsys.readouterr().err)
+    write(1, 1, "moved")
+    assert main([*again, "--data-path", str(tmp_path / "moved")]) == 0
+    write(2, 1, "moved")
+    longer = [*again, "--data-path", str(tmp_path / "moved"), "--train-iters", "9"]
+    assert main(longer) == 65 and "moved.idx has other documents than then" in capsys.readouterr().err
+    assert main([*longer, "--data-changed", "ok"]) == 0
+    assert "have changed since the checkpoint: " in capsys.readouterr().out
+    assert json.loads((tmp_path / "run/iter_0000009/config.json").read_text())["data_changed"] == "ok"
+    assert 'data_changed = "refuse"' in (tmp_path / "run/config.toml").read_text()
 
 
 @pytest.mark.fault("F6")

@@ -319,6 +319,14 @@ class Data:
     blend_change_at: str | None = flag(
         None, "on resume, sample at which the new blend starts, or now", needs="--load", value="FORM", **UNPROVEN
     )
+    data_changed: Literal["refuse", "ok"] = flag(
+        "refuse",
+        "on resume, if token files hold other documents or tokens than the checkpoint's: refuse, or go on",
+        docs="checkpoints",
+        needs="--load",
+        once=True,
+        **UNPROVEN,
+    )
     eod_mask_loss: bool = flag(False, "mask the loss of the token that follows an end of document", proof="twin fuzz")
     reset_position_ids: bool = flag(
         False, "restart positions after documents", needs="learned or rotary positions", proof="twin fuzz"

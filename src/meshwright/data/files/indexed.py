@@ -245,6 +245,11 @@ def fingerprint(prefix: str | Path) -> str:
     return files.sample(f"{prefix}.idx", 1 << 16, 16, repr(sizes).encode())
 
 
+def content_sample(prefix: str | Path) -> str:
+    """Return a hash of 16 blocks of the .bin, which tells it from others of the same lengths."""
+    return files.sample(f"{prefix}.bin", 1 << 14, 16)
+
+
 def check_vocabulary(indexed: Indexed, vocab_size: int) -> None:
     """Refuse data of another vocabulary early, by some of its ids; the loader checks all."""
     with open(f"{indexed.prefix}.bin", "rb") as file:

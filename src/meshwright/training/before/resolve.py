@@ -146,8 +146,8 @@ def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
     own = saved_settings(config)
     del own["local_rank"], own["run_dir"]  # rank 0 alone writes there
     del own["deepspeed_config"]  # its values are among the settings
-    files = zip(data_paths.prefixes(config.data), own.pop("data_fingerprint"), strict=True)
-    own |= {f"--data-path {prefix} (its files)": fingerprint for prefix, fingerprint in files}
+    files = zip(data_paths.prefixes(config.data), own.pop("data_fingerprint"), own.pop("data_contents"), strict=True)
+    own |= {f"--data-path {prefix} (its files)": both for prefix, *both in files}
     return own | {"meshwright": our_version(), "python": platform.python_version()} | vocabulary.identity()
 
 

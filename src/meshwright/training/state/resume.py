@@ -14,7 +14,7 @@ from meshwright.checkpoint.registry import FORMATS
 from meshwright.checkpoint.saved_model import model_settings, recorded_settings
 from meshwright.checkpoint.sources import Source
 from meshwright.console import remark
-from meshwright.data.files.indexed import Indexed, fingerprint
+from meshwright.data.files.indexed import Indexed, content_sample, fingerprint
 from meshwright.data.history import BlendHistory, continue_history, first_eight
 from meshwright.data.sets import find_parts, needed_sets
 from meshwright.errors import BAD_DATA, LOCKED, UserError
@@ -231,11 +231,43 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     equal_sets = saved.get("data_sets", ours["data_sets"]) == ours["data_sets"]
     if not equal_sets and all(saved.get(n) == ours[n] for n in path_settings(config.data)):
         out.append(" > note: the contents of the files that list the data have changed since the checkpoint")
-    equal_paths = equal_sets and all(saved.get(n) == ours[n] for n in ("data_path", "train_data_path"))
-    if equal_paths and saved.get("data_fingerprint") != ours["data_fingerprint"]:
-        changed = "the files of --data-path have changed since the checkpoint"
-        out.append(f" > note: {changed}; the run continues with the new ones")
+    if changed := changed_files(saved, ours):
+        files = "; ".join(first_eight(changed))
+        if config.data.data_changed != "ok" and not config.checkpoint.finetune:
+            raise UserError(
+                f"the training data have changed since the checkpoint: {files}. Give the files that it was trained "
+                "on; or --data-changed ok to continue with these; or --finetune, with a --save of its own, to begin "
+                "anew from its weights",
+                BAD_DATA,
+            )
+        out.append(f" > note: the training data have changed since the checkpoint: {files}")
     return out
+
+
+def changed_files(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Describe the token files that are not those of the checkpoint, though path or lengths say so.
+
+    Files that were moved are recognised by their lengths. Releases before 0.13 kept no contents.
+    """
+    before = files_by_path(saved)
+    out = []
+    for prefix, (lengths, content) in files_by_path(ours).items():
+        at_path, _ = before.get(prefix, (lengths, content))
+        of_lengths = {sample: path for path, (known, sample) in before.items() if known == lengths and sample}
+        if at_path != lengths:
+            out.append(f"{prefix}.idx has other documents than then")
+        elif of_lengths and content not in of_lengths:
+            path = next(iter(of_lengths.values()))
+            out.append(f"{prefix}.bin has as many tokens as {path}.bin had, but not the same ones")
+    return out
+
+
+def files_by_path(settings: Mapping[str, Any]) -> dict[str, tuple[str, str | None]]:
+    """Return each pair of token files in a checkpoint's settings, with its lengths and contents."""
+    lengths = settings.get("data_fingerprint", [])
+    contents = settings.get("data_contents", [None] * len(lengths))
+    paths = dict.fromkeys(source[0] for _, sources in settings.get("data_sets", []) for source in sources)
+    return dict(zip(paths, zip(lengths, contents, strict=True), strict=False))
 
 
 def _shown(value: Any) -> Any:
@@ -249,6 +281,7 @@ def saved_settings(config: TrainConfig) -> dict[str, Any]:
     return flags.to_dict(config) | {
         "world_size": None,
         "data_fingerprint": [fingerprint(prefix) for prefix in prefixes(config.data)],
+        "data_contents": [content_sample(prefix) for prefix in prefixes(config.data)],
         "data_sets": [[paths.key, [[s.prefix, s.weight, s.begin, s.end] for s in paths.sources]] for paths in sets],
     }
 
