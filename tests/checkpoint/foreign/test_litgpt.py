@@ -29,6 +29,10 @@ NEOX = COMMON | {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP",
 NEOX |= {"parallel_residual": True, "rotary_percentage": 0.25}
 LLAMA = COMMON | {"norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "bias": False, "n_query_groups": 2}
 LLAMA |= {"parallel_residual": False, "rotary_percentage": 1.0}
+FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED = LLAMA | {"rope_adjustments": FACTORS | {"original_max_seq_len": 8}, "rope_base": 100}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "original_max_position_embeddings": 8, **FACTORS}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 KINDS = {
     "pythia": ("GPTNeoX", {}, NEOX),
     "in turn": (
@@ -37,6 +41,12 @@ KINDS = {
         NEOX | {"parallel_residual": False, "gelu_approximate": "tanh"},
     ),
     "llama": ("Llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5}, LLAMA),
+    "llama3": ("Llama", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_parameters": LLAMA3}, SCALED),
+    "condensed": (
+        "Llama",
+        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_parameters": LINEAR},
+        LLAMA | {"rope_condense_ratio": 4},
+    ),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5}, LLAMA | {"attn_bias": True}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "head_dim": HEAD}, LLAMA | {"norm_qk": True}),
 }
@@ -134,7 +144,9 @@ def test_what_is_refused(tmp_path):
     down = "transformer.h.0.mlp.proj.weight"
     for changes, words in (
         ({"n_expert": 8}, "n_expert is 8"),
-        ({"rope_adjustments": {"factor": 8.0}}, "rope_adjustments is {'factor': 8.0}"),
+        ({"rope_adjustments": {"low_freq_factor": 8.0}}, "rope_adjustments is {'low_freq_factor': 8.0}"),
+        ({"rope_adjustments": {"factor": 8.0}, "rope_condense_ratio": 2}, "with a rope_condense_ratio of 2, which"),
+        ({"rope_adjustments": {"factor": -8.0}}, "model_config.yaml: factor is -8.0; it must be"),
         ({"sliding_window_size": 8}, "sliding_window_size is 8"),
         ({"norm_1": False}, "norm_1 is False"),
         ({"mlp_class_name": "LLaMAMoE"}, "mlp_class_name is LLaMAMoE"),

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
-from meshwright.checkpoint.foreign.huggingface.reader import COUNT, POSITIVE, HuggingFaceFolder, Views, head_of, refused
+from meshwright.checkpoint.foreign.huggingface.reader import (
+    COUNT,
+    POSITIVE,
+    HuggingFaceFolder,
+    Views,
+    head_of,
+    rotation,
+)
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.manifests import read_small
 from meshwright.checkpoint.registry import LITGPT
@@ -25,9 +32,9 @@ CONFIG_LIMIT = 1 << 20  # bytes
 # Settings that our network lacks, and the values at which they do nothing.
 OFF: dict[str, Any] = dict.fromkeys("post_attention_norm post_mlp_norm shared_attention_norm scale_embeddings".split())
 OFF |= dict.fromkeys("rope_interleave lm_head_bias n_expert latent_attention sliding_window_size".split())
-OFF |= dict.fromkeys("rope_adjustments rope_indices rope_local_base_freq".split())
+OFF |= dict.fromkeys("rope_indices rope_local_base_freq".split())
 OFF |= dict.fromkeys("attention_scores_scalar attention_logit_softcapping".split())
-OFF |= {"norm_1": True, "norm_2": True, "rope_condense_ratio": 1, "norm_qk_type": "default"}
+OFF |= {"norm_1": True, "norm_2": True, "norm_qk_type": "default"}
 ACTIVATIONS: dict[tuple[str, str | None], dict[str, Any]] = {
     ("GptNeoxMLP", "none"): {"bias_gelu_fusion": False},
     ("GptNeoxMLP", "tanh"): {"bias_gelu_fusion": True},
@@ -36,6 +43,8 @@ ACTIVATIONS: dict[tuple[str, str | None], dict[str, Any]] = {
 }
 FIXED: dict[str, Any] = dict.fromkeys("swiglu squared_relu embed_layernorm group_query_attention".split(), False)
 FIXED |= {"apply_residual_connection_post_layernorm": False, "glu_activation": None, "layernorm_bias": True}
+LLAMA3 = frozenset("factor low_freq_factor high_freq_factor original_max_seq_len".split())
+SCALINGS: dict[frozenset[str], str] = {frozenset(): "default", frozenset(["factor"]): "linear", LLAMA3: "llama3"}
 FIXED |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02, "position_embedding_type": "rope"}
 
 
@@ -81,22 +90,18 @@ def read_settings(lit: HuggingFaceFolder) -> dict[str, Any]:
     config = lit.config
     for name, value in OFF.items():
         if (config.get(name) or None) != value and name in config:
-            raise refused(lit.folder, f"{name} is {str(config[name])[:100]}", f"{value} would do", CONFIG)
+            raise lit.refused(f"{name} is {str(config[name])[:100]}", f"{value} would do")
     mlp = str(config.get("mlp_class_name"))
     gelu = None if mlp == "LLaMAMLP" else str(config.get("gelu_approximate", "none"))
     if (mlp, gelu) not in ACTIVATIONS:
         kinds = ", ".join(sorted({name for name, _ in ACTIVATIONS}))
-        raise refused(
-            lit.folder, f"mlp_class_name is {mlp:.50} with gelu_approximate {gelu}", f"{kinds} can be read", CONFIG
-        )
+        raise lit.refused(f"mlp_class_name is {mlp:.50} with gelu_approximate {gelu}", f"{kinds} can be read")
     h, layers, heads = (lit.get(key, COUNT) for key in ("n_embd", "n_layer", "n_head"))
     groups = lit.get("n_query_groups", COUNT, heads)
     if heads % groups:
         raise bad_data(f"{lit.folder / CONFIG}: n_head {heads} is not a multiple of n_query_groups {groups}")
-    bias, kind = (
-        bool(config.get("bias", True)),
-        lit.want("norm_class_name", "LayerNorm", "RMSNorm", default="LayerNorm"),
-    )
+    kind = lit.want("norm_class_name", "LayerNorm", "RMSNorm", default="LayerNorm")
+    bias, cap = bool(config.get("bias", True)), config.get("final_logit_softcapping")
     return (
         FIXED
         | ACTIVATIONS[mlp, gelu]
@@ -109,7 +114,6 @@ def read_settings(lit: HuggingFaceFolder) -> dict[str, Any]:
             "ffn_hidden_size": lit.get("intermediate_size", COUNT, 4 * h),
             "max_position_embeddings": lit.get("block_size", COUNT),
             "rotary_percent": lit.get("rotary_percentage", POSITIVE, 0.25),
-            "rotary_base": float(lit.get("rope_base", POSITIVE, 10000)),
             "normalization": kind,
             "apply_layernorm_1p": kind == "RMSNorm" and "Gemma" in str(config.get("name")),
             "layernorm_epsilon": lit.get("norm_eps", POSITIVE, 1e-5),
@@ -117,12 +121,24 @@ def read_settings(lit: HuggingFaceFolder) -> dict[str, Any]:
             "add_bias_linear": bias,
             "add_qkv_bias": bool(config.get("attn_bias")) and not bias,
             "use_parallel_residual": bool(config.get("parallel_residual", True)),
-            "final_logit_softcapping": lit.get("final_logit_softcapping", POSITIVE)
-            if config.get("final_logit_softcapping")
-            else 0.0,
+            "final_logit_softcapping": lit.get("final_logit_softcapping", POSITIVE) if cap else 0.0,
             "untie_embeddings_and_output_weights": True,
         }
+        | rotation(scaled(lit), lit.get("block_size", COUNT))
     )
+
+
+def scaled(lit: HuggingFaceFolder) -> HuggingFaceFolder:
+    """Add the rotation in Hugging Face's words; its scaling is linear or Llama 3's, if any."""
+    stated, ratio = lit.config.get("rope_adjustments") or {}, lit.get("rope_condense_ratio", POSITIVE, 1.0)
+    kind = SCALINGS.get(frozenset(stated)) if ratio == 1.0 or not stated else None
+    if kind is None:
+        what = f"rope_adjustments is {str(stated)[:100]} with a rope_condense_ratio of {ratio:g}"
+        raise lit.refused(what, "one of them, with a factor alone or all of Llama 3's, would do")
+    rope = {"rope_type": "linear", "factor": ratio} if ratio != 1.0 else {"rope_type": kind, **stated}
+    rope["original_max_position_embeddings"] = stated.get("original_max_seq_len")
+    lit.config |= {"rope_theta": lit.get("rope_base", POSITIVE, 1e4), "rope_scaling": rope}
+    return lit
 
 
 def read_views(lit: HuggingFaceFolder, s: dict[str, Any]) -> Views:

@@ -45,16 +45,13 @@ def open_huggingface(
     config = read_object(inside(folder, CONFIG))
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READERS:
-        raise refused(folder, f"it is a {kind!r} model", f"{', '.join(READERS)} can be loaded")
+        what = f"it is a {kind!r} model, which this package does not compute"
+        raise bad_data(f"{folder / CONFIG}: {what}; it loads {', '.join(READERS)}")
     hf = HuggingFaceFolder(folder, config, dict(tensors_of(folder, trust)))
     settings, views = READERS[kind](hf)
     hf.check_used()
     source = MappedSource(HUGGING_FACE, folder, 0, config=FIXED | settings, notes=hf.notes, views=views)
     return source.of_vocabulary(hf.get("vocab_size", COUNT))
-
-
-def refused(folder: Path, what: str, cure: str, file: str = CONFIG) -> UserError:
-    return bad_data(f"{folder / file}: {what}, which this package does not compute; {cure}")
 
 
 # Files
@@ -177,10 +174,11 @@ class HuggingFaceFolder:
         """Return a setting that must have one of these values."""
         value = self.config.get(key, default)
         if value not in good:
-            raise refused(
-                self.folder, f"{key} is {str(value)[:100]}", f"{' or '.join(map(str, good))} would do", self.file
-            )
+            raise self.refused(f"{key} is {str(value)[:100]}", f"{' or '.join(map(str, good))} would do")
         return value
+
+    def refused(self, what: str, cure: str) -> UserError:
+        return bad_data(f"{self.folder / self.file}: {what}, which this package does not compute; {cure}")
 
     def has(self, name: str) -> bool:
         return name in self.tensors
@@ -355,7 +353,7 @@ def neox_rotation(hf: HuggingFaceFolder) -> dict[str, float]:
     rope = hf.config.get("rope_parameters") or {"rope_type": "default"}
     if not isinstance(rope, dict) or rope.get("rope_type") != "default" or hf.config.get("rope_scaling"):
         what = f"the kind of rotation is {str(hf.config.get('rope_scaling') or rope)[:200]}"
-        raise refused(hf.folder, what, "default would do")
+        raise hf.refused(what, "default would do")
     out = {}
     keys = {"rotary_base": ("rotary_emb_base", "rope_theta", 1e4)}
     keys["rotary_percent"] = ("rotary_pct", "partial_rotary_factor", 0.25)
@@ -461,7 +459,7 @@ def check_window(hf: HuggingFaceFolder, positions: int) -> None:
     window = hf.get("sliding_window", COUNT, 4096)
     if window < positions:
         cure = f"one of max_position_embeddings, {positions}, or null would do"
-        raise refused(hf.folder, f"sliding_window is {window}", cure)
+        raise hf.refused(f"sliding_window is {window}", cure)
 
 
 def rotation(hf: HuggingFaceFolder, positions: int) -> dict[str, Any]:
@@ -470,10 +468,10 @@ def rotation(hf: HuggingFaceFolder, positions: int) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
     if kind not in ("default", *SCALINGS) or any(isinstance(value, dict) for value in rope.values()):
         what = f"the kind of rotation (rope_parameters, rope_scaling) is {str(rope)[:200]}"
-        raise refused(hf.folder, what, f"default, {', '.join(SCALINGS)} would do")
+        raise hf.refused(what, f"default, {', '.join(SCALINGS)} would do")
     for key, good in {"partial_rotary_factor": 1.0, "truncate": True}.items():
         if (value := rope.get(key, hf.config.get(key, good))) != good:
-            raise refused(hf.folder, f"{key} is {str(value)[:100]}", f"{good} would do")
+            raise hf.refused(f"{key} is {str(value)[:100]}", f"{good} would do")
     out: dict[str, Any] = {"rotary_base": hf.get("rope_theta", POSITIVE, 1e4, rope if "rope_theta" in rope else None)}
     out["rope_scaling"] = "none" if kind == "default" else kind
     defaults: dict[str, float] = {"original_max_position_embeddings": positions, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -483,7 +481,7 @@ def rotation(hf: HuggingFaceFolder, positions: int) -> dict[str, Any]:
         bound = COUNT if key == "original_max_position_embeddings" else POSITIVE
         out[name] = hf.get(key, bound, defaults.get(key), rope)
     if problems := rope_problems(Model(**out)):
-        raise bad_data(f"{hf.folder / CONFIG}: {problems[0]}")
+        raise bad_data(f"{hf.folder / hf.file}: {problems[0]}")
     return out
 
 
