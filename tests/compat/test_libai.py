@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ import fakes
 from blocks import block, covers
 from documents import ROOT, ROUNDING, assert_same, by_deepspeed, run, shell, steps
 from helpers import free_port
+from meshwright.data.files.indexed import Indexed
 from meshwright.errors import UserError
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(180)]
@@ -37,7 +39,8 @@ PRINT = """python3() { printf '%q ' "$@"; echo; }\nexport -f python3\n"""
 def clone(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `git clone` and the document's data leave it, with a folder of configs that may change."""
     folder = tmp_path_factory.mktemp("libai")
-    (folder / "tools").symlink_to(SYSTEM / "tools")
+    for name in ("tools", "oneflow"):
+        (folder / name).symlink_to(SYSTEM / name)
     shutil.copytree(SYSTEM / "configs", folder / "configs")
     for path in [*place.glob("gpt2-*"), *place.glob("my-gpt2_text_document.*")]:
         (folder / path.name).symlink_to(path)
@@ -81,7 +84,8 @@ def test_two_nodes_with_equal_arguments(clone: Path, tool: Any) -> None:
     assert first == second and first[1] == CONFIG and "train.dist.pipeline_parallel_size=4" in first
     stages = block("benchmarks/libai-pipeline-stages").replace(" * 6", "").replace(" ", "").strip()
     own = [*first, "train.output_dir=logs/two", stages]
-    ends, logs = by_deepspeed(clone, [own, own], 2, "tools/train_net.py")
+    nodes = [[*own, f"train.output_dir=logs/two_20261122_10000000{node}"] for node in range(2)]  # by their clocks
+    ends, logs = by_deepspeed(clone, nodes, 2, "tools/train_net.py")
     assert ends == [0] * 4, "\n".join(logs)
     assert "tensor-model-parallel size: 1, pipeline-model-parallel size: 4" in logs[0]
     assert "loss scale: 65536.0" in (clone / "logs/two/log.txt").read_text()
@@ -92,6 +96,46 @@ def test_two_nodes_with_equal_arguments(clone: Path, tool: Any) -> None:
 
     assert main(["train", *flags]) == 0
     assert_same(steps(clone / "logs/two"), steps(clone / "logs/one"), ROUNDING)
+
+
+def test_oneflows_launcher(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its module is found in the folder of the scripts, with its flags and its defaults."""
+    ran: list[tuple[Any, list[str]]] = []
+    monkeypatch.setattr("meshwright.launch.agent.launch_ranks", lambda plan, program: ran.append((plan, program)) or 0)
+    monkeypatch.chdir(clone)
+    monkeypatch.syspath_prepend(str(clone))
+    script = ["tools/train_net.py", "--config-file", CONFIG, "train.seed=1"]
+    for flags in ("--nproc_per_node 8 --nnodes 2 --node_rank 1 --master_addr 10.0.0.1 --master_port 12345", ""):
+        monkeypatch.setattr("sys.argv", ["launch.py", *flags.split(), *script])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_module("oneflow.distributed.launch", run_name="__main__")
+        assert end.value.code == 0
+    (two, program), (one, _) = ran
+    assert (two.processes, two.nodes, two.node, two.address, two.port) == (8, 2, 1, "10.0.0.1", 12345)
+    assert (one.processes, one.nodes) == (1, 1) and program == ["-u", *script]
+
+
+# What the scripts of LiBai and OneAutoTest do, from the folder of tools/.
+OWN_SCRIPT = """set -ex
+folder=test_logs/commit/1n$2g/LibAI_gpt2_mp$3_1n$2g_$(date "+%Y%m%d_%H%M%S%N")
+mkdir -p $folder
+python3 -m oneflow.distributed.launch --nproc_per_node $2 --nnodes 1 --node_rank 0 \
+    --master_addr 127.0.0.1 --master_port $PORT \
+    tools/train_net.py --config-file $1 train.dist.tensor_parallel_size=$3 train.amp.enabled=True \
+    train.train_iter=4 train.log_period=2 train.output_dir=$folder 2>&1 | tee $folder/output.log
+rm -rf $folder/model_final
+"""
+
+
+@pytest.mark.long  # the real launcher, whose ranks import torch one by one
+def test_a_script_with_oneflows_launcher(clone: Path) -> None:
+    """Copied over tools/, it runs as it is."""
+    (clone / "configs/of_ones_own.py").write_text(OWN)
+    (clone / "own.sh").write_text(OWN_SCRIPT)
+    shell(clone, f"PORT={free_port()} bash own.sh configs/of_ones_own.py 2 2")
+    (log,) = clone.glob("test_logs/commit/1n2g/*/output.log")
+    assert re.findall(r"iteration: (\d)/4", log.read_text()) == ["1", "3"]
+    assert "tensor-model-parallel size: 2" in log.read_text() and (log.parent / "iter_0000004").is_dir()
 
 
 @pytest.mark.long
@@ -175,11 +219,23 @@ def test_settings_become_flags(tool: Any, words: str) -> None:
     )
 
 
+def test_a_length_in_epochs(tool: Any) -> None:
+    """LiBai's: the larger of the steps and of the readings, whose last step may be partial."""
+    words = ["train.global_batch_size=7", "train.train_epoch=2", "dataloader.train.dataset[0].max_seq_length=32"]
+    tokens = Indexed("my-gpt2_text_document").tokens_of(0, 57)  # split 949,50,1 of 60 documents
+    steps = math.ceil((tokens - 1) // 32 * 2 / 7)
+    for length, want in ((0, steps), (3, steps), (10**6, 10**6)):
+        flags, notes = flags_of(tool, [*words, f"train.train_iter={length}", "train.warmup_ratio=0.1"])
+        assert flags[flags.index("--train-iters") + 1] == str(want)
+        assert flags[flags.index("--lr-warmup-iters") + 1] == str(math.ceil(want * 0.1))
+        assert f"train.train_iter, {length} steps, and train.train_epoch, {steps} steps of this data" in notes[0]
+
+
 REFUSED = {
     "train.evaluation.eval_perod=3": "eval_perod is no setting here; did you mean train.evaluation.eval_period?",
     "train.dist.x=3": "train.dist.x is no setting here",
     "model.cfg.hidden_layers=12": "model.cfg.hidden_layers is 12, but --num-layers is 24 by another key; give one",
-    "train.train_epoch=2": "train.train_epoch=2 is refused: the length is counted in steps, train.train_iter; give 0",
+    "train.train_samples=2": "train.train_samples=2 is refused: the length is train.train_iter or train.train_epoch;",
     "optim.params.weight_decay_bias=0.1": "weight_decay_bias=0.1 is refused: only matrices decay; give 0",
     "train.scheduler._target_=libai.scheduler.WarmupStepLR": "WarmupStepLR is refused; known are WarmupCosineLR,",
     "train.scheduler.end_learning_rate=1e-6": "train.scheduler.end_learning_rate is no setting of this schedule, whose",

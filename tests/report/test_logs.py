@@ -158,6 +158,24 @@ def test_logs_of_other_machines(tmp_path, capsys):
     assert [row["memory_mib"] for row in found["runs"]] == [34771.0, 34771.0] and len(found["without_steps"]) == 1
 
 
+def test_good_logs_of_other_machines_are_no_problem(tmp_path, capsys):
+    """Without nvidia-smi they have next to nothing. Failed ones and superfluous ones are named."""
+    folders = [tmp_path / f"x_{NAME}_20261122_{n:09}" for n in range(3)]
+    for folder, text in zip(folders, (ENGINE, "", "Traceback (most recent call last):\nno memory\n"), strict=True):
+        folder.mkdir()
+        (folder / "output.log").write_text(text)
+    (tmp_path / f"x_{NAME}").mkdir()
+    (tmp_path / f"x_{NAME}/log.txt").write_text(ENGINE)  # of the same run, in the folder of all machines
+    assert main(["report", "--logs", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert (
+        out.count("\n") == 2 and err == f"{folders[2]}/output.log: no line of a step in it; its last line: no memory\n"
+    )
+    (folders[2] / "output.log").write_text("")  # two for the one other machine
+    assert main(["report", "--logs", str(tmp_path)]) == 0
+    assert capsys.readouterr().err.count("output.log: empty\n") == 2
+
+
 def test_a_log_without_a_configuration_has_the_name_of_its_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/log.txt").write_text(NORMAL)

@@ -28,8 +28,6 @@ precision=FP16
 folder=${p[1]:-1}n${p[2]:-8}g
 log=test_logs/${p[12]:-01b1d32}/$folder/LibAI_gpt2_nl${p[11]:-24}_nah16_hs1024_${precision}_ac${p[8]:-false}
 log+=_mp${p[5]:-1}_pp${p[6]:-1}_mb${p[9]:-4}_gb${p[10]:-4}_${folder}_$(date +%Y%m%d_%H%M%S%N)
-output=$log
-[[ ${p[1]:-1} == 1 ]] || output=${log%_*_*} # without the time: all machines save into one folder
 mkdir -p "$log"
 echo "LOG_FILENAME=$log"
 tools=$(cd "$(dirname "$0")" && pwd -P)
@@ -38,6 +36,6 @@ NODE=${p[1]:-1} NODE_RANK=${p[3]:-0} ADDR=${p[4]:-127.0.0.1} bash "$tools/train.
     "train.train_micro_batch_size=${p[9]:-4}" "train.global_batch_size=${p[10]:-4}" \
     "train.dist.tensor_parallel_size=${p[5]:-1}" "train.dist.pipeline_parallel_size=${p[6]:-1}" \
     "train.amp.enabled=${p[7]:-true}" "train.activation_checkpoint.enabled=${p[8]:-false}" \
-    "train.train_iter=${p[13]:-220}" "train.log_period=${p[14]:-100}" "train.output_dir=$output" \
+    "train.train_iter=${p[13]:-220}" "train.log_period=${p[14]:-100}" "train.output_dir=$log" \
     "train.checkpointer.period=0" --nvidia-smi-at $((${p[13]:-220} < 99 ? ${p[13]:-220} : 99)) "$@" 2>&1 |
     tee -i "$log/output.log" # -i: after Ctrl-C the training still ends in order

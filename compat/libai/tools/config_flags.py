@@ -7,9 +7,12 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from meshwright.data.sets import samples_of_epochs
 from meshwright.errors import UserError
+from meshwright.settings.flags import parse_settings
 from meshwright.settings.hints import did_you_mean
 from meshwright.settings.other_programs.lazy_config import read_expression
+from meshwright.settings.schema import TrainConfig
 
 TABLES = ("model", "train", "optim", "dataloader", "tokenization", "graph")  # LiBai reads no others
 # Table -> key=flag that takes the value; a flag without = has the key's name.
@@ -37,7 +40,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     "AdamW's bias correction is always on": {"optim.do_bias_correction": True},
     "the gradient is clipped by its Euclidean norm": {"optim.params.clip_grad_norm_type": 2},
     "only matrices decay": {"optim.params.weight_decay_norm": 0, "optim.params.weight_decay_bias": 0},
-    "the length is counted in steps, train.train_iter": {"train.train_epoch": 0, "train.train_samples": None},
+    "the length is train.train_iter or train.train_epoch": {"train.train_samples": None},
     "--resume goes on where the run ended": {"train.start_iter": 0, "train.consumed_train_samples": 0},
     "the warm-up is linear": {"train.scheduler.warmup_method": "linear"},
     "validation and test set are parts of the training's files; see splits": {"dataloader.test": []},
@@ -74,7 +77,14 @@ def to_flags(config: dict[str, Any], defaults: dict[str, Any], world: int) -> tu
     """Return the flags of a resolved config, and notes on settings without effect."""
     settings, usual = (dict(flattened({t: c.get(t, {}) for t in TABLES})) for c in (config, defaults))
     settings = {key.replace("optim.parameters.", "optim.params."): value for key, value in settings.items()}
+    sizes = (settings[f"train.dist.{way}_parallel_size"] for way in ("tensor", "pipeline"))
+    copies = max(1, world // math.prod(sizes))
     given, wrong, notes = dict[str, str](), list[str](), dict[str, None]()
+    if epochs := settings.pop("train.train_epoch", 0):
+        length, steps = settings["train.train_iter"] or 0, steps_of(epochs, settings, copies)
+        settings["train.train_iter"] = max(length, steps)
+        said = f"train.train_iter, {length} steps, and train.train_epoch, {steps} steps of this data"
+        notes[f"the length is the larger of {said}"] = None
     for key, value in settings.items():
         ignored = next((k for k in IDLE if key == k or key.startswith(f"{k}.")), None)
         if flag := FLAGS.get(key):
@@ -90,8 +100,6 @@ def to_flags(config: dict[str, Any], defaults: dict[str, Any], world: int) -> tu
             wrong.append(f"{key} is no setting here{did_you_mean(key, [*known, *FLAGS, *FIXED, *IDLE], 0.8)}")
     if wrong:
         raise UserError("\n  ".join(wrong))
-    sizes = (settings[f"train.dist.{way}_parallel_size"] for way in ("tensor", "pipeline"))
-    copies = max(1, world // math.prod(sizes))
     out = [word for pair in given.items() for word in pair]
     out += model(settings) + update(settings, copies) + training(settings, copies) + data(settings)
     if settings.get("train.warmup_ratio"):
@@ -151,10 +159,21 @@ def training(s: dict[str, Any], copies: int) -> list[str]:
     out += ["--recompute-granularity", "full"] if s["train.activation_checkpoint.enabled"] else []
     zero = s["train.zero_optimization.stage"] if s["train.zero_optimization.enabled"] else 0
     out += ["--zero-stage", str(zero)] if zero else []
-    one = (s["train.train_micro_batch_size"] or 1) * copies
-    batch = s["train.global_batch_size"] or one * (s["train.num_accumulation_steps"] or 1)
     samples = s["train.evaluation.eval_iter"] * s["train.test_micro_batch_size"] * copies
-    return [*out, "--eval-iters", str(math.ceil(samples / batch) if s["train.evaluation.enabled"] else 0)]
+    batches = math.ceil(samples / batch_of(s, copies))
+    return [*out, "--eval-iters", str(batches if s["train.evaluation.enabled"] else 0)]
+
+
+def batch_of(s: dict[str, Any], copies: int) -> int:
+    """Return the samples of one step."""
+    micro, number = s["train.train_micro_batch_size"] or 1, s["train.num_accumulation_steps"] or 1
+    return int(s["train.global_batch_size"] or micro * copies * number)
+
+
+def steps_of(epochs: float, s: dict[str, Any], copies: int) -> int:
+    """Return the steps of so many readings of the training data."""
+    config = parse_settings(TrainConfig, [*data(s), "--train-epochs", "1"], "", check=False).config
+    return math.ceil(samples_of_epochs(config) * epochs / batch_of(s, copies))
 
 
 def data(s: dict[str, Any]) -> list[str]:

@@ -47,6 +47,8 @@ def train(argv: list[str]) -> int:
     given, more = parser.parse_known_args([word for word in argv if word not in words])
     words += FAST * given.fast_dev_run + ["train.resume=True"] * given.resume
     config, world = resolve(given.config_file, words), find_world(os.environ, None)
+    if world.size > world.local_size:  # scripts name the folder by each machine's clock
+        config["train"]["output_dir"] = re.sub(r"_\d{8}_\d{6,}$", "", str(config["train"]["output_dir"]))
     try:
         flags, notes = to_flags(config, resolve(str(HERE.parent / "configs/gpt2_pretrain.py"), []), world.size)
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:

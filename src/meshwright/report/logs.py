@@ -16,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ PATTERNS = ("*.log", "*.out", "*log*.txt")  # of logs in folders
 LONGEST_LINE = 1 << 16  # bytes; a longer one is cut
 MOST_BARS = 100
 WORDS_OF_LINES = (b"iteration", b"step", b"MiB", b"memory (MB)", b"lm loss PPL", b" ..")  # of lines that are read
+WORDS_OF_FAILURES = (b"Traceback (most", b"rror: ", b"core dumped", b"Killed")
 NUMBER = r"([-+]?(?:\d[\d.]*(?:[eE][-+]?\d+)?|nan|inf))"
 
 
@@ -55,6 +57,7 @@ class Log:
     memory: dict[str, float] = field(default_factory=dict)  # MiB, per source
     ppl: float | None = None  # the lowest of all validations
     last: bytes = b""  # the last line that is not empty
+    has_failure: bool = False  # a line has a word of a failure
     nvidia: list[str] = field(default_factory=list)  # the columns of nvidia-smi's last head
 
 
@@ -145,10 +148,7 @@ def _after(pattern: str, text: str) -> float | None:
 
 
 def find_logs(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield logs and their names: files that are named, and in folders those that look like logs.
-
-    LiBai writes one run to both log.txt and output.log of a folder; the second is enough.
-    """
+    """Yield logs and their names: named files, and in folders those that look like logs."""
     for path in paths:
         if not path.is_dir():
             if not path.exists():
@@ -156,8 +156,18 @@ def find_logs(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
             yield path, str(path)
             continue
         for file in sorted({p for pattern in PATTERNS for p in path.rglob(pattern) if p.is_file()}):
-            if file.name != "log.txt" or not file.with_name("output.log").exists():
+            if file.name != "log.txt" or not has_output(file.parent):
                 yield file, str(file)
+
+
+def has_output(folder: Path) -> bool:
+    """Return whether the run of log.txt has an output.log too, which is enough.
+
+    The benchmark's script writes it into the folder or, on several machines, into one that has this
+    name and the time.
+    """
+    dated = folder.parent.glob(f"{escape(folder.name)}_[0-9]*_[0-9]*/output.log")
+    return (folder / "output.log").exists() or any(dated)
 
 
 def read_log(path: Path, name: str) -> Log:
@@ -167,6 +177,7 @@ def read_log(path: Path, name: str) -> Log:
             *pieces, rest = re.split(rb"[\r\n]", block)  # progress bars write over their line
             for piece in pieces:
                 log.last = piece.strip() or log.last
+                log.has_failure = log.has_failure or any(word in piece for word in WORDS_OF_FAILURES)
                 if piece.startswith(b"|") or any(word in piece for word in WORDS_OF_LINES):
                     read_line(log, clean(piece))
             log.last = rest.strip() or log.last  # without its end: cut, perhaps within a number
@@ -280,9 +291,9 @@ def config_of(log: Log) -> str:
     )
     if not (layers and tp and pp):
         return title_of(log)
-    machines = re.findall(r"[_/](\d+)n(\d+)g", str(path.with_suffix("")))
-    world = value("world_size", "$^") or (str(math.prod(map(int, machines[-1]))) if machines else None)
-    machines_of = f"_{machines[-1][0]}n{machines[-1][1]}g" if machines else f"_{world}g" if world else ""
+    machines = machines_of(log)
+    world = value("world_size", "$^") or (str(math.prod(machines)) if machines else None)
+    size = f"_{machines[0]}n{machines[1]}g" if machines else f"_{world}g" if world else ""
     ranks = int(tp) * int(pp)
     dp = int(world) // ranks if world and ranks else "?"
     named = value("", r"_(fp16|bf16|fp32|amp)(?=_|$)") or "fp32"
@@ -293,14 +304,22 @@ def config_of(log: Log) -> str:
     if "fp16" not in arguments:
         recomputed = "_actrue" in name.lower()
     parts = [f"nl{layers}", precision, f"{dp}x{tp}x{pp}", *(["ac"] if recomputed else [])]
-    return "_".join([*parts, *(f"{n}{x}" for n, x in (("mb", micro), ("gb", batch)) if x)]) + machines_of
+    return "_".join([*parts, *(f"{n}{x}" for n, x in (("mb", micro), ("gb", batch)) if x)]) + size
+
+
+def machines_of(log: Log) -> tuple[int, int] | None:
+    """Return the numbers of machines and of devices on each, if the path states them (_2n8g)."""
+    stated = re.findall(r"[_/](\d+)n(\d+)g", str(log.path.absolute().with_suffix("")))
+    return (int(stated[-1][0]), int(stated[-1][1])) if stated else None
 
 
 def join_machines(logs: Sequence[Log]) -> list[Log]:
-    """Add the memory of a run's other machines to the log of its first, which alone has steps.
+    """Leave out the logs of a run's other machines, and add their memory to the one log with steps.
 
     The logs of machines have one name up to their date. Runs of one name are taken in the order of
-    their dates; logs are left apart if each run has not the same number of them.
+    their dates; logs are left apart if each run has not the same number of them, or another number
+    than the name says. A log that has neither steps nor memory is taken for a machine's only if the
+    name says how many there are.
     """
     groups: dict[str, list[Log]] = {}
     for log in logs:
@@ -309,12 +328,15 @@ def join_machines(logs: Sequence[Log]) -> list[Log]:
     joined: set[int] = set()
     for group in groups.values():
         group.sort(key=title_of)
+        machines = machines_of(group[0])
         first = [log for log in group if log.lines]
-        others = [log for log in group if not log.lines and "nvidia-smi" in log.memory]
-        if first and len(others) % len(first) == 0:
-            each = len(others) // len(first)
+        without = [log for log in group if not (log.lines or log.has_failure)]
+        others = [log for log in without if machines or "nvidia-smi" in log.memory]
+        each = machines[0] - 1 if machines else len(others) // max(1, len(first))
+        if first and len(others) == each * len(first):
             for n, log in enumerate(others):
-                _keep_most(first[n // each], "nvidia-smi", log.memory["nvidia-smi"])
+                if "nvidia-smi" in log.memory:
+                    _keep_most(first[n // each], "nvidia-smi", log.memory["nvidia-smi"])
                 joined.add(id(log))
     return [log for log in logs if id(log) not in joined]
 
