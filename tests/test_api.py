@@ -162,6 +162,7 @@ def test_load(run):
         ({"prompt": ["a", "x" * 16]}, "prompt 1 has 16 tokens; the model reads 16, shorten it"),
         ({"prompt": ["a", 1]}, "['a', 1] is neither a text nor a list of token ids"),
         ({"prompt": 5}, "5 is neither a text nor a list of token ids"),
+        ({"batch_size": 0}, "batch_size 0 must be above 0"),
     ],
 )
 def test_generate_refuses_what_makes_no_sense(run, options, message):

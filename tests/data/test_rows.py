@@ -59,6 +59,8 @@ def test_csv_and_tsv_are_tables(tmp_path, monkeypatch, size):
     assert read(folder, json_keys=["review"]) == read(tmp_path / "e.zip", json_keys=["review"]) == (texts, passed)
     (folder / "a.csv").write_bytes(table_of(texts, lineterminator="\r", quoting=csv.QUOTE_ALL))
     assert read(folder, json_keys=["review"]) == (texts, passed)
+    (tmp_path / "f.csv").write_bytes(b"id;review\r1;a, b, c\r")
+    assert read(tmp_path / "f.csv", json_keys=["review"]) == (["a, b, c"], [])
     (tmp_path / "g.csv").write_bytes(table_of(texts).decode().encode("gb18030", "ignore"))
     assert read(tmp_path / "g.csv", json_keys=["review"], encoding="gb18030")[0][:5] == texts[:5]
     preprocess_inputs(tmp_path / "x", folder / "a.csv", json_keys=["review"], workers=1)

@@ -150,6 +150,8 @@ class LanguageModel:
         """
         if unknown := filters.keys() - Filters.__annotations__.keys():
             raise TypeError(f"generate() got unexpected arguments: {', '.join(sorted(unknown))}")
+        if batch_size < 1:
+            raise UserError(f"batch_size {batch_size} must be above 0")
         options = Sampling(temperature, greedy, out_seq_length=max_new_tokens, **filters)
         ends = (stop,) if isinstance(stop, str) else tuple(stop)
         is_list = isinstance(prompt, list | tuple) and all(isinstance(p, str | list | tuple) for p in prompt)

@@ -51,19 +51,23 @@ def json_line(row: dict[str, Any]) -> bytes:
         return BAD_ROW + f"no text under {key!r} ({type(value).__name__})\n".encode()
 
 
+def header_of(start: bytes) -> tuple[bytes, bool]:
+    """Return the first line of a file, which may be one of an old Mac, and whether it ends."""
+    header, *rest = re.split(b"[\r\n]", start.removeprefix(BOM), maxsplit=1)
+    return header, bool(rest)
+
+
 def delimiter_of(name: str, header: bytes) -> str:
     """Return what separates the fields: a tab in TSV, in CSV the most frequent of the usual."""
-    return (
-        "\t"
-        if re.search(r"\.tsv\b", name, re.IGNORECASE)
-        else max(",;\t|", key=lambda sign: header.count(sign.encode()))
-    )
+    if re.search(r"\.tsv\b", name, re.IGNORECASE):
+        return "\t"
+    return max(",;\t|", key=lambda sign: header.count(sign.encode()))
 
 
 def has_columns(name: str, start: bytes, keys: list[str]) -> bool:
     """Return whether the first line of a file names these columns, as far as it is known."""
-    header, *rest = re.split(b"[\r\n]", start.removeprefix(BOM), maxsplit=1)
-    if not rest:
+    header, is_complete = header_of(start)
+    if not is_complete:
         return all(key.encode() in header for key in keys)
     columns = next(csv.reader([header.decode("utf-8", "replace")], delimiter=delimiter_of(name, header)), [])
     return all(columns.count(key) == 1 for key in keys)
@@ -76,7 +80,7 @@ def csv_lines(stream: BinaryIO, name: str, start: bytes, keys: list[str]) -> Ite
     """
     csv.field_size_limit(records.LONGEST)
     text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-    reader = csv.reader(text, delimiter=delimiter_of(name, start.partition(b"\n")[0]), strict=True)
+    reader = csv.reader(text, delimiter=delimiter_of(name, header_of(start)[0]), strict=True)
     try:
         columns = next(reader, [])
         require_columns(name, columns, keys)
