@@ -49,7 +49,7 @@ def one_sample(w: Weights, m: Model, tokens, places, documents, drop) -> np.ndar
     x = x * drop.get(0, 1.0)
     for i in range(m.num_layers):
         y = norm(w, m, f"h.{i}.ln_1", x)
-        branch = attention(w, m, f"h.{i}.attn", y, places, documents, drop.get(~i))
+        branch = attention(w, m, i, y, places, documents, drop.get(~i))
         before = x
         x = (y if m.apply_residual_connection_post_layernorm else x) + branch * drop.get(2 * i + 1, 1.0)
         y = norm(w, m, f"h.{i}.ln_2", before if m.use_parallel_residual else x)
@@ -76,7 +76,8 @@ def linear(w: Weights, name: str, x: np.ndarray, biased: bool) -> np.ndarray:
     return y + w[f"{name}.bias"] if biased else y
 
 
-def attention(w: Weights, m: Model, name: str, x, places, documents, drop) -> np.ndarray:
+def attention(w: Weights, m: Model, layer: int, x, places, documents, drop) -> np.ndarray:
+    name, furthest = f"h.{layer}.attn", reach(m, layer, len(x))
     heads, d = m.num_attention_heads, m.kv_channels or m.hidden_size // m.num_attention_heads
     groups = m.num_query_groups or (1 if m.group_query_attention else heads)
     per_group = heads // groups
@@ -94,7 +95,7 @@ def attention(w: Weights, m: Model, name: str, x, places, documents, drop) -> np
             q, k = rotated(q, places, m), rotated(k, places, m)
         o = np.zeros(q.shape, np.result_type(q, k, v))
         for t in range(len(x)):
-            seen = [s for s in range(t + 1) if documents[s] == documents[t]]
+            seen = [s for s in range(t + 1) if documents[s] == documents[t] and t - s <= furthest]
             scores = np.array([q[t] @ k[s] for s in seen]) / math.sqrt(d)
             if m.position == "alibi":
                 scores = scores + slope_of(head, heads) * (np.array(seen) - t)
@@ -103,6 +104,14 @@ def attention(w: Weights, m: Model, name: str, x, places, documents, drop) -> np
             o[t] = (p if drop is None else p * drop[head, t, seen]) @ v[seen]
         out.append(o)
     return linear(w, f"{name}.proj", np.concatenate(out, axis=-1), m.add_bias_linear)
+
+
+def reach(m: Model, layer: int, length: int) -> int:
+    """Return how far back a layer sees, by Megatron's forms of its two settings."""
+    skipped = m.window_attn_skip_freq or "0"
+    kinds = eval(skipped)  # of this file's tests
+    is_full = kinds[layer] == 0 if isinstance(kinds, list) else kinds and (layer + 1) % kinds == 0
+    return length if is_full or m.window_size is None else int(m.window_size.split(",")[0])
 
 
 def rotated(x: np.ndarray, places: np.ndarray, m: Model) -> np.ndarray:

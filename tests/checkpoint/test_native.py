@@ -334,6 +334,11 @@ def test_a_step_of_an_older_release_has_no_later_settings(tmp_path: Path) -> Non
     config = flags.parse_settings(TrainConfig, ["--preset", "llama3.2-1b", "--load", str(tmp_path)], "test").config
     assert config.model.rope_scaling == "llama3"
     assert checkpoint_architecture(config, set()).model.rope_scaling == "none"
-    for flag in ("--use-parallel-residual", "--disable-layernorm-bias", "--final-logit-softcapping=30"):
+    for flag in (
+        "--use-parallel-residual",
+        "--disable-layernorm-bias",
+        "--final-logit-softcapping=30",
+        "--window-size=3",
+    ):
         config = flags.parse_settings(TrainConfig, ["--mock-data", "--num-layers=1", flag], "test", check=False).config
         assert "contradict" in error_of(lambda config=config: differences(config, open_step(tmp_path, 7).config)), flag

@@ -209,6 +209,7 @@ ARCHITECTURE: dict[str, Chances] = {
         "--position-embedding-type alibi": 2,
         "--position-embedding-type none": 1,
     },
+    "window": {"": 4, "--window-size 3,0": 1, "--window-size 6 --window-attn-skip-freq 2": 1},
     "norm": {
         "": 4,
         "--normalization RMSNorm": 3,

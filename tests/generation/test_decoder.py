@@ -30,6 +30,7 @@ SHAPES = {
     ),
     "alibi": Model(position_embedding_type="alibi"),
     "capped": Model(final_logit_softcapping=1.0),
+    "window": Model(position_embedding_type="rope", window_size="3,0", window_attn_skip_freq="2"),
 }
 
 
@@ -221,8 +222,9 @@ def test_stop_strings(monkeypatch):
     assert (two.text, two.finish, two.ended) == ("5 5 5", "stop", True)
 
 
-def test_long_prompts_are_read_in_chunks(monkeypatch):
-    model = little("llama")
+@pytest.mark.parametrize("shape", ["llama", "window"])
+def test_long_prompts_are_read_in_chunks(shape, monkeypatch):
+    model = little(shape)
     want = [c.tokens for c in complete(model, requests(GREEDY), 8)]
     monkeypatch.setattr("meshwright.generation.decoder.CHUNK", 4)
     monkeypatch.setattr("meshwright.generation.decoder.PREFILL", 20)

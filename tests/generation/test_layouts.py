@@ -34,6 +34,7 @@ SHAPES = {
     "llama": "--num-query-groups=2 --position-embedding-type=rope --swiglu --untie-embeddings-and-output-weights "
     "--normalization=RMSNorm --disable-bias-linear --final-logit-softcapping=4",
     "alibi": "--position-embedding-type=alibi",
+    "window": "--position-embedding-type=rope --window-size=5,0 --window-attn-skip-freq=2",
 }
 LAYOUTS = {
     2: ["--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "", "--context-parallel-size=2"],

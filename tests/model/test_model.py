@@ -67,6 +67,12 @@ def test_flops_by_megatrons_formula():
         m = config.Model(num_layers=layers, hidden_size=h, num_attention_heads=heads)
         want = 72 * layers * h * h * (1 + seq / (6 * h) + v / (12 * layers * h))
         assert counts.flops_per_token(m, v, seq) == pytest.approx(want)
+        m = dataclasses.replace(m, window_size="255,0", window_attn_skip_freq="4")
+        narrow = 72 * layers * h * h * 3 / 4 * (seq - 256) / (6 * h)  # of three in four layers
+        assert counts.flops_per_token(m, v, seq) == pytest.approx(want - narrow)
+        assert counts.flops_per_token(m, v, 128) == counts.flops_per_token(
+            dataclasses.replace(m, window_size=None), v, 128
+        )
 
 
 def test_names_and_shapes_are_those_of_the_checkpoint():
@@ -339,11 +345,11 @@ class CountingGenerator:
         monkeypatch.setattr(devices, "is_capturing", lambda device: capturing)
         real = attention.fused
 
-        def fused(q, k, v, shared, p):
+        def fused(q, k, v, mask, slopes, p):
             if p:
                 self.places.append((self.number, self.offset))
-                self.offset += q[..., 0].numel()
-            return real(q, k, v, shared, 0.0)
+                self.offset += q[..., 0].numel() * (1 if mask is None else 2)  # by another kernel
+            return real(q, k, v, mask, slopes, 0.0)
 
         monkeypatch.setattr(attention, "fused", fused)
 
@@ -373,6 +379,10 @@ def test_each_layer_draws_its_dropout_after_the_layer_before(monkeypatch, recomp
     assert generator.places == [(seed, 0), (seed, each), (seed, each)]  # the first shows how many a layer draws
     model(x, training(first_sample=6))
     assert generator.places[-1][0] != seed
+    windows = make(dataclasses.replace(m, window_size="3,0", window_attn_skip_freq="2")).train()
+    generator.places.clear()
+    windows(x, training(first_sample=5))
+    assert generator.places == [(seed, 0), (seed, 2 * each)]
 
 
 def test_nothing_is_seeded_while_a_graph_is_captured(monkeypatch):
@@ -406,11 +416,9 @@ def test_query_key_layer_scaling_changes_nothing():
         scores = scores.masked_fill(torch.ones(16, 16, dtype=torch.bool).triu(1), -10000.0)
         probabilities = torch.softmax(scores.float() * layer, -1)
         want = torch.einsum("bnts,bsnd->btnd", probabilities, v)
-        ours = attention.reference(q, k, v, positions.Shared(Positions()), 0.0, layer - 1)
+        ours = attention.reference(q, k, v, None, Positions(), 0.0, layer - 1)
         torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(
-            attention.fused(q, k, v, positions.Shared(Positions()), 0.0), want, rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(attention.fused(q, k, v, None, None, 0.0), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -422,7 +430,7 @@ def test_scores_of_the_reference_are_float32(dtype):
         k[0, 1, 0, 0] -= 1 / 0.75  # the second key's score is a little lower
         v = torch.tensor([1.0, 0.0]).view(1, 2, 1, 1).to(dtype)
         scores = (q.double()[0, 1, 0] * k.double()[0, :, 0]).sum(-1) / 8
-        got = attention.reference(q, k, v, positions.Shared(Positions()), 0.0, 0)
+        got = attention.reference(q, k, v, None, Positions(), 0.0, 0)
         assert got[0, 1, 0, 0].item() == pytest.approx(scores.softmax(0)[0].item(), rel=2**-8)
         assert got[0, 1, 0, 0] > 0.5
 
@@ -625,10 +633,36 @@ def test_flex_attention_is_compiled_once_for_a_shape(alibi, monkeypatch):
             where = Positions(documents=documents)
             dense = positions.share(m, where, documents, torch.float32, False)
             slopes = positions.slopes_of(m, None, q.device).float() if alibi else None
-            blocks = positions.Shared(where, mask=positions.block_mask(documents, length, q.device), slopes=slopes)
-            torch.testing.assert_close(attention.fused(q, k, v, blocks, 0.0), attention.fused(q, k, v, dense, 0.0))
+            blocks = positions.block_mask(documents, length, q.device)
+            want = attention.fused(q, k, v, dense.mask, None, 0.0)
+            torch.testing.assert_close(attention.fused(q, k, v, blocks, slopes, 0.0), want)
     attention.compiled_flex.cache_clear()
     assert len(traced) == 2
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
+def test_blocks_of_a_window(documents):
+    """A block is left out if no query sees a key of it, and full if each query sees all."""
+    block, length = positions.FLEX_BLOCK, 5 * positions.FLEX_BLOCK - 40
+    ids = torch.rand(2, length, generator=torch.Generator().manual_seed(1)).lt(0.005).cumsum(1)
+    where, places = Positions(documents=ids if documents else None), torch.arange(length)
+
+    def by_element(counts, indices):
+        marked = torch.zeros(*indices.shape[:3], 6).scatter(
+            3, torch.where(torch.arange(5) < counts[..., None], indices, 5).long(), 1.0
+        )
+        return marked[:, 0, :, :5].bool().repeat_interleave(block, 1).repeat_interleave(block, 2)[:, :length, :length]
+
+    for window in (0, 1, block - 2, block - 1, block, block + 1, 2 * block - 1, 2 * block, 3 * block, length):
+        want = positions.dense_mask(TINY, where, (places - places[:, None])[None], torch.float32, window)[:, 0]
+        mask = positions.block_mask(where.documents, length, places.device, window)
+        some = by_element(mask.kv_num_blocks, mask.kv_indices)
+        full = by_element(mask.full_kv_num_blocks, mask.full_kv_indices)
+        exact = mask.mask_mod(torch.arange(len(want))[:, None, None], 0, places[:, None], places)
+        assert torch.equal(full | (some & exact), want), window
+        if window and not documents:  # no block is visited in vain
+            visited = (some | full)[0, ::block, ::block]
+            assert visited.tolist() == [[bool(x.any()) for x in y.split(block, 1)] for y in want[0].split(block)]
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])

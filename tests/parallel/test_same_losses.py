@@ -133,6 +133,7 @@ MORE = {
     "microbatch": "--loss-mean microbatch --eod-mask-loss --micro-batch-size 2 --global-batch-size 8",
     # Caps so low, and a coefficient so large, that both shape every gradient.
     "logits": "--final-logit-softcapping 0.3 --z-loss-coef 0.5 --eod-mask-loss",
+    "window": "--window-size 3,0 --window-attn-skip-freq 2 --reset-attention-mask --reset-position-ids",
     "xavier": "--init-method-xavier-uniform --apply-residual-connection-post-layernorm --apply-layernorm-1p",
 }
 WITH = {
@@ -159,6 +160,11 @@ WITH = {
         "--world-size 4 --pipeline-model-parallel-size 2 --zero-stage 1",
         "--world-size 2 --zero-stage 2",
         "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zbv",
+    ],
+    "window": [
+        "--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
+        "--world-size 4 --context-parallel-size 2 --zero-stage 3 --recompute-granularity full",
+        "--world-size 4 --pipeline-model-parallel-size 2 --zero-stage 1 --recompute-granularity selective",
     ],
     "xavier": ["--world-size 2 --tensor-model-parallel-size 2", "--world-size 2 --pipeline-model-parallel-size 2"],
 }

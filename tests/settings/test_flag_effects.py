@@ -91,7 +91,7 @@ def test_sizes(run, flags, want):
     """num_attention_heads layernorm_epsilon hidden_dropout attention_dropout embedding_dropout bias_gelu_fusion
     attention_impl squared_relu normalization qk_layernorm embed_layernorm apply_residual_connection_post_layernorm
     use_parallel_residual init_method_xavier_uniform seq_length dataloader_type training.seed optimizer weight_decay
-    clip_grad adam_beta1 adam_beta2 adam_eps final_logit_softcapping z_loss_coef"""
+    clip_grad adam_beta1 adam_beta2 adam_eps final_logit_softcapping z_loss_coef window_size"""
 )
 @pytest.mark.parametrize(
     "flags",
@@ -128,6 +128,7 @@ def test_sizes(run, flags, want):
         ["--dataloader-type", "cyclic"],
         ["--final-logit-softcapping", "0.5"],
         ["--z-loss-coef", "0.1"],
+        ["--window-size", "5,0"],
     ],
     ids=lambda flags: flags[0].strip("-"),
 )
@@ -158,15 +159,16 @@ def test_leaves_the_losses_equal(run, base, flags):
 
 
 @pytest.mark.flag(
-    """rotary_percent rotary_base rope_scaling rope_scaling_factor original_max_position_embeddings
-    rope_low_freq_factor rope_high_freq_factor beta_fast beta_slow rope_attention_factor
-    lr_wsd_decay_style lr_wsd_decay_iters lr_warmup_init
+    """window_attn_skip_freq rotary_percent rotary_base rope_scaling rope_scaling_factor
+    original_max_position_embeddings rope_low_freq_factor rope_high_freq_factor beta_fast beta_slow
+    rope_attention_factor lr_wsd_decay_style lr_wsd_decay_iters lr_warmup_init
     start_weight_decay end_weight_decay weight_decay_incr_style sgd_momentum lion_beta1 lion_beta2
     muon_momentum muon_num_ns_steps fp32_residual_connection"""
 )
 @pytest.mark.parametrize(
     ("flags", "other"),
     [
+        (["--window-attn-skip-freq", "2"], ["--window-size", "5"]),
         (["--rotary-percent", "0.5"], ["--position-embedding-type", "rope"]),
         (["--rotary-base", "100"], ["--position-embedding-type", "rope"]),
         (["--rope-scaling", "linear"], ROPE),

@@ -64,6 +64,10 @@ WORDS = {
     "untied": {"untie_embeddings_and_output_weights": True},
     "3layers": {"num_layers": 3},
     "capped": {"final_logit_softcapping": 1.5},
+    "window": {"window_size": "2,0"},
+    "alternate": {"window_size": "3", "window_attn_skip_freq": "2"},
+    "listed": {"window_size": "1,0", "window_attn_skip_freq": "[0]+[1]*2"},
+    "wider": {"window_size": "7,0"},
 }
 
 TABLE = [
@@ -72,26 +76,27 @@ TABLE = [
     "gqa swiglu rms parallel embdrop",
     "erf nobias normbias",  # nanoGPT
     "rope half qknorm embnorm normbias 1p",
-    "erf untied embnorm embdrop capped",
+    "erf untied embnorm embdrop capped wider",
     "openai postnorm wide embdrop-only",
     "relu2 1p nobias eps",
     "rope rms swiglu nobias untied gqa",  # Llama
-    "rope rms geglu nobias wide gqa capped linear",  # Gemma 2, but for its norms and windows
+    "rope rms geglu nobias wide gqa capped linear alternate",  # Gemma 2, but for its norms
+    "rope rms swiglu nobias untied gqa window",  # Mistral
     "rope half qknorm liglu mqa yarn",
-    "rope base rms eps 1p qkvbias geglu 3layers llama3",
+    "rope base rms eps 1p qkvbias geglu 3layers llama3 listed",
     "rotary wide half gqa reglu postnorm linear",
     "rotary base qknorm rms relu2 embnorm yarn",
     "rope 6heads gqa erf 1p qkvbias llama3",
     "alibi embnorm erf",
-    "alibi 6heads gqa glu-swiglu nobias",
+    "alibi 6heads gqa glu-swiglu nobias window",
     "alibi 12heads rms swiglu untied",
-    "alibi 12heads mqa postnorm eps qknorm",
+    "alibi 12heads mqa postnorm eps qknorm alternate",
     "alibi narrow relu2 qkvbias 1p",
     "nopos reglu 1p qknorm",
     "nopos mqa geglu rms qkvbias ffn",
-    "nopos 6heads openai untied 3layers",
+    "nopos 6heads openai untied 3layers listed",
     "gqa liglu ffn embnorm rms eps embdrop",
-    "mqa narrow openai qknorm nobias",
+    "mqa narrow openai qknorm nobias wider",
     "wide swiglu qkvbias postnorm 1p embdrop-only",
     "glu-swiglu narrow gqa untied eps",
     "rope half rms qknorm embnorm postnorm untied gqa wide glu-swiglu 3layers 1p",
@@ -351,8 +356,11 @@ def test_a_sample_is_independent_of_its_micro_batch(words):
 
 @every
 def test_counts_are_those_of_the_model(words):
-    """Parameters and FLOPs; a forward pass is a third of a step, attention a full square."""
-    m = config_of(words)
+    """Parameters and FLOPs; a forward pass is a third of a step, attention a full square.
+
+    Windows are left out here, since a dense mask computes the full square, too.
+    """
+    m = dataclasses.replace(config_of(words), window_size=None)
     model = build(m).eval()
     assert counts.parameters(m, PADDED, POSITIONS) == sum(p.numel() for p in model.parameters())
     with FlopCounterMode(display=False) as counter:

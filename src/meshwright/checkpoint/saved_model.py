@@ -101,7 +101,10 @@ def model_settings(recorded: Mapping[str, Any], where: object, default: Model = 
     """Return the model among recorded settings; what they do not name is as in `default`."""
     names = {f.name for f in dataclasses.fields(Model)}
     mine = {name: value for name, value in flags.current_names(recorded).items() if name in names}
-    return dataclasses.replace(default, **flags.from_saved(TrainConfig, mine, str(where)))
+    model = dataclasses.replace(default, **flags.from_saved(TrainConfig, mine, str(where)))
+    if problems := checks.window_problems(model):
+        raise bad_data(f"{where}: {problems[0]}")
+    return model
 
 
 def _positive(value: Any) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +15,8 @@ from meshwright import device as devices
 from meshwright.kernels import dropout
 from meshwright.kernels.heads import rotate, split
 from meshwright.model.layers import Linear, Norm
-from meshwright.model.positions import Positions, Shared
+from meshwright.model.positions import Mask, Positions, Shared
 from meshwright.settings.schema import Model
-
-if TYPE_CHECKING:
-    pass
 
 
 class Attention(nn.Module):
@@ -53,12 +50,14 @@ class Attend(nn.Module):
     def __init__(self, m: Model, layer: int, recompute: bool) -> None:
         super().__init__()
         self.layer, self.recompute, self.p, self.impl = layer, recompute, m.attention_dropout, m.attention_impl
+        self.windowed = layer in m.windowed_layers
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
         p = self.p if self.training and shared.where.samples is not None else 0.0
+        mask = shared.window_mask if self.windowed else shared.mask
         if is_reference(self.impl, p, q.device):
-            return self.run(reference, p, q, k, v, shared, p, self.layer)
-        return self.run(fused, p, q, k, v, shared, p)
+            return self.run(reference, p, q, k, v, mask, shared.where, p, self.layer)
+        return self.run(fused, p, q, k, v, mask, shared.slopes, p)
 
     def run(self, attend: Any, p: float, *arguments: Any) -> Tensor:
         """Run the kernel; selective recomputation keeps only q, k and v for the backward pass."""
@@ -92,24 +91,23 @@ def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int 
         devices.seed_generator(device, (mixed + layer * 0xBF58476D1CE4E5B9) & 0x7FFFFFFFFFFFFFFF)
 
 
-def fused(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float) -> Tensor:
-    """Attend with q [B, T, n, d] to k, v [B, S, g, d]: query t sees keys up to t + S - T."""
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask, slopes: Tensor | None, p: float) -> Tensor:
+    """Attend with q [B, T, n, d] to k, v [B, S, g, d]: no mask lets t see keys up to t + S - T."""
     t, s, grouped = q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if shared.mask is None:
+    if mask is None:
         o = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=t == s and t > 1, enable_gqa=grouped)
-    elif isinstance(shared.mask, Tensor):
-        mask = shared.mask if shared.mask.dtype is torch.bool else shared.mask.to(q.dtype)
+    elif isinstance(mask, Tensor):
+        mask = mask if mask.dtype is torch.bool else mask.to(q.dtype)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p, enable_gqa=grouped)
     else:
-        slopes = shared.slopes
 
         def add_slope(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             assert slopes is not None
             return score + slopes[h] * (j - i)
 
         scores = add_slope if slopes is not None else None
-        o = flex_kernel()(q, k, v, scores, block_mask=shared.mask, enable_gqa=grouped)
+        o = flex_kernel()(q, k, v, scores, block_mask=mask, enable_gqa=grouped)
     return o.transpose(1, 2)
 
 
@@ -137,13 +135,13 @@ def compile_each_shape(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, shared: Shared, p: float, layer: int) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, mask: Mask, where: Positions, p: float, layer: int) -> Tensor:
     """Softmax attention; dropout is a function of (seed, layer, sample, head, query, key)."""
-    t, s, where = q.shape[1], k.shape[1], shared.where
+    t, s = q.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
     upcast = torch.float64 if q.dtype is torch.float64 else torch.float32
     scores = torch.einsum("btnd,bsnd->bnts", q.to(upcast), k.to(upcast)) * q.shape[-1] ** -0.5
-    seen: Any = shared.mask
+    seen: Any = mask
     if seen is None:
         seen = torch.ones(t, s, dtype=torch.bool, device=q.device).tril(s - t)
     scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype is torch.bool else scores + seen

@@ -34,12 +34,14 @@ def parameters(m: Model, vocab: int, positions: int) -> int:
 def flops_per_token(m: Model, vocab: int, seq: int, recompute: str | None = None) -> float:
     """Return FLOPs per trained token: forward once, backward twice, plus what is recomputed.
 
-    Only matrix products count, and attention over the full square, as in Megatron. With ffn = 4h
-    and width = h this is 24 L h^2 (1 + S/6h + V/12Lh) times 3, or 4 with full recomputation, which
-    leaves out the head.
+    Only matrix products count, and attention over the full square, as in Megatron, or over the
+    width of a window. With ffn = 4h and width = h this is 24 L h^2 (1 + S/6h + V/12Lh) times 3, or
+    4 with full recomputation, which leaves out the head.
     """
     assert m.num_layers and m.hidden_size and m.num_attention_heads
-    attention = 4 * seq * m.num_attention_heads * m.head_dim
-    layer = sum(2 * outputs * inputs for outputs, inputs in layer_matrices(m).values()) + attention
-    again = {"full": layer, "selective": attention}.get(recompute or "", 0)
-    return m.num_layers * (3 * layer + again) + 3 * 2 * m.hidden_size * vocab
+    windowed = len(m.windowed_layers)
+    keys = (m.num_layers - windowed) * seq + windowed * min(seq, m.window + 1)  # that a query meets in all layers
+    attention = 4 * keys * m.num_attention_heads * m.head_dim
+    products = m.num_layers * sum(2 * outputs * inputs for outputs, inputs in layer_matrices(m).values())
+    again = {"full": products + attention, "selective": attention}.get(recompute or "", 0)
+    return 3 * (products + attention) + again + 3 * 2 * m.hidden_size * vocab

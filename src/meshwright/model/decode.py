@@ -116,6 +116,7 @@ def reason_against(model: GPT) -> str | None:
         "weights are float64": weight.dtype is torch.float64,
         "blocks are custom ones": bool({*map(type, blocks)} - {Block, FusedBlock}),
         "the network is divided": products != {linear} or not (model.has_embedding and model.has_head),
+        "layers have windows": bool(m.windowed_layers),
         "queries and keys are normalised": m.qk_layernorm,
         f"positions are of the kind {m.position}": m.position not in ("learned", "rope", "none"),
         "the residual stream is the norm's output": m.apply_residual_connection_post_layernorm,

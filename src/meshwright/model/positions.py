@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -47,13 +48,17 @@ class StreamPositions:
     position_ids: Tensor | None
 
 
+Mask: TypeAlias = "Tensor | BlockMask | None"  # None: causal; bool; float if ALiBi is added to the scores
+
+
 @dataclass
 class Shared:
     """Tensors that the layers of one forward pass share, made by `share`."""
 
     where: Positions
     rotation: tuple[Tensor, Tensor] | None = None  # cosines and sines [1 or B, T, 1, rotating / 2]
-    mask: Tensor | BlockMask | None = None  # None: causal; bool; float if ALiBi is added to the scores
+    mask: Mask = None
+    window_mask: Mask = None  # of layers with a window
     slopes: Tensor | None = None  # [heads] of ALiBi, if the kernel adds it
 
 
@@ -72,22 +77,29 @@ def share(m: Model, where: Positions, tokens: Tensor, dtype: torch.dtype, flex: 
     if m.position == "rope":
         ids = (where.columns if where.position_ids is None else where.position_ids).view(-1, t, 1, 1)
         shared.rotation = rotations(m, ids, torch.float64 if dtype is torch.float64 else torch.float32)
-    alibi = m.position == "alibi"
-    marked = alibi or where.documents is not None
-    flex = flex and devices.has_kernels(device)  # it can be trained nowhere else
-    if cached is not None and cached.seen:  # is_causal would align cached keys wrongly
-        distance = torch.arange(cached.seen, device=device) - cached.places(t)[..., None]
-        shared.mask = dense_mask(m, where, distance, dtype)
-    elif flex and marked and cached is None and not (m.attention_dropout and where.samples is not None):
-        shared.mask = block_mask(where.documents, length, device)
-        shared.slopes = slopes_of(m, where.heads, device).float() if alibi else None
-    elif marked:
+    seen = cached.seen if cached is not None else 0
+    window = m.window if m.windowed_layers and (seen or length) > m.window + 1 else 0  # one of all keys is none
+    dropped = m.attention_dropout > 0 and where.samples is not None
+    # With a window's mask, other layers that drop have one too: another kernel draws other numbers.
+    marked = m.position == "alibi" or where.documents is not None or bool(window and dropped)
+    make: Callable[[int], Mask]
+    if cached is not None and seen:  # is_causal would align cached keys wrongly
+        distance, marked = torch.arange(seen, device=device) - cached.places(t)[..., None], True
+        make = functools.partial(dense_mask, m, where, distance, dtype)
+    elif not (marked or window):
+        return shared
+    elif flex and devices.has_kernels(device) and cached is None and not dropped:  # it can be trained nowhere else
+        make = functools.partial(block_mask, where.documents, length, device)
+        shared.slopes = slopes_of(m, where.heads, device).float() if m.position == "alibi" else None
+    else:
         places = torch.arange(length, device=device)
-        shared.mask = dense_mask(m, where, (places - places[:, None])[None], dtype)
+        make = functools.partial(dense_mask, m, where, (places - places[:, None])[None], dtype)
+    shared.mask = make(0) if marked else None
+    shared.window_mask = make(window) if window else shared.mask
     return shared
 
 
-def block_mask(documents: Tensor | None, t: int, device: torch.device) -> BlockMask:
+def block_mask(documents: Tensor | None, t: int, device: torch.device, window: int = 0) -> BlockMask:
     """Make a mask for FlexAttention, which skips blocks of scores that no query sees.
 
     Document numbers never decrease along a sample, so a block's first and last suffice; torch's
@@ -96,11 +108,15 @@ def block_mask(documents: Tensor | None, t: int, device: torch.device) -> BlockM
     from torch.nn.attention.flex_attention import BlockMask
 
     def seen(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) if documents is None else (i >= j) & (documents[batch, i] == documents[batch, j])
+        near = (i >= j) & (i - j <= window) if window else i >= j
+        return near if documents is None else near & (documents[batch, i] == documents[batch, j])
 
     count = -(-t // FLEX_BLOCK)
     number = torch.arange(count, device=device)
-    some, full = (number[:, None] >= number)[None, None], (number[:, None] > number)[None, None]  # [1, 1, query, key]
+    behind = (number[:, None] - number)[None, None]  # [1, 1, query, key]
+    some, full = behind >= 0, behind > 0
+    if window:
+        some, full = some & (FLEX_BLOCK * (behind - 1) < window), full & (FLEX_BLOCK * (behind + 1) <= window + 1)
     if documents is not None:
         first = documents[:, ::FLEX_BLOCK]
         last = documents[:, (FLEX_BLOCK * (number + 1) - 1).clamp(max=t - 1)]
@@ -116,13 +132,13 @@ def block_mask(documents: Tensor | None, t: int, device: torch.device) -> BlockM
     )
 
 
-def dense_mask(m: Model, where: Positions, distance: Tensor, dtype: torch.dtype) -> Tensor:
+def dense_mask(m: Model, where: Positions, distance: Tensor, dtype: torch.dtype, window: int = 0) -> Tensor:
     """Return a mask [1 or B, 1 or heads, T, S]: bool, or float to be added to the scores.
 
     `distance` [1 or B, T, S] is the key's place minus the query's, at most 0 if the key is seen.
     """
     distance = distance[:, None]
-    seen = distance <= 0
+    seen = (distance <= 0) & (distance >= -window) if window else distance <= 0
     if where.documents is not None:
         seen = seen & (where.documents[:, None, :, None] == where.documents[:, None, None, :])
     if m.position != "alibi":

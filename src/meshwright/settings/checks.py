@@ -78,6 +78,7 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
         f"this --rope-scaling {c.model.rope_scaling}": not has_megatrons_scaling(c.model),
         "--final-logit-softcapping": c.model.final_logit_softcapping,
         "--use-parallel-residual": c.model.use_parallel_residual,
+        "--window-size": c.model.window_size,
         "--disable-layernorm-bias": c.model.normalization == "LayerNorm" and not c.model.layernorm_bias,
     }
     if k.ckpt_format == "torch":
@@ -218,6 +219,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--position-embedding-type rope": lambda c: c.model.position == "rope",
     "LayerNorm": lambda c: c.model.normalization == "LayerNorm",
     "--rope-scaling": lambda c: c.model.rope_scaling != "none",
+    "--window-size": lambda c: c.model.window,
     "--rope-scaling llama3": lambda c: c.model.rope_scaling == "llama3",
     "--rope-scaling yarn": lambda c: c.model.rope_scaling == "yarn",
     "--rope-scaling llama3 or yarn": lambda c: c.model.rope_scaling in ("llama3", "yarn"),
@@ -387,7 +389,7 @@ def architecture_problems(m: Model, d: Data) -> list[str]:
         )
     if m.squared_relu and (m.swiglu or m.glu_activation):
         out.append("--squared-relu contradicts --swiglu and --glu-activation; give one activation")
-    return out + rope_problems(m)
+    return out + rope_problems(m) + (window_problems(m) if m.num_layers else [])
 
 
 def has_megatrons_scaling(m: Model) -> bool:
@@ -413,6 +415,16 @@ def rope_problems(m: Model) -> list[str]:
         if m.rotary_base <= 1:
             out.append(f"--rope-scaling yarn needs a --rotary-base above 1, not {m.rotary_base:g}")
     return out
+
+
+def window_problems(m: Model) -> list[str]:
+    """Check the form of the settings of windows; those of a checkpoint are checked too."""
+    for name, outcome in (("window_size", "window"), ("window_attn_skip_freq", "windowed_layers")):
+        try:
+            getattr(m, outcome)
+        except ValueError as error:
+            return [f"{spelling(name)} {str(getattr(m, name))[:100]}: {error}"]
+    return []
 
 
 def batch_problems(c: TrainConfig) -> list[str]:

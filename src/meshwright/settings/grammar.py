@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 
@@ -81,6 +82,7 @@ def eval_tasks(text: str) -> dict[str, str]:
     return out
 
 
+MOST_LAYERS = 10**4
 PARTS = "--pipeline-model-parallel-size, times the pieces of each rank,"
 
 
@@ -93,7 +95,7 @@ def split_layers(layout: str | None, layers: int, stages: int) -> list[int]:
         more = order[: layers % stages]
         return [layers // stages + (i in more) for i in range(stages)]
     if "[" in layout:
-        ids = stage_numbers(layout)
+        ids = evaluate_list(layout)
         for layer, (before, stage) in enumerate(zip(ids, ids[1:], strict=False), 1):
             if stage < before:
                 raise ValueError(f"layer {layer} goes back from stage {before} to {stage}")
@@ -115,19 +117,54 @@ def split_layers(layout: str | None, layers: int, stages: int) -> list[int]:
     return counts
 
 
-def stage_numbers(layout: str) -> list[int]:
-    """Parse LiBai's custom_pipeline_stage_id, such as `[0]*6 + [1]*6`."""
-    out: list[int] = []
-    for term in layout.split("+"):
-        found = re.fullmatch(r"\s*\[([0-9 ]{1,6}(?:,[0-9 ]{1,6})*)\]\s*(?:\*\s*([0-9]{1,4}))?\s*", term)
-        if not found or not all(n.strip().isdigit() for n in found[1].split(",")):
-            raise ValueError(f"{term.strip()[:30]!r} is not a list of stages such as [0,0,1] or [0]*6")
-        out += [int(n) for n in found[1].split(",")] * int(found[2] or 1)
-        if len(out) > 10**5:
-            raise ValueError(f"more than {10**5} layers")
-    if not out:
-        raise ValueError("no layer has a stage")
-    return out
+def window_reach(size: str | None) -> int:
+    """Return L of `L`, `L,0` or `(L,0)`; 0 for no window."""
+    if size is None:
+        return 0
+    parts = re.fullmatch(r"\(?\s*(-1|[0-9]{1,9})\s*(?:,\s*(?:0|-1)\s*)?\)?", size)
+    if not parts or int(parts[1]) == 0:
+        raise ValueError("neither L nor L,0: L tokens before each, from 1 on, or -1 for all; 0 on the right")
+    return max(int(parts[1]), 0)
+
+
+def layers_with_window(skipped: str | None, layers: int) -> tuple[int, ...]:
+    """Return the layers that are not skipped: by N each N-th is, by a list those with 0."""
+    if skipped is None:
+        return tuple(range(layers))
+    if re.fullmatch("[0-9]{1,9}", skipped):
+        if int(skipped) < 2:
+            raise ValueError("N must be at least 2, or no layer has the window")
+        return tuple(i for i in range(layers) if (i + 1) % int(skipped))
+    kinds = evaluate_list(skipped)
+    if len(kinds) != layers:
+        raise ValueError(f"the list is of {len(kinds)} layers, but --num-layers is {layers}")
+    return tuple(i for i, kind in enumerate(kinds) if kind)
+
+
+def evaluate_list(text: str) -> list[int]:
+    """Evaluate sums and multiples of lists of numbers, such as [0]*6 + [1]*6 or ([1]*5+[0])*4."""
+
+    def value(node: ast.expr) -> list[int]:
+        match node:
+            case ast.List(elts=items):
+                return [number(item) for item in items]
+            case ast.BinOp(left, ast.Add(), right) if len(out := value(left) + value(right)) <= MOST_LAYERS:
+                return out
+            case ast.BinOp(left, ast.Mult(), right) if len(out := value(left)) * number(right) <= MOST_LAYERS:
+                return out * number(right)
+        raise ValueError
+
+    def number(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        raise ValueError
+
+    try:
+        if len(text) <= 5000 and (out := value(ast.parse(text.strip(), mode="eval").body)):
+            return out
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        pass
+    raise ValueError(f"{text[:50]!r} is not a list of numbers such as [1,1,0] or ([1]*5+[0])*4")
 
 
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from meshwright.settings.fields import config_fields, flag, group
-from meshwright.settings.grammar import prefix_of, split_layers
+from meshwright.settings.grammar import layers_with_window, prefix_of, split_layers, window_reach
 
 # Facets that several flags share.
 DROPOUT: dict[str, Any] = {"bound": "[0,1)", "resume": "note", "inherited": True}
 ROTARY: dict[str, Any] = {"needs": "--position-embedding-type rope", "docs": "checkpoints", "resume": "tune"}
 SCALED = ROTARY | {"needs": "--rope-scaling"}
+WINDOW: dict[str, Any] = {"value": "FORM", "docs": "checkpoints", "resume": "tune"}
 LLAMA3, YARN = ROTARY | {"needs": "--rope-scaling llama3"}, ROTARY | {"needs": "--rope-scaling yarn"}
 UNPROVEN: dict[str, Any] = {"resume": "free", "proof": ""}  # changes no number of a step
 RECOMPUTED: dict[str, Any] = {"needs": "--recompute-granularity full", "docs": "memory", "resume": "free"}
@@ -108,6 +109,16 @@ class Model:
         bound=">0",
         **YARN | {"outcome": "attention_factor"},
     )
+    window_size: str | None = flag(
+        None,
+        "attend to this many tokens before each and to itself, L or L,0 as in Megatron (none or -1,0: to all before)",
+        **WINDOW | {"outcome": "window"},
+    )
+    window_attn_skip_freq: str | None = flag(
+        None,
+        "layers without the window: every N-th, or those with 0 in a list such as ([1]*5+[0])*4 (none: no layer)",
+        **WINDOW | {"needs": "--window-size", "outcome": "windowed_layers"},
+    )
     swiglu: bool = flag(
         False, "use a SwiGLU MLP of width 8/3 x hidden size, in multiples of 64 as in Megatron", outcome="activation"
     )
@@ -184,6 +195,16 @@ class Model:
         if self.rope_scaling != "yarn":
             return 1.0
         return self.rope_attention_factor or 0.1 * math.log(max(self.rope_scaling_factor, 1.0)) + 1.0
+
+    @property
+    def window(self) -> int:
+        """Number of tokens before each that layers with a window see; 0 if no layer has one."""
+        return window_reach(self.window_size)
+
+    @property
+    def windowed_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with a window."""
+        return layers_with_window(self.window_attn_skip_freq, self.num_layers or 0) if self.window else ()
 
     @property
     def activation(self) -> str:

@@ -23,6 +23,7 @@ OTHER |= dict.fromkeys("hidden_size ffn_hidden_size kv_channels max_position_emb
 OTHER |= dict.fromkeys("hidden_dropout attention_dropout embedding_dropout layernorm_epsilon".split(), 0.3)
 OTHER |= {"make_vocab_size_divisible_by": 1, "init_method_std": 0.5, "rotary_percent": 0.5, "rotary_base": 5.0}
 OTHER |= {"attention_impl": "reference", "position_embedding_type": "alibi", "glu_activation": "geglu"}
+OTHER |= {"window_size": "1,0", "window_attn_skip_freq": "2"}
 OTHER |= {"rope_scaling": "yarn", "original_max_position_embeddings": 5}
 OTHER |= dict.fromkeys("rope_scaling_factor rope_low_freq_factor rope_high_freq_factor".split(), 2.0)
 OTHER |= dict.fromkeys("beta_fast beta_slow rope_attention_factor".split(), 2.0)

@@ -39,6 +39,9 @@ SCALED = {"factor": 4.0, "rope_theta": 50.0}
 LLAMA32 = SCALED | {"rope_type": "llama3", "original_max_position_embeddings": 8}
 LLAMA32 |= {"low_freq_factor": 0.2, "high_freq_factor": 0.9}
 YARN = SCALED | {"rope_type": "yarn", "original_max_position_embeddings": 8}
+ROPE = {"rope_type": "default", "rope_theta": 50.0}
+WINDOWED = ["sliding_attention", "full_attention"]
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
 THEIRS = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied-erf": ("GPT2", GPT2 | {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": 72}),
@@ -56,11 +59,18 @@ THEIRS = {
     "mistral-yarn": ("Mistral", LLAMA | {"sliding_window": None, "rope_parameters": YARN | {"attention_factor": 0.8}}),
     "llama-mscale": ("Llama", LLAMA | {"rope_parameters": YARN | {"mscale": 2.0, "mscale_all_dim": 0.5}}),
     "mistral": ("Mistral", LLAMA | {"sliding_window": None}),
+    "mistral-window": ("Mistral", LLAMA | {"sliding_window": 5}),
+    "ministral": (
+        "Ministral",
+        LLAMA | {"sliding_window": 3, "layer_types": WINDOWED[::-1], "rope_parameters": ROPE, "head_dim": 8},
+    ),
     "neox": ("GPTNeoX", NEOX),
     "neox-tied-in-turn": ("GPTNeoX", NEOX | {"use_parallel_residual": False, "tie_word_embeddings": True}),
     "neox-rotated": ("GPTNeoX", NEOX | {"rotary_pct": 1.0, "rotary_emb_base": 50, "hidden_act": "gelu_new"}),
     "qwen2": ("Qwen2", LLAMA),
+    "qwen2-windows": ("Qwen2", LLAMA | WINDOWS | {"layer_types": WINDOWED}),
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 8}),
+    "qwen3-windows": ("Qwen3", LLAMA | WINDOWS | {"max_window_layers": 1}),
 }
 
 
@@ -118,7 +128,8 @@ def test_both_ways(name, tmp_path):
     said = json.loads((tmp_path / "b" / "config.json").read_text())
     assert said["tie_word_embeddings"] is not source.config["untie_embeddings_and_output_weights"]
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b", attn_implementation="eager")
-    assert type(again).__name__ == type(model).__name__.replace("Mistral", "Llama")
+    kind = type(model).__name__
+    assert type(again).__name__ == (kind if "sliding_window" in said else kind.replace("Mistral", "Llama"))
     assert_same_logits(ours(stored), again)
     missing = {"llama-attention-bias", "llama-mlp-bias"}  # where ours has zeros, theirs had nothing
     if name not in missing:
@@ -294,9 +305,11 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "kind of rotation"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ("llama", {"rope_parameters": {"rope_theta": "no"}}, "rope_theta is .no.; it must be"),
-        ("llama", {"model_type": "mistral", "sliding_window": 8}, "sliding_window is 8"),
+        ("llama", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("llama", {"model_type": "mistral", "sliding_window": 1}, "sliding_window is 1; it must be an integer of at l"),
+        ("llama", {"model_type": "ministral", "layer_types": WINDOWED[:1]}, "layer_types is .*; it must name 2 kinds"),
+        ("llama", {"model_type": "ministral", "layer_types": ["chunked_attention"] * 2}, "names chunked_attention"),
         ("llama", {"model_type": "mistral", "sliding_window": "8"}, "sliding_window is .8.; it must be"),
-        ("llama", {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, "sliding_window is 8"),
         ("llama", {"num_key_value_heads": 3}, "4 heads are not a multiple of 3"),
         ("llama", {"num_key_value_heads": 4}, r"k_proj.weight is \[16, 32\], by config.json it is \[32, 32\]"),
         ("llama", {"vocab_size": None}, "vocab_size is None"),

@@ -47,6 +47,17 @@ KINDS = {
         {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_parameters": LINEAR},
         LLAMA | {"rope_condense_ratio": 4},
     ),
+    "window": (
+        "Mistral",
+        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "sliding_window": 4},
+        LLAMA | {"sliding_window_size": 4},
+    ),
+    "windows in turn": (
+        "Ministral",
+        {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 50}}
+        | {"head_dim": HEAD, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        LLAMA | {"sliding_window_size": 4, "sliding_window_indices": [1, 0, 1], "rope_base": 50},
+    ),
     "qwen2": ("Qwen2", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5}, LLAMA | {"attn_bias": True}),
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "head_dim": HEAD}, LLAMA | {"norm_qk": True}),
 }
@@ -147,7 +158,9 @@ def test_what_is_refused(tmp_path):
         ({"rope_adjustments": {"low_freq_factor": 8.0}}, "rope_adjustments is {'low_freq_factor': 8.0}"),
         ({"rope_adjustments": {"factor": 8.0}, "rope_condense_ratio": 2}, "with a rope_condense_ratio of 2, which"),
         ({"rope_adjustments": {"factor": -8.0}}, "model_config.yaml: factor is -8.0; it must be"),
-        ({"sliding_window_size": 8}, "sliding_window_size is 8"),
+        ({"sliding_window_size": 1}, "sliding_window_size is 1; it must be an integer of at least 2"),
+        ({"sliding_window_size": 8, "sliding_window_indices": [1]}, "sliding_window_indices is [1]; it must be a 0 or"),
+        ({"rope_local_base_freq": 10000}, "rope_local_base_freq is 10000"),
         ({"norm_1": False}, "norm_1 is False"),
         ({"mlp_class_name": "LLaMAMoE"}, "mlp_class_name is LLaMAMoE"),
         ({"norm_class_name": "None"}, "norm_class_name is None"),

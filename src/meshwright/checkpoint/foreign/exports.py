@@ -106,6 +106,8 @@ _SOFTCAP = refuse(
 _NO_QK_NORM = refuse_switch("--qk-layernorm", "qk_layernorm")
 _ALL_BIASES = refuse_switch("--disable-bias-linear", "add_bias_linear", False)
 _PARALLEL = refuse_switch("--use-parallel-residual", "use_parallel_residual")
+_WINDOW = refuse(lambda m: f"--window-size {m.window_size}" if m.windowed_layers else "")
+_WINDOW_WITH_BIASES = refuse(lambda m: "--window-size with biases" if m.windowed_layers and m.add_bias_linear else "")
 _EXPERTS = refuse(lambda m: "--num-experts" if m.num_experts else "")
 
 # Kinds of Hugging Face's rope_scaling, which are ours -> their settings -> our fields.
@@ -184,6 +186,8 @@ EXPORTS = {
     "rotary_base": Export(TRAINING, _ROTATION, from_model("rotary_emb_base", "rotary_base"), SAME),
     "rope_scaling": Export(TRAINING, _SCALING, _NO_SCALING, _SCALING_OF_MEGATRON),
     **{name: Export(TRAINING, *[ELSEWHERE] * 3) for table in SCALINGS.values() for name in table.values()},
+    "window_size": Export(_WINDOW, _WINDOW_WITH_BIASES, _WINDOW, _WINDOW),
+    "window_attn_skip_freq": Export(*[ELSEWHERE] * 4),
     "swiglu": Export(ELSEWHERE, _SILU, ELSEWHERE, SAME),
     "squared_relu": Export(ELSEWHERE, ELSEWHERE, ELSEWHERE, SAME),
     "glu_activation": Export(ELSEWHERE, ELSEWHERE, ELSEWHERE, SAME),
@@ -210,6 +214,20 @@ def rope_scaling(m: Model) -> dict[str, Any] | None:
         return None
     values = {key: getattr(m, OUTCOME.get(name, name)) for key, name in SCALINGS[m.rope_scaling].items()}
     return {"rope_type": m.rope_scaling} | values
+
+
+def sliding_window(m: Model, kind: str) -> dict[str, Any]:
+    """Return Hugging Face's settings of windows, which count the token itself; empty without.
+
+    A Mistral, which has them in all layers, would become a Ministral by naming the kinds of layers.
+    """
+    if not m.windowed_layers:
+        return {}
+    window = {"sliding_window": m.window + 1}
+    if kind == "mistral":
+        return window
+    kinds = ["sliding_attention" if i in m.windowed_layers else "full_attention" for i in range(m.num_layers or 0)]
+    return window | {"use_sliding_window": True, "layer_types": kinds, "max_window_layers": m.windowed_layers[0]}
 
 
 def settings_of(saved: SavedModel, target: str) -> dict[str, Any]:

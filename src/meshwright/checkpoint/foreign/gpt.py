@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 OFF = "bias_gelu_fusion swiglu squared_relu untie_embeddings_and_output_weights embed_layernorm use_parallel_residual"
 FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "num_query_groups": None}
 FIXED |= {"normalization": "LayerNorm", "add_qkv_bias": False, "position_embedding_type": "learned_absolute"}
-FIXED |= {"final_logit_softcapping": 0.0}
+FIXED |= {"final_logit_softcapping": 0.0, "window_size": None, "window_attn_skip_freq": None}
 
 
 def rename_tensors(

@@ -13,10 +13,12 @@ from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
 from meshwright.checkpoint.foreign.huggingface.reader import (
     COUNT,
     POSITIVE,
+    WINDOW,
     HuggingFaceFolder,
     Views,
     head_of,
     rotation,
+    window_settings,
 )
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.manifests import read_small
@@ -31,7 +33,7 @@ FILE, CONFIG = "lit_model.pth", "model_config.yaml"
 CONFIG_LIMIT = 1 << 20  # bytes
 # Settings that our network lacks, and the values at which they do nothing.
 OFF: dict[str, Any] = dict.fromkeys("post_attention_norm post_mlp_norm shared_attention_norm scale_embeddings".split())
-OFF |= dict.fromkeys("rope_interleave lm_head_bias n_expert latent_attention sliding_window_size".split())
+OFF |= dict.fromkeys("rope_interleave lm_head_bias n_expert latent_attention".split())
 OFF |= dict.fromkeys("rope_indices rope_local_base_freq".split())
 OFF |= dict.fromkeys("attention_scores_scalar attention_logit_softcapping".split())
 OFF |= {"norm_1": True, "norm_2": True, "norm_qk_type": "default"}
@@ -43,6 +45,7 @@ ACTIVATIONS: dict[tuple[str, str | None], dict[str, Any]] = {
 }
 FIXED: dict[str, Any] = dict.fromkeys("swiglu squared_relu embed_layernorm group_query_attention".split(), False)
 FIXED |= {"apply_residual_connection_post_layernorm": False, "glu_activation": None, "layernorm_bias": True}
+FIXED |= {"window_size": None, "window_attn_skip_freq": None}
 LLAMA3 = frozenset("factor low_freq_factor high_freq_factor original_max_seq_len".split())
 SCALINGS: dict[frozenset[str], str] = {frozenset(): "default", frozenset(["factor"]): "linear", LLAMA3: "llama3"}
 FIXED |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02, "position_embedding_type": "rope"}
@@ -125,6 +128,7 @@ def read_settings(lit: HuggingFaceFolder) -> dict[str, Any]:
             "untie_embeddings_and_output_weights": True,
         }
         | rotation(scaled(lit), lit.get("block_size", COUNT))
+        | windows(lit, layers)
     )
 
 
@@ -139,6 +143,18 @@ def scaled(lit: HuggingFaceFolder) -> HuggingFaceFolder:
     rope["original_max_position_embeddings"] = stated.get("original_max_seq_len")
     lit.config |= {"rope_theta": lit.get("rope_base", POSITIVE, 1e4), "rope_scaling": rope}
     return lit
+
+
+def windows(lit: HuggingFaceFolder, layers: int) -> dict[str, Any]:
+    """Return the settings of windows, which count the token itself, in layers whose index is 1."""
+    if lit.config.get("sliding_window_size") is None:
+        return {}
+    size, kinds = lit.get("sliding_window_size", WINDOW), lit.config.get("sliding_window_indices")
+    kinds = [1] * layers if kinds is None else kinds
+    if not isinstance(kinds, list) or len(kinds) < layers or not {*map(str, kinds)} <= {"0", "1"}:
+        what = f"sliding_window_indices is {str(kinds)[:100]}"
+        raise bad_data(f"{lit.folder / CONFIG}: {what}; it must be a 0 or a 1 for each of {layers} layers")
+    return window_settings(size - 1, [int(kind) for kind in kinds[:layers]]) if any(kinds[:layers]) else {}
 
 
 def read_views(lit: HuggingFaceFolder, s: dict[str, Any]) -> Views:

@@ -1,4 +1,4 @@
-"""Open a Hugging Face folder: GPT-2, GPT-NeoX, or Llama and its relatives (Mistral, Qwen 2 and 3).
+"""Open a Hugging Face folder: GPT-2, GPT-NeoX, or Llama and its relatives (Mistral, Qwen, ...).
 
 The weights become views of the mapped files, `model.safetensors` or `pytorch_model.bin`, in one
 file or in parts. Code in a folder (`auto_map`) is never read. An option that this package cannot
@@ -143,6 +143,8 @@ class Bound(NamedTuple):
 
 COUNT = Bound((int,), lambda value: 0 < value < 1 << 31, "an integer of at least 1")
 POSITIVE = Bound((float, int), lambda value: value > 0, "a number above 0")
+NUMBER = Bound((int,), lambda value: 0 <= value < 1 << 31, "an integer from 0 on")
+WINDOW = Bound((int,), lambda value: 1 < value < 1 << 31, "an integer of at least 2")
 SHARE = Bound((float, int), lambda value: 0 <= value < 1, "in [0, 1)")
 
 
@@ -209,6 +211,7 @@ class HuggingFaceFolder:
 OFF = "embed_layernorm apply_layernorm_1p apply_residual_connection_post_layernorm squared_relu qk_layernorm"
 FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "rotary_percent": 1.0}
 FIXED |= {"final_logit_softcapping": 0.0, "use_parallel_residual": False, "rope_scaling": "none"}
+FIXED |= {"window_size": None, "window_attn_skip_freq": None}
 
 
 def head_of(hf: HuggingFaceFolder, pieces: Views, wte: torch.Tensor, tied: bool, head: str = names.HEAD) -> bool:
@@ -383,7 +386,6 @@ def read_llama(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
     if heads % groups:
         raise bad_data(f"{hf.folder / CONFIG}: {heads} heads are not a multiple of {groups} key-value heads")
     positions = hf.get("max_position_embeddings", COUNT, 2048)
-    check_window(hf, positions)
     wte = hf.take(f"model.{names.LLAMA_OUTSIDE['wte']}.weight", None, h)
     pieces: Views = {"wte.weight": one_view(wte), "ln_f.weight": one_view(hf.take("model.norm.weight", h))}
     qkv_bias, proj_bias, mlp_bias = (
@@ -426,6 +428,7 @@ def read_llama(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
         "add_qkv_bias": qkv_bias and not all_biases,
         "qk_layernorm": qk_norm,
         **rotation(hf, positions),
+        **windows(hf, layers, positions),
     }, pieces
 
 
@@ -449,17 +452,36 @@ def linears(hf: HuggingFaceFolder, s: LlamaSizes, layer: str, end: str) -> Itera
     yield "mlp.proj", one_view(get(names.LLAMA_LINEAR["mlp.proj"], s.hidden, s.ffn))
 
 
-def check_window(hf: HuggingFaceFolder, positions: int) -> None:
-    """Refuse attention to the last so many tokens only, unless it covers all positions."""
-    mistral = hf.config["model_type"] == "mistral"
-    if mistral and "sliding_window" in hf.config and hf.config["sliding_window"] is None:
-        return
-    if not mistral and hf.config.get("use_sliding_window") is not True:
-        return
-    window = hf.get("sliding_window", COUNT, 4096)
-    if window < positions:
-        cure = f"one of max_position_embeddings, {positions}, or null would do"
-        raise hf.refused(f"sliding_window is {window}", cure)
+def windows(hf: HuggingFaceFolder, layers: int, positions: int) -> dict[str, Any]:
+    """Return the settings of windows; one that covers all positions is none.
+
+    Theirs is the number of tokens that a token sees, ours without itself. Llama has none.
+    """
+    kind, numbers = hf.config["model_type"], {"full_attention": 0, "sliding_attention": 1}
+    if kind == "llama":
+        hf.want("use_sliding_window", False, None)
+    is_off = kind.startswith("qwen") and hf.config.get("use_sliding_window") is not True
+    if kind == "llama" or is_off or hf.config.get("sliding_window", "") is None:
+        return {}
+    hf.note_defaults(sliding_window=4096)
+    size = hf.get("sliding_window", WINDOW, 4096)
+    full = hf.get("max_window_layers", NUMBER, 28) if kind.startswith("qwen") else 0  # the first ones
+    types = hf.config.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (layers - full)
+    if not isinstance(types, list) or len(types) < layers:
+        raise bad_data(f"{hf.folder / CONFIG}: layer_types is {str(types)[:200]}; it must name {layers} kinds")
+    for name in types:
+        if name not in numbers:
+            raise hf.refused(f"layer_types names {str(name)[:50]}", f"{' or '.join(numbers)} would do")
+    kinds = [numbers[name] for name in types[:layers]]
+    return window_settings(size - 1, kinds) if size < positions and any(kinds) else {}
+
+
+def window_settings(reach: int, kinds: list[int]) -> dict[str, str | None]:
+    """Return our settings of windows of so many tokens before each, in the layers of kind 1."""
+    every = kinds.index(0) + 1 if 0 in kinds else len(kinds) + 1
+    is_regular = kinds == [int((i + 1) % every > 0) for i in range(len(kinds))] and every > 1
+    pattern = None if all(kinds) else str(every) if is_regular else str(kinds).replace(" ", "")
+    return {"window_size": f"{reach},0", "window_attn_skip_freq": pattern}
 
 
 def rotation(hf: HuggingFaceFolder, positions: int) -> dict[str, Any]:
@@ -498,6 +520,7 @@ READERS = {
     "gpt_neox": read_neox,
     "llama": read_llama,
     "mistral": read_llama,
+    "ministral": read_llama,
     "qwen2": read_llama,
     "qwen3": read_llama,
 }

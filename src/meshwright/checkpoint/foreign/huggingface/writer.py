@@ -1,8 +1,8 @@
 """Write a Hugging Face folder that `AutoModelForCausalLM` and `AutoTokenizer` load unchanged.
 
 The settings decide the network: GPT-2 for learned positions; for rotary ones GPT-NeoX with
-LayerNorm, else Llama, or Qwen 2 or 3 for options that Llama lacks. Settings that theirs cannot
-express are refused in one list.
+LayerNorm, else Llama, or Mistral, Ministral, Qwen 2 or 3 for options that Llama lacks. Settings
+that theirs cannot express are refused in one list.
 
 The safetensors files are written by hand, the header and then one tensor after the other, since the
 library needs all of a file's tensors in memory. Here one is, plus a strip of it if transposed.
@@ -147,7 +147,13 @@ def choose_architecture(m: Model) -> str:
         return "gpt2"
     if m.normalization == "LayerNorm":
         return "gpt_neox"
-    return "qwen3" if m.qk_layernorm else "qwen2" if m.add_qkv_bias and not m.add_bias_linear else "llama"
+    if m.qk_layernorm:
+        return "qwen3"
+    if m.add_qkv_bias and not m.add_bias_linear:
+        return "qwen2"
+    if m.windowed_layers:
+        return "mistral" if len(m.windowed_layers) == m.num_layers else "ministral"
+    return "llama"
 
 
 def family(kind: str) -> str:
@@ -162,7 +168,7 @@ def describe_config(kind: str, saved: SavedModel, wte: ExportedTensor) -> dict[s
     if "rope_theta" in config:  # transformers 4 reads rope_theta and rope_scaling, 5 this
         rotation = {"rope_theta": config["rope_theta"], "rope_type": "default"}
         config["rope_parameters"] = rotation | (config["rope_scaling"] or {})
-    return config
+    return config | exports.sliding_window(saved.model, kind)
 
 
 # Tensors
@@ -246,7 +252,7 @@ def export_neox(plan: ExportPlan) -> Iterator[ExportedTensor]:
 
 WRITERS = {"gpt2": export_gpt2, "llama": export_llama, "neox": export_neox}
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "gpt_neox": "GPTNeoXForCausalLM"}
-ARCHITECTURES |= {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Qwen2", "Qwen3")}
+ARCHITECTURES |= {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3")}
 
 
 # Files

@@ -44,7 +44,7 @@ BESIDE = re.compile(r".*(_extra_state.*|inv_freq)|((rng|rerun)_state|optimizer|o
 OFF = "multi_latent_attention mtp_num_layers hybrid_attention_ratio rotary_interleaved quick_geglu"
 OTHERS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(OFF.split(), (False,)),  # or 0
-    **dict.fromkeys(("window_size", "no_rope_freq"), ()),
+    "no_rope_freq": (),
     "softmax_type": ("vanilla",),
     "position_embedding_type": ("learned_absolute", "rope", "none"),
 }

@@ -215,6 +215,8 @@ def megatron_arguments(target: MegatronExport) -> argparse.Namespace:
         "use_rotary_position_embeddings": position == "rope",
         "use_rope_scaling": m.rope_scaling == "llama3",
         "rotary_seq_len_interpolation_factor": int(m.rope_scaling_factor) if m.rope_scaling == "linear" else None,
+        "window_size": None,
+        "window_attn_skip_freq": None,
         "max_position_embeddings": positions or config.get("seq_length"),
         "norm_epsilon": m.layernorm_epsilon,
         "data_parallel_random_init": False,
