@@ -534,7 +534,7 @@ def is_same(tokenizer: Tokenizer, folder: Path) -> bool:
     )
 
 
-def folder_of(prefix: str) -> Path:
+def tokenizer_folder(prefix: str) -> Path:
     """Return the folder that keeps the tokenizer of a pair of token files."""
     return Path(f"{prefix}.tokenizer")
 
@@ -544,7 +544,7 @@ def find_of_data(prefixes: Iterable[str]) -> Path | None:
 
     Raise UserError if they were made with several.
     """
-    folders = [folder for prefix in prefixes if ((folder := folder_of(prefix)) / "meta.json").is_file()]
+    folders = [folder for prefix in prefixes if ((folder := tokenizer_folder(prefix)) / "meta.json").is_file()]
     for other in folders[1:]:
         is_equal = _read_meta(other) == _read_meta(folders[0])
         if not is_equal and not is_same(build_tokenizer(TokenizerFlags(), folders[0]), other):
@@ -583,7 +583,7 @@ def resolve_for_data(t: TokenizerFlags, data: Path | None, saved: Path | None = 
 
 def keep_beside(tokenizer: Tokenizer, prefix: str) -> None:
     """Save the tokenizer beside token files, in the place of that of older ones."""
-    folder = folder_of(prefix)
+    folder = tokenizer_folder(prefix)
     if (folder / "meta.json").is_file() and _read_meta(folder) != _meta(tokenizer):
         shutil.rmtree(folder, ignore_errors=True)
     save_tokenizer(tokenizer, folder)

@@ -141,7 +141,7 @@ class Encoding:
     normalization: Literal["NFC", "NFD", "NFKC", "NFKD"] | None = None  # NFC: what the text is brought to first
 
 
-def _number(first: int, words: Iterable[str]) -> dict[str, int]:
+def _count_from(first: int, words: Iterable[str]) -> dict[str, int]:
     return {word: i for i, word in enumerate(words, start=first)}
 
 
@@ -161,7 +161,7 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-FILL_IN = _number(100257, [END_OF_TEXT, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"])
+FILL_IN = _count_from(100257, [END_OF_TEXT, "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"])
 LLAMA3_WORDS = (
     "begin_of_text end_of_text reserved_special_token_0 reserved_special_token_1 finetune_right_pad_id step_id "
     "start_header_id end_header_id eom_id eot_id python_tag"
@@ -178,10 +178,10 @@ PUBLISHED = {
         O200K, {END_OF_TEXT: 199999, "<|endofprompt|>": 200018}
     ),
     "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55": Encoding(
-        LLAMA3, _number(128000, [f"<|{word}|>" for word in LLAMA3_WORDS])
+        LLAMA3, _count_from(128000, [f"<|{word}|>" for word in LLAMA3_WORDS])
     ),
     "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186": Encoding(
-        LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"), _number(151643, QWEN_WORDS), "NFC"
+        LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"), _count_from(151643, QWEN_WORDS), "NFC"
     ),
 }
 

@@ -47,7 +47,7 @@ def step_folder(root: str | Path, step: int) -> Path:
     return Path(root) / f"iter_{step:07d}"
 
 
-def folder_of(path: Path) -> Path:
+def folder_meant(path: Path) -> Path:
     """Return the folder that a path means: of the step that has this file or rank in it."""
     if path.suffix in (".pt", ".pth") and path.is_file():  # mp_rank_00/model_optim_rng.pt
         path = path.parent
@@ -56,7 +56,7 @@ def folder_of(path: Path) -> Path:
 
 def split_path(path: str | Path) -> tuple[Path, int | None]:
     """Split a path into the folder of a run and the step in it, if the path names one."""
-    path = folder_of(Path(path))
+    path = folder_meant(Path(path))
     match = re.fullmatch(OUR_STEP, path.name)
     return (path.parent, int(match[1])) if match else (path, None)
 
@@ -66,7 +66,7 @@ def find_step(path: str | Path, below: int | None = None) -> tuple[StepLocation 
 
     In a folder of steps the newest is meant, or with `below` the newest one before that.
     """
-    given, path = Path(path), folder_of(Path(path))
+    given, path = Path(path), folder_meant(Path(path))
     root, step = split_path(path)
     kind = kind_of_folder(path)
     # A run may continue in the folder of another program's step, whose file still means that step.

@@ -73,7 +73,7 @@ def merge_pairs(prefixes: list[str], output_prefix: str, together: bool, overwri
     Return None if the same pairs were joined there before.
     """
     tokenizer_folder = tokenizers.find_of_data(prefixes)  # raises if there are several
-    lacking = [prefix for prefix in prefixes if not tokenizers.folder_of(prefix).is_dir()]
+    lacking = [prefix for prefix in prefixes if not tokenizers.tokenizer_folder(prefix).is_dir()]
     files = [f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx")]
     made_from = {"command": "data merge", "inputs": origin.inputs_of([file for file in files if Path(file).exists()])}
     is_other = not any(is_same_pair(prefix, output_prefix) for prefix in prefixes)  # else `join_pairs` refuses it
@@ -84,7 +84,7 @@ def merge_pairs(prefixes: list[str], output_prefix: str, together: bool, overwri
 
     def keep(writer: Writer) -> None:
         writer.keep_origin(made_from)
-        shutil.rmtree(tokenizers.folder_of(output_prefix), ignore_errors=True)
+        shutil.rmtree(tokenizers.tokenizer_folder(output_prefix), ignore_errors=True)
         if tokenizer_folder and not lacking:
             tokenizer = tokenizers.build_tokenizer(TokenizerFlags(), tokenizer_folder)
             tokenizers.keep_beside(tokenizer, output_prefix)

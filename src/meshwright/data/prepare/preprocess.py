@@ -254,7 +254,7 @@ class Preparation:
         if not all([is_made(prefix, self.made_from, overwrite) for prefix in self.prefixes]):
             return False
         for prefix in self.prefixes:
-            if not dry_run and not tokenizers.folder_of(prefix).exists():
+            if not dry_run and not tokenizers.tokenizer_folder(prefix).exists():
                 tokenizers.keep_beside(self.tokenizer, prefix)
             print(f"{prefix}.bin/.idx is already there, unchanged", file=stdout)
         return True

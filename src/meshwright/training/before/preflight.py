@@ -19,7 +19,7 @@ from meshwright.settings.schema import TrainConfig
 from meshwright.training.before.packages import require_packages
 from meshwright.training.before.resolve import (
     find_vocabulary,
-    folder_of,
+    run_folder_of,
     loaded_folder,
     require_free_folders,
     require_settings,
@@ -58,7 +58,7 @@ def dry_run(config: TrainConfig) -> int:
         print(f"data {indexed.prefix}: {len(indexed):,} documents")
     if d.mock_data:
         print("data: random ids (--mock-data)")
-    folder = folder_of(config)
+    folder = run_folder_of(config)
     saved = tokenizers.find_of_data(prefixes(d)) or tokenizers.find_saved(folder, loaded_folder(config))
     if t.tokenizer_type == "GPT2BPETokenizer" and not (tokenizers.is_named(t) or t.vocab_size or saved):
         size = 50257

@@ -76,7 +76,7 @@ class Resolved:
 
     @property
     def folder(self) -> Path | None:
-        return folder_of(self.config)
+        return run_folder_of(self.config)
 
 
 def complete_settings(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
@@ -172,7 +172,7 @@ def look_at_files(config: TrainConfig, world: World) -> tuple[Vocabulary, UserEr
         if world.rank == 0:
             require_free_folders(config)
             require_packages(config.logging)
-        return find_vocabulary(config, folder_of(config)), None
+        return find_vocabulary(config, run_folder_of(config)), None
     except UserError as error:
         if world.size == 1:
             raise
@@ -236,7 +236,7 @@ def is_size_alone(config: TrainConfig, beside_data: Path | None) -> bool:
     return beside_data is None or tokenizers.build_tokenizer(TokenizerFlags(), beside_data).size < t.vocab_size
 
 
-def folder_of(config: TrainConfig) -> Path | None:
+def run_folder_of(config: TrainConfig) -> Path | None:
     """Return the folder of a run's log and settings."""
     root = config.checkpoint.run_dir or config.checkpoint.save
     return Path(root) if root else None
