@@ -9,17 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.checkpoint.foreign.folder import COUNT, POSITIVE, WINDOW, ForeignFolder, Views
 from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
-from meshwright.checkpoint.foreign.huggingface.reader import (
-    COUNT,
-    POSITIVE,
-    WINDOW,
-    HuggingFaceFolder,
-    Views,
-    head_of,
-    rotation,
-    window_settings,
-)
+from meshwright.checkpoint.foreign.huggingface.reader import rotation, window_settings
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.manifests import read_small
 from meshwright.checkpoint.registry import LITGPT
@@ -62,9 +54,8 @@ def open_litgpt(folder: Path, trust: bool = False, heads: int | None = None, opt
     model = tree.get("model", tree) if isinstance(tree, dict) else None
     if not isinstance(model, dict):
         raise bad_data(f"{folder / FILE}: not litgpt's, it is no table of tensors")
-    lit = HuggingFaceFolder(
-        folder, read_config(folder / CONFIG), {n.removeprefix("_orig_mod."): t for n, t in model.items()}, CONFIG
-    )
+    tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in model.items()}
+    lit = ForeignFolder(folder, CONFIG, read_config(folder / CONFIG), tensors)
     if "optimizer" in tree:
         lit.notes.append(f" > note: only the weights of {FILE} are read, not its optimizer's state; add --finetune")
     settings = read_settings(lit)
@@ -88,7 +79,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return stated
 
 
-def read_settings(lit: HuggingFaceFolder) -> dict[str, Any]:
+def read_settings(lit: ForeignFolder) -> dict[str, Any]:
     """Return the settings under our names; refuse those that our network does not have."""
     config = lit.config
     for name, value in OFF.items():
@@ -132,7 +123,7 @@ def read_settings(lit: HuggingFaceFolder) -> dict[str, Any]:
     )
 
 
-def scaled(lit: HuggingFaceFolder) -> HuggingFaceFolder:
+def scaled(lit: ForeignFolder) -> ForeignFolder:
     """Add the rotation in Hugging Face's words; its scaling is linear or Llama 3's, if any."""
     stated, ratio = lit.config.get("rope_adjustments") or {}, lit.get("rope_condense_ratio", POSITIVE, 1.0)
     kind = SCALINGS.get(frozenset(stated)) if ratio == 1.0 or not stated else None
@@ -145,7 +136,7 @@ def scaled(lit: HuggingFaceFolder) -> HuggingFaceFolder:
     return lit
 
 
-def windows(lit: HuggingFaceFolder, layers: int) -> dict[str, Any]:
+def windows(lit: ForeignFolder, layers: int) -> dict[str, Any]:
     """Return the settings of windows, which count the token itself, in layers whose index is 1."""
     if lit.config.get("sliding_window_size") is None:
         return {}
@@ -157,13 +148,13 @@ def windows(lit: HuggingFaceFolder, layers: int) -> dict[str, Any]:
     return window_settings(size - 1, [int(kind) for kind in kinds[:layers]]) if any(kinds[:layers]) else {}
 
 
-def read_views(lit: HuggingFaceFolder, s: dict[str, Any]) -> Views:
+def read_views(lit: ForeignFolder, s: dict[str, Any]) -> Views:
     """Return every tensor of our network as views of theirs."""
     h, ffn, heads, head = (s[n] for n in ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"))
     groups, ends = s["num_query_groups"] or heads, ("weight", "bias")
     wte = lit.take("transformer.wte.weight", lit.get("padded_vocab_size", COUNT), h)
     out: Views = {"wte.weight": one_view(wte)}
-    head_of(lit, out, wte, tied=False)
+    lit.add_head(out, wte, tied=False)
 
     def copy(ours: str, theirs: str, *shape: int, biased: bool) -> None:
         for end in ends[: 1 + biased]:
@@ -191,7 +182,7 @@ def read_views(lit: HuggingFaceFolder, s: dict[str, Any]) -> Views:
     return out
 
 
-def qkv_of(lit: HuggingFaceFolder, name: str, end: str, sizes: tuple[int, int, int, int]) -> list[TensorView]:
+def qkv_of(lit: ForeignFolder, name: str, end: str, sizes: tuple[int, int, int, int]) -> list[TensorView]:
     heads, groups, head, width = sizes
     rows = [n * head for n in (heads, groups, groups)]
     older = lit.has(f"{name}.attn.{end}")

@@ -19,10 +19,10 @@ from meshwright.settings.schema import TrainConfig
 from meshwright.training.before.packages import require_packages
 from meshwright.training.before.resolve import (
     find_vocabulary,
-    run_folder_of,
     loaded_folder,
     require_free_folders,
     require_settings,
+    run_folder_of,
     settle_length,
 )
 from meshwright.training.before.sizes import describe_layout, describe_memory, describe_place, parameters_of_ranks

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.foreign.exports import SCALINGS
+from meshwright.checkpoint.foreign.folder import COUNT, NUMBER, POSITIVE, SHARE, WINDOW, ForeignFolder, Tensors, Views
 from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
 from meshwright.checkpoint.foreign.huggingface import names
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.manifests import parse_json, read_small
 from meshwright.checkpoint.registry import HUGGING_FACE
 from meshwright.checkpoint.sources import MappedSource, TensorView
-from meshwright.errors import UserError, bad_data
+from meshwright.errors import bad_data
 from meshwright.settings.checks import rope_problems
 from meshwright.settings.schema import Model
 
@@ -32,9 +33,6 @@ CONFIG = "config.json"
 JSON_LIMIT = 16 << 20  # bytes, enough for an index of 100,000 tensors
 HEADER_LIMIT = 16 << 20  # bytes of a file's own list; the library would read 100 MB
 SINGLE = ("model.safetensors", "pytorch_model.bin")
-
-Tensors = Mapping[str, "torch.Tensor"]
-Views = dict[str, list[TensorView]]
 
 
 def open_huggingface(
@@ -47,7 +45,7 @@ def open_huggingface(
     if not isinstance(kind, str) or kind not in READERS:
         what = f"it is a {kind!r} model, which this package does not compute"
         raise bad_data(f"{folder / CONFIG}: {what}; it loads {', '.join(READERS)}")
-    hf = HuggingFaceFolder(folder, config, dict(tensors_of(folder, trust)))
+    hf = ForeignFolder(folder, CONFIG, config, dict(tensors_of(folder, trust)))
     settings, views = READERS[kind](hf)
     hf.check_used()
     source = MappedSource(HUGGING_FACE, folder, 0, config=FIXED | settings, notes=hf.notes, views=views)
@@ -135,78 +133,6 @@ def is_safetensors(path: Path) -> bool:
 # Settings and tensors
 
 
-class Bound(NamedTuple):
-    kinds: tuple[type, ...]
-    holds: Callable[[Any], bool]
-    text: str
-
-
-COUNT = Bound((int,), lambda value: 0 < value < 1 << 31, "an integer of at least 1")
-POSITIVE = Bound((float, int), lambda value: value > 0, "a number above 0")
-NUMBER = Bound((int,), lambda value: 0 <= value < 1 << 31, "an integer from 0 on")
-WINDOW = Bound((int,), lambda value: 1 < value < 1 << 31, "an integer of at least 2")
-SHARE = Bound((float, int), lambda value: 0 <= value < 1, "in [0, 1)")
-
-
-class HuggingFaceFolder:
-    """A folder's settings and tensors; each is requested by name and checked."""
-
-    def __init__(self, folder: Path, config: dict[str, Any], tensors: Tensors, file: str = CONFIG) -> None:
-        self.folder, self.config, self.tensors, self.file = folder, config, tensors, file
-        self.notes: list[str] = []
-        self.used: set[str] = set()
-
-    def get(self, key: str, bound: Bound, default: float | None = None, among: Mapping[str, Any] | None = None) -> Any:
-        """Return a number of config.json, or of a part of it, that keeps its bound."""
-        settings = self.config if among is None else among
-        value = default if settings.get(key) is None else settings[key]
-        if isinstance(value, bool) or not isinstance(value, bound.kinds) or not bound.holds(value):
-            raise bad_data(f"{self.folder / self.file}: {key} is {repr(value)[:100]}; it must be {bound.text}")
-        return bound.kinds[0](value)
-
-    def note_defaults(self, **defaults: float) -> None:
-        """Note which of these keys config.json leaves to transformers' defaults."""
-        if missing := [key for key in defaults if self.config.get(key) is None]:
-            values = ", ".join(f"{key} {defaults[key]:g}" for key in missing)
-            self.notes.append(
-                f" > note: {CONFIG} does not state all settings; transformers' defaults are used: {values}"
-            )
-
-    def want(self, key: str, *good: Any, default: Any = None) -> Any:
-        """Return a setting that must have one of these values."""
-        value = self.config.get(key, default)
-        if value not in good:
-            raise self.refused(f"{key} is {str(value)[:100]}", f"{' or '.join(map(str, good))} would do")
-        return value
-
-    def refused(self, what: str, cure: str) -> UserError:
-        return bad_data(f"{self.folder / self.file}: {what}, which this package does not compute; {cure}")
-
-    def has(self, name: str) -> bool:
-        return name in self.tensors
-
-    def take(self, name: str, *shape: int | None) -> torch.Tensor:
-        """Return a tensor of this shape; None stands for any size."""
-        if name not in self.tensors:
-            raise bad_data(f"{self.folder} has no tensor {name}")
-        tensor = self.tensors[name]
-        self.used.add(name)
-        if len(shape) != tensor.ndim or any(b not in (a, None) for a, b in zip(tensor.shape, shape, strict=True)):
-            wanted = [size or "any" for size in shape]
-            raise bad_data(f"{self.folder}: {name} is {list(tensor.shape)}, by {self.file} it is {wanted}")
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise bad_data(f"{self.folder}: {name} holds {tensor.dtype}; quantised weights are not read")
-        return tensor
-
-    def check_used(self) -> None:
-        """Refuse tensors of another network; buffers that old versions saved do not count."""
-        buffer = r"(.*\.)?((attn|attention)\.(masked_)?bias|rotary_emb\.inv_freq)"
-        left = [name for name in self.tensors if name not in self.used and not re.fullmatch(buffer, name)]
-        if left:
-            shown = ", ".join(left[:5]) + ", ..." * (len(left) > 5)
-            raise bad_data(f"{self.folder}: {len(left)} tensors have no place in this network: {shown}")
-
-
 # Settings that are equal in every folder of these kinds.
 OFF = "embed_layernorm apply_layernorm_1p apply_residual_connection_post_layernorm squared_relu qk_layernorm"
 FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "rotary_percent": 1.0}
@@ -214,20 +140,34 @@ FIXED |= {"final_logit_softcapping": 0.0, "use_parallel_residual": False, "rope_
 FIXED |= {"window_size": None, "window_attn_skip_freq": None}
 
 
-def head_of(hf: HuggingFaceFolder, pieces: Views, wte: torch.Tensor, tied: bool, head: str = names.HEAD) -> bool:
-    """Add the output table if it is separate; return whether it is."""
-    if not hf.has(f"{head}.weight") and tied:
-        return False
-    theirs = hf.take(f"{head}.weight", *wte.shape)
-    if tied:
-        if theirs.dtype == wte.dtype and theirs.equal(wte):
-            return False
-        hf.notes.append("config.json ties the output table to the embedding; their numbers differ: they stay separate")
-    pieces[f"{names.HEAD}.weight"] = one_view(theirs)
-    return True
+# transformers' values where config.json states none.
+GPT2_DEFAULTS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+GPT2_DEFAULTS |= {"layer_norm_epsilon": 1e-5, "initializer_range": 0.02}
+NEOX_DEFAULTS = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "layer_norm_eps": 1e-5, "initializer_range": 0.02}
+LLAMA_DEFAULTS = {"attention_dropout": 0.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
+GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu")  # GPT-2's and GPT-NeoX's; only the last is exact
 
 
-def read_gpt2(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
+def plain_settings(h: int, layers: int, heads: int, f: int, positions: int) -> dict[str, Any]:
+    """Return the sizes of GPT-2 or GPT-NeoX, and what both always have."""
+    return {
+        "num_layers": layers,
+        "hidden_size": h,
+        "num_attention_heads": heads,
+        "ffn_hidden_size": f,
+        "kv_channels": h // heads,
+        "max_position_embeddings": positions,
+        "swiglu": False,
+        "num_query_groups": None,
+        "group_query_attention": False,
+        "normalization": "LayerNorm",
+        "layernorm_bias": True,
+        "add_bias_linear": True,
+        "add_qkv_bias": False,
+    }
+
+
+def read_gpt2(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     """Read GPT-2.
 
     Its linear weights are [in, out]; the columns of c_attn are all queries, then keys, then values.
@@ -262,29 +202,16 @@ def read_gpt2(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
         for name, norm_name in names.GPT2_NORMS.items():
             norm(f"{ours}.{name}", f"{theirs}.{norm_name}")
     norm("ln_f", f"{prefix}ln_f")
-    untied = head_of(hf, pieces, wte, hf.config.get("tie_word_embeddings", True) is True)
-    return gpt2_dropouts(hf) | {
-        "num_layers": layers,
-        "hidden_size": h,
-        "num_attention_heads": heads,
-        "ffn_hidden_size": f,
-        "kv_channels": h // heads,
-        "max_position_embeddings": positions,
+    untied = hf.add_head(pieces, wte, hf.config.get("tie_word_embeddings", True) is True)
+    return gpt2_dropouts(hf) | plain_settings(h, layers, heads, f, positions) | {
+        "bias_gelu_fusion": activation != "gelu",
         "layernorm_epsilon": hf.get("layer_norm_epsilon", POSITIVE, 1e-5),
         "untie_embeddings_and_output_weights": untied,
-        "bias_gelu_fusion": activation != "gelu",
-        "swiglu": False,
-        "num_query_groups": None,
-        "group_query_attention": False,
         "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "layernorm_bias": True,
-        "add_bias_linear": True,
-        "add_qkv_bias": False,
     }, pieces
 
 
-def gpt2_dropouts(hf: HuggingFaceFolder) -> dict[str, float]:
+def gpt2_dropouts(hf: ForeignFolder) -> dict[str, float]:
     """Return the settings of a training, which weights and shapes do not prove."""
     hf.note_defaults(**GPT2_DEFAULTS)
     hidden, embedding, attention = (hf.get(f"{x}_pdrop", SHARE, 0.1) for x in ("resid", "embd", "attn"))
@@ -293,17 +220,7 @@ def gpt2_dropouts(hf: HuggingFaceFolder) -> dict[str, float]:
     return out | {"init_method_std": hf.get("initializer_range", POSITIVE, 0.02)}
 
 
-# transformers' values where config.json states none.
-GPT2_DEFAULTS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
-GPT2_DEFAULTS |= {"layer_norm_epsilon": 1e-5, "initializer_range": 0.02}
-LLAMA_DEFAULTS = {"attention_dropout": 0.0, "rms_norm_eps": 1e-6, "initializer_range": 0.02}
-
-
-GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu")
-NEOX_DEFAULTS = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "layer_norm_eps": 1e-5, "initializer_range": 0.02}
-
-
-def read_neox(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
+def read_neox(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     """Read GPT-NeoX and Pythia, whose rows of query_key_value are by head as ours."""
     hf.want("attention_bias", True, default=True)
     activation = hf.want("hidden_act", *GELUS, default="gelu")
@@ -324,34 +241,21 @@ def read_neox(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
         pieces[f"{ours}.weight"] = one_view(hf.take(f"gpt_neox.{theirs}.weight", *shape))
         pieces[f"{ours}.bias"] = one_view(hf.take(f"gpt_neox.{theirs}.bias", shape[0]))
     head = names.NEOX_HEAD if hf.has(f"{names.NEOX_HEAD}.weight") else names.HEAD
-    untied = head_of(hf, pieces, wte, hf.config.get("tie_word_embeddings", False) is True, head)
+    untied = hf.add_head(pieces, wte, hf.config.get("tie_word_embeddings", False) is True, head)
     hf.note_defaults(**NEOX_DEFAULTS)
-    return neox_rotation(hf) | {
+    return neox_rotation(hf) | plain_settings(h, layers, heads, f, positions) | {
+        "bias_gelu_fusion": activation != "gelu",
         "hidden_dropout": hf.get("hidden_dropout", SHARE, 0.0),
         "attention_dropout": hf.get("attention_dropout", SHARE, 0.0),
         "init_method_std": hf.get("initializer_range", POSITIVE, 0.02),
-        "num_layers": layers,
-        "hidden_size": h,
-        "num_attention_heads": heads,
-        "ffn_hidden_size": f,
-        "kv_channels": h // heads,
-        "max_position_embeddings": positions,
         "layernorm_epsilon": hf.get("layer_norm_eps", POSITIVE, 1e-5),
         "untie_embeddings_and_output_weights": untied,
-        "bias_gelu_fusion": activation != "gelu",
-        "swiglu": False,
-        "num_query_groups": None,
-        "group_query_attention": False,
         "position_embedding_type": "rope",
-        "normalization": "LayerNorm",
-        "layernorm_bias": True,
-        "add_bias_linear": True,
-        "add_qkv_bias": False,
         "use_parallel_residual": hf.want("use_parallel_residual", True, False, default=True),
     }, pieces
 
 
-def neox_rotation(hf: HuggingFaceFolder) -> dict[str, float]:
+def neox_rotation(hf: ForeignFolder) -> dict[str, float]:
     """Return base and share of the rotation, which transformers 5 keeps in rope_parameters."""
     rope = hf.config.get("rope_parameters") or {"rope_type": "default"}
     if not isinstance(rope, dict) or rope.get("rope_type") != "default" or hf.config.get("rope_scaling"):
@@ -373,7 +277,7 @@ class LlamaSizes(NamedTuple):
     head: int
 
 
-def read_llama(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
+def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     """Read Llama and its relatives.
 
     The rotation pairs (i, i + head / 2) within a head, as ours does. Some linear layers may have
@@ -406,7 +310,7 @@ def read_llama(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
         for name, bias in linears(hf, sizes, theirs, "bias") if qkv_bias or all_biases else ():
             if all_biases or name == "attn.qkv":
                 pieces[f"{ours}.{name}.bias"] = bias
-    untied = head_of(hf, pieces, wte, hf.config.get("tie_word_embeddings", False) is True)
+    untied = hf.add_head(pieces, wte, hf.config.get("tie_word_embeddings", False) is True)
     hf.note_defaults(**LLAMA_DEFAULTS)
     return {
         "hidden_dropout": 0.0,  # these networks have none
@@ -432,7 +336,7 @@ def read_llama(hf: HuggingFaceFolder) -> tuple[dict[str, Any], Views]:
     }, pieces
 
 
-def linears(hf: HuggingFaceFolder, s: LlamaSizes, layer: str, end: str) -> Iterator[tuple[str, list[TensorView]]]:
+def linears(hf: ForeignFolder, s: LlamaSizes, layer: str, end: str) -> Iterator[tuple[str, list[TensorView]]]:
     """Yield our four linear layers: their weights, or their biases, zero where missing."""
 
     def get(name: str, rows: int, columns: int) -> torch.Tensor:
@@ -452,7 +356,7 @@ def linears(hf: HuggingFaceFolder, s: LlamaSizes, layer: str, end: str) -> Itera
     yield "mlp.proj", one_view(get(names.LLAMA_LINEAR["mlp.proj"], s.hidden, s.ffn))
 
 
-def windows(hf: HuggingFaceFolder, layers: int, positions: int) -> dict[str, Any]:
+def windows(hf: ForeignFolder, layers: int, positions: int) -> dict[str, Any]:
     """Return the settings of windows; one that covers all positions is none.
 
     Theirs is the number of tokens that a token sees, ours without itself. Llama has none.
@@ -484,7 +388,7 @@ def window_settings(reach: int, kinds: list[int]) -> dict[str, str | None]:
     return {"window_size": f"{reach},0", "window_attn_skip_freq": pattern}
 
 
-def rotation(hf: HuggingFaceFolder, positions: int) -> dict[str, Any]:
+def rotation(hf: ForeignFolder, positions: int) -> dict[str, Any]:
     """Return base and scaling, from rope_scaling of transformers 4 or rope_parameters of 5."""
     rope = hf.config.get("rope_scaling") or hf.config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
@@ -507,14 +411,14 @@ def rotation(hf: HuggingFaceFolder, positions: int) -> dict[str, Any]:
     return out
 
 
-def attention_factor(hf: HuggingFaceFolder, rope: dict[str, Any]) -> float:
+def attention_factor(hf: ForeignFolder, rope: dict[str, Any]) -> float:
     """Return YaRN's own factor of attention, or the quotient that both mscales ask for."""
     scales = [hf.get(key, POSITIVE, 1.0, rope) for key in ("mscale", "mscale_all_dim") if rope.get(key)]
     grown = [0.1 * scale * math.log(max(hf.get("factor", POSITIVE, among=rope), 1.0)) + 1.0 for scale in [*scales, 1.0]]
     return float(grown[0] / grown[1] if len(scales) == 2 else grown[-1])
 
 
-READERS: dict[str, Callable[[HuggingFaceFolder], tuple[dict[str, Any], Views]]]
+READERS: dict[str, Callable[[ForeignFolder], tuple[dict[str, Any], Views]]]
 READERS = {
     "gpt2": read_gpt2,
     "gpt_neox": read_neox,
