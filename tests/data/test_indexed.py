@@ -92,7 +92,7 @@ def test_truncated_everywhere(pair, full):
         bin_.write_bytes(wrong)
         refused(f"x.bin has {len(wrong)} bytes, but its .idx describes 120", prefix)
     bin_.unlink()
-    refused("x.bin cannot be read", prefix)
+    refused("x.bin does not exist", prefix)
     idx.unlink()
     refused("x.idx does not exist; --data-path is the prefix", prefix)
 

@@ -833,3 +833,22 @@ def test_the_name_of_a_token_file_stands_for_the_pair(tmp_path):
         TrainConfig, [*TINY_FLAGS, "--data-path", "0.5", "b.bin", "0.5", "c.idx"], "meshwright train"
     ).config.data
     assert data.data_path == ["0.5", "b", "0.5", "c"]
+
+
+@pytest.mark.fault("F26")
+@pytest.mark.parametrize("ending", [".idx", ".bin"])
+def test_a_token_file_cut_short_under_a_run(tmp_path, capsys, monkeypatch, ending):
+    """The file is named; without the check the process is killed by SIGBUS, or reads zeros."""
+    write_counting(tmp_path / "data", [40] * 20)
+    step = meshwright.training.loop.Trainer.step
+
+    def cut_and_step(self):
+        if self.state.progress.iteration == 3:
+            os.truncate(tmp_path / f"data{ending}", 100)
+        return step(self)
+
+    monkeypatch.setattr(meshwright.training.loop.Trainer, "step", cut_and_step)
+    flags = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--vocab-size", "800", "--save-interval", "2"]
+    assert main(["train", *flags, "--data-path", str(tmp_path / "data"), "--save", str(tmp_path / "run")]) == 74
+    assert f"data{ending} was cut short while it was in use: 100 of " in capsys.readouterr().err
+    assert (tmp_path / "run/iter_0000002").is_dir()

@@ -75,12 +75,14 @@ class Samples(OrderedSamples):
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         indexed, itemsize = self.indexed, self.indexed.dtype.itemsize
+        indexed.require_whole()
         places = [(int(indexed.pointers[d]) // itemsize + offset, n) for d, offset, n in self.pieces(k)]
         return np.concatenate([indexed.tokens[at : at + n] for at, n in places], dtype=np.int64)
 
     def read(self, numbers: list[int]) -> npt.NDArray[np.int64]:
         """Return [samples, S + 1]: many samples in a third of the time of one by one."""
         indexed, j = self.indexed, self.shuffle_idx[numbers].astype(np.int64)
+        indexed.require_whole()
         (first, offset), (last, end) = self.sample_idx[j].T, self.sample_idx[j + 1].T
         counts = last - first + 1  # documents that each sample touches
         stops = counts.cumsum()

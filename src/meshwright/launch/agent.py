@@ -207,6 +207,7 @@ STOPPED = (SIGTERM, SIGINT, -signal.SIGTERM, *WARNED)
 HINTS: dict[int, str] = {
     signal.SIGKILL: " (as the system does when memory runs out)",
     signal.SIGABRT: " (as NCCL does when another rank does not answer)",
+    signal.SIGBUS: " (as happens when a file in use is cut short, or /dev/shm is full)",
 }
 
 

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright import files
-from meshwright.errors import UserError, bad_data
+from meshwright.errors import IO, UserError, bad_data
 from meshwright.settings.hints import near_path
 
 Ints = npt.NDArray[np.integer[Any]]
@@ -187,23 +187,21 @@ class Indexed:
 
     def __init__(self, prefix: str | Path, in_full: bool = False) -> None:
         self.prefix = str(prefix)
-        idx = map_file(f"{self.prefix}.idx")
+        maps = {f"{self.prefix}{ending}": map_file(f"{self.prefix}{ending}") for ending in (".idx", ".bin")}
+        idx, tokens = maps.values()
         with open(f"{self.prefix}.idx", "rb") as file:
             index = Index(self.prefix, file)
             if fault := next(index.faults(in_full), ""):
                 raise damaged(self.prefix, fault)
-            try:
-                fault = index.length_fault(os.path.getsize(f"{self.prefix}.bin"))
-            except OSError as error:
-                raise bad_data(f"{self.prefix}.bin cannot be read: {error.strerror}") from None
-            if fault:
+            if fault := index.length_fault(len(tokens)):
                 raise bad_data(f"{fault}; preprocess again")
         self.dtype = index.dtype
         self.sizes, self.pointers, self.doc_idx = (
             np.frombuffer(idx, column.dtype, len(column), column.offset)
             for column in (index.sizes, index.pointers, index.borders)
         )
-        self.tokens = np.frombuffer(map_file(f"{self.prefix}.bin"), self.dtype)
+        self.tokens = np.frombuffer(tokens, self.dtype)
+        self.maps = {path: mapped for path, mapped in maps.items() if isinstance(mapped, mmap.mmap)}
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -212,6 +210,16 @@ class Indexed:
         """Return the number of tokens in sequences [first, stop), without a look at each."""
         begin, end = (int(self.pointers[i]) if i < len(self) else self.tokens.nbytes for i in (first, max(first, stop)))
         return (end - begin) // self.dtype.itemsize
+
+    def require_whole(self) -> None:
+        """Refuse to read files that were cut short since they were opened: that would end in SIGBUS."""
+        for path, mapped in self.maps.items():
+            if (size := mapped.size()) < len(mapped):
+                raise UserError(
+                    f"{path} was cut short while it was in use: {size:,} of {len(mapped):,} bytes are left; restore the "
+                    "file, and continue from the last checkpoint",
+                    IO,
+                )
 
     def sequence_at(self, token: int) -> int:
         """Return the sequence that holds this token of the file."""
