@@ -212,12 +212,12 @@ class Indexed:
         return (end - begin) // self.dtype.itemsize
 
     def require_whole(self) -> None:
-        """Refuse to read files that were cut short since they were opened: that would end in SIGBUS."""
+        """Refuse files that were cut short since they were opened: SIGBUS would end a read."""
         for path, mapped in self.maps.items():
             if (size := mapped.size()) < len(mapped):
                 raise UserError(
-                    f"{path} was cut short while it was in use: {size:,} of {len(mapped):,} bytes are left; restore the "
-                    "file, and continue from the last checkpoint",
+                    f"{path} was cut short while it was in use: {size:,} of {len(mapped):,} bytes are left; restore "
+                    "the file, and continue from the last checkpoint",
                     IO,
                 )
 
