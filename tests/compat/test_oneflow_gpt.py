@@ -37,6 +37,7 @@ from documents import (
     words,
 )
 from meshwright.__main__ import main
+from meshwright.errors import UserError
 from meshwright.launch import launcher
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
@@ -381,9 +382,34 @@ def test_the_plan_of_four_nodes(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert (plan.processes, plan.nodes, plan.node, plan.address) == (8, 4, number, ips[0])
 
 
-def test_several_nodes_need_addresses(gpt: Path) -> None:
-    refused = shell(gpt, block("oneflow-gpt/four-nodes"), status=2)
-    assert "ONEFLOW_GPT_NODE_IPS is not set; give the addresses of the 4 machines" in refused
+@covers("oneflow-gpt/four-nodes")
+def test_the_examples_have_addresses(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the document's scripts, of which each takes as many as it has machines."""
+    for script, ips in (
+        (block("oneflow-gpt/four-nodes"), "10.11.0.2,10.11.0.3,10.11.0.4,10.11.0.5"),
+        ("bash examples/distribute_pretrain_2n4d.sh", "10.11.0.2,10.11.0.3"),
+    ):
+        parallel = flags.parse_settings(TrainConfig, flags_of(gpt, script), "").config.parallel
+        given = launcher.launch_flags_of(parallel) or []
+        assert given[given.index("--node-ips") + 1] == ips
+    monkeypatch.setattr(launcher, "_is_own", lambda address: False)
+    with pytest.raises(UserError, match=r"none of --node-ips 10.11.0.2,10.11.0.3 is .* give the machines' own, or"):
+        launcher.make_plan(flags.parse_settings(launcher.LaunchConfig, given, "").config)
+
+
+# One machine, in the words of the published pretrain.sh
+PUBLISHED = """export PYTHONPATH=$PWD
+cmd="python3 -m oneflow_gpt.training --num-gpus-per-node ${ONEFLOW_GPT_NUM_GPUS_PER_NODE:-4} --num-nodes 1"
+cmd+=" --node-ips ${ONEFLOW_GPT_NODE_IPS:-"10.11.0.2,10.11.0.3,10.11.0.4,10.11.0.5"} --fp16"
+${cmd} --num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 1 --train-iters 1 \\
+    --seq-length 8 --mock-data --vocab-size 9 --learning-rate 0.1
+"""
+
+
+def test_addresses_that_one_machine_does_not_need(gpt: Path) -> None:
+    argv = flags_of(gpt, PUBLISHED)
+    parallel = flags.parse_settings(TrainConfig, argv, "").config.parallel
+    assert launcher.launch_flags_of(parallel) == ["--nproc-per-node", "4", "--nnodes", "1"]
 
 
 @pytest.mark.long  # eight ranks, which import torch one by one

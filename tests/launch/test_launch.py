@@ -299,7 +299,9 @@ def test_oneflow_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asks(num_gpus_per_node=4) == ["--nproc-per-node", "4", "--nnodes", "1"]
     two = asks(num_gpus_per_node=4, num_nodes=2, node_ips="10.0.0.1, 10.0.0.2")
     assert two == ["--nproc-per-node", "4", "--nnodes", "2", "--node-ips", "10.0.0.1,10.0.0.2"]
-    for wrong in (dict(num_nodes=2), dict(num_nodes=3, node_ips="a,b"), dict(node_ips="a,b")):
+    assert asks(num_nodes=2, node_ips="a,b,c") == ["--nproc-per-node", "1", "--nnodes", "2", "--node-ips", "a,b"]
+    assert asks(node_ips="a,b") is None  # OneFlow takes the first of them, too
+    for wrong in (dict(num_nodes=2), dict(num_nodes=3, node_ips="a,b")):
         with pytest.raises(UserError, match=r"--node-ips names \d addresses, --num-nodes is \d"):
             asks(**wrong)
 

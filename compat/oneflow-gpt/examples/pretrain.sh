@@ -13,10 +13,7 @@ export PYTHONPATH="$src${PYTHONPATH:+:$PYTHONPATH}"
 dataset="${ONEFLOW_GPT_DATASET:-gpt_sample_dataset_text_document}" # here, as the document makes it
 [[ -n "${ONEFLOW_GPT_DATASET:-}" || -e "$dataset.idx" ]] || dataset="/data/gpt/$dataset"
 nodes="${ONEFLOW_GPT_NUM_NODES:-1}"
-if [[ "$nodes" != 1 && -z "${ONEFLOW_GPT_NODE_IPS:-}" ]]; then
-    echo "$0: ONEFLOW_GPT_NODE_IPS is not set; give the addresses of the $nodes machines, as A,B,..." >&2
-    exit 2
-fi
+ips="${ONEFLOW_GPT_NODE_IPS:-10.11.0.2,10.11.0.3,10.11.0.4,10.11.0.5}" # the first $nodes of these
 
 cmd=()
 [[ -z "${ONEFLOW_GTP_PROFILE_FILE:-}" ]] || cmd+=(nsys profile --stats true --output "$ONEFLOW_GTP_PROFILE_FILE")
@@ -47,7 +44,7 @@ add --num-accumulation-steps "${ONEFLOW_GPT_NUM_ACCUMULATION_STEPS:-}"
 add --tensor-model-parallel-size "${ONEFLOW_GPT_TENSOR_MODEL_PARALLEL_SIZE:-}"
 add --pipeline-model-parallel-size "${ONEFLOW_GPT_PIPELINE_MODEL_PARALLEL_SIZE:-}"
 add --initial-loss-scale "${ONEFLOW_GPT_INIT_LOSS_SCALE:-}"
-[[ "$nodes" == 1 ]] || cmd+=(--node-ips "$ONEFLOW_GPT_NODE_IPS" --use-rdma)
+[[ "$nodes" == 1 ]] || cmd+=(--node-ips "$ips" --use-rdma)
 [[ -z "${ONEFLOW_GTP_PROFILE_FILE:-}" ]] || cmd+=(--profile-transformer-layer)
 cmd+=("$@")
 

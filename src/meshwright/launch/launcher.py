@@ -173,7 +173,8 @@ def find_own_number(addresses: list[str]) -> int:
     own = [n for n, address in enumerate(addresses) if _is_own(address)]
     if len(own) != 1:
         which = f"{len(own)} of --node-ips are" if own else f"none of --node-ips {','.join(addresses)} is"
-        raise UserError(f"{which} an address of this machine ({socket.gethostname()}); give its number as --node-rank")
+        advice = "give the machines' own, or this one's number as --node-rank of `meshwright launch`"
+        raise UserError(f"{which} an address of this machine ({socket.gethostname()}); {advice}")
     return own[0]
 
 
@@ -203,9 +204,9 @@ def launch_flags_of(parallel: Parallel) -> list[str] | None:
             )
         return None
     ips = [ip for ip in (parallel.node_ips or "").replace(" ", "").split(",") if ip]
-    if len(ips) != nodes and (nodes > 1 or ips):
+    if nodes > 1 and len(ips) < nodes:
         raise UserError(f"--node-ips names {len(ips)} addresses, --num-nodes is {nodes}; give one for each machine")
     if per_node * nodes == 1:
         return None
     words = ["--nproc-per-node", str(per_node), "--nnodes", str(nodes)]
-    return [*words, "--node-ips", ",".join(ips)] if nodes > 1 else words
+    return [*words, "--node-ips", ",".join(ips[:nodes])] if nodes > 1 else words  # more are spare
