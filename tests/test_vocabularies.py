@@ -253,7 +253,7 @@ def test_what_cannot_be_read(llama, ranks, bert, tmp_path, monkeypatch):
     refused(BAD_DATA, "tokenizer.model:2 is not a token in base64 and its rank", lambda: named(broken))
     broken.unlink()
     (tmp_path / "vocab.txt").write_text("a\nb\n")
-    refused(BAD_DATA, r"is no vocabulary of BERT: it has no \[UNK\]", lambda: named(tmp_path))
+    refused(BAD_DATA, r"is not a vocabulary of BERT: it has no \[UNK\]", lambda: named(tmp_path))
     (tmp_path / "vocab.txt").write_text("a\n[UNK]\n")
     refused(BAD_DATA, "none of the usual end-of-document tokens", lambda: named(tmp_path))
     for kind, flag in (("SentencePieceTokenizer", "tokenizer-model"), ("BertWordPieceCase", "vocab-file")):

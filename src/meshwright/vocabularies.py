@@ -138,7 +138,7 @@ class Encoding:
 
     pattern: str
     special_tokens: Mapping[str, int]
-    normalization: Literal["NFC", "NFD", "NFKC", "NFKD"] | None = None  # NFC: what the text is brought to first
+    normalization: Literal["NFC", "NFD", "NFKC", "NFKD"] | None = None  # applied to the text first
 
 
 def _count_from(first: int, words: Iterable[str]) -> dict[str, int]:
@@ -238,7 +238,7 @@ class WordPiece(Bytewise):
         tokens = [line.strip() for line in read_text(path).removesuffix("\n").split("\n")]
         self._vocab = {token: i for i, token in enumerate(tokens)}
         if "[UNK]" not in self._vocab:
-            raise bad_data(f"{path} is no vocabulary of BERT: it has no [UNK]")
+            raise bad_data(f"{path} is not a vocabulary of BERT: it has no [UNK]")
         marks = {token: i for token, i in self._vocab.items() if re.fullmatch(r"\[[A-Z]+\]|<[a-z]+>", token)}
         self.special = marks | _read_added_tokens(path.parent)
         self.size = max([len(tokens), *(i + 1 for i in self.special.values())])
@@ -376,7 +376,7 @@ def load_encoding(name: str) -> TikToken:
         encoding = tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # no network, no space, a damaged download
         raise UserError(
-            f"--tokenizer {name}: tiktoken has it not in its cache and cannot download it "
+            f"--tokenizer {name}: tiktoken does not have it in its cache and cannot download it "
             f"({str(error).splitlines()[0]}); set TIKTOKEN_CACHE_DIR to a cache that has it, or give the file "
             f"{name}.tiktoken",
             UNAVAILABLE,

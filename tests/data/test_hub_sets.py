@@ -115,4 +115,4 @@ def test_streamed_from_a_server_and_then_from_the_cache(tmp_path):
     server.shutdown()
     server.server_close()
     texts, message = texts_of(tmp_path, endpoint, name, "hf://org/other", HF_HUB_OFFLINE="1")
-    assert texts == ["a", "b é", "c"] and "to read it without a network, have it in the cache first" in message
+    assert texts == ["a", "b é", "c"] and "to read it without a network, put it into the cache first" in message

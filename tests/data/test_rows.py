@@ -117,7 +117,7 @@ def test_sqlite(tmp_path, database):
     assert "1 no text under 'text' (bytes), first" in left_out
     (tmp_path / "a.txt").write_text("a")
     assert read(tmp_path) == (["a"], ["passed over 1 file: 1 SQLite databases, which need --table"])
-    assert "--table x is of SQLite databases, and no --input is one" in error_of(
+    assert "--table x names a table of an SQLite database, but no --input is one" in error_of(
         lambda: read(tmp_path / "a.txt", table="x"), USAGE
     )
     sqlite3.connect(tmp_path / "none.db").execute("PRAGMA user_version = 1").connection.close()
@@ -201,7 +201,7 @@ def test_a_data_set_of_the_hub_to_tokens(tmp_path, library, capsys, monkeypatch)
 
 def test_what_goes_wrong_with_the_hub(library, monkeypatch):
     for address in ("hf://name", "hf://org/name:train[5%]", "hf://org/name/"):
-        assert f"{address} is no name of a data set; write hf://org/name[/config][:split]" in error_of(
+        assert f"{address} is not the name of a data set; write hf://org/name[/config][:split]" in error_of(
             lambda address=address: read(address), USAGE
         )
     assert "hf://org/name has no column 'body'; --json-keys must name one of id, text" in error_of(
@@ -220,7 +220,7 @@ def test_what_goes_wrong_with_the_hub(library, monkeypatch):
     monkeypatch.setattr("meshwright.hub.require_address", unreachable)
     library.content = ConnectionError("Couldn't reach 'org/name' on the Hub")
     message = error_of(lambda: read("hf://org/name"), UNAVAILABLE)
-    assert "is not available (Couldn't reach 'org/name' on the Hub); to read it without a network, have" in message
+    assert "is not available (Couldn't reach 'org/name' on the Hub); to read it without a network, put" in message
     assert library.asked[-1] == ("org/name", None, "train", None) and library.config.HF_HUB_OFFLINE
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "needs the package datasets: pip install 'meshwright[datasets]'" in error_of(

@@ -35,7 +35,9 @@ def parse(address: str) -> HubSet:
     match = ADDRESS.fullmatch(address)
     if not match:
         form = "hf://org/name[/config][:split], as hf://roneneldan/TinyStories:validation"
-        raise UserError(f"--input {address} is no name of a data set; write {form}, and [:1000] for the first rows")
+        raise UserError(
+            f"--input {address} is not the name of a data set; write {form}, and [:1000] for the first rows"
+        )
     rows = int(match["rows"]) if match["rows"] else None
     return HubSet(match["name"], match["config"], match["split"] or "train", rows)
 
@@ -84,7 +86,7 @@ def hub_lines(address: str, revision: str, keys: list[str]) -> Iterator[bytes]:
         raise bad_data(f"--input {address}: {' '.join(str(error).split())}") from None
     except Exception as error:
         script = f"python -c \"import datasets; datasets.load_dataset('{wanted.name}')\""
-        cure = f"to read it without a network, have it in the cache first: {script}"
+        cure = f"to read it without a network, put it into the cache first: {script}"
         raise UserError(f"--input {address} is not available ({_first_line(error)}); {cure}", UNAVAILABLE) from None
     if opened.column_names:
         require_columns(address, opened.column_names, keys)

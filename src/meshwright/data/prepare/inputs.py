@@ -115,7 +115,7 @@ def find_inputs(given: TextInputs) -> Inputs:
         reason = passed.line() if passed else "nothing is there"
         raise bad_data(f"--input {' '.join(map(shown, given.input))} holds no text; {reason}")
     if given.table and not any(source.kind == "sqlite" for source in single):
-        raise UserError(f"--table {given.table} is of SQLite databases, and no --input is one")
+        raise UserError(f"--table {given.table} names a table of an SQLite database, but no --input is one")
     return Inputs(list(_joined(single)), passed)
 
 
