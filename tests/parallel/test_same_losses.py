@@ -181,7 +181,9 @@ def test_one_micro_batch():
 
 @pytest.mark.whole
 @pytest.mark.timeout(300)
-@halves([f"{line} {MORE[name]}" for name, lines in WITH.items() for line in lines], (1, 3, 5, 8, 9, 10, 11, 12, 15, 17))
+@halves(
+    [f"{line} {MORE[name]}" for name, lines in WITH.items() for line in lines], (1, 3, 5, 8, 9, 10, 11, 12, 15, 17, 20)
+)
 def test_other_rules(lines):
     check(lines, steps=2)
 

@@ -99,6 +99,8 @@ def transformers_network(m: Model, length: int, padded: int) -> nn.Module:
     common: dict[str, Any] = {"vocab_size": padded, "attn_implementation": "sdpa", "use_cache": False}
     common |= {"tie_word_embeddings": not m.untie_embeddings_and_output_weights}
     norm = (m.normalization, m.norm_bias, m.qk_layernorm)
+    if m.windowed_layers:
+        raise UserError("transformers is not compared on a network with windows (--window-size)")
     kind = (m.position, norm, m.activation, m.add_bias_linear, m.final_logit_softcapping, m.use_parallel_residual)
     if kind == ("learned", ("LayerNorm", True, False), "gelu-tanh", True, 0.0, False):
         shape = dict(n_embd=m.hidden_size, n_layer=m.num_layers, n_head=m.num_attention_heads, n_inner=m.ffn)
@@ -204,7 +206,7 @@ def megatron(config: TrainConfig, padded: int, device: torch.device) -> PeerStep
     transformer: Any = importlib.import_module("megatron.core.transformer.transformer_config")
     m, length = config.model, config.data.seq_length or 0
     kind = (m.position, m.norm_bias, m.activation, m.add_bias_linear, m.use_parallel_residual)
-    if kind != ("learned", True, "gelu-tanh", True, False):
+    if kind != ("learned", True, "gelu-tanh", True, False) or m.windowed_layers:
         raise UserError("megatron-core is compared on GPT-2's network only")
     is_cpu = device.type == "cpu"
     store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # of this process alone

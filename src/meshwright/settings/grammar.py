@@ -137,7 +137,7 @@ def layers_with_window(skipped: str | None, layers: int) -> tuple[int, ...]:
         return tuple(i for i in range(layers) if (i + 1) % int(skipped))
     kinds = evaluate_list(skipped)
     if len(kinds) != layers:
-        raise ValueError(f"the list is of {len(kinds)} layers, but --num-layers is {layers}")
+        raise ValueError(f"a list is of {len(kinds)} layers, but --num-layers is {layers}")
     return tuple(i for i, kind in enumerate(kinds) if kind)
 
 

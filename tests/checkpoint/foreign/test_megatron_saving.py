@@ -109,7 +109,13 @@ def test_another_vocabulary_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_unsupported_settings_are_refused_at_the_start(tmp_path: Path) -> None:
     rules = [["--optimizer", rule] for rule in ("sgd", "lion", "muon")]
-    for more in (*rules, ["--qk-layernorm"], ["--final-logit-softcapping=30"], ["--disable-layernorm-bias"]):
+    for more in (
+        *rules,
+        ["--qk-layernorm"],
+        ["--final-logit-softcapping=30"],
+        ["--disable-layernorm-bias"],
+        ["--window-size=3"],
+    ):
         assert main(["train", *TINY_FLAGS, "--ckpt-format", "torch", "--save", str(tmp_path), *more]) == 2
     for factor, fits in (("2", True), ("1.5", False)):
         scaling = ["--position-embedding-type=rope", "--rope-scaling=linear", f"--rope-scaling-factor={factor}"]
