@@ -640,6 +640,18 @@ def test_flex_attention_is_compiled_once_for_a_shape(alibi, monkeypatch):
     assert len(traced) == 2
 
 
+@pytest.mark.parametrize("queries", [16, 5, 1])
+def test_a_window_is_megatrons(queries):
+    """The formula of its get_sliding_window_causal_mask, for the last queries of 16 keys."""
+    ones = torch.ones(queries, 16, dtype=torch.bool)
+    for left in (1, 3, 15, 20):
+        want = ones.triu(16 - queries - left).tril(16 - queries)
+        cached = ContinuedTexts(Cache(1, 16), torch.tensor([0]), torch.tensor([16 - queries]), 16)
+        where, m = Positions(cached=cached), dataclasses.replace(TINY, window_size=f"{left},0")
+        shared = positions.share(m, where, torch.zeros(1, queries, dtype=torch.int64), torch.float32, False)
+        assert torch.equal(shared.window_mask[0, 0], want) and shared.mask[0, 0, -1].all()
+
+
 @pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
 def test_blocks_of_a_window(documents):
     """A block is left out if no query sees a key of it, and full if each query sees all."""

@@ -19,9 +19,11 @@ from foreign import HAS_CORE, assert_reads, our_name, read_tensors
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from helpers import error_of
 from meshwright.checkpoint import loading
 from meshwright.checkpoint.foreign.megatron import torch_dist
 from meshwright.checkpoint.registry import TORCH_DIST
+from meshwright.checkpoint.saved_model import model_settings
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.errors import UserError
 from meshwright.model.gpt import GPT
@@ -341,6 +343,28 @@ def test_refused(why, tmp_path):
     spoil(tree)
     with pytest.raises(UserError, match=said):
         loading.open_step(StepLocation(TORCH_DIST, write(tmp_path, tree), 10, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("window", "skipped", "want"),
+    [
+        (None, None, (0, ())),
+        ((3, 0), None, (3, (0, 1))),
+        ((3, -1), 2, (3, (0,))),
+        ([3, 0], [0, 1], (3, (1,))),
+        ((-1, 0), 2, (0, ())),
+        ((3, 1), None, "--window-size 3,1: neither L nor L,0"),
+        ((3, 0), [1], "a list is of 1 layers, but --num-layers is 2"),
+    ],
+)
+def test_windows_of_megatron_core(window, skipped, want, tmp_path):
+    args = Namespace(num_attention_heads=2, window_size=window, window_attn_skip_freq=skipped)
+    source = torch_dist.open_torch_dist(write(tmp_path, small(), {"args": args}))
+    if isinstance(want, str):
+        assert want in error_of(lambda: model_settings(source.config, tmp_path))
+    else:
+        m = model_settings(source.config, tmp_path)
+        assert (m.window, m.windowed_layers) == want
 
 
 def test_options_that_we_do_not_build_are_named(tmp_path):
