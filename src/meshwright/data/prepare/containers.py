@@ -94,6 +94,7 @@ def transcoded(file: BinaryIO, codec: str) -> BinaryIO:
 
 
 def peek(file: BinaryIO) -> bytes:
+    """Return the next bytes, HEAD or more if there are, START at most."""
     return bytes(cast(Any, file).peek(START)[:START])
 
 
@@ -141,7 +142,7 @@ def _buffered(parts: Iterator[bytes]) -> BinaryIO:
 
 
 class _Chunks(io.RawIOBase):
-    """Read at least START bytes at once, or to the end; raise damage after all that precedes it."""
+    """Read at least HEAD bytes at once, or to the end; raise damage after all that precedes it."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
         self.parts, self.ready = parts, memoryview(b"")
@@ -152,7 +153,7 @@ class _Chunks(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         have = 0
-        while have < min(START, len(buffer)) and (self.ready or self._more()):
+        while have < min(HEAD, len(buffer)) and (self.ready or self._more()):
             size = min(len(buffer) - have, len(self.ready))
             buffer[have : have + size], self.ready = self.ready[:size], self.ready[size:]
             have += size

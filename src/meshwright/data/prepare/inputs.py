@@ -199,7 +199,7 @@ def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextIn
         raise folders.unreadable(path, error) from None
     inner = containers.kind_of_bytes(start) if start else None
     codec = plain.codec_of_file(path, start, given.encoding) if inner is None else ""
-    start = encodings.to_utf8(start, codec)
+    start = encodings.to_utf8(start[: containers.HEAD] if kind in containers.STREAMS else start, codec)
     suffix = folders.suffix_of(path)
     is_chosen = given.include or folders.is_known(suffix)
     if is_chosen and (kind in ("parquet", "arrow", "arrow stream", "tar", "zip") or inner == "tar"):
@@ -231,8 +231,8 @@ def is_json_lines(start: bytes, keys: list[str]) -> bool:
     if not JSON_START.match(start):
         return False
     line, feed, _ = start.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
-    if not feed and len(start) == containers.START:
-        return all(json.dumps(key).encode() in line for key in keys)
+    if not feed and len(start) in (containers.START, containers.HEAD):
+        return all(json.dumps(key).encode() in line for key in keys) or len(start) < containers.START
     try:
         record = json.loads(line)
     except ValueError:
