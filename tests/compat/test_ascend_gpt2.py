@@ -6,6 +6,7 @@ import bz2
 import contextlib
 import json
 import re
+import runpy
 import shutil
 import threading
 import time
@@ -31,6 +32,7 @@ from documents import (
     steps,
 )
 from meshwright.data.files.indexed import Indexed
+from meshwright.launch.launcher import LaunchPlan
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 
@@ -104,6 +106,7 @@ def system(place: Path) -> Path:
     folder = place / "compat/ascend-gpt2"
     shutil.copytree(ROOT / "compat/ascend-gpt2", folder, symlinks=True)
     shutil.copy(ROOT / "pyproject.toml", place)
+    (folder.parent / "megatron-deepspeed").symlink_to(ROOT / "compat/megatron-deepspeed")
     return folder
 
 
@@ -144,6 +147,26 @@ def recorded(system: Path, tmp_path: Path) -> str:
     (tmp_path / "lines").write_text("\n".join(lines) + "\n")
     folder = written(tmp_path / "first", "python3", RECORDER)
     return f"export PATH={folder}:$PATH ARGS={tmp_path}/args LINES={tmp_path}/lines\n"
+
+
+@pytest.mark.parametrize("devices", ["--num_gpus 8"])
+def test_run_py_is_deepspeeds_launcher(system: Path, monkeypatch: pytest.MonkeyPatch, devices: str) -> None:
+    """As the published scripts call it."""
+    ran: list[tuple[LaunchPlan, list[str]]] = []
+    monkeypatch.setattr("meshwright.launch.agent.launch_ranks", lambda plan, program: ran.append((plan, program)) or 0)
+    monkeypatch.chdir(system)
+    script = [str(system / "pretrain_gpt.py"), "--deepspeed", "--deepspeed_config=./ds_config.json"]
+    monkeypatch.setattr("sys.argv", ["run.py", *devices.split(), *script])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path("run.py", run_name="__main__")
+    ((plan, program),) = ran
+    assert end.value.code == 0 and (plan.processes, plan.nodes) == (8, 1) and program == ["-u", *script]
+
+
+def test_the_environment_of_an_npu(system: Path) -> None:
+    """The published scripts source it, on a machine without CANN too."""
+    out = shell(system, "set -e\nsource ./test/env_npu.sh\necho $HCCL_CONNECT_TIMEOUT $HCCL_EXEC_TIMEOUT")
+    assert out == "1800 1200\n"
 
 
 def train_block(place: Path) -> str:

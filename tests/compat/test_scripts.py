@@ -15,7 +15,7 @@ from documents import ROOT, environment
 COMPAT = ROOT / "compat"
 SCRIPTS = sorted(p.relative_to(COMPAT) for p in COMPAT.rglob("*.sh") if not p.is_symlink())
 PASS_IT_ON = ("megatron-lm/examples", "megatron-deepspeed/generate_text.sh", "megatron-deepspeed/interactive_text.sh")
-INNER = ("ascend-gpt2/test/train_8p.sh", "oneflow-gpt/tools/prepare_distribute.sh")
+INNER = ("ascend-gpt2/test/train_8p.sh", "ascend-gpt2/test/env_npu.sh", "oneflow-gpt/tools/prepare_distribute.sh")
 
 
 @pytest.mark.parametrize("script", [s for s in SCRIPTS if not str(s).startswith((*PASS_IT_ON, *INNER))], ids=str)

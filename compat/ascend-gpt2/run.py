@@ -1,0 +1,1 @@
+../megatron-deepspeed/bin/deepspeed
