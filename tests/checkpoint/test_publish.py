@@ -454,3 +454,19 @@ def test_checkpoints_are_moved_aside(tmp_path: Path) -> None:
     assert steps.latest(aside) == (1, [])
     write_step(tmp_path, 1, seed=2)
     assert owner.move_aside(tmp_path) != aside
+
+
+def test_a_lock_under_which_nothing_was_written_leaves_the_folders_as_they_were(tmp_path: Path) -> None:
+    for existing in (tmp_path, tmp_path / "there"):
+        existing.mkdir(exist_ok=True)
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(OSError), owner.lock_folder(existing / "a"), owner.lock_folder(existing / "a/b/c"):
+            raise OSError
+        assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "there/.lock").touch()  # an earlier owner's
+    with owner.lock_folder(tmp_path / "there"):
+        pass
+    assert (tmp_path / "there/.lock").exists()
+    with owner.lock_folder(tmp_path / "kept"):
+        (tmp_path / "kept/file").touch()
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [".lock", "file"]

@@ -23,6 +23,7 @@ import meshwright.checkpoint.native
 import meshwright.commands.train
 import meshwright.training.loop
 import meshwright.training.run
+import meshwright.training.setup
 import meshwright.training.step
 from helpers import TINY_FLAGS, read_rows, write_counting
 from meshwright import console
@@ -208,6 +209,18 @@ def test_second_run_on_the_folder_is_refused(tmp_path, capsys, monkeypatch):
     with owner.lock_folder(tmp_path / "run"):
         status = main(["train", *TINY_FLAGS, "--save", str(tmp_path / "run")])
     assert status == 73 and str(os.getpid()) in capsys.readouterr().err
+
+
+def test_a_refused_start_leaves_nothing_behind(tmp_path, monkeypatch):
+    """Also one that is refused after the folders are locked."""
+
+    def refuse(*_):
+        assert (tmp_path / "a/b/.lock").exists() and (tmp_path / "a/b/logs/.lock").exists()
+        raise UserError("no data")
+
+    monkeypatch.setattr(meshwright.training.setup, "build_trainer", refuse)
+    status, _ = train(tmp_path, "--run-dir", str(tmp_path / "a/b/logs"), save="a/b")
+    assert status == 2 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.flag("exit_interval")

@@ -18,19 +18,31 @@ PATIENCE = 0.5  # seconds: a killed owner may still be dying, a new one still wr
 
 @contextlib.contextmanager
 def lock_folder(root: str | Path) -> Iterator[None]:
-    """Hold an exclusive lock on the folder; the kernel releases it when this process dies."""
+    """Hold an exclusive lock on the folder; the kernel releases it when this process dies.
+
+    A folder in which nothing was written is left as it was: absent, or without a lock.
+    """
     root = Path(root)
+    path = root / ".lock"
+    absent = [parent for parent in (path, root, *root.parents) if not parent.exists()]
     with contextlib.ExitStack() as stack:
         try:
             root.mkdir(parents=True, exist_ok=True)
-            has_locks = stack.enter_context(files.lock(root / ".lock", PATIENCE, stays=True))
+            has_locks = stack.enter_context(files.lock(path, PATIENCE, stays=True))
         except BlockingIOError as error:
             raise in_use(root, error) from None
         except OSError as error:
             raise UserError(f"cannot lock {root}: {error.strerror or error}; change --save", IO) from error
         if not has_locks:
             remark(f"WARNING: the file system of {root} has no locks: a second run there would not be noticed")
-        yield
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                if path in absent and os.listdir(root) == [path.name]:
+                    path.unlink()
+                    for parent in absent[1:]:
+                        parent.rmdir()
 
 
 def require_unlocked(root: str | Path) -> None:
