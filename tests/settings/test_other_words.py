@@ -9,7 +9,7 @@ import pytest
 from parsing import refusal
 
 from helpers import TINY_FLAGS
-from meshwright.__main__ import COMMANDS, main
+from meshwright.__main__ import COMMANDS, _as_typed, main
 from meshwright.files import read_table
 from meshwright.settings import flags, hints
 from meshwright.settings.presets import PRESETS
@@ -98,3 +98,13 @@ def test_every_answer_exists():
             first = words.split()[0]
             assert hints.our_word(kind, first, names), (answer, first)
             assert not [word for word in words.split() if word in names or f"--{word}" in names], answer
+
+
+def test_a_length_in_epochs_is_refused_in_its_words() -> None:
+    """A run makes samples of it, which nobody typed."""
+    refusal = "--train-samples (2 samples) counts from the beginning; raise --train-samples"
+    words = "(2 samples) counts from the beginning; raise"
+    for typed, name in {"--train-epochs 1": "--train-epochs", "--num_train_epochs=1": "--num_train_epochs"}.items():
+        assert _as_typed(refusal, ["train", *typed.split()], {}) == f"{name} {words} {name}"
+    for typed in ("--train-samples 2", "--train_samples 2 --train-epochs 1"):
+        assert "epochs" not in _as_typed(refusal, ["train", *typed.split()], {})

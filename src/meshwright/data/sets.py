@@ -119,7 +119,7 @@ def samples_of_epochs(config: TrainConfig) -> int:
     if d.mock_data or not path_settings(d) or d.seq_length is None or epochs is None:
         raise UserError(
             "--train-epochs counts readings of token files, which --data-path or the like must name; "
-            "give --train-samples or --train-iters instead"
+            "give --train-iters instead"
         )
     paths = next((s for s in path_sets(d) if s.split == "train"), None)
     with silence():  # the run says which parts are left out

@@ -193,7 +193,10 @@ def switches(f: dataclasses.Field[Any]) -> tuple[list[str], list[str]]:
 
 
 def typed_spellings(cls: type, argv: Collection[str]) -> dict[str, str]:
-    """Return our spelling -> the typed one, of flags typed by another name or with underscores."""
+    """Return our spelling -> the typed one, of flags typed by another name or with underscores.
+
+    --train-epochs stands for --train-samples too, which a run makes of it.
+    """
     typed, out = [word.partition("=")[0] for word in argv if word.startswith("--")], {}
     for _, f, kind in config_fields(cls).values():
         ours = spelling(f.name)
@@ -203,4 +206,6 @@ def typed_spellings(cls: type, argv: Collection[str]) -> dict[str, str]:
         given = next((word for word in reversed(typed) if word.replace("_", "-") in plain), ours)
         if given != ours:
             out[ours] = given
+        if ours == "--train-epochs" and given in typed:
+            out.setdefault("--train-samples", given)
     return out

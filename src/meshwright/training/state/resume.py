@@ -100,8 +100,9 @@ def require_clear_start(config: TrainConfig, source: Source) -> None:
     why, continuing = [], []
     if config.is_over(step, consumed) and (is_other or has_more):
         name = config.lengths[0]
+        unit = "steps" if name == "train_iters" else name.removeprefix("train_")
         length, done = getattr(config.training, name), f"{step:,} steps ({consumed:,} samples) are done"
-        why.append(f"{spelling(name)} {length} counts from the beginning, and {done}, so none is left")
+        why.append(f"{spelling(name)} ({length:,} {unit}) counts from the beginning, and {done}, so none is left")
         continuing.append(f"raise {spelling(name)}")
     if is_other and (gone := data_left_out(config, state)):
         why.append(f"the data are others: {', '.join(first_eight(gone))} is not among them")
