@@ -4,11 +4,16 @@
 #             make faults-soak: 500 kills of runs, on a machine with many cores
 # make fuzz   random layouts and options against one process; make fuzz CASES=2000 JOBS=12 SEED=1 FUZZ="--json FILE"
 #
-# Each target makes its own virtual environment first. PYTHON chooses the interpreter (3.11 to 3.13), TORCH_INDEX another
-# source of torch, for example one with a build for your GPU or for the CPU alone:  make demo TORCH_INDEX=URL
+# Each target makes its own virtual environment first. PYTHON chooses the interpreter (3.11 to 3.13), TORCH the version of
+# torch, TORCH_INDEX its source, for example one with a build for your GPU or for the CPU alone. Without these two, a torch of
+# a tested version that is installed already, or that pip finds among wheels by PIP_FIND_LINKS, comes before the newest one:
+#     make demo TORCH_INDEX=URL      make test PYTHON=python3.11 TORCH=2.11.0 VENV=.venv-2.11
 PYTHON ?= python3
 VENV ?= .venv
+TORCH ?=
 TORCH_INDEX ?=
+TORCH_RANGE := $(shell sed -n 's/^ *"\(torch>=[^"]*\)".*/\1/p' pyproject.toml)
+TORCH_NEWEST := $(shell sed -n 's/^torch==//p' constraints.txt)
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q
 TESTS := $(BIN)/python -m pytest
@@ -27,12 +32,14 @@ $(VENV)/base: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) ..."
 	@$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else 'Python 3.11 to 3.13 is needed, $(PYTHON) is %d.%d; try make PYTHON=python3.12' % v)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(if $(TORCH_INDEX),$(PIP) --index-url $(TORCH_INDEX) -c constraints.txt torch)
-	@$(PIP) -c constraints.txt -e .
+	@grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	@$(if $(TORCH)$(TORCH_INDEX),,$(PIP) --no-index --no-deps '$(TORCH_RANGE)' 2> /dev/null ||) \
+	    $(PIP) -c $(VENV)/constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==$(or $(TORCH),$(TORCH_NEWEST))
+	@$(PIP) -c $(VENV)/constraints.txt -e .
 	@touch $@
 
 $(VENV)/test: $(VENV)/base
-	@$(PIP) -c constraints.txt -e '.[test]'
+	@$(PIP) -c $(VENV)/constraints.txt -e '.[test]'
 	@touch $@
 
 install: $(VENV)/base

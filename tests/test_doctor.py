@@ -74,7 +74,7 @@ def test_every_declared_package_is_looked_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_versions_outside_the_tested_ones() -> None:
-    assert [doctor._torch(v, "CPU only").level for v in ("2.10.0", "2.11.0+cpu", "2.13.1", "2.14.0")] == [
+    assert [doctor._torch(v, "CPU only").level for v in ("2.10.0", "2.11.0+cpu", "2.15.1", "2.16.0")] == [
         *("problem", "ok", "ok", "problem")
     ]
 

@@ -28,7 +28,8 @@ from meshwright.settings.schema import Parallel
 from meshwright.version import PROJECT, installed_version, our_version
 
 GIB, MIB = 1 << 30, 1 << 20
-TESTED = ((2, 11), (2, 13))  # versions of torch, first and last
+TESTED = ((2, 11), (2, 15))  # versions of torch, first and last
+RANGE = f"torch>={TESTED[0][0]}.{TESTED[0][1]},<{TESTED[1][0]}.{TESTED[1][1] + 1}"
 NEEDED = ("numpy", "safetensors", "rich")  # beside torch; no run starts without them
 # What packages bring that the installation has only with an extra, or on common machines only.
 BRINGS = {
@@ -170,7 +171,7 @@ def _compute() -> Iterator[Fact]:
         found = devices.list_accelerators()
     except Exception as error:  # not installed, or a library of it does not load
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        yield Fact("Compute", "torch", f"does not load: {reason}; pip install 'torch>=2.11'", "fatal")
+        yield Fact("Compute", "torch", f"does not load: {reason}; pip install {RANGE!r}", "fatal")
         return
     yield _torch(torch.__version__, kind)
     yield _threads(torch.get_num_threads())

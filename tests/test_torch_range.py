@@ -1,0 +1,67 @@
+"""The tested versions of torch: every place that states them says the same."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+
+import pytest
+import torch
+
+from documents import ROOT
+from meshwright import doctor
+
+FIRST, LAST = ("{}.{}".format(*version) for version in doctor.TESTED)
+NEWEST = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)[1]  # type: ignore[index]
+# Pages that state the range, and how many times; docs/known-issues.md is about older versions.
+PAGES = {
+    "README.md": 1,
+    "README.zh.md": 1,
+    "docs/data.md": 1,
+    **{f"docs/{folder}from-{name}.md": 1 for folder in ("", "zh/") for name in ("ascend", "libai")},
+    **{f"docs/{folder}from-deepspeed.md": 2 for folder in ("", "zh/")},
+}
+
+
+def test_this_torch_is_in_the_range() -> None:
+    assert doctor._torch(torch.__version__, "CPU only").level == "ok"
+
+
+def test_the_installation_takes_the_range() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [line for line in project["dependencies"] if line.startswith("torch")] == [doctor.RANGE]
+    assert doctor.RANGE.startswith(f"torch>={FIRST},<")
+    assert NEWEST.startswith(f"{LAST}.")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_states_the_range(page: str) -> None:
+    stated = re.findall(r"torch (2\.\d+)\s(?:to|至|到)\s(2\.\d+)", (ROOT / page).read_text(encoding="utf-8"))
+    assert stated == [(FIRST, LAST)] * PAGES[page]
+
+
+def test_no_other_page_states_a_range() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "compat").rglob("*.md")]
+    stating = {
+        str(page.relative_to(ROOT))
+        for page in pages
+        if re.search(r"torch (2\.\d+)\s(?:to|至|到)\s(2\.\d+)", page.read_text(encoding="utf-8"))
+    }
+    assert stating - {"CHANGELOG.md", "docs/known-issues.md"} == set(PAGES)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ([], f"--no-index --no-deps '{doctor.RANGE}'"),  # a wheel at hand, such as a build for CPUs
+        ([], f"torch=={NEWEST}"),
+        (["TORCH=2.11.0"], "torch==2.11.0"),
+        (["TORCH_INDEX=file:///wheels"], f"--index-url file:///wheels torch=={NEWEST}"),
+    ],
+)
+def test_make_takes_the_range(given: list[str], taken: str) -> None:
+    make = subprocess.run(
+        ["make", "-n", "VENV=none", "install", *given], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert taken in make.stdout and ("--no-index" in make.stdout) == (given == [])
