@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import random
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -238,10 +239,35 @@ def test_from_text_to_a_model_that_continues_it(request, tmp_path, capsys, kind)
     assert capsys.readouterr().out.startswith("the")
 
 
-def test_an_export_names_the_files_that_it_lacks(llama, tmp_path):
-    notes, saved = [], SimpleNamespace(rows=10**6)
-    huggingface_writer.write_tokenizer(tmp_path, saved, named(llama), notes)
-    assert len(notes) == 1 and f"Meshwright reads the folder with {llama / 'tokenizer.model'} and " in notes[0]
+def test_an_export_names_the_files_that_transformers_cannot_read(llama, bert, tmp_path):
+    saved = SimpleNamespace(rows=10**6)
+    for path, name in ((llama, "tokenizer.model"), (bert, "vocab.txt")):
+        notes, folder = [], tmp_path / name
+        folder.mkdir()
+        huggingface_writer.write_tokenizer(folder, saved, named(path), notes)
+        assert len(notes) == 1 and f"the folder has {name}" in notes[0] and (folder / name).is_file()
+
+
+@pytest.mark.parametrize("pattern", [PATTERN, vocabularies.R50K, vocabularies.CL100K, vocabularies.O200K])
+@pytest.mark.parametrize("normalization", [None, "NFC"])
+def test_an_export_of_tiktoken_s_has_the_same_ids(ranks, tmp_path, normalization, pattern):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "from").mkdir()
+    shutil.copy(ranks, tmp_path / "from")
+    encoding = json.loads(ranks.with_name("encoding.json").read_bytes())
+    encoding |= {"normalization": normalization, "pattern": pattern}
+    (tmp_path / "from/encoding.json").write_text(json.dumps(encoding))
+    ours, notes, out = named(tmp_path / "from/tiny.tiktoken"), [], tmp_path / "to"
+    out.mkdir()
+    huggingface_writer.write_tokenizer(out, SimpleNamespace(rows=10**6, require_positions=lambda: 64), ours, notes)
+    theirs, again = transformers.AutoTokenizer.from_pretrained(out), named(out)
+    assert not notes and (again.size, again.eod) == (ours.size, ours.eod) == (302, theirs.eos_token_id)
+    for text in [TEXT, "", *random_texts(300)]:
+        ids = ours.encode(text)
+        assert ids == again.encode(text) == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == again.decode(ids)
+    for digits in ("1" * 8, "the 20241.5"):
+        assert theirs.tokenize(digits) and theirs.encode(digits, add_special_tokens=False) == ours.encode(digits)
 
 
 def test_what_cannot_be_read(llama, ranks, bert, tmp_path, monkeypatch):

@@ -44,6 +44,7 @@ from meshwright.vocabularies import (
     SentencePiece,
     TikToken,
     WordPiece,
+    byte_symbols,
     has_long_space,
     is_encoding_name,
     load_encoding,
@@ -113,7 +114,7 @@ class GPT2BPE(Bytewise):
         if self.eod < 0:
             raise bad_data(f"{vocab_file} has no {END_OF_TEXT}; it is not a GPT-2 vocabulary")
         self.special = {END_OF_TEXT: self.eod}
-        symbols = _byte_symbols()
+        symbols = byte_symbols()
         if missing := len(symbols.keys() - vocab.keys()):
             raise bad_data(f"{vocab_file} is not a byte-level BPE: {missing} of the 256 bytes are missing")
         if not merges and self.size > 257:
@@ -161,7 +162,7 @@ class GPT2BPE(Bytewise):
         """All ids except the end of document; none unless they are merge ranks, in order."""
         merged = [self._vocab[left + right] for left, right in self._merges]
         is_ordered = all(a < b for a, b in pairwise(merged))
-        return [self._vocab[symbol] for symbol in _byte_symbols()] + merged if is_ordered else []
+        return [self._vocab[symbol] for symbol in byte_symbols()] + merged if is_ordered else []
 
     @functools.cached_property
     def _library(self) -> Any:
@@ -213,7 +214,7 @@ class HuggingFace(Bytewise):
             )
         self.eod = vocab[names[0]]
         # Only a byte-level vocabulary gives the bytes of a token that is half a character.
-        self._bytes = _token_bytes(vocab, _byte_symbols()) if decoder == "ByteLevel" else None
+        self._bytes = _token_bytes(vocab, byte_symbols()) if decoder == "ByteLevel" else None
 
     def encode(self, text: str) -> list[int]:
         return list(self._library.encode(text, add_special_tokens=False).ids)
@@ -659,13 +660,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int, out: Path) -> None:
     vocab = json.loads((out / "vocab.json").read_text(encoding="utf-8"))
     vocab[END_OF_TEXT] = len(vocab)
     (out / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
-
-
-def _byte_symbols() -> dict[str, int]:
-    """Return the byte of each printable character in GPT-2's files, in the order of their ids."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def _token_bytes(vocab: dict[str, int], symbols: dict[str, int]) -> list[bytes]:

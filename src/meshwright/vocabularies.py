@@ -213,7 +213,34 @@ class TikToken(Bytewise):
             )
         except Exception as error:  # a pattern that is none, a byte that is missing, an id twice
             raise bad_data(f"{origin}: tiktoken refuses it: {error}") from None
-        self._library = library
+        self._library, self._ranks, self._pattern = library, ranks, encoding.pattern
+
+    def as_library(self) -> Any:
+        """Return a tokenizer of the `tokenizers` library that gives the same ids, or None."""
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+        # The library takes {1,3}+ for a repetition; where an alternative ends, + changes nothing.
+        pattern = re.sub(r"(\{\d+,\d+\})\+(?=\||$)", r"\1", self._pattern)
+        if re.search(r"\{\d+,\d*\}\+", pattern):
+            return None
+        letters = {byte: letter for letter, byte in byte_symbols().items()}
+        names = {token: "".join(letters[byte] for byte in token) for token in self._ranks}
+        merges = []
+        for token in sorted(self._ranks, key=self._ranks.__getitem__):
+            halves = ((token[:i], token[i:]) for i in range(1, len(token)))
+            merges += [(names[a], names[b]) for a, b in halves if a in names and b in names]
+        vocab = {name: self._ranks[token] for token, name in names.items()} | dict(self.special)
+        library = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+        if self._normalization:
+            library.normalizer = getattr(normalizers, self._normalization)()
+        # tiktoken passes over what its pattern does not match.
+        split = pre_tokenizers.Split(Regex(pattern), behavior="removed", invert=True)
+        library.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+        library.decoder = decoders.ByteLevel()
+        library.add_special_tokens([AddedToken(word, normalized=False) for word in self.special])
+        return library
 
     def encode(self, text: str) -> list[int]:
         text = unicodedata.normalize(self._normalization, text) if self._normalization else text
@@ -445,6 +472,13 @@ def read_eos_token(folder: Path) -> str:
     token = read_chat_config(folder).get("eos_token")
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else ""
+
+
+def byte_symbols() -> dict[str, int]:
+    """Return the byte of each printable character in GPT-2's files, in the order of their ids."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def has_long_space(text: str) -> bool:

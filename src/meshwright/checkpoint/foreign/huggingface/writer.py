@@ -29,8 +29,8 @@ from meshwright.checkpoint.sources import Source
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError, bad_data
 from meshwright.files import naming_file, sync, write_all
 from meshwright.settings.schema import Model
-from meshwright.tokenizers import CHAT_TEMPLATE, GPT2BPE, HuggingFace, Tokenizer
-from meshwright.vocabularies import CHAT_CONFIG, END_OF_TEXT, read_chat_config
+from meshwright.tokenizers import CHAT_TEMPLATE, GPT2BPE, HuggingFace, Tokenizer, save_tokenizer
+from meshwright.vocabularies import CHAT_CONFIG, END_OF_TEXT, TikToken, read_chat_config
 
 if TYPE_CHECKING:
     import torch
@@ -326,9 +326,10 @@ def write_tokenizer(folder: Path, saved: SavedModel, tokenizer: Tokenizer | None
     ids: Ids = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
     library = as_library(tokenizer)
     if library is None:
-        if paths := [*map(str, tokenizer.files.values())]:
-            cure = f"Meshwright reads the folder with {' and '.join(paths)} copied into it"
-            notes.append(f"no tokenizer.json is written for {tokenizer.name}; {cure}")
+        if tokenizer.files:
+            save_tokenizer(tokenizer, folder)
+            what = f"no tokenizer.json with the same ids can be made of {tokenizer.name}"
+            notes.append(f"{what}: the folder has {' and '.join(tokenizer.files)}, which Meshwright reads")
         else:
             notes.append(f"no tokenizer is written: Hugging Face has no equivalent of {tokenizer.name}")
         return ids
@@ -361,6 +362,8 @@ def as_library(tokenizer: Tokenizer) -> Any:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
+    if isinstance(tokenizer, TikToken):
+        return tokenizer.as_library()
     if isinstance(tokenizer, HuggingFace):
         return Library.from_file(str(tokenizer.files["tokenizer.json"]))
     if not isinstance(tokenizer, GPT2BPE):
