@@ -1,6 +1,7 @@
-"""Five defects of kinds that frameworks have had, seeded to prove that the fuzz finds them.
+"""Defects of kinds that frameworks have had, seeded to prove that the fuzz finds them.
 
-Each replaces a method within the ranks of a layout; the run in one process stays as it is.
+Each replaces a method within the ranks of a layout; the run in one process stays as it is. Those in
+SHARED are in that run too, as in code that all layouts share: only the independent trainer differs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from meshwright.optim.loss_scale import LossScale
+from meshwright.optim.schedule import Schedule
 
 
 def missing_reduction() -> AbstractContextManager[Any]:
@@ -81,10 +83,40 @@ def shifted_data() -> AbstractContextManager[Any]:
     return mock.patch.object(Trainer, "next_batch", next_batch)
 
 
+def decayed_vectors() -> AbstractContextManager[Any]:
+    """Biases and norms decay like matrices."""
+    from meshwright.optim import rules
+
+    return mock.patch.object(rules, "decays", lambda name, parameter: True)
+
+
+def schedule_ahead() -> AbstractContextManager[Any]:
+    """The learning rate is that of the next sample."""
+    plain = Schedule.lr
+    return mock.patch.object(Schedule, "lr", lambda schedule, samples: plain(schedule, samples + 1))
+
+
+def other_order() -> AbstractContextManager[Any]:
+    """The order of the samples is drawn from another seed."""
+    from meshwright.data import loader
+
+    plain = loader.build_indices
+
+    def build_indices(*arguments: Any) -> Any:
+        *before, seed, cutoff, storage = arguments
+        return plain(*before, seed + 1, cutoff, storage)
+
+    return mock.patch.object(loader, "build_indices", build_indices)
+
+
+SHARED = ("decayed-vectors", "schedule-ahead", "other-order")
 BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "missing-reduction": missing_reduction,
     "wrong-dropout-offset": wrong_dropout_offset,
     "double-counted-tied-gradient": double_counted_tied_gradient,
     "stale-scaler": stale_scaler,
     "shifted-data": shifted_data,
+    "decayed-vectors": decayed_vectors,
+    "schedule-ahead": schedule_ahead,
+    "other-order": other_order,
 }

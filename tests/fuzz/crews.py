@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from fuzz import cases
-from fuzz.bugs import BUGS
+from fuzz.bugs import BUGS, SHARED
 from fuzz.cases import WORDS, Case, Drawing, configs
 
 multiprocessing.set_forkserver_preload(
@@ -109,12 +109,14 @@ def serve(pipe: Any, log: str, data: str) -> None:
             pipe.send(answer)
 
 
-def run_one(traces: list[Any], case: Case, folder: str, is_closer: bool) -> None:
-    """Write what one process records."""
+def run_one(traces: list[Any], case: Case, folder: str, is_closer: bool, bug: str) -> list[str]:
+    """Write what one process records; return in what it differs from the independent trainer."""
     from fuzz import trials
 
-    made = trials.references(case, trials.LOOKS if is_closer else 1)
-    Path(folder, "one").write_bytes(pickle.dumps(made))
+    with BUGS[bug]() if bug in SHARED else contextlib.nullcontext():
+        made = trials.references(case, trials.LOOKS if is_closer else 1)
+        Path(folder, "one").write_bytes(pickle.dumps(made))
+        return trials.unlike_plain(case, made)
 
 
 def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], folder: str, bug: str) -> Any:
@@ -214,9 +216,11 @@ class Crew:
                 self.close()
 
     def _run(self, case: Case, where: Path, bug: str, is_closer: bool) -> Outcome:
-        first = self._ask([("one", case, str(where), is_closer)])
+        first = self._ask([("one", case, str(where), is_closer, bug)])
         if isinstance(first, Outcome) and first.kind != "refused":
             return dataclasses.replace(first, lines=("one process:", *first.lines))
+        if not isinstance(first, Outcome) and first[0]:
+            return Outcome("differs", ("one process:", *first[0][:8]))
         most, place = 0.0, ""
         for number, config in enumerate(configs(case)):
             asked = [("leg", case, number, (rank, config.world), str(where), bug) for rank in range(config.world)]

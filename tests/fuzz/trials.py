@@ -43,10 +43,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fuzz.cases import Case, configs, in_one_process
+from fuzz import plain
+from fuzz.cases import WORDS, Case, configs, in_one_process
 from meshwright.settings.schema import TrainConfig
 
 NEAR = 1e-9
+LIKE = 1e-6  # Adam's steps make roundings larger
 EOD = 5  # of mock data
 SPREAD = 16.0
 LOOKS = 8
@@ -162,6 +164,7 @@ def traced(trainer: Any, trace: Trace, shake: float, seed: int) -> Iterator[None
         step()
         trace.states[trainer.progress.iteration] = placed(store.named_state())
 
+    trace.states[trainer.progress.iteration] = placed(store.named_state())
     store.finish_sums, trainer.step = finish, step_and_keep
     try:
         yield
@@ -222,15 +225,57 @@ def references(case: Case, looks: int = 1) -> References:
     own, dtype = run(config), config.precision.dtype
     if dtype == "float64":
         return References(own, [own])
-    p = dataclasses.replace(config.precision, fp16=False, bf16=False, fp32_residual_connection=False, fp8_format=None)
-    exact = dataclasses.replace(config, precision=dataclasses.replace(p, params_dtype="float64", loss_scale=None))
-    if case.poison:
-        exact = dataclasses.replace(exact, training=dataclasses.replace(exact.training, on_nonfinite="skip:99"))
+    exact = in_float64(case)
     shake = UNIT["bfloat16" if config.optimizer.optimizer == "muon" else dtype]
     formats = [exact] if looks == 1 else [exact, config]
     shaken = [run(one, shake, seed + 1) for one in formats for seed in range(looks)]
     like = [trace for trace in shaken if _skipped(trace) == _skipped(own)]  # no other step has overflowed
     return References(run(exact), [own, *like])
+
+
+def in_float64(case: Case) -> TrainConfig:
+    """Return the configuration of the run in one process and float64."""
+    config = in_one_process(case)
+    p = dataclasses.replace(config.precision, fp16=False, bf16=False, fp32_residual_connection=False, fp8_format=None)
+    config = dataclasses.replace(config, precision=dataclasses.replace(p, params_dtype="float64", loss_scale=None))
+    if not case.poison:
+        return config
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, on_nonfinite="skip:99"))
+
+
+def unlike_plain(case: Case, made: References) -> list[str]:
+    """Return in what the run in one process differs from that of the independent trainer.
+
+    That one has no dropout, so a case with dropout is trained once more without.
+    """
+    from meshwright.parallel.layout import Layout
+    from meshwright.ranks.team import Team
+
+    config, own = in_float64(case), made.rounded[0]
+    if plain.beyond(config):
+        return []
+    without = {name: 0.0 for name in ("hidden_dropout", "attention_dropout", "embedding_dropout")}
+    bare, ours = dataclasses.replace(config, model=dataclasses.replace(config.model, **without)), made.exact
+    if bare.model != config.model:
+        ours = train(bare, Team(), Layout(), False, case.poison)
+    distances = Distances(bare)
+    planned = plain.rows(in_one_process(case), lambda step, _: bool(own.rows.get(step, {}).get("skipped")))
+    for step, _, row in planned:
+        for name in EXACT:
+            if name in own.rows.get(step, {}):
+                distances.near(f"step {step}: {name}", own.rows[step][name], row[name])
+    weights = {name: x for name, ((_, x),) in ours.states[0].items() if "/" not in name}
+    eod = EOD if bare.data.mock_data else WORDS
+    taken = []
+    for step, row, gradients, after in plain.train(bare, weights, WORDS + 1, eod, case.poison):
+        taken.append(step)
+        for name in sorted(row.keys() & ours.rows.get(step, {}).keys()):
+            distances.near(f"step {step}: {name}", ours.rows[step][name], row[name])
+        if not row["skipped"] and step in ours.gradients:
+            distances.like(f"step {step}: gradient", ours.gradients[step], gradients)
+            distances.like(f"step {step}: weights", ours.states[step], after)
+    distances.same("the steps", sorted(ours.rows), taken)
+    return [f"{line}, by the independent trainer" for line in distances.wrong]
 
 
 def _skipped(trace: Trace) -> dict[int, float]:
@@ -279,6 +324,16 @@ class Distances:
     def same(self, what: str, got: Any, want: Any) -> None:
         if repr(got) != repr(want):  # NaN is NaN
             self.wrong.append(f"{what}: {got} instead of {want}")
+
+    def near(self, what: str, got: float, want: float) -> None:
+        self.note(what, abs(got - want), LIKE * max(abs(want), LIKE), f" ({got!r} instead of {want!r})")
+
+    def like(self, what: str, got: Tensors, want: dict[str, Tensor]) -> None:
+        """Compare a run in one process with another program's, whose roundings are its own."""
+        largest = max(float(x.abs().max()) for x in want.values())
+        for name, true in want.items():
+            ((_, ours),) = got[name]
+            self.note(f"{what} of {name}", float((ours - true).abs().max()), LIKE * largest)
 
     def number(self, what: str, got: float, one: References, of: Callable[[Trace], float]) -> None:
         exact, rounded = of(one.exact), list(map(of, one.rounded))
