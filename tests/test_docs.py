@@ -28,6 +28,8 @@ ONLY_PRINT = ("help", "completion", "presets", "doctor")  # commands that may be
 # Flags of argparse, of Megatron's answers, and of other programs that the pages name as such.
 MORE_FLAGS = {"--help", "--help-all", "--version", *NO_EFFECT, *REFUSED}
 MORE_FLAGS |= {"--data_path", "--model_size", "--train_iters", "--FLAG"}  # of Ascend's scripts
+MORE_FLAGS |= {f"--{flag}" for flag in "num_nodes num_gpus ssh_port launcher module exclude no_ssh".split()}  # and of
+MORE_FLAGS |= {f"--{flag}" for flag in "no_python autotuning elastic_training bind_cores_to_rank".split()}  # DeepSpeed
 
 
 class Stop(Exception):

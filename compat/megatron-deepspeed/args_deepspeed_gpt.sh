@@ -7,7 +7,8 @@
 #
 # The defaults are below. The log is kept in test_logs/RUN_COMMIT/NnGg/ beside this script, which
 # ends with the training's status. Environment: SAVE=false saves no checkpoint, MASTER_PORT is the
-# port on machine 0, USE_DEEPSPEED=false leaves out ds_config.json and ZeRO 1.
+# port on machine 0, USE_DEEPSPEED=false leaves out ds_config.json and ZeRO 1. Scripts that start
+# `deepspeed` find it here after: export PATH="$PWD/bin:$PATH"
 set -euo pipefail
 
 fail() {

@@ -1,1 +1,22 @@
-../../pretrain_gpt.py
+"""Megatron-DeepSpeed's script name: `meshwright train`, which starts anew over an earlier run.
+
+There, --save without --load writes over the checkpoints of an earlier run. Here they are moved
+aside (--save-overwrite).
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))  # runs from a clone too, without an install
+
+from meshwright.__main__ import main  # noqa: E402
+
+
+def words(argv: list[str]) -> list[str]:
+    names = {word.split("=")[0] for word in argv}
+    starts_anew = "--save" in names and not names & {"--load", "--config", "--save-overwrite"}
+    return ["train", *argv, *(["--save-overwrite"] if starts_anew else [])]
+
+
+if __name__ == "__main__":
+    sys.exit(main(words(sys.argv[1:])))

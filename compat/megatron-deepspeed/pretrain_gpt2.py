@@ -1,1 +1,1 @@
-../../pretrain_gpt.py
+pretrain_gpt.py

@@ -6,6 +6,7 @@
 #
 # Variables change the defaults: GPUS_PER_NODE, NNODES, MASTER_ADDR, MASTER_PORT, TP, PP,
 # DATA_PATH, CHECKPOINT_PATH. Flags after the number of the machine are added to the training's.
+# Scripts that start `deepspeed` find it here after: export PATH="$PWD/bin:$PATH"
 set -euo pipefail
 
 case ${1:-} in

@@ -304,7 +304,7 @@ def test_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "wiki.test.tokens").write_text(" one fox , over two dogs . \n" * 3)
     (tmp_path / "lambada_test.jsonl").write_text('{"text": "one fox jumps over two dogs"}\n')
     model = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16"
-    common = f"--micro-batch-size 8 --checkpoint-activations --log-interval 10 --no-load-optim --no-load-rng {model}"
+    common = f"--batch-size 8 --checkpoint-activations --log-interval 10 --no-load-optim --no-load-rng {model}"
     for task, file, load in (
         ("WIKITEXT103", "wiki.test.tokens", "--load"),
         ("LAMBADA --strict-lambada", "lambada_test.jsonl", "--keep-last --epochs 0 --pretrained-checkpoint"),

@@ -125,7 +125,7 @@ def in_one_process(case: Case) -> TrainConfig:
     config = parse(case.flags)
     t, p = config.training, config.parallel
     if t.loss_mean == "global":
-        size = math.gcd(config.global_batch, *t.rampup_batch_size[:2])
+        size = math.gcd(*config.batches)
         t = dataclasses.replace(t, micro_batch_size=size, num_accumulation_steps=None)
     t = dataclasses.replace(t, global_batch_size=config.global_batch)
     alone = Parallel(world_size=1, device=p.device)

@@ -799,3 +799,32 @@ def test_a_data_error_after_a_submitted_step_logs_the_step(run, monkeypatch):
     monkeypatch.setattr(device, "is_asynchronous", lambda d: True)
     got = run()
     assert got.status and got.column("iteration") == [1, 2] and "the disk is gone" in got.err
+
+
+@pytest.mark.flag("step_batch_size_schedule")
+def test_step_batch_size_schedule(run):
+    """2 samples until 64 tokens of 16 a sample are read, 3 until 0.16 K, then 4."""
+    flags = ("--train-iters", "none", "--train-samples", "20", "--micro-batch-size", "1", "--global-batch-size", "none")
+    got = run(*flags, "--step-batch-size-schedule", "0:2 64:3,0.16K:4")
+    assert got.column("batch") == [2, 2, 3, 3, 4, 4] and got.column("consumed_samples") == [2, 4, 7, 10, 14, 18]
+    assert "will use the global batch sizes 2 from 0 samples on, 3 from 4 samples on, 4 from 10 samples on." in got.out
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more", "words"),
+    [
+        ("0:2 x:4", "", "'x:4' is not TOKENS:BATCH; write for example '0:768 250B:1536'"),
+        ("16:2 64:4", "", "its tokens must begin with 0 and grow, by a sample of 16 or more"),
+        ("0:2 8:4", "", "its tokens must begin with 0 and grow"),
+        ("0:4 64:2", "", "its batches must grow, from 1"),
+        ("", "", "its batches must grow, from 1"),
+        ("0:2 64:4", "--global-batch-size 8", "ends with a batch of 4, not of 8; leave --global-batch-size out"),
+        ("0:2 64:4", "--rampup-batch-size 2 2 8", "contradicts --rampup-batch-size; give only one of them"),
+        ("0:2 64:4", "--train-samples none --train-iters 3", "needs the length in samples: --train-samples or"),
+        ("0:1 64:4", "--micro-batch-size 2", "1 is not a multiple of --micro-batch-size 2"),
+    ],
+)
+def test_bad_schedules_of_batches(run, schedule, more, words):
+    flags = ["--train-iters", "none", "--train-samples", "20", "--micro-batch-size", "1", "--global-batch-size", "none"]
+    got = run(*flags, "--step-batch-size-schedule", schedule, *more.split())
+    assert got.status == 2 and words in got.err

@@ -10,15 +10,21 @@ from meshwright.__main__ import main  # noqa: E402
 
 
 def command(argv: list[str]) -> list[str]:
-    """Return the words of `meshwright evaluate`, without the flags of Megatron's other tasks."""
+    """Return the words of `meshwright evaluate`, without the flags of Megatron's other tasks.
+
+    --batch-size is the micro-batch of its evaluate_zeroshot script.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--epochs")
     parser.add_argument("--train-data", nargs="*")
     parser.add_argument("--keep-last", action="store_true")
     parser.add_argument("--pretrained-checkpoint")
+    parser.add_argument("--batch-size")
     found, rest = parser.parse_known_args(argv)
     if not any(word.split("=")[0] == "--load" for word in rest) and found.pretrained_checkpoint:
         rest += ["--load", found.pretrained_checkpoint]
+    if found.batch_size is not None:
+        rest += ["--micro-batch-size", found.batch_size]
     return ["evaluate", *rest]
 
 

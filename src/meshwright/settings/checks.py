@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -462,7 +463,9 @@ def batch_problems(c: TrainConfig) -> list[str]:
         out.append(f"--train-iters is needed: how many steps (or one of {others})")
     elif len(c.lengths) > 1:
         out.append(f"{' and '.join(map(spelling, c.lengths))} all set the length of the run; give one")
-    if t.rampup_batch_size:
+    if t.step_batch_size_schedule is not None:
+        out += batch_schedule_problems(c)
+    elif t.rampup_batch_size:
         out += rampup_problems(c)
     if not out and c.lengths[0] not in ("train_iters", "train_epochs") and c.steps == 0:
         length = f"{spelling(c.lengths[0])} {getattr(t, c.lengths[0])}"
@@ -488,6 +491,31 @@ def rampup_problems(c: TrainConfig) -> list[str]:
         ranks = f" x {c.dp} data-parallel ranks = {micro * c.dp}" if c.dp > 1 else ""
         unit = f"--micro-batch-size {c.training.micro_batch_size or micro}{ranks}"
         out.append(f"{flag}: {start} and {increment} must be multiples of {unit}")
+    return out
+
+
+def batch_schedule_problems(c: TrainConfig) -> list[str]:
+    t = c.training
+    flag = f"--step-batch-size-schedule {t.step_batch_size_schedule!r}"
+    if t.rampup_batch_size:
+        return ["--step-batch-size-schedule contradicts --rampup-batch-size; give only one of them"]
+    try:
+        starts, batches = zip(*c.batch_schedule or [(0, 0)], strict=True)
+    except ValueError as error:
+        return [f"{flag}: {error}; write for example '0:768 250B:1536'"]
+    out = []
+    if starts[0] or any(a >= b for a, b in itertools.pairwise(starts)):
+        out.append(f"{flag}: its tokens must begin with 0 and grow, by a sample of {c.data.seq_length} or more")
+    if min(batches) < 1 or any(a >= b for a, b in itertools.pairwise(batches)):
+        out.append(f"{flag}: its batches must grow, from 1")
+    if batches[-1] != c.global_batch:
+        out.append(f"{flag} ends with a batch of {batches[-1]}, not of {c.global_batch}; leave --global-batch-size out")
+    if c.lengths == ["train_iters"]:
+        out.append(f"{flag} needs the length in samples: --train-samples or --train-tokens instead of --train-iters")
+    unit = c.micro_batch * c.dp
+    if not out and (odd := [n for n in batches if n % unit]):
+        ranks = f" x {c.dp} data-parallel ranks = {unit}" if c.dp > 1 else ""
+        out.append(f"{flag}: {odd[0]} is not a multiple of --micro-batch-size {t.micro_batch_size}{ranks}")
     return out
 
 
@@ -612,11 +640,11 @@ def pipeline_problems(c: TrainConfig) -> list[str]:
             out.append(f"--pipeline-layout {p.pipeline_layout[:100]}: {error}")
     t = c.training
     if kind != "zbv" and (c.chunks > 1 or kind == "zero-bubble") and not batch_problems(c) and not out_of_bounds(t):
-        # If start and increment of a ramp-up are multiples, so are all of its sizes.
-        for size in sorted({c.global_batch, *t.rampup_batch_size[:2]}):
+        for size in c.batches:
             number = c.micro_batches(size)
             if number % pp:
-                flag = "--rampup-batch-size" if size != c.global_batch else "--global-batch-size"
+                growing = "--rampup-batch-size" if t.rampup_batch_size else "--step-batch-size-schedule"
+                flag = growing if size != c.global_batch else "--global-batch-size"
                 user = "--num-layers-per-virtual-pipeline-stage" if virtual else f"--pipeline-schedule {kind}"
                 count = f"{flag} {size} makes {number} micro-batches for each rank"
                 out.append(f"{count}, not a multiple of {by_pp}, as {user} needs")

@@ -53,6 +53,7 @@ REPLACES = {
     for kind, units in {"train": "iters samples tokens epochs", "lr_warmup": "fraction iters samples tokens"}.items()
     for unit in units.split()
 }
+REPLACES["step_batch_size_schedule"] = ["global_batch_size", "rampup_batch_size"]
 
 # Words of other programs for values of ours, too different for a suggestion by spelling.
 OTHER_VALUES = {"hf": "huggingface", "GPT2Tokenizer": "GPT2BPETokenizer"}

@@ -6,9 +6,11 @@ and `--dry-run` start at once.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -47,7 +49,9 @@ class Model:
     kv_channels: int | None = flag(
         None, "width of a head (none: hidden size / attention heads)", bound=">0", outcome="head_dim"
     )
-    max_position_embeddings: int | None = flag(None, "rows of the position table (none: sequence length)", bound=">0")
+    max_position_embeddings: int | None = flag(
+        None, "rows of the position table (none: sequence length)", "--max-absolute-position-embeddings", bound=">0"
+    )
     make_vocab_size_divisible_by: int = flag(
         128, "pad the vocabulary to a multiple of this", bound=">0", resume="free", read="model"
     )
@@ -406,6 +410,13 @@ class Training:
     rampup_batch_size: list[int] = flag(
         [], "START INCREMENT SAMPLES: grow from START by INCREMENT over SAMPLES", docs="schedules data"
     )
+    step_batch_size_schedule: str | None = flag(
+        None,
+        "TOKENS:BATCH ...: the global batch from so many tokens on, such as '0:768 250B:1536'",
+        value="FORM",
+        docs="schedules",
+        proof="",
+    )
     seed: int = flag(1234, "random seed of weights, dropout and sample order", bound=">=0", short="random seed")
     eval_interval: int = flag(1000, "steps between validations", bound=">0", docs="tutorial", proof="fuzz")
     eval_iters: int = flag(100, "global batches of one validation", bound=">=0", docs="data")
@@ -494,6 +505,13 @@ class Training:
         docs="memory",
         proof="twin",
     )
+
+    def __post_init__(self) -> None:
+        """Take a schedule's last batch as the global batch; `checks` reports mistakes in it."""
+        if self.step_batch_size_schedule and self.global_batch_size is None:
+            with contextlib.suppress(ValueError, IndexError):
+                last = read_batch_schedule(self.step_batch_size_schedule)[-1][1]
+                object.__setattr__(self, "global_batch_size", last)
 
 
 @dataclass(frozen=True)
@@ -1040,6 +1058,17 @@ class TrainConfig:
         p = self.parallel
         return split_layers(p.pipeline_layout, self.model.num_layers or 0, p.pipeline_model_parallel_size * self.chunks)
 
+    @functools.cached_property
+    def batch_schedule(self) -> list[tuple[int, int]]:
+        """The consumed samples from which a global batch counts, and that batch; or nothing."""
+        text, length = self.training.step_batch_size_schedule, self.data.seq_length or 1
+        return [(tokens // length, batch) for tokens, batch in read_batch_schedule(text or "")]
+
+    @property
+    def batches(self) -> list[int]:
+        """Numbers of samples by which every global batch can be divided if these can."""
+        return sorted({self.global_batch, *self.training.rampup_batch_size[:2], *(n for _, n in self.batch_schedule)})
+
     @property
     def micro_batch(self) -> int:
         """Samples of one forward pass of a rank; `auto` counts as 1."""
@@ -1060,6 +1089,8 @@ class TrainConfig:
 
     def batch(self, consumed: int) -> int:
         """Return the samples of the step after `consumed` ones: the ramp-up, by Megatron's rule."""
+        if self.batch_schedule:
+            return next(batch for start, batch in reversed(self.batch_schedule) if consumed >= start)
         if not self.training.rampup_batch_size:
             return self.global_batch
         start, increment, samples = self.training.rampup_batch_size
@@ -1116,6 +1147,19 @@ class TrainConfig:
     @property
     def wsd_samples(self) -> int:
         return self.in_samples(self.optimizer.lr_wsd_decay_iters, self.optimizer.lr_wsd_decay_samples)
+
+
+def read_batch_schedule(text: str) -> list[tuple[int, int]]:
+    """Return the pairs of --step-batch-size-schedule, whose numbers may end in K, M, B or T."""
+    units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+    pairs = []
+    for word in text.replace(",", " ").split():
+        match = re.fullmatch(r"([0-9.]+)([KMBT]?):([0-9.]+)([KMBT]?)", word.upper())
+        if match is None:
+            raise ValueError(f"{word[:50]!r} is not TOKENS:BATCH")
+        tokens, batch = (int(float(match[n]) * units[match[n + 1]]) for n in (1, 3))
+        pairs.append((tokens, batch))
+    return pairs
 
 
 def flags_with(config: type, facet: str, *values: object) -> tuple[str, ...]:

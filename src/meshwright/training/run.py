@@ -229,6 +229,9 @@ def print_settings(resolved: Resolved) -> None:
             f"will use batch size rampup starting from global batch size {start} to global batch size "
             f"{config.global_batch} with batch size increments {increment} over {samples} samples."
         )
+    elif t.step_batch_size_schedule:
+        steps = ", ".join(f"{batch} from {start:,} samples on" for start, batch in config.batch_schedule)
+        say(f"will use the global batch sizes {steps}.")
     elif t.micro_batch_size != "auto":
         say(f"setting number of micro-batches to constant {config.micro_batches(config.global_batch)}")
     resolved.vocabulary.print_lines()

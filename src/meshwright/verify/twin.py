@@ -83,8 +83,7 @@ def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
 def alone(config: TrainConfig) -> TrainConfig:
     """Return the same run in one process, by the plain layers and without recomputation."""
     t = config.training
-    sizes = [config.global_batch, *t.rampup_batch_size[:2]]
-    micro = 2 if t.loss_mean == "global" and not any(n % 2 for n in sizes) else config.micro_batch
+    micro = 2 if t.loss_mean == "global" and not any(n % 2 for n in config.batches) else config.micro_batch
     t = replace(t, micro_batch_size=micro, num_accumulation_steps=None, global_batch_size=config.global_batch)
     t = replace(t, recompute_granularity=None, recompute_method=None, recompute_num_layers=1, checkpoint_in_cpu=False)
     t = replace(t, fused_kernels="off", compile="off", cuda_graphs="off")
@@ -152,7 +151,8 @@ def training(c: TrainConfig, on_accelerator: bool) -> Training:
     if number * micro * c.dp > SMALL_BATCH:
         micro, number = min(micro, 2), min(number, 2 * pp if pp > 1 else 3)
     unit = micro * c.dp * (pp if pp > 1 and number % pp == 0 else 1)
-    ramp = [unit, unit, 2 * unit] if t.rampup_batch_size and number * micro * c.dp > unit else []
+    grows = t.rampup_batch_size or t.step_batch_size_schedule
+    ramp = [unit, unit, 2 * unit] if grows and number * micro * c.dp > unit else []
     # Of a stage's layers, some are recomputed if some are in the run.
     layers = t.recompute_num_layers
     if not is_small(c):

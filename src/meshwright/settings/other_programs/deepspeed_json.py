@@ -88,7 +88,8 @@ OURS: dict[str, str] = _TABLES["ours"]
 def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, list[str], list[str]]:
     """Fill a configuration from --deepspeed_config; return it, notices and every objection.
 
-    `given` are the settings with a source: they never change, and must agree with the file.
+    `given` are the settings with a source: they must agree with the file, and never change. The
+    loss scale alone is the file's, as in Megatron-DeepSpeed, whose own scripts give another.
     """
     path = config.parallel.deepspeed_config
     if not path:
@@ -107,7 +108,10 @@ def merge_deepspeed(config: TrainConfig, given: Collection[str]) -> tuple[TrainC
         name = MAPPED[key][0]
         if name not in given and name not in taken:
             taken[name] = value
-        elif (have := known[name] if name in given else taken[name]) != value:
+        elif (have := known[name] if name in given else taken[name]) != value and name == "loss_scale":
+            taken[name] = value
+            notices.append(f'{path}: "{key}" is {_format(value)}, which counts instead of --loss-scale {_format(have)}')
+        elif have != value:
             other = f"{spelling(name)} is" if name in given else "another key says"
             wrong.append(f'"{key}" is {_format(value)}, but {other} {_format(have)}; change one')
     for name, other in (("fp16", "bf16"), ("bf16", "fp16")):

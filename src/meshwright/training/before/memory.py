@@ -53,7 +53,7 @@ def fit_micro_batch(
     """Run the network on random ids to find the micro-batch size; return it and a log message."""
     t, d, length = config.training, config.data, config.data.seq_length
     assert length
-    sizes = [size // config.dp for size in (config.global_batch, *t.rampup_batch_size[:2])]
+    sizes = [size // config.dp for size in config.batches]
 
     def attempt(size: int) -> None:
         ids = torch.randint(vocab, (size, length + 1), generator=torch.Generator().manual_seed(0))

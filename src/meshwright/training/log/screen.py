@@ -324,7 +324,7 @@ def facts(run: Beginning) -> list[tuple[str, str]]:
     number = c.micro_batches(c.global_batch)
     micro = f"{number} x {c.micro_batch} on each rank" if c.world > 1 else f"{number} x {c.micro_batch}"
     batch = f"{c.global_batch:,} sequences of {seq:,} = {c.global_batch * seq:,} tokens, as {micro}"
-    batch = f"{t.rampup_batch_size[0]:,} sequences, growing to {batch}" if t.rampup_batch_size else batch
+    batch = f"{c.batch(0):,} sequences, growing to {batch}" if c.batch(0) < c.global_batch else batch
     return [
         ("model", f"{run.parameters:,} parameters: {shape}, context of {seq:,}"),
         ("run", f"{run.sizes.steps:,} steps, {tokens:,} tokens; {describe_start(run)}"),
