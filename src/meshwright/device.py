@@ -391,6 +391,17 @@ def computes_bf16(device: torch.device) -> bool:
 # Memory, in bytes
 
 
+def memory_without_torch(wanted: str) -> tuple[int, bool]:
+    """Return the memory of --device, 0 if it is unknown, and whether that is a CPU's.
+
+    nvidia-smi says that of the smallest GPU.
+    """
+    if wanted.partition(":")[0] in ("auto", NVIDIA):
+        with contextlib.suppress(RuntimeError, ValueError):
+            return min(map(int, ask_nvidia_smi("memory.total", "csv,noheader,nounits").split())) << 20, False
+    return (host.physical_memory(), True) if wanted in ("auto", "cpu") else (0, False)
+
+
 def total_memory(device: torch.device) -> int:
     """Return the device's memory; on a CPU, that of the machine or of its container."""
     if device.type != "cpu":

@@ -1,6 +1,7 @@
 """Errors that the user can correct, and the exit status of every way in which a run ends."""
 
 import signal
+from pathlib import Path
 
 DONE = 0
 UNEXPECTED = 1  # a defect of Meshwright: shown with its traceback
@@ -48,8 +49,6 @@ class UserError(Exception):
 
 def not_a_run(path: object, missing: str) -> UserError:
     """Return the error of every command that reads a run's folder and finds another path."""
-    from pathlib import Path
-
     folder = Path(str(path))
     wanted = "the --save or --run-dir folder of a training"
     if missing == "checkpoint":  # a --run-dir has none
@@ -58,7 +57,19 @@ def not_a_run(path: object, missing: str) -> UserError:
         return bad_data(f"there is no folder {folder}; give {wanted}")
     if not folder.is_dir():
         return bad_data(f"{folder} is a file; give {wanted}")
-    return bad_data(f"{folder} holds no {missing}; give {wanted}")
+    return bad_data(f"{folder} holds no {missing}{what_it_holds(folder) or f'; give {wanted}'}")
+
+
+def what_it_holds(folder: Path) -> str:
+    """Return what a folder without a run is: quickstart's, with the run in it, or a tokenizer."""
+    if (folder / "run" / "config.toml").is_file():
+        return f"; did you mean {folder / 'run'}?"
+    is_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+    return (
+        "; it is a tokenizer, not a model: give the --save folder of a training"
+        if is_tokenizer and not (folder / "config.json").exists()
+        else ""
+    )
 
 
 def bad_data(message: str) -> UserError:

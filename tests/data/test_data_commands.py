@@ -413,7 +413,7 @@ def test_a_length_in_epochs(tmp_path: Path) -> None:
         assert "--train-epochs 0.5 of this data: --train-samples " in err.getvalue()
         refused = {
             ("--train-epochs", "1e-9"): "is 0 samples of this data, less than one global batch of",
-            ("--train-epochs", "1", "--train-iters", "3"): "--train-iters and --train-epochs all set the length",
+            ("--train-epochs", "1", "--train-iters", "3"): "--train-iters and --train-epochs both set the length",
             ("--train-epochs", "1", "--lr-warmup-iters", "3"): "cannot be mixed with --train-epochs",
             ("--train-epochs", "1", "--lr-decay-samples", "1", "--lr-warmup-samples", "3"): "--lr-warmup-samples",
         }

@@ -170,10 +170,10 @@ def test_no_abbreviations():
     [
         (["--num-layer", "2"], "unknown flag --num-layer; did you mean --num-layers?"),
         (["--xyzzy"], "unknown flag --xyzzy; see --help"),
-        (["--batch-size", "4"], "--batch-size is no longer valid; use --micro-batch-size"),
-        (["--batch-size=4"], "--batch-size is no longer valid; use --micro-batch-size"),
-        (["--warmup", "0.1"], "use --lr-warmup-fraction"),
-        (["--model-parallel-size", "2"], "use --tensor-model-parallel-size"),
+        (["--batch-size", "4"], "no flag --batch-size; here it is --micro-batch-size"),
+        (["--batch-size=4"], "no flag --batch-size; here it is --micro-batch-size"),
+        (["--warmup", "0.1"], "here it is --lr-warmup-fraction"),
+        (["--model-parallel-size", "2"], "here it is --tensor-model-parallel-size"),
         (["--data-parallel-size", "2"], "the number of started processes"),
         (["--bert-load", "x"], "--bert-load is for BERT"),
         (["--retro-workdir", "x"], "for retrieval models"),
@@ -300,7 +300,7 @@ def test_all_problems_at_once(tmp_path, monkeypatch, capsys):
         "--clip-grad in the environment (MESHWRIGHT_*)",
         "did you mean --num-layers",
         "--lr: 'fast'",
-        "--batch-size is no longer valid",
+        "no flag --batch-size; here it is",
         "for BERT",
         "--hidden-size 30 is not a multiple",
         "--num-experts 4 is not yet",
@@ -338,7 +338,7 @@ def test_unknown_environment(monkeypatch):
         ("a.toml", b"fp16 = 'perhaps'", "is not true or false"),
         ("a.toml", b"model = 3", "unknown setting 'model'"),
         ("a.toml", b"[nodel]\nnum_layers = 2", "unknown setting 'nodel'"),
-        ("a.toml", b"batch_size = 2", "--batch-size is no longer valid; use --micro-batch-size in"),
+        ("a.toml", b"batch_size = 2", "or --global-batch-size in"),
         ("a.toml", b"lr = 1\nlr = 2", "--config"),
         ("a.toml", b"lr = " + b"[" * 5000, "--config"),
         ("a.toml", bytes(range(256)), "not UTF-8 text"),
@@ -473,7 +473,7 @@ def test_padding_is_real_in_training_and_idle_in_preprocessing():
     assert got.notices == [] and got.config.model.make_vocab_size_divisible_by == 8
     got = parse("--make-vocab-size-divisible-by", "8", "--pad-vocab-size-to", "80", cls=PreprocessConfig)
     assert len(got.notices) == 2
-    assert "--datasets is no longer valid; use --input" in refusal("--datasets", "x", cls=PreprocessConfig)
+    assert "no flag --datasets; here it is --input" in refusal("--datasets", "x", cls=PreprocessConfig)
 
 
 # Presets

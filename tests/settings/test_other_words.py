@@ -6,10 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from parsing import refusal
+from parsing import parse, refusal
 
 from helpers import TINY_FLAGS
 from meshwright.__main__ import COMMANDS, _as_typed, main
+from meshwright.errors import UserError
 from meshwright.files import read_table
 from meshwright.settings import flags, hints
 from meshwright.settings.presets import PRESETS
@@ -74,7 +75,8 @@ def test_commands(word, ours, capsys):
 
 
 def test_errors_name_the_typed_spelling(capsys):
-    words = ["train", *TINY_FLAGS, "--learning-rate=0", "--min_lr", "-1", "--eval-only", "--eval-iters=0", "--n_embd=3"]
+    rest = [flag for flag in TINY_FLAGS if not flag.startswith("--lr")]
+    words = ["train", *rest, "--learning-rate=0", "--min_lr", "-1", "--eval-only", "--eval-iters=0", "--n_embd=3"]
     assert main(words) == 2
     said = capsys.readouterr().err
     for line in ("--learning-rate 0.0 must", "--min_lr -1.0 must", "  --eval-only with --eval-iters 0", "--n_embd;"):
@@ -108,3 +110,47 @@ def test_a_length_in_epochs_is_refused_in_its_words() -> None:
         assert _as_typed(refusal, ["train", *typed.split()], {}) == f"{name} {words} {name}"
     for typed in ("--train-samples 2", "--train_samples 2 --train-epochs 1"):
         assert "epochs" not in _as_typed(refusal, ["train", *typed.split()], {})
+
+
+@pytest.mark.parametrize("of", ["command line", "file", "Python"])
+def test_a_setting_under_another_name_counts_as_given(of, tmp_path):
+    """Only its name is reported, not also that it is missing."""
+    words = {"epochs": 2, "n_layer": 2, "n_embd": 64, "n_head": 2, "block_size": 16, "batch_size": 8}
+    others = ["--lr", "1e-3", "--mock-data", "--vocab-size", "64"]
+    if of == "command line":
+        said = refusal(*others, *(f"--{name}={value}" for name, value in words.items()), check=True)
+    elif of == "file":
+        (tmp_path / "c.toml").write_text("".join(f"{name} = {value}\n" for name, value in words.items()))
+        said = refusal(*others, "--config", str(tmp_path / "c.toml"), check=True)
+    else:
+        with pytest.raises(UserError) as caught:
+            flags.parse_settings(TrainConfig, others, "x", values=words)
+        said = str(caught.value)
+    assert said.count("here it is") == len(words) == len(said.splitlines()) - 1 and "needed" not in said
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("--batch_size 8", "here it is --micro-batch-size (of one device) or --global-batch-size"),
+        ("--overwrite_output_dir", "here it is --save-overwrite"),
+        ("--do_train", "here it is `meshwright train`"),
+        ("--always_save_checkpoint", "here it is --save-interval"),
+        ("--learning_rate 1e-3 --lr 2e-3", "--learning-rate and --lr are names of one setting, with different values"),
+        ("--train-iters 2 --train-epochs 2", "--train-iters and --train-epochs both set the length"),
+        ("--device gpu", "is not auto, cpu, cuda, npu"),
+        ("some text", "unexpected argument 'some'"),
+    ],
+)
+def test_what_newcomers_type_is_answered(typed, answer):
+    assert answer in refusal(*typed.split(), check=True)
+
+
+def test_a_command_that_reads_a_model_answers_too():
+    assert "here it is --temperature; above 0" in refusal("--do_sample", cls=GenerateConfig)
+    assert "unexpected argument 'The thesis'; give the text to --prompt" in refusal("The thesis", cls=GenerateConfig)
+
+
+def test_a_choice_of_on_and_off_takes_true_and_false():
+    assert [parse(f"--compile={word}").config.training.compile for word in ("True", "false")] == ["on", "off"]
+    assert parse("--learning_rate=1e-3", "--lr", "1e-3", "--lr=2e-3", "--lr=1e-3").config.optimizer.lr == 1e-3

@@ -26,14 +26,16 @@ import meshwright.training.run
 import meshwright.training.setup
 import meshwright.training.step
 from helpers import TINY_FLAGS, read_rows, write_counting
-from meshwright import console
+from meshwright import console, device
 from meshwright.__main__ import main
 from meshwright.errors import UserError
 from meshwright.files import replacing
 from meshwright.settings.command import out_of_memory
 from meshwright.settings.data_paths import TokenFiles
 from meshwright.settings.flags import parse_settings
-from meshwright.settings.schema import TrainConfig
+from meshwright.settings.schema import Parallel, TrainConfig, Training
+from meshwright.training.before.resolve import NO_VOCABULARY, Resolved
+from meshwright.training.run import print_settings
 
 
 def train(tmp_path, *more, save="run"):
@@ -294,6 +296,25 @@ def test_changed_settings_are_printed(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "clip_grad is 0.5, the checkpoint was trained with 1.0" in out
     assert " > overriding learning rate value to 0.01" in out
+
+
+def test_a_batch_that_follows_the_ranks_is_said_and_kept(tmp_path, capsys):
+    """A resumed run has the checkpoint's batch, or another one that is named."""
+    follows = ["--global-batch-size=none", "--eval-iters=0"]
+    train(tmp_path, *follows, "--micro-batch-size=4", "--exit-interval=3")
+    run = ["--load", str(tmp_path / "run"), "--save", str(tmp_path / "run")]
+    for more in ([], ["--dry-run"]):
+        assert main(["train", *TINY_FLAGS, *follows, *run, *more]) == 2
+        assert (
+            "the checkpoint's global batch was 4, and without --global-batch-size it would be 2 now "
+            "(--micro-batch-size 2 on one data-parallel rank); add --global-batch-size 4 to continue"
+            in capsys.readouterr().err
+        )
+    assert main(["train", *TINY_FLAGS, *follows, *run, "--global-batch-size=4"]) == 0
+    config = TrainConfig(training=Training(micro_batch_size=2, train_iters=1), parallel=Parallel(world_size=3))
+    capsys.readouterr()
+    print_settings(Resolved(config, NO_VOCABULARY))
+    assert "a step has 6 samples, 2 from each of 3 data-parallel ranks; --global-batch-size" in capsys.readouterr().out
 
 
 def test_z_loss_and_cap_are_taken_over(tmp_path, capsys):
@@ -650,6 +671,18 @@ def test_dry_run_prints_sizes(tmp_path, capsys):
     assert "parameters on pipeline rank 0, the largest" in out and "MiB on pipeline rank 0, activations apart" in out
 
 
+def test_dry_run_says_what_does_not_fit_the_device(monkeypatch, capsys):
+    """It ends with 0 all the same: the run may be meant for another machine."""
+    flags = [*TINY_FLAGS, "--dry-run"]
+    for have, words in ((2**30, False), (2**10, True)):
+        monkeypatch.setattr("meshwright.host.physical_memory", lambda have=have: have)
+        assert main(["train", *flags]) == 0
+        assert ("it does not fit this device (0.0 GiB), where the run" in capsys.readouterr().out) is words
+    monkeypatch.setattr(device, "ask_nvidia_smi", lambda *words: "24064\n24064\n")
+    assert main(["train", "--preset=gpt3-175b", "--mock-data", "--vocab-size=50257", "--dry-run"]) == 0
+    assert "does not fit this device (23.5 GiB)" in capsys.readouterr().out
+
+
 def test_dry_run_refuses_the_vocabulary_that_training_refuses(tmp_path, capsys):
     from meshwright.data.files.writer import Writer
 
@@ -817,6 +850,23 @@ def test_the_same_wrong_folder_is_reported_alike(tmp_path, capsys):
             said.add(capsys.readouterr().err.partition("error: ")[2].split(";")[0].split(",")[0].split(" no ")[0])
         assert main(["convert", folder, str(tmp_path / "new"), "--to", "huggingface"]) == 65
         assert len(said) == 1 and words in capsys.readouterr().err
+
+
+def test_a_folder_that_holds_a_run_or_a_tokenizer_is_recognised(tmp_path, capsys):
+    """quickstart's folder has the run in it; the same words from every command."""
+    for name in ("tour/run/config.toml", "vocabulary/tokenizer.json"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    words = {"tour": f"; did you mean {tmp_path}/tour/run?", "vocabulary": "; it is a tokenizer, not a model"}
+    for folder, hint in words.items():
+        commands = ["generate --prompt a", "chat", "inspect", "report", f"train {' '.join(TINY_FLAGS)} --load"]
+        for command in commands:
+            first, *more = command.split()
+            argv = (
+                [first, *more, str(tmp_path / folder)] if first == "train" else [first, str(tmp_path / folder), *more]
+            )
+            assert main(argv) == 65
+            assert hint in capsys.readouterr().err, command
 
 
 @pytest.mark.fault("F7")

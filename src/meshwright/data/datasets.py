@@ -64,7 +64,7 @@ def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int
         raise UserError(
             f"{consumed} samples are consumed and {config.steps - iteration} steps of {size} would "
             f"end at {last}, but the data set is built for {config.steps} steps of {size}; with another "
-            "--global-batch-size than before, give the length in samples: --train-samples instead of --train-iters"
+            "batch than before, give the length in samples: --train-samples instead of --train-iters"
         )
 
 

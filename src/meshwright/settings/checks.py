@@ -462,7 +462,8 @@ def batch_problems(c: TrainConfig) -> list[str]:
         others = ", ".join(map(spelling, LENGTHS[1:]))
         out.append(f"--train-iters is needed: how many steps (or one of {others})")
     elif len(c.lengths) > 1:
-        out.append(f"{' and '.join(map(spelling, c.lengths))} all set the length of the run; give one")
+        both = "both" if len(c.lengths) == 2 else "all"
+        out.append(f"{' and '.join(map(spelling, c.lengths))} {both} set the length of the run; give one")
     if t.step_batch_size_schedule is not None:
         out += batch_schedule_problems(c)
     elif t.rampup_batch_size:
@@ -598,7 +599,7 @@ def fp8_problems(c: TrainConfig) -> list[str]:
 def naming_problems(p: Parallel) -> list[str]:
     """Check the form of names that torch will read; torch itself checks their meaning."""
     out = []
-    if not re.fullmatch(r"auto|(?!auto)[a-z]+(:[0-9]{1,4})?", p.device):
+    if not re.fullmatch(r"auto|(?!auto|gpu)[a-z]+(:[0-9]{1,4})?", p.device):
         out.append(f"--device {p.device!r} is not auto, cpu, cuda, npu ..., or one device as cuda:1")
     if p.distributed_backend is not None and not re.fullmatch(r"[A-Za-z0-9_:,]+", p.distributed_backend):
         out.append(f"--distributed-backend {p.distributed_backend!r} is not a name such as nccl, gloo or hccl")

@@ -56,6 +56,7 @@ REPLACES = {
 REPLACES["step_batch_size_schedule"] = ["global_batch_size", "rampup_batch_size"]
 
 # Words of other programs for values of ours, too different for a suggestion by spelling.
+SWITCHED = {"true": "on", "false": "off"}
 OTHER_VALUES = {"hf": "huggingface", "GPT2Tokenizer": "GPT2BPETokenizer"}
 
 
@@ -101,6 +102,8 @@ def parse_settings(
         raise SystemExit(DONE)
     parser = _parser(cls, positional)
     argv, complaints = _without_switch_values(argv if names_follow else _hyphenated(argv, parser), parser)
+    if not names_follow:
+        complaints += _given_twice(argv, parser)
     namespace, unknown = _parse_known(parser, argv, complaints)
     cli, values = vars(namespace), dict(values or {})
     control = {k: cli.pop(k, None) for k in ("preset", "config_file", "dry_run", "print_config")}
@@ -113,7 +116,8 @@ def parse_settings(
             reader.note_idle(name, value, "")
     complaints += [_unknown(word, parser) for word in unknown if word.startswith("--")]
     if unknown and not complaints:
-        complaints.append(f"unexpected argument {unknown[0]!r}")
+        advice = "; give the text to --prompt" if "prompt" in reader.fields else ""
+        complaints.append(f"unexpected argument {unknown[0]!r}{advice}")
 
     layers = _layers_below(reader, control["preset"], control["config_file"])
     layers.append(("command line", reader.convert_all(cli, "") | reader.convert_all(values, "")))
@@ -133,14 +137,32 @@ def parse_settings(
     reader.notices += checks.notices(built) + _unused(cls, layers[-1][1])
     # A checkpoint completes the settings of a run that loads one; they are checked after that.
     is_complete = not (isinstance(built, TrainConfig) and built.checkpoint.load)
-    # A value that could not be read is not also reported as missing.
-    reported = {c.split()[0].rstrip(":") for c in complaints}
     objections = checks.problems(built) if check and is_complete else remote
-    complaints += [line for line in objections if line.split()[0] not in reported]
+    answered = _answered(complaints)
+    complaints += [line for line in objections if line.split()[0] not in answered]
     if complaints:
         raise UserError(listed(complaints))
     only_prints = bool(control["dry_run"]), bool(control["print_config"])
     return Parsed(built, sources, reader.notices, reader.idle, *only_prints)
+
+
+def _answered(complaints: list[str]) -> set[str]:
+    """Return the flags that complaints name: one with a wrong value or name is not missing too."""
+    flags = {flag for line in complaints for flag in re.findall(r"--[\w-]+", line)}
+    lengths = set(map(spelling, REPLACES["train_iters"]))
+    return flags | {spelling("train_iters")} if flags & lengths else flags
+
+
+def _given_twice(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Report settings that are given by two names, with different values."""
+    given: dict[str, dict[str, str]] = {}
+    for word, following in zip(argv, [*argv, ""][1:], strict=True):
+        name, equals, value = word.partition("=")
+        action = parser._option_string_actions.get(name)
+        if action is not None and action.nargs is None:
+            given.setdefault(action.dest, {})[name] = value if equals else following
+    both = (names for names in given.values() if len(names) > 1 and len(set(names.values())) > 1)
+    return [f"{' and '.join(names)} are names of one setting, with different values; give one" for names in both]
 
 
 def _parse_known(parser: FlagParser, argv: list[str], complaints: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -330,9 +352,8 @@ def convert_value(kind: Any, value: Any) -> Any:
     if value is None or (isinstance(value, str) and value.lower() == "none" and inner is not kind):
         return None
     if choices:
-        # YAML reads `on` as True.
-        word = {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-        word = word if word in choices else OTHER_VALUES.get(word, word)
+        word = str(value)  # YAML reads `on` as True
+        word = word if word in choices else OTHER_VALUES.get(word, SWITCHED.get(word.lower(), word))
         if word in choices:
             return word
         raise argparse.ArgumentTypeError(f"{_short(value)} is none of {', '.join(map(str, choices))}")
@@ -365,7 +386,7 @@ def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
     hint = f"; here it is {ours}" if ours else did_you_mean(hyphenated, known, cutoff=0.8)
     if any(action.nargs == argparse.REMAINDER for action in parser._actions):
         hint = hint or "; flags of COMMAND go after it"
-    return known_elsewhere(name) or f"unknown flag {name}{hint or '; see --help'}"
+    return known_elsewhere(name) or known_elsewhere(hyphenated) or f"unknown flag {name}{hint or '; see --help'}"
 
 
 def _short(value: Any) -> str:

@@ -223,6 +223,9 @@ def print_settings(resolved: Resolved) -> None:
     say_arguments(resolved.arguments)
     if not t.global_batch_size:
         say(f"setting global batch size to {config.global_batch}")
+        if config.dp > 1:
+            ranks = f"{config.global_batch // config.dp} from each of {config.dp} data-parallel ranks"
+            remark(f" > note: a step has {config.global_batch} samples, {ranks}; --global-batch-size sets their number")
     if t.rampup_batch_size:
         start, increment, samples = t.rampup_batch_size
         say(

@@ -29,7 +29,7 @@ OTHER_MODELS: dict[str, str] = _TABLES["other_models"]
 def known_elsewhere(name: str) -> str | None:
     """Return the answer to a flag that is known only in other programs."""
     if name in RETIRED:
-        return f"{name} is no longer valid; use {RETIRED[name]}"
+        return f"no flag {name}; here it is {RETIRED[name]}"
     begins = (reason for word, reason in REFUSED.items() if word.endswith("*") and name.startswith(word[:-1]))
     if reason := REFUSED.get(name) or next(begins, None):
         return f"{name} is refused: {reason}"

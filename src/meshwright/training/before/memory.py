@@ -27,7 +27,7 @@ from meshwright.data.loader import Batch
 from meshwright.errors import UserError
 from meshwright.ranks.team import Team
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.before.sizes import bytes_per_parameter, logits_bytes
+from meshwright.training.before.sizes import least_bytes
 from meshwright.training.step import Network, forward_part, sum_terms
 
 
@@ -36,9 +36,7 @@ def require_memory(config: TrainConfig, parameters: int, padded: int, device: to
     have = devices.total_memory(device)
     micro, seq = config.micro_batch, config.data.seq_length
     assert seq
-    on_device, on_host = bytes_per_parameter(config)
-    state = parameters * (on_device + on_host if device.type == "cpu" else on_device)
-    logits = logits_bytes(config, padded)
+    state, logits = least_bytes(config, parameters, padded, device.type == "cpu")
     if state + logits > have:
         raise UserError(
             f"this run needs at least {(state + logits) / 2**30:,.1f} GiB ({state / 2**30:,.1f} for {parameters:,} "

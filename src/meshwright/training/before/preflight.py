@@ -25,7 +25,13 @@ from meshwright.training.before.resolve import (
     run_folder_of,
     settle_length,
 )
-from meshwright.training.before.sizes import describe_layout, describe_memory, describe_place, parameters_of_ranks
+from meshwright.training.before.sizes import (
+    describe_lack,
+    describe_layout,
+    describe_memory,
+    describe_place,
+    parameters_of_ranks,
+)
 from meshwright.training.state.resume import check_loading, fresh_schedule, note_kept_model
 
 
@@ -104,6 +110,8 @@ def print_sizes(config: TrainConfig, vocab: int) -> None:
         place = f"{max(each):,} parameters{describe_place(each)}{largest}"
         print(f"{describe_layout(config)}; layers of each stage: {layers}; {place}")
     print(f"memory of weights, gradients and optimizer: {describe_memory(config, padded)}, activations apart")
+    if lack := describe_lack(config, padded):
+        print(lack)
 
 
 def _large(x: float, unit: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright import host
+from meshwright import device, host
 from meshwright.model import counts
 from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.settings.schema import TrainConfig
@@ -48,6 +48,20 @@ def describe_memory(config: TrainConfig, padded: int) -> str:
     return f"{_bytes(max(each) * on_device)}{describe_place(each) if config.world > 1 else ''}{beside}"
 
 
+def describe_lack(config: TrainConfig, padded: int) -> str:
+    """Say that the run cannot fit this device; nothing if it may, or if that is unknown."""
+    positions = config.model.max_position_embeddings or config.data.seq_length or 0
+    have, on_cpu = device.memory_without_torch(config.parallel.device)
+    share = max(parameters_of_ranks(config, padded, positions))
+    needed = sum(least_bytes(config, share, padded // config.parallel.tensor_model_parallel_size, on_cpu))
+    if not have or needed <= have:
+        return ""
+    return (
+        f"it does not fit this device ({have / 2**30:,.1f} GiB), where the run would be refused; on another machine it "
+        f"needs at least {needed / 2**30:,.1f} GiB"
+    )
+
+
 def describe_place(parameters: list[int]) -> str:
     """Return which rank has the most parameters, given those of the pipeline ranks."""
     return f" on pipeline rank {parameters.index(max(parameters))}" if len(parameters) > 1 else " on each rank"
@@ -55,6 +69,12 @@ def describe_place(parameters: list[int]) -> str:
 
 def _bytes(x: float) -> str:
     return f"{x / 2**30:,.2f} GiB" if x >= 2**30 else f"{x / 2**20:,.1f} MiB"
+
+
+def least_bytes(config: TrainConfig, parameters: int, padded: int, on_cpu: bool) -> tuple[float, int]:
+    """Return the bytes of a rank's state, and of the logits of one micro-batch."""
+    on_device, on_host = bytes_per_parameter(config)
+    return parameters * (on_device + on_host if on_cpu else on_device), logits_bytes(config, padded)
 
 
 def logits_bytes(config: TrainConfig, padded: int) -> int:

@@ -17,7 +17,7 @@ from meshwright.console import remark
 from meshwright.data.files.indexed import Indexed, content_sample, fingerprint
 from meshwright.data.history import BlendHistory, continue_history, first_eight
 from meshwright.data.sets import find_parts, needed_sets
-from meshwright.errors import BAD_DATA, LOCKED, UserError
+from meshwright.errors import BAD_DATA, LOCKED, UserError, what_it_holds
 from meshwright.optim.schedule import build_schedule, resume_schedule, warn_of_idle_steps
 from meshwright.runs.history import read_settings
 from meshwright.runs.rows import find_last_step, holds_steps
@@ -82,6 +82,7 @@ def refuse_missing(config: TrainConfig) -> None:
     else:
         return
     problem = "no checkpoint found" if Path(c.load or "").exists() else "there is no such folder"
+    then = what_it_holds(Path(c.load or "")) or then
     raise UserError(f"--load {c.load}: {problem}{then}", BAD_DATA, everywhere=True)
 
 
@@ -93,6 +94,7 @@ def require_clear_start(config: TrainConfig, source: Source) -> None:
     c, state = config.checkpoint, source.state
     if config.training.skip_train:
         return
+    require_chosen_batch(config, source.config.get("global_batch_size"))
     step, consumed = state.get("iteration", 0), state.get("consumed_train_samples", 0)
     root = steps.split_path(c.load or "")[0]
     is_other = not c.save or root.resolve() != Path(c.save).resolve()
@@ -118,6 +120,18 @@ def require_clear_start(config: TrainConfig, source: Source) -> None:
                     f"to continue, {', '.join(continuing)}",
                 ]
             )
+        )
+
+
+def require_chosen_batch(config: TrainConfig, before: int | None) -> None:
+    """Refuse a batch that differs from the checkpoint's because it follows ranks or micro-batch."""
+    now = config.global_batch
+    if config.training.global_batch_size is None and before and before != now:
+        ranks = f" x {config.dp} data-parallel ranks" if config.dp > 1 else " on one data-parallel rank"
+        raise UserError(
+            f"the checkpoint's global batch was {before}, and without --global-batch-size it would be {now} now "
+            f"(--micro-batch-size {config.micro_batch}{ranks}); add --global-batch-size {before} to continue with the "
+            f"same batch, or --global-batch-size {now} to change it"
         )
 
 
@@ -281,6 +295,7 @@ def saved_settings(config: TrainConfig) -> dict[str, Any]:
     sets = [] if config.data.mock_data else path_sets(config.data)  # may be listed in files
     return flags.to_dict(config) | {
         "world_size": None,
+        "global_batch_size": config.global_batch,  # also where it follows from the number of ranks
         "data_fingerprint": [fingerprint(prefix) for prefix in prefixes(config.data)],
         "data_contents": [content_sample(prefix) for prefix in prefixes(config.data)],
         "data_sets": [[paths.key, [[s.prefix, s.weight, s.begin, s.end] for s in paths.sources]] for paths in sets],
