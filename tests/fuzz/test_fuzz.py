@@ -59,7 +59,7 @@ def test_equal_cases_are_equal_and_a_seeded_bug_is_found(crew):
     outcome = crew.run(half, "stale-scaler")
     assert outcome.kind == "differs" and "loss_scale: 16.0 instead of 32.0" in "".join(outcome.lines)
     for bug, words in (("decayed-vectors", "weights of"), ("schedule-ahead", ": lr: "), ("other-order", ": loss: ")):
-        line = f"{SMALL} --data-path ends --lr-decay-style linear --weight-decay 0.3 --seed {len(bug)}"  # no order is in the cache
+        line = f"{SMALL} --data-path ends --lr-decay-style linear --weight-decay 0.3 --seed {len(bug)}"  # not yet cached
         outcome = crew.run(cases.read(f"{line} | "), bug)
         assert outcome.kind == "differs" and words in "".join(outcome.lines), (bug, outcome)
         assert "by the independent trainer" in outcome.lines[-1]
