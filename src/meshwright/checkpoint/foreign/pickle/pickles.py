@@ -213,7 +213,7 @@ def write_torch_file(tree: Any, send: Write) -> None:
     file = io.BytesIO()
     pickler = TensorPickler(file)
     pickler.dump(tree)
-    entries: dict[str, Callable[[], archive.Data]] = {"data.pkl": file.getbuffer, "byteorder": sys.byteorder.encode}
+    entries: dict[str, Callable[[], archive.Data]] = {"data.pkl": file.getvalue, "byteorder": sys.byteorder.encode}
     entries |= {f"data/{key}": functools.partial(tensor_bytes, tensor) for key, tensor in enumerate(pickler.tensors)}
     entries["version"] = lambda: b"3\n"
     archive.write_archive(send, ((f"archive/{name}", make) for name, make in entries.items()))
