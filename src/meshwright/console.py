@@ -68,6 +68,13 @@ def only_warnings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def shortened() -> Iterator[None]:
+    """Print only warnings and remarks of the block if the lines go to a terminal, beside text."""
+    with only_warnings() if _stream == "stderr" and sys.stderr.isatty() else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
 def quiet(wanted: bool = True) -> Iterator[None]:
     """Print nothing of the block; a log's file gets its lines all the same."""
     global _is_quiet

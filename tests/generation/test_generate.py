@@ -446,3 +446,10 @@ def test_documents_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))
     status, out, err = script(UNCONDITIONAL.replace("--num-samples 2", "--num-samples 0"))
     assert (status, out) == (0, "") and "nothing to do" in err
+
+
+def test_a_terminal_sees_nothing_of_the_loading(program, monkeypatch):
+    """A pipe has Megatron's lines."""
+    assert "checkpoint version" in program("generate", "--prompt=a", "--max-new-tokens=1")[2]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert "checkpoint" not in program("generate", "--prompt=a", "--max-new-tokens=1")[2]

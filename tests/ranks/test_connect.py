@@ -19,7 +19,7 @@ from meshwright.ranks import connect
 from meshwright.ranks.compare import require_equal
 from meshwright.ranks.lost import explain_lost_rank, leave_ranks
 from meshwright.ranks.team import Team
-from meshwright.ranks.world import World, find_world, first_host, require_world_size, tasks_per_node
+from meshwright.ranks.world import ALONE, World, find_world, first_host, require_world_size, tasks_per_node
 from on_ranks import run_programs, run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
@@ -92,14 +92,18 @@ def test_tasks_per_node() -> None:
 @pytest.mark.parametrize(
     "environ, words",
     [
-        ({"RANK": "1"}, "RANK=1 is set and WORLD_SIZE is not"),
+        ({"RANK": "1"}, "RANK=1 is set and WORLD_SIZE is not; set both or, for one process, `unset RANK WORLD_SIZE`"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "MASTER_ADDR and MASTER_PORT are not; set them to where rank 0 listens or, for one process, `unset RANK",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1234"}, "MASTER_ADDR is not; set it to where rank 0"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set and RANK is not"),
         (TORCH | {"RANK": "4"}, "RANK=4 does not fit WORLD_SIZE=4: ranks count from 0 to 3"),
         (TORCH | {"RANK": "one"}, "RANK='one' in the environment is not a whole number"),
         (TORCH | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port"),
         (TORCH | {"LOCAL_RANK": "2"}, "local rank 2 does not fit 2 ranks"),
         (TORCH | {"LOCAL_WORLD_SIZE": "8"}, "8 ranks on this node, but WORLD_SIZE=4"),
-        (dict(RANK="0", WORLD_SIZE="2"), "MASTER_ADDR and MASTER_PORT is not"),
         (OMPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, "set MASTER_ADDR"),
         ({"PMI_RANK": "0"}, "PMI_SIZE is not"),
         (SLURM | {"SLURM_TASKS_PER_NODE": "two"}, "2(x3),1"),
@@ -297,6 +301,9 @@ def test_a_long_wait_says_for_whom(monkeypatch: pytest.MonkeyPatch, capfd: pytes
     with pytest.raises(UserError, match="missing: machine 1"):
         connect.meet_all(dist.HashStore(), 0, 2, until, "machine")
     assert capfd.readouterr().err == "waiting for machine 1, up to 0 s more\n"
+    with pytest.raises(UserError, match="missing: rank 1.*`unset RANK WORLD_SIZE`"):
+        connect.meet_all(dist.HashStore(), 0, 2, until, advice=ALONE)
+    assert "up to 0 s more; start them or, for one process, `unset RANK" in capfd.readouterr().err
 
 
 def test_other_threads_keep_their_error_output_during_the_wait(capfd: pytest.CaptureFixture[str]) -> None:

@@ -284,9 +284,35 @@ def test_contradicting_architecture_is_refused(tmp_path, capsys):
     assert "--num-attention-heads 2, the checkpoint has 4" in err and "group-query" not in err  # which follows
     unsized = [flag for flag in TINY_FLAGS if not flag.startswith(("--max-position", "--hidden"))]
     assert main(["train", *unsized, "--load", run, "--seq-length", "64"]) == 2
-    assert f"--max-position-embeddings 16 of {run} is below --seq-length 64: " in capsys.readouterr().err
+    assert f"the model of {run} was made for 16 positions, and --seq-length 64 is more: " in capsys.readouterr().err
     assert main(["train", *unsized, "--load", run, "--num-attention-heads", "5"]) == 2
     assert f"--hidden-size 32 of {run} is not a multiple of --num-attention-heads 5" in capsys.readouterr().err
+
+
+def test_the_length_that_a_loaded_model_reads_is_named(tmp_path, capsys):
+    """An exported model states its positions, but not the length of its samples."""
+    llama = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --eval-iters=0"
+    train(tmp_path, *llama.split(), "--train-iters=1", "--tokenizer-type=NullTokenizer", "--vocab-size=63")
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to=huggingface"]) == 0
+    words = [f for f in TINY_FLAGS if f[2:5] not in ("num", "hid", "seq", "max")]
+    assert main(["train", *words, "--load", str(tmp_path / "hf"), "--finetune"]) == 2
+    assert "--seq-length is needed: tokens of one sample; the model reads up to 16" in capsys.readouterr().err
+
+
+def test_config_toml_from_another_folder_says_where_to_run(tmp_path, capsys, monkeypatch):
+    (tmp_path / "start").mkdir()
+    (tmp_path / "other").mkdir()
+    write_counting(tmp_path / "start" / "x", [30] * 9)
+    monkeypatch.chdir(tmp_path / "start")
+    flags = [f for f in TINY_FLAGS if f not in ("--mock-data", "--vocab-size=64")]
+    flags += ["--data-path=x", "--tokenizer-type=NullTokenizer", "--vocab-size=270", "--eval-iters=0"]
+    assert main(["train", *flags, "--save", "run", "--load", "run", "--exit-interval=1"]) == 0
+    monkeypatch.chdir(tmp_path / "other")
+    for more in ([], ["--dry-run"]):
+        assert main(["train", "--config", "../start/run/config.toml", *more]) == 65
+        err = capsys.readouterr().err
+        assert "relative paths in ../start/run/config.toml count from the folder where the run was started" in err
+        assert f"; run it there: cd {tmp_path}/start" in err
 
 
 def test_changed_settings_are_printed(tmp_path, capsys):

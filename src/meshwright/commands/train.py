@@ -38,7 +38,9 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     from meshwright.commands.verify_layout import rehearse
     from meshwright.training import run
     from meshwright.training.before import preflight
+    from meshwright.training.before.resolve import require_start_folder
 
+    require_start_folder(parsed)
     launched = None if dry else launch.relaunch(config.parallel, ["train", *argv])
     if launched is not None:
         return launched

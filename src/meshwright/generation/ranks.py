@@ -82,7 +82,8 @@ def serve_ranks(
     tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
     layout = connect(Layout(pp, 1, team.size // p.model_ranks, cp, tp, team.rank), team.timeout)
     for folder in folders or [c.checkpoint.load or ""]:
-        m = engine.load_model(folder, given, c.tokenizer, dtype_of(c.precision), device, layout=layout, team=team)
+        with console.shortened():
+            m = engine.load_model(folder, given, c.tokenizer, dtype_of(c.precision), device, layout=layout, team=team)
         calls = m.sharded.calls if m.sharded is not None else None
         if calls is not None and not team.is_lead:
             if not calls.follow():

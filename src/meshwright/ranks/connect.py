@@ -27,7 +27,7 @@ from meshwright.ranks.compare import format_ranks
 from meshwright.ranks.lost import first_line, is_lost_rank
 from meshwright.ranks.orphans import die_with_launcher
 from meshwright.ranks.team import Team
-from meshwright.ranks.world import START_SECONDS, World
+from meshwright.ranks.world import ALONE, START_SECONDS, VARIABLES, World
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ def _meet_on_store(world: World, until: float) -> PrefixStore:
         if world.launcher == "torchrun" and is_agents:
             prefix = f"meshwright/{_name_attempt(PrefixStore('meshwright/names', store), world.rank, until, have_met)}"
         run_store = PrefixStore(prefix, store)
-        meet_all(run_store, world.rank, world.size, until)
+        meet_all(run_store, world.rank, world.size, until, advice=ALONE * (world.launcher == VARIABLES))
     except UserError:
         if serves:
             time.sleep(1)  # the others still read the reason from this process
@@ -291,14 +291,14 @@ def _require_reached(address: str, port: int, until: float, who: str) -> None:
         time.sleep(min(0.2, max(left, 0.0)))
 
 
-def meet_all(store: Store, number: int, size: int, until: float, noun: str = "rank") -> None:
+def meet_all(store: Store, number: int, size: int, until: float, noun: str = "rank", advice: str = "") -> None:
     """Return when all are here; otherwise raise the same UserError in every process.
 
     Each process counts itself; the one that finds all present, or a problem, writes the verdict
     that all wait for. They poll, because torch's own waiting prints lines about each time-out.
     """
     try:
-        _await_verdict(store, number, size, until, noun)
+        _await_verdict(store, number, size, until, noun, advice)
         with no_stderr():
             verdict = json.loads(store.get("verdict"))
     except RuntimeError as error:
@@ -307,7 +307,7 @@ def meet_all(store: Store, number: int, size: int, until: float, noun: str = "ra
         raise UserError(verdict["problem"], verdict["status"])
 
 
-def _await_verdict(store: Store, number: int, size: int, until: float, noun: str) -> None:
+def _await_verdict(store: Store, number: int, size: int, until: float, noun: str, advice: str) -> None:
     began, is_silent = time.monotonic(), number == 0
     with no_stderr():
         first_size = int(store.compare_set("size", "", str(size)))
@@ -327,11 +327,12 @@ def _await_verdict(store: Store, number: int, size: int, until: float, noun: str
         if is_silent and now - began > SILENCE and missing:
             is_silent = False
             text = f"waiting for {noun} {format_ranks(missing)}, up to {max(until - now, 0):.0f} s more"
+            text += f"; start them{advice}" if advice else ""
             print(text, file=sys.stderr, flush=True)
         if now > until:
             came = f"{size - len(missing)} of {size} {noun}s came within {time.monotonic() - began:.0f} s"
             gone = f"missing: {noun} {format_ranks(missing)}" if missing else "one of them has exited"
-            _set_verdict(store, f"{came}; {gone}. Start it, or see in its log why it ended", HANG)
+            _set_verdict(store, f"{came}; {gone}. Start it, or see in its log why it ended{advice}", HANG)
         time.sleep(pause)
         pause = min(2 * pause, 0.25)
 

@@ -16,6 +16,10 @@ ATTEMPT = "_MESHWRIGHT_ATTEMPT"  # set by an elastic launch for its ranks: with 
 RUN_ID = "meshwright-"  # how TORCHELASTIC_RUN_ID begins under our launcher
 
 
+VARIABLES = "RANK and WORLD_SIZE"  # set by hand or left over; no launcher is known by its own
+ALONE = " or, for one process, `unset RANK WORLD_SIZE`"
+
+
 @dataclass(frozen=True)
 class World:
     """The place that the launcher gave this process; without a launcher it is World()."""
@@ -53,13 +57,16 @@ def find_world(environ: Mapping[str, str], local_rank: int | None = None) -> Wor
 def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
     """torchrun, torch.distributed.launch, deepspeed, and ours."""
     if "WORLD_SIZE" not in environ:
-        raise UserError(f"RANK={environ['RANK']} is set and WORLD_SIZE is not; set both, or neither for one process")
+        raise UserError(f"RANK={environ['RANK']} is set and WORLD_SIZE is not; set both{ALONE}")
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     address, port = _master(environ)
     if size > 1:
         missing = " and ".join(n for n, v in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if v is None)
         if missing:
-            raise UserError(f"WORLD_SIZE={size} is set, but {missing} is not; set them to where rank 0 listens")
+            verb, them = ("are", "them") if " " in missing else ("is", "it")
+            raise UserError(
+                f"WORLD_SIZE={size} is set, but {missing} {verb} not; set {them} to where rank 0 listens{ALONE}"
+            )
     one_node = address in ("localhost", "127.0.0.1", "::1")
     name = next((n for n in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if n in environ), None)
     local_size = _number(environ, name) if name else size if one_node else 1
@@ -68,7 +75,7 @@ def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
     else:  # alone on its node, unless all ranks are on this one
         local_rank = flag if flag is not None else rank if one_node else 0
         local_size = max(local_size, local_rank + 1) if name is None else local_size
-    by = "deepspeed" if "CROSS_RANK" in environ else "RANK and WORLD_SIZE"
+    by = "deepspeed" if "CROSS_RANK" in environ else VARIABLES
     if "TORCHELASTIC_RUN_ID" in environ:
         by = "meshwright launch" if environ["TORCHELASTIC_RUN_ID"].startswith(RUN_ID) else "torchrun"
     return _checked(World(rank, size, local_rank, local_size, address, port, by), "RANK", "WORLD_SIZE")

@@ -372,7 +372,8 @@ def architecture_problems(m: Model, d: Data) -> list[str]:
         if getattr(m, name) is None:
             out.append(f"{spelling(name)} is needed (or --preset, which gives a whole architecture)")
     if d.seq_length is None:
-        out.append("--seq-length is needed: tokens of one sample")
+        most = f"; the model reads up to {m.max_position_embeddings}" if m.max_position_embeddings else ""
+        out.append(f"--seq-length is needed: tokens of one sample{most}")
     elif m.position == "learned" and m.max_position_embeddings and m.max_position_embeddings < d.seq_length:
         out.append(
             f"--max-position-embeddings {m.max_position_embeddings} is below --seq-length {d.seq_length}: "

@@ -92,9 +92,36 @@ def complete_settings(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
     return config
 
 
+def require_start_folder(parsed: flags.Parsed[TrainConfig]) -> None:
+    """Refuse token files of a config.toml that count from another folder, where the run began."""
+    c, sources = parsed.config, parsed.sources
+    given = [(sources[n], word) for n in ("data_path", "train_data_path") for word in getattr(c.data, n)]
+    for source, word in given:
+        file, path = Path(source), Path(word)
+        is_number = word.replace(".", "", 1).isdigit()
+        if file.name != "config.toml" or is_number or path.is_absolute() or Path(f"{word}.idx").exists():
+            continue
+        run = Path(c.checkpoint.run_dir or c.checkpoint.save or "")
+        folders = [
+            f for f in file.resolve().parents if Path(f, f"{word}.idx").exists() and f / run == file.resolve().parent
+        ]
+        where = f"run it there: cd {folders[0]}" if folders else "run it there"
+        raise UserError(
+            f"data {word}: missing here; relative paths in {source} count from the folder where the run was started; "
+            f"{where}",
+            BAD_DATA,
+        )
+
+
 def require_fit(config: TrainConfig, inherited: Mapping[str, Any]) -> None:
     """Refuse flags that do not fit inherited settings, and say which come from the checkpoint."""
     wrong, origin = checks.architecture_problems(config.model, config.data), f" of {config.checkpoint.load}"
+    if positions := inherited.get("max_position_embeddings"):
+        of_flag = f"--max-position-embeddings {positions} is below --seq-length {config.data.seq_length}"
+        made = (
+            f"the model{origin} was made for {positions} positions, and --seq-length {config.data.seq_length} is more"
+        )
+        wrong = [line.replace(of_flag, made) for line in wrong]
     for name, value in inherited.items():
         stated = f"{spelling(name)} {value}"
         wrong = [re.sub(rf"{re.escape(stated)}(?![\d.])", stated + origin, line) for line in wrong]
