@@ -121,7 +121,7 @@ FOUR_RANKS = ("--target-tensor-parallel-size=2", "--target-pipeline-parallel-siz
 def test_a_circle_of_conversions_ends_with_the_same_file(folder, tmp_path):
     """Hugging Face -> native -> Megatron over four ranks -> native -> Hugging Face."""
     (line,), _ = convert(folder, tmp_path / "a", "--to", "native")
-    pattern = r".*hf \(Hugging Face\) -> .*a \(native\): 28 tensors, 111,744 bytes in \d+\.\d s, [\d,]+ MB/s"
+    pattern = r".*hf \(Hugging Face\) -> .*a \(native\): 28 tensors, 111,744 bytes in \d+\.\d s, [\d,]+\.\d MB/s"
     assert re.fullmatch(pattern, line)
     convert(tmp_path / "a", tmp_path / "b", "--to=torch", *FOUR_RANKS)
     ranks = sorted(p.parent.name for p in (tmp_path / "b").rglob("*.pt"))
@@ -221,15 +221,25 @@ def joined(said):
     return "\n".join([*said[0], *said[1]])
 
 
+def test_a_model_without_a_step_says_so(folder, capsys):
+    assert main(["inspect", str(folder)]) == 0
+    assert " no step recorded | parameters " in capsys.readouterr().out
+
+
 @pytest.mark.flag("target_tensor_parallel_size target_pipeline_parallel_size")
 def test_impossible_conversions_are_refused(folder, tmp_path):
     new, native = tmp_path / "x", "--to=native"
     convert(folder, tmp_path / "a", native)
     two = [folder, new, native, "--num-layers=3", "--hidden-size=8"]
     for words, status, text in [
-        ([folder, new], USAGE, "two folders and --to"),
-        ([folder, native], USAGE, "two folders and --to"),
+        ([folder, new], USAGE, "--to and two folders"),
+        ([folder, native], USAGE, "--to and two folders"),
         ([folder, new, "--to=onnx"], USAGE, "--to"),
+        (
+            [folder, new, "--to=nanogpt"],
+            USAGE,
+            "error: --to: 'nanogpt' is none of native, torch, huggingface; its ckpt.pt",
+        ),
         ([tmp_path / "none", new, native], BAD_DATA, "there is no folder"),
         ([folder, folder, native], LOCKED, "already holds"),
         ([folder, tmp_path / "a", native], LOCKED, "already holds"),

@@ -453,3 +453,8 @@ def test_a_terminal_sees_nothing_of_the_loading(program, monkeypatch):
     assert "checkpoint version" in program("generate", "--prompt=a", "--max-new-tokens=1")[2]
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert "checkpoint" not in program("generate", "--prompt=a", "--max-new-tokens=1")[2]
+
+
+def test_more_tokens_than_the_model_reads_are_announced(program):
+    assert "before --max-new-tokens 5000" in program("generate", "--prompt=a", "--max-new-tokens=5000")[2]
+    assert "before --max-new-tokens" not in program("generate", "--prompt=a", "--max-new-tokens=1")[2]

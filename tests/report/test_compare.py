@@ -131,6 +131,13 @@ def test_the_text_of_a_comparison(run, capsys):
     assert "none: equal to the last bit" in out and "no setting differs" in out
 
 
+def test_losses_on_other_data_are_not_said_to_be_reached(run, capsys):
+    a, b = (run(name, [*A, check(5, 3.5)], f"[data]\nsplit = '{name}'\n") for name in "ab")
+    assert main(["report", a, b]) == 0
+    out = capsys.readouterr().out
+    assert "these losses are not comparable" in out and "reaches" not in out
+
+
 def test_rounding_is_no_difference(run, capsys):
     a = run("a", [*A, check(10, 3.0)])
     b = run("b", [{**r, "loss": r["loss"] * (1 - 1e-7)} for r in A] + [check(10, 3.0 - 3e-7)])

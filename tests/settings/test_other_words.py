@@ -154,3 +154,8 @@ def test_a_command_that_reads_a_model_answers_too():
 def test_a_choice_of_on_and_off_takes_true_and_false():
     assert [parse(f"--compile={word}").config.training.compile for word in ("True", "false")] == ["on", "off"]
     assert parse("--learning_rate=1e-3", "--lr", "1e-3", "--lr=2e-3", "--lr=1e-3").config.optimizer.lr == 1e-3
+
+
+def test_the_longest_warm_up_that_fits_is_named():
+    said = refusal(*TINY_FLAGS, "--train-iters=5", "--lr-warmup-iters=10", check=True)
+    assert said.endswith("the decay's 5 iterations; shorten it to 4 or less")

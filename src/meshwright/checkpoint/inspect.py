@@ -90,7 +90,8 @@ def summarize(source: Source) -> str:
     parameters = sum(math.prod(info.shape) for name, info in source.tensors.items() if "/" not in name)
     step = source.state.get("iteration", source.step)
     samples = source.state.get("consumed_train_samples", "not recorded")
-    return f"    iteration {step} | consumed samples {samples} | parameters {parameters:,}"
+    progress = f"iteration {step} | consumed samples {samples}" if step or source.state else "no step recorded"
+    return f"    {progress} | parameters {parameters:,}"
 
 
 def list_contents(source: Source, detail: Detail) -> list[str]:

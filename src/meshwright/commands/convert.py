@@ -55,7 +55,7 @@ class ConvertConfig:
     def problems(self) -> list[str]:
         is_complete = len(self.conversion.paths) == 2 and self.conversion.to
         form = "meshwright convert SRC DST --to native|torch|huggingface"
-        return [] if is_complete else [f"two folders and --to are needed: {form}"]
+        return [] if is_complete else [f"--to and two folders are needed: {form}"]
 
 
 def main(argv: list[str]) -> int:
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
     done = job.run()
     say(
         f"{source.folder} ({source.kind}) -> {folder} ({target.to}): {done.tensors:,} tensors, {done.bytes:,} bytes in "
-        f"{done.seconds:.1f} s, {done.bytes / max(done.seconds, 1e-9) / 1e6:,.0f} MB/s"
+        f"{done.seconds:.1f} s, {done.bytes / max(done.seconds, 1e-9) / 1e6:,.1f} MB/s"
     )
     if target.to == "huggingface":
         load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright import console
 from meshwright.commands.reading import ReadingCommand, ReadingTask
 from meshwright.errors import UserError
 from meshwright.generation.prompts import Prompt, prompts_of_lines, read_prompt_file, read_prompt_text
@@ -32,6 +33,10 @@ def prepare_generate(parsed: flags.Parsed[GenerateConfig], is_lead: bool) -> Rea
     def work(m: LanguageModel) -> None:
         from meshwright.generation.batches import write_output
 
+        most = c.sampling.out_seq_length
+        if parsed.sources["out_seq_length"] != "default" and most > m.seq_length:
+            short = f"the model reads {m.seq_length} tokens, prompt and continuation together"
+            console.notice(f"note: {short}; a text ends there, before --max-new-tokens {most}")
         write_output(c, m, prompts, output)
 
     is_megatrons = t.num_samples or t.sample_input_file or (t.dialogue == "megatron" and not prompts)

@@ -190,10 +190,15 @@ def cautions(a: ComparedRun, b: ComparedRun) -> list[str]:
     out = []
     if amounts_differ((a, b)):
         out.append(f"differences are taken at equal iterations, which are not equal {a.unit} here: see the picture")
-    other = [n for n in _VALIDATED_ON if a.settings.get(n) != b.settings.get(n)]
-    if other and a.validations() and b.validations():
+    if other := validated_differently(a, b):
         out.append(f"validated on other data ({', '.join(other)}): these losses are not comparable")
     return out
+
+
+def validated_differently(a: ComparedRun, b: ComparedRun) -> list[str]:
+    """Return the settings by which two runs were validated on other data."""
+    both = a.validations() and b.validations()
+    return [n for n in _VALIDATED_ON if both and a.settings.get(n) != b.settings.get(n)]
 
 
 def amounts_differ(runs: Sequence[ComparedRun]) -> bool:
@@ -226,7 +231,7 @@ def difference(a: ComparedRun, b: ComparedRun) -> dict[str, Any]:
         "largest_relative": largest(relative, "share"),
         "mean_of_last_tenth": statistics.fmean(late) if late else None,
         "validation": {i: gap(x, checks[i]) for i, x in a.validations().items() if i in checks},
-        "reached": [reached(b, a), reached(a, b)],
+        "reached": [] if validated_differently(a, b) else [reached(b, a), reached(a, b)],
     }
 
 
@@ -286,7 +291,7 @@ def distances(comparison: dict[str, Any]) -> list[list[str]]:
             worst = largest(checks, "loss") or {}
             column["largest validation difference"] = f"{worst['loss']:+.4g} at {worst['iteration']:,}"
             column["last validation difference"] = f"{list(checks.values())[-1]:+.4g} at {list(checks)[-1]:,}"
-        for r, who in zip(d["reached"], ("it reaches the first's", "the first reaches its"), strict=True):
+        for r, who in zip(d["reached"], ("it reaches the first's", "the first reaches its"), strict=False):
             reached = "never" if r["after"] is None else f"after {r['after']:,} {comparison['unit']}"
             column[f"{who} final {r['kind']} loss"] = f"{r['loss']:.4f} {reached}"
         out.append(column)

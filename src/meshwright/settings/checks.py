@@ -700,7 +700,11 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[str]:
             f"{x / c.global_batch:g} iterations" if c.samples is None else f"{x:g} samples"
             for x in (c.decay_samples, c.warmup_samples)
         )
-        out.append(f"{spelling(warmups[0])}: the warm-up of {warmup} is not below the decay's {decay}; shorten it")
+        fitting = (c.decay_samples - 1) // c.global_batch
+        most = f" to {fitting} or less" if warmups[0] == "lr_warmup_iters" and fitting > 0 else ""
+        out.append(
+            f"{spelling(warmups[0])}: the warm-up of {warmup} is not below the decay's {decay}; shorten it{most}"
+        )
     if o.lr_decay_style == "WSD" and not 0 < c.wsd_samples <= c.decay_samples - c.warmup_samples:
         out.append(
             "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its last part "

@@ -56,6 +56,7 @@ REPLACES = {
 REPLACES["step_batch_size_schedule"] = ["global_batch_size", "rampup_batch_size"]
 
 # Words of other programs for values of ours, too different for a suggestion by spelling.
+ONLY_READ = {"nanogpt": "; its ckpt.pt is read, not written", "litgpt": "; its folders are read, not written"}
 SWITCHED = {"true": "on", "false": "off"}
 OTHER_VALUES = {"hf": "huggingface", "GPT2Tokenizer": "GPT2BPETokenizer"}
 
@@ -356,7 +357,9 @@ def convert_value(kind: Any, value: Any) -> Any:
         word = word if word in choices else OTHER_VALUES.get(word, SWITCHED.get(word.lower(), word))
         if word in choices:
             return word
-        raise argparse.ArgumentTypeError(f"{_short(value)} is none of {', '.join(map(str, choices))}")
+        raise argparse.ArgumentTypeError(
+            f"{_short(value)} is none of {', '.join(map(str, choices))}{ONLY_READ.get(word, '')}"
+        )
     if inner is bool:
         word = str(value).lower() if isinstance(value, bool | int | str) else ""
         if word in ("1", "true", "yes", "0", "false", "no"):

@@ -275,7 +275,7 @@ def test_weights_alone_and_causal_masks(trained, tmp_path):
     source = loading.require_checkpoint(save_checkpoint(tmp_path, tree | {"config": config}))
     assert not source.state and not source.has_optimizer
     assert source.notes == [
-        " > note: its config does not state batch_size, so only the weights are used; add --finetune"
+        " > note: its config does not state batch_size, so only the weights are used; `train` needs --finetune for that"
     ]
 
 

@@ -133,7 +133,7 @@ def train_settings(tree: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     lacking = [n for n in NEEDED if not isinstance(stated, dict) or type(stated.get(n)) not in (int, float)]
     if lacking:
         missing = f"its config does not state {', '.join(lacking)}"
-        notes.append(f" > note: {missing}, so only the weights are used; add --finetune")
+        notes.append(f" > note: {missing}, so only the weights are used; `train` needs --finetune for that")
     return stated if stated and not lacking else {}
 
 
