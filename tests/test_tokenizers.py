@@ -399,6 +399,17 @@ def test_a_name_without_a_network(hub_server, monkeypatch):
     assert not hub_server
 
 
+def test_a_folder_with_a_near_name_is_suggested_before_the_hub_is_asked(hub_server, tmp_path, monkeypatch, capsys):
+    (tmp_path / "vocabulary").mkdir()
+    monkeypatch.chdir(tmp_path)
+    refused(
+        BAD_DATA, "vocab: no such folder or file here; did you mean vocabulary. and .* no such", lambda: named("vocab")
+    )
+    assert capsys.readouterr().err.startswith(
+        "vocab: no such folder or file here; did you mean vocabulary? asking http"
+    )
+
+
 def test_padded_size():
     sizes = [tokenizers.padded_size(50257, 128, tp, None) for tp in (1, 2, 4, 8)]
     assert sizes == [50304, 50432, 50688, 51200]

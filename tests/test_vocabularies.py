@@ -167,6 +167,22 @@ def test_tiktoken_by_file_and_by_name(ranks, tmp_path, monkeypatch):
     del tiktoken.registry.ENCODINGS["tiny_base"]
 
 
+def test_a_name_of_tiktoken_without_a_network_is_refused_in_a_sentence(monkeypatch):
+    """The reason is the innermost one: requests wraps it in a line of 300 characters."""
+
+    def fetch(name):
+        try:
+            raise OSError("[Errno -3] Temporary failure in name resolution")
+        except OSError as error:
+            raise OSError(f"HTTPSConnectionPool(host='x', port=443): Max retries exceeded ... ({error})") from None
+
+    monkeypatch.setattr(tiktoken, "get_encoding", fetch)
+    with pytest.raises(UserError) as caught:
+        named("cl100k_base")
+    want = "--tokenizer cl100k_base: tiktoken does not have it in its cache and cannot download it "
+    assert str(caught.value).startswith(f"{want}([Errno -3] Temporary failure in name resolution); set TIKTOKEN")
+
+
 def test_the_published_files_need_no_pattern(ranks, tmp_path, monkeypatch):
     bare = tmp_path / "tokenizer.model"  # Llama 3 calls its ranks so
     bare.write_bytes(ranks.read_bytes())

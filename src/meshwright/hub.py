@@ -16,10 +16,11 @@ def is_name(name: str) -> bool:
     return bool(re.fullmatch(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", name, re.ASCII))
 
 
-def find_folder(name: str, *files: str, is_needed: bool = True) -> Path | None:
+def find_folder(name: str, *files: str, is_needed: bool = True, near: str = "") -> Path | None:
     """Return the folder of the cache with these files of a repository, or None if it lacks one.
 
     What is not in the cache is downloaded; that may fail in silence if it is not `is_needed`.
+    `near` asks whether a path with a similar name was meant.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -28,10 +29,12 @@ def find_folder(name: str, *files: str, is_needed: bool = True) -> Path | None:
         return None
     lacking = [file for file, path in zip(files, cached, strict=True) if path is None]
     if lacking and is_needed:
-        notice(f"{name}: asking {constants.ENDPOINT}/{name} for {', '.join(lacking)}, kept in {constants.HF_HUB_CACHE}")
+        here = f"no such folder or file here{near} " if near else ""
+        asking = f"asking {constants.ENDPOINT}/{name} for {', '.join(lacking)}, kept in {constants.HF_HUB_CACHE}"
+        notice(f"{name}: {here}{asking}")
     try:
         pairs = zip(files, cached, strict=True)
-        paths = [Path(path) if isinstance(path, str) else _download(name, file) for file, path in pairs]
+        paths = [Path(path) if isinstance(path, str) else _download(name, file, near) for file, path in pairs]
     except UserError:
         if is_needed:
             raise
@@ -39,7 +42,7 @@ def find_folder(name: str, *files: str, is_needed: bool = True) -> Path | None:
     return paths[0].parent if paths[0] and all(paths) else None
 
 
-def _download(name: str, file: str) -> Path | None:
+def _download(name: str, file: str, near: str) -> Path | None:
     """Return the downloaded file, or None if the repository has none of this name."""
     import logging
 
@@ -48,7 +51,7 @@ def _download(name: str, file: str) -> Path | None:
 
     disable_progress_bars()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # no line for each of its attempts
-    where = f"--tokenizer {name}: no such folder or file here, and"
+    where = f"--tokenizer {name}: no such folder or file here{near or ','} and"
     try:
         require_address(constants.ENDPOINT)
         return Path(hf_hub_download(name, file))

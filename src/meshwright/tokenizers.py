@@ -30,6 +30,7 @@ import numpy.typing as npt
 from meshwright import files, hub
 from meshwright.errors import BAD_DATA, UserError, bad_data
 from meshwright.settings.fields import spelling
+from meshwright.settings.hints import near_path
 from meshwright.settings.schema import TokenizerFlags
 from meshwright.vocabularies import (
     ADDED_TOKENS,
@@ -410,7 +411,7 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
 
 def _find_on_hub(name: str) -> Path:
     """Return the folder of the Hub's cache with the vocabulary of a repository."""
-    folder = hub.find_folder(name, "tokenizer.json")
+    folder = hub.find_folder(name, "tokenizer.json", near=near_path(name))
     if folder is None:
         for names in (GPT2_FILES, (MODEL,), (WORDS,)):
             if folder := hub.find_folder(name, *names):

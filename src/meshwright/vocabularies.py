@@ -402,9 +402,13 @@ def load_encoding(name: str) -> TikToken:
     try:
         encoding = tiktoken.get_encoding(name)
     except (OSError, ValueError) as error:  # no network, no space, a damaged download
+        cause: BaseException = error
+        while cause.__context__ is not None:  # requests and urllib3 wrap the reason in lines of their own
+            cause = cause.__context__
+        reason = (str(cause).splitlines() or [type(cause).__name__])[0]
         raise UserError(
             f"--tokenizer {name}: tiktoken does not have it in its cache and cannot download it "
-            f"({str(error).splitlines()[0]}); set TIKTOKEN_CACHE_DIR to a cache that has it, or give the file "
+            f"({reason}); set TIKTOKEN_CACHE_DIR to a cache that has it, or give the file "
             f"{name}.tiktoken",
             UNAVAILABLE,
         ) from None

@@ -172,6 +172,14 @@ def test_a_file_that_vanishes_or_changes_while_it_is_read(tmp_path, monkeypatch)
     assert "b.txt cannot be read: it has vanished; start again" in message
 
 
+def test_suffixes_are_counted_and_a_pdf_is_one_once(tmp_path):
+    names = ("a.pdf", "b.PDF", "c.aux", "d.aux", "e.log", *(f"{n}.x{n}" for n in range(10)))
+    fill(tmp_path, {"a.txt": "a", "p.xml": b"%PDF-1.7", **dict.fromkeys(names, "%PDF-1.7")})
+    odd = ", ".join(f"1 .x{n}" for n in range(10))
+    want = f"passed over 16 files: 2 PDF, 1 XML other than wiki dumps, 13 with other suffixes (2 .aux, {odd}, 1 .log)"
+    assert read(tmp_path) == (["a"], f"{want}; choose with --include")
+
+
 def test_odd_things_in_a_folder(tmp_path, monkeypatch):
     """Links that loop, pipes, odd names, a damaged file, nothing at all."""
     folder = tmp_path / "in"

@@ -67,6 +67,9 @@ def test_csv_and_tsv_are_tables(tmp_path, monkeypatch, size):
     assert texts_in(tmp_path / "x_review_document") == texts
     message = error_of(lambda: read(folder / "a.csv"))
     assert "a.csv has no column 'text'; --json-keys must name one of id, review, stars" in message
+    (tmp_path / "h.csv").write_bytes(b"id,review text\n1,a\n")
+    message = error_of(lambda: read(tmp_path / "h.csv", json_keys=["review", "text"]))
+    assert message.endswith("must name one of id, review text; did you mean 'review text' in quotes?")
 
 
 def test_bad_rows(tmp_path):

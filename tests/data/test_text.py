@@ -266,6 +266,8 @@ def test_tables(tmp_path):
     with pytest.raises(UserError, match="holds several data sets; name one of them, such as .*several/train"):
         texts_of(several)
     with pytest.raises(UserError, match="has no column 'body'; --json-keys must name one of id, text, title"):
+        texts_of(folder / "a.parquet", keys=("body",))
+    with pytest.raises(UserError, match="over 2 files: 2 tables without the column of --json-keys .of text: text, tit"):
         texts_of(folder, keys=("body",))
     nulls = pyarrow.table({"text": ["a", None, "b"]})
     pyarrow.parquet.write_table(nulls, tmp_path / "nulls.parquet")
@@ -274,6 +276,32 @@ def test_tables(tmp_path):
     (tmp_path / "cut.parquet").write_bytes((folder / "a.parquet").read_bytes()[:3000])
     with pytest.raises(UserError, match="cut.parquet cannot be read"):
         texts_of(tmp_path / "cut.parquet")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_column_of_lists_is_refused_by_its_type(tmp_path, kind):
+    """A named table at once, with the columns of text; in a folder it is passed over."""
+    lists = pyarrow.table({"text": [["a"], ["b"]], "id": ["x", "y"], "n": [1, 2]})
+
+    def write(table, path):
+        if kind == "parquet":
+            pyarrow.parquet.write_table(table, path)
+        else:
+            with pyarrow.ipc.new_file(str(path), table.schema) as out:
+                out.write_table(table)
+
+    write(lists, tmp_path / f"lists.{kind}")
+    choose = r"choose one of text with --json-keys \(id\), or write its text as a column first"
+    with pytest.raises(UserError, match=rf"lists.{kind}: column 'text' is list<.*string>, not text; {choose}"):
+        texts_of(tmp_path / f"lists.{kind}")
+    with pytest.raises(UserError, match="column 'n' is int64, not text"):
+        texts_of(tmp_path / f"lists.{kind}", keys=("n",))
+    write(lists.select(["n"]), tmp_path / f"numbers.{kind}")
+    write(pyarrow.table({"text": pyarrow.array(["a", "b"]).dictionary_encode()}), tmp_path / f"texts.{kind}")
+    assert texts_of(tmp_path) == ["a", "b"]
+    passed = find_inputs(TextInputs(input=[str(tmp_path)])).passed.line()
+    assert passed.startswith("passed over 2 files: 1 tables whose column 'text' is list<")
+    assert passed.endswith("string>, not text, 1 tables without the column of --json-keys")
 
 
 def units_in(path):

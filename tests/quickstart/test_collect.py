@@ -1,7 +1,9 @@
 """What is held out, how long documents are cut, and what is too little."""
 
+import dataclasses
 import json
 import random
+import zipfile
 
 import pytest
 
@@ -89,7 +91,31 @@ def test_bad_lines_are_counted(tmp_path):
     file = tmp_path / "some.jsonl"
     file.write_text('{"text": "good"}\n{"text": 3}\nnothing\n')
     documents = InputDocuments(TextInputs(input=[str(file)]), 1e9)
-    assert list(documents) == ["good"] and documents.skipped == 2
+    assert list(documents) == ["good"]
+    want = f"1 no text under 'text', first {file}:2; 1 not JSON, first {file}:3"
+    assert documents.left_out() == [f"left out 2 bad lines: {want}"]
+
+
+def test_rows_without_text_and_null_are_counted(tmp_path):
+    file = tmp_path / "some.jsonl"
+    file.write_text('{"text": null}\n{"text": "good"}\n{"text": ""}\n{"text": null}\n')
+    documents = InputDocuments(TextInputs(input=[str(file)]), 1e9)
+    assert list(documents) == ["good"]
+    want = f"2 null under 'text', first {file}:1; 1 without text, first {file}:3"
+    assert documents.left_out() == [f"left out 3 bad lines: {want}"]
+
+
+def test_documents_of_archives_are_named(tmp_path):
+    for n in range(30):
+        (tmp_path / f"{n}.md").write_text(f"text {n} " * 200)
+    with zipfile.ZipFile(tmp_path / "old-version.zip", "w") as pack:
+        for n in range(3):
+            pack.writestr(f"{n}.md", "old " * 100)
+    documents = InputDocuments(TextInputs(input=[str(tmp_path)]), 1e9)
+    (tmp_path / "out").mkdir()
+    facts = dataclasses.replace(collect.collect(documents, tmp_path / "out"), archives=documents.archives)
+    assert facts.describe().startswith("33 documents, 3 of them from 1 archive (old-version.zip): ")
+    assert list(documents.inputs.opened()) == [f"{tmp_path}: 31 files, 1 of them an archive (old-version.zip)"]
 
 
 def test_a_folder_with_patterns(tmp_path):
@@ -114,7 +140,7 @@ def test_text_that_is_not_utf8_is_the_reason(tmp_path):
     (tmp_path / "a.txt").write_bytes(novel)
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "' + "天下".encode("gb18030") + b'"}\n')
     for path, reason in (
-        ("a.txt", "a.txt:1: not UTF-8 at byte 0 (0xbb; it looks like gb18030, which --encoding gb18030 reads)"),
+        ("a.txt", "a.txt:1: not UTF-8 at byte 0 (0xbb); it looks like gb18030, which --encoding gb18030 reads"),
         ("", "holds no text; left out 1 bad lines: 1 not UTF-8, first "),
         ("b.jsonl", "b.jsonl holds no text; left out 1 bad lines: 1 not UTF-8, first "),
     ):
@@ -125,4 +151,6 @@ def test_text_that_is_not_utf8_is_the_reason(tmp_path):
     (tmp_path / "a.txt").write_bytes("话\n".encode() + b"\xe9\n")
     given = TextInputs(input=[str(tmp_path / "a.txt")], on_error="skip")
     documents = InputDocuments(given, 1e9)
-    assert list(documents) == ["话\n"] and documents.skipped == 1
+    assert list(documents) == ["话\n"] and documents.left_out() == [
+        f"left out 1 bad lines: 1 not UTF-8, first {tmp_path / 'a.txt'}:2"
+    ]

@@ -7,16 +7,18 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.data.prepare.cutting import cut_inputs
 from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.inputs import find_inputs
 from meshwright.data.prepare.pieces import Broken, Piece, TextPiece
-from meshwright.data.prepare.records import NOT_UTF8, Bad, advice
+from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, advice
 from meshwright.errors import BAD_DATA, UserError, bad_data
 from meshwright.files import replacing
 from meshwright.settings.text_inputs import TextInputs
@@ -38,15 +40,19 @@ class CollectedText:
     held_out_bytes: int
     wide: float = 0.0  # bytes beyond the first of each character, as a share
     sample: str | None = None  # a file with a part of the text, enough for a vocabulary
-    skipped: int = 0  # bad lines and damaged files
     is_sample: bool = False  # the input has more than was read
     train_parts: int = 0
     held_out_parts: int = 0
+    archives: Mapping[str, int] = field(default_factory=dict)  # the number of documents from each
 
     def describe(self) -> str:
         """Return the numbers of documents, parts and bytes."""
         parts, plural = self.train_parts + self.held_out_parts, "s" if self.documents != 1 else ""
         number = f"{self.documents:,} document{plural}"
+        if self.archives:
+            names = ", ".join(list(self.archives)[:3]) + ", ..." * (len(self.archives) > 3)
+            archives = f"{len(self.archives):,} archive{'s' if len(self.archives) > 1 else ''} ({names})"
+            number += f", {sum(self.archives.values()):,} of them from {archives}"
         if parts > self.documents:
             number += f", cut into {parts:,} parts"
         learnt = f"{self.train_parts:,} to learn from ({self.train_bytes:,} bytes)"
@@ -68,6 +74,7 @@ class InputDocuments:
             raise UserError(str(error).removeprefix("--input "), error.status) from None
         self.bytes = self.inputs.bytes  # on disk
         self.is_sample = False
+        self.archives = Counter[str]()  # the number of documents from each
 
     def __iter__(self) -> Iterator[str]:
         share = self.limit / max(self.bytes, 1)
@@ -82,30 +89,37 @@ class InputDocuments:
             for number, unit in enumerate(piece.units(self.settings.json_keys)):
                 if isinstance(unit, Bad):
                     self.note_bad(piece, number, unit)
+                elif isinstance(unit, Mended):
+                    self.count_bad(NOT_UTF8, piece, number, unit.lines)
                 for text in () if unit is None or isinstance(unit, Bad) else unit:
                     characters += len(text)
                     if text.strip():
+                        self.archives.update([os.path.basename(piece.path)] if piece.is_archive else [])
                         yield text
+                    else:
+                        self.count_bad("without text", piece, number)
             if characters > 1.5 * self.limit:  # a compressed input holds more than its size says
                 self.is_sample = True
                 return
         if not characters:
-            reasons = "; ".join(self.inputs.left_out(self.settings.on_error)) or "all of it is blank"
+            reasons = "; ".join(self.left_out()) or "all of it is blank"
             raise bad_data(f"{' '.join(map(shown, self.settings.input))} holds no text; {reasons}")
 
     def note_bad(self, piece: Piece, number: int, unit: Bad) -> None:
         """Count a bad line or a file without text; raise for a named text that is not UTF-8."""
         if unit.is_passed:
-            self.inputs.passed.note(unit.kind, unit.place)
+            self.inputs.passed.note(unit.kind, unit.place, unit.cure)
             return
-        place = "" if unit.kind in self.inputs.bad else piece.place(number, self.settings.json_keys)
         if isinstance(piece, TextPiece) and unit.kind == NOT_UTF8 and self.settings.on_error == "stop":
-            raise bad_data(f"{place}: {unit}{advice(unit, False)}")
-        self.inputs.bad.count(unit.kind, 1, place)
+            raise bad_data(f"{piece.place(number, self.settings.json_keys)}: {unit}{advice(unit, False)}")
+        self.count_bad(unit.kind, piece, number)
 
-    @property
-    def skipped(self) -> int:
-        return sum(count for count, _ in self.inputs.bad.values())
+    def count_bad(self, kind: str, piece: Piece, number: int, lines: int = 1) -> None:
+        place = "" if kind in self.inputs.bad else piece.place(number, self.settings.json_keys)
+        self.inputs.bad.count(kind, lines, place)
+
+    def left_out(self) -> list[str]:
+        return self.inputs.left_out(self.settings.on_error)
 
 
 def cut_document(text: str, longest: int) -> Iterator[str]:

@@ -7,7 +7,7 @@ import math
 import shlex
 import statistics
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,16 +117,15 @@ def is_accelerated(device: str) -> bool:
 def read_own_text(tour: Tour, documents: InputDocuments, progress: TourProgress) -> CollectedText:
     if "text" not in progress.done:
         text = collect(documents, tour.folder, min(documents.bytes, documents.limit))
-        text = replace(text, skipped=documents.skipped, is_sample=documents.is_sample)
-        if documents.inputs.passed:
-            print(f"  {documents.inputs.passed.line()}")
+        text = replace(text, archives=dict(documents.archives), is_sample=documents.is_sample)
+        for line in documents.left_out():
+            print(f"  {line}")
         progress.finish("text", asdict(text))
-    text = CollectedText(**progress.done["text"])
+    known = {entry.name for entry in fields(CollectedText)}  # an earlier release's has others
+    text = CollectedText(**{name: value for name, value in progress.done["text"].items() if name in known})
     print(f"  {text.describe()}")
     if text.is_sample:
         print("  that is a sample: there is more text than can be read in the time")
-    if text.skipped:
-        print(f"  passed over: {text.skipped:,} damaged files or lines without text")
     if text.train_bytes < LITTLE_TEXT:
         print(f"  this is little text: below {LITTLE_TEXT:,} bytes a model learns spelling and a few phrases")
     return text

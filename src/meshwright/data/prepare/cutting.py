@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from meshwright.data.prepare import containers, hub_sets, markup, plain, records, rows, tables, wiki
 from meshwright.data.prepare.encodings import BOM
-from meshwright.data.prepare.folders import NOT_CHOSEN
+from meshwright.data.prepare.folders import NOT_CHOSEN, PDF
 from meshwright.data.prepare.inputs import JSON_NAME, JSON_START, Input, Inputs, a_pdf, find_inputs, name_filter
 from meshwright.data.prepare.pieces import Broken, LinesAt, LinesHere, Piece, Rows, SmallFiles, Text, TextAt, TextsHere
 from meshwright.data.prepare.plain import HTML_NAME, JSON_LINES, PIECE
@@ -219,7 +219,7 @@ def _refused_member(name: str, start: bytes, given: TextInputs) -> str:
     if wiki.IS_DUMP.match(start):
         return "wiki dumps in an archive"
     if containers.kind_of_bytes(start) == "pdf":
-        return "PDF"
+        return PDF
     if rows.CSV_NAME.search(name) and not rows.has_columns(name, start, given.json_keys):
         return rows.NO_COLUMN
     return "not JSON lines" if name.lower().endswith(".json") and SPREAD_JSON.match(start) else ""
@@ -274,13 +274,13 @@ def read_texts(
         for unit in piece.units(keys):
             is_bad = isinstance(unit, Bad) and not unit.is_passed
             if isinstance(unit, Mended) or (is_bad and given.on_error == "skip"):
-                kind = unit.kind if isinstance(unit, Bad) else NOT_UTF8
-                inputs.bad.count(kind, 1, "" if kind in inputs.bad else piece.place(count, keys, before))
+                kind, lines = (unit.kind, 1) if isinstance(unit, Bad) else (NOT_UTF8, unit.lines)
+                inputs.bad.count(kind, lines, "" if kind in inputs.bad else piece.place(count, keys, before))
             elif isinstance(unit, Bad) and is_bad:
                 raise bad_data(f"{piece.place(count, keys, before)}: {unit}{advice(unit, is_start)}")
             if isinstance(unit, Bad):
                 if unit.is_passed:
-                    inputs.passed.note(unit.kind, unit.place)
+                    inputs.passed.note(unit.kind, unit.place, unit.cure)
             elif unit:
                 is_start = False
                 yield from unit

@@ -31,9 +31,9 @@ class Encoded:
     first_bad: str = ""  # message; none for lines that were mended
     passed: PassedOver = field(default_factory=PassedOver)  # files that hold no text, by kind
 
-    def count(self, kind: str, unit: int) -> None:
+    def count(self, kind: str, unit: int, lines: int = 1) -> None:
         count, first = self.bad.pop(kind, (0, unit))
-        self.bad[kind] = (count + 1, first)  # the last one
+        self.bad[kind] = (count + lines, first)  # the last one
 
 
 class Encoder:
@@ -60,7 +60,7 @@ class Encoder:
             documents = unit if isinstance(unit, Bad) else self._encode_texts(unit)
             if isinstance(documents, Bad):
                 if documents.is_passed:
-                    encoded.passed.note(documents.kind, documents.place)
+                    encoded.passed.note(documents.kind, documents.place, documents.cure)
                     continue
                 encoded.count(documents.kind, number)
                 hint = advice(documents, not encoded.documents and not piece.begin)
@@ -69,7 +69,7 @@ class Encoder:
                     break
                 continue
             if isinstance(unit, Mended):
-                encoded.count(NOT_UTF8, number)
+                encoded.count(NOT_UTF8, number, unit.lines)
             for column, document in zip(columns, documents, strict=True):
                 column.add(document)
             encoded.documents += 1

@@ -1,6 +1,6 @@
 """Read text in other encodings than UTF-8, and say which one a text may be in.
 
-Everything else in this room reads UTF-8. Bytes that cannot be decoded become BROKEN, which is no
+Everything else in this room reads UTF-8. A byte that cannot be decoded becomes a mark that is no
 UTF-8 either, so that one place decides about bad bytes of all encodings.
 """
 
@@ -21,8 +21,26 @@ CHARSET = re.compile(
 # What browsers read where a page declares an older standard.
 LARGER = {"gb2312": "gb18030", "gbk": "gb18030", "iso8859-1": "cp1252", "ascii": "cp1252"}
 LARGER |= {"shift_jis": "cp932", "euc_kr": "cp949", "big5": "cp950"}
-BROKEN = b"\xff"
-codecs.register_error("meshwright-broken", lambda error: ("\udcff", error.end))  # type: ignore[attr-defined]
+
+
+def mark_broken(error: UnicodeError) -> tuple[str, int]:
+    """Return the first three bytes of a character of four, which carry a byte that is bad.
+
+    The next character begins anew, so the mark is never completed: it counts as one bad place.
+    """
+    assert isinstance(error, UnicodeDecodeError)
+    byte = error.object[error.start]
+    return bytes((0xF0, 0x90 + (byte >> 6), 0x80 + (byte & 0x3F))).decode("ascii", "surrogateescape"), error.end
+
+
+def broken_byte(error: UnicodeDecodeError) -> int | None:
+    """Return the byte that a mark stands for, None for a byte of a text that was read as UTF-8."""
+    mark = error.object[error.start : error.end]
+    is_mark = len(mark) == 3 and mark[0] == 0xF0 and mark[1] < 0x94
+    return ((mark[1] - 0x90) << 6) + (mark[2] & 0x3F) if is_mark else None
+
+
+codecs.register_error("meshwright-broken", mark_broken)
 
 
 def codec_of(start: bytes, given: str = "") -> str:
@@ -76,13 +94,11 @@ def guess(content: bytes) -> str:
     valid = sum(not c.isascii() for c in sample.decode("utf-8", "ignore"))
     if valid >= sample.decode("utf-8", "replace").count("\ufffd"):
         return ""  # UTF-8 with some bad bytes
-    try:
-        wide = [c for c in codecs.getincrementaldecoder("gb18030")().decode(sample) if not c.isascii()]
-        # The common characters of GB 2312, which are in the order of their sounds.
-        if 2 * sum(b"\xb0" <= c.encode("gb18030")[:1] <= b"\xd7" for c in wide) > len(wide):
-            return "gb18030"
-    except UnicodeDecodeError:
-        pass
+    wide = [c for c in codecs.getincrementaldecoder("gb18030")("replace").decode(sample) if not c.isascii()]
+    # The common characters of GB 2312, in the order of their sounds; a few bytes may be bad.
+    common = sum(b"\xb0" <= c.encode("gb18030")[:1] <= b"\xd7" for c in wide)
+    if 2 * common > len(wide) and wide.count("\ufffd") <= len(wide) // 100:
+        return "gb18030"
     high = len(re.findall(rb"[\x80-\xff]", sample))
     alone = len(re.findall(rb"(?<=[\0-\x7f])[\x80-\xff](?=[\0-\x7f]|\Z)", sample))
     return "cp1252" if 2 * alone > high else ""

@@ -25,9 +25,8 @@ SUFFIXES = frozenset(
     .r .jl .lua .hs .ml .mli .ex .exs .erl .clj .lisp .el .scm .rkt .f .f90 .f95 .for .pas .ada .adb .ads .d .dart
     .nim .zig .v .sv .vhd .vhdl .proto .cmake .tcl .awk""".split()
 )
-DATA = frozenset(
-    ".jsonl .ndjson .json .xml .parquet .arrow .tar .tgz .txz .tbz2 .zip .csv .tsv .sqlite .sqlite3 .db".split()
-)
+ARCHIVES = frozenset(".tar .tgz .txz .tbz2 .zip".split())
+DATA = ARCHIVES | frozenset(".jsonl .ndjson .json .xml .parquet .arrow .csv .tsv .sqlite .sqlite3 .db".split())
 PACKED = (".gz", ".xz", ".zst", ".bz2")
 GENERATED_FOLDERS = ("__pycache__", "node_modules")  # by programs: not anyone's own text
 # Names in a folder that train-tokenizer, preprocess, train, quickstart or the demo made.
@@ -42,30 +41,43 @@ OTHER_SUFFIX = "other suffix "  # begins the kind of a file whose suffix is not 
 SINGULAR = {"broken links": "broken link", "pipes or devices": "pipe or device"}
 SINGULAR |= {"folders of vocabularies or runs": "folder of a vocabulary or run"}
 NOT_CHOSEN = "not chosen by --include and --exclude"
+PDF = "PDF"  # whose kind a suffix shows, or the first bytes
 MOST_NAMES = 3  # of files that are not UTF-8, which surprise: so many are named
+MOST_SUFFIXES = 12  # so many are counted by name
+
+
+def join_few(some: list[str], more: list[str]) -> list[str]:
+    """Return the first few of these lines, each once."""
+    return list(dict.fromkeys(line for line in some + more if line))[:MOST_NAMES]
 
 
 @dataclass
 class PassedOver:
-    """The number of files passed over, of each kind, and the names of a few that are not UTF-8."""
+    """The number of files passed over, of each kind.
+
+    Of those that are not UTF-8, it has the names of a few and what can be done about them.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     names: list[str] = field(default_factory=list)
+    cures: list[str] = field(default_factory=list)
 
-    def note(self, kind: str, path: str = "") -> None:
+    def note(self, kind: str, path: str = "", cure: str = "") -> None:
         self.counts[kind] += 1
-        if kind == NOT_UTF8 and path and path not in self.names and len(self.names) < MOST_NAMES:
-            self.names.append(path)
+        if kind == NOT_UTF8:
+            self.names = join_few(self.names, [path])
+            self.cures = join_few(self.cures, [cure])
 
     def __add__(self, other: PassedOver) -> PassedOver:
-        return PassedOver(self.counts + other.counts, (self.names + other.names)[:MOST_NAMES])
+        names, cures = join_few(self.names, other.names), join_few(self.cures, other.cures)
+        return PassedOver(self.counts + other.counts, names, cures)
 
     def __bool__(self) -> bool:
         return bool(self.counts)
 
     def line(self, advice: str = "choose with --include") -> str:
         """Say how many files of which kind were passed over, and what to do about suffixes."""
-        kinds, others, total = list[str](), list[str](), self.counts.total()
+        kinds, others = list[str](), list[str]()
         for kind, count in self.counts.most_common():
             if kind.startswith(OTHER_SUFFIX):
                 others.append(kind)
@@ -74,12 +86,16 @@ class PassedOver:
             names = f" ({', '.join(self.names)}{more})" if kind == NOT_UTF8 and self.names else ""
             kinds.append(f"{count:,} {SINGULAR.get(kind, kind) if count == 1 else kind}{names}")
         if others:
-            suffixes = [kind.removeprefix(OTHER_SUFFIX) for kind in others]
-            shown_suffixes = ", ".join(suffixes[:5]) + (", ..." if len(suffixes) > 5 else "")
-            kinds.append(f"{sum(self.counts[kind] for kind in others):,} with other suffixes ({shown_suffixes})")
-        line = f"passed over {total:,} {'file' if total == 1 else 'files'}: {', '.join(kinds)}"
+            total = sum(self.counts[kind] for kind in others)
+            is_clear = len(others) in (1, total)  # from the total alone
+            suffixes = [f"{self.counts[kind]:,} " * (not is_clear) + kind.removeprefix(OTHER_SUFFIX) for kind in others]
+            shown_suffixes = ", ".join(suffixes[:MOST_SUFFIXES]) + (", ..." if len(suffixes) > MOST_SUFFIXES else "")
+            kinds.append(f"{total:,} with other suffixes ({shown_suffixes})")
+        number = self.counts.total()
+        line = f"passed over {number:,} {'file' if number == 1 else 'files'}: {', '.join(kinds)}"
         if self.counts[NOT_UTF8]:
-            line += "; --encoding names another encoding, --on-error skip or replace reads what is intact"
+            usual = "--encoding names another encoding, --on-error replace keeps what is intact"
+            line += f"; {'; '.join(self.cures) or usual}"
         return f"{line}; {advice}" if others else line
 
 
@@ -109,6 +125,8 @@ class NameFilter:
         if not self.chooses(path):
             return NOT_CHOSEN
         suffix = suffix_of(path)
+        if suffix == ".pdf" and not self.include:
+            return PDF
         is_open = self.include or is_known(suffix) or suffix in ("", *PACKED)
         return "" if is_open else OTHER_SUFFIX + suffix
 

@@ -20,6 +20,7 @@ from typing import Literal
 from meshwright.data.prepare import containers, encodings, folders, hub_sets, plain, rows, tables, wiki
 from meshwright.data.prepare.folders import NOT_CHOSEN, NameFilter, PassedOver, shown
 from meshwright.data.prepare.plain import HTML_NAME, PIECE
+from meshwright.data.prepare.records import NOT_UTF8
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.progress import SkippedLines
 from meshwright.settings.hints import near_path
@@ -87,20 +88,28 @@ class Inputs:
 
     def left_out(self, on_error: str) -> list[str]:
         """Say which lines and files were not read as they are."""
-        bad = f"{'mended' if on_error == 'replace' else 'left out'} {self.bad}"
-        return [line for line, holds in ((bad, self.bad), (self.passed.line(), self.passed)) if holds]
+        mended = SkippedLines({k: v for k, v in self.bad.items() if on_error == "replace" and k == NOT_UTF8})
+        bad = SkippedLines({k: v for k, v in self.bad.items() if k not in mended})
+        lines = ((f"mended {mended}", mended), (f"left out {bad}", bad), (self.passed.line(), self.passed))
+        return [line for line, holds in lines if holds]
 
     def opened(self) -> Iterator[str]:
         """Yield a line for each input that was named, and one for each folder."""
-        number: Counter[str] = Counter()
+        number, archives = Counter[str](), dict[str, list[str]]()
         for source in self.inputs:
             if source.folder is not None:
                 number[source.folder] += len(source.files) or 1
+                if folders.suffix_of(source.path) in folders.ARCHIVES:
+                    archives.setdefault(source.folder, []).append(shown(os.path.basename(source.path)))
         for source in self.inputs:
             if source.folder is None:
                 yield from (shown(path) for path, _, _ in source.files or [(source.path, 0, 0)])
             elif count := number.pop(source.folder, 0):
-                yield f"{shown(source.folder)}: {count:,} {'file' if count == 1 else 'files'}"
+                line = f"{shown(source.folder)}: {count:,} {'file' if count == 1 else 'files'}"
+                packed = archives.get(source.folder, [])
+                names = ", ".join(packed[:3]) + ", ..." * (len(packed) > 3)
+                kind = "an archive" if len(packed) == 1 else "archives"
+                yield f"{line}, {len(packed):,} of them {kind} ({names})" if packed else line
 
 
 def name_filter(given: TextInputs) -> NameFilter:
@@ -180,7 +189,17 @@ def _inspect(path: str, given: TextInputs) -> Input:
         return Input(path, "lines", about.st_size)
     if wiki.IS_DUMP.match(start):
         return Input(path, "text", about.st_size, is_wiki=True)
-    return _input(path, kind, about, None)
+    source = _input(path, kind, about, None)
+    refused, columns = _refused_columns(source, given)
+    if refused not in ("", rows.NO_COLUMN):  # that one is reported with the names, when the table is read
+        choose = f"choose one of text with --json-keys ({columns})" if columns else "no column has text"
+        raise bad_data(f"--input {shown(path)}: {refused}, not text; {choose}, or write its text as a column first")
+    return source
+
+
+def _refused_columns(source: Input, given: TextInputs) -> tuple[str, str]:
+    is_table = source.kind in ("parquet", "arrow")
+    return tables.refused_columns(source.path, source.kind, given.json_keys) if is_table else ("", "")
 
 
 def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextInputs) -> Input | str:
@@ -203,7 +222,13 @@ def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextIn
     suffix = folders.suffix_of(path)
     is_chosen = given.include or folders.is_known(suffix)
     if is_chosen and (kind in ("parquet", "arrow", "arrow stream", "tar", "zip") or inner == "tar"):
-        return _input(path, kind, about, folder)
+        source = _input(path, kind, about, folder)
+        refused, columns = _refused_columns(source, given)
+        if refused == rows.NO_COLUMN:
+            return f"{refused} (of text: {columns})" if columns else refused
+        if refused:
+            return f"tables whose {refused}, not text"
+        return source
     if kind == "sqlite":
         return Input(path, "sqlite", about.st_size, folder) if given.table else "SQLite databases, which need --table"
     if rows.CSV_NAME.search(path) and inner is None:
@@ -220,7 +245,7 @@ def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextIn
     if suffix in folders.DATA and suffix not in (".json", ".xml") and not kind:
         return "not of the kind that their suffix says"
     if kind == "pdf":
-        return "PDF"
+        return folders.PDF
     if b"\0" in start:
         return "binary"
     return Input(path, "stream", about.st_size, folder) if codec else _input(path, kind, about, folder)

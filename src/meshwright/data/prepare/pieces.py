@@ -41,6 +41,11 @@ class Piece(ABC):
         """The bytes of what is read; 0 if only the texts in it count."""
         return self.end - self.begin
 
+    @property
+    def is_archive(self) -> bool:
+        """Whether it holds members of an archive."""
+        return False
+
     @abstractmethod
     def units(self, keys: list[str]) -> Iterator[Unit]:
         """Yield the texts under the keys of each line, row or text, or what is wrong."""
@@ -151,7 +156,8 @@ class TextPiece(Piece):
             if isinstance(unit, Bad):
                 yield begin, unit._replace(is_passed=unit.is_passed and not self.is_named)
             else:
-                yield begin, type(unit)(unit * len(keys)) if unit else unit
+                texts = unit * len(keys) if unit else unit
+                yield begin, Mended(texts, unit.lines) if texts and isinstance(unit, Mended) else texts
 
     def placed_lines(
         self, content: bytes, place: str, keys: list[str], is_first: bool, before: int = 0
@@ -217,6 +223,10 @@ class TextsHere(TextPiece):
     @property
     def size(self) -> int:
         return sum(len(content) for _, content in self.texts if isinstance(content, bytes))
+
+    @property
+    def is_archive(self) -> bool:
+        return any(name for name, _ in self.texts)
 
     def placed_units(self, keys: list[str]) -> Iterator[tuple[Where, Unit]]:
         before = self.begin

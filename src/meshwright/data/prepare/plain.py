@@ -101,7 +101,7 @@ def decode(content: bytes, how: Reading, before: int = 0) -> Iterator[tuple[int,
             text, mended = (yield from _intact_lines(content, how, before)), None
     text = text.replace("\r\n", "\n") if "\r" in text else text
     if text:
-        yield (0, [text]) if mended is None else (mended, Mended([text]))
+        yield (0, [text]) if mended is None else (mended, Mended([text], count_bad_lines(text)[0]))
 
 
 def _intact_lines(content: bytes, how: Reading, before: int) -> Generator[tuple[int, Bad], None, str]:
@@ -116,13 +116,25 @@ def _intact_lines(content: bytes, how: Reading, before: int) -> Generator[tuple[
     return "\n".join(intact)
 
 
+def count_bad_lines(text: str) -> tuple[int, int]:
+    """Return the number of lines with U+FFFD for bad bytes, and of all lines."""
+    lines = text.rstrip("\n").split("\n")
+    return sum("\ufffd" in line for line in lines), len(lines)
+
+
 def _not_utf8(error: UnicodeDecodeError, how: Reading, before: int) -> Bad:
-    byte = error.object[error.start]
-    if how.encoding and byte == encodings.BROKEN[0]:
-        return Bad(NOT_UTF8, f"nor {how.encoding}", is_passed=True)  # the byte's place in the file is not known
-    name = encodings.guess(error.object) if how.on_error == "stop" else ""
-    looks = f"; it looks like {name}, which --encoding {name} reads" if name else ""
-    return Bad(NOT_UTF8, f"0x{byte:02x}{looks}", is_passed=True, byte=before + error.start)
+    byte, cure = encodings.broken_byte(error) if how.encoding else None, ""
+    if how.on_error == "stop":
+        bad, lines = count_bad_lines(error.object.decode("utf-8", "replace"))
+        if byte is None and (name := encodings.guess(error.object)):
+            cure = f"it looks like {name}, which --encoding {name} reads"
+        elif bad > max(lines // 2, 2):
+            cure = f"{bad:,} of {lines:,} lines are not: --encoding names another encoding"
+        elif byte is not None:
+            cure = f"{bad:,} of {lines:,} lines are not {how.encoding}: --on-error replace keeps the rest"
+    if byte is not None:  # its place in the file is not known
+        return Bad(NOT_UTF8, f"0x{byte:02x}, nor {how.encoding}", is_passed=True, cure=cure)
+    return Bad(NOT_UTF8, f"0x{error.object[error.start]:02x}", is_passed=True, byte=before + error.start, cure=cure)
 
 
 def read_text_file(path: str, encoding: str = "") -> bytes | Bad:

@@ -85,7 +85,7 @@ class Totals:
     def restore(self, state: dict[str, Any]) -> None:
         self.documents, self.bytes = self.before = (state["documents"], state["bytes"])
         self.bad = SkippedLines({kind: (count, first) for kind, (count, first) in state["bad"].items()})
-        self.passed = PassedOver(Counter(state["passed"]["counts"]), state["passed"]["names"])
+        self.passed = PassedOver(**{**state["passed"], "counts": Counter(state["passed"]["counts"])})
         self.position, self.lengths = tuple(state["input"]), state["lengths"]
 
     def add_piece(self, piece: Piece, encoded: Encoded, keys: list[str], stop: bool) -> None:

@@ -8,6 +8,7 @@ errors say more.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import orjson
@@ -28,6 +29,7 @@ class Bad(NamedTuple):
     is_passed: bool = False  # a file that holds no text is passed over in a folder or an archive
     place: str = ""  # of a file that is passed over
     byte: int | None = None  # of the file
+    cure: str = ""  # what to do about a text that is not UTF-8, if it is not `advice`'s usual
 
     def __str__(self) -> str:
         kind = self.kind if self.byte is None else f"{self.kind} at byte {self.byte:,}"
@@ -35,7 +37,11 @@ class Bad(NamedTuple):
 
 
 class Mended(list[str]):
-    """The texts of a unit in which U+FFFD replaces bytes that are not UTF-8."""
+    """The texts of a unit in which U+FFFD replaces bytes that are not UTF-8, in so many lines."""
+
+    def __init__(self, texts: Iterable[str], lines: int = 1) -> None:
+        super().__init__(texts)
+        self.lines = lines
 
 
 Unit = list[str] | Bad | None  # the text under each key of a line, row or text; None if it is blank
@@ -99,6 +105,8 @@ LEAVE_OUT = "leave such lines out with --on-error skip"
 
 def advice(bad: Bad, is_first: bool) -> str:
     """Return what to do about a bad line, also for plain text that is named like JSON lines."""
+    if bad.cure:
+        return f"; {bad.cure}"
     if bad.kind == NOT_UTF8:
         return f"; mend the line, put U+FFFD for such bytes with --on-error replace, or {LEAVE_OUT}"
     hint = '; in a file of this name one {"text": "..."} a line is expected; plain text is called .txt'

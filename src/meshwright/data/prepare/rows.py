@@ -26,7 +26,7 @@ from meshwright.data.prepare.records import BAD_ROW
 from meshwright.errors import bad_data
 
 CSV_NAME = re.compile(r"\.(csv|tsv)(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)
-NO_COLUMN = "CSV or TSV without the column of --json-keys"  # why a file of a folder is passed over
+NO_COLUMN = "tables without the column of --json-keys"  # why a file of a folder is passed over
 
 
 def require_columns(path: str, columns: list[str], keys: Iterable[str]) -> None:
@@ -34,8 +34,9 @@ def require_columns(path: str, columns: list[str], keys: Iterable[str]) -> None:
     for key in keys:
         if columns.count(key) != 1:
             what = f"{columns.count(key)} columns" if key in columns else "no column"
-            have = ", ".join(columns[:10])
-            raise bad_data(f"{shown(path)} has {what} {key!r}; --json-keys must name one of {have}")
+            have, joined = ", ".join(columns[:10]), " ".join(keys)
+            quotes = f"; did you mean {joined!r} in quotes?" if joined != key and joined in columns else ""
+            raise bad_data(f"{shown(path)} has {what} {key!r}; --json-keys must name one of {have}{quotes}")
 
 
 def json_line(row: dict[str, Any]) -> bytes:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.prepare.containers import DamagedInput, missing
-from meshwright.data.prepare.rows import require_columns
+from meshwright.data.prepare.rows import NO_COLUMN, require_columns
 from meshwright.errors import bad_data
 
 ROWS = 1 << 13  # of a piece at most: a table of repeated texts is far smaller than its contents
@@ -54,6 +54,43 @@ def _names(path: Path, key: str) -> list[str]:
         return []
     is_valid = isinstance(values, list) and all(isinstance(name, str) and name for name in names)
     return names if is_valid else []
+
+
+# Columns.
+
+
+def refused_columns(path: str, kind: str, keys: list[str]) -> tuple[str, str]:
+    """Return why a table has no text under the keys, "" if it may have, and its columns of text.
+
+    What is wrong with a damaged table is reported where it is read.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise missing("pyarrow", path) from None
+    try:
+        if kind == "parquet":
+            schema = pyarrow.parquet.read_schema(path)
+        else:
+            with pyarrow.memory_map(path) as source:
+                schema = _arrow(source)[0].schema
+    except _errors():
+        return "", ""
+    texts = ", ".join([column.name for column in schema if _is_text(column.type)][:10])
+    if any(schema.names.count(key) != 1 for key in keys):
+        return NO_COLUMN, texts
+    odd = [f"column {key!r} is {schema.field(key).type}" for key in keys if not _is_text(schema.field(key).type)]
+    return ", ".join(odd), texts
+
+
+def _is_text(kind: Any) -> bool:
+    """Return whether a column of this type can hold text; a column of nulls may be of any."""
+    import pyarrow
+
+    types = pyarrow.types
+    if types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return any((types.is_string(kind), types.is_large_string(kind), types.is_string_view(kind), types.is_null(kind)))
 
 
 # Cutting.
