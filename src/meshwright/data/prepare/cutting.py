@@ -274,7 +274,8 @@ def read_texts(
         for unit in piece.units(keys):
             is_bad = isinstance(unit, Bad) and not unit.is_passed
             if isinstance(unit, Mended) or (is_bad and given.on_error == "skip"):
-                kind, lines = (unit.kind, 1) if isinstance(unit, Bad) else (NOT_UTF8, unit.lines)
+                kind = unit.kind if isinstance(unit, Bad) else NOT_UTF8
+                lines = unit.lines if isinstance(unit, Mended) else 1
                 inputs.bad.count(kind, lines, "" if kind in inputs.bad else piece.place(count, keys, before))
             elif isinstance(unit, Bad) and is_bad:
                 raise bad_data(f"{piece.place(count, keys, before)}: {unit}{advice(unit, is_start)}")
