@@ -41,7 +41,7 @@ def test_tour(library, tmp_path, capfd, monkeypatch):
 
     argv = ["demo", "my demo", "--minutes", "0.05", "--device", "cpu"]  # the commands must be quoted
     with monkeypatch.context() as m:
-        m.setattr(tour, "shorten_line", interrupt)
+        m.setattr(tour, "TrainingLines", lambda: interrupt)
         assert main(argv) == 130
     again = shlex.split(capfd.readouterr().out.splitlines()[-1].split("to go on:")[1])
     assert again == ["meshwright", *argv]

@@ -352,6 +352,18 @@ def test_blank_lines_separate_on_the_command_line(tmp_path, monkeypatch, capsys,
     assert "preprocess" not in how or "3 documents" in capsys.readouterr().out
 
 
+def test_dry_run_names_what_is_not_utf8_and_needs_no_output(tmp_path, capsys):
+    fill(
+        tmp_path / "in", {"a.txt": "a", "b.txt": b"caf\xe9\n" * 9, "c.txt": PHOTO, "d.txt": b"x" * (1 << 20) + b"\xe9"}
+    )
+    argv = ["preprocess", "--input", str(tmp_path / "in"), "--tokenizer", "byte", "--dry-run"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert f"passed over 3 files: 2 not UTF-8 ({tmp_path}/in/b.txt:1, {tmp_path}/in/d.txt:1), 1 binary; it looks" in out
+    assert "would write" not in out
+    assert main(argv[:-1]) == 2 and "--output-prefix is needed" in capsys.readouterr().err
+
+
 def test_dry_run_and_the_tokenizers_input(tmp_path, capsys):
     fill(tmp_path / "in", FILES)
     common = ["--input", str(tmp_path / "in"), "--exclude", "a"]

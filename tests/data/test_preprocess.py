@@ -40,6 +40,9 @@ def require_refusal(status, words, act):
     assert re.search(words, error_of(act, status))
 
 
+FEW = "--split can only keep whole ones of them for validation; --document-length 4000 cuts longer ones into parts"
+
+
 @pytest.mark.flag("preprocess.output_prefix append_eod dataset_impl")
 def test_documents_in_order_with_eod(tmp_path):
     settings = {"append_eod": True, "log_interval": 1, "dataset_impl": "lazy"}
@@ -61,8 +64,41 @@ def test_documents_in_order_with_eod(tmp_path):
     )
     notice, *processed = stderr.splitlines()
     assert notice == "--dataset-impl lazy: written as mmap, which every loader reads"
-    assert [w.split("(")[0] for w in processed] == ["Processed 2 documents "] * 2  # a piece, and all
-    assert stderr.endswith(" MB/s).\n")
+    assert [w.split("(")[0] for w in processed] == ["Processed 2 documents ", f"note: 2 documents: {FEW}"]
+    assert lines[5].removeprefix("Time to startup: ").partition(".")[2].isdigit() and len(lines[5].split(".")[1]) == 2
+
+
+@pytest.mark.flag("preprocess.document_length")
+def test_a_book_is_cut_into_documents(tmp_path):
+    """At ends of paragraphs; nothing is lost, and each part ends as a document does."""
+    book = "".join(f"Chapter {n}\n\n{'A line of prose. ' * 9}\n\n" for n in range(50))
+    (tmp_path / "book.txt").write_text(book)
+    advice = "note: 1 document: no --split can keep text of it for validation; --document-length 4000 cuts longer "
+    assert advice in preprocess_inputs(tmp_path / "x", tmp_path / "book.txt")[1]
+    out, err = preprocess_inputs(tmp_path / "x", tmp_path / "book.txt", document_length=500, append_eod=True)
+    parts = texts_in(tmp_path / "x_text_document")
+    assert "".join(parts) == book and all(len(part) <= 500 and part.endswith("\n\n") for part in parts)
+    assert len(parts) > 15 and f" {len(parts)} documents, {len(parts)} sequences" in out and "note:" not in err
+    assert Indexed(tmp_path / "x_text_document").doc_idx.tolist() == list(range(len(parts) + 1))
+    _, err = preprocess_inputs(tmp_path / "x", tmp_path / "book.txt", document_separator="")
+    assert "note: 100 documents, half of them of 153 tokens or fewer" not in err and "100 documents" in err
+
+
+def test_short_documents_are_remarked(tmp_path):
+    (tmp_path / "book.txt").write_text("".join(f"Chapter {n}\n\nA line.\n\n" for n in range(50)))
+    _, err = preprocess_inputs(tmp_path / "x", tmp_path / "book.txt", document_separator="")
+    assert "note: 100 documents, half of them of 9 tokens or fewer: if headings" in err
+    assert "another --document-separator" in err
+
+
+def test_blanks_of_a_key_and_rows_without_text(tmp_path):
+    rows = [{"review text": text} for text in ("good", "", "bad", "")]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out, err = preprocess_inputs(tmp_path / "x", tmp_path / "in.jsonl", json_keys=["review text"])
+    assert "x_review_text_document.bin/.idx: 4 documents (2 without text, which have no sequence), 2 sequences" in out
+    assert "note: in the names of the files, _ stands for the blanks of review text" in err
+    message = error_of(lambda: preprocess_inputs(tmp_path / "x", tmp_path / "in.jsonl", json_keys=["a b", "a_b"]), 2)
+    assert message.startswith("--json-keys 'a b' 'a_b' differ in blanks alone")
 
 
 def test_a_terminal_is_spared_megatrons_lines(tmp_path, monkeypatch):
@@ -147,7 +183,7 @@ def test_keys_stay_aligned_when_a_text_is_empty(tmp_path):
     assert texts_in(tmp_path / "out_title_document") == ["A", "B", "C"]
     assert Indexed(tmp_path / "out_text_document").doc_idx.tolist() == [0, 1, 1, 2]
     assert stdout.count("wrote ") == 2
-    assert "3 documents, 2 sequences, 4 tokens" in stdout
+    assert "3 documents (1 without text, which have no sequence), 2 sequences, 4 tokens" in stdout
 
 
 @pytest.mark.flag("preprocess.input")
@@ -192,7 +228,7 @@ def test_a_bar_on_a_terminal(tmp_path, monkeypatch):
 
     monkeypatch.setenv("TERM", "xterm")
     _, stderr = work(tmp_path, b"\n".join([line("x")] * 20), log_interval=1, stderr=Terminal())
-    assert "━" in stderr and "Processed 20 documents" in stderr.splitlines()[-1]
+    assert "━" in stderr and "Processed 20 documents" in stderr.splitlines()[-3]  # a note follows
 
 
 @pytest.mark.whole

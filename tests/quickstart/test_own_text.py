@@ -68,7 +68,7 @@ def test_after_ctrl_c_the_same_command_goes_on(text, tmp_path, capfd, monkeypatc
         raise KeyboardInterrupt
 
     with monkeypatch.context() as m:
-        m.setattr(tour, "shorten_line", interrupt)
+        m.setattr(tour, "TrainingLines", lambda: interrupt)
         assert quickstart_of(text, "--output", "out") == 130
     out = capfd.readouterr().out
     again = shlex.split(out.splitlines()[-1].split("to go on:")[1])
@@ -86,7 +86,7 @@ def test_after_ctrl_c_the_same_command_goes_on(text, tmp_path, capfd, monkeypatc
     assert main(again[1:]) == LOCKED
     assert "--minutes was 0.2, not 0.05; --overwrite" in capfd.readouterr().err
     with monkeypatch.context() as m:
-        m.setattr(tour, "shorten_line", interrupt)
+        m.setattr(tour, "TrainingLines", lambda: interrupt)
         assert main([*again[1:], "--overwrite"]) == 130
     out = capfd.readouterr().out
     assert "its model is kept in out/run-1" in out and "--overwrite" not in out.splitlines()[-1]
@@ -178,6 +178,7 @@ def test_what_a_finished_quickstart_holds_is_not_replaced(text, tmp_path, monkey
     capsys.readouterr()
     assert quickstart_of(text, "--output", "out") == 0 and len(made) == 2
     out = capsys.readouterr().out
+    assert "\nMore --minutes train the same model further. To start again: --overwrite" in out
     assert "already done: out/run has 1.500 bits per byte, a byte-trigram model 2.500" in out
     assert quickstart_of(text, "--output", "out", "--minutes", "0.01") == LOCKED
     assert "other settings: --minutes was 0.05, not 0.01; --overwrite" in capsys.readouterr().err
@@ -321,6 +322,55 @@ def test_what_is_passed_over_is_said(tmp_path, capsys):
 )
 def test_how_often_the_text_is_read(times, words):
     assert own_text.readings(times) == words
+
+
+def test_the_rest_of_a_short_time_is_used(tmp_path, capsys):
+    """The fewest steps were planned, since less time seemed to be left than there is."""
+    machine = plan.MeasuredSpeed(plan.SIZES[0], 1000.0)
+    planned = plan.plan_training(10**6, 512, machine, 3)
+    said = own_text.describe_plan(planned, machine, 10**6, 512, 3)[1]
+    assert said.endswith("the fewest that make a run: they take about 20 s, and about 3 s are left for it")
+    commands = []
+
+    class Stub:
+        run = str(tmp_path)
+
+        def pre_train(self, command, stop=None):
+            commands.append(command)
+            rows = [{"event": "step", "iteration": n + 1, "ms": 100.0} for n in range(20)]
+            (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    for seconds, longer in ((18, "150"), (9, None)):  # at 0.1 s a step, with 5 s to start
+        commands.clear()
+        progress = TourProgress(tmp_path / "progress", {})
+        progress.finish("plan", {"command": ["train", "--train-iters", "20"], "limit": "time"})
+        own_text.train_in_time(Stub(), progress, Clock(seconds), own_text.Showing())
+        assert [command[2] for command in commands] == ["20", *([longer] if longer else [])]
+        assert steps_of_plan(progress) == commands[-1][2]
+    assert "18 s are left before the last steps: it trains on to 150 steps" in capsys.readouterr().out
+
+
+def steps_of_plan(progress):
+    return progress.done["plan"]["command"][2]
+
+
+def test_the_lines_of_a_training_say_each_thing_once():
+    shorten, step = shell.TrainingLines(), " iteration {}/ 20 | elapsed time per iteration (ms): 9.0 | lm loss: 5 "
+    step += "| tokens per second: 10 | ETA: 1s"
+    check, saved = (
+        " validation loss at {} | lm loss value: 5.6E+00 | ",
+        "  successfully saved checkpoint at iteration 20",
+    )
+    end = check.format("the end of training for val data")
+    for line, shown in (
+        (step.format(" 20"), "iteration     20 of 20   loss 5.000   10 tokens/s   1s left"),
+        (check.format("iteration 20"), "validation loss at iteration 20: 5.600"),
+        (saved, saved.strip()),
+        (end, "validation loss at the end of training for val data: 5.600, on other batches"),
+        (saved, None),
+        ("other", None),
+    ):
+        assert shorten(line) == shown
 
 
 def test_a_restart_that_costs_more_than_it_saves():

@@ -17,18 +17,20 @@ def main(argv: list[str]) -> int:
     parsed = command.settings(PreprocessConfig, argv, "preprocess", "Text to .bin/.idx.")
     if parsed is None:
         return DONE
+    from meshwright.data.prepare.cutting import note_passed
     from meshwright.data.prepare.preprocess import WAIT_MINUTES, Preparation, preprocess
 
     if parsed.dry_run:
         with open(os.devnull, "w") as nowhere:
             preparation = Preparation(parsed.config, nowhere, nowhere, World())
         inputs = preparation.inputs
+        note_passed(inputs, parsed.config.preprocess)
         print(f"would read {inputs.bytes:,} bytes with {preparation.tokenizer.size} ids: {inputs.describe()}")
         for line in inputs.opened():
             print(f"  {line}")
         if inputs.passed:
             print(inputs.passed.line())
-        if not preparation.is_done(sys.stdout, dry_run=True):
+        if parsed.config.preprocess.output_prefix and not preparation.is_done(sys.stdout, dry_run=True):
             print(f"would write {' and '.join(f'{prefix}.bin/.idx' for prefix in preparation.prefixes)}")
         return DONE
     from meshwright.ranks.lost import explain_lost_rank, leave_ranks

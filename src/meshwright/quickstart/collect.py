@@ -8,13 +8,13 @@ import itertools
 import json
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from meshwright.data.prepare.cutting import cut_inputs
+from meshwright.data.prepare.documents import cut_document
 from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.inputs import find_inputs
 from meshwright.data.prepare.pieces import Broken, Piece, TextPiece
@@ -28,7 +28,6 @@ MOST_HELD_OUT = 200_000
 SAMPLE_BYTES = 50_000_000  # bytes from which a vocabulary is learnt
 LEAST_BYTES = 20_000  # bytes of text from which something can be learnt
 LONGEST_PART, SHORTEST_PART = 1 << 16, 1 << 11  # bytes of a part that a long document is cut into
-BORDER = re.compile(r"\n\s*\n|\n")  # where it may be cut
 
 
 @dataclass(frozen=True)
@@ -120,19 +119,6 @@ class InputDocuments:
 
     def left_out(self) -> list[str]:
         return self.inputs.left_out(self.settings.on_error)
-
-
-def cut_document(text: str, longest: int) -> Iterator[str]:
-    """Cut a long document at the ends of paragraphs, or else of lines; nothing is lost."""
-    begin = 0
-    while len(text) - begin > longest:
-        borders = [m.end() for m in BORDER.finditer(text, begin + longest // 2, begin + longest) if len(m[0]) > 1]
-        end = borders[-1] if borders else text.rfind("\n", begin + longest // 2, begin + longest) + 1
-        end = end or begin + longest
-        yield text[begin:end]
-        begin = end
-    if text[begin:].strip():
-        yield text[begin:]
 
 
 def border(parts: list[str], share: float) -> float:

@@ -102,7 +102,8 @@ def already_done(tour: Tour, progress: TourProgress) -> None:
     print(f"already done: {tour.run} has {ours:.3f} bits per byte, a byte-trigram model {theirs:.3f}. Try next:")
     tour.try_next()
     print_export(tour)
-    print("To start again: --overwrite, which keeps this model aside, or another folder")
+    print("More --minutes train the same model further. To start again: --overwrite, which keeps this model aside,")
+    print("or another folder")
 
 
 def print_export(tour: Tour) -> None:
@@ -207,7 +208,8 @@ def describe_plan(plan: TrainingPlan, machine: MeasuredSpeed, tokens: int, vocab
         "text": "more readings of so little text would only teach it by heart",
     }[plan.limit]
     if plan.steps == plans.FEWEST_STEPS and plan.limit == "time":
-        why = "the fewest that make a run, although they take longer than the minutes"
+        needed = read / machine.speed(size, vocab)
+        why = f"the fewest that make a run: they take about {needed:.0f} s, and about {seconds:.0f} s are left for it"
     out = [
         f"model: {chosen}",
         f"steps: {plan.steps:,} of {size.tokens:,} tokens, {why}",
@@ -252,10 +254,9 @@ def train_longer(tour: Tour, progress: TourProgress, deadline: Deadline) -> bool
     command = plan["command"]
     deadline.minutes = progress.more_minutes
     deadline.start, deadline.after = plan.get("start", START_SECONDS), plan.get("after", 2 * START_SECONDS)
-    pace = statistics.median(row["ms"] for row in rows[-200:]) / 1000
     per_step = math.prod(int(command[command.index(f) + 1]) for f in ("--seq-length", "--micro-batch-size"))
     before, most = steps_of(command), plans.EPOCHS * progress.done["training tokens"] // per_step
-    wanted = before + max(int((deadline.left() - deadline.start) / pace), plans.FEWEST_STEPS)
+    wanted = before + max(int((deadline.left() - deadline.start) / pace_of(rows)), plans.FEWEST_STEPS)
     steps = min(wanted, most) // 10 * 10
     if steps <= before:
         print(f"{before:,} steps have read the text {plans.EPOCHS} times; more would only teach it by heart")
@@ -299,6 +300,25 @@ def train_in_time(tour: Tour, progress: TourProgress, deadline: Deadline, showin
         if next_command == command:
             print("  the same command continues from the checkpoint:")
         tour.pre_train(next_command)
+    command = progress.done["plan"]["command"]
+    if is_timed and limit == "time" and (longer := steps_for_the_rest(tour, steps_of(command), deadline)):
+        print(f"  {deadline.left():.0f} s are left before the last steps: it trains on to {longer:,} steps")
+        progress.finish("plan", {**plan, "command": with_steps(command, longer)})
+        tour.pre_train(progress.done["plan"]["command"])
+
+
+def steps_for_the_rest(tour: Tour, steps: int, deadline: Deadline) -> int | None:
+    """Return a length that uses the rest of the time, None if too little is left."""
+    seconds, rows = deadline.left() - deadline.start, run_rows(Path(tour.run))
+    if not rows or seconds < 2 * TIME_MARGIN * deadline.minutes * 60:
+        return None
+    longer = steps + int(seconds / pace_of(rows)) // 10 * 10
+    return longer if longer > steps else None
+
+
+def pace_of(rows: list[dict[str, Any]]) -> float:
+    """Return the seconds that the last steps of a run took each."""
+    return float(statistics.median(row["ms"] for row in rows[-200:])) / 1000
 
 
 def correct_steps(at: LoggedInterval, steps: int, deadline: Deadline, limit: str) -> int | None:

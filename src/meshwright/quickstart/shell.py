@@ -106,13 +106,24 @@ def environment() -> dict[str, str]:
     return {**few, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
 
 
-def shorten_line(line: str) -> str | None:
-    """Return the part of a training's log line that a newcomer wants to see, or None."""
-    if interval := read_step_line(line):
-        return str(interval)
-    if at := re.match(r" validation loss at (.*?) \| lm loss value: (\S+) ", line):
-        return f"validation loss at {at[1]}: {float(at[2]):.3f}"
-    return line.strip() if "successfully" in line or line.startswith("exiting") else None
+class TrainingLines:
+    """Shortens each line of a training's log to what a newcomer wants to see, or to None."""
+
+    def __init__(self) -> None:
+        self.total, self.validated, self.saved = 0, "", ""
+
+    def __call__(self, line: str) -> str | None:
+        if interval := read_step_line(line):
+            self.total = interval.total
+            return str(interval)
+        if at := re.match(r" validation loss at (.*?) \| lm loss value: (\S+) ", line):
+            is_again = at[1].startswith("the end") and self.validated == f"iteration {self.total}"
+            self.validated = at[1]
+            return f"validation loss at {at[1]}: {float(at[2]):.3f}{', on other batches' * is_again}"
+        if "successfully" in line and line != self.saved:  # the last step may be saved twice
+            self.saved = line
+            return line.strip()
+        return line.strip() if line.startswith("exiting") else None
 
 
 @contextlib.contextmanager

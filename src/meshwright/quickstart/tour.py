@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.data.prepare.cutting import read_texts
 from meshwright.progress import duration
 from meshwright.quickstart.plan import Size
-from meshwright.quickstart.shell import LoggedInterval, call, shorten_line
+from meshwright.quickstart.shell import LoggedInterval, TrainingLines, call
 from meshwright.settings.text_inputs import TextInputs
 
 COMPARED = 50_000_000  # bytes of text from which the trigram model learns
@@ -76,7 +76,7 @@ class Tour:
         return [*command, "--save", self.run, "--load", self.run]
 
     def pre_train(self, command: list[str], stop: Callable[[LoggedInterval], str | None] | None = None) -> None:
-        self.call(*command, show=shorten_line, stop=stop)
+        self.call(*command, show=TrainingLines(), stop=stop)
 
     def evaluate(self) -> tuple[float, float]:
         """Print the bits per byte of the model and of the trigram model; return both."""

@@ -139,7 +139,7 @@ def parse_settings(
     # A checkpoint completes the settings of a run that loads one; they are checked after that.
     is_complete = not (isinstance(built, TrainConfig) and built.checkpoint.load)
     objections = checks.problems(built) if check and is_complete else remote
-    answered = _answered(complaints)
+    answered = _answered(complaints) | ({"--output-prefix"} if control["dry_run"] else set())  # it writes nothing
     complaints += [line for line in objections if line.split()[0] not in answered]
     if complaints:
         raise UserError(listed(complaints))

@@ -90,6 +90,13 @@ class Preprocess(TextInputs):
     output_prefix: str | None = flag(
         None, "prefix of the output files <prefix>_<key>_document.bin and .idx", value="PREFIX", docs="data"
     )
+    document_length: int | None = flag(
+        None,
+        "cut longer documents, at ends of paragraphs or lines, into documents of at most so many characters "
+        "(none: keep them whole)",
+        bound=">0",
+        docs="data tutorial",
+    )
     append_eod: bool = flag(False, "append the end-of-document token to each document", docs="data")
     dataset_impl: Literal["mmap", "lazy", "cached"] = flag("mmap", "output format; lazy and cached are written as mmap")
     overwrite: bool = flag(False, "replace token files that were made from other inputs or settings")
@@ -116,6 +123,8 @@ class PreprocessConfig:
         p = self.preprocess
         conditions = {
             "--output-prefix is needed: where to write": p.output_prefix,
+            "--document-length needs a single one of --json-keys": p.document_length is None
+            or len(set(p.json_keys)) == 1,
             "--keep-newlines needs --split-sentences": p.split_sentences or not p.keep_newlines,
             "--lang needs --split-sentences": p.split_sentences or p.lang == type(p).lang,
             "--sentence-splitter needs --split-sentences": p.split_sentences

@@ -254,6 +254,15 @@ def open_input(path: str) -> BinaryIO:
         raise UserError(f"--input {path} cannot be read: {error.strerror}", IO) from None
 
 
+def note_passed(inputs: Inputs, given: TextInputs) -> None:
+    """Count the texts in folders that will be passed over by their content."""
+    texts = [source for source in inputs.inputs if source.folder and source.kind in ("small files", "text")]
+    for piece in cut_inputs(texts, given):
+        for unit in piece.units(given.json_keys):
+            if isinstance(unit, Bad) and unit.is_passed:
+                inputs.passed.note(unit.kind, unit.place, unit.cure)
+
+
 def read_texts(
     given: TextInputs, inputs: Inputs | None = None, advance: Callable[[int], None] = lambda count: None
 ) -> Iterator[str]:

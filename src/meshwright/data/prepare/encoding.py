@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.data.prepare.documents import cut_document
 from meshwright.data.prepare.folders import PassedOver
 from meshwright.data.prepare.pieces import Piece
 from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, advice
@@ -37,7 +38,11 @@ class Encoded:
 
 
 class Encoder:
-    """Encode the texts under the keys. `sentences` splits a document into sequences."""
+    """Encode the texts under the keys.
+
+    `sentences` splits a document into sequences; one of more than `longest` characters is cut into
+    several documents, of a single key.
+    """
 
     def __init__(
         self,
@@ -46,8 +51,10 @@ class Encoder:
         keys: list[str],
         dtype: npt.DTypeLike,
         sentences: Callable[[str], list[str]] | None = None,
+        longest: int | None = None,
     ) -> None:
         self.encode, self.keys, self.dtype, self.sentences = encode, keys, np.dtype(dtype), sentences
+        self.longest = longest
         self.end = None if eod is None else np.array([eod], np.uint32)
 
     def __call__(self, piece: Piece, stop: bool = False) -> tuple[Encoded, list[Array]]:
@@ -57,7 +64,7 @@ class Encoder:
             encoded.units += 1
             if unit is None:
                 continue
-            documents = unit if isinstance(unit, Bad) else self._encode_texts(unit)
+            documents = unit if isinstance(unit, Bad) else self._encode_parts(unit)
             if isinstance(documents, Bad):
                 if documents.is_passed:
                     encoded.passed.note(documents.kind, documents.place, documents.cure)
@@ -70,9 +77,10 @@ class Encoder:
                 continue
             if isinstance(unit, Mended):
                 encoded.count(NOT_UTF8, number, unit.lines)
-            for column, document in zip(columns, documents, strict=True):
-                column.add(document)
-            encoded.documents += 1
+            for document in documents:
+                for column, sequences in zip(columns, document, strict=True):
+                    column.add(sequences)
+            encoded.documents += len(documents)
             if not piece.size and isinstance(unit, list):  # rows of a table, whose size in the file is another
                 encoded.bytes += sum(len(text) if text.isascii() else len(text.encode()) for text in unit)
         encoded.bytes = encoded.bytes or piece.size
@@ -80,6 +88,16 @@ class Encoder:
         encoded.ends = [np.array(column.ends, np.int64) for column in columns]
         nothing = np.zeros(0, self.dtype)
         return encoded, [np.concatenate([nothing, *c.parts], dtype=self.dtype, casting="unsafe") for c in columns]
+
+    def _encode_parts(self, texts: list[str]) -> list[list[list[Sequence[int] | Array]]] | Bad:
+        """Return the documents that a unit gives, one unless it is too long."""
+        units = [texts] if self.longest is None else [[part] for part in cut_document(texts[0], self.longest)]
+        documents = []
+        for unit in units or [texts]:
+            if isinstance(encoded := self._encode_texts(unit), Bad):
+                return encoded
+            documents.append(encoded)
+        return documents
 
     def _encode_texts(self, texts: list[str]) -> list[list[Sequence[int] | Array]] | Bad:
         try:

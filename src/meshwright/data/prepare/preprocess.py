@@ -12,6 +12,7 @@ import glob
 import hashlib
 import itertools
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ import numpy as np
 
 from meshwright import origin, tokenizers
 from meshwright.console import fit
+from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.merge import join_pairs
 from meshwright.data.files.writer import Writer, is_made, token_dtype
 from meshwright.data.prepare import sentences
@@ -49,6 +51,8 @@ from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
 from meshwright.version import our_version
 
 MIB = 1 << 20
+FEW_DOCUMENTS = 10  # so few are named, since --split divides no document
+SHORT_DOCUMENT = 32  # tokens
 WAIT_MINUTES = 7 * 24 * 60  # faster ranks wait for the slowest one
 
 
@@ -65,6 +69,7 @@ class Totals:
     position: tuple[int, int, int] = (-1, 0, 0)  # the current input, its units so far, and the byte of the first
     started: float = field(default_factory=time.perf_counter)
     before: tuple[int, int] = (0, 0)  # documents and bytes of the interrupted run that this one continues
+    printed: int = -1  # documents in the last line of progress
 
     def line(self) -> str:
         seconds = max(time.perf_counter() - self.started, 1e-9)
@@ -133,7 +138,7 @@ def preprocess(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: 
         require_equal(team, preparation.comparable)
         if team.run_on_lead(lambda: preparation.is_done(stdout)):
             return preparation.prefixes
-        say_to_scripts(f"Time to startup: {time.perf_counter() - started}", stdout)
+        say_to_scripts(f"Time to startup: {time.perf_counter() - started:.2f}", stdout)
         share = Share(preparation, stdout, stderr)
         totals = share.encode_all() if world.size == 1 else work_together(team, share)
         if team.is_lead:
@@ -209,8 +214,15 @@ class Preparation:
         if p.split_sentences:
             sentences.build_splitter(p.sentence_splitter, p.lang, p.keep_newlines)  # raises if it lacks the language
         self.keys, self.dtype = list(dict.fromkeys(p.json_keys)), token_dtype(tokenizer.size)
+        names = [re.sub(r"\s", "_", key) for key in self.keys]
         level = "sentence" if p.split_sentences else "document"
-        self.prefixes = [f"{p.output_prefix}_{key}_{level}" for key in self.keys]
+        self.prefixes = [f"{p.output_prefix}_{name}_{level}" for name in names]
+        if len(set(names)) < len(names):
+            raise UserError(
+                f"--json-keys {' '.join(map(repr, self.keys))} differ in blanks alone; give them one by one"
+            )
+        if names != self.keys:
+            print(f"note: in the names of the files, _ stands for the blanks of {', '.join(self.keys)}", file=stderr)
         self.states = [hash_of(s.files) if s.files else state_of(s) for s in self.inputs.inputs]
         self.tokenizer_identity = [tokenizer.name, tokenizer.size, tokenizers.file_hashes(tokenizer)]
         free = ("workers", "log_interval", "input", "on_error", "overwrite")
@@ -403,12 +415,12 @@ class Share:
         """Print Megatron's line every --log-interval documents; on a terminal show a bar."""
         totals, stderr, interval = self.totals, self.stderr, self.settings.log_interval
         if not stderr.isatty():
-            printed = totals.documents // interval
+            passed = totals.documents // interval
 
             def print_line(done: int) -> None:
-                nonlocal printed
-                if totals.documents // interval > printed:
-                    printed = totals.documents // interval
+                nonlocal passed
+                if totals.documents // interval > passed:
+                    passed, totals.printed = totals.documents // interval, totals.documents
                     print(totals.line(), file=stderr, flush=True)
 
             yield print_line
@@ -424,7 +436,8 @@ def build_encoder(config: PreprocessConfig, dtype: Any) -> Encoder:
     p, tokenizer = config.preprocess, cached_tokenizer(config.tokenizer)
     split = sentences.build_splitter(p.sentence_splitter, p.lang, p.keep_newlines) if p.split_sentences else None
     keys = list(dict.fromkeys(p.json_keys))
-    return Encoder(tokenizers.fastest_encoder(tokenizer), tokenizer.eod if p.append_eod else None, keys, dtype, split)
+    eod = tokenizer.eod if p.append_eod else None
+    return Encoder(tokenizers.fastest_encoder(tokenizer), eod, keys, dtype, split, p.document_length)
 
 
 @functools.lru_cache(maxsize=1)
@@ -455,11 +468,32 @@ def _size_and_time(path: str) -> tuple[int, int]:
 
 
 def report(preparation: Preparation, totals: Totals, stdout: TextIO, stderr: TextIO) -> None:
-    print(totals.line(), file=stderr)
+    if totals.printed != totals.documents:
+        print(totals.line(), file=stderr)
     for line in preparation.left_out(totals):
         print(line, file=stderr)
-    dtype = np.dtype(preparation.dtype)
+    dtype, p = np.dtype(preparation.dtype), preparation.config.preprocess
     for prefix, (tokens, sequences, _) in zip(preparation.prefixes, totals.lengths, strict=True):
-        counts = f"{totals.documents:,} documents, {sequences:,} sequences, {tokens:,} tokens"
+        blank = 0 if p.split_sentences else totals.documents - sequences
+        lacking = f" ({blank:,} without text, which have no sequence)" if blank else ""
+        counts = f"{totals.documents:,} documents{lacking}, {sequences:,} sequences, {tokens:,} tokens"
         size = f"{tokens * dtype.itemsize:,} bytes ({dtype.name})"
         print(fit(f"wrote {prefix}.bin/.idx: {counts}, {size}", stdout), file=stdout)
+        if advice := "" if p.split_sentences else advise_on_documents(prefix, p.document_length):
+            print(fit(f"note: {advice}", stderr), file=stderr)
+
+
+def advise_on_documents(prefix: str, longest: int | None) -> str:
+    """Say what to do about documents that are too few to be divided by --split, or very short."""
+    sizes = Indexed(prefix).sizes
+    if len(sizes) < FEW_DOCUMENTS:
+        number = "1 document" if len(sizes) == 1 else f"{len(sizes)} documents"
+        no_text = "no --split can keep text of it" if len(sizes) == 1 else "--split can only keep whole ones of them"
+        cut = f"--document-length {longest // 2 or 1 if longest else 4000} cuts longer ones into parts"
+        return f"{number}: {no_text} for validation; {cut}"
+    if 2 * np.count_nonzero(sizes < SHORT_DOCUMENT) > len(sizes):
+        line = f"{len(sizes):,} documents, half of them of {np.median(sizes):,.0f} tokens or fewer"
+        return (
+            f"{line}: if headings or single lines were meant to stay with their text, try another --document-separator"
+        )
+    return ""
