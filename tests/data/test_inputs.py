@@ -102,7 +102,7 @@ def test_a_folder(tmp_path):
     assert named == 1 and sorted(found.split(": ")[1].split("; ")[0].split(", ")) == sorted(kinds.split(", "))
     documents, out, err = preprocess(tmp_path, tmp_path / "in")
     assert documents == READ and f"Opening {tmp_path / 'in'}: 16 files\n" in out
-    assert err.count("passed over") == 1 and err.splitlines()[-1] == passed
+    assert err.count("passed over") == 1 and passed in err.splitlines()
     assert read(tmp_path / "in", include=["*.css", "a/*.md"])[0] == ["# b\n", "p {}"]
     assert read(tmp_path / "in", include=["L*", ".x.txt", ".hidden"])[0] == ["hidden", "hidden", "free"]
     everything = read(tmp_path / "in", include=["*"], exclude=["a", "[p-t].*"])
