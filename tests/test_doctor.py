@@ -165,13 +165,17 @@ def test_limits_of_a_container(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_extras_and_the_line_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "installed_version", lambda package: None)
     rows = found(list(doctor._packages()))
-    assert rows["pyarrow"].values["install"] == "pip install '.[data]'"
-    assert rows["transformers"].values["install"] == "pip install transformers"
+    assert rows["pyarrow"].values["install"] == f"{sys.executable} -m pip install -e '{doctor.PROJECT.parent}[data]'"
+    assert rows["transformers"].values["install"] == f"{sys.executable} -m pip install transformers"
     monkeypatch.setattr(doctor, "PROJECT", tmp_path / "none")
     monkeypatch.setattr("importlib.metadata.requires", lambda name: ["torch>=2", 'wandb>=0.19; extra == "wandb"'])
-    assert found(list(doctor._packages()))["wandb"].values["install"] == "pip install 'meshwright[wandb]'"
+    assert (
+        found(list(doctor._packages()))["wandb"].values["install"]
+        == f"{sys.executable} -m pip install 'meshwright[wandb]'"
+    )
     verdict = doctor.conclude(list(doctor._packages()))
-    assert "  pip install 'meshwright[wandb]'   # wandb logs to Weights & Biases" in verdict
+    at = verdict.index("  # wandb logs to Weights & Biases")  # no comment is broken into a command
+    assert verdict[at + 1] == f"  {sys.executable} -m pip install 'meshwright[wandb]'"
 
 
 def test_file_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import re
+import shlex
 import shutil
 import statistics
 import sys
@@ -92,7 +93,7 @@ def conclude(facts: list[Fact]) -> list[str]:
             missing.setdefault(f.values["install"], []).append(f"{f.name} {BRINGS[f.name]}")
     if missing:
         out.append("More with:")
-        out += [f"  {line}   # {'; '.join(what)}" for line, what in missing.items()]
+        out += [text for line, what in missing.items() for text in (f"  # {'; '.join(what)}", f"  {line}")]
     return out
 
 
@@ -335,8 +336,8 @@ def _packages() -> Iterator[Fact]:
             yield Fact("Extras", package, version, values={"version": version})
             continue
         extra = extras.get(package)
-        root = "." if PROJECT.is_file() else "meshwright"
-        line = f"pip install '{root}[{extra}]'" if extra else f"pip install {package}"
+        root = f"-e '{PROJECT.parent}" if PROJECT.is_file() else "'meshwright"
+        line = f"{shlex.quote(sys.executable)} -m pip install " + (f"{root}[{extra}]'" if extra else package)
         yield Fact("Extras", package, f"not installed; {brings}", "note", {"install": line})
 
 
