@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.console import fit
-from meshwright.errors import DONE, IO, SIGINT, UNAVAILABLE, USAGE, UserError
-from meshwright.host import describe_lack
+from meshwright.errors import BAD_DATA, DONE, IO, SIGINT, UNAVAILABLE, USAGE, UnfitFile, UserError
+from meshwright.host import MORE_MEMORY, describe_lack
 from meshwright.ranks.orphans import die_with_launcher
 
 # The module of each command is commands/NAME.py, with _ for -.
@@ -105,14 +105,13 @@ def main(argv: list[str] | None = None, spellings: Mapping[str, str] | None = No
         return DONE if only_prints or (name in ("generate", "chat") and not writes) else IO
     except Exception as e:
         if (lack := describe_lack(e)) is not None:
-            cure = "end other programs, start fewer ranks, or raise the limits of this machine"
-            _print_error(f"meshwright {name}: error: out of memory on this machine: {lack}; {cure}")
+            _print_error(f"meshwright {name}: error: out of memory on this machine: {lack}; {MORE_MEMORY}")
             return USAGE
         if not isinstance(e, OSError):
             raise
         place = f"{e.filename}: {e.strerror}" if e.filename else e
         _print_error(f"meshwright {name}: error: {place}{ADVICE.get(e.errno or 0, '')}")
-        return IO
+        return BAD_DATA if isinstance(e, UnfitFile) else IO
 
 
 def _run(name: str, argv: list[str]) -> int:

@@ -1,5 +1,6 @@
 """Errors that the user can correct, and the exit status of every way in which a run ends."""
 
+import errno
 import signal
 from pathlib import Path
 
@@ -45,6 +46,13 @@ class UserError(Exception):
     def __init__(self, message: str, status: int = USAGE, everywhere: bool = False) -> None:
         super().__init__(message)
         self.status, self.everywhere = status, everywhere
+
+
+class UnfitFile(OSError):
+    """A file that is not read: a device, a pipe, a link out of its folder, or one too long."""
+
+    def __init__(self, path: object, reason: str) -> None:
+        super().__init__(errno.EINVAL, reason, str(path))
 
 
 def not_a_run(path: object, missing: str) -> UserError:

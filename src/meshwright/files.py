@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import tempfile
 import time
 import tomllib
@@ -24,10 +25,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from importlib import resources
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from meshwright.errors import IO, LOCKED, UserError
+from meshwright.errors import IO, LOCKED, UnfitFile, UserError
 
 BLOCK = 1 << 22  # bytes that are read at once, a multiple of every item size
 
@@ -40,6 +42,34 @@ def naming_file(path: str | Path) -> Iterator[None]:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
+
+
+def open_plain(path: str | Path, folder: Path | None = None) -> BufferedReader:
+    """Open a regular file to read it; with `folder`, one that no link leads out of.
+
+    Raise UnfitFile for others: a device may have no end, and a pipe nobody who writes.
+    """
+    if folder is not None and not Path(path).resolve().is_relative_to(folder.resolve()):
+        raise UnfitFile(path, f"a link out of {folder}, which is not followed; put the file itself there")
+    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")  # a pipe opens at once
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise UnfitFile(path, "not a regular file, so it is not read")
+    return file
+
+
+def read_small(path: str | Path, limit: int, folder: Path | None = None, pipes: bool = False) -> bytes:
+    """Return the content of a regular file, or of a pipe if `pipes`, of at most `limit` bytes.
+
+    See open_plain.
+    """
+    is_pipe = pipes and Path(path).is_fifo()
+    with open(path, "rb") if is_pipe else open_plain(path, folder) as file, naming_file(path):
+        size = limit if is_pipe else os.fstat(file.fileno()).st_size
+        data = file.read(min(size, limit) + 1)
+    if max(size, len(data)) > limit:
+        raise UnfitFile(path, f"more than {limit:,} bytes, so it is not read")
+    return data
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
@@ -183,8 +213,8 @@ def read_table(name: str) -> dict[str, Any]:
 
 
 def sha256(path: str | Path) -> str:
-    """Return the SHA-256 of a file."""
-    with open(path, "rb") as file:
+    """Return the SHA-256 of a regular file."""
+    with open_plain(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

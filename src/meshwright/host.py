@@ -84,6 +84,9 @@ def require_address_space() -> None:
         raise UserError(f"{has}, and torch needs {ADDRESS_SPACE:,} for the smallest run; raise that limit")
 
 
+MORE_MEMORY = "end other programs, start fewer ranks, or raise the limits of this machine"
+
+
 def describe_lack(error: BaseException) -> str | None:
     """Return in which words the host refused memory, if that is why the error was raised."""
     seen: list[BaseException] = []

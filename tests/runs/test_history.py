@@ -2,15 +2,19 @@
 
 import json
 import os
+import tracemalloc
 
 import pytest
 from pages import check_row, step_row
 
+from meshwright.__main__ import main
+from meshwright.errors import UnfitFile, UserError
 from meshwright.report.compare import figures, read_runs
 from meshwright.report.page import write_report
 from meshwright.runs.follow import RunTail
-from meshwright.runs.history import read_history
-from meshwright.runs.rows import find_last_step, holds_steps, read_new_rows
+from meshwright.runs.history import read_history, read_settings
+from meshwright.runs.rows import METRICS, ROW_LIMIT, find_last_step, holds_steps, read_new_rows
+from meshwright.training.log.metrics import _count_starts
 from meshwright.watch.curves import View, curves
 from meshwright.watch.overview import describe_run
 
@@ -76,3 +80,63 @@ def test_the_last_step_and_how_its_attempt_ended(tmp_path):
     end = {"event": "end", "attempt": 1, "iteration": 999, "reason": "SIGTERM", "status": 143}
     write_rows(tmp_path, [START, *many, end])
     assert find_last_step(tmp_path) == (999, "ended after step 999 (SIGTERM)")
+
+
+# Files that are none
+
+
+def read_every_way(folder):
+    """Return what each reader of a run says of its metrics.jsonl."""
+    readers = [read_history, holds_steps, _count_starts, lambda f: RunTail(f).read_new(lambda: None)]
+    for reader in readers:
+        with pytest.raises((UserError, UnfitFile)) as refused:
+            reader(folder)
+        yield str(refused.value)
+
+
+@pytest.mark.promise("devices, pipes, links out of it and holes")
+def test_a_hole_in_the_rows_takes_no_memory(tmp_path):
+    """30 GB without an end of a line are refused after the longest row that is read."""
+    path = write_rows(tmp_path, [START]) / METRICS
+    os.truncate(path, 30 << 30)
+    tracemalloc.start()
+    try:
+        assert all("no row ends within" in why for why in read_every_way(tmp_path))
+        assert find_last_step(tmp_path) is None and tracemalloc.get_traced_memory()[1] < 8 * ROW_LIMIT
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.promise("devices, pipes, links out of it and holes")
+def test_pipes_devices_and_links_out_of_a_run_are_not_read(tmp_path):
+    folder, path = tmp_path / "run", tmp_path / "run" / METRICS
+    folder.mkdir()
+    os.mkfifo(path)
+    assert all("not a regular file" in why for why in read_every_way(folder)) and find_last_step(folder) is None
+    write_rows(tmp_path, [START, step_row(1, 5.0)])
+    for target in ("/dev/zero", tmp_path / METRICS):
+        path.unlink()
+        path.symlink_to(target)
+        assert all("a link out of" in why for why in read_every_way(folder))
+        assert find_last_step(folder) is None
+        (folder / "config.toml").symlink_to(target)
+        with pytest.raises(UnfitFile, match="a link out of"):
+            read_settings(folder)
+        (folder / "config.toml").unlink()
+
+
+def test_a_file_of_settings_is_bounded(tmp_path, capsys):
+    path = tmp_path / "config.toml"
+    for make, why in [
+        (lambda: path.symlink_to("/dev/zero"), "not a regular file"),
+        (lambda: path.touch() or os.truncate(path, 30 << 30), "more than 4,194,304 bytes"),
+    ]:
+        make()
+        assert main(["train", "--config", str(path)]) == 2 and why in capsys.readouterr().err
+        path.unlink()
+
+
+def test_a_report_names_the_file_that_is_none(tmp_path, capsys):
+    os.mkfifo(tmp_path / METRICS)
+    assert main(["report", str(tmp_path)]) == 65
+    assert capsys.readouterr().err.endswith(f"{METRICS}: not a regular file, so it is not read\n")

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright import files
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.ranks.team import ALONE, Team
 
@@ -242,6 +243,6 @@ def read_small(path: Path, limit: int) -> bytes:
     if (size := plain_size(path)) > limit:
         raise DamagedCheckpoint(f"{path}: {size:,} bytes, above the limit of {limit:,}")
     try:
-        return path.read_bytes()
+        return files.read_small(path, limit)
     except OSError as error:
         raise unreadable(path, error) from error

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.files import read_small
 from meshwright.progress import duration
 from meshwright.report import plot
 from meshwright.report.html import document, escape, html_table, write_page
@@ -42,6 +43,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 
 
 CERTIFICATE = "layout-certificate.json"  # in a run's folder; see verify/certificate.py
+CERTIFICATE_LIMIT = 16 << 20  # bytes
 RELOAD = 30  # seconds
 # Reload the page of a run that goes on, until it is no longer written.
 SCRIPT = """<script>
@@ -113,10 +115,10 @@ def show_state(history: History, now: float) -> list[str]:
 def show_certificate(run_dir: Path) -> list[str]:
     """Return a line about the comparison of the run's layout with one process, if there was one."""
     try:
-        c = json.loads((run_dir / CERTIFICATE).read_text(encoding="utf-8"))
+        c = json.loads(read_small(run_dir / CERTIFICATE, CERTIFICATE_LIMIT, run_dir))
         words = f"{c['summary']} ({date(c['time'])}, {CERTIFICATE})"
         return [f"<p><b>Layout {'verified' if c['verdict'] == 'equal' else 'differs'}</b>: {escape(words)}.</p>"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 
 

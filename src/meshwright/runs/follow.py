@@ -24,9 +24,10 @@ import orjson
 
 from meshwright import host
 from meshwright.errors import UserError
+from meshwright.files import open_plain
 from meshwright.runs.goodput import Goodput, measure_goodput
 from meshwright.runs.history import Record, final_loss, final_steps, flat_settings, kept_until, read_settings
-from meshwright.runs.rows import DAMAGED, METRICS, explain_damage
+from meshwright.runs.rows import DAMAGED, METRICS, explain_damage, read_line
 
 COLUMNS = "iteration consumed_samples loss grad_norm lr ms tokens_per_second skipped mfu memory time".split()
 NEEDED = COLUMNS[:-3]  # the others are unknown on some devices or to older versions, which is NaN here
@@ -118,7 +119,7 @@ class RunTail:
     def read_new(self, published: Callable[[], None]) -> None:
         """Read what the file has gained, and call `published` after each part of it."""
         try:
-            file = self.path.open("rb")
+            file = open_plain(self.path, self.folder)
         except FileNotFoundError:
             if self.file_state:  # moved aside for a new run
                 with self.lock:
@@ -150,7 +151,7 @@ class RunTail:
 
     def parse_new(self, file: Any) -> Iterator[tuple[list[Parsed], int]]:
         """Yield what has not been read, in parts, with the offset at which each one ends."""
-        ends = list(line_ends(file, self.offset, self.size))
+        ends = list(line_ends(file, self.offset, self.size, self.folder))
         ranges = list(zip([self.offset, *ends], ends, strict=False))
         with contextlib.ExitStack() as stack:
             parsed: Iterator[list[Parsed]] = itertools.starmap(parse_range, ((str(self.path), *r) for r in ranges))
@@ -214,11 +215,11 @@ class RunTail:
         return measure_goodput(self.record.attempts, good, skipped)
 
 
-def line_ends(file: Any, begin: int, size: int) -> Iterator[int]:
+def line_ends(file: Any, begin: int, size: int, folder: Path) -> Iterator[int]:
     """Yield ends of lines about TASK_BYTES bytes apart, at last that of the last complete line."""
     while begin < size:
         file.seek(min(begin + TASK_BYTES, size) - 1)
-        file.readline()  # to the end of the line, which may be half written
+        read_line(file, folder)  # to the end of the line, which may be half written
         end = min(file.tell(), size)
         if end == size:
             end = begin + last_line_end(file, begin, size)

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import BAD_DATA, UserError, not_a_run
-from meshwright.runs.rows import DAMAGED, METRICS, explain_damage
+from meshwright.files import read_small
+from meshwright.runs.rows import DAMAGED, METRICS, explain_damage, read_lines
 
+CONFIG_LIMIT = 4 << 20  # bytes of config.toml
 PATIENCE = 900.0  # seconds without a new row after which a run counts as killed
 
 
@@ -228,24 +230,23 @@ def read_history(folder: Path) -> History:
         raise not_a_run(folder, METRICS)
     steps: dict[int, LoggedStep] = {}
     history = History(path.stat().st_mtime)
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-                if row["event"] == "step":
-                    iteration = int(row["iteration"])
-                    steps[iteration] = step = _read_step(row)
-                    now = _time(row.get("time", 0))
-                    history.take_steps(iteration, step.ms / 1e3, (now, now) if now else None)
-                    continue
-                history.take(row)
-                if (kept := kept_until(row)) is not None:
-                    steps = {i: s for i, s in steps.items() if i <= kept}
-            except DAMAGED as e:
-                if not line.endswith(b"\n"):
-                    break  # the last line, cut by a kill
-                why = explain_damage(e)
-                raise UserError(f"{path}:{number} is not a row that a run writes: {why}", BAD_DATA) from None
+    for number, line in enumerate(read_lines(folder), 1):
+        try:
+            row = json.loads(line)
+            if row["event"] == "step":
+                iteration = int(row["iteration"])
+                steps[iteration] = step = _read_step(row)
+                now = _time(row.get("time", 0))
+                history.take_steps(iteration, step.ms / 1e3, (now, now) if now else None)
+                continue
+            history.take(row)
+            if (kept := kept_until(row)) is not None:
+                steps = {i: s for i, s in steps.items() if i <= kept}
+        except DAMAGED as e:
+            if not line.endswith(b"\n"):
+                break  # the last line, cut by a kill
+            why = explain_damage(e)
+            raise UserError(f"{path}:{number} is not a row that a run writes: {why}", BAD_DATA) from None
     history.steps = [steps[i] for i in sorted(steps)]
     return history
 
@@ -271,10 +272,10 @@ def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the groups of settings in config.toml; none if the file does not exist."""
     path = folder / "config.toml"
     try:
-        groups = tomllib.loads(path.read_text(encoding="utf-8", errors="surrogateescape"))
+        groups = tomllib.loads(read_small(path, CONFIG_LIMIT, folder).decode(errors="surrogateescape"))
     except FileNotFoundError:
         return {}
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise UserError(f"{path} is damaged: {e}", BAD_DATA) from None
     return {group: values for group, values in groups.items() if isinstance(values, dict)}
 

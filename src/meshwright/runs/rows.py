@@ -5,35 +5,58 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from meshwright.errors import UnfitFile
+from meshwright.files import open_plain
 
 METRICS = "metrics.jsonl"
 TAIL_BYTES = 1 << 16  # that are read to find the last step
+ROW_LIMIT = 16 << 20  # bytes of a row; a file with a hole has a longer one
+ROWS_LIMIT = 4 * ROW_LIMIT  # bytes that are read at once
 
 # Raised for a row that no run writes.
-DAMAGED = (ValueError, TypeError, KeyError, OverflowError, AttributeError)
+DAMAGED = (ValueError, TypeError, KeyError, OverflowError, AttributeError, RecursionError)
 
 
 def explain_damage(error: Exception) -> str:
     return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
+def read_lines(folder: Path) -> Iterator[bytes]:
+    """Yield the lines of metrics.jsonl; raise UnfitFile for one that no run writes."""
+    with open_plain(folder / METRICS, folder) as file:
+        while line := read_line(file, folder):
+            yield line
+
+
+def read_line(file: BinaryIO, folder: Path) -> bytes:
+    """Return the next line, or the rest of one."""
+    line = file.readline(ROW_LIMIT)
+    if len(line) == ROW_LIMIT and not line.endswith(b"\n"):
+        at = file.tell() - ROW_LIMIT
+        raise UnfitFile(folder / METRICS, f"no row ends within {ROW_LIMIT:,} bytes of byte {at:,}; no run writes that")
+    return line
+
+
 def read_new_rows(folder: Path, begin: int = 0) -> tuple[list[dict[str, Any]], int]:
     """Return the complete rows after `begin` bytes of metrics.jsonl, and where the next one begins.
 
-    Lines that are not rows are skipped: one at `begin` may be the rest of a line.
+    At most ROWS_LIMIT bytes are read. Lines that are not rows are skipped: one at `begin` may be
+    the rest of a line.
     """
     try:
-        with (folder / METRICS).open("rb") as file:
+        with open_plain(folder / METRICS, folder) as file:
             file.seek(begin)
-            data = file.read()
+            data = file.read(ROWS_LIMIT)
     except OSError:
         return [], begin
     complete = data[: data.rfind(b"\n") + 1]
     rows = []
     for line in complete.splitlines():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             row = json.loads(line)
             if isinstance(row, dict) and "event" in row:
                 rows.append(row)
@@ -60,7 +83,6 @@ def find_last_step(folder: Path) -> tuple[int, str] | None:
 def holds_steps(folder: Path) -> bool:
     """Return whether a run logged a step in the folder."""
     try:
-        with (folder / METRICS).open("rb") as file:
-            return any(b'"event": "step"' in line for line in file)
+        return any(b'"event": "step"' in line for line in read_lines(folder))
     except FileNotFoundError:
         return False

@@ -30,13 +30,20 @@ def settings(
     return parsed
 
 
-def out_of_memory(error: Exception, less: str) -> UserError | None:
-    """Return advice if the memory of the device or the host ran out, else None."""
+def out_of_memory(error: Exception, less: str | None = None) -> UserError | None:
+    """Return advice if the memory of the device or the host ran out, else None.
+
+    `less` names flags that need less, where they are the reason. What is explained stays as it is.
+    """
+    if isinstance(error, UserError):
+        return None
     lack = host.describe_lack(error)  # first, because it needs no torch
     if lack is None and not device.is_out_of_memory(error):
         return None
     wanted = re.search(r"tried to allocate .*?(?= Including| Error code|$)", str(error), re.I | re.M)
     lack = lack or (wanted[0].rstrip(".") if wanted else "")
+    if less is None:
+        return UserError(f"out of memory on this machine: {lack or 'a request was refused'}; {host.MORE_MEMORY}")
     return UserError(f"out of memory{': ' * bool(lack)}{lack}: {less} needs less")
 
 

@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.files import read_small
 from meshwright.settings.fields import spelling
 from meshwright.settings.grammar import blend, prefix_of
 from meshwright.settings.hints import find_address, refuse_address
 from meshwright.settings.schema import Data
 
+PATHS_LIMIT = 64 << 20  # bytes of a file that names token files
 SPLITS = ("train", "valid", "test")
 # The settings of each way; the last one names a file that holds the values of the others.
 BLEND_FLAGS = ("data_path", "data_args_path")
@@ -230,7 +232,7 @@ def overlaps(d: Data) -> list[str]:
 
 def _read(path: str, flag: str) -> str:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_small(path, PATHS_LIMIT, pipes=True).decode()
     except OSError as error:
         raise ValueError(f"{flag} {path} cannot be read: {error.strerror or error}") from None
     except ValueError:

@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 
 from meshwright import console
 from meshwright.errors import BAD_DATA, DONE, UserError
+from meshwright.files import read_small
 from meshwright.settings import checks, help, presets
 from meshwright.settings.fields import (
     cached,
@@ -45,6 +46,7 @@ from meshwright.settings.other_programs.lazy_config import read_lazy_config
 from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
 from meshwright.settings.schema import TrainConfig
 
+SETTINGS_LIMIT = 4 << 20  # bytes of a file of settings
 C = TypeVar("C")
 
 # Units of one length: a unit given in a higher layer removes the others from lower layers.
@@ -503,7 +505,7 @@ class LayerReader:
         if path.suffix == ".py":
             return self.convert_all(self._without_others(self._flat(read_lazy_config(path))), f" in {path}")
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_small(path, SETTINGS_LIMIT, pipes=True).decode()
         except (OSError, UnicodeDecodeError) as e:
             raise UserError(f"--config {path}: {e.strerror if isinstance(e, OSError) else 'not UTF-8 text'}") from None
         try:

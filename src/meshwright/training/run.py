@@ -27,6 +27,7 @@ from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.before.preflight import require_equal_ranks
 from meshwright.training.before.resolve import Resolved, resolve
+from meshwright.training.before.sizes import smaller_sizes
 from meshwright.training.log.timers import Startup
 from meshwright.training.state.folder import goodput_of, write_report
 from meshwright.training.state.resume import note_kept_model
@@ -84,8 +85,7 @@ def run_resolved(resolved: Resolved, caller: Caller, startup: Startup) -> int:
         device = devices.open_device(p.device, world.local_rank)
     if resolved.config.precision.deterministic_mode:
         devices.use_deterministic_algorithms()
-    less = smaller_sizes(resolved.config)
-    with reporting(world, minutes, lambda error: commands.out_of_memory(error, less)):
+    with reporting(world, minutes, commands.out_of_memory):
         backend = pick_backend(p, device, world.rank == 0)
         resolved = replace(resolved, arguments=resolved.arguments | {"distributed_backend": backend})
         with startup.phase("ranks", "waiting for all ranks"):
@@ -96,14 +96,6 @@ def run_resolved(resolved: Resolved, caller: Caller, startup: Startup) -> int:
             after = "what torchrun prints after this line, and its status 1, is its way to end after a signal"
             print(f"the run has ended as it was asked to, with status {status}; {after}", file=sys.stderr, flush=True)
     return status
-
-
-def smaller_sizes(config: TrainConfig) -> str:
-    """Return the flags that make a run need less memory."""
-    t = config.training
-    recompute = "" if t.recompute_granularity == "full" else ", or --recompute-granularity full"
-    micro = f"a smaller --micro-batch-size (now {t.micro_batch_size or config.micro_batch})"
-    return f"{micro} or --seq-length (now {config.data.seq_length}){recompute}"
 
 
 def run_on_rank(
@@ -143,8 +135,9 @@ def run_on_rank(
         block.callback(trainer.close)
         with trainer.stop.handle_signals() if caller.handle_signals else contextlib.nullcontext():
             try:
-                reason = trainer.train(startup)
-                finish_run(trainer, reason, vocabulary.tokenizer)
+                with commands.explain_out_of_memory(smaller_sizes(config)):
+                    reason = trainer.train(startup)
+                    finish_run(trainer, reason, vocabulary.tokenizer)
             except BaseException as error:
                 trainer.metrics.record_failure(trainer.progress.iteration, error)
                 raise

@@ -21,10 +21,11 @@ from meshwright.model.gpt import initialise
 from meshwright.parallel.store import DRAWING_THREADS
 from meshwright.ranks.team import Team
 from meshwright.ranks.watchdog import Watchdog
+from meshwright.settings.command import explain_out_of_memory
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.before import memory
 from meshwright.training.before.resolve import Resolved
-from meshwright.training.before.sizes import describe_long_step, parameters_of_ranks
+from meshwright.training.before.sizes import describe_long_step, parameters_of_ranks, smaller_sizes
 from meshwright.training.beside.samples import SampleWriter
 from meshwright.training.beside.scores import Scores, ScoresBeside
 from meshwright.training.health.stop import StopConditions
@@ -71,7 +72,7 @@ def build_trainer(
 
 def build_state(spec: Spec, team: Team, startup: Startup) -> State:
     """Build the network, load or draw its weights, and resolve `--micro-batch-size auto`."""
-    with startup.phase("model", "building the model"):
+    with startup.phase("model", "building the model"), explain_out_of_memory(smaller_sizes(spec.config)):
         state = build_empty_state(spec, team)
     load_or_initialise(state, startup)
     if spec.config.training.micro_batch_size == "auto":

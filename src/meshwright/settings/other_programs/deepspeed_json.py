@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from meshwright.files import read_table
+from meshwright.files import read_small, read_table
 from meshwright.settings.fields import group_values, spelling
 from meshwright.settings.hints import did_you_mean
 from meshwright.settings.schema import TrainConfig
+
+JSON_LIMIT = 4 << 20  # bytes
 
 
 def number(value: Any) -> float:
@@ -180,14 +183,13 @@ def read_deepspeed(path: str) -> dict[str, Any]:
     """Return the file's object; ValueError says what is wrong, such as a repeated key."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [k for k, _ in pairs]
-        if repeated := next((k for k in keys if keys.count(k) > 1), None):
+        counts = Counter(k for k, _ in pairs)
+        if repeated := next((k for k, count in counts.items() if count > 1), None):
             raise ValueError(f'"{repeated}" is given twice')
         return dict(pairs)
 
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file, object_pairs_hook=unique)
+        found = json.loads(read_small(path, JSON_LIMIT, pipes=True).decode(), object_pairs_hook=unique)
     except OSError as error:
         raise ValueError(error.strerror) from None
     except UnicodeDecodeError:

@@ -114,3 +114,11 @@ def describe_long_step(flops: float) -> str | None:
         f"a step is {flops / 1e12:,.0f} TFLOP, about {minutes:,.0f} minutes on these {host.cores()} CPU cores, and "
         "nothing is logged or saved within it; take a smaller model or batch, or an accelerator"
     )
+
+
+def smaller_sizes(config: TrainConfig) -> str:
+    """Return the flags that make a run need less memory."""
+    t = config.training
+    recompute = "" if t.recompute_granularity == "full" else ", or --recompute-granularity full"
+    micro = f"a smaller --micro-batch-size (now {t.micro_batch_size or config.micro_batch})"
+    return f"{micro} or --seq-length (now {config.data.seq_length}){recompute}"

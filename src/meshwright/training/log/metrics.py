@@ -25,6 +25,7 @@ from meshwright.ranks.team import Team
 from meshwright.ranks.world import find_world
 from meshwright.records import json_ready
 from meshwright.runs.history import final_loss
+from meshwright.runs.rows import METRICS, read_lines
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.log.lines import FORMS, MEGATRON, Check, Interval, RunSizes, in_deepspeeds_form
@@ -72,9 +73,9 @@ class Metrics:
         self.file, self.attempt_number, self.has_failed = -1, 1, False
         self.unwritten = bytearray()  # rows, or the rest of one, that a full disk refused
         self.is_late = False  # whether that was logged
-        self.path = (folder or Path()) / "metrics.jsonl"
+        self.path = (folder or Path()) / METRICS
         if folder is not None:
-            self.attempt_number = 1 + _count_starts(self.path)
+            self.attempt_number = 1 + _count_starts(folder)
             self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         name = folder.resolve().name if folder is not None else "meshwright"
         self.trackers, self.bar = [], None
@@ -287,17 +288,20 @@ class Metrics:
             self.file = -1
 
 
-def _count_starts(path: Path) -> int:
+def _count_starts(folder: Path) -> int:
     """Return the number of attempts so far, and cut off a last line that a kill left incomplete."""
+    starts, size, line = 0, 0, b"\n"
     try:
-        data = path.read_bytes()
+        for line in read_lines(folder):
+            starts += line.startswith((b'{"event": "start"', b'{"event": "evaluate"'))
+            size += len(line)
     except FileNotFoundError:
         return 0
     except OSError as e:
-        raise UserError(f"cannot read {path}: {e.strerror}", BAD_DATA) from None
-    if data and not data.endswith(b"\n"):
-        os.truncate(path, data.rfind(b"\n") + 1)
-    return data.count(b'{"event": "start"') + data.count(b'{"event": "evaluate"')
+        raise UserError(f"cannot read {folder / METRICS}: {e.strerror}", BAD_DATA) from None
+    if not line.endswith(b"\n"):
+        os.truncate(folder / METRICS, size - len(line))
+    return starts
 
 
 def _start_bar(total: int) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UNAVAILABLE, UserError
+from meshwright.files import read_small
 from meshwright.settings.schema import Logging
 from meshwright.training.before.packages import require_packages
 from meshwright.training.log.columns import STEP_COLUMNS
@@ -124,7 +125,7 @@ class Wandb(Tracker):
         wandb: Any = importlib.import_module("wandb")
         root, id_file = logging.wandb_save_dir or folder, folder and folder / "wandb-id"
         is_new = first == 1 or id_file is None or not id_file.exists()
-        run_id = uuid.uuid4().hex if is_new or id_file is None else id_file.read_text().strip()
+        run_id = uuid.uuid4().hex if is_new or id_file is None else read_small(id_file, 4096, folder).decode().strip()
         try:
             self.run: Any = wandb.init(
                 project=logging.wandb_project,
