@@ -286,6 +286,20 @@ def test_an_export_of_tiktoken_s_has_the_same_ids(ranks, tmp_path, normalization
         assert theirs.tokenize(digits) and theirs.encode(digits, add_special_tokens=False) == ours.encode(digits)
 
 
+@pytest.mark.parametrize("count", ["{1,3}+", "{2}+", "{1,}+"])
+def test_an_export_keeps_a_possessive_count_or_is_refused(ranks, tmp_path, count):
+    """`tokenizers` takes it for a repetition; in a group, the + changes what follows."""
+    shutil.copy(ranks, tmp_path)
+    for pattern, is_equal in ((rf"\p{{L}}+|\p{{N}}{count}", True), (rf"(?:\p{{N}}{count}|x)\p{{N}}|\p{{L}}+", False)):
+        encoding = {"pattern": rf"{pattern}|[\x{{20}}+]|\s", "special_tokens": {"</s>": 300}}
+        (tmp_path / "encoding.json").write_text(json.dumps(encoding))
+        ours = named(tmp_path / "tiny.tiktoken")
+        library = ours.as_library()
+        assert (library is not None) == is_equal
+        for text in ("the 1234567", "12 + 345 x1") if is_equal else ():
+            assert library.encode(text).ids == ours.encode(text)
+
+
 def test_what_cannot_be_read(llama, ranks, bert, tmp_path, monkeypatch):
     broken = tmp_path / "tokenizer.model"
     broken.write_bytes(b"\n\x0e")

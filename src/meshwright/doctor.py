@@ -307,7 +307,7 @@ def examine_links(world: World) -> list[Fact]:
 def describe_links(links: list[Link], hosts: list[str], kind: str) -> Iterator[Fact]:
     """Yield a line for each rank with its links to later ones, and one for those that are slow."""
     several = len(set(hosts)) > 1
-    yield Fact("Links", "measured", f"an all-reduce of two ranks on {kind}: time of one number, speed of many")
+    yield Fact("Links", "measured", f"messages between two ranks on {kind}: time of one number, speed of many")
     for rank in sorted({link.a for link in links}):
         own = [link for link in links if link.a == rank]
         name = f"rank {rank}" + (f" {hosts[rank]}" if several else "")

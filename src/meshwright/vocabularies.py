@@ -219,9 +219,7 @@ class TikToken(Bytewise):
         """Return a tokenizer of the `tokenizers` library that gives the same ids, or None."""
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-        # The library takes {1,3}+ for a repetition; where an alternative ends, + changes nothing.
-        pattern = re.sub(r"(\{\d+,\d+\})\+(?=\||$)", r"\1", self._pattern)
-        if re.search(r"\{\d+,\d*\}\+", pattern):
+        if (pattern := _without_possessive_counts(self._pattern)) is None:
             return None
         letters = {byte: letter for letter, byte in byte_symbols().items()}
         names = {token: "".join(letters[byte] for byte in token) for token in self._ranks}
@@ -251,6 +249,24 @@ class TikToken(Bytewise):
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(self._bytes[i] for i in ids)
+
+
+def _without_possessive_counts(pattern: str) -> str | None:
+    """Return an equal pattern for the library, to which {1,3}+ is a repetition, or None.
+
+    Where an alternative of the whole pattern ends, nothing is left to give characters back to, so
+    the + may go. Within a group something may follow.
+    """
+    depth, parts = 0, list[str]()
+    for match in re.finditer(r"\\[xuUpP]\{[^}]*\}|\\.|\[(?:\\.|[^\]\\])*\]|(\{\d*,?\d*\})([+?])|.", pattern, re.DOTALL):
+        part, count, suffix = match[0], match[1], match[2]
+        depth += (part == "(") - (part == ")")
+        if count and (suffix == "+" or "," not in count):
+            if depth or suffix == "?" or pattern[match.end() :][:1] not in ("", "|"):
+                return None
+            part = count
+        parts.append(part)
+    return "".join(parts)
 
 
 class WordPiece(Bytewise):

@@ -380,12 +380,12 @@ def other_files(folder: Path) -> None:
     config = TrainConfig(tokenizer=given, data=Data(data_path=["a"]), checkpoint=checkpoint)
 
     def require_equal(config: TrainConfig) -> None:
-        vocabulary, problem = look_at_files(config, World(t.rank, t.size))
+        config, vocabulary, problem = look_at_files(config, World(t.rank, t.size))
         preflight.require_equal_ranks(t, identity_of(config, vocabulary), problem)
 
     with pytest.raises(UserError, match=r"SHA-256 of the tokenizer's tokenizer.json: \w+ on rank 0, \w+") as caught:
         require_equal(config)
-    assert re.search(r"--data-path a \(its files\): \w+ on rank 0, \w+ on rank 1", str(caught.value))
+    assert re.search(r"--data-path a \(its files\): \S+ \S+ on rank 0, \S+ \S+ on rank 1", str(caught.value))
     assert "data_fingerprint" not in str(caught.value) and "run_dir" not in str(caught.value)
     shared = replace(config, tokenizer=replace(given, tokenizer_model="none.json"))
     assert "none.json does not exist" in error_of(lambda: require_equal(shared))

@@ -101,18 +101,19 @@ def texts_of(folder, endpoint, *addresses, **more):
     env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(folder), **more}
     done = subprocess.run([sys.executable, "-c", SCRIPT, *addresses], env=env, capture_output=True, text=True)
     assert not done.returncode, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(done.stdout), done.stderr
 
 
 def test_streamed_from_a_server_and_then_from_the_cache(tmp_path):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     endpoint, name = f"http://127.0.0.1:{server.server_port}", "hf://org/name"
-    got = texts_of(tmp_path, endpoint, name, f"{name}:test", f"{name}[:2]", f"{name}:x", "hf://org/other")
+    got, said = texts_of(tmp_path, endpoint, name, f"{name}:test", f"{name}[:2]", f"{name}:x", "hf://org/other")
     assert got[:3] == [["a", "b é", "c"], ["t"], ["a", "b é"]]
     assert got[3] == "--input hf://org/name:x: Bad split: x. Available splits: ['train', 'test']"
     assert got[4].startswith("--input hf://org/other: the Hub has no data set org/other; check the name")
     server.shutdown()
     server.server_close()
-    texts, message = texts_of(tmp_path, endpoint, name, "hf://org/other", HF_HUB_OFFLINE="1")
+    (texts, message), said_offline = texts_of(tmp_path, endpoint, name, "hf://org/other", HF_HUB_OFFLINE="1")
     assert texts == ["a", "b é", "c"] and "to read it without a network, put it into the cache first" in message
+    assert "hf://org/name: the Hub cannot be asked (" in said_offline and "cannot be asked" not in said

@@ -16,6 +16,9 @@ def three_ranks() -> None:
     links.LARGE_BYTES = {"cpu": 1 << 16}
     measured = links.measure_links(team, torch.device("cpu"))
     assert [(link.a, link.b) for link in measured] == [(0, 1), (0, 2), (1, 2)]
+    links.ALL_PAIRS = 2  # as of many ranks, several pairs at once
+    again = links.measure_links(team, torch.device("cpu"))
+    assert [(link.a, link.b) for link in again] == [(0, 1), (0, 2), (1, 2)]
     assert all(0 < link.latency < 10 and link.bandwidth > 0 for link in measured)
 
 
@@ -39,3 +42,8 @@ def test_the_slow_link_is_named() -> None:
 def test_of_many_ranks_some_pairs_are_measured() -> None:
     assert len(links.pairs_of(32)) == 32 * 31 // 2
     assert {b - a for a, b in links.pairs_of(64)} == {1, 2, 4, 8, 16, 32}
+    assert links.rounds_of(3) == [[(0, 1)], [(0, 2)], [(1, 2)]]
+    for size in (64, 100, 256):
+        rounds = links.rounds_of(size)
+        assert sorted(pair for pairs in rounds for pair in pairs) == links.pairs_of(size) and len(rounds) <= 16
+        assert all(len({rank for pair in pairs for rank in pair}) == 2 * len(pairs) for pairs in rounds)

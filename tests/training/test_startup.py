@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,10 @@ from helpers import read_rows, write_counting
 from meshwright import console
 from meshwright.console import say
 from meshwright.errors import UserError
+from meshwright.ranks.world import World
+from meshwright.settings import flags
+from meshwright.settings.schema import Checkpoint, Model, TrainConfig
+from meshwright.training.before.resolve import require_fit, resolve
 from meshwright.training.log import timers
 from meshwright.training.log.timers import Startup
 
@@ -20,6 +25,25 @@ def test_a_run_records_its_phases(run):
     (row,) = read_rows(got.folder, "start")
     assert list(row["startup"]) == PHASES and all(seconds >= 0 for seconds in row["startup"].values())
     assert " > ready to train after " in got.out
+
+
+@pytest.mark.parametrize("length", ["--train-epochs=2", "--train-iters=2"])
+def test_a_rank_without_the_data_says_so_when_all_have_met(tmp_path, length):
+    words = "--num-layers=1 --hidden-size=8 --num-attention-heads=1 --seq-length=8 --max-position-embeddings=8 --lr=1"
+    data = ["--micro-batch-size=1", "--tokenizer=byte", f"--data-path={tmp_path / 'text'}", length]
+    config = flags.parse_settings(TrainConfig, [*words.split(), *data], "meshwright train", check=False).config
+    resolved = resolve(config, World(rank=1, size=2), command=[])
+    assert "missing" in str(resolved.problem) and not resolved.identity
+    with pytest.raises(UserError, match="missing"):
+        resolve(config, World(), command=[])
+
+
+def test_the_path_of_a_checkpoint_may_have_backslashes():
+    config = replace(TrainConfig(), checkpoint=Checkpoint(load=r"C:\1\group"))
+    config = replace(config, model=Model(num_layers=1, hidden_size=8, num_attention_heads=3))
+    with pytest.raises(UserError) as caught:
+        require_fit(config, {"num_attention_heads": 3})
+    assert r"--num-attention-heads 3 of C:\1\group" in str(caught.value)
 
 
 def test_a_long_phase_is_named_once(capsys, monkeypatch):

@@ -51,6 +51,10 @@ class ConversionTarget:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
 
+    @property
+    def wants_optimizer(self) -> bool:
+        return self.optimizer and self.to != "huggingface"
+
     def __post_init__(self) -> None:
         if self.to not in ("native", "torch", "huggingface"):
             raise UserError(f"no format {self.to!r}; give native, torch or huggingface")
@@ -123,7 +127,7 @@ def prepare_conversion(source: str | Path, target: ConversionTarget, settings: M
     if wrong := checks.unusable(config) + checks.planned_values(config):
         raise UserError(flags.listed(wrong))
     c = config.checkpoint
-    options = OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads)
+    options = OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads, target.wants_optimizer)
     opened = loading.require_checkpoint(source, options)
     for note in opened.notes:
         notice(note)
@@ -233,7 +237,7 @@ def select(source: Source, optimizer: bool = True, dtype: str | None = None) -> 
 def write_target(conversion: PreparedConversion) -> tuple[int, int]:
     """Write the target; return the number of tensors and of bytes."""
     source, target = conversion.source, conversion.target
-    optimizer = target.to != "huggingface" and target.optimizer and source.has_optimizer
+    optimizer = target.wants_optimizer and source.has_optimizer
     if target.to == "native" and optimizer and target.dtype not in (None, "float32"):
         raise UserError(f"--dtype {target.dtype} would round the weights that a run goes on from: add --no-optimizer")
     # Megatron keeps weights in half precision beside the masters.

@@ -1,9 +1,10 @@
-"""Measure the links between ranks: the latency and bandwidth of an all-reduce in each pair."""
+"""Measure the links between ranks: latency and bandwidth of messages in each pair."""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,8 @@ from meshwright.ranks.team import Team
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup
 
-ALL_PAIRS = 32  # ranks up to which every pair is measured, one after the other
+ALL_PAIRS = 32  # ranks up to which every pair is measured, one after the other; of more, many at once
 SMALL_REPEATS, LARGE_REPEATS = 30, 8
 LARGE_BYTES = {"cpu": 4 << 20}  # elsewhere:
 LARGE_ON_DEVICES = 64 << 20
@@ -24,7 +24,7 @@ LATENCY_NOISE = 100e-6  # seconds by which any two latencies may differ
 
 @dataclass(frozen=True)
 class Link:
-    """Two ranks, the seconds of a small all-reduce, and bytes per second of a large one."""
+    """Two ranks, the seconds of a small message, and bytes per second of a large one."""
 
     a: int
     b: int
@@ -41,25 +41,33 @@ def pairs_of(size: int) -> list[tuple[int, int]]:
     return every if size <= ALL_PAIRS else [(a, b) for a, b in every if (b - a).bit_count() == 1]
 
 
-def measure_links(team: Team, device: torch.device) -> list[Link]:
-    """Measure pair after pair; return all links on every rank, which all call this."""
-    import torch.distributed as dist
+def rounds_of(size: int) -> list[list[tuple[int, int]]]:
+    """Return pairs to measure at once: one of few ranks, those of equal distance of many."""
+    pairs = pairs_of(size)
+    if size <= ALL_PAIRS:
+        return [[pair] for pair in pairs]
+    rounds = defaultdict(list)
+    for a, b in pairs:
+        rounds[b - a, a // (b - a) % 2].append((a, b))  # no rank twice in a round
+    return list(rounds.values())
 
+
+def measure_links(team: Team, device: torch.device) -> list[Link]:
+    """Measure round after round; return all links on every rank, which all call this."""
     measured: list[list[float]] = []
-    for a, b in pairs_of(team.size):
-        group = dist.new_group([a, b])
-        if team.rank in (a, b):
-            latency, bandwidth = measure_pair(group, device)
-            if team.rank == a:
-                measured.append([a, b, latency, bandwidth])
-            dist.destroy_process_group(group)
+    for pairs in rounds_of(team.size):
+        for a, b in pairs:
+            if team.rank in (a, b):
+                latency, bandwidth = measure_pair(b if team.rank == a else a, team.rank == a, device)
+                if team.rank == a:
+                    measured.append([a, b, latency, bandwidth])
         team.wait()  # the others keep the link free
-    every = [values for rows in team.gather(measured) for values in rows]
+    every = sorted(values for rows in team.gather(measured) for values in rows)
     return [Link(int(a), int(b), latency, bandwidth) for a, b, latency, bandwidth in every]
 
 
-def measure_pair(group: ProcessGroup | None, device: torch.device) -> tuple[float, float]:
-    """Return the median seconds of a small all-reduce, and the bytes per second of a large one."""
+def measure_pair(other: int, is_first: bool, device: torch.device) -> tuple[float, float]:
+    """Return the median seconds of one number's way, and the bytes per second of many."""
     import torch
     import torch.distributed as dist
 
@@ -68,9 +76,10 @@ def measure_pair(group: ProcessGroup | None, device: torch.device) -> tuple[floa
         for _ in range(repeats + 2):
             devices.synchronize(device)
             begin = time.perf_counter()
-            dist.all_reduce(values, group=group)
+            for sends in (is_first, not is_first):  # there and back
+                dist.send(values, other) if sends else dist.recv(values, other)
             devices.synchronize(device)
-            times.append(time.perf_counter() - begin)
+            times.append((time.perf_counter() - begin) / 2)
         return statistics.median(times[2:])  # the first ones connect
 
     size = LARGE_BYTES.get(device.type, LARGE_ON_DEVICES)

@@ -40,6 +40,7 @@ LLAMA32 = SCALED | {"rope_type": "llama3", "original_max_position_embeddings": 8
 LLAMA32 |= {"low_freq_factor": 0.2, "high_freq_factor": 0.9}
 YARN = SCALED | {"rope_type": "yarn", "original_max_position_embeddings": 8}
 ROPE = {"rope_type": "default", "rope_theta": 50.0}
+SHARE = {"partial_rotary_factor": 0.5}
 WINDOWED = ["sliding_attention", "full_attention"]
 WINDOWS = {"use_sliding_window": True, "sliding_window": 5}
 THEIRS = {
@@ -67,6 +68,9 @@ THEIRS = {
     "neox": ("GPTNeoX", NEOX),
     "neox-tied-in-turn": ("GPTNeoX", NEOX | {"use_parallel_residual": False, "tie_word_embeddings": True}),
     "neox-rotated": ("GPTNeoX", NEOX | {"rotary_pct": 1.0, "rotary_emb_base": 50, "hidden_act": "gelu_new"}),
+    "neox-linear": ("GPTNeoX", NEOX | {"rope_parameters": SCALED | {"rope_type": "linear"} | SHARE}),
+    "neox-llama3": ("GPTNeoX", NEOX | {"rope_parameters": LLAMA32 | SHARE}),
+    "neox-yarn": ("GPTNeoX", NEOX | {"rope_parameters": YARN | SHARE | {"beta_fast": 1.5, "beta_slow": 0.1}}),
     "qwen2": ("Qwen2", LLAMA),
     "qwen2-windows": ("Qwen2", LLAMA | WINDOWS | {"layer_types": WINDOWED}),
     "qwen3": ("Qwen3", LLAMA | {"head_dim": 8}),
@@ -290,8 +294,8 @@ def test_unsupported_options_are_refused_by_name(tmp_path):
         ("neox", {"hidden_act": "relu"}, "hidden_act is relu"),
         ("neox", {"attention_bias": False}, "attention_bias is False"),
         ("neox", {"num_attention_heads": 5}, "hidden_size 32 is not a multiple of num_attention_heads 5"),
-        ("neox", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "kind of rotation .*linear"),
-        ("neox", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "kind of rotation .*linear"),
+        ("neox", {"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "kind of rotation .*longrope"),
+        ("neox", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "kind of rotation .*dynamic"),
         ("neox", {"use_parallel_residual": "no"}, "use_parallel_residual is no"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is gelu"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 8.0}}, "kind of rotation .*longrope"),

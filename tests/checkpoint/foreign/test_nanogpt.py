@@ -287,6 +287,20 @@ def test_padding_of_the_table_may_be_cut(trained, tmp_path):
     assert loading.require_checkpoint(tmp_path / "native").tensors["wte.weight"].shape == (VOCAB - 3, WIDTH)
 
 
+@pytest.mark.parametrize("state", [[3], {"muon": {}}, {"param_groups": []}, {"param_groups": [{"lr": 1e-2}]}])
+def test_a_fork_s_other_optimizer_leaves_the_weights(state, trained, tmp_path, text, capsys):
+    folder = save_checkpoint(tmp_path / "out", trained | {"optimizer": state})
+    assert "; add --no-load-optim (of convert: --no-optimizer) to load" in error_of(
+        lambda: loading.open_checkpoint(folder)
+    )
+    source = loading.require_checkpoint(folder, loading.OpenOptions(optimizer=False))
+    assert source.state["iteration"] == SAVED and source.config["adam_beta2"] == 0.95
+    assert main(["generate", str(folder), *READ, "--prompt", "1 2 3", "--max-new-tokens=2"]) == 0
+    assert main(["convert", str(folder), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
+    if state == [3]:
+        assert main(["train", *FLAGS, *text, *RECIPE, "--load", str(folder), "--no-load-optim"]) == 0
+
+
 class Payload:
     def __init__(self, marker):
         self.marker = marker

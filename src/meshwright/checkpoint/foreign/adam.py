@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-WITHOUT = "add --no-load-optim to load only the weights"
+WITHOUT = "add --no-load-optim (of convert: --no-optimizer) to load only the weights"
 # Where programs keep float32 masters, in lists per group, beside torch's own state.
 MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16", "shard_fp32_from_float16_groups", "fp32_groups")
 

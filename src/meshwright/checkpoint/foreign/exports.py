@@ -91,7 +91,6 @@ _GELU = Expression(
 _SILU = Expression(("hidden_act",), lambda saved: "silu", _activation("swiglu"))
 _ROTATION = from_model("rope_theta", "rotary_base")  # rope_parameters, which transformers 5 reads, repeats it
 _SCALING_OF_MEGATRON = refuse(lambda m: "" if has_megatrons_scaling(m) else f"this --rope-scaling {m.rope_scaling}")
-_NO_SCALING = refuse(lambda m: "" if m.rope_scaling == "none" else f"--rope-scaling {m.rope_scaling}")
 _SCALING = setting("rope_scaling", lambda saved: rope_scaling(saved.model))
 _LENGTH = SavedModel.require_positions
 _NORM_1P = refuse_switch("--apply-layernorm-1p", "apply_layernorm_1p")
@@ -184,7 +183,7 @@ EXPORTS = {
     "position_embedding_type": Export(_POSITIONS, _POSITIONS, _POSITIONS, SAME),
     "rotary_percent": Export(TRAINING, _ROTARY_PERCENT, from_model("rotary_pct", "rotary_percent"), SAME),
     "rotary_base": Export(TRAINING, _ROTATION, from_model("rotary_emb_base", "rotary_base"), SAME),
-    "rope_scaling": Export(TRAINING, _SCALING, _NO_SCALING, _SCALING_OF_MEGATRON),
+    "rope_scaling": Export(TRAINING, _SCALING, _SCALING, _SCALING_OF_MEGATRON),
     **{name: Export(TRAINING, *[ELSEWHERE] * 3) for table in SCALINGS.values() for name in table.values()},
     "window_size": Export(_WINDOW, _WINDOW_WITH_BIASES, _WINDOW, _WINDOW),
     "window_attn_skip_freq": Export(*[ELSEWHERE] * 4),

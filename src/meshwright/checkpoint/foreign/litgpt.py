@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.foreign.folder import COUNT, POSITIVE, WINDOW, ForeignFolder, Views
 from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
-from meshwright.checkpoint.foreign.huggingface.reader import rotation, window_settings
+from meshwright.checkpoint.foreign.huggingface.reader import RotationKeys, rotation, window_settings
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.manifests import read_small
 from meshwright.checkpoint.registry import LITGPT
@@ -41,6 +41,7 @@ FIXED |= {"window_size": None, "window_attn_skip_freq": None}
 LLAMA3 = frozenset("factor low_freq_factor high_freq_factor original_max_seq_len".split())
 SCALINGS: dict[frozenset[str], str] = {frozenset(): "default", frozenset(["factor"]): "linear", LLAMA3: "llama3"}
 FIXED |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02, "position_embedding_type": "rope"}
+ROTATION = RotationKeys("rope_theta", "rotary_percentage", 0.25)
 
 
 def open_litgpt(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
@@ -107,7 +108,6 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
             "kv_channels": lit.get("head_size", COUNT, h // heads or None),
             "ffn_hidden_size": lit.get("intermediate_size", COUNT, 4 * h),
             "max_position_embeddings": lit.get("block_size", COUNT),
-            "rotary_percent": lit.get("rotary_percentage", POSITIVE, 0.25),
             "normalization": kind,
             "apply_layernorm_1p": kind == "RMSNorm" and "Gemma" in str(config.get("name")),
             "layernorm_epsilon": lit.get("norm_eps", POSITIVE, 1e-5),
@@ -118,7 +118,7 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
             "final_logit_softcapping": lit.get("final_logit_softcapping", POSITIVE) if cap else 0.0,
             "untie_embeddings_and_output_weights": True,
         }
-        | rotation(scaled(lit), lit.get("block_size", COUNT))
+        | rotation(scaled(lit), lit.get("block_size", COUNT), ROTATION)
         | windows(lit, layers)
     )
 

@@ -22,7 +22,7 @@ from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.registry import NANOGPT
 from meshwright.checkpoint.run_state import RunState, check_saved_state
 from meshwright.checkpoint.sources import MappedSource, TensorView
-from meshwright.errors import bad_data
+from meshwright.errors import UserError, bad_data
 from meshwright.optim.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -74,8 +74,9 @@ def open_nanogpt(folder: Path, trust: bool = False, heads: int | None = None, op
             order = parameter_order(path, tree, weights)
             for (name, _), values in zip(order, match_numbered(path, tree, order), strict=True):
                 views |= {f"{name}/{kind}": arrange(name, values[kind]) for kind in MOMENTS}
-        state = read_state(path, tree, stated, optimizer)
-        settings |= recipe(tree, stated)
+        adam = adam_settings(path, tree, stated, optimizer)
+        state = read_state(path, tree, stated, adam, optimizer)
+        settings |= recipe(stated, adam)
     return MappedSource(
         NANOGPT, folder, config=settings, state=state, vocab=args["vocab_size"], notes=notes, views=views
     )
@@ -137,7 +138,21 @@ def train_settings(tree: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     return stated if stated and not lacking else {}
 
 
-def read_state(path: Path, tree: dict[str, Any], stated: dict[str, Any], optimizer: bool) -> dict[str, Any]:
+def adam_settings(path: Path, tree: dict[str, Any], stated: dict[str, Any], optimizer: bool) -> dict[str, Any]:
+    """Return rate, betas, epsilon and decay of AdamW, or train.py's if it is not wanted."""
+    try:
+        group = torch_state(path, tree)["param_groups"][0]
+        return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    except (UserError, IndexError, KeyError, TypeError):
+        if optimizer:
+            raise unreadable_state(path, "it is not laid out as torch's AdamW's") from None
+    betas = stated.get("beta1", 0.9), stated.get("beta2", 0.95)
+    return {"lr": math.nan, "betas": betas, "eps": 1e-8, "weight_decay": stated.get("weight_decay", 0.1)}
+
+
+def read_state(
+    path: Path, tree: dict[str, Any], stated: dict[str, Any], adam: dict[str, Any], optimizer: bool
+) -> dict[str, Any]:
     """Return the counters and the schedule; the steps to accumulate are those of all ranks."""
     iteration, batch = tree.get("iter_num"), stated["batch_size"] * stated["gradient_accumulation_steps"]
     if type(iteration) is not int or type(batch) is not int or batch < 1:
@@ -146,18 +161,17 @@ def read_state(path: Path, tree: dict[str, Any], stated: dict[str, Any], optimiz
     if len(steps) != 1:
         raise unreadable_state(path, f"its parameters have had {sorted(steps)[:5]} steps")
     decays = bool(stated.get("decay_lr", True))
-    group = tree["optimizer"]["param_groups"][0]
     top, warmup = stated["learning_rate"], stated["warmup_iters"] if decays else 0
     # Newer versions warm up from 1 / (warmup_iters + 1) of the rate, older ones from 0.
-    is_newer = iteration < warmup and math.isclose(group["lr"], top * (iteration + 1) / (warmup + 1))
+    is_newer = iteration < warmup and math.isclose(adam["lr"], top * (iteration + 1) / (warmup + 1))
     schedule = Schedule(
         max_lr=top,
         min_lr=stated["min_lr"],
         warmup=warmup * batch,
         decay=stated["lr_decay_iters"] * batch,
         style="cosine" if decays else "constant",
-        start_wd=group["weight_decay"],
-        end_wd=group["weight_decay"],
+        start_wd=adam["weight_decay"],
+        end_wd=adam["weight_decay"],
         wd_samples=stated["max_iters"] * batch,
         wd_style="constant",
         init_lr=top / (warmup + 1) if is_newer else 0.0,
@@ -168,12 +182,12 @@ def read_state(path: Path, tree: dict[str, Any], stated: dict[str, Any], optimiz
     return state
 
 
-def recipe(tree: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
+def recipe(stated: dict[str, Any], adam: dict[str, Any]) -> dict[str, Any]:
     """Return settings that a run which continues is compared with."""
-    group, batch = tree["optimizer"]["param_groups"][0], stated["batch_size"]
-    beta1, beta2 = group["betas"]
+    batch = stated["batch_size"]
+    beta1, beta2 = adam["betas"]
     out = {"micro_batch_size": batch, "global_batch_size": batch * stated["gradient_accumulation_steps"]}
-    out |= {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": group["eps"], "clip_grad": stated.get("grad_clip")}
+    out |= {"adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": adam["eps"], "clip_grad": stated.get("grad_clip")}
     return {name: value for name, value in out.items() if type(value) in (int, float)}
 
 
@@ -186,7 +200,7 @@ def parameter_order(
     names = [*TABLES, *(f"{module}.{kind}" for module in modules for kind in KINDS)]
     order = sorted(((name, weights[name]) for name in names if name in weights), key=lambda item: item[1].ndim < 2)
     decayed = sum(tensor.ndim > 1 for _, tensor in order)
-    sizes = [len(group["params"]) for group in torch_state(path, tree)["param_groups"]]
+    sizes = [len(group.get("params", ())) for group in torch_state(path, tree)["param_groups"]]
     if sizes != [decayed, len(order) - decayed]:
         why = f"its groups are of {sizes} parameters, where {decayed} decay and {len(order) - decayed} do not"
         raise unreadable_state(path, f"{why} (old versions of nanoGPT let no table decay)")

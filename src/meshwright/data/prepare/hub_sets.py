@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from meshwright import hub
+from meshwright.console import notice
 from meshwright.data.prepare.rows import json_line, require_columns
 from meshwright.errors import IO, UNAVAILABLE, UserError, bad_data
 
@@ -65,7 +66,8 @@ def find_revision(address: str) -> str:
     except huggingface_hub.errors.RepositoryNotFoundError:
         cure = "check the name, or log in with `hf auth login` if it is private"
         raise bad_data(f"--input {address}: the Hub has no data set {wanted.name}; {cure}") from None
-    except Exception:  # of a network, of which the library knows many
+    except Exception as error:  # of a network, of which the library knows many
+        notice(f"{address}: the Hub cannot be asked ({_first_line(error)}); what an earlier load_dataset kept is read")
         return IN_CACHE
 
 

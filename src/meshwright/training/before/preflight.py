@@ -22,6 +22,7 @@ from meshwright.training.before.resolve import (
     loaded_folder,
     require_free_folders,
     require_settings,
+    require_token_files,
     run_folder_of,
     settle_length,
 )
@@ -53,6 +54,7 @@ def require_equal_ranks(team: Team, identity: dict[str, Any], problem: UserError
 def dry_run(config: TrainConfig) -> int:
     """Check settings, files and sizes without torch and without writing; print what would run."""
     require_settings(config, needs_data=False)
+    require_token_files(config)
     config = settle_length(config)
     later = checks.problems(config)
     require_free_folders(config)

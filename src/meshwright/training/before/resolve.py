@@ -124,7 +124,8 @@ def require_fit(config: TrainConfig, inherited: Mapping[str, Any]) -> None:
         wrong = [line.replace(of_flag, made) for line in wrong]
     for name, value in inherited.items():
         stated = f"{spelling(name)} {value}"
-        wrong = [re.sub(rf"{re.escape(stated)}(?![\d.])", stated + origin, line) for line in wrong]
+        pattern = re.compile(rf"{re.escape(stated)}(?![\d.])")
+        wrong = [pattern.sub(lambda match: match[0] + origin, line) for line in wrong]
     if wrong := [line for line in wrong if origin in line]:
         raise UserError(flags.listed(wrong))
 
@@ -149,10 +150,9 @@ def resolve(
         data = replace(data_paths.without(config.data), multiple_validation_sets=False, validation_set_names=[])
         config = replace(config, data=data)
     require_settings(config, needs_data=not has_datasets)
-    config = settle_length(config, prints=world.rank == 0)
-    vocabulary, problem = look_at_files(config, world)
+    config, vocabulary, problem = look_at_files(config, world)
     arguments = argument_dump.dumped_arguments(config, idle or {}, config.parallel.distributed_backend or "")
-    identity = identity_of(config, vocabulary) if world.size > 1 else {}
+    identity = identity_of(config, vocabulary) if world.size > 1 and problem is None else {}
     switches = flags.switches_in_effect(config, idle or {})
     return Resolved(config, vocabulary, identity, arguments, problem, world, command or [], switches)
 
@@ -179,12 +179,16 @@ def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
 
 
 def require_settings(config: TrainConfig, needs_data: bool) -> None:
-    """Require settings that fit each other, folders, and the token files that are named."""
+    """Require settings that fit each other, and folders."""
     if problems := checks.problems(config, needs_data):
         raise UserError(flags.listed(problems))
     for flag, root in (("--run-dir", config.checkpoint.run_dir), ("--save", config.checkpoint.save)):
         if root and Path(root).exists() and not Path(root).is_dir():
             raise UserError(f"{flag} {root} is a file, not a folder")
+
+
+def require_token_files(config: TrainConfig) -> None:
+    """Require the token files that are named."""
     for prefix in data_paths.prefixes(config.data):
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").exists()]
         if missing:
@@ -193,17 +197,19 @@ def require_settings(config: TrainConfig, needs_data: bool) -> None:
             raise UserError(f"data {prefix}: missing {' and '.join(missing)}{hint}", BAD_DATA)
 
 
-def look_at_files(config: TrainConfig, world: World) -> tuple[Vocabulary, UserError | None]:
-    """Return the vocabulary, or what is wrong with the files of one of several ranks."""
+def look_at_files(config: TrainConfig, world: World) -> tuple[TrainConfig, Vocabulary, UserError | None]:
+    """Return settings and vocabulary, or what is wrong with the files of one of several ranks."""
     try:
+        require_token_files(config)
+        config = settle_length(config, prints=world.rank == 0)
         if world.rank == 0:
             require_free_folders(config)
             require_packages(config.logging)
-        return find_vocabulary(config, run_folder_of(config)), None
+        return config, find_vocabulary(config, run_folder_of(config)), None
     except UserError as error:
         if world.size == 1:
             raise
-        return NO_VOCABULARY, error
+        return config, NO_VOCABULARY, error
 
 
 def require_free_folders(config: TrainConfig) -> None:

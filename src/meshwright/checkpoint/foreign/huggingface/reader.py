@@ -243,7 +243,7 @@ def read_neox(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     head = names.NEOX_HEAD if hf.has(f"{names.NEOX_HEAD}.weight") else names.HEAD
     untied = hf.add_head(pieces, wte, hf.config.get("tie_word_embeddings", False) is True, head)
     hf.note_defaults(**NEOX_DEFAULTS)
-    return neox_rotation(hf) | plain_settings(h, layers, heads, f, positions) | {
+    return rotation(hf, positions, NEOX_ROTATION) | plain_settings(h, layers, heads, f, positions) | {
         "bias_gelu_fusion": activation != "gelu",
         "hidden_dropout": hf.get("hidden_dropout", SHARE, 0.0),
         "attention_dropout": hf.get("attention_dropout", SHARE, 0.0),
@@ -255,18 +255,16 @@ def read_neox(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     }, pieces
 
 
-def neox_rotation(hf: ForeignFolder) -> dict[str, float]:
-    """Return base and share of the rotation, which transformers 5 keeps in rope_parameters."""
-    rope = hf.config.get("rope_parameters") or {"rope_type": "default"}
-    if not isinstance(rope, dict) or rope.get("rope_type") != "default" or hf.config.get("rope_scaling"):
-        what = f"the kind of rotation is {str(hf.config.get('rope_scaling') or rope)[:200]}"
-        raise hf.refused(what, "default would do")
-    out = {}
-    keys = {"rotary_base": ("rotary_emb_base", "rope_theta", 1e4)}
-    keys["rotary_percent"] = ("rotary_pct", "partial_rotary_factor", 0.25)
-    for name, (older, newer, default) in keys.items():
-        out[name] = float(hf.get(newer, POSITIVE, hf.get(older, POSITIVE, default), rope))
-    return out
+class RotationKeys(NamedTuple):
+    """Keys of config.json; rope_parameters has rope_theta and partial_rotary_factor."""
+
+    base: str
+    share: str
+    default_share: float
+
+
+NEOX_ROTATION = RotationKeys("rotary_emb_base", "rotary_pct", 0.25)
+LLAMA_ROTATION = RotationKeys("rope_theta", "partial_rotary_factor", 1.0)
 
 
 class LlamaSizes(NamedTuple):
@@ -331,7 +329,7 @@ def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
         "add_bias_linear": all_biases,
         "add_qkv_bias": qkv_bias and not all_biases,
         "qk_layernorm": qk_norm,
-        **rotation(hf, positions),
+        **rotation(hf, positions, LLAMA_ROTATION),
         **windows(hf, layers, positions),
     }, pieces
 
@@ -388,17 +386,20 @@ def window_settings(reach: int, kinds: list[int]) -> dict[str, str | None]:
     return {"window_size": f"{reach},0", "window_attn_skip_freq": pattern}
 
 
-def rotation(hf: ForeignFolder, positions: int) -> dict[str, Any]:
-    """Return base and scaling, from rope_scaling of transformers 4 or rope_parameters of 5."""
+def rotation(hf: ForeignFolder, positions: int, keys: RotationKeys) -> dict[str, Any]:
+    """Return base, share and scaling: rope_scaling of transformers 4, rope_parameters of 5."""
     rope = hf.config.get("rope_scaling") or hf.config.get("rope_parameters") or {}
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
     if kind not in ("default", *SCALINGS) or any(isinstance(value, dict) for value in rope.values()):
         what = f"the kind of rotation (rope_parameters, rope_scaling) is {str(rope)[:200]}"
         raise hf.refused(what, f"default, {', '.join(SCALINGS)} would do")
-    for key, good in {"partial_rotary_factor": 1.0, "truncate": True}.items():
+    wanted = {"truncate": True, "partial_rotary_factor": 1.0} if keys is LLAMA_ROTATION else {"truncate": True}
+    for key, good in wanted.items():
         if (value := rope.get(key, hf.config.get(key, good))) != good:
             raise hf.refused(f"{key} is {str(value)[:100]}", f"{good} would do")
-    out: dict[str, Any] = {"rotary_base": hf.get("rope_theta", POSITIVE, 1e4, rope if "rope_theta" in rope else None)}
+    share = hf.get("partial_rotary_factor", POSITIVE, hf.get(keys.share, POSITIVE, keys.default_share), rope)
+    base = hf.get("rope_theta", POSITIVE, hf.get(keys.base, POSITIVE, 1e4), rope)
+    out: dict[str, Any] = {"rotary_base": base, "rotary_percent": share}
     out["rope_scaling"] = "none" if kind == "default" else kind
     defaults: dict[str, float] = {"original_max_position_embeddings": positions, "beta_fast": 32.0, "beta_slow": 1.0}
     if kind == "yarn":
