@@ -149,7 +149,7 @@ def recorded(system: Path, tmp_path: Path) -> str:
     return f"export PATH={folder}:$PATH ARGS={tmp_path}/args LINES={tmp_path}/lines\n"
 
 
-@pytest.mark.parametrize("devices", ["--num_gpus 8"])
+@pytest.mark.parametrize("devices", ["--num_gpus 8", "--include localhost:0,1,2,3,4,5,6,7"])
 def test_run_py_is_deepspeeds_launcher(system: Path, monkeypatch: pytest.MonkeyPatch, devices: str) -> None:
     """As the published scripts call it."""
     ran: list[tuple[LaunchPlan, list[str]]] = []
