@@ -582,6 +582,7 @@ def test_an_unread_result_is_no_failure_but_lost_work_is(tmp_path):
 
 
 @pytest.mark.fault("F26")
+@pytest.mark.flag("data_changed")
 def test_changed_data_is_refused_on_resume(tmp_path, capsys):
     import numpy as np
 

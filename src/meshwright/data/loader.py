@@ -32,7 +32,7 @@ from meshwright.data.blend import Composite
 from meshwright.data.files.indexed import Indexed, fingerprint
 from meshwright.data.index_cache import Ints, Storage, cached_indices
 from meshwright.data.samples import VERSION, Dataset, OrderedSamples, build_indices, epochs_needed, require_sample
-from meshwright.errors import UserError, bad_data
+from meshwright.errors import IO, UserError, bad_data
 
 
 class Samples(OrderedSamples):
@@ -75,14 +75,14 @@ class Samples(OrderedSamples):
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         indexed, itemsize = self.indexed, self.indexed.dtype.itemsize
-        indexed.require_whole()
+        self.require_whole()
         places = [(int(indexed.pointers[d]) // itemsize + offset, n) for d, offset, n in self.pieces(k)]
         return np.concatenate([indexed.tokens[at : at + n] for at, n in places], dtype=np.int64)
 
     def read(self, numbers: list[int]) -> npt.NDArray[np.int64]:
         """Return [samples, S + 1]: many samples in a third of the time of one by one."""
         indexed, j = self.indexed, self.shuffle_idx[numbers].astype(np.int64)
-        indexed.require_whole()
+        self.require_whole()
         (first, offset), (last, end) = self.sample_idx[j].T, self.sample_idx[j + 1].T
         counts = last - first + 1  # documents that each sample touches
         stops = counts.cumsum()
@@ -94,6 +94,16 @@ class Samples(OrderedSamples):
         # Slices of the memory-mapped file: the concatenation is the one copy.
         pieces = [indexed.tokens[a:b] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
         return np.concatenate(pieces, dtype=np.int64, casting="unsafe").reshape(len(j), -1)
+
+    def require_whole(self) -> None:
+        """Refuse files that were cut short since they were opened: SIGBUS would end a read."""
+        for path, mapped in self.indexed.maps.items():
+            if (size := mapped.size()) < len(mapped):
+                raise UserError(
+                    f"{path} was cut short while it was in use: {size:,} of {len(mapped):,} bytes are left; restore "
+                    "the file, and continue from the last checkpoint",
+                    IO,
+                )
 
     def locate(self, k: int, position: int) -> str:
         for document, offset, length in self.pieces(k):

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright import files
-from meshwright.errors import IO, UserError, bad_data
+from meshwright.errors import UserError, bad_data
 from meshwright.settings.hints import near_path
 
 Ints = npt.NDArray[np.integer[Any]]
@@ -210,16 +210,6 @@ class Indexed:
         """Return the number of tokens in sequences [first, stop), without a look at each."""
         begin, end = (int(self.pointers[i]) if i < len(self) else self.tokens.nbytes for i in (first, max(first, stop)))
         return (end - begin) // self.dtype.itemsize
-
-    def require_whole(self) -> None:
-        """Refuse files that were cut short since they were opened: SIGBUS would end a read."""
-        for path, mapped in self.maps.items():
-            if (size := mapped.size()) < len(mapped):
-                raise UserError(
-                    f"{path} was cut short while it was in use: {size:,} of {len(mapped):,} bytes are left; restore "
-                    "the file, and continue from the last checkpoint",
-                    IO,
-                )
 
     def sequence_at(self, token: int) -> int:
         """Return the sequence that holds this token of the file."""

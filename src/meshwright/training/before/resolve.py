@@ -173,8 +173,9 @@ def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
     own = saved_settings(config)
     del own["local_rank"], own["run_dir"]  # rank 0 alone writes there
     del own["deepspeed_config"]  # its values are among the settings
-    files = zip(data_paths.prefixes(config.data), own.pop("data_fingerprint"), own.pop("data_contents"), strict=True)
-    own |= {f"--data-path {prefix} (its files)": both for prefix, *both in files}
+    for name, what in (("data_fingerprint", "files"), ("data_contents", "tokens")):
+        hashes = zip(data_paths.prefixes(config.data), own.pop(name), strict=True)
+        own |= {f"--data-path {prefix} (its {what})": value for prefix, value in hashes}
     return own | {"meshwright": our_version(), "python": platform.python_version()} | vocabulary.identity()
 
 
