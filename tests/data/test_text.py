@@ -13,7 +13,7 @@ import threading
 import time
 import tracemalloc
 import zlib
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 import pyarrow
 import pyarrow.parquet
@@ -26,6 +26,7 @@ from meshwright.data.prepare import containers, cutting, plain, records, tables
 from meshwright.data.prepare.cutting import cut_inputs
 from meshwright.data.prepare.inputs import find_inputs
 from meshwright.data.prepare.pieces import Broken, lines_of
+from meshwright.data.prepare.plain import JSON_LINES
 from meshwright.data.prepare.records import Bad
 from meshwright.errors import IO, UNAVAILABLE, UserError
 from meshwright.settings.text_inputs import TextInputs
@@ -533,6 +534,58 @@ def test_a_small_file_that_unpacks_to_much(tmp_path, monkeypatch, kind):
     finally:
         tracemalloc.stop()
     assert max(largest) <= containers.CHUNK and peak < 150 << 20
+
+
+@pytest.mark.parametrize("separator", [JSON_LINES, "<|endoftext|>"], ids=["lines", "texts"])
+@pytest.mark.fault("F28")
+@pytest.mark.promise("What a small file unpacks to is read in pieces of bounded size")
+def test_a_stream_without_line_ends_takes_linear_time(separator):
+    """Looking at each chunk again with the next takes seconds for lines, minutes for texts."""
+    chunk, count = b"x" * (1 << 12), 1 << 12
+    began = time.process_time()
+    assert [len(part) for part in plain.cut_stream(repeat(chunk, count), plain.PIECE, separator)] == [
+        len(chunk) * count
+    ]
+    assert time.process_time() - began < 0.5
+
+
+def claims(kind, size, body=b""):
+    """Return a member of a tar archive whose header claims another size than its body has."""
+    info = tarfile.TarInfo("a.txt")
+    info.type, info.size = kind, size
+    return info.tobuf(tarfile.GNU_FORMAT) + body
+
+
+@pytest.mark.parametrize("size", [1 << 62, 1 << 85, 1 << 40], ids=str)
+@pytest.mark.parametrize(
+    "kind", [tarfile.REGTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.CHRTYPE, b"S", b"?"]
+)
+@pytest.mark.fault("F28")
+@pytest.mark.promise("What a small file unpacks to is read in pieces of bounded size")
+def test_a_member_of_an_archive_that_claims_much(tmp_path, kind, size):
+    """Neither skipping nor reading it goes on beyond the end, and what precedes it is kept."""
+    whole, path = archive({"x.txt": b"x"})[:1024], tmp_path / "a.tar"
+    path.write_bytes(whole + claims(kind, size, b"b" * 600))
+    began = time.process_time()
+    found = units_in(path)
+    assert found[0] == ("x", f"{path}:x.txt") and all(where.startswith(str(path)) for _, where in found)
+    assert time.process_time() - began < 1
+
+
+def test_a_header_that_unpacks_to_much(tmp_path):
+    """A name of a hundred megabytes, packed to a few kilobytes, and holes of an exabyte."""
+    path = tmp_path / "a.tar.gz"
+    packer = zlib.compressobj(1, wbits=31)
+    packed = packer.compress(archive({"x.txt": b"x"})[:1024] + claims(tarfile.GNUTYPE_LONGNAME, 1 << 30))
+    packed += b"".join(packer.compress(b"n" * (1 << 20)) for _ in range(100))
+    path.write_bytes(packed + packer.flush())
+    tracemalloc.start()
+    try:
+        (kept, _), (why, where) = units_in(path)
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+    assert kept == "x" and "a header of more than 1,048,576 bytes" in str(why) and where == str(path)
 
 
 def test_a_json_array_is_reported_once(tmp_path):

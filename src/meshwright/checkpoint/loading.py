@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from meshwright.checkpoint import manifests, native, publish, steps
+from meshwright.checkpoint.claims import FalseClaim
 from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.registry import FORMATS, MEGATRON
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
@@ -135,6 +136,8 @@ def open_step(location: StepLocation, options: OpenOptions = PLAIN, team: Team =
         manifests.verify_step(folder, full=True, team=team)
     try:
         source = FORMATS[kind].load_reader()(folder, options.trust, options.heads, options.optimizer)
+    except FalseClaim as claim:
+        raise bad_data(f"{folder}: {claim}; it is damaged, or made to mislead") from claim
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise bad_data(f"{folder}: not laid out as {kind}'s checkpoints: {error!r:.300}") from error
     number = location.step if location.is_numbered else source.state.get("iteration", 0)

@@ -12,6 +12,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.checkpoint.claims import STEPS
 from meshwright.errors import bad_data
 from meshwright.optim.schedule import Schedule
 
@@ -69,7 +70,7 @@ def check_json(value: Any, where: object) -> None:
 def check_saved_state(state: Any, where: object) -> None:
     """Refuse a state that is not as a run saves it, with the types that a run needs."""
     check_json(state, where)
-    wrong = [name for name in COUNTERS if type(n := state.get(name, 0)) is not int or n < 0]
+    wrong = [name for name in COUNTERS if type(n := state.get(name, 0)) is not int or not 0 <= n <= STEPS]
     losses, scale = state.get("losses", []), state.get("loss_scale", dataclasses.asdict(LossScaleState()))
     if not isinstance(losses, list) or any(type(x) not in (int, float) for x in losses):
         wrong.append("losses")

@@ -1,12 +1,14 @@
 """Files that try to run code, or to waste memory or time, when a checkpoint is opened.
 
-They are made by hand, without checkpoint/. Each has a name, its opener, a part of the reason for
-its refusal, and a function that writes it. `runs`: its code would run if the file were trusted,
-which a test shows, so that no payload is a dud.
+They are made by hand, without the readers in checkpoint/. Each has a name, its opener, a part of
+the reason for its refusal, and a function that writes it. `runs`: its code would run if the file
+were trusted, which a test shows, so that no payload is a dud.
 """
 
 from __future__ import annotations
 
+import argparse
+import copy
 import copyreg
 import hashlib
 import io
@@ -20,13 +22,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.checkpoint.registry import DEEPSPEED, HUGGING_FACE, MEGATRON, TORCH_DIST
+
 MEGABYTE = 1 << 20
 UNTRUSTED = "trust-pickle runs it"
 
 
 class Case(NamedTuple):
     name: str
-    opener: str  # "pickle", "dcp", "huggingface", "native"
+    opener: str  # "pickle", "native", or a name in registry.py
     says: str
     write: Callable[[Path, Path], None]  # the file or folder to be made, and the marker that its code would make
     runs: bool = False
@@ -273,6 +277,11 @@ in_file("a set of long texts", "as a key", lambda m: program(b"\x8f(" + text("x"
 in_file("numbers that all hash to zero", "a int as a key", lambda m: program(b"}" + collisions(1000)))
 
 
+in_file("pairs that all have one hash", "a tuple as a key", lambda m: program(b"}" + pairs(2000)))
+in_file("20,000 pairs as keys", "more than 10,000 keys", lambda m: program(b"}" + small_pairs(20_000)))
+in_file("20,000 addresses as keys", "more than 10,000 keys", lambda m: program(b"}" + addresses(20_000)))
+
+
 CASES[UNMEASURED:] = [case._replace(measured=True) for case in CASES[UNMEASURED:]]
 
 
@@ -285,6 +294,33 @@ def long_names(size: int, count: int) -> bytes:
 def laughs(first: bytes, then: bytes, count: int) -> bytes:
     """Make values that each hold the previous one ten times; the last is on the stack."""
     return first + b"0".join([b""] + [then] * count)
+
+
+def pairs(count: int) -> bytes:
+    """Return items whose keys are tuples of two numbers with the same hash."""
+    mask = (1 << 64) - 1
+    first, second, fifth = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x27D4EB2F165667C5
+    unfirst, unsecond = pow(first, -1, 1 << 64), pow(second, -1, 1 << 64)
+
+    def before(total: int) -> int:  # what was turned and multiplied to give this
+        turned = total * unfirst & mask
+        return (turned >> 31 | turned << 33) & mask
+
+    out, b = list[tuple[int, int]](), 0
+    while len(out) < count:
+        b += 1
+        a = (before((before(12345) - b * second) & mask) - fifth) * unsecond & mask
+        out += [(a, b)] * (a < 1 << 60)
+    assert len({hash(key) for key in out}) == 1
+    return b"".join(number(a) + number(b) + b"\x86Ns" for a, b in out)
+
+
+def small_pairs(count: int) -> bytes:
+    return b"".join(number(i) + b"K\1\x86Ns" for i in range(count))
+
+
+def addresses(count: int) -> bytes:
+    return b"".join(number((i + 1) << 23) + b"Ns" for i in range(count))
 
 
 def collisions(count: int) -> bytes:
@@ -485,15 +521,111 @@ def metadata_that_runs(folder: Path, marker: Path) -> None:
     (folder / ".metadata").write_bytes(program(system(marker)))
 
 
-in_folder("dcp: metadata", "dcp", UNTRUSTED, metadata_that_runs, True)
-in_folder("dcp: metadata of numbers", "dcp", "", lambda p, m: (p / ".metadata").write_bytes(program(b"K\1")))
-in_folder("dcp: a tensor's item", "dcp", UNTRUSTED, hostile_item, True)
-in_folder("dcp: common.pt", "dcp", UNTRUSTED, hostile_common, True)
-in_folder("dcp: a file outside", "dcp", "outside", lambda p, m: with_metadata(p, relative_path="../../etc/passwd"))
-in_folder("dcp: an absolute file", "dcp", "outside", lambda p, m: with_metadata(p, relative_path="/etc/passwd"))
-in_folder("dcp: an offset below zero", "dcp", "wanted", lambda p, m: with_metadata(p, offset=-5))
-in_folder("dcp: a length beyond the file", "dcp", "wanted", lambda p, m: with_metadata(p, length=1 << 60))
-in_folder("dcp: an offset that is a text", "dcp", "", lambda p, m: with_metadata(p, offset="0"))
+in_folder("dcp: metadata", TORCH_DIST, UNTRUSTED, metadata_that_runs, True)
+in_folder("dcp: metadata of numbers", TORCH_DIST, "", lambda p, m: (p / ".metadata").write_bytes(program(b"K\1")))
+in_folder("dcp: a tensor's item", TORCH_DIST, UNTRUSTED, hostile_item, True)
+in_folder("dcp: common.pt", TORCH_DIST, UNTRUSTED, hostile_common, True)
+in_folder("dcp: a file outside", TORCH_DIST, "outside", lambda p, m: with_metadata(p, relative_path="../../etc/passwd"))
+in_folder("dcp: an absolute file", TORCH_DIST, "outside", lambda p, m: with_metadata(p, relative_path="/etc/passwd"))
+in_folder("dcp: an offset below zero", TORCH_DIST, "wanted", lambda p, m: with_metadata(p, offset=-5))
+in_folder("dcp: a length beyond the file", TORCH_DIST, "wanted", lambda p, m: with_metadata(p, length=1 << 60))
+in_folder("dcp: an offset that is a text", TORCH_DIST, "", lambda p, m: with_metadata(p, offset="0"))
+
+
+def with_sizes(**sizes: Any) -> Callable[[Path, Path], None]:
+    """Return a writer of an honest folder whose metadata list more tensors, stored nowhere."""
+
+    def write(folder: Path, marker: Path) -> None:
+        with_metadata(folder)
+        with open(folder / ".metadata", "rb") as file:
+            metadata = pickle.load(file)  # noqa: S301  written a line above
+        entries = metadata.state_dict_metadata
+        for key, size in sizes.items():
+            more = copy.copy(entries[KEY])
+            more.size, more.chunks = size, []
+            entries[key] = more
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+    return write
+
+
+STACKED = "decoder.layers.self_attention.linear_qkv.weight"
+FAR = "decoder.layers.999999999.self_attention.linear_qkv.weight"
+LONG = [1] * 20_000
+in_folder("dcp: a thousand million layers", TORCH_DIST, "no part of", with_sizes(**{STACKED: (10**9, 4, 4)}))
+in_folder("dcp: a layer of a high number", TORCH_DIST, "no part of", with_sizes(**{FAR: (4, 4)}))
+in_folder("dcp: a size of 1e308", TORCH_DIST, "a size of", with_sizes(**{STACKED: (1e308, 4)}))
+in_folder("dcp: a size below zero", TORCH_DIST, "a size of", with_sizes(**{STACKED: (-4, 4)}))
+in_folder("dcp: a product beyond 64 bits", TORCH_DIST, "elements", with_sizes(**{STACKED: (1 << 40, 1 << 40)}))
+in_folder(
+    "dcp: 60,000 names that share a list of sizes",
+    TORCH_DIST,
+    "at most 16 sizes",
+    with_sizes(**{f"decoder.layers.{i}.mlp.linear_fc1.weight": LONG for i in range(60_000)}),
+)
+
+
+# Folders of DeepSpeed and Megatron
+
+
+def tiny(layer: int = 0) -> dict[str, Any]:
+    """Return the weights of a GPT of one layer, of width 2."""
+    import torch
+
+    shapes = {"input_layernorm": (2,), "self_attention.query_key_value": (6, 2), "self_attention.dense": (2, 2)}
+    shapes |= {"post_attention_layernorm": (2,), "mlp.dense_h_to_4h": (8, 2), "mlp.dense_4h_to_h": (2, 8)}
+    out = {f"encoder.layers.{layer}.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
+    out |= {f"encoder.layers.{layer}.{name}.bias": torch.ones(shape[0]) for name, shape in shapes.items()}
+    out |= {f"encoder.final_layernorm.{kind}": torch.ones(2) for kind in ("weight", "bias")}
+    return out | {f"embedding.{name}_embeddings.weight": torch.ones(4, 2) for name in ("word", "position")}
+
+
+def megatrons(layer: int = 0, name: str = "mp_rank_00", **changes: Any) -> Callable[[Path, Path], None]:
+    """Return a writer of a folder of Megatron-LM; changes are of its arguments."""
+
+    def write(folder: Path, marker: Path) -> None:
+        import torch
+
+        tree = {"iteration": 1, "checkpoint_version": 3.0, "optimizer": {"param_groups": []}, "model": tiny(layer)}
+        tree |= {key: value for key, value in changes.items() if key in tree}
+        sizes = {"num_layers": 1, "num_attention_heads": 1, "global_batch_size": 1, "consumed_train_samples": 1}
+        (folder / name).mkdir()
+        torch.save(tree | {"args": argparse.Namespace(**sizes | changes)}, folder / name / "model_optim_rng.pt")
+
+    return write
+
+
+def deepspeeds(layer: int = 0, **changes: Any) -> Callable[[Path, Path], None]:
+    def write(folder: Path, marker: Path) -> None:
+        import torch
+
+        args = argparse.Namespace(**{"num_layers": 1, "num_attention_heads": 1, "global_batch_size": 1} | changes)
+        tree = {"module": tiny(layer), "args": args, "global_steps": 1, "iteration": 1} | changes
+        state = {n: {"exp_avg": t, "exp_avg_sq": t} for n, t in enumerate(tree["module"].values())}
+        tree["optimizer"] = {"param_groups": [{"params": list(state), "step": 1}], "state": state}
+        torch.save(tree, folder / "mp_rank_00_model_states.pt")
+
+    return write
+
+
+SHARED = {f"encoder.layers.{i}.mlp.dense_h_to_4h.weight": LONG for i in range(60_000)}
+for title, kind, says, write in (
+    ("DeepSpeed: a thousand million layers", DEEPSPEED, "number of layers", deepspeeds(num_layers=10**9)),
+    ("DeepSpeed: 10**30 layers", DEEPSPEED, "number of layers", deepspeeds(num_layers=10**30)),
+    ("DeepSpeed: a layer of a high number", DEEPSPEED, "missing", deepspeeds(999_999_999)),
+    ("DeepSpeed: 60,000 names that share a list", DEEPSPEED, "times", deepspeeds(param_shapes=[SHARED])),
+    ("DeepSpeed: a shape of 17 sizes", DEEPSPEED, "16 sizes", deepspeeds(param_shapes=[{"a": [1] * 17}])),
+    ("Megatron: a rank of a high number", MEGATRON, "no file", megatrons(name="mp_rank_99999_99999")),
+    ("Megatron: a layer of a high number", MEGATRON, "missing", megatrons(999_999_999)),
+    ("Megatron: a thousand million layers", MEGATRON, "10{9} in its arg", megatrons(num_layers=10**9)),
+    ("Megatron: a thousand million heads", MEGATRON, "heads", megatrons(num_attention_heads=10**9)),
+    *(
+        (f"{kind}: iteration {number!r}", kind, "iteration", write(iteration=number))
+        for kind, write in ((MEGATRON, megatrons), (DEEPSPEED, deepspeeds))
+        for number in (-5, 2.5, 1e17, 1e308, float("nan"), float("inf"))
+    ),
+):
+    in_folder(title, kind, says, write)
 
 # Folders of Hugging Face
 
@@ -518,7 +650,7 @@ def with_tensors(raw: bytes, name: str = "model.safetensors") -> Callable[[Path,
 
 
 def hugging(name: str, says: str, raw: bytes, file: str = "model.safetensors") -> None:
-    in_folder(f"huggingface: {name}", "huggingface", says, with_tensors(raw, file))
+    in_folder(f"huggingface: {name}", HUGGING_FACE, says, with_tensors(raw, file))
 
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
@@ -575,7 +707,15 @@ def device(folder: Path, marker: Path) -> None:
 
 
 def in_hugging(name: str, says: str, write: Callable[[Path, Path], Any], runs: bool = False) -> None:
-    in_folder(f"huggingface: {name}", "huggingface", says, write, runs)
+    in_folder(f"huggingface: {name}", HUGGING_FACE, says, write, runs)
+
+
+NEOX = {"model_type": "gpt_neox", "hidden_size": 4, "num_attention_heads": 1, "num_hidden_layers": (1 << 31) - 1}
+NEOX |= {"intermediate_size": 4}
+
+
+def with_honest(**changes: Any) -> Callable[[Path, Path], None]:
+    return with_files(config_json=GPT2 | changes, **{"model.safetensors": safetensors(one_tensor())})
 
 
 NO_NUMBERS = GPT2 | {"n_embd": {}, "n_layer": 10**30}
@@ -588,7 +728,13 @@ in_hugging("an index with an absolute name", "outside", with_files(**index_of("/
 in_hugging("an index of lists in lists", "JSON", with_files(**{"model.safetensors_index_json": DEEP}))
 in_hugging("a config of lists in lists", "JSON", with_files(config_json=DEEP))
 in_hugging("a config of 100 MB", "bytes", with_files(config_json=b"[" + b"0," * (50 * MEGABYTE)))
-in_hugging("sizes that are not numbers", "", with_files(config_json=NO_NUMBERS, model_safetensors=b""))
+in_hugging("two thousand million layers", "n_layer", with_honest(n_layer=(1 << 31) - 1))
+in_hugging("NeoX with two thousand million layers", "num_hidden_layers", with_honest(**NEOX))
+in_hugging(
+    "sizes that are not numbers",
+    "",
+    with_files(config_json=NO_NUMBERS, **{"model.safetensors": safetensors(one_tensor())}),
+)
 
 # Our own
 

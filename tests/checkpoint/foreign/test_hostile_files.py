@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
+import functools
 import re
-import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,24 +12,26 @@ import hostile
 import pytest
 import safetensors.torch  # noqa: F401  so that no process that is measured loads it, or torch
 import torch  # noqa: F401
+from measured import in_child, outcome_of
 
 from meshwright.checkpoint import loading, native
-from meshwright.checkpoint.foreign.huggingface import reader as huggingface
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.registry import TORCH_DIST
+from meshwright.checkpoint.registry import DEEPSPEED, HUGGING_FACE, MEGATRON, TORCH_DIST
 from meshwright.checkpoint.steps import StepLocation
-from meshwright.errors import BAD_DATA, UserError
 
 pytestmark = pytest.mark.whole
 
 MEMORY, SECONDS = 200 << 20, 5.0
+
+
+def open_as(kind: str, path: Path, trust: bool) -> Any:
+    return loading.open_step(StepLocation(kind, path, 1, path), loading.OpenOptions(trust=trust))
+
+
 OPENERS: dict[str, Callable[[Path, bool], Any]] = {
     "native": lambda path, _: native.open_native(path, 1, verify="full"),
     "pickle": lambda path, trust: pickles.load_pickle(path, trust=trust),
-    "huggingface": lambda path, trust: huggingface.open_huggingface(path, trust=trust),
-    "dcp": lambda path, trust: loading.open_step(
-        StepLocation(TORCH_DIST, path, 1, path), loading.OpenOptions(trust=trust)
-    ),
+    **{kind: functools.partial(open_as, kind) for kind in (MEGATRON, DEEPSPEED, TORCH_DIST, HUGGING_FACE)},
 }
 
 
@@ -48,12 +47,6 @@ class Outcome(NamedTuple):
     memory: int
 
 
-def anonymous(process: int) -> int:
-    text = Path(f"/proc/{process}/status").read_text()
-    found = re.search(r"RssAnon:\s+(\d+) kB", text)  # missing once the process has ended
-    return int(found[1]) * 1024 if found else 0
-
-
 def open_all(cases: Sequence[hostile.Case], folder: Path, trust: bool = False) -> Iterator[Outcome]:
     """Open the files in turn in one forked process; its peak memory counts for each of them."""
     folder.mkdir()
@@ -61,39 +54,15 @@ def open_all(cases: Sequence[hostile.Case], folder: Path, trust: bool = False) -
     for case, (path, marker) in zip(cases, paths, strict=True):
         path.parent.mkdir()
         case.write(path, marker)
-    reads, writes = os.pipe()
-    began = time.monotonic()
-    with warnings.catch_warnings(action="ignore"):  # about threads, which pytest-xdist has
-        child = os.fork()
-    if not child:
+
+    def work() -> Iterator[tuple[str, str, float]]:
         for case, (path, _) in zip(cases, paths, strict=True):
-            os.write(writes, json.dumps(outcome_of(OPENERS[case.opener], path, trust)).encode() + b"\n")
-        os._exit(0)
-    os.close(writes)
-    before, most, ended = anonymous(child), 0, 0
-    while not ended:
-        most = max(most, anonymous(child) - before)
-        ended, status, _ = os.wait4(child, os.WNOHANG)
-        if not ended and time.monotonic() - began > 60:
-            os.kill(child, 9)
-        time.sleep(0.003)
-    with open(reads) as pipe:
-        outcomes = [json.loads(line) for line in pipe]
-    outcomes += [("killed", f"by signal {status}", 0.0)] * (len(cases) - len(outcomes))
+            yield outcome_of(functools.partial(OPENERS[case.opener], path, trust))
+
+    outcomes, end, most = in_child(work)
+    outcomes += [("ended", end, 0.0)] * (len(cases) - len(outcomes))
     for case, (path, marker), outcome in zip(cases, paths, outcomes, strict=True):
         yield Outcome(case, path, marker, *outcome, most)
-
-
-def outcome_of(open_it: Callable[[Path, bool], Any], path: Path, trust: bool) -> tuple[str, str, float]:
-    began = time.process_time()
-    try:
-        open_it(path, trust)
-        kind, text = "opened", ""
-    except UserError as error:
-        kind, text = "refused" if error.status == BAD_DATA else f"status {error.status}", str(error)
-    except BaseException as error:
-        kind, text = type(error).__name__, str(error)
-    return kind, text[:2000], time.process_time() - began
 
 
 @pytest.mark.fault("F27", "F28")
@@ -122,7 +91,7 @@ def test_hostile_files(tmp_path: Path, figures: Callable[..., None]) -> None:
     refused, most = sum(outcome.kind == "refused" for outcome in outcomes), max(o.memory for o in outcomes)
     figures(hostile_refused=f"{refused}/{count}", pickles_run=f"{executed}/{count}", hostile_mb=[most / 1e6])
     assert not wrong, "\n".join(wrong)
-    assert len({outcome.case.name for outcome in outcomes}) == count == 156 and not executed
+    assert len({outcome.case.name for outcome in outcomes}) == count == 188 and not executed
 
 
 @pytest.mark.flag("trust_pickle")

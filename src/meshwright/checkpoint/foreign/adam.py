@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.boxes import Shape
+from meshwright.checkpoint.claims import claimed_steps
 from meshwright.errors import UserError, bad_data
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def step_counts(path: Path, tree: Any) -> Iterator[int]:
     state_dict = torch_state(path, tree)
     for entry in (*state_dict["param_groups"], *state_dict.get("state", {}).values()):
         if isinstance(entry, dict) and "step" in entry:
-            yield int(entry["step"])
+            yield claimed_steps(entry["step"], "a step of Adam")
 
 
 def numbered_state(path: Path, tree: Any) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshwright.checkpoint.claims import claimed
 from meshwright.checkpoint.foreign.gpt import one_view
 from meshwright.checkpoint.sources import TensorView
 from meshwright.errors import UserError, bad_data
@@ -49,6 +50,10 @@ class ForeignFolder:
         if isinstance(value, bool) or not isinstance(value, bound.kinds) or not bound.holds(value):
             raise bad_data(f"{self.folder / self.file}: {key} is {repr(value)[:100]}; it must be {bound.text}")
         return bound.kinds[0](value)
+
+    def layers(self, key: str) -> int:
+        """Return the number of layers, of which each has some tensors."""
+        return claimed(self.get(key, COUNT), f"{key} of {self.file}", len(self.tensors), why="it has no more tensors")
 
     def note_defaults(self, **defaults: float) -> None:
         """Note which of these keys the file leaves to transformers' defaults."""

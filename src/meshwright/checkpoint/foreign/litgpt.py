@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.checkpoint.claims import claimed_heads
 from meshwright.checkpoint.foreign.folder import COUNT, POSITIVE, WINDOW, ForeignFolder, Views
 from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
 from meshwright.checkpoint.foreign.huggingface.reader import RotationKeys, rotation, window_settings
@@ -91,12 +92,13 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
     if (mlp, gelu) not in ACTIVATIONS:
         kinds = ", ".join(sorted({name for name, _ in ACTIVATIONS}))
         raise lit.refused(f"mlp_class_name is {mlp:.50} with gelu_approximate {gelu}", f"{kinds} can be read")
-    h, layers, heads = (lit.get(key, COUNT) for key in ("n_embd", "n_layer", "n_head"))
+    h, heads, layers = lit.get("n_embd", COUNT), lit.get("n_head", COUNT), lit.layers("n_layer")
     groups = lit.get("n_query_groups", COUNT, heads)
     if heads % groups:
         raise bad_data(f"{lit.folder / CONFIG}: n_head {heads} is not a multiple of n_query_groups {groups}")
     kind = lit.want("norm_class_name", "LayerNorm", "RMSNorm", default="LayerNorm")
     bias, cap = bool(config.get("bias", True)), config.get("final_logit_softcapping")
+    claimed_heads(layers, heads, CONFIG)
     return (
         FIXED
         | ACTIVATIONS[mlp, gelu]

@@ -16,6 +16,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.checkpoint.claims import claimed_heads, claimed_steps
 from meshwright.checkpoint.foreign import gpt
 from meshwright.checkpoint.foreign.adam import MOMENTS, match_numbered, step_counts, torch_state, unreadable_state
 from meshwright.checkpoint.foreign.pickle import pickles
@@ -57,6 +58,7 @@ def open_nanogpt(folder: Path, trust: bool = False, heads: int | None = None, op
     weights, args = read_weights(path, tree["model"]), tree["model_args"]
     settings = gpt.measure_gpt(folder, weights, biased=bool(args.get("bias", True)))
     check_arguments(path, args, settings | {"vocab_size": weights[TABLES[0]].shape[0]})
+    claimed_heads(settings["num_layers"], args["n_head"], "n_head")
 
     def arrange(name: str, tensor: torch.Tensor) -> list[TensorView]:
         if not tensor.is_floating_point():
@@ -176,7 +178,7 @@ def read_state(
         wd_style="constant",
         init_lr=top / (warmup + 1) if is_newer else 0.0,
     )
-    samples = iteration * batch
+    samples = claimed_steps(iteration * batch, "consumed_train_samples")
     state = RunState(iteration, samples, samples, optimizer_steps=steps.pop(), schedule=schedule).as_saved()
     check_saved_state(state, path)
     return state

@@ -12,6 +12,7 @@ import bz2
 import io
 import lzma
 import re
+import sys
 import tarfile
 import zipfile
 import zlib
@@ -40,6 +41,8 @@ STREAMS = ("gzip", "xz", "bzip2", "zstd")
 LAYERS = 4  # of compression within compression, at most
 NO_TEXT = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")
 CHUNK = 1 << 18
+HEADER = 1 << 20  # bytes of a member's headers in a tar archive, with its names
+ENDS = 100  # times that tarfile may read at the end
 SLICE = 1 << 11  # packed bytes at once: zstd unpacks 4 of them to up to 2^17, so this bounds the memory
 
 
@@ -199,7 +202,7 @@ class _Header(tarfile.TarInfo):
         except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
             archive.is_ended = True
             raise
-        except (tarfile.HeaderError, ValueError, LookupError) as error:
+        except (tarfile.HeaderError, ValueError, LookupError, RecursionError) as error:
             if archive.is_ended and isinstance(error, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
                 raise
             raise DamagedInput(f"tar: {error} at byte {archive.offset:,}") from None
@@ -213,6 +216,40 @@ class _Archive(tarfile.TarFile):
     is_ended = False
 
 
+class _Packed:
+    """The bytes of an archive as tarfile reads them, within limits that it lacks.
+
+    A header may claim any size for its names, which tarfile collects, or for a file, beyond whose
+    end it goes on reading nothing.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream, self.left, self.ends = stream, HEADER, 0
+
+    def read(self, size: int) -> bytes:
+        data = self.stream.read(size)
+        self.ends += not data
+        self.left -= len(data)
+        if self.ends > ENDS:
+            raise DamagedInput("tar: a member claims more bytes than follow")
+        if self.left < 0:
+            raise DamagedInput(f"tar: a header of more than {HEADER:,} bytes")
+        return data
+
+    def next_member(self, archive: _Archive) -> tarfile.TarInfo | None:
+        """Skip what is left of the last member, and read the next one's header."""
+        self.left = sys.maxsize
+        stream = cast(Any, archive.fileobj)
+        is_first = cast(Any, archive).firstmember is not None
+        if not is_first and archive.offset > stream.tell():
+            stream.seek(archive.offset)
+        self.left = HEADER
+        try:
+            return archive.next()
+        finally:
+            self.left = sys.maxsize
+
+
 def is_archive(stream: BinaryIO) -> bool:
     return kind_of_bytes(peek(stream)) == "tar"
 
@@ -224,9 +261,13 @@ def members(stream: BinaryIO, folder: str = "") -> Iterator[tuple[str, BinaryIO 
     In place of a file that cannot be unpacked comes its damage; damage of the archive is raised.
     Nothing is written, so names need no check; links and devices are skipped.
     """
-    with _Archive.open(fileobj=cast(Any, stream), mode="r|") as archive:
-        while (member := archive.next()) is not None:
+    packed = _Packed(stream)
+    with _Archive.open(fileobj=cast(Any, packed), mode="r|") as archive:
+        while (member := packed.next_member(archive)) is not None:
             cast(Any, archive).members = []  # free what tarfile keeps of each
+            if member.issparse():
+                yield folder + member.name, DamagedInput("a sparse file; write the archive without --sparse")
+                continue
             opened = archive.extractfile(member) if member.isfile() else None
             if opened is None:
                 continue

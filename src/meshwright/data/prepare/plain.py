@@ -224,6 +224,7 @@ def cut_stream(chunks: Iterator[bytes], size: int, separator: str) -> Iterator[b
     unread, end, searched, too_long = bytearray(), 0, 0, False
     try:
         for chunk in chunks:
+            before = len(unread)
             unread += chunk
             if too_long:
                 line = ends_of(separator)[0].search(unread)
@@ -231,8 +232,10 @@ def cut_stream(chunks: Iterator[bytes], size: int, separator: str) -> Iterator[b
                     unread = unread[unread.rfind(b"\n") + 1 :][: margin_of(separator)]
                     continue
                 unread, searched, too_long = bytearray(TOO_LONG + begins_line) + unread[line.start() :], 0, False
-            end = last_end(unread, separator, searched) or end
-            searched = max(end, unread.rfind(b"\n") + 1)
+                before = 0
+            if (feed := unread.rfind(b"\n", before)) >= 0:  # else no line ends here; looking again takes n * n
+                end = last_end(unread, separator, searched) or end
+                searched = max(end, feed + 1)
             if end and len(unread) >= size:
                 yield bytes(unread[:end])
                 unread, searched, end = unread[end:], searched - end, 0

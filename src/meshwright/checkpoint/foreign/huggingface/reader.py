@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from meshwright.checkpoint.claims import claimed_heads
 from meshwright.checkpoint.foreign.exports import SCALINGS
 from meshwright.checkpoint.foreign.folder import COUNT, NUMBER, POSITIVE, SHARE, WINDOW, ForeignFolder, Tensors, Views
 from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
@@ -176,7 +177,8 @@ def read_gpt2(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     hf.want("scale_attn_by_inverse_layer_idx", False, default=False)
     hf.want("add_cross_attention", False, default=False)
     activation = hf.want("activation_function", *GELUS, default="gelu_new")
-    h, layers, heads = (hf.get(key, COUNT) for key in ("n_embd", "n_layer", "n_head"))
+    h, heads, layers = hf.get("n_embd", COUNT), hf.get("n_head", COUNT), hf.layers("n_layer")
+    claimed_heads(layers, heads, CONFIG)
     f, positions = hf.get("n_inner", COUNT, 4 * h), hf.get("n_positions", COUNT, 1024)
     if h % heads:
         raise bad_data(f"{hf.folder / CONFIG}: n_embd {h} is not a multiple of n_head {heads}")
@@ -224,7 +226,9 @@ def read_neox(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     """Read GPT-NeoX and Pythia, whose rows of query_key_value are by head as ours."""
     hf.want("attention_bias", True, default=True)
     activation = hf.want("hidden_act", *GELUS, default="gelu")
-    h, heads, layers = (hf.get(key, COUNT) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    h, heads = hf.get("hidden_size", COUNT), hf.get("num_attention_heads", COUNT)
+    layers = hf.layers("num_hidden_layers")
+    claimed_heads(layers, heads, CONFIG)
     f, positions = hf.get("intermediate_size", COUNT), hf.get("max_position_embeddings", COUNT, 2048)
     if h % heads:
         raise bad_data(f"{hf.folder / CONFIG}: hidden_size {h} is not a multiple of num_attention_heads {heads}")
@@ -282,7 +286,9 @@ def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     biases and others not: with qkv's only this is a setting of ours, otherwise the others are zero.
     """
     hf.want("hidden_act", "silu", "swish", default="silu")
-    h, heads, layers = (hf.get(key, COUNT) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    h, heads = hf.get("hidden_size", COUNT), hf.get("num_attention_heads", COUNT)
+    layers = hf.layers("num_hidden_layers")
+    claimed_heads(layers, heads, CONFIG)
     groups, head = (hf.get("num_key_value_heads", COUNT, heads), hf.get("head_dim", COUNT, h // heads or None))
     sizes = LlamaSizes(h, hf.get("intermediate_size", COUNT), heads, groups, head)
     if heads % groups:
@@ -367,7 +373,7 @@ def windows(hf: ForeignFolder, layers: int, positions: int) -> dict[str, Any]:
         return {}
     hf.note_defaults(sliding_window=4096)
     size = hf.get("sliding_window", WINDOW, 4096)
-    full = hf.get("max_window_layers", NUMBER, 28) if kind.startswith("qwen") else 0  # the first ones
+    full = min(layers, hf.get("max_window_layers", NUMBER, 28)) if kind.startswith("qwen") else 0  # the first ones
     types = hf.config.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (layers - full)
     if not isinstance(types, list) or len(types) < layers:
         raise bad_data(f"{hf.folder / CONFIG}: layer_types is {str(types)[:200]}; it must name {layers} kinds")

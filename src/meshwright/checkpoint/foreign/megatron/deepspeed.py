@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.boxes import Shape
+from meshwright.checkpoint.claims import claimed_shape
 from meshwright.checkpoint.foreign.adam import MOMENTS, WITHOUT, match_numbered, numbered_state
 from meshwright.checkpoint.foreign.megatron import names
 from meshwright.checkpoint.foreign.megatron import state as megatron_state
@@ -52,6 +53,7 @@ SHARE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_stat
 KINDS = ("", *MOMENTS)
 
 Files = dict[tuple[int, ...], Path]
+Layers = Mapping[int, int]  # number in the pipeline's list of modules -> layer of the model
 
 
 def open_deepspeed(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
@@ -115,8 +117,8 @@ def model_files(folder: Path) -> list[Path]:
 # Names
 
 
-def our_name(key: str, layers: Sequence[int]) -> names.ParameterName | None:
-    """Return our name for DeepSpeed's; `layers` are the numbers in the pipeline that are layers."""
+def our_name(key: str, layers: Layers) -> names.ParameterName | None:
+    """Return our name for DeepSpeed's; `layers` has the numbers that are layers."""
     key = key.removeprefix("module.")
     if match := re.fullmatch(r"tied_modules\.\w+\.(.+)", key):
         return names.parse_name(f"embedding.{match[1]}")
@@ -130,16 +132,16 @@ def our_name(key: str, layers: Sequence[int]) -> names.ParameterName | None:
         return names.parse_name(f"embedding.{rest}")
     if rest == "lm_head.weight":
         return names.parse_name("output_layer.weight")
-    return names.parse_name(f"encoder.layers.{layers.index(number)}.{rest}") if number in layers else None
+    return names.parse_name(f"encoder.layers.{layers[number]}.{rest}") if number in layers else None
 
 
-def layer_numbers(keys: Sequence[str]) -> list[int]:
-    """Return which numbers of the pipeline's list are layers of the model."""
+def layer_numbers(keys: Sequence[str]) -> dict[int, int]:
+    """Return which layer of the model each number of the pipeline's list is."""
     matches = (re.fullmatch(r"(\d+)\.(?:self_)?attention\..+", key.removeprefix("module.")) for key in keys)
-    return sorted({int(m[1]) for m in matches if m})
+    return {number: layer for layer, number in enumerate(sorted({int(m[1]) for m in matches if m}))}
 
 
-def name_parameters(folder: Path, tensors: Mapping[str, torch.Tensor], layers: Sequence[int]) -> Iterator[Parameter]:
+def name_parameters(folder: Path, tensors: Mapping[str, torch.Tensor], layers: Layers) -> Iterator[Parameter]:
     """Yield the first of each name, without the last stage's copies of the embedding."""
     seen: set[str] = set()
     for key, tensor in tensors.items():
@@ -156,24 +158,30 @@ def name_parameters(folder: Path, tensors: Mapping[str, torch.Tensor], layers: S
 # Weights
 
 
-def read_tensor_ranks(folder: Path, models: Sequence[dict[str, Any]], trust: bool) -> tuple[list[RankFile], list[int]]:
+def read_tensor_ranks(folder: Path, models: Sequence[dict[str, Any]], trust: bool) -> tuple[list[RankFile], Layers]:
     """Return each tensor rank with the parameters of all stages, and the numbers of the layers."""
     files = matching(folder, LAYER)
     count = 1 + max((tp for _, tp in files), default=len(models) - 1)
     if len(models) % count:
         raise bad_data(f"{folder}: files of {len(models)} ranks, not a multiple of {count} tensor ranks")
-    ranks, layers = [], list[int]()
+    ranks, layers = [], dict[int, int]()
     for tp in range(count):
         if files:
             tensors = layer_tensors(folder, [path for (_, t), path in files.items() if t == tp], trust)
         else:
             tensors = dict(flattened(models[tp].get("module")))
-        shapes = {name: tuple(shape) for group in models[tp].get("param_shapes") or () for name, shape in group.items()}
+        shapes = {name: shape for group in stated_shapes(models[tp]) for name, shape in group.items()}
         if not files and any(t.numel() != prod(shapes.get(key, t.shape)) for key, t in tensors.items()):
             tensors = {key: empty(shape) for key, shape in shapes.items()}  # ZeRO-3 stores no weights here
         layers = layer_numbers(list(tensors))
         ranks.append(RankFile(folder, tp, 0, {}, [list(name_parameters(folder, tensors, layers))]))
     return ranks, layers
+
+
+def stated_shapes(model: dict[str, Any]) -> list[dict[str, Shape]]:
+    """Return the shapes that a rank's file states, group after group."""
+    groups = model.get("param_shapes") or ()
+    return [{name: claimed_shape(shape, str(name)[:200]) for name, shape in group.items()} for group in groups]
 
 
 def layer_tensors(folder: Path, paths: Sequence[Path], trust: bool) -> dict[str, torch.Tensor]:
@@ -185,7 +193,7 @@ def layer_tensors(folder: Path, paths: Sequence[Path], trust: bool) -> dict[str,
     }
 
 
-def read_universal(folder: Path, trust: bool) -> tuple[list[RankFile], list[int]]:
+def read_universal(folder: Path, trust: bool) -> tuple[list[RankFile], Layers]:
     """Return one rank with every parameter, each joined in a folder of its name."""
     folders = sorted(path.name for path in (folder / "zero").iterdir() if (path / "fp32.pt").is_file())
     layers = layer_numbers(folders)
@@ -198,7 +206,7 @@ def read_tensor(path: Path, trust: bool) -> torch.Tensor:
     return value["param"] if isinstance(value, dict) else value  # type: ignore[no-any-return]
 
 
-def check_gates(folder: Path, layers: Sequence[int], trust: bool) -> None:
+def check_gates(folder: Path, layers: Layers, trust: bool) -> None:
     """Require that the halves of a gated MLP were joined separately.
 
     ds_to_universal does so only for parameters that it is configured for, and notes it in the file;
@@ -216,7 +224,7 @@ def check_gates(folder: Path, layers: Sequence[int], trust: bool) -> None:
             )
 
 
-def universal_states(folder: Path, rank: RankFile, layers: Sequence[int], trust: bool) -> dict[str, Any]:
+def universal_states(folder: Path, rank: RankFile, layers: Layers, trust: bool) -> dict[str, Any]:
     """Give each parameter its moments; return settings, empty if some are missing."""
     by_name = {p.name: p for p in rank.parameters}
     step = None
@@ -238,7 +246,7 @@ def universal_states(folder: Path, rank: RankFile, layers: Sequence[int], trust:
 
 
 def optimizer_states(
-    folder: Path, ranks: list[RankFile], layers: list[int], models: list[dict[str, Any]], trust: bool, notes: list[str]
+    folder: Path, ranks: list[RankFile], layers: Layers, models: list[dict[str, Any]], trust: bool, notes: list[str]
 ) -> dict[str, Any]:
     """Fill the parameters' values, stage by stage, without later copies of the embedding."""
     files, beside = matching(folder, SHARE), dict[str, Any]()
@@ -289,7 +297,7 @@ def check_filled(folder: Path, rank: RankFile) -> None:
 
 
 def from_shares(
-    waiting: Mapping[str, Parameter], model: dict[str, Any], trees: Sequence[dict[str, Any]], layers: Sequence[int]
+    waiting: Mapping[str, Parameter], model: dict[str, Any], trees: Sequence[dict[str, Any]], layers: Layers
 ) -> None:
     """Add the stretches of all data ranks to the waiting parameters."""
     at: dict[str, int] = {}  # elements of each parameter so far
@@ -300,7 +308,7 @@ def from_shares(
             raise ValueError(f"the optimizer has {key}, which the weights' files do not have")
         return waiting.get(name.full())
 
-    shapes = [{key: tuple(shape) for key, shape in group.items()} for group in model.get("param_shapes") or ()]
+    shapes = stated_shapes(model)
     is_zero3 = "fp32_flat_groups" in trees[0]
     for number, tree in enumerate(trees):
         buffers = flat_buffers(tree, is_zero3)

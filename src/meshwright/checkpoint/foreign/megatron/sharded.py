@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.boxes import Shape, split_boxes
+from meshwright.checkpoint.claims import claimed, claimed_heads
 from meshwright.checkpoint.sources import TensorView, aligned
 from meshwright.errors import bad_data
 from meshwright.parallel import shard
@@ -185,8 +186,11 @@ def measure_model(
     folder: Path, ranks: list[RankFile], layers: int, args: Mapping[str, Any], heads: int | None
 ) -> ModelSizes:
     """Return the model's sizes once every tensor is there and fits them."""
+    present = len(layers_of(p.name for rank in ranks for p in rank.parameters))
+    layers = claimed(layers, "the number of layers", present, why=f"it holds {present:,}, some may be missing")
     check_complete(folder, ranks, layers)
     sizes = ModelSizes.from_shapes(ranks, args, heads)
+    claimed_heads(sizes.layers, sizes.heads, "num_attention_heads")
     check_shapes(ranks, sizes)
     return sizes
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.checkpoint.claims import claimed_steps
 from meshwright.checkpoint.foreign.megatron.sharded import ModelSizes, RankFile, lay_out
 from meshwright.checkpoint.run_state import LossScaleState, RunState
 from meshwright.checkpoint.sources import MappedSource
@@ -150,7 +151,7 @@ def run_state(tree: Values, args: Values, iteration: int, rows: int | None, note
         return None
     schedules = (tree.get(key) for key in ("opt_param_scheduler", "lr_scheduler"))
     saved: Values = next((entry for entry in schedules if isinstance(entry, dict)), {})
-    batch = batch_size(args)
+    iteration, batch = claimed_steps(iteration, "iteration"), batch_size(args)
     consumed = args.get("consumed_train_samples") or iteration * batch
     if not consumed and iteration:
         notes.append(
@@ -164,8 +165,8 @@ def run_state(tree: Values, args: Values, iteration: int, rows: int | None, note
         curve = None
     return RunState(
         iteration,
-        consumed_train_samples=int(consumed),
-        schedule_samples=int(done),
+        consumed_train_samples=claimed_steps(consumed, "consumed_train_samples"),
+        schedule_samples=claimed_steps(done, "the schedule's number of steps"),
         optimizer_steps=iteration,
         schedule=Schedule(**curve) if curve else None,
         loss_scale=loss_scale(optimizer),
@@ -223,14 +224,20 @@ def state_beside_weights(tree: Values, args: Values, rows: int | None, notes: li
     optimizer = tree.get("optimizer")
     if isinstance(optimizer, dict) and isinstance(optimizer.get(0), dict):  # one of several in a chain
         optimizer = optimizer[0]
-    iteration, before = int(tree.get("iteration", 0)), len(notes)
+    iteration, before = claimed_steps(tree.get("iteration", 0), "iteration"), len(notes)
     state = run_state({**tree, "optimizer": optimizer}, args, iteration, rows, notes)
     if state is None and len(notes) > before:  # it has one that cannot be followed
         return {}
     if state is None:
-        samples = int(args.get("consumed_train_samples") or iteration * batch_size(args))
+        samples = args.get("consumed_train_samples") or iteration * batch_size(args)
+        samples = claimed_steps(samples, "consumed_train_samples")
         state = RunState(iteration, samples, samples, iteration)
-    steps = [int(step) for key in ("step", "common_step") for step in values_of(optimizer, key) if step is not None]
+    steps = [
+        claimed_steps(step, key)
+        for key in ("step", "common_step")
+        for step in values_of(optimizer, key)
+        if step is not None
+    ]
     state.optimizer_steps = max(steps, default=iteration)
     return state.as_saved()
 

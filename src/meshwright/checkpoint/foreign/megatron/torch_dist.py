@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.checkpoint.boxes import Box, Shape, inside, plus
+from meshwright.checkpoint.claims import FalseClaim, claimed, claimed_shape
 from meshwright.checkpoint.foreign.megatron import core_buffers, names
 from meshwright.checkpoint.foreign.megatron import state as megatron_state
 from meshwright.checkpoint.foreign.megatron.sharded import (
@@ -48,6 +49,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla",),
     "position_embedding_type": ("learned_absolute", "rope", "none"),
 }
+
+LAYERS, PARTS = 1 << 13, 1 << 18  # of one tensor: a thousand layers have been trained
 
 
 class DistTensor(NamedTuple):
@@ -115,17 +118,22 @@ def from_tensors(
 def map_tensors(folder: Path, metadata: Any, trust: bool, optimizer: bool) -> dict[str, DistTensor]:
     """Return every tensor with its boxes, those of a model mapped; other entries are not read."""
     entries = metadata.state_dict_metadata
-    tensors = {key: DistTensor(tuple(entry.size), []) for key, entry in entries.items() if hasattr(entry, "chunks")}
+    stated = {key: entry.size for key, entry in entries.items() if hasattr(entry, "chunks")}
+    tensors = {key: DistTensor(claimed_shape(size, str(key)[:200]), []) for key, size in stated.items()}
     if not optimizer:
         tensors = {key: t for key, t in tensors.items() if not STATE.fullmatch(key) and not BUFFERS.match(key)}
+    seen: set[tuple[str, int]] = set()
     for index, info in metadata.storage_data.items():
         key, tensor = index.fqn, tensors.get(index.fqn)
         if tensor is None or not (STATE.fullmatch(key) or core_buffers.KEY.fullmatch(key) or parse_parts(key)):
             continue
         if not re.fullmatch(r"\w[\w.-]*", info.relative_path) or getattr(info, "transform_descriptors", None):
             raise bad_data(f"{folder}: {index.fqn} lies outside the folder or is compressed: {info.relative_path}")
+        if (info.relative_path, info.offset) in seen:
+            raise bad_data(f"{folder}: {key} shares byte {info.offset} of {info.relative_path} with another part")
+        seen.add((info.relative_path, info.offset))
         view = pickles.load_pickle(folder / info.relative_path, info.offset, info.length, trust)
-        at = tuple(index.offset) if index.offset is not None else (0,) * view.ndim
+        at = claimed_shape(index.offset, "an offset") if index.offset is not None else (0,) * view.ndim
         if not inside(Box(at, tuple(view.shape)), tensor.shape):
             raise bad_data(f"{folder}: a part of {index.fqn} {tensor.shape} is {tuple(view.shape)} at {at}")
         tensor.boxes.append((at, view))
@@ -193,17 +201,23 @@ def join_shares(tensor: DistTensor, shape: Shape) -> DistTensor:
 def add(by_name: dict[str, Parameter], kind: str, means: NameParts, tensor: DistTensor) -> None:
     """Give the parameter, or each layer's, its boxes of this kind."""
     layers, shape = (tensor.shape[0], tensor.shape[1:]) if means.stacked else (1, tensor.shape)
+    if not tensor.boxes:
+        raise FalseClaim(f"no part of {means.name.ours} is stored, whose sizes are {tensor.shape}")
+    claimed(layers, f"the number of layers of {means.name.ours}", LAYERS)
+    parts = sum(len(view) for _, view in tensor.boxes) if means.stacked else 0
+    claimed(parts, f"the parts of the layers of {means.name.ours}", PARTS)
     rows = shape[0] if means.half is not None else 0
+    parameters = []
     for layer in range(layers):
         name = (means.name._replace(layer=layer) if means.stacked else means.name).full()
         full = (2 * rows or shape[0], *shape[1:])
-        p = by_name.setdefault(name, Parameter(name, means.name.ours, empty(full)))
-        for offset, view in tensor.boxes:
-            if means.stacked:
-                if not offset[0] <= layer < offset[0] + len(view):
-                    continue
-                offset, view = offset[1:], view[layer - offset[0]]
-            p.values.setdefault(kind, []).append(((offset[0] + rows * (means.half or 0), *offset[1:]), view))
+        parameters.append(by_name.setdefault(name, Parameter(name, means.name.ours, empty(full))))
+    first_row = rows * (means.half or 0)
+    for offset, view in tensor.boxes:
+        by_layer = zip(parameters[offset[0] :], view, strict=False) if means.stacked else ((parameters[0], view),)
+        begin, *rest = offset[1:] if means.stacked else offset
+        for p, part in by_layer:
+            p.values.setdefault(kind, []).append(((first_row + begin, *rest), part))
 
 
 # What is beside the tensors

@@ -35,7 +35,9 @@ COST = 128 << 20  # bytes of memory that one file's objects may take, where each
 STEP = 24  # bytes: 5 million of them take some seconds
 LONG_BYTES = 1 << 16  # longer byte strings stay in the mapped file
 LONG_TEXT, LONG_LINE, LONG_NUMBER = 4 << 20, 1024, 255  # bytes
-DEPTH, VALUES = 100, 20_000_000  # limits of the finished tree, with shared parts counted each time
+DEPTH, VALUES = 100, 2_000_000  # limits of the finished tree, with shared parts counted each time
+KEYS = 10_000  # of a file that collisions could make slow: a table of n such takes up to n * n / 2 comparisons
+PLAIN_KEY, PAIR_KEY, PAIR = 1 << 22, 1 << 31, 8  # integers as keys and in tuples, and parts of a tuple
 
 # Packages whose classes appear in honest checkpoints as settings and counters; they become Stubs.
 INERT = (
@@ -196,7 +198,7 @@ class PickleReader:
     ) -> None:
         self.data, self.place, self.position = data, place, position
         self.end = len(data) if end is None else end  # of the program
-        self.cost = 0
+        self.cost, self.slow_keys = 0, 0
         self.globals: dict[str, Any] = {}
         self.flat: dict[tuple[torch.dtype, int], torch.Tensor] = {}
         self.arrays: dict[int, torch.Tensor] = {}  # NumPy's arrays, by id
@@ -359,14 +361,23 @@ class PickleReader:
         return self.add_items(set(), values)
 
     def key(self, key: Any) -> Any:
-        """Return the key if it is quick to hash and compare; a long or nested one may never end."""
-        for part in key if type(key) is tuple and len(key) <= 64 else [key]:
+        """Return the key if it is quick to hash and compare; a long or nested one may never end.
+
+        Hashes of texts are random in each process; tuples and large numbers can be made to collide.
+        """
+        is_tuple = type(key) is tuple and len(key) <= PAIR
+        largest = PAIR_KEY if is_tuple else 1 << 60  # old optimizers number parameters by their addresses
+        for part in key if is_tuple else [key]:
             if (
                 not (type(part) in (str, bytes) and len(part) <= 1024)
-                and not (type(part) is int and abs(part) < 1 << 60)
+                and not (type(part) is int and abs(part) < largest)
                 and not (part is None or type(part) is bool or isinstance(part, Stub) or is_dtype(part))
             ):
                 raise RefusedPickle(f"a {type(key).__name__} as a key")
+        if is_tuple or (type(key) is int and abs(key) > PLAIN_KEY):
+            self.slow_keys += 1
+            if self.slow_keys > KEYS:
+                raise RefusedPickle(f"more than {KEYS:,} keys that are tuples or large numbers")
         return key
 
     def find_storage(self, pid: Any) -> StorageRange:
