@@ -1,8 +1,10 @@
 """Tokenizers: ids, bytes, run folders, padding, and errors."""
 
+import base64
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import threading
 import tomllib
@@ -54,6 +56,67 @@ def refused(status, words, act):
     with pytest.raises(UserError, match=words) as caught:
         act()
     assert caught.value.status == status
+
+
+def changed(folder, **parts):
+    """Return a tokenizer.json with other parts, and its model with other settings."""
+    path = tokenizer_json(folder)
+    content = json.loads(path.read_text())
+    content["model"] |= parts.pop("model", {})
+    path.write_text(json.dumps(content | parts))
+    return path
+
+
+GROWS = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+LONG_MAP = base64.b64encode(bytes(4) + b"a" * 400).decode()
+CRASHES = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.promise("One that encodes a text differently each time, makes it much longer or fails is refused")
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"model": {"dropout": 0.1}}, "dropout 0.1 gives a text other tokens each time; set dropout to null"),
+        ({"normalizer": {"type": "Sequence", "normalizers": [GROWS] * 8}}, "up to 256 times as long"),
+        ({"decoder": {"type": "Sequence", "decoders": [GROWS] * 8}}, "up to 256 times as long"),
+        ({"normalizer": {"type": "Prepend", "prepend": "a" * 999}}, "its normalizer makes a text up to 1e"),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "b*"}, "content": "a" * 200}}, "up to 201 times"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": LONG_MAP}}, "times as long"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": ""}}, "not a tokenizer.json: Precompiled"),
+        ({"model": {"continuing_subword_prefix": "ééé"}}, "is not a tokenizer.json: range end"),
+        ({"normalizer": {"type": "Sequence"}}, "is not a tokenizer.json"),
+    ],
+)
+def test_a_hostile_tokenizer_json_is_refused(bpe, tmp_path, capfd, parts, words):
+    shutil.copytree(bpe, tmp_path / "t")
+    refused(BAD_DATA, words, lambda: tokenizers.HuggingFace(changed(tmp_path / "t", **parts)))
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.promise("One that encodes a text differently each time, makes it much longer or fails is refused")
+def test_a_tokenizer_that_panics_is_explained(bpe, tmp_path):
+    """A panic is a BaseException, which no `except Exception` would catch."""
+    shutil.copytree(bpe, tmp_path / "t")
+    t = tokenizers.HuggingFace(changed(tmp_path / "t", pre_tokenizer=CRASHES))
+    for act in (t.encode, t.encode_special):
+        refused(BAD_DATA, "the tokenizer fails: .*retry-limit", lambda act=act: act("a" * 40 + "b"))
+    strip = {"type": "Strip", "content": "t", "start": 99, "stop": 99}
+    t = tokenizers.HuggingFace(changed(tmp_path / "t", decoder=strip))
+    refused(BAD_DATA, "the tokenizer fails: ", lambda: t.decode(t.encode("t")))
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "a pipe", "a hole"])
+def test_tokenizer_files_are_regular_and_bounded(tmp_path, target):
+    path = tmp_path / "tokenizer.json"
+    if target == "a pipe":
+        os.mkfifo(path)
+    elif target == "a hole":
+        path.touch()
+        os.truncate(path, 30 << 30)
+    else:
+        path.symlink_to(target)
+    words = "more than 134,217,728 bytes" if target == "a hole" else "not a regular file"
+    refused(BAD_DATA, f"cannot be read: {words}", lambda: tokenizers.HuggingFace(path))
 
 
 def test_missing_speed_is_named_where_it_would_help(bpe, monkeypatch):

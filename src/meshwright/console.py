@@ -325,3 +325,20 @@ def fitted_output() -> Iterator[None]:
             yield
         finally:
             fitted.flush()
+
+
+@contextlib.contextmanager
+def no_stderr() -> Iterator[None]:
+    """Discard the process's error output, to which C++ and Rust code writes directly.
+
+    Other threads' output is lost too, so the block must not wait.
+    """
+    sys.stderr.flush()
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(nowhere)

@@ -212,9 +212,9 @@ def read_table(name: str) -> dict[str, Any]:
     return tomllib.loads(resources.files("meshwright").joinpath(name).read_text(encoding="utf-8"))
 
 
-def sha256(path: str | Path) -> str:
-    """Return the SHA-256 of a regular file."""
-    with open_plain(path) as file:
+def sha256(path: str | Path, folder: Path | None = None) -> str:
+    """Return the SHA-256 of a regular file; see open_plain."""
+    with open_plain(path, folder) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

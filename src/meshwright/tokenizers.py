@@ -16,7 +16,9 @@ import functools
 import hashlib
 import importlib.util
 import json
+import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright import files, hub
+from meshwright.console import no_stderr
 from meshwright.errors import BAD_DATA, UserError, bad_data
 from meshwright.settings.fields import spelling
 from meshwright.settings.hints import near_path
@@ -40,17 +43,20 @@ from meshwright.vocabularies import (
     EOD_NAMES,
     MODEL,
     RANKS,
+    SHIELD,
     WORDS,
     Bytewise,
     SentencePiece,
     TikToken,
     WordPiece,
     byte_symbols,
+    explain_failures,
     has_long_space,
     is_encoding_name,
     load_encoding,
     load_model_file,
     load_ranks,
+    read_bytes,
     read_eos_token,
     read_json,
     read_text,
@@ -59,6 +65,7 @@ from meshwright.vocabularies import (
 GPT2_FILES = ("vocab.json", "merges.txt")
 DEFAULT_TYPE = TokenizerFlags().tokenizer_type
 CHAT_TEMPLATE = "chat_template.jinja"  # where Hugging Face keeps a chat template
+MOST_GROWTH = 128  # by the steps of a tokenizer.json; T5's come to 99
 GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 WAYS = "with a folder that `meshwright train-tokenizer` made, a Hugging Face folder or name such as gpt2, or byte"
 CONVERT = (
@@ -193,12 +200,17 @@ class HuggingFace(Bytewise):
 
         path = path / "tokenizer.json" if path.is_dir() else path
         self.files = {"tokenizer.json": path}
-        text = read_text(path)
+        settings = read_json(path)
         try:
-            self._library = Library.from_str(text)
-            decoder = (json.loads(text).get("decoder") or {}).get("type")
-        except Exception as error:  # the library raises plain Exception
+            decoder = (settings.get("decoder") or {}).get("type")
+            require_steady(path, settings)
+            with no_stderr(), explain_failures(f"{path} is not a tokenizer.json"):  # a panic writes lines of its own
+                self._library = Library.from_str(read_text(path))
+        except UserError:
+            raise
+        except Exception as error:
             raise bad_data(f"{path} is not a tokenizer.json: {error}") from None
+        self._path = path
         self._library.encode_special_tokens = True  # special tokens inside a text are plain text
         self._library.no_truncation()
         self._library.no_padding()
@@ -214,14 +226,20 @@ class HuggingFace(Bytewise):
                 f"{path} has none of the usual end-of-document tokens: {usual}; nor does {CHAT_CONFIG} name one"
             )
         self.eod = vocab[names[0]]
+        added = self._library.get_added_tokens_decoder()
+        self.special = {token.content: i for i, token in added.items() if token.special}
         # Only a byte-level vocabulary gives the bytes of a token that is half a character.
         self._bytes = _token_bytes(vocab, byte_symbols()) if decoder == "ByteLevel" else None
 
     def encode(self, text: str) -> list[int]:
-        return list(self._library.encode(text, add_special_tokens=False).ids)
+        with explain_failures(f"{self._path}: the tokenizer fails"):
+            return list(self._library.encode(text, add_special_tokens=False).ids)
 
     def encode_special(self, text: str) -> list[int]:
-        return list(self._with_special.encode(text, add_special_tokens=False).ids)
+        if SHIELD in text:
+            return super().encode_special(text)
+        with explain_failures(f"{self._path}: the tokenizer fails"):
+            return list(self._with_special.encode(text, add_special_tokens=False).ids)
 
     @functools.cached_property
     def _with_special(self) -> Any:
@@ -234,7 +252,8 @@ class HuggingFace(Bytewise):
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         if self._bytes is not None:
             return b"".join(self._bytes[i] for i in ids)
-        return self._library.decode(list(ids), skip_special_tokens=False).encode("utf-8")
+        with explain_failures(f"{self._path}: the tokenizer fails"):
+            return self._library.decode(list(ids), skip_special_tokens=False).encode("utf-8")
 
 
 class Bytes(Bytewise):
@@ -282,6 +301,44 @@ def fastest_encoder(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt
 def encode_special(tokenizer: Tokenizer, text: str) -> list[int]:
     """Encode a text in which special tokens are themselves, as a chat template writes them."""
     return tokenizer.encode_special(text) if isinstance(tokenizer, Bytewise) else tokenizer.encode(text)
+
+
+def shield(tokenizer: Tokenizer, text: str) -> str:
+    """Return a text in which `encode_special` takes special tokens for plain letters."""
+    return tokenizer.shield(text) if isinstance(tokenizer, Bytewise) else text
+
+
+def require_steady(path: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse a tokenizer.json that encodes a text differently each time, or lets it grow."""
+    model = settings.get("model")
+    if isinstance(model, dict) and model.get("dropout"):
+        raise bad_data(
+            f"{path}: BPE with dropout {model['dropout']} gives a text other tokens each time; set dropout to null"
+        )
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        if (growth := _growth(settings.get(part))) > MOST_GROWTH:
+            raise bad_data(f"{path}: its {part} makes a text up to {growth:.3g} times as long; name another tokenizer")
+
+
+def _growth(step: Any) -> float:
+    """Return how many times as long a step of a tokenizer.json may make a text."""
+    if not isinstance(step, dict):
+        return 1
+    kind, content = step.get("type"), str(step.get("content", "")).encode()
+    if kind == "Sequence":
+        parts: list[Any] = next(step[name] for name in ("normalizers", "pretokenizers", "decoders") if name in step)
+        return math.prod(map(_growth, parts))
+    if kind == "Replace":
+        pattern = step["pattern"]
+        literal = str(pattern.get("String", "")).encode()
+        is_empty = re.fullmatch(pattern.get("Regex", ""), "") is not None and not literal  # it matches between letters
+        return max(1, is_empty + len(content) / max(1, len(literal)))
+    if kind == "Prepend":
+        return 1 + len(str(step.get("prepend", "")).encode())
+    if kind == "Precompiled":  # SentencePiece's: the size of a trie, the trie, and strings that end with a zero
+        charsmap = base64.b64decode(str(step.get("precompiled_charsmap", "")))
+        return max(1, *map(len, charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")))
+    return 2 if kind == "ByteLevel" else 1
 
 
 def missing_speed(tokenizer: Tokenizer) -> str | None:
@@ -466,7 +523,7 @@ def _has_files(folder: Path, *names: str) -> bool:
 def _splits_as_gpt2(path: Path) -> bool:
     """Return whether a tokenizer.json splits text as GPT-2 does."""
     try:
-        settings = json.loads(read_text(path))
+        settings = read_json(path)
         added = {token["content"] for token in settings.get("added_tokens", [])}
         split = settings["pre_tokenizer"]
         return bool(
@@ -474,7 +531,7 @@ def _splits_as_gpt2(path: Path) -> bool:
             and settings.get("normalizer") is None
             and added <= {END_OF_TEXT}
         )
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, UserError):
         return False
 
 
@@ -494,7 +551,7 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
     for name, expected in hashes.items():
         if name not in FILES:
             raise bad_data(f"{folder / 'meta.json'} names {name!r}, which is not a tokenizer file")
-        if _sha256(folder / name) != expected:
+        if _sha256(folder / name, folder) != expected:
             raise bad_data(f"{folder / name} is not the file that meta.json beside it describes: its SHA-256 differs")
     if kind == GPT2BPE.name:
         return GPT2BPE(*pair)
@@ -514,7 +571,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         target = folder / name
         if not target.exists() or _sha256(target) != _sha256(source):
             with files.replacing(target) as file:
-                file.write(source.read_bytes())
+                file.write(read_bytes(source))
     for name, content in tokenizer.made.items():
         with files.replacing(folder / name) as file:
             file.write(content)
@@ -696,8 +753,8 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
     return merges
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, folder: Path | None = None) -> str:
     try:
-        return files.sha256(path)
+        return files.sha256(path, folder)
     except OSError as error:
         raise bad_data(f"{path} cannot be read: {error.strerror}") from None

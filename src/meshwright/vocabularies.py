@@ -7,18 +7,20 @@ Each gives the ids of the program that it comes from. None looks for special tok
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import json
 import re
 import unicodedata
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.errors import UNAVAILABLE, UserError, bad_data
+from meshwright.files import read_small
 
 END_OF_TEXT = "<|endoftext|>"
 EOD_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
@@ -38,6 +40,9 @@ CHINESE = (
     (0xF900, 0xFAFF),
     (0x2F800, 0x2FA1F),
 )
+SHIELD = "\ufdd1"  # no character, for use within a program; see Bytewise.shield
+FILE_LIMIT = 128 << 20  # bytes of a file
+MOST_BRACKETS = 4_000_000  # in JSON, as each makes an object
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"  # protobuf: normalizer_spec (3) with add_dummy_prefix (3) false
 
 
@@ -65,16 +70,23 @@ class Bytewise(ABC):
     def decode(self, ids: Sequence[int]) -> str:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
-    def encode_special(self, text: str) -> list[int]:
-        """Encode a text in which special tokens are themselves."""
-        if not self.special:
-            return self.encode(text)
+    @functools.cached_property
+    def _special_words(self) -> re.Pattern[str]:
+        """A pattern of the special tokens that are not shielded."""
         words = "|".join(re.escape(word) for word in sorted(self.special, key=len, reverse=True))
+        return re.compile(f"(?<!{SHIELD})({words})" if words else "(?!)()")
+
+    def shield(self, text: str) -> str:
+        """Mark special tokens in a text as plain letters for encode_special."""
+        return self._special_words.sub(lambda word: "".join(SHIELD + letter for letter in word[0]), text)
+
+    def encode_special(self, text: str) -> list[int]:
+        """Encode a text in which special tokens are themselves, except shielded ones."""
         ids: list[int] = []
-        for number, part in enumerate(re.split(f"({words})", text)):
+        for number, part in enumerate(self._special_words.split(text)):
             if number % 2:
                 ids.append(self.special[part])
-            elif part:
+            elif part := part.replace(SHIELD, ""):
                 ids += self.encode_next(part) if number else self.encode(part)
         return ids
 
@@ -214,6 +226,7 @@ class TikToken(Bytewise):
         except Exception as error:  # a pattern that is none, a byte that is missing, an id twice
             raise bad_data(f"{origin}: tiktoken refuses it: {error}") from None
         self._library, self._ranks, self._pattern = library, ranks, encoding.pattern
+        self._origin = path or origin
 
     def as_library(self) -> Any:
         """Return a tokenizer of the `tokenizers` library that gives the same ids, or None."""
@@ -242,10 +255,9 @@ class TikToken(Bytewise):
 
     def encode(self, text: str) -> list[int]:
         text = unicodedata.normalize(self._normalization, text) if self._normalization else text
-        if not has_long_space(text):
-            return list(self._library.encode_ordinary(text))
-        parts = re.split(rf"(\s{{{LONG_SPACE}}})", text)
-        return [i for part in parts for i in self._library.encode_ordinary(part)]
+        parts = re.split(rf"(\s{{{LONG_SPACE}}})", text) if has_long_space(text) else [text]
+        with explain_failures(f"{self._origin}: the tokenizer fails"):
+            return [i for part in parts for i in self._library.encode_ordinary(part)]
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return b"".join(self._bytes[i] for i in ids)
@@ -506,30 +518,42 @@ def has_long_space(text: str) -> bool:
     return len(text) > LONG_SPACE and any(len(run[0]) > LONG_SPACE for run in re.finditer(r"\s+", text))
 
 
+@contextlib.contextmanager
+def explain_failures(what: str) -> Iterator[None]:
+    """Raise UserError where a library that encodes or decodes fails.
+
+    The one in Rust raises plain Exception, and for what its authors held impossible a
+    PanicException, which is a BaseException.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise bad_data(f"{what}: {error}; name another one") from None
+
+
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path).decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise bad_data(f"{path} cannot be read: {error}") from None
-    except OSError as error:
-        raise _unreadable(path, error) from None
 
 
 def read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_small(path, FILE_LIMIT)
+    except FileNotFoundError:
+        raise bad_data(f"{path} does not exist (a tokenizer file)") from None
     except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: OSError) -> UserError:
-    if isinstance(error, FileNotFoundError):
-        return bad_data(f"{path} does not exist (a tokenizer file)")
-    return bad_data(f"{path} cannot be read: {error}")
+        raise bad_data(f"{path} cannot be read: {error.strerror}") from None
 
 
 def read_json(path: Path) -> Any:
+    text = read_text(path)
+    if (brackets := text.count("[") + text.count("{")) > MOST_BRACKETS:
+        raise bad_data(f"{path} has {brackets:,} lists and objects; at most {MOST_BRACKETS:,} are read")
     try:
-        return json.loads(read_text(path))
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise bad_data(f"{path} is not JSON: {error}") from None

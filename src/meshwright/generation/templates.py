@@ -1,14 +1,20 @@
 """Chat templates: how the turns of a dialogue become one text, as Hugging Face's folders say it.
 
 A template is a program in Jinja from a folder that anyone may have written, so it runs in Jinja's
-sandbox and sees only plain values.
+sandbox, in a child process whose memory and time are bounded, and sees only plain values.
 """
 
 from __future__ import annotations
 
-import datetime
-import functools
+import atexit
+import contextlib
 import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +22,15 @@ from typing import Any
 
 from meshwright import tokenizers
 from meshwright.errors import bad_data
+from meshwright.files import read_small
+from meshwright.generation import sandbox
 from meshwright.tokenizers import CHAT_TEMPLATE, Tokenizer
 from meshwright.vocabularies import CHAT_CONFIG, read_chat_config
 
 Messages = Sequence[Mapping[str, Any]]  # {"role": "system", "user" or "assistant", "content": text}
 PLAIN = "plain"
+TEMPLATE_LIMIT = 1 << 20  # bytes
+PATIENCE = 60.0  # seconds for an answer of the child, whose own limit is time of a processor
 
 
 @dataclass(frozen=True)
@@ -33,22 +43,23 @@ class ChatTemplate:
 
     def __post_init__(self) -> None:
         try:
-            _compile(self.text)
-        except Exception as error:  # a program of anyone's raises anything
+            _renderer.ask(self.text)
+        except ValueError as error:
             cure = "give another file to --chat-template, or plain"
             raise bad_data(f"{self.path} is no chat template: {error}; {cure}") from None
 
     def render(self, messages: Messages, begin_answer: bool = True) -> str:
         """Return the dialogue as text; `begin_answer` adds what precedes an assistant's answer."""
-        plain = json.loads(json.dumps(list(messages)))  # nothing with methods of its own
+        values = {**self.tokens, "messages": list(messages), "add_generation_prompt": begin_answer}
         try:
-            return str(_compile(self.text).render(messages=plain, add_generation_prompt=begin_answer, **self.tokens))
-        except Exception as error:
+            return _renderer.ask(self.text, values)
+        except ValueError as error:
             raise bad_data(f"{self.path}: the chat template cannot write these turns: {error}") from None
 
     def encode(self, tokenizer: Tokenizer, messages: Messages, begin_answer: bool = True) -> list[int]:
-        """Return the dialogue as tokens; special tokens in it are themselves."""
-        return tokenizers.encode_special(tokenizer, self.render(messages, begin_answer))
+        """Return the dialogue as tokens; special tokens of messages are letters."""
+        shielded = [{**m, "content": tokenizers.shield(tokenizer, str(m["content"]))} for m in messages]
+        return tokenizers.encode_special(tokenizer, self.render(shielded, begin_answer))
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -104,39 +115,64 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def read_template_file(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_small(path, TEMPLATE_LIMIT).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise bad_data(f"{path} cannot be read as a chat template: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise bad_data(f"{path} cannot be read as a chat template: {reason}") from None
 
 
-@functools.cache
-def _compile(text: str) -> Any:
-    """Compile a template with the names that Hugging Face's templates use."""
-    import jinja2
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+class _Renderer:
+    """The child process of sandbox.py, started when it is first needed and again after its end."""
 
-    class Generation(Extension):
-        """`{% generation %}` marks an answer for training; here its body is just text."""
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.child: subprocess.Popen[bytes] | None = None
 
-        tags = {"generation"}
+    def ask(self, template: str, values: dict[str, Any] | None = None) -> str:
+        """Return what a template writes; raise ValueError with the reason if it cannot."""
+        request = {"template": template} | ({} if values is None else {"values": values})
+        line = json.dumps(request).encode() + b"\n"  # plain values, nothing with methods of its own
+        with self.lock:
+            if self.child is None or self.child.poll() is not None:
+                self.start()
+            try:
+                answer = json.loads(self.exchange(line))
+            except (OSError, ValueError):
+                self.stop()
+                limits = f"{sandbox.SECONDS} s or {sandbox.MEMORY >> 20} MiB"
+                raise ValueError(f"it takes more than {limits}") from None
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return str(answer["text"])
 
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def exchange(self, line: bytes) -> bytes:
+        """Send a line and return the answer, cut short if the child ends or is late."""
+        assert self.child and self.child.stdin and self.child.stdout
+        self.child.stdin.write(line)
+        self.child.stdin.flush()
+        got, until = bytearray(), time.monotonic() + PATIENCE
+        while not got.endswith(b"\n"):
+            is_ready = select.select([self.child.stdout], [], [], max(0, until - time.monotonic()))[0]
+            if not is_ready or not (part := os.read(self.child.stdout.fileno(), 1 << 16)):
+                break
+            got += part
+        return bytes(got)
 
-    def refuse(message: str) -> str:
-        raise jinja2.TemplateError(message)
+    def start(self) -> None:
+        self.stop()
+        words = [sys.executable, "-P", sandbox.__file__]  # -P: the files beside it are no modules of it
+        self.child = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
 
-    def tojson(value: Any, **options: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False} | options)
+    def stop(self) -> None:
+        """End the child."""
+        if self.child is not None:
+            self.child.kill()
+            with contextlib.suppress(OSError):
+                self.child.communicate()
+            self.child = None
 
-    def now(form: str) -> str:
-        return datetime.datetime.now().strftime(form)
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals |= {"raise_exception": refuse, "strftime_now": now}
-    return environment.from_string(text)
+_renderer = _Renderer()
+atexit.register(_renderer.stop)

@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from meshwright.console import no_stderr
 from meshwright.errors import DONE, HANG, MEANINGS, RETRIED, SIGINT, SIGTERM, WARNINGS
 from meshwright.host import cores
 from meshwright.launch.launcher import LaunchPlan
@@ -158,7 +159,7 @@ class Agent(LocalElasticAgent):
     def leave(self) -> None:
         """Say to machine 0 that this one needs its store no more."""
         if self.plan.node > 0:
-            with contextlib.suppress(RuntimeError), connect.no_stderr():
+            with contextlib.suppress(RuntimeError), no_stderr():
                 self.store.set(f"done/{self.plan.node}", "")
 
     def _exit_barrier(self) -> None:

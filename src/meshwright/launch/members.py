@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from meshwright import device as devices
+from meshwright.console import no_stderr
 from meshwright.errors import DONE, HANG, SIGINT, SIGTERM, UNAVAILABLE
 from meshwright.launch import agent, elastic
 from meshwright.launch.agent import (
@@ -411,7 +412,7 @@ class ElasticAgent(agent.Agent):
 
     def leave(self) -> None:
         self.meeting.ended.set()
-        with contextlib.suppress(RunOver, RuntimeError), connect.no_stderr():
+        with contextlib.suppress(RunOver, RuntimeError), no_stderr():
             self.meeting.announce(state=GONE)
             if self.meeting.council:
                 if "over" not in self.meeting.council.decision:

@@ -17,11 +17,11 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from meshwright import device as devices
+from meshwright.console import no_stderr
 from meshwright.errors import HANG, UNAVAILABLE, USAGE, UserError
 from meshwright.ranks.compare import format_ranks
 from meshwright.ranks.lost import first_line, is_lost_rank
@@ -369,23 +369,6 @@ def _choose_interface(address: str, port: int) -> None:
                 if socket.inet_ntoa(answer[20:24]) == own:
                     os.environ["GLOO_SOCKET_IFNAME"] = name
                     return
-
-
-@contextlib.contextmanager
-def no_stderr() -> Iterator[None]:
-    """Discard the process's error output, to which C++ code writes directly.
-
-    Other threads' output is lost too, so the block must not wait.
-    """
-    sys.stderr.flush()
-    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.close(nowhere)
 
 
 def pick_backend(p: Parallel, device: torch.device, prints: bool = False) -> str:
