@@ -68,7 +68,7 @@ def test_documents_in_order_with_eod(tmp_path):
     assert lines[5].removeprefix("Time to startup: ").partition(".")[2].isdigit() and len(lines[5].split(".")[1]) == 2
 
 
-@pytest.mark.flag("preprocess.document_length")
+@pytest.mark.flag("document_length")
 def test_a_book_is_cut_into_documents(tmp_path):
     """At ends of paragraphs; nothing is lost, and each part ends as a document does."""
     book = "".join(f"Chapter {n}\n\n{'A line of prose. ' * 9}\n\n" for n in range(50))

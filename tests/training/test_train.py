@@ -940,5 +940,5 @@ def test_a_token_file_cut_short_under_a_run(tmp_path, capsys, monkeypatch, endin
     monkeypatch.setattr(meshwright.training.loop.Trainer, "step", cut_and_step)
     flags = [f for f in TINY_FLAGS if f != "--mock-data"] + ["--vocab-size", "800", "--save-interval", "2"]
     assert main(["train", *flags, "--data-path", str(tmp_path / "data"), "--save", str(tmp_path / "run")]) == 74
-    assert f"data{ending} was cut short while it was in use: 100 of " in capsys.readouterr().err
+    assert f"data{ending} was cut short while it was in use: 100 bytes are left" in capsys.readouterr().err
     assert (tmp_path / "run/iter_0000002").is_dir()

@@ -11,6 +11,7 @@ releases the interpreter while it computes; the loop that asks for the batch get
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -97,13 +98,8 @@ class Samples(OrderedSamples):
 
     def require_whole(self) -> None:
         """Refuse files that were cut short since they were opened: SIGBUS would end a read."""
-        for path, mapped in self.indexed.maps.items():
-            if (size := mapped.size()) < len(mapped):
-                raise UserError(
-                    f"{path} was cut short while it was in use: {size:,} of {len(mapped):,} bytes are left; restore "
-                    "the file, and continue from the last checkpoint",
-                    IO,
-                )
+        if cut := [path for path, mapped in self.indexed.maps.items() if mapped.size() < len(mapped)]:
+            raise cut_short(cut[0])
 
     def locate(self, k: int, position: int) -> str:
         for document, offset, length in self.pieces(k):
@@ -124,6 +120,12 @@ class Samples(OrderedSamples):
             pieces.append((document, offset, stop - offset))
             offset = 0
         return pieces
+
+
+def cut_short(path: str) -> UserError:
+    left = os.path.getsize(path)
+    advice = "restore the file, and continue from the last checkpoint"
+    return UserError(f"{path} was cut short while it was in use: {left:,} bytes are left; {advice}", IO)
 
 
 class Mock(OrderedSamples):

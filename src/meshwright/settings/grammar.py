@@ -117,6 +117,19 @@ def split_layers(layout: str | None, layers: int, stages: int) -> list[int]:
     return counts
 
 
+def read_batch_schedule(text: str) -> list[tuple[int, int]]:
+    """Return the pairs of --step-batch-size-schedule, whose numbers may end in K, M, B or T."""
+    units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+    pairs = []
+    for word in text.replace(",", " ").split():
+        match = re.fullmatch(r"([0-9.]+)([KMBT]?):([0-9.]+)([KMBT]?)", word.upper())
+        if match is None:
+            raise ValueError(f"{word[:50]!r} is not TOKENS:BATCH")
+        tokens, batch = (int(float(match[n]) * units[match[n + 1]]) for n in (1, 3))
+        pairs.append((tokens, batch))
+    return pairs
+
+
 def window_reach(size: str | None) -> int:
     """Return L of `L`, `L,0` or `(L,0)`; 0 for no window."""
     if size is None:

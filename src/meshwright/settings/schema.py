@@ -10,12 +10,11 @@ import contextlib
 import dataclasses
 import functools
 import math
-import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from meshwright.settings.fields import config_fields, flag, group
-from meshwright.settings.grammar import layers_with_window, prefix_of, split_layers, window_reach
+from meshwright.settings.grammar import layers_with_window, prefix_of, read_batch_schedule, split_layers, window_reach
 
 # Facets that several flags share.
 DROPOUT: dict[str, Any] = {"bound": "[0,1)", "resume": "note", "inherited": True}
@@ -200,12 +199,12 @@ class Model:
             return 1.0
         return self.rope_attention_factor or 0.1 * math.log(max(self.rope_scaling_factor, 1.0)) + 1.0
 
-    @property
+    @functools.cached_property
     def window(self) -> int:
         """Number of tokens before each that layers with a window see; 0 if no layer has one."""
         return window_reach(self.window_size)
 
-    @property
+    @functools.cached_property
     def windowed_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with a window."""
         return layers_with_window(self.window_attn_skip_freq, self.num_layers or 0) if self.window else ()
@@ -1147,19 +1146,6 @@ class TrainConfig:
     @property
     def wsd_samples(self) -> int:
         return self.in_samples(self.optimizer.lr_wsd_decay_iters, self.optimizer.lr_wsd_decay_samples)
-
-
-def read_batch_schedule(text: str) -> list[tuple[int, int]]:
-    """Return the pairs of --step-batch-size-schedule, whose numbers may end in K, M, B or T."""
-    units = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-    pairs = []
-    for word in text.replace(",", " ").split():
-        match = re.fullmatch(r"([0-9.]+)([KMBT]?):([0-9.]+)([KMBT]?)", word.upper())
-        if match is None:
-            raise ValueError(f"{word[:50]!r} is not TOKENS:BATCH")
-        tokens, batch = (int(float(match[n]) * units[match[n + 1]]) for n in (1, 3))
-        pairs.append((tokens, batch))
-    return pairs
 
 
 def flags_with(config: type, facet: str, *values: object) -> tuple[str, ...]:
