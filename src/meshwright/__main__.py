@@ -17,6 +17,7 @@ from meshwright.console import fit
 from meshwright.errors import BAD_DATA, DONE, IO, SIGINT, UNAVAILABLE, USAGE, UnfitFile, UserError
 from meshwright.host import MORE_MEMORY, describe_lack
 from meshwright.ranks.orphans import die_with_launcher
+from meshwright.storage.addresses import shown
 
 # The module of each command is commands/NAME.py, with _ for -.
 COMMANDS = {
@@ -168,7 +169,7 @@ def _as_typed(message: str, argv: list[str], spellings: Mapping[str, str]) -> st
 
 def _print_error(line: str) -> None:
     with contextlib.suppress(OSError):
-        print(fit(line, sys.stderr), file=sys.stderr, flush=True)
+        print(fit(shown(line), sys.stderr), file=sys.stderr, flush=True)
 
 
 def usage() -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
 from meshwright.errors import UserError
+from meshwright.storage import addresses
 
 _stream: Literal["stdout", "stderr"] | None = "stdout"
 
@@ -149,6 +150,7 @@ def say(line: str = "", shown: str | None = None, is_figure: bool = False, is_re
     """
     if _stream is None:
         return
+    line = addresses.shown(line)
     if _log is not None:
         _log.add(line)
     if _screen is not None:
@@ -174,6 +176,7 @@ def show(line: str) -> None:
     """Print one line immediately. If the reader of stdout is gone, the run continues without it."""
     if _stream is None or _is_quiet:
         return
+    line = addresses.shown(line)
     try:
         # One write: a thread that saves prints too.
         print(f"{line}\n", end="", file=getattr(sys, _stream), flush=True)
@@ -191,7 +194,7 @@ def notice(line: str) -> None:
     """Print a line for people, which no script reads, on stderr."""
     if _stream is not None and not _is_quiet:
         with contextlib.suppress(OSError):
-            print(line, file=sys.stderr, flush=True)
+            print(addresses.shown(line), file=sys.stderr, flush=True)
 
 
 def say_time(event: str) -> None:

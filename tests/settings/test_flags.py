@@ -362,10 +362,8 @@ S3 = "s3://bucket/y"
 @pytest.mark.parametrize(
     ("command", "flag"),
     [
-        (f"train --mock-data --save {S3}", "--save"),
-        (f"train --mock-data --load {S3}", "--load"),
-        (f"train --mock-data --load {S3} --dry-run", "--load"),
-        (f"train --mock-data --load {S3} --print-config", "--load"),
+        (f"train --mock-data --save-hf {S3}", "--save-hf"),
+        (f"train --mock-data --save-hf {S3} --print-config", "--save-hf"),
         (f"train --data-path 0.5 here 0.5 {S3}", "--data-path"),
         (f"train --train-weighted-split-paths 'T: 0.5 0:1 {S3}, 0.5 0:1 b'", "--train-weighted-split-paths"),
         (f"train --mock-data --deepspeed_config {S3}", "--deepspeed_config"),
@@ -407,18 +405,18 @@ def test_what_to_do_about_an_address(address, advice):
 
 
 def test_addresses_in_files_environment_and_python(tmp_path, monkeypatch):
-    (tmp_path / "c.toml").write_text(f"save = '{S3}'")
+    (tmp_path / "c.toml").write_text(f"save_hf = '{S3}'")
     (tmp_path / "paths.txt").write_text(f"0.5 a\n0.5 {S3}\n")
     (tmp_path / "paths.json").write_text(f'{{"train": ["{S3}"]}}')
     wanted = f"{S3} is an address"
-    assert f"--save {wanted}" in refusal("--config", str(tmp_path / "c.toml"))
+    assert f"--save-hf {wanted}" in refusal("--config", str(tmp_path / "c.toml"))
     for flag in ("--data-args-path", "--per-split-data-args-path"):
         file = str(tmp_path / ("paths.json" if "per" in flag else "paths.txt"))
         assert f"{flag} {file}: {wanted}" in refusal(flag, file, check=True)
     with pytest.raises(UserError, match=wanted):
         meshwright.convert(tmp_path, S3)
-    monkeypatch.setenv("MESHWRIGHT_RUN_DIR", S3)
-    assert f"--run-dir {wanted}" in refusal()
+    monkeypatch.setenv("MESHWRIGHT_LOCAL_DIR", S3)
+    assert f"--local-dir {wanted}" in refusal()
 
 
 def test_a_prompt_may_hold_an_address():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from meshwright.checkpoint import manifests, native, publish, steps
+from meshwright.checkpoint import manifests, mirror, native, publish, steps
 from meshwright.checkpoint.claims import FalseClaim
 from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.registry import FORMATS, MEGATRON
@@ -64,6 +64,7 @@ def first_intact(
 
     Return what `use` returned, or None without any checkpoint, and the notes that were reported.
     """
+    team.run_on_lead(lambda: mirror.fetch(path))
     location, notes = search_on_lead(path, lambda: steps.find_step(path), team)
     reported: list[PassedStep] = []
     while True:
@@ -184,6 +185,7 @@ def load_step(
 
     def open_here() -> list[Any]:
         if not team.is_lead:
+            mirror.fetch(location.folder)
             publish.wait_until_visible(location.folder, team)
         opened.append(open_step(location, options, team))
         return [manifests.sha256([opened[0].identity.encode()])]

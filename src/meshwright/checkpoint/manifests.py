@@ -23,11 +23,13 @@ from typing import Any, NamedTuple
 from meshwright import files
 from meshwright.errors import BAD_DATA, IO, UserError
 from meshwright.ranks.team import ALONE, Team
+from meshwright.storage import store
 
 FORMAT = "meshwright checkpoint 1"
 CHUNK = 16 << 20  # bytes that one hash covers; a slice reads at most this much extra at each end
 THREADS = min(8, os.cpu_count() or 1)
 AHEAD = max(4, THREADS)  # chunks read and hashed in advance: at most 128 MiB of memory
+REMOTE_TRIES = 3  # readings of a chunk from storage: a network may have changed its bytes
 MANIFEST = "manifest.json"
 HIDDEN = f".{MANIFEST}"  # beside another program's files, so that its folder looks as it makes it
 MANIFEST_LIMIT = 32 << 20  # bytes: the hashes of an 8 TB checkpoint
@@ -125,10 +127,12 @@ def verify_step(folder: str | Path, full: bool = False, team: Team = ALONE) -> M
 
 
 def plain_size(path: Path, expected: str = "") -> int:
-    """Return the size of a file; raise DamagedCheckpoint for a link or anything else."""
+    """Return the size of a file, here or in its storage; refuse a link or anything else."""
     try:
         status = path.lstat()
     except OSError as error:
+        if error.errno == errno.ENOENT and (size := store.size_of(path)) is not None:
+            return size
         raise unreadable(path, error, expected) from error
     if not stat.S_ISREG(status.st_mode) or (path.parent.name.startswith("mp_rank_") and path.parent.is_symlink()):
         raise DamagedCheckpoint(f"{path}: not a plain file (a link, or something else), so it is not read")
@@ -144,7 +148,8 @@ def check_size(path: Path, file: File) -> None:
 class VerifiedReader:
     """Read byte ranges of one file, hashing each chunk before any of it is returned.
 
-    `ahead` lists the chunks that will be needed. `last` keeps the last one for the next reader.
+    `ahead` lists the chunks that will be needed. `last` keeps the last one for the next reader. A
+    file that is not here but in its storage is read from there, in chunks.
     """
 
     def __init__(self, path: Path, file: File, ahead: Iterable[int] = (), last: Chunks | None = None) -> None:
@@ -153,10 +158,12 @@ class VerifiedReader:
         self.ready: dict[int, Future[bytearray]] = {}
         self.spare: list[bytearray] = []  # new memory costs more than reading into it
         check_size(path, file)
+        self.fd: int | None = None
         try:
             self.fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            raise unreadable(path, error) from error
+            if error.errno != errno.ENOENT or store.size_of(path) is None:
+                raise unreadable(path, error) from error
         self.pool = ThreadPoolExecutor(THREADS)
 
     def __enter__(self) -> VerifiedReader:
@@ -164,7 +171,8 @@ class VerifiedReader:
 
     def __exit__(self, *_: object) -> None:
         self.pool.shutdown(cancel_futures=True)
-        os.close(self.fd)
+        if self.fd is not None:
+            os.close(self.fd)
 
     def read(self, begin: int, end: int) -> memoryview:
         """Return verified bytes, valid until the next read; not copied within one chunk."""
@@ -200,21 +208,32 @@ class VerifiedReader:
     def _read_chunk(self, index: int) -> bytearray:
         begin = index * CHUNK
         data = self._memory(min(CHUNK, self.file.size - begin))
+        expected = self.file.sha256[64 * index : 64 * index + 64]
+        for _ in range(1 if self.fd is not None else REMOTE_TRIES):
+            self._fill(data, begin)
+            if sha256([data]) == expected:
+                return data
+        end = begin + len(data)
+        raise DamagedCheckpoint(
+            f"{self.path}: bytes {begin:,} to {end:,} are not what was written (their SHA-256 differs)"
+        )
+
+    def _fill(self, data: bytearray, begin: int) -> None:
+        """Read into `data` what the file has from byte `begin` on."""
         got = 0
+        if self.fd is None:
+            objects, key = store.locate(self.path)
+            answer = objects.read(key, begin, len(data))
+            got = min(len(answer), len(data))
+            data[:got] = answer[:got]
         try:
             while got < len(data):
-                count = os.preadv(self.fd, [memoryview(data)[got:]], begin + got)
+                count = os.preadv(self.fd, [memoryview(data)[got:]], begin + got) if self.fd is not None else 0
                 if not count:
                     raise DamagedCheckpoint(f"{self.path}: ends at byte {begin + got:,} of {self.file.size:,}")
                 got += count
         except OSError as error:
             raise unreadable(self.path, error, f" at byte {begin + got:,}") from error
-        if sha256([data]) != self.file.sha256[64 * index : 64 * index + 64]:
-            end = begin + len(data)
-            raise DamagedCheckpoint(
-                f"{self.path}: bytes {begin:,} to {end:,} are not what was written (their SHA-256 differs)"
-            )
-        return data
 
 
 def read_json(folder: Path, manifest: Manifest, name: str, limit: int = JSON_LIMIT) -> Any:

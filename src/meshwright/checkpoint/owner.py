@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from meshwright import files
+from meshwright.checkpoint import mirror
 from meshwright.checkpoint.steps import listing
 from meshwright.console import remark
 from meshwright.errors import IO, LOCKED, UserError
@@ -20,7 +21,8 @@ PATIENCE = 0.5  # seconds: a killed owner may still be dying, a new one still wr
 def lock_folder(root: str | Path) -> Iterator[None]:
     """Hold an exclusive lock on the folder; the kernel releases it when this process dies.
 
-    A folder in which nothing was written is left as it was: absent, or without a lock.
+    A folder that stands for an address is claimed there too. A folder in which nothing was written
+    is left as it was: absent, or without a lock.
     """
     root = Path(root)
     path = root / ".lock"
@@ -35,6 +37,7 @@ def lock_folder(root: str | Path) -> Iterator[None]:
             raise UserError(f"cannot lock {root}: {error.strerror or error}; change --save", IO) from error
         if not has_locks:
             remark(f"WARNING: the file system of {root} has no locks: a second run there would not be noticed")
+        stack.enter_context(mirror.claimed(root))
         try:
             yield
         finally:

@@ -38,6 +38,7 @@ from meshwright.settings.schema import (
     TrainConfig,
     Training,
 )
+from meshwright.storage import addresses
 
 
 def problems(config: Any, needs_data: bool = True) -> list[str]:
@@ -95,6 +96,11 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
         out.append(f"--save and --save-hf must differ (both are {k.save}); give two different folders")
     if k.save_hf and t.skip_train:
         out.append("--save-hf exports at the end of training, which --skip-train leaves out; use meshwright convert")
+    if k.save and (address := addresses.address_of(addresses.localize(k.save))):
+        if k.save_overwrite:
+            out.append(f"--save-overwrite would have to move what is at {address}; give another address to --save")
+        if k.ckpt_format == "torch":
+            out.append(f"--ckpt-format torch does not work with --save {address}; save natively, and convert the run")
     if k.save_hf and not k.save:
         out.append("--save-hf needs --save: it exports the last checkpoint")
     if k.use_checkpoint_args and not k.load:
@@ -342,6 +348,8 @@ def remote_paths(config: Any) -> list[str]:
                 text = str(one).replace(":/", "://", 1) if isinstance(one, os.PathLike) else one
                 if f.name == "input" and str(one).startswith("hf://"):
                     continue  # a data set, which is read from there
+                if f.metadata["remote"] and addresses.is_address(text):
+                    continue
                 if isinstance(text, str) and (address := find_address(text)):
                     out.append(f"{shown_name(f)} {refuse_address(address)}")
     return out

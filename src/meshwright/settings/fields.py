@@ -29,6 +29,7 @@ class Facets(TypedDict, total=False):
     word: str  # placeholder of a positional argument, if it is not the field's name
     # What a flag of text holds. Only words may be empty; paths and forms hold no address.
     value: Literal["DIR", "FILE", "PATH", "PREFIX", "FORM", "NAME", "WORDS"] | None
+    remote: bool  # a path that may also be an address of object storage, such as s3://bucket/run
     short: str  # one line for the common flags, where no clause of the help is short enough
     docs: str  # pages of docs/ that explain it
     hidden: bool  # accepted, and not offered by completion

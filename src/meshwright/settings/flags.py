@@ -45,6 +45,7 @@ from meshwright.settings.other_programs import deepspeed_json
 from meshwright.settings.other_programs.lazy_config import read_lazy_config
 from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
 from meshwright.settings.schema import TrainConfig
+from meshwright.storage import addresses
 
 SETTINGS_LIMIT = 4 << 20  # bytes of a file of settings
 C = TypeVar("C")
@@ -145,6 +146,7 @@ def parse_settings(
     complaints += [line for line in objections if line.split()[0] not in answered]
     if complaints:
         raise UserError(listed(complaints))
+    built = localized(built)
     only_prints = bool(control["dry_run"]), bool(control["print_config"])
     return Parsed(built, sources, reader.notices, reader.idle, *only_prints)
 
@@ -558,6 +560,25 @@ def to_dict(config: Any) -> dict[str, Any]:
     return {n: v for f in dataclasses.fields(config) for n, v in dataclasses.asdict(getattr(config, f.name)).items()}
 
 
+def localized(config: Any) -> Any:
+    """Return settings in which local folders stand for the addresses of object storage."""
+    root = getattr(getattr(config, "checkpoint", None), "local_dir", None)
+
+    def localize(value: Any) -> Any:
+        if isinstance(value, list):
+            return [localize(each) for each in value]
+        return addresses.localize(value, root) if isinstance(value, str) else value
+
+    def of_group(group: Any) -> Any:
+        names = [f.name for f in dataclasses.fields(group) if f.metadata["remote"]]
+        return dataclasses.replace(group, **{name: localize(getattr(group, name)) for name in names})
+
+    if is_flat(config):
+        return of_group(config)
+    groups = {f.name: of_group(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    return dataclasses.replace(config, **groups)
+
+
 def to_toml(config: Any, sources: Mapping[str, str] | None = None) -> str:
     """Return a file that --config reads back, with the sources of values as comments.
 
@@ -576,7 +597,8 @@ def to_toml(config: Any, sources: Mapping[str, str] | None = None) -> str:
 
 
 def _toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # the one control character JSON allows
+    text = addresses.shown(json.dumps(value, ensure_ascii=False))
+    return text.replace("\x7f", "\\u007f")  # the one control character JSON allows
 
 
 def from_saved(cls: type[C], saved: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -772,9 +772,30 @@ class Parallel:
 class Checkpoint:
     """Saving and loading."""
 
-    save: str | None = flag(None, "folder to save checkpoints to", value="DIR")
+    save: str | None = flag(
+        None,
+        "folder or s3://, gs:// address to save checkpoints to",
+        value="DIR",
+        remote=True,
+        docs="checkpoints storage",
+    )
     load: str | None = flag(
-        None, "folder to load a checkpoint from, to resume or go on", value="DIR", word="DIR", read="run"
+        None,
+        "folder or s3://, gs:// address to load a checkpoint from, to resume or go on",
+        value="DIR",
+        word="DIR",
+        read="run",
+        remote=True,
+        docs="checkpoints storage",
+    )
+    local_dir: str | None = flag(
+        None,
+        "folder for the local copies of s3:// and gs:// addresses (none: ~/.cache/meshwright)",
+        value="DIR",
+        read="run",
+        resume="free",
+        proof="",
+        docs="storage",
     )
     save_interval: int | None = flag(
         None,
@@ -838,7 +859,11 @@ class Checkpoint:
         docs="",
     )
     run_dir: str | None = flag(
-        None, "folder for config.toml, metrics.jsonl, log.txt and report.html (none: --save)", value="DIR", docs=""
+        None,
+        "folder or address for config.toml, metrics.jsonl, log.txt and report.html (none: --save)",
+        value="DIR",
+        docs="",
+        remote=True,
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import console, tokenizers
-from meshwright.checkpoint import owner, steps
+from meshwright.checkpoint import mirror, owner, steps
 from meshwright.console import say
 from meshwright.data.sets import count_epochs
 from meshwright.errors import BAD_DATA, UserError
@@ -200,7 +200,10 @@ def require_token_files(config: TrainConfig) -> None:
 
 def look_at_files(config: TrainConfig, world: World) -> tuple[TrainConfig, Vocabulary, UserError | None]:
     """Return settings and vocabulary, or what is wrong with the files of one of several ranks."""
+    c = config.checkpoint
     try:
+        for path in filter(None, (c.load, c.save, c.run_dir)):
+            mirror.fetch(path)
         require_token_files(config)
         config = settle_length(config, prints=world.rank == 0)
         if world.rank == 0:

@@ -26,6 +26,7 @@ from meshwright.settings.checks import contradictions
 from meshwright.settings.data_paths import path_sets, path_settings, prefixes
 from meshwright.settings.fields import spelling
 from meshwright.settings.schema import ARCHITECTURE, STATED, Checkpoint, TrainConfig, flags_with
+from meshwright.storage import addresses
 from meshwright.training.state.saver import is_continued
 
 STEPS_SHOWN = 8  # of those that --load holds
@@ -212,7 +213,9 @@ def guard_run_folder(config: TrainConfig) -> None:
         return
     before = read_settings(folder).get("checkpoint", {}).get("save")
     continued = [c.save] if c.finetune else [c.save, c.load]
-    if before and Path(str(before)).resolve() in [steps.split_path(path)[0].resolve() for path in continued if path]:
+    if before and Path(addresses.localize(str(before), c.local_dir)).resolve() in [
+        steps.split_path(path)[0].resolve() for path in continued if path
+    ]:
         return
     flag = "--run-dir" if c.run_dir else "--save"
     ways = f"{flag} {folder} already holds the curves of another run: give another folder, or --save-overwrite to move "
@@ -293,7 +296,10 @@ def _shown(value: Any) -> Any:
 def saved_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings to save with a checkpoint, and what identifies the data."""
     sets = [] if config.data.mock_data else path_sets(config.data)  # may be listed in files
-    return flags.to_dict(config) | {
+    c = config.checkpoint
+    settings = flags.to_dict(config)
+    settings |= {name: path and addresses.shown(path) for name, path in (("save", c.save), ("load", c.load))}
+    return settings | {
         "world_size": None,
         "global_batch_size": config.global_batch,  # also where it follows from the number of ranks
         "data_fingerprint": [fingerprint(prefix) for prefix in prefixes(config.data)],

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint import loading, native, publish, steps
+from meshwright.checkpoint.upload import Uploader
 from meshwright.console import remark, say
 from meshwright.errors import IO, UserError
+from meshwright.ranks.pulse import pulse
+from meshwright.storage.addresses import address_of
 
 if TYPE_CHECKING:
     import torch
@@ -70,6 +73,9 @@ class Saver:
             from meshwright.checkpoint.background import Background
 
             self.background = Background(team, device)
+        self.uploader: Uploader | None = None
+        if c.save and address_of(c.save) and team.is_lead:
+            self.uploader = Uploader(Path(c.save), [Path(c.run_dir)] if c.run_dir else [])
 
     def continue_from(self, step: int, best: int | None) -> None:
         """Note that --save holds the run's state, and remove what a killed run left to remove.
@@ -144,6 +150,7 @@ class Saver:
     ) -> None:
         folder = self.config.checkpoint.save
         assert folder
+        team.run_on_lead(self.wait_for_upload)
         before, after = native.save_messages(folder, step)
         say(before)
         if self.config.checkpoint.ckpt_format == "torch":
@@ -185,14 +192,30 @@ class Saver:
                 shutil.rmtree(parts, ignore_errors=True)
 
     def tidy(self, step: int, best: int | None) -> None:
-        """Update the tracker of the best step and remove old steps."""
-        c = self.config.checkpoint
+        """Update the tracker of the best step, remove old steps, and send the new one."""
+        c, removed = self.config.checkpoint, list[int]()
         assert c.save
         if best is not None and best in steps.list_steps(c.save):
             publish.write_tracker(c.save, best, steps.BEST)
         if c.keep_last:
-            for old in publish.prune_steps(c.save, step, c.keep_last, c.keep_every, best):
+            removed = publish.prune_steps(c.save, step, c.keep_last, c.keep_every, best)
+            for old in removed:
                 remark(f" > removed step {old}: --keep-last {c.keep_last}")
+        if self.uploader is not None:
+            self.wait_for_upload()
+            self.uploader.begin(removed)
+
+    def wait_for_upload(self, at_end: bool = False) -> None:
+        """Wait until nothing is sent; a failure ends the run unless --save-error is warn."""
+        if self.uploader is None:
+            return
+        try:
+            self.uploader.wait(pulse.tick)
+        except UserError as error:
+            kept = f"{error}; the step is kept on this machine, and the next start here sends it"
+            if at_end or self.config.checkpoint.save_error == "stop" or error.status != IO:
+                raise UserError(kept, error.status) from error
+            remark(f"WARNING: {error}; the next save sends the step again (--save-error warn)")
 
     @property
     def in_flight(self) -> bool:
@@ -224,3 +247,5 @@ class Saver:
     def close(self) -> None:
         if self.background is not None:
             self.background.close()
+        if self.uploader is not None:
+            self.uploader.close()

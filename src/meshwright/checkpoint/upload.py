@@ -1,0 +1,121 @@
+"""Copy the steps of a run to its address, in the background, while the run goes on.
+
+A step's files are sent first and its manifest last, so a step in storage is complete or it does not
+exist. SENT lists what is there: after a kill, a file that was sent in full is not sent again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from meshwright.checkpoint import mirror
+from meshwright.checkpoint.manifests import MANIFEST, read_manifest, sha256
+from meshwright.checkpoint.steps import TRACKER, list_steps, step_folder
+from meshwright.console import notice, remark
+from meshwright.storage.addresses import address_of
+from meshwright.storage.store import locate
+
+SENT = ".sent.json"
+SOON = 2.0  # seconds of waiting that need no explanation
+
+
+def crash_point(name: str) -> None:
+    """Do nothing; tests replace this to kill the process at each named point of an upload."""
+
+
+class Uploader:
+    """Sends what a run has saved, by one thread of rank 0."""
+
+    def __init__(self, root: Path, others: list[Path]) -> None:
+        self.root, self.others = root, others  # others: folders of the run without steps
+        self.pool = ThreadPoolExecutor(1, "upload")
+        self.flying: Future[None] | None = None
+
+    def begin(self, removed: list[int]) -> None:
+        """Send all steps that storage lacks, then remove steps there.
+
+        What an earlier call began must have ended.
+        """
+        assert self.flying is None
+
+        def act() -> None:
+            for step in reversed(list_steps(self.root)):
+                self.send_step(step)
+            for root in (self.root, *self.others):
+                mirror.send_files(root)
+            self.remove(removed)
+
+        self.flying = self.pool.submit(act)
+
+    def wait(self, tick: Callable[[], None]) -> None:
+        """Wait until nothing is sent any more, and raise the failure of it."""
+        flying, self.flying, began = self.flying, None, time.monotonic()
+        explained = False
+        while flying is not None and not flying.done():
+            time.sleep(0.01)
+            tick()
+            if not explained and time.monotonic() - began > SOON:
+                remark(f" > waiting for the upload to {address_of(self.root)}")
+                explained = True
+        if flying is not None:
+            flying.result()
+
+    def close(self) -> None:
+        self.pool.shutdown()
+        if self.flying is not None and (failure := self.flying.exception()):
+            notice(f"the upload in flight failed: {failure}")
+
+    def send_step(self, step: int) -> None:
+        """Send a step that storage lacks: its files, then its manifest."""
+        folder, sent = step_folder(self.root, step), mirror.read_json(self.root / SENT)
+        store, key = locate(folder)
+        if not (folder / MANIFEST).exists():
+            return
+        manifest, raw = read_manifest(folder), (folder / MANIFEST).read_bytes()
+        if sent.get(f"{folder.name}/{MANIFEST}") == sha256([raw]):
+            return
+        if not all((folder / name).exists() for name in manifest):
+            return  # it was read from storage
+        there = store.entries(key)
+        before = store.get(f"{key}/{MANIFEST}") if MANIFEST in there else None
+        if before is None or before[0] != raw:
+            others = sorted((name for name in there if name not in manifest), key=lambda name: name != MANIFEST)
+            store.delete([f"{key}/{name}" for name in others])
+            for name, file in manifest.items():
+                known = sent.get(f"{folder.name}/{name}")
+                if known is None or name not in there or known != [file.sha256, there[name].tag]:
+                    crash_point("before_file")
+                    sent[f"{folder.name}/{name}"] = [file.sha256, store.put(f"{key}/{name}", folder / name)]
+                    mirror.write_json(self.root / SENT, sent)
+            crash_point("before_manifest")
+            mirror.confirm(self.root)
+            store.put(f"{key}/{MANIFEST}", raw)
+        crash_point("after_manifest")
+        sent[f"{folder.name}/{MANIFEST}"] = sha256([raw])
+        mirror.write_json(self.root / SENT, sent)
+        store.put(f"{locate(self.root)[1]}/{TRACKER}", str(step).encode())
+        remark(f" > uploaded step {step:,} to {address_of(self.root)}")
+        self.thin(step, sent)
+
+    def thin(self, newest: int, sent: dict[str, object]) -> None:
+        """Remove the files of older steps, which storage has, from this machine."""
+        for step in list_steps(self.root):
+            folder = step_folder(self.root, step)
+            if step < newest and f"{folder.name}/{MANIFEST}" in sent:
+                for path in folder.iterdir():
+                    if path.name != MANIFEST:
+                        path.unlink(missing_ok=True)
+
+    def remove(self, steps: list[int]) -> None:
+        """Remove steps from storage, their manifests first."""
+        sent = mirror.read_json(self.root / SENT)
+        for step in steps:
+            folder = step_folder(self.root, step)
+            store, key = locate(folder)
+            names = sorted(store.entries(key), key=lambda name: name != MANIFEST)
+            store.delete([f"{key}/{name}" for name in names])
+            sent = {name: value for name, value in sent.items() if not name.startswith(f"{folder.name}/")}
+        mirror.write_json(self.root / SENT, sent)

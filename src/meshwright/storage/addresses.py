@@ -1,0 +1,47 @@
+"""Addresses of object storage, such as s3://bucket/run, and the local folders that stand for them.
+
+Each address has one folder on this machine, below a folder with the name MARK. Its path says the
+address, so every part of the program works with plain paths, and messages show the address.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+MARK = "meshwright-storage"
+SCHEMES = ("s3", "gs")
+SPELT = re.compile(rf"({'|'.join(SCHEMES)})://([^/\s]+)((?:/[^/]+)*)/*")
+LOCAL = re.compile(rf"[^\s'\"]*/{MARK}/({'|'.join(SCHEMES)})/")
+
+
+def is_address(text: object) -> bool:
+    return isinstance(text, str) and SPELT.fullmatch(text) is not None
+
+
+def default_root() -> str:
+    """Return the folder of local copies that no flag names."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(cache, "meshwright")
+
+
+def localize(text: str, root: str | None = None) -> str:
+    """Return the local folder that stands for an address; other text as it is."""
+    if (match := SPELT.fullmatch(text)) is None:
+        return text
+    scheme, bucket, key = match.groups()
+    parts = [part for part in key.split("/") if part not in ("", ".", "..")]
+    return os.path.join(os.path.realpath(root or default_root()), MARK, scheme, bucket, *parts)
+
+
+def address_of(path: str | Path) -> str | None:
+    """Return the address that a local path stands for, or None."""
+    text = os.path.abspath(path)
+    match = LOCAL.match(text)
+    return f"{match[1]}://{text[match.end() :]}" if match else None
+
+
+def shown(text: str) -> str:
+    """Return text in which local folders that stand for addresses are written as these."""
+    return LOCAL.sub(r"\1://", text) if MARK in text else text

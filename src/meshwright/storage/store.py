@@ -1,0 +1,180 @@
+"""Object storage by the library obstore: bounded reads and writes, retried, with clear errors.
+
+Credentials, region and endpoint come from the environment, as other programs read them. They are
+neither printed nor written to a file.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError
+from meshwright.storage.addresses import address_of
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+PATIENCE = datetime.timedelta(minutes=3)  # in which a request is repeated
+TRIES = 40
+PART = 16 << 20  # bytes of a part of an upload
+MOST_PARTS = 9_000  # S3 takes 10,000
+CURES = {
+    "UnauthenticatedError": "set the credentials, such as AWS_ACCESS_KEY_ID or GOOGLE_APPLICATION_CREDENTIALS",
+    "PermissionDeniedError": "the credentials may not do this; ask for the right, or give another address",
+    "NotFoundError": "check the names of the bucket and of the object",
+}
+ELSE = "check the network, the bucket's name and region, and AWS_ENDPOINT_URL for other services than Amazon's"
+
+
+_sizes: dict[Path, dict[str, int]] = {}  # of the objects below folders
+
+
+T = TypeVar("T")
+MISSING = ("NotFoundError", "FileNotFoundError")
+CONFLICT = ("AlreadyExistsError", "FileExistsError", "PreconditionError")
+
+
+class Entry(NamedTuple):
+    """An object in a listing."""
+
+    size: int
+    tag: str | None  # differs after a change
+
+
+class Store:
+    """The objects of one bucket, by key."""
+
+    def __init__(self, bucket: str) -> None:
+        self.bucket, self.objects = bucket, open_bucket(bucket)
+
+    def get(self, key: str) -> tuple[bytes, str | None] | None:
+        """Return a small object and its tag, or None if there is none."""
+        import obstore
+
+        def act() -> tuple[bytes, str | None]:
+            result = obstore.get(self.objects, key)
+            return bytes(result.bytes()), result.meta["e_tag"]
+
+        return self.ask(key, act, MISSING)
+
+    def read(self, key: str, begin: int, size: int) -> memoryview:
+        """Return a range of an object."""
+        import obstore
+
+        data = self.ask(key, lambda: obstore.get_range(self.objects, key, start=begin, length=size))
+        assert data is not None
+        return memoryview(data)
+
+    def put(self, key: str, data: bytes | Path, mode: Any = "overwrite") -> str | None:
+        """Write an object and return its tag; a large file is sent in parts.
+
+        With the mode "create", or {"e_tag": tag}, return None if there is an object already, or one
+        with another tag.
+        """
+        import obstore
+
+        size = data.stat().st_size if isinstance(data, Path) else len(data)
+        in_parts, part = size > PART and mode == "overwrite", max(PART, -(-size // MOST_PARTS))
+        result = self.ask(
+            key,
+            lambda: obstore.put(self.objects, key, data, mode=mode, use_multipart=in_parts, chunk_size=part),
+            CONFLICT if mode != "overwrite" else (),
+        )
+        return result["e_tag"] if result else None
+
+    def entries(self, prefix: str) -> dict[str, Entry]:
+        """Return the objects below a prefix, by their keys without it."""
+        import obstore
+
+        prefix = prefix.rstrip("/") + "/" if prefix else ""
+
+        def act() -> dict[str, Entry]:
+            pages = obstore.list(self.objects, prefix or None)
+            every = (meta for page in pages for meta in page)
+            return {meta["path"].removeprefix(prefix): Entry(meta["size"], meta["e_tag"]) for meta in every}
+
+        return self.ask(prefix, act) or {}
+
+    def delete(self, keys: list[str]) -> None:
+        """Delete objects, one after the other."""
+        import obstore
+
+        for key in keys:
+            self.ask(key, functools.partial(obstore.delete, self.objects, key), MISSING)
+
+    def ask(self, key: str, act: Callable[[], T], none_for: tuple[str, ...] = ()) -> T | None:
+        """Return what `act` returns, or None for some errors of the library; explain others."""
+        import obstore.exceptions as library
+
+        try:
+            return act()
+        except (library.BaseError, OSError) as error:
+            kind = type(error).__name__
+            if kind in none_for:
+                return None
+            reason = next(iter(str(error).splitlines()), kind)[:300]
+            status = BAD_DATA if kind in MISSING else IO
+            raise UserError(f"{self.bucket}/{key}: {reason}; {CURES.get(kind, ELSE)}", status) from None
+
+
+def open_bucket(bucket: str) -> ObjectStore:
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError:
+        raise UserError(
+            f"{bucket} needs the package obstore, which is not installed: pip install 'meshwright[cloud]'", UNAVAILABLE
+        ) from None
+    open_url: Any = from_url  # its overloads know no mapping of settings
+    seconds = datetime.timedelta(seconds=1)
+    options: dict[str, Any] = {"timeout": PATIENCE, "connect_timeout": 10 * seconds}
+    more: dict[str, Any] = {"checksum_algorithm": "SHA256"} if bucket.startswith("s3:") else {}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+    if bucket.startswith("s3:") and endpoint:
+        more["endpoint"] = endpoint
+        options["allow_http"] = endpoint.startswith("http://")
+    backoff = {"init_backoff": seconds / 10, "max_backoff": 15 * seconds, "base": 2}
+    retries: Any = {"max_retries": TRIES, "retry_timeout": PATIENCE, "backoff": backoff}
+    try:
+        objects: ObjectStore = open_url(bucket, client_options=options, retry_config=retries, **more)
+        return objects
+    except (BaseError, ValueError) as error:
+        raise UserError(f"{bucket}: {str(error)[:300]}; {ELSE}", IO) from None
+
+
+@functools.cache
+def store_of(bucket: str) -> Store:
+    return Store(bucket)
+
+
+def locate(path: str | Path) -> tuple[Store, str]:
+    """Return the store and the key of a local path that stands for an address."""
+    address = address_of(path)
+    assert address is not None
+    scheme, _, rest = address.partition("://")
+    bucket, _, key = rest.partition("/")
+    return store_of(f"{scheme}://{bucket}"), key
+
+
+def size_of(path: Path) -> int | None:
+    """Return the size of the object that a path stands for, if there is one."""
+    if address_of(path) is None:
+        return None
+    if path.name not in _sizes.get(path.parent, ()):
+        store, key = locate(path.parent)
+        _sizes[path.parent] = {name: entry.size for name, entry in store.entries(key).items()}
+    return _sizes[path.parent].get(path.name)
+
+
+def forget() -> None:
+    """Open the stores anew when they are needed."""
+    store_of.cache_clear()
+    _sizes.clear()
+
+
+os.register_at_fork(after_in_child=forget)  # the library's threads are the parent's

@@ -1,0 +1,216 @@
+"""Runs in object storage: complete steps or none, whatever the network or a kill does."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers import TINY_FLAGS, error_of, read_losses
+from meshwright.__main__ import main
+from meshwright.checkpoint import manifests, mirror, publish, steps, upload
+from meshwright.errors import IO, LOCKED, USAGE
+from meshwright.storage import addresses, store
+from s3 import Bucket, serving_bucket
+
+pytest.importorskip("obstore")
+RUN = "s3://bucket/runs/a"
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Bucket]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    mirror.fetch.cache_clear()
+    with serving_bucket(monkeypatch) as served:
+        yield served
+    mirror.fetch.cache_clear()
+
+
+def train(*words: object, steps: int = 6, run: str = RUN) -> int:
+    store.forget()
+    mirror.fetch.cache_clear()  # each run is a process of its own
+    given = [word for word in TINY_FLAGS if "--train-iters" not in word]
+    more = f"--train-iters {steps} --lr-decay-iters 6 --save-interval 2 --save {run} --load {run}".split()
+    return main(["train", *given, *more, *map(str, words)])
+
+
+def local(run: str = RUN) -> Path:
+    return Path(addresses.localize(run))
+
+
+def lose_disk() -> None:
+    shutil.rmtree(addresses.default_root())
+
+
+def test_resume_from_storage_alone(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(steps=6, run=str(tmp_path / "plain")) == 0
+    assert train(steps=4) == 0
+    there = {key for key in bucket.objects if "iter_" in key}
+    assert {f"runs/a/iter_{n:07d}/manifest.json" for n in (2, 4)} <= there
+    assert 'save = "s3://bucket/runs/a"' in bucket.objects["runs/a/config.toml"].decode()
+    assert "/cache/" not in capsys.readouterr().out
+    assert not list(steps.step_folder(local(), 2).glob("rank_*"))  # storage has it
+    lose_disk()
+    assert train(steps=6) == 0
+    assert "resuming at step 4" in capsys.readouterr().out
+    assert read_losses(local()) == read_losses(tmp_path / "plain")
+    assert json.loads(bucket.objects["runs/a/.owner.json"])["released"]
+
+
+def test_steps_are_removed_from_storage_too(bucket: Bucket) -> None:
+    assert train("--keep-last=1", "--async-save") == 0
+    assert {key.split("/")[2] for key in bucket.objects if "iter_" in key} == {"iter_0000006"}
+    assert bucket.objects["runs/a/latest_checkpointed_iteration.txt"] == b"6"
+
+
+def faulty(bucket: Bucket, every: int, fault: int | str) -> None:
+    """Let every n-th request meet a fault."""
+    bucket.faults = lambda method, key: fault if len(bucket.log) % every == 0 else None
+
+
+@pytest.mark.parametrize("fault", [503, 500, "cut"])
+def test_requests_that_fail_are_repeated(bucket: Bucket, fault: int | str) -> None:
+    faulty(bucket, 3, fault)
+    assert train(steps=4) == 0
+    lose_disk()
+    assert train(steps=4) == 0
+    assert steps.latest(local()) == (4, [])
+
+
+def test_changed_bytes_are_read_again_and_refused_if_they_stay(bucket: Bucket) -> None:
+    assert train(steps=2) == 0
+    lose_disk()
+    wrong = iter(["flip"])
+    bucket.faults = lambda method, key: next(wrong, None) if method == "GET" and "rank_" in key else None
+    assert train(steps=4) == 0
+    bucket.faults = lambda method, key: "flip" if method == "GET" and "rank_" in key else None
+    lose_disk()
+    store.forget()
+    mirror.refresh(local())
+    folder = steps.step_folder(local(), 4)
+    assert manifests.verify_step(folder)
+    assert "SHA-256 differs" in error_of(lambda: manifests.verify_step(folder, full=True))
+    bucket.objects["runs/a/iter_0000004/rank_00000.safetensors"] += b"x"
+    store.forget()
+    assert "but the manifest says" in error_of(lambda: manifests.verify_step(folder))
+
+
+def test_storage_that_refuses_ends_the_run_with_its_step_kept(
+    bucket: Bucket, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket.faults = lambda method, key: 403 if method == "PUT" and "rank_" in key else None
+    assert train(steps=4) == IO
+    error = capsys.readouterr().err
+    assert "the credentials may not do this" in error and "the next start here sends it" in error
+    assert not [key for key in bucket.objects if key.endswith("manifest.json")]
+    bucket.faults = lambda method, key: None
+    assert train(steps=6) == 0
+    assert "runs/a/iter_0000002/manifest.json" in bucket.objects
+
+
+class Killed(Exception):
+    """Stands for SIGKILL."""
+
+
+def write_step(root: Path, step: int) -> None:
+    content = bytes([step]) * 1000
+    produce: publish.Produce = lambda write: write(content)  # noqa: E731
+    publish.write_step(root, step, {"rank_00000.safetensors": produce, "state.json": produce})
+
+
+@pytest.mark.parametrize(("point", "sent_again"), [("before_file", 2), ("before_manifest", 0), ("after_manifest", 0)])
+def test_an_upload_that_was_killed_goes_on(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, point: str, sent_again: int
+) -> None:
+    def kill(name: str) -> None:
+        if name == point:
+            raise Killed
+
+    with mirror.claimed(local()):
+        write_step(local(), 1)
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(upload, "crash_point", kill)
+            upload.Uploader(local(), []).send_step(1)
+        assert ("runs/a/iter_0000001/manifest.json" in bucket.objects) == (point == "after_manifest")
+        bucket.log.clear()
+        upload.Uploader(local(), []).send_step(1)
+    assert len([1 for method, key in bucket.log if method == "PUT" and re.search("rank_|state", key)]) == sent_again
+    lose_disk()
+    mirror.refresh(local())
+    assert steps.latest(local())[0] == 1
+    assert manifests.verify_step(steps.step_folder(local(), 1), full=True)
+
+
+def test_a_step_without_its_manifest_does_not_exist(bucket: Bucket) -> None:
+    assert train(steps=4) == 0
+    del bucket.objects["runs/a/iter_0000004/manifest.json"]
+    bucket.objects["runs/a/latest_checkpointed_iteration.txt"] = b"2"
+    lose_disk()
+    assert train(steps=6) == 0
+    assert read_losses(local())[-2:] and steps.latest(local())[0] == 6
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], Path]:
+    """Return a function that goes on on another machine, whose folder for the run it returns."""
+
+    def move() -> Path:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+        return local()
+
+    monkeypatch.setattr(mirror, "BEAT", 0.05)
+    monkeypatch.setattr(mirror, "LEASE", 0.5)
+    return move
+
+
+def test_a_second_writer_is_refused_with_the_name_of_the_first(bucket: Bucket, elsewhere: Callable[[], Path]) -> None:
+    with mirror.claimed(local()):
+        other = elsewhere()
+        error = error_of(lambda: mirror.Claim(other), LOCKED)
+        assert "s3://bucket/runs/a is in use by process" in error
+    with mirror.claimed(other):  # it was released
+        assert mirror.read_owner(*store.locate(other))
+
+
+def test_a_writer_without_a_sign_of_life_is_replaced_and_stops(bucket: Bucket, elsewhere: Callable[[], Path]) -> None:
+    first = local()
+    mirror.Claim(first)  # which never renews it
+    write_step(first, 1)
+    upload.Uploader(first, []).send_step(1)
+    write_step(first, 2)  # and is not sent
+    other = elsewhere()
+    with mirror.claimed(other):
+        assert steps.latest(other)[0] == 1
+        assert "taken over" in error_of(lambda: upload.Uploader(first, []).send_step(2), LOCKED)
+        write_step(other, 3)
+        upload.Uploader(other, []).send_step(3)
+    with mirror.claimed(first):  # what was never in storage does not count
+        assert steps.list_steps(first) == [3, 1]
+
+
+@pytest.mark.parametrize("flag", ["--save-overwrite", "--ckpt-format=torch"])
+def test_settings_that_storage_cannot_serve_are_refused(
+    bucket: Bucket, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    assert train(flag) == USAGE
+    assert f"{RUN}" in capsys.readouterr().err and not bucket.objects
+
+
+@pytest.mark.flag("local_dir")
+def test_local_copies_are_where_the_flag_says(bucket: Bucket, tmp_path: Path) -> None:
+    assert train(f"--local-dir={tmp_path}/here", steps=2) == 0
+    assert (tmp_path / "here/meshwright-storage/s3/bucket/runs/a/iter_0000002/index.json").exists()
+    assert not Path(addresses.default_root()).exists()
+
+
+def test_a_model_in_storage_writes_text(bucket: Bucket, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--tokenizer=byte", "--vocab-size=257", steps=2) == 0
+    lose_disk()
+    store.forget()
+    mirror.fetch.cache_clear()
+    capsys.readouterr()
+    assert main(["generate", RUN, "--prompt=a", "--max-new-tokens=3", "--device=cpu"]) == 0
+    assert capsys.readouterr().out.startswith("a")
+    assert not list(steps.step_folder(local(), 2).glob("rank_*"))
