@@ -197,6 +197,97 @@ def test_the_published_files_need_no_pattern(ranks, tmp_path, monkeypatch):
     assert build_tokenizer(Flags(), tmp_path / "kept").encode("e\u0301") == list("é".encode())
 
 
+# As Megatron writes its patterns.
+V1 = r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+V2 = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MEGATRON_WORDS = "<unk> <s> </s> <mask> <pad> <cls> <sep>".split()
+
+
+def write_rank_list(path, tokens):
+    entries = [
+        {"rank": n, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode(errors="replace")}
+        for n, token in enumerate(tokens)
+    ]
+    path.write_text(json.dumps(entries))
+    return str(path)
+
+
+@pytest.mark.flag("tiktoken_pattern", "tiktoken_num_special_tokens", "tiktoken_special_tokens")
+@pytest.mark.parametrize("name", ["v1", "v2"])
+@pytest.mark.parametrize("given", [{}, {"vocab_size": 280, "tiktoken_num_special_tokens": 20}])
+@pytest.mark.parametrize("words", [[], [*MEGATRON_WORDS, "<|endoftext|>"]])
+def test_megatron_s_list_of_ranks(ranks, tmp_path, name, given, words):
+    tokens = list(tiktoken.load.load_tiktoken_bpe(str(ranks)))
+    path = write_rank_list(tmp_path / "vocab.json", tokens)
+    flags = Flags(
+        tokenizer_type="TikTokenizer",
+        tokenizer_model=path,
+        tiktoken_pattern=name,
+        tiktoken_special_tokens=words,
+        **given,
+    )
+    first = given.get("tiktoken_num_special_tokens", 1000)
+    kept = tokens[: given.get("vocab_size", first + len(tokens)) - first]
+    special = words or MEGATRON_WORDS
+    special = [*special, *(f"<SPECIAL_{n}>" for n in range(len(special), first))]
+    original = tiktoken.Encoding(
+        "megatron",
+        pat_str={"v1": V1, "v2": V2}[name],
+        mergeable_ranks={token: first + n for n, token in enumerate(kept)},
+        special_tokens={word: n for n, word in enumerate(special)},
+    )
+    ours = build_tokenizer(flags)
+    save_tokenizer(ours, tmp_path / "tokenizer")
+    for mine in (ours, build_tokenizer(Flags(), tmp_path / "tokenizer")):
+        assert (mine.size, mine.eod) == (first + len(kept), 2)  # the eod is </s>, whatever else there is
+        for text in [TEXT, "a<SPECIAL_9></s>", *random_texts(100)]:
+            assert mine.encode(text) == original.encode_ordinary(text) and mine.decode(mine.encode(text)) == text
+            assert tokenizers.encode_special(mine, text) == original.encode(text, allowed_special="all")
+    assert tokenizers.is_same(ours, tmp_path / "tokenizer")
+
+
+def test_a_list_of_ranks_that_megatron_would_not_take(ranks, tmp_path):
+    tokens = list(tiktoken.load.load_tiktoken_bpe(str(ranks)))
+    path = write_rank_list(tmp_path / "vocab.json", tokens)
+    words = r"give --tokenizer-type TikTokenizer --tokenizer-model .*vocab.json --tiktoken-pattern v1 or v2"
+    refused(BAD_DATA, words, lambda: named(path))
+    for given, words in (
+        (dict(vocab_size=2000), r"--vocab-size 2000, but .* gives 1256 to 1261 ids: 1000 special .* and 261 ranks"),
+        (dict(tiktoken_special_tokens=["<s>"]), "lacks <unk> </s>"),
+        (dict(tiktoken_num_special_tokens=5), "7 words; each may be given once, and there are 5"),
+        (dict(tiktoken_special_tokens=[*MEGATRON_WORDS, "<s>"]), "8 words; each may be given once"),
+    ):
+        flags = Flags(tokenizer_type="TikTokenizer", tokenizer_model=path, **given)
+        refused(USAGE, words, lambda flags=flags: build_tokenizer(flags))
+    flags = Flags(tokenizer_type="TikTokenizer", tokenizer_model=path)
+    for wrong in (tokens[1:], [*tokens, b"th"], []):
+        write_rank_list(tmp_path / "vocab.json", wrong)
+        refused(BAD_DATA, "is not a list of ranks as Megatron's TikTokenizer has it", lambda: build_tokenizer(flags))
+
+
+def test_llama2_s_texts_begin_with_bos(llama, tmp_path):
+    """As in Megatron-LM, whose class tokenizes with `bos=True`."""
+    path = llama / "tokenizer.model"
+    original = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    ours = build_tokenizer(Flags(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(path)))
+    assert (ours.name, ours.eod) == ("Llama2Tokenizer", original.eos_id())
+    for text in [TEXT, "", "\n", *random_texts(100)]:
+        ids = ours.encode(text)
+        assert ids == [original.bos_id(), *original.encode(text)]
+        assert ours.decode(ids) == stream(ours, ids) == original.decode(ids)
+    the = ours.encode("the")[1:]
+    assert tokenizers.encode_special(ours, "<s>the")[:1] == [original.bos_id()]
+    assert tokenizers.encode_special(ours, "the</s>the")[: len(the) + 2] == [original.bos_id(), *the, ours.eod]
+    assert tokenizers.encode_inside(ours, "the") == the
+    train_sentencepiece(tmp_path / "tokenizer.model", "bpe", bos_id=-1)
+    flags = Flags(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(tmp_path / "tokenizer.model"))
+    refused(BAD_DATA, "has no BOS, .*; give SentencePieceTokenizer", lambda: build_tokenizer(flags))
+
+
 def test_wordpiece(bert, tmp_path):
     ours = named(bert)
     assert (ours.size, ours.eod, ours.name) == (len(WORDS), 3, "BertWordPieceLowerCase")
@@ -219,11 +310,12 @@ def test_wordpiece(bert, tmp_path):
     assert named(tmp_path).name == "BertWordPieceLowerCase"
 
 
-@pytest.mark.parametrize("kind", ["llama", "ranks", "bert"])
+@pytest.mark.parametrize("kind", ["llama", "llama2", "ranks", "bert"])
 def test_a_run_folder_keeps_each_with_its_hash(request, tmp_path, kind):
-    path, folder = request.getfixturevalue(kind), tmp_path / "tokenizer"
+    path, folder = request.getfixturevalue(kind.removesuffix("2")), tmp_path / "tokenizer"
     given = {
         "llama": Flags(tokenizer_type="GPTSentencePieceTokenizer", tokenizer_model=str(path / "tokenizer.model")),
+        "llama2": Flags(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(path / "tokenizer.model")),
         "ranks": Flags(tokenizer_type="TikTokenizer", tokenizer_model=str(path)),
         "bert": Flags(tokenizer_type="BertWordPieceCase", vocab_file=str(path)),
     }

@@ -46,6 +46,7 @@ from meshwright.vocabularies import (
     SHIELD,
     WORDS,
     Bytewise,
+    Llama2,
     SentencePiece,
     TikToken,
     WordPiece,
@@ -55,6 +56,7 @@ from meshwright.vocabularies import (
     is_encoding_name,
     load_encoding,
     load_model_file,
+    load_rank_list,
     load_ranks,
     read_bytes,
     read_eos_token,
@@ -80,12 +82,14 @@ OWN_NAMES = {  # of the types, by Megatron's other names for them
 MODEL_FILES = {  # what --tokenizer-model is, by type
     "HuggingFaceTokenizer": "a tokenizer.json, or the folder holding it",
     SentencePiece.name: "a model of SentencePiece, such as tokenizer.model",
-    TikToken.name: "a file of ranks as tiktoken writes them",
+    Llama2.name: "a model of SentencePiece, such as tokenizer.model",
+    TikToken.name: "a file of ranks as tiktoken writes them, or Megatron's list of them (.json)",
 }
 BERT = ("BertWordPieceLowerCase", "BertWordPieceCase")
 KEPT = {  # the first file of a type in a run folder
     "HuggingFaceTokenizer": "tokenizer.json",
     SentencePiece.name: MODEL,
+    Llama2.name: MODEL,
     TikToken.name: RANKS,
     **dict.fromkeys(BERT, WORDS),
 }
@@ -341,6 +345,12 @@ def _growth(step: Any) -> float:
     return 2 if kind == "ByteLevel" else 1
 
 
+def encode_inside(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Encode a text within another, without the BOS of one that stands for itself."""
+    bos = tokenizer.bos if isinstance(tokenizer, Llama2) else None
+    return [i for i in tokenizer.encode(text) if i != bos]
+
+
 def missing_speed(tokenizer: Tokenizer) -> str | None:
     """Return what gigatoken would bring, if it is not installed and would be used."""
     if not isinstance(tokenizer, GPT2BPE) or importlib.util.find_spec("gigatoken"):
@@ -424,7 +434,8 @@ def _build(t: TokenizerFlags) -> Tokenizer:
     if kind in MODEL_FILES:
         if not t.tokenizer_model:
             raise UserError(f"{t.tokenizer_type} needs --tokenizer-model: {MODEL_FILES[kind]}")
-        return _build_kind(kind, Path(t.tokenizer_model))
+        path = Path(t.tokenizer_model)
+        return load_rank_list(path, t) if (kind, path.suffix) == (TikToken.name, ".json") else _build_kind(kind, path)
     if kind in BERT:
         if not t.vocab_file:
             raise UserError(f"{kind} needs --vocab-file: a vocab.txt, which has a token a line")
@@ -442,8 +453,8 @@ def _build_kind(kind: str, path: Path) -> Tokenizer:
     """Return the tokenizer of a type that one file holds."""
     if kind == HuggingFace.name:
         return HuggingFace(path)
-    if kind == SentencePiece.name:
-        return SentencePiece(path)
+    if kind in (SentencePiece.name, Llama2.name):
+        return SentencePiece(path) if kind == SentencePiece.name else Llama2(path)
     return load_ranks(path) if kind == TikToken.name else WordPiece(path, kind == "BertWordPieceLowerCase")
 
 
@@ -508,6 +519,11 @@ def _build_file(path: Path) -> Tokenizer:
     content = read_json(vocab)
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         return HuggingFace(path)
+    if isinstance(content, list):
+        way = f"--tokenizer-type {TikToken.name} --tokenizer-model {path} --tiktoken-pattern"
+        raise bad_data(
+            f"{path} is a list, as Megatron's ranks are, and does not state its pattern: give {way} v1 or v2"
+        )
     merges = vocab.with_name(vocab.name.replace("vocab.json", "merges.txt"))
     if merges == vocab:
         raise bad_data(f"{vocab} is not a tokenizer.json; give its merges too: --vocab-file {vocab} --merge-file FILE")

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from meshwright.errors import UNAVAILABLE, UserError, bad_data
 from meshwright.files import read_small
+from meshwright.settings.schema import TokenizerFlags
 
 END_OF_TEXT = "<|endoftext|>"
 EOD_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|eos|>", "[EOS]")
@@ -144,6 +145,28 @@ class SentencePiece(Bytewise):
         return b"".join(parts)
 
 
+class Llama2(SentencePiece):
+    """A model of SentencePiece whose texts begin with BOS: Megatron-LM's Llama2Tokenizer.
+
+    BOS is no part of the text that ids stand for.
+    """
+
+    name = "Llama2Tokenizer"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.bos = self._model.bos_id()
+        if self.bos < 0:
+            raise bad_data(f"{path} has no BOS, which {self.name} puts before each text; give {SentencePiece.name}")
+        self._bytes[self.bos] = b""
+
+    def encode(self, text: str) -> list[int]:
+        return [self.bos, *super().encode(text)]
+
+    def encode_next(self, text: str) -> list[int]:
+        return [i for i in super().encode_next(text) if i != self.bos]
+
+
 @dataclass(frozen=True)
 class Encoding:
     """What a tiktoken encoding has beside its ranks, as encoding.json says it."""
@@ -151,6 +174,11 @@ class Encoding:
     pattern: str
     special_tokens: Mapping[str, int]
     normalization: Literal["NFC", "NFD", "NFKC", "NFKD"] | None = None  # applied to the text first
+    end: str | None = None  # the end of document, if it is not the first of the usual ones
+
+    def as_json(self) -> bytes:
+        stated = {name: value for name, value in asdict(self).items() if name != "end" or value}
+        return json.dumps(stated, indent=1, ensure_ascii=False).encode()
 
 
 def _count_from(first: int, words: Iterable[str]) -> dict[str, int]:
@@ -198,6 +226,15 @@ PUBLISHED = {
 }
 
 
+# Megatron's patterns, and the special tokens that it puts before the ranks.
+MEGATRON_PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": O200K.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace(r"\p{N}{1,3}", r"\p{N}"),
+}
+MEGATRON_WORDS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+MEGATRON_SIZE = 1 << 17
+
+
 class TikToken(Bytewise):
     """An encoding of tiktoken: ranks of bytes, a pattern that splits a text, special tokens."""
 
@@ -207,17 +244,18 @@ class TikToken(Bytewise):
         import tiktoken
 
         self.files = {} if path is None else {RANKS: path}
-        self.made = {ENCODING: json.dumps(asdict(encoding), indent=1, ensure_ascii=False).encode()}
+        self.made = {ENCODING: encoding.as_json()}
         if path is None:
             ordered = sorted(ranks.items(), key=lambda item: item[1])
             self.made[RANKS] = b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ordered)
         self.special, self._normalization = encoding.special_tokens, encoding.normalization
-        tokens = {**ranks, **{word.encode(): i for word, i in self.special.items()}}
-        self.size = max(tokens.values()) + 1
+        tokens = [*ranks.items(), *((word.encode(), i) for word, i in self.special.items())]
+        self.size = max(i for _, i in tokens) + 1
         _require_dense(origin, len(tokens), self.size)
-        self.eod = _find_end(path or origin, self.special)
+        end = self.special[encoding.end] if encoding.end else None
+        self.eod = _find_end(path or origin, self.special, end)
         self._bytes = [b""] * self.size  # some ids are free
-        for token, i in tokens.items():
+        for token, i in tokens:
             self._bytes[i] = token
         try:
             library = tiktoken.Encoding(
@@ -406,12 +444,41 @@ def _read_encoding(path: Path) -> Encoding:
     content = read_json(path)
     try:
         tokens = {str(word): int(i) for word, i in content["special_tokens"].items()}
-        encoding = Encoding(str(content["pattern"]), tokens, content.get("normalization"))
+        encoding = Encoding(str(content["pattern"]), tokens, content.get("normalization"), content.get("end"))
     except (AttributeError, KeyError, TypeError, ValueError):
         raise bad_data(f"{path} is damaged: it needs a pattern, and special_tokens with their ids") from None
-    if encoding.normalization not in (None, "NFC", "NFD", "NFKC", "NFKD") or min(tokens.values(), default=0) < 0:
+    is_form = encoding.normalization in (None, "NFC", "NFD", "NFKC", "NFKD")
+    if not is_form or encoding.end not in (None, *tokens) or min(tokens.values(), default=0) < 0:
         raise bad_data(f"{path} is damaged: normalization {encoding.normalization!r}, special tokens {tokens}")
     return encoding
+
+
+def load_rank_list(path: Path, t: TokenizerFlags) -> TikToken:
+    """Return the encoding of Megatron's JSON list of ranks, which follow the special tokens."""
+    listed, first = read_json(path), t.tiktoken_num_special_tokens
+    try:
+        tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in listed]
+        ordered = [entry["rank"] for entry in listed] == list(range(len(tokens)))
+    except (KeyError, TypeError, ValueError):
+        tokens, ordered = [], False
+    if not ordered or tokens[:256] != [bytes([n]) for n in range(256)] or len(set(tokens)) < len(tokens):
+        form = '[{"rank": 0, "token_bytes": "AA==", "token_str": ...}, ...], the 256 bytes first'
+        raise bad_data(f"{path} is not a list of ranks as Megatron's TikTokenizer has it: {form}")
+    words = list(t.tiktoken_special_tokens or MEGATRON_WORDS)
+    if missing := [word for word in MEGATRON_WORDS[:3] if word not in words]:
+        raise UserError(f"--tiktoken-special-tokens lacks {' '.join(missing)}, which Megatron needs")
+    if len(set(words)) < len(words) or len(words) > first:
+        raise UserError(
+            f"--tiktoken-special-tokens: {len(words)} words; each may be given once, and there are {first} "
+            "(--tiktoken-num-special-tokens)"
+        )
+    size = t.vocab_size or min(MEGATRON_SIZE, first + len(tokens))
+    if not first + 256 <= size <= first + len(tokens):
+        most = f"{first} special tokens and {len(tokens)} ranks"
+        raise UserError(f"--vocab-size {size}, but {path} gives {first + 256} to {first + len(tokens)} ids: {most}")
+    special = _count_from(0, words + [f"<SPECIAL_{n}>" for n in range(len(words), first)])
+    ranks = {token: first + n for n, token in enumerate(tokens[: size - first])}
+    return TikToken(str(path), ranks, Encoding(MEGATRON_PATTERNS[t.tiktoken_pattern], special, end="</s>"))
 
 
 def is_encoding_name(name: str) -> bool:

@@ -213,6 +213,7 @@ def beam_problems(c: GenerateConfig) -> list[str]:
 # Conditions in `needs` of flags: each name follows "has no effect without".
 CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--fp16": lambda c: c.precision.fp16,
+    "--tokenizer-type TikTokenizer": lambda c: c.tokenizer.tokenizer_type == "TikTokenizer",
     "--fp16 or --bf16": lambda c: c.precision.fp16 or c.precision.bf16,
     "--fp8-format": lambda c: c.precision.fp8_format,
     "--first-last-layers-bf16": lambda c: c.precision.first_last_layers_bf16,

@@ -18,6 +18,7 @@ from meshwright.settings.grammar import layers_with_window, prefix_of, read_batc
 
 # Facets that several flags share.
 DROPOUT: dict[str, Any] = {"bound": "[0,1)", "resume": "note", "inherited": True}
+TIKTOKEN: dict[str, Any] = {"needs": "--tokenizer-type TikTokenizer", "docs": "data"}
 ROTARY: dict[str, Any] = {"needs": "--position-embedding-type rope", "docs": "checkpoints", "resume": "tune"}
 SCALED = ROTARY | {"needs": "--rope-scaling"}
 WINDOW: dict[str, Any] = {"value": "FORM", "docs": "checkpoints", "resume": "tune"}
@@ -242,6 +243,7 @@ TokenizerType = Literal[
     "HFTokenizer",
     "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
     "TikTokenizer",
     "BertWordPieceLowerCase",
     "BertWordPieceCase",
@@ -274,7 +276,21 @@ class TokenizerFlags:
         value="PATH",
         docs="data",
     )
-    vocab_size: int | None = flag(None, "true size, for NullTokenizer and mock data", "--true-vocab-size", bound=">0")
+    vocab_size: int | None = flag(
+        None, "true size, for NullTokenizer, mock data and Megatron's ranks", "--true-vocab-size", bound=">0"
+    )
+    tiktoken_pattern: Literal["v1", "v2"] = flag("v2", "how text is split before Megatron's ranks are used", **TIKTOKEN)
+    tiktoken_num_special_tokens: int = flag(1000, "ids before Megatron's ranks", bound=">0", **TIKTOKEN)
+    tiktoken_special_tokens: list[str] = flag(
+        [],
+        "the first of these ids (none: <unk> <s> </s> <mask> <pad> <cls> <sep>); <SPECIAL_7> and so on follow",
+        "--tokenizer-special-tokens",
+        value="WORDS",
+        **TIKTOKEN,
+    )
+
+    def __hash__(self) -> int:
+        return hash(repr(self))  # which a list has not
 
 
 @dataclass(frozen=True)
