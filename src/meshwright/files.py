@@ -66,7 +66,7 @@ def read_small(path: str | Path, limit: int, folder: Path | None = None, pipes: 
     is_pipe = pipes and Path(path).is_fifo()
     with open(path, "rb") if is_pipe else open_plain(path, folder) as file, naming_file(path):
         size = limit if is_pipe else os.fstat(file.fileno()).st_size
-        data = file.read(min(size, limit) + 1)
+        data = file.read(size + 1) if size <= limit else b""
     if max(size, len(data)) > limit:
         raise UnfitFile(path, f"more than {limit:,} bytes, so it is not read")
     return data

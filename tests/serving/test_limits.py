@@ -18,6 +18,8 @@ import pytest
 from sites import Repeating, Site, read_all, site, wait_until
 
 from meshwright.serving.scheduler import QueueFull, Scheduler
+from meshwright.tokenizers import Bytes
+from meshwright.vocabularies import explain_failures
 from meshwright.web import guard, protocol
 from meshwright.web.guard import Limits
 
@@ -151,7 +153,27 @@ def test_a_large_body_is_refused_at_once(hasty: Site) -> None:
 
 
 def test_a_client_that_sends_a_large_body_reads_the_answer(hasty: Site) -> None:
+    """Also one that sends all of it first."""
     assert status_of(hasty.exchange(post(b" " * 500_000))) == 413
+    status, answer, _ = hasty.ask("POST", "/v1/completions", b" " * (8 << 20))
+    assert status == 413 and "larger than 100000 bytes" in answer["error"]["message"]
+
+
+def test_a_tokenizer_that_panics_is_an_error_of_one_request(hasty: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the library raises then is a BaseException, which would end the server."""
+
+    class PanicException(BaseException):
+        pass
+
+    def encode(self: Bytes, text: str) -> list[int]:
+        with explain_failures("t.json: the tokenizer fails"):
+            raise PanicException("index out of bounds")
+
+    with monkeypatch.context() as m:
+        m.setattr(Bytes, "encode", encode)
+        status, error = hasty.error(prompt="ab")
+        assert status == 400 and error["message"].startswith("t.json: the tokenizer fails: index out of bounds")
+    assert hasty.complete(prompt="ab", max_tokens=1)
 
 
 @pytest.mark.fault("F30")

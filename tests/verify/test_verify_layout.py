@@ -7,11 +7,13 @@ import socket
 
 import pytest
 
+from meshwright.__main__ import main
 from meshwright.commands import verify_layout
 from meshwright.errors import UNEQUAL, UserError
 from meshwright.report.page import CERTIFICATE
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
+from meshwright.verify import compare
 from on_ranks import run_programs
 
 PROGRAM = """
@@ -39,6 +41,20 @@ def run(folder, argv, **more):
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [place | {"RANK": n, "LOCAL_RANK": n} | more for n in "01"]
     return run_programs(program, [argv] * 2, ranks, folder)
+
+
+def test_a_layout_that_fails_is_a_difference(monkeypatch, capsys):
+    """It has a status and one sentence, with what differed before."""
+
+    def fail(comparing, run):
+        comparing.seen.note(compare.Quantity.WEIGHTS, "wte.weight", 1, 0.5)
+        raise ValueError("zip() argument 2 is shorter")
+
+    monkeypatch.setattr(compare._Comparing, "check_cover", fail)
+    assert main(["verify-layout", "--world-size=1", *TRAIN]) == UNEQUAL
+    shown = capsys.readouterr().err.splitlines()[-1]
+    assert "this layout fails where one process does not, ValueError at test_verify_layout.py:" in shown
+    assert "zip() argument 2 is shorter, after a difference in wte.weight; do not train" in shown
 
 
 @pytest.mark.flag("verify_layout")

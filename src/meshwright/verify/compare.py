@@ -13,6 +13,7 @@ import dataclasses
 import math
 import shutil
 import tempfile
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -27,9 +28,12 @@ from meshwright import console
 from meshwright.checkpoint.boxes import split_boxes
 from meshwright.checkpoint.sources import TensorBoxes
 from meshwright.data.loader import Batch
+from meshwright.errors import UNEQUAL, UserError
 from meshwright.kernels import dropout
 from meshwright.parallel.layout import layout_of
+from meshwright.ranks.lost import first_line, is_lost_rank
 from meshwright.ranks.team import ALONE, Team
+from meshwright.settings.command import out_of_memory
 from meshwright.settings.schema import Checkpoint, TrainConfig
 from meshwright.training.log.columns import STEP_COLUMNS
 from meshwright.training.loop import Trainer
@@ -137,7 +141,8 @@ def compare_twins(twin: Twin, steps: int, folder: Path | None, setup: RankSetup)
         block.enter_context(console.silence())
         shared = block.enter_context(shared_folder(folder, setup.team))
         comparison = _Comparing(twin.config, steps, setup, shared)
-        comparison.run()
+        with comparison.explain_failures():
+            comparison.run()
         lacking = [] if shared else ["resuming: the ranks share no folder; give --save or --run-dir"]
         return comparison.result(twin.left_out + lacking)
 
@@ -317,9 +322,29 @@ class _Comparing:
         self.one: list[RecordedStep] = []  # rank 0: of one process
         self.drawn: TensorBoxes = {}  # rank 0: its initial weights
         self.validation = 0.0
+        self.has_trained_alone = False
+
+    @contextlib.contextmanager
+    def explain_failures(self) -> Iterator[None]:
+        """Raise a failure of the layout alone as what it is: a difference from one process."""
+        try:
+            yield
+        except (UserError, OSError):
+            raise
+        except Exception as error:
+            if not self.has_trained_alone or is_lost_rank(error) or out_of_memory(error):
+                raise
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(last.filename).name}:{last.lineno}"
+            seen = [name for (_, name), at in self.seen.seen.items() if at.first]
+            before = f", after a difference in {seen[0]}" if seen else ""
+            reason = f"{type(error).__name__} at {where}: {first_line(error)}{before}"
+            message = f"this layout fails where one process does not, {reason}; do not train with it, and report it"
+            raise UserError(f"{message} with these flags", UNEQUAL) from error
 
     def run(self) -> None:
         self.team.run_on_lead(self.train_alone)
+        self.has_trained_alone = True
         saves = dataclasses.replace(self.config.checkpoint, save=str(self.folder)) if self.folder else Checkpoint()
         with self.running(self.config, saves) as run:
             saved, counters, last = self.train(run)

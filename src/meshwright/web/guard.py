@@ -33,7 +33,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Observe = Callable[[str, int, float], None]  # path, status and seconds of an answer
 
-LEFTOVER = 1 << 20, 0.5  # bytes and seconds of a refused body that are read, so that the answer arrives
+LEFTOVER = 256 << 20, 1.0  # bytes of a refused body that are read, so that the answer arrives, and seconds without any
 POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -187,11 +187,12 @@ class RequestGuard:
         # Closing while bytes wait unread resets the connection, and the client loses the answer.
         left, seconds = LEFTOVER if receive else (0, 0)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(seconds) as waiting:  # the protocol bounds the time of all
                 while receive and left > 0 and (message := await receive())["type"] == "http.request":
                     left -= len(message["body"])
                     if not message.get("more_body"):
                         break
+                    waiting.reschedule(asyncio.get_running_loop().time() + seconds)
         await send({"type": "http.response.body", "body": b""})
 
 
