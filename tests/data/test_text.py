@@ -13,7 +13,7 @@ import threading
 import time
 import tracemalloc
 import zlib
-from itertools import pairwise, repeat
+from itertools import islice, pairwise, repeat
 
 import pyarrow
 import pyarrow.parquet
@@ -586,6 +586,42 @@ def test_a_header_that_unpacks_to_much(tmp_path):
     finally:
         tracemalloc.stop()
     assert kept == "x" and "a header of more than 1,048,576 bytes" in str(why) and where == str(path)
+
+
+def repeating(path, text, rows, **how):
+    """Write a table whose rows all repeat one text, which is stored once."""
+    texts = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * rows, pyarrow.int32()), pyarrow.array([text]))
+    table = pyarrow.table({"text": texts})
+    if path.suffix == ".arrow":
+        with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    else:
+        sizes = {"data_page_size": 1 << 30, "dictionary_pagesize_limit": 1 << 30}
+        pyarrow.parquet.write_table(table, path, store_schema=False, write_statistics=False, **sizes, **how)
+
+
+@pytest.mark.parametrize("kind", ["zstd", "brotli", "gzip", "snappy", "none", "arrow"])
+@pytest.mark.fault("F28")
+@pytest.mark.promise("What a small file unpacks to is read in pieces of bounded size")
+def test_a_table_that_repeats_a_long_text(tmp_path, kind):
+    """Rows are weighed by what they may unpack to: 8 GB here, mostly of less than a kilobyte."""
+    path = tmp_path / ("a.arrow" if kind == "arrow" else "a.parquet")
+    repeating(path, "a" * (1 << 20), 8192, compression=kind)
+    pieces = pieces_of(path)
+    assert len(pieces) == 8192 // tables.UNPACKED and pieces[-1].end == 8192
+    assert {piece.end - piece.begin for piece in pieces} == {tables.UNPACKED}
+    assert [len(unit[0]) for unit in islice(pieces[1].units(["text"]), 2)] == [1 << 20] * 2
+
+
+@pytest.mark.parametrize("text, dictionary", [("a" * (80 << 20), True), ("a" * (80 << 20), False)])
+def test_a_column_that_unpacks_to_much(tmp_path, text, dictionary):
+    """Neither is unpacked: a dictionary of 80 MB, and a page of 80 MB in a few bytes."""
+    path = tmp_path / "a.parquet"
+    texts = pyarrow.table({"text": [text]})
+    options = {"use_dictionary": dictionary, "dictionary_pagesize_limit": 1 << 30, "write_statistics": False}
+    pyarrow.parquet.write_table(texts, path, compression="brotli", **options)
+    (piece,) = pieces_of(path)
+    assert isinstance(piece, Broken) and "would unpack to" in piece.why
 
 
 def test_a_json_array_is_reported_once(tmp_path):

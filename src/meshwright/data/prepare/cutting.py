@@ -66,7 +66,8 @@ def cut_input(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
                 begin, paths = end, []
     else:
         try:
-            for begin, end, behind, start in tables.spans(source.path, source.kind, source.bytes, PIECE):
+            spans = tables.spans(source.path, source.kind, source.bytes, PIECE, given.json_keys)
+            for begin, end, behind, start in spans:
                 yield Rows(number, source.path, begin, behind, end, how, source.kind, start)
         except containers.DamagedInput as error:
             yield Broken(number, source.path, behind=source.bytes, why=str(error))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,12 @@ from meshwright.data.prepare.rows import NO_COLUMN, require_columns
 from meshwright.errors import bad_data
 
 ROWS = 1 << 13  # of a piece at most: a table of repeated texts is far smaller than its contents
+HEAD = 64  # bytes of a page that have its sizes
 BATCH_ROWS, BATCH_BYTES = 256, 1 << 20  # read at once
 BUFFER = 1 << 18  # bytes, for a Parquet file
+UNPACKED = 64  # times its bytes that a piece or batch may unpack to, if each row repeats the longest value
+DICTIONARY = 1 << 26  # bytes of the values that rows of a row group may repeat; writers mostly stop at 1 MiB
+RATIO = 1000  # of the unpacked and the packed bytes of a column; texts have less than 100
 
 Start = tuple[int, int]  # the row group or batch to enter at, and its first row
 # A row group or batch: its number if the table can be entered there, rows, bytes, the end.
@@ -96,7 +100,9 @@ def _is_text(kind: Any) -> bool:
 # Cutting.
 
 
-def spans(path: str, kind: str, size: int, piece: int) -> Iterator[tuple[int, int, int, Start]]:
+def spans(
+    path: str, kind: str, size: int, piece: int, keys: Collection[str] = ()
+) -> Iterator[tuple[int, int, int, Start]]:
     """Yield first row, end row, position in the file after it, and where to enter, for each piece.
 
     Small row groups are joined, large ones divided. Raise UserError if the table cannot be opened,
@@ -104,7 +110,7 @@ def spans(path: str, kind: str, size: int, piece: int) -> Iterator[tuple[int, in
     """
     begin = end = have = behind = 0
     start = (0, 0)
-    for number, rows, weight, after in _row_groups(path, kind, size):
+    for number, rows, weight, after in _row_groups(path, kind, size, keys):
         if not rows:
             continue
         if end > begin and (have + weight > piece or end + rows - begin > ROWS):
@@ -123,7 +129,7 @@ def spans(path: str, kind: str, size: int, piece: int) -> Iterator[tuple[int, in
         yield begin, end, behind, start
 
 
-def _row_groups(path: str, kind: str, size: int) -> Iterator[Part]:
+def _row_groups(path: str, kind: str, size: int, keys: Collection[str]) -> Iterator[Part]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -140,18 +146,87 @@ def _row_groups(path: str, kind: str, size: int) -> Iterator[Part]:
             opened, done = True, 0
             for number, group in enumerate(groups):
                 done += group.num_rows
-                yield number, group.num_rows, group.total_byte_size, size * done // max(about.num_rows, 1)
+                yield number, group.num_rows, _weight(path, group, keys), size * done // max(about.num_rows, 1)
             return
         with pyarrow.memory_map(path) as source:
             reader, count = _arrow(source)
             opened = True
             for number, batch in enumerate(_batches(reader, count, 0)):
                 after = size * (number + 1) // count if count is not None else min(source.tell(), size)
-                yield None if count is None else number, batch.num_rows, batch.get_total_buffer_size(), after
+                yield None if count is None else number, batch.num_rows, _batch_weight(batch, keys), after
     except _errors() as error:
         if opened:
             raise DamagedInput(_first_line(error)) from None
         raise bad_data(f"{path} cannot be read: {_first_line(error)}") from None
+
+
+def _weight(path: str, group: Any, keys: Collection[str]) -> int:
+    """Return the bytes of a row group, or more if its rows may repeat a long value."""
+    columns = [group.column(number) for number in range(group.num_columns)]
+    longest = 0
+    for chunk in (column for column in columns if column.path_in_schema in keys):
+        if chunk.total_uncompressed_size > max(DICTIONARY, RATIO * chunk.total_compressed_size):
+            packed, unpacked = chunk.total_compressed_size, chunk.total_uncompressed_size
+            raise ValueError(f"{packed:,} bytes of {chunk.path_in_schema} would unpack to {unpacked:,}")
+        if chunk.physical_type == "BYTE_ARRAY" and chunk.has_dictionary_page:
+            longest += _longest_value(path, chunk)
+    return max(int(group.total_byte_size), int(group.num_rows) * longest // UNPACKED)
+
+
+def _batch_weight(batch: Any, keys: Collection[str]) -> int:
+    """Return the bytes of a batch of Arrow, or more if its rows may repeat a long value."""
+    import pyarrow
+    import pyarrow.compute
+
+    longest = 0
+    for key in set(keys) & set(batch.schema.names):
+        column = batch.column(key)
+        if isinstance(column, pyarrow.DictionaryArray) and len(column.dictionary):
+            values = column.dictionary.cast(pyarrow.large_binary())
+            longest += int(pyarrow.compute.max(pyarrow.compute.binary_length(values)).as_py() or 0)
+    return max(int(batch.get_total_buffer_size()), int(batch.num_rows) * longest // UNPACKED)
+
+
+def _longest_value(path: str, chunk: Any) -> int:
+    """Return the bytes of the longest value in a column's dictionary."""
+    import pyarrow
+
+    begin, end = chunk.dictionary_page_offset, chunk.data_page_offset
+    with open(path, "rb") as file:
+        file.seek(begin)
+        size, packed = _page_sizes(file.read(HEAD))
+        if max(size, packed) > DICTIONARY:
+            raise ValueError(f"a dictionary of {chunk.path_in_schema} would unpack to {size:,} bytes")
+        if not begin < end - packed:
+            return size
+        file.seek(end - packed)
+        values = file.read(packed)
+    if chunk.compression != "UNCOMPRESSED":
+        try:
+            values = pyarrow.Codec(chunk.compression.lower()).decompress(values, size, asbytes=True)
+        except _errors():
+            return size
+    longest = at = 0  # each value follows its size
+    while at + 4 <= len(values):
+        length = int.from_bytes(values[at : at + 4], "little")
+        longest, at = max(longest, length), at + 4 + length
+    return min(longest, size)
+
+
+def _page_sizes(head: bytes) -> tuple[int, int]:
+    """Return the unpacked and the packed bytes of a page, the second and third number in its head.
+
+    In Thrift's compact form a byte names a number, which follows with 7 bits in each byte.
+    """
+    numbers, at = list[int](), 0
+    for _ in range(3):
+        value, shift, more = 0, 0, True
+        at += 1
+        while more and at < len(head):
+            value |= (head[at] & 127) << shift
+            shift, more, at = shift + 7, head[at] > 127, at + 1
+        numbers.append(value >> 1)  # the last bit is the sign
+    return numbers[1], numbers[2]
 
 
 def _errors() -> tuple[type[Exception], ...]:
@@ -270,7 +345,7 @@ class _TableReader:
     def _group_batches(self, first: int) -> Iterator[Any]:
         for number in range(first, self.file.num_row_groups):
             group = self.file.metadata.row_group(number)
-            size = max(1, min(BATCH_ROWS, group.num_rows * BATCH_BYTES // max(group.total_byte_size, 1)))
+            size = max(1, min(BATCH_ROWS, group.num_rows * BATCH_BYTES // max(_weight(self.path, group, self.keys), 1)))
             left = group.num_rows
             for batch in self.file.iter_batches(size, row_groups=[number], columns=self.keys, use_threads=False):
                 left -= batch.num_rows
