@@ -31,6 +31,7 @@ from typing import Any, BinaryIO
 
 from meshwright.errors import IO, LOCKED, UnfitFile, UserError
 
+RECORD_LIMIT = 64 << 20  # bytes of a record of ours; it may name thousands of files
 BLOCK = 1 << 22  # bytes that are read at once, a multiple of every item size
 
 

@@ -15,7 +15,6 @@ from meshwright import files
 from meshwright.errors import LOCKED, UserError
 
 SMALL = 1 << 24  # bytes in all; up to here files are known by their contents
-RECORD_LIMIT = 64 << 20  # bytes; it may name thousands of files
 SAMPLES = 1 << 12, 8  # bytes of a sample of a longer file, and their number
 
 
@@ -98,7 +97,7 @@ def is_done(record: Path, made_from: dict[str, Any], paths: Sequence[Path], over
     if overwrite or not existing:
         return False
     try:
-        recorded = json.loads(files.read_small(record, RECORD_LIMIT))
+        recorded = json.loads(files.read_small(record, files.RECORD_LIMIT))
         before, sizes = dict(recorded["made_from"]), {str(name): int(size) for name, size in recorded["bytes"].items()}
     except (OSError, AttributeError, KeyError, TypeError, ValueError, RecursionError):
         before, sizes = {}, {}

@@ -41,6 +41,7 @@ from meshwright.vocabularies import (
     ENCODING,
     END_OF_TEXT,
     EOD_NAMES,
+    FILE_LIMIT,
     MODEL,
     RANKS,
     SHIELD,
@@ -58,7 +59,6 @@ from meshwright.vocabularies import (
     load_model_file,
     load_rank_list,
     load_ranks,
-    read_bytes,
     read_eos_token,
     read_json,
     read_text,
@@ -587,12 +587,21 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         target = folder / name
         if not target.exists() or _sha256(target) != _sha256(source):
             with files.replacing(target) as file:
-                file.write(read_bytes(source))
+                file.write(read_beside(source))
     for name, content in tokenizer.made.items():
         with files.replacing(folder / name) as file:
             file.write(content)
     with files.replacing(folder / "meta.json") as file:
         file.write(json.dumps(_meta(tokenizer), indent=1).encode() + b"\n")
+
+
+def read_beside(path: Path) -> bytes:
+    """Return a file of a tokenizer's folder; of a run's, none that a link leads out of."""
+    folder = path.parent if (path.parent / "meta.json").is_file() else None
+    try:
+        return files.read_small(path, FILE_LIMIT, folder)
+    except OSError as error:
+        raise bad_data(f"{path} cannot be read: {error.strerror}") from None
 
 
 def is_same(tokenizer: Tokenizer, folder: Path) -> bool:

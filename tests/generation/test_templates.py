@@ -88,7 +88,7 @@ def test_where_it_is_found(vocabulary, tmp_path):
     assert templates.choose_template(str(tmp_path / "mine.jinja"), mine, None).render([]) == "mine"
     with pytest.raises(UserError, match="holds neither chat_template.jinja nor"):
         templates.choose_template(str(vocabulary), mine, None)
-    with pytest.raises(UserError, match="none.jinja cannot be read as a chat template"):
+    with pytest.raises(UserError, match="none.jinja cannot be read"):
         templates.choose_template("none.jinja", mine, None)
 
 
@@ -98,9 +98,16 @@ def test_a_run_keeps_the_template_beside_its_tokenizer(vocabulary, tmp_path):
     mine = tokenizers.HuggingFace(tmp_path / "t")
     tokenizers.save_tokenizer(mine, tmp_path / "run" / "tokenizer")
     kept = tokenizers.build_tokenizer(tokenizers.TokenizerFlags(), tmp_path / "run" / "tokenizer")
-    assert templates.find_template(kept, None).text == "kept" and tokenizers.is_same(
-        mine, tmp_path / "run" / "tokenizer"
-    )
+    folder = tmp_path / "run" / "tokenizer"
+    assert templates.find_template(kept, None).text == "kept" and tokenizers.is_same(mine, folder)
+    for name, read in (
+        ("chat_template.jinja", lambda: templates.find_template(kept, None)),
+        ("tokenizer.json", lambda: tokenizers.build_tokenizer(tokenizers.TokenizerFlags(), folder)),
+    ):
+        (folder / name).unlink()
+        (folder / name).symlink_to(tmp_path / "t" / name)
+        with pytest.raises(UserError, match="a link out of"):
+            read()
 
 
 def test_an_export_has_the_template(vocabulary, tmp_path):

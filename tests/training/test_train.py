@@ -770,6 +770,22 @@ def test_running_out_of_memory_is_explained(monkeypatch, capsys, error, message)
         main(["train", *TINY_FLAGS])
 
 
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError(f"CUDA out of memory. {GPU_TRIED}")])
+def test_memory_that_is_not_the_trainings_has_other_advice(monkeypatch, capsys, error):
+    """A smaller micro-batch would not help a file that is read."""
+
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(meshwright.training.setup, "open_log", fail)
+    assert main(["train", *TINY_FLAGS]) == 2
+    shown = capsys.readouterr().err
+    assert "out of memory on this machine: " in shown and "--micro-batch-size" not in shown
+    damaged = UserError("the file is damaged")
+    damaged.__context__ = MemoryError()
+    assert out_of_memory(damaged, "less") is None
+
+
 def test_memory_that_a_cpu_does_not_have_is_recognised():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from meshwright.checkpoint.manifests import HIDDEN, MANIFEST, DamagedCheckpoint, find_manifest, verify_step
 from meshwright.checkpoint.registry import FORMATS, MEGATRON, MEGATRON_RANK
 from meshwright.errors import bad_data, not_a_run
+from meshwright.files import open_plain
 
 TRACKER = FORMATS[MEGATRON].tracker  # ours too, for Megatron's readers
 BEST = "best_checkpointed_iteration.txt"  # ours: the step with the lowest validation loss
@@ -140,7 +141,7 @@ def find_tracked(root: Path, tracker: str, text: str) -> StepLocation:
 
 
 def read_tracker(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         return file.read(200).decode(errors="replace").strip()
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.console import notice, say
-from meshwright.files import crc32, lock, replacing
+from meshwright.files import RECORD_LIMIT, crc32, lock, read_small, replacing
 
 Ints = npt.NDArray[np.integer[Any]]
 # Files up to this size are checked byte by byte at every start, in some hundredths of a second; of
@@ -163,7 +163,7 @@ INVALID = (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError)  
 
 def open_entry(record: Path, in_full: bool = False) -> dict[str, Ints]:
     """Return the arrays of an entry, memory-mapped; `in_full`: verify large ones too."""
-    facts = json.loads(record.read_bytes())
+    facts = json.loads(read_small(record, RECORD_LIMIT))
     arrays = {}
     for part, crc in facts["crc32"].items():
         path = array_path(record, part)

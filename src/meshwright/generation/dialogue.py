@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UserError, bad_data
-from meshwright.files import replacing
+from meshwright.files import RECORD_LIMIT, read_small, replacing
 from meshwright.generation.templates import ChatTemplate
 from meshwright.generation.text import gap
 from meshwright.tokenizers import Tokenizer
@@ -123,7 +123,7 @@ class Dialogue:
 def read_dialogue(path: Path) -> tuple[str, list[ChatTurn]]:
     """Return the system's words and the turns of a file."""
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = json.loads(read_small(path, RECORD_LIMIT, pipes=True))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not JSON: {error}"
         raise bad_data(f"{path}: {reason}") from None

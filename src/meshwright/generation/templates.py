@@ -22,14 +22,12 @@ from typing import Any
 
 from meshwright import tokenizers
 from meshwright.errors import bad_data
-from meshwright.files import read_small
 from meshwright.generation import sandbox
 from meshwright.tokenizers import CHAT_TEMPLATE, Tokenizer
 from meshwright.vocabularies import CHAT_CONFIG, read_chat_config
 
 Messages = Sequence[Mapping[str, Any]]  # {"role": "system", "user" or "assistant", "content": text}
 PLAIN = "plain"
-TEMPLATE_LIMIT = 1 << 20  # bytes
 PATIENCE = 60.0  # seconds for an answer of the child, whose own limit is time of a processor
 
 
@@ -115,10 +113,9 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def read_template_file(path: Path) -> str:
     try:
-        return read_small(path, TEMPLATE_LIMIT).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise bad_data(f"{path} cannot be read as a chat template: {reason}") from None
+        return tokenizers.read_beside(path).decode()
+    except UnicodeDecodeError as error:
+        raise bad_data(f"{path} cannot be read as a chat template: {error}") from None
 
 
 class _Renderer:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from meshwright.data.files.writer import PART_ENDINGS
 from meshwright.data.prepare.plain import PIECE
 from meshwright.errors import IO, LOCKED, UserError
-from meshwright.files import lock
+from meshwright.files import RECORD_LIMIT, lock, read_small
 
 VERSION = 6  # of the format of a state
 NOTE_EVERY = 0.5  # seconds
@@ -36,7 +36,7 @@ class Journal:
         self.digest = hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()
         self.state: dict[str, Any] | None = None
         try:
-            record = json.loads(path.read_bytes())
+            record = json.loads(read_small(path, RECORD_LIMIT))
             self.state = record["state"] if record["command"] == self.digest else None
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             pass

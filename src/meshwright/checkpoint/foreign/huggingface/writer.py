@@ -27,10 +27,10 @@ from meshwright.checkpoint.publish import write_durably
 from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError, bad_data
-from meshwright.files import naming_file, sync, write_all
+from meshwright.files import RECORD_LIMIT, naming_file, read_small, sync, write_all
 from meshwright.settings.schema import Model
-from meshwright.tokenizers import CHAT_TEMPLATE, GPT2BPE, HuggingFace, Tokenizer, save_tokenizer
-from meshwright.vocabularies import CHAT_CONFIG, END_OF_TEXT, TikToken, read_chat_config
+from meshwright.tokenizers import CHAT_TEMPLATE, GPT2BPE, HuggingFace, Tokenizer, read_beside, save_tokenizer
+from meshwright.vocabularies import CHAT_CONFIG, END_OF_TEXT, TikToken, read_bytes, read_chat_config, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +126,7 @@ def name_of(run: Path) -> str:
 
 def read_mark(folder: Path) -> dict[str, Any] | None:
     try:
-        mark = json.loads((folder / MARK).read_bytes())
+        mark = json.loads(read_small(folder / MARK, RECORD_LIMIT))
     except (OSError, ValueError, RecursionError):
         return None
     return mark if isinstance(mark, dict) else None
@@ -335,7 +335,7 @@ def write_tokenizer(folder: Path, saved: SavedModel, tokenizer: Tokenizer | None
         return ids
     write_durably(folder / "tokenizer.json", library.to_str(pretty=True).encode())
     for name, path in tokenizer.files.items() if isinstance(tokenizer, GPT2BPE) else ():
-        write_durably(folder / name, path.read_bytes())
+        write_durably(folder / name, read_bytes(path))
     word = library.id_to_token(tokenizer.eod)
     words = {"bos_token": word, "eos_token": word, "unk_token": word if isinstance(tokenizer, GPT2BPE) else None}
     fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -350,7 +350,7 @@ def write_chat_template(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for beside in {path.parent for path in tokenizer.files.values()}:
         if (path := beside / CHAT_TEMPLATE).is_file():
-            write_durably(folder / CHAT_TEMPLATE, path.read_bytes())
+            write_durably(folder / CHAT_TEMPLATE, read_beside(path))
         config = read_chat_config(beside)
         if path.is_file() or config.get("chat_template"):  # whose answers may end with a token of their own
             settings |= {name: config[name] for name in ("chat_template", "eos_token") if name in config}
@@ -365,7 +365,7 @@ def as_library(tokenizer: Tokenizer) -> Any:
     if isinstance(tokenizer, TikToken):
         return tokenizer.as_library()
     if isinstance(tokenizer, HuggingFace):
-        return Library.from_file(str(tokenizer.files["tokenizer.json"]))
+        return Library.from_str(read_text(tokenizer.files["tokenizer.json"]))
     if not isinstance(tokenizer, GPT2BPE):
         return None
     library = Library(models.BPE.from_file(str(tokenizer.files["vocab.json"]), str(tokenizer.files["merges.txt"])))
