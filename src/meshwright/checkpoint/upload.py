@@ -44,8 +44,7 @@ class Uploader:
         def act() -> None:
             for step in reversed(list_steps(self.root)):
                 self.send_step(step)
-            for root in (self.root, *self.others):
-                mirror.send_files(root)
+            self.send_files()
             self.remove(removed)
 
         self.flying = self.pool.submit(act)
@@ -90,8 +89,9 @@ class Uploader:
                     crash_point("before_file")
                     sent[f"{folder.name}/{name}"] = [file.sha256, store.put(f"{key}/{name}", folder / name)]
                     mirror.write_json(self.root / SENT, sent)
-            crash_point("before_manifest")
             mirror.confirm(self.root)
+            self.send_files()  # the rows of metrics.jsonl before this step
+            crash_point("before_manifest")
             store.put(f"{key}/{MANIFEST}", raw)
         crash_point("after_manifest")
         sent[f"{folder.name}/{MANIFEST}"] = sha256([raw])
@@ -99,6 +99,10 @@ class Uploader:
         store.put(f"{locate(self.root)[1]}/{TRACKER}", str(step).encode())
         remark(f" > uploaded step {step:,} to {address_of(self.root)}")
         self.thin(step, sent)
+
+    def send_files(self) -> None:
+        for root in (self.root, *self.others):
+            mirror.send_files(root)
 
     def thin(self, newest: int, sent: dict[str, object]) -> None:
         """Remove the files of older steps, which storage has, from this machine."""
