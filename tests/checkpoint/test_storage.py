@@ -6,13 +6,16 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from helpers import TINY_FLAGS, error_of, read_losses
 from meshwright.__main__ import main
 from meshwright.checkpoint import manifests, mirror, publish, steps, upload
+from meshwright.data.files.indexed import content_sample
+from meshwright.data.files.writer import Writer
 from meshwright.errors import IO, LOCKED, USAGE
-from meshwright.storage import addresses, store
+from meshwright.storage import addresses, copies, store
 from s3 import Bucket, serving_bucket
 
 pytest.importorskip("obstore")
@@ -188,6 +191,48 @@ def test_a_writer_without_a_sign_of_life_is_replaced_and_stops(bucket: Bucket, e
         upload.Uploader(other, []).send_step(3)
     with mirror.claimed(first):  # what was never in storage does not count
         assert steps.list_steps(first) == [3, 1]
+
+
+def write_tokens(folder: Path, bucket: Bucket) -> None:
+    with Writer(str(folder / "text_document"), np.uint16) as writer:
+        for seed in range(20):
+            writer.add(np.random.default_rng(seed).integers(0, 64, 100_000))
+            writer.end_document()
+    for ending in ("bin", "idx"):
+        bucket.objects[f"data/text_document.{ending}"] = (folder / f"text_document.{ending}").read_bytes()
+
+
+def test_token_files_are_read_block_by_block(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "BLOCK", 4096)
+    write_tokens(tmp_path, bucket)
+    given = [word for word in TINY_FLAGS if word != "--mock-data"]
+    for place, prefix in (("a", str(tmp_path / "text_document")), ("b", "s3://bucket/data/text_document")):
+        copies.sparse_copy.cache_clear()
+        words = ["--data-path", prefix, "--run-dir", str(tmp_path / place), "--split", "90,10,0"]
+        faulty(bucket, 5, 503)
+        assert main(["train", *given, *words]) == 0
+    assert read_losses(tmp_path / "a") == read_losses(tmp_path / "b")
+    present = (local("s3://bucket/data") / ".text_document.bin.blocks").read_bytes()
+    assert 0 < sum(present) < len(present) / 2
+    copies.sparse_copy.cache_clear()
+
+
+def test_token_files_that_were_replaced_are_copied_anew(bucket: Bucket, tmp_path: Path) -> None:
+    write_tokens(tmp_path, bucket)
+    prefix = str(local("s3://bucket/data") / "text_document")
+    copies.prepare_tokens(prefix)
+    before = content_sample(prefix)
+    assert before == content_sample(tmp_path / "text_document")
+    bucket.objects["data/text_document.bin"] = bytes(len(bucket.objects["data/text_document.bin"]))
+    copies.sparse_copy.cache_clear()
+    copies.prepare_tokens(prefix)
+    assert content_sample(prefix) != before
+    bucket.objects["data/text_document.bin"] = b"xy"
+    copies.sparse_copy.cache_clear()
+    Path(f"{prefix}.bin").unlink()
+    copies.make_sparse(Path(f"{prefix}.bin"), 100)
+    assert "shorter than before" in error_of(lambda: copies.need(f"{prefix}.bin", [(0, 10)]), IO)
+    copies.sparse_copy.cache_clear()
 
 
 @pytest.mark.parametrize("flag", ["--save-overwrite", "--ckpt-format=torch"])

@@ -1,4 +1,4 @@
-"""A run in object storage, killed at any moment, goes on with the same losses, without its disk too."""
+"""A run in object storage that is killed goes on with the same losses, on a new disk too."""
 
 import hashlib
 import json

@@ -364,7 +364,6 @@ S3 = "s3://bucket/y"
     [
         (f"train --mock-data --save-hf {S3}", "--save-hf"),
         (f"train --mock-data --save-hf {S3} --print-config", "--save-hf"),
-        (f"train --data-path 0.5 here 0.5 {S3}", "--data-path"),
         (f"train --train-weighted-split-paths 'T: 0.5 0:1 {S3}, 0.5 0:1 b'", "--train-weighted-split-paths"),
         (f"train --mock-data --deepspeed_config {S3}", "--deepspeed_config"),
         (f"train --config {S3}", "--config"),

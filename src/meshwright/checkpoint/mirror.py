@@ -32,6 +32,7 @@ from meshwright.console import notice, remark
 from meshwright.errors import IO, LOCKED, UserError
 from meshwright.progress import progress_bar
 from meshwright.storage.addresses import address_of
+from meshwright.storage.copies import download, read_json, write_json
 from meshwright.storage.store import Entry, Store, locate
 
 OWNER = ".owner.json"
@@ -40,7 +41,6 @@ BEAT = 20.0  # seconds
 LEASE = 90.0
 LEFT_OUT = r"(tensorboard|wandb|profile|replaced-\d+|logs)/.*"  # of a run, when another machine goes on with it
 NOT_SENT = r"(\.|iter_\d|replaced-\d).*|.*\.tmp(/.*)?"
-PART = 64 << 20
 
 
 @functools.cache
@@ -99,18 +99,6 @@ def remove_foreign_steps(root: Path, known: set[str], store: Store, key: str) ->
         path = folder / MANIFEST
         if raw is None or not path.exists() or path.read_bytes() != raw[0]:
             shutil.rmtree(folder)
-
-
-def download(store: Store, key: str, path: Path, entry: Entry, advance: Any) -> None:
-    """Copy an object to a file, in parts, complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with files.replacing(path) as file:
-        for begin in range(0, entry.size, PART):
-            part = store.read(key, begin, min(PART, entry.size - begin))
-            if len(part) != min(PART, entry.size - begin):
-                raise UserError(f"{address_of(path)}: ends at byte {begin + len(part):,} of {entry.size:,}", IO)
-            file.write(part)
-            advance(len(part))
 
 
 # Who writes
@@ -252,16 +240,3 @@ def send_files(root: Path) -> None:
         if _as_sent.get(path) != (state := (status.st_size, status.st_mtime_ns)):
             store.put(f"{key}/{name}", path)
             _as_sent[path] = state
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    with files.replacing(path) as file:
-        file.write(json.dumps(value).encode())

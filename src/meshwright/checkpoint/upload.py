@@ -16,6 +16,7 @@ from meshwright.checkpoint.manifests import MANIFEST, read_manifest, sha256
 from meshwright.checkpoint.steps import TRACKER, list_steps, step_folder
 from meshwright.console import notice, remark
 from meshwright.storage.addresses import address_of
+from meshwright.storage.copies import read_json, write_json
 from meshwright.storage.store import locate
 
 SENT = ".sent.json"
@@ -69,7 +70,7 @@ class Uploader:
 
     def send_step(self, step: int) -> None:
         """Send a step that storage lacks: its files, then its manifest."""
-        folder, sent = step_folder(self.root, step), mirror.read_json(self.root / SENT)
+        folder, sent = step_folder(self.root, step), read_json(self.root / SENT)
         store, key = locate(folder)
         if not (folder / MANIFEST).exists():
             return
@@ -88,14 +89,14 @@ class Uploader:
                 if known is None or name not in there or known != [file.sha256, there[name].tag]:
                     crash_point("before_file")
                     sent[f"{folder.name}/{name}"] = [file.sha256, store.put(f"{key}/{name}", folder / name)]
-                    mirror.write_json(self.root / SENT, sent)
+                    write_json(self.root / SENT, sent)
             mirror.confirm(self.root)
             self.send_files()  # the rows of metrics.jsonl before this step
             crash_point("before_manifest")
             store.put(f"{key}/{MANIFEST}", raw)
         crash_point("after_manifest")
         sent[f"{folder.name}/{MANIFEST}"] = sha256([raw])
-        mirror.write_json(self.root / SENT, sent)
+        write_json(self.root / SENT, sent)
         store.put(f"{locate(self.root)[1]}/{TRACKER}", str(step).encode())
         remark(f" > uploaded step {step:,} to {address_of(self.root)}")
         self.thin(step, sent)
@@ -115,11 +116,11 @@ class Uploader:
 
     def remove(self, steps: list[int]) -> None:
         """Remove steps from storage, their manifests first."""
-        sent = mirror.read_json(self.root / SENT)
+        sent = read_json(self.root / SENT)
         for step in steps:
             folder = step_folder(self.root, step)
             store, key = locate(folder)
             names = sorted(store.entries(key), key=lambda name: name != MANIFEST)
             store.delete([f"{key}/{name}" for name in names])
             sent = {name: value for name, value in sent.items() if not name.startswith(f"{folder.name}/")}
-        mirror.write_json(self.root / SENT, sent)
+        write_json(self.root / SENT, sent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from meshwright.data.samples import Dataset, split_bounds
 from meshwright.data.sets import SetPart, SetSpec, document_range, find_parts, needed_sets, needed_sizes, target_sizes
 from meshwright.errors import UserError, bad_data
 from meshwright.settings.schema import Data, TrainConfig
+from meshwright.storage import copies
 from meshwright.tokenizers import Tokenizer
 
 # Keys: "train", "valid" and "test", or "valid/NAME" and "test/NAME" where a split has several sets.
@@ -253,6 +255,7 @@ def open_indexed(prefix: str, warmup: bool, vocab_size: int) -> Indexed:
 
 
 def read_through(path: str) -> None:
+    copies.need(path, [(0, os.path.getsize(path))])
     with open(path, "rb") as file:
         while file.read(1 << 24):
             pass

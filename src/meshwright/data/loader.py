@@ -78,6 +78,7 @@ class Samples(OrderedSamples):
         indexed, itemsize = self.indexed, self.indexed.dtype.itemsize
         self.require_whole()
         places = [(int(indexed.pointers[d]) // itemsize + offset, n) for d, offset, n in self.pieces(k)]
+        indexed.need((at, at + n) for at, n in places)
         return np.concatenate([indexed.tokens[at : at + n] for at, n in places], dtype=np.int64)
 
     def read(self, numbers: list[int]) -> npt.NDArray[np.int64]:
@@ -93,7 +94,9 @@ class Samples(OrderedSamples):
         ends[stops - 1] = begins[stops - 1] + end + 1
         begins[stops - counts] += offset
         # Slices of the memory-mapped file: the concatenation is the one copy.
-        pieces = [indexed.tokens[a:b] for a, b in zip(begins.tolist(), ends.tolist(), strict=True)]
+        ranges = list(zip(begins.tolist(), ends.tolist(), strict=True))
+        indexed.need(ranges)
+        pieces = [indexed.tokens[a:b] for a, b in ranges]
         return np.concatenate(pieces, dtype=np.int64, casting="unsafe").reshape(len(j), -1)
 
     def require_whole(self) -> None:

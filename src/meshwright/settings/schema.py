@@ -300,9 +300,10 @@ class Data:
 
     data_path: list[str] = flag(
         [],
-        "prefix of .bin/.idx, or a blend: WEIGHT PREFIX [WEIGHT PREFIX ...]",
+        "prefix of .bin/.idx, here or at s3://, gs://, or a blend: WEIGHT PREFIX [WEIGHT PREFIX ...]",
         "--dataset",
         value="PREFIX",
+        remote=True,
         short="token files, or WEIGHT PREFIX WEIGHT PREFIX ...",
         docs="data evaluation",
     )
@@ -329,10 +330,10 @@ class Data:
         2, "batches that a background thread reads ahead (0: no thread)", bound=">=0", docs="", resume="free"
     )
     train_data_path: list[str] = flag(
-        [], "prefix or blend of the training set; whole files, instead of --split", value="PREFIX"
+        [], "prefix or blend of the training set; whole files, instead of --split", value="PREFIX", remote=True
     )
-    valid_data_path: list[str] = flag([], "prefix or blend of the validation set", value="PREFIX")
-    test_data_path: list[str] = flag([], "prefix or blend of the test set", value="PREFIX", proof="")
+    valid_data_path: list[str] = flag([], "prefix or blend of the validation set", value="PREFIX", remote=True)
+    test_data_path: list[str] = flag([], "prefix or blend of the test set", value="PREFIX", remote=True, proof="")
     data_args_path: str | None = flag(None, "file with the value of --data-path", value="FILE", proof="")
     per_split_data_args_path: str | None = flag(
         None, 'JSON file {"train": [...], "valid": [...], "test": [...]}', value="FILE", proof=""

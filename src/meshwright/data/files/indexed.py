@@ -21,7 +21,7 @@ import bisect
 import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,6 +31,7 @@ import numpy.typing as npt
 from meshwright import files
 from meshwright.errors import UserError, bad_data
 from meshwright.settings.hints import near_path
+from meshwright.storage import copies
 
 Ints = npt.NDArray[np.integer[Any]]
 
@@ -201,10 +202,17 @@ class Indexed:
             for column in (index.sizes, index.pointers, index.borders)
         )
         self.tokens = np.frombuffer(tokens, self.dtype)
+        self.is_sparse = copies.sparse_copy(f"{self.prefix}.bin") is not None
         self.maps = {path: mapped for path, mapped in maps.items() if isinstance(mapped, mmap.mmap)}
 
     def __len__(self) -> int:
         return len(self.sizes)
+
+    def need(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Bring ranges of tokens here if the files are at an address; call this before a read."""
+        if self.is_sparse:
+            size = self.dtype.itemsize
+            copies.need(f"{self.prefix}.bin", [(begin * size, end * size) for begin, end in ranges])
 
     def tokens_of(self, first: int, stop: int) -> int:
         """Return the number of tokens in sequences [first, stop), without a look at each."""
@@ -245,13 +253,18 @@ def fingerprint(prefix: str | Path) -> str:
 
 def content_sample(prefix: str | Path) -> str:
     """Return a hash of 16 blocks of the .bin, which tells it from others of the same lengths."""
-    return files.sample(f"{prefix}.bin", 1 << 14, 16)
+    path, size, count = f"{prefix}.bin", 1 << 14, 16
+    length = os.path.getsize(path)
+    begins = [max(length - size, 0) * n // (count - 1) for n in range(count)]
+    copies.need(path, [(begin, begin + size) for begin in begins] if length > size * count else [(0, length)])
+    return files.sample(path, size, count)
 
 
 def check_vocabulary(indexed: Indexed, vocab_size: int) -> None:
     """Refuse data of another vocabulary early, by some of its ids; the loader checks all."""
     with open(f"{indexed.prefix}.bin", "rb") as file:
         ids = FileColumn(file, indexed.dtype, len(indexed.tokens))
+        indexed.need([(start, start + PROBE) for start in probes(len(ids))])
         for start in probes(len(ids)):
             tokens = ids.read(start, start + PROBE)
             wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))

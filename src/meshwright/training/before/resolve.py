@@ -24,6 +24,7 @@ from meshwright.settings.fields import spelling
 from meshwright.settings.hints import near_path
 from meshwright.settings.other_programs import argument_dump, deepspeed_json
 from meshwright.settings.schema import TokenizerFlags, TrainConfig
+from meshwright.storage import copies
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.before.packages import require_packages
 from meshwright.training.state.resume import checkpoint_architecture, guard_existing, guard_run_folder, saved_settings
@@ -204,6 +205,8 @@ def look_at_files(config: TrainConfig, world: World) -> tuple[TrainConfig, Vocab
     try:
         for path in filter(None, (c.load, c.save, c.run_dir)):
             mirror.fetch(path)
+        for prefix in data_paths.prefixes(config.data):
+            copies.prepare_tokens(prefix)
         require_token_files(config)
         config = settle_length(config, prints=world.rank == 0)
         if world.rank == 0:
