@@ -347,13 +347,39 @@ def test_from_text_to_a_model_that_continues_it(request, tmp_path, capsys, kind)
     assert capsys.readouterr().out.startswith("the")
 
 
-def test_an_export_names_the_files_that_transformers_cannot_read(llama, bert, tmp_path):
-    saved = SimpleNamespace(rows=10**6)
-    for path, name in ((llama, "tokenizer.model"), (bert, "vocab.txt")):
-        notes, folder = [], tmp_path / name
-        folder.mkdir()
-        huggingface_writer.write_tokenizer(folder, saved, named(path), notes)
-        assert len(notes) == 1 and f"the folder has {name}" in notes[0] and (folder / name).is_file()
+EXPORTED = SimpleNamespace(rows=10**6, require_positions=lambda: 64)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama2", "bert", "cased"])
+def test_an_export_for_transformers_has_the_same_ids(llama, bert, tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    model, words = str(llama / "tokenizer.model"), str(bert)
+    flags = {
+        "llama": Flags(tokenizer_type="SentencePieceTokenizer", tokenizer_model=model),
+        "llama2": Flags(tokenizer_type="Llama2Tokenizer", tokenizer_model=model),
+        "bert": Flags(tokenizer_type="BertWordPieceLowerCase", vocab_file=words),
+        "cased": Flags(tokenizer_type="BertWordPieceCase", vocab_file=words),
+    }
+    ours, notes = build_tokenizer(flags[kind]), []
+    ids = huggingface_writer.write_tokenizer(tmp_path, EXPORTED, ours, notes)
+    theirs, again = transformers.AutoTokenizer.from_pretrained(tmp_path), named(tmp_path)
+    assert not notes and again.name == ours.name and len(theirs) == ours.size == again.size
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eod, ids["bos_token_id"])
+    special = [word for word in ours.special if kind in ("llama", "llama2")]
+    for text in [TEXT, "", *random_texts(300)]:
+        if not any(word in text for word in special):
+            assert theirs.encode(text) == ours.encode(text) == again.encode(text)
+
+
+def test_an_export_says_what_transformers_cannot_read(tmp_path):
+    """Its file is not where AutoTokenizer would take it for another tokenizer's."""
+    ours, notes, out = named(train_sentencepiece(tmp_path / "tokenizer.model", "unigram")), [], tmp_path / "out"
+    out.mkdir()
+    huggingface_writer.write_tokenizer(out, EXPORTED, ours, notes)
+    assert (
+        len(notes) == 1 and "tokenizer.model in its tokenizer/" in notes[0] and notes[0].endswith("are for Meshwright")
+    )
+    assert [path.name for path in out.iterdir()] == ["tokenizer"] and named(out).encode(TEXT) == ours.encode(TEXT)
 
 
 @pytest.mark.parametrize("pattern", [PATTERN, vocabularies.R50K, vocabularies.CL100K, vocabularies.O200K])
@@ -367,7 +393,7 @@ def test_an_export_of_tiktoken_s_has_the_same_ids(ranks, tmp_path, normalization
     (tmp_path / "from/encoding.json").write_text(json.dumps(encoding))
     ours, notes, out = named(tmp_path / "from/tiny.tiktoken"), [], tmp_path / "to"
     out.mkdir()
-    huggingface_writer.write_tokenizer(out, SimpleNamespace(rows=10**6, require_positions=lambda: 64), ours, notes)
+    huggingface_writer.write_tokenizer(out, EXPORTED, ours, notes)
     theirs, again = transformers.AutoTokenizer.from_pretrained(out), named(out)
     assert not notes and (again.size, again.eod) == (ours.size, ours.eod) == (302, theirs.eos_token_id)
     for text in [TEXT, "", *random_texts(300)]:

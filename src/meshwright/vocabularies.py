@@ -136,6 +136,41 @@ class SentencePiece(Bytewise):
         is_legacy = read_chat_config(self._path.parent).get("legacy") is not False
         return self.encode(text) if is_legacy else list(self._without_prefix.encode(text))
 
+    def as_library(self) -> Any:
+        """Return a tokenizer of the `tokenizers` library that gives the same ids, or None.
+
+        There is one of a BPE that takes each character as it is, as Llama's do. It merges as
+        SentencePiece does, which takes the pair of the highest score.
+        """
+        from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+
+        model, ids = self._model, list(range(self._model.get_piece_size()))
+        pieces = model.id_to_piece(ids)
+        normal = [i for i in ids if not (model.is_control(i) or model.is_unknown(i) or model.is_byte(i))]
+        is_bpe = [model.get_score(i) for i in normal] == [float(-n) for n in range(len(normal))]
+        letters = "a  \ufb01 e\u0301 \uff21\u3000\u200b\t\n b "
+        normalized = model.normalize(letters)
+        prefix = SPACE if normalized.startswith(SPACE) else ""
+        if not is_bpe or normalized != prefix + letters.replace(" ", SPACE) or any(map(model.is_unused, ids)):
+            return None
+        known, merges = {pieces[i] for i in normal}, []
+        for i in normal:
+            halves = ((pieces[i][:n], pieces[i][n:]) for n in range(1, len(pieces[i])))
+            merges += [(a, b) for a, b in halves if a in known and b in known]
+        vocab, unknown = {piece: i for i, piece in enumerate(pieces)}, pieces[model.unk_id()]
+        falls_back = any(map(model.is_byte, ids))
+        bpe = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=falls_back)
+        library = Tokenizer(bpe)
+        replace = normalizers.Replace(" ", SPACE)
+        library.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
+        strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+        library.decoder = decoders.Sequence(
+            [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+        )
+        words = sorted(self.special, key=self.special.__getitem__)
+        library.add_special_tokens([AddedToken(word, normalized=False) for word in words])
+        return library if all(library.token_to_id(word) == self.special[word] for word in words) else None
+
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         parts, is_first = [], self._drops_space
         for i in ids:
@@ -159,6 +194,14 @@ class Llama2(SentencePiece):
         if self.bos < 0:
             raise bad_data(f"{path} has no BOS, which {self.name} puts before each text; give {SentencePiece.name}")
         self._bytes[self.bos] = b""
+
+    def as_library(self) -> Any:
+        from tokenizers.processors import TemplateProcessing
+
+        if (library := super().as_library()) is not None:
+            word = library.id_to_token(self.bos)
+            library.post_processor = TemplateProcessing(single=[word, "$A"], special_tokens=[(word, self.bos)])
+        return library
 
     def encode(self, text: str) -> list[int]:
         return [self.bos, *super().encode(text)]
@@ -352,6 +395,19 @@ class WordPiece(Bytewise):
         if self._lower_case:
             text = unicodedata.normalize("NFD", text.lower()).translate(_UNMARKED)
         return [i for word in text.translate(_PUNCTUATED).split() for i in self._split(word)]
+
+    def as_library(self) -> Any:
+        """Return a tokenizer of the `tokenizers` library that gives the same ids, or None."""
+        from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+        vocab = {word: i for i, word in enumerate(self._words) if word}
+        library = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
+        library.normalizer = normalizers.BertNormalizer(lowercase=self._lower_case, strip_accents=self._lower_case)
+        library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        library.decoder = decoders.WordPiece(cleanup=False)
+        words = sorted(self.special, key=self.special.__getitem__)
+        library.add_special_tokens([AddedToken(word, normalized=False) for word in words])
+        return library if all(library.token_to_id(word) == self.special[word] for word in words) else None
 
     def _split_word(self, word: str) -> tuple[int, ...]:
         """Return the longest tokens one after the other, or [UNK] if one is missing."""

@@ -30,7 +30,17 @@ from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError, bad_data
 from meshwright.files import RECORD_LIMIT, naming_file, read_small, sync, write_all
 from meshwright.settings.schema import Model
 from meshwright.tokenizers import CHAT_TEMPLATE, GPT2BPE, HuggingFace, Tokenizer, read_beside, save_tokenizer
-from meshwright.vocabularies import CHAT_CONFIG, END_OF_TEXT, TikToken, read_bytes, read_chat_config, read_text
+from meshwright.vocabularies import (
+    CHAT_CONFIG,
+    END_OF_TEXT,
+    Llama2,
+    SentencePiece,
+    TikToken,
+    WordPiece,
+    read_bytes,
+    read_chat_config,
+    read_text,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -323,21 +333,28 @@ def write_tokenizer(folder: Path, saved: SavedModel, tokenizer: Tokenizer | None
     if tokenizer.size > saved.rows:
         what = f"the tokenizer has {tokenizer.size:,} ids, {saved.source.folder} {saved.rows:,} rows"
         raise bad_data(f"{what}; give the model's own tokenizer")
-    ids: Ids = {"bos_token_id": tokenizer.eod, "eos_token_id": tokenizer.eod}
+    begin = tokenizer.bos if isinstance(tokenizer, Llama2) else tokenizer.eod
+    ids: Ids = {"bos_token_id": begin, "eos_token_id": tokenizer.eod}
     library = as_library(tokenizer)
+    if isinstance(tokenizer, SentencePiece | WordPiece) or (library is None and tokenizer.files):
+        # Not beside config.json, where AutoTokenizer would take the files for another tokenizer's.
+        save_tokenizer(tokenizer, folder / "tokenizer")
     if library is None:
-        if tokenizer.files:
-            save_tokenizer(tokenizer, folder)
-            what = f"no tokenizer.json with the same ids can be made of {tokenizer.name}"
-            notes.append(f"{what}: the folder has {' and '.join(tokenizer.files)}, which Meshwright reads")
-        else:
-            notes.append(f"no tokenizer is written: Hugging Face has no equivalent of {tokenizer.name}")
+        kept = f"{' and '.join(tokenizer.files)} in its tokenizer/ are for Meshwright"
+        cure = f"AutoTokenizer needs a folder with the vocabulary of the model's own program; {kept}"
+        what = f"no tokenizer.json with the same ids can be made of this {tokenizer.name}"
+        none = f"no tokenizer is written: Hugging Face has no equivalent of {tokenizer.name}"
+        notes.append(f"{what}: {cure}" if tokenizer.files else none)
         return ids
     write_durably(folder / "tokenizer.json", library.to_str(pretty=True).encode())
     for name, path in tokenizer.files.items() if isinstance(tokenizer, GPT2BPE) else ():
         write_durably(folder / name, read_bytes(path))
     word = library.id_to_token(tokenizer.eod)
-    words = {"bos_token": word, "eos_token": word, "unk_token": word if isinstance(tokenizer, GPT2BPE) else None}
+    words = {
+        "bos_token": library.id_to_token(begin),
+        "eos_token": word,
+        "unk_token": word if isinstance(tokenizer, GPT2BPE) else None,
+    }
     fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     fixed["model_max_length"] = saved.require_positions()
     fixed |= write_chat_template(folder, tokenizer)
@@ -362,7 +379,7 @@ def as_library(tokenizer: Tokenizer) -> Any:
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
-    if isinstance(tokenizer, TikToken):
+    if isinstance(tokenizer, TikToken | SentencePiece | WordPiece):
         return tokenizer.as_library()
     if isinstance(tokenizer, HuggingFace):
         return Library.from_str(read_text(tokenizer.files["tokenizer.json"]))
