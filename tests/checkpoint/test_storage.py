@@ -82,6 +82,18 @@ def test_requests_that_fail_are_repeated(bucket: Bucket, fault: int | str) -> No
     assert steps.latest(local()) == (4, [])
 
 
+def test_an_object_that_changes_while_it_is_read_is_read_again(bucket: Bucket) -> None:
+    bucket.objects["a/b"] = b"0123456789"
+
+    def cut_and_change(method: str, key: str) -> str | None:
+        if len(bucket.log) == 2:
+            bucket.objects["a/b"] = b"abcdefghij"
+        return "cut" if len(bucket.log) == 1 else None
+
+    bucket.faults = cut_and_change
+    assert (store.store_of("s3://bucket").get("a/b") or [b""])[0] == b"abcdefghij"
+
+
 def test_changed_bytes_are_read_again_and_refused_if_they_stay(bucket: Bucket) -> None:
     assert train(steps=2) == 0
     lose_disk()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 PATIENCE = datetime.timedelta(minutes=3)  # in which a request is repeated
 TRIES = 40
+ANSWERS = 5  # to one request, that may break off
 PART = 16 << 20  # bytes of a part of an upload
 MOST_PARTS = 9_000  # S3 takes 10,000
 CURES = {
@@ -108,18 +110,27 @@ class Store:
             self.ask(key, functools.partial(obstore.delete, self.objects, key), MISSING)
 
     def ask(self, key: str, act: Callable[[], T], none_for: tuple[str, ...] = ()) -> T | None:
-        """Return what `act` returns, or None for some errors of the library; explain others."""
+        """Return what `act` returns, or None for some errors of the library; explain others.
+
+        The library repeats requests, but not one whose answer broke off before another writer
+        changed the object, as a run's owner does: that is repeated here.
+        """
         import obstore.exceptions as library
 
-        try:
-            return act()
-        except (library.BaseError, OSError) as error:
-            kind = type(error).__name__
-            if kind in none_for:
-                return None
-            reason = next(iter(str(error).splitlines()), kind)[:300]
-            status = BAD_DATA if kind in MISSING else IO
-            raise UserError(f"{self.bucket}/{key}: {reason}; {CURES.get(kind, ELSE)}", status) from None
+        until = time.monotonic() + PATIENCE.total_seconds()
+        for left in reversed(range(ANSWERS)):
+            try:
+                return act()
+            except (library.BaseError, OSError) as error:
+                kind = type(error).__name__
+                if kind in none_for:
+                    return None
+                if kind == "GenericError" and left and time.monotonic() < until:
+                    continue
+                reason = next(iter(str(error).splitlines()), kind)[:300]
+                status = BAD_DATA if kind in MISSING else IO
+                raise UserError(f"{self.bucket}/{key}: {reason}; {CURES.get(kind, ELSE)}", status) from None
+        raise AssertionError("the last failure is raised")
 
 
 def open_bucket(bucket: str) -> ObjectStore:
