@@ -25,7 +25,7 @@ def read(*paths, **flags):
     """Return the documents, and the lines about what was left out."""
     given = TextInputs(input=[str(path) for path in paths], **flags)
     found = find_inputs(given)
-    return list(cutting.read_texts(given, found)), found.left_out(given.on_error)
+    return list(cutting.read_texts(given, found)), found.left_out(given.on_error, given.encoding)
 
 
 def preprocess(tmp_path, *paths, **flags):
@@ -164,7 +164,7 @@ def test_the_message_names_byte_line_and_both_ways(tmp_path, monkeypatch):
     message = error_of(lambda: read(tmp_path / "b.txt", encoding="gb18030"))
     number = NOVEL.count("\n")
     cure = f"1 of {2 * number + 1} lines are not gb18030: --on-error replace keeps the rest"
-    assert message.endswith(f"b.txt:{number + 1}: not UTF-8 (0x81, nor gb18030); {cure}")
+    assert message.endswith(f"b.txt:{number + 1}: not UTF-8 (byte 0x81 is not gb18030); {cure}")
     assert read(tmp_path / "b.txt", encoding="gb18030", on_error="skip")[0] == [NOVEL + NOVEL]
     assert read(tmp_path / "b.txt", encoding="gb18030", on_error="replace")[0][0].count("�") == 1
 
@@ -183,11 +183,12 @@ def test_a_folder_suggests_what_a_file_does(tmp_path):
         ("big5", 1, "360 of 540 lines are not: --encoding names another encoding"),
     ):
         message = error_of(lambda encoding=encoding: list(documents_of(tmp_path, encoding=encoding)))
-        assert message.endswith(f"1 not UTF-8 ({tmp_path}/novel.txt:{line_number}); {cure}")
+        assert f"1 not UTF-8 ({tmp_path}/novel.txt:{line_number}); {cure}" in message
+        assert ("novel.txt reads like gb18030, not big5" in message) == (encoding == "big5")
     (tmp_path / "sql.txt").write_text("a")
     mended = documents_of(tmp_path, encoding="gb18030", on_error="replace")
     assert [text.count("�") for text in mended] == [3, 0]
-    want = [f"mended 3 bad lines: 3 not UTF-8, first {tmp_path}/novel.txt:{first}"]
+    want = [f"mended 3 bad lines: 3 not gb18030, first {tmp_path}/novel.txt:{first}"]
     assert mended.left_out() == want == read(tmp_path, encoding="gb18030", on_error="replace")[1]
     _, err = preprocess(tmp_path, tmp_path / "novel.txt", encoding="gb18030", on_error="replace", workers=1)
     assert want[0] in err
@@ -262,3 +263,56 @@ def test_train_tokenizer_takes_both(tmp_path, capsys):
     assert "--encoding=latin-1" in capsys.readouterr().err
     assert main([*common, str(tmp_path / "w"), "--on-error", "replace"]) == 0
     assert "mended 40 bad lines: 40 not UTF-8" in capsys.readouterr().err
+
+
+TRADITIONAL = "第一回　宴桃園豪傑三結義\n話說天下大勢，分久必合，合久必分。\n周末七國分爭，並入於秦。\n" * 20
+
+
+def novels(folder):
+    folder.mkdir()
+    (folder / "new.txt").write_bytes(NOVEL.encode("gb18030"))
+    (folder / "old.txt").write_bytes(TRADITIONAL.encode("big5"))
+    (folder / "utf.txt").write_text(NOVEL * 40)
+    return folder
+
+
+def test_each_file_has_a_guess_of_its_own(tmp_path):
+    assert encodings.guess(TRADITIONAL.encode("big5")) == encodings.guess(TRADITIONAL.encode("cp950")) == "big5"
+    assert encodings.guess(TRADITIONAL.encode("gb18030")) == "gb18030"
+    (line,) = read(novels(tmp_path / "in"))[1]
+    assert "new.txt:1: it looks like gb18030, which --encoding gb18030 reads\n" in line
+    assert line.endswith("old.txt:1: it looks like big5, which --encoding big5 reads")
+
+
+@pytest.mark.parametrize(
+    ("encoding", "name", "other"), [("gb18030", "old.txt", "big5"), ("big5", "new.txt", "gb18030")]
+)
+def test_a_text_that_reads_like_another_encoding(tmp_path, encoding, name, other):
+    *_, warning = read(novels(tmp_path / "in"), encoding=encoding, on_error="replace")[1]
+    assert warning == f"warning: {tmp_path}/in/{name} reads like {other}, not {encoding}"
+
+
+@pytest.mark.parametrize("encoding", ["gb2312", "GBK"])
+def test_older_names_are_read_as_gb18030(tmp_path, encoding):
+    (tmp_path / "a.txt").write_bytes("朱镕基和㐀\n".encode("gb18030"))
+    assert read(tmp_path / "a.txt", encoding=encoding) == (["朱镕基和㐀\n"], [])
+    (tmp_path / "a.txt").write_bytes(b"a \xff b\n")
+    want = f"mended 1 bad lines: 1 not {encoding}, first {tmp_path}/a.txt:1"
+    assert read(tmp_path / "a.txt", encoding=encoding, on_error="replace")[1] == [want]
+
+
+def test_quickstart_stops_if_much_of_the_text_is_in_another_encoding(tmp_path):
+    folder = novels(tmp_path / "in")
+    (folder / "utf.txt").write_text(NOVEL)
+    message = error_of(lambda: list(documents_of(folder)))
+    assert f"meshwright quickstart {folder} --encoding=gb18030`" in message
+    assert message.endswith("--exclude new.txt old.txt")
+
+
+def test_dry_run_checks_a_file_that_was_named(tmp_path, capsys):
+    folder = novels(tmp_path / "in")
+    argv = ["preprocess", "--tokenizer", "byte", "--dry-run", "--input"]
+    assert main([*argv, str(folder / "old.txt")]) == 65
+    assert "it looks like big5" in capsys.readouterr().err
+    assert main([*argv, str(folder)]) == 0
+    assert f"would read {(folder / 'utf.txt').stat().st_size:,} bytes" in capsys.readouterr().out

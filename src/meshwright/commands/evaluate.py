@@ -162,9 +162,9 @@ def read_input(e: Evaluate) -> list[str]:
     inputs = find_inputs(e)
     texts = list(read_texts(e, inputs))
     if not any(texts):
-        reason = "".join(f" ({line})" for line in inputs.left_out(e.on_error))
+        reason = "".join(f" ({line})" for line in inputs.left_out(e.on_error, e.encoding))
         raise bad_data(f"{', '.join(e.input)}: no text to score{reason}")
-    for line in inputs.left_out(e.on_error):
+    for line in inputs.left_out(e.on_error, e.encoding):
         console.notice(line)
     return texts
 

@@ -25,11 +25,14 @@ def main(argv: list[str]) -> int:
             preparation = Preparation(parsed.config, nowhere, nowhere, World())
         inputs = preparation.inputs
         note_passed(inputs, parsed.config.preprocess)
-        print(f"would read {inputs.bytes:,} bytes with {preparation.tokenizer.size} ids: {inputs.describe()}")
+        size = inputs.bytes - inputs.passed.bytes
+        print(f"would read {size:,} bytes with {preparation.tokenizer.size} ids: {inputs.describe()}")
         for line in inputs.opened():
             print(f"  {line}")
         if inputs.passed:
             print(inputs.passed.line())
+        for warning in inputs.warnings:
+            print(warning)
         if parsed.config.preprocess.output_prefix and not preparation.is_done(sys.stdout, dry_run=True):
             print(f"would write {' and '.join(f'{prefix}.bin/.idx' for prefix in preparation.prefixes)}")
         return DONE

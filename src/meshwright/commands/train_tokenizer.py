@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     texts = _read_progress(given, inputs)
     first = next((text for text in texts if text), None)
     if first is None:
-        reason = "".join(f" ({line})" for line in inputs.left_out(given.on_error))
+        reason = "".join(f" ({line})" for line in inputs.left_out(given.on_error, given.encoding))
         raise bad_data(f"{', '.join(given.input)}: no text to learn from{reason}")
     vocabulary = [given.output / name for name in FILES]
     settings = {n: getattr(given, n) for n in ("vocab_size", "json_keys", "document_separator")}
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
         print(fit(f"wrote {vocabulary[0]} and {vocabulary[1]}: {built.size} ids"))
         if built.size < given.vocab_size:
             print(f"fewer than --vocab-size {given.vocab_size}: the text has no more pairs to merge")
-    for line in inputs.left_out(given.on_error):
+    for line in inputs.left_out(given.on_error, given.encoding):
         notice(line)
     words = ["meshwright", "preprocess", *given.words(), "--tokenizer", str(given.output)]
     notice(f"next: {shlex.join(words)} --append-eod --output-prefix PREFIX")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
 import math
 import os
+import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,6 +27,7 @@ from meshwright.files import replacing
 from meshwright.settings.text_inputs import TextInputs
 
 HELD_OUT = 0.05  # share of the bytes, and the most of them
+MOST_UNDECODED = 0.1  # share of the bytes in files passed over for their encoding, above which nothing is learnt
 MOST_HELD_OUT = 200_000
 SAMPLE_BYTES = 50_000_000  # bytes from which a vocabulary is learnt
 LEAST_BYTES = 20_000  # bytes of text from which something can be learnt
@@ -72,6 +76,7 @@ class InputDocuments:
         except UserError as error:  # quickstart's texts have no flag
             raise UserError(str(error).removeprefix("--input "), error.status) from None
         self.bytes = self.inputs.bytes  # on disk
+        self.undecoded = 0  # bytes of files that were passed over for their encoding
         self.is_sample = False
         self.archives = Counter[str]()  # the number of documents from each
 
@@ -103,11 +108,28 @@ class InputDocuments:
         if not characters:
             reasons = "; ".join(self.left_out()) or "all of it is blank"
             raise bad_data(f"{' '.join(map(shown, self.settings.input))} holds no text; {reasons}")
+        if self.undecoded > MOST_UNDECODED * self.bytes:
+            raise bad_data(self._too_much_undecoded())
+
+    def _too_much_undecoded(self) -> str:
+        """Say how much of the text is in another encoding, and what reads it or leaves it out."""
+        passed = self.inputs.passed
+        names = [name.rpartition(":")[0] for name in passed.names]
+        guesses = re.findall(r"--encoding (\w+) reads", " ".join(passed.cures))
+        read = ""
+        if guesses:
+            flags = dataclasses.replace(self.settings, input=[], encoding=guesses[0]).words()
+            read = f"read them by `{shlex.join(['meshwright', 'quickstart', *self.settings.input, *flags])}`, "
+        return (
+            f"{self.undecoded:,} of {self.bytes:,} bytes are in another encoding; {passed.line()}\n"
+            f"  {read}convert them with iconv, or leave them out: --exclude {shlex.join(map(os.path.basename, names))}"
+        )
 
     def note_bad(self, piece: Piece, number: int, unit: Bad) -> None:
         """Count a bad line or a file without text; raise for a named text that is not UTF-8."""
         if unit.is_passed:
-            self.inputs.passed.note(unit.kind, unit.place, unit.cure)
+            self.inputs.passed.note(unit.kind, unit.place, unit.cure, unit.size)
+            self.undecoded += unit.size if unit.kind == NOT_UTF8 else 0
             return
         if isinstance(piece, TextPiece) and unit.kind == NOT_UTF8 and self.settings.on_error == "stop":
             raise bad_data(f"{piece.place(number, self.settings.json_keys)}: {unit}{advice(unit, False)}")
@@ -118,7 +140,7 @@ class InputDocuments:
         self.inputs.bad.count(kind, lines, place)
 
     def left_out(self) -> list[str]:
-        return self.inputs.left_out(self.settings.on_error)
+        return self.inputs.left_out(self.settings.on_error, self.settings.encoding)
 
 
 def border(parts: list[str], share: float) -> float:

@@ -114,4 +114,12 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
     names = [n for n in {**before, **now} if before.get(n) != now.get(n)]
     titles = {n: "the text" if n == "input" else spelling(n) for n in names}
-    return ", ".join(f"{titles[n]} was {shown(before.get(n))}, not {shown(now.get(n))}" for n in names)
+
+    def change(name: str) -> str:
+        if before.get(name) in (None, ""):
+            return f"no {titles[name]} was given, now {shown(now.get(name))}"
+        if now.get(name) in (None, ""):
+            return f"{titles[name]} was {shown(before.get(name))}, now none is given"
+        return f"{titles[name]} was {shown(before.get(name))}, not {shown(now.get(name))}"
+
+    return ", ".join(map(change, names))

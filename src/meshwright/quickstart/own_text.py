@@ -261,7 +261,8 @@ def train_longer(tour: Tour, progress: TourProgress, deadline: Deadline) -> bool
     if steps <= before:
         print(f"{before:,} steps have read the text {plans.EPOCHS} times; more would only teach it by heart")
         return False
-    print(f"{deadline.minutes:g} more minutes: the model of {before:,} steps is trained on to {steps:,}")
+    minutes = f"{deadline.minutes:g} minute{'s' * (deadline.minutes != 1)}"
+    print(f"training the model for another {minutes}: from step {before:,} to step {steps:,}")
     for name in ("bits per byte", "end"):
         progress.done.pop(name, None)
     limit = "text" if wanted > most else "time"

@@ -256,12 +256,14 @@ def open_input(path: str) -> BinaryIO:
 
 
 def note_passed(inputs: Inputs, given: TextInputs) -> None:
-    """Count the texts in folders that will be passed over by their content."""
-    texts = [source for source in inputs.inputs if source.folder and source.kind in ("small files", "text")]
+    """Count texts in folders that will be passed over for their content; raise for a named one."""
+    texts = [source for source in inputs.inputs if source.kind in ("small files", "text")]
     for piece in cut_inputs(texts, given):
-        for unit in piece.units(given.json_keys):
+        for number, unit in enumerate(piece.units(given.json_keys)):
             if isinstance(unit, Bad) and unit.is_passed:
-                inputs.passed.note(unit.kind, unit.place, unit.cure)
+                inputs.passed.note(unit.kind, unit.place, unit.cure, unit.size)
+            elif isinstance(unit, Bad) and given.on_error != "skip":
+                raise bad_data(f"{piece.place(number, given.json_keys)}: {unit}{advice(unit, not number)}")
 
 
 def read_texts(
@@ -291,7 +293,7 @@ def read_texts(
                 raise bad_data(f"{piece.place(count, keys, before)}: {unit}{advice(unit, is_start)}")
             if isinstance(unit, Bad):
                 if unit.is_passed:
-                    inputs.passed.note(unit.kind, unit.place, unit.cure)
+                    inputs.passed.note(unit.kind, unit.place, unit.cure, unit.size)
             elif unit:
                 is_start = False
                 yield from unit

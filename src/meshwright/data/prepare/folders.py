@@ -59,18 +59,27 @@ class PassedOver:
     """
 
     counts: Counter[str] = field(default_factory=Counter)
+    bytes: int = 0  # of those whose content was read
     names: list[str] = field(default_factory=list)
-    cures: list[str] = field(default_factory=list)
+    cures: dict[str, list[str]] = field(default_factory=dict)  # with the names of a few files each
 
-    def note(self, kind: str, path: str = "", cure: str = "") -> None:
+    def note(self, kind: str, path: str = "", cure: str = "", size: int = 0) -> None:
         self.counts[kind] += 1
+        self.bytes += size
         if kind == NOT_UTF8:
             self.names = join_few(self.names, [path])
-            self.cures = join_few(self.cures, [cure])
+            self._add_cures({cure: [path]} if cure else {})
+
+    def _add_cures(self, cures: dict[str, list[str]]) -> None:
+        for cure, names in cures.items():
+            if cure in self.cures or len(self.cures) < MOST_NAMES:
+                self.cures[cure] = join_few(self.cures.get(cure, []), names)
 
     def __add__(self, other: PassedOver) -> PassedOver:
-        names, cures = join_few(self.names, other.names), join_few(self.cures, other.cures)
-        return PassedOver(self.counts + other.counts, names, cures)
+        both = PassedOver(self.counts + other.counts, self.bytes + other.bytes, join_few(self.names, other.names))
+        both._add_cures(self.cures)
+        both._add_cures(other.cures)
+        return both
 
     def __bool__(self) -> bool:
         return bool(self.counts)
@@ -95,7 +104,8 @@ class PassedOver:
         line = f"passed over {number:,} {'file' if number == 1 else 'files'}: {', '.join(kinds)}"
         if self.counts[NOT_UTF8]:
             usual = "--encoding names another encoding, --on-error replace keeps what is intact"
-            line += f"; {'; '.join(self.cures) or usual}"
+            lines = [f"\n    {', '.join(names)}: {cure}" for cure, names in self.cures.items()]
+            line += "".join(lines) if len(lines) > 1 else f"; {''.join(self.cures) or usual}"
         return f"{line}; {advice}" if others else line
 
 

@@ -64,6 +64,7 @@ class Inputs:
     inputs: list[Input]
     passed: PassedOver = field(default_factory=PassedOver)
     bad: SkippedLines = field(default_factory=SkippedLines)
+    warnings: list[str] = field(default_factory=list)  # about texts that read like another encoding
 
     @property
     def bytes(self) -> int:
@@ -86,12 +87,15 @@ class Inputs:
             counts["wiki dumps" if source.is_wiki else names.get(source.kind, "tables")] += len(source.files) or 1
         return ", ".join(f"{count:,} of {kind}" for kind, count in counts.items())
 
-    def left_out(self, on_error: str) -> list[str]:
+    def left_out(self, on_error: str, encoding: str = "") -> list[str]:
         """Say which lines and files were not read as they are."""
-        mended = SkippedLines({k: v for k, v in self.bad.items() if on_error == "replace" and k == NOT_UTF8})
-        bad = SkippedLines({k: v for k, v in self.bad.items() if k not in mended})
+        name = f"not {encoding}" if encoding else NOT_UTF8
+        mended, bad = SkippedLines(), SkippedLines()
+        for kind, count in self.bad.items():
+            is_mended = kind == NOT_UTF8 and on_error == "replace"
+            (mended if is_mended else bad)[name if kind == NOT_UTF8 else kind] = count
         lines = ((f"mended {mended}", mended), (f"left out {bad}", bad), (self.passed.line(), self.passed))
-        return [line for line, holds in lines if holds]
+        return [*(line for line, holds in lines if holds), *self.warnings]
 
     def opened(self) -> Iterator[str]:
         """Yield a line for each input that was named, and one for each folder."""
@@ -125,7 +129,23 @@ def find_inputs(given: TextInputs) -> Inputs:
         raise bad_data(f"--input {' '.join(map(shown, given.input))} holds no text; {reason}")
     if given.table and not any(source.kind == "sqlite" for source in single):
         raise UserError(f"--table {given.table} names a table of an SQLite database, but no --input is one")
-    return Inputs(list(_joined(single)), passed)
+    return Inputs(list(_joined(single)), passed, warnings=_find_misread(single, given.encoding))
+
+
+def _find_misread(single: list[Input], encoding: str) -> list[str]:
+    """Name the first few texts that read like another encoding of Chinese than the one given."""
+    out: list[str] = []
+    if encodings.codec_of(b"", encoding) not in encodings.CHINESE:
+        return out
+    for source in single:
+        if source.kind in ("text", "small files", "stream", "lines") and source.bytes:
+            with open(source.path, "rb") as file:
+                start = file.read(encodings.SAMPLE)
+            codec = "" if containers.kind_of_bytes(start) else plain.codec_of_file(source.path, start, encoding)
+            if other := encodings.misread(start, codec):
+                out.append(f"warning: {shown(source.path)} reads like {other}, not {encoding}")
+    more = len(out) - folders.MOST_NAMES
+    return [*out[: folders.MOST_NAMES], *([f"warning: so do {more:,} other files"] if more > 0 else [])]
 
 
 def _expand(patterns: list[str]) -> list[str]:

@@ -87,7 +87,7 @@ def decode(content: bytes, how: Reading, before: int = 0) -> Iterator[tuple[int,
         yield 0, Bad(f"longer than {records.LONGEST:,} bytes", long)
         return
     if (at := content.find(b"\0")) >= 0:
-        yield 0, Bad("binary", f"NUL byte at {at}", is_passed=True)
+        yield 0, Bad("binary", f"NUL byte at {at}", is_passed=True, size=len(content))
         return
     try:
         text, mended = content.decode("utf-8"), None
@@ -123,7 +123,7 @@ def count_bad_lines(text: str) -> tuple[int, int]:
 
 
 def _not_utf8(error: UnicodeDecodeError, how: Reading, before: int) -> Bad:
-    byte, cure = encodings.broken_byte(error) if how.encoding else None, ""
+    byte, cure, size = encodings.broken_byte(error) if how.encoding else None, "", len(error.object)
     if how.on_error == "stop":
         bad, lines = count_bad_lines(error.object.decode("utf-8", "replace"))
         if byte is None and (name := encodings.guess(error.object)):
@@ -133,8 +133,10 @@ def _not_utf8(error: UnicodeDecodeError, how: Reading, before: int) -> Bad:
         elif byte is not None:
             cure = f"{bad:,} of {lines:,} lines are not {how.encoding}: --on-error replace keeps the rest"
     if byte is not None:  # its place in the file is not known
-        return Bad(NOT_UTF8, f"0x{byte:02x}, nor {how.encoding}", is_passed=True, cure=cure)
-    return Bad(NOT_UTF8, f"0x{error.object[error.start]:02x}", is_passed=True, byte=before + error.start, cure=cure)
+        size = len(error.object.decode("utf-8", "replace").encode(how.encoding, "replace"))
+        return Bad(NOT_UTF8, f"byte 0x{byte:02x} is not {how.encoding}", is_passed=True, cure=cure, size=size)
+    detail = f"0x{error.object[error.start]:02x}"
+    return Bad(NOT_UTF8, detail, is_passed=True, byte=before + error.start, cure=cure, size=size)
 
 
 def read_text_file(path: str, encoding: str = "") -> bytes | Bad:

@@ -287,8 +287,9 @@ class Preparation:
         return ""
 
     def left_out(self, totals: Totals) -> list[str]:
-        inputs = Inputs([], self.inputs.passed + totals.passed, totals.bad)
-        return inputs.left_out(self.config.preprocess.on_error)
+        inputs = Inputs([], self.inputs.passed + totals.passed, totals.bad, self.inputs.warnings)
+        p = self.config.preprocess
+        return inputs.left_out(p.on_error, p.encoding)
 
     def require_tokens(self, totals: Totals) -> None:
         for key, (tokens, _, _) in zip(self.keys, totals.lengths, strict=True):

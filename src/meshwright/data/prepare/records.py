@@ -29,6 +29,7 @@ class Bad(NamedTuple):
     is_passed: bool = False  # a file that holds no text is passed over in a folder or an archive
     place: str = ""  # of a file that is passed over
     byte: int | None = None  # of the file
+    size: int = 0  # bytes of a text that is passed over
     cure: str = ""  # what to do about a text that is not UTF-8, if it is not `advice`'s usual
 
     def __str__(self) -> str:
