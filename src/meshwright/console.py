@@ -263,7 +263,7 @@ def logged_to(path: Path | None) -> Iterator[Callable[[], None]]:
 
 
 NAME_COLUMN = re.compile(r" *\S+(?: \S+)* {2,}(?=\S)")  # before a value in a table of two columns
-COMMAND = re.compile(r"(\$ | *)meshwright ")  # a line to be copied
+COMMAND = re.compile(r"(\$ | *)meshwright (?![\w -]*: )")  # a line to be copied, not a message that begins so
 WIDEST_NAME = 40
 
 

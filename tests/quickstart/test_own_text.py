@@ -12,7 +12,7 @@ from meshwright.commands import quickstart
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError
 from meshwright.quickstart import collect, own_text, plan, shell, start, tour
 from meshwright.quickstart.collect import InputDocuments
-from meshwright.quickstart.folder import TourProgress
+from meshwright.quickstart.folder import TourProgress, describe_changes
 from meshwright.quickstart.plan import Size
 from meshwright.settings.text_inputs import TextInputs
 
@@ -80,7 +80,7 @@ def test_after_ctrl_c_the_same_command_goes_on(text, tmp_path, capfd, monkeypatc
     before = last_step(tmp_path / "out/run")
     assert main([*again[1:], "--minutes", "0.2"]) == 0
     out = capfd.readouterr().out
-    assert f"more minutes: the model of {before} steps is trained on to " in out and "bits per byte" in out
+    assert f"from step {before} to step " in out and "bits per byte" in out
     assert last_step(tmp_path / "out/run") > before and not (tmp_path / "out/run-1").exists()
     # Fewer are another quickstart.
     assert main(again[1:]) == LOCKED
@@ -430,3 +430,8 @@ def test_no_shell_and_no_command_takes_the_folder_for_something_else(text, folde
 def test_a_prompt_from_the_text(tmp_path, texts, prompt):
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     assert tour.prompt_from(tmp_path / "held_out.jsonl") == prompt
+
+
+def test_a_setting_that_was_not_given_before_is_said_to_be_new():
+    assert describe_changes({}, {"encoding": "gb18030"}) == "no --encoding was given, now gb18030"
+    assert describe_changes({"encoding": "big5"}, {}) == "--encoding was big5, now none is given"

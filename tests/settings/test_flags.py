@@ -634,3 +634,11 @@ def test_every_name_of_the_argument_dump_is_known():
 def test_flags_of_the_other_programs_are_known(flag):
     parser = flags._parser(TrainConfig)
     assert flag in parser._option_string_actions or not flags._unknown(flag, parser).startswith("unknown")
+
+
+def test_a_negative_learning_rate_is_one_mistake(capsys):
+    """The rates below it are not compared with it."""
+    argv = "train --lr -1 --mock-data --vocab-size 100 --num-layers 1 --hidden-size 32 --num-attention-heads 2"
+    assert main([*argv.split(), *"--seq-length 16 --micro-batch-size 1 --train-iters 3 --dry-run".split()]) == 2
+    err = capsys.readouterr().err
+    assert "--lr -1.0 must be above 0" in err and "is above" not in err

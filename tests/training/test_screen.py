@@ -225,6 +225,13 @@ def test_steps_that_were_skipped_and_a_validation_worse_than_the_best():
     assert table.results() == [("validation", "2.2500, perplexity 9.49; 2.0000 on other batches")]
 
 
+def test_a_finished_run_that_is_started_again_claims_no_lowest_loss():
+    table = screen.LineScreen(has_status=False)
+    table.best = (4, 2.25)
+    shown = table.validation(lines.Check(5, "validation", 2.0, True))
+    assert "the lowest so far" not in shown and "validation at the end, on other batches" in shown
+
+
 def test_the_end_of_a_run_that_stops_between_two_lines(run):
     stopped = run("--log-format=short", "--log-interval=4", "--exit-interval=5")
     assert "  stopped     after step 5 of 6 in 0:0" in stopped.out

@@ -684,7 +684,7 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[str]:
     if o.lr is None and not t.skip_train:
         out.append("--lr is needed: the peak learning rate")
     for name in ("min_lr", "lr_warmup_init"):
-        if o.lr is not None and getattr(o, name) > o.lr:
+        if o.lr is not None and getattr(o, name) > o.lr > 0:
             out.append(f"{spelling(name)} {getattr(o, name)} is above --lr {o.lr}")
     by_steps = [n for n in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters") if getattr(o, n)]
     names = "lr_decay_samples lr_decay_tokens lr_warmup_samples lr_warmup_tokens lr_wsd_decay_samples"

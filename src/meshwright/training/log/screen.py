@@ -197,6 +197,7 @@ class LineScreen:
             losses.append(self.best[1])
         earlier.append(check)
         is_again = any(x.iteration == check.iteration and x.loss != check.loss for x in earlier[:-1])
+        is_again |= check.is_at_end and self.interval is None and bool(losses)  # a finished run, started again
         is_best = check.name != "test" and bool(losses) and check.loss < min(losses) and not is_again
         cells = {"step": f"{check.iteration:,}", "loss": f"{check.loss:.4f}"}
         line = Text(INDENT + "".join(cells.get(c.title, "").rjust(c.width) for c in self.columns[:2]), "bold")
