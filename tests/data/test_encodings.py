@@ -315,4 +315,7 @@ def test_dry_run_checks_a_file_that_was_named(tmp_path, capsys):
     assert main([*argv, str(folder / "old.txt")]) == 65
     assert "it looks like big5" in capsys.readouterr().err
     assert main([*argv, str(folder)]) == 0
-    assert f"would read {(folder / 'utf.txt').stat().st_size:,} bytes" in capsys.readouterr().out
+    size = f"would read {(folder / 'utf.txt').stat().st_size:,} bytes"
+    assert f"{size} with " in capsys.readouterr().out
+    assert main(["preprocess", "--dry-run", "--input", str(folder)]) == 0
+    assert f"{size}: 3 of plain text" in (out := capsys.readouterr().out) and "a tokenizer is needed" in out

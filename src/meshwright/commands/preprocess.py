@@ -10,6 +10,7 @@ from meshwright.console import notice
 from meshwright.errors import DONE
 from meshwright.ranks.world import World, find_world
 from meshwright.settings import command
+from meshwright.settings.schema import TokenizerFlags
 from meshwright.settings.text_inputs import PreprocessConfig
 
 
@@ -17,25 +18,10 @@ def main(argv: list[str]) -> int:
     parsed = command.settings(PreprocessConfig, argv, "preprocess", "Text to .bin/.idx.")
     if parsed is None:
         return DONE
-    from meshwright.data.prepare.cutting import note_passed
-    from meshwright.data.prepare.preprocess import WAIT_MINUTES, Preparation, preprocess
-
     if parsed.dry_run:
-        with open(os.devnull, "w") as nowhere:
-            preparation = Preparation(parsed.config, nowhere, nowhere, World())
-        inputs = preparation.inputs
-        note_passed(inputs, parsed.config.preprocess)
-        size = inputs.bytes - inputs.passed.bytes
-        print(f"would read {size:,} bytes with {preparation.tokenizer.size} ids: {inputs.describe()}")
-        for line in inputs.opened():
-            print(f"  {line}")
-        if inputs.passed:
-            print(inputs.passed.line())
-        for warning in inputs.warnings:
-            print(warning)
-        if parsed.config.preprocess.output_prefix and not preparation.is_done(sys.stdout, dry_run=True):
-            print(f"would write {' and '.join(f'{prefix}.bin/.idx' for prefix in preparation.prefixes)}")
+        show_inputs(parsed.config)
         return DONE
+    from meshwright.data.prepare.preprocess import WAIT_MINUTES, preprocess
     from meshwright.ranks.lost import explain_lost_rank, leave_ranks
 
     world = find_world(os.environ)
@@ -49,3 +35,29 @@ def main(argv: list[str]) -> int:
     if world.rank == 0:
         notice(f"next: meshwright train --data-path {shlex.quote(prefixes[0])} --save RUN ...")
     return DONE
+
+
+def show_inputs(config: PreprocessConfig) -> None:
+    """Say what --dry-run would read and write; without a tokenizer, what it would read."""
+    from meshwright.data.prepare.cutting import note_passed
+    from meshwright.data.prepare.inputs import find_inputs
+    from meshwright.data.prepare.preprocess import Preparation
+
+    preparation = None
+    if config.tokenizer != TokenizerFlags():
+        with open(os.devnull, "w") as nowhere:
+            preparation = Preparation(config, nowhere, nowhere, World())
+    inputs = preparation.inputs if preparation else find_inputs(config.preprocess)
+    note_passed(inputs, config.preprocess)
+    ids = f" with {preparation.tokenizer.size} ids" if preparation else ""
+    print(f"would read {inputs.bytes - inputs.passed.bytes:,} bytes{ids}: {inputs.describe()}")
+    for line in inputs.opened():
+        print(f"  {line}")
+    if inputs.passed:
+        print(inputs.passed.line())
+    for warning in inputs.warnings:
+        print(warning)
+    if preparation is None:
+        print("a tokenizer is needed to write tokens: --tokenizer")
+    elif config.preprocess.output_prefix and not preparation.is_done(sys.stdout, dry_run=True):
+        print(f"would write {' and '.join(f'{prefix}.bin/.idx' for prefix in preparation.prefixes)}")

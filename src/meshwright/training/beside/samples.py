@@ -51,6 +51,7 @@ class SampleWriter:
         """Continue the prompts with the current weights and record the texts."""
         for number, (prompt, ids) in enumerate(zip(self.prompts, self.generate(), strict=True)):
             text, _ = text_until_stop(self.tokenizer, self.requests[number], ids)
+            text = text.removesuffix("\N{REPLACEMENT CHARACTER}")  # of a character whose last bytes were not written
             remark(f" > sample at iteration {iteration}: {prompt + '|' if prompt else ''}{in_one_line(text)}")
             metrics.sample(iteration, number, prompt, text)
 
