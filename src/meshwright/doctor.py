@@ -47,6 +47,7 @@ BRINGS = {
     "trackio": "logs to Trackio",
     "lm-eval": "measures known tests (evaluate --harness)",
     "datasets": "reads data sets of the Hugging Face Hub (--input hf://org/name)",
+    "obstore": "reads and writes s3:// and gs:// addresses",
     "ray": "starts ranks in a Ray cluster (launch --engine ray)",
     "transformers": "loads exported models",
 }

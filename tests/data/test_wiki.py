@@ -262,4 +262,4 @@ def test_wikiextractor_folders(tmp_path):
     }
     documents, passed = read(fill(tmp_path, files))
     assert documents == [f"{n}\n\ntext" for n in "abcd"]
-    assert passed == "passed over 4 files: 4 with other suffixes (no suffix, .gz); choose with --include"
+    assert passed == "passed over 4 files: 4 with other suffixes (3 no suffix, 1 .gz); choose with --include"

@@ -357,7 +357,7 @@ def test_inputs_of_recomputed_layers_in_host_memory(run, monkeypatch):
     assert not kept
     assert run(*full, "--checkpoint-in-cpu").losses == without.losses
     # Two steps of two micro-batches; the first layer has no residual yet, the second one has.
-    assert kept == [(2, 16, 32)] * (2 * 2 * 3)
+    assert [shape for shape in kept if shape != (0,)] == [(2, 16, 32)] * (2 * 2 * 3)  # torch 2.11 keeps empty ones, too
     monkeypatch.undo()
     assert run(*full, "--checkpoint-in-cpu").losses == without.losses
 

@@ -32,8 +32,8 @@ from meshwright.console import notice, remark
 from meshwright.errors import IO, LOCKED, UserError
 from meshwright.progress import progress_bar
 from meshwright.storage.addresses import address_of
-from meshwright.storage.copies import download, read_json, write_json
-from meshwright.storage.store import Entry, Store, locate
+from meshwright.storage.copies import download, read_note, write_json
+from meshwright.storage.store import Entry, ObjectStore, locate
 
 OWNER = ".owner.json"
 FETCHED = ".fetched.json"  # the tags of objects that were copied here
@@ -64,7 +64,7 @@ def refresh(root: Path, path: Path | None = None, is_stale: bool = False) -> Non
     with files.lock(root / ".fetch.lock"):
         owner = read_owner(store, key)
         writes_here = owner is not None and owner["id"] == identity(root) and not is_stale
-        kept = read_json(root / FETCHED)
+        kept = read_note(root / FETCHED)
         ours = {name for name in objects if re.fullmatch(rf"{OUR_STEP}/{MANIFEST}", name)}
         if not writes_here:
             remove_foreign_steps(root, {name.partition("/")[0] for name in ours}, store, key)
@@ -91,7 +91,7 @@ def wanted_files(objects: dict[str, Entry], ours: set[str], has_owner: bool, bel
     return {n: e for n, e in objects.items() if n.startswith(prefix) or "/" not in n or n.startswith("tokenizer/")}
 
 
-def remove_foreign_steps(root: Path, known: set[str], store: Store, key: str) -> None:
+def remove_foreign_steps(root: Path, known: set[str], store: ObjectStore, key: str) -> None:
     """Remove steps that storage does not have, or has with other bytes: another run wrote since."""
     for step in list_steps(root):
         folder = step_folder(root, step)
@@ -106,10 +106,10 @@ def remove_foreign_steps(root: Path, known: set[str], store: Store, key: str) ->
 
 def identity(root: Path) -> str:
     """Return the name of this folder as a writer, which is made when it first is one."""
-    return str(read_json(root / OWNER).get("id", ""))
+    return str(read_note(root / OWNER).get("id", ""))
 
 
-def read_owner(store: Store, key: str) -> dict[str, Any] | None:
+def read_owner(store: ObjectStore, key: str) -> dict[str, Any] | None:
     raw = store.get(f"{key}/{OWNER}")
     if raw is None:
         return None

@@ -16,7 +16,7 @@ from meshwright.checkpoint.manifests import MANIFEST, read_manifest, sha256
 from meshwright.checkpoint.steps import TRACKER, list_steps, step_folder
 from meshwright.console import notice, remark
 from meshwright.storage.addresses import address_of
-from meshwright.storage.copies import read_json, write_json
+from meshwright.storage.copies import read_note, write_json
 from meshwright.storage.store import locate
 
 SENT = ".sent.json"
@@ -70,7 +70,7 @@ class Uploader:
 
     def send_step(self, step: int) -> None:
         """Send a step that storage lacks: its files, then its manifest."""
-        folder, sent = step_folder(self.root, step), read_json(self.root / SENT)
+        folder, sent = step_folder(self.root, step), read_note(self.root / SENT)
         store, key = locate(folder)
         if not (folder / MANIFEST).exists():
             return
@@ -116,7 +116,7 @@ class Uploader:
 
     def remove(self, steps: list[int]) -> None:
         """Remove steps from storage, their manifests first."""
-        sent = read_json(self.root / SENT)
+        sent = read_note(self.root / SENT)
         for step in steps:
             folder = step_folder(self.root, step)
             store, key = locate(folder)

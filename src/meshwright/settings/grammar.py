@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 
@@ -130,6 +131,7 @@ def read_batch_schedule(text: str) -> list[tuple[int, int]]:
     return pairs
 
 
+@functools.cache
 def window_reach(size: str | None) -> int:
     """Return L of `L`, `L,0` or `(L,0)`; 0 for no window."""
     if size is None:
@@ -140,6 +142,7 @@ def window_reach(size: str | None) -> int:
     return max(int(parts[1]), 0)
 
 
+@functools.cache
 def layers_with_window(skipped: str | None, layers: int) -> tuple[int, ...]:
     """Return the layers that are not skipped: by N each N-th is, by a list those with 0."""
     if skipped is None:

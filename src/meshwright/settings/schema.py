@@ -200,12 +200,12 @@ class Model:
             return 1.0
         return self.rope_attention_factor or 0.1 * math.log(max(self.rope_scaling_factor, 1.0)) + 1.0
 
-    @functools.cached_property
+    @property
     def window(self) -> int:
         """Number of tokens before each that layers with a window see; 0 if no layer has one."""
         return window_reach(self.window_size)
 
-    @functools.cached_property
+    @property
     def windowed_layers(self) -> tuple[int, ...]:
         """Numbers of the layers with a window."""
         return layers_with_window(self.window_attn_skip_freq, self.num_layers or 0) if self.window else ()
@@ -800,6 +800,7 @@ class Checkpoint:
         None,
         "folder or s3://, gs:// address to load a checkpoint from, to resume or go on",
         value="DIR",
+        short="folder or address of a checkpoint, to resume or go on",
         word="DIR",
         read="run",
         remote=True,

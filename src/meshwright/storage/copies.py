@@ -18,14 +18,14 @@ from typing import Any
 from meshwright import files
 from meshwright.errors import IO, UserError
 from meshwright.storage.addresses import address_of
-from meshwright.storage.store import Entry, Store, locate
+from meshwright.storage.store import Entry, ObjectStore, locate
 
 PART = 64 << 20  # bytes of a complete copy that are read at once
 BLOCK = 1 << 20  # bytes of a sparse one
 THREADS = 16
 
 
-def download(store: Store, key: str, path: Path, entry: Entry, advance: Callable[[int], None]) -> None:
+def download(store: ObjectStore, key: str, path: Path, entry: Entry, advance: Callable[[int], None]) -> None:
     """Copy an object to a file, in parts, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing(path) as file:
@@ -34,7 +34,7 @@ def download(store: Store, key: str, path: Path, entry: Entry, advance: Callable
             advance(len(part))
 
 
-def read_range(store: Store, key: str, begin: int, size: int) -> memoryview:
+def read_range(store: ObjectStore, key: str, begin: int, size: int) -> memoryview:
     """Return a range of an object, all of it."""
     part = store.read(key, begin, size)
     if len(part) != size:
@@ -54,7 +54,7 @@ def prepare_tokens(prefix: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with files.lock(folder / f".{stem}.lock"):
         about = folder / f".{stem}.json"
-        kept = read_json(about)
+        kept = read_note(about)
         boot = boot_id()
         for name, entry in objects.items():
             path, is_sparse = folder / name, name == f"{stem}.bin"
@@ -133,7 +133,7 @@ def need(path: str, ranges: Iterable[tuple[int, int]]) -> None:
         copy.need(ranges)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_note(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -210,9 +210,8 @@ class Indexed:
 
     def need(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Bring ranges of tokens here if the files are at an address; call this before a read."""
-        if self.is_sparse:
-            size = self.dtype.itemsize
-            copies.need(f"{self.prefix}.bin", [(begin * size, end * size) for begin, end in ranges])
+        size = self.dtype.itemsize
+        copies.need(f"{self.prefix}.bin", [(begin * size, end * size) for begin, end in ranges])
 
     def tokens_of(self, first: int, stop: int) -> int:
         """Return the number of tokens in sequences [first, stop), without a look at each."""
@@ -264,7 +263,8 @@ def check_vocabulary(indexed: Indexed, vocab_size: int) -> None:
     """Refuse data of another vocabulary early, by some of its ids; the loader checks all."""
     with open(f"{indexed.prefix}.bin", "rb") as file:
         ids = FileColumn(file, indexed.dtype, len(indexed.tokens))
-        indexed.need([(start, start + PROBE) for start in probes(len(ids))])
+        if indexed.is_sparse:
+            indexed.need([(start, start + PROBE) for start in probes(len(ids))])
         for start in probes(len(ids)):
             tokens = ids.read(start, start + PROBE)
             wrong = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))

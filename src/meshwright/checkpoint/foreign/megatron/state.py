@@ -91,7 +91,7 @@ def config(args: Mapping[str, Any], sizes: ModelSizes, present: Collection[str],
     out |= {name: args[name] for name in COMMON if isinstance(args.get(name), bool | int | float | str)}
     if sizes.gates == 2 and not out.get("swiglu") and not out.get("glu_activation"):
         notes.append(" > note: the MLP is gated, and the checkpoint does not say by what: --swiglu or --glu-activation")
-    return flags.current_names(out) | positions(args, sizes, notes) | rope_scaling(args) | windows(args)
+    return flags.current_names(out) | positions(args, sizes, notes) | rope_scaling(args) | megatron_windows(args)
 
 
 def positions(args: Mapping[str, Any], sizes: ModelSizes, notes: list[str]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def rope_scaling(args: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_scaling": "none"} if factor == 1 else {"rope_scaling": "linear", "rope_scaling_factor": factor}
 
 
-def windows(args: Mapping[str, Any]) -> dict[str, Any]:
+def megatron_windows(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of windows, for which Megatron has a pair and a number or a list."""
     size, skipped = args.get("window_size"), args.get("window_attn_skip_freq")
     return {
