@@ -33,7 +33,7 @@ from meshwright.errors import IO, LOCKED, UserError
 from meshwright.progress import progress_bar
 from meshwright.storage.addresses import address_of
 from meshwright.storage.copies import download, read_note, write_json
-from meshwright.storage.store import Entry, ObjectStore, locate
+from meshwright.storage.store import BucketObjects, Entry, locate
 
 OWNER = ".owner.json"
 FETCHED = ".fetched.json"  # the tags of objects that were copied here
@@ -91,7 +91,7 @@ def wanted_files(objects: dict[str, Entry], ours: set[str], has_owner: bool, bel
     return {n: e for n, e in objects.items() if n.startswith(prefix) or "/" not in n or n.startswith("tokenizer/")}
 
 
-def remove_foreign_steps(root: Path, known: set[str], store: ObjectStore, key: str) -> None:
+def remove_foreign_steps(root: Path, known: set[str], store: BucketObjects, key: str) -> None:
     """Remove steps that storage does not have, or has with other bytes: another run wrote since."""
     for step in list_steps(root):
         folder = step_folder(root, step)
@@ -109,7 +109,7 @@ def identity(root: Path) -> str:
     return str(read_note(root / OWNER).get("id", ""))
 
 
-def read_owner(store: ObjectStore, key: str) -> dict[str, Any] | None:
+def read_owner(store: BucketObjects, key: str) -> dict[str, Any] | None:
     raw = store.get(f"{key}/{OWNER}")
     if raw is None:
         return None

@@ -18,14 +18,14 @@ from typing import Any
 from meshwright import files
 from meshwright.errors import IO, UserError
 from meshwright.storage.addresses import address_of
-from meshwright.storage.store import Entry, ObjectStore, locate
+from meshwright.storage.store import BucketObjects, Entry, locate
 
 PART = 64 << 20  # bytes of a complete copy that are read at once
 BLOCK = 1 << 20  # bytes of a sparse one
 THREADS = 16
 
 
-def download(store: ObjectStore, key: str, path: Path, entry: Entry, advance: Callable[[int], None]) -> None:
+def download(store: BucketObjects, key: str, path: Path, entry: Entry, advance: Callable[[int], None]) -> None:
     """Copy an object to a file, in parts, complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing(path) as file:
@@ -34,7 +34,7 @@ def download(store: ObjectStore, key: str, path: Path, entry: Entry, advance: Ca
             advance(len(part))
 
 
-def read_range(store: ObjectStore, key: str, begin: int, size: int) -> memoryview:
+def read_range(store: BucketObjects, key: str, begin: int, size: int) -> memoryview:
     """Return a range of an object, all of it."""
     part = store.read(key, begin, size)
     if len(part) != size:

@@ -48,7 +48,7 @@ class Entry(NamedTuple):
     tag: str | None  # differs after a change
 
 
-class ObjectStore:
+class BucketObjects:
     """The objects of one bucket, by key."""
 
     def __init__(self, bucket: str) -> None:
@@ -159,11 +159,11 @@ def open_bucket(bucket: str) -> ObjectStore:
 
 
 @functools.cache
-def store_of(bucket: str) -> ObjectStore:
-    return ObjectStore(bucket)
+def store_of(bucket: str) -> BucketObjects:
+    return BucketObjects(bucket)
 
 
-def locate(path: str | Path) -> tuple[ObjectStore, str]:
+def locate(path: str | Path) -> tuple[BucketObjects, str]:
     """Return the store and the key of a local path that stands for an address."""
     address = address_of(path)
     assert address is not None
