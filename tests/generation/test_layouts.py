@@ -32,8 +32,8 @@ TEXTS = ["the cat sat on the mat. ", "a dog ran. " * 9, "ein Bär.", "x"]
 SHAPES = {
     "gpt2": "",
     "llama": "--num-query-groups=2 --position-embedding-type=rope --swiglu --untie-embeddings-and-output-weights "
-    "--normalization=RMSNorm --disable-bias-linear --final-logit-softcapping=4",
-    "alibi": "--position-embedding-type=alibi",
+    "--normalization=RMSNorm --disable-bias-linear",
+    "alibi": "--position-embedding-type=alibi --final-logit-softcapping=4",
     "window": "--position-embedding-type=rope --window-size=5,0 --window-attn-skip-freq=2",
 }
 LAYOUTS = {

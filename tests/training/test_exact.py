@@ -327,7 +327,7 @@ OPTIONS = [
     ("--embed-layernorm --group-query-attention", "--no-embed-layernorm"),
     ("--disable-bias-linear --add-qkv-bias", "--no-add-qkv-bias"),
     ("--use-parallel-residual --bf16", "--no-use-parallel-residual"),
-    ("--disable-layernorm-bias --disable-bias-linear", "--no-disable-layernorm-bias"),
+    ("--disable-layernorm-bias --disable-bias-linear", "--layernorm-bias"),
     ("--untie-embeddings-and-output-weights --optimizer=muon", "--no-untie-embeddings-and-output-weights"),
     ("--kv-channels=12 --position-embedding-type=rope", "--kv-channels=8"),
     ("--apply-layernorm-1p --normalization=RMSNorm --embed-layernorm", "--no-apply-layernorm-1p"),

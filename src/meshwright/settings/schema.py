@@ -943,7 +943,10 @@ class Logging:
         0.8, "temperature of these samples (0: always the likeliest token)", bound=">=0", needs=SAMPLES
     )
     profile: bool = flag(
-        False, "trace steps --profile-step-start to --profile-step-end with torch's profiler", docs="memory"
+        False,
+        "trace steps --profile-step-start to --profile-step-end with torch's profiler",
+        docs="memory",
+        needs="--save or --run-dir",
     )
     profile_step_start: int = flag(10, "first step to profile", bound=">0", needs="--profile")
     profile_step_end: int = flag(12, "step before which profiling ends", needs="--profile")
