@@ -294,9 +294,10 @@ class TikToken(Bytewise):
         self.special, self._normalization = encoding.special_tokens, encoding.normalization
         tokens = [*ranks.items(), *((word.encode(), i) for word, i in self.special.items())]
         self.size = max(i for _, i in tokens) + 1
-        _require_dense(origin, len(tokens), self.size)
+        self._origin = path or origin
+        _require_dense(self._origin, len(tokens), self.size)
         end = self.special[encoding.end] if encoding.end else None
-        self.eod = _find_end(path or origin, self.special, end)
+        self.eod = _find_end(self._origin, self.special, end)
         self._bytes = [b""] * self.size  # some ids are free
         for token, i in tokens:
             self._bytes[i] = token
@@ -305,9 +306,8 @@ class TikToken(Bytewise):
                 origin, pat_str=encoding.pattern, mergeable_ranks=dict(ranks), special_tokens=dict(self.special)
             )
         except Exception as error:  # a pattern that is none, a byte that is missing, an id twice
-            raise bad_data(f"{origin}: tiktoken refuses it: {error}") from None
+            raise bad_data(f"{self._origin}: tiktoken refuses it: {error}") from None
         self._library, self._ranks, self._pattern = library, ranks, encoding.pattern
-        self._origin = path or origin
 
     def as_library(self) -> Any:
         """Return a tokenizer of the `tokenizers` library that gives the same ids, or None."""
@@ -579,7 +579,7 @@ def _load_model(path: Path, content: bytes) -> Any:
         raise UserError(f"{path} needs the package sentencepiece: pip install 'meshwright[sentencepiece]'") from None
     try:
         model = SentencePieceProcessor(model_proto=content)
-        if model.get_piece_size() and content:
+        if content and 0 <= model.unk_id() < model.get_piece_size():
             return model
     except RuntimeError:
         pass
