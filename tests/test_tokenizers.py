@@ -374,6 +374,24 @@ def test_one_argument_names_any_folder_or_file(bpe, tmp_path, monkeypatch):
     assert resolve_tokenizer(Flags(tokenizer="byte"), tmp_path / "run" / "tokenizer").size == 257  # flags come first
 
 
+def test_token_files_name_the_tokenizer_that_is_kept_beside_them(bpe, tmp_path, monkeypatch, capsys):
+    """Each prefix is accepted, that of the pair and that of the command; the Hub is not asked."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tokenizers, "_find_on_hub", lambda name: pytest.fail("asked the Hub"))
+    for name in ("my.out_text_document", "my.out_title_sentence"):
+        tokenizers.keep_beside(build_tokenizer(flags(bpe)), name)
+        Path(f"{name}.bin").write_bytes(b"\0")
+        Path(f"{name}.idx").write_bytes(b"\0")
+    for name in ("my.out_text_document", "./my.out_title_sentence", "my.out_text_document.bin"):
+        assert named(name).size == named("my.out_text_document.tokenizer").size == 300
+    capsys.readouterr()
+    assert named(tmp_path / "my.out").size == 300
+    kept = tmp_path / "my.out_text_document.tokenizer"
+    assert capsys.readouterr().err == f"--tokenizer {tmp_path / 'my.out'}: the one in {kept}, which preprocess kept\n"
+    tokenizers.keep_beside(named("byte"), "my.out_title_sentence")
+    refused(BAD_DATA, "were made with different tokenizers, my.out_text_document.tokenizer", lambda: named("my.out"))
+
+
 def test_one_argument_that_cannot_be_used(bpe, tmp_path):
     for more, words in (
         (dict(vocab_file="v", merge_file="m"), "--tokenizer byte and --vocab-file v, --merge-file m both name"),

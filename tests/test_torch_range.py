@@ -65,3 +65,4 @@ def test_make_takes_the_range(given: list[str], taken: str) -> None:
         ["make", "-n", "VENV=none", "install", *given], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert taken in make.stdout and ("--no-index" in make.stdout) == (given == [])
+    assert "installing into none, which takes one to three minutes" in make.stdout

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import glob
 import hashlib
 import importlib.util
 import json
@@ -30,9 +31,10 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright import files, hub
-from meshwright.console import no_stderr
+from meshwright.console import no_stderr, notice
 from meshwright.errors import BAD_DATA, UserError, bad_data
 from meshwright.settings.fields import spelling
+from meshwright.settings.grammar import prefix_of
 from meshwright.settings.hints import near_path
 from meshwright.settings.schema import TokenizerFlags
 from meshwright.vocabularies import (
@@ -93,6 +95,7 @@ KEPT = {  # the first file of a type in a run folder
     TikToken.name: RANKS,
     **dict.fromkeys(BERT, WORDS),
 }
+KEPT_BESIDE = ".tokenizer"  # ends the name of the folder beside token files that keeps their tokenizer
 FILES = (*GPT2_FILES, *KEPT.values(), ADDED_TOKENS, ENCODING)
 
 
@@ -470,11 +473,24 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
         return Bytes()
     if path.is_dir():
         return _build_folder(path)
+    if kept := _find_kept(str(path)):
+        return _build_saved(TokenizerFlags(), kept)
     if not path.exists() and is_encoding_name(name):
         return load_encoding(name)
     if path.exists() or path.suffix in (".json", ".txt", ".model", ".tiktoken") or not hub.is_name(name):
         return _build_file(path)
     return _build_folder(_find_on_hub(name))
+
+
+def _find_kept(prefix: str) -> Path | None:
+    """Return the tokenizer beside token files, named by their prefix or by --output-prefix."""
+    if kept := find_of_data([prefix_of(prefix)]):
+        return kept
+    patterns = (f"{glob.escape(prefix)}_*_{level}{KEPT_BESIDE}" for level in ("document", "sentence"))
+    kept = find_of_data(path.removesuffix(KEPT_BESIDE) for pattern in patterns for path in sorted(glob.glob(pattern)))
+    if kept:
+        notice(f"--tokenizer {prefix}: the one in {kept}, which preprocess kept")
+    return kept
 
 
 def _find_on_hub(name: str) -> Path:
@@ -620,7 +636,7 @@ def is_same(tokenizer: Tokenizer, folder: Path) -> bool:
 
 def tokenizer_folder(prefix: str) -> Path:
     """Return the folder that keeps the tokenizer of a pair of token files."""
-    return Path(f"{prefix}.tokenizer")
+    return Path(f"{prefix}{KEPT_BESIDE}")
 
 
 def find_of_data(prefixes: Iterable[str]) -> Path | None:

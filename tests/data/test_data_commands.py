@@ -309,7 +309,20 @@ def test_a_file_name_stands_for_its_prefix(tmp_path: Path) -> None:
     for argv in (["inspect", f"{a}2"], ["merge", a, f"{a}2", "--output-prefix", str(tmp_path / "y")]):
         status, _, err = run_data(*argv)
         assert status == 65 and f"{a}2.idx does not exist; {a}2 must be the prefix" in err and "--data-path" not in err
-    assert f"{a}2.idx does not exist" in run_data("verify", f"{a}2.bin")[1]
+    assert (
+        f"{a}2.idx does not exist; {a}2 must be the prefix of a .bin and an .idx\n"
+        in run_data("verify", f"{a}2.bin")[1]
+    )
+
+
+def test_verify_asks_whether_a_similar_name_was_meant(tmp_path: Path) -> None:
+    a = write_pair(tmp_path / "out_text_document", make_documents(2, 1))
+    for typed in ("out", "out_text_documen", "out_text_document.tokenizer", "out_text_document.json"):
+        line = f"{tmp_path / typed}.idx does not exist; did you mean {a}?\n"
+        assert run_data("verify", str(tmp_path / typed))[:2] == (65, line)
+    write_pair(tmp_path / "out_text_document2", make_documents(2, 1))
+    Path(f"{a}.idx").unlink()  # of a pair whose other file is there, no other is meant
+    assert run_data("verify", a)[1] == f"{a}.idx does not exist\n"
 
 
 # index and plan

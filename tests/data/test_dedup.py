@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
 import os
 import random
 import resource
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -146,7 +150,14 @@ def test_files_and_their_lines(tmp_path: Path) -> None:
     [
         (["none.jsonl", "--output-file", "out"], BAD_DATA, "none.jsonl: No such file"),
         ([".", "--output-file", "out"], BAD_DATA, "merge-json"),
-        (["a.jsonl.gz", "--output-file", "out"], BAD_DATA, "is packed"),
+        (["a.jsonl.gz", "--output-file", "out"], BAD_DATA, "is packed (gzip), and its lines are read more than once; "),
+        (["a.jsonl.gz", "--output-file", "out"], BAD_DATA, "unpack it: gunzip -k a.jsonl.gz\n"),
+        (["a.parquet", "--output-file", "out"], BAD_DATA, "write its rows as lines of JSON: python -c"),
+        (
+            ["a.sqlite", "--output-file", "out"],
+            BAD_DATA,
+            "has no lines of JSON (sqlite); write its rows as lines of JSON",
+        ),
         (["a.jsonl", "--output-file", "a.jsonl"], USAGE, "choose another name"),
         (["a.jsonl", "--output-file", "out", "--removed-file", "./a.jsonl"], USAGE, "choose another name"),
         (
@@ -167,8 +178,28 @@ def test_files_and_their_lines(tmp_path: Path) -> None:
 def test_mistakes(words: list[str], status: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("a.jsonl"), ["text"])
-    (tmp_path / "a.jsonl.gz").touch()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"{}"))
+    (tmp_path / "a.parquet").write_bytes(b"PAR1\0\0")
+    (tmp_path / "a.sqlite").write_bytes(b"SQLite format 3\0")
     before = sorted(tmp_path.iterdir())
     found, _, err = run_data("dedup", *words)
     assert found == status and message in err, err
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_command_that_takes_lines_from_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    monkeypatch.chdir(tmp_path)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["some text", "another"], "n": [1, 2]}), "my table.parquet")
+    command = (
+        run_data("dedup", "my table.parquet", "--output-file", "out")[2].splitlines()[-1].partition(": python ")[2]
+    )
+    words = shlex.split(command)
+    assert words[-2:] == [">", "my table.jsonl"]
+    monkeypatch.setattr(sys, "argv", words[1:-2])
+    with contextlib.redirect_stdout(Path(words[-1]).open("w")) as lines:
+        exec(words[1])
+        lines.flush()
+    assert run_data("dedup", "my table.jsonl", "--output-file", "out")[0] == DONE
+    assert len(Path("out").read_text().splitlines()) == 2

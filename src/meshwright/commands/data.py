@@ -18,7 +18,7 @@ from meshwright.settings import checks, command, data_paths
 from meshwright.settings.fields import flag, spelling
 from meshwright.settings.grammar import prefix_of
 from meshwright.settings.help import WORDS
-from meshwright.settings.hints import did_you_mean, near_path
+from meshwright.settings.hints import did_you_mean, near_prefix
 from meshwright.settings.schema import TokenizerFlags, TrainConfig
 
 TOP = 20  # default of --top
@@ -264,8 +264,7 @@ def strip_endings(words: list[str], must_exist: bool = True) -> list[str]:
         prefix = prefix_of(word)
         lost = next((end for end in (".idx", ".bin") if must_exist and not Path(prefix + end).exists()), "")
         if lost:
-            hint = near_path(prefix, ".idx") or f"; {prefix} must be the prefix of a .bin and an .idx"
-            raise bad_data(f"{prefix}{lost} does not exist{hint}")
+            raise bad_data(f"{prefix}{lost} does not exist{near_prefix(prefix)}")
         if prefix == word or prefix not in out:  # a pattern names both
             out.append(prefix)
     return out

@@ -41,16 +41,23 @@ def our_word(kind: str, word: str, known: Container[str]) -> str:
 def near_path(path: str, ending: str = "") -> str:
     """Return "; did you mean X?" for what is named like a path that does not exist, or nothing.
 
-    Names with this ending count, without it: first those that go on where the path ends.
+    Names with this ending count, without it: first those that go on where the path ends, then
+    those that end where its suffix begins.
     """
     folder, name = os.path.split(path)
     with contextlib.suppress(OSError):
         there = [n.removesuffix(ending) for n in sorted(os.listdir(folder or "."))[:10_000] if n.endswith(ending)]
         others = [n for n in there if n != name and n.isprintable() and not n.startswith(".")]
         longer = [n for n in others if name and n.startswith(name)]
-        if near := longer[:3] or difflib.get_close_matches(name, others, 1, 0.8):
+        shorter = [n for n in others if name.startswith(f"{n}.")]
+        if near := longer[:3] or shorter[-1:] or difflib.get_close_matches(name, others, 1, 0.8):
             return f"; did you mean {' or '.join(os.path.join(folder, n) for n in near)}?"
     return ""
+
+
+def near_prefix(prefix: str) -> str:
+    """Return what to do about a prefix of token files that has none."""
+    return near_path(prefix, ".idx") or f"; {prefix} must be the prefix of a .bin and an .idx"
 
 
 def _is_alike(word: str, other: str) -> bool:

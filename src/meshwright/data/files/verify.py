@@ -22,6 +22,7 @@ from meshwright.data.index_cache import INVALID, open_entry
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.files import checksums, replacing
 from meshwright.progress import Clock, progress_bar
+from meshwright.settings.hints import near_prefix
 from meshwright.settings.schema import TokenizerFlags
 
 Digest = Callable[[BinaryIO, Callable[[int, bytes], None]], None]  # calls a function for each block of a file
@@ -79,7 +80,8 @@ def check_pair(
             with open(f"{prefix}.bin", "rb") as file:
                 check_tokens(file, index, is_sound, vocab_size, eod, findings, digest)
     except FileNotFoundError as error:
-        findings.problems.append(f"{error.filename} does not exist")
+        hint = "" if Path(f"{prefix}.bin").exists() or Path(f"{prefix}.idx").exists() else near_prefix(prefix)
+        findings.problems.append(f"{error.filename} does not exist{hint}")
     except OSError as error:
         findings.problems.append(f"{error.filename or prefix} cannot be read: {error.strerror or error}")
     except UserError as error:

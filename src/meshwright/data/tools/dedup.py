@@ -17,6 +17,7 @@ By hand, because libraries for this (datasketch, text-dedup) keep all signatures
 from __future__ import annotations
 
 import mmap
+import shlex
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from meshwright.data.prepare.containers import HEAD, kind_of_bytes
 from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.pieces import lines_of
 from meshwright.data.prepare.records import LONGEST, TOO_LONG, Bad, parse_line
@@ -41,7 +43,18 @@ from meshwright.progress import SkippedLines, progress_bar
 Hashes = npt.NDArray[np.uint64]
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, with bits everywhere
 OPEN_FILES = 256  # at once, at most; each costs a descriptor
-PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".tar", ".parquet", ".arrow")
+UNPACK = {
+    "gzip": "gunzip -k",
+    "xz": "unxz -k",
+    "bzip2": "bunzip2 -k",
+    "zstd": "unzstd",
+    "zip": "unzip",
+    "tar": "tar xf",
+}
+PARQUET_LINES = (
+    'python -c "import json, sys, pyarrow.parquet as p; '
+    '[print(json.dumps(row, default=str)) for row in p.read_table(sys.argv[1]).to_pylist()]"'
+)
 
 
 @dataclass(frozen=True)
@@ -113,13 +126,24 @@ class JsonDocuments:
 def map_lines(path: str) -> mmap.mmap | bytes:
     if Path(path).is_dir():
         raise bad_data(f"{path} is a folder; join its files with `meshwright data merge-json`")
-    if path.endswith(PACKED):
-        raise bad_data(f"{path} is packed; give files of JSON lines as they are, because lines are read again")
     try:
         with open(path, "rb") as file:
+            if kind := kind_of_bytes(file.read(HEAD)):
+                raise bad_data(not_lines(path, kind))
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if Path(path).stat().st_size else b""
     except OSError as error:
         raise bad_data(f"{path}: {error.strerror}") from None
+
+
+def not_lines(path: str, kind: str) -> str:
+    """Say why a file of another kind cannot be read, and which command turns it into JSON lines."""
+    name = shlex.quote(path)
+    if kind in UNPACK:
+        return f"{path} is packed ({kind}), and its lines are read more than once; unpack it: {UNPACK[kind]} {name}"
+    cure = "write its rows as lines of JSON"
+    if kind == "parquet":
+        cure += f": {PARQUET_LINES} {name} > {shlex.quote(path.removesuffix('.parquet'))}.jsonl"
+    return f"{path} has no lines of JSON ({kind}); {cure}"
 
 
 def deduplicate(
