@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from helpers import TINY
-from meshwright.model.gpt import GPT
+from meshwright.model.gpt import GPT, initialise
 from meshwright.optim.rules import Numbers
 from meshwright.parallel.layout import Layout, connect
 from meshwright.parallel.store import ALIGN, StoreSpec
 from meshwright.settings.schema import Optimizer
 from on_ranks import run_ranks
-from stores import GATED, VOCAB, gradient, is_equal, kinds, losses_of, make, snapshot, tokens
+from stores import CPU, GATED, VOCAB, gradient, is_equal, kinds, losses_of, make, snapshot, tokens
 
 pytestmark = pytest.mark.whole  # seconds, not moments
 
@@ -270,6 +270,86 @@ def check_low(layout, micro, dtype):
 @sampled(("sizes", "micro", "dtype"), LAYOUTS, [1, 3], [torch.bfloat16, torch.float32], quick=[(0, 0, 1), (2, 1, 0)])
 def test_low_precision(sizes, micro, dtype):
     on_ranks(check_low, sizes, micro, dtype)
+
+
+RATE, UNIT = 1e-6, 2.0**-24  # far below half a step of 16 bits for most weights; rounding of float32
+
+
+def make_fully_sharded(m, o, dtype, layout, zero, offload):
+    from meshwright.parallel.fsdp import FullyShardedStore
+
+    with torch.device("meta"):
+        model = GPT(m, VOCAB, 64, 16)
+    store = FullyShardedStore([model], StoreSpec(o, dtype, CPU, VOCAB, offload, layout, zero))
+    store.initialise(lambda masters: initialise(masters, m, VOCAB, 1))
+    return model, store
+
+
+def small_step(model, store, batches, scale):
+    """Take a step at RATE; return the masters after it, of all ranks."""
+    store.clear_gradients()
+    losses_of(model, batches, scale)
+    store.step(Numbers(RATE, 0.1, scale))
+    named = store.named_state(False)
+    return assembled(all_ranks(store.layout, named) if store.layout.world > 1 else [named])[0]
+
+
+def allowed_updates(alone, parts, masters, unit):
+    """Return how far an update may be from that of one process, element by element.
+
+    Ranks add the gradients of the same micro-batches in another order, and each addition rounds by
+    `unit`. If a gradient g changes by d, Adam's first step lr g / (|g| + eps) changes by at most
+    4 lr d / (|g| + eps). The decay and the step round the master once each, in both runs.
+    """
+    out = {}
+    for name, master in masters.items():
+        rows = slice(0, len(master))  # without padding
+        each = torch.stack([part[name][rows].double() for part in parts])
+        apart = (len(parts) - 1) * unit * each.abs().sum(0)
+        size = each.sum(0).abs() + alone.optimizer.adam_eps
+        out[name] = 4 * RATE * apart / size + 4 * UNIT * (master.abs() + RATE)
+    return out
+
+
+def check_masters(layout):
+    """Updates far below half a step of 16 bits reach the masters of every store."""
+    for dtype, scale in ((torch.bfloat16, 1.0), (torch.float16, 1024.0)):
+        m, o = GATED, Optimizer(clip_grad=0.0)
+        every = [[batch for ((batch, _),) in work(step, layout, 1)] for step in range(2)]
+        one, alone = make(m, o, dtype)
+        parts = []
+        for batch in every[0]:
+            alone.clear_gradients()
+            losses_of(one, [batch], scale)
+            parts.append({name: gradient(alone, name) / scale for name in alone.shapes})
+        before = assembled([alone.named_state(False)])[0]
+        wanted = [small_step(one, alone, batches, scale) for batches in every]
+        has_gradient = {n: torch.stack([p[n][: len(x)] for p in parts]).abs().amin(0) > 0 for n, x in before.items()}
+        weights = torch.cat([before[n][has_gradient[n]] for n in before])
+        assert len(weights) > 5000 and (0.5 * torch.finfo(dtype).eps * weights.abs() > RATE).float().mean() > 0.8
+        cases = [(zero, offload) for zero in (0, 1, 2, 3) for offload in (False, True) if zero < 3 or layout.shard > 1]
+        for zero, offload in cases:
+            make_it = make_fully_sharded if zero == 3 else make
+            model, store = make_it(m, o, dtype, layout=layout, zero=zero, offload=offload)
+            steps = [small_step(model, store, [batches[layout.at("replicas", "shard")]], scale) for batches in every]
+            # torch's fully_shard takes gradients of micro-batches in 16 bits, others in float32.
+            allowed = allowed_updates(alone, parts, before, torch.finfo(dtype).eps if zero == 3 else UNIT)
+            for name, start in before.items():
+                got, want = (x[0][name].double() - start for x in (steps, wanted))
+                moved, master = has_gradient[name], steps[-1][name]
+                assert ((got - want).abs() <= allowed[name]).all(), (dtype, zero, offload, name)
+                assert (got != 0)[moved].float().mean() > 0.95, (dtype, zero, offload, name)
+                assert (master != master.to(dtype))[moved].float().mean() > 0.95, (dtype, zero, offload, name)
+            apart, total = (
+                sum((a[n].double() - b[n]).square().sum() for n in before).sqrt()
+                for a, b in ((steps[-1], wanted[-1]), (wanted[-1], before))
+            )
+            assert apart < 0.05 * total, (dtype, zero, offload, apart, total)
+
+
+@sampled(("sizes",), LAYOUTS, quick=[(1,)])
+def test_masters_keep_what_16_bits_lose(sizes):
+    on_ranks(check_masters, sizes)
 
 
 def check_non_finite(layout, dtype):
