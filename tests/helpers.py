@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -220,3 +221,14 @@ def error_of(call: Callable[[], object], status: int = BAD_DATA) -> str:
         call()
     assert caught.value.status == status
     return str(caught.value)
+
+
+def refused(status: int, words: str, call: Callable[[], object]) -> None:
+    """Check that the call raises a UserError with this status, in whose message `words` match."""
+    message = error_of(call, status)
+    assert re.search(words, message), message
+
+
+def named(name: object) -> tokenizers.Tokenizer:
+    """Return the tokenizer of --tokenizer."""
+    return tokenizers.build_tokenizer(settings.TokenizerFlags(tokenizer=str(name)))

@@ -16,6 +16,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
+from helpers import named, refused
 from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA, UNAVAILABLE, USAGE, UserError
@@ -50,12 +51,6 @@ def tokenizer_json(folder, specials=("<|endoftext|>",)):
     made.enable_truncation(5)  # left over from fine-tuning; it must not cut documents
     made.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"
-
-
-def refused(status, words, act):
-    with pytest.raises(UserError, match=words) as caught:
-        act()
-    assert caught.value.status == status
 
 
 def changed(folder, **parts):
@@ -293,7 +288,7 @@ def test_missing_flags_and_broken_files(bpe, tmp_path):
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     good = json.loads((bpe / "vocab.json").read_text())
     merges.write_bytes((bpe / "merges.txt").read_bytes())
-    refused(BAD_DATA, "does not exist", lambda: build_tokenizer(flags(tmp_path)))
+    refused(BAD_DATA, "cannot be read: No such file", lambda: build_tokenizer(flags(tmp_path)))
     for content, words in (
         ("{", "not JSON"),
         ("[1]", "not a vocabulary"),
@@ -337,10 +332,6 @@ def test_a_vocabulary_size_beside_files_is_compared(bpe, tmp_path):
 
 def test_tokenizer_model_needs_its_type():
     refused(USAGE, "--tokenizer-type HuggingFaceTokenizer", lambda: build_tokenizer(Flags(tokenizer_model="F")))
-
-
-def named(name):
-    return build_tokenizer(Flags(tokenizer=str(name)))
 
 
 def test_the_home_of_a_user_who_does_not_exist():

@@ -14,11 +14,11 @@ import tiktoken
 import tiktoken.load
 import tiktoken.registry
 
-from helpers import train_on_texts
+from helpers import named, refused, train_on_texts
 from meshwright import tokenizers, vocabularies
 from meshwright.__main__ import main
 from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
-from meshwright.errors import BAD_DATA, UNAVAILABLE, USAGE, UserError
+from meshwright.errors import BAD_DATA, UNAVAILABLE, USAGE
 from meshwright.generation.text import TokenText
 from meshwright.settings.schema import TokenizerFlags as Flags
 from meshwright.tokenizers import build_tokenizer, find_saved, save_tokenizer
@@ -28,16 +28,6 @@ TEXT = (
 )
 PATTERN = r"""(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the ##me ##s of un ##want ##ed ' . , ! don t 你 好 naive 2024".split()
-
-
-def refused(status, words, act):
-    with pytest.raises(UserError, match=words) as caught:
-        act()
-    assert caught.value.status == status
-
-
-def named(name):
-    return build_tokenizer(Flags(tokenizer=str(name)))
 
 
 def random_texts(count):
@@ -138,11 +128,11 @@ def test_special_tokens_of_a_llama_folder_in_a_dialogue(llama, tmp_path):
     ours = named(llama)
     end, the = ours.size - 1, ours.encode("the")
     assert end not in ours.encode("a<|im_end|>")
-    assert tokenizers.encode_special(ours, "the</s><|im_end|>") == [*the, ours.eod, end]
-    after = tokenizers.encode_special(ours, "<|im_end|>the")[1:]
+    assert ours.encode_special("the</s><|im_end|>") == [*the, ours.eod, end]
+    after = ours.encode_special("<|im_end|>the")[1:]
     assert after != the and ours.decode([*the, *after]) == "thethe"  # "legacy": false puts no space there
     (tmp_path / "tokenizer.model").write_bytes((llama / "tokenizer.model").read_bytes())
-    assert tokenizers.encode_special(named(tmp_path), "</s>the")[1:] == the
+    assert named(tmp_path).encode_special("</s>the")[1:] == the
 
 
 def test_tiktoken_by_file_and_by_name(ranks, tmp_path, monkeypatch):
@@ -158,7 +148,7 @@ def test_tiktoken_by_file_and_by_name(ranks, tmp_path, monkeypatch):
         for text in [TEXT, *random_texts(200)]:
             ids = ours.encode(text)
             assert ids == original.encode_ordinary(text) and ours.decode(ids) == text == stream(ours, ids)
-        assert tokenizers.encode_special(ours, "the<|im_end|>") == [257, 301] != ours.encode("the<|im_end|>")
+        assert ours.encode_special("the<|im_end|>") == [257, 301] != ours.encode("the<|im_end|>")
         assert ours.decode([299, 301]) == "<|im_end|>"  # 299 is free
     save_tokenizer(named("tiny_base"), tmp_path / "kept")
     assert tokenizers.is_same(named(ranks), tmp_path / "kept")
@@ -177,10 +167,11 @@ def test_a_name_of_tiktoken_without_a_network_is_refused_in_a_sentence(monkeypat
             raise OSError(f"HTTPSConnectionPool(host='x', port=443): Max retries exceeded ... ({error})") from None
 
     monkeypatch.setattr(tiktoken, "get_encoding", fetch)
-    with pytest.raises(UserError) as caught:
-        named("cl100k_base")
-    want = "--tokenizer cl100k_base: tiktoken does not have it in its cache and cannot download it "
-    assert str(caught.value).startswith(f"{want}([Errno -3] Temporary failure in name resolution); set TIKTOKEN")
+    words = (
+        r"^--tokenizer cl100k_base: .* cannot download it \(\[Errno -3\] Temporary failure in name resolution\); "
+        "set TIKTOKEN_CACHE_DIR .*, or give the file cl100k_base.tiktoken"
+    )
+    refused(UNAVAILABLE, words, lambda: named("cl100k_base"))
 
 
 def test_the_published_files_need_no_pattern(ranks, tmp_path, monkeypatch):
@@ -246,7 +237,7 @@ def test_megatron_s_list_of_ranks(ranks, tmp_path, name, given, words):
         assert (mine.size, mine.eod) == (first + len(kept), 2)  # the eod is </s>, whatever else there is
         for text in [TEXT, "a<SPECIAL_9></s>", *random_texts(100)]:
             assert mine.encode(text) == original.encode_ordinary(text) and mine.decode(mine.encode(text)) == text
-            assert tokenizers.encode_special(mine, text) == original.encode(text, allowed_special="all")
+            assert mine.encode_special(text) == original.encode(text, allowed_special="all")
     assert tokenizers.is_same(ours, tmp_path / "tokenizer")
 
 
@@ -280,9 +271,9 @@ def test_llama2_s_texts_begin_with_bos(llama, tmp_path):
         assert ids == [original.bos_id(), *original.encode(text)]
         assert ours.decode(ids) == stream(ours, ids) == original.decode(ids)
     the = ours.encode("the")[1:]
-    assert tokenizers.encode_special(ours, "<s>the")[:1] == [original.bos_id()]
-    assert tokenizers.encode_special(ours, "the</s>the")[: len(the) + 2] == [original.bos_id(), *the, ours.eod]
-    assert tokenizers.encode_inside(ours, "the") == the
+    assert ours.encode_special("<s>the")[:1] == [original.bos_id()]
+    assert ours.encode_special("the</s>the")[: len(the) + 2] == [original.bos_id(), *the, ours.eod]
+    assert ours.encode_inside("the") == the
     train_sentencepiece(tmp_path / "tokenizer.model", "bpe", bos_id=-1)
     flags = Flags(tokenizer_type="Llama2Tokenizer", tokenizer_model=str(tmp_path / "tokenizer.model"))
     refused(BAD_DATA, "has no BOS, .*; give SentencePieceTokenizer", lambda: build_tokenizer(flags))
@@ -301,7 +292,7 @@ def test_wordpiece(bert, tmp_path):
     assert tokens("NAÏVE don't 2024x " + "s" * 201) == "naive don ' t [UNK] [UNK]"
     ids = ours.encode("The themes, unwanted! 你好 the")
     assert ours.decode(ids) == stream(ours, ids) == "the themes, unwanted!你好the"
-    assert tokenizers.encode_special(ours, "[CLS] the[SEP]") == [2, 5, 3]
+    assert ours.encode_special("[CLS] the[SEP]") == [2, 5, 3]
     cased = build_tokenizer(Flags(tokenizer_type="BertWordPieceCase", vocab_file=str(bert)))
     assert [WORDS[i] for i in cased.encode("The the")] == ["[UNK]", "the"]
     (tmp_path / "vocab.txt").write_text("\n".join([*WORDS, "The"]))
@@ -444,12 +435,3 @@ def test_what_cannot_be_read(llama, ranks, bert, tmp_path, monkeypatch):
         refused(BAD_DATA, words, lambda: named(copied))
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     refused(USAGE, r"pip install 'meshwright\[sentencepiece\]'", lambda: named(llama))
-
-
-def test_a_name_of_tiktoken_without_a_network(monkeypatch):
-    def fail(path, expected_hash=None):
-        raise OSError("no route to host")
-
-    monkeypatch.setattr(tiktoken.load, "read_file_cached", fail)
-    words = r"cl100k_base: .* \(no route to host\); set TIKTOKEN_CACHE_DIR .*, or give the file cl100k_base.tiktoken"
-    refused(UNAVAILABLE, words, lambda: named("cl100k_base"))

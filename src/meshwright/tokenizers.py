@@ -1,4 +1,4 @@
-"""Text to token ids and back: one small interface over all kinds of tokenizers.
+"""The tokenizer that flags or a folder name; those of GPT-2's two files and of a tokenizer.json.
 
 tiktoken encodes with GPT-2's two files; it is several times faster than the `tokenizers` library
 and gives the same ids as long as every merge has an id of its own, in merge order. No tokenizer
@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,35 +42,35 @@ from meshwright.vocabularies import (
     CHAT_CONFIG,
     ENCODING,
     END_OF_TEXT,
-    EOD_NAMES,
-    FILE_LIMIT,
     MODEL,
+    R50K,
     RANKS,
     SHIELD,
     WORDS,
-    Bytewise,
     Llama2,
     SentencePiece,
     TikToken,
     WordPiece,
     byte_symbols,
     explain_failures,
+    find_end,
     has_long_space,
     is_encoding_name,
     load_encoding,
     load_model_file,
     load_rank_list,
     load_ranks,
-    read_eos_token,
+    read_bytes,
     read_json,
     read_text,
+    require_dense,
 )
+from meshwright.vocabularies import Tokenizer as Tokenizer  # for those who import it from here
 
 GPT2_FILES = ("vocab.json", "merges.txt")
 DEFAULT_TYPE = TokenizerFlags().tokenizer_type
 CHAT_TEMPLATE = "chat_template.jinja"  # where Hugging Face keeps a chat template
 MOST_GROWTH = 128  # by the steps of a tokenizer.json; T5's come to 99
-GPT2_PATTERN = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 WAYS = "with a folder that `meshwright train-tokenizer` made, a Hugging Face folder or name such as gpt2, or byte"
 CONVERT = (
     "where transformers is installed, AutoTokenizer.from_pretrained(ITS_FOLDER_OR_NAME).save_pretrained(DIR) writes a "
@@ -99,21 +99,7 @@ KEPT_BESIDE = ".tokenizer"  # ends the name of the folder beside token files tha
 FILES = (*GPT2_FILES, *KEPT.values(), ADDED_TOKENS, ENCODING)
 
 
-class Tokenizer(Protocol):
-    name: str
-    size: int  # true vocabulary size: ids are 0 ... size - 1
-    eod: int  # end of document, where generation stops too
-    files: dict[str, Path]  # the files that `save_tokenizer` copies, by their names in the run folder
-    made: Mapping[str, bytes]  # contents that it writes beside them
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-    def decode_bytes(self, ids: Sequence[int]) -> bytes: ...
-
-
-class GPT2BPE(Bytewise):
+class GPT2BPE(Tokenizer):
     """GPT-2's byte-level BPE from vocab.json and merges.txt."""
 
     name = "GPT2BPETokenizer"
@@ -154,9 +140,8 @@ class GPT2BPE(Bytewise):
         if not self._ranked_ids:
             return None
         ranks, special = {self._bytes[i]: i for i in self._ranked_ids}, {END_OF_TEXT: self.eod}
-        return tiktoken.Encoding(
-            self.name, pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special
-        ).encode_ordinary
+        encoding = tiktoken.Encoding(self.name, pat_str=R50K, mergeable_ranks=ranks, special_tokens=special)
+        return encoding.encode_ordinary
 
     @functools.cached_property
     def gigatoken(self) -> Callable[[str], npt.NDArray[Any]] | None:
@@ -179,14 +164,19 @@ class GPT2BPE(Bytewise):
         is_ordered = all(a < b for a, b in pairwise(merged))
         return [self._vocab[symbol] for symbol in byte_symbols()] + merged if is_ordered else []
 
-    @functools.cached_property
-    def _library(self) -> Any:
+    def _make_library(self) -> Any:
         from tokenizers import Tokenizer as Library
-        from tokenizers import models, pre_tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
 
         library = Library(models.BPE(vocab=self._vocab, merges=self._merges))
         library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        library.decoder = decoders.ByteLevel()
         return library
+
+    _library = functools.cached_property(_make_library)
+
+    def as_library(self) -> Any:
+        return self.add_special(self._make_library())
 
     def encode(self, text: str) -> list[int]:
         if self.tiktoken is None or has_long_space(text):
@@ -197,7 +187,7 @@ class GPT2BPE(Bytewise):
         return b"".join(self._bytes[i] for i in ids)
 
 
-class HuggingFace(Bytewise):
+class HuggingFace(Tokenizer):
     """Any tokenizer.json, read by the `tokenizers` library."""
 
     name = "HuggingFaceTokenizer"
@@ -223,16 +213,8 @@ class HuggingFace(Bytewise):
         self._library.no_padding()
         vocab = self._library.get_vocab()
         self.size = max(vocab.values(), default=-1) + 1
-        if self.size > 4 * len(vocab) + 1000:  # the table of all ids would be too large
-            raise bad_data(f"{path} has {len(vocab):,} tokens, but an id of {self.size - 1:,}")
-        names = [name for name in EOD_NAMES if name in vocab]
-        names = names or [name for name in [read_eos_token(path.parent)] if name in vocab]
-        if not names:
-            usual = ", ".join(EOD_NAMES)
-            raise bad_data(
-                f"{path} has none of the usual end-of-document tokens: {usual}; nor does {CHAT_CONFIG} name one"
-            )
-        self.eod = vocab[names[0]]
+        require_dense(path, len(vocab), self.size)
+        self.eod = find_end(path, vocab)
         added = self._library.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
         # Only a byte-level vocabulary gives the bytes of a token that is half a character.
@@ -247,6 +229,9 @@ class HuggingFace(Bytewise):
             return super().encode_special(text)
         with explain_failures(f"{self._path}: the tokenizer fails"):
             return list(self._with_special.encode(text, add_special_tokens=False).ids)
+
+    def as_library(self) -> Any:
+        return type(self._library).from_str(read_text(self._path))
 
     @functools.cached_property
     def _with_special(self) -> Any:
@@ -263,11 +248,10 @@ class HuggingFace(Bytewise):
             return self._library.decode(list(ids), skip_special_tokens=False).encode("utf-8")
 
 
-class Bytes(Bytewise):
+class Bytes(Tokenizer):
     """The 256 bytes, and an end of document that decodes to nothing."""
 
     name, size, eod = "ByteTokenizer", 257, 256
-    files: dict[str, Path] = {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -276,11 +260,10 @@ class Bytes(Bytewise):
         return bytes(i for i in ids if i != self.eod)
 
 
-class Null(Bytewise):
+class Null(Tokenizer):
     """Text that consists of ids, integers separated by white space."""
 
     name = "NullTokenizer"
-    files: dict[str, Path] = {}
 
     def __init__(self, vocab_size: int) -> None:
         self.size, self.eod = vocab_size + 1, vocab_size
@@ -303,16 +286,6 @@ def fastest_encoder(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt
     if isinstance(tokenizer, Bytes):
         return lambda text: np.frombuffer(text.encode("utf-8"), np.uint8)
     return (tokenizer.gigatoken if isinstance(tokenizer, GPT2BPE) else None) or tokenizer.encode
-
-
-def encode_special(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encode a text in which special tokens are themselves, as a chat template writes them."""
-    return tokenizer.encode_special(text) if isinstance(tokenizer, Bytewise) else tokenizer.encode(text)
-
-
-def shield(tokenizer: Tokenizer, text: str) -> str:
-    """Return a text in which `encode_special` takes special tokens for plain letters."""
-    return tokenizer.shield(text) if isinstance(tokenizer, Bytewise) else text
 
 
 def require_steady(path: Path, settings: Mapping[str, Any]) -> None:
@@ -346,12 +319,6 @@ def _growth(step: Any) -> float:
         charsmap = base64.b64decode(str(step.get("precompiled_charsmap", "")))
         return max(1, *map(len, charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")))
     return 2 if kind == "ByteLevel" else 1
-
-
-def encode_inside(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Encode a text within another, without the BOS of one that stands for itself."""
-    bos = tokenizer.bos if isinstance(tokenizer, Llama2) else None
-    return [i for i in tokenizer.encode(text) if i != bos]
 
 
 def missing_speed(tokenizer: Tokenizer) -> str | None:
@@ -495,18 +462,16 @@ def _find_kept(prefix: str) -> Path | None:
 
 def _find_on_hub(name: str) -> Path:
     """Return the folder of the Hub's cache with the vocabulary of a repository."""
-    folder = hub.find_folder(name, "tokenizer.json", near=near_path(name))
-    if folder is None:
-        for names in (GPT2_FILES, (MODEL,), (WORDS,)):
-            if folder := hub.find_folder(name, *names):
-                for beside in (CHAT_CONFIG, ADDED_TOKENS):  # special tokens, lower case
-                    hub.find_folder(name, beside, is_needed=False)
-                return folder
-    elif _splits_as_gpt2(folder / "tokenizer.json"):  # tiktoken, which is faster, reads GPT-2's own files
-        hub.find_folder(name, *GPT2_FILES, is_needed=False)
-    if folder is None:
-        raise bad_data(f"{name} on the Hugging Face Hub has no tokenizer.json; {CONVERT}")
-    return folder
+    if folder := hub.find_folder(name, "tokenizer.json", near=near_path(name)):
+        if _splits_as_gpt2(folder / "tokenizer.json"):  # tiktoken, which is faster, reads GPT-2's own files
+            hub.find_folder(name, *GPT2_FILES, is_needed=False)
+        return folder
+    for names in (GPT2_FILES, (MODEL,), (WORDS,)):
+        if folder := hub.find_folder(name, *names):
+            for beside in (CHAT_CONFIG, ADDED_TOKENS):  # special tokens, lower case
+                hub.find_folder(name, beside, is_needed=False)
+            return folder
+    raise bad_data(f"{name} on the Hugging Face Hub has no tokenizer.json; {CONVERT}")
 
 
 def _build_folder(folder: Path) -> Tokenizer:
@@ -603,21 +568,12 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         target = folder / name
         if not target.exists() or _sha256(target) != _sha256(source):
             with files.replacing(target) as file:
-                file.write(read_beside(source))
+                file.write(read_bytes(source))
     for name, content in tokenizer.made.items():
         with files.replacing(folder / name) as file:
             file.write(content)
     with files.replacing(folder / "meta.json") as file:
         file.write(json.dumps(_meta(tokenizer), indent=1).encode() + b"\n")
-
-
-def read_beside(path: Path) -> bytes:
-    """Return a file of a tokenizer's folder; of a run's, none that a link leads out of."""
-    folder = path.parent if (path.parent / "meta.json").is_file() else None
-    try:
-        return files.read_small(path, FILE_LIMIT, folder)
-    except OSError as error:
-        raise bad_data(f"{path} cannot be read: {error.strerror}") from None
 
 
 def is_same(tokenizer: Tokenizer, folder: Path) -> bool:

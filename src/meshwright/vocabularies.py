@@ -41,28 +41,39 @@ CHINESE = (
     (0xF900, 0xFAFF),
     (0x2F800, 0x2FA1F),
 )
-SHIELD = "\ufdd1"  # no character, for use within a program; see Bytewise.shield
+SHIELD = "\ufdd1"  # no character, for use within a program; see Tokenizer.shield
 FILE_LIMIT = 128 << 20  # bytes of a file
 MOST_BRACKETS = 4_000_000  # in JSON, as each makes an object
 NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"  # protobuf: normalizer_spec (3) with add_dummy_prefix (3) false
 
 
-class Bytewise(ABC):
-    """A tokenizer whose tokens are bytes, perhaps only part of a character.
+class Tokenizer(ABC):
+    """Text to ids and back. Tokens are bytes, perhaps only part of a character.
 
     Fields:
+        size: true size of the vocabulary: ids are 0 ... size - 1.
+        eod: id of the end of document, where generation stops too.
+        files: files that a run keeps, by their names in its folder.
+        made: contents of further such files.
         special: ids of the special tokens by their text.
-        made: contents of files for the run folder that lie in no file.
     """
 
-    special: Mapping[str, int] = {}
+    name: str
+    size: int
+    eod: int
+    files: Mapping[str, Path] = {}
     made: Mapping[str, bytes] = {}
+    special: Mapping[str, int] = {}
 
     @abstractmethod
     def encode(self, text: str) -> list[int]: ...
 
     def encode_next(self, text: str) -> list[int]:
         """Encode a text that follows a special token."""
+        return self.encode(text)
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Encode a text within another, without the BOS of one that stands for itself."""
         return self.encode(text)
 
     @abstractmethod
@@ -91,8 +102,22 @@ class Bytewise(ABC):
                 ids += self.encode_next(part) if number else self.encode(part)
         return ids
 
+    def as_library(self) -> Any:
+        """Return a tokenizer of the `tokenizers` library that gives the same ids, or None."""
+        return None
 
-class SentencePiece(Bytewise):
+    def add_special(self, library: Any) -> Any:
+        """Return the `tokenizers` library's tokenizer with the special tokens, or None if it gives
+        them other ids.
+        """
+        from tokenizers import AddedToken
+
+        words = sorted(self.special, key=self.special.__getitem__)
+        library.add_special_tokens([AddedToken(word, normalized=False) for word in words])
+        return library if all(library.token_to_id(word) == self.special[word] for word in words) else None
+
+
+class SentencePiece(Tokenizer):
     """A unigram or BPE model of SentencePiece, with the tokens that a Hugging Face folder adds."""
 
     name = "SentencePieceTokenizer"
@@ -105,11 +130,11 @@ class SentencePiece(Bytewise):
         ids = list(range(model.get_piece_size()))
         pieces, added = model.id_to_piece(ids), _read_added_tokens(path.parent)
         self.size = max([len(ids), *(i + 1 for i in added.values())])
-        _require_dense(path, len(ids), self.size)
+        require_dense(path, len(ids), self.size)
         controls = {pieces[i]: i for i, is_control in zip(ids, model.is_control(ids), strict=True) if is_control}
         self.special = controls | added
         end = model.eos_id() if model.eos_id() >= 0 else None
-        self.eod = _find_end(path, self.special, end)
+        self.eod = find_end(path, self.special, end)
         self._bytes = [piece.replace(SPACE, " ").encode() for piece in pieces] + [b""] * (self.size - len(ids))
         for i, is_byte in zip(ids, model.is_byte(ids), strict=True):
             if is_byte:  # <0x0A>
@@ -137,12 +162,12 @@ class SentencePiece(Bytewise):
         return self.encode(text) if is_legacy else list(self._without_prefix.encode(text))
 
     def as_library(self) -> Any:
-        """Return a tokenizer of the `tokenizers` library that gives the same ids, or None.
+        """Return one for a BPE that takes each character as it is, as Llama's do.
 
-        There is one of a BPE that takes each character as it is, as Llama's do. It merges as
-        SentencePiece does, which takes the pair of the highest score.
+        It merges as SentencePiece does, which takes the pair of the highest score.
         """
-        from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+        from tokenizers import Tokenizer as Library
+        from tokenizers import decoders, models, normalizers
 
         model, ids = self._model, list(range(self._model.get_piece_size()))
         pieces = model.id_to_piece(ids)
@@ -160,16 +185,14 @@ class SentencePiece(Bytewise):
         vocab, unknown = {piece: i for i, piece in enumerate(pieces)}, pieces[model.unk_id()]
         falls_back = any(map(model.is_byte, ids))
         bpe = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=falls_back)
-        library = Tokenizer(bpe)
+        library = Library(bpe)
         replace = normalizers.Replace(" ", SPACE)
         library.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace
         strip = [decoders.Strip(" ", 1, 0)] if prefix else []
         library.decoder = decoders.Sequence(
             [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
         )
-        words = sorted(self.special, key=self.special.__getitem__)
-        library.add_special_tokens([AddedToken(word, normalized=False) for word in words])
-        return library if all(library.token_to_id(word) == self.special[word] for word in words) else None
+        return self.add_special(library)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         parts, is_first = [], self._drops_space
@@ -205,6 +228,9 @@ class Llama2(SentencePiece):
 
     def encode(self, text: str) -> list[int]:
         return [self.bos, *super().encode(text)]
+
+    def encode_inside(self, text: str) -> list[int]:
+        return super().encode(text)
 
     def encode_next(self, text: str) -> list[int]:
         return [i for i in super().encode_next(text) if i != self.bos]
@@ -278,7 +304,7 @@ MEGATRON_WORDS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 MEGATRON_SIZE = 1 << 17
 
 
-class TikToken(Bytewise):
+class TikToken(Tokenizer):
     """An encoding of tiktoken: ranks of bytes, a pattern that splits a text, special tokens."""
 
     name = "TikTokenizer"
@@ -295,9 +321,9 @@ class TikToken(Bytewise):
         tokens = [*ranks.items(), *((word.encode(), i) for word, i in self.special.items())]
         self.size = max(i for _, i in tokens) + 1
         self._origin = path or origin
-        _require_dense(self._origin, len(tokens), self.size)
+        require_dense(self._origin, len(tokens), self.size)
         end = self.special[encoding.end] if encoding.end else None
-        self.eod = _find_end(self._origin, self.special, end)
+        self.eod = find_end(self._origin, self.special, end)
         self._bytes = [b""] * self.size  # some ids are free
         for token, i in tokens:
             self._bytes[i] = token
@@ -310,8 +336,8 @@ class TikToken(Bytewise):
         self._library, self._ranks, self._pattern = library, ranks, encoding.pattern
 
     def as_library(self) -> Any:
-        """Return a tokenizer of the `tokenizers` library that gives the same ids, or None."""
-        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+        from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+        from tokenizers import Tokenizer as Library
 
         if (pattern := _without_possessive_counts(self._pattern)) is None:
             return None
@@ -322,7 +348,7 @@ class TikToken(Bytewise):
             halves = ((token[:i], token[i:]) for i in range(1, len(token)))
             merges += [(names[a], names[b]) for a, b in halves if a in names and b in names]
         vocab = {name: self._ranks[token] for token, name in names.items()} | dict(self.special)
-        library = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+        library = Library(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
         if self._normalization:
             library.normalizer = getattr(normalizers, self._normalization)()
         # tiktoken passes over what its pattern does not match.
@@ -331,8 +357,7 @@ class TikToken(Bytewise):
             [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
         library.decoder = decoders.ByteLevel()
-        library.add_special_tokens([AddedToken(word, normalized=False) for word in self.special])
-        return library
+        return self.add_special(library)
 
     def encode(self, text: str) -> list[int]:
         text = unicodedata.normalize(self._normalization, text) if self._normalization else text
@@ -362,7 +387,7 @@ def _without_possessive_counts(pattern: str) -> str | None:
     return "".join(parts)
 
 
-class WordPiece(Bytewise):
+class WordPiece(Tokenizer):
     """BERT's WordPiece, by the rules of its own program: vocab.txt has a token a line.
 
     A text loses its white space, so decoding puts a space between words, but none before `.,!?` or
@@ -378,8 +403,8 @@ class WordPiece(Bytewise):
         marks = {token: i for token, i in self._vocab.items() if re.fullmatch(r"\[[A-Z]+\]|<[a-z]+>", token)}
         self.special = marks | _read_added_tokens(path.parent)
         self.size = max([len(tokens), *(i + 1 for i in self.special.values())])
-        _require_dense(path, len(tokens), self.size)
-        self.eod = _find_end(path, self.special, self._vocab.get("[SEP]"))
+        require_dense(path, len(tokens), self.size)
+        self.eod = find_end(path, self.special, self._vocab.get("[SEP]"))
         if lower_case is None:
             has_capitals = any(token != token.lower() for token in self._vocab.keys() - marks.keys())
             lower_case = bool(read_chat_config(path.parent).get("do_lower_case", not has_capitals))
@@ -397,17 +422,15 @@ class WordPiece(Bytewise):
         return [i for word in text.translate(_PUNCTUATED).split() for i in self._split(word)]
 
     def as_library(self) -> Any:
-        """Return a tokenizer of the `tokenizers` library that gives the same ids, or None."""
-        from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+        from tokenizers import Tokenizer as Library
+        from tokenizers import decoders, models, normalizers, pre_tokenizers
 
         vocab = {word: i for i, word in enumerate(self._words) if word}
-        library = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
+        library = Library(models.WordPiece(vocab=vocab, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD))
         library.normalizer = normalizers.BertNormalizer(lowercase=self._lower_case, strip_accents=self._lower_case)
         library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         library.decoder = decoders.WordPiece(cleanup=False)
-        words = sorted(self.special, key=self.special.__getitem__)
-        library.add_special_tokens([AddedToken(word, normalized=False) for word in words])
-        return library if all(library.token_to_id(word) == self.special[word] for word in words) else None
+        return self.add_special(library)
 
     def _split_word(self, word: str) -> tuple[int, ...]:
         """Return the longest tokens one after the other, or [UNK] if one is missing."""
@@ -586,7 +609,7 @@ def _load_model(path: Path, content: bytes) -> Any:
     raise bad_data(f"{path} is not a model of SentencePiece")
 
 
-def _find_end(origin: object, special: Mapping[str, int], own: int | None = None) -> int:
+def find_end(origin: object, special: Mapping[str, int], own: int | None = None) -> int:
     """Return the end of document: the vocabulary's own, a usual one, or that of the settings."""
     folder = origin.parent if isinstance(origin, Path) else None
     names = [*EOD_NAMES, *([read_eos_token(folder)] if folder else [])]
@@ -599,7 +622,7 @@ def _find_end(origin: object, special: Mapping[str, int], own: int | None = None
     return ids[0] if own is None else own
 
 
-def _require_dense(origin: object, tokens: int, size: int) -> None:
+def require_dense(origin: object, tokens: int, size: int) -> None:
     if size > 4 * tokens + 1000:  # the table of all ids would be too large
         raise bad_data(f"{origin} has {tokens:,} tokens, but an id of {size - 1:,}")
 
@@ -664,10 +687,10 @@ def read_text(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
+    """Return a file of a vocabulary; of a run's folder, none that a link leads out of."""
+    folder = path.parent if (path.parent / "meta.json").is_file() else None
     try:
-        return read_small(path, FILE_LIMIT)
-    except FileNotFoundError:
-        raise bad_data(f"{path} does not exist (a tokenizer file)") from None
+        return read_small(path, FILE_LIMIT, folder)
     except OSError as error:
         raise bad_data(f"{path} cannot be read: {error.strerror}") from None
 

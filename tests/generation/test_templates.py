@@ -69,7 +69,7 @@ def test_equals_transformers(vocabulary, tmp_path, text, begin):
     assert template.render(TURNS, begin) == theirs.apply_chat_template(TURNS, **options)
     ids = theirs.apply_chat_template(TURNS, **options | dict(tokenize=True, return_dict=False))
     assert template.encode(mine, TURNS, begin) == ids and template.stop == ("<|im_end|>",)
-    assert mine.encode("<|im_end|>") != tokenizers.encode_special(mine, "<|im_end|>") == [258]
+    assert mine.encode("<|im_end|>") != mine.encode_special("<|im_end|>") == [258]
 
 
 def test_where_it_is_found(vocabulary, tmp_path):
@@ -150,7 +150,7 @@ def test_a_bad_template_is_refused(tmp_path, text, message):
 def test_special_tokens_of_gpt2s_files(tmp_path):
     tokenizers.train_bpe(["the cat"], 262, tmp_path)
     t = tokenizers.GPT2BPE(tmp_path / "vocab.json", tmp_path / "merges.txt")
-    ids = tokenizers.encode_special(t, "a<|endoftext|><|endoftext|>b")
+    ids = t.encode_special("a<|endoftext|><|endoftext|>b")
     assert ids == [*t.encode("a"), t.eod, t.eod, *t.encode("b")] and t.eod not in t.encode("<|endoftext|>")
 
 

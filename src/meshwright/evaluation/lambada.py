@@ -48,13 +48,11 @@ def word_windows(tokenizer: Tokenizer, texts: list[str], strict: bool, length: i
     A passage of more than `length` + 1 tokens loses its beginning; one without a context follows an
     end of document.
     """
-    from meshwright.tokenizers import encode_inside
-
     out = []
     for text in texts:
         if strict:
             word = text.split()[-1]
-            label = encode_inside(tokenizer, " " + word)
+            label = tokenizer.encode_inside(" " + word)
             context = list(tokenizer.encode(text[: text.rfind(word)].strip()))
         else:
             ids = list(tokenizer.encode(text))

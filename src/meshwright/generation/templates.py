@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright import tokenizers
 from meshwright.errors import bad_data
 from meshwright.generation import sandbox
 from meshwright.tokenizers import CHAT_TEMPLATE, Tokenizer
-from meshwright.vocabularies import CHAT_CONFIG, read_chat_config
+from meshwright.vocabularies import CHAT_CONFIG, read_bytes, read_chat_config
 
 Messages = Sequence[Mapping[str, Any]]  # {"role": "system", "user" or "assistant", "content": text}
 PLAIN = "plain"
@@ -56,8 +55,8 @@ class ChatTemplate:
 
     def encode(self, tokenizer: Tokenizer, messages: Messages, begin_answer: bool = True) -> list[int]:
         """Return the dialogue as tokens; special tokens of messages are letters."""
-        shielded = [{**m, "content": tokenizers.shield(tokenizer, str(m["content"]))} for m in messages]
-        return tokenizers.encode_special(tokenizer, self.render(shielded, begin_answer))
+        shielded = [{**m, "content": tokenizer.shield(str(m["content"]))} for m in messages]
+        return tokenizer.encode_special(self.render(shielded, begin_answer))
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -113,7 +112,7 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def read_template_file(path: Path) -> str:
     try:
-        return tokenizers.read_beside(path).decode()
+        return read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise bad_data(f"{path} cannot be read as a chat template: {error}") from None
 

@@ -29,18 +29,8 @@ from meshwright.checkpoint.sources import Source
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError, bad_data
 from meshwright.files import RECORD_LIMIT, naming_file, read_small, sync, write_all
 from meshwright.settings.schema import Model
-from meshwright.tokenizers import CHAT_TEMPLATE, GPT2BPE, HuggingFace, Tokenizer, read_beside, save_tokenizer
-from meshwright.vocabularies import (
-    CHAT_CONFIG,
-    END_OF_TEXT,
-    Llama2,
-    SentencePiece,
-    TikToken,
-    WordPiece,
-    read_bytes,
-    read_chat_config,
-    read_text,
-)
+from meshwright.tokenizers import CHAT_TEMPLATE, GPT2BPE, Tokenizer, save_tokenizer
+from meshwright.vocabularies import CHAT_CONFIG, Llama2, SentencePiece, WordPiece, read_bytes, read_chat_config
 
 if TYPE_CHECKING:
     import torch
@@ -335,7 +325,7 @@ def write_tokenizer(folder: Path, saved: SavedModel, tokenizer: Tokenizer | None
         raise bad_data(f"{what}; give the model's own tokenizer")
     begin = tokenizer.bos if isinstance(tokenizer, Llama2) else tokenizer.eod
     ids: Ids = {"bos_token_id": begin, "eos_token_id": tokenizer.eod}
-    library = as_library(tokenizer)
+    library = tokenizer.as_library()
     if isinstance(tokenizer, SentencePiece | WordPiece) or (library is None and tokenizer.files):
         # Not beside config.json, where AutoTokenizer would take the files for another tokenizer's.
         save_tokenizer(tokenizer, folder / "tokenizer")
@@ -367,26 +357,8 @@ def write_chat_template(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for beside in {path.parent for path in tokenizer.files.values()}:
         if (path := beside / CHAT_TEMPLATE).is_file():
-            write_durably(folder / CHAT_TEMPLATE, read_beside(path))
+            write_durably(folder / CHAT_TEMPLATE, read_bytes(path))
         config = read_chat_config(beside)
         if path.is_file() or config.get("chat_template"):  # whose answers may end with a token of their own
             settings |= {name: config[name] for name in ("chat_template", "eos_token") if name in config}
     return settings
-
-
-def as_library(tokenizer: Tokenizer) -> Any:
-    """Return a tokenizer of the library that gives the same ids, or None."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Library
-
-    if isinstance(tokenizer, TikToken | SentencePiece | WordPiece):
-        return tokenizer.as_library()
-    if isinstance(tokenizer, HuggingFace):
-        return Library.from_str(read_text(tokenizer.files["tokenizer.json"]))
-    if not isinstance(tokenizer, GPT2BPE):
-        return None
-    library = Library(models.BPE.from_file(str(tokenizer.files["vocab.json"]), str(tokenizer.files["merges.txt"])))
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    library.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
-    return library
