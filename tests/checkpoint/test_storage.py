@@ -11,7 +11,7 @@ import pytest
 
 from helpers import TINY_FLAGS, error_of, read_losses
 from meshwright.__main__ import main
-from meshwright.checkpoint import manifests, mirror, publish, steps, upload
+from meshwright.checkpoint import lease, manifests, mirror, publish, steps, upload
 from meshwright.data.files.indexed import content_sample
 from meshwright.data.files.writer import Writer
 from meshwright.errors import IO, LOCKED, USAGE
@@ -94,6 +94,12 @@ def test_an_object_that_changes_while_it_is_read_is_read_again(bucket: Bucket) -
     assert (store.store_of("s3://bucket").get("a/b") or [b""])[0] == b"abcdefghij"
 
 
+def test_a_large_object_is_not_read_at_once(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket.objects["a/b"] = b"0123456789"
+    monkeypatch.setattr(store, "SMALL", 9)
+    assert "10 bytes, above the limit of 9" in error_of(lambda: store.store_of("s3://bucket").get("a/b"), IO)
+
+
 def test_changed_bytes_are_read_again_and_refused_if_they_stay(bucket: Bucket) -> None:
     assert train(steps=2) == 0
     lose_disk()
@@ -125,6 +131,18 @@ def test_storage_that_refuses_ends_the_run_with_its_step_kept(
     assert "runs/a/iter_0000002/manifest.json" in bucket.objects
 
 
+def test_a_step_is_saved_here_before_a_failed_upload_ends_the_run(bucket: Bucket) -> None:
+    bucket.faults = lambda method, key: 403 if method == "PUT" and "iter_0000002" in key else None
+    assert train(steps=6) == IO
+    assert steps.list_steps(local()) == [4, 2]
+
+
+def test_steps_are_removed_from_storage_after_a_failure_too(bucket: Bucket) -> None:
+    bucket.faults = lambda method, key: 403 if method == "PUT" and "iter_0000004/index" in key else None
+    assert train("--save-error=warn", "--keep-last=1", steps=6) == 0
+    assert {key.split("/")[2] for key in bucket.objects if key.endswith("manifest.json")} == {"iter_0000006"}
+
+
 class Killed(Exception):
     """Stands for SIGKILL."""
 
@@ -143,7 +161,7 @@ def test_an_upload_that_was_killed_goes_on(
         if name == point:
             raise Killed
 
-    with mirror.claimed(local()):
+    with mirror.leased(local()):
         write_step(local(), 1)
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(upload, "crash_point", kill)
@@ -175,34 +193,75 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], P
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
         return local()
 
-    monkeypatch.setattr(mirror, "BEAT", 0.05)
-    monkeypatch.setattr(mirror, "LEASE", 0.5)
+    monkeypatch.setattr(lease, "BEAT", 0.05)
+    monkeypatch.setattr(lease, "DURATION", 0.5)
     return move
 
 
 def test_a_second_writer_is_refused_with_the_name_of_the_first(bucket: Bucket, elsewhere: Callable[[], Path]) -> None:
-    with mirror.claimed(local()):
+    with mirror.leased(local()):
         other = elsewhere()
-        error = error_of(lambda: mirror.Claim(other), LOCKED)
+        error = error_of(lambda: lease.Lease(other), LOCKED)
         assert "s3://bucket/runs/a is in use by process" in error
-    with mirror.claimed(other):  # it was released
-        assert mirror.read_owner(*store.locate(other))
+    with mirror.leased(other):  # it was released
+        assert lease.read_owner(*store.locate(other))
 
 
 def test_a_writer_without_a_sign_of_life_is_replaced_and_stops(bucket: Bucket, elsewhere: Callable[[], Path]) -> None:
     first = local()
-    mirror.Claim(first)  # which never renews it
+    lease.Lease(first).record()  # and never renew it
     write_step(first, 1)
-    upload.Uploader(first, []).send_step(1)
+    uploader = upload.Uploader(first, [])
+    uploader.send_step(1)
     write_step(first, 2)  # and is not sent
     other = elsewhere()
-    with mirror.claimed(other):
+    with mirror.leased(other):
         assert steps.latest(other)[0] == 1
-        assert "taken over" in error_of(lambda: upload.Uploader(first, []).send_step(2), LOCKED)
         write_step(other, 3)
         upload.Uploader(other, []).send_step(3)
-    with mirror.claimed(first):  # what was never in storage does not count
+        (first / "metrics.jsonl").write_text("of the first")
+        write_step(first, 3)
+        before = dict(bucket.objects)
+        for act in (uploader.send, uploader.send_files, lambda: uploader.remove([9]), lambda: uploader.send_step(3)):
+            assert "taken over" in error_of(act, LOCKED)
+        assert {**bucket.objects, "runs/a/.owner.json": b""} == {**before, "runs/a/.owner.json": b""}
+    with mirror.leased(first):  # what was never in storage does not count
         assert steps.list_steps(first) == [3, 1]
+
+
+def test_a_writer_that_is_replaced_leaves_the_address_alone_at_its_end(
+    bucket: Bucket, elsewhere: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = local()
+    with mirror.leased(first):
+        monkeypatch.setattr(lease.Lease, "renew", lambda self, released=False: None)  # as if it were stopped
+        (first / "metrics.jsonl").write_text("of the first")
+        lease.Lease(elsewhere()).record()
+    assert "runs/a/metrics.jsonl" not in bucket.objects
+
+
+def test_an_answer_that_is_lost_does_not_end_a_lease(bucket: Bucket) -> None:
+    with mirror.leased(local()):
+        pass
+    held = lease.Lease(local())
+    held.put({"e_tag": held.tag})  # whose answer is lost
+    held.renew()
+    assert held.tag == lease.read_owner(*store.locate(local()))["tag"]  # type: ignore[index]
+
+
+def test_steps_stay_if_someone_removes_the_owner(bucket: Bucket) -> None:
+    with mirror.leased(local()):
+        write_step(local(), 1)
+    del bucket.objects["runs/a/.owner.json"]
+    bucket.objects["runs/a/log.txt"] = b""
+    mirror.refresh(local())
+    assert steps.list_steps(local()) == [1]
+
+
+def test_a_folder_in_a_run_keeps_its_own_owner(bucket: Bucket) -> None:
+    assert train(f"--run-dir={RUN}/log", steps=2) == 0
+    assert train(f"--run-dir={RUN}/log", steps=4) == 0
+    assert {key for key in bucket.objects if key.startswith("runs/a/log/.")} == {"runs/a/log/.owner.json"}
 
 
 def write_tokens(folder: Path, bucket: Bucket) -> None:

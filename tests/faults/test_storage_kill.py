@@ -14,7 +14,7 @@ import pytest
 from faults.harness import FORK
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
-from meshwright.checkpoint import manifests, mirror
+from meshwright.checkpoint import lease, manifests
 from s3 import Bucket, serving_bucket
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(1800)]
@@ -24,7 +24,7 @@ WORDS = f"--train-iters {STEPS} --save-interval 1 --keep-last 3 --hidden-dropout
 
 def train(run: str, cache: Path, environment: dict[str, str]) -> None:
     os.environ.update(environment, XDG_CACHE_HOME=str(cache))
-    mirror.BEAT, mirror.LEASE = 0.1, 0.4
+    lease.BEAT, lease.DURATION = 0.1, 0.4
     sys.stdout = sys.stderr = open(cache.with_suffix(".log"), "a")
     given = [word for word in TINY_FLAGS if "--train-iters" not in word and "--eval-iters" not in word]
     sys.exit(main(["train", *given, *WORDS, "--save", run, "--load", run]))

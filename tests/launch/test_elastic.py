@@ -27,7 +27,7 @@ ONES = ("--global-batch-size=12", "--micro-batch-size=1")
 
 
 def shapes(*more: str, least: int = 1, most: int = 4) -> list[Shape]:
-    return find_shapes([*TRAIN, *more], least, most, lambda config, given: config)
+    return find_shapes([*TRAIN, *more], least, most)
 
 
 # What fits
@@ -54,7 +54,7 @@ def test_the_model_keeps_its_layout() -> None:
     # The mean over micro-batches depends on their size, so it stays.
     means = ["--global-batch-size=12", "--micro-batch-size=3", "--loss-mean=microbatch"]
     assert [s.ranks for s in shapes(*means)] == [4, 2, 1]
-    assert find_shapes(["other.py"], 2, 3, lambda c, given: c) == [Shape(3), Shape(2)]
+    assert find_shapes(["other.py"], 2, 3) == [Shape(3), Shape(2)]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,19 @@ def test_the_model_keeps_its_layout() -> None:
 )
 def test_commands_that_cannot_be_elastic(command: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        find_shapes(command, 2, 4, lambda config, given: config)
+        find_shapes(command, 2, 4)
+
+
+@pytest.mark.parametrize("run, is_read", [("absent", False), ("s3://bucket/run", True)])
+def test_a_run_in_storage_completes_the_command(run: str, is_read: bool) -> None:
+    loads = []
+
+    def complete(parsed: Any) -> Any:
+        loads.append(parsed.config.checkpoint.load)
+        return parsed.config
+
+    find_shapes(["train", *TINY_FLAGS, f"--save={run}", f"--load={run}", *ONES], 1, 4, complete)
+    assert bool(loads) == is_read
 
 
 def test_the_largest_number_that_is_there() -> None:

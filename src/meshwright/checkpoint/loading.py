@@ -64,7 +64,7 @@ def first_intact(
 
     Return what `use` returned, or None without any checkpoint, and the notes that were reported.
     """
-    team.run_on_lead(lambda: mirror.fetch(path))
+    team.run_on_all(lambda: mirror.fetch(path))
     location, notes = search_on_lead(path, lambda: steps.find_step(path), team)
     reported: list[PassedStep] = []
     while True:
@@ -185,7 +185,6 @@ def load_step(
 
     def open_here() -> list[Any]:
         if not team.is_lead:
-            mirror.fetch(location.folder)
             publish.wait_until_visible(location.folder, team)
         opened.append(open_step(location, options, team))
         return [manifests.sha256([opened[0].identity.encode()])]

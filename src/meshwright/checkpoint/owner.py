@@ -21,7 +21,7 @@ PATIENCE = 0.5  # seconds: a killed owner may still be dying, a new one still wr
 def lock_folder(root: str | Path) -> Iterator[None]:
     """Hold an exclusive lock on the folder; the kernel releases it when this process dies.
 
-    A folder that stands for an address is claimed there too. A folder in which nothing was written
+    A folder that stands for an address is leased there too. A folder in which nothing was written
     is left as it was: absent, or without a lock.
     """
     root = Path(root)
@@ -37,7 +37,7 @@ def lock_folder(root: str | Path) -> Iterator[None]:
             raise UserError(f"cannot lock {root}: {error.strerror or error}; change --save", IO) from error
         if not has_locks:
             remark(f"WARNING: the file system of {root} has no locks: a second run there would not be noticed")
-        stack.enter_context(mirror.claimed(root))
+        stack.enter_context(mirror.leased(root))
         try:
             yield
         finally:

@@ -12,11 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from meshwright.checkpoint import mirror
+from meshwright.checkpoint.lease import confirm
 from meshwright.checkpoint.manifests import MANIFEST, read_manifest, sha256
 from meshwright.checkpoint.steps import TRACKER, list_steps, step_folder
 from meshwright.console import notice, remark
 from meshwright.storage.addresses import address_of
-from meshwright.storage.copies import read_note, write_json
+from meshwright.storage.copies import read_note, write_note
 from meshwright.storage.store import locate
 
 SENT = ".sent.json"
@@ -28,38 +29,44 @@ def crash_point(name: str) -> None:
 
 
 class Uploader:
-    """Sends what a run has saved, by one thread of rank 0."""
+    """Sends what a run has saved, by one thread of rank 0.
+
+    `others` are folders of the run without steps. Before each change the thread confirms that no
+    other run has taken the address over.
+    """
 
     def __init__(self, root: Path, others: list[Path]) -> None:
-        self.root, self.others = root, others  # others: folders of the run without steps
+        self.root, self.others = root, others
+        self.removed: list[int] = []  # steps that are not here any more, but perhaps in storage
         self.pool = ThreadPoolExecutor(1, "upload")
         self.flying: Future[None] | None = None
 
     def begin(self, removed: list[int]) -> None:
-        """Send all steps that storage lacks, then remove steps there.
-
-        What an earlier call began must have ended.
-        """
+        """Send all steps that storage lacks, then remove steps there. Nothing may be in flight."""
         assert self.flying is None
+        self.removed += removed
+        self.flying = self.pool.submit(self.send)
 
-        def act() -> None:
-            for step in reversed(list_steps(self.root)):
-                self.send_step(step)
-            self.send_files()
-            self.remove(removed)
-
-        self.flying = self.pool.submit(act)
+    def send(self) -> None:
+        for step in reversed(list_steps(self.root)):
+            self.send_step(step)
+        self.send_files()
+        self.remove(self.removed)
+        self.removed.clear()
 
     def wait(self, tick: Callable[[], None]) -> None:
-        """Wait until nothing is sent any more, and raise the failure of it."""
-        flying, self.flying, began = self.flying, None, time.monotonic()
-        explained = False
-        while flying is not None and not flying.done():
+        """Wait until nothing is sent any more."""
+        began, is_explained = time.monotonic(), False
+        while self.flying is not None and not self.flying.done():
             time.sleep(0.01)
             tick()
-            if not explained and time.monotonic() - began > SOON:
+            if not is_explained and time.monotonic() - began > SOON:
                 remark(f" > waiting for the upload to {address_of(self.root)}")
-                explained = True
+                is_explained = True
+
+    def end(self) -> None:
+        """Wait, and raise the failure of what was sent."""
+        flying, self.flying = self.flying, None
         if flying is not None:
             flying.result()
 
@@ -79,6 +86,7 @@ class Uploader:
             return
         if not all((folder / name).exists() for name in manifest):
             return  # it was read from storage
+        confirm(self.root)
         there = store.entries(key)
         before = store.get(f"{key}/{MANIFEST}") if MANIFEST in there else None
         if before is None or before[0] != raw:
@@ -87,21 +95,23 @@ class Uploader:
             for name, file in manifest.items():
                 known = sent.get(f"{folder.name}/{name}")
                 if known is None or name not in there or known != [file.sha256, there[name].tag]:
+                    confirm(self.root)
                     crash_point("before_file")
                     sent[f"{folder.name}/{name}"] = [file.sha256, store.put(f"{key}/{name}", folder / name)]
-                    write_json(self.root / SENT, sent)
-            mirror.confirm(self.root)
+                    write_note(self.root / SENT, sent)
             self.send_files()  # the rows of metrics.jsonl before this step
+            confirm(self.root)
             crash_point("before_manifest")
             store.put(f"{key}/{MANIFEST}", raw)
         crash_point("after_manifest")
         sent[f"{folder.name}/{MANIFEST}"] = sha256([raw])
-        write_json(self.root / SENT, sent)
+        write_note(self.root / SENT, sent)
         store.put(f"{locate(self.root)[1]}/{TRACKER}", str(step).encode())
         remark(f" > uploaded step {step:,} to {address_of(self.root)}")
         self.thin(step, sent)
 
     def send_files(self) -> None:
+        confirm(self.root)
         for root in (self.root, *self.others):
             mirror.send_files(root)
 
@@ -115,12 +125,13 @@ class Uploader:
                         path.unlink(missing_ok=True)
 
     def remove(self, steps: list[int]) -> None:
-        """Remove steps from storage, their manifests first."""
+        """Remove steps that are not here from storage, their manifests first."""
         sent = read_note(self.root / SENT)
-        for step in steps:
+        for step in set(steps) - set(list_steps(self.root)):
+            confirm(self.root)
             folder = step_folder(self.root, step)
             store, key = locate(folder)
             names = sorted(store.entries(key), key=lambda name: name != MANIFEST)
             store.delete([f"{key}/{name}" for name in names])
             sent = {name: value for name, value in sent.items() if not name.startswith(f"{folder.name}/")}
-        write_json(self.root / SENT, sent)
+        write_note(self.root / SENT, sent)

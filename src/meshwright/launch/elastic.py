@@ -14,6 +14,7 @@ from pathlib import Path
 from meshwright.errors import UserError
 from meshwright.settings import checks, flags
 from meshwright.settings.schema import TrainConfig
+from meshwright.storage.addresses import address_of
 
 CompleteSettings = Callable[[flags.Parsed[TrainConfig]], TrainConfig]
 ELASTIC_FLAGS = "--min-ranks and --max-ranks"
@@ -53,7 +54,7 @@ def parse_train(command: list[str], ranks: int, complete: CompleteSettings = tak
     words = [f"--world-size={ranks}", *command[1:]]
     parsed = flags.parse_settings(TrainConfig, words, "meshwright train", check=False)
     load = parsed.config.checkpoint.load
-    return complete(parsed) if load and Path(load).exists() else parsed.config
+    return complete(parsed) if load and (address_of(load) or Path(load).exists()) else parsed.config
 
 
 def is_train(command: list[str]) -> bool:

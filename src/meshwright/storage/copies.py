@@ -25,13 +25,15 @@ BLOCK = 1 << 20  # bytes of a sparse one
 THREADS = 16
 
 
-def download(store: BucketObjects, key: str, path: Path, entry: Entry, advance: Callable[[int], None]) -> None:
-    """Copy an object to a file, in parts, complete or not at all."""
+def download(
+    store: BucketObjects, key: str, path: Path, entry: Entry, count: Callable[[int], None] = lambda size: None
+) -> None:
+    """Copy an object to a file, in parts, complete or not at all; `count` gets the size of each."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing(path) as file:
         for begin in range(0, entry.size, PART):
             file.write(part := read_range(store, key, begin, min(PART, entry.size - begin)))
-            advance(len(part))
+            count(len(part))
 
 
 def read_range(store: BucketObjects, key: str, begin: int, size: int) -> memoryview:
@@ -64,9 +66,9 @@ def prepare_tokens(prefix: str) -> None:
             if is_sparse:
                 make_sparse(path, entry.size)
             else:
-                download(store, f"{key}/{name}" if key else name, path, entry, lambda count: None)
+                download(store, f"{key}/{name}" if key else name, path, entry)
             kept[name] = state
-        write_json(about, kept)
+        write_note(about, kept)
 
 
 def boot_id() -> str:
@@ -134,13 +136,14 @@ def need(path: str, ranges: Iterable[tuple[int, int]]) -> None:
 
 
 def read_note(path: Path) -> dict[str, Any]:
+    """Return what write_note wrote; nothing if there is no such file."""
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(files.read_small(path, files.RECORD_LIMIT))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
+def write_note(path: Path, value: dict[str, Any]) -> None:
     with files.replacing(path) as file:
         file.write(json.dumps(value).encode())

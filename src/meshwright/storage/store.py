@@ -20,9 +20,12 @@ from meshwright.storage.addresses import address_of
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+T = TypeVar("T")
+
 PATIENCE = datetime.timedelta(minutes=3)  # in which a request is repeated
-TRIES = 40
-ANSWERS = 5  # to one request, that may break off
+TRIES = 40  # of one request by the library
+REPEATS = 5  # of a request whose answer broke off
+SMALL = 64 << 20  # bytes of an object that is read at once
 PART = 16 << 20  # bytes of a part of an upload
 MOST_PARTS = 9_000  # S3 takes 10,000
 CURES = {
@@ -31,14 +34,10 @@ CURES = {
     "NotFoundError": "check the names of the bucket and of the object",
 }
 ELSE = "check the network, the bucket's name and region, and AWS_ENDPOINT_URL for other services than Amazon's"
-
-
-_sizes: dict[Path, dict[str, int]] = {}  # of the objects below folders
-
-
-T = TypeVar("T")
 MISSING = ("NotFoundError", "FileNotFoundError")
 CONFLICT = ("AlreadyExistsError", "FileExistsError", "PreconditionError")
+
+_sizes: dict[Path, dict[str, int]] = {}  # of the objects below folders
 
 
 class Entry(NamedTuple):
@@ -60,6 +59,8 @@ class BucketObjects:
 
         def act() -> tuple[bytes, str | None]:
             result = obstore.get(self.objects, key)
+            if result.meta["size"] > SMALL:
+                raise UserError(f"{self.bucket}/{key}: {result.meta['size']:,} bytes, above the limit of {SMALL:,}", IO)
             return bytes(result.bytes()), result.meta["e_tag"]
 
         return self.ask(key, act, MISSING)
@@ -118,7 +119,7 @@ class BucketObjects:
         import obstore.exceptions as library
 
         until = time.monotonic() + PATIENCE.total_seconds()
-        for left in reversed(range(ANSWERS)):
+        for left in reversed(range(REPEATS)):
             try:
                 return act()
             except (library.BaseError, OSError) as error:

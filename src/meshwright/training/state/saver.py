@@ -202,15 +202,24 @@ class Saver:
             for old in removed:
                 remark(f" > removed step {old}: --keep-last {c.keep_last}")
         if self.uploader is not None:
-            self.wait_for_upload()
+            self.end_upload()
             self.uploader.begin(removed)
 
-    def wait_for_upload(self, at_end: bool = False) -> None:
+    def wait_for_upload(self) -> None:
+        """Wait until nothing is sent: what was sent makes room on this machine.
+
+        The other ranks wait meanwhile, for as long as rank 0 makes progress.
+        """
+        if self.uploader is not None:
+            self.uploader.wait(pulse.tick)
+
+    def end_upload(self, at_end: bool = False) -> None:
         """Wait until nothing is sent; a failure ends the run unless --save-error is warn."""
         if self.uploader is None:
             return
+        self.wait_for_upload()
         try:
-            self.uploader.wait(pulse.tick)
+            self.uploader.end()
         except UserError as error:
             kept = f"{error}; the step is kept on this machine, and the next start here sends it"
             if at_end or self.config.checkpoint.save_error == "stop" or error.status != IO:

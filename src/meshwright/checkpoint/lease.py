@@ -1,0 +1,139 @@
+"""The right of one run to write to an address of object storage.
+
+The object OWNER names the process that last wrote there, and its folder. While a run writes, it
+renews the object every BEAT seconds. Another run takes over what was released, or was not renewed
+for DURATION seconds. The same folder, which a run locks, takes over at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from meshwright.console import notice, remark
+from meshwright.errors import IO, LOCKED, UserError
+from meshwright.ranks.pulse import pulse
+from meshwright.storage.addresses import address_of
+from meshwright.storage.copies import read_note, write_note
+from meshwright.storage.store import BucketObjects, locate
+
+OWNER = ".owner.json"  # also a file of the local folder: its name, and the last process that wrote
+BEAT = 20.0  # seconds
+DURATION = 90.0  # seconds
+KEYS = ("id", "process", "beat")
+
+
+def identity(root: Path) -> str:
+    """Return the name of this folder as a writer; empty if it never was one, or is no longer."""
+    return str(read_note(root / OWNER).get("id", ""))
+
+
+def read_owner(store: BucketObjects, key: str) -> dict[str, Any] | None:
+    raw = store.get(f"{key}/{OWNER}")
+    if raw is None:
+        return None
+    try:
+        owner = json.loads(raw[0])
+        return {name: str(owner[name]) for name in KEYS} | {"released": bool(owner["released"]), "tag": raw[1]}
+    except (ValueError, KeyError, TypeError):
+        path = f"{store.bucket}/{key}/{OWNER}"
+        raise UserError(f"{path} is not as a run writes it; remove it if no run writes there", IO) from None
+
+
+class Lease:
+    """The right to write to the address of a folder, which the caller has locked."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.ended = root, threading.Event()
+        self.store, self.key = locate(root)
+        root.mkdir(parents=True, exist_ok=True)
+        process = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
+        self.name = {"id": identity(root) or uuid.uuid4().hex, "process": process}
+        before = self.wait_for_other()
+        mode: Any = "create" if before is None else {"e_tag": before["tag"]}
+        self.tag = self.put(mode)
+        if self.tag is None:
+            raise self.in_use(read_owner(self.store, self.key))
+        if before is not None and before["id"] != self.name["id"]:
+            (root / OWNER).unlink(missing_ok=True)  # what is here is not what is there, until `record`
+        self.thread = threading.Thread(target=self.keep, daemon=True, name="lease")
+
+    def __enter__(self) -> Lease:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+        self.renew(released=True)
+
+    def record(self) -> None:
+        """Note that the folder is as its address, or ahead of it."""
+        write_note(self.root / OWNER, self.name)
+
+    def wait_for_other(self) -> dict[str, Any] | None:
+        """Return the owner before, after waiting as long as it may be at work; refuse if it is."""
+        first = owner = read_owner(self.store, self.key)
+        if first is None or first["id"] == self.name["id"] or first["released"]:
+            return first
+        notice(f"{address_of(self.root)} was written by {first['process']}: waiting {DURATION:.0f} s for a sign of it")
+        until = time.monotonic() + DURATION
+        while time.monotonic() < until:
+            time.sleep(min(1.0, DURATION / 10))
+            pulse.tick()
+            owner = read_owner(self.store, self.key)
+            if owner is None or owner["released"]:
+                return owner
+            if owner["beat"] != first["beat"]:
+                raise self.in_use(owner)
+        remark(f" > {address_of(self.root)} is taken over from {first['process']}: no sign for {DURATION:.0f} s")
+        return owner
+
+    def in_use(self, owner: dict[str, Any] | None) -> UserError:
+        who = owner["process"] if owner else "another run"
+        return UserError(f"{address_of(self.root)} is in use by {who}: wait for it, end it, or change --save", LOCKED)
+
+    def put(self, mode: Any, released: bool = False) -> str | None:
+        """Write the object and return its tag, None if another process has written it."""
+        data = json.dumps({**self.name, "beat": uuid.uuid4().hex, "released": released}).encode()
+        tag = self.store.put(f"{self.key}/{OWNER}", data, mode)
+        if tag is None and (now := read_owner(self.store, self.key)) and now.items() >= self.name.items():
+            return str(now["tag"])  # it was written, now or before, and the answer was lost
+        return tag
+
+    def keep(self) -> None:
+        while not self.ended.wait(BEAT):
+            self.renew()
+
+    def renew(self, released: bool = False) -> None:
+        """Write the object again, unless another run has: then `confirm` will end this one."""
+        with noting_failure():
+            if self.tag is not None:
+                self.tag = self.put({"e_tag": self.tag}, released)
+
+
+def confirm(root: Path) -> None:
+    """Refuse to go on if another run has taken the address over."""
+    store, key = locate(root)
+    owner, name = read_owner(store, key), read_note(root / OWNER)
+    if owner is None or not name or not owner.items() >= name.items():
+        who = owner["process"] if owner else "someone who removed its owner's object"
+        raise UserError(
+            f"{address_of(root)} was taken over by {who}; this run's later steps are on this machine alone", LOCKED
+        )
+
+
+@contextlib.contextmanager
+def noting_failure() -> Iterator[None]:
+    try:
+        yield
+    except UserError as error:
+        notice(f"WARNING: {error}")
