@@ -103,8 +103,9 @@ def _complete(
     if only_prints := {"-h", "--help", "--print-config", "--dry-run"}.intersection(words):
         raise UserError(f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()")
     parsed = flags.parse_settings(TrainConfig, words, "meshwright.train", values=settings, check=not has_data)
+    completed = complete_settings(parsed)
     flags.print_notices(parsed)
-    return complete_settings(parsed), parsed.idle
+    return completed, parsed.idle
 
 
 def load(

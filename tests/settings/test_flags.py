@@ -72,6 +72,56 @@ def test_aliases_in_files_and_environment(tmp_path, monkeypatch):
     assert (c.optimizer.lr, c.model.layernorm_epsilon, c.tokenizer.merge_file) == (0.5, 1e-6, "m.txt")
 
 
+def test_settings_of_the_environment_are_named(monkeypatch, capsys):
+    for name in ("LR_WARMUP_ITERS", "SEED", "LR", "TRAIN_SAMPLES"):
+        monkeypatch.setenv(f"MESHWRIGHT_{name}", "1")
+    line = "note: from the environment: MESHWRIGHT_SEED, MESHWRIGHT_LR_WARMUP_ITERS\n"
+    assert main(["train", *TINY_FLAGS, "--dry-run"]) == 0  # --lr and --train-iters of the command line win
+    assert capsys.readouterr().err == line
+    monkeypatch.delenv("MESHWRIGHT_SEED")
+    monkeypatch.delenv("MESHWRIGHT_LR_WARMUP_ITERS")
+    assert parse(*TINY_FLAGS).notices == []
+
+
+@pytest.mark.parametrize(
+    ("words", "notice"),
+    [
+        ("--window-size 15", "--window-size 15 has no effect in this training: a sample has only 16 tokens"),
+        ("--window-size 14", ""),
+        ("--window-size=-1,0", ""),
+        ("--window-size 3 --window-attn-skip-freq [0,0]", "--window-size 3 has no effect: --window-attn-skip-freq"),
+        ("--rope-scaling linear", "--rope-scaling has no effect without --position-embedding-type rope"),
+        ("ROPE --rope-scaling linear --rope-scaling-factor 1", "--rope-scaling linear has no effect with --rope-sc"),
+        ("ROPE --rope-scaling yarn --rope-scaling-factor 1 --rope-attention-factor 2", ""),
+        ("ROPE --rope-scaling linear", ""),
+    ],
+)
+def test_windows_and_scalings_without_effect_are_noticed(words, notice):
+    notices = parse(*TINY_FLAGS, *words.replace("ROPE", "--position-embedding-type rope").split()).notices
+    assert len(notices) == bool(notice) and all(line.startswith(notice) for line in notices), notices
+
+
+def test_the_notices_of_a_loaded_run_know_its_checkpoint(tmp_path, capsys):
+    rope = ["--position-embedding-type", "rope", "--rope-scaling", "linear", "--rope-scaling-factor", "4"]
+    run = ["train", *TINY_FLAGS, "--eval-iters", "0", "--save", str(tmp_path / "a"), "--exit-interval", "1"]
+    assert main([*run, *rope]) == 0
+    capsys.readouterr()
+    assert main([*run, "--load", str(tmp_path / "a"), "--rope-scaling-factor", "4", "--dry-run"]) == 0
+    assert "has no effect" not in capsys.readouterr().err
+
+
+def test_settings_that_amount_to_the_same_are_no_difference():
+    both = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "global_batch_size": 4}
+    first = {"train_iters": 6, "lr_warmup_fraction": 0.5, "lr_decay_iters": None, "save": "a", "hidden_dropout": 0.2}
+    same = {"train_samples": 24, "lr_warmup_iters": 3, "lr_decay_iters": 6, "save": "a", "run_dir": "a"}
+    same |= {"hidden_dropout": 0.2, "embedding_dropout": 0.2, "max_position_embeddings": 16, "ffn_hidden_size": 128}
+    assert flags.differing([both | first, both | same]) == []
+    other = same | {"train_samples": 28, "ffn_hidden_size": 64, "embedding_dropout": 0.1}
+    wanted = ["train_iters", "train_samples", "embedding_dropout", "ffn_hidden_size"]
+    assert flags.differing([both | first, both | other]) == wanted
+    assert flags.differing([both | first, both | same | {"num_layers": "many"}])[-1] == "ffn_hidden_size"
+
+
 def test_print_config_names_sources_and_reads_back(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MESHWRIGHT_SEED", "7")
     odd = "a b/'\"\\ é 中 😀 \x7f\t#.txt"

@@ -10,6 +10,7 @@ from parsing import parse, refusal
 
 from helpers import TINY_FLAGS
 from meshwright.__main__ import COMMANDS, _as_typed, main
+from meshwright.commands.train_tokenizer import TrainTokenizerConfig
 from meshwright.errors import UserError
 from meshwright.files import read_table
 from meshwright.settings import flags, hints
@@ -89,6 +90,21 @@ def test_errors_name_the_typed_spelling(capsys):
 def test_a_missing_value_too(capsys):
     assert main(["train", "--learning-rate"]) == 2
     assert "argument --learning-rate: expected one argument" in capsys.readouterr().err
+
+
+def test_a_missing_value_hides_no_other_mistake():
+    said = refusal("--compile", "--learning_rat", "3", "--n_embd=3", "--window-size", "-1,0", "--lr", check=True)
+    for line in (
+        "argument --compile: expected one argument\n",
+        "unknown flag --learning_rat; ",
+        "--n_embd; here it is --hidden-size",
+        "argument --window-size: expected one argument; a value that begins with - is written --window-size=-1,0",
+        "--num-layers is needed",
+    ):
+        assert line in said
+    assert said.count("--lr") == 1
+    said = refusal("--output", "a", "--vocab-size", cls=TrainTokenizerConfig)
+    assert said == "argument --vocab-size: expected one argument"
 
 
 def test_presets():

@@ -12,13 +12,13 @@ from typing import Any
 from meshwright.checkpoint import loading, native, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.manifests import DamagedCheckpoint, verify_step
-from meshwright.checkpoint.saved_model import model_settings
+from meshwright.checkpoint.saved_model import recorded_settings
 from meshwright.checkpoint.sources import Source
 from meshwright.checkpoint.steps import StepLocation
 from meshwright.data.history import BlendHistory
 from meshwright.errors import bad_data, not_a_run
 from meshwright.settings import fields, flags
-from meshwright.settings.schema import OUTCOME, TrainConfig
+from meshwright.settings.schema import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,9 @@ def compare_checkpoints(first: str | Path, second: str | Path, options: OpenOpti
     """List the settings and tensors in which two checkpoints differ, one tensor at a time."""
     a, b = (loading.require_checkpoint(path, options) for path in (first, second))
     lines = []
-    first_settings, second_settings = (source.config | resolved_settings(source) for source in (a, b))
-    for name in sorted(a.config.keys() & b.config.keys()):
-        if first_settings[name] != second_settings[name]:
-            lines.append(f"setting {name}: {a.config[name]} | {b.config[name]}")
+    common = a.config.keys() & b.config.keys()
+    for name in sorted(common.intersection(flags.differing([recorded_settings(source) for source in (a, b)]))):
+        lines.append(f"setting {name}: {a.config[name]} | {b.config[name]}")
     optimizer, equal = a.has_optimizer and b.has_optimizer, 0
     if a.has_optimizer != b.has_optimizer:
         lines.append(f"optimizer state: only in {(a if a.has_optimizer else b).folder}")
@@ -142,12 +141,6 @@ def compare_checkpoints(first: str | Path, second: str | Path, options: OpenOpti
     if lines:
         lines.append(f"{equal} of {len(names)} {'tensors' if optimizer else 'weights'} are equal")
     return lines
-
-
-def resolved_settings(source: Source) -> dict[str, Any]:
-    """Return the settings of the network that follow from others where they were left open."""
-    model = model_settings(source.config, source.folder)
-    return {name: getattr(model, outcome) for name, outcome in OUTCOME.items()}
 
 
 def compare_tensor(a: Source, b: Source, name: str) -> Iterator[str]:

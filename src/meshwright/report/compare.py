@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import json
 import math
 import statistics
@@ -21,7 +20,7 @@ from meshwright.report.html import document, escape, html_table, write_page
 from meshwright.report.page import columns, explain_validations
 from meshwright.runs.goodput import read_goodput
 from meshwright.runs.history import History, flat_settings, read_history, read_settings, wall_time
-from meshwright.settings.schema import OUTCOME, Model
+from meshwright.settings import flags
 
 # Colours with a contrast of at least 3 to a white and to a dark page.
 COLOURS = (plot.LINE, plot.POINT, "#2f9e62", "#c9405f", "#8f63d2", "#8a7a2e", "#1597a5", "#d060b0")
@@ -156,24 +155,9 @@ def figures(r: ComparedRun) -> dict[str, Any]:
 
 def differing(settings: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """Return the settings that differ, paths last: those differ almost always and rarely matter."""
-    names = [n for n in {n: 0 for s in settings for n in s} if any(s.get(n) != settings[0].get(n) for s in settings)]
-    names = [n for n in names if not _equal_outcomes(n, settings)]
+    names = flags.differing(settings)
     names.sort(key=lambda n: n in ("save", "load") or n.endswith(("_path", "_dir", "_file")))
     return {n: [s.get(n) for s in settings] for n in names}
-
-
-def _equal_outcomes(name: str, settings: Sequence[dict[str, Any]]) -> bool:
-    """Return whether different values, such as none and the default's, mean the same network."""
-    if name == "max_position_embeddings":
-        return len({s.get(name) or s.get("seq_length") for s in settings}) == 1
-    if name not in OUTCOME:
-        return False
-    of_model = {f.name for f in dataclasses.fields(Model)}
-    models = [Model(**{n: v for n, v in s.items() if n in of_model}) for s in settings]
-    try:
-        return len({getattr(model, OUTCOME[name]) for model in models}) == 1
-    except (TypeError, ArithmeticError):  # edited by hand
-        return False
 
 
 # The settings that decide which tokens a validation reads.

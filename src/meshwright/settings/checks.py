@@ -279,7 +279,25 @@ def notices(config: Any) -> list[str]:
     }
     with contextlib.suppress(ValueError):  # reported as a problem
         out += data_paths.overlaps(d)
+    with contextlib.suppress(ValueError):
+        out += idle_long_context(m, d)
     return out + [line for line, applies in others.items() if applies]
+
+
+def idle_long_context(m: Model, d: Data) -> list[str]:
+    """Report a window that hides no token of a sample, and a scaling of rotary frequencies by 1."""
+    out = []
+    if m.window and not m.windowed_layers and m.num_layers:
+        out.append(
+            f"--window-size {m.window_size} has no effect: --window-attn-skip-freq leaves no layer with a window"
+        )
+    elif m.window and m.window + 1 >= (d.seq_length or math.inf):
+        tokens = f"a sample has only {d.seq_length} tokens (--seq-length)"
+        out.append(f"--window-size {m.window_size} has no effect in this training: {tokens}")
+    is_scaled = m.position == "rope" and m.rope_scaling != "none"
+    if is_scaled and m.rope_scaling_factor == m.attention_factor == 1:
+        out.append(f"--rope-scaling {m.rope_scaling} has no effect with --rope-scaling-factor 1")
+    return out
 
 
 def contradictions(asked: Model, saved: Model, names: Collection[str] = ARCHITECTURE) -> list[str]:

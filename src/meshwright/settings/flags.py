@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import re
 import reprlib
 import tomllib
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -44,10 +45,11 @@ from meshwright.settings.hints import did_you_mean, find_address, our_word, refu
 from meshwright.settings.other_programs import deepspeed_json
 from meshwright.settings.other_programs.lazy_config import read_lazy_config
 from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
-from meshwright.settings.schema import TrainConfig
+from meshwright.settings.schema import AMOUNTS, OUTCOME, TrainConfig
 from meshwright.storage import addresses
 
 SETTINGS_LIMIT = 4 << 20  # bytes of a file of settings
+ENVIRONMENT = "environment"  # the source of a value of MESHWRIGHT_*
 C = TypeVar("C")
 
 # Units of one length: a unit given in a higher layer removes the others from lower layers.
@@ -107,7 +109,8 @@ def parse_settings(
     parser = _parser(cls, positional)
     argv, complaints = _without_switch_values(argv if names_follow else _hyphenated(argv, parser), parser)
     if not names_follow:
-        complaints += _given_twice(argv, parser)
+        argv, without_value = _without_missing_values(argv, parser)
+        complaints += without_value + _given_twice(argv, parser)
     namespace, unknown = _parse_known(parser, argv, complaints)
     cli, values = vars(namespace), dict(values or {})
     control = {k: cli.pop(k, None) for k in ("preset", "config_file", "dry_run", "print_config")}
@@ -138,9 +141,10 @@ def parse_settings(
     remote = checks.remote_paths(built)  # before a file is opened
     if (check or control["dry_run"]) and isinstance(built, TrainConfig) and not remote:
         built = _with_deepspeed(built, sources, reader)
-    reader.notices += checks.notices(built) + _unused(cls, layers[-1][1])
     # A checkpoint completes the settings of a run that loads one; they are checked after that.
     is_complete = not (isinstance(built, TrainConfig) and built.checkpoint.load)
+    reader.notices += _from_environment(sources) + (checks.notices(built) if is_complete else [])
+    reader.notices += _unused(cls, layers[-1][1])
     objections = checks.problems(built) if check and is_complete else remote
     answered = _answered(complaints) | ({"--output-prefix"} if control["dry_run"] else set())  # it writes nothing
     complaints += [line for line in objections if line.split()[0] not in answered]
@@ -175,6 +179,8 @@ def _parse_known(parser: FlagParser, argv: list[str], complaints: list[str]) -> 
     try:
         return parser.parse_known_args(argv)
     except UserError as error:
+        missing = re.findall(r"--[\w-]+", str(error))
+        is_reported = missing and _answered(complaints).issuperset(missing)
         needed = [action for action in parser._actions if action.required]
         for action in needed:
             action.required = False
@@ -183,7 +189,22 @@ def _parse_known(parser: FlagParser, argv: list[str], complaints: list[str]) -> 
             complaints += [_unknown(word, parser) for word in unknown if word.startswith("--")]
         for action in needed:  # the parser serves again
             action.required = True
-        raise UserError(listed([*complaints, str(error)])) from None
+        raise UserError(listed(complaints if is_reported else [*complaints, str(error)])) from None
+
+
+def _without_missing_values(argv: list[str], parser: FlagParser) -> tuple[list[str], list[str]]:
+    """Remove and report flags whose value is missing, at which argparse would stop."""
+    words, complaints = [], []
+    for word, following in zip(argv, [*argv, None][1:], strict=True):
+        action = parser._option_string_actions.get(word)
+        takes_value = action is not None and action.nargs in (None, "+", 1)
+        if not takes_value or (following is not None and parser._parse_optional(following) is None):
+            words.append(word)
+        else:
+            is_value = re.match(r"-[\d.]", following or "")
+            hint = f"; a value that begins with - is written {word}={following}" if is_value else ""
+            complaints.append(f"argument {word}: expected one argument{hint}")
+    return words, complaints
 
 
 def _layers_below(reader: LayerReader, preset: str | None, file: str | None) -> list[tuple[str, dict[str, Any]]]:
@@ -197,7 +218,7 @@ def _layers_below(reader: LayerReader, preset: str | None, file: str | None) -> 
             raise UserError(f"--config {refuse_address(address)}")
         layers.append((file, reader.read_file(Path(file))))
     if not is_flat(reader.cls):
-        layers.append(("environment", reader.read_environment()))
+        layers.append((ENVIRONMENT, reader.read_environment()))
     return layers
 
 
@@ -225,6 +246,12 @@ def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
         for name, value in typed.items()
         if used is not None and OLD_SWITCHES.get(name, (name,))[0] not in used and value != defaults[name]
     ]
+
+
+def _from_environment(sources: Mapping[str, str]) -> list[str]:
+    """Name the settings that the environment decides, which no command line shows."""
+    names = [f"MESHWRIGHT_{name.upper()}" for name, source in sources.items() if source.startswith(ENVIRONMENT)]
+    return [f"from the environment: {', '.join(names)}"] if names else []
 
 
 def _with_deepspeed(config: Any, sources: dict[str, str], reader: LayerReader) -> Any:
@@ -609,6 +636,30 @@ def from_saved(cls: type[C], saved: Mapping[str, Any], where: str) -> dict[str, 
     if reader.complaints:
         raise UserError(listed(reader.complaints), BAD_DATA)
     return out
+
+
+def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the recorded settings in which runs differ, but for those that amount to the same.
+
+    None and the default that it stands for, or 2 steps and their samples, are no difference.
+    """
+    recorded = [*map(current_names, settings)]
+    names = [
+        n for n in dict.fromkeys(itertools.chain(*recorded)) if any(s.get(n) != recorded[0].get(n) for s in recorded)
+    ]
+    try:
+        configs = [build_config(TrainConfig, [("", from_saved(TrainConfig, s, "the settings"))])[0] for s in recorded]
+    except UserError:  # edited by hand
+        return names
+    return [n for n in names if n not in {*AMOUNTS, *OUTCOME} or not _amounts_equal(n, configs)]
+
+
+def _amounts_equal(name: str, configs: Sequence[TrainConfig]) -> bool:
+    try:
+        amounts = [AMOUNTS[name](c) if name in AMOUNTS else getattr(c.model, OUTCOME[name]) for c in configs]
+    except (TypeError, ArithmeticError, ValueError):  # edited by hand
+        return False
+    return all(amount == amounts[0] for amount in amounts)
 
 
 def print_notices(parsed: Parsed[Any]) -> None:

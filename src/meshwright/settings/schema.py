@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -1205,6 +1206,16 @@ ARCHITECTURE = flags_with(TrainConfig, "resume", "refuse", "tune")
 STATED = flags_with(TrainConfig, "inherited", True)
 # Settings that decide a property together, or by a default: the property is compared.
 OUTCOME = {f.name: f.metadata["outcome"] for f in dataclasses.fields(Model) if f.metadata["outcome"]}
+# Settings in several units, and settings that take another's value where they are left open,
+# with the amount that is compared.
+AMOUNTS: dict[str, Callable[[TrainConfig], Any]] = {
+    **dict.fromkeys(("train_iters", "train_samples", "train_tokens"), lambda c: c.steps),
+    **dict.fromkeys(("lr_decay_iters", "lr_decay_samples", "lr_decay_tokens"), lambda c: c.decay_samples),
+    **dict.fromkeys((f"lr_warmup_{u}" for u in "fraction iters samples tokens".split()), lambda c: c.warmup_samples),
+    "max_position_embeddings": lambda c: c.model.max_position_embeddings or c.data.seq_length,
+    "embedding_dropout": lambda c: c.model.dropout_of_embeddings,
+    "run_dir": lambda c: c.checkpoint.run_dir or c.checkpoint.save,
+}
 # Settings that complete what a checkpoint does not say of itself.
 DESCRIBING = {*ARCHITECTURE, *flags_with(TrainConfig, "read", "model")} | {
     f.name for f in dataclasses.fields(TokenizerFlags)

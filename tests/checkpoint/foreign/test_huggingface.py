@@ -417,6 +417,21 @@ def test_settings_they_cannot_express_are_listed(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_window_over_all_positions_is_not_exported(tmp_path):
+    """It hides nothing, so also kinds without windows can express the model."""
+    for name, window, kind in (("llama-grouped", LENGTH - 1, "llama"), ("llama-grouped", LENGTH - 2, "mistral")):
+        theirs(name).save_pretrained(tmp_path / "a")
+        source = huggingface.open_huggingface(tmp_path / "a")
+        source.config |= {"window_size": f"{window},0", "max_position_embeddings": LENGTH}
+        write(source, tmp_path / f"{window}")
+        said = json.loads((tmp_path / f"{window}" / "config.json").read_text())
+        assert said["model_type"] == kind and ("sliding_window" in said) == (kind == "mistral")
+    theirs("gpt2").save_pretrained(tmp_path / "b")
+    source = huggingface.open_huggingface(tmp_path / "b")
+    source.config |= {"window_size": "1000,0"}
+    write(source, tmp_path / "c")
+
+
 def test_a_folder_is_complete_or_absent(tmp_path, monkeypatch):
     theirs("gpt2").save_pretrained(tmp_path / "a")
     source = huggingface.open_huggingface(tmp_path / "a")

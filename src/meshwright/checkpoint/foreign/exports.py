@@ -6,6 +6,7 @@ for every target and never left out in silence.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -213,6 +214,13 @@ def rope_scaling(m: Model) -> dict[str, Any] | None:
         return None
     values = {key: getattr(m, OUTCOME.get(name, name)) for key, name in SCALINGS[m.rope_scaling].items()}
     return {"rope_type": m.rope_scaling} | values
+
+
+def without_idle_window(m: Model, positions: int | None) -> Model:
+    """Leave out a window that covers all positions, as the readers of other formats do."""
+    if positions is None or not m.window or m.window + 1 < positions:
+        return m
+    return dataclasses.replace(m, window_size=None, window_attn_skip_freq=None)
 
 
 def sliding_window(m: Model, kind: str) -> dict[str, Any]:

@@ -90,6 +90,7 @@ def complete_settings(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
     inherited = {name: now[name] for name in now if now[name] != before[name]}
     parsed.sources.update(dict.fromkeys(inherited, f"checkpoint {load}"))
     require_fit(config, inherited)
+    parsed.notices.extend(checks.notices(config))
     return config
 
 

@@ -38,9 +38,12 @@ def check_export(config: TrainConfig) -> None:
     """Refuse a --save-hf that could not be written at the end of the run."""
     c = config.checkpoint
     if c.save_hf:
+        from meshwright.checkpoint.foreign import exports
         from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 
-        huggingface_writer.require_expressible(config.model, Path(c.save_hf))
+        positions = config.model.max_position_embeddings or config.data.seq_length
+        model = exports.without_idle_window(config.model, positions)
+        huggingface_writer.require_expressible(model, Path(c.save_hf))
         huggingface_writer.refuse_occupied(Path(c.save_hf), Path(c.save) if c.save and is_continued(c) else None)
 
 

@@ -10,6 +10,7 @@ library needs all of a file's tensors in memory. Here one is, plus a strip of it
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -75,7 +76,8 @@ def write_huggingface(
     Without a dtype each tensor keeps its own. `again` may replace an earlier export of the `run`.
     """
     saved = describe_model(source)
-    m = saved.model
+    m = exports.without_idle_window(saved.model, saved.require_positions())
+    saved = dataclasses.replace(saved, model=m)
     kind = require_expressible(m, source.folder, BAD_DATA)
     folder = folder.resolve()  # a link stays, its target is filled
     refuse_occupied(folder, run if again else None)
