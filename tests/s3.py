@@ -97,6 +97,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.list(query)
         if (content := self.server.objects.get(key)) is None:
             return self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
+        if self.headers.get("If-Match", tag_of(content)) != tag_of(content):
+            return self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         if span := self.headers.get("Range"):
             begin, end = span.removeprefix("bytes=").split("-")
             part = content[int(begin) : int(end) + 1]

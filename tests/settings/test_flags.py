@@ -422,7 +422,6 @@ S3 = "s3://bucket/y"
         (f"inspect {S3}", "DIR"),
         (f"report run --output {S3}", "--output"),
         (f"evaluate {S3} --input text", "--folders"),
-        (f"evaluate run --input {S3}", "--input"),
         (f"generate run --num-samples 1 --genfile {S3}", "--genfile"),
         (f"preprocess --input a.txt --output-prefix {S3}", "--output-prefix"),
         (f"train-tokenizer --input a.txt --vocab-size 300 --output {S3}", "--output"),
@@ -430,7 +429,6 @@ S3 = "s3://bucket/y"
         (f"data merge a b --output-prefix {S3}", "--output-prefix"),
         (f"data verify {S3}", "--prefixes"),
         (f"demo {S3}", "DIR"),
-        (f"quickstart {S3}", "TEXT"),
     ],
 )
 def test_an_address_is_no_path(command, flag, tmp_path, monkeypatch, capsys):

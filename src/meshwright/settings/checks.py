@@ -38,6 +38,7 @@ from meshwright.settings.schema import (
     TrainConfig,
     Training,
 )
+from meshwright.settings.text_inputs import TextInputs
 from meshwright.storage import addresses
 
 
@@ -365,9 +366,10 @@ def remote_paths(config: Any) -> list[str]:
             for one in value if isinstance(value, list) else [value]:
                 # A Path has lost one of two slashes.
                 text = str(one).replace(":/", "://", 1) if isinstance(one, os.PathLike) else one
-                if f.name == "input" and str(one).startswith("hf://"):
-                    continue  # a data set, which is read from there
-                if f.metadata["remote"] and addresses.is_address(text):
+                is_read_there = isinstance(group, TextInputs) and f.name == "input"
+                if is_read_there and str(one).startswith("hf://"):
+                    continue
+                if (is_read_there or f.metadata["remote"]) and addresses.is_address(text):
                     continue
                 if isinstance(text, str) and (address := find_address(text)):
                     out.append(f"{shown_name(f)} {refuse_address(address)}")

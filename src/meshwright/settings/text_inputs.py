@@ -29,10 +29,10 @@ class TextInputs:
     input: list[str] = flag(
         [],
         "text, also compressed: folders, plain files, HTML, JSON lines, tables, archives; - for standard input; "
-        "hf://org/name[/config][:split], a data set of the Hugging Face Hub",
+        "hf://org/name[/config][:split], a data set of the Hugging Face Hub; s3://bucket/folder, also a pattern",
         value="PATH",
         short="folders, or files of text; - for standard input",
-        docs="data evaluation",
+        docs="data evaluation storage",
     )
     include: list[str] = flag(
         [], "patterns of the files to read in folders and archives, whatever their suffix", value="NAME"

@@ -36,9 +36,9 @@ def download(
             count(len(part))
 
 
-def read_range(store: BucketObjects, key: str, begin: int, size: int) -> memoryview:
+def read_range(store: BucketObjects, key: str, begin: int, size: int, tag: str | None = None) -> memoryview:
     """Return a range of an object, all of it."""
-    part = store.read(key, begin, size)
+    part = store.read(key, begin, size, tag)
     if len(part) != size:
         raise UserError(f"{store.bucket}/{key}: ends at byte {begin + len(part):,}; it is shorter than before", IO)
     return part

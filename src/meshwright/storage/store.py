@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError
+from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError, bad_data
 from meshwright.storage.addresses import address_of
 
 if TYPE_CHECKING:
@@ -65,13 +65,25 @@ class BucketObjects:
 
         return self.ask(key, act, MISSING)
 
-    def read(self, key: str, begin: int, size: int) -> memoryview:
-        """Return a range of an object."""
+    def read(self, key: str, begin: int, size: int, tag: str | None = None) -> memoryview:
+        """Return a range of an object; raise if it has another tag."""
         import obstore
 
-        data = self.ask(key, lambda: obstore.get_range(self.objects, key, start=begin, length=size))
-        assert data is not None
+        options: Any = {"range": (begin, begin + size)} | ({"if_match": tag} if tag else {})
+        data = self.ask(key, lambda: obstore.get(self.objects, key, options=options).bytes(), CONFLICT)
+        if data is None:
+            raise bad_data(f"{self.bucket}/{key} has changed while it was read; start again when it is complete")
         return memoryview(data)
+
+    def entry(self, key: str) -> Entry | None:
+        """Return what a listing would say of an object, None if there is none."""
+        import obstore
+
+        def act() -> Entry:
+            meta = obstore.head(self.objects, key)
+            return Entry(meta["size"], meta["e_tag"])
+
+        return self.ask(key, act, MISSING)
 
     def put(self, key: str, data: bytes | Path, mode: Any = "overwrite") -> str | None:
         """Write an object and return its tag; a large file is sent in parts.
@@ -168,9 +180,14 @@ def locate(path: str | Path) -> tuple[BucketObjects, str]:
     """Return the store and the key of a local path that stands for an address."""
     address = address_of(path)
     assert address is not None
+    return store_at(address)
+
+
+def store_at(address: str) -> tuple[BucketObjects, str]:
+    """Return the store and the key of an address."""
     scheme, _, rest = address.partition("://")
     bucket, _, key = rest.partition("/")
-    return store_of(f"{scheme}://{bucket}"), key
+    return store_of(f"{scheme}://{bucket}"), key.rstrip("/")
 
 
 def size_of(path: Path) -> int | None:

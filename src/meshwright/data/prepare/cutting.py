@@ -14,7 +14,16 @@ from typing import BinaryIO
 from meshwright.data.prepare import containers, hub_sets, markup, plain, records, rows, tables, wiki
 from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import NOT_CHOSEN, PDF
-from meshwright.data.prepare.inputs import JSON_NAME, JSON_START, Input, Inputs, a_pdf, find_inputs, name_filter
+from meshwright.data.prepare.inputs import (
+    JSON_NAME,
+    JSON_START,
+    Input,
+    Inputs,
+    a_pdf,
+    find_inputs,
+    name_filter,
+    open_source,
+)
 from meshwright.data.prepare.pieces import Broken, LinesAt, LinesHere, Piece, Rows, SmallFiles, Text, TextAt, TextsHere
 from meshwright.data.prepare.plain import HTML_NAME, JSON_LINES, PIECE
 from meshwright.data.prepare.records import NOT_UTF8, TOO_LONG, Bad, Mended, Reading, advice
@@ -76,7 +85,7 @@ def cut_input(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
 def cut_stream_of(number: int, source: Input, given: TextInputs) -> Iterator[Piece]:
     """Yield what can be read; after damage, a last piece says why."""
     path, how = source.path, reading(given)
-    file = open_input(path)
+    file = open_input(source)
     try:
         stream = containers.unpacked(containers.buffered(file))
         members = _archive(file, stream, source)
@@ -244,15 +253,15 @@ def _without_mark(stream: BinaryIO) -> Iterator[bytes]:
     return containers.chunks(stream)
 
 
-def open_input(path: str) -> BinaryIO:
-    if path == "-":
+def open_input(source: Input) -> BinaryIO:
+    if source.path == "-":
         if sys.stdin is None:
             raise UserError("--input - cannot be read: the standard input is closed; give it a file or a pipe", IO)
         return sys.stdin.buffer
     try:
-        return open(path, "rb", buffering=PIECE)
+        return open_source(source)
     except OSError as error:
-        raise UserError(f"--input {path} cannot be read: {error.strerror}", IO) from None
+        raise UserError(f"--input {source.path} cannot be read: {error.strerror}", IO) from None
 
 
 def note_passed(inputs: Inputs, given: TextInputs) -> None:

@@ -14,8 +14,8 @@ import shlex
 import stat
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import BinaryIO, Literal
 
 from meshwright.data.prepare import containers, encodings, folders, hub_sets, plain, rows, tables, wiki
 from meshwright.data.prepare.folders import NOT_CHOSEN, NameFilter, PassedOver, shown
@@ -25,6 +25,8 @@ from meshwright.errors import IO, UserError, bad_data
 from meshwright.progress import SkippedLines
 from meshwright.settings.hints import near_path
 from meshwright.settings.text_inputs import TextInputs
+from meshwright.storage import texts
+from meshwright.storage.addresses import is_address
 
 # Names of JSON lines; in a folder, what is only called .json must look like them.
 JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)
@@ -41,6 +43,7 @@ class Input:
 
     The first bytes decide the kind. `bytes` is on disk, 0 for a pipe. `folder` is the one in which
     the input was found, None if it was named. Documents of a `wiki` are the articles of its dump.
+    The path of an object in storage is its address.
     """
 
     path: str
@@ -49,7 +52,7 @@ class Input:
     folder: str | None = None
     files: tuple[tuple[str, int, int], ...] = ()  # of texts: path, size, time of change
     is_wiki: bool = False
-    revision: str = ""  # of a data set of the Hub
+    revision: str = ""  # of a data set of the Hub, or of an object in storage
 
     @property
     def is_stream(self) -> bool:
@@ -139,7 +142,7 @@ def _find_misread(single: list[Input], encoding: str) -> list[str]:
         return out
     for source in single:
         if source.kind in ("text", "small files", "stream", "lines") and source.bytes:
-            with open(source.path, "rb") as file:
+            with open_source(source) as file:
                 start = file.read(encodings.SAMPLE)
             codec = "" if containers.kind_of_bytes(start) else plain.codec_of_file(source.path, start, encoding)
             if other := encodings.misread(start, codec):
@@ -152,7 +155,8 @@ def _expand(patterns: list[str]) -> list[str]:
     """Return files and `-` as given, and the matches of patterns sorted."""
     paths = []
     for pattern in patterns:
-        is_path = pattern == "-" or pattern.startswith(hub_sets.SCHEME) or os.path.lexists(pattern)
+        is_remote = pattern.startswith(hub_sets.SCHEME) or is_address(pattern)
+        is_path = pattern == "-" or is_remote or os.path.lexists(pattern)
         matches = [pattern] if is_path else sorted(glob.glob(pattern, recursive=True))
         if not matches:
             raise bad_data(f"--input {shown(pattern)} does not exist{near_path(pattern)}")
@@ -165,6 +169,8 @@ def _find_below(path: str, given: TextInputs, passed: PassedOver) -> Iterator[In
         yield Input("-", "stream")
     elif path.startswith(hub_sets.SCHEME):
         yield Input(path, "hub", revision=hub_sets.find_revision(path))
+    elif is_address(path):
+        yield from _find_objects(path, given, passed)
     elif files := tables.find_saved(path) if os.path.isdir(path) else [path]:
         for file in files:
             folder, name = os.path.split(file)
@@ -179,6 +185,66 @@ def _find_below(path: str, given: TextInputs, passed: PassedOver) -> Iterator[In
                 passed.note(inspected, shown(inside))
             else:
                 yield inspected
+
+
+def _find_objects(address: str, given: TextInputs, passed: PassedOver) -> Iterator[Input]:
+    """Yield the objects of storage that an address names; each is a stream."""
+    objects = texts.find_objects(address)
+    if not objects:
+        raise bad_data(f"--input {address} does not exist: no object has this name or is below it; check the address")
+    below: dict[str, set[str]] = {}
+    for named in objects:
+        folder, _, name = named.address.rpartition("/")
+        below.setdefault(f"{folder}/", set()).add(name)
+    made = tuple(folder for folder, names in below.items() if any(own <= names for own in folders.OUTPUT_FOLDERS))
+    chooser = name_filter(given)
+    for path, (size, tag), found_in in objects:
+        inside = path.removeprefix(f"{found_in}/")
+        above, _, name = path.rpartition("/")
+        if found_in and any(map(chooser.is_hidden, inside.split("/"))):
+            continue
+        if found_in and path.startswith(made):
+            reason = "files in folders of vocabularies or runs"
+        elif found_in:
+            reason = chooser.refusal(inside)
+        else:
+            reason = "" if chooser.chooses(name, f"{above}/") else NOT_CHOSEN
+        source = reason or ("" if size else "empty") or _inspect_object(path, size, tag, found_in, given)
+        if isinstance(source, str):
+            passed.note(source, shown(inside))
+        else:
+            kind: Kind = "csv" if source.kind == "csv" else "stream"
+            yield replace(source, kind=kind, bytes=size, files=(), revision=tag or "")
+
+
+def _inspect_object(path: str, size: int, tag: str | None, folder: str | None, given: TextInputs) -> Input | str:
+    if folder is not None and _is_small_text(path, size):
+        return Input(path, "stream", folder=folder)  # whose content is looked at where it is read
+    with texts.open_object(path, size, tag) as file:
+        kind, start = _look_into(file)
+    if kind in ("parquet", "arrow", "arrow stream", "sqlite"):
+        reason = f"{kind} tables in object storage, which are read from a disk of this machine alone"
+        if folder is None:
+            raise bad_data(f"--input {path}: {reason}; copy it here first, or write its texts as JSON lines")
+        return reason
+    if folder is not None:
+        about = os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, size, 0, 0, 0))
+        return _recognise(path, about, folder, given, kind, start)
+    if kind == "pdf":
+        raise a_pdf(path)
+    is_csv = rows.CSV_NAME.search(path) and kind in (None, *containers.STREAMS)
+    return Input(path, "csv" if is_csv else "stream")
+
+
+def open_source(source: Input) -> BinaryIO:
+    """Open a file, or an object in storage as it was when it was inspected."""
+    if is_address(source.path):
+        return texts.open_object(source.path, source.bytes, source.revision)
+    return open(source.path, "rb", buffering=PIECE)
+
+
+def _is_small_text(path: str, size: int) -> bool:
+    return size <= PIECE and os.path.splitext(path)[1].lower() in folders.SUFFIXES
 
 
 def a_pdf(path: str) -> UserError:
@@ -224,18 +290,29 @@ def _refused_columns(source: Input, given: TextInputs) -> tuple[str, str]:
 
 def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextInputs) -> Input | str:
     """Recognise a file in a folder, or return why it is passed over."""
-    if about.st_size <= PIECE and os.path.splitext(path)[1].lower() in folders.SUFFIXES:
+    if _is_small_text(path, about.st_size):
         return _input(path, None, about, folder)  # a worker, who opens it anyway, looks at the content
     try:
         with open(path, "rb", buffering=containers.START) as file:
-            start = containers.peek(file)
-            kind = containers.kind_of_bytes(start)
-            if kind in containers.STREAMS:
-                start = containers.peek(containers.unpacked(file))
-    except containers.DAMAGES:
-        start = b""
+            kind, start = _look_into(file)
     except OSError as error:
         raise folders.unreadable(path, error) from None
+    return _recognise(path, about, folder, given, kind, start)
+
+
+def _look_into(file: BinaryIO) -> tuple[str | None, bytes]:
+    """Return the kind of a file, and the first bytes in it, unpacked; none of a damaged one."""
+    kind = containers.kind_of_bytes(start := containers.peek(file))
+    try:
+        return kind, containers.peek(containers.unpacked(file)) if kind in containers.STREAMS else start
+    except containers.DAMAGES:
+        return kind, b""
+
+
+def _recognise(
+    path: str, about: os.stat_result, folder: str, given: TextInputs, kind: str | None, start: bytes
+) -> Input | str:
+    """Recognise a file in a folder by its first bytes, or return why it is passed over."""
     inner = containers.kind_of_bytes(start) if start else None
     codec = plain.codec_of_file(path, start, given.encoding) if inner is None else ""
     start = encodings.to_utf8(start[: containers.HEAD] if kind in containers.STREAMS else start, codec)

@@ -63,8 +63,8 @@ def encode_pieces(pieces: Iterator[Piece], make: Callable[[], Encoder], size: in
 
 
 def start_method() -> str:
-    """Fork where possible; torch's threads would leave locks in the child that nothing releases."""
-    return "fork" if sys.platform == "linux" and "torch" not in sys.modules else "spawn"
+    """Fork where possible; threads of these libraries would leave locks that nothing releases."""
+    return "fork" if sys.platform == "linux" and not {"torch", "obstore"} & set(sys.modules) else "spawn"
 
 
 def _worker_lost(workers: set[multiprocessing.process.BaseProcess], is_start: bool) -> UserError:
