@@ -220,15 +220,14 @@ class VerifiedReader:
 
     def _fill(self, data: bytearray, begin: int) -> None:
         """Read into `data` what the file has from byte `begin` on."""
-        got = 0
         if self.fd is None:
             objects, key = store.locate(self.path)
-            answer = objects.read(key, begin, len(data))
-            got = min(len(answer), len(data))
-            data[:got] = answer[:got]
+            data[:] = objects.read(key, begin, len(data))
+            return
+        got = 0
         try:
             while got < len(data):
-                count = os.preadv(self.fd, [memoryview(data)[got:]], begin + got) if self.fd is not None else 0
+                count = os.preadv(self.fd, [memoryview(data)[got:]], begin + got)
                 if not count:
                     raise DamagedCheckpoint(f"{self.path}: ends at byte {begin + got:,} of {self.file.size:,}")
                 got += count

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import files
-from meshwright.errors import IO, UserError
 from meshwright.storage.addresses import address_of
 from meshwright.storage.store import BucketObjects, Entry, locate
 
@@ -32,16 +31,8 @@ def download(
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing(path) as file:
         for begin in range(0, entry.size, PART):
-            file.write(part := read_range(store, key, begin, min(PART, entry.size - begin)))
+            file.write(part := store.read(key, begin, min(PART, entry.size - begin)))
             count(len(part))
-
-
-def read_range(store: BucketObjects, key: str, begin: int, size: int, tag: str | None = None) -> memoryview:
-    """Return a range of an object, all of it."""
-    part = store.read(key, begin, size, tag)
-    if len(part) != size:
-        raise UserError(f"{store.bucket}/{key}: ends at byte {begin + len(part):,}; it is shorter than before", IO)
-    return part
 
 
 def prepare_tokens(prefix: str) -> None:
@@ -115,7 +106,7 @@ class SparseCopy:
     def fetch(self, number: int) -> None:
         assert self.present is not None
         begin = number * BLOCK
-        data = read_range(self.store, self.key, begin, min(BLOCK, self.size - begin))
+        data = self.store.read(self.key, begin, min(BLOCK, self.size - begin))
         done = 0
         while done < len(data):
             done += os.pwrite(self.fd, data[done:], begin + done)

@@ -66,13 +66,15 @@ class BucketObjects:
         return self.ask(key, act, MISSING)
 
     def read(self, key: str, begin: int, size: int, tag: str | None = None) -> memoryview:
-        """Return a range of an object; raise if it has another tag."""
+        """Return a range of an object, all of it; raise if it has another tag."""
         import obstore
 
         options: Any = {"range": (begin, begin + size)} | ({"if_match": tag} if tag else {})
         data = self.ask(key, lambda: obstore.get(self.objects, key, options=options).bytes(), CONFLICT)
         if data is None:
             raise bad_data(f"{self.bucket}/{key} has changed while it was read; start again when it is complete")
+        if len(data) != size:
+            raise UserError(f"{self.bucket}/{key}: ends at byte {begin + len(data):,}; it is shorter than before", IO)
         return memoryview(data)
 
     def entry(self, key: str) -> Entry | None:

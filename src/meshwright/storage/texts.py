@@ -8,7 +8,7 @@ import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from meshwright.storage.copies import BLOCK, read_range
+from meshwright.storage.copies import BLOCK
 from meshwright.storage.store import Entry, store_at
 
 AHEAD = 16  # blocks that are read at once; this bounds the memory
@@ -98,7 +98,7 @@ class _ObjectReader(io.RawIOBase):
     def fetch(self, number: int) -> memoryview:
         size, tag = self.entry
         begin = number * BLOCK
-        return read_range(self.store, self.key, begin, min(BLOCK, size - begin), tag)
+        return self.store.read(self.key, begin, min(BLOCK, size - begin), tag)
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
