@@ -3,6 +3,8 @@
 # make faults  35 kinds of fault injected, a line each (part of make test); make faults-long: all cases of them;
 #             make faults-soak: 500 kills of runs, on a machine with many cores
 # make fuzz   random layouts and options against one process; make fuzz CASES=2000 JOBS=12 SEED=1 FUZZ="--json FILE"
+# make mutants  defects seeded one by one in copies of this tree; do the tests that are named for each find it?
+#             make mutants TIER=check JOBS=12 MUTANTS="--json FILE": do those of make check (test, fuzz, verify)?
 #
 # Each target makes its own virtual environment first. PYTHON chooses the interpreter (3.11 to 3.13), TORCH the version of
 # torch, TORCH_INDEX its source, for example one with a build for your GPU or for the CPU alone. Without these two, a torch of
@@ -22,10 +24,12 @@ CASES ?= 60
 JOBS ?= 2
 SEED ?= 0
 FUZZ ?=
+TIER ?= named
+MUTANTS ?=
 
 FAULTS = $(TESTS) -n 2 -q tests/faults/test_summary.py $(shell grep -rl --include='test_*.py' mark.fault tests)
 
-.PHONY: demo test check test-long faults faults-long faults-soak fuzz elastic bench install clean
+.PHONY: demo test check test-long faults faults-long faults-soak fuzz mutants elastic bench install clean
 .DEFAULT_GOAL := demo
 
 $(VENV)/base: pyproject.toml constraints.txt
@@ -70,6 +74,9 @@ faults-soak: $(VENV)/test
 
 fuzz: $(VENV)/test
 	PYTHONPATH=src:tests $(BIN)/python -m fuzz --cases $(CASES) --jobs $(JOBS) --seed $(SEED) $(FUZZ)
+
+mutants: $(VENV)/test
+	PYTHONPATH=src:tests $(BIN)/python -m mutants --tier $(TIER) --jobs $(JOBS) --seed $(SEED) $(MUTANTS)
 
 elastic: $(VENV)/test
 	$(TESTS) -s -m long tests/launch/test_elastic.py tests/launch/test_on_ray.py

@@ -241,6 +241,16 @@ def test_a_run_folder_rebuilds_each_tokenizer(bpe, tmp_path):
         assert not list(folder.glob("*.tmp"))
 
 
+def test_merges_need_no_line_of_a_version(bpe, tmp_path):
+    version, *lines = (bpe / "merges.txt").read_text().splitlines(keepends=True)
+    assert version.startswith("#version") and len(lines) > 1
+    (tmp_path / "vocab.json").write_bytes((bpe / "vocab.json").read_bytes())
+    (tmp_path / "merges.txt").write_text("".join(lines))
+    first = lines[0].replace(" ", "").strip().replace("Ġ", " ")  # what the first merge makes
+    assert len(build_tokenizer(flags(bpe)).encode(first)) == 1
+    assert build_tokenizer(flags(tmp_path)).encode(first) == build_tokenizer(flags(bpe)).encode(first)
+
+
 @pytest.mark.promise("A damaged one is refused")
 def test_a_changed_file_in_a_run_folder_is_refused(bpe, tmp_path):
     save_tokenizer(build_tokenizer(flags(bpe)), tmp_path)

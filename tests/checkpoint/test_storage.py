@@ -63,7 +63,17 @@ def test_resume_from_storage_alone(bucket: Bucket, tmp_path: Path, capsys: pytes
 
 
 def test_steps_are_removed_from_storage_too(bucket: Bucket) -> None:
+    """At each request, a step with a manifest has all its files."""
+    lacking = list[str]()
+
+    def look(method: str, key: str) -> None:
+        for name in [name for name in bucket.objects if name.endswith("/manifest.json")]:
+            wanted = (name.replace("manifest.json", file) for file in json.loads(bucket.objects[name])["files"])
+            lacking.extend(set(wanted) - set(bucket.objects))
+
+    bucket.faults = look
     assert train("--keep-last=1", "--async-save") == 0
+    assert not lacking
     assert {key.split("/")[2] for key in bucket.objects if "iter_" in key} == {"iter_0000006"}
     assert bucket.objects["runs/a/latest_checkpointed_iteration.txt"] == b"6"
 
@@ -285,6 +295,17 @@ def test_token_files_are_read_block_by_block(bucket: Bucket, tmp_path: Path, mon
     assert read_losses(tmp_path / "a") == read_losses(tmp_path / "b")
     present = (local("s3://bucket/data") / ".text_document.bin.blocks").read_bytes()
     assert 0 < sum(present) < len(present) / 2
+    copies.sparse_copy.cache_clear()
+
+
+def test_all_bytes_of_token_files_arrive(bucket: Bucket, tmp_path: Path) -> None:
+    write_tokens(tmp_path, bucket)
+    prefix = str(local("s3://bucket/data") / "text_document")
+    copies.prepare_tokens(prefix)
+    size = (tmp_path / "text_document.bin").stat().st_size
+    assert size % copies.BLOCK  # the last block is not full
+    copies.need(f"{prefix}.bin", [(size - 3, size), (0, size)])
+    assert Path(f"{prefix}.bin").read_bytes() == (tmp_path / "text_document.bin").read_bytes()
     copies.sparse_copy.cache_clear()
 
 

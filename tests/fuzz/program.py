@@ -113,7 +113,8 @@ class Hunt:
         with self.lock:
             place = len(self.bad)
             self.bad.append(entry := {"number": number, "case": str(case), "kind": outcome.kind})
-        small = shrink(case, crew, self.bug, outcome.kind) if place < SHRUNK else case
+        shrinks = place < SHRUNK and not self.given.stop
+        small = shrink(case, crew, self.bug, outcome.kind) if shrinks else case
         after = crew.run(small, self.bug) if small != case else outcome
         entry |= {"shrunk": str(small), "lines": list(after.lines if after.is_bad else outcome.lines)}
         print(
@@ -198,6 +199,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", help="write the record to this file")
     parser.add_argument("--case", help="run one case, given as the fuzz prints it")
     parser.add_argument("--shrink", action="store_true", help="with --case: make it smaller if it is bad")
+    parser.add_argument("--stop", action="store_true", help="end after a bad case, which stays as large as it is")
     parser.add_argument("--bug", choices=[*BUGS, "all"], help="seed a defect, and stop when it is found")
     return parser.parse_args(argv)
 
@@ -214,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
         if given.bug:
             return seeded(given, folder)
         hunt = Hunt(given, folder)
-        hunt.run(given.cases)
+        hunt.run(given.cases, stops=lambda: given.stop and hunt.first_bad > 0)
         record = hunt.record()
     if given.json:
         Path(given.json).write_text(json.dumps(record, indent=1) + "\n")

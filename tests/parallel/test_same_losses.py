@@ -151,7 +151,10 @@ WITH = {
         "--world-size 4 --context-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1 --cpu-optimizer",
         "--world-size 4 --tensor-model-parallel-size 2 --zero-stage 3 --swiglu --ffn-hidden-size 48",
     ],
-    "microbatch": ["--world-size 2 --zero-stage 2", "--world-size 4 --context-parallel-size 2"],
+    "microbatch": [
+        "--world-size 2 --zero-stage 2",
+        "--world-size 4 --context-parallel-size 2 --position-embedding-type alibi",
+    ],
     "logits": [
         "--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
         "--world-size 4 --context-parallel-size 2 --zero-stage 3 --recompute-granularity full",
@@ -166,7 +169,10 @@ WITH = {
         "--world-size 4 --context-parallel-size 2 --zero-stage 3 --recompute-granularity full",
         "--world-size 4 --pipeline-model-parallel-size 2 --zero-stage 1 --recompute-granularity selective",
     ],
-    "xavier": ["--world-size 2 --tensor-model-parallel-size 2", "--world-size 2 --pipeline-model-parallel-size 2"],
+    "xavier": [
+        "--world-size 2 --tensor-model-parallel-size 2 --qk-layernorm",
+        "--world-size 2 --pipeline-model-parallel-size 2",
+    ],
 }
 
 

@@ -33,6 +33,7 @@ def started(environ: list[dict[str, str]], folder: Path, *argv: str) -> tuple[li
 TORCH = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2", MASTER_ADDR="m", MASTER_PORT="29500")
 SLURM = dict(SLURM_PROCID="3", SLURM_NTASKS="4", SLURM_LOCALID="1", SLURM_NODEID="1", SLURM_TASKS_PER_NODE="2(x2)")
 SLURM |= dict(SLURM_NODELIST="node[07-08]", SLURM_JOB_ID="77", SLURM_STEP_ID="0")
+UNEVEN = dict(SLURM_PROCID="2", SLURM_LOCALID="0", SLURM_TASKS_PER_NODE="2,1(x2)", MASTER_PORT="1234")
 OMPI = {f"OMPI_COMM_WORLD_{n}": v for n, v in (("RANK", "3"), ("SIZE", "4"), ("LOCAL_RANK", "3"), ("LOCAL_SIZE", "4"))}
 DEEPSPEED = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_SIZE="2", CROSS_RANK="1", CROSS_SIZE="2")
 DEEPSPEED |= dict(MASTER_ADDR="m", MASTER_PORT="29500")
@@ -50,6 +51,7 @@ HYDRA = dict(PMI_RANK="3", PMI_SIZE="4", MPI_LOCALRANKID="3", MPI_LOCALNRANKS="4
         (DEEPSPEED, World(3, 4, 1, 2, "m", 29500, "deepspeed")),
         (SLURM | {"MASTER_PORT": "1234"}, World(3, 4, 1, 2, "node07", 1234, "srun")),
         (SLURM | {"MASTER_PORT": "1234", "MASTER_ADDR": "x", "WORLD_SIZE": "4"}, World(3, 4, 1, 2, "x", 1234, "srun")),
+        (SLURM | UNEVEN, World(2, 4, 0, 1, "node07", 1234, "srun")),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, World()),
         ({n: v for n, v in SLURM.items() if n != "SLURM_PROCID"}, World()),  # in salloc's shell
         ({n: v for n, v in SLURM.items() if n != "SLURM_STEP_ID"} | {"ENVIRONMENT": "BATCH"}, World()),
