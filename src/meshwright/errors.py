@@ -80,6 +80,11 @@ def what_it_holds(folder: Path) -> str:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of a message, or the kind of an error without one."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 def bad_data(message: str) -> UserError:
     """Return the error of a file that is missing, damaged or not what the flags say."""
     return UserError(message, BAD_DATA)

@@ -220,21 +220,24 @@ def sha256(path: str | Path, folder: Path | None = None) -> str:
 
 
 def sample(path: str | Path, size: int, count: int, prefix: bytes = b"") -> str:
-    """Return the SHA-256 of `prefix` and of `count` blocks of a file, spread evenly.
-
-    The first block is its beginning and the last one its end. A file that is no longer than the
-    blocks is read in full.
-    """
+    """Return the SHA-256 of `prefix` and of the `sample_ranges` of a file."""
     digest = hashlib.sha256(prefix)
     with open(path, "rb") as file:
-        length = os.fstat(file.fileno()).st_size
-        if length <= size * count:
-            digest.update(file.read())
-        else:
-            for n in range(count):
-                file.seek((length - size) * n // (count - 1))
-                digest.update(file.read(size))
+        for begin, end in sample_ranges(os.fstat(file.fileno()).st_size, size, count):
+            file.seek(begin)
+            digest.update(file.read(end - begin))
     return digest.hexdigest()
+
+
+def sample_ranges(length: int, size: int, count: int) -> list[tuple[int, int]]:
+    """Return `count` blocks of a file, spread evenly from its beginning to its end.
+
+    A file that is no longer than the blocks is one.
+    """
+    if length <= size * count:
+        return [(0, length)]
+    begins = ((length - size) * n // (count - 1) for n in range(count))
+    return [(begin, begin + size) for begin in begins]
 
 
 def crc32(path: Path) -> int:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from meshwright.errors import UNAVAILABLE, UserError, bad_data
+from meshwright.errors import UNAVAILABLE, UserError, bad_data, first_line
 from meshwright.files import read_small
 from meshwright.settings.schema import TokenizerFlags
 
@@ -579,10 +579,9 @@ def load_encoding(name: str) -> TikToken:
         cause: BaseException = error
         while cause.__context__ is not None:  # requests and urllib3 wrap the reason in lines of their own
             cause = cause.__context__
-        reason = (str(cause).splitlines() or [type(cause).__name__])[0]
         raise UserError(
             f"--tokenizer {name}: tiktoken does not have it in its cache and cannot download it "
-            f"({reason}); set TIKTOKEN_CACHE_DIR to a cache that has it, or give the file "
+            f"({first_line(cause)}); set TIKTOKEN_CACHE_DIR to a cache that has it, or give the file "
             f"{name}.tiktoken",
             UNAVAILABLE,
         ) from None

@@ -498,6 +498,7 @@ def test_flags_without_effect_are_reported_once(capsys):
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 3 and got.config == TrainConfig()
     assert err[0].startswith("note: --DDP-impl is accepted and has no effect: gradients lie in flat buffers")
+    assert parse("--profile").notices == ["--profile has no effect without --save or --run-dir"]
 
 
 def test_no_effect_takes_its_values():

@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.errors import UserError
 from meshwright.settings import flags
-from meshwright.settings.other_programs.lazy_config import read_expression, read_lazy_config
+from meshwright.settings.lazy_config import read_expression, read_lazy_config
 from meshwright.settings.schema import TrainConfig
 
 BASE = """
@@ -166,7 +166,7 @@ def test_files_that_are_none(tmp_path: Path, data: bytes | None) -> None:
 def test_values_of_the_command_line() -> None:
     texts = {"[0]*2+[1]*2": [0, 0, 1, 1], "1e-3": 0.001, "'a b'": "a b", "True": True, "-4": -4}
     assert {text: read_expression(text) for text in texts} == texts
-    for text in ("./output/a", "gpt2", "1 2", "", "[" * 100 + "]" * 100):
+    for text in ("./output/a", "gpt2", "1 2", "", "[" * 100 + "]" * 100, "1" + " " * 65_536):
         with pytest.raises(ValueError):
             read_expression(text)
 

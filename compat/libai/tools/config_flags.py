@@ -11,7 +11,7 @@ from meshwright.data.sets import samples_of_epochs
 from meshwright.errors import UserError
 from meshwright.settings.flags import parse_settings
 from meshwright.settings.hints import did_you_mean
-from meshwright.settings.other_programs.lazy_config import read_expression
+from meshwright.settings.lazy_config import read_expression
 from meshwright.settings.schema import TrainConfig
 
 TABLES = ("model", "train", "optim", "dataloader", "tokenization", "graph")  # LiBai reads no others

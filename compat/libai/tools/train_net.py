@@ -19,7 +19,7 @@ from meshwright.__main__ import main  # noqa: E402
 from meshwright.errors import UserError  # noqa: E402
 from meshwright.files import replacing  # noqa: E402
 from meshwright.ranks.world import find_world  # noqa: E402
-from meshwright.settings.other_programs.lazy_config import read_lazy_config  # noqa: E402
+from meshwright.settings.lazy_config import read_lazy_config  # noqa: E402
 
 MODULES = ("libai", "oneflow", "flowvision", "omegaconf")
 FAST = "train.train_epoch=0 train.train_iter=20 train.evaluation.eval_period=10 train.log_period=1".split()

@@ -53,10 +53,8 @@ def show_inputs(config: PreprocessConfig) -> None:
     print(f"would read {inputs.bytes - inputs.passed.bytes:,} bytes{ids}: {inputs.describe()}")
     for line in inputs.opened():
         print(f"  {line}")
-    if inputs.passed:
-        print(inputs.passed.line())
-    for warning in inputs.warnings:
-        print(warning)
+    for line in inputs.left_out(config.preprocess.on_error, config.preprocess.encoding):
+        print(line)
     if preparation is None:
         print("a tokenizer is needed to write tokens: --tokenizer")
     elif config.preprocess.output_prefix and not preparation.is_done(sys.stdout, dry_run=True):

@@ -18,6 +18,7 @@ import torch
 from meshwright import device as devices
 from meshwright.console import remark
 from meshwright.cuda_graphs import CudaGraphs
+from meshwright.errors import first_line
 from meshwright.generation.sampling import ChoiceParts
 from meshwright.generation.state import Outputs, SlotState, choose_next
 from meshwright.kernels.decode import choose_tokens
@@ -115,8 +116,7 @@ class CapturedSteps:
             with devices.on_stream(self.stream):
                 replay = self.graphs.capture(lambda: outputs.append(function()))
         except RuntimeError as error:
-            line = (str(error).splitlines() or [""])[0]
-            remark(f" > decoding: a step runs without a CUDA graph, whose capture failed: {line}")
+            remark(f" > decoding: a step runs without a CUDA graph, whose capture failed: {first_line(error)}")
             return function
 
         def replayed() -> Any:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import device as devices
-from meshwright.errors import UserError
+from meshwright.errors import UserError, first_line
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,7 +34,7 @@ def on_all(group: ProcessGroup | None, device: torch.device, *steps: Step) -> st
         try:
             reason = step() or ""
         except Exception as error:
-            reason = f"it failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            reason = f"it failed: {type(error).__name__}: {first_line(error)}"
         if group is not None:
             has_reason = torch.tensor(float(bool(reason)), device=device)
             dist.all_reduce(has_reason, dist.ReduceOp.MAX, group)

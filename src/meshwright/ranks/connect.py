@@ -24,7 +24,7 @@ from meshwright import device as devices
 from meshwright.console import no_stderr
 from meshwright.errors import HANG, UNAVAILABLE, USAGE, UserError
 from meshwright.ranks.compare import format_ranks
-from meshwright.ranks.lost import first_line, is_lost_rank
+from meshwright.ranks.lost import bare_message, is_lost_rank
 from meshwright.ranks.orphans import die_with_launcher
 from meshwright.ranks.team import Team
 from meshwright.ranks.world import ALONE, START_SECONDS, VARIABLES, World
@@ -89,7 +89,7 @@ def join_ranks(
             raise
         raise UserError(
             f"rank {world.rank} reached the store at {world.address}:{world.port} but not every other rank; open all "
-            f"ports between the nodes ({first_line(error)})",
+            f"ports between the nodes ({bare_message(error)})",
             HANG,
         ) from None
     del probe  # not earlier: others may still have been connecting to it

@@ -64,7 +64,7 @@ def explain_lost_rank(error: BaseException, minutes: float) -> UserError | None:
         return None
     return UserError(
         f"another rank ended, or did not answer within --distributed-timeout-minutes {minutes:g}; its own error, if "
-        f"any, is above or in its node's log ({first_line(error)})",
+        f"any, is above or in its node's log ({bare_message(error)})",
         HANG,
     )
 
@@ -85,7 +85,7 @@ def is_lost_rank(error: BaseException) -> bool:
     return text.startswith("Application timeout caused pair closure")  # gloo's, for others that waited
 
 
-def first_line(error: BaseException) -> str:
+def bare_message(error: BaseException) -> str:
     """Return torch's message without its source location and advice."""
     line = str(error).strip().split("\n")[0]
     return re.sub(r"^\[[^\]]*\]\s*", "", line).split(". This is typically")[0][:200]

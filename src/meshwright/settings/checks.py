@@ -257,7 +257,7 @@ def notices(config: Any) -> list[str]:
     if not isinstance(config, TrainConfig):
         return []
     c = config
-    m, t, d, k, g = c.model, c.training, c.data, c.checkpoint, c.logging
+    m, t, d, g = c.model, c.training, c.data, c.logging
     out = [
         f"{spelling(f.name)} has no effect without {condition}"
         for group in group_values(c)
@@ -272,7 +272,6 @@ def notices(config: Any) -> list[str]:
         "--swiglu and --glu-activation are both given; --glu-activation is used": m.swiglu and m.glu_activation,
         "--mock-data: the files of --data-path and similar flags are not read": d.mock_data
         and data_paths.path_settings(d),
-        "--profile without --run-dir or --save keeps no trace": g.profile and not (k.run_dir or k.save),
         f"{start} is after the last step; nothing is profiled": is_late,
         f"--nvidia-smi-at {' '.join(map(str, beyond))}: after the last step, so not printed": beyond,
         "--log-timers-to-tensorboard logs only iterations with --timing-log-level 0": g.log_timers_to_tensorboard

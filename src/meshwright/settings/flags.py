@@ -42,8 +42,8 @@ from meshwright.settings.fields import (
     word_of,
 )
 from meshwright.settings.hints import did_you_mean, find_address, our_word, refuse_address
+from meshwright.settings.lazy_config import read_lazy_config
 from meshwright.settings.other_programs import deepspeed_json
-from meshwright.settings.other_programs.lazy_config import read_lazy_config
 from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
 from meshwright.settings.schema import AMOUNTS, OUTCOME, TrainConfig
 from meshwright.storage import addresses

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import ast
+import contextlib
 import functools
 import os
 import re
+
+from meshwright.settings.lazy_config import read_expression
 
 
 def split_shares(split: str) -> list[float]:
@@ -83,7 +85,6 @@ def eval_tasks(text: str) -> dict[str, str]:
     return out
 
 
-MOST_LAYERS = 10**4
 PARTS = "--pipeline-model-parallel-size, times the pieces of each rank,"
 
 
@@ -160,26 +161,10 @@ def layers_with_window(skipped: str | None, layers: int) -> tuple[int, ...]:
 def evaluate_list(text: str) -> list[int]:
     """Evaluate sums and multiples of lists of numbers, such as [0]*6 + [1]*6 or ([1]*5+[0])*4."""
 
-    def value(node: ast.expr) -> list[int]:
-        match node:
-            case ast.List(elts=items):
-                return [number(item) for item in items]
-            case ast.BinOp(left, ast.Add(), right) if len(out := value(left) + value(right)) <= MOST_LAYERS:
-                return out
-            case ast.BinOp(left, ast.Mult(), right) if len(out := value(left)) * number(right) <= MOST_LAYERS:
-                return out * number(right)
-        raise ValueError
-
-    def number(node: ast.expr) -> int:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        raise ValueError
-
-    try:
-        if len(text) <= 5000 and (out := value(ast.parse(text.strip(), mode="eval").body)):
+    with contextlib.suppress(ValueError):
+        out = read_expression(text.strip())
+        if isinstance(out, list) and out and all(type(number) is int and number >= 0 for number in out):
             return out
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        pass
     raise ValueError(f"{text[:50]!r} is not a list of numbers such as [1,1,0] or ([1]*5+[0])*4")
 
 

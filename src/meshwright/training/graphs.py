@@ -33,6 +33,7 @@ from torch import Tensor
 from meshwright import device as devices
 from meshwright.console import remark
 from meshwright.data.loader import Batch
+from meshwright.errors import first_line
 from meshwright.parallel.agree import on_all
 from meshwright.parallel.layout import Layout
 from meshwright.settings.schema import TrainConfig
@@ -123,7 +124,7 @@ class Graphs:
                 self.captured[kind] = self.record(batches, run)
             except Exception as error:  # the same error in an ordinary step has a clearer message
                 self.forget()
-                return f"the capture failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                return f"the capture failed: {type(error).__name__}: {first_line(error)}"
             return ""
 
         world = dist.group.WORLD if self.store.layout.world > 1 else None

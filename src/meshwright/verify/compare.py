@@ -31,7 +31,7 @@ from meshwright.data.loader import Batch
 from meshwright.errors import UNEQUAL, UserError
 from meshwright.kernels import dropout
 from meshwright.parallel.layout import layout_of
-from meshwright.ranks.lost import first_line, is_lost_rank
+from meshwright.ranks.lost import bare_message, is_lost_rank
 from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.command import out_of_memory
 from meshwright.settings.schema import Checkpoint, TrainConfig
@@ -338,7 +338,7 @@ class _Comparing:
             where = f"{Path(last.filename).name}:{last.lineno}"
             seen = [name for (_, name), at in self.seen.seen.items() if at.first]
             before = f", after a difference in {seen[0]}" if seen else ""
-            reason = f"{type(error).__name__} at {where}: {first_line(error)}{before}"
+            reason = f"{type(error).__name__} at {where}: {bare_message(error)}{before}"
             message = f"this layout fails where one process does not, {reason}; do not train with it, and report it"
             raise UserError(f"{message} with these flags", UNEQUAL) from error
 

@@ -253,9 +253,7 @@ def fingerprint(prefix: str | Path) -> str:
 def content_sample(prefix: str | Path) -> str:
     """Return a hash of 16 blocks of the .bin, which tells it from others of the same lengths."""
     path, size, count = f"{prefix}.bin", 1 << 14, 16
-    length = os.path.getsize(path)
-    begins = [max(length - size, 0) * n // (count - 1) for n in range(count)]
-    copies.need(path, [(begin, begin + size) for begin in begins] if length > size * count else [(0, length)])
+    copies.need(path, files.sample_ranges(os.path.getsize(path), size, count))
     return files.sample(path, size, count)
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from meshwright import hub
 from meshwright.console import notice
 from meshwright.data.prepare.rows import json_line, require_columns
-from meshwright.errors import IO, UNAVAILABLE, UserError, bad_data
+from meshwright.errors import IO, UNAVAILABLE, UserError, bad_data, first_line
 
 SCHEME = "hf://"
 IN_CACHE = "cache"
@@ -67,7 +67,7 @@ def find_revision(address: str) -> str:
         cure = "check the name, or log in with `hf auth login` if it is private"
         raise bad_data(f"--input {address}: the Hub has no data set {wanted.name}; {cure}") from None
     except Exception as error:  # of a network, of which the library knows many
-        notice(f"{address}: the Hub cannot be asked ({_first_line(error)}); what an earlier load_dataset kept is read")
+        notice(f"{address}: the Hub cannot be asked ({first_line(error)}); what an earlier load_dataset kept is read")
         return IN_CACHE
 
 
@@ -89,7 +89,7 @@ def hub_lines(address: str, revision: str, keys: list[str]) -> Iterator[bytes]:
     except Exception as error:
         script = f"python -c \"import datasets; datasets.load_dataset('{wanted.name}')\""
         cure = f"to read it without a network, put it into the cache first: {script}"
-        raise UserError(f"--input {address} is not available ({_first_line(error)}); {cure}", UNAVAILABLE) from None
+        raise UserError(f"--input {address} is not available ({first_line(error)}); {cure}", UNAVAILABLE) from None
     if opened.column_names:
         require_columns(address, opened.column_names, keys)
         opened = opened.select_columns(keys)
@@ -98,12 +98,8 @@ def hub_lines(address: str, revision: str, keys: list[str]) -> Iterator[bytes]:
         try:
             row = next(rows, None)
         except Exception as error:
-            message = f"{address} cannot be read to its end: {_first_line(error)}; start the same command again"
+            message = f"{address} cannot be read to its end: {first_line(error)}; start the same command again"
             raise UserError(message, IO) from None
         if row is None:
             return
         yield json_line(row)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

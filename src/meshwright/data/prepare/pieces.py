@@ -176,12 +176,7 @@ class TextPiece(Piece):
         is_empty = True
         for begin, unit in self.documents(content, name, keys):
             is_empty = False
-            yield (
-                functools.partial(
-                    place_in, place, content, begin if is_broken(unit) or isinstance(unit, Mended) else None
-                ),
-                unit,
-            )
+            yield place_in(place, content, begin, unit), unit
         if is_empty:
             yield lambda: place, Bad("empty", is_passed=True)
 
@@ -236,16 +231,7 @@ class TextsHere(TextPiece):
                 yield from self.placed_lines(content, place, keys, bool(number) or not self.begin, before)
             elif isinstance(content, bytes) and (not name or before):  # a part of a text
                 for begin, unit in self.documents(content, name or self.path, keys):
-                    yield (
-                        functools.partial(
-                            place_in,
-                            place,
-                            content,
-                            begin if is_broken(unit) or isinstance(unit, Mended) else None,
-                            before,
-                        ),
-                        unit,
-                    )
+                    yield place_in(place, content, begin, unit, before), unit
             else:
                 yield from self.file_units(content, name, place, keys)
             before = 0
@@ -255,12 +241,16 @@ def is_broken(unit: Unit) -> bool:
     return isinstance(unit, Bad) and unit.kind == NOT_UTF8
 
 
-def place_in(name: str, content: bytes, at: int | None, before: int = 0) -> str:
-    """Name a text, and the line of a byte in it; `before` lines precede the content."""
-    if at is None:
-        return name
-    line = before + content.count(b"\n", 0, at) + 1
-    return f"{name}:{line}"
+def place_in(name: str, content: bytes, begin: int, unit: Unit, before: int = 0) -> Where:
+    """Name a text, with the line if bytes of it are bad; `before` lines precede the content."""
+
+    def place() -> str:
+        if not is_broken(unit) and not isinstance(unit, Mended):
+            return name
+        line = before + content.count(b"\n", 0, begin) + 1
+        return f"{name}:{line}"
+
+    return place
 
 
 def line_units(lines: Span, keys: list[str], is_first: bool, on_error: str) -> Iterator[Unit]:

@@ -15,7 +15,8 @@ from typing import Any
 
 from meshwright.data.prepare.containers import DamagedInput, missing
 from meshwright.data.prepare.rows import NO_COLUMN, require_columns
-from meshwright.errors import bad_data
+from meshwright.errors import bad_data, first_line
+from meshwright.files import RECORD_LIMIT, read_small
 
 ROWS = 1 << 13  # of a piece at most: a table of repeated texts is far smaller than its contents
 HEAD = 64  # bytes of a page that have its sizes
@@ -52,7 +53,7 @@ def find_saved(folder: str) -> list[str]:
 def _names(path: Path, key: str) -> list[str]:
     """Return names in a JSON object; [] if there are none: other programs have such files, too."""
     try:
-        values = json.loads(path.read_text("utf-8"))[key]
+        values = json.loads(read_small(path, RECORD_LIMIT))[key]
         names = [value if isinstance(value, str) else value["filename"] for value in values]
     except (OSError, ValueError, RecursionError, TypeError, LookupError):
         return []
@@ -156,8 +157,8 @@ def _row_groups(path: str, kind: str, size: int, keys: Collection[str]) -> Itera
                 yield None if count is None else number, batch.num_rows, _batch_weight(batch, keys), after
     except _errors() as error:
         if opened:
-            raise DamagedInput(_first_line(error)) from None
-        raise bad_data(f"{path} cannot be read: {_first_line(error)}") from None
+            raise DamagedInput(first_line(error)) from None
+        raise bad_data(f"{path} cannot be read: {first_line(error)}") from None
 
 
 def _weight(path: str, group: Any, keys: Collection[str]) -> int:
@@ -235,10 +236,6 @@ def _errors() -> tuple[type[Exception], ...]:
     return (OSError, ValueError, pyarrow.ArrowException)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
-
-
 def _arrow(source: Any) -> tuple[Any, int | None]:
     """Return a reader and its number of batches, None for a stream, read from its start."""
     import pyarrow
@@ -270,7 +267,7 @@ def rows(path: str, kind: str, start: Start, begin: int, end: int, keys: list[st
     except ImportError:
         raise missing("pyarrow", path) from None
     except _errors() as error:
-        raise DamagedInput(f"it cannot be opened: {_first_line(error)}") from None
+        raise DamagedInput(f"it cannot be opened: {first_line(error)}") from None
     for batch in reader.take(start, begin, end):
         yield from map(list, zip(*batch, strict=True))
 
@@ -313,7 +310,7 @@ class _TableReader:
                     if (batch := next(self.batches, None)) is None:
                         raise OSError("the file ends here")
                 except _errors() as error:
-                    self.failed = (start, self.at, _first_line(error))
+                    self.failed = (start, self.at, first_line(error))
                     self.at = -1
                     raise self._damaged(*self.failed[1:]) from None
                 self.batch = batch
@@ -324,7 +321,7 @@ class _TableReader:
                 try:
                     columns = [_values(part.column(key)) for key in self.keys]
                 except _errors() as error:
-                    raise self._damaged(first, _first_line(error)) from None
+                    raise self._damaged(first, first_line(error)) from None
                 yield columns
             if after > end:
                 break

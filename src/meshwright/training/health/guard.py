@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from meshwright.console import remark
-from meshwright.errors import NON_FINITE, UserError
+from meshwright.errors import NON_FINITE, UserError, first_line
 from meshwright.settings.grammar import ON_NONFINITE, ON_SPIKE, reaction
 from meshwright.training.health.diagnosis import Origin, find_origin
 
@@ -82,8 +82,7 @@ class Guard:
             batches = self.feed.read_again(step.consumed - step.size)
             return find_origin(self.state.net, self.state.team, batches, step.settings, has_loss)
         except Exception as error:  # a failed search must not hide why the step is not applied
-            line = (str(error).splitlines() or [""])[0]
-            text = f"where it began was not found: {type(error).__name__}: {line}"
+            text = f"where it began was not found: {type(error).__name__}: {first_line(error)}"
             return Origin(text, {"kind": "unknown"})
         finally:
             self.in_flight.restart_clock()

@@ -104,9 +104,11 @@ def read_lazy_config(path: Path, modules: Collection[str] = (), roots: Collectio
 
 def read_expression(text: str) -> Any:
     """Return the value of one expression without names; raise ValueError for other text."""
+    if len(text) > BYTES:
+        raise ValueError(f"more than {BYTES} characters")
     file = _File(Path(), _Reading((), []))
     try:
-        return file.reading.copied(file.expression(_parse(text[:BYTES], "eval").body))
+        return file.reading.copied(file.expression(_parse(text, "eval").body))
     except (_Refusal, UserError) as why:
         raise ValueError(str(why)) from None
 
