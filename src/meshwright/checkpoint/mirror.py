@@ -19,8 +19,10 @@ from meshwright import files
 from meshwright.checkpoint.lease import Lease, confirm, identity, noting_failure, read_owner
 from meshwright.checkpoint.manifests import MANIFEST
 from meshwright.checkpoint.steps import OUR_STEP, TRACKER, list_steps, split_path, step_folder
+from meshwright.errors import not_a_run
 from meshwright.progress import progress_bar
 from meshwright.ranks.pulse import pulse
+from meshwright.runs.rows import METRICS
 from meshwright.storage.addresses import address_of
 from meshwright.storage.copies import download, read_note, write_note
 from meshwright.storage.store import BucketObjects, Entry, locate
@@ -35,6 +37,18 @@ def fetch(path: str | Path) -> None:
     """Bring here what a path that stands for an address needs, once in this process."""
     if address_of(path) is not None:
         refresh(path)
+
+
+def fetch_runs(path: Path) -> None:
+    """Bring here what the runs at or below a path that stands for an address say of themselves."""
+    if address_of(path) is None:
+        return
+    store, key = locate(path)
+    runs = {os.path.dirname(name) for name in store.entries(key) if os.path.basename(name) == METRICS}
+    if not runs:
+        raise not_a_run(path, METRICS)
+    for run in sorted(runs):
+        refresh(path / run)
 
 
 def refresh(path: str | Path) -> None:

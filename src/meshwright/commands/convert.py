@@ -16,6 +16,7 @@ from meshwright.console import notice, say
 from meshwright.errors import DONE
 from meshwright.settings import command, fields, flags
 from meshwright.settings.fields import flag
+from meshwright.settings.hints import find_address, refuse_address
 from meshwright.settings.schema import Checkpoint, Data, GenerateConfig, Model, TokenizerFlags
 
 ABOUT = "Convert a checkpoint of any program: convert SRC DST --to native|torch|huggingface."
@@ -26,7 +27,11 @@ class ConversionFlags:
     """What to convert, and to what."""
 
     paths: list[str] = flag(
-        [], "SRC DST: a checkpoint or a folder of them, and the folder to write", value="PATH", word="SRC DST"
+        [],
+        "SRC DST: a checkpoint or a folder of them, and the folder to write",
+        value="PATH",
+        word="SRC DST",
+        remote=True,
     )
     to: Literal["native", "torch", "huggingface"] | None = flag(
         None, "our format, Megatron-LM's tree of torch files, or a folder for transformers"
@@ -55,7 +60,10 @@ class ConvertConfig:
     def problems(self) -> list[str]:
         is_complete = len(self.conversion.paths) == 2 and self.conversion.to
         form = "meshwright convert SRC DST --to native|torch|huggingface"
-        return [] if is_complete else [f"--to and two folders are needed: {form}"]
+        if not is_complete:
+            return [f"--to and two folders are needed: {form}"]
+        address = find_address(self.conversion.paths[1])
+        return [f"--paths {refuse_address(address)}"] if address else []
 
 
 def main(argv: list[str]) -> int:

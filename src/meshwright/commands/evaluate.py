@@ -32,7 +32,7 @@ class Evaluate(TextInputs):
     """What to score, and the form of the results."""
 
     folders: list[str] = flag(
-        [], "checkpoints: folders of runs, or of single steps; the same as --load", value="DIR", word="DIR"
+        [], "checkpoints: folders of runs, or of single steps; the same as --load", value="DIR", word="DIR", remote=True
     )
     steps: str | None = flag(
         None, "steps of these runs to score: 1000,2000, or all (none: the newest)", value="FORM", docs="evaluation"

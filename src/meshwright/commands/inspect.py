@@ -9,14 +9,18 @@ from meshwright.console import fit
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.settings import flags
 from meshwright.settings.fields import MISSING, flag
+from meshwright.storage.addresses import shown
 
 
 @dataclass(frozen=True)
 class InspectCheckpointConfig:
     dir: Path = flag(
-        MISSING, "a --save folder, the folder of one step in it, or any folder that --load accepts", positional=True
+        MISSING,
+        "a --save folder, the folder of one step in it, or any folder that --load accepts",
+        positional=True,
+        remote=True,
     )
-    other: Path | None = flag(None, "a second one: print only the differences", positional=True)
+    other: Path | None = flag(None, "a second one: print only the differences", positional=True, remote=True)
     step: int | None = flag(None, "show only this step (none: all steps, with details of the newest)")
     tensors: bool = flag(False, "list every tensor with its shape, type and size")
     boxes: bool = flag(False, "list also where each part of a tensor lies: its file and ranges of elements")
@@ -39,16 +43,17 @@ class InspectCheckpointConfig:
 def main(argv: list[str]) -> int:
     about = "Show what a checkpoint of any program holds, or how two checkpoints differ."
     c = flags.parse_settings(InspectCheckpointConfig, argv, "meshwright inspect", about=about).config
-    from meshwright.checkpoint import steps
+    from meshwright.checkpoint import mirror, steps
     from meshwright.checkpoint.inspect import Detail, compare_checkpoints, describe_folder
     from meshwright.checkpoint.loading import OpenOptions
 
     options = OpenOptions("full" if c.full else "read", c.trust_pickle, c.num_attention_heads)
     if c.other is not None:
-        print("\n".join(compare_checkpoints(c.dir, c.other, options) or ["no differences"]))
+        print(shown("\n".join(compare_checkpoints(c.dir, c.other, options) or ["no differences"])))
         return DONE
+    mirror.fetch(c.dir)
     lines, undamaged = describe_folder(c.dir, c.step, Detail(c.full, c.tensors, c.boxes), options)
-    print(fit("\n".join(lines)))
+    print(fit(shown("\n".join(lines))))
     if not undamaged:
         root, _ = steps.split_path(c.dir)
         steps.latest(root)  # raises if all are damaged

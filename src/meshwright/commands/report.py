@@ -9,6 +9,7 @@ from typing import Literal
 from meshwright.errors import DONE
 from meshwright.settings import flags
 from meshwright.settings.fields import MISSING, flag
+from meshwright.storage.addresses import address_of, as_typed, is_address
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class ReportConfig:
         "run folder: --run-dir, or --save, of the training; with several, each is compared with the first; with "
         "--logs, folders of logs, or logs",
         positional=True,
+        remote=True,
         word="DIR",
     )
     output: Path | None = flag(
@@ -45,6 +47,8 @@ class ReportConfig:
 
     def problems(self) -> list[str]:
         several = len(self.folders) > 1
+        if not self.output and not self.json and not self.losses and is_address(as_typed(self.folders[0])):
+            return ["--output is needed: a file of this machine for the page of a run in object storage"]
         if self.logs:
             others = [n for n in ("losses", "json", "tolerance") if getattr(self, n) not in (False, None)]
             return [f"--{n} does not go with --logs; --table is the form of its table" for n in others]
@@ -60,6 +64,11 @@ class ReportConfig:
 def main(argv: list[str]) -> int:
     about = "Write one page with plots of a run, or a comparison of several, or print a table of logs."
     c = flags.parse_settings(ReportConfig, argv, "meshwright report", about=about).config
+    if any(map(address_of, c.folders)):
+        from meshwright.checkpoint import mirror
+
+        for folder in c.folders:
+            mirror.fetch_runs(folder)
     if c.logs:
         from meshwright.report.logs import extract
 

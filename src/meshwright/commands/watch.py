@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,8 +12,10 @@ from meshwright.errors import DONE, UNAVAILABLE, UserError
 from meshwright.settings import flags
 from meshwright.settings.fields import MISSING, flag
 from meshwright.settings.hints import near_path
+from meshwright.storage.addresses import address_of, as_typed, is_address
 
 PORT = 6400
+FETCH_SECONDS = 20.0  # between looks into object storage
 ADVICE = "; give the folder of a run, or one below which runs begin later"
 
 
@@ -22,13 +27,15 @@ class WatchConfig:
         MISSING,
         "run folder, --run-dir or --save of a training; or a folder below which runs are, or begin later",
         positional=True,
+        remote=True,
         word="DIR",
     )
     port: int = flag(PORT, "port of the page on this machine (0: any free one)", bound=">=0")
 
     def problems(self) -> list[str]:
-        out = [f"{f} is a file; give the folder of a run" for f in self.folders if f.is_file()]
-        out += [f"{f} does not exist{near_path(str(f)) or ADVICE}" for f in self.folders if not f.exists()]
+        local = [f for f in self.folders if not is_address(as_typed(f))]
+        out = [f"{f} is a file; give the folder of a run" for f in local if f.is_file()]
+        out += [f"{f} does not exist{near_path(str(f)) or ADVICE}" for f in local if not f.exists()]
         return out + [f"--port {self.port} must be at most 65535"] * (self.port > 65535)
 
 
@@ -50,5 +57,28 @@ def main(argv: list[str]) -> int:
             f"from another machine: ssh -L {port}:localhost:{port} HOST; Ctrl-C ends the page, not the runs", flush=True
         )
 
-    serve_page(Watcher(c.folders), c.port, show)
+    with fetching([folder for folder in c.folders if address_of(folder)]):
+        serve_page(Watcher(c.folders), c.port, show)
     return DONE
+
+
+@contextlib.contextmanager
+def fetching(folders: list[Path]) -> Iterator[None]:
+    """Bring here what runs in object storage say of themselves, now and every FETCH_SECONDS."""
+    from meshwright.checkpoint import lease, mirror
+
+    for folder in folders:
+        mirror.fetch_runs(folder)
+    ended = threading.Event()
+
+    def go_on() -> None:
+        while folders and not ended.wait(FETCH_SECONDS):
+            for folder in folders:
+                with lease.noting_failure():
+                    mirror.fetch_runs(folder)
+
+    threading.Thread(target=go_on, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()

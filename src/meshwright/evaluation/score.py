@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from meshwright.errors import NON_FINITE, UserError, bad_data
 from meshwright.settings.data_paths import path_sets
+from meshwright.storage import copies
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,6 +122,7 @@ def read_token_files(d: Data, tokenizer: Tokenizer, divided: bool) -> Iterator[t
     from meshwright.data.samples import split_bounds
 
     for source in path_sets(d)[0].sources:
+        copies.prepare_tokens(source.prefix)
         for missing in (f"{source.prefix}{end}" for end in (".idx", ".bin")):
             if not Path(missing).exists():
                 raise bad_data(f"--data-path {source.prefix}: there is no {missing}")

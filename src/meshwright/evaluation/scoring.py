@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright import console
-from meshwright.checkpoint import steps
+from meshwright.checkpoint import mirror, steps
 from meshwright.errors import bad_data
 from meshwright.evaluation.results import Result
 from meshwright.evaluation.score import require_finite, score_documents
@@ -28,6 +28,7 @@ def step_folders(folders: list[str], which: str | None) -> list[str]:
         return folders
     out = []
     for folder in folders:
+        mirror.fetch(folder)
         complete = sorted(steps.list_steps(folder))
         wanted = complete if which == "all" else [int(n) for n in which.split(",")]
         if missing := sorted(set(wanted) - set(complete)):

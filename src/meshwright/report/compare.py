@@ -21,6 +21,7 @@ from meshwright.report.page import columns, explain_validations
 from meshwright.runs.goodput import read_goodput
 from meshwright.runs.history import History, flat_settings, read_history, read_settings, wall_time
 from meshwright.settings import flags
+from meshwright.storage.addresses import shown
 
 # Colours with a contrast of at least 3 to a white and to a dark page.
 COLOURS = (plot.LINE, plot.POINT, "#2f9e62", "#c9405f", "#8f63d2", "#8a7a2e", "#1597a5", "#d060b0")
@@ -126,7 +127,7 @@ def compare_runs(folders: Sequence[Path], output: Path | None, as_json: bool, to
 def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
     names = [f.resolve().name for f in folders]
     if len(set(names)) < len(names):
-        names = [str(f) for f in folders]
+        names = [shown(str(f)) for f in folders]
     read = []
     for folder in folders:
         history = read_history(folder)

@@ -29,6 +29,7 @@ from meshwright.runs.history import (
     read_settings,
     wall_time,
 )
+from meshwright.storage.addresses import shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,7 +88,7 @@ def page(run_dir: Path, history: History, settings: Settings, now: float) -> str
         *(f"<h3>{escape(group)}</h3>{settings_table(values)}" for group, values in settings.items()),
         "</details>",
         f'<footer class="quiet">Meshwright {escape(last.start.get("version", "") if last else "")}. Exact numbers: '
-        f"<code>meshwright report --losses {escape(shlex.quote(str(run_dir)))}</code></footer>",
+        f"<code>meshwright report --losses {escape(shlex.quote(shown(str(run_dir))))}</code></footer>",
     ]
     return document(f"{name}: report", parts, head)
 

@@ -363,8 +363,7 @@ def remote_paths(config: Any) -> list[str]:
             if value is None or isinstance(value, int | float) or f.metadata["value"] in ("NAME", "WORDS"):
                 continue
             for one in value if isinstance(value, list) else [value]:
-                # A Path has lost one of two slashes.
-                text = str(one).replace(":/", "://", 1) if isinstance(one, os.PathLike) else one
+                text = addresses.as_typed(one)
                 is_read_there = isinstance(group, TextInputs) and f.name == "input"
                 if is_read_there and str(one).startswith("hf://"):
                     continue

@@ -594,7 +594,8 @@ def localized(config: Any) -> Any:
     def localize(value: Any) -> Any:
         if isinstance(value, list):
             return [localize(each) for each in value]
-        return addresses.localize(value, root) if isinstance(value, str) else value
+        text = addresses.as_typed(value)
+        return type(value)(addresses.localize(str(text), root)) if addresses.is_address(text) else value
 
     def of_group(group: Any) -> Any:
         names = [f.name for f in dataclasses.fields(group) if f.metadata["remote"]]

@@ -20,6 +20,11 @@ def is_address(text: object) -> bool:
     return isinstance(text, str) and SPELT.fullmatch(text) is not None
 
 
+def as_typed(value: object) -> object:
+    """Return a path as it was typed: as a Path, an address has lost one of two slashes."""
+    return re.sub(r"^(\w+):/(?!/)", r"\1://", str(value)) if isinstance(value, os.PathLike) else value
+
+
 def default_root() -> str:
     """Return the folder of local copies that no flag names."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
