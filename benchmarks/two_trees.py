@@ -53,11 +53,12 @@ def main(argv: list[str]) -> int:
     old, new = (tree.resolve() for tree in given.trees)
     words = [*FLAGS.split(), *flags.split()]
     measure(old, words), measure(new, words)  # caches are filled
+    print(describe_machine("torch"))
     pairs = []
     for turn in range(given.pairs):
         both = {tree: measure(tree, words) for tree in ((old, new) if turn % 2 else (new, old))}
         pairs.append((both[old], both[new]))
-    print(describe_machine("torch"))
+        print(f"turn {turn + 1}: {pairs[-1]}", flush=True)
     print_head("", "old, ms", "new, ms", "new / old, median of pairs", "quartiles")
     for name in ("start", "step", "save"):
         ratios = [after[name] / before[name] for before, after in pairs]

@@ -175,8 +175,8 @@ def forward_backward(
         totals[VOTES].copy_(vote)
     pulse.tick()
     with timed("forward-compute", 2):
-        out = forward_part(net, net.parts[0], batch, seed)
-        terms = [term / divisor for term in sum_terms(net, batch, out)]
+        # A name for the logits would keep this largest tensor of a step through the backward pass.
+        terms = [term / divisor for term in sum_terms(net, batch, forward_part(net, net.parts[0], batch, seed))]
     net.store.begin_backward(position.is_last)
     with timed("backward-compute", 2):
         (functools.reduce(torch.add, terms) * scale).backward()  # type: ignore[no-untyped-call]
