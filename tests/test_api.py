@@ -171,6 +171,16 @@ def test_generate_refuses_what_makes_no_sense(run, options, message):
         m.generate(options.pop("prompt", "a"), **options)
 
 
+def test_options_of_transformers_are_answered_with_ours(run):
+    m = meshwright.load(run.folder)
+    words = {"do_sample": "greedy", "max_length": "max_new_tokens", "num_beams": "`meshwright generate --beam-width`"}
+    for name, ours in words.items():
+        with pytest.raises(TypeError, match=rf"^generate\(\) has no {name}; here it is {re.escape(ours)}"):
+            m.generate("a", **{name: 1})
+    with pytest.raises(TypeError, match=r" has no max_new_token; did you mean max_new_tokens\?; has no q$"):
+        m.generate("a", q=1, max_new_token=2)
+
+
 def test_generate_takes_a_list(run, tmp_path):
     m = meshwright.load(run.folder)
     options = {"max_new_tokens": 4, "seed": 3}

@@ -30,6 +30,7 @@ FORK = multiprocessing.get_context("forkserver")
 FORK.set_forkserver_preload([*PRELOAD, "meshwright.launch.agent", "torch.distributed.run", "faults.harness"])
 
 LAUNCHERS = ("meshwright", "torchrun")
+STARTED_BY = "FAULTS_LAUNCHER"  # variable of a forked rank
 LAYOUTS = {
     "dp2": "",
     "tp2": "--tensor-model-parallel-size 2",
@@ -147,7 +148,7 @@ def _launcher(name: str, argv: list[str], harm: Harm, folder: Path) -> None:
     from meshwright.launch.launcher import LaunchPlan
 
     def popen(self: object, words: tuple[str, ...], environ: dict[str, str]) -> Forked:
-        return Forked(list(words[words.index("meshwright") + 1 :]), environ, harm, folder)
+        return Forked(list(words[words.index("meshwright") + 1 :]), environ | {STARTED_BY: name}, harm, folder)
 
     handlers.SubprocessHandler._popen = popen  # type: ignore[method-assign,assignment]
     status = 1
@@ -206,7 +207,7 @@ def _prepare(harm: Harm, folder: Path) -> None:
         if len(calls) == 3:  # what a process takes in its third step must not grow with the launches
             memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
             with open(folder / f"resources-{rank}", "a") as file:
-                file.write(f"{len(os.listdir('/proc/self/fd'))} {memory}\n")
+                file.write(f"{os.environ[STARTED_BY]} {len(os.listdir('/proc/self/fd'))} {memory}\n")
         return real(*args)
 
     loop.train_step = step

@@ -32,11 +32,19 @@ MOST_STEPS = 3  # checkpoints in a folder: the two that are kept, and one that i
 FD_SLOPE, RSS_SLOPE = 0.05, 200.0  # descriptors and kB per launch
 
 
-def slope(values: list[float]) -> list[float]:
-    """Return the slope over the launches, if there are enough."""
+def slope(values: list[float], kinds: list[str]) -> list[float]:
+    """Return the slope over the launches, if there are enough.
+
+    Ranks inherit more open files from torchrun than from our launcher, so that launches are
+    compared with others of their kind: both coordinates count from their mean.
+    """
     if len(values) < 5:
         return []
-    return [statistics.linear_regression(range(len(values)), values).slope]
+    numbers: dict[str, list[int]] = {kind: [n for n, k in enumerate(kinds) if k == kind] for kind in kinds}
+    middle = {kind: (statistics.mean(rows), statistics.mean(values[n] for n in rows)) for kind, rows in numbers.items()}
+    points = [(n - middle[kind][0], values[n] - middle[kind][1]) for n, kind in enumerate(kinds)]
+    spread = sum(x * x for x, _ in points)
+    return [sum(x * y for x, y in points) / spread] if spread else []
 
 
 def worker(number: int, given: argparse.Namespace, folder: Path, until: float) -> Totals:
@@ -89,8 +97,9 @@ def soak(run: Run, share: Totals, rng: random.Random, wanted: int, programs: flo
     for rank in (0, 1):
         path = run.folder / f"resources-{rank}"
         lines = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
-        share.fds += slope([float(fds) for fds, _ in lines])
-        share.rss_kb += slope([int(memory) / 1024 for _, memory in lines])
+        kinds = [kind for kind, _, _ in lines]
+        share.fds += slope([float(fds) for _, fds, _ in lines], kinds)
+        share.rss_kb += slope([int(memory) / 1024 for _, _, memory in lines], kinds)
 
 
 def main() -> int:

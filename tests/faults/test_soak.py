@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from faults.soak import slope
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,3 +33,13 @@ def test_soak(tmp_path: Path, figures: Callable[..., None]) -> None:
     found = json.loads((tmp_path / "figures").read_text())
     assert found["kills"] >= 12 and found["orphans"] == 0 and found["checkpoints_max"] <= 3
     figures(soak_kills=found["kills"], soak_differing=found["differing"])
+
+
+def test_the_slope_compares_launches_of_one_launcher() -> None:
+    """Ranks inherit ten more open files from torchrun, whose launches may come late."""
+    kinds = ["meshwright"] * 4 + ["torchrun"] * 3
+    files = [54.0 if kind == "meshwright" else 64.0 for kind in kinds]
+    assert slope(files, kinds) == [0.0]
+    growing = [number + 0.5 * n for n, number in enumerate(files)]
+    assert slope(growing, kinds) == [pytest.approx(0.5)]
+    assert slope([54.0, 54.0, 54.0, 54.0], kinds[:4]) == [] == slope([1.0, 2, 3, 4, 5], list("abcde"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -10,9 +11,14 @@ from parsing import parse, refusal
 
 from helpers import TINY_FLAGS
 from meshwright.__main__ import COMMANDS, _as_typed, main
+from meshwright.commands.bench import BenchConfig
+from meshwright.commands.data import DedupConfig
+from meshwright.commands.evaluate import EvaluateConfig
 from meshwright.commands.train_tokenizer import TrainTokenizerConfig
 from meshwright.errors import UserError
 from meshwright.files import read_table
+from meshwright.generation.engine import TextOptions
+from meshwright.launch.launcher import LaunchConfig
 from meshwright.settings import flags, hints
 from meshwright.settings.presets import PRESETS
 from meshwright.settings.schema import GenerateConfig, TrainConfig
@@ -72,6 +78,59 @@ def test_an_answer_is_a_flag_of_the_command():
 
 
 @pytest.mark.parametrize(
+    ("cls", "typed", "answer"),
+    [
+        (EvaluateConfig, "a --tasks piqa", "unknown flag --tasks; here it is --harness, for tasks of lm-evaluation-h"),
+        (EvaluateConfig, "a --output x", "unknown flag --output; here it is --results-path"),
+        (GenerateConfig, "--prompts-file x", "unknown flag --prompts-file; here it is --prompts"),
+        (GenerateConfig, "--output-dir x", "unknown flag --output-dir; here it is --output"),
+        (LaunchConfig, "--output x train", "unknown flag --output; here it is --write-to"),
+        (TrainConfig, "--output x", "unknown flag --output; here it is --save"),
+        (BenchConfig, "--output x", "unknown flag --output; here it is --out"),
+        (TrainConfig, "config/x.py", "unexpected argument 'config/x.py'; give it to --config"),
+        (DedupConfig, "--output x", "unknown flag --output; here it is --output-file"),
+    ],
+)
+def test_the_answer_is_a_flag_that_the_command_uses(cls, typed, answer):
+    assert answer in refusal(*typed.split(), cls=cls)
+
+
+def test_a_word_without_a_flag_is_answered(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("c.toml").write_text("lr = 0.1\nseq_length = 16\n")
+    said = refusal("c.toml", check=True)
+    assert "'c.toml'; give it to --config" in said and "--lr is" not in said and "--num-layers is needed" in said
+    for name in ("held-out.txt", "more.jsonl"):
+        Path(name).write_text("a")
+    assert "'held-out.txt'; give the file to --prompts" in refusal("held-out.txt", cls=GenerateConfig)
+    one, two = "held-out.txt is a file of text", "held-out.txt more.jsonl are files of text"
+    for typed, line in (("run held-out.txt", f"{one}, not a checkpoint; give it"), ("held-out.txt more.jsonl", two)):
+        assert main(["evaluate", *typed.split()]) == 2
+        err = capsys.readouterr().err
+        assert line in err and " to --input" in err and "needed" not in err
+    Path("run.txt").mkdir()
+    assert main(["evaluate", "run.txt"]) == 2 and "--input is needed" in capsys.readouterr().err
+
+
+def test_kubernetes_has_a_short_name():
+    assert parse("--write", "k8s", "train", cls=LaunchConfig).config.write == "kubernetes"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("train windows", "  --window-size TEXT"),
+        ("train windws", "no group or flag of `meshwright train` is named 'windws'; did you mean --window-size?"),
+    ],
+)
+def test_help_of_a_word_says_what_works(words, line, capsys):
+    with contextlib.suppress(SystemExit):
+        main(["help", *words.split()])
+    printed = "".join(capsys.readouterr())
+    assert line in printed and "--help windo" not in printed
+
+
+@pytest.mark.parametrize(
     ("word", "ours"), [("export", "convert --to"), ("eval", "evaluate"), ("finetune", "train --lo")]
 )
 def test_commands(word, ours, capsys):
@@ -111,15 +170,22 @@ def test_presets():
     assert "no preset 'gpt2'; here it is gpt2-117m" in refusal("--preset", "gpt2")
 
 
+def used_flags(cls: type) -> set[str]:
+    parser = flags._parser(cls)
+    actions = parser._option_string_actions.items()
+    return {name for name, action in actions if parser.used is None or action.dest in parser.used}
+
+
 def test_every_answer_exists():
-    parsers = [flags._parser(cls) for cls in (TrainConfig, GenerateConfig, PreprocessConfig)]
-    known = {name for parser in parsers for name in parser._option_string_actions} | {"--system"}
-    for kind, names in (("flags", known), ("commands", COMMANDS), ("presets", PRESETS)):
+    configs = [TrainConfig, GenerateConfig, PreprocessConfig, EvaluateConfig, LaunchConfig, BenchConfig, DedupConfig]
+    commands = [used_flags(cls) for cls in configs]
+    known = {name for own in commands for name in own} | {"--system"}
+    options = {"prompt", *TextOptions.__annotations__}
+    for kind, names in (("flags", known), ("commands", COMMANDS), ("presets", PRESETS), ("generate", options)):
         for answer, words in WORDS[kind].items():
             first = words.split()[0]
             assert hints.our_word(kind, first, names), (answer, first)
-            for parser in parsers if kind == "flags" else ():  # of another command the word may be a flag
-                own = parser._option_string_actions
+            for own in commands if kind == "flags" else ():  # of another command the word may be a flag
                 assert not any(f"--{word}" in own for word in words.split() if set(answer.split()) & set(own)), answer
             assert not any(word in names for word in words.split()), answer
 

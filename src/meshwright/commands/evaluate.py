@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -13,6 +14,7 @@ from meshwright import console
 from meshwright.checkpoint import steps
 from meshwright.commands.reading import ReadingCommand, ReadingTask
 from meshwright.console import fit
+from meshwright.data.prepare.folders import is_known, suffix_of
 from meshwright.errors import UserError, bad_data
 from meshwright.evaluation.results import Result, by_task, draw_results, list_result, tabulate, write_results
 from meshwright.evaluation.score import encode_documents, read_token_files
@@ -108,6 +110,9 @@ class EvaluateConfig(ReadConfig):
         chosen = [name for name, value in given.items() if value]
         if len(chosen) > 1:
             out.append(f"{' and '.join(chosen)} cannot be combined; give one")
+        elif texts := [f for f in self.folders if is_known(suffix_of(f)) and not os.path.isdir(f)]:
+            texts_are = f"{' '.join(texts)} {'is a file' if len(texts) == 1 else 'are files'} of text, not a checkpoint"
+            out.append(f"{texts_are}; give {'it' if len(texts) == 1 else 'them'} to --input")
         elif not chosen:
             out.append("--input is needed: files or folders of text; or --data-path, --task, --eval-tasks or --harness")
         if len(self.data.data_path) > 1:

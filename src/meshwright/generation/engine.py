@@ -31,6 +31,7 @@ from meshwright.parallel.shard import Sharding
 from meshwright.parallel.window_scores import Scorer, plain_scorer
 from meshwright.ranks.team import ALONE, Team
 from meshwright.settings import checks
+from meshwright.settings.hints import did_you_mean, our_word
 from meshwright.settings.schema import Data, Model, Parallel, Sampling, TokenizerFlags, TrainConfig
 from meshwright.tokenizers import Tokenizer
 
@@ -149,7 +150,7 @@ class LanguageModel:
         off, and `repetition_penalty` of 1.
         """
         if unknown := filters.keys() - Filters.__annotations__.keys():
-            raise TypeError(f"generate() got unexpected arguments: {', '.join(sorted(unknown))}")
+            raise TypeError(f"generate() {'; '.join(map(_no_option, sorted(unknown)))}")
         if batch_size < 1:
             raise UserError(f"batch_size {batch_size} must be above 0")
         options = Sampling(temperature, greedy, out_seq_length=max_new_tokens, **filters)
@@ -172,6 +173,12 @@ class LanguageModel:
             self.decoders.clear()  # frees its cache
             latest = self.decoders[slots] = decoder.Decoder(self, slots, length)
         return latest
+
+
+def _no_option(name: str) -> str:
+    known = ["prompt", *TextOptions.__annotations__]
+    ours = our_word("generate", name, known)
+    return f"has no {name}" + (f"; here it is {ours}" if ours else did_you_mean(name, known))
 
 
 # Loading

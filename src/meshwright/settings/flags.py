@@ -63,7 +63,7 @@ REPLACES["step_batch_size_schedule"] = ["global_batch_size", "rampup_batch_size"
 # Words of other programs for values of ours, too different for a suggestion by spelling.
 ONLY_READ = {"nanogpt": "; its ckpt.pt is read, not written", "litgpt": "; its folders are read, not written"}
 SWITCHED = {"true": "on", "false": "off"}
-OTHER_VALUES = {"hf": "huggingface", "GPT2Tokenizer": "GPT2BPETokenizer"}
+OTHER_VALUES = {"hf": "huggingface", "k8s": "kubernetes", "GPT2Tokenizer": "GPT2BPETokenizer"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +84,8 @@ class SwitchSource(str):
 
 class FlagParser(argparse.ArgumentParser):
     """argparse without its usage dump and exit; errors name a flag by one spelling."""
+
+    used: frozenset[str] | None = None  # the settings that the command uses, if it accepts others
 
     def error(self, message: str) -> typing.NoReturn:
         raise UserError(re.sub(r"(--[\w-]+)(/--?[\w-]+)+", r"\1", message))
@@ -123,8 +125,10 @@ def parse_settings(
             reader.note_idle(name, value, "")
     complaints += [_unknown(word, parser) for word in unknown if word.startswith("--")]
     if unknown and not complaints:
-        advice = "; give the text to --prompt" if "prompt" in reader.fields else ""
+        advice = _advice_of_word(unknown[0], reader)
         complaints.append(f"unexpected argument {unknown[0]!r}{advice}")
+        if "--config" in advice and os.path.isfile(unknown[0]):  # read it, so that nothing in it is missed
+            control["config_file"] = control["config_file"] or unknown[0]
 
     layers = _layers_below(reader, control["preset"], control["config_file"])
     layers.append(("command line", reader.convert_all(cli, "") | reader.convert_all(values, "")))
@@ -248,6 +252,14 @@ def _unused(cls: type, typed: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _advice_of_word(word: str, reader: LayerReader) -> str:
+    """Return which flag takes an argument that stands without one, or an empty string."""
+    if "prompt" in reader.fields:
+        return "; give the file to --prompts" if os.path.isfile(word) else "; give the text to --prompt"
+    is_settings = not is_flat(reader.cls) and word.endswith((".toml", ".yaml", ".yml", ".py"))
+    return "; give it to --config" if is_settings else ""
+
+
 def _from_environment(sources: Mapping[str, str]) -> list[str]:
     """Name the settings that the environment decides, which no command line shows."""
     names = [f"MESHWRIGHT_{name.upper()}" for name, source in sources.items() if source.startswith(ENVIRONMENT)]
@@ -330,6 +342,7 @@ def _parser(cls: type, positional: str | None = None) -> FlagParser:
     """Return the parser of a command line; `help` shows the flags, so it has no texts."""
     by_name = config_fields(cls)
     parser = FlagParser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
+    parser.used = getattr(cls, "USES", None)
     parser.add_argument("-h", "--help", "--help-all", action="store_true")  # for suggestions; `parse` answers it
     # -1e-3 is a number too.
     parser._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
@@ -413,8 +426,9 @@ def convert_value(kind: Any, value: Any) -> Any:
         raise argparse.ArgumentTypeError(f"{_short(value)} is not {wanted}") from None
 
 
-def _unknown(word: str, parser: argparse.ArgumentParser) -> str:
-    name, known = word.split("=")[0], parser._option_string_actions
+def _unknown(word: str, parser: FlagParser) -> str:
+    name, used = word.split("=")[0], parser.used
+    known = [option for option, a in parser._option_string_actions.items() if used is None or a.dest in used]
     hyphenated = name.replace("_", "-")
     ours = our_word("flags", hyphenated[2:], known)
     hint = f"; here it is {ours}" if ours else did_you_mean(hyphenated, known, cutoff=0.8)

@@ -161,13 +161,16 @@ def help_lines(command: Command, topic: str = "") -> list[str]:
 def find_flags(command: Command, shown: list[HelpEntry], topic: str, names: dict[str, str]) -> list[str]:
     """Return the flags whose name or text has the word."""
     word = _key(topic)
-    found = [e for e in shown if word in _key(e.flag) or re.search(rf"\b{re.escape(word)}", e.right.lower())]
+    for stem in dict.fromkeys((word, word.removesuffix("s"))):
+        found = [e for e in shown if stem in _key(e.flag) or re.search(rf"\b{re.escape(stem)}", e.right.lower())]
+        if found:
+            break
     if found and len(word) > 2:
         return [f"No group or flag is named {topic!r}; these mention it:", "", *_rows(found)]
     known = [*names, *(spelled for e in shown for spelled in (e.flag, *e.also))]
     hint = did_you_mean(word, names) or did_you_mean("--" + word, known)
     groups = f"; the groups are {', '.join(names.values())}" if len(names) > 1 else ""
-    raise UserError(f"--help {topic}: no group or flag of that name{hint or groups}")
+    raise UserError(f"no group or flag of `{command.prog}` is named {topic!r}{hint or groups}")
 
 
 def entries(command: Command, hidden: bool = False) -> list[HelpEntry]:
