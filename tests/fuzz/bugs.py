@@ -2,12 +2,14 @@
 
 Each replaces a method within the ranks of a layout; the run in one process stays as it is. Those in
 SHARED are in that run too, as in code that all layouts share: only the independent trainer differs.
+Those in ON_GPU are of CUDA graphs and need a GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
@@ -109,6 +111,40 @@ def other_order() -> AbstractContextManager[Any]:
     return mock.patch.object(loader, "build_indices", build_indices)
 
 
+def moved_casts() -> AbstractContextManager[Any]:
+    """After the search for what is not finite, fp8's weights lie where no CUDA graph reads them.
+
+    Release 0.11.0 had it: after a loss that was NaN a run with fp8 and CUDA graphs went on with the
+    weights of the wrong step.
+    """
+    from meshwright.kernels.fp8 import Cast, Scales
+
+    plain = Scales.trial
+
+    @contextlib.contextmanager
+    def trial(scales: Any) -> Iterator[None]:
+        with plain(scales):
+            yield
+        for product in scales.products:
+            if product.cast is not None:
+                product.cast = Cast(*(None if x is None else x.clone() for x in product.cast))
+
+    return mock.patch.object(Scales, "trial", trial)
+
+
+def repeated_dropout() -> AbstractContextManager[Any]:
+    """CUDA graphs draw the dropout of the samples with which they were captured."""
+    from meshwright.training import step
+
+    plain = step.copy_into
+
+    def copy_into(to: Any, batch: Any) -> None:
+        plain(to, dataclasses.replace(batch, sample_ids=to.sample_ids))
+
+    return mock.patch.object(step, "copy_into", copy_into)
+
+
+ON_GPU = ("moved-casts", "repeated-dropout")
 SHARED = ("decayed-vectors", "schedule-ahead", "other-order")
 BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "missing-reduction": missing_reduction,
@@ -119,4 +155,6 @@ BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "decayed-vectors": decayed_vectors,
     "schedule-ahead": schedule_ahead,
     "other-order": other_order,
+    "moved-casts": moved_casts,
+    "repeated-dropout": repeated_dropout,
 }

@@ -3,8 +3,10 @@
 A line of a case is `FLAGS | END: LAYOUT | ...`: flags of `meshwright train` for the run that one
 process takes from its first step to its last, then the legs in which a layout takes it. `3: FLAGS`
 stops and saves after step 3; `3+2: FLAGS` saves after step 3, takes two steps more and is lost, so
-that the next leg takes these two again; the last leg has no number. `--poison N ...` is no flag of
-Meshwright: the gradients of these samples are infinite.
+that the next leg takes these two again; the last leg has no number. The flags of OURS are none of
+Meshwright: they spoil samples, and choose how a leg is run.
+
+A case with `--device cuda` runs on GPUs, and so does its one process, with torch's kernels alone.
 """
 
 from __future__ import annotations
@@ -39,11 +41,20 @@ BASE = """
     --eval-iters 1
     --seed 1
     --num-workers 0
+    --device cpu
     --micro-batch-size --num-accumulation-steps = --micro-batch-size 1
 """
-ALWAYS = "--tokenizer-type NullTokenizer --device cpu --log-params-norm --data-cache-path cache".split()
+ALWAYS = "--tokenizer-type NullTokenizer --log-params-norm --data-cache-path cache".split()
 MOST_RANKS = 8
 MOST_STEPS = 8
+MOST_STEPS_ON_GPU = 12  # of which the first two of each kind are no CUDA graphs
+OURS = {
+    "--poison": "the gradients of these samples are infinite",
+    "--spoil": "the losses of these samples are NaN",
+    "--spike": "the losses of these samples are a thousand times as large",
+    "--no-triton": "torch's kernels instead of Triton's",
+    "--own-group": "a single rank shards and sends as one of several does",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +79,10 @@ class Case:
         return " | ".join([" ".join(self.flags), *map(str, self.legs)])
 
     @property
-    def poison(self) -> tuple[int, ...]:
-        """Samples whose gradients are infinite."""
-        return tuple(int(n) for f in self.flags if f.startswith("--poison") for n in f.split()[1:])
+    def spoilt(self) -> dict[str, tuple[int, ...]]:
+        """Samples by what of OURS is done to them."""
+        words = [f.split() for f in self.flags if name_of(f) in ("--poison", "--spoil", "--spike")]
+        return {name[2:]: tuple(map(int, numbers)) for name, *numbers in words}
 
     @property
     def ranks(self) -> int:
@@ -106,7 +118,7 @@ def parse(flags_of_run: tuple[str, ...]) -> TrainConfig:
         if not given & {word for word in names.split() if word.startswith("--")}:
             out += (default or names).split()
     # Flags of one line belong together: a case that gives one of them gives all.
-    words = [word for f in flags_of_run if not f.startswith("--poison") for word in f.split()]
+    words = [word for f in flags_of_run if name_of(f) not in OURS for word in f.split()]
     has_files = not given.isdisjoint(("--data-path", "--train-data-path"))
     size = f"--vocab-size={WORDS if has_files else WORDS + 1}"
     return flags.parse_settings(TrainConfig, [*ALWAYS, size, *out, *words], "meshwright test", check=False).config
@@ -120,16 +132,23 @@ def configs(case: Case) -> list[TrainConfig]:
 def in_one_process(case: Case) -> TrainConfig:
     """Return the configuration of the run in one process, with micro-batches as large as can be.
 
-    With --loss-mean microbatch their size decides the numbers.
+    With --loss-mean microbatch their size decides the numbers. It saves only to go back.
     """
     config = parse(case.flags)
     t, p = config.training, config.parallel
+    t = dataclasses.replace(t, cuda_graphs="off", fused_kernels="off", compile="off")
     if t.loss_mean == "global":
         size = math.gcd(*config.batches)
         t = dataclasses.replace(t, micro_batch_size=size, num_accumulation_steps=None)
     t = dataclasses.replace(t, global_batch_size=config.global_batch)
     alone = Parallel(world_size=1, device=p.device)
-    return dataclasses.replace(config, training=t, parallel=alone, checkpoint=Checkpoint())
+    saving = config.checkpoint if goes_back(config) else Checkpoint()
+    return dataclasses.replace(config, training=t, parallel=alone, checkpoint=saving)
+
+
+def goes_back(config: TrainConfig) -> bool:
+    """Whether a bad step makes the run go back to a checkpoint."""
+    return "rollback" in config.training.on_nonfinite + config.training.on_spike
 
 
 def steps_of(case: Case) -> int:
@@ -156,8 +175,9 @@ def refusals(case: Case) -> tuple[str, ...]:
 def beyond_settings(config: TrainConfig) -> list[str]:
     """Return why a legal run cannot be trained here, or cannot equal one process."""
     m, out = config.model, []
-    if m.attention_impl == "sdpa" and m.attention_dropout:
-        out.append("--attention-impl sdpa draws its own dropout, which depends on the layout")
+    is_drawn_apart = m.attention_impl == "sdpa" or (m.attention_impl == "auto" and config.parallel.device != "cpu")
+    if m.attention_dropout and is_drawn_apart:
+        out.append("torch's fused attention draws its own dropout, which depends on the layout")
     if m.glu_activation == "reglu" and config.precision.dtype != "float64":
         out.append("the slope of relu jumps, so a rounding at 0 can change a gradient by any amount")
     return out
@@ -335,12 +355,83 @@ LAYOUT: dict[str, Chances] = {
     "schedule on resume": {"": 6, "--use-checkpoint-opt_param-scheduler": 1, "--override-opt_param-scheduler": 1},
     "products": {"": 3, "--tp-overlap off": 1},
 }
+# What is drawn otherwise for GPUs: sizes that fp8 and the kernels' tiles fit, and little for which
+# torch compiles a kernel (document masks, ALiBi, windows), which takes longer than a case.
+ON_GPU: dict[str, Chances] = {
+    "heads": {
+        "--hidden-size 64 --num-attention-heads 4": 4,
+        "--hidden-size 32 --num-attention-heads 2": 3,
+        "--hidden-size 128 --num-attention-heads 2": 2,
+        "--hidden-size 48 --num-attention-heads 3": 1,
+    },
+    "groups": {"": 4, "--num-query-groups 2": 1},
+    "ffn": {"": 4, "--ffn-hidden-size 96": 1},
+    "position": {
+        "": 8,
+        "--position-embedding-type rope": 6,
+        "--position-embedding-type rope --rotary-percent 0.5 --rotary-base 500": 2,
+        "--position-embedding-type alibi": 1,
+        "--position-embedding-type none": 1,
+    },
+    "window": {"": 24, "--window-size 3,0": 1},
+    "norm of heads": {"": 8, "--qk-layernorm": 1},
+    "residual": {"": 8, "--apply-residual-connection-post-layernorm": 1, "--use-parallel-residual": 1},
+    "sequence": {"--seq-length 16": 3, "--seq-length 32": 4, "--seq-length 64": 1, "--seq-length 24": 1},
+    "format": {
+        "--bf16": 4,
+        "--bf16 --fp32-residual-connection": 1,
+        "--bf16 --fp8-format e4m3": 3,
+        "--bf16 --fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max": 4,
+        "--bf16 --fp8-format hybrid --first-last-layers-bf16": 1,
+        "--fp16 --initial-loss-scale 16 --loss-scale-window 2": 2,
+        "--fp16 --initial-loss-scale 64 --loss-scale-window 1 --hysteresis 1": 2,
+        "--fp16 --loss-scale 128 --fp32-residual-connection": 1,
+        "--params-dtype float32": 2,
+        "--params-dtype float64": 1,
+    },
+    "attention dropout": {"--attention-dropout 0": 8, "--attention-dropout 0.1 --attention-impl reference": 1},
+    "marks": {
+        "": 12,
+        "--eod-mask-loss": 3,
+        "--reset-position-ids": 2,
+        "--eod-mask-loss --reset-attention-mask --reset-position-ids": 1,
+    },
+    "optimizer": {
+        "--lr 1e-2": 8,
+        "--lr 3e-3 --adam-beta1 0.5 --adam-beta2 0.8 --adam-eps 1e-4": 3,
+        "--optimizer lion --lr 3e-3": 2,
+        "--optimizer muon --lr 1e-2": 2,
+        "--optimizer sgd --lr 0.3": 1,
+    },
+    "host": {"": 14, "--cpu-optimizer": 1},
+    "kernels": {"--compile off": 6, "--compile off --fused-kernels off": 2, "--compile off --no-triton": 1},
+    "graphs": {"--cuda-graphs on": 6, "": 1, "--cuda-graphs off": 1},
+    "zero": {"": 3, "--zero-stage 1 --own-group": 3, "--zero-stage 2 --own-group": 1},
+}
+# A layout of one rank, and one of two that share a GPU: only gloo lets them.
+ALONE: dict[str, Chances] = {
+    name: {"": 1} for name in ("copies", "sequence parallelism", "pipeline schedule", "stages", "products")
+}
+SHARED_GPU = ALONE | {
+    "graphs": {"--distributed-backend gloo --cuda-graphs off": 1},
+    "zero": {"": 1, "--zero-stage 1": 2, "--zero-stage 2": 1},
+}
+SHARING = 0.15  # of the legs
 
 
 class Drawing:
-    """Draws cases; counts what was drawn, and what the checks of settings refused."""
+    """Draws cases; counts what was drawn, and what the checks of settings refused.
 
-    def __init__(self, seed: str) -> None:
+    `gpus` is the number of GPUs that it draws for, 0 for CPUs.
+    """
+
+    def __init__(self, seed: str, gpus: int = 0) -> None:
+        self.gpus = gpus
+        own = ON_GPU if gpus else {}
+        self.common = {name: own.get(name, chances) for name, chances in (ARCHITECTURE | TRAINING).items()}
+        self.layout = LAYOUT | {name: chances for name, chances in own.items() if name not in self.common}
+        if gpus > 1:
+            self.layout["zero"] = LAYOUT["zero"]
         self.random = random.Random(seed)
         self.values: Counter[tuple[str, str]] = Counter()  # of the case drawn last
         self.rejected = 0
@@ -364,10 +455,10 @@ class Drawing:
         return False
 
     def _common(self, values: list[tuple[str, str]]) -> tuple[str, ...] | None:
-        chosen = {n: self.pick(n, chances) for n, chances in (ARCHITECTURE | TRAINING).items()}
+        chosen = {n: self.pick(n, chances) for n, chances in self.common.items()}
         r = self.random
         batch = r.choice([2, 4, 4, 4, 6, 8, 8, 12])
-        steps = r.choice([2, 3, 3, 4, 5])
+        steps = r.choice([4, 6, 8, 10, 11, 12] if self.gpus else [2, 3, 3, 4, 5])
         unit, most, each = r.choice([("iters", steps, 1), ("samples", steps * batch, batch)])
         length = f"--train-{unit} {most + (r.randrange(batch) if unit == 'samples' else 0)}"
         if unit == "samples" and r.random() < 0.2 and chosen["sequence"] == "--seq-length 8":
@@ -382,7 +473,9 @@ class Drawing:
             style = r.choice(["exponential", "linear", "cosine", "minus_sqrt"])
             wsd = f"--lr-wsd-decay-style {style} --lr-wsd-decay-{unit} {each}"
             chosen["schedule"] = f"--lr-decay-style WSD {wsd}"
-        if r.random() < 0.2:
+        if self.gpus:
+            chosen |= {"device": "--device cuda", "fault": self._fault(batch, steps)}
+        elif r.random() < 0.2:
             some = " ".join(str(n) for n in sorted({r.randrange(most if unit == "samples" else most * batch)}))
             chosen["poison"] = f"--poison {some} --on-nonfinite skip:9"
         values += chosen.items()
@@ -392,11 +485,26 @@ class Drawing:
         chosen["seed"] = f"--seed {r.randrange(10**6)}"
         found = tuple(f for text in chosen.values() for f in split_flags(text))
         case = Case(found, (Leg(()),))
-        return found if self._accept(case) and 2 <= steps_of(case) <= MOST_STEPS else None
+        most_steps = MOST_STEPS_ON_GPU if self.gpus else MOST_STEPS
+        return found if self._accept(case) and 2 <= steps_of(case) <= most_steps else None
+
+    def _fault(self, batch: int, steps: int) -> str:
+        """Return what goes wrong, mostly in steps that are CUDA graphs, and what is done."""
+        how = self.pick("fault", {"": 4, "--poison": 2, "--spoil": 4, "--spike": 1})
+        if not how:
+            return ""
+        r, saves = self.random, f"--save saved --save-at-start --save-interval {self.random.choice([1, 2, 3])}"
+        sample = r.randrange(batch * min(r.choice([0, 3, 3, 9]), steps - 1), batch * steps)
+        if how == "--spike":
+            return f"--spike {sample} --on-spike rollback:2 --spike-window 8 --spike-factor 30 {saves}"
+        reaction = r.choice(["--on-nonfinite skip:9", f"--on-nonfinite rollback:2 {saves}"])
+        return f"{how} {sample} {reaction}"
 
     def _legs(self, common: tuple[str, ...], values: list[tuple[str, str]]) -> list[Leg] | None:
         r, steps = self.random, steps_of(Case(common, (Leg(()),)))
-        stops = sorted(r.sample(range(1, steps), min(steps - 1, r.choices([0, 1, 2], [4, 5, 2])[0])))
+        saved = parse(common).checkpoint.save_interval or 1  # a run goes back to what one process has saved too
+        ends = range(saved, steps, saved)
+        stops = sorted(r.sample(ends, min(len(ends), r.choices([0, 1, 2], [4, 5, 2])[0])))
         legs: list[Leg] = []
         for end in [*stops, 0]:
             if legs and r.random() < 0.25:
@@ -407,7 +515,8 @@ class Drawing:
             if found is None:
                 return None
             values += again
-            lost = r.randint(1, steps - end) if end and r.random() < 0.4 else 0
+            is_lost = end and r.random() < 0.4 and not goes_back(parse(common))
+            lost = r.randint(1, steps - end) if is_lost else 0
             legs.append(Leg(found, end, lost))
         values += [("legs", str(len(legs))), *(("lost steps", str(leg.lost > 0)) for leg in legs[:-1])]
         return legs
@@ -417,7 +526,12 @@ class Drawing:
         for attempt in range(60):
             if attempt % 12 == 0:  # else keep the sizes, so that rarer ones get their chance
                 sizes = self._sizes()
-            chosen = {name: self.pick(name, chances) for name, chances in LAYOUT.items()}
+                tables = self.layout
+                if self.gpus and math.prod(sizes) == 1:
+                    tables = tables | ALONE | {"zero": ON_GPU["zero"]}
+                elif math.prod(sizes) > self.gpus > 0:
+                    tables = tables | SHARED_GPU
+            chosen = {name: self.pick(name, chances) for name, chances in tables.items()}
             names = ("tensor-model-parallel", "pipeline-model-parallel", "context-parallel")
             found = [f"--world-size {math.prod(sizes)}"]
             found += [f"--{n}-size {k}" for n, k in zip(names, sizes, strict=False) if k > 1]
@@ -433,11 +547,18 @@ class Drawing:
         return None, []
 
     def _sizes(self) -> list[int]:
-        """Return the sizes of the dimensions: mostly 2 to 4 ranks, sometimes up to MOST_RANKS."""
+        """Return the sizes of the dimensions: mostly 2 to 4 ranks, sometimes up to MOST_RANKS.
+
+        A GPU has a rank, and rarely shares itself between two data-parallel ones.
+        """
+        if self.gpus and self.random.random() < SHARING:
+            return [1, 1, 1, 2]
         while True:
+            if self.gpus == 1:
+                return [1, 1, 1, 1]
             sizes = [int(self.pick(name, chances)) for name, chances in SIZES.items()]
             chance = {1: 0.2, 2: 0.6, 3: 1.0, 4: 1.0}.get(math.prod(sizes), 0.5)
-            if math.prod(sizes) <= MOST_RANKS and self.random.random() < chance:
+            if math.prod(sizes) <= (self.gpus or MOST_RANKS) and self.random.random() < chance:
                 return sizes
 
     def _stages(self, common: tuple[str, ...], pipeline: int, chosen: dict[str, str]) -> str:
@@ -452,9 +573,9 @@ class Drawing:
         return "--pipeline-layout " + ",".join(str(b - a) for a, b in zip(borders, borders[1:], strict=False))
 
 
-def draw(seed: int, number: int) -> tuple[Case, Drawing]:
+def draw(seed: int, number: int, gpus: int = 0) -> tuple[Case, Drawing]:
     """Return case `number` of a seed, the same whatever else is drawn."""
-    drawing = Drawing(f"{seed}/{number}")
+    drawing = Drawing(f"{seed}/{number}", gpus)
     return drawing.case(), drawing
 
 

@@ -21,22 +21,24 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from fuzz import cases
 from fuzz.bugs import BUGS, SHARED
-from fuzz.cases import WORDS, Case, Drawing, configs
+from fuzz.cases import WORDS, Case, Drawing, Leg, configs
 
 multiprocessing.set_forkserver_preload(
     """torch torch.distributed torch._dynamo torch.distributed.fsdp torch.distributed.pipelining pytest
     meshwright.training.run meshwright.training.loop meshwright.checkpoint.background
     meshwright.checkpoint.foreign.megatron.writer meshwright.checkpoint.foreign.megatron.reader fuzz.trials""".split()
 )
-CONTEXT = multiprocessing.get_context("forkserver")
+# A process that was forked from one that has asked for GPUs may not use them.
+CONTEXTS = {"cpu": multiprocessing.get_context("forkserver"), "cuda": multiprocessing.get_context("spawn")}
 LIMIT = 180.0  # seconds of a leg
 LIVES = 100  # cases of a crew
 
@@ -49,6 +51,7 @@ class Outcome:
     lines: tuple[str, ...] = ()
     most: float = 0.0  # the largest share of an allowed distance
     where: str = ""
+    captured: int = 0  # legs that ended with steps in CUDA graphs
 
     @property
     def is_bad(self) -> bool:
@@ -116,51 +119,113 @@ def run_one(traces: list[Any], case: Case, folder: str, is_closer: bool, bug: st
     with BUGS[bug]() if bug in SHARED else contextlib.nullcontext():
         made = trials.references(case, trials.LOOKS if is_closer else 1)
         Path(folder, "one").write_bytes(pickle.dumps(made))
-        return trials.unlike_plain(case, made)
+        return trials.unlike_plain(case, made) + trials.unlike_bf16(case, made.rounded[0])
 
 
-def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], folder: str, bug: str) -> Any:
-    """Run a leg; return what is wrong, the rows, and how much of the allowed distances was used.
+class LegResult(NamedTuple):
+    """What a rank says of its leg."""
 
-    `traces` holds those of the legs before.
-    """
-    import torch.distributed as dist
+    wrong: list[str]
+    rows: dict[int, dict[str, float]]
+    most: float  # of the allowed distances
+    where: str
+    graphs: str
 
+
+def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], folder: str, bug: str) -> LegResult:
+    """Run a leg and compare it; `traces` holds those of the legs before."""
     from fuzz import trials
-    from meshwright.parallel.layout import connect, layout_of
-    from meshwright.ranks.team import Team
+    from meshwright.training.graphs import reason_against
 
     rank, world = place
     if not number:
         traces.clear()
-    config, leg = trials.leg_config(case, number, Path(folder, "run")), case.legs[number]
-    team, layout, limit = Team(), layout_of(config, rank), datetime.timedelta(seconds=2 * LIMIT)
-    if world > 1:
-        store = f"file://{folder}/store{number}"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
-        team, layout = Team(rank, world, dist.group.WORLD), connect(layout, limit)
-    try:
+    config, leg, bare = trials.leg_config(case, number, Path(folder, "run")), case.legs[number], None
+    with joined(config, leg, rank, world, folder, number) as (team, layout):
+        if not reason_against(config, layout, trials.open_device(config, rank), False):
+            without = Path(folder, f"bare{number}")  # where it begins as the leg does
+            team.run_on_lead(lambda: copy_run(Path(folder, "run"), without))
+            plain = trials.leg_config(case, number, without, has_graphs=False)
+            bare = trials.train(plain, team, layout, leg.end if leg.lost else 0, case.spoilt)
         with BUGS[bug]() if bug else contextlib.nullcontext():
-            trace = trials.train(config, team, layout, not leg.lost, case.poison)
-    finally:
-        if world > 1:
-            dist.destroy_process_group()
-            layout = layout_of(config, rank)
-            gc.collect()  # a trainer has cycles, and its groups' threads live as long as it
+            trace = trials.train(config, team, layout, leg.end if leg.lost else 0, case.spoilt)
+    del team, layout
+    gc.collect()  # a trainer has cycles, and its groups' threads live as long as it
     distances = trials.Distances(config)
     if Path(folder, "one").exists():  # else one process refused to train it
         distances.compare(trace, pickle.loads(Path(folder, "one").read_bytes()))  # noqa: S301, of our own
     if traces and case.legs[number - 1].flags == leg.flags:
         distances.repeated(trace, traces[-1])
+    if bare is not None:
+        distances.repeated(trace, bare, "with CUDA graphs")
+    if trace.graphs == "off":
+        distances.wrong.append("CUDA graphs were given up: the log of the rank says why")
     traces.append(trace)
-    return distances.wrong[:6], trace.rows, distances.most, distances.where
+    return LegResult(distances.wrong[:6], trace.rows, distances.most, distances.where, trace.graphs)
 
 
-def draw(traces: list[Any], seed: int, number: int) -> tuple[Case, Drawing]:
-    return cases.draw(seed, number)
+def copy_run(run: Path, to: Path) -> None:
+    if run.exists():
+        shutil.copytree(run, to)
 
 
-ACTS = {"draw": draw, "one": run_one, "leg": run_leg}
+@contextlib.contextmanager
+def joined(config: Any, leg: Leg, rank: int, world: int, folder: str, number: int) -> Iterator[tuple[Any, Any]]:
+    """Connect the ranks of a leg; yield this one's team and layout."""
+    import torch.distributed as dist
+
+    from fuzz import trials
+    from meshwright.parallel.layout import connect, layout_of
+    from meshwright.ranks.connect import pick_backend
+    from meshwright.ranks.team import Team
+
+    team, layout, limit = Team(), layout_of(config, rank), datetime.timedelta(seconds=2 * LIMIT)
+    has_group = world > 1 or "--own-group" in leg.flags
+    with trials.without_triton() if "--no-triton" in leg.flags else contextlib.nullcontext():
+        if has_group:
+            device = trials.open_device(config, rank)
+            backend = pick_backend(config.parallel, device)
+            if backend != "gloo":
+                backend = f"cpu:gloo,{device.type}:{backend}"
+            store = f"file://{folder}/store{number}"
+            dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=limit)
+        if world > 1:
+            team, layout = Team(rank, world, dist.group.WORLD), connect(layout, limit)
+        elif has_group:
+            layout = dataclasses.replace(layout, groups=dict.fromkeys(("gradients", "shard"), dist.group.WORLD))
+        try:
+            yield team, layout
+        finally:
+            if has_group:
+                dist.destroy_process_group()
+
+
+def draw(traces: list[Any], seed: int, number: int, gpus: int) -> tuple[Case, Drawing]:
+    return cases.draw(seed, number, gpus)
+
+
+def share_gpu(traces: list[Any], rank: int, store: str) -> None:
+    """Send tensors of one GPU between two ranks, as data-parallel ones do, by gloo."""
+    import torch
+    import torch.distributed as dist
+
+    from meshwright.parallel import comm
+
+    limit = datetime.timedelta(seconds=LIMIT)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+    x = torch.arange(4.0, device="cuda:0")
+    total, part, both = x + rank, x.new_empty(2), x.new_empty(8)
+    dist.all_reduce(total)
+    comm.scatter_into(part, x + rank, group=dist.group.WORLD, async_op=True).wait()
+    comm.gather_into(both, x + rank, group=dist.group.WORLD, async_op=True).wait()
+    got = [*total.tolist(), *part.tolist(), *both.tolist()]
+    dist.destroy_process_group()
+    want = [1, 3, 5, 7, *([1, 3], [5, 7])[rank], 0, 1, 2, 3, 1, 2, 3, 4]
+    if got != want:
+        raise AssertionError(f"{got} instead of {want}")
+
+
+ACTS = {"draw": draw, "one": run_one, "leg": run_leg, "share": share_gpu}
 
 # In the program
 
@@ -168,17 +233,18 @@ ACTS = {"draw": draw, "one": run_one, "leg": run_leg}
 class Crew:
     """Up to eight forked ranks."""
 
-    def __init__(self, folder: Path, data: Path, limit: float = LIMIT) -> None:
-        self.folder, self.data, self.limit = folder, data, limit
+    def __init__(self, folder: Path, data: Path, limit: float = LIMIT, gpus: int = 0) -> None:
+        self.folder, self.data, self.limit, self.gpus = folder, data, limit, gpus
+        self.context: Any = CONTEXTS["cuda" if gpus else "cpu"]
         self.ranks: list[tuple[Any, Any, Path]] = []  # process, pipe, log
         self.cases, self.is_stuck = 0, False  # whether a rank waits for others that will not come
         folder.mkdir(parents=True, exist_ok=True)
 
     def need(self, count: int) -> None:
         while len(self.ranks) < count:
-            mine, theirs = CONTEXT.Pipe()
+            mine, theirs = self.context.Pipe()
             log = self.folder / f"rank{len(self.ranks)}"
-            process = CONTEXT.Process(target=serve, args=(theirs, str(log), str(self.data)), daemon=True)
+            process = self.context.Process(target=serve, args=(theirs, str(log), str(self.data)), daemon=True)
             process.start()
             theirs.close()
             self.ranks.append((process, mine, log))
@@ -194,8 +260,15 @@ class Crew:
 
     def draw(self, seed: int, number: int) -> tuple[Case, Drawing]:
         """Draw a case in a rank: checking hundreds of draws takes a processor."""
-        got = self._ask([("draw", seed, number)])
-        return cases.draw(seed, number) if isinstance(got, Outcome) else got[0]
+        got = self._ask([("draw", seed, number, self.gpus)])
+        return cases.draw(seed, number, self.gpus) if isinstance(got, Outcome) else got[0]
+
+    def why_not_shared(self) -> tuple[str, ...]:
+        """Return why two ranks cannot share a GPU, or ()."""
+        got = self._ask([("share", rank, str(self.folder / "share")) for rank in range(2)])
+        if self.is_stuck:
+            self.close()
+        return got.lines[-1:] if isinstance(got, Outcome) else ()
 
     def run(self, case: Case, bug: str = "") -> Outcome:
         self.cases += 1
@@ -221,22 +294,23 @@ class Crew:
             return dataclasses.replace(first, lines=("one process:", *first.lines))
         if not isinstance(first, Outcome) and first[0]:
             return Outcome("differs", ("one process:", *first[0][:8]))
-        most, place = 0.0, ""
+        most, place, captured = 0.0, "", 0
         for number, config in enumerate(configs(case)):
             asked = [("leg", case, number, (rank, config.world), str(where), bug) for rank in range(config.world)]
             got = self._ask(asked)
             name = f"leg {number + 1}, {case.legs[number]}"
             if isinstance(got, Outcome):
                 return dataclasses.replace(got, lines=(name, *got.lines))
-            wrong = [f"rank {rank}: {line}" for rank, (lines, *_) in enumerate(got) for line in lines]
-            others = [rank for rank, (_, rows, *_) in enumerate(got) if repr(rows) != repr(got[0][1])]  # NaN is NaN
+            wrong = [f"rank {rank}: {line}" for rank, result in enumerate(got) for line in result.wrong]
+            others = [rank for rank, result in enumerate(got) if repr(result.rows) != repr(got[0].rows)]  # NaN is NaN
             wrong += [f"rank {rank} records other numbers than rank 0" for rank in others]
             if wrong:
                 return Outcome("differs", (name, *wrong[:8]))
-            most, place = max((most, place), *((m, p) for _, _, m, p in got))
+            most, place = max((most, place), *((result.most, result.where) for result in got))
+            captured += got[0].graphs == "on"
         if isinstance(first, Outcome):
             return Outcome("differs", ("one process refuses what the legs trained:", *first.lines))
-        return Outcome("equal", (), most, place)
+        return Outcome("equal", (), most, place, captured)
 
     def _ask(self, asked: list[tuple[Any, ...]]) -> Any:
         """Return the answers of as many ranks, or what went wrong."""

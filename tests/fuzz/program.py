@@ -1,7 +1,8 @@
 """`python -m fuzz`: train random cases on ranks, compare with one process, shrink what differs.
 
 The last lines are the summary; each bad case is printed as the command that repeats it. The status
-is 1 if a case was bad, or if a seeded bug was not found.
+is 1 if a case was bad, or if a seeded bug was not found. With `--device cuda` the cases are drawn
+for GPUs: CUDA graphs, fp8, Triton's kernels, runs that go back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from fuzz import cases, crews
-from fuzz.bugs import BUGS
+from fuzz.bugs import BUGS, ON_GPU
 from fuzz.cases import Case
 from fuzz.crews import Crew, Outcome
+from meshwright import device as devices
+from meshwright.errors import USAGE, UserError
 
 COMMAND = "PYTHONPATH=src:tests python -m fuzz --case "
 FIND = 200  # cases within which a seeded bug must be found
@@ -57,7 +60,7 @@ class Hunt:
         self.values: Counter[tuple[str, str]] = Counter()
         self.refusals: Counter[str] = Counter()
         self.bad: list[dict[str, Any]] = []
-        self.rejected, self.first_bad = 0, 0
+        self.rejected, self.first_bad, self.captured = 0, 0, 0
         self.most: tuple[float, str, str] = (0.0, "", "")
         self.lock = threading.Lock()
         self.began = self.printed = time.monotonic()
@@ -75,7 +78,7 @@ class Hunt:
                 job.result()
 
     def work(self, job: int, numbers: Iterator[int], stops: Callable[[], bool]) -> None:
-        crew = Crew(self.folder / f"crew{self.bug}{job}", self.folder / "data", self.given.limit)
+        crew = Crew(self.folder / f"crew{self.bug}{job}", self.folder / "data", self.given.limit, self.given.gpus)
         try:
             while time.monotonic() < self.until and not stops():
                 with self.lock:
@@ -83,7 +86,10 @@ class Hunt:
                 if number is None:
                     break
                 case, drawing = crew.draw(self.given.seed, number)
-                outcome = crew.run(case, self.bug)
+                if case.ranks > self.given.gpus > 0 and self.given.why_not_shared:
+                    outcome = Outcome("unshared")
+                else:
+                    outcome = crew.run(case, self.bug)
                 self.note(number, case, drawing, outcome)
                 if outcome.is_bad and not self.bug:
                     self.report(number, case, crew, outcome)
@@ -95,6 +101,7 @@ class Hunt:
             self.kinds[outcome.kind] += 1
             self.values += drawing.values
             self.rejected += drawing.rejected
+            self.captured += outcome.captured
             self.most = max(self.most, (outcome.most, outcome.where, str(case)))
             if outcome.kind == "refused":
                 self.refusals[outcome.lines[-1][:160]] += 1
@@ -141,6 +148,8 @@ class Hunt:
             "outcomes": dict(self.kinds),
             "rejected_draws": self.rejected,
             "refusals": dict(self.refusals),
+            "gpus": self.given.gpus,
+            "legs_in_cuda_graphs": self.captured,
             "largest_share_of_allowed": {"share": share, "where": where, "case": case},
             "bad": self.bad,
             "values": values,
@@ -154,6 +163,11 @@ class Hunt:
         }
 
 
+def table(values: dict[str, dict[str, int]], names: Iterable[str]) -> list[str]:
+    """Return a line for each value that was drawn of some settings, with its number of cases."""
+    return [f"{name:<18} {n:5d}  {value}" for name in names for value, n in values.get(name, {}).items()]
+
+
 def repeating(case: Case, bug: str = "") -> str:
     return f"{COMMAND}{shlex.quote(str(case))}{f' --bug {bug}' if bug else ''}"
 
@@ -163,7 +177,7 @@ def one_case(given: argparse.Namespace, folder: Path) -> int:
     if lines := cases.refusals(case):
         print("\n".join(["the settings refuse it:", *lines]))
         return 2
-    crew = Crew(folder / "crew", folder / "data", given.limit)
+    crew = Crew(folder / "crew", folder / "data", given.limit, given.gpus)
     outcome = crew.run(case, given.bug or "")
     if outcome.is_bad and given.shrink:
         small = shrink(case, crew, given.bug or "", outcome.kind)
@@ -178,7 +192,8 @@ def one_case(given: argparse.Namespace, folder: Path) -> int:
 def seeded(given: argparse.Namespace, folder: Path) -> int:
     """Look for seeded bugs; print after how many cases each was found."""
     found = {}
-    for bug in BUGS if given.bug == "all" else [given.bug]:
+    of_device = [bug for bug in BUGS if (bug in ON_GPU) == (given.gpus > 0)]
+    for bug in of_device if given.bug == "all" else [given.bug]:
         hunt = Hunt(given, folder, bug)
         hunt.run(FIND, stops=lambda hunt=hunt: hunt.first_bad > 0)  # type: ignore[misc]
         found[bug] = hunt.first_bad
@@ -197,6 +212,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="groups of ranks that run cases at once")
     parser.add_argument("--limit", type=float, default=crews.LIMIT, help="seconds of a leg that hangs")
     parser.add_argument("--json", help="write the record to this file")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the cases (default %(default)s)")
     parser.add_argument("--case", help="run one case, given as the fuzz prints it")
     parser.add_argument("--shrink", action="store_true", help="with --case: make it smaller if it is bad")
     parser.add_argument("--stop", action="store_true", help="end after a bad case, which stays as large as it is")
@@ -206,11 +222,29 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     given = arguments(argv)
+    if "--device cuda" in (given.case or ""):
+        given.device = "cuda"
+    given.gpus = devices.count_accelerators() if given.device == "cuda" else 0
+    try:
+        if given.device == "cuda":
+            devices.open_device("cuda")
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.status
+    if given.bug in ON_GPU and not given.gpus:
+        print(f"--bug {given.bug} is one of CUDA graphs; give --device cuda", file=sys.stderr)
+        return USAGE
     sys.path[:] = map(os.path.abspath, sys.path)  # for ranks, which work in another folder
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     with tempfile.TemporaryDirectory(prefix="fuzz") as name:
         folder = Path(name)
         crews.write_data(folder / "data")
+        if given.gpus:
+            crew = Crew(folder / "crew", folder / "data", given.limit, given.gpus)
+            given.why_not_shared = crew.why_not_shared()
+            crew.close()
+            if given.why_not_shared:
+                print(f"two ranks cannot share a GPU, and cases with them are left out: {given.why_not_shared[0]}")
         if given.case:
             return one_case(given, folder)
         if given.bug:
@@ -222,6 +256,10 @@ def main(argv: list[str] | None = None) -> int:
         Path(given.json).write_text(json.dumps(record, indent=1) + "\n")
     for line, n in hunt.refusals.most_common(5):
         print(f"refused {n} times: {line}")
+    for line in table(record["values"], cases.ON_GPU if given.gpus else ()):
+        print(line)
+    if given.gpus:
+        print(f"{hunt.captured} legs ended with steps in CUDA graphs")
     share = record["largest_share_of_allowed"]
     print(f"largest distance: {share['share']:.2g} of what is allowed, {share['where']}")
     print(f"{hunt.line()}\nfuzz seed={given.seed} cases={hunt.done} differing={record['differing']}")

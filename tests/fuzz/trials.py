@@ -26,7 +26,11 @@ How far apart may they be?
     exactly   All ranks record the same numbers; counters, learning rates, loss scales and skipped
               steps are those of one process; steps that a layout takes again after a resume have
               the same bits. Layouts that differ only in their data-parallel ranks need not have:
-              they add gradients in another order.
+              they add gradients in another order. Steps that CUDA graphs take have the bits of
+              the same leg without graphs.
+    fp8       One process with it is as far from float64 as its format makes it, so what all share
+              is not seen by that: its losses are also at most FP8 of those in bfloat16 apart, for
+              each step so far.
 """
 
 from __future__ import annotations
@@ -34,22 +38,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from fuzz import plain
-from fuzz.cases import WORDS, Case, configs, in_one_process
+from fuzz.cases import WORDS, Case, configs, goes_back, in_one_process
+from meshwright import device as devices
 from meshwright.settings.schema import TrainConfig
 
 NEAR = 1e-9
 LIKE = 1e-6  # Adam's steps make roundings larger
+FP8 = 1 / 16  # half a step of e4m3
 EOD = 5  # of mock data
+LOUD = 1000.0  # times the loss
 SPREAD = 16.0
 LOOKS = 8
 STRIDE = 3.0  # steps of Adam are about lr, or a few times that at first
@@ -76,6 +85,8 @@ class Trace:
     validations: dict[str, float] = dataclasses.field(default_factory=dict)
     gradients: dict[int, Tensors] = dataclasses.field(default_factory=dict)
     states: dict[int, Tensors] = dataclasses.field(default_factory=dict)
+    went_back: dict[int, int] = dataclasses.field(default_factory=dict)  # to which step
+    graphs: str = ""  # "off" if a capture failed, "on" if steps were captured
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {n: _each(torch.Tensor.numpy, getattr(self, n)) for n in ("gradients", "states")}
@@ -93,6 +104,9 @@ class Trace:
 
     def validation(self, consumed: int, check: Any) -> None:
         self.validations[f"{check.name} {check.dataset} {check.when}, step {check.iteration}"] = check.loss
+
+    def roll_back(self, to: int, iteration: int, **more: Any) -> None:
+        self.went_back[iteration] = to
 
     def row(self, *values: Any, **more: Any) -> None:
         pass
@@ -120,23 +134,29 @@ class _Poison(torch.autograd.Function):
         return grad.masked_fill(ctx.saved_tensors[0], math.inf), None
 
 
-def poison(net: Any, samples: tuple[int, ...]) -> None:
-    """Make the gradients of these samples infinite; their losses stay as they are."""
-    plain, chosen = net.loss, torch.tensor(samples)
+def spoil(net: Any, spoilt: dict[str, tuple[int, ...]]) -> None:
+    """Let some samples have infinite gradients, losses that are NaN, or very large ones."""
+    plain = net.loss
+    chosen = {how: torch.tensor(samples, device=net.device) for how, samples in spoilt.items()}
 
-    def loss(out: Tensor, batch: Any) -> dict[str, Tensor]:
-        bad = torch.isin(batch.sample_ids, chosen)[:, None].expand(batch.labels.shape)
-        return {name: _Poison.apply(losses, bad) for name, losses in plain(out, batch).items()}  # type: ignore[no-untyped-call]
+    def change(losses: Tensor, batch: Any) -> Tensor:
+        for how, samples in chosen.items() if torch.is_grad_enabled() else ():  # not of a validation
+            bad = (batch.sample_ids[:, None] == samples).any(1)[:, None].expand(batch.labels.shape)
+            if how == "poison":
+                losses = _Poison.apply(losses, bad)  # type: ignore[no-untyped-call]
+            else:
+                losses = losses * torch.where(bad, math.nan if how == "spoil" else LOUD, 1.0)
+        return losses
 
-    if samples:
-        net.loss = loss
+    if chosen:
+        net.loss = lambda out, batch: {name: change(losses, batch) for name, losses in plain(out, batch).items()}
 
 
 def placed(named: Any, values: dict[str, Tensor] | None = None, scale: float = 1.0) -> Tensors:
     """Return copies of this rank's tensors with their places, by a store's named_state."""
     out: Tensors = {}
     for name, (_, boxes, kept) in named.items():
-        flat = (kept if values is None else values[name]).detach().reshape(-1).double() / scale
+        flat = (kept if values is None else values[name]).detach().reshape(-1).double().cpu() / scale
         pieces = flat.split([math.prod(size) for _, size in boxes])
         places = [tuple(slice(o, o + n) for o, n in zip(*box, strict=True)) for box in boxes]
         out[name] = [(p, x.clone().view(box[1])) for p, x, box in zip(places, pieces, boxes, strict=True)]
@@ -147,41 +167,58 @@ def placed(named: Any, values: dict[str, Tensor] | None = None, scale: float = 1
 def traced(trainer: Any, trace: Trace, shake: float, seed: int) -> Iterator[None]:
     """Keep the gradients of each step as they were summed, and the state after it.
 
-    The step gets them shaken by up to that share of the largest one of their tensor.
+    The step gets them shaken by up to that share of the largest one of their tensor. A CUDA graph
+    copies them as it did when it was captured, so the copies never move.
     """
-    store, step = trainer.net.store, trainer.step
+    store, step, react, progress = trainer.net.store, trainer.step, trainer.guard.react, trainer.progress
     finish_sums, random = store.finish_sums, torch.Generator().manual_seed(seed)
+    summed: dict[str, Tensor] = {}
 
     def finish() -> None:
         finish_sums()
-        named, scale = store.named_state(with_optimizer=False), trainer.state.scaler.scale
-        trace.gradients[trainer.progress.iteration + 1] = placed(named, dict(store.each_gradient()), scale)
-        for _, gradient in store.each_gradient() if shake else ():
-            noise = torch.rand(gradient.shape, generator=random, dtype=gradient.dtype) * 2 - 1
-            gradient.add_(noise * gradient.abs().max(), alpha=shake)
+        for name, gradient in store.each_gradient():
+            if name not in summed:
+                summed[name] = torch.empty_like(gradient)
+            summed[name].copy_(gradient)
+            if shake:
+                noise = (torch.rand(gradient.shape, generator=random, dtype=gradient.dtype) * 2 - 1).to(gradient.device)
+                gradient.add_(noise * gradient.abs().max(), alpha=shake)
+
+    def keep_state() -> None:
+        trace.states[progress.iteration] = placed(store.named_state())
 
     def step_and_keep() -> None:
+        number, scale = progress.iteration + 1, trainer.state.scaler.scale
         step()
-        trace.states[trainer.progress.iteration] = placed(store.named_state())
+        trace.gradients[number] = placed(store.named_state(with_optimizer=False), summed, scale)
+        keep_state()
 
-    trace.states[trainer.progress.iteration] = placed(store.named_state())
-    store.finish_sums, trainer.step = finish, step_and_keep
+    def react_and_keep(settled: Any) -> bool:
+        if went_back := react(settled):
+            keep_state()
+        return bool(went_back)
+
+    keep_state()
+    store.finish_sums, trainer.step, trainer.guard.react = finish, step_and_keep, react_and_keep
     try:
         yield
     finally:  # a cycle through torch's hooks is never freed, nor are the threads of its groups
-        del store.finish_sums, trainer.step
+        del store.finish_sums, trainer.step, trainer.guard.react
 
 
 def train(
     config: TrainConfig,
     team: Any,
     layout: Any,
-    saves_at_end: bool,
-    bad: tuple[int, ...],
+    kept: int,
+    spoilt: dict[str, tuple[int, ...]],
     shake: float = 0.0,
     seed: int = 0,
 ) -> Trace:
-    """Train one leg, as `meshwright train` does after its set-up."""
+    """Train one leg, as `meshwright train` does after its set-up.
+
+    One that is lost after the step `kept` saves nothing after it.
+    """
     from meshwright.training.before.resolve import find_vocabulary
     from meshwright.training.health.stop import StopConditions
     from meshwright.training.log.timers import Startup, Timers
@@ -190,20 +227,39 @@ def train(
     from meshwright.training.run import finish_run
     from meshwright.training.setup import build_state, open_feed
 
-    device = torch.device("cpu")
+    device = open_device(config, team.rank)
     vocabulary = find_vocabulary(config, None)
     marking: Any = vocabulary.tokenizer or SimpleNamespace(eod=EOD)  # mock data know no end of a document
     timers, stop = Timers(0, "minmax", device, team), StopConditions(config.training, time.perf_counter())
     state = build_state(Spec(config, layout, device, vocabulary.size, vocabulary.padded), team, Startup())
-    poison(state.net, bad)
+    spoil(state.net, spoilt)
     trace = Trace()
     trainer = Trainer(state, open_feed(state, marking, None), trace, timers, stop)  # type: ignore[arg-type]
-    with contextlib.closing(trainer), traced(trainer, trace, shake, seed):
+    save = trainer.save
+
+    def save_what_is_kept() -> None:
+        if not kept or trainer.progress.iteration <= kept:
+            save()
+
+    keeping = mock.patch.object(trainer, "save", save_what_is_kept)
+    with contextlib.closing(trainer), traced(trainer, trace, shake, seed), keeping:
         reason = trainer.train(Startup())
-        if saves_at_end:
+        if not kept:
             finish_run(trainer, reason, vocabulary.tokenizer)
         trainer.state.saver.wait()
+        if (graphs := trainer.net.graphs) is not None:
+            trace.graphs = "off" if graphs.is_off else "on" if graphs.captured else ""
     return trace
+
+
+def open_device(config: TrainConfig, rank: int = 0) -> torch.device:
+    """Return the device of a rank; there may be fewer of them than ranks."""
+    return devices.open_device(config.parallel.device, rank % max(devices.count_accelerators(), 1))
+
+
+def without_triton() -> contextlib.AbstractContextManager[Any]:
+    """Let all be computed by torch's kernels, and fp8 by products of its numbers in float32."""
+    return mock.patch.object(devices, "has_kernels", lambda device: False)
 
 
 class References(NamedTuple):
@@ -213,32 +269,41 @@ class References(NamedTuple):
     rounded: list[Trace]  # first in the format of the case, then shaken by its roundings
 
 
-def references(case: Case, looks: int = 1) -> References:
-    """Train the case in one process; with several looks, shake both formats as often."""
+def alone(case: Case, config: TrainConfig, shake: float = 0.0, seed: int = 0) -> Trace:
+    """Train in one process, in a folder of its own if the run may go back."""
     from meshwright.parallel.layout import Layout
     from meshwright.ranks.team import Team
 
-    def run(config: TrainConfig, shake: float = 0.0, seed: int = 0) -> Trace:
-        return train(config, Team(), Layout(), True, case.poison, shake, seed)
+    with tempfile.TemporaryDirectory() as folder, without_triton():
+        c = dataclasses.replace(config.checkpoint, save=folder if goes_back(config) else None)
+        config = dataclasses.replace(config, checkpoint=c)
+        return train(config, Team(), Layout(), 0, case.spoilt, shake, seed)
 
+
+def references(case: Case, looks: int = 1) -> References:
+    """Train the case in one process; with several looks, shake both formats as often."""
     config = in_one_process(case)
-    own, dtype = run(config), config.precision.dtype
+    own, dtype = alone(case, config), config.precision.dtype
     if dtype == "float64":
         return References(own, [own])
     exact = in_float64(case)
     shake = UNIT["bfloat16" if config.optimizer.optimizer == "muon" else dtype]
     formats = [exact] if looks == 1 else [exact, config]
-    shaken = [run(one, shake, seed + 1) for one in formats for seed in range(looks)]
+    shaken = [alone(case, one, shake, seed + 1) for one in formats for seed in range(looks)]
     like = [trace for trace in shaken if _skipped(trace) == _skipped(own)]  # no other step has overflowed
-    return References(run(exact), [own, *like])
+    return References(alone(case, exact), [own, *like])
 
 
 def in_float64(case: Case) -> TrainConfig:
-    """Return the configuration of the run in one process and float64."""
+    """Return the configuration of the run in one process and float64.
+
+    It passes over the steps that fp16's scale deals with.
+    """
     config = in_one_process(case)
+    is_scaled = config.precision.fp16 and config.precision.loss_scale is None and "poison" in case.spoilt
     p = dataclasses.replace(config.precision, fp16=False, bf16=False, fp32_residual_connection=False, fp8_format=None)
     config = dataclasses.replace(config, precision=dataclasses.replace(p, params_dtype="float64", loss_scale=None))
-    if not case.poison:
+    if not is_scaled or "skip" in config.training.on_nonfinite:
         return config
     return dataclasses.replace(config, training=dataclasses.replace(config.training, on_nonfinite="skip:99"))
 
@@ -248,16 +313,13 @@ def unlike_plain(case: Case, made: References) -> list[str]:
 
     That one has no dropout, so a case with dropout is trained once more without.
     """
-    from meshwright.parallel.layout import Layout
-    from meshwright.ranks.team import Team
-
     config, own = in_float64(case), made.rounded[0]
-    if plain.beyond(config):
+    if plain.beyond(config) or {*case.spoilt} - {"poison"} or goes_back(config):
         return []
     without = {name: 0.0 for name in ("hidden_dropout", "attention_dropout", "embedding_dropout")}
     bare, ours = dataclasses.replace(config, model=dataclasses.replace(config.model, **without)), made.exact
     if bare.model != config.model:
-        ours = train(bare, Team(), Layout(), False, case.poison)
+        ours = alone(case, bare)
     distances = Distances(bare)
     planned = plain.rows(in_one_process(case), lambda step, _: bool(own.rows.get(step, {}).get("skipped")))
     for step, _, row in planned:
@@ -267,7 +329,7 @@ def unlike_plain(case: Case, made: References) -> list[str]:
     weights = {name: x for name, ((_, x),) in ours.states[0].items() if "/" not in name}
     eod = EOD if bare.data.mock_data else WORDS
     taken = []
-    for step, row, gradients, after in plain.train(bare, weights, WORDS + 1, eod, case.poison):
+    for step, row, gradients, after in plain.train(bare, weights, WORDS + 1, eod, case.spoilt.get("poison", ())):
         taken.append(step)
         for name in sorted(row.keys() & ours.rows.get(step, {}).keys()):
             distances.near(f"step {step}: {name}", ours.rows[step][name], row[name])
@@ -278,20 +340,35 @@ def unlike_plain(case: Case, made: References) -> list[str]:
     return [f"{line}, by the independent trainer" for line in distances.wrong]
 
 
+def unlike_bf16(case: Case, own: Trace) -> list[str]:
+    """Return where the losses of one process with fp8 are too far from those of one without."""
+    config = in_one_process(case)
+    if not config.precision.fp8_format:
+        return []
+    distances, p = Distances(config), dataclasses.replace(config.precision, fp8_format=None)
+    for step, row in alone(case, dataclasses.replace(config, precision=p)).rows.items():
+        if not row["skipped"] and step in own.rows:
+            far, allowed = abs(own.rows[step]["loss"] - row["loss"]), FP8 * step * abs(row["loss"])
+            distances.note(f"step {step}: loss in fp8", far, allowed, f" (bf16's is {row['loss']})")
+    return distances.wrong
+
+
 def _skipped(trace: Trace) -> dict[int, float]:
     return {i: row["skipped"] for i, row in trace.rows.items()}
 
 
-def leg_config(case: Case, number: int, folder: Path) -> TrainConfig:
+def leg_config(case: Case, number: int, folder: Path, has_graphs: bool = True) -> TrainConfig:
     """Return the configuration of a leg that saves to, and loads from, a folder."""
     leg, config = case.legs[number], configs(case)[number]
     c = dataclasses.replace(config.checkpoint, load=str(folder) if number else None)
     t = config.training
     if leg.end:
-        c = dataclasses.replace(c, save_interval=leg.end if leg.lost else None)
+        c = dataclasses.replace(c, save_interval=leg.end if leg.lost else c.save_interval)
         t = dataclasses.replace(t, exit_interval=leg.end + leg.lost)
-    if len(case.legs) > 1:
+    if len(case.legs) > 1 or c.save:
         c = dataclasses.replace(c, save=str(folder))
+    if not has_graphs:
+        t = dataclasses.replace(t, cuda_graphs="off")
     return dataclasses.replace(config, checkpoint=c, training=t)
 
 
@@ -380,6 +457,7 @@ class Distances:
                 self.wrong.append(f"step {i} was taken, which one process did not take")
                 continue
             self.rows(i, row, one)
+            self.same(f"step {i}: the run goes back to", got.went_back.get(i), own.went_back.get(i))
             before = self.step_errors(range(i), exact, own)
             if not row["skipped"]:
                 if self.dtype == "float64" and "num_zeros" in row:
@@ -423,14 +501,15 @@ class Distances:
         for name in NUMBERS:
             self.number(f"step {i}: {name}", row[name], one, lambda t, name=name: t.rows[i][name])  # type: ignore[misc]
 
-    def repeated(self, got: Trace, before: Trace) -> None:
+    def repeated(self, got: Trace, before: Trace, how: str = "taken again") -> None:
         """Require the bits of the steps that the same layout took before."""
-        for i in got.rows.keys() & before.rows.keys():
-            self.same(f"step {i}, taken again", got.rows[i], before.rows[i])
+        for i in sorted(got.rows.keys() & before.rows.keys()):
+            self.same(f"step {i}, {how}", got.rows[i], before.rows[i])
             for kind in ("gradients", "states"):
                 mine, theirs = getattr(got, kind)[i], getattr(before, kind)[i]
-                if wrong := [name for name in mine if not equal(mine[name], theirs[name])]:
-                    self.wrong.append(f"step {i}, taken again: other {kind} of {', '.join(wrong[:4])}")
+                wrong = [name for name in mine if not equal(mine[name], theirs[name])]
+                if wrong and not (kind == "gradients" and got.rows[i]["skipped"]):
+                    self.wrong.append(f"step {i}, {how}: other {kind} of {', '.join(wrong[:4])}")
 
 
 def of_squares(size: float, apart: float) -> float:

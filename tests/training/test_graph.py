@@ -1,11 +1,11 @@
 """CUDA graphs of the step: the same numbers as without, by a stand-in on a CPU and on a GPU."""
 
-import copy
 import dataclasses
 
 import pytest
 import torch
 
+from graphs_on_cpu import Recorded, Recorder, stand_in
 from helpers import TINY, TINY_FLAGS, read_rows
 from meshwright.__main__ import main
 from meshwright.data.loader import Batch
@@ -23,95 +23,10 @@ MASKS += ["--vocab-size", "none"]  # the tokenizer's
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 
 
-class Recorder:
-    """Stands in for CUDA graphs on a CPU.
-
-    A capture runs the Python code and leaves no number changed; a replay computes the numbers and
-    leaves the store's Python state as it was.
-    """
-
-    made = []  # every one, for the tests
-
-    def __init__(self, store, totals):
-        self.store, self.totals = store, totals
-        self.calls, self.fails, self.room = [], None, True
-        Recorder.made.append(self)
-
-    def prepare(self):
-        self.calls.append("prepare")
-
-    def has_room(self):
-        return self.room
-
-    def discard(self):
-        self.calls.append("discard")
-
-    def tensors(self):
-        s = self.store
-        states = [x for piece in s.update_ranges for x in piece.state.values()]
-        casts = [] if s.scales is None else [each.cast for each in s.scales.products]
-        scaled = [] if s.scales is None else [*s.scales.tensors(), *(x for cast in casts for x in cast[:2])]
-        return [s.weights, s.gradients, s.share, s.master, self.totals, *states, *s._adam_steps(), *scaled]
-
-    def python(self):
-        buckets = [(set(b.seen), b.is_summed) for b in self.store.buckets.values()]
-        return copy.copy(self.store.added), self.store.is_last_backward, buckets
-
-    def restore(self, python):
-        added, self.store.is_last_backward, buckets = python
-        self.store.added = set(added)
-        for b, (seen, is_summed) in zip(self.store.buckets.values(), buckets, strict=True):
-            b.seen, b.is_summed = set(seen), is_summed
-
-    @torch.no_grad()
-    def capture(self, run):
-        number = sum(call.startswith("capture") for call in self.calls)
-        self.calls.append(f"capture {number}")
-        before, kept = self.python(), [x.clone() for x in self.tensors()]
-        with torch.enable_grad():
-            run()
-        for x, old in zip(self.tensors(), kept, strict=True):
-            x.copy_(old)
-        if number == self.fails:
-            p = next(self.store_parameters())
-            p.grad = torch.full_like(p, 1e3)
-            raise RuntimeError("operation not permitted when stream is capturing\nand more")
-
-        def replay():
-            self.calls.append(f"replay {number}")
-            now = self.python()
-            self.restore(before)
-            with torch.enable_grad():
-                run()
-            self.restore(now)
-
-        return replay
-
-    def store_parameters(self):
-        return (p for part in self.parts for p in part.parameters())
-
-
-class Recorded(graph.Graphs):
-    """Graphs by a Recorder, whatever they should have been made with."""
-
-    prepared = {}
-
-    def __init__(self, backend, parts, store, needs_room, totals=3):
-        super().__init__(None, parts, store, needs_room, totals)
-        self.backend = Recorder(store, self.totals)
-        self.backend.parts = parts
-        vars(self.backend).update(self.prepared)
-
-
 @pytest.fixture
 def recorded(monkeypatch):
     """Let every run use graphs by a Recorder; yield how to prepare it, as a dict."""
-    monkeypatch.setattr(graph, "reason_against", lambda c, *more: "off" if c.training.cuda_graphs == "off" else None)
-    monkeypatch.setattr(network, "CudaGraphs", lambda device: None)
-    monkeypatch.setattr(network.devices, "new_stream", lambda device: None)
-    monkeypatch.setattr(graph, "Graphs", Recorded)
-    monkeypatch.setattr(Recorded, "prepared", {})
-    Recorder.made.clear()
+    stand_in(monkeypatch)
     return Recorded.prepared
 
 
