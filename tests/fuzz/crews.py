@@ -213,13 +213,15 @@ def share_gpu(traces: list[Any], rank: int, store: str) -> None:
 
     limit = datetime.timedelta(seconds=LIMIT)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
-    x = torch.arange(4.0, device="cuda:0")
-    total, part, both = x + rank, x.new_empty(2), x.new_empty(8)
-    dist.all_reduce(total)
-    comm.scatter_into(part, x + rank, group=dist.group.WORLD, async_op=True).wait()
-    comm.gather_into(both, x + rank, group=dist.group.WORLD, async_op=True).wait()
-    got = [*total.tolist(), *part.tolist(), *both.tolist()]
-    dist.destroy_process_group()
+    try:
+        x, part, both = (torch.arange(n, device="cuda:0", dtype=torch.float32) for n in (4, 2, 8))
+        total = x + rank
+        dist.all_reduce(total)
+        comm.scatter_into(part, x + rank, group=dist.group.WORLD, async_op=True).wait()
+        comm.gather_into(both, x + rank, group=dist.group.WORLD, async_op=True).wait()
+        got = [*total.tolist(), *part.tolist(), *both.tolist()]
+    finally:
+        dist.destroy_process_group()
     want = [1, 3, 5, 7, *([1, 3], [5, 7])[rank], 0, 1, 2, 3, 1, 2, 3, 4]
     if got != want:
         raise AssertionError(f"{got} instead of {want}")
