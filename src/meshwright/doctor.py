@@ -9,7 +9,6 @@ import platform
 import re
 import shlex
 import shutil
-import statistics
 import sys
 import tempfile
 import textwrap
@@ -23,7 +22,7 @@ from typing import Any
 from meshwright import device as devices
 from meshwright import host
 from meshwright.ranks.connect import join_ranks, pick_backend
-from meshwright.ranks.links import Link, measure_links, slow_links
+from meshwright.ranks.links import Link, measure_links, slow_links, typical_link
 from meshwright.ranks.world import World
 from meshwright.settings.schema import Parallel
 from meshwright.version import PROJECT, installed_version, our_version
@@ -318,11 +317,10 @@ def describe_links(links: list[Link], hosts: list[str], kind: str) -> Iterator[F
     if slow:
         shown = [f"{link.a} ({hosts[link.a]}) and {link.b} ({hosts[link.b]}): {link}" for link in slow[:3]]
         more = f"; and {len(slow) - 3} more" if len(slow) > 3 else ""
-        typical = Link(0, 0, *(statistics.median(getattr(e, n) for e in links) for n in ("latency", "bandwidth")))
         counts = Counter(rank for link in slow for rank in (link.a, link.b))
         rank, count = counts.most_common(1)[0]
         common = f"; rank {rank} is in {count} of {len(slow)} slow links" if count > 1 else ""
-        text = f"between ranks {'; '.join(shown)}{more}; most links: {typical}{common}"
+        text = f"between ranks {'; '.join(shown)}{more}; most links: {typical_link(links)}{common}"
         yield Fact("Links", "slow", text, "problem", {"slow": [[link.a, link.b] for link in slow]})
 
 
@@ -337,8 +335,8 @@ def _packages() -> Iterator[Fact]:
             yield Fact("Extras", package, version, values={"version": version})
             continue
         extra = extras.get(package)
-        root = f"-e '{PROJECT.parent}" if PROJECT.is_file() else "'meshwright"
-        line = f"{shlex.quote(sys.executable)} -m pip install " + (f"{root}[{extra}]'" if extra else package)
+        root = ["-e", f"{PROJECT.parent}[{extra}]"] if PROJECT.is_file() else [f"meshwright[{extra}]"]
+        line = shlex.join([sys.executable, "-m", "pip", "install", *(root if extra else [package])])
         yield Fact("Extras", package, f"not installed; {brings}", "note", {"install": line})
 
 

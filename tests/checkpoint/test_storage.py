@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -151,6 +152,17 @@ def test_steps_are_removed_from_storage_after_a_failure_too(bucket: Bucket) -> N
     bucket.faults = lambda method, key: 403 if method == "PUT" and "iter_0000004/index" in key else None
     assert train("--save-error=warn", "--keep-last=1", steps=6) == 0
     assert {key.split("/")[2] for key in bucket.objects if key.endswith("manifest.json")} == {"iter_0000006"}
+
+
+def test_a_run_that_waits_for_its_upload_gives_signs_of_life(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks wait in a collective meanwhile, for as long as rank 0 makes progress."""
+    sender, ticks = upload.Uploader(local(), []), []
+    monkeypatch.setattr(sender, "send", lambda: time.sleep(0.2))
+    sender.begin([])
+    sender.wait(lambda: ticks.append(time.monotonic()))
+    sender.end()
+    sender.close()
+    assert len(ticks) > 3
 
 
 class Killed(Exception):
@@ -309,6 +321,22 @@ def test_all_bytes_of_token_files_arrive(bucket: Bucket, tmp_path: Path) -> None
     copies.sparse_copy.cache_clear()
 
 
+def test_a_dry_run_finds_what_is_in_storage(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tokens(tmp_path, bucket)
+    assert train(steps=2) == 0
+    given = [word for word in TINY_FLAGS if word != "--mock-data"]
+    words = ["--data-path", "s3://bucket/data/text_document", "--split=90,10,0", "--save", RUN, "--load", RUN]
+    lose_disk()
+    mirror.fetch.cache_clear()
+    store.forget()
+    capsys.readouterr()
+    assert main(["train", *given, *words, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "data s3://bucket/data/text_document: 20 documents" in out
+    assert f"it would continue from step 2 in {RUN}" in out
+    copies.sparse_copy.cache_clear()
+
+
 def test_token_files_that_were_replaced_are_copied_anew(bucket: Bucket, tmp_path: Path) -> None:
     write_tokens(tmp_path, bucket)
     prefix = str(local("s3://bucket/data") / "text_document")
@@ -347,7 +375,8 @@ def test_a_model_in_storage_writes_text(bucket: Bucket, capsys: pytest.CaptureFi
     lose_disk()
     store.forget()
     mirror.fetch.cache_clear()
-    capsys.readouterr()
+    assert main(["generate", RUN, "--dry-run"]) == 0
+    assert f"fit step 2 in {RUN};" in capsys.readouterr().out
     assert main(["generate", RUN, "--prompt=a", "--max-new-tokens=3", "--device=cpu"]) == 0
     assert capsys.readouterr().out.startswith("a")
     assert not list(steps.step_folder(local(), 2).glob("rank_*"))

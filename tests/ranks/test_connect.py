@@ -19,7 +19,7 @@ from meshwright.ranks import connect
 from meshwright.ranks.compare import require_equal
 from meshwright.ranks.lost import explain_lost_rank, leave_ranks
 from meshwright.ranks.team import Team
-from meshwright.ranks.world import ALONE, World, find_world, first_host, require_world_size, tasks_per_node
+from meshwright.ranks.world import OR_UNSET, World, find_world, first_host, require_world_size, tasks_per_node
 from on_ranks import run_programs, run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
@@ -304,7 +304,7 @@ def test_a_long_wait_says_for_whom(monkeypatch: pytest.MonkeyPatch, capfd: pytes
         connect.meet_all(dist.HashStore(), 0, 2, until, "machine")
     assert capfd.readouterr().err == "waiting for machine 1, up to 0 s more\n"
     with pytest.raises(UserError, match="missing: rank 1.*`unset RANK WORLD_SIZE`"):
-        connect.meet_all(dist.HashStore(), 0, 2, until, advice=ALONE)
+        connect.meet_all(dist.HashStore(), 0, 2, until, advice=OR_UNSET)
     assert "up to 0 s more; start them or, for one process, `unset RANK" in capfd.readouterr().err
 
 

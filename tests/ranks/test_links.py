@@ -13,7 +13,7 @@ def three_ranks() -> None:
     import torch.distributed as dist
 
     team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
-    links.LARGE_BYTES = {"cpu": 1 << 16}
+    links.LARGE_ON_CPU = 1 << 16
     measured = links.measure_links(team, torch.device("cpu"))
     assert [(link.a, link.b) for link in measured] == [(0, 1), (0, 2), (1, 2)]
     links.ALL_PAIRS = 2  # as of many ranks, several pairs at once
@@ -42,6 +42,7 @@ def test_the_slow_link_is_named() -> None:
 def test_of_many_ranks_some_pairs_are_measured() -> None:
     assert len(links.pairs_of(32)) == 32 * 31 // 2
     assert {b - a for a, b in links.pairs_of(64)} == {1, 2, 4, 8, 16, 32}
+    assert len(links.pairs_of(1 << 13)) == 13 * (1 << 13) - (1 << 13) + 1
     assert links.rounds_of(3) == [[(0, 1)], [(0, 2)], [(1, 2)]]
     for size in (64, 100, 256):
         rounds = links.rounds_of(size)

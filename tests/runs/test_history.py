@@ -13,7 +13,7 @@ from meshwright.report.compare import figures, read_runs
 from meshwright.report.page import write_report
 from meshwright.runs.follow import RunTail
 from meshwright.runs.history import read_history, read_settings
-from meshwright.runs.rows import METRICS, ROW_LIMIT, find_last_step, holds_steps, read_new_rows
+from meshwright.runs.rows import METRICS, ROW_LIMIT, find_last_step, holds_steps, read_new_rows, read_rows
 from meshwright.training.log.metrics import _count_starts
 from meshwright.watch.curves import View, curves
 from meshwright.watch.overview import describe_run
@@ -59,7 +59,7 @@ def test_the_validation_at_the_end_hides_no_other(two_sets):
     assert drawn["validation on a"] == {"x": [2.0, 4.0, 4.0], "y": [2.0, 3.0, 3.5], "step": [2, 4, 4]}
 
 
-def test_new_rows(tmp_path):
+def test_new_rows(tmp_path, monkeypatch):
     assert read_new_rows(tmp_path) == ([], 0)
     write_rows(tmp_path, [START, step_row(1, 5.0)], '{"event": "st')
     rows, end = read_new_rows(tmp_path)
@@ -67,6 +67,8 @@ def test_new_rows(tmp_path):
     write_rows(tmp_path, [START, step_row(1, 5.0), step_row(2, 4.0)], "nonsense\n[]\n")
     assert [row["iteration"] for row in read_new_rows(tmp_path, end)[0]] == [2]
     assert [row["iteration"] for row in read_new_rows(tmp_path, end + 1)[0]] == []  # within a line
+    monkeypatch.setattr("meshwright.runs.rows.ROWS_LIMIT", 200)
+    assert len(read_rows(tmp_path)) == 3 > len(read_new_rows(tmp_path)[0])
 
 
 def test_the_last_step_and_how_its_attempt_ended(tmp_path):

@@ -612,7 +612,7 @@ def test_changed_data_is_refused_on_resume(tmp_path, capsys):
     assert main([*again, "--data-path", str(tmp_path / "moved")]) == 0
     write(2, 1, "moved")
     longer = [*again, "--data-path", str(tmp_path / "moved"), "--train-iters", "9"]
-    assert main(longer) == 65 and "moved.idx has other documents than then" in capsys.readouterr().err
+    assert main(longer) == 65 and "moved.idx has other documents than before" in capsys.readouterr().err
     assert main([*longer, "--data-changed", "ok"]) == 0
     assert "have changed since the checkpoint: " in capsys.readouterr().out
     assert json.loads((tmp_path / "run/iter_0000009/config.json").read_text())["data_changed"] == "ok"

@@ -20,7 +20,7 @@ from typing import Any
 from meshwright import tokenizers
 from meshwright.bench.rows import RECIPE, WARMUP, BenchRow
 from meshwright.ranks.orphans import LAUNCHER_PID
-from meshwright.runs.rows import read_new_rows
+from meshwright.runs.rows import read_new_rows, read_rows
 
 TRACED_STEPS = 3  # steps that --profile adds to the end of a run
 GRACE_SECONDS = 20  # seconds that a stopped run has to end
@@ -87,7 +87,7 @@ def measure_row(row: BenchRow, plan: BenchPlan, on_step: Callable[[int], None] =
     folder, command = plan.folder(row), plan.command(row)
     folder.mkdir(parents=True)
     first, status, began = run_to_end(row, plan, on_step)
-    logged, _ = read_new_rows(folder)
+    logged = read_rows(folder)
     result: dict[str, Any] = {
         "name": row.name,
         "command": shlex.join(["meshwright", *command]),

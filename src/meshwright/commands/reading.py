@@ -15,6 +15,7 @@ from meshwright.errors import DONE
 from meshwright.ranks.world import World, is_idle
 from meshwright.settings import command, flags
 from meshwright.settings.schema import ReadConfig
+from meshwright.storage.addresses import shown
 
 if TYPE_CHECKING:
     from meshwright.generation.engine import CheckedModel, LanguageModel
@@ -88,7 +89,8 @@ class ReadingCommand(Generic[C]):
             for folder in folders:
                 model = engine.open_checked(folder, given, c.tokenizer)
                 task.check(model)
-                print(f"{task.input}the flags fit step {model.source.step} in {model.source.root}; nothing was loaded")
+                where = shown(str(model.source.root))
+                print(f"{task.input}the flags fit step {model.source.step} in {where}; nothing was loaded")
             return DONE
         if c.precision.deterministic_mode:
             devices.use_deterministic_algorithms()

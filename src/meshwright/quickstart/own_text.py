@@ -18,7 +18,7 @@ from meshwright.quickstart.folder import TourProgress, require_no_model
 from meshwright.quickstart.plan import MeasuredSpeed, Size, TrainingPlan
 from meshwright.quickstart.shell import LoggedInterval, step
 from meshwright.quickstart.tour import Tour, prompt_from
-from meshwright.runs.rows import read_new_rows
+from meshwright.runs.rows import read_rows
 
 COMPILED_MINUTES = 5  # minutes from which a compiled model pays
 TRIAL_SHARE = 0.15  # share of the time, at most, for the trial with its start
@@ -272,7 +272,7 @@ def train_longer(tour: Tour, progress: TourProgress, deadline: Deadline) -> bool
 
 def run_rows(folder: Path) -> list[dict[str, Any]]:
     """Return the steps that a run has taken."""
-    return [row for row in read_new_rows(folder)[0] if row["event"] == "step"]
+    return [row for row in read_rows(folder) if row["event"] == "step"]
 
 
 def train_in_time(tour: Tour, progress: TourProgress, deadline: Deadline, showing: Showing) -> None:

@@ -27,7 +27,7 @@ from meshwright.ranks.compare import format_ranks
 from meshwright.ranks.lost import bare_message, is_lost_rank
 from meshwright.ranks.orphans import die_with_launcher
 from meshwright.ranks.team import Team
-from meshwright.ranks.world import ALONE, START_SECONDS, VARIABLES, World
+from meshwright.ranks.world import OR_UNSET, START_SECONDS, VARIABLES, World
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +121,7 @@ def _meet_on_store(world: World, until: float) -> PrefixStore:
         if world.launcher == "torchrun" and is_agents:
             prefix = f"meshwright/{_name_attempt(PrefixStore('meshwright/names', store), world.rank, until, have_met)}"
         run_store = PrefixStore(prefix, store)
-        meet_all(run_store, world.rank, world.size, until, advice=ALONE * (world.launcher == VARIABLES))
+        meet_all(run_store, world.rank, world.size, until, advice=OR_UNSET * (world.launcher == VARIABLES))
     except UserError:
         if serves:
             time.sleep(1)  # the others still read the reason from this process

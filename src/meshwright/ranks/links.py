@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 ALL_PAIRS = 32  # ranks up to which every pair is measured, one after the other; of more, many at once
 SMALL_REPEATS, LARGE_REPEATS = 30, 8
-LARGE_BYTES = {"cpu": 4 << 20}  # elsewhere:
-LARGE_ON_DEVICES = 64 << 20
+LARGE, LARGE_ON_CPU = 64 << 20, 4 << 20  # bytes
 SLOWER = 2.0  # times the median bandwidth, or latency, that makes a link a slow one
 LATENCY_NOISE = 100e-6  # seconds by which any two latencies may differ
 
@@ -37,8 +36,8 @@ class Link:
 
 def pairs_of(size: int) -> list[tuple[int, int]]:
     """Return the pairs to measure; of many ranks those whose numbers differ by powers of two."""
-    every = [(a, b) for a in range(size) for b in range(a + 1, size)]
-    return every if size <= ALL_PAIRS else [(a, b) for a, b in every if (b - a).bit_count() == 1]
+    distances = range(1, size) if size <= ALL_PAIRS else [1 << n for n in range((size - 1).bit_length())]
+    return sorted((a, a + distance) for distance in distances for a in range(size - distance))
 
 
 def rounds_of(size: int) -> list[list[tuple[int, int]]]:
@@ -67,7 +66,7 @@ def measure_links(team: Team, device: torch.device) -> list[Link]:
 
 
 def measure_pair(other: int, is_first: bool, device: torch.device) -> tuple[float, float]:
-    """Return the median seconds of one number's way, and the bytes per second of many."""
+    """Return the seconds that one number takes to the other rank, and bytes per second of many."""
     import torch
     import torch.distributed as dist
 
@@ -82,15 +81,21 @@ def measure_pair(other: int, is_first: bool, device: torch.device) -> tuple[floa
             times.append((time.perf_counter() - begin) / 2)
         return statistics.median(times[2:])  # the first ones connect
 
-    size = LARGE_BYTES.get(device.type, LARGE_ON_DEVICES)
+    size = LARGE_ON_CPU if device.type == "cpu" else LARGE
     return seconds(1, SMALL_REPEATS), size / seconds(size // 4, LARGE_REPEATS)
+
+
+def typical_link(links: list[Link]) -> Link:
+    """Return a link with the median figures of all."""
+    latency = statistics.median(link.latency for link in links)
+    return Link(-1, -1, latency, statistics.median(link.bandwidth for link in links))
 
 
 def slow_links(links: list[Link]) -> list[Link]:
     """Return the links that are much slower than most, the slowest first."""
     if len(links) < 3:
         return []
-    latency = SLOWER * statistics.median(link.latency for link in links) + LATENCY_NOISE
-    bandwidth = statistics.median(link.bandwidth for link in links) / SLOWER
+    typical = typical_link(links)
+    latency, bandwidth = SLOWER * typical.latency + LATENCY_NOISE, typical.bandwidth / SLOWER
     slow = [link for link in links if link.bandwidth < bandwidth or link.latency > latency]
     return sorted(slow, key=lambda link: (link.bandwidth, -link.latency))

@@ -14,10 +14,8 @@ from meshwright.errors import UserError
 START_SECONDS = 30.0  # from the start of a process until all ranks must be there
 ATTEMPT = "_MESHWRIGHT_ATTEMPT"  # set by an elastic launch for its ranks: with how many it starts, and why
 RUN_ID = "meshwright-"  # how TORCHELASTIC_RUN_ID begins under our launcher
-
-
-VARIABLES = "RANK and WORLD_SIZE"  # set by hand or left over; no launcher is known by its own
-ALONE = " or, for one process, `unset RANK WORLD_SIZE`"
+VARIABLES = "RANK and WORLD_SIZE"  # the name of a launcher that sets no variable of its own
+OR_UNSET = " or, for one process, `unset RANK WORLD_SIZE`"
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def find_world(environ: Mapping[str, str], local_rank: int | None = None) -> Wor
 def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
     """torchrun, torch.distributed.launch, deepspeed, and ours."""
     if "WORLD_SIZE" not in environ:
-        raise UserError(f"RANK={environ['RANK']} is set and WORLD_SIZE is not; set both{ALONE}")
+        raise UserError(f"RANK={environ['RANK']} is set and WORLD_SIZE is not; set both{OR_UNSET}")
     rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     address, port = _master(environ)
     if size > 1:
@@ -65,7 +63,7 @@ def _by_torch(environ: Mapping[str, str], flag: int | None) -> World:
         if missing:
             verb, them = ("are", "them") if " " in missing else ("is", "it")
             raise UserError(
-                f"WORLD_SIZE={size} is set, but {missing} {verb} not; set {them} to where rank 0 listens{ALONE}"
+                f"WORLD_SIZE={size} is set, but {missing} {verb} not; set {them} to where rank 0 listens{OR_UNSET}"
             )
     one_node = address in ("localhost", "127.0.0.1", "::1")
     name = next((n for n in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if n in environ), None)

@@ -63,6 +63,14 @@ def read_new_rows(folder: Path, begin: int = 0) -> tuple[list[dict[str, Any]], i
     return rows, begin + len(complete)
 
 
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """Return all complete rows of metrics.jsonl."""
+    rows, end = read_new_rows(folder)
+    while (later := read_new_rows(folder, end))[1] > end:
+        rows, end = rows + later[0], later[1]
+    return rows
+
+
 def find_last_step(folder: Path) -> tuple[int, str] | None:
     """Return the last logged step of a run, and how its attempt ended; None if there is none."""
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright import tokenizers
+from meshwright.console import show
 from meshwright.data.files.indexed import Indexed, check_vocabulary
 from meshwright.errors import DONE, UserError
 from meshwright.model import counts
@@ -18,11 +19,11 @@ from meshwright.settings.data_paths import prefixes
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.before.packages import require_packages
 from meshwright.training.before.resolve import (
+    bring_files,
     find_vocabulary,
     loaded_folder,
     require_free_folders,
     require_settings,
-    require_token_files,
     run_folder_of,
     settle_length,
 )
@@ -52,9 +53,12 @@ def require_equal_ranks(team: Team, identity: dict[str, Any], problem: UserError
 
 
 def dry_run(config: TrainConfig) -> int:
-    """Check settings, files and sizes without torch and without writing; print what would run."""
+    """Check settings, files and sizes without torch; print what would run.
+
+    Nothing is written, except local copies of what is in object storage.
+    """
     require_settings(config, needs_data=False)
-    require_token_files(config)
+    bring_files(config)
     config = settle_length(config)
     later = checks.problems(config)
     require_free_folders(config)
@@ -63,9 +67,9 @@ def dry_run(config: TrainConfig) -> int:
     d, t = config.data, config.tokenizer
     files = [Indexed(prefix) for prefix in prefixes(d)]
     for indexed in files:
-        print(f"data {indexed.prefix}: {len(indexed):,} documents")
+        show(f"data {indexed.prefix}: {len(indexed):,} documents")
     if d.mock_data:
-        print("data: random ids (--mock-data)")
+        show("data: random ids (--mock-data)")
     folder = run_folder_of(config)
     saved = tokenizers.find_of_data(prefixes(d)) or tokenizers.find_saved(folder, loaded_folder(config))
     if t.tokenizer_type == "GPT2BPETokenizer" and not (tokenizers.is_named(t) or t.vocab_size or saved):
@@ -75,17 +79,17 @@ def dry_run(config: TrainConfig) -> int:
         vocabulary = find_vocabulary(config, folder)
         size = vocabulary.size
         if vocabulary.tokenizer is not None:
-            print(f"tokenizer: {vocabulary.tokenizer.name}, {size:,} ids")
+            show(f"tokenizer: {vocabulary.tokenizer.name}, {size:,} ids")
         for indexed in files:
             check_vocabulary(indexed, size)
     print_sizes(config, size)
     if files and (tokens := sum(len(indexed.tokens) for indexed in files)) < config.global_batch * (d.seq_length or 0):
-        print(f"warning: one step reads more than the {tokens:,} tokens of the data; give a smaller batch or more text")
+        show(f"warning: one step reads more than the {tokens:,} tokens of the data; give a smaller batch or more text")
     if lines := check_loading(config) if config.checkpoint.load else fresh_schedule(config):
-        print("\n".join(lines))
+        show("\n".join(lines))
     for problem in later:
-        print(f"required before the run can start: {problem}")
-    print("dry run: nothing was built or written")
+        show(f"required before the run can start: {problem}")
+    show("dry run: nothing was built or written")
     return DONE
 
 
@@ -98,22 +102,22 @@ def print_sizes(config: TrainConfig, vocab: int) -> None:
     n = counts.parameters(m, padded, positions)
     tokens = config.global_batch * seq
     flops = counts.flops_per_token(m, padded, seq, config.training.recompute_granularity) * tokens
-    print(f"parameters: {n:,} (vocabulary {vocab:,} padded to {padded:,})")
+    show(f"parameters: {n:,} (vocabulary {vocab:,} padded to {padded:,})")
     number = config.micro_batches(config.global_batch)
     micro = f"{number} micro-batch{'es' * (number != 1)}"
     if config.training.micro_batch_size == "auto":
         micro = "the micro-batch is found at the start"
-    print(f"one step: {tokens:,} tokens, {_large(flops, 'FLOP')}, {micro}")
+    show(f"one step: {tokens:,} tokens, {_large(flops, 'FLOP')}, {micro}")
     total = (config.samples or config.steps * config.global_batch) * seq
-    print(f"the run: {config.steps:,} steps, {total:,} tokens")
+    show(f"the run: {config.steps:,} steps, {total:,} tokens")
     if config.world > 1:
         each = parameters_of_ranks(config, padded, positions)
         layers, largest = " ".join(map(str, config.stages)), ", the largest" * (len(each) > 1)
         place = f"{max(each):,} parameters{describe_place(each)}{largest}"
-        print(f"{describe_layout(config)}; layers of each stage: {layers}; {place}")
-    print(f"memory of weights, gradients and optimizer: {describe_memory(config, padded)}, activations apart")
+        show(f"{describe_layout(config)}; layers of each stage: {layers}; {place}")
+    show(f"memory of weights, gradients and optimizer: {describe_memory(config, padded)}, activations apart")
     if lack := describe_lack(config, padded):
-        print(lack)
+        show(lack)
 
 
 def _large(x: float, unit: str) -> str:

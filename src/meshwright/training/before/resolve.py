@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from meshwright.errors import BAD_DATA, UserError
 from meshwright.ranks.world import World
 from meshwright.settings import checks, data_paths, flags
 from meshwright.settings.fields import spelling
+from meshwright.settings.grammar import blend
 from meshwright.settings.hints import near_path
 from meshwright.settings.other_programs import argument_dump, deepspeed_json
 from meshwright.settings.schema import TokenizerFlags, TrainConfig
@@ -96,23 +98,23 @@ def complete_settings(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
 
 def require_start_folder(parsed: flags.Parsed[TrainConfig]) -> None:
     """Refuse token files of a config.toml that count from another folder, where the run began."""
-    c, sources = parsed.config, parsed.sources
-    given = [(sources[n], word) for n in ("data_path", "train_data_path") for word in getattr(c.data, n)]
-    for source, word in given:
-        file, path = Path(source), Path(word)
-        is_number = word.replace(".", "", 1).isdigit()
-        if file.name != "config.toml" or is_number or path.is_absolute() or Path(f"{word}.idx").exists():
-            continue
-        run = Path(c.checkpoint.run_dir or c.checkpoint.save or "")
-        folders = [
-            f for f in file.resolve().parents if Path(f, f"{word}.idx").exists() and f / run == file.resolve().parent
-        ]
-        where = f"run it there: cd {folders[0]}" if folders else "run it there"
-        raise UserError(
-            f"data {word}: missing here; relative paths in {source} count from the folder where the run was started; "
-            f"{where}",
-            BAD_DATA,
-        )
+    c = parsed.config
+    run = Path(c.checkpoint.run_dir or c.checkpoint.save or "")
+    for name in ("data_path", "train_data_path"):
+        source, prefixes = parsed.sources[name], list[str]()
+        folder = Path(source).resolve().parent
+        with suppress(ValueError):  # not a blend, which is reported as such
+            prefixes = blend(getattr(c.data, name))[1] if Path(source).name == "config.toml" else []
+        for prefix in prefixes:
+            if Path(prefix).is_absolute() or Path(f"{prefix}.idx").exists():
+                continue
+            starts = (f for f in folder.parents if Path(f, f"{prefix}.idx").exists() and f / run == folder)
+            start = next(starts, None)
+            raise UserError(
+                f"data {prefix}: missing here; relative paths in {source} count from the folder where the run was "
+                f"started; run it there{f': cd {start}' if start else ''}",
+                BAD_DATA,
+            )
 
 
 def require_fit(config: TrainConfig, inherited: Mapping[str, Any]) -> None:
@@ -190,9 +192,13 @@ def require_settings(config: TrainConfig, needs_data: bool) -> None:
             raise UserError(f"{flag} {root} is a file, not a folder")
 
 
-def require_token_files(config: TrainConfig) -> None:
-    """Require the token files that are named."""
+def bring_files(config: TrainConfig) -> None:
+    """Bring here what the run's addresses in object storage need; require all token files."""
+    c = config.checkpoint
+    for path in filter(None, (c.load, c.save, c.run_dir)):
+        mirror.fetch(path)
     for prefix in data_paths.prefixes(config.data):
+        copies.prepare_tokens(prefix)
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").exists()]
         if missing:
             advice = "; create the pair with `meshwright preprocess` and pass their common path without the extension"
@@ -202,13 +208,8 @@ def require_token_files(config: TrainConfig) -> None:
 
 def look_at_files(config: TrainConfig, world: World) -> tuple[TrainConfig, Vocabulary, UserError | None]:
     """Return settings and vocabulary, or what is wrong with the files of one of several ranks."""
-    c = config.checkpoint
     try:
-        for path in filter(None, (c.load, c.save, c.run_dir)):
-            mirror.fetch(path)
-        for prefix in data_paths.prefixes(config.data):
-            copies.prepare_tokens(prefix)
-        require_token_files(config)
+        bring_files(config)
         config = settle_length(config, prints=world.rank == 0)
         if world.rank == 0:
             require_free_folders(config)

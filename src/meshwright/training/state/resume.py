@@ -224,7 +224,7 @@ def guard_run_folder(config: TrainConfig) -> None:
 
 
 def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
-    """Describe each setting that differs from the checkpoint's; refuse another architecture."""
+    """Describe what differs from the checkpoint's; refuse another architecture, or changed data."""
     # Settings that another program's checkpoint does not record are taken from the flags.
     model = model_settings(saved, "the checkpoint", config.model)
     tunable = flags_with(TrainConfig, "resume", "tune") if config.checkpoint.finetune else ()
@@ -249,17 +249,21 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     equal_sets = saved.get("data_sets", ours["data_sets"]) == ours["data_sets"]
     if not equal_sets and all(saved.get(n) == ours[n] for n in path_settings(config.data)):
         out.append(" > note: the contents of the files that list the data have changed since the checkpoint")
-    if changed := changed_files(saved, ours):
-        files = "; ".join(first_eight(changed))
-        if config.data.data_changed != "ok" and not config.checkpoint.finetune:
-            raise UserError(
-                f"the training data have changed since the checkpoint: {files}. Give the files that it was trained "
-                "on; or --data-changed ok to continue with these; or --finetune, with a --save of its own, to begin "
-                "anew from its weights",
-                BAD_DATA,
-            )
-        out.append(f" > note: the training data have changed since the checkpoint: {files}")
-    return out
+    return out + accept_changed_files(config, changed_files(saved, ours))
+
+
+def accept_changed_files(config: TrainConfig, changed: list[str]) -> list[str]:
+    """Return a note about token files that have changed; refuse them unless that is wanted."""
+    if not changed:
+        return []
+    what = f"the training data have changed since the checkpoint: {'; '.join(first_eight(changed))}"
+    if config.data.data_changed == "ok" or config.checkpoint.finetune:
+        return [f" > note: {what}"]
+    raise UserError(
+        f"{what}. Give the files that it was trained on; or --data-changed ok to continue with these; or --finetune, "
+        "with a --save of its own, to begin anew from its weights",
+        BAD_DATA,
+    )
 
 
 def changed_files(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
@@ -273,7 +277,7 @@ def changed_files(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
         at_path, _ = before.get(prefix, (lengths, content))
         of_lengths = {sample: path for path, (known, sample) in before.items() if known == lengths and sample}
         if at_path != lengths:
-            out.append(f"{prefix}.idx has other documents than then")
+            out.append(f"{prefix}.idx has other documents than before")
         elif of_lengths and content not in of_lengths:
             path = next(iter(of_lengths.values()))
             out.append(f"{prefix}.bin has as many tokens as {path}.bin had, but not the same ones")
