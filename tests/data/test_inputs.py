@@ -21,6 +21,7 @@ from meshwright.__main__ import main
 from meshwright.data.prepare import cutting, folders, inputs, markup, plain, records
 from meshwright.data.prepare.folders import PassedOver
 from meshwright.data.prepare.inputs import find_inputs
+from meshwright.data.prepare.records import Bad
 from meshwright.errors import BAD_DATA, IO
 from meshwright.settings.text_inputs import TextInputs
 
@@ -79,13 +80,13 @@ READ = ["# b\n", "l3", "l1", "l2", "one & two\n", "print()\n", "b\n", "p\n", "q\
 
 def test_the_line_of_passed_files_names_three_that_are_not_utf8():
     passed, more = (PassedOver(Counter(n)) for n in ({"broken links": 1, "pipes or devices": 2}, {"empty": 3}))
-    passed.note("not UTF-8", "a.txt")
+    passed.note_unit(Bad("not UTF-8", place="a.txt"))
     assert passed.line().startswith(
         "passed over 4 files: 2 pipes or devices, 1 broken link, 1 not UTF-8 (a.txt); --enc"
     )
     for name in "bcd":
-        more.note("not UTF-8", f"{name}.txt")
-        more.note("not UTF-8", f"{name}.txt")
+        more.note_unit(Bad("not UTF-8", place=f"{name}.txt"))
+        more.note_unit(Bad("not UTF-8", place=f"{name}.txt"))
     passed += more
     assert passed.line().startswith("passed over 13 files: 7 not UTF-8 (a.txt, b.txt, c.txt, ...), 3 empty")
 

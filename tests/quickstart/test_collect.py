@@ -15,6 +15,10 @@ from meshwright.quickstart.collect import InputDocuments, cut_document
 from meshwright.settings.text_inputs import TextInputs
 
 
+def documents_of(path, limit=1e9, **given):
+    return InputDocuments(TextInputs(input=[str(path)], **given), limit)
+
+
 def words(number, seed=0):
     chance = random.Random(seed)
     return "".join("abcdefgh"[chance.randrange(8)] * chance.randrange(1, 5) + " " for _ in range(number))
@@ -80,29 +84,32 @@ def test_more_text_than_the_limit_is_sampled_from_everywhere(tmp_path, monkeypat
     with file.open("w") as out:
         for n in range(8000):
             out.write(json.dumps({"text": f"{n} " + "word " * 200}) + "\n")
-    everything = InputDocuments(TextInputs(input=[str(file)]), 1e9)
+    everything = documents_of(file)
     assert sum(1 for _ in everything) == 8000 and not everything.is_sample
-    documents = InputDocuments(TextInputs(input=[str(file)]), 4_000_000)
+    documents = documents_of(file, 4_000_000)
     numbers = [int(one.split()[0]) for one in documents]
     assert documents.is_sample and 1500 < len(numbers) < 6500 and min(numbers) < 1000 and max(numbers) > 7000
 
 
-def test_bad_lines_are_counted(tmp_path):
+@pytest.mark.parametrize(
+    "lines, count",
+    [
+        (
+            ['{"text": "good"}', '{"text": 3}', "nothing"],
+            "2 bad lines: 1 no text under 'text', first FILE:2; 1 not JSON, first FILE:3",
+        ),
+        (
+            ['{"text": null}', '{"text": "good"}', '{"text": ""}', '{"text": null}'],
+            "3 bad lines: 2 null under 'text', first FILE:1; 1 without text, first FILE:3",
+        ),
+    ],
+)
+def test_bad_lines_are_counted(tmp_path, lines, count):
     file = tmp_path / "some.jsonl"
-    file.write_text('{"text": "good"}\n{"text": 3}\nnothing\n')
-    documents = InputDocuments(TextInputs(input=[str(file)]), 1e9)
+    file.write_text("\n".join(lines))
+    documents = documents_of(file)
     assert list(documents) == ["good"]
-    want = f"1 no text under 'text', first {file}:2; 1 not JSON, first {file}:3"
-    assert documents.left_out() == [f"left out 2 bad lines: {want}"]
-
-
-def test_rows_without_text_and_null_are_counted(tmp_path):
-    file = tmp_path / "some.jsonl"
-    file.write_text('{"text": null}\n{"text": "good"}\n{"text": ""}\n{"text": null}\n')
-    documents = InputDocuments(TextInputs(input=[str(file)]), 1e9)
-    assert list(documents) == ["good"]
-    want = f"2 null under 'text', first {file}:1; 1 without text, first {file}:3"
-    assert documents.left_out() == [f"left out 3 bad lines: {want}"]
+    assert documents.left_out() == [f"left out {count}".replace("FILE", str(file))]
 
 
 def test_documents_of_archives_are_named(tmp_path):
@@ -111,7 +118,7 @@ def test_documents_of_archives_are_named(tmp_path):
     with zipfile.ZipFile(tmp_path / "old-version.zip", "w") as pack:
         for n in range(3):
             pack.writestr(f"{n}.md", "old " * 100)
-    documents = InputDocuments(TextInputs(input=[str(tmp_path)]), 1e9)
+    documents = documents_of(tmp_path)
     (tmp_path / "out").mkdir()
     facts = dataclasses.replace(collect.collect(documents, tmp_path / "out"), archives=documents.archives)
     assert facts.describe().startswith("33 documents, 3 of them from 1 archive (old-version.zip): ")
@@ -122,16 +129,16 @@ def test_a_folder_with_patterns(tmp_path):
     for name in ("a.txt", "b.md", "c.css", "drafts/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert list(InputDocuments(TextInputs(input=[str(tmp_path)]), 1e9)) == ["a.txt", "b.md", "drafts/d.txt"]
-    given = TextInputs(input=[str(tmp_path)], include=["*.css", "*.txt"], exclude=["drafts"])
-    assert list(InputDocuments(given, 1e9)) == ["a.txt", "c.css"]
+    assert list(documents_of(tmp_path)) == ["a.txt", "b.md", "drafts/d.txt"]
+    chosen = documents_of(tmp_path, include=["*.css", "*.txt"], exclude=["drafts"])
+    assert list(chosen) == ["a.txt", "c.css"]
 
 
 def test_an_earlier_quickstart_in_the_folder_is_no_text(tmp_path):
     for name in ("a.txt", "x-model/.meshwright-quickstart", "x-model/train.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"text": "a"}')
-    assert list(InputDocuments(TextInputs(input=[str(tmp_path)]), 1e9)) == ["a"]
+    assert list(documents_of(tmp_path)) == ["a"]
 
 
 def test_text_that_is_not_utf8_is_the_reason(tmp_path):
@@ -144,13 +151,11 @@ def test_text_that_is_not_utf8_is_the_reason(tmp_path):
         ("", "holds no text; left out 1 bad lines: 1 not UTF-8, first "),
         ("b.jsonl", "b.jsonl holds no text; left out 1 bad lines: 1 not UTF-8, first "),
     ):
-        message = error_of(lambda path=path: list(InputDocuments(TextInputs(input=[str(tmp_path / path)]), 1e9)))
+        message = error_of(lambda path=path: list(documents_of(tmp_path / path)))
         assert reason in message and (path or "passed over 1 file: 1 not UTF-8" in message)
-    given = TextInputs(input=[str(tmp_path / "a.txt")], encoding="gb18030")
-    assert list(InputDocuments(given, 1e9)) == [novel.decode("gb18030")]
+    assert list(documents_of(tmp_path / "a.txt", encoding="gb18030")) == [novel.decode("gb18030")]
     (tmp_path / "a.txt").write_bytes("话\n".encode() + b"\xe9\n")
-    given = TextInputs(input=[str(tmp_path / "a.txt")], on_error="skip")
-    documents = InputDocuments(given, 1e9)
+    documents = documents_of(tmp_path / "a.txt", on_error="skip")
     assert list(documents) == ["话\n"] and documents.left_out() == [
         f"left out 1 bad lines: 1 not UTF-8, first {tmp_path / 'a.txt'}:2"
     ]

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -77,6 +76,7 @@ class InputDocuments:
             raise UserError(str(error).removeprefix("--input "), error.status) from None
         self.bytes = self.inputs.bytes  # on disk
         self.undecoded = 0  # bytes of files that were passed over for their encoding
+        self.guess = ""  # the encoding that the first of these seems to be in
         self.is_sample = False
         self.archives = Counter[str]()  # the number of documents from each
 
@@ -115,10 +115,9 @@ class InputDocuments:
         """Say how much of the text is in another encoding, and what reads it or leaves it out."""
         passed = self.inputs.passed
         names = [name.rpartition(":")[0] for name in passed.names]
-        guesses = re.findall(r"--encoding (\w+) reads", " ".join(passed.cures))
         read = ""
-        if guesses:
-            flags = dataclasses.replace(self.settings, input=[], encoding=guesses[0]).words()
+        if self.guess:
+            flags = dataclasses.replace(self.settings, input=[], encoding=self.guess).words()
             read = f"read them by `{shlex.join(['meshwright', 'quickstart', *self.settings.input, *flags])}`, "
         return (
             f"{self.undecoded:,} of {self.bytes:,} bytes are in another encoding; {passed.line()}\n"
@@ -128,8 +127,9 @@ class InputDocuments:
     def note_bad(self, piece: Piece, number: int, unit: Bad) -> None:
         """Count a bad line or a file without text; raise for a named text that is not UTF-8."""
         if unit.is_passed:
-            self.inputs.passed.note(unit.kind, unit.place, unit.cure, unit.size)
+            self.inputs.passed.note_unit(unit)
             self.undecoded += unit.size if unit.kind == NOT_UTF8 else 0
+            self.guess = self.guess or unit.guess
             return
         if isinstance(piece, TextPiece) and unit.kind == NOT_UTF8 and self.settings.on_error == "stop":
             raise bad_data(f"{piece.place(number, self.settings.json_keys)}: {unit}{advice(unit, False)}")

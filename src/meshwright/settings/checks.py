@@ -70,38 +70,13 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
         out.append("--eval-tasks-device reads a snapshot from the run's folder; give --run-dir or --save")
     if t.seed >= 2**32 - 2:
         out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy takes 32 bits, and up to 2 is added")
-    out += reaction_problems(t, k)
-    if k.ckpt_format == "torch" and o.optimizer not in ("adam", "adamw"):
-        out.append(
-            f"--ckpt-format torch holds Adam's state, not {o.optimizer}'s (--optimizer); give --ckpt-format native"
-        )
-    if k.ckpt_format == "torch" and c.model.qk_layernorm:
-        out.append("--ckpt-format torch has no place for --qk-layernorm; give --ckpt-format native")
-    others = {
-        f"this --rope-scaling {c.model.rope_scaling}": not has_megatrons_scaling(c.model),
-        "--final-logit-softcapping": c.model.final_logit_softcapping,
-        "--use-parallel-residual": c.model.use_parallel_residual,
-        "--window-size": c.model.window_size,
-        "--disable-layernorm-bias": c.model.normalization == "LayerNorm" and not c.model.layernorm_bias,
-    }
-    if k.ckpt_format == "torch":
-        out += [
-            f"--ckpt-format torch has no place for {f}; give --ckpt-format native" for f, on in others.items() if on
-        ]
-    if k.ckpt_format == "torch" and (c.model.num_layers or 0) % p.pipeline_model_parallel_size:
-        out.append(
-            f"--ckpt-format torch needs equal stages, but --num-layers {c.model.num_layers} is not a multiple of "
-            f"--pipeline-model-parallel-size {p.pipeline_model_parallel_size}; give --ckpt-format native"
-        )
+    out += reaction_problems(t, k) + torch_format_problems(c)
     if k.save_hf and k.save and os.path.realpath(k.save_hf) == os.path.realpath(k.save):
         out.append(f"--save and --save-hf must differ (both are {k.save}); give two different folders")
     if k.save_hf and t.skip_train:
         out.append("--save-hf exports at the end of training, which --skip-train leaves out; use meshwright convert")
-    if k.save and (address := addresses.address_of(addresses.localize(k.save))):
-        if k.save_overwrite:
-            out.append(f"--save-overwrite would have to move what is at {address}; give another address to --save")
-        if k.ckpt_format == "torch":
-            out.append(f"--ckpt-format torch does not work with --save {address}; save natively, and convert the run")
+    if k.save_overwrite and k.save and (address := addresses.address_of(addresses.localize(k.save))):
+        out.append(f"--save-overwrite would have to move what is at {address}; give another address to --save")
     if k.save_hf and not k.save:
         out.append("--save-hf needs --save: it exports the last checkpoint")
     if k.use_checkpoint_args and not k.load:
@@ -113,6 +88,31 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
     if p.offloads and o.optimizer == "muon":
         flag = "--cpu-optimizer" if p.cpu_optimizer else "--remote-device cpu"
         out.append(f"{flag} with --optimizer muon, which needs its matrices on the device; give --optimizer adam")
+    return out
+
+
+def torch_format_problems(c: TrainConfig) -> list[str]:
+    """Check that --ckpt-format torch, which is Megatron's, can hold what is trained."""
+    k, m, kind, stages = c.checkpoint, c.model, c.optimizer.optimizer, c.parallel.pipeline_model_parallel_size
+    if k.ckpt_format != "torch":
+        return []
+    unknown = {
+        "--qk-layernorm": m.qk_layernorm,
+        f"this --rope-scaling {m.rope_scaling}": not has_megatrons_scaling(m),
+        "--final-logit-softcapping": m.final_logit_softcapping,
+        "--use-parallel-residual": m.use_parallel_residual,
+        "--window-size": m.window_size,
+        "--disable-layernorm-bias": m.normalization == "LayerNorm" and not m.layernorm_bias,
+    }
+    reasons = [f"has no place for {flag}" for flag, is_on in unknown.items() if is_on]
+    if kind not in ("adam", "adamw"):
+        reasons.append(f"holds Adam's state, not {kind}'s (--optimizer)")
+    if (m.num_layers or 0) % stages:
+        layers = f"--num-layers {m.num_layers} is not a multiple of --pipeline-model-parallel-size {stages}"
+        reasons.append(f"needs equal stages, but {layers}")
+    out = [f"--ckpt-format torch {reason}; give --ckpt-format native" for reason in reasons]
+    if k.save and (address := addresses.address_of(addresses.localize(k.save))):
+        out.append(f"--ckpt-format torch does not work with --save {address}; save natively, and convert the run")
     return out
 
 

@@ -270,7 +270,7 @@ def note_passed(inputs: Inputs, given: TextInputs) -> None:
     for piece in cut_inputs(texts, given):
         for number, unit in enumerate(piece.units(given.json_keys)):
             if isinstance(unit, Bad) and unit.is_passed:
-                inputs.passed.note(unit.kind, unit.place, unit.cure, unit.size)
+                inputs.passed.note_unit(unit)
             elif isinstance(unit, Bad) and given.on_error != "skip":
                 raise bad_data(f"{piece.place(number, given.json_keys)}: {unit}{advice(unit, not number)}")
 
@@ -302,7 +302,7 @@ def read_texts(
                 raise bad_data(f"{piece.place(count, keys, before)}: {unit}{advice(unit, is_start)}")
             if isinstance(unit, Bad):
                 if unit.is_passed:
-                    inputs.passed.note(unit.kind, unit.place, unit.cure, unit.size)
+                    inputs.passed.note_unit(unit)
             elif unit:
                 is_start = False
                 yield from unit

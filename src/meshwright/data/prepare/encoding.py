@@ -67,7 +67,7 @@ class Encoder:
             documents = unit if isinstance(unit, Bad) else self._encode_parts(unit)
             if isinstance(documents, Bad):
                 if documents.is_passed:
-                    encoded.passed.note(documents.kind, documents.place, documents.cure, documents.size)
+                    encoded.passed.note_unit(documents)
                     continue
                 encoded.count(documents.kind, number)
                 hint = advice(documents, not encoded.documents and not piece.begin)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from meshwright.data.prepare.records import NOT_UTF8
+from meshwright.data.prepare.records import NOT_UTF8, Bad
 from meshwright.errors import IO, UserError
 
 # Prose, then source code.
@@ -63,12 +63,16 @@ class PassedOver:
     names: list[str] = field(default_factory=list)
     cures: dict[str, list[str]] = field(default_factory=dict)  # with the names of a few files each
 
-    def note(self, kind: str, path: str = "", cure: str = "", size: int = 0) -> None:
+    def note(self, kind: str) -> None:
         self.counts[kind] += 1
-        self.bytes += size
-        if kind == NOT_UTF8:
-            self.names = join_few(self.names, [path])
-            self._add_cures({cure: [path]} if cure else {})
+
+    def note_unit(self, unit: Bad) -> None:
+        """Count a file by what is wrong with its text."""
+        self.note(unit.kind)
+        self.bytes += unit.size
+        if unit.kind == NOT_UTF8:
+            self.names = join_few(self.names, [unit.place])
+            self._add_cures({unit.cure: [unit.place]} if unit.cure else {})
 
     def _add_cures(self, cures: dict[str, list[str]]) -> None:
         for cure, names in cures.items():

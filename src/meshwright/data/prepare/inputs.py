@@ -182,7 +182,7 @@ def _find_below(path: str, given: TextInputs, passed: PassedOver) -> Iterator[In
         for inside, about in folders.chosen(path, name_filter(given), passed):
             inspected = _inspect_inside(path, inside, about, given)
             if isinstance(inspected, str):
-                passed.note(inspected, shown(inside))
+                passed.note(inspected)
             else:
                 yield inspected
 
@@ -211,7 +211,7 @@ def _find_objects(address: str, given: TextInputs, passed: PassedOver) -> Iterat
             reason = "" if chooser.chooses(name, f"{above}/") else NOT_CHOSEN
         source = reason or ("" if size else "empty") or _inspect_object(path, size, tag, found_in, given)
         if isinstance(source, str):
-            passed.note(source, shown(inside))
+            passed.note(source)
         else:
             kind: Kind = "csv" if source.kind == "csv" else "stream"
             yield replace(source, kind=kind, bytes=size, files=(), revision=tag or "")

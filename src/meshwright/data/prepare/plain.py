@@ -123,11 +123,12 @@ def count_bad_lines(text: str) -> tuple[int, int]:
 
 
 def _not_utf8(error: UnicodeDecodeError, how: Reading, before: int) -> Bad:
-    byte, cure, size = encodings.broken_byte(error) if how.encoding else None, "", len(error.object)
+    byte = encodings.broken_byte(error) if how.encoding else None
+    guess, cure, size = "", "", len(error.object)
     if how.on_error == "stop":
         bad, lines = count_bad_lines(error.object.decode("utf-8", "replace"))
-        if byte is None and (name := encodings.guess(error.object)):
-            cure = f"it looks like {name}, which --encoding {name} reads"
+        if byte is None and (guess := encodings.guess(error.object)):
+            cure = f"it looks like {guess}, which --encoding {guess} reads"
         elif bad > max(lines // 2, 2):
             cure = f"{bad:,} of {lines:,} lines are not: --encoding names another encoding"
         elif byte is not None:
@@ -135,8 +136,9 @@ def _not_utf8(error: UnicodeDecodeError, how: Reading, before: int) -> Bad:
     if byte is not None:  # its place in the file is not known
         size = len(error.object.decode("utf-8", "replace").encode(how.encoding, "replace"))
         return Bad(NOT_UTF8, f"byte 0x{byte:02x} is not {how.encoding}", is_passed=True, cure=cure, size=size)
-    detail = f"0x{error.object[error.start]:02x}"
-    return Bad(NOT_UTF8, detail, is_passed=True, byte=before + error.start, cure=cure, size=size)
+    at = error.start
+    detail = f"0x{error.object[at]:02x}"
+    return Bad(NOT_UTF8, detail, is_passed=True, byte=before + at, size=size, cure=cure, guess=guess)
 
 
 def read_text_file(path: str, encoding: str = "") -> bytes | Bad:

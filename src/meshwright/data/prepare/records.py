@@ -31,6 +31,7 @@ class Bad(NamedTuple):
     byte: int | None = None  # of the file
     size: int = 0  # bytes of a text that is passed over
     cure: str = ""  # what to do about a text that is not UTF-8, if it is not `advice`'s usual
+    guess: str = ""  # the encoding that such a text seems to be in
 
     def __str__(self) -> str:
         kind = self.kind if self.byte is None else f"{self.kind} at byte {self.byte:,}"
