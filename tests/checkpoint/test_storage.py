@@ -321,6 +321,26 @@ def test_all_bytes_of_token_files_arrive(bucket: Bucket, tmp_path: Path) -> None
     copies.sparse_copy.cache_clear()
 
 
+def test_a_run_continues_on_data_in_storage_from_another_folder(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The local folders of two machines differ; the settings of a run name addresses alone."""
+    write_tokens(tmp_path, bucket)
+    monkeypatch.setitem(globals(), "TINY_FLAGS", [word for word in TINY_FLAGS if word != "--mock-data"])
+    words = ["--data-path", "s3://bucket/data/text_document", "--split=90,10,0", "--eval-iters=0"]
+    assert train(*words, steps=2) == 0
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    copies.sparse_copy.cache_clear()
+    capsys.readouterr()
+    assert train(*words, steps=4) == 0
+    out = capsys.readouterr().out
+    assert "resuming at step 2" in out and "data_path is" not in out and "have changed" not in out
+    assert not [
+        key for key, data in bucket.objects.items() if key.startswith("runs/") and b"meshwright-storage" in data
+    ]
+    copies.sparse_copy.cache_clear()
+
+
 def test_a_dry_run_finds_what_is_in_storage(bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tokens(tmp_path, bucket)
     assert train(steps=2) == 0

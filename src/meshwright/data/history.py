@@ -19,6 +19,7 @@ from meshwright.data.blend import samples_needed
 from meshwright.data.files.indexed import fingerprint
 from meshwright.data.sets import SetPart
 from meshwright.errors import USAGE, UserError
+from meshwright.storage.addresses import shown
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def unique_names(parts: Sequence[SetPart]) -> list[str]:
 def begin_history(parts: Sequence[SetPart]) -> BlendHistory:
     names = unique_names(parts)
     sources = {
-        name: BlendSource(p.prefix, (p.documents.start, p.documents.stop), p.source.weight, p.samples)
+        name: BlendSource(shown(p.prefix), (p.documents.start, p.documents.stop), p.source.weight, p.samples)
         for name, p in zip(names, parts, strict=True)
     }
     return BlendHistory(sources, (BlendPhase(0, tuple((n, p.share) for n, p in zip(names, parts, strict=True))),))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 MARK = "meshwright-storage"
 SCHEMES = ("s3", "gs")
@@ -50,3 +51,12 @@ def address_of(path: str | Path) -> str | None:
 def shown(text: str) -> str:
     """Return text in which local folders that stand for addresses are written as these."""
     return LOCAL.sub(r"\1://", text) if MARK in text else text
+
+
+def shown_in(value: Any) -> Any:
+    """Return a value of JSON with `shown` for its texts."""
+    if isinstance(value, dict):
+        return {key: shown_in(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [shown_in(part) for part in value]
+    return shown(value) if isinstance(value, str) else value

@@ -28,6 +28,7 @@ from meshwright.runs.history import final_loss
 from meshwright.runs.rows import METRICS, read_lines
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
+from meshwright.storage.addresses import shown_in
 from meshwright.training.log.lines import FORMS, MEGATRON, Check, Interval, RunSizes, in_deepspeeds_form
 from meshwright.training.log.screen import LineScreen
 from meshwright.training.log.timers import Timers
@@ -80,7 +81,7 @@ class Metrics:
         name = folder.resolve().name if folder is not None else "meshwright"
         self.trackers, self.bar = [], None
         if team.is_lead:
-            settings = flags.to_dict(config)
+            settings = shown_in(flags.to_dict(config))
             self.trackers = open_trackers(self.g, folder, settings, name, run.iteration + 1, run.consumed)
             self.bar = _start_bar(run.steps) if self.g.progress and sys.stderr.isatty() and not is_quiet() else None
         self.since_line: list[dict[str, Any]] = []  # numbers of the steps since the last line

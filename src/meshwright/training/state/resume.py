@@ -145,7 +145,7 @@ def data_left_out(config: TrainConfig, state: Mapping[str, Any]) -> list[str]:
     if past is None or d.mock_data or d.blend_change_at is not None:
         return []
     ours = [s.prefix for paths in path_sets(d) if paths.split == "train" for s in paths.sources]
-    known = {fingerprint(prefix) for prefix in ours} | set(ours)
+    known = {fingerprint(prefix) for prefix in ours} | set(map(addresses.shown, ours))
     last = {name.partition("#")[0]: past.sources[name].prefix for name, _ in past.blends[-1].shares}
     return [prefix for name, prefix in last.items() if name not in known and prefix not in known]
 
@@ -300,16 +300,15 @@ def _shown(value: Any) -> Any:
 def saved_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings to save with a checkpoint, and what identifies the data."""
     sets = [] if config.data.mock_data else path_sets(config.data)  # may be listed in files
-    c = config.checkpoint
-    settings = flags.to_dict(config)
-    settings |= {name: path and addresses.shown(path) for name, path in (("save", c.save), ("load", c.load))}
-    return settings | {
+    settings: dict[str, Any] = flags.to_dict(config) | {
         "world_size": None,
         "global_batch_size": config.global_batch,  # also where it follows from the number of ranks
         "data_fingerprint": [fingerprint(prefix) for prefix in prefixes(config.data)],
         "data_contents": [content_sample(prefix) for prefix in prefixes(config.data)],
         "data_sets": [[paths.key, [[s.prefix, s.weight, s.begin, s.end] for s in paths.sources]] for paths in sets],
     }
+    settings = addresses.shown_in(settings)
+    return settings
 
 
 def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> TrainConfig:
