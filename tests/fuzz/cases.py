@@ -53,6 +53,7 @@ OURS = {
     "--spoil": "the losses of these samples are NaN",
     "--spike": "the losses of these samples are a thousand times as large",
     "--no-triton": "torch's kernels instead of Triton's",
+    "--decode": "at the leg's end texts are written, by a decoder in CUDA graphs and by one without",
     "--own-group": "a single rank shards and sends as one of several does",
 }
 
@@ -380,8 +381,8 @@ ON_GPU: dict[str, Chances] = {
     "format": {
         "--bf16": 4,
         "--bf16 --fp32-residual-connection": 1,
-        "--bf16 --fp8-format e4m3": 3,
-        "--bf16 --fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max": 4,
+        "--bf16 --fp8-format e4m3": 5,
+        "--bf16 --fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max": 6,
         "--bf16 --fp8-format hybrid --first-last-layers-bf16": 1,
         "--fp16 --initial-loss-scale 16 --loss-scale-window 2": 2,
         "--fp16 --initial-loss-scale 64 --loss-scale-window 1 --hysteresis 1": 2,
@@ -406,14 +407,20 @@ ON_GPU: dict[str, Chances] = {
     "host": {"": 14, "--cpu-optimizer": 1},
     "kernels": {"--compile off": 6, "--compile off --fused-kernels off": 2, "--compile off --no-triton": 1},
     "graphs": {"--cuda-graphs on": 6, "": 1, "--cuda-graphs off": 1},
-    "zero": {"": 3, "--zero-stage 1 --own-group": 3, "--zero-stage 2 --own-group": 1},
+    "zero": {
+        "": 3,
+        "--zero-stage 1 --own-group --data-parallel-sums collectives": 3,
+        "--zero-stage 2 --own-group --data-parallel-sums collectives": 1,
+    },
+    "decoder": {"": 3, "--decode": 1},
 }
 # A layout of one rank, and one of two that share a GPU: only gloo lets them.
 ALONE: dict[str, Chances] = {
     name: {"": 1} for name in ("copies", "sequence parallelism", "pipeline schedule", "stages", "products")
 }
 SHARED_GPU = ALONE | {
-    "graphs": {"--distributed-backend gloo --cuda-graphs off": 1},
+    "graphs": {"--distributed-backend gloo --cuda-graphs off --data-parallel-sums collectives": 1},
+    "decoder": {"": 1},
     "zero": {"": 1, "--zero-stage 1": 2, "--zero-stage 2": 1},
 }
 SHARING = 0.15  # of the legs
@@ -431,7 +438,7 @@ class Drawing:
         self.common = {name: own.get(name, chances) for name, chances in (ARCHITECTURE | TRAINING).items()}
         self.layout = LAYOUT | {name: chances for name, chances in own.items() if name not in self.common}
         if gpus > 1:
-            self.layout["zero"] = LAYOUT["zero"]
+            self.layout |= {"zero": LAYOUT["zero"], "decoder": {"": 1}}
         self.random = random.Random(seed)
         self.values: Counter[tuple[str, str]] = Counter()  # of the case drawn last
         self.rejected = 0
@@ -490,7 +497,7 @@ class Drawing:
 
     def _fault(self, batch: int, steps: int) -> str:
         """Return what goes wrong, mostly in steps that are CUDA graphs, and what is done."""
-        how = self.pick("fault", {"": 4, "--poison": 2, "--spoil": 4, "--spike": 1})
+        how = self.pick("fault", {"": 4, "--poison": 2, "--spoil": 6, "--spike": 1})
         if not how:
             return ""
         r, saves = self.random, f"--save saved --save-at-start --save-interval {self.random.choice([1, 2, 3])}"
@@ -528,7 +535,7 @@ class Drawing:
                 sizes = self._sizes()
                 tables = self.layout
                 if self.gpus and math.prod(sizes) == 1:
-                    tables = tables | ALONE | {"zero": ON_GPU["zero"]}
+                    tables = tables | ALONE | {name: ON_GPU[name] for name in ("zero", "decoder")}
                 elif math.prod(sizes) > self.gpus > 0:
                     tables = tables | SHARED_GPU
             chosen = {name: self.pick(name, chances) for name, chances in tables.items()}

@@ -148,7 +148,8 @@ def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], 
             plain = trials.leg_config(case, number, without, has_graphs=False)
             bare = trials.train(plain, team, layout, leg.end if leg.lost else 0, case.spoilt)
         with BUGS[bug]() if bug else contextlib.nullcontext():
-            trace = trials.train(config, team, layout, leg.end if leg.lost else 0, case.spoilt)
+            kept, decodes = leg.end if leg.lost else 0, "--decode" in leg.flags
+            trace = trials.train(config, team, layout, kept, case.spoilt, decodes=decodes)
     del team, layout
     gc.collect()  # a trainer has cycles, and its groups' threads live as long as it
     distances = trials.Distances(config)
@@ -158,6 +159,8 @@ def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], 
         distances.repeated(trace, traces[-1])
     if bare is not None:
         distances.repeated(trace, bare, "with CUDA graphs")
+    if trace.written and trace.written[0] != trace.written[1]:
+        distances.wrong.append(f"a decoder with CUDA graphs writes {trace.written[1]}, without {trace.written[0]}")
     if trace.graphs == "off":
         distances.wrong.append("CUDA graphs were given up: the log of the rank says why")
     traces.append(trace)

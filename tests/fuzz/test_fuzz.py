@@ -58,7 +58,7 @@ def test_cases_for_gpus_are_legal_and_need_no_gpu_to_be_drawn(capsys):
         drawn = [cases.draw(2, number, gpus)[0] for number in range(12)]
         assert [cases.read(str(case)) for case in drawn] == drawn and not any(map(cases.refusals, drawn))
         assert all(config.parallel.device == "cuda" for case in drawn for config in cases.configs(case))
-        assert max(case.ranks for case in drawn) == 2  # they share a GPU if there is one
+        assert max(case.ranks for case in drawn) <= 2  # they may share a GPU if there is one
     alone = [cases.in_one_process(case) for case in drawn]
     assert all(c.training.cuda_graphs == c.training.fused_kernels == c.training.compile == "off" for c in alone)
     if not torch.cuda.is_available():
@@ -67,7 +67,8 @@ def test_cases_for_gpus_are_legal_and_need_no_gpu_to_be_drawn(capsys):
 
 
 GRAPHS = """--bf16 --fp8-format hybrid --hidden-size 32 --num-attention-heads 2 --train-iters 8 --hidden-dropout 0.1
---eval-iters 0 --spoil 18 --on-nonfinite rollback:1 --save saved --save-at-start --save-interval 3 | --cuda-graphs on"""
+--eval-iters 0 --spoil 18 --on-nonfinite rollback:1 --save saved --save-at-start --save-interval 3
+| --decode --cuda-graphs on"""
 
 
 @pytest.mark.parametrize("bug", ["", "moved-casts", "repeated-dropout"])

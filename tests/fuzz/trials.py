@@ -86,6 +86,7 @@ class Trace:
     gradients: dict[int, Tensors] = dataclasses.field(default_factory=dict)
     states: dict[int, Tensors] = dataclasses.field(default_factory=dict)
     went_back: dict[int, int] = dataclasses.field(default_factory=dict)  # to which step
+    written: list[list[Any]] = dataclasses.field(default_factory=list)  # texts of a decoder with and without graphs
     graphs: str = ""  # "off" if a capture failed, "on" if steps were captured
 
     def __getstate__(self) -> dict[str, Any]:
@@ -214,6 +215,7 @@ def train(
     spoilt: dict[str, tuple[int, ...]],
     shake: float = 0.0,
     seed: int = 0,
+    decodes: bool = False,
 ) -> Trace:
     """Train one leg, as `meshwright train` does after its set-up.
 
@@ -249,7 +251,32 @@ def train(
         trainer.state.saver.wait()
         if (graphs := trainer.net.graphs) is not None:
             trace.graphs = "off" if graphs.is_off else "on" if graphs.captured else ""
+        if decodes and config.data.seq_length:
+            with torch.no_grad():
+                trace.written = write_texts(trainer.net, config.data.seq_length)
     return trace
+
+
+def write_texts(net: Any, length: int) -> list[list[Any]]:
+    """Return what a decoder writes without CUDA graphs and with them, or nothing if it has none."""
+    from meshwright.generation.decoder import Decoder, run_requests
+    from meshwright.generation.engine import LanguageModel
+    from meshwright.generation.requests import Request
+    from meshwright.settings.schema import Sampling
+    from meshwright.tokenizers import Null
+
+    model = LanguageModel(net.parts[0].eval(), Null(WORDS), 0, length)
+    kinds = (Sampling(temperature=t, out_seq_length=length) for t in (0.0, 1.0, 2.0, 1.0))
+    requests = [Request([EOD, *range(n)], kind, 3, n, logprobs=2) for n, kind in enumerate(kinds)]
+    written: list[list[Any]] = []
+    for is_captured in (False, True):
+        decoder = Decoder(model, 3)
+        if decoder.steps is None:
+            return []
+        decoder.steps.captures = is_captured
+        events = sorted(run_requests(decoder, requests), key=lambda each: each[0])
+        written.append([(number, event.token, event.logprob) for number, event in events])
+    return written
 
 
 def open_device(config: TrainConfig, rank: int = 0) -> torch.device:
@@ -503,6 +530,8 @@ class Distances:
 
     def repeated(self, got: Trace, before: Trace, how: str = "taken again") -> None:
         """Require the bits of the steps that the same layout took before."""
+        for key in got.validations.keys() & before.validations.keys():
+            self.same(f"loss of the {key}, {how}", got.validations[key], before.validations[key])
         for i in sorted(got.rows.keys() & before.rows.keys()):
             self.same(f"step {i}, {how}", got.rows[i], before.rows[i])
             for kind in ("gradients", "states"):
