@@ -66,6 +66,21 @@ def double_counted_tied_gradient() -> AbstractContextManager[Any]:
     return mock.patch.object(FlatStore, "finish_sums", finish_sums)
 
 
+def rounded_masters() -> AbstractContextManager[Any]:
+    """With ZeRO 1 or 2 over more than two ranks, masters keep only the bits of 16-bit weights."""
+    from meshwright.parallel.flat import FlatStore
+
+    plain = FlatStore.step
+
+    def step(store: Any, *arguments: Any) -> Any:
+        norm = plain(store, *arguments)
+        if store.shard_count > 2 and store.dtype.itemsize == 2:
+            store.master.copy_(store.master.to(store.dtype))
+        return norm
+
+    return mock.patch.object(FlatStore, "step", step)
+
+
 def stale_scaler() -> AbstractContextManager[Any]:
     """A resumed fp16 run begins with the initial loss scale."""
     return mock.patch.object(LossScale, "load", lambda scaler, state: None)
@@ -150,6 +165,7 @@ BUGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "missing-reduction": missing_reduction,
     "wrong-dropout-offset": wrong_dropout_offset,
     "double-counted-tied-gradient": double_counted_tied_gradient,
+    "rounded-masters": rounded_masters,
     "stale-scaler": stale_scaler,
     "shifted-data": shifted_data,
     "decayed-vectors": decayed_vectors,

@@ -290,10 +290,12 @@ TRAINING: dict[str, Chances] = {
     },
     "optimizer": {
         "--lr 1e-2": 6,
+        "--lr 1e-6": 2,  # most updates are below half a step of 16 bits
         "--lr 3e-3 --adam-beta1 0.5 --adam-beta2 0.8 --adam-eps 1e-4": 2,
         "--optimizer sgd --lr 0.3": 2,
         "--optimizer sgd --lr 0.1 --sgd-momentum 0": 1,
         "--optimizer lion --lr 3e-3": 2,
+        "--optimizer lion --lr 1e-6": 1,
         "--optimizer lion --lr 1e-3 --lion-beta1 0.5 --lion-beta2 0.8": 1,
         "--optimizer muon --lr 1e-2": 2,
         "--optimizer muon --lr 1e-2 --muon-num-ns-steps 3 --muon-momentum 0.8": 1,

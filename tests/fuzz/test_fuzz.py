@@ -106,6 +106,12 @@ def test_equal_cases_are_equal_and_a_seeded_bug_is_found(crew):
         outcome = crew.run(cases.read(f"{line} | "), bug)
         assert outcome.kind == "differs" and words in "".join(outcome.lines), (bug, outcome)
         assert "by the independent trainer" in outcome.lines[-1]
+    low = f"{SMALL} --global-batch-size 3 --bf16 | --world-size 3 --zero-stage 1"
+    tiny = low.replace("--bf16", "--bf16 --lr 1e-6")
+    assert crew.run(cases.read(tiny)).kind == "equal"
+    for line, words in ((low, "in 16 bits"), (tiny, "update of")):
+        outcome = crew.run(cases.read(line), "rounded-masters")
+        assert outcome.kind == "differs" and words in "".join(outcome.lines), outcome
     outcome = crew.run(cases.read(f"--position-embedding-type none --eod-mask-loss --data-path nowhere | {TP}"))
     assert outcome.kind == "refused" and "nowhere" in "".join(outcome.lines)
 

@@ -23,6 +23,10 @@ How far apart may they be?
               is a step in any direction, and so it is for Lion, which takes only signs. Other
               gradients then move too: after the first step, a tensor's distance is compared with
               the largest relative one of all tensors.
+    masters   In 16 bits a weight may move by less than half a step of its format, and only its
+              master has that. So weights after less weights before are compared too, by the same
+              rules and with what float32 loses; where one process is sure of an update, that of a
+              layout is about as large; and as few masters fit in 16 bits as in one process.
     exactly   All ranks record the same numbers; counters, learning rates, loss scales and skipped
               steps are those of one process; steps that a layout takes again after a resume have
               the same bits. Layouts that differ only in their data-parallel ranks need not have:
@@ -71,6 +75,8 @@ NUMBERS = ("loss", "grad_norm", "params_norm")
 # roundings of larger ones. Below this share of the largest tensor's, differences count less.
 SMALL = {"": 1e-5, "exp_avg": 1e-5, "exp_avg_sq": 1e-10, "momentum": 1e-5, "weights": 1e-5}
 
+MOVED = 0.5  # of the updates in which one process agrees with float64
+FITTING = 0.25  # of a tensor's masters, that may be numbers of 16 bits by chance
 BIG = 1e-3  # the same for the tensors that tell how far roundings have grown
 
 Pieces = list[tuple[tuple[slice, ...], Tensor]]  # each with its place in the full tensor
@@ -289,6 +295,16 @@ def without_triton() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(devices, "has_kernels", lambda device: False)
 
 
+def updates(trace: Trace, i: int) -> Tensors:
+    """Return by how much a step has moved each weight."""
+    after, before = trace.states[i], trace.states[max(n for n in trace.states if n < i)]
+    return {
+        name: [(place, x - old) for (place, x), (_, old) in zip(pieces, before[name], strict=True)]
+        for name, pieces in after.items()
+        if "/" not in name
+    }
+
+
 class References(NamedTuple):
     """The run in one process."""
 
@@ -494,11 +510,36 @@ class Distances:
             errors = before + self.step_errors([i], exact, own)
             free = Free("weights", bool(errors), sum(errors))
             self.tensors(f"step {i}: state", got.states[i], one, lambda t, i=i: t.states[i], free)  # type: ignore[misc]
+            if self.dtype in ("bfloat16", "float16") and not row["skipped"]:
+                self.masters(i, got, one, bool(before))
         for key, loss in got.validations.items():
             if key in own.validations:
                 self.number(f"loss of the {key}", loss, one, lambda t, key=key: t.validations[key])  # type: ignore[misc]
             else:
                 self.wrong.append(f"{key}: a validation that one process did not make")
+
+    def masters(self, i: int, got: Trace, one: References, is_late: bool) -> None:
+        """Compare a step's updates, and whether masters have what 16 bits would lose."""
+        exact, own, dtype = one.exact, one.rounded[0], getattr(torch, self.dtype)
+        largest = max(float(x.abs().max()) for name, ((_, x),) in exact.states[i].items() if "/" not in name)
+        rounding = ROUNDINGS * UNIT["float32"] * largest
+        made, true, similar = updates(got, i), updates(exact, i), updates(own, i)
+        free = Free("weights", is_late, rounding + sum(self.step_errors([i], exact, own)))
+        self.tensors(f"step {i}: update", made, one, lambda trace: updates(trace, i), free)
+        moved = wanted = 0.0
+        for name, pieces in made.items():
+            ((_, right),), ((_, like),), ((_, master),) = true[name], similar[name], own.states[i][name]
+            fitting = 0
+            for place, x in pieces:
+                sure = ((like[place] - right[place]).abs() < 0.1 * right[place].abs()) & (right[place].abs() > rounding)
+                moved += float((x * right[place])[sure].sum())
+                wanted += float(right[place][sure].square().sum())
+                fitting -= int((master[place].to(dtype) == master[place]).sum())
+            fitting += sum(int((x.to(dtype) == x).sum()) for _, x in got.states[i][name])
+            count = sum(x.numel() for _, x in pieces)
+            self.note(f"step {i}: masters of {name} in 16 bits", max(fitting, 0), FITTING * count + ROUNDINGS)
+        if wanted:
+            self.note(f"step {i}: share of the update", abs(moved / wanted - 1), MOVED)
 
     def step_errors(self, steps: Iterable[int], exact: Trace, own: Trace) -> list[float]:
         """Return by how much a rounding of gradients can change a weight in each step.

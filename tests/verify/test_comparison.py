@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
+from fuzz.bugs import BUGS
 from layouts import parse
+from meshwright.errors import UNEQUAL, UserError
 from meshwright.parallel.shard import Sharding
 from meshwright.ranks.team import Team
 from meshwright.report.page import CERTIFICATE, show_certificate
@@ -20,10 +23,10 @@ from on_ranks import run_ranks
 
 TP = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --num-layers 2 --bf16 --attention-dropout 0.1"
 MORE = [
-    "--world-size 2 --zero-stage 3 --recompute-granularity full --untie-embeddings-and-output-weights",
-    "--world-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --cpu-optimizer",
-    "--world-size 2 --context-parallel-size 2 --zero-stage 2 --optimizer sgd --eod-mask-loss",
-    "--world-size 2 --tensor-model-parallel-size 2 --zero-stage 1 --optimizer lion",
+    "--world-size 2 --zero-stage 3 --recompute-granularity full --untie-embeddings-and-output-weights --bf16",
+    "--world-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --cpu-optimizer --fp16",
+    "--world-size 2 --context-parallel-size 2 --zero-stage 2 --optimizer sgd --eod-mask-loss --params-dtype float32",
+    "--world-size 2 --tensor-model-parallel-size 2 --zero-stage 1 --optimizer lion --bf16",
     "--world-size 2 --zero-stage 1 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --num-query-groups 4 "
     "--max-position-embeddings 512 --swiglu --position-embedding-type rope --num-layers 24",
 ]
@@ -35,7 +38,7 @@ def compare_all(file: str, lines: list[str]) -> None:
     setup = RankSetup(team, connect=small_run.Connected())
     for line in lines:
         wrong = mock.patch.object(Sharding, "is_partial", lambda parts, name: False)
-        flags = (TP if line == "broken" else line).replace("--bf16", "--params-dtype float32 --bf16")
+        flags = re.sub("--(bf16|fp16)", r"--params-dtype float32 --\1", TP if line == "broken" else line)
         with wrong if line == "broken" else mock.MagicMock():
             made = compare_with_one_process(parse(flags), team, 1, None, setup)
         found[line] = certificate.certificate(parse(flags), made, setup, ["command"])
@@ -52,7 +55,13 @@ def found_in(folder, lines):
 
 
 def require_equal(made):
-    assert made["verdict"] == "equal" and [one["what"] for one in made["compared"]] == list(Quantity)
+    compared = [(one["precision"], one["what"]) for one in made["compared"]]
+    exact = [("float64", what) for what in Quantity]
+    assert made["verdict"] == "equal" and compared[: len(exact)] == exact
+    for precision in {precision for precision, _ in compared} - {"float64"}:
+        whats = [what for dtype, what in compared[len(exact) :] if dtype == precision]
+        assert {"loss", "gradients", "weights", "optimizer state", "loss scale"} < set(whats)
+        assert whats == [what for what in Quantity if what in whats]
     assert all(one["is_equal"] for one in made["compared"]) and not made["differences"]
     assert len(made["gradients"]) >= 14 and 0 < max(made["gradients"].values()) < 1e-9
 
@@ -61,9 +70,9 @@ def test_a_layout_equals_one_process_and_a_missing_sum_is_named(tmp_path):
     found = found_in(tmp_path, [TP, "broken"])
     made, broken = found[TP], found["broken"]
     require_equal(made)
-    assert "rounding in bf16: both runs are in float64" in made["not_compared"]
+    assert "saving and resuming in bf16: compared in float64" in made["not_compared"]
     assert made["layout"]["tensor"] == 2 and made["reduced"]["hidden_size"] == 32 and made["settings"]["bf16"]
-    assert "gradients" in made["table"] and "equal" in made["table"] and "DIFFERENT" not in made["table"]
+    assert "in bfloat16, one process updated by" in made["table"] and "DIFFERENT" not in made["table"]
 
     first = broken["differences"][0]
     assert (
@@ -84,9 +93,31 @@ def test_a_layout_equals_one_process_and_a_missing_sum_is_named(tmp_path):
     assert show_certificate(tmp_path) == show_certificate(tmp_path / "none") == []
 
 
+def verify_with_rounded_masters(folder: str) -> None:
+    team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    line = f"--world-size 3 --zero-stage 1 --num-layers 2 --global-batch-size 3 --verify-layout 1 --run-dir {folder}"
+    config = parse(f"{line} --params-dtype float32 --bf16")
+    with BUGS["rounded-masters"](), pytest.raises(UserError, match="weights differ first.* in bfloat16") as caught:
+        certificate.verify_layout(config, RankSetup(team), ["command"], lambda comparison, line: None)
+    assert caught.value.status == UNEQUAL
+
+
+def test_masters_that_lose_their_low_bits_are_found(tmp_path):
+    """They change nothing in float64; the certificate says what was compared in bfloat16."""
+    run_ranks(verify_with_rounded_masters, 3, str(tmp_path))
+    made = json.loads((tmp_path / CERTIFICATE).read_text())
+    compared = {(one["precision"], one["what"]): one for one in made["compared"]}
+    wrong = {key for key, one in compared.items() if not one["is_equal"]}
+    assert wrong == {("bfloat16", "weights"), ("bfloat16", "norm of the weights")}
+    assert compared["bfloat16", "weights"]["tolerance"] == 1e-5 < 1e-3 < compared["bfloat16", "weights"]["largest"]
+    assert compared["bfloat16", "optimizer state"]["largest"] == 0 == compared["bfloat16", "loss scale"]["tolerance"]
+
+
 @pytest.mark.long
 def test_more_layouts(tmp_path):
     found = found_in(tmp_path, MORE)
     for made in found.values():
         require_equal(made)
+    last = [made["compared"][-1]["precision"] for made in found.values()]
+    assert last == ["bfloat16", "float16", "float32", "bfloat16", "float64"]
     assert found[MORE[-1]]["reduced"]["hidden_size"] < 100

@@ -37,8 +37,9 @@ def main(argv: list[str]) -> int:
 def command_line(argv: list[str], words: list[str], world: World) -> int:
     about = (
         "Train a small model in the layout of these flags, which are those of train, and in one process, in float64; "
-        "compare gradients, weights, optimizer state, losses, dropout, sample order and resuming. Without a launcher, "
-        "start the ranks here, on the CPU."
+        "compare gradients, weights, optimizer state, losses, dropout, sample order and resuming. Then compare "
+        "masters, moments and loss scale in the run's own precision. Without a launcher, start the ranks here, on the "
+        "CPU."
     )
     given = flags.parse_settings(TrainConfig, words, "meshwright verify-layout", check=False, about=about)
     if given.print_config:

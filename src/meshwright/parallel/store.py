@@ -86,7 +86,7 @@ class Store:
         self.full_dtype = torch.float64 if spec.dtype is torch.float64 else torch.float32
         self.update_device = torch.device("cpu") if spec.offload else spec.device
         self.scales: Scales | None = None  # of fp8 products
-        self.observer: Callable[[], None] | None = None  # sees the summed gradients before each update
+        self.observer: Callable[[], None] | None = None  # sees or replaces the summed gradients of each step
         self.times = clock.new_times(2, spec.device) if spec.layout.world > 1 else None  # of the last step, in ns
 
     # Weights
@@ -198,6 +198,8 @@ class Store:
         """
         self.note_time(HAS_GRADIENTS)
         self.finish_sums()
+        if self.observer is not None:
+            self.observer()
         flat, squares = self.flat, self.sum_of_squares()
         sums = squares[None] if sums is None else sums
         if self.layout.world > 1:
@@ -212,8 +214,6 @@ class Store:
             verdict = rules.Verdict(*gradients.judge(squares, loss, numbers.scale, clip, self.full_dtype))
         else:
             verdict = flat.judge(squares, loss, numbers)
-        if self.observer is not None:
-            self.observer()
         self.take_gradients()
         for (rule, decays), update in self.updates.items():
             update.param_groups[0].update(lr=numbers.lr, weight_decay=numbers.weight_decay if decays else 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import platform
@@ -92,10 +93,17 @@ def summarize(comparison: Comparison) -> str:
     beside = f"in {comparison.steps} step{'s' * (comparison.steps > 1)} beside one process"
     if comparison.differences:
         first = comparison.differences[0]
-        return f"{first.what}, {first.name}, first at {first.where}, by {size(first.largest)}, {beside}"
-    farthest = max(comparison.compared, key=lambda one: one.largest)
+        by = f"by {size(first.largest)} in {first.precision}"
+        return f"{first.what}, {first.name}, first at {first.where}, {by}, {beside}"
+    exact, low = (
+        [c for c in comparison.compared if (c.precision == "float64") == is_exact] for is_exact in (True, False)
+    )
+    farthest = max(exact, key=lambda one: one.largest)
     most = f"differ by at most {size(farthest.largest)} ({farthest.what}, {farthest.worst})"
-    return f"{len(comparison.gradients)} parameters, their gradients and their state, {beside}, {most}"
+    updated = [f"; in {c.precision} its {c.what} by {size(c.largest)}" for c in low if c.what == Quantity.WEIGHTS]
+    return (
+        f"{len(comparison.gradients)} parameters, their gradients and their state, {beside}, {most}{''.join(updated)}"
+    )
 
 
 def size(x: float) -> str:
@@ -106,6 +114,7 @@ def describe_difference(comparison: Comparison, folder: Path | None) -> str:
     """Return the error: what differs first, where, and what to do."""
     first, kinds = comparison.differences[0], list(dict.fromkeys(one.what for one in comparison.differences))
     by = "" if math.isinf(first.largest) else f" by {size(first.largest)}, more than {size(first.tolerance)}"
+    by += f" in {first.precision}"
     then = f"; then {', '.join(kinds[1:])}" if kinds[1:] else ""
     kept = f"; all differences are in {folder / CERTIFICATE}" if folder else ""
     return (
@@ -129,11 +138,14 @@ def comparison_table(config: TrainConfig, comparison: Comparison, setup: RankSet
         "",
         f"{'':24}{'number':>7}  {'largest difference':>18}  {'allowed':>8}",
     ]
-    for one in comparison.compared:
-        verdict = "equal" if one.is_equal else f"DIFFERENT, most in {one.worst}"
-        shown = "0, bit for bit" if one.what.is_exact and not one.largest else size(one.largest)
-        allowed = "0" if one.what.is_exact else f"{one.tolerance:.0e}"
-        lines.append(f"{one.what:24}{one.count:7}  {shown:>18}  {allowed:>8}  {verdict}")
+    for precision, rows in itertools.groupby(comparison.compared, key=lambda one: one.precision):
+        if precision != twin.precision.dtype:
+            lines += ["", f"in {precision}, one process updated by the gradients of the layout:"]
+        for one in rows:
+            verdict = "equal" if one.is_equal else f"DIFFERENT, most in {one.worst}"
+            shown = "0, bit for bit" if one.what.is_exact and not one.largest else size(one.largest)
+            allowed = f"{one.tolerance:.0e}" if one.tolerance else "0"
+            lines.append(f"{one.what:24}{one.count:7}  {shown:>18}  {allowed:>8}  {verdict}")
     worst = max(comparison.gradients, key=lambda name: comparison.gradients[name])
     lines += ["", f"worst tensor: {worst}, whose {Quantity.GRADIENTS} differ by {size(comparison.gradients[worst])}"]
     return lines + ["not compared:", *(f"  - {one}" for one in comparison.not_compared)]

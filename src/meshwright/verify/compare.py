@@ -2,8 +2,12 @@
 
 Rank 0 first trains alone and keeps what each step made. All ranks then train in the layout; after
 each step rank 0 sends them the whole tensors of its own run, and every rank compares the parts that
-it holds, copies too, so that a difference names its rank. Last, the state is saved, loaded by the
-layout and by one process, and both go on.
+it holds, copies too, so that a difference names its rank. Then the state is saved, loaded by the
+layout and by one process, and both go on. That is in float64.
+
+In the run's own precision both train once more. There one process takes its steps with the
+gradients that the layout has summed, so that only these are as far apart as sums in 16 bits are;
+masters and moments, made of the same numbers, differ by a few roundings of float32.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright import console
-from meshwright.checkpoint.boxes import split_boxes
+from meshwright.checkpoint.boxes import Box, split_boxes
 from meshwright.checkpoint.sources import TensorBoxes
 from meshwright.data.loader import Batch
 from meshwright.errors import UNEQUAL, UserError
@@ -39,14 +43,15 @@ from meshwright.training.log.columns import STEP_COLUMNS
 from meshwright.training.loop import Trainer
 from meshwright.verify import small_run
 from meshwright.verify.small_run import COLUMNS, RankSetup, RecordingFeed, StepRows
-from meshwright.verify.twin import Twin, alone, make_twin
+from meshwright.verify.twin import alone, make_twin
 
-# The largest relative difference of equal runs. In a lower precision sums of gradients are rounded
-# differently, and Adam turns a gradient of no size into a step of full size.
+# The largest relative difference of equal runs: in a lower precision, sums are rounded differently.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
+# The same of what is made of equal gradients in float32. Muon multiplies in 16 bits.
+UPDATED, ORTHOGONALISED = 1e-5, 1e-3
 # Differences are relative to the largest element of a tensor, or to this part of the largest of all
 # tensors: some gradients are 0 but for rounding, such as that of a bias of keys.
-FLOOR = 1e-4
+FLOOR = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
 
 
 class Quantity(StrEnum):
@@ -60,7 +65,8 @@ class Quantity(StrEnum):
     NORM = "gradient norm"
     WEIGHTS = "weights"
     MOMENTS = "optimizer state"
-    NUMBERS = "other numbers"
+    WEIGHT_NORM = "norm of the weights"
+    SCALE = "loss scale"
     VALIDATION = "validation loss"
     LOADED = "loaded by the layout"
     NEXT_STEP = "step after the load"
@@ -70,7 +76,18 @@ class Quantity(StrEnum):
     @property
     def is_exact(self) -> bool:
         """Whether no rounding excuses a difference."""
-        return self in (Q.DRAWN, Q.SAMPLES, Q.DROPOUT, Q.LOADED, Q.LOADED_ALONE)
+        return self in (Q.DRAWN, Q.SAMPLES, Q.DROPOUT, Q.SCALE, Q.LOADED, Q.LOADED_ALONE)
+
+    def tolerance(self, config: TrainConfig) -> float:
+        """Return the largest difference that rounding makes."""
+        dtype = config.precision.dtype
+        if self.is_exact:
+            return 0.0
+        if dtype == "float64" or self is Q.GRADIENTS:
+            return TOLERANCE[dtype]
+        if self is Q.LOSS:
+            return TOLERANCE[dtype] / 10  # a mean of many
+        return ORTHOGONALISED if config.optimizer.optimizer == "muon" else UPDATED
 
 
 Q = Quantity
@@ -86,6 +103,7 @@ class Difference:
     name: str
     largest: float  # relative
     tolerance: float
+    precision: str  # of both runs
     where: str = ""  # the step and the rank where it first differed
 
 
@@ -98,6 +116,7 @@ class Compared:
     largest: float
     worst: str  # the name with the largest difference
     tolerance: float
+    precision: str  # of both runs
 
     @property
     def is_equal(self) -> bool:
@@ -109,7 +128,7 @@ class Comparison:
     steps: int
     compared: list[Compared]
     differences: list[Difference]  # the first to occur comes first
-    gradients: dict[str, float]  # the largest difference of each parameter's
+    gradients: dict[str, float]  # the largest difference of each parameter's, in float64
     not_compared: list[str]
     config: TrainConfig  # of the twin
 
@@ -121,30 +140,28 @@ class Comparison:
 def compare_with_one_process(
     config: TrainConfig, team: Team, steps: int, folder: Path | None = None, setup: RankSetup | None = None
 ) -> Comparison:
-    """Compare a layout with one process at reduced size, in float64; return the same on all ranks.
+    """Compare a layout with one process at reduced size; return the same on all ranks.
 
-    Every rank of an initialised world calls this. Checkpoints go into a folder within `folder`
-    (none: a temporary one), which is removed; if not all ranks see it, resuming is not compared.
-    `setup` gives another device, and a model and a loss of the user's own.
+    Both are in float64, then in the run's own precision. Every rank of an initialised world calls
+    this. Checkpoints go into a folder within `folder` (none: a temporary one), which is removed; if
+    not all ranks see it, resuming is not compared. `setup` gives another device, and a model and a
+    loss of the user's own.
     """
     setup = dataclasses.replace(setup or RankSetup(), team=team)
-    return compare_twins(make_twin(config, setup.device.type != "cpu"), steps, folder, setup)
-
-
-def compare_twins(twin: Twin, steps: int, folder: Path | None, setup: RankSetup) -> Comparison:
-    """Compare a configuration as it is with one process; see `compare_with_one_process`."""
-    connected = small_run.Connected(setup.team.timeout)
+    twin, connected = make_twin(config, setup.device.type != "cpu"), small_run.Connected(team.timeout)
     if setup.connect is RankSetup.connect:
         setup = dataclasses.replace(setup, connect=connected)
     with contextlib.ExitStack() as block:
         block.callback(connected.close)
         block.enter_context(console.silence())
-        shared = block.enter_context(shared_folder(folder, setup.team))
-        comparison = _Comparing(twin.config, steps, setup, shared)
-        with comparison.explain_failures():
-            comparison.run()
+        shared = block.enter_context(shared_folder(folder, team))
         lacking = [] if shared else ["resuming: the ranks share no folder; give --save or --run-dir"]
-        return comparison.result(twin.left_out + lacking)
+        made = _Comparing(twin.config, steps, setup, shared).compare(twin.left_out + lacking)
+        if not twin.in_own_precision or not made.is_equal:
+            return made
+        more = _ComparingUpdates(twin.in_own_precision, steps, setup, None).compare([])
+        both = {name: getattr(made, name) + getattr(more, name) for name in ("compared", "differences")}
+        return dataclasses.replace(made, **both)
 
 
 @contextlib.contextmanager
@@ -184,14 +201,17 @@ class Watched:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.gradients: dict[str, Any] = {}  # as TensorBoxes
+        self.given: FullTensors = {}  # gradients that the next step takes in place of its own
         trainer.net.store.observer = self.copy_gradients
 
     def copy_gradients(self) -> None:
-        """Copy what the sums over the ranks gave: the update clips it in place."""
+        """Copy what the sums over the ranks gave: the update changes it in place."""
         store, scale = self.trainer.net.store, self.trainer.state.scaler.scale
         summed = dict(store.each_gradient())
         for name, (shape, boxes, _) in store.named_state(False).items():
             self.gradients[name] = shape, boxes, _on_host(summed[name]) / scale
+        for name, full in self.given.items():  # of one process, which has all of each
+            summed[name].copy_(full.view_as(summed[name]) * scale)
 
     def draws(self, batches: list[Batch]) -> Any:
         """Return hashes of the seeds, samples and positions that these micro-batches draw from."""
@@ -257,6 +277,11 @@ def broadcast(tensors: dict[str, Tensor] | None, team: Team) -> dict[str, Tensor
     if tensors and team.is_lead:
         torch.cat([x.double().flatten() for x in tensors.values()], out=flat)
     dist.broadcast(flat, 0, group=team.group)
+    return views(flat, shapes)
+
+
+def views(flat: Tensor, shapes: list[tuple[str, list[int]]]) -> FullTensors:
+    """Return the named tensors that lie in a flat one, one after the other."""
     parts = flat.split_with_sizes([math.prod(shape) for _, shape in shapes])
     return {name: part.view(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
 
@@ -276,19 +301,20 @@ class Seen:
 class Recorder:
     """The differences that one rank has seen."""
 
-    tolerance: float
+    config: TrainConfig  # of both runs
     seen: dict[tuple[Quantity, str], Seen] = field(default_factory=dict)
 
     def note(self, what: Quantity, name: str, step: int, far: float) -> None:
         seen = self.seen.setdefault((what, name), Seen())
         seen.largest = max(seen.largest, far)
-        if seen.first is None and not far <= (0.0 if what.is_exact else self.tolerance):
+        if seen.first is None and not far <= what.tolerance(self.config):
             seen.first = step, far
 
     def tensors(
-        self, what: Quantity, step: int, got: TensorBoxes, want: dict[str, Tensor], floor: float = FLOOR
+        self, what: Quantity, step: int, got: TensorBoxes, want: dict[str, Tensor], floor: float | None = None
     ) -> None:
         """Compare this rank's parts with whole tensors."""
+        floor = FLOOR[self.config.precision.dtype] if floor is None else floor
         sizes = {name: float(x.abs().max()) if x.numel() else 0.0 for name, x in want.items()}
         for name, (shape, boxes, tensor) in got.items():
             if name not in want or tuple(shape) != tuple(want[name].shape):
@@ -298,11 +324,14 @@ class Recorder:
             least = floor * max(size for other, size in sizes.items() if other.partition("/")[2] == kind)
             far = 0.0
             for box, flat in split_boxes(boxes, tensor.reshape(-1)):
-                part = want[name][tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))]
-                apart = float((flat - part.reshape(-1)).abs().max()) if flat.numel() else 0.0
+                apart = float((flat - cut(want[name], box).reshape(-1)).abs().max()) if flat.numel() else 0.0
                 far = max(far, math.inf if math.isnan(apart) else apart)
             scale = max(sizes[name], least)
             self.note(what, name, step, far / scale if scale else 0.0 if not far else math.inf)
+
+
+def cut(full: Tensor, box: Box) -> Tensor:
+    return full[tuple(slice(o, o + n) for o, n in zip(box.offset, box.size, strict=True))]
 
 
 def relative(got: float, want: float) -> float:
@@ -317,12 +346,17 @@ class _Comparing:
 
     def __init__(self, config: TrainConfig, steps: int, setup: RankSetup, folder: Path | None) -> None:
         self.config, self.steps, self.setup, self.folder, self.team = config, steps, setup, folder, setup.team
-        self.seen = Recorder(TOLERANCE[config.precision.dtype])
+        self.seen = Recorder(config)
         self.is_repeatable = setup.device.type == "cpu"
         self.one: list[RecordedStep] = []  # rank 0: of one process
         self.drawn: TensorBoxes = {}  # rank 0: its initial weights
         self.validation = 0.0
         self.has_trained_alone = False
+
+    def compare(self, not_compared: list[str]) -> Comparison:
+        with self.explain_failures():
+            self.run()
+        return self.result(not_compared)
 
     @contextlib.contextmanager
     def explain_failures(self) -> Iterator[None]:
@@ -343,7 +377,7 @@ class _Comparing:
             raise UserError(f"{message} with these flags", UNEQUAL) from error
 
     def run(self) -> None:
-        self.team.run_on_lead(self.train_alone)
+        self.team.run_on_lead(lambda: self.train_alone(self.steps + 1))  # one more than the layout will have saved
         self.has_trained_alone = True
         saves = dataclasses.replace(self.config.checkpoint, save=str(self.folder)) if self.folder else Checkpoint()
         with self.running(self.config, saves) as run:
@@ -361,20 +395,18 @@ class _Comparing:
         finally:
             run.close()
 
-    def train_alone(self) -> None:
-        """Train in one process, a step more than the layout will have saved."""
+    def train_alone(self, steps: int) -> None:
+        """Take steps in one process."""
         with self.running(alone(self.config), Checkpoint(), ALONE) as run:
             self.drawn = run.state()
-            for step in range(self.steps + 1):
+            for step in range(steps):
                 self.one.append(run.step())
                 if step + 1 == self.steps:
                     self.validation = run.trainer.validate("valid", is_at_end=True)
 
     def train(self, run: Watched) -> tuple[TensorBoxes, dict[str, Any], RecordedStep]:
         """Train in the layout; return what it saved, its counters then, and its step after that."""
-        drawn = {name: x for name, x in run.state().items() if "/" not in name}
-        self.seen.tensors(Q.DRAWN, 0, drawn, self.of_one(self.drawn), floor=0.0)
-        self.check_cover(run)
+        self.compare_drawn(run)
         saved: TensorBoxes = {}
         counters: dict[str, Any] = {}
         for number in range(1, self.steps + 2):
@@ -389,6 +421,11 @@ class _Comparing:
                     run.trainer.state.save()
                     run.trainer.state.saver.wait()
         return saved, counters, made
+
+    def compare_drawn(self, run: Watched) -> None:
+        drawn = {name: x for name, x in run.state().items() if "/" not in name}
+        self.seen.tensors(Q.DRAWN, 0, drawn, self.of_one(self.drawn), floor=0.0)
+        self.check_cover(run)
 
     def check_cover(self, run: Watched) -> None:
         """Check that each element of each tensor is held by one rank as its own."""
@@ -499,19 +536,53 @@ class _Comparing:
                 largest[key] = max(largest.get(key, 0.0), far)
                 if begin is not None and (key not in first or begin[0] < first[key][0]):
                     first[key] = begin[0], begin[1], rank
-        compared = []
+        compared, dtype = [], self.config.precision.dtype
         for what in Quantity:
             of_kind = {name: far for (kind, name), far in largest.items() if kind == what}
             if of_kind:
                 worst = max(of_kind, key=lambda name: of_kind[name])
-                compared.append(Compared(what, len(of_kind), of_kind[worst], worst, self.tolerance(what)))
+                compared.append(Compared(what, len(of_kind), of_kind[worst], worst, what.tolerance(self.config), dtype))
         order = sorted(first, key=lambda key: (first[key][0], list(Quantity).index(key[0]), -first[key][1]))
         differences = [
-            Difference(*key, largest[key], self.tolerance(key[0]), f"step {first[key][0]}, rank {first[key][2]}")
+            Difference(
+                *key, largest[key], key[0].tolerance(self.config), dtype, f"step {first[key][0]}, rank {first[key][2]}"
+            )
             for key in order
         ]
         gradients = {name: far for (kind, name), far in largest.items() if kind == Q.GRADIENTS}
         return Comparison(self.steps, compared, differences, gradients, not_compared, self.config)
 
-    def tolerance(self, what: Quantity) -> float:
-        return 0.0 if what.is_exact else self.seen.tolerance
+
+class _ComparingUpdates(_Comparing):
+    """One comparison in the run's own precision: one process takes the layout's gradients."""
+
+    def run(self) -> None:
+        self.team.run_on_lead(lambda: self.train_alone(1))  # whether it can
+        self.has_trained_alone = True
+        self.one.clear()
+        with contextlib.ExitStack() as block:
+            run = block.enter_context(self.running(self.config, Checkpoint()))
+            leads = [self.running(alone(self.config), Checkpoint(), ALONE)] * self.team.is_lead
+            alone_too = [block.enter_context(context) for context in leads]
+            self.compare_drawn(run)
+            for number in range(1, self.steps + 1):
+                made = run.step()
+                gradients = self.full_gradients(run, made.gradients)
+                for one in alone_too:
+                    one.given = gradients
+                    self.one.append(one.step())
+                self.compare_step(number, made)
+
+    def full_gradients(self, run: Watched, gradients: TensorBoxes) -> FullTensors:
+        """Put the gradients together, of which each rank has parts as its own."""
+        weights = [name for name in self.drawn if "/" not in name]
+        shapes = self.team.run_on_lead(lambda: [[name, list(self.drawn[name][0])] for name in weights])
+        flat = torch.zeros(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)
+        full = views(flat, shapes)
+        for name in run.trainer.net.store.named_state(False, to_save=True):
+            _, boxes, tensor = gradients[name]
+            for box, part in split_boxes(boxes, tensor.reshape(-1)):
+                cut(full[name], box).copy_(part.view(box.size))
+        if self.team.size > 1:
+            dist.all_reduce(flat, group=self.team.group)
+        return full

@@ -18,10 +18,12 @@ class StepColumn(NamedTuple):
     line: str = ""  # how Megatron's line of the log shows it, if it does
     tag: str = ""  # Megatron's name of the curve in TensorBoard and other trackers
     needs_flag: bool = False  # whether --log-TAG-to-tensorboard turns the curve on
-    compared_as: Literal["", "loss", "gradient norm", "other numbers"] = ""  # the row of verify-layout
+    compared_as: Literal["", "loss", "gradient norm", "norm of the weights", "loss scale"] = (
+        ""  # the row of verify-layout
+    )
 
 
-OTHER: Literal["other numbers"] = "other numbers"
+SCALE: Literal["loss scale"] = "loss scale"
 STEP_COLUMNS = (  # in the order of Megatron's line
     StepColumn(
         "lr",
@@ -45,9 +47,9 @@ STEP_COLUMNS = (  # in the order of Megatron's line
         "summed",
         "z loss: {:.6E}",
         "z loss",
-        compared_as=OTHER,
+        compared_as="loss",
     ),
-    StepColumn("loss_scale", "factor of the loss", "alike", "loss scale: {:.1f}", "loss-scale", True, OTHER),
+    StepColumn("loss_scale", "factor of the loss", "alike", "loss scale: {:.1f}", "loss-scale", True, SCALE),
     StepColumn(
         "grad_norm",
         "norm of all gradients before clipping",
@@ -57,8 +59,15 @@ STEP_COLUMNS = (  # in the order of Megatron's line
         compared_as="gradient norm",
     ),
     StepColumn("num_zeros", "gradients that are exactly 0", "summed", "num zeros: {:.1f}", "num-zeros"),
-    StepColumn("params_norm", "norm of all weights", "summed", "params norm: {:.3f}", "params-norm", compared_as=OTHER),
-    StepColumn("skipped", "whether the step was not applied: its numbers were not finite", compared_as=OTHER),
+    StepColumn(
+        "params_norm",
+        "norm of all weights",
+        "summed",
+        "params norm: {:.3f}",
+        "params-norm",
+        compared_as="norm of the weights",
+    ),
+    StepColumn("skipped", "whether the step was not applied: its numbers were not finite", compared_as=SCALE),
     StepColumn("weight_decay", "weight decay, if it changes during the run"),
     StepColumn("consumed_samples", "samples since the run began, with this step's"),
     StepColumn("ms", "milliseconds since the step before", "rank 0"),
