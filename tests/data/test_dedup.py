@@ -198,8 +198,7 @@ def test_the_command_that_takes_lines_from_parquet(tmp_path: Path, monkeypatch: 
     words = shlex.split(command)
     assert words[-2:] == [">", "my table.jsonl"]
     monkeypatch.setattr(sys, "argv", words[1:-2])
-    with contextlib.redirect_stdout(Path(words[-1]).open("w")) as lines:
+    with Path(words[-1]).open("w") as lines, contextlib.redirect_stdout(lines):
         exec(words[1])
-        lines.flush()
     assert run_data("dedup", "my table.jsonl", "--output-file", "out")[0] == DONE
     assert len(Path("out").read_text().splitlines()) == 2
