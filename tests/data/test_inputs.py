@@ -97,7 +97,8 @@ def test_a_folder(tmp_path):
     fill(tmp_path / "in", FILES)
     documents, passed = read(tmp_path / "in")
     assert documents == READ
-    kinds = "2 not UTF-8, 2 not JSON lines, 2 empty, 1 binary, 2 with other suffixes (no suffix, .css)"
+    kinds = "2 not UTF-8, 1 JSON lines with no key 'text', 1 not JSON lines, 2 empty, 1 binary, "
+    kinds += "2 with other suffixes (no suffix, .css)"
     assert passed.startswith("passed over 9 files: ") and passed.endswith("; choose with --include")
     found, named = re.subn(r"2 not UTF-8 \(([^()]+:1, [^()]+:1)\)", "2 not UTF-8", passed)
     assert named == 1 and sorted(found.split(": ")[1].split("; ")[0].split(", ")) == sorted(kinds.split(", "))

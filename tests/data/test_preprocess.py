@@ -4,6 +4,8 @@ import io
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -154,6 +156,36 @@ def test_a_bad_line_stops_by_default(tmp_path, bad):
     words = rf"in.jsonl:2: {BAD[bad][0]} \(.*{BAD[bad][1]}.*--on-error skip"
     require_refusal(BAD_DATA, words, lambda: work(tmp_path, line("x") + b"\n" + bad + b"\n"))
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_the_key_is_wrong(tmp_path):
+    """The first line says which keys there are, with or without text; a later one is a bad line."""
+    wrong, skip = b'{"body": "x", "n": 1, "title": "y"}\n', "leave such lines out with --on-error skip"
+    choose = "choose one of text with --json-keys (body, title)"
+    first = f"in.jsonl:1: no key 'text' (keys: body, n, title); {choose}, or {skip} (nothing was written)"
+    assert error_of(lambda: work(tmp_path, wrong)).endswith(first)
+    later = f"in.jsonl:2: no key 'text' (keys: body, n, title); mend the line, or {skip} (nothing was written)"
+    assert error_of(lambda: work(tmp_path, line("x") + b"\n" + wrong)).endswith(later)
+    nothing = f"first {tmp_path}/in.jsonl:1) (keys: body, n, title; {choose}): nothing was written"
+    assert error_of(lambda: work(tmp_path, wrong, on_error="skip")).endswith(nothing)
+    assert "; keys: " not in error_of(lambda: work(tmp_path, b"{}\n", on_error="skip"))
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.json").write_bytes(wrong)
+    want = f"passed over 1 file: 1 JSON lines with no key 'text'; {choose}"
+    assert error_of(lambda: work(tmp_path, [str(tmp_path / "in")])).endswith(want)
+
+
+@pytest.mark.parametrize("names, keys", [(("role", "content"), ["text"]), (("from", "value"), ["my chat"])])
+def test_lists_of_chat_messages_get_the_command_that_makes_texts_of_them(tmp_path, names, keys):
+    chat = [dict(zip(names, message, strict=True)) for message in (("user", "Why?"), ("assistant", 'It\'s "so".\n'))]
+    content = json.dumps({"id": 1, "my chat": chat}).encode()
+    message = error_of(lambda: work(tmp_path, content, json_keys=keys))
+    assert "'my chat' lists the messages of a chat; make one text of each line first: jq -c '" in message
+    command = message.partition("first: ")[2].partition(", or leave")[0]
+    if shutil.which("jq"):
+        made = subprocess.run(shlex.split(command), input=content, capture_output=True, check=True).stdout
+        assert json.loads(made) == {"text": 'user: Why?\nassistant: It\'s "so".\n'}
+    assert "lists the messages" not in error_of(lambda: work(tmp_path, b'{"messages": [{"role": 1}]}'))
 
 
 def test_plain_text_named_like_json_lines_gets_a_hint(tmp_path):

@@ -3,19 +3,23 @@
 import csv
 import gzip
 import io
+import json
 import random
+import re
 import sqlite3
 import sys
 import types
 import zipfile
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from corpora import preprocess_inputs, texts_in
 
 from helpers import error_of
 from meshwright.__main__ import main
 from meshwright.commands import quickstart
-from meshwright.data.prepare import cutting, hub_sets, rows
+from meshwright.data.prepare import cutting, hub_sets
 from meshwright.data.prepare.inputs import find_inputs
 from meshwright.errors import IO, UNAVAILABLE, USAGE
 from meshwright.settings.text_inputs import TextInputs
@@ -55,8 +59,9 @@ def test_csv_and_tsv_are_tables(tmp_path, monkeypatch, size):
     (folder / "other.csv").write_bytes(b"id,note\n1,2\n")
     for path in (folder / "a.csv", tmp_path / "b.csv.gz", tmp_path / "c.TSV", tmp_path / "d.csv"):
         assert read(path, json_keys=["review"]) == (texts, [])
-    passed = [f"passed over 1 file: 1 {rows.NO_COLUMN}"]
-    assert read(folder, json_keys=["review"]) == read(tmp_path / "e.zip", json_keys=["review"]) == (texts, passed)
+    passed = ["passed over 1 file: 1 table with no column 'review'; choose one of text with --json-keys (id, note)"]
+    assert read(folder, json_keys=["review"]) == (texts, passed)
+    assert read(tmp_path / "e.zip", json_keys=["review"]) == (texts, [passed[0].replace("id, note", "id")])
     (folder / "a.csv").write_bytes(table_of(texts, lineterminator="\r", quoting=csv.QUOTE_ALL))
     assert read(folder, json_keys=["review"]) == (texts, passed)
     (tmp_path / "f.csv").write_bytes(b"id;review\r1;a, b, c\r")
@@ -66,10 +71,10 @@ def test_csv_and_tsv_are_tables(tmp_path, monkeypatch, size):
     preprocess_inputs(tmp_path / "x", folder / "a.csv", json_keys=["review"], workers=1)
     assert texts_in(tmp_path / "x_review_document") == texts
     message = error_of(lambda: read(folder / "a.csv"))
-    assert "a.csv has no column 'text'; --json-keys must name one of id, review, stars" in message
+    assert "a.csv has no column 'text'; choose one of text with --json-keys (id, review, stars)" in message
     (tmp_path / "h.csv").write_bytes(b"id,review text\n1,a\n")
     message = error_of(lambda: read(tmp_path / "h.csv", json_keys=["review", "text"]))
-    assert message.endswith("must name one of id, review text; did you mean 'review text' in quotes?")
+    assert message.endswith("with --json-keys (id, review text); did you mean 'review text' in quotes?")
 
 
 def test_bad_rows(tmp_path):
@@ -111,7 +116,7 @@ def test_sqlite(tmp_path, database):
     assert read(database, table="short")[0] == read(tmp_path, table="short")[0] == ["one\n"]
     assert 'has the tables my "posts, short, odd; name one of them with --table' in error_of(lambda: read(database))
     assert "has the tables" in error_of(lambda: read(database, table="none"))
-    assert "has no column 'text'; --json-keys must name one of id, body" in error_of(
+    assert "has no column 'text'; choose one of text with --json-keys (body)" in error_of(
         lambda: read(database, table='my "posts')
     )
     assert "a b?.db: row 2: null under 'text'" in error_of(lambda: read(database, table="odd"))
@@ -119,16 +124,64 @@ def test_sqlite(tmp_path, database):
     assert documents[0] == "a" and "1 not UTF-8" in left_out and "1 no text under 'text', first" in left_out
     assert "1 no text under 'text' (bytes), first" in left_out
     (tmp_path / "a.txt").write_text("a")
-    assert read(tmp_path) == (["a"], ["passed over 1 file: 1 SQLite databases, which need --table"])
+    assert read(tmp_path) == (["a"], ["passed over 1 file: 1 SQLite database, which needs --table"])
     assert "--table x names a table of an SQLite database, but no --input is one" in error_of(
         lambda: read(tmp_path / "a.txt", table="x"), USAGE
     )
     sqlite3.connect(tmp_path / "none.db").execute("PRAGMA user_version = 1").connection.close()
-    assert error_of(lambda: read(tmp_path / "none.db")) == f"{tmp_path / 'none.db'} has no table"
+    assert error_of(lambda: read(tmp_path / "none.db")) == f"{tmp_path / 'none.db'} has no table; name another file"
     (tmp_path / "cut.db").write_bytes(database.read_bytes()[:5000])
     assert "cut.db is cut short or damaged (" in error_of(lambda: read(tmp_path / "cut.db", table="short"))
     (tmp_path / "z.gz").write_bytes(gzip.compress(database.read_bytes()))
     assert "z.gz is a table (sqlite) in a stream" in error_of(lambda: read(tmp_path / "z.gz"))
+
+
+def test_a_database_that_needs_a_table_and_a_column_says_both(database):
+    with sqlite3.connect(database) as made:
+        made.execute("CREATE TABLE users (name VARCHAR(9), born DATE, note)")
+    made.close()
+    message = error_of(lambda: read(database))
+    assert 'has the tables my "posts (body), users (name, note); name one of them with --table, and its' in message
+    assert message.endswith("its column of text with --json-keys")
+    message = error_of(lambda: read(database, json_keys=["body"]))
+    assert message.endswith('has the tables my "posts, users; name one of them with --table')
+
+
+PAIRS = [("one", "A"), ("", "B"), ("three", "C"), (None, "D"), ("five", "")]
+
+
+def several_keys(folder, form):
+    """Return a file of this form with the pairs in its columns."""
+    path = folder / f"in.{form}"
+    records = [{"n": n, "body": body, "my title": title} for n, (body, title) in enumerate(PAIRS)]
+    if form == "jsonl":
+        path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    elif form in ("csv", "tsv"):  # a row that is no row, for the null
+        lines = [f"{r['body']},{r['my title']},{r['n']}" if r["body"] is not None else ",,,," for r in records]
+        path.write_text("\n".join(["body,my title,n", *lines]).replace(",", "\t" if form == "tsv" else ","))
+    elif form == "sqlite":
+        with sqlite3.connect(path) as made:
+            made.execute('CREATE TABLE posts (n INTEGER, body TEXT, "my title" TEXT)')
+            made.executemany("INSERT INTO posts VALUES (?, ?, ?)", [tuple(record.values()) for record in records])
+        made.close()
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
+    return path
+
+
+@pytest.mark.parametrize("form", ["jsonl", "csv", "tsv", "sqlite", "parquet"])
+def test_several_keys_of_a_table_are_those_of_json_lines(tmp_path, capsys, form):
+    """Each in files of its own, aligned; a row without one of the texts is left out of both."""
+    path, prefixes = several_keys(tmp_path, form), [str(tmp_path / f"o_{key}_document") for key in ("body", "my_title")]
+    argv = ["preprocess", "--input", str(path), "--tokenizer", "byte", "--output-prefix", str(tmp_path / "o")]
+    assert main([*argv, "--json-keys", "body", "my title", "body", "--on-error", "skip"]) == 0
+    assert [texts_in(prefix) for prefix in prefixes] == [["one", "", "three", "five"], ["A", "B", "C", ""]]
+    err = capsys.readouterr().err
+    assert f"next: meshwright train --data-path {' '.join(prefixes)} --save RUN ...\n" in err
+    assert "left out 1 bad lines" in err and "--document-separator" not in err
+    assert main([*argv, "--json-keys", "body", "head", "--output-prefix", str(tmp_path / "other")]) == 65
+    err = capsys.readouterr().err
+    assert re.search(r"no (key|column) 'head'.*; choose one of text with --json-keys \(body, my title", err)
 
 
 class StandIn(types.ModuleType):
@@ -207,7 +260,7 @@ def test_what_goes_wrong_with_the_hub(library, monkeypatch):
         assert f"{address} is not the name of a data set; write hf://org/name[/config][:split]" in error_of(
             lambda address=address: read(address), USAGE
         )
-    assert "hf://org/name has no column 'body'; --json-keys must name one of id, text" in error_of(
+    assert "hf://org/name has no column 'body'; choose one of text with --json-keys (id, text)" in error_of(
         lambda: read("hf://org/name", json_keys=["body"])
     )
     library.content[3] = {"id": 3, "text": None}

@@ -6,6 +6,7 @@ import random
 import zipfile
 
 import pytest
+import zstandard
 
 from helpers import error_of
 from meshwright.data.prepare import cutting
@@ -110,6 +111,15 @@ def test_bad_lines_are_counted(tmp_path, lines, count):
     documents = documents_of(file)
     assert list(documents) == ["good"]
     assert documents.left_out() == [f"left out {count}".replace("FILE", str(file))]
+
+
+@pytest.mark.parametrize("suffix", ["", ".zst"])
+def test_a_text_without_the_key_names_those_that_it_has(tmp_path, suffix):
+    file, lines = tmp_path / f"some.jsonl{suffix}", b'{"body": "x", "n": 1}\n' * 9
+    file.write_bytes(zstandard.compress(lines) if suffix else lines)
+    counted = f"{file} holds no text; left out 9 bad lines: 9 no key 'text', first {file}:1"
+    want = f"{counted}; keys: body, n; choose one of text with --json-keys (body)"
+    assert error_of(lambda: list(documents_of(file))) == want
 
 
 def test_documents_of_archives_are_named(tmp_path):

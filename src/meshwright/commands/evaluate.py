@@ -161,13 +161,13 @@ def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_lead: bool) -> Rea
 
 def read_input(e: Evaluate) -> list[str]:
     """Return the documents of --input."""
-    from meshwright.data.prepare.cutting import read_texts
+    from meshwright.data.prepare.cutting import read_texts, why_nothing
     from meshwright.data.prepare.inputs import find_inputs
 
     inputs = find_inputs(e)
     texts = list(read_texts(e, inputs))
     if not any(texts):
-        reason = "".join(f" ({line})" for line in inputs.left_out(e.on_error, e.encoding))
+        reason = "".join(f" ({line})" for line in why_nothing(inputs, e))
         raise bad_data(f"{', '.join(e.input)}: no text to score{reason}")
     for line in inputs.left_out(e.on_error, e.encoding):
         console.notice(line)

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         if world.size > 1:
             leave_ranks()
     if world.rank == 0:
-        notice(f"next: meshwright train --data-path {shlex.quote(prefixes[0])} --save RUN ...")
+        notice(f"next: meshwright train --data-path {shlex.join(prefixes)} --save RUN ...")
     return DONE
 
 

@@ -41,6 +41,7 @@ class TrainTokenizerConfig(TextInputs):
 
 def main(argv: list[str]) -> int:
     given = flags.parse_settings(TrainTokenizerConfig, argv, "meshwright train-tokenizer", about="Learn a BPE.").config
+    from meshwright.data.prepare.cutting import why_nothing
     from meshwright.data.prepare.inputs import find_inputs
     from meshwright.tokenizers import GPT2BPE, train_bpe
 
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> int:
     texts = _read_progress(given, inputs)
     first = next((text for text in texts if text), None)
     if first is None:
-        reason = "".join(f" ({line})" for line in inputs.left_out(given.on_error, given.encoding))
+        reason = "".join(f" ({line})" for line in why_nothing(inputs, given))
         raise bad_data(f"{', '.join(given.input)}: no text to learn from{reason}")
     vocabulary = [given.output / name for name in FILES]
     settings = {n: getattr(given, n) for n in ("vocab_size", "json_keys", "document_separator")}

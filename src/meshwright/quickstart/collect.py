@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from meshwright.data.prepare.cutting import cut_inputs
+from meshwright.data.prepare.cutting import cut_inputs, why_nothing
 from meshwright.data.prepare.documents import cut_document
 from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.inputs import find_inputs
@@ -106,7 +106,7 @@ class InputDocuments:
                 self.is_sample = True
                 return
         if not characters:
-            reasons = "; ".join(self.left_out()) or "all of it is blank"
+            reasons = "; ".join(why_nothing(self.inputs, self.settings)) or "all of it is blank"
             raise bad_data(f"{' '.join(map(shown, self.settings.input))} holds no text; {reasons}")
         if self.undecoded > MOST_UNDECODED * self.bytes:
             raise bad_data(self._too_much_undecoded())

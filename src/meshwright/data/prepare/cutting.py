@@ -210,8 +210,8 @@ def _member_parts(members: Iterator[Member], given: TextInputs) -> Iterator[tupl
             damage = []
             stream = _as_utf8(name, stream, given)
             start = containers.peek(stream)
-            if refused := _refused_member(name, start, given):
-                yield name, 0, Bad(refused, is_passed=True)
+            if refused := _refuse_member(name, start, given):
+                yield name, 0, refused
                 continue
             if rows.CSV_NAME.search(name):
                 parts = plain.cut_stream(rows.csv_lines(stream, name, start, given.json_keys), PIECE, JSON_LINES)
@@ -225,14 +225,16 @@ def _member_parts(members: Iterator[Member], given: TextInputs) -> Iterator[tupl
     yield from damage
 
 
-def _refused_member(name: str, start: bytes, given: TextInputs) -> str:
+def _refuse_member(name: str, start: bytes, given: TextInputs) -> Bad | None:
+    """Return why a member of an archive is passed over."""
     if wiki.IS_DUMP.match(start):
-        return "wiki dumps in an archive"
+        return Bad("wiki dumps in an archive", is_passed=True)
     if containers.kind_of_bytes(start) == "pdf":
-        return PDF
-    if rows.CSV_NAME.search(name) and not rows.has_columns(name, start, given.json_keys):
-        return rows.NO_COLUMN
-    return "not JSON lines" if name.lower().endswith(".json") and SPREAD_JSON.match(start) else ""
+        return Bad(PDF, is_passed=True)
+    if rows.CSV_NAME.search(name) and (refused := rows.refuse_header(name, start, given.json_keys)):
+        return Bad(f"tables with {refused.what}", is_passed=True, cure=refused.cure)
+    is_other_json = name.lower().endswith(".json") and SPREAD_JSON.match(start)
+    return Bad("not JSON lines", is_passed=True) if is_other_json else None
 
 
 def _parts(name: str, stream: BinaryIO, separator: str) -> Iterator[bytes]:
@@ -273,6 +275,15 @@ def note_passed(inputs: Inputs, given: TextInputs) -> None:
                 inputs.passed.note_unit(unit)
             elif isinstance(unit, Bad) and given.on_error != "skip":
                 raise bad_data(f"{piece.place(number, given.json_keys)}: {unit}{advice(unit, not number)}")
+
+
+def why_nothing(inputs: Inputs, given: TextInputs) -> list[str]:
+    """Say what was left out of inputs without any text, and what the first bad line has instead."""
+    lines, keys = inputs.left_out(given.on_error, given.encoding), list(dict.fromkeys(given.json_keys))
+    readable = [source for source in inputs.inputs if source.bytes]  # a pipe is read but once
+    units = (unit for piece in cut_inputs(readable, given) for unit in piece.units(keys))
+    first = next((unit for unit in units if isinstance(unit, Bad) and not unit.is_passed), None)
+    return [*lines, f"{first.detail}; {first.cure}"] if first and first.cure else lines
 
 
 def read_texts(

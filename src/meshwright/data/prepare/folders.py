@@ -39,11 +39,16 @@ OUTPUT_FOLDERS: list[set[str]] = [
 ]
 OTHER_SUFFIX = "other suffix "  # begins the kind of a file whose suffix is not known
 SINGULAR = {"broken links": "broken link", "pipes or devices": "pipe or device"}
+SINGULAR |= {"SQLite databases, which need --table": "SQLite database, which needs --table"}
 SINGULAR |= {"folders of vocabularies or runs": "folder of a vocabulary or run"}
 NOT_CHOSEN = "not chosen by --include and --exclude"
 PDF = "PDF"  # whose kind a suffix shows, or the first bytes
 MOST_NAMES = 3  # of files that are not UTF-8, which surprise: so many are named
 MOST_SUFFIXES = 12  # so many are counted by name
+
+
+def singular(kind: str) -> str:
+    return re.sub(r"^tables\b", "table", SINGULAR.get(kind, kind))
 
 
 def join_few(some: list[str], more: list[str]) -> list[str]:
@@ -55,7 +60,8 @@ def join_few(some: list[str], more: list[str]) -> list[str]:
 class PassedOver:
     """The number of files passed over, of each kind.
 
-    Of those that are not UTF-8, it has the names of a few and what can be done about them.
+    It has what can be done about some, with the names of a few, and the names of a few that are not
+    UTF-8.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -67,12 +73,12 @@ class PassedOver:
         self.counts[kind] += 1
 
     def note_unit(self, unit: Bad) -> None:
-        """Count a file by what is wrong with its text."""
+        """Count a file by what is wrong with it."""
         self.note(unit.kind)
         self.bytes += unit.size
         if unit.kind == NOT_UTF8:
             self.names = join_few(self.names, [unit.place])
-            self._add_cures({unit.cure: [unit.place]} if unit.cure else {})
+        self._add_cures({unit.cure: [unit.place]} if unit.cure else {})
 
     def _add_cures(self, cures: dict[str, list[str]]) -> None:
         for cure, names in cures.items():
@@ -97,7 +103,7 @@ class PassedOver:
                 continue
             more = ", ..." if count > len(self.names) else ""
             names = f" ({', '.join(self.names)}{more})" if kind == NOT_UTF8 and self.names else ""
-            kinds.append(f"{count:,} {SINGULAR.get(kind, kind) if count == 1 else kind}{names}")
+            kinds.append(f"{count:,} {singular(kind) if count == 1 else kind}{names}")
         if others:
             total = sum(self.counts[kind] for kind in others)
             is_clear = len(others) in (1, total)  # from the total alone
@@ -106,10 +112,13 @@ class PassedOver:
             kinds.append(f"{total:,} with other suffixes ({shown_suffixes})")
         number = self.counts.total()
         line = f"passed over {number:,} {'file' if number == 1 else 'files'}: {', '.join(kinds)}"
-        if self.counts[NOT_UTF8]:
-            usual = "--encoding names another encoding, --on-error replace keeps what is intact"
-            lines = [f"\n    {', '.join(names)}: {cure}" for cure, names in self.cures.items()]
-            line += "".join(lines) if len(lines) > 1 else f"; {''.join(self.cures) or usual}"
+        cures = dict(self.cures)
+        if self.counts[NOT_UTF8] and not any(set(names) & set(self.names) for names in cures.values()):
+            cures["--encoding names another encoding, --on-error replace keeps what is intact"] = self.names
+        if len(cures) == 1:
+            line += f"; {next(iter(cures))}"
+        else:
+            line += "".join(f"\n    {', '.join(names)}: {cure}" for cure, names in cures.items())
         return f"{line}; {advice}" if others else line
 
 

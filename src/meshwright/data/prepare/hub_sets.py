@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from meshwright import hub
 from meshwright.console import notice
-from meshwright.data.prepare.rows import json_line, require_columns
+from meshwright.data.prepare.rows import json_line, refuse_columns, require_columns
 from meshwright.errors import IO, UNAVAILABLE, UserError, bad_data, first_line
 
 SCHEME = "hf://"
@@ -91,7 +91,7 @@ def hub_lines(address: str, revision: str, keys: list[str]) -> Iterator[bytes]:
         cure = f"to read it without a network, put it into the cache first: {script}"
         raise UserError(f"--input {address} is not available ({first_line(error)}); {cure}", UNAVAILABLE) from None
     if opened.column_names:
-        require_columns(address, opened.column_names, keys)
+        require_columns(address, refuse_columns(opened.column_names, keys))
         opened = opened.select_columns(keys)
     rows = iter(opened if wanted.rows is None else opened.take(wanted.rows))
     while True:

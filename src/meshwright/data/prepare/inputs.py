@@ -20,7 +20,7 @@ from typing import BinaryIO, Literal
 from meshwright.data.prepare import containers, encodings, folders, hub_sets, plain, rows, tables, wiki
 from meshwright.data.prepare.folders import NOT_CHOSEN, NameFilter, PassedOver, shown
 from meshwright.data.prepare.plain import HTML_NAME, PIECE
-from meshwright.data.prepare.records import NOT_UTF8
+from meshwright.data.prepare.records import NOT_UTF8, Bad, parse_line
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.progress import SkippedLines
 from meshwright.settings.hints import near_path
@@ -58,6 +58,12 @@ class Input:
     def is_stream(self) -> bool:
         """Whether it can only be read in order."""
         return self.kind in ("stream", "csv", "sqlite", "hub")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it may hold plain text, which --document-separator divides."""
+        is_plain_stream = self.kind == "stream" and not JSON_NAME.search(self.path)
+        return not self.is_wiki and (is_plain_stream or self.kind in ("text", "small files"))
 
 
 @dataclass
@@ -181,8 +187,8 @@ def _find_below(path: str, given: TextInputs, passed: PassedOver) -> Iterator[In
     else:
         for inside, about in folders.chosen(path, name_filter(given), passed):
             inspected = _inspect_inside(path, inside, about, given)
-            if isinstance(inspected, str):
-                passed.note(inspected)
+            if isinstance(inspected, Bad):
+                passed.note_unit(inspected._replace(place=shown(inside)))
             else:
                 yield inspected
 
@@ -209,15 +215,16 @@ def _find_objects(address: str, given: TextInputs, passed: PassedOver) -> Iterat
             reason = chooser.refusal(inside)
         else:
             reason = "" if chooser.chooses(name, f"{above}/") else NOT_CHOSEN
-        source = reason or ("" if size else "empty") or _inspect_object(path, size, tag, found_in, given)
-        if isinstance(source, str):
-            passed.note(source)
+        reason = reason or ("" if size else "empty")
+        source = Bad(reason) if reason else _inspect_object(path, size, tag, found_in, given)
+        if isinstance(source, Bad):
+            passed.note_unit(source._replace(place=shown(inside)))
         else:
             kind: Kind = "csv" if source.kind == "csv" else "stream"
             yield replace(source, kind=kind, bytes=size, files=(), revision=tag or "")
 
 
-def _inspect_object(path: str, size: int, tag: str | None, folder: str | None, given: TextInputs) -> Input | str:
+def _inspect_object(path: str, size: int, tag: str | None, folder: str | None, given: TextInputs) -> Input | Bad:
     if folder is not None and _is_small_text(path, size):
         return Input(path, "stream", folder=folder)  # whose content is looked at where it is read
     with texts.open_object(path, size, tag) as file:
@@ -226,7 +233,7 @@ def _inspect_object(path: str, size: int, tag: str | None, folder: str | None, g
         reason = f"{kind} tables in object storage, which are read from a disk of this machine alone"
         if folder is None:
             raise bad_data(f"--input {path}: {reason}; copy it here first, or write its texts as JSON lines")
-        return reason
+        return Bad(reason)
     if folder is not None:
         about = os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, size, 0, 0, 0))
         return _recognise(path, about, folder, given, kind, start)
@@ -276,19 +283,12 @@ def _inspect(path: str, given: TextInputs) -> Input:
     if wiki.IS_DUMP.match(start):
         return Input(path, "text", about.st_size, is_wiki=True)
     source = _input(path, kind, about, None)
-    refused, columns = _refused_columns(source, given)
-    if refused not in ("", rows.NO_COLUMN):  # that one is reported with the names, when the table is read
-        choose = f"choose one of text with --json-keys ({columns})" if columns else "no column has text"
-        raise bad_data(f"--input {shown(path)}: {refused}, not text; {choose}, or write its text as a column first")
+    if source.kind in ("parquet", "arrow"):
+        rows.require_columns(f"--input {path}", tables.refuse_schema(path, source.kind, given.json_keys))
     return source
 
 
-def _refused_columns(source: Input, given: TextInputs) -> tuple[str, str]:
-    is_table = source.kind in ("parquet", "arrow")
-    return tables.refused_columns(source.path, source.kind, given.json_keys) if is_table else ("", "")
-
-
-def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextInputs) -> Input | str:
+def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextInputs) -> Input | Bad:
     """Recognise a file in a folder, or return why it is passed over."""
     if _is_small_text(path, about.st_size):
         return _input(path, None, about, folder)  # a worker, who opens it anyway, looks at the content
@@ -311,7 +311,7 @@ def _look_into(file: BinaryIO) -> tuple[str | None, bytes]:
 
 def _recognise(
     path: str, about: os.stat_result, folder: str, given: TextInputs, kind: str | None, start: bytes
-) -> Input | str:
+) -> Input | Bad:
     """Recognise a file in a folder by its first bytes, or return why it is passed over."""
     inner = containers.kind_of_bytes(start) if start else None
     codec = plain.codec_of_file(path, start, given.encoding) if inner is None else ""
@@ -320,32 +320,42 @@ def _recognise(
     is_chosen = given.include or folders.is_known(suffix)
     if is_chosen and (kind in ("parquet", "arrow", "arrow stream", "tar", "zip") or inner == "tar"):
         source = _input(path, kind, about, folder)
-        refused, columns = _refused_columns(source, given)
-        if refused == rows.NO_COLUMN:
-            return f"{refused} (of text: {columns})" if columns else refused
-        if refused:
-            return f"tables whose {refused}, not text"
+        if source.kind in ("parquet", "arrow"):
+            return _table(source, tables.refuse_schema(path, source.kind, given.json_keys))
         return source
     if kind == "sqlite":
-        return Input(path, "sqlite", about.st_size, folder) if given.table else "SQLite databases, which need --table"
+        source = Input(path, "sqlite", about.st_size, folder)
+        return source if given.table else Bad("SQLite databases, which need --table")
     if rows.CSV_NAME.search(path) and inner is None:
-        has_columns = rows.has_columns(path, start, given.json_keys)
-        return Input(path, "csv", about.st_size, folder) if has_columns else rows.NO_COLUMN
+        return _table(Input(path, "csv", about.st_size, folder), rows.refuse_header(path, start, given.json_keys))
     if suffix in (".jsonl", ".ndjson") or is_json_lines(start, given.json_keys):
         return Input(path, "stream" if kind or codec else "lines", about.st_size, folder)
     if not is_chosen:
-        return folders.OTHER_SUFFIX + (suffix or "no suffix")
+        return Bad(folders.OTHER_SUFFIX + (suffix or "no suffix"))
     if wiki.IS_DUMP.match(start):
         return Input(path, "stream" if kind else "text", about.st_size, folder, is_wiki=True)
     if suffix in (".json", ".xml") and not given.include:
-        return "not JSON lines" if suffix == ".json" else "XML other than wiki dumps"
+        return _not_lines(start, given) if suffix == ".json" else Bad("XML other than wiki dumps")
     if suffix in folders.DATA and suffix not in (".json", ".xml") and not kind:
-        return "not of the kind that their suffix says"
+        return Bad("not of the kind that their suffix says")
     if kind == "pdf":
-        return folders.PDF
+        return Bad(folders.PDF)
     if b"\0" in start:
-        return "binary"
+        return Bad("binary")
     return Input(path, "stream", about.st_size, folder) if codec else _input(path, kind, about, folder)
+
+
+def _table(source: Input, refused: rows.Refused | None) -> Input | Bad:
+    return Bad(f"tables with {refused.what}", cure=refused.cure) if refused else source
+
+
+def _not_lines(start: bytes, given: TextInputs) -> Bad:
+    """Say why a .json file is passed over, which may hold JSON lines without the key."""
+    if is_json_lines(start, []):
+        unit = parse_line(memoryview(start.removeprefix(encodings.BOM).lstrip().partition(b"\n")[0]), given.json_keys)
+        if isinstance(unit, Bad) and unit.kind.startswith("no key"):
+            return Bad(f"JSON lines with {unit.kind}", cure=unit.cure)
+    return Bad("not JSON lines")
 
 
 def is_json_lines(start: bytes, keys: list[str]) -> bool:

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,7 +30,7 @@ from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.merge import join_pairs
 from meshwright.data.files.writer import Writer, is_made, token_dtype
 from meshwright.data.prepare import sentences
-from meshwright.data.prepare.cutting import cut_inputs
+from meshwright.data.prepare.cutting import cut_inputs, why_nothing
 from meshwright.data.prepare.encoding import Encoded, Encoder
 from meshwright.data.prepare.folders import PassedOver, shown
 from meshwright.data.prepare.inputs import Input, Inputs, find_inputs
@@ -286,15 +286,14 @@ class Preparation:
                 return f"{shown(source.folder or source.path)} has changed while it was read{sizes}"
         return ""
 
-    def left_out(self, totals: Totals) -> list[str]:
-        inputs = Inputs([], self.inputs.passed + totals.passed, totals.bad, self.inputs.warnings)
-        p = self.config.preprocess
-        return inputs.left_out(p.on_error, p.encoding)
+    def read_inputs(self, totals: Totals) -> Inputs:
+        """Return the inputs with what was left out of them."""
+        return replace(self.inputs, passed=self.inputs.passed + totals.passed, bad=totals.bad)
 
     def require_tokens(self, totals: Totals) -> None:
         for key, (tokens, _, _) in zip(self.keys, totals.lengths, strict=True):
             if not tokens:
-                reason = "".join(f" ({line})" for line in self.left_out(totals))
+                reason = "".join(f" ({line})" for line in why_nothing(self.read_inputs(totals), self.config.preprocess))
                 paths = ", ".join(map(shown, self.config.preprocess.input))
                 raise bad_data(f"no token under {key!r} in {paths}{reason}: nothing was written")
 
@@ -471,28 +470,32 @@ def _size_and_time(path: str) -> tuple[int, int]:
 def report(preparation: Preparation, totals: Totals, stdout: TextIO, stderr: TextIO) -> None:
     if totals.printed != totals.documents:
         print(totals.line(), file=stderr)
-    for line in preparation.left_out(totals):
-        print(line, file=stderr)
     dtype, p = np.dtype(preparation.dtype), preparation.config.preprocess
+    is_plain = any(source.is_plain for source in preparation.inputs.inputs)
+    for line in preparation.read_inputs(totals).left_out(p.on_error, p.encoding):
+        print(line, file=stderr)
     for prefix, (tokens, sequences, _) in zip(preparation.prefixes, totals.lengths, strict=True):
         blank = 0 if p.split_sentences else totals.documents - sequences
         lacking = f" ({blank:,} without text, which have no sequence)" if blank else ""
         counts = f"{totals.documents:,} documents{lacking}, {sequences:,} sequences, {tokens:,} tokens"
         size = f"{tokens * dtype.itemsize:,} bytes ({dtype.name})"
         print(fit(f"wrote {prefix}.bin/.idx: {counts}, {size}", stdout), file=stdout)
-        if advice := "" if p.split_sentences else advise_on_documents(prefix, p.document_length):
+        if advice := "" if p.split_sentences else advise_on_documents(prefix, p.document_length, is_plain):
             print(fit(f"note: {advice}", stderr), file=stderr)
 
 
-def advise_on_documents(prefix: str, longest: int | None) -> str:
-    """Say what to do about documents that are too few to be divided by --split, or very short."""
+def advise_on_documents(prefix: str, longest: int | None, is_plain: bool) -> str:
+    """Say what to do about documents that are too few to be divided by --split, or very short.
+
+    Short ones are remarked in a plain text, which may be meant to be divided otherwise.
+    """
     sizes = Indexed(prefix).sizes
     if len(sizes) < FEW_DOCUMENTS:
         number = "1 document" if len(sizes) == 1 else f"{len(sizes)} documents"
         no_text = "no --split can keep text of it" if len(sizes) == 1 else "--split can only keep whole ones of them"
         cut = f"--document-length {longest // 2 or 1 if longest else 4000} cuts longer ones into parts"
         return f"{number}: {no_text} for validation; {cut}"
-    if 2 * np.count_nonzero(sizes < SHORT_DOCUMENT) > len(sizes):
+    if is_plain and 2 * np.count_nonzero(sizes < SHORT_DOCUMENT) > len(sizes):
         line = f"{len(sizes):,} documents, half of them of {np.median(sizes):,.0f} tokens or fewer"
         return (
             f"{line}: if headings or single lines were meant to stay with their text, try another --document-separator"

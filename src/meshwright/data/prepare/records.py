@@ -8,6 +8,7 @@ errors say more.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ BAD_ROW = b"\xff bad row: "  # begins a line that says what is wrong with a row
 
 
 NOT_UTF8 = "not UTF-8"
+MOST_KEYS = 10  # so many are named
+MESSAGES = (("role", "content"), ("from", "value"))  # keys of a message in a list of them
 
 
 class Bad(NamedTuple):
@@ -30,8 +33,8 @@ class Bad(NamedTuple):
     place: str = ""  # of a file that is passed over
     byte: int | None = None  # of the file
     size: int = 0  # bytes of a text that is passed over
-    cure: str = ""  # what to do about a text that is not UTF-8, if it is not `advice`'s usual
-    guess: str = ""  # the encoding that such a text seems to be in
+    cure: str = ""  # what to do, if it is not `advice`'s usual
+    guess: str = ""  # the encoding that a text which is not UTF-8 seems to be in
 
     def __str__(self) -> str:
         kind = self.kind if self.byte is None else f"{self.kind} at byte {self.byte:,}"
@@ -79,13 +82,40 @@ def parse_line(line: memoryview, keys: list[str]) -> Unit:
     for key in keys:
         text = record.get(key)
         if type(text) is not str:
-            if key not in record:
-                return Bad(f"no key {key!r}", f"keys: {', '.join(list(record)[:5]) or 'none'}")
-            return Bad(f"null under {key!r}" if text is None else f"no text under {key!r}", type(text).__name__)
+            return explain_lack(record, key)
         if is_lax and (half := next((c for c in text if "\ud800" <= c <= "\udfff"), None)):
             return Bad(f"lone surrogate under {key!r}", f"\\u{ord(half):04x}, half a character")
         texts.append(text)
     return texts
+
+
+def explain_lack(record: dict[str, Any], key: str) -> Bad:
+    """Say what a line has in place of a text under the key."""
+    cure = next((cure for name, value in record.items() if (cure := chat_cure(name, value))), "")
+    if key in record:
+        value = record[key]
+        return Bad(
+            f"null under {key!r}" if value is None else f"no text under {key!r}", type(value).__name__, cure=cure
+        )
+    cure = cure or choose_key(name for name, value in record.items() if isinstance(value, str))
+    return Bad(f"no key {key!r}", f"keys: {', '.join(list(record)[:MOST_KEYS]) or 'none'}", cure=cure)
+
+
+def chat_cure(key: str, value: Any) -> str:
+    """Return what makes a text of a value if it is a list of chat messages, or ""."""
+    first = value[0] if isinstance(value, list) and value else None
+    names = next((names for names in MESSAGES if isinstance(first, dict) and first.keys() >= set(names)), None)
+    if names is None:
+        return ""
+    message = r'"\(.{}): \(.{})"'.format(*names)
+    texts = rf"""{{text: [.{key if key.isidentifier() else json.dumps(key)}[] | {message}] | join("\n")}}"""
+    return f"{key!r} lists the messages of a chat; make one text of each line first: jq -c {shlex.quote(texts)}"
+
+
+def choose_key(names: Iterable[str]) -> str:
+    """Return how one of these keys or columns is chosen, "" if there are none."""
+    texts = ", ".join(list(names)[:MOST_KEYS])
+    return f"choose one of text with --json-keys ({texts})" if texts else ""
 
 
 def parse_laxly(line: bytes) -> Any:
@@ -107,8 +137,10 @@ LEAVE_OUT = "leave such lines out with --on-error skip"
 
 def advice(bad: Bad, is_first: bool) -> str:
     """Return what to do about a bad line, also for plain text that is named like JSON lines."""
-    if bad.cure:
+    if bad.cure and bad.kind == NOT_UTF8:
         return f"; {bad.cure}"
+    if bad.cure and is_first:
+        return f"; {bad.cure}, or {LEAVE_OUT}"
     if bad.kind == NOT_UTF8:
         return f"; mend the line, put U+FFFD for such bytes with --on-error replace, or {LEAVE_OUT}"
     hint = '; in a file of this name one {"text": "..."} a line is expected; plain text is called .txt'

@@ -12,8 +12,8 @@ import os
 import re
 import sqlite3
 from collections.abc import Iterable, Iterator
-from contextlib import closing
-from typing import Any, BinaryIO
+from contextlib import closing, contextmanager
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
 
 import orjson
@@ -22,21 +22,41 @@ from meshwright.data.prepare import records
 from meshwright.data.prepare.containers import DamagedInput
 from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import shown
-from meshwright.data.prepare.records import BAD_ROW
+from meshwright.data.prepare.records import BAD_ROW, MOST_KEYS, choose_key
 from meshwright.errors import bad_data
 
+# What SQLite's columns are declared as that hold no text.
+NO_TEXT_TYPE = re.compile("INT|REAL|FLOA|DOUB|NUM|DEC|BOOL|BLOB|DATE|TIME", re.IGNORECASE)
 CSV_NAME = re.compile(r"\.(csv|tsv)(\.(gz|xz|zst|bz2))?$", re.IGNORECASE)
-NO_COLUMN = "tables without the column of --json-keys"  # why a file of a folder is passed over
 
 
-def require_columns(path: str, columns: list[str], keys: Iterable[str]) -> None:
-    """Raise unless each key is one of the columns of a table."""
+class Refused(NamedTuple):
+    """Why the texts under the keys cannot be read: what a table has, and what to do."""
+
+    what: str
+    cure: str
+
+
+def refuse_columns(columns: list[str], keys: Iterable[str], texts: Iterable[str] | None = None) -> Refused | None:
+    """Return why a table cannot be read if a key is none of its columns, or several.
+
+    `texts` are the columns that hold text, all if it is not known.
+    """
     for key in keys:
         if columns.count(key) != 1:
             what = f"{columns.count(key)} columns" if key in columns else "no column"
-            have, joined = ", ".join(columns[:10]), " ".join(keys)
+            joined = " ".join(keys)
             quotes = f"; did you mean {joined!r} in quotes?" if joined != key and joined in columns else ""
-            raise bad_data(f"{shown(path)} has {what} {key!r}; --json-keys must name one of {have}{quotes}")
+            nothing = f"none of its columns is text: {', '.join(columns[:MOST_KEYS])}"
+            possible = (column for column in (columns if texts is None else texts) if columns.count(column) == 1)
+            cure = choose_key(possible) or nothing
+            return Refused(f"{what} {key!r}", cure + quotes)
+    return None
+
+
+def require_columns(path: str, refused: Refused | None) -> None:
+    if refused:
+        raise bad_data(f"{shown(path)} has {refused.what}; {refused.cure}")
 
 
 def json_line(row: dict[str, Any]) -> bytes:
@@ -65,13 +85,13 @@ def delimiter_of(name: str, header: bytes) -> str:
     return max(",;\t|", key=lambda sign: header.count(sign.encode()))
 
 
-def has_columns(name: str, start: bytes, keys: list[str]) -> bool:
-    """Return whether the first line of a file names these columns, as far as it is known."""
+def refuse_header(name: str, start: bytes, keys: list[str]) -> Refused | None:
+    """Return why a file cannot be read whose first line lacks a column, as far as it is known."""
     header, is_complete = header_of(start)
-    if not is_complete:
-        return all(key.encode() in header for key in keys)
+    if not is_complete and all(key.encode() in header for key in keys):
+        return None
     columns = next(csv.reader([header.decode("utf-8", "replace")], delimiter=delimiter_of(name, header)), [])
-    return all(columns.count(key) == 1 for key in keys)
+    return refuse_columns(columns, keys)
 
 
 def csv_lines(stream: BinaryIO, name: str, start: bytes, keys: list[str]) -> Iterator[bytes]:
@@ -84,7 +104,7 @@ def csv_lines(stream: BinaryIO, name: str, start: bytes, keys: list[str]) -> Ite
     reader = csv.reader(text, delimiter=delimiter_of(name, header_of(start)[0]), strict=True)
     try:
         columns = next(reader, [])
-        require_columns(name, columns, keys)
+        require_columns(name, refuse_columns(columns, keys))
         places = {key: columns.index(key) for key in keys}
         while True:
             try:
@@ -104,22 +124,51 @@ def csv_lines(stream: BinaryIO, name: str, start: bytes, keys: list[str]) -> Ite
 
 def sqlite_lines(path: str, table: str | None, keys: list[str]) -> Iterator[bytes]:
     """Yield the rows of a table or view of an SQLite database; its only one needs no name."""
-    address = f"file:{quote(os.fsencode(os.path.abspath(path)))}?mode=ro"
     try:
-        with closing(sqlite3.connect(address, uri=True)) as database:
-            database.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
-            database.execute("PRAGMA trusted_schema = OFF")  # a view of a stranger calls no functions with effects
-            names = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%'"
-            tables = [name for (name,) in database.execute(names)]
-            table = table or (tables[0] if len(tables) == 1 else None)
-            if table is None or table not in tables:
-                named = f"the tables {', '.join(tables)}; name one of them with --table" if tables else "no table"
-                raise bad_data(f"{shown(path)} has {named}")
-            require_columns(path, [row[1] for row in database.execute(f"PRAGMA table_info({quoted(table)})")], keys)
+        with open_database(path) as database:
+            tables = tables_of(database)
+            require_columns(path, refuse_table(tables, table, keys))
+            table = table or next(iter(tables))
             for row in database.execute(f"SELECT {', '.join(map(quoted, keys))} FROM {quoted(table)}"):
                 yield json_line(dict(zip(keys, row, strict=True)))
     except sqlite3.Error as error:
         raise DamagedInput(str(error)) from None
+
+
+@contextmanager
+def open_database(path: str) -> Iterator[sqlite3.Connection]:
+    address = f"file:{quote(os.fsencode(os.path.abspath(path)))}?mode=ro"
+    with closing(sqlite3.connect(address, uri=True)) as database:
+        database.text_factory = lambda text: text.decode("utf-8", "surrogateescape")
+        database.execute("PRAGMA trusted_schema = OFF")  # a view of a stranger calls no functions with effects
+        yield database
+
+
+def tables_of(database: sqlite3.Connection) -> dict[str, dict[str, str]]:
+    """Return the columns of each table and view, with their declared types."""
+    names = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%'"
+    tables = [name for (name,) in database.execute(names)]
+    return {
+        table: {row[1]: row[2] for row in database.execute(f"PRAGMA table_info({quoted(table)})")} for table in tables
+    }
+
+
+def refuse_table(tables: dict[str, dict[str, str]], table: str | None, keys: list[str]) -> Refused | None:
+    """Return why a database cannot be read in which a table or a column is still to be chosen."""
+    table = table or (next(iter(tables)) if len(tables) == 1 else None)
+    texts = {
+        name: [column for column, declared in columns.items() if not NO_TEXT_TYPE.search(declared)]
+        for name, columns in tables.items()
+    }
+    if table in tables:
+        return refuse_columns(list(tables[table]), keys, texts[table])
+    if not tables:
+        return Refused("no table", "name another file")
+    if any(columns.keys() >= set(keys) for columns in tables.values()):
+        return Refused(f"the tables {', '.join(tables)}", "name one of them with --table")
+    listed = ", ".join(f"{name} ({', '.join(columns[:MOST_KEYS])})" for name, columns in texts.items())
+    cure = "name one of them with --table, and its column of text with --json-keys"
+    return Refused(f"the tables {listed}", cure)
 
 
 def quoted(name: str) -> str:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.prepare.containers import DamagedInput, missing
-from meshwright.data.prepare.rows import NO_COLUMN, require_columns
+from meshwright.data.prepare.records import choose_key
+from meshwright.data.prepare.rows import Refused, refuse_columns, require_columns
 from meshwright.errors import bad_data, first_line
 from meshwright.files import RECORD_LIMIT, read_small
 
@@ -64,8 +65,8 @@ def _names(path: Path, key: str) -> list[str]:
 # Columns.
 
 
-def refused_columns(path: str, kind: str, keys: list[str]) -> tuple[str, str]:
-    """Return why a table has no text under the keys, "" if it may have, and its columns of text.
+def refuse_schema(path: str, kind: str, keys: list[str]) -> Refused | None:
+    """Return why a table cannot be read that has no text under the keys.
 
     What is wrong with a damaged table is reported where it is read.
     """
@@ -80,12 +81,13 @@ def refused_columns(path: str, kind: str, keys: list[str]) -> tuple[str, str]:
             with pyarrow.memory_map(path) as source:
                 schema = _arrow(source)[0].schema
     except _errors():
-        return "", ""
-    texts = ", ".join([column.name for column in schema if _is_text(column.type)][:10])
-    if any(schema.names.count(key) != 1 for key in keys):
-        return NO_COLUMN, texts
-    odd = [f"column {key!r} is {schema.field(key).type}" for key in keys if not _is_text(schema.field(key).type)]
-    return ", ".join(odd), texts
+        return None
+    texts = [column.name for column in schema if _is_text(column.type)]
+    if refused := refuse_columns(schema.names, keys, texts):
+        return refused
+    odd = [f"{schema.field(key).type} in column {key!r}" for key in keys if not _is_text(schema.field(key).type)]
+    ways = [way for way in (choose_key(texts), "write its text as a column first") if way]
+    return Refused(", ".join(odd), ", or ".join(ways)) if odd else None
 
 
 def _is_text(kind: Any) -> bool:
@@ -292,7 +294,7 @@ class _TableReader:
         else:
             self.source = pyarrow.memory_map(path)
             names = _arrow(self.source)[0].schema.names
-        require_columns(path, names, keys)
+        require_columns(path, refuse_columns(names, keys))
         self.failed: tuple[Start, int, str] | None = None
         self.batches: Iterator[Any] = iter(())
         self.batch: Any = None  # the batch that begins at row `at`, once read

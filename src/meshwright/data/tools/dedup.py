@@ -84,6 +84,7 @@ class JsonDocuments:
 
     def __init__(self, paths: list[str], key: str, bad: SkippedLines) -> None:
         self.paths, self.key, self.bad = paths, key, bad
+        self.first_bad: Bad | None = None
         self.content = lru_cache(OPEN_FILES)(lambda number: map_lines(paths[number]))
         self.size = sum(len(self.content(number)) for number in range(len(paths)))
         self.files, self.lines, self.begins, self.ends = (np.zeros(0, np.int64) for _ in range(4))
@@ -101,6 +102,7 @@ class JsonDocuments:
                 texts = parse_line(view if len(view) <= LONGEST else memoryview(TOO_LONG), [self.key])
                 if isinstance(texts, Bad):
                     self.bad.count(texts.kind, 1, f"{path}:{line}")
+                    self.first_bad = self.first_bad or texts
                 elif texts is not None:
                     places.append((number, line, begin, end))
                     if len(places) == 1 << 16:
@@ -161,7 +163,8 @@ def deduplicate(
         with tempfile.TemporaryFile(dir=target.parent) as file:
             _write_keys(documents, rule, file, out)
             if not out.documents:
-                skipped = f"; left out {out.bad}" if out.bad else ""
+                skipped, first = f"; left out {out.bad}" if out.bad else "", documents.first_bad
+                skipped += f"; {first.detail}; {first.cure}" if first and first.cure else ""
                 raise bad_data(f"{', '.join(paths)}: no document{skipped}; nothing was written")
             keys = np.memmap(file, np.uint64, "r", shape=(out.documents, rule.bands))
             out.removed = choose_removed(documents, *_buckets(keys), rule)
