@@ -45,6 +45,7 @@ VERIFY = (
     "--world-size 4 --num-distributed-optimizer-instances 2 --zero-stage 1 --optimizer lion --window-size 4",
 )
 LIMITS = {NAMED: 300.0, "check": 900.0, "test": 7200.0, "fuzz": 400.0, "verify": 600.0}  # seconds
+CHILDREN = set[int]()  # processes at work, each the first of its group
 NO_TESTS = (4, 5)  # statuses of pytest where a tier has none of the named tests
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", re.M)
 
@@ -75,14 +76,27 @@ def run(command: list[str], tree: Path, seconds: float) -> tuple[int | None, str
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
+        CHILDREN.add(child.pid)
         status: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = child.wait(seconds)
-        with contextlib.suppress(ProcessLookupError):  # also what a test may have left behind
-            os.killpg(child.pid, signal.SIGKILL)
+        kill(child.pid)  # also what a test may have left behind
         child.wait()
+        CHILDREN.discard(child.pid)
         output.seek(0)
         return status, output.read()
+
+
+def kill(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def end(number: int, frame: object) -> None:
+    """End at a signal, together with all that was started; --json has what is done."""
+    for group in list(CHILDREN):
+        kill(group)
+    os._exit(128 + number)
 
 
 class Measurement:
