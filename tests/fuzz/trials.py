@@ -93,7 +93,7 @@ class Trace:
     states: dict[int, Tensors] = dataclasses.field(default_factory=dict)
     went_back: dict[int, int] = dataclasses.field(default_factory=dict)  # to which step
     written: list[list[Any]] = dataclasses.field(default_factory=list)  # texts of a decoder with and without graphs
-    graphs: str = ""  # "off" if a capture failed, "on" if steps were captured
+    graphs: str = ""  # "off" if a capture failed that should not, "on" if steps were captured
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {n: _each(torch.Tensor.numpy, getattr(self, n)) for n in ("gradients", "states")}
@@ -256,7 +256,9 @@ def train(
             finish_run(trainer, reason, vocabulary.tokenizer)
         trainer.state.saver.wait()
         if (graphs := trainer.net.graphs) is not None:
-            trace.graphs = "off" if graphs.is_off else "on" if graphs.captured else ""
+            # Without Triton torch's AdamW reads its numbers on the host, which no graph can.
+            is_lost = graphs.is_off and trainer.net.store.reads_tensors
+            trace.graphs = "off" if is_lost else "on" if graphs.captured else ""
         if decodes and config.data.seq_length:
             with torch.no_grad():
                 trace.written = write_texts(trainer.net, config.data.seq_length)

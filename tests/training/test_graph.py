@@ -164,6 +164,8 @@ def test_reasons_against_graphs():
     assert reason() is None and reason("--bf16", *still, "--recompute-granularity", "full") is None
     assert "recomputed" in reason("--attention-dropout", 0.1, "--recompute-granularity", "selective")
     assert "off" in reason("--cuda-graphs", "off") and "NVIDIA" in reason(kind="cpu") and "NVIDIA" in reason(kind="xpu")
+    double = "--params-dtype", "float64"
+    assert "in float64" in reason(*double) and reason(*double, "--optimizer", "lion") is None
     assert "SGD" in reason("--optimizer", "sgd") and "timing-log-level" in reason("--timing-log-level", 1)
     assert "optimizer" in reason("--cpu-optimizer")
     assert "inputs" in reason(*still, "--recompute-granularity", "full", "--checkpoint-in-cpu")

@@ -192,6 +192,8 @@ def reason_against(c: TrainConfig, layout: Layout, device: torch.device, is_cust
         "the optimizer runs on the host": p.offloads,
         "inputs of recomputed layers are kept on the host": t.checkpoint_in_cpu,
         "SGD takes the learning rate from the host": o.optimizer == "sgd",
+        "AdamW in float64 takes the learning rate from the host": c.precision.dtype == "float64"
+        and o.optimizer != "lion",
         "--timing-log-level times the parts of a step": c.logging.timing_log_level != "0",
         "what is recomputed seeds its attention dropout anew": sampled and t.recompute_granularity is not None,
     }
