@@ -280,6 +280,15 @@ def test_steps_stay_if_someone_removes_the_owner(bucket: Bucket) -> None:
     assert steps.list_steps(local()) == [1]
 
 
+def test_a_log_in_storage_is_sent_after_each_save(bucket: Bucket, tmp_path: Path) -> None:
+    sent: list[bytes] = []
+    bucket.faults = lambda method, key: (
+        sent.append(bucket.objects.get(key, b"")) if key.endswith("metrics.jsonl") else None
+    )
+    assert train("--run-dir=s3://bucket/log", "--keep-last=1", run=str(tmp_path / "run"), steps=4) == 0
+    assert b'"iteration": 2' in sent[-1] and not [key for key in bucket.objects if "iter_" in key]
+
+
 def test_a_folder_in_a_run_keeps_its_own_owner(bucket: Bucket) -> None:
     assert train(f"--run-dir={RUN}/log", steps=2) == 0
     assert train(f"--run-dir={RUN}/log", steps=4) == 0

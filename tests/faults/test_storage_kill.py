@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -85,3 +86,17 @@ def test_kills(kills: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
             assert losses_of(bucket.objects[f"run{runs}/metrics.jsonl"].decode()) == expected
             print(f"{done} kills, {runs} runs, {len(bucket.log)} requests", flush=True)
     print(f"{done} kills in {runs} runs: no loss differs, no incomplete step is complete")
+
+
+def test_ranks_wait_for_an_upload_that_takes_longer_than_their_timeout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = [word for word in TINY_FLAGS if "--train-iters" not in word]
+    words = "--train-iters 2 --lr-decay-iters 2 --save-interval 1 --distributed-timeout-minutes 0.04".split()
+    command = [sys.executable, "-m", "meshwright", "launch", "--nproc-per-node=2", "train", *given, *words]
+    with serving_bucket(monkeypatch) as bucket:
+        bucket.faults = lambda method, key: time.sleep(6) if method == "PUT" and "rank_00000" in key else None
+        done = subprocess.run([*command, "--save=s3://bucket/run"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "waiting for the upload" in done.stdout and "run/iter_0000002/manifest.json" in bucket.objects

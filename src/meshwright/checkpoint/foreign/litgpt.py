@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 FILE, CONFIG = "lit_model.pth", "model_config.yaml"
 CONFIG_LIMIT = 1 << 20  # bytes
 # Settings that our network lacks, and the values at which they do nothing.
-OFF: dict[str, Any] = dict.fromkeys("post_attention_norm post_mlp_norm shared_attention_norm scale_embeddings".split())
-OFF |= dict.fromkeys("rope_interleave lm_head_bias n_expert latent_attention".split())
-OFF |= dict.fromkeys("rope_indices rope_local_base_freq".split())
-OFF |= dict.fromkeys("attention_scores_scalar attention_logit_softcapping".split())
+_OFF = "post_attention_norm post_mlp_norm shared_attention_norm scale_embeddings rope_interleave rope_indices "
+_OFF += "rope_local_base_freq lm_head_bias n_expert latent_attention "
+_OFF += "attention_scores_scalar attention_logit_softcapping"
+OFF: dict[str, Any] = dict.fromkeys(_OFF.split())  # None, False or 0
 OFF |= {"norm_1": True, "norm_2": True, "norm_qk_type": "default"}
 ACTIVATIONS: dict[tuple[str, str | None], dict[str, Any]] = {
     ("GptNeoxMLP", "none"): {"bias_gelu_fusion": False},
@@ -39,9 +39,10 @@ ACTIVATIONS: dict[tuple[str, str | None], dict[str, Any]] = {
 FIXED: dict[str, Any] = dict.fromkeys("swiglu squared_relu embed_layernorm group_query_attention".split(), False)
 FIXED |= {"apply_residual_connection_post_layernorm": False, "glu_activation": None, "layernorm_bias": True}
 FIXED |= {"window_size": None, "window_attn_skip_freq": None}
-LLAMA3 = frozenset("factor low_freq_factor high_freq_factor original_max_seq_len".split())
-SCALINGS: dict[frozenset[str], str] = {frozenset(): "default", frozenset(["factor"]): "linear", LLAMA3: "llama3"}
 FIXED |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02, "position_embedding_type": "rope"}
+# The keys of rope_adjustments -> Hugging Face's kind of rotation.
+LLAMA3 = frozenset("factor low_freq_factor high_freq_factor original_max_seq_len".split())
+KINDS: dict[frozenset[str], str] = {frozenset(): "default", frozenset(["factor"]): "linear", LLAMA3: "llama3"}
 ROTATION = RotationKeys("rope_theta", "rotary_percentage", 0.25)
 
 
@@ -85,7 +86,7 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
     """Return the settings under our names; refuse those that our network does not have."""
     config = lit.config
     for name, value in OFF.items():
-        if (config.get(name) or None) != value and name in config:
+        if name in config and (config[name] or None) != value:
             raise lit.refused(f"{name} is {str(config[name])[:100]}", f"{value} would do")
     mlp = str(config.get("mlp_class_name"))
     gelu = None if mlp == "LLaMAMLP" else str(config.get("gelu_approximate", "none"))
@@ -128,7 +129,7 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
 def scaled(lit: ForeignFolder) -> ForeignFolder:
     """Add the rotation in Hugging Face's words; its scaling is linear or Llama 3's, if any."""
     stated, ratio = lit.config.get("rope_adjustments") or {}, lit.get("rope_condense_ratio", POSITIVE, 1.0)
-    kind = SCALINGS.get(frozenset(stated)) if ratio == 1.0 or not stated else None
+    kind = KINDS.get(frozenset(stated)) if ratio == 1.0 or not stated else None
     if kind is None:
         what = f"rope_adjustments is {str(stated)[:100]} with a rope_condense_ratio of {ratio:g}"
         raise lit.refused(what, "one of them, with a factor alone or all of Llama 3's, would do")

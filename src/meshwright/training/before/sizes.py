@@ -49,7 +49,7 @@ def describe_memory(config: TrainConfig, padded: int) -> str:
 
 
 def describe_lack(config: TrainConfig, padded: int) -> str:
-    """Say that the run cannot fit this device; nothing if it may, or if that is unknown."""
+    """Return why the run cannot fit this device; nothing if it may, or if that is unknown."""
     positions = config.model.max_position_embeddings or config.data.seq_length or 0
     have, on_cpu = device.memory_without_torch(config.parallel.device)
     share = max(parameters_of_ranks(config, padded, positions))

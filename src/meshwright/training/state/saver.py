@@ -77,8 +77,9 @@ class Saver:
 
             self.background = Background(team, device)
         self.uploader: Uploader | None = None
-        if c.save and address_of(c.save) and team.is_lead:
-            self.uploader = Uploader(Path(c.save), [Path(c.run_dir)] if c.run_dir else [])
+        remote = [Path(path) for path in (c.save, c.run_dir) if path and address_of(path)]
+        if c.save and remote and team.is_lead:
+            self.uploader = Uploader(remote[0], remote[1:])
 
     def continue_from(self, step: int, best: int | None) -> None:
         """Note that --save holds the run's state, and remove what a killed run left to remove.
@@ -206,7 +207,7 @@ class Saver:
                 remark(f" > removed step {old}: --keep-last {c.keep_last}")
         if self.uploader is not None:
             self.end_upload()
-            self.uploader.begin(removed)
+            self.uploader.begin(removed if address_of(c.save) else [])
 
     def wait_for_upload(self) -> None:
         """Wait until nothing is sent: what was sent makes room on this machine.

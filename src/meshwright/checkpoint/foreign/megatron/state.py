@@ -119,12 +119,9 @@ def rope_scaling(args: Mapping[str, Any]) -> dict[str, Any]:
 def megatron_windows(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of windows, for which Megatron has a pair and a number or a list."""
     size, skipped = args.get("window_size"), args.get("window_attn_skip_freq")
+    size = ",".join(map(str, size)) if isinstance(size, tuple | list) else size
     return {
-        "window_size": None
-        if size is None
-        else ",".join(map(str, size))
-        if isinstance(size, tuple | list)
-        else str(size),
+        "window_size": None if size is None else str(size),
         "window_attn_skip_freq": None if skipped is None else str(skipped).replace(" ", ""),
     }
 
