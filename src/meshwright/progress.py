@@ -72,4 +72,5 @@ class SkippedLines(dict[str, tuple[int, str]]):
 
     def __str__(self) -> str:
         kinds = "; ".join(f"{count:,} {kind}, first {place}" for kind, (count, place) in self.items())
-        return f"{sum(count for count, _ in self.values()):,} bad lines: {kinds}"
+        total = sum(count for count, _ in self.values())
+        return f"{total:,} bad {'line' if total == 1 else 'lines'}: {kinds}"

@@ -608,7 +608,7 @@ def test_only_line_feeds_end_a_line(tmp_path: Path) -> None:
     )
     texts = [json.loads(line)["text"] for line in out.read_bytes().split(b"\n")[:-1]]
     assert status == 0 and texts == ["a\u2028b\fc\x85d\re\n", "\x1cf\n", " g", "a\u2028b\x85c"]
-    assert f"left out 1 bad lines: 1 not UTF-8, first {tmp_path / 'in' / 'a.txt'}:3" in told
+    assert f"left out 1 bad line: 1 not UTF-8, first {tmp_path / 'in' / 'a.txt'}:3" in told
 
 
 @pytest.mark.parametrize("each_line", [False, True])

@@ -163,7 +163,7 @@ def test_files_and_their_lines(tmp_path: Path) -> None:
         (
             ["a.jsonl", "--output-file", "out", "--json-key", "content"],
             BAD_DATA,
-            "no document; left out 1 bad lines: 1 no key",
+            "no document; left out 1 bad line: 1 no key",
         ),
         (["a.jsonl"], USAGE, "--output-file is needed"),
         (["--output-file", "out"], USAGE, "files of JSON lines are needed"),

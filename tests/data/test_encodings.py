@@ -297,7 +297,7 @@ def test_older_names_are_read_as_gb18030(tmp_path, encoding):
     (tmp_path / "a.txt").write_bytes("朱镕基和㐀\n".encode("gb18030"))
     assert read(tmp_path / "a.txt", encoding=encoding) == (["朱镕基和㐀\n"], [])
     (tmp_path / "a.txt").write_bytes(b"a \xff b\n")
-    want = f"mended 1 bad lines: 1 not {encoding}, first {tmp_path}/a.txt:1"
+    want = f"mended 1 bad line: 1 not {encoding}, first {tmp_path}/a.txt:1"
     assert read(tmp_path / "a.txt", encoding=encoding, on_error="replace")[1] == [want]
 
 

@@ -245,7 +245,7 @@ def test_inputs_that_cannot_be_used(tmp_path):
         (BAD_DATA, "in.jsonl is cut short or damaged", b"\xfd7zXZ\x00...", {}),
         (BAD_DATA, "in.jsonl is cut short or damaged", [str(tmp_path)], {}),
         (BAD_DATA, "no token under 'text'", b"\n\n", {}),
-        (BAD_DATA, "no token under 'text' .*1 bad lines: 1 not JSON", b"{", {"on_error": "skip"}),
+        (BAD_DATA, "no token under 'text' .*1 bad line: 1 not JSON", b"{", {"on_error": "skip"}),
         (IO, "cannot be written", line("x"), {"output_prefix": within}),
     ):
         require_refusal(status, words, lambda given=given, settings=settings: work(tmp_path, given, **settings))

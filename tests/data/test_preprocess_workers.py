@@ -208,7 +208,7 @@ def test_a_stream_cut_short(tmp_path, small):
         with pytest.raises(UserError, match=r"cut.gz is cut short or damaged \(Compressed file ended.*on-error skip"):
             run(tmp_path, "out", *inputs, workers=size)
         stderr = run(tmp_path, "out", *inputs, workers=size, on_error="skip")
-        assert "left out 1 bad lines: 1 input cut short, first " in stderr
+        assert "left out 1 bad line: 1 input cut short, first " in stderr
         got = output_bytes(tmp_path, "out")[0]
         assert got.endswith(tokens["b"]) and len(got) > len(tokens["b"])
         assert tokens["a"].startswith(got.removesuffix(tokens["b"]))

@@ -158,8 +158,8 @@ def test_text_that_is_not_utf8_is_the_reason(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "' + "天下".encode("gb18030") + b'"}\n')
     for path, reason in (
         ("a.txt", "a.txt:1: not UTF-8 at byte 0 (0xbb); it looks like gb18030, which --encoding gb18030 reads"),
-        ("", "holds no text; left out 1 bad lines: 1 not UTF-8, first "),
-        ("b.jsonl", "b.jsonl holds no text; left out 1 bad lines: 1 not UTF-8, first "),
+        ("", "holds no text; left out 1 bad line: 1 not UTF-8, first "),
+        ("b.jsonl", "b.jsonl holds no text; left out 1 bad line: 1 not UTF-8, first "),
     ):
         message = error_of(lambda path=path: list(documents_of(tmp_path / path)))
         assert reason in message and (path or "passed over 1 file: 1 not UTF-8" in message)
@@ -167,5 +167,5 @@ def test_text_that_is_not_utf8_is_the_reason(tmp_path):
     (tmp_path / "a.txt").write_bytes("话\n".encode() + b"\xe9\n")
     documents = documents_of(tmp_path / "a.txt", on_error="skip")
     assert list(documents) == ["话\n"] and documents.left_out() == [
-        f"left out 1 bad lines: 1 not UTF-8, first {tmp_path / 'a.txt'}:2"
+        f"left out 1 bad line: 1 not UTF-8, first {tmp_path / 'a.txt'}:2"
     ]

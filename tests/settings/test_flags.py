@@ -495,6 +495,9 @@ def test_flags_without_effect_are_reported_once(capsys):
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 3 and got.config == TrainConfig()
     assert err[0].startswith("note: --DDP-impl is accepted and has no effect: gradients lie in flat buffers")
+    without = "--local-dir has no effect without an address such as s3://bucket/run"
+    assert parse("--local-dir", "d", "--save", "r").notices == [without]
+    assert parse("--local-dir", "d", "--data-path", "s3://b/x", "--save", "r").notices == []
     assert parse("--profile").notices == ["--profile has no effect without --save or --run-dir"]
 
 

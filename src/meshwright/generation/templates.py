@@ -66,17 +66,14 @@ class ChatTemplate:
 
 def find_template(tokenizer: Tokenizer, folder: Path | None) -> ChatTemplate | None:
     """Return the template of a tokenizer folder, or that beside the tokenizer's files, or None."""
-    beside = [path.parent for path in tokenizer.files.values()]
-    for folder_ in dict.fromkeys([*([folder] if folder else []), *beside]):
-        if found := read_template(folder_):
-            return found
-    return None
+    folders = dict.fromkeys([folder, *(path.parent for path in tokenizer.files.values())])
+    return next(filter(None, map(read_template, filter(None, folders))), None)
 
 
 def choose_template(name: str | None, tokenizer: Tokenizer, folder: Path | None) -> ChatTemplate | None:
     """Return the template of --chat-template: a file or folder; None for `plain`.
 
-    Without a name, it is the one that `find` finds.
+    Without a name, it is that of `find_template`.
     """
     if name is None:
         return find_template(tokenizer, folder)
@@ -84,8 +81,8 @@ def choose_template(name: str | None, tokenizer: Tokenizer, folder: Path | None)
         return None
     path = Path(name)
     if path.is_dir():
-        if found := read_template(path):
-            return found
+        if template := read_template(path):
+            return template
         raise bad_data(f"--chat-template {name} holds neither {CHAT_TEMPLATE} nor a {CHAT_CONFIG} with a chat_template")
     run_template = find_template(tokenizer, folder)
     beside = _tokens(read_chat_config(path.parent)) or (run_template.tokens if run_template else {})

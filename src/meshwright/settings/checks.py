@@ -240,6 +240,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--lr-decay-style WSD": lambda c: c.optimizer.lr_decay_style == "WSD",
     "a warm-up": lambda c: c.warmup_samples,
     "--on-spike": lambda c: c.training.on_spike != "off",
+    "an address such as s3://bucket/run": lambda c: has_address(c),
     "several processes": lambda c: c.world > 1,
     "several data-parallel ranks": lambda c: c.dp * c.parallel.context_parallel_size > 1,
     "--tensor-model-parallel-size above 1": lambda c: c.parallel.tensor_model_parallel_size > 1,
@@ -250,6 +251,14 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--sample-interval": lambda c: c.logging.sample_interval,
     "--eval-tasks": lambda c: c.logging.eval_tasks,
 }
+
+
+def has_address(config: Any) -> bool:
+    """Return whether a path is an address of object storage or the local folder of one."""
+    fields = [(group, f) for group in group_values(config) for f in dataclasses.fields(group) if f.metadata["remote"]]
+    values = [getattr(group, f.name) for group, f in fields]
+    paths = [path for value in values for path in (value if isinstance(value, list) else [value]) if path]
+    return any(addresses.address_of(addresses.localize(path)) for path in paths)
 
 
 def notices(config: Any) -> list[str]:

@@ -61,9 +61,9 @@ REPLACES = {
 REPLACES["step_batch_size_schedule"] = ["global_batch_size", "rampup_batch_size"]
 
 # Words of other programs for values of ours, too different for a suggestion by spelling.
-ONLY_READ = {"nanogpt": "; its ckpt.pt is read, not written", "litgpt": "; its folders are read, not written"}
-SWITCHED = {"true": "on", "false": "off"}
 OTHER_VALUES = {"hf": "huggingface", "k8s": "kubernetes", "GPT2Tokenizer": "GPT2BPETokenizer"}
+SWITCHED = {"true": "on", "false": "off"}  # for choices that have these words; YAML reads `on` as True
+ONLY_READ = {"nanogpt": "; its ckpt.pt is read, not written", "litgpt": "; its folders are read, not written"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,7 +397,7 @@ def convert_value(kind: Any, value: Any) -> Any:
     if value is None or (isinstance(value, str) and value.lower() == "none" and inner is not kind):
         return None
     if choices:
-        word = str(value)  # YAML reads `on` as True
+        word = str(value)
         word = word if word in choices else OTHER_VALUES.get(word, SWITCHED.get(word.lower(), word))
         if word in choices:
             return word

@@ -810,6 +810,7 @@ class Checkpoint:
     local_dir: str | None = flag(
         None,
         "folder for the local copies of s3:// and gs:// addresses (none: ~/.cache/meshwright)",
+        needs="an address such as s3://bucket/run",
         value="DIR",
         read="run",
         resume="free",

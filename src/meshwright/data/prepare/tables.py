@@ -70,10 +70,7 @@ def refuse_schema(path: str, kind: str, keys: list[str]) -> Refused | None:
 
     What is wrong with a damaged table is reported where it is read.
     """
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise missing("pyarrow", path) from None
+    pyarrow = _import_pyarrow(path)
     try:
         if kind == "parquet":
             schema = pyarrow.parquet.read_schema(path)
@@ -88,6 +85,14 @@ def refuse_schema(path: str, kind: str, keys: list[str]) -> Refused | None:
     odd = [f"{schema.field(key).type} in column {key!r}" for key in keys if not _is_text(schema.field(key).type)]
     ways = [way for way in (choose_key(texts), "write its text as a column first") if way]
     return Refused(", ".join(odd), ", or ".join(ways)) if odd else None
+
+
+def _import_pyarrow(path: str) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise missing("pyarrow", path) from None
+    return pyarrow
 
 
 def _is_text(kind: Any) -> bool:
@@ -133,12 +138,7 @@ def spans(
 
 
 def _row_groups(path: str, kind: str, size: int, keys: Collection[str]) -> Iterator[Part]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise missing("pyarrow", path) from None
-    opened = False
+    pyarrow, opened = _import_pyarrow(path), False
     try:
         if kind == "parquet":
             about = pyarrow.parquet.read_metadata(path)
@@ -263,11 +263,10 @@ def rows(path: str, kind: str, start: Start, begin: int, end: int, keys: list[st
 
     Raise DamagedInput after the last readable row.
     """
+    _import_pyarrow(path)
     try:
         about = os.stat(path)
         reader = _reader(path, kind, tuple(keys), os.getpid(), about.st_ino, about.st_size, about.st_mtime_ns)
-    except ImportError:
-        raise missing("pyarrow", path) from None
     except _errors() as error:
         raise DamagedInput(f"it cannot be opened: {first_line(error)}") from None
     for batch in reader.take(start, begin, end):
