@@ -206,7 +206,7 @@ def optimizer(o: Optimizer) -> Optimizer:
     """Return the same rule with a constant learning rate so high that each step matters."""
     rate, clip = 0.3 if o.optimizer == "sgd" else 1e-2, 0.25 if o.clip_grad else 0.0
     # Gradients that are 0 but for rounding would else be enlarged to steps of full size.
-    least = max(o.adam_eps, 1e-8)
+    least = max(o.adam_eps, 1e-6)
     return replace(Optimizer(**copied(o)), lr=rate, lr_decay_style="constant", clip_grad=clip, adam_eps=least)
 
 
