@@ -85,6 +85,7 @@ def faulty(bucket: Bucket, every: int, fault: int | str) -> None:
 
 
 @pytest.mark.parametrize("fault", [503, 500, "cut"])
+@pytest.mark.fault("F37")
 def test_requests_that_fail_are_repeated(bucket: Bucket, fault: int | str) -> None:
     faulty(bucket, 3, fault)
     assert train(steps=4) == 0
@@ -93,6 +94,7 @@ def test_requests_that_fail_are_repeated(bucket: Bucket, fault: int | str) -> No
     assert steps.latest(local()) == (4, [])
 
 
+@pytest.mark.fault("F37")
 def test_an_object_that_changes_while_it_is_read_is_read_again(bucket: Bucket) -> None:
     bucket.objects["a/b"] = b"0123456789"
 
@@ -111,6 +113,7 @@ def test_a_large_object_is_not_read_at_once(bucket: Bucket, monkeypatch: pytest.
     assert "10 bytes, above the limit of 9" in error_of(lambda: store.store_of("s3://bucket").get("a/b"), IO)
 
 
+@pytest.mark.fault("F37")
 def test_changed_bytes_are_read_again_and_refused_if_they_stay(bucket: Bucket) -> None:
     assert train(steps=2) == 0
     lose_disk()
@@ -129,6 +132,7 @@ def test_changed_bytes_are_read_again_and_refused_if_they_stay(bucket: Bucket) -
     assert "but the manifest says" in error_of(lambda: manifests.verify_step(folder))
 
 
+@pytest.mark.fault("F37")
 def test_storage_that_refuses_ends_the_run_with_its_step_kept(
     bucket: Bucket, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -142,6 +146,7 @@ def test_storage_that_refuses_ends_the_run_with_its_step_kept(
     assert "runs/a/iter_0000002/manifest.json" in bucket.objects
 
 
+@pytest.mark.fault("F37")
 def test_a_step_is_saved_here_before_a_failed_upload_ends_the_run(bucket: Bucket) -> None:
     bucket.faults = lambda method, key: 403 if method == "PUT" and "iter_0000002" in key else None
     assert train(steps=6) == IO
@@ -176,6 +181,7 @@ def write_step(root: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize(("point", "sent_again"), [("before_file", 2), ("before_manifest", 0), ("after_manifest", 0)])
+@pytest.mark.fault("F36")
 def test_an_upload_that_was_killed_goes_on(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, point: str, sent_again: int
 ) -> None:
@@ -198,6 +204,7 @@ def test_an_upload_that_was_killed_goes_on(
     assert manifests.verify_step(steps.step_folder(local(), 1), full=True)
 
 
+@pytest.mark.fault("F36")
 def test_a_step_without_its_manifest_does_not_exist(bucket: Bucket) -> None:
     assert train(steps=4) == 0
     del bucket.objects["runs/a/iter_0000004/manifest.json"]
@@ -220,6 +227,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], P
     return move
 
 
+@pytest.mark.fault("F38")
 def test_a_second_writer_is_refused_with_the_name_of_the_first(bucket: Bucket, elsewhere: Callable[[], Path]) -> None:
     with mirror.leased(local()):
         other = elsewhere()
@@ -229,6 +237,7 @@ def test_a_second_writer_is_refused_with_the_name_of_the_first(bucket: Bucket, e
         assert lease.read_owner(*store.locate(other))
 
 
+@pytest.mark.fault("F38")
 def test_a_writer_without_a_sign_of_life_is_replaced_and_stops(bucket: Bucket, elsewhere: Callable[[], Path]) -> None:
     first = local()
     lease.Lease(first).record()  # and never renew it
@@ -251,6 +260,7 @@ def test_a_writer_without_a_sign_of_life_is_replaced_and_stops(bucket: Bucket, e
         assert steps.list_steps(first) == [3, 1]
 
 
+@pytest.mark.fault("F38")
 def test_a_writer_that_is_replaced_leaves_the_address_alone_at_its_end(
     bucket: Bucket, elsewhere: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +272,7 @@ def test_a_writer_that_is_replaced_leaves_the_address_alone_at_its_end(
     assert "runs/a/metrics.jsonl" not in bucket.objects
 
 
+@pytest.mark.fault("F38")
 def test_an_answer_that_is_lost_does_not_end_a_lease(bucket: Bucket) -> None:
     with mirror.leased(local()):
         pass

@@ -1,4 +1,4 @@
-"""Faults F1 to F35, and the lines that say how their tests ended.
+"""Faults F1 to F38, and the lines that say how their tests ended.
 
 A test names the faults that it injects: `@pytest.mark.fault("F7")`. `make faults` runs those of its
 cases that belong to `make test`, `make faults-long` all. A test that takes the fixture `figures`
@@ -47,6 +47,9 @@ TITLES = {
     "F33": "SIGTERM to a server at work",
     "F34": "another hash seed, locale, time zone or folder",
     "F35": "kills for minutes (500: make faults-soak)",
+    "F36": "kill -9 of a run in object storage, or of an upload",
+    "F37": "object storage that fails: 503, cut connections, changed bytes, refusals",
+    "F38": "two writers of one run in object storage",
 }
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,9 @@ def wrong_steps(bucket: Bucket) -> list[str]:
     return wrong
 
 
+@pytest.mark.fault("F36")
 @pytest.mark.parametrize("kills", [3, pytest.param(200, marks=pytest.mark.long)])
-def test_kills(kills: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_kills(kills: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, figures: Callable[..., None]) -> None:
     rng, done, runs = random.Random(0), 0, 0
     kills = int(os.environ.get("KILLS", kills))
     with serving_bucket(monkeypatch) as bucket:
@@ -85,6 +87,7 @@ def test_kills(kills: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
                     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
             assert losses_of(bucket.objects[f"run{runs}/metrics.jsonl"].decode()) == expected
             print(f"{done} kills, {runs} runs, {len(bucket.log)} requests", flush=True)
+    figures(kills=done, differing=f"0/{runs * STEPS}")
     print(f"{done} kills in {runs} runs: no loss differs, no incomplete step is complete")
 
 
