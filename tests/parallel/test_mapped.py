@@ -57,7 +57,7 @@ def run(monkeypatch):
     return run_all
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("span", [(0, SIZE), (100, 480), (7, 11), (999, 1)])
 def test_total(run, ranks, span):
     begin, size = span
@@ -75,7 +75,7 @@ def test_total(run, ranks, span):
         assert torch.equal(new[:begin], old[:begin]) and torch.equal(new[begin + size :], old[begin + size :])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_scatter_then_gather(run, ranks):
     """ZeRO 1: each rank's part of the sum, here doubled, comes back to all."""
     begin, size = 200, 640
