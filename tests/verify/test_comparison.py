@@ -21,7 +21,8 @@ from meshwright.verify.compare import Quantity, compare_with_one_process
 from meshwright.verify.small_run import RankSetup
 from on_ranks import run_ranks
 
-TP = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --num-layers 2 --bf16 --attention-dropout 0.1"
+TP = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --num-layers 2 --bf16 --qk-layernorm"
+TP += " --attention-dropout 0.1"
 MORE = [
     "--world-size 2 --zero-stage 3 --recompute-granularity full --untie-embeddings-and-output-weights --bf16",
     "--world-size 2 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --cpu-optimizer --fp16",
@@ -84,7 +85,7 @@ def test_a_layout_equals_one_process_and_a_missing_sum_is_named(tmp_path):
     assert f"gradients differ first, {first['name']} by" in broken["error"] and "DIFFERENT" in broken["table"]
 
     for values, words in (
-        (made, "<b>Layout verified</b>: 28 parameters, "),
+        (made, "<b>Layout verified</b>: 36 parameters, "),
         (broken, "<b>Layout differs</b>: gradients, "),
     ):
         (tmp_path / CERTIFICATE).write_text(json.dumps(values))
