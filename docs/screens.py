@@ -2,8 +2,8 @@
 
 The commands of the first hour run in a terminal of 80 x 24, on a part of Python's standard library;
 what the terminal shows at the end becomes an SVG picture, once dark and once light. Chromium takes
-the pictures of the run's page and, driven by playwright, of the live one. Needs Linux or macOS,
-some minutes, Chromium, playwright, and a Chinese font.
+the pictures of the run's page and, driven by playwright, of `watch` and `serve`. Needs Linux or
+macOS, some minutes, Chromium, playwright, and a Chinese font.
 
 A terminal is emulated here as far as rich and our commands use one: colours, and a cursor that
 moves up and along and erases.
@@ -11,6 +11,7 @@ moves up and along and erases.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import os
@@ -26,12 +27,16 @@ import sysconfig
 import tempfile
 import termios
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME, SVG_EXPORT_THEME
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 PICTURES = Path(__file__).with_name("screens")
 WIDTH, HEIGHT = 80, 24
@@ -68,7 +73,7 @@ TYPED = {"chat": ["class Server:", "/tokens", "/set temperature 0.5", "/retry"]}
 NEEDED = {"preprocess": {"vocabulary"}, "train": {"vocabulary", "preprocess"}}
 NEEDED["watch"] = {*NEEDED["train"], "train"}
 SAMPLED = "--sample-interval 50 --sample-length 40 --sample-prompts import 'def '"
-NEEDED["page"] = NEEDED["chat"] = NEEDED["train"] | {"train"}
+NEEDED["page"] = NEEDED["chat"] = NEEDED["serve"] = NEEDED["train"] | {"train"}
 STARTS = ("train", "quickstart")  # whose first rows are a picture, too
 CONTROL = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])|\x1b[()=>][A-Z0-9]?|\x1b\][^\x07]*\x07")
 
@@ -205,31 +210,69 @@ def photograph(page: Path) -> None:
         subprocess.run(words, check=True, capture_output=True)
 
 
-def photograph_live(folder: Path) -> None:
-    """Take the page of `watch` with two runs: dark, light, and on a phone in Chinese."""
-    from PIL import Image
+@contextlib.contextmanager
+def browsing(command: str, folder: Path) -> Iterator[Callable[..., Page]]:
+    """Yield what opens the page of a server that prints its address, in a theme and a language."""
     from playwright.sync_api import sync_playwright
 
-    run(f"meshwright train {RECIPE.replace('--lr 4e-3', '--lr 1e-3')} {SAMPLED} --save lower-rate", folder)
-    words = [sys.executable, "-m", "meshwright", "watch", "my-model", "lower-rate", "--port", "0"]
-    pictures = {"dark": (1000, 800, "en-US"), "light": (1000, 800, "en-US"), "phone": (390, 800, "zh-CN")}
+    words = [sys.executable, "-um", *shlex.split(command)]
     with subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as p:
         assert server.stdout is not None
-        address = server.stdout.readline().strip()
+        address = next(found[0] for line in server.stdout if (found := re.search(r"http://\S+", line)))
         browser = p.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        for name, (width, height, language) in pictures.items():
-            scheme = "light" if name == "light" else "dark"
+
+        def open_page(scheme: str, language: str, width: int, height: int) -> Page:
             size = {"width": width, "height": height}
             page = browser.new_page(viewport=size, color_scheme=scheme, locale=language)
             page.goto(address)
+            return page
+
+        try:
+            yield open_page
+        finally:
+            server.terminate()
+
+
+def save(page: Page, picture: str) -> None:
+    from PIL import Image
+
+    target = PICTURES / f"{picture}.png"
+    page.screenshot(path=target)
+    Image.open(target).convert("RGB").quantize(96).save(target, optimize=True)
+
+
+def photograph_live(folder: Path) -> None:
+    """Take the page of `watch` with two runs: dark, light, and on a phone in Chinese."""
+    run(f"meshwright train {RECIPE.replace('--lr 4e-3', '--lr 1e-3')} {SAMPLED} --save lower-rate", folder)
+    pictures = {"dark": ("en-US", 1000), "light": ("en-US", 1000), "phone": ("zh-CN", 390)}
+    with browsing("meshwright watch my-model lower-rate --port 0", folder) as open_page:
+        for name, (language, width) in pictures.items():
+            page = open_page("light" if name == "light" else "dark", language, width, 800)
             page.locator("#runs tbody tr").nth(1).wait_for()
             page.wait_for_timeout(3000)  # until the curves are drawn
-            page.locator("figure[data-key=loss] canvas").hover(position={"x": 0.62 * width, "y": 120})
+            page.locator("figure[data-key=loss] .u-over").hover(position={"x": 0.55 * width, "y": 100})
             page.wait_for_timeout(500)
-            target = PICTURES / f"watch-{name}.png"
-            page.screenshot(path=target)
-            Image.open(target).convert("RGB").quantize(96).save(target, optimize=True)
-        server.terminate()
+            save(page, f"watch-{name}")
+
+
+def photograph_serve(folder: Path) -> None:
+    """Take the page of `serve`, the mouse at an unlikely token: dark, light, and in Chinese."""
+    pictures = {"dark": ("dark", "en-US"), "light": ("light", "en-US"), "zh": ("light", "zh-CN")}
+    with browsing("meshwright serve my-model --port 8765", folder) as open_page:
+        for name, (scheme, language) in pictures.items():
+            page = open_page(scheme, language, 1000, 720)
+            for field, value in {
+                "prompt": "class Server:",
+                "temperature": "0.7",
+                "max_tokens": "90",
+                "seed": "5",
+            }.items():
+                page.locator(f"#{field}").fill(value)
+            page.locator("#generate").click()
+            page.locator("#append:enabled").wait_for(timeout=60_000)  # when the text is complete
+            page.locator("#text .p3, #text .p4").first.hover()
+            page.wait_for_timeout(500)
+            save(page, f"serve-{name}")
 
 
 def main(wanted: set[str]) -> None:
@@ -258,6 +301,8 @@ def main(wanted: set[str]) -> None:
                 draw(picture, "Terminal", last(lines, rows))
         if not wanted or "page" in wanted:
             photograph(folder / "my-model" / "report.html")
+        if not wanted or "serve" in wanted:
+            photograph_serve(folder)
         if not wanted or "watch" in wanted:
             photograph_live(folder)
 
