@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from meshwright import host
-from meshwright.errors import UserError
+from meshwright.errors import UserError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ def _load_torch_npu() -> None:
     try:
         importlib.import_module("torch_npu")
     except Exception as error:  # a driver library is missing, or torch has another version
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"--device npu: torch_npu does not load: {reason}") from error
 
 
@@ -343,7 +343,7 @@ def why_no_device() -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except Exception as error:
-        return (str(error).splitlines() or [type(error).__name__])[0].split(". ")[0]
+        return first_line(error).split(". ")[0]
     return "it finds none"
 
 

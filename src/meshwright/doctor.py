@@ -21,6 +21,7 @@ from typing import Any
 
 from meshwright import device as devices
 from meshwright import host
+from meshwright.errors import first_line
 from meshwright.ranks.connect import join_ranks, pick_backend
 from meshwright.ranks.links import Link, measure_links, slow_links, typical_link
 from meshwright.ranks.world import World
@@ -171,7 +172,7 @@ def _compute() -> Iterator[Fact]:
         kind = devices.torch_build()
         found = devices.list_accelerators()
     except Exception as error:  # not installed, or a library of it does not load
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         yield Fact("Compute", "torch", f"does not load: {reason}; pip install {RANGE!r}", "fatal")
         return
     yield _torch(torch.__version__, kind)
@@ -266,7 +267,7 @@ def _speeds(where: list[Any]) -> Iterator[Fact]:
             a = torch.ones(size, size, dtype=dtype, device=device)
             speed = 2 * size**3 * _rate(lambda a=a: a @ a, lambda d=device: devices.synchronize(d))  # type: ignore[misc]
         except Exception as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = first_line(error)
             yield Fact("Compute", "speed", f"{name} fail: {reason}", "fatal" if is_cpu else "problem")
             continue
         shown = f"{speed / 1e12:,.0f} TFLOP/s" if speed > 1e13 else f"{speed / 1e9:,.0f} GFLOP/s"

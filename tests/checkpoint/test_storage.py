@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -298,6 +300,26 @@ def test_a_log_in_storage_is_sent_after_each_save(bucket: Bucket, tmp_path: Path
     )
     assert train("--run-dir=s3://bucket/log", "--keep-last=1", run=str(tmp_path / "run"), steps=4) == 0
     assert b'"iteration": 2' in sent[-1] and not [key for key in bucket.objects if "iter_" in key]
+
+
+def test_files_that_vanish_meanwhile_do_not_end_an_upload(bucket: Bucket) -> None:
+    ended = threading.Event()
+
+    def come_and_go() -> None:
+        while not ended.is_set():
+            folder = Path(tempfile.mkdtemp(dir=local()))
+            (folder / "file").write_bytes(b"")
+            shutil.rmtree(folder)
+
+    with mirror.leased(local()):
+        other = threading.Thread(target=come_and_go)
+        other.start()
+        try:
+            for _ in range(60):
+                mirror.send_files(local())
+        finally:
+            ended.set()
+            other.join()
 
 
 def test_a_folder_in_a_run_keeps_its_own_owner(bucket: Bucket) -> None:

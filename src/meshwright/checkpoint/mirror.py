@@ -12,6 +12,7 @@ import functools
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,11 +134,14 @@ def send_files(root: Path) -> None:
     if address_of(root) is None:
         return
     store, key = locate(root)
-    for path in sorted(root.rglob("*")):
-        name = str(path.relative_to(root))
-        if re.fullmatch(NOT_SENT, name) or name == TRACKER or path.is_symlink() or not path.is_file():
-            continue
-        status = path.stat()
-        if _as_sent.get(path) != (state := (status.st_size, status.st_mtime_ns)):
-            store.put(f"{key}/{name}", path)
-            _as_sent[path] = state
+    for folder, _, names in os.walk(root):
+        for path in (Path(folder, name) for name in sorted(names)):
+            name = str(path.relative_to(root))
+            if re.fullmatch(NOT_SENT, name) or name == TRACKER:
+                continue
+            with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+                status = path.lstat()
+                state = status.st_size, status.st_mtime_ns
+                if stat.S_ISREG(status.st_mode) and _as_sent.get(path) != state:
+                    store.put(f"{key}/{name}", path)
+                    _as_sent[path] = state

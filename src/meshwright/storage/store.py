@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError, bad_data
+from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError, bad_data, first_line
 from meshwright.storage.addresses import address_of
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ class BucketObjects:
 
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         in_parts, part = size > PART and mode == "overwrite", max(PART, -(-size // MOST_PARTS))
+        if isinstance(data, Path) and not in_parts:
+            data = data.read_bytes()  # it may be gone, or longer, at the next try
         result = self.ask(
             key,
             lambda: obstore.put(self.objects, key, data, mode=mode, use_multipart=in_parts, chunk_size=part),
@@ -142,7 +144,7 @@ class BucketObjects:
                     return None
                 if kind == "GenericError" and left and time.monotonic() < until:
                     continue
-                reason = next(iter(str(error).splitlines()), kind)[:300]
+                reason = first_line(error)[:300]
                 status = BAD_DATA if kind in MISSING else IO
                 raise UserError(f"{self.bucket}/{key}: {reason}; {CURES.get(kind, ELSE)}", status) from None
         raise AssertionError("the last failure is raised")

@@ -199,6 +199,7 @@ class Saver:
         """Update the tracker of the best step, remove old steps, and send the new one."""
         c, removed = self.config.checkpoint, list[int]()
         assert c.save
+        self.wait_for_upload()  # which may send a step that goes now
         if best is not None and best in steps.list_steps(c.save):
             publish.write_tracker(c.save, best, steps.BEST)
         if c.keep_last:
