@@ -64,7 +64,9 @@ def duration(seconds: float) -> str:
 
 
 class SkippedLines(dict[str, tuple[int, str]]):
-    """The number of bad lines of each kind, and the place of the first."""
+    """The number of bad lines of each kind, and the place of the first; `lines` counts all."""
+
+    lines = 0
 
     def count(self, kind: str, count: int, place: str) -> None:
         before, first = self.get(kind, (0, place))

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import zipfile
 
 import pyarrow
@@ -50,9 +51,8 @@ def test_an_encoding_is_named_and_suggested(tmp_path, monkeypatch, size):
         assert read(path, encoding="gb18030") == ([NOVEL], [])
     assert read(tmp_path / "d.jsonl", encoding="GB18030") == (["天下"], [])
     message = error_of(lambda: read(folder / "a.txt"))
-    assert message.endswith(
-        "a.txt:1: not UTF-8 at byte 0 (0xb5); it looks like gb18030, which --encoding gb18030 reads"
-    )
+    assert "a.txt:1: not UTF-8 at byte 0 (0xb5; of the first " in message
+    assert message.endswith("); it looks like gb18030, which --encoding gb18030 reads")
     (folder / "u.txt").write_text(NOVEL)  # texts in UTF-8 beside it are read as such
     assert read(folder, encoding="gb18030")[0] == [NOVEL, NOVEL]
 
@@ -289,7 +289,8 @@ def test_each_file_has_a_guess_of_its_own(tmp_path):
 )
 def test_a_text_that_reads_like_another_encoding(tmp_path, encoding, name, other):
     *_, warning = read(novels(tmp_path / "in"), encoding=encoding, on_error="replace")[1]
-    assert warning == f"warning: {tmp_path}/in/{name} reads like {other}, not {encoding}"
+    start = f"warning: {tmp_path}/in/{name} reads like {other}, not {encoding}: of the first "
+    assert warning.startswith(start) and re.search(rf"lines {other} decodes (\d+), {encoding} decodes \d+$", warning)
 
 
 @pytest.mark.parametrize("encoding", ["gb2312", "GBK"])
@@ -319,3 +320,36 @@ def test_dry_run_checks_a_file_that_was_named(tmp_path, capsys):
     assert f"{size} with " in capsys.readouterr().out
     assert main(["preprocess", "--dry-run", "--input", str(folder)]) == 0
     assert f"{size}: 3 of plain text" in (out := capsys.readouterr().out) and "a tokenizer is needed" in out
+
+
+def test_guesses_say_how_many_lines_they_decode(tmp_path):
+    content = TRADITIONAL.encode("big5")
+    (tmp_path / "a.txt").write_bytes(content)
+    fits = [sum(decodes(one, name) for one in content.splitlines()) for name in ("big5", "gb18030")]
+    want = f"(0xb2; of the first 60 lines big5 decodes {fits[0]}, gb18030 decodes {fits[1]}); it looks like big5, "
+    assert fits[0] == 60 and want in error_of(lambda: read(tmp_path / "a.txt"))
+
+
+def decodes(content, name):
+    try:
+        return bool(content.decode(name))
+    except UnicodeDecodeError:
+        return False
+
+
+@pytest.mark.parametrize("how", ["replace", "skip"])
+def test_many_mended_or_dropped_lines_get_a_warning(tmp_path, how):
+    """Above three percent, and ten lines; of lines of plain text as of those of JSON."""
+    for name, form in (("a.txt", b"caf%b\n"), ("b.jsonl", b'{"text": "caf%b\\n\\n"}\n')):
+        path, preprocessed = tmp_path / name, tmp_path / f"{name}-{how}"
+        for bad, warning in ((40, "warning: 4% of 1,000 lines are not UTF-8; the likely cause is another"), (20, "")):
+            path.write_bytes(form % b"\xe9" * bad + form % b"e" * (1000 - bad))
+            left_out = read(path, on_error=how)[1]
+            assert len(left_out) == 1 + bool(warning) and left_out[-1].startswith(warning)
+            err = preprocess_inputs(preprocessed, path, on_error=how)[1]
+            assert (warning in err) if warning else "warning:" not in err
+            documents = documents_of(path, on_error=how)
+            assert list(documents) and documents.left_out() == left_out
+    path.write_bytes(b'{"text": 3}\n' * 11 + b'{"text": "x"}\n' * 9)
+    if how == "skip":
+        assert read(path, on_error=how)[1][-1] == "warning: 55% of 20 lines were left out"

@@ -20,7 +20,7 @@ from meshwright.data.prepare.documents import cut_document
 from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.inputs import find_inputs
 from meshwright.data.prepare.pieces import Broken, Piece, TextPiece
-from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, advice
+from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, advice, lines_in
 from meshwright.errors import BAD_DATA, UserError, bad_data
 from meshwright.files import replacing
 from meshwright.settings.text_inputs import TextInputs
@@ -91,6 +91,7 @@ class InputDocuments:
                 self.inputs.bad.count("input cut short", 1, piece.place(0, self.settings.json_keys))
                 continue
             for number, unit in enumerate(piece.units(self.settings.json_keys)):
+                self.inputs.bad.lines += lines_in(unit)
                 if isinstance(unit, Bad):
                     self.note_bad(piece, number, unit)
                 elif isinstance(unit, Mended):

@@ -26,7 +26,7 @@ from meshwright.data.prepare.inputs import (
 )
 from meshwright.data.prepare.pieces import Broken, LinesAt, LinesHere, Piece, Rows, SmallFiles, Text, TextAt, TextsHere
 from meshwright.data.prepare.plain import HTML_NAME, JSON_LINES, PIECE
-from meshwright.data.prepare.records import NOT_UTF8, TOO_LONG, Bad, Mended, Reading, advice
+from meshwright.data.prepare.records import NOT_UTF8, TOO_LONG, Bad, Mended, Reading, advice, lines_in
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.settings.text_inputs import TextInputs
 
@@ -304,6 +304,7 @@ def read_texts(
             inputs.bad.count("input cut short", 1, piece.place(0, keys))
         before, count = units_before.get(piece.number, 0), 0
         for unit in piece.units(keys):
+            inputs.bad.lines += lines_in(unit)
             is_bad = isinstance(unit, Bad) and not unit.is_passed
             if isinstance(unit, Mended) or (is_bad and given.on_error == "skip"):
                 kind = unit.kind if isinstance(unit, Bad) else NOT_UTF8

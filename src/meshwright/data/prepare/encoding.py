@@ -12,7 +12,7 @@ import numpy.typing as npt
 from meshwright.data.prepare.documents import cut_document
 from meshwright.data.prepare.folders import PassedOver
 from meshwright.data.prepare.pieces import Piece
-from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, advice
+from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, advice, lines_in
 from meshwright.errors import UserError
 
 Array = npt.NDArray[Any]
@@ -24,6 +24,7 @@ class Encoded:
     """The counts of a piece without its tokens. Lists have one entry per key."""
 
     units: int = 0  # lines, rows or texts
+    lines: int = 0  # of plain texts, too
     documents: int = 0
     bytes: int = 0  # of text and what surrounds it
     sizes: list[Array] = field(default_factory=list)  # int32: tokens of each sequence
@@ -62,6 +63,7 @@ class Encoder:
         encoded, columns = Encoded(), [_Column(self.end) for _ in self.keys]
         for number, unit in enumerate(piece.units(self.keys)):
             encoded.units += 1
+            encoded.lines += lines_in(unit)
             if unit is None:
                 continue
             documents = unit if isinstance(unit, Bad) else self._encode_parts(unit)

@@ -115,6 +115,20 @@ def guess(content: bytes) -> str:
     return "cp1252" if 2 * alone > high else ""
 
 
+def count_decoded(content: bytes, *names: str) -> str:
+    """Say how many of a text's first lines each of these encodings decodes."""
+    lines = content[:SAMPLE].splitlines()[: -1 if len(content) > SAMPLE else None]
+    decoded = (f"{name} decodes {sum(_decodes(line, name) for line in lines):,}" for name in dict.fromkeys(names))
+    return f"of the first {len(lines):,} lines {', '.join(decoded)}"
+
+
+def _decodes(line: bytes, name: str) -> bool:
+    try:
+        return bool(line.decode(name)) or not line
+    except UnicodeDecodeError:
+        return False
+
+
 def _share_of_common(sample: bytes, name: str) -> float:
     """Return the share of frequent Chinese characters in a sample, 0 if it has many bad bytes."""
     wide = [c for c in codecs.getincrementaldecoder(name)("replace").decode(sample) if not c.isascii()]

@@ -34,6 +34,8 @@ JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.(gz|xz|zst|bz2))?$", re.IGNOREC
 JSON_START = re.compile(rb"(\xef\xbb\xbf)?\s*(\{[ \t]*[\"}]|\[\s*\{)")
 
 
+MANY_BAD, FEW_BAD = 0.03, 10  # the share of bad lines above which a warning comes, and their number
+
 Kind = Literal["lines", "stream", "csv", "sqlite", "hub", "parquet", "arrow", "text", "small files"]
 
 
@@ -104,7 +106,17 @@ class Inputs:
             is_mended = kind == NOT_UTF8 and on_error == "replace"
             (mended if is_mended else bad)[name if kind == NOT_UTF8 else kind] = count
         lines = ((f"mended {mended}", mended), (f"left out {bad}", bad), (self.passed.line(), self.passed))
-        return [*(line for line, holds in lines if holds), *self.warnings]
+        return [*(line for line, holds in lines if holds), *self.warnings, *self._many_bad(name)]
+
+    def _many_bad(self, name: str) -> list[str]:
+        """Warn if so many lines were mended or left out that there may be one cause."""
+        lines, counts = self.bad.lines, {kind: count for kind, (count, _) in self.bad.items()}
+        undecoded, left = counts.get(NOT_UTF8, 0), sum(counts.values())
+        if undecoded > max(MANY_BAD * lines, FEW_BAD):
+            cure = "the likely cause is another encoding, which --encoding names"
+            return [f"warning: {undecoded / lines:.0%} of {lines:,} lines are {name}; {cure}"]
+        is_much = max(MANY_BAD * lines, FEW_BAD) < left < lines
+        return [f"warning: {left / lines:.0%} of {lines:,} lines were left out"] if is_much else []
 
     def opened(self) -> Iterator[str]:
         """Yield a line for each input that was named, and one for each folder."""
@@ -152,7 +164,8 @@ def _find_misread(single: list[Input], encoding: str) -> list[str]:
                 start = file.read(encodings.SAMPLE)
             codec = "" if containers.kind_of_bytes(start) else plain.codec_of_file(source.path, start, encoding)
             if other := encodings.misread(start, codec):
-                out.append(f"warning: {shown(source.path)} reads like {other}, not {encoding}")
+                counted = encodings.count_decoded(start, other, encoding)
+                out.append(f"warning: {shown(source.path)} reads like {other}, not {encoding}: {counted}")
     more = len(out) - folders.MOST_NAMES
     return [*out[: folders.MOST_NAMES], *([f"warning: so do {more:,} other files"] if more > 0 else [])]
 

@@ -19,7 +19,17 @@ from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.inputs import JSON_NAME, is_json_lines
 from meshwright.data.prepare.plain import JSON_LINES, PIECE, Span
-from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, Reading, Unit, check_row, parse_line, replace_bytes
+from meshwright.data.prepare.records import (
+    NOT_UTF8,
+    Bad,
+    Mended,
+    Prose,
+    Reading,
+    Unit,
+    check_row,
+    parse_line,
+    replace_bytes,
+)
 from meshwright.data.prepare.rows import CSV_NAME
 
 JSON_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON array of objects begins
@@ -156,8 +166,8 @@ class TextPiece(Piece):
             if isinstance(unit, Bad):
                 yield begin, unit._replace(is_passed=unit.is_passed and not self.is_named)
             else:
-                texts = unit * len(keys) if unit else unit
-                yield begin, Mended(texts, unit.lines) if texts and isinstance(unit, Mended) else texts
+                texts = Prose(unit * len(keys)) if unit else unit
+                yield begin, Mended(texts, unit.lines, unit.of) if texts and isinstance(unit, Mended) else texts
 
     def placed_lines(
         self, content: bytes, place: str, keys: list[str], is_first: bool, before: int = 0

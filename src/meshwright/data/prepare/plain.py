@@ -101,7 +101,7 @@ def decode(content: bytes, how: Reading, before: int = 0) -> Iterator[tuple[int,
             text, mended = (yield from _intact_lines(content, how, before)), None
     text = text.replace("\r\n", "\n") if "\r" in text else text
     if text:
-        yield (0, [text]) if mended is None else (mended, Mended([text], count_bad_lines(text)[0]))
+        yield (0, [text]) if mended is None else (mended, Mended([text], *count_bad_lines(text)))
 
 
 def _intact_lines(content: bytes, how: Reading, before: int) -> Generator[tuple[int, Bad], None, str]:
@@ -138,6 +138,8 @@ def _not_utf8(error: UnicodeDecodeError, how: Reading, before: int) -> Bad:
         return Bad(NOT_UTF8, f"byte 0x{byte:02x} is not {how.encoding}", is_passed=True, cure=cure, size=size)
     at = error.start
     detail = f"0x{error.object[at]:02x}"
+    if guess:
+        detail += f"; {encodings.count_decoded(error.object, guess, 'gb18030', 'big5')}"
     return Bad(NOT_UTF8, detail, is_passed=True, byte=before + at, size=size, cure=cure, guess=guess)
 
 

@@ -80,7 +80,7 @@ class Totals:
         """Return what the journal notes after so many pieces."""
         state = dict(pieces=pieces, documents=self.documents, bytes=self.bytes, input=self.position, bad=dict(self.bad))
         state |= {"passed": vars(self.passed), "lengths": self.lengths, "on_error": self.on_error}
-        return {**state, "is_complete": False}
+        return {**state, "lines": self.bad.lines, "is_complete": False}
 
     def continues(self, state: dict[str, Any]) -> bool:
         """Return whether this run's --on-error would have given the same state."""
@@ -90,6 +90,7 @@ class Totals:
     def restore(self, state: dict[str, Any]) -> None:
         self.documents, self.bytes = self.before = (state["documents"], state["bytes"])
         self.bad = SkippedLines({kind: (count, first) for kind, (count, first) in state["bad"].items()})
+        self.bad.lines = state["lines"]
         self.passed = PassedOver(**{**state["passed"], "counts": Counter(state["passed"]["counts"])})
         self.position, self.lengths = tuple(state["input"]), state["lengths"]
 
@@ -107,6 +108,7 @@ class Totals:
         if stop and encoded.first_bad:
             place = piece.place(list(encoded.bad.values())[-1][1], keys, units, entered)
             raise bad_data(f"{place}: {encoded.first_bad} (nothing was written)")
+        self.bad.lines += encoded.lines
         for kind, (count, unit) in encoded.bad.items():
             self.bad.count(kind, count, "" if kind in self.bad else piece.place(unit, keys, units, entered))
         self.position = (number, units + encoded.units, entered)
@@ -120,6 +122,7 @@ class Totals:
         self.bytes += other.bytes
         self.before = (self.before[0] + other.before[0], self.before[1] + other.before[1])
         self.passed += other.passed
+        self.bad.lines += other.bad.lines
         for kind, (count, place) in other.bad.items():
             self.bad.count(kind, count, place)
 

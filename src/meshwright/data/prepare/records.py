@@ -41,15 +41,28 @@ class Bad(NamedTuple):
         return f"{kind} ({self.detail})" if self.detail else kind
 
 
-class Mended(list[str]):
-    """The texts of a unit in which U+FFFD replaces bytes that are not UTF-8, in so many lines."""
+class Prose(list[str]):
+    """The texts of a document of plain text, whose lines count."""
 
-    def __init__(self, texts: Iterable[str], lines: int = 1) -> None:
+
+class Mended(list[str]):
+    """The texts of a unit in which U+FFFD replaces bad bytes, in so many lines `of` all."""
+
+    def __init__(self, texts: Iterable[str], lines: int = 1, of: int = 1) -> None:
         super().__init__(texts)
-        self.lines = lines
+        self.lines, self.of = lines, of
 
 
 Unit = list[str] | Bad | None  # the text under each key of a line, row or text; None if it is blank
+
+
+def lines_in(unit: Unit) -> int:
+    """Return the number of lines of a unit: of JSON lines and tables one each."""
+    if unit is None or isinstance(unit, Bad):
+        return int(unit is not None and not unit.is_passed)
+    if isinstance(unit, Mended):
+        return unit.of
+    return unit[0].count("\n") + (not unit[0].endswith("\n")) if isinstance(unit, Prose) else 1
 
 
 class Reading(NamedTuple):
