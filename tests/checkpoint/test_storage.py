@@ -165,7 +165,7 @@ def test_a_run_that_waits_for_its_upload_gives_signs_of_life(bucket: Bucket, mon
     """Other ranks wait in a collective meanwhile, for as long as rank 0 makes progress."""
     sender, ticks = upload.Uploader(local(), []), []
     monkeypatch.setattr(sender, "send", lambda: time.sleep(0.2))
-    sender.begin([])
+    sender.begin(1, [])
     sender.wait(lambda: ticks.append(time.monotonic()))
     sender.end()
     sender.close()

@@ -97,13 +97,14 @@ def save_step(
     *,
     team: Team = ALONE,
     run: Path | None = None,
+    users: publish.Users = (),
 ) -> None:
     """Write one step, which must not exist yet, with rank 0's state (JSON without NaN) and config.
 
     Rank 0 must hold `owner.lock_folder(root)`.
     """
     files, size = step_files(named, state, config or {}, team=team)
-    publish.write_step(root, step, files, bytes_needed=size, team=team, run=run)
+    publish.write_step(root, step, files, bytes_needed=size, team=team, run=run, users=users)
 
 
 def step_files(

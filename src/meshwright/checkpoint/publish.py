@@ -19,6 +19,7 @@ import re
 import shutil
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -42,6 +43,7 @@ from meshwright.ranks.team import ALONE, Team
 
 Write = Callable[[bytes | bytearray | memoryview], None]
 Produce = Callable[[Write], None]  # writes a file's bytes, in order
+Users = tuple[int, ...]  # for each rank the first one that uses the same folder; empty if all do
 PARTS = ".parts"  # in a run's folder: the temporary step that Megatron's tree is made from
 SEEN_WITHIN = 5.0  # seconds until a network file system shows one node's new files to another
 
@@ -61,13 +63,16 @@ def write_step(
     bytes_needed: int = 0,
     team: Team = ALONE,
     run: Path | None = None,
+    users: Users = (),
 ) -> None:
     """Write a step; `files` are this rank's part of it, by name.
 
     Rank 0 must hold the lock of `root`. An existing step is never overwritten unless it is damaged:
     then it is moved aside. `run` is the folder with the run's other steps, where it is not `root`.
+    If machines do not share `root`, as `users` says, each keeps its ranks' files and the manifest.
     """
     root = Path(root)
+    is_first, nothing = is_first_user(users, team), lambda: None
     folder = root / f"iter_{step:07d}.tmp"
     explained = explain_failures(run or root, step, bytes_needed)
     crash_point("begin")
@@ -84,19 +89,23 @@ def write_step(
         return {name: write_file(folder / name, produce) for name, produce in files.items()}
 
     def finish() -> None:
-        for name in manifest:
+        for name in names_here:
             wait_until_visible(folder / name, team)
         commit(root, step, manifest)
 
-    team.run_on_lead(explained(begin))
+    team.run_on_all(explained(begin) if is_first else nothing)
     refuse_overwriting(root, step, team)
     try:
-        team.run_on_lead(explained(folder.mkdir))
+        team.run_on_all(explained(folder.mkdir) if is_first else nothing)
         crash_point("after_mkdir")
-        manifest = {name: File(*file) for part in team.run_on_all(explained(write)) for name, file in part.items()}
-        team.run_on_lead(explained(finish))
+        parts = team.run_on_all(explained(write))
+        manifest = {name: File(*file) for part in parts for name, file in part.items()}
+        names_here = [
+            name for rank, part in enumerate(parts) if not users or users[rank] == users[team.rank] for name in part
+        ]
+        team.run_on_all(explained(finish) if is_first else nothing)
     except UserError:
-        if team.is_lead:  # no rank writes any more
+        if is_first:  # no rank writes any more
             shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -142,6 +151,27 @@ def refuse_overwriting(root: Path, step: int, team: Team) -> None:
         LOCKED,
         everywhere=True,
     )
+
+
+def find_users(root: Path, team: Team) -> Users:
+    """Find out which ranks share the folder: some may be on machines with a folder of their own."""
+    mark = root / team.run_on_lead(lambda: f".user-{uuid.uuid4().hex}")
+
+    def claim() -> int:
+        root.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.symlink(str(team.rank), mark)  # at once with its content, on network file systems too
+        return int(os.readlink(mark))
+
+    claimed = team.run_on_all(explain_failures(root, 0)(claim))
+    users = tuple(map(claimed.index, claimed))
+    if is_first_user(users, team):
+        mark.unlink()
+    return users
+
+
+def is_first_user(users: Users, team: Team) -> bool:
+    return users[team.rank] == team.rank if users else team.is_lead
 
 
 def wait_until_visible(path: Path, team: Team) -> None:
@@ -237,7 +267,8 @@ def prune_steps(root: str | Path, newest: int, keep_last: int, keep_every: int |
     root, complete = Path(root), []
     for step in (n for n in list_steps(root) if n <= newest):
         with contextlib.suppress(UserError):
-            verify_step(step_folder(root, step))
+            if step != newest:  # of which other machines may still be sending their files
+                verify_step(step_folder(root, step))
             complete.append(step)
     removed = [n for n in complete[keep_last:] if n != best and not (keep_every and n and n % keep_every == 0)]
     for step in removed:
@@ -280,7 +311,7 @@ def explain_failures(root: Path, step: int, bytes_needed: int = 0) -> Iterator[N
         raise UserError(f"{what}{room}; {rest}", IO) from error
 
 
-def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copies: int = 2) -> None:
+def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copies: int = 2, users: Users = ()) -> None:
     """Check that all ranks can write here and see each other's files, and that `copies` fit."""
     root = Path(root)
     probe = root / f".write-test-{team.rank}-{os.getpid()}"
@@ -294,13 +325,14 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copi
         return probe.name
 
     def measure_free_space() -> int:
-        for name in probes:
-            wait_until_visible(root / name, team)
+        for rank, name in enumerate(probes):
+            if not users or users[rank] == users[team.rank]:
+                wait_until_visible(root / name, team)
         return shutil.disk_usage(root).free
 
     try:
         probes = team.run_on_all(write)
-        free = team.run_on_lead(measure_free_space)
+        free = min(team.run_on_all(measure_free_space))
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()

@@ -170,7 +170,7 @@ def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> No
             trainer.score(trainer.scores.finish)
     trainer.wait_for_save()
     trainer.state.saver.require_saved(trainer.progress.iteration)
-    trainer.team.run_on_lead(lambda: trainer.state.saver.end_upload(at_end=True))
+    trainer.team.run_on_all(lambda: trainer.state.saver.end_upload(at_end=True))
     if lost := trainer.state.saver.lost:
         remark(f" > note: saving failed at iterations {', '.join(map(str, lost))}; the last state is saved")
     if reason == ALL_DONE:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from meshwright.settings.hints import near_path
 from meshwright.settings.other_programs import argument_dump, deepspeed_json
 from meshwright.settings.schema import TokenizerFlags, TrainConfig
 from meshwright.storage import copies
+from meshwright.storage.addresses import shown
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.before.packages import require_packages
 from meshwright.training.state.resume import checkpoint_architecture, guard_existing, guard_run_folder, saved_settings
@@ -174,12 +176,14 @@ def settle_length(config: TrainConfig, prints: bool = True) -> TrainConfig:
 
 def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
     """Return what must be equal on all ranks: settings, files, and versions but torch's."""
-    own = saved_settings(config)
-    del own["local_rank"], own["run_dir"]  # rank 0 alone writes there
+    own: dict[str, Any] = json.loads(
+        shown(json.dumps(saved_settings(config)))
+    )  # local copies may be in other folders elsewhere
+    del own["local_rank"], own["local_dir"], own["run_dir"]  # rank 0 alone writes there
     del own["deepspeed_config"]  # its values are among the settings
     for name, what in (("data_fingerprint", "files"), ("data_contents", "tokens")):
         hashes = zip(data_paths.prefixes(config.data), own.pop(name), strict=True)
-        own |= {f"--data-path {prefix} (its {what})": value for prefix, value in hashes}
+        own |= {f"--data-path {shown(str(prefix))} (its {what})": value for prefix, value in hashes}
     return own | {"meshwright": our_version(), "python": platform.python_version()} | vocabulary.identity()
 
 

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshwright.checkpoint import loading, native, publish, steps
 from meshwright.checkpoint.upload import Uploader
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from meshwright.ranks.team import Team
     from meshwright.settings.schema import Checkpoint, TrainConfig
     from meshwright.tokenizers import Tokenizer
+
+
+T = TypeVar("T")
 
 
 def is_continued(c: Checkpoint) -> bool:
@@ -47,7 +50,7 @@ def check_export(config: TrainConfig) -> None:
         huggingface_writer.refuse_occupied(Path(c.save_hf), Path(c.save) if c.save and is_continued(c) else None)
 
 
-def explained(folder: str, step: int, act: Callable[[], None]) -> Callable[[], None]:
+def explained(folder: str, step: int, act: Callable[[], T]) -> Callable[[], T]:
     return publish.explain_failures(Path(folder), step)(act)
 
 
@@ -78,8 +81,11 @@ class Saver:
             self.background = Background(team, device)
         self.uploader: Uploader | None = None
         remote = [Path(path) for path in (c.save, c.run_dir) if path and address_of(path)]
-        if c.save and remote and team.is_lead:
-            self.uploader = Uploader(remote[0], remote[1:])
+        self.users: publish.Users = ()
+        if c.save and address_of(c.save) and team.size > 1:
+            self.users = publish.find_users(Path(c.save), team)
+        if c.save and remote and publish.is_first_user(self.users, team):
+            self.uploader = Uploader(remote[0], remote[1:], team, self.users)
 
     def continue_from(self, step: int, best: int | None) -> None:
         """Note that --save holds the run's state, and remove what a killed run left to remove.
@@ -90,7 +96,7 @@ class Saver:
         assert folder
         if not self.config.training.skip_train:
             with self.tolerating():
-                self.team.run_on_lead(explained(folder, step, lambda: self.tidy(step, best)))
+                self.tidy_and_send(step, best, self.team)
 
     def save(
         self, step: int, named: TensorBoxes, state: dict[str, Any], settings: dict[str, Any], best: int | None
@@ -104,7 +110,7 @@ class Saver:
                 say(line)
             with self.tolerating():
                 self.team.run_on_lead(explained(folder, step, lambda: publish.write_tracker(folder, step)))
-                self.team.run_on_lead(explained(folder, step, lambda: self.tidy(step, best)))
+                self.tidy_and_send(step, best, self.team)
             return None
         # The state has lists that the run will append to.
         write = functools.partial(self.write, step, copy.deepcopy(state), settings, best)
@@ -154,15 +160,15 @@ class Saver:
     ) -> None:
         folder = self.config.checkpoint.save
         assert folder
-        team.run_on_lead(self.wait_for_upload)
+        team.run_on_all(self.wait_for_upload)
         before, after = native.save_messages(folder, step)
         say(before)
         if self.config.checkpoint.ckpt_format == "torch":
             self.write_for_megatron(Path(folder), step, named, state, settings, team)
         else:
-            native.save_step(folder, step, named, state, settings, team=team)
+            native.save_step(folder, step, named, state, settings, team=team, users=self.users)
         remark(after, f"saved step {step:,}")
-        team.run_on_lead(explained(folder, step, lambda: self.tidy(step, best)))
+        self.tidy_and_send(step, best, team)
 
     def write_for_megatron(
         self, root: Path, step: int, named: TensorBoxes, state: dict[str, Any], settings: dict[str, Any], team: Team
@@ -195,8 +201,15 @@ class Saver:
             if team.is_lead:
                 shutil.rmtree(parts, ignore_errors=True)
 
-    def tidy(self, step: int, best: int | None) -> None:
-        """Update the tracker of the best step, remove old steps, and send the new one."""
+    def tidy_and_send(self, step: int, best: int | None, team: Team) -> None:
+        """Let rank 0 do what follows a save, and the first rank of each machine send its files."""
+        folder = self.config.checkpoint.save
+        assert folder
+        removed = team.run_on_lead(explained(folder, step, lambda: self.tidy(step, best)))
+        team.run_on_all(explained(folder, step, lambda: self.send(step, removed)))
+
+    def tidy(self, step: int, best: int | None) -> list[int]:
+        """Update the tracker of the best step, remove old steps, and return these."""
         c, removed = self.config.checkpoint, list[int]()
         assert c.save
         self.wait_for_upload()  # which may send a step that goes now
@@ -206,9 +219,12 @@ class Saver:
             removed = publish.prune_steps(c.save, step, c.keep_last, c.keep_every, best)
             for old in removed:
                 remark(f" > removed step {old}: --keep-last {c.keep_last}")
+        return removed
+
+    def send(self, step: int, removed: list[int]) -> None:
         if self.uploader is not None:
             self.end_upload()
-            self.uploader.begin(removed if address_of(c.save) else [])
+            self.uploader.begin(step, removed if address_of(self.config.checkpoint.save or "") else [])
 
     def wait_for_upload(self) -> None:
         """Wait until nothing is sent: what was sent makes room on this machine.

@@ -274,7 +274,9 @@ class State:
                 raise UserError(f"--ckpt-format torch: Megatron-LM has no {self.net.name}; native holds any network")
             # The previous step and the new one; Megatron's format needs a temporary one too.
             copies = 3 if c.ckpt_format == "torch" else 2
-            publish.check_writable(c.save, native.bytes_of(self.tensors(), self.team), self.team, copies)
+            publish.check_writable(
+                c.save, native.bytes_of(self.tensors(), self.team), self.team, copies, self.saver.users
+            )
 
     def tensors(self) -> Any:
         return self.net.store.named_state(not self.config.checkpoint.no_save_optim, to_save=True)
