@@ -25,7 +25,7 @@ import meshwright.training.loop
 import meshwright.training.run
 import meshwright.training.setup
 import meshwright.training.step
-from helpers import TINY_FLAGS, read_rows, write_counting
+from helpers import TINY_FLAGS, error_of, read_rows, write_counting
 from meshwright import console, device
 from meshwright.__main__ import main
 from meshwright.errors import UserError
@@ -583,6 +583,15 @@ def test_an_unread_result_is_no_failure_but_lost_work_is(tmp_path):
 
 @pytest.mark.fault("F26")
 @pytest.mark.flag("data_changed")
+@pytest.mark.parametrize("damage", [{"data_sets": [[]]}, {"data_fingerprint": 5}])
+def test_settings_of_data_that_no_run_states_are_refused(damage):
+    from meshwright.training.state.resume import files_by_path
+
+    good = {"data_sets": [["train", [["x", None, 0.0, 1.0]]]], "data_fingerprint": ["f", "g"]}
+    assert files_by_path(good) == {"x": ("f", None)}
+    assert "does not state its data" in error_of(lambda: files_by_path(good | damage))
+
+
 def test_changed_data_is_refused_on_resume(tmp_path, capsys):
     import numpy as np
 

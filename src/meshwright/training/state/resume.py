@@ -17,7 +17,7 @@ from meshwright.console import remark
 from meshwright.data.files.indexed import Indexed, content_sample, fingerprint
 from meshwright.data.history import BlendHistory, continue_history, first_eight
 from meshwright.data.sets import find_parts, needed_sets
-from meshwright.errors import BAD_DATA, LOCKED, UserError, what_it_holds
+from meshwright.errors import BAD_DATA, LOCKED, UserError, bad_data, first_line, what_it_holds
 from meshwright.optim.schedule import build_schedule, resume_schedule, warn_of_idle_steps
 from meshwright.runs.history import read_settings
 from meshwright.runs.rows import find_last_step, holds_steps
@@ -286,10 +286,13 @@ def changed_files(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
 
 def files_by_path(settings: Mapping[str, Any]) -> dict[str, tuple[str, str | None]]:
     """Return each pair of token files in a checkpoint's settings, with its lengths and contents."""
-    lengths = settings.get("data_fingerprint", [])
-    contents = settings.get("data_contents", [None] * len(lengths))
-    paths = dict.fromkeys(source[0] for _, sources in settings.get("data_sets", []) for source in sources)
-    return dict(zip(paths, zip(lengths, contents, strict=True), strict=False))
+    try:
+        lengths = settings.get("data_fingerprint", [])
+        contents = settings.get("data_contents", [None] * len(lengths))
+        paths = dict.fromkeys(source[0] for _, sources in settings.get("data_sets", []) for source in sources)
+        return dict(zip(paths, zip(lengths, contents, strict=True), strict=False))
+    except (IndexError, TypeError, ValueError) as error:
+        raise bad_data(f"the checkpoint does not state its data as a run does: {first_line(error)}") from None
 
 
 def _shown(value: Any) -> Any:
