@@ -434,4 +434,5 @@ def test_a_prompt_from_the_text(tmp_path, texts, prompt):
 
 def test_a_setting_that_was_not_given_before_is_said_to_be_new():
     assert describe_changes({}, {"encoding": "gb18030"}) == "no --encoding was given, now gb18030"
+    assert describe_changes({"include": []}, {"include": ["*.md"]}) == "no --include was given, now *.md"
     assert describe_changes({"encoding": "big5"}, {}) == "--encoding was big5, now none is given"

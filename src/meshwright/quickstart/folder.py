@@ -110,16 +110,13 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Say which settings differ, and how."""
 
     def shown(value: Any) -> str:
-        return " ".join(value) if isinstance(value, list) else str(value)
-
-    names = [n for n in {**before, **now} if before.get(n) != now.get(n)]
-    titles = {n: "the text" if n == "input" else spelling(n) for n in names}
+        return "" if value is None else " ".join(value) if isinstance(value, list) else str(value)
 
     def change(name: str) -> str:
-        if before.get(name) in (None, ""):
-            return f"no {titles[name]} was given, now {shown(now.get(name))}"
-        if now.get(name) in (None, ""):
-            return f"{titles[name]} was {shown(before.get(name))}, now none is given"
-        return f"{titles[name]} was {shown(before.get(name))}, not {shown(now.get(name))}"
+        title = "the text" if name == "input" else spelling(name)
+        old, new = shown(before.get(name)), shown(now.get(name))
+        if not old:
+            return f"no {title} was given, now {new}"
+        return f"{title} was {old}, {f'not {new}' if new else 'now none is given'}"
 
-    return ", ".join(map(change, names))
+    return ", ".join(change(name) for name in {**before, **now} if before.get(name) != now.get(name))
