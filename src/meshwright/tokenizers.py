@@ -183,9 +183,6 @@ class GPT2BPE(Tokenizer):
             return list(self._library.encode(text).ids)
         return self.tiktoken(text)
 
-    def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        return b"".join(self._bytes[i] for i in ids)
-
 
 class HuggingFace(Tokenizer):
     """Any tokenizer.json, read by the `tokenizers` library."""
@@ -218,7 +215,7 @@ class HuggingFace(Tokenizer):
         added = self._library.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
         # Only a byte-level vocabulary gives the bytes of a token that is half a character.
-        self._bytes = _token_bytes(vocab, byte_symbols()) if decoder == "ByteLevel" else None
+        self._bytes = _token_bytes(vocab, byte_symbols()) if decoder == "ByteLevel" else []
 
     def encode(self, text: str) -> list[int]:
         with explain_failures(f"{self._path}: the tokenizer fails"):
@@ -242,8 +239,8 @@ class HuggingFace(Tokenizer):
         return library
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        if self._bytes is not None:
-            return b"".join(self._bytes[i] for i in ids)
+        if self._bytes:
+            return super().decode_bytes(ids)
         with explain_failures(f"{self._path}: the tokenizer fails"):
             return self._library.decode(list(ids), skip_special_tokens=False).encode("utf-8")
 

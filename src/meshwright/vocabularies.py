@@ -64,6 +64,7 @@ class Tokenizer(ABC):
     files: Mapping[str, Path] = {}
     made: Mapping[str, bytes] = {}
     special: Mapping[str, int] = {}
+    _bytes: list[bytes]  # of each id
 
     @abstractmethod
     def encode(self, text: str) -> list[int]: ...
@@ -76,8 +77,8 @@ class Tokenizer(ABC):
         """Encode a text within another, without the BOS of one that stands for itself."""
         return self.encode(text)
 
-    @abstractmethod
-    def decode_bytes(self, ids: Sequence[int]) -> bytes: ...
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self._bytes[i] for i in ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
@@ -364,9 +365,6 @@ class TikToken(Tokenizer):
         parts = re.split(rf"(\s{{{LONG_SPACE}}})", text) if has_long_space(text) else [text]
         with explain_failures(f"{self._origin}: the tokenizer fails"):
             return [i for part in parts for i in self._library.encode_ordinary(part)]
-
-    def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        return b"".join(self._bytes[i] for i in ids)
 
 
 def _without_possessive_counts(pattern: str) -> str | None:
