@@ -178,7 +178,7 @@ def test_several_keys_of_a_table_are_those_of_json_lines(tmp_path, capsys, form)
     assert [texts_in(prefix) for prefix in prefixes] == [["one", "", "three", "five"], ["A", "B", "C", ""]]
     err = capsys.readouterr().err
     assert f"next: meshwright train --data-path {' '.join(prefixes)} --save RUN ...\n" in err
-    assert "left out 1 bad lines" in err and "--document-separator" not in err
+    assert "left out 1 bad line:" in err and "--document-separator" not in err
     assert main([*argv, "--json-keys", "body", "head", "--output-prefix", str(tmp_path / "other")]) == 65
     err = capsys.readouterr().err
     assert re.search(r"no (key|column) 'head'.*; choose one of text with --json-keys \(body, my title", err)
