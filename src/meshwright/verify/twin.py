@@ -28,6 +28,7 @@ from meshwright.settings.schema import (
 HEAD = 8  # width of a head
 SAMPLES = 10**6  # of random tokens
 SCALE = 2.0**10  # of the loss in float16
+RATE = 1e-2  # of learning
 SMALL = dict(num_layers=8, hidden_size=64, num_attention_heads=16)
 SMALL_LENGTH, SMALL_VOCABULARY, SMALL_BATCH = 64, 512, 32
 
@@ -99,7 +100,7 @@ def in_own_precision(twin: TrainConfig, p: Precision) -> TrainConfig:
         loss_scale_window=2,
         hysteresis=p.hysteresis,
     )
-    return replace(twin, precision=precision, optimizer=replace(twin.optimizer, clip_grad=0.0))
+    return replace(twin, precision=precision, optimizer=replace(twin.optimizer, lr=RATE, clip_grad=0.0))
 
 
 def alone(config: TrainConfig) -> TrainConfig:
@@ -204,7 +205,7 @@ def copied(settings: Any) -> dict[str, Any]:
 
 def optimizer(o: Optimizer) -> Optimizer:
     """Return the same rule with a constant learning rate so high that each step matters."""
-    rate, clip = 0.3 if o.optimizer == "sgd" else 1e-2, 0.25 if o.clip_grad else 0.0
+    rate, clip = 0.3 if o.optimizer == "sgd" else RATE, 0.25 if o.clip_grad else 0.0
     # Gradients that are 0 but for rounding would else be enlarged to steps of full size.
     least = max(o.adam_eps, 1e-6)
     return replace(Optimizer(**copied(o)), lr=rate, lr_decay_style="constant", clip_grad=clip, adam_eps=least)
