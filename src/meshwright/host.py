@@ -87,14 +87,19 @@ def require_address_space() -> None:
 MORE_MEMORY = "end other programs, start fewer ranks, or raise the limits of this machine"
 
 
+def refused_request(error: BaseException) -> str:
+    """Return how much memory was asked for, such as "Tried to allocate 2.00 GiB", or ""."""
+    request = re.search(r"tried to allocate .*?(?= Including| Error code|$)", str(error), re.I | re.M)
+    return request[0].rstrip(".") if request else ""
+
+
 def describe_lack(error: BaseException) -> str | None:
     """Return in which words the host refused memory, if that is why the error was raised."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:
         if isinstance(cause, MemoryError) or REFUSED.search(str(cause)):
-            request = re.search(r"tried to allocate .*?(?= Including| Error code|$)", str(cause), re.I | re.M)
-            line = request[0] if request else (str(cause).splitlines() or [""])[0][:200]
+            line = refused_request(cause) or (str(cause).splitlines() or [""])[0][:200]
             limit = address_limit()
             most = f"the limit on address space is {limit:,} bytes (ulimit -v)" if limit is not None else ""
             return "; ".join(filter(None, [line.rstrip("."), most]))

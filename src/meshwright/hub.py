@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from meshwright.console import notice
-from meshwright.errors import UNAVAILABLE, UserError, bad_data
+from meshwright.errors import UNAVAILABLE, UserError, bad_data, first_line
 
 ELSE = "or name a folder that `meshwright train-tokenizer` made, or byte, which needs no files"
 
@@ -65,8 +65,7 @@ def _download(name: str, file: str, near: str) -> Path | None:
         return None
     except (OSError, RuntimeError) as error:
         reason = error
-    why = (str(reason).splitlines() or [""])[0] or type(reason).__name__
-    message = f"{where} {constants.ENDPOINT} is not reachable ({why}); try again with a network, {ELSE}"
+    message = f"{where} {constants.ENDPOINT} is not reachable ({first_line(reason)}); try again with a network, {ELSE}"
     raise UserError(message, UNAVAILABLE)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -40,8 +39,7 @@ def out_of_memory(error: Exception, less: str | None = None) -> UserError | None
     lack = host.describe_lack(error)  # first, because it needs no torch
     if lack is None and not device.is_out_of_memory(error):
         return None
-    wanted = re.search(r"tried to allocate .*?(?= Including| Error code|$)", str(error), re.I | re.M)
-    lack = lack or (wanted[0].rstrip(".") if wanted else "")
+    lack = lack or host.refused_request(error)
     if less is None:
         return UserError(f"out of memory on this machine: {lack or 'a request was refused'}; {host.MORE_MEMORY}")
     return UserError(f"out of memory{': ' * bool(lack)}{lack}: {less} needs less")
