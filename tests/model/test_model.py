@@ -593,6 +593,16 @@ def test_compiled_blocks_equal_plain_ones(kind, documents, recompute):
     assert_near(*results)
 
 
+@pytest.mark.flag("attention_impl")
+def test_the_reference_gets_dense_masks_on_a_gpu_too(monkeypatch):
+    monkeypatch.setattr(positions.devices, "has_kernels", lambda device: True)
+    x = torch.zeros(1, 8, dtype=torch.int64)
+    for impl, kind in (("auto", "BlockMask"), ("reference", "Tensor")):
+        m = dataclasses.replace(TINY, attention_dropout=0.0, attention_impl=impl)
+        where = Positions(documents=torch.zeros(1, 8, dtype=torch.int32))
+        assert type(positions.share(m, where, x, torch.float32, True).mask).__name__ == kind
+
+
 @pytest.mark.parametrize("recompute", [None, "full", "selective"])
 @pytest.mark.parametrize("kind", ["alibi", "gpt2", "llama"])
 @compiling

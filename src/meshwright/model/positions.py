@@ -77,6 +77,7 @@ def share(m: Model, where: Positions, tokens: Tensor, dtype: torch.dtype, flex: 
     if m.position == "rope":
         ids = (where.columns if where.position_ids is None else where.position_ids).view(-1, t, 1, 1)
         shared.rotation = rotations(m, ids, torch.float64 if dtype is torch.float64 else torch.float32)
+    allows_flex = flex and m.attention_impl != "reference"
     seen = cached.seen if cached is not None else 0
     window = m.window if m.windowed_layers and (seen or length) > m.window + 1 else 0  # one of all keys is none
     dropped = m.attention_dropout > 0 and where.samples is not None
@@ -88,7 +89,7 @@ def share(m: Model, where: Positions, tokens: Tensor, dtype: torch.dtype, flex: 
         make = functools.partial(dense_mask, m, where, distance, dtype)
     elif not (marked or window):
         return shared
-    elif flex and devices.has_kernels(device) and cached is None and not dropped:  # it can be trained nowhere else
+    elif allows_flex and devices.has_kernels(device) and cached is None and not dropped:  # trained nowhere else
         make = functools.partial(block_mask, where.documents, length, device)
         shared.slopes = slopes_of(m, where.heads, device).float() if m.position == "alibi" else None
     else:
