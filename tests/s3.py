@@ -1,5 +1,7 @@
 """A small S3 server on loopback: objects, ranges, lists, parts and conditions, with faults.
 
+Google's storage is asked the same way, except for conditions, which compare versions.
+
 It keeps everything in memory. `faults` is asked before each request: it may return a status to
 answer instead, "cut" to close the connection in mid-body, or "flip" to change a byte of the body.
 """
@@ -46,6 +48,15 @@ class Bucket(ThreadingHTTPServer):
 
 def tag_of(data: bytes) -> str:
     return f'"{hashlib.md5(data).hexdigest()}"'
+
+
+def generation_of(data: bytes | None) -> str:
+    """Return what stands for an object's version in Google's storage, 0 for none."""
+    return "0" if data is None else str(int(hashlib.md5(data).hexdigest()[:12], 16) + 1)
+
+
+def marks_of(data: bytes) -> dict[str, str]:
+    return {"ETag": tag_of(data), "x_goog_generation": generation_of(data)}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -103,13 +114,13 @@ class Handler(BaseHTTPRequestHandler):
             begin, end = span.removeprefix("bytes=").split("-")
             part = content[int(begin) : int(end) + 1]
             about = f"bytes {begin}-{int(begin) + len(part) - 1}/{len(content)}"
-            return self.answer(206, part, fault, ETag=tag_of(content), Content_Range=about)
-        return self.answer(200, content, fault, ETag=tag_of(content))
+            return self.answer(206, part, fault, **marks_of(content), Content_Range=about)
+        return self.answer(200, content, fault, **marks_of(content))
 
     def of_head(self, key: str, query: dict[str, str], data: bytes, fault: Fault) -> None:
         if (content := self.server.objects.get(key)) is None:
             return self.answer(404)
-        return self.answer(200, length=str(len(content)), ETag=tag_of(content))
+        return self.answer(200, length=str(len(content)), **marks_of(content))
 
     def of_put(self, key: str, query: dict[str, str], data: bytes, fault: Fault) -> None:
         stated = self.headers.get("x-amz-checksum-sha256")
@@ -119,12 +130,14 @@ class Handler(BaseHTTPRequestHandler):
             self.server.parts[query["uploadId"]][int(query["partNumber"])] = data
             return self.answer(200, ETag=tag_of(data))
         content = self.server.objects.get(key)
+        if self.headers.get("x-goog-if-generation-match", generation_of(content)) != generation_of(content):
+            return self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         if self.headers.get("If-None-Match") == "*" and content is not None:
             return self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         if (wanted := self.headers.get("If-Match")) and (content is None or tag_of(content) != wanted):
             return self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         self.server.objects[key] = data
-        return self.answer(200, ETag=tag_of(data))
+        return self.answer(200, **marks_of(data))
 
     def of_post(self, key: str, query: dict[str, str], data: bytes, fault: Fault) -> None:
         if "uploads" in query:

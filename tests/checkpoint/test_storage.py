@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from meshwright.errors import IO, LOCKED, USAGE
 from meshwright.storage import addresses, copies, store
 from s3 import Bucket, serving_bucket
 
-pytest.importorskip("obstore")
+obstore_urls = pytest.importorskip("obstore.store")
 RUN = "s3://bucket/runs/a"
 
 
@@ -442,3 +443,23 @@ def test_a_model_in_storage_writes_text(bucket: Bucket, capsys: pytest.CaptureFi
     assert main(["generate", RUN, "--prompt=a", "--max-new-tokens=3", "--device=cpu"]) == 0
     assert capsys.readouterr().out.startswith("a")
     assert not list(steps.step_folder(local(), 2).glob("rank_*"))
+
+
+def test_a_run_is_kept_in_googles_storage(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    account = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+    account |= {"gcs_base_url": bucket.url, "disable_oauth": True}
+    (tmp_path / "key.json").write_text(json.dumps(account))
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "key.json"))
+    opened = obstore_urls.from_url
+
+    def over_http(url: str, **settings: Any) -> Any:
+        settings["client_options"]["allow_http"] = True
+        return opened(url, **settings)
+
+    monkeypatch.setattr(obstore_urls, "from_url", over_http)
+    run = "gs://bucket/runs/g"
+    assert train(steps=4, run=run) == 0
+    lose_disk()
+    assert train(steps=6, run=run) == 0
+    assert steps.latest(local(run))[0] == 6
+    assert json.loads(bucket.objects["runs/g/.owner.json"])["released"]

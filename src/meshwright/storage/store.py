@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from meshwright.errors import BAD_DATA, IO, UNAVAILABLE, UserError, bad_data, first_line
 from meshwright.storage.addresses import address_of
@@ -52,6 +52,8 @@ class BucketObjects:
 
     def __init__(self, bucket: str) -> None:
         self.bucket, self.objects = bucket, open_bucket(bucket)
+        # What a conditional write compares: Google's storage knows no tags there.
+        self.condition: Literal["version", "e_tag"] = "version" if bucket.startswith("gs:") else "e_tag"
 
     def get(self, key: str) -> tuple[bytes, str | None] | None:
         """Return a small object and its tag, or None if there is none."""
@@ -61,7 +63,7 @@ class BucketObjects:
             result = obstore.get(self.objects, key)
             if result.meta["size"] > SMALL:
                 raise UserError(f"{self.bucket}/{key}: {result.meta['size']:,} bytes, above the limit of {SMALL:,}", IO)
-            return bytes(result.bytes()), result.meta["e_tag"]
+            return bytes(result.bytes()), result.meta[self.condition]
 
         return self.ask(key, act, MISSING)
 
@@ -90,8 +92,8 @@ class BucketObjects:
     def put(self, key: str, data: bytes | Path, mode: Any = "overwrite") -> str | None:
         """Write an object and return its tag; a large file is sent in parts.
 
-        With the mode "create", or {"e_tag": tag}, return None if there is an object already, or one
-        with another tag.
+        With the mode "create", or {"e_tag": tag} with a tag that `get` or such a call returned,
+        return None if there is an object already, or one with another tag.
         """
         import obstore
 
@@ -99,12 +101,13 @@ class BucketObjects:
         in_parts, part = size > PART and mode == "overwrite", max(PART, -(-size // MOST_PARTS))
         if isinstance(data, Path) and not in_parts:
             data = data.read_bytes()  # it may be gone, or longer, at the next try
+        wanted: Any = mode if isinstance(mode, str) else {self.condition: mode["e_tag"]}
         result = self.ask(
             key,
-            lambda: obstore.put(self.objects, key, data, mode=mode, use_multipart=in_parts, chunk_size=part),
+            lambda: obstore.put(self.objects, key, data, mode=wanted, use_multipart=in_parts, chunk_size=part),
             CONFLICT if mode != "overwrite" else (),
         )
-        return result["e_tag"] if result else None
+        return result["e_tag" if mode == "overwrite" else self.condition] if result else None
 
     def entries(self, prefix: str) -> dict[str, Entry]:
         """Return the objects below a prefix, by their keys without it."""
