@@ -17,6 +17,7 @@ from meshwright.__main__ import main
 from meshwright.data.prepare import cutting, workers
 from meshwright.data.prepare.inputs import Inputs, find_inputs
 from meshwright.errors import BAD_DATA, IO
+from meshwright.quickstart.collect import InputDocuments
 from meshwright.settings.text_inputs import TextInputs
 from meshwright.storage import store, texts
 from s3 import Bucket, serving_bucket
@@ -147,3 +148,10 @@ def test_other_commands_read_texts_in_storage(bucket: Bucket, tmp_path: Path) ->
     with captured_output() as (out, _):
         assert main(["preprocess", "--dry-run", "--input", "s3://bucket/corpus/*.jsonl*"]) == 0
     assert "s3://bucket/corpus/a.jsonl" in " ".join(out)
+
+
+def test_quickstart_reads_texts_in_storage(bucket: Bucket, tmp_path: Path) -> None:
+    ours, theirs = (
+        list(InputDocuments(TextInputs(input=[place]), 1e9)) for place in ("s3://bucket/corpus", f"{tmp_path}/corpus")
+    )
+    assert ours == theirs and len(ours) > 1_000
