@@ -98,17 +98,17 @@ def cut_stream_of(number: int, source: Input, given: TextInputs) -> Iterator[Pie
             _require_text(path, containers.peek(stream))
         stream = _as_utf8(path, stream, given)
         start = containers.peek(stream)
-        begin = 0
-        if source.kind in ("csv", "sqlite"):
-            rows_of = rows.csv_lines(stream, path, start, list(given.json_keys))
+        begin, is_table = 0, source.kind in ("csv", "sqlite")
+        if is_table or JSON_NAME.search(path) or JSON_START.match(start):
             if source.kind == "sqlite":
-                rows_of = rows.sqlite_lines(path, given.table, list(given.json_keys))
-            for lines in plain.cut_stream(rows_of, PIECE, JSON_LINES):
-                yield LinesHere(number, path, begin, containers.position(file), how=how, content=lines, is_table=True)
-                begin += lines.count(b"\n")
-        elif JSON_NAME.search(path) or JSON_START.match(start):
-            for lines in plain.cut_stream(_without_mark(stream), PIECE, JSON_LINES):
-                yield LinesHere(number, path, begin, containers.position(file), how=how, content=lines)
+                lines_of = rows.sqlite_lines(path, given.table, list(given.json_keys))
+            elif is_table:
+                lines_of = rows.csv_lines(stream, path, start, list(given.json_keys))
+            else:
+                lines_of = _without_mark(stream)
+            for lines in plain.cut_stream(lines_of, PIECE, JSON_LINES):
+                at = containers.position(file)
+                yield LinesHere(number, path, begin, at, how=how, content=lines, is_table=is_table)
                 begin += lines.count(b"\n")
         else:
             how = reading(given, wiki.IS_DUMP.match(start) is not None)
@@ -232,7 +232,7 @@ def _refuse_member(name: str, start: bytes, given: TextInputs) -> Bad | None:
     if containers.kind_of_bytes(start) == "pdf":
         return Bad(PDF, is_passed=True)
     if rows.CSV_NAME.search(name) and (refused := rows.refuse_header(name, start, given.json_keys)):
-        return Bad(f"tables with {refused.what}", is_passed=True, cure=refused.cure)
+        return refused.as_bad()
     is_other_json = name.lower().endswith(".json") and SPREAD_JSON.match(start)
     return Bad("not JSON lines", is_passed=True) if is_other_json else None
 

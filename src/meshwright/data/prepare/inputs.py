@@ -55,6 +55,7 @@ class Input:
     files: tuple[tuple[str, int, int], ...] = ()  # of texts: path, size, time of change
     is_wiki: bool = False
     revision: str = ""  # of a data set of the Hub, or of an object in storage
+    changed: int = 0  # time of change of a file
 
     @property
     def is_stream(self) -> bool:
@@ -186,28 +187,33 @@ def _expand(patterns: list[str]) -> list[str]:
 def _find_below(path: str, given: TextInputs, passed: PassedOver) -> Iterator[Input]:
     if path == "-":
         yield Input("-", "stream")
-    elif path.startswith(hub_sets.SCHEME):
+        return
+    if path.startswith(hub_sets.SCHEME):
         yield Input(path, "hub", revision=hub_sets.find_revision(path))
-    elif is_address(path):
-        yield from _find_objects(path, given, passed)
-    elif files := tables.find_saved(path) if os.path.isdir(path) else [path]:
-        for file in files:
-            folder, name = os.path.split(file)
-            if name_filter(given).chooses(name, os.path.join(folder, "")):
-                yield _inspect(file, given)
-            else:
-                passed.note(NOT_CHOSEN)
-    else:
-        for inside, about in folders.chosen(path, name_filter(given), passed):
-            inspected = _inspect_inside(path, inside, about, given)
-            if isinstance(inspected, Bad):
-                passed.note_unit(inspected._replace(place=shown(inside)))
-            else:
-                yield inspected
+        return
+    for candidate in (_find_objects if is_address(path) else _find_files)(path, given, passed):
+        folder, name = os.path.split(candidate.path)
+        if candidate.folder is None and not name_filter(given).chooses(name, os.path.join(folder, "")):
+            source: Input | Bad = Bad(NOT_CHOSEN)
+        else:
+            source = _inspect(candidate, given)
+        if isinstance(source, Bad):
+            passed.note_unit(source._replace(place=shown(candidate.path)))
+        else:
+            yield source
+
+
+def _find_files(path: str, given: TextInputs, passed: PassedOver) -> Iterator[Input]:
+    """Yield the files that a path names, before their content is looked at."""
+    if files := tables.find_saved(path) if os.path.isdir(path) else [path]:
+        yield from (Input(file, "stream") for file in files)
+        return
+    for inside, about in folders.chosen(path, name_filter(given), passed):
+        yield Input(inside, "stream", about.st_size, path, changed=about.st_mtime_ns)
 
 
 def _find_objects(address: str, given: TextInputs, passed: PassedOver) -> Iterator[Input]:
-    """Yield the objects of storage that an address names; each is a stream."""
+    """Yield the objects of storage that an address names, before their content is looked at."""
     objects = texts.find_objects(address)
     if not objects:
         raise bad_data(f"--input {address} does not exist: no object has this name or is below it; check the address")
@@ -218,53 +224,24 @@ def _find_objects(address: str, given: TextInputs, passed: PassedOver) -> Iterat
     made = tuple(folder for folder, names in below.items() if any(own <= names for own in folders.OUTPUT_FOLDERS))
     chooser = name_filter(given)
     for path, (size, tag), found_in in objects:
-        inside = path.removeprefix(f"{found_in}/")
-        above, _, name = path.rpartition("/")
-        if found_in and any(map(chooser.is_hidden, inside.split("/"))):
-            continue
-        if found_in and path.startswith(made):
-            reason = "files in folders of vocabularies or runs"
-        elif found_in:
-            reason = chooser.refusal(inside)
+        reason = "" if size else "empty"
+        if found_in is not None:
+            inside = path.removeprefix(f"{found_in}/")
+            if any(map(chooser.is_hidden, inside.split("/"))):
+                continue
+            is_made = path.startswith(made)
+            reason = "files in folders of vocabularies or runs" if is_made else chooser.refusal(inside) or reason
+        if reason:
+            passed.note(reason)
         else:
-            reason = "" if chooser.chooses(name, f"{above}/") else NOT_CHOSEN
-        reason = reason or ("" if size else "empty")
-        source = Bad(reason) if reason else _inspect_object(path, size, tag, found_in, given)
-        if isinstance(source, Bad):
-            passed.note_unit(source._replace(place=shown(inside)))
-        else:
-            kind: Kind = "csv" if source.kind == "csv" else "stream"
-            yield replace(source, kind=kind, bytes=size, files=(), revision=tag or "")
+            yield Input(path, "stream", size, found_in, revision=tag or "")
 
 
-def _inspect_object(path: str, size: int, tag: str | None, folder: str | None, given: TextInputs) -> Input | Bad:
-    if folder is not None and _is_small_text(path, size):
-        return Input(path, "stream", folder=folder)  # whose content is looked at where it is read
-    with texts.open_object(path, size, tag) as file:
-        kind, start = _look_into(file)
-    if kind in ("parquet", "arrow", "arrow stream", "sqlite"):
-        reason = f"{kind} tables in object storage, which are read from a disk of this machine alone"
-        if folder is None:
-            raise bad_data(f"--input {path}: {reason}; copy it here first, or write its texts as JSON lines")
-        return Bad(reason)
-    if folder is not None:
-        about = os.stat_result((stat.S_IFREG, 0, 0, 1, 0, 0, size, 0, 0, 0))
-        return _recognise(path, about, folder, given, kind, start)
-    if kind == "pdf":
-        raise a_pdf(path)
-    is_csv = rows.CSV_NAME.search(path) and kind in (None, *containers.STREAMS)
-    return Input(path, "csv" if is_csv else "stream")
-
-
-def open_source(source: Input) -> BinaryIO:
-    """Open a file, or an object in storage as it was when it was inspected."""
+def open_source(source: Input, buffering: int = PIECE) -> BinaryIO:
+    """Open a file, or an object in storage as it was when it was listed."""
     if is_address(source.path):
         return texts.open_object(source.path, source.bytes, source.revision)
-    return open(source.path, "rb", buffering=PIECE)
-
-
-def _is_small_text(path: str, size: int) -> bool:
-    return size <= PIECE and os.path.splitext(path)[1].lower() in folders.SUFFIXES
+    return open(source.path, "rb", buffering)
 
 
 def a_pdf(path: str) -> UserError:
@@ -272,45 +249,33 @@ def a_pdf(path: str) -> UserError:
     return bad_data(f"--input {shown(path)} is a PDF; convert it to text first: pdftotext {shlex.quote(path)} {text}")
 
 
-def _inspect(path: str, given: TextInputs) -> Input:
-    """Recognise a file that was named."""
+def _inspect(source: Input, given: TextInputs) -> Input | Bad:
+    """Recognise a file or an object, or return why it is passed over in a folder."""
+    path, is_named, is_remote = source.path, source.folder is None, is_address(source.path)
+    if not is_named and source.bytes <= PIECE and os.path.splitext(path)[1].lower() in folders.SUFFIXES:
+        # A worker, who opens it anyway, looks at the content.
+        return source if is_remote else replace(source, kind="small files")
     try:
-        about = os.stat(path)
-        if not stat.S_ISREG(about.st_mode):
-            return Input(path, "stream")  # what is read from a pipe here would be lost
-        with open(path, "rb") as file:
-            start = file.read(containers.START)
-    except OSError as error:
-        raise UserError(f"--input {shown(path)} cannot be read: {error.strerror}", IO) from None
-    kind = containers.kind_of_bytes(start)
-    if kind == "pdf":
-        raise a_pdf(path)
-    if kind == "sqlite":
-        return Input(path, "sqlite", about.st_size)
-    if rows.CSV_NAME.search(path) and kind in (None, *containers.STREAMS):
-        return Input(path, "csv", about.st_size)
-    if kind is None and plain.codec_of_file(path, start, given.encoding):
-        return Input(path, "stream", about.st_size)
-    if kind is None and (JSON_NAME.search(path) or JSON_START.match(start)):
-        return Input(path, "lines", about.st_size)
-    if wiki.IS_DUMP.match(start):
-        return Input(path, "text", about.st_size, is_wiki=True)
-    source = _input(path, kind, about, None)
-    if source.kind in ("parquet", "arrow"):
-        rows.require_columns(f"--input {path}", tables.refuse_schema(path, source.kind, given.json_keys))
-    return source
-
-
-def _inspect_inside(folder: str, path: str, about: os.stat_result, given: TextInputs) -> Input | Bad:
-    """Recognise a file in a folder, or return why it is passed over."""
-    if _is_small_text(path, about.st_size):
-        return _input(path, None, about, folder)  # a worker, who opens it anyway, looks at the content
-    try:
-        with open(path, "rb", buffering=containers.START) as file:
+        if is_named and not is_remote:
+            about = os.stat(path)
+            if not stat.S_ISREG(about.st_mode):
+                return source  # what is read from a pipe here would be lost
+            source = replace(source, bytes=about.st_size, changed=about.st_mtime_ns)
+        with open_source(source, containers.START) as file:
             kind, start = _look_into(file)
     except OSError as error:
+        if is_named:
+            raise UserError(f"--input {shown(path)} cannot be read: {error.strerror}", IO) from None
         raise folders.unreadable(path, error) from None
-    return _recognise(path, about, folder, given, kind, start)
+    if is_remote and kind in ("parquet", "arrow", "arrow stream", "sqlite"):
+        reason = f"{kind} tables in object storage, which are read from a disk of this machine alone"
+        if is_named:
+            raise bad_data(f"--input {path}: {reason}; copy it here first, or write its texts as JSON lines")
+        return Bad(reason)
+    found = _recognise(source, given, kind, start)
+    if is_remote and isinstance(found, Input):
+        return replace(found, kind="csv" if found.kind == "csv" else "stream")
+    return found
 
 
 def _look_into(file: BinaryIO) -> tuple[str | None, bytes]:
@@ -322,44 +287,57 @@ def _look_into(file: BinaryIO) -> tuple[str | None, bytes]:
         return kind, b""
 
 
-def _recognise(
-    path: str, about: os.stat_result, folder: str, given: TextInputs, kind: str | None, start: bytes
-) -> Input | Bad:
-    """Recognise a file in a folder by its first bytes, or return why it is passed over."""
+def _recognise(source: Input, given: TextInputs, kind: str | None, start: bytes) -> Input | Bad:
+    """Recognise a file by its first bytes, or return why it is passed over in a folder."""
+    path, keys, is_named = source.path, given.json_keys, source.folder is None
+    if kind == "pdf" and is_named:
+        raise a_pdf(path)
     inner = containers.kind_of_bytes(start) if start else None
     codec = plain.codec_of_file(path, start, given.encoding) if inner is None else ""
     start = encodings.to_utf8(start[: containers.HEAD] if kind in containers.STREAMS else start, codec)
     suffix = folders.suffix_of(path)
-    is_chosen = given.include or folders.is_known(suffix)
-    if is_chosen and (kind in ("parquet", "arrow", "arrow stream", "tar", "zip") or inner == "tar"):
-        source = _input(path, kind, about, folder)
-        if source.kind in ("parquet", "arrow"):
-            return _table(source, tables.refuse_schema(path, source.kind, given.json_keys))
-        return source
+    is_chosen = is_named or given.include or folders.is_known(suffix)
+    if is_chosen and (kind in ("parquet", "arrow") or (kind == "arrow stream" and path.endswith(".arrow"))):
+        source = replace(source, kind="parquet" if kind == "parquet" else "arrow")
+        return _table(source, tables.refuse_schema(path, source.kind, keys))
+    if is_chosen and (kind in ("arrow stream", "tar", "zip") or inner == "tar"):
+        return _text(source, kind)
     if kind == "sqlite":
-        source = Input(path, "sqlite", about.st_size, folder)
-        return source if given.table else Bad("SQLite databases, which need --table")
+        can_read = is_named or given.table
+        return replace(source, kind="sqlite") if can_read else Bad("SQLite databases, which need --table")
     if rows.CSV_NAME.search(path) and inner is None:
-        return _table(Input(path, "csv", about.st_size, folder), rows.refuse_header(path, start, given.json_keys))
-    if suffix in (".jsonl", ".ndjson") or is_json_lines(start, given.json_keys):
-        return Input(path, "stream" if kind or codec else "lines", about.st_size, folder)
+        refused = None if is_named else rows.refuse_header(path, start, keys)
+        return _table(replace(source, kind="csv"), refused)
+    if is_named:
+        is_json = bool(JSON_NAME.search(path) or JSON_START.match(start))
+    else:
+        is_json = suffix in (".jsonl", ".ndjson") or is_json_lines(start, keys)
+    if is_json:
+        return replace(source, kind="stream" if kind or codec else "lines")
     if not is_chosen:
         return Bad(folders.OTHER_SUFFIX + (suffix or "no suffix"))
     if wiki.IS_DUMP.match(start):
-        return Input(path, "stream" if kind else "text", about.st_size, folder, is_wiki=True)
+        return replace(source, kind="stream" if kind or codec else "text", is_wiki=True)
+    if not is_named and (reason := _why_no_text(suffix, kind, start, given)):
+        return reason
+    return source if codec else _text(source, kind)
+
+
+def _why_no_text(suffix: str, kind: str | None, start: bytes, given: TextInputs) -> Bad | None:
+    """Return why a file in a folder that is no table, archive or JSON lines is passed over."""
     if suffix in (".json", ".xml") and not given.include:
         return _not_lines(start, given) if suffix == ".json" else Bad("XML other than wiki dumps")
     if suffix in folders.DATA and suffix not in (".json", ".xml") and not kind:
         return Bad("not of the kind that their suffix says")
     if kind == "pdf":
         return Bad(folders.PDF)
-    if b"\0" in start:
-        return Bad("binary")
-    return Input(path, "stream", about.st_size, folder) if codec else _input(path, kind, about, folder)
+    return Bad("binary") if b"\0" in start else None
 
 
 def _table(source: Input, refused: rows.Refused | None) -> Input | Bad:
-    return Bad(f"tables with {refused.what}", cure=refused.cure) if refused else source
+    if source.folder is None:
+        rows.require_columns(f"--input {source.path}", refused)
+    return refused.as_bad() if refused else source
 
 
 def _not_lines(start: bytes, given: TextInputs) -> Bad:
@@ -385,18 +363,14 @@ def is_json_lines(start: bytes, keys: list[str]) -> bool:
     return isinstance(record, dict) and all(key in record for key in keys)
 
 
-def _input(path: str, kind: str | None, about: os.stat_result, folder: str | None) -> Input:
-    """Return a table, an archive, or text."""
-    size = about.st_size
-    if kind in ("parquet", "arrow"):
-        return Input(path, "parquet" if kind == "parquet" else "arrow", size, folder)
-    if kind == "arrow stream" and path.endswith(".arrow"):
-        return Input(path, "arrow", size, folder)
+def _text(source: Input, kind: str | None) -> Input:
+    """Return a text, or what may be unpacked to one or to several."""
     is_text = kind is None or kind == "arrow stream"
-    is_small = size <= PIECE or (is_text and HTML_NAME.search(path))
-    if is_small and (is_text or (folder is not None and folders.suffix_of(path) in folders.SUFFIXES)):
-        return Input(path, "small files", size, folder, ((path, size, about.st_mtime_ns),))
-    return Input(path, "text" if is_text else "stream", size, folder)
+    is_small = source.bytes <= PIECE or (is_text and HTML_NAME.search(source.path))
+    is_one = is_text or (source.folder is not None and folders.suffix_of(source.path) in folders.SUFFIXES)
+    if is_small and is_one:
+        return replace(source, kind="small files")
+    return replace(source, kind="text" if is_text else "stream")
 
 
 def _joined(inputs: list[Input]) -> Iterator[Input]:
@@ -405,5 +379,5 @@ def _joined(inputs: list[Input]) -> Iterator[Input]:
         if kind != "small files":
             yield from group
             continue
-        files = tuple(file for source in group for file in source.files)
+        files = tuple((source.path, source.bytes, source.changed) for source in group)
         yield Input(files[0][0], kind, sum(max(size, 1) for _, size, _ in files), folder, files)

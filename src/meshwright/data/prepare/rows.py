@@ -22,7 +22,7 @@ from meshwright.data.prepare import records
 from meshwright.data.prepare.containers import DamagedInput
 from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import shown
-from meshwright.data.prepare.records import BAD_ROW, MOST_KEYS, choose_key
+from meshwright.data.prepare.records import BAD_ROW, MOST_KEYS, Bad, choose_key
 from meshwright.errors import bad_data
 
 # What SQLite's columns are declared as that hold no text.
@@ -35,6 +35,10 @@ class Refused(NamedTuple):
 
     what: str
     cure: str
+
+    def as_bad(self) -> Bad:
+        """Say why the table is passed over in a folder or an archive."""
+        return Bad(f"tables with {self.what}", is_passed=True, cure=self.cure)
 
 
 def refuse_columns(columns: list[str], keys: Iterable[str], texts: Iterable[str] | None = None) -> Refused | None:
