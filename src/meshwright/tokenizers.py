@@ -341,8 +341,8 @@ def find_saved(*folders: Path | None) -> Path | None:
 
 
 def _find_model(folder: Path) -> Path | None:
-    """Return the model of SentencePiece, the ranks of tiktoken or BERT's vocabulary in a folder."""
-    patterns = (MODEL, "spiece.model", "tiktoken.model", "*.tiktoken", WORDS)
+    """Return a model of SentencePiece, ranks of tiktoken, or BERT's or GPT-2's vocabulary."""
+    patterns = (MODEL, "spiece.model", "tiktoken.model", "*.tiktoken", WORDS, "gpt2-vocab.json", "*.model")
     return next((path for pattern in patterns for path in sorted(folder.glob(pattern))), None)
 
 
@@ -475,10 +475,6 @@ def _build_folder(folder: Path) -> Tokenizer:
     """Return the tokenizer of a run, a run's `tokenizer/`, or a folder of tokenizer files."""
     if saved := folder if (folder / "meta.json").is_file() else find_saved(folder):
         return _build_saved(TokenizerFlags(), saved)
-    if (vocab := folder / "gpt2-vocab.json").is_file():
-        return _build_file(vocab)
-    if models := sorted(folder.glob("*.model")):
-        return _build_file(models[0])
     wanted = "tokenizer.json, nor vocab.json and merges.txt, *.model, *.tiktoken, vocab.txt or a run's tokenizer/"
     raise bad_data(f"--tokenizer {folder} holds no {wanted}; name {WAYS.removeprefix('with ')}")
 
