@@ -388,7 +388,7 @@ def other_files(folder: Path) -> None:
     assert re.search(r"--data-path a \(its files\): \w+ on rank 0, \w+ on rank 1", str(caught.value))
     assert "data_fingerprint" not in str(caught.value) and "run_dir" not in str(caught.value)
     shared = replace(config, tokenizer=replace(given, tokenizer_model="none.json"))
-    assert "none.json does not exist" in error_of(lambda: require_equal(shared))
+    assert "none.json cannot be read: No such file" in error_of(lambda: require_equal(shared))
 
 
 def test_files_that_differ_between_nodes_are_refused(tmp_path: Path) -> None:
