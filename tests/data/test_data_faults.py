@@ -46,7 +46,7 @@ def hostile(seed, lines=4000):
 
 def run(folder, given, **settings):
     _, stderr = preprocess_inputs(folder / "out", given, on_error="skip", **settings)
-    lines = [line for line in stderr.splitlines() if not line.startswith("note: ")]
+    lines = [line for line in stderr.splitlines() if not line.startswith(("note: ", "warning: "))]
     return texts_in(folder / "out_text_document"), lines[-1]
 
 

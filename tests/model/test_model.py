@@ -593,7 +593,6 @@ def test_compiled_blocks_equal_plain_ones(kind, documents, recompute):
     assert_near(*results)
 
 
-@pytest.mark.flag("attention_impl")
 def test_the_reference_gets_dense_masks_on_a_gpu_too(monkeypatch):
     monkeypatch.setattr(positions.devices, "has_kernels", lambda device: True)
     x = torch.zeros(1, 8, dtype=torch.int64)

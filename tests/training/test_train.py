@@ -581,8 +581,6 @@ def test_an_unread_result_is_no_failure_but_lost_work_is(tmp_path):
     assert done.stdout == "0\n" if (tmp_path / "x_text_document.idx").exists() else done.stdout == "74\n"
 
 
-@pytest.mark.fault("F26")
-@pytest.mark.flag("data_changed")
 @pytest.mark.parametrize("damage", [{"data_sets": [[]]}, {"data_fingerprint": 5}])
 def test_settings_of_data_that_no_run_states_are_refused(damage):
     from meshwright.training.state.resume import files_by_path
@@ -592,6 +590,8 @@ def test_settings_of_data_that_no_run_states_are_refused(damage):
     assert "does not state its data" in error_of(lambda: files_by_path(good | damage))
 
 
+@pytest.mark.fault("F26")
+@pytest.mark.flag("data_changed")
 def test_changed_data_is_refused_on_resume(tmp_path, capsys):
     import numpy as np
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshwright import tokenizers
-from meshwright.console import show
+from meshwright.console import set_stream, show
 from meshwright.data.files.indexed import Indexed, check_vocabulary
 from meshwright.errors import DONE, UserError
 from meshwright.model import counts
@@ -57,6 +57,7 @@ def dry_run(config: TrainConfig) -> int:
 
     Nothing is written, except local copies of what is in object storage.
     """
+    set_stream("stdout")
     require_settings(config, needs_data=False)
     bring_files(config)
     config = settle_length(config)
