@@ -35,12 +35,12 @@ class Prompt:
     id: Any = None  # of a JSON line, copied to the output
 
 
-def read_prompt_file(path: str, usual: Prompt, flag: str = "--prompts") -> list[Prompt]:
+def read_prompt_file(path: str, usual: Prompt) -> list[Prompt]:
     """Read a file, or standard input for `-`; `usual` has the options that a line does not give.
 
     It is JSON if the first line is an object.
     """
-    text = read_prompt_text(path, flag)
+    text = read_prompt_text(path, "--prompts")
     if not text.lstrip().startswith("{"):
         return prompts_of_lines(text, usual)
     prompts, faults = [], []
@@ -50,7 +50,7 @@ def read_prompt_file(path: str, usual: Prompt, flag: str = "--prompts") -> list[
         try:
             prompts.append(parse_prompt(line, usual))
         except Refusal as error:
-            faults.append(f"{flag} {path}:{number}: {error}")
+            faults.append(f"--prompts {path}:{number}: {error}")
     refuse_all(faults)
     return prompts
 

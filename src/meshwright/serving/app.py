@@ -7,6 +7,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import orjson
@@ -21,7 +22,7 @@ from meshwright.generation.decoder import Decoder, run_requests
 from meshwright.generation.requests import Request
 from meshwright.serving import megatron, openai
 from meshwright.serving.metrics import ServerMetrics
-from meshwright.serving.openai import ServedModel
+from meshwright.serving.openai import OpenAICall, ServedModel
 from meshwright.serving.scheduler import QueuedRequest, Scheduler
 from meshwright.settings.schema import Sampling
 from meshwright.web.guard import Limits, Receive, Scope, Send, as_refused, error_of, too_large
@@ -43,8 +44,8 @@ class TextServer:
     def __init__(self, served: ServedModel, scheduler: Scheduler, limits: Limits) -> None:
         self.served, self.scheduler, self.limits, self.metrics = served, scheduler, limits, ServerMetrics()
         routes = [
-            Route("/v1/completions", Endpoint(self, self.complete), methods=["POST"]),
-            Route("/v1/chat/completions", Endpoint(self, self.chat), methods=["POST"]),
+            Route("/v1/completions", Endpoint(self, partial(self.generate, openai.read_completion)), methods=["POST"]),
+            Route("/v1/chat/completions", Endpoint(self, partial(self.generate, openai.read_chat)), methods=["POST"]),
             Route("/api", Endpoint(self, self.megatron), methods=["PUT"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.one_model),
@@ -60,13 +61,8 @@ class TextServer:
 
     # Text
 
-    async def complete(self, f: Fields, send: Send) -> None:
-        await self._generate(await asyncio.to_thread(openai.read_completion, f, self.served), send)
-
-    async def chat(self, f: Fields, send: Send) -> None:
-        await self._generate(await asyncio.to_thread(openai.read_chat, f, self.served), send)
-
-    async def _generate(self, call: openai.OpenAICall, send: Send) -> None:
+    async def generate(self, read: Callable[[Fields, ServedModel], OpenAICall], f: Fields, send: Send) -> None:
+        call = await asyncio.to_thread(read, f, self.served)
         job = QueuedRequest(call.requests, self.limits.answer_seconds)
         self.metrics.tokens["prompt_tokens_total"] += call.prompt_tokens
         began = time.monotonic()
@@ -80,7 +76,7 @@ class TextServer:
         finally:
             self.metrics.tokens["generated_tokens_total"] += job.generated
 
-    async def _stream(self, call: openai.OpenAICall, job: QueuedRequest, send: Send) -> None:
+    async def _stream(self, call: OpenAICall, job: QueuedRequest, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
         try:
             async with contextlib.aclosing(openai.stream_call(call, self.served, job)) as parts:
