@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -11,7 +12,7 @@ import math
 import os
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from meshwright.data.prepare.documents import cut_document
 from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.inputs import find_inputs
 from meshwright.data.prepare.pieces import Broken, Piece, TextPiece
-from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, advice, lines_in
+from meshwright.data.prepare.records import NOT_UTF8, Bad, advice
 from meshwright.errors import BAD_DATA, UserError, bad_data
 from meshwright.files import replacing
 from meshwright.settings.text_inputs import TextInputs
@@ -30,6 +31,7 @@ MOST_UNDECODED = 0.1  # share of the bytes in files passed over for their encodi
 MOST_HELD_OUT = 200_000
 SAMPLE_BYTES = 50_000_000  # bytes from which a vocabulary is learnt
 LEAST_BYTES = 20_000  # bytes of text from which something can be learnt
+BLANK = "without text"  # the kind of a line whose text is white space alone
 LONGEST_PART, SHORTEST_PART = 1 << 16, 1 << 11  # bytes of a part that a long document is cut into
 
 
@@ -91,18 +93,17 @@ class InputDocuments:
                 self.inputs.bad.count("input cut short", 1, piece.place(0, self.settings.json_keys))
                 continue
             for number, unit in enumerate(piece.units(self.settings.json_keys)):
-                self.inputs.bad.lines += lines_in(unit)
-                if isinstance(unit, Bad):
-                    self.note_bad(piece, number, unit)
-                elif isinstance(unit, Mended):
-                    self.count_bad(NOT_UTF8, piece, number, unit.lines)
+                place = functools.partial(piece.place, number, self.settings.json_keys)
+                if isinstance(unit, Bad) and unit.kind == NOT_UTF8:
+                    self.note_undecoded(piece, place, unit)
+                self.inputs.count_unit(unit, place)
                 for text in () if unit is None or isinstance(unit, Bad) else unit:
                     characters += len(text)
                     if text.strip():
                         self.archives.update([os.path.basename(piece.path)] if piece.is_archive else [])
                         yield text
                     else:
-                        self.count_bad("without text", piece, number)
+                        self.inputs.bad.count(BLANK, 1, "" if BLANK in self.inputs.bad else place())
             if characters > 1.5 * self.limit:  # a compressed input holds more than its size says
                 self.is_sample = True
                 return
@@ -125,20 +126,13 @@ class InputDocuments:
             f"  {read}convert them with iconv, or leave them out: --exclude {shlex.join(map(os.path.basename, names))}"
         )
 
-    def note_bad(self, piece: Piece, number: int, unit: Bad) -> None:
-        """Count a bad line or a file without text; raise for a named text that is not UTF-8."""
+    def note_undecoded(self, piece: Piece, place: Callable[[], str], unit: Bad) -> None:
+        """Note the size of a file that is passed over; raise for a named text."""
         if unit.is_passed:
-            self.inputs.passed.note_unit(unit)
-            self.undecoded += unit.size if unit.kind == NOT_UTF8 else 0
+            self.undecoded += unit.size
             self.guess = self.guess or unit.guess
-            return
-        if isinstance(piece, TextPiece) and unit.kind == NOT_UTF8 and self.settings.on_error == "stop":
-            raise bad_data(f"{piece.place(number, self.settings.json_keys)}: {unit}{advice(unit, False)}")
-        self.count_bad(unit.kind, piece, number)
-
-    def count_bad(self, kind: str, piece: Piece, number: int, lines: int = 1) -> None:
-        place = "" if kind in self.inputs.bad else piece.place(number, self.settings.json_keys)
-        self.inputs.bad.count(kind, lines, place)
+        elif isinstance(piece, TextPiece) and self.settings.on_error == "stop":
+            raise bad_data(f"{place()}: {unit}{advice(unit, False)}")
 
     def left_out(self) -> list[str]:
         return self.inputs.left_out(self.settings.on_error, self.settings.encoding)

@@ -6,6 +6,7 @@ several machines can share them.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from meshwright.data.prepare.inputs import (
 )
 from meshwright.data.prepare.pieces import Broken, LinesAt, LinesHere, Piece, Rows, SmallFiles, Text, TextAt, TextsHere
 from meshwright.data.prepare.plain import HTML_NAME, JSON_LINES, PIECE
-from meshwright.data.prepare.records import NOT_UTF8, TOO_LONG, Bad, Mended, Reading, advice, lines_in
+from meshwright.data.prepare.records import TOO_LONG, Bad, Reading, advice
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.settings.text_inputs import TextInputs
 
@@ -304,18 +305,11 @@ def read_texts(
             inputs.bad.count("input cut short", 1, piece.place(0, keys))
         before, count = units_before.get(piece.number, 0), 0
         for unit in piece.units(keys):
-            inputs.bad.lines += lines_in(unit)
-            is_bad = isinstance(unit, Bad) and not unit.is_passed
-            if isinstance(unit, Mended) or (is_bad and given.on_error == "skip"):
-                kind = unit.kind if isinstance(unit, Bad) else NOT_UTF8
-                lines = unit.lines if isinstance(unit, Mended) else 1
-                inputs.bad.count(kind, lines, "" if kind in inputs.bad else piece.place(count, keys, before))
-            elif isinstance(unit, Bad) and is_bad:
-                raise bad_data(f"{piece.place(count, keys, before)}: {unit}{advice(unit, is_start)}")
-            if isinstance(unit, Bad):
-                if unit.is_passed:
-                    inputs.passed.note_unit(unit)
-            elif unit:
+            place = functools.partial(piece.place, count, keys, before)
+            if isinstance(unit, Bad) and not unit.is_passed and given.on_error != "skip":
+                raise bad_data(f"{place()}: {unit}{advice(unit, is_start)}")
+            inputs.count_unit(unit, place)
+            if unit and not isinstance(unit, Bad):
                 is_start = False
                 yield from unit
             count += 1

@@ -13,14 +13,14 @@ import re
 import shlex
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO, Literal
 
 from meshwright.data.prepare import containers, encodings, folders, hub_sets, plain, rows, tables, wiki
 from meshwright.data.prepare.folders import NOT_CHOSEN, NameFilter, PassedOver, shown
 from meshwright.data.prepare.plain import HTML_NAME, PIECE
-from meshwright.data.prepare.records import NOT_UTF8, Bad, parse_line
+from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, Unit, lines_in, parse_line
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.progress import SkippedLines
 from meshwright.settings.hints import near_path
@@ -98,6 +98,15 @@ class Inputs:
         for source in self.inputs:
             counts["wiki dumps" if source.is_wiki else names.get(source.kind, "tables")] += len(source.files) or 1
         return ", ".join(f"{count:,} of {kind}" for kind, count in counts.items())
+
+    def count_unit(self, unit: Unit, place: Callable[[], str]) -> None:
+        """Count the lines of a unit, and what is wrong with it."""
+        self.bad.lines += lines_in(unit)
+        if isinstance(unit, Bad) and unit.is_passed:
+            self.passed.note_unit(unit)
+        elif isinstance(unit, Bad | Mended):
+            kind, lines = (unit.kind, 1) if isinstance(unit, Bad) else (NOT_UTF8, unit.lines)
+            self.bad.count(kind, lines, "" if kind in self.bad else place())
 
     def left_out(self, on_error: str, encoding: str = "") -> list[str]:
         """Say which lines and files were not read as they are."""
