@@ -49,7 +49,7 @@ SEEN_WITHIN = 5.0  # seconds until a network file system shows one node's new fi
 
 
 def crash_point(name: str) -> None:
-    """Do nothing; tests replace this to kill the process at each named point of the protocol."""
+    """Do nothing; tests replace this to kill the process at a named point of a save or upload."""
 
 
 # Writing

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from meshwright.checkpoint import mirror
+from meshwright.checkpoint import mirror, publish
 from meshwright.checkpoint.lease import OWNER, confirm, read_owner
 from meshwright.checkpoint.manifests import MANIFEST, Manifest, read_manifest, sha256
-from meshwright.checkpoint.publish import Users
 from meshwright.checkpoint.steps import TRACKER, list_steps, step_folder
 from meshwright.console import notice, remark
 from meshwright.errors import IO, LOCKED, UserError
+from meshwright.ranks.pulse import pulse
 from meshwright.ranks.team import ALONE, Team
 from meshwright.storage.addresses import address_of
 from meshwright.storage.copies import read_note, write_note
@@ -31,10 +30,6 @@ LOOK = 1.0  # seconds between looks for their receipts
 SOON = 2.0  # seconds of waiting that need no explanation
 
 
-def crash_point(name: str) -> None:
-    """Do nothing; tests replace this to kill the process at each named point of an upload."""
-
-
 class Uploader:
     """Sends what a run has saved, by one thread of rank 0.
 
@@ -45,7 +40,7 @@ class Uploader:
     there, and then a receipt for the step; rank 0 waits for all receipts before the manifest.
     """
 
-    def __init__(self, root: Path, others: list[Path], team: Team = ALONE, users: Users = ()) -> None:
+    def __init__(self, root: Path, others: list[Path], team: Team = ALONE, users: publish.Users = ()) -> None:
         self.root, self.others, self.rank = root, others, team.rank
         self.senders = sorted({0, *users})
         self.saved: int | None = None  # the step that other machines are sending too
@@ -72,18 +67,19 @@ class Uploader:
             self.remove(self.removed)
         self.removed.clear()
 
-    def wait(self, tick: Callable[[], None]) -> None:
-        """Wait until nothing is sent any more."""
+    def wait(self) -> None:
+        """Wait until nothing is sent any more, with signs of life for ranks that wait for this."""
         began, is_explained = time.monotonic(), False
         while self.flying is not None and not self.flying.done():
             time.sleep(0.01)
-            tick()
+            pulse.tick()
             if not is_explained and time.monotonic() - began > SOON:
                 remark(f" > waiting for the upload to {address_of(self.root)}")
                 is_explained = True
 
     def end(self) -> None:
         """Wait, and raise the failure of what was sent."""
+        self.wait()
         flying, self.flying = self.flying, None
         if flying is not None:
             flying.result()
@@ -116,11 +112,11 @@ class Uploader:
                 known = sent.get(f"{folder.name}/{name}")
                 if known is None or name not in there or known != [file.sha256, there[name].tag]:
                     self.confirm()
-                    crash_point("before_file")
+                    publish.crash_point("before_file")
                     sent[f"{folder.name}/{name}"] = [file.sha256, store.put(f"{key}/{name}", folder / name)]
                     write_note(self.root / SENT, sent)
             self.publish(step, manifest, raw)
-        crash_point("after_manifest")
+        publish.crash_point("after_manifest")
         sent[f"{folder.name}/{MANIFEST}"] = sha256([raw])
         write_note(self.root / SENT, sent)
         if not self.rank:
@@ -146,7 +142,7 @@ class Uploader:
         if wrong := [name for name, file in manifest.items() if name not in there or there[name].size != file.size]:
             raise UserError(f"{store.bucket}/{key}/{wrong[0]} is not there, or of another size than was sent", IO)
         self.confirm()
-        crash_point("before_manifest")
+        publish.crash_point("before_manifest")
         store.put(f"{key}/{MANIFEST}", raw)
         store.delete(lacking)
 

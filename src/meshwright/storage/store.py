@@ -57,10 +57,9 @@ class BucketObjects:
 
     def get(self, key: str) -> tuple[bytes, str | None] | None:
         """Return a small object and its tag, or None if there is none."""
-        import obstore
 
         def act() -> tuple[bytes, str | None]:
-            result = obstore.get(self.objects, key)
+            result = self.objects.get(key)
             if result.meta["size"] > SMALL:
                 raise UserError(f"{self.bucket}/{key}: {result.meta['size']:,} bytes, above the limit of {SMALL:,}", IO)
             return bytes(result.bytes()), result.meta[self.condition]
@@ -69,10 +68,8 @@ class BucketObjects:
 
     def read(self, key: str, begin: int, size: int, tag: str | None = None) -> memoryview:
         """Return a range of an object, all of it; raise if it has another tag."""
-        import obstore
-
         options: Any = {"range": (begin, begin + size)} | ({"if_match": tag} if tag else {})
-        data = self.ask(key, lambda: obstore.get(self.objects, key, options=options).bytes(), CONFLICT)
+        data = self.ask(key, lambda: self.objects.get(key, options=options).bytes(), CONFLICT)
         if data is None:
             raise bad_data(f"{self.bucket}/{key} has changed while it was read; start again when it is complete")
         if len(data) != size:
@@ -81,13 +78,8 @@ class BucketObjects:
 
     def entry(self, key: str) -> Entry | None:
         """Return what a listing would say of an object, None if there is none."""
-        import obstore
-
-        def act() -> Entry:
-            meta = obstore.head(self.objects, key)
-            return Entry(meta["size"], meta["e_tag"])
-
-        return self.ask(key, act, MISSING)
+        meta = self.ask(key, lambda: self.objects.head(key), MISSING)
+        return Entry(meta["size"], meta["e_tag"]) if meta else None
 
     def put(self, key: str, data: bytes | Path, mode: Any = "overwrite") -> str | None:
         """Write an object and return its tag; a large file is sent in parts.
@@ -95,8 +87,6 @@ class BucketObjects:
         With the mode "create", or {"e_tag": tag} with a tag that `get` or such a call returned,
         return None if there is an object already, or one with another tag.
         """
-        import obstore
-
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         in_parts, part = size > PART and mode == "overwrite", max(PART, -(-size // MOST_PARTS))
         if isinstance(data, Path) and not in_parts:
@@ -104,19 +94,17 @@ class BucketObjects:
         wanted: Any = mode if isinstance(mode, str) else {self.condition: mode["e_tag"]}
         result = self.ask(
             key,
-            lambda: obstore.put(self.objects, key, data, mode=wanted, use_multipart=in_parts, chunk_size=part),
+            lambda: self.objects.put(key, data, mode=wanted, use_multipart=in_parts, chunk_size=part),
             CONFLICT if mode != "overwrite" else (),
         )
         return result["e_tag" if mode == "overwrite" else self.condition] if result else None
 
     def entries(self, prefix: str) -> dict[str, Entry]:
         """Return the objects below a prefix, by their keys without it."""
-        import obstore
-
         prefix = prefix.rstrip("/") + "/" if prefix else ""
 
         def act() -> dict[str, Entry]:
-            pages = obstore.list(self.objects, prefix or None)
+            pages = self.objects.list(prefix or None)
             every = (meta for page in pages for meta in page)
             return {meta["path"].removeprefix(prefix): Entry(meta["size"], meta["e_tag"]) for meta in every}
 
@@ -124,10 +112,8 @@ class BucketObjects:
 
     def delete(self, keys: list[str]) -> None:
         """Delete objects, one after the other."""
-        import obstore
-
         for key in keys:
-            self.ask(key, functools.partial(obstore.delete, self.objects, key), MISSING)
+            self.ask(key, functools.partial(self.objects.delete, key), MISSING)
 
     def ask(self, key: str, act: Callable[[], T], none_for: tuple[str, ...] = ()) -> T | None:
         """Return what `act` returns, or None for some errors of the library; explain others.

@@ -15,7 +15,6 @@ from meshwright.checkpoint import loading, native, publish, steps
 from meshwright.checkpoint.upload import Uploader
 from meshwright.console import remark, say
 from meshwright.errors import IO, UserError
-from meshwright.ranks.pulse import pulse
 from meshwright.storage.addresses import address_of
 
 if TYPE_CHECKING:
@@ -227,18 +226,14 @@ class Saver:
             self.uploader.begin(step, removed if address_of(self.config.checkpoint.save or "") else [])
 
     def wait_for_upload(self) -> None:
-        """Wait until nothing is sent: what was sent makes room on this machine.
-
-        The other ranks wait meanwhile, for as long as rank 0 makes progress.
-        """
+        """Wait until nothing is sent: what was sent makes room on this machine."""
         if self.uploader is not None:
-            self.uploader.wait(pulse.tick)
+            self.uploader.wait()
 
     def end_upload(self, at_end: bool = False) -> None:
         """Wait until nothing is sent; a failure ends the run unless --save-error is warn."""
         if self.uploader is None:
             return
-        self.wait_for_upload()
         try:
             self.uploader.end()
         except UserError as error:
