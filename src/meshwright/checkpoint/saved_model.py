@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import tokenizers
-from meshwright.checkpoint import loading, steps
-from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.sources import Source
 from meshwright.errors import bad_data
 from meshwright.settings import checks, flags
@@ -54,17 +52,6 @@ class SavedModel:
         """List the architecture flags in `given` that differ from the checkpoint."""
         named = {name: given[name] for name in ARCHITECTURE if name in given}
         return checks.contradictions(dataclasses.replace(self.model, **named), self.model, named)
-
-
-def open_saved(
-    path: str | Path,
-    step: int | None = None,
-    options: OpenOptions = loading.PLAIN,
-    given: Mapping[str, Any] | None = None,
-) -> SavedModel:
-    """Open the newest complete step under `path`, or the given one, and describe its model."""
-    path = Path(path) if step is None else steps.step_folder(path, step)
-    return describe_model(loading.require_checkpoint(path, options), given)
 
 
 def describe_model(source: Source, given: Mapping[str, Any] | None = None) -> SavedModel:

@@ -15,7 +15,7 @@ from torch import Tensor
 from meshwright import tokenizers
 from meshwright.checkpoint import loading, native
 from meshwright.checkpoint.loading import OpenOptions
-from meshwright.checkpoint.saved_model import SavedModel, describe_model, open_saved
+from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source, TensorBoxes
 from meshwright.checkpoint.steps import NATIVE
 from meshwright.errors import UserError, bad_data, not_a_run
@@ -203,7 +203,8 @@ class CheckedModel:
 
 def open_checked(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFlags) -> CheckedModel:
     """Check the flags against the step that `folder` names, else its newest complete one."""
-    return check_model(open_saved(folder, options=open_options(given), given=given), given, vocabulary)
+    source = loading.require_checkpoint(folder, open_options(given))
+    return check_model(describe_model(source, given), given, vocabulary)
 
 
 def open_options(given: Mapping[str, Any]) -> OpenOptions:

@@ -17,6 +17,7 @@ from helpers import error_of
 from meshwright import __main__ as cli
 from meshwright import tokenizers
 from meshwright.checkpoint import native
+from meshwright.checkpoint.convert import select
 from meshwright.checkpoint.foreign.huggingface import reader as huggingface
 from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.foreign.huggingface.writer import write_huggingface as write
@@ -190,7 +191,7 @@ def test_what_a_folder_does_not_state_is_noted(tmp_path, capsys):
     assert "resid_pdrop is 1.5; it must be in [0, 1)" in error_of(lambda: huggingface.open_huggingface(tmp_path / "b"))
 
 
-def test_files_of_every_kind(tmp_path):
+def test_files_of_every_kind(tmp_path, monkeypatch):
     """Safetensors and pickles, single or in parts, without the prefix, in half precision."""
     model = theirs("gpt2")
     model.save_pretrained(tmp_path / "one")
@@ -214,7 +215,8 @@ def test_files_of_every_kind(tmp_path):
     (tmp_path / "pickles" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
     for name in ("pickle", "pickles"):
         assert_reads(huggingface.open_huggingface(tmp_path / name), want)
-    write(huggingface.open_huggingface(tmp_path / "one"), tmp_path / "half", dtype="bfloat16", max_shard=20_000)
+    monkeypatch.setattr(huggingface_writer, "MAX_SHARD", 20_000)
+    write(select(huggingface.open_huggingface(tmp_path / "one"), dtype="bfloat16"), tmp_path / "half")
     source = huggingface.open_huggingface(tmp_path / "half")
     half = read_tensors(source)
     assert_reads(source, {k: v.bfloat16() for k, v in want.items()})

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshwright.checkpoint.claims import claimed
+from meshwright.checkpoint.claims import claimed, claimed_heads
 from meshwright.checkpoint.foreign.gpt import one_view
 from meshwright.checkpoint.sources import TensorView
 from meshwright.errors import UserError, bad_data
@@ -51,9 +51,11 @@ class ForeignFolder:
             raise bad_data(f"{self.folder / self.file}: {key} is {repr(value)[:100]}; it must be {bound.text}")
         return bound.kinds[0](value)
 
-    def layers(self, key: str) -> int:
-        """Return the number of layers, of which each has some tensors."""
-        return claimed(self.get(key, COUNT), f"{key} of {self.file}", len(self.tensors), why="it has no more tensors")
+    def sizes(self, width: str, heads: str, layers: str) -> tuple[int, int, int]:
+        """Return the numbers under these keys, of layers at most as many as there are tensors."""
+        most, why = len(self.tensors), "it has no more tensors"
+        count = claimed(self.get(layers, COUNT), f"{layers} of {self.file}", most, why=why)
+        return self.get(width, COUNT), claimed_heads(count, self.get(heads, COUNT), self.file), count
 
     def note_defaults(self, **defaults: float) -> None:
         """Note which of these keys the file leaves to transformers' defaults."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint.claims import claimed_heads
 from meshwright.checkpoint.foreign.folder import COUNT, POSITIVE, WINDOW, ForeignFolder, Views
 from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
 from meshwright.checkpoint.foreign.huggingface.reader import RotationKeys, rotation, window_settings
@@ -48,7 +47,6 @@ ROTATION = RotationKeys("rope_theta", "rotary_percentage", 0.25)
 
 def open_litgpt(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
     """Open the folder; its heads are the file's, and loading compares them with the flags."""
-    folder = Path(folder)
     if (folder / FILE).is_dir():
         raise bad_data(
             f"{folder / FILE} is in parts, one a rank; join them with `litgpt convert_pretrained_checkpoint`"
@@ -93,13 +91,12 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
     if (mlp, gelu) not in ACTIVATIONS:
         kinds = ", ".join(sorted({name for name, _ in ACTIVATIONS}))
         raise lit.refused(f"mlp_class_name is {mlp:.50} with gelu_approximate {gelu}", f"{kinds} can be read")
-    h, heads, layers = lit.get("n_embd", COUNT), lit.get("n_head", COUNT), lit.layers("n_layer")
+    h, heads, layers = lit.sizes("n_embd", "n_head", "n_layer")
     groups = lit.get("n_query_groups", COUNT, heads)
     if heads % groups:
         raise bad_data(f"{lit.folder / CONFIG}: n_head {heads} is not a multiple of n_query_groups {groups}")
     kind = lit.want("norm_class_name", "LayerNorm", "RMSNorm", default="LayerNorm")
     bias, cap = bool(config.get("bias", True)), config.get("final_logit_softcapping")
-    claimed_heads(layers, heads, CONFIG)
     return (
         FIXED
         | ACTIVATIONS[mlp, gelu]

@@ -43,15 +43,15 @@ TABLES, HEAD = ("wte.weight", "wpe.weight"), "lm_head.weight"
 OUTSIDE = {f"transformer.{name}": name for name in (*TABLES, "ln_f.weight", "ln_f.bias")} | {HEAD: HEAD}
 # What its model_args say of the shapes, and all else that they may hold.
 SIZES = {"n_layer": "num_layers", "n_embd": "hidden_size", "block_size": "max_position_embeddings"}
-OPTIONS = {*SIZES, "vocab_size", "n_head", "bias", "dropout"}
+SIZES |= {"vocab_size": "vocab_size"}
+OPTIONS = {*SIZES, "n_head", "bias", "dropout"}
 # Settings of train.py that a run needs to continue.
 NEEDED = "batch_size gradient_accumulation_steps learning_rate min_lr warmup_iters lr_decay_iters max_iters".split()
 
 
 def open_nanogpt(folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True) -> MappedSource:
     """Open a run's folder; its heads are the file's, and loading compares them with the flags."""
-    folder, notes = Path(folder), list[str]()
-    path = folder / FILE
+    path, notes = folder / FILE, list[str]()
     tree = pickles.load_pickle(path, trust=trust)
     if not isinstance(tree, dict) or not all(isinstance(tree.get(key), dict) for key in ("model", "model_args")):
         raise bad_data(f"{path}: not nanoGPT's, it has no `model` and `model_args`")
@@ -112,10 +112,9 @@ def check_arguments(path: Path, args: dict[str, Any], measured: dict[str, Any]) 
     if unknown := sorted(str(name) for name in args.keys() - OPTIONS):
         names = ", ".join(unknown[:5])
         raise bad_data(f"{path}: model_args name {names:.200}, which nanoGPT does not have; its network may be another")
-    sizes = SIZES | {"vocab_size": "vocab_size"}
     wrong = [
         f"{theirs} {args.get(theirs)!r:.50}, the tensors have {measured[ours]}"
-        for theirs, ours in sizes.items()
+        for theirs, ours in SIZES.items()
         if args.get(theirs) != measured[ours]
     ]
     heads, dropout = args.get("n_head"), args.get("dropout", math.nan)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshwright.checkpoint.claims import claimed_heads
 from meshwright.checkpoint.foreign.exports import SCALINGS
 from meshwright.checkpoint.foreign.folder import COUNT, NUMBER, POSITIVE, SHARE, WINDOW, ForeignFolder, Tensors, Views
 from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
@@ -40,7 +39,6 @@ def open_huggingface(
     folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True
 ) -> MappedSource:
     """Open the folder; its heads are config.json's, and loading compares them with the flags."""
-    folder = Path(folder)
     config = read_object(inside(folder, CONFIG))
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in READERS:
@@ -177,8 +175,7 @@ def read_gpt2(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     hf.want("scale_attn_by_inverse_layer_idx", False, default=False)
     hf.want("add_cross_attention", False, default=False)
     activation = hf.want("activation_function", *GELUS, default="gelu_new")
-    h, heads, layers = hf.get("n_embd", COUNT), hf.get("n_head", COUNT), hf.layers("n_layer")
-    claimed_heads(layers, heads, CONFIG)
+    h, heads, layers = hf.sizes("n_embd", "n_head", "n_layer")
     f, positions = hf.get("n_inner", COUNT, 4 * h), hf.get("n_positions", COUNT, 1024)
     if h % heads:
         raise bad_data(f"{hf.folder / CONFIG}: n_embd {h} is not a multiple of n_head {heads}")
@@ -226,9 +223,7 @@ def read_neox(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     """Read GPT-NeoX and Pythia, whose rows of query_key_value are by head as ours."""
     hf.want("attention_bias", True, default=True)
     activation = hf.want("hidden_act", *GELUS, default="gelu")
-    h, heads = hf.get("hidden_size", COUNT), hf.get("num_attention_heads", COUNT)
-    layers = hf.layers("num_hidden_layers")
-    claimed_heads(layers, heads, CONFIG)
+    h, heads, layers = hf.sizes("hidden_size", "num_attention_heads", "num_hidden_layers")
     f, positions = hf.get("intermediate_size", COUNT), hf.get("max_position_embeddings", COUNT, 2048)
     if h % heads:
         raise bad_data(f"{hf.folder / CONFIG}: hidden_size {h} is not a multiple of num_attention_heads {heads}")
@@ -286,9 +281,7 @@ def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     biases and others not: with qkv's only this is a setting of ours, otherwise the others are zero.
     """
     hf.want("hidden_act", "silu", "swish", default="silu")
-    h, heads = hf.get("hidden_size", COUNT), hf.get("num_attention_heads", COUNT)
-    layers = hf.layers("num_hidden_layers")
-    claimed_heads(layers, heads, CONFIG)
+    h, heads, layers = hf.sizes("hidden_size", "num_attention_heads", "num_hidden_layers")
     groups, head = (hf.get("num_key_value_heads", COUNT, heads), hf.get("head_dim", COUNT, h // heads or None))
     sizes = LlamaSizes(h, hf.get("intermediate_size", COUNT), heads, groups, head)
     if heads % groups:

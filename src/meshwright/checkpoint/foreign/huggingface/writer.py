@@ -63,17 +63,11 @@ class ExportedTensor(NamedTuple):
 
 
 def write_huggingface(
-    source: Source,
-    folder: Path,
-    dtype: str | None = None,
-    max_shard: float = MAX_SHARD,
-    tokenizer: Tokenizer | None = None,
-    run: Path | None = None,
-    again: bool = False,
+    source: Source, folder: Path, tokenizer: Tokenizer | None = None, run: Path | None = None, again: bool = False
 ) -> list[str]:
     """Write the complete folder or nothing; return notes for the user.
 
-    Without a dtype each tensor keeps its own. `again` may replace an earlier export of the `run`.
+    `again` may replace an earlier export of the `run`.
     """
     saved = describe_model(source)
     m = exports.without_idle_window(saved.model, saved.require_positions())
@@ -81,7 +75,7 @@ def write_huggingface(
     kind = require_expressible(m, source.folder, BAD_DATA)
     folder = folder.resolve()  # a link stays, its target is filled
     refuse_occupied(folder, run if again else None)
-    parts = list(WRITERS[family(kind)](ExportPlan(source, m, dtype)))
+    parts = list(WRITERS[family(kind)](ExportPlan(source, m)))
     notes: list[str] = []
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as own:
@@ -91,7 +85,7 @@ def write_huggingface(
         config = describe_config(kind, saved, parts[0]) | ids
         write_json(temporary / "config.json", config)
         write_json(temporary / "generation_config.json", {"_from_model_config": True} | ids)
-        write_tensors(temporary, source, parts, max_shard)
+        write_tensors(temporary, source, parts)
         if run is not None:
             write_json(temporary / MARK, {"run": name_of(run), "files": files_of(temporary)})
         sync(temporary)
@@ -177,11 +171,10 @@ def describe_config(kind: str, saved: SavedModel, wte: ExportedTensor) -> dict[s
 
 
 class ExportPlan(NamedTuple):
-    """Makes the parts of the tensors to write, in one dtype."""
+    """Makes the parts of the tensors to write."""
 
     source: Source
     m: Model
-    dtype: str | None
 
     def part(self, name: str, ours: str, spans: Spans | None = None, transposed: bool = False) -> ExportedTensor:
         """Return rows of one of our tensors; all of them without `spans`."""
@@ -190,9 +183,7 @@ class ExportPlan(NamedTuple):
         spans = spans or [(0, info.shape[0])]
         boxes = [((begin, *(0 for _ in inner)), (end - begin, *inner)) for begin, end in spans]
         shape_read = (sum(end - begin for begin, end in spans), *inner)
-        return ExportedTensor(
-            name, ours, boxes, shape_read, NAMES[self.dtype or info.dtype], transposed and len(shape_read) == 2
-        )
+        return ExportedTensor(name, ours, boxes, shape_read, NAMES[info.dtype], transposed and len(shape_read) == 2)
 
     def copies(self, stored: dict[str, str], transposed: bool = False) -> Iterator[ExportedTensor]:
         """Yield the weights and biases that exist."""
@@ -260,10 +251,10 @@ ARCHITECTURES |= {name.lower(): f"{name}ForCausalLM" for name in ("Llama", "Mist
 # Files
 
 
-def write_tensors(folder: Path, source: Source, parts: list[ExportedTensor], max_shard: float) -> None:
+def write_tensors(folder: Path, source: Source, parts: list[ExportedTensor]) -> None:
     shards: list[list[ExportedTensor]] = [[]]
     for part in parts:
-        if shards[-1] and sum(p.bytes for p in shards[-1]) + part.bytes > max_shard:
+        if shards[-1] and sum(p.bytes for p in shards[-1]) + part.bytes > MAX_SHARD:
             shards.append([])
         shards[-1].append(part)
     if len(shards) == 1:

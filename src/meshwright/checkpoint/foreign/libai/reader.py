@@ -63,8 +63,7 @@ def open_libai(folder: Path, trust: bool = False, heads: int | None = None, opti
 
     The number of heads does not follow from the shapes; LiBai's config.yaml or the flags give it.
     """
-    folder, notes = Path(folder), list[str]()
-    is_libai = (folder / "model").exists()
+    notes, is_libai = list[str](), (folder / "model").exists()
     if is_libai:
         weights = gpt.rename_tensors(folder, libai_tensors(folder / "model", trust), libai_name)
         stated = libai_settings(folder, notes)
