@@ -191,7 +191,7 @@ class RecordedStep(NamedTuple):
 
     gradients: TensorBoxes
     state: TensorBoxes  # after the step
-    numbers: list[float]  # COLUMNS
+    numbers: dict[str, float]  # COLUMNS
     samples: list[int]
     draws: Tensor  # hashes of seed, sample and position that dropout is drawn from
 
@@ -244,7 +244,8 @@ class Watched:
         self.trainer.step()
         self.trainer.finish()
         samples = [int(number) for batch in feed.batches for number in batch.sample_ids]
-        return RecordedStep(self.gradients, self.state(), rows_of(self.trainer)[-1], samples, self.draws(feed.batches))
+        numbers = dict(zip(COLUMNS, rows_of(self.trainer)[-1], strict=True))
+        return RecordedStep(self.gradients, self.state(), numbers, samples, self.draws(feed.batches))
 
     def close(self) -> None:
         self.trainer.net.store.observer = None
@@ -357,15 +358,9 @@ class _Comparing:
         self.has_trained_alone = False
 
     def compare(self, not_compared: list[str]) -> Comparison:
-        with self.explain_failures():
-            self.run()
-        return self.result(not_compared)
-
-    @contextlib.contextmanager
-    def explain_failures(self) -> Iterator[None]:
-        """Raise a failure of the layout alone as what it is: a difference from one process."""
+        """Return the result; a failure of the layout alone is a difference from one process."""
         try:
-            yield
+            self.run()
         except (UserError, OSError):
             raise
         except Exception as error:
@@ -378,6 +373,7 @@ class _Comparing:
             reason = f"{type(error).__name__} at {where}: {bare_message(error)}{before}"
             message = f"this layout fails where one process does not, {reason}; do not train with it, and report it"
             raise UserError(f"{message} with these flags", UNEQUAL) from error
+        return self.result(not_compared)
 
     def run(self) -> None:
         self.team.run_on_lead(lambda: self.train_alone(self.steps + 1))  # one more than the layout will have saved
@@ -449,8 +445,8 @@ class _Comparing:
         team = self.team
         one = self.one[step - 1] if team.is_lead else None
         row, samples = team.run_on_lead(lambda: one and [one.numbers, one.samples])
-        for column, got, want in zip(COLUMNS, made.numbers, row, strict=True):
-            self.seen.note(numbers or QUANTITIES[column], column, step, relative(got, want))
+        for column, got in made.numbers.items():
+            self.seen.note(numbers or QUANTITIES[column], column, step, relative(got, row[column]))
         self.compare_samples(step, made.samples, samples, tensors or Q.SAMPLES)
         want_draws = broadcast({"": one.draws} if one else None, team)[""]
         self.compare_draws(step, made.draws, want_draws, tensors or Q.DROPOUT)
@@ -493,7 +489,7 @@ class _Comparing:
             again = run.step()
         if self.is_repeatable:
             self.compare_bits(Q.NEXT_STEP, again.state, last.state)
-            self.compare_counters(Q.NEXT_STEP, dict(zip(COLUMNS, again.numbers, strict=True)), last.numbers)
+            self.compare_counters(Q.NEXT_STEP, again.numbers, last.numbers)
         else:  # the order of atomic additions differs
             self.compare_step(self.steps + 1, again, Q.NEXT_STEP, Q.NEXT_STEP)
 
@@ -512,16 +508,15 @@ class _Comparing:
             self.compare_counters(Q.LOADED_ALONE, mine[1], counters)
             want, number = self.one[self.steps], self.steps + 1
             self.seen.tensors(Q.NEXT_STEP_ALONE, number, mine[2].state, full_tensors(want.state))
-            for name, got, number_of_one in zip(COLUMNS, mine[2].numbers, want.numbers, strict=True):
-                self.seen.note(Q.NEXT_STEP_ALONE, name, number, relative(got, number_of_one))
+            for name, got in mine[2].numbers.items():
+                self.seen.note(Q.NEXT_STEP_ALONE, name, number, relative(got, want.numbers[name]))
 
     def compare_bits(self, what: Quantity, got: TensorBoxes, want: TensorBoxes) -> None:
         for name in got.keys() | want.keys():
             is_same = name in got and name in want and torch.equal(got[name][2], want[name][2])
             self.seen.note(what, name, self.steps, 0.0 if is_same else math.inf)
 
-    def compare_counters(self, what: Quantity, got: dict[str, Any], want: Any) -> None:
-        want = want if isinstance(want, dict) else dict(zip(got, want, strict=True))
+    def compare_counters(self, what: Quantity, got: dict[str, Any], want: dict[str, Any]) -> None:
         for name, value in got.items():
             is_same = value == want[name] or (value != value and want[name] != want[name])
             self.seen.note(what, name, self.steps, 0.0 if is_same else math.inf)
