@@ -113,7 +113,7 @@ class Watchdog:
         self.quiet = max(self.limit / 4, min(2.0, 0.45 * self.limit))  # of a rank that gives no sign
         self.thread = threading.get_ident()
         self.folder: Path | None = None  # for the stacks
-        self.record: Callable[[str], Any] = lambda text: None
+        self.record: Callable[[str], Any] = lambda text: None  # gets the reason before the process is ended
         self.stopping = threading.Event()
         now = time.monotonic()
         self.ticks, self.position = -1, (0, 0, 0)
@@ -331,10 +331,6 @@ class Watchdog:
         return HangVerdict(text=text, silent=[], printers=[self.world.rank] if prints else [], who=who)
 
     # The end
-
-    def record_end_with(self, record: Callable[[str], Any]) -> None:
-        """Call `record` with the reason, before the process is ended."""
-        self.record = record
 
     def is_ending(self) -> bool:
         """Return whether the watchdog is about to end this process.

@@ -213,7 +213,7 @@ class Trainer:
         is_best, saves = False, bool(c.save and c.save_interval and p.iteration % c.save_interval == 0)
         validates, prints = p.iteration % t.eval_interval == 0, p.iteration in g.nvidia_smi_at
         samples = self.samples if p.iteration % (g.sample_interval or 1) == 0 else None
-        scores = self.scores if self.scores is not None and self.scores.are_due(p.iteration) else None
+        scores = self.scores if self.scores is not None and p.iteration % self.scores.interval == 0 else None
         if self.scores is not None:
             self.scores.collect(self.metrics)
         if not (saves or validates or prints or samples or scores):

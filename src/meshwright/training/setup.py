@@ -66,7 +66,7 @@ def build_trainer(
     metrics = open_log(state, resolved, timers, startup, screen)
     stop = StopConditions(state.config.training, startup.began, c.save)
     if watchdog is not None:
-        watchdog.record_end_with(lambda text: metrics.record_failure(state.progress.iteration, UserError(text, HANG)))
+        watchdog.record = lambda text: metrics.record_failure(state.progress.iteration, UserError(text, HANG))
     return Trainer(state, feed, metrics, timers, stop, watchdog, samples, scores)
 
 
@@ -86,7 +86,7 @@ def build_empty_state(spec: Spec, team: Team) -> State:
     config, layout, device = spec.config, spec.layout, spec.device
     say("building GPT model ...")
     if spec.model is None:
-        share = parameters_of_ranks(config, spec.padded, spec.positions)[layout.at("pp")]
+        share = parameters_of_ranks(config, spec.padded)[layout.at("pp")]
         team.run_on_all(lambda: memory.require_memory(config, share, spec.padded // layout.tp, device))
 
     def report_parameters(number: int) -> None:

@@ -99,8 +99,7 @@ def print_sizes(config: TrainConfig, vocab: int) -> None:
     m, seq, tp = config.model, config.data.seq_length, config.parallel.tensor_model_parallel_size
     assert seq
     padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
-    positions = m.max_position_embeddings or seq
-    n = counts.parameters(m, padded, positions)
+    n = counts.parameters(m, padded, m.max_position_embeddings or seq)
     tokens = config.global_batch * seq
     flops = counts.flops_per_token(m, padded, seq, config.training.recompute_granularity) * tokens
     show(f"parameters: {n:,} (vocabulary {vocab:,} padded to {padded:,})")
@@ -108,11 +107,11 @@ def print_sizes(config: TrainConfig, vocab: int) -> None:
     micro = f"{number} micro-batch{'es' * (number != 1)}"
     if config.training.micro_batch_size == "auto":
         micro = "the micro-batch is found at the start"
-    show(f"one step: {tokens:,} tokens, {_large(flops, 'FLOP')}, {micro}")
+    show(f"one step: {tokens:,} tokens, {_large(flops)}, {micro}")
     total = (config.samples or config.steps * config.global_batch) * seq
     show(f"the run: {config.steps:,} steps, {total:,} tokens")
     if config.world > 1:
-        each = parameters_of_ranks(config, padded, positions)
+        each = parameters_of_ranks(config, padded)
         layers, largest = " ".join(map(str, config.stages)), ", the largest" * (len(each) > 1)
         place = f"{max(each):,} parameters{describe_place(each)}{largest}"
         show(f"{describe_layout(config)}; layers of each stage: {layers}; {place}")
@@ -121,8 +120,8 @@ def print_sizes(config: TrainConfig, vocab: int) -> None:
         show(lack)
 
 
-def _large(x: float, unit: str) -> str:
+def _large(x: float) -> str:
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
         if x >= size:
-            return f"{x / size:,.1f} {prefix}{unit}"
-    return f"{x / 1e6:,.1f} M{unit}"
+            return f"{x / size:,.1f} {prefix}FLOP"
+    return f"{x / 1e6:,.1f} MFLOP"

@@ -40,9 +40,7 @@ def describe_layout(config: TrainConfig) -> str:
 
 def describe_memory(config: TrainConfig, padded: int) -> str:
     """Return the memory of the rank with the most weights, gradients and optimizer state."""
-    positions = config.model.max_position_embeddings or config.data.seq_length
-    assert positions
-    each = parameters_of_ranks(config, padded, positions)
+    each = parameters_of_ranks(config, padded)
     on_device, on_host = bytes_per_parameter(config)
     beside = f" and {_bytes(max(each) * on_host)} in host memory" if on_host else ""
     return f"{_bytes(max(each) * on_device)}{describe_place(each) if config.world > 1 else ''}{beside}"
@@ -50,9 +48,8 @@ def describe_memory(config: TrainConfig, padded: int) -> str:
 
 def describe_lack(config: TrainConfig, padded: int) -> str:
     """Return why the run cannot fit this device; nothing if it may, or if that is unknown."""
-    positions = config.model.max_position_embeddings or config.data.seq_length or 0
     have, on_cpu = device.memory_without_torch(config.parallel.device)
-    share = max(parameters_of_ranks(config, padded, positions))
+    share = max(parameters_of_ranks(config, padded))
     needed = sum(least_bytes(config, share, padded // config.parallel.tensor_model_parallel_size, on_cpu))
     if not have or needed <= have:
         return ""
@@ -84,7 +81,7 @@ def logits_bytes(config: TrainConfig, padded: int) -> int:
     return config.micro_batch * (config.data.seq_length or 0) * padded * width * copies
 
 
-def parameters_of_ranks(config: TrainConfig, padded: int, positions: int) -> list[int]:
+def parameters_of_ranks(config: TrainConfig, padded: int) -> list[int]:
     """Return the number of parameters per pipeline rank, including embedding or head."""
     m, p = config.model, config.parallel
     assert m.num_layers and m.hidden_size
@@ -94,7 +91,7 @@ def parameters_of_ranks(config: TrainConfig, padded: int, positions: int) -> lis
     cut = sum(outputs * (inputs + biased.get(n, False)) for n, (outputs, inputs) in counts.layer_matrices(m).items())
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     layer -= cut - cut // tp
-    table = padded // tp * m.hidden_size
+    table, positions = padded // tp * m.hidden_size, m.max_position_embeddings or config.data.seq_length or 0
     before = norm * m.embed_layernorm + (positions * m.hidden_size if m.position == "learned" else 0)
     out = []
     for rank in range(pp):

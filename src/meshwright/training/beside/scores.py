@@ -5,6 +5,7 @@ Nothing that the training computes depends on them: they read the weights alone.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from meshwright.console import remark, say
 from meshwright.errors import UserError
 from meshwright.evaluation import tasks
 from meshwright.evaluation.tasks import Task
-from meshwright.parallel.window_scores import Scorer, WindowBatch, score_part
+from meshwright.parallel.window_scores import WindowBatch, score_part
 from meshwright.ranks.team import Team
 from meshwright.settings.grammar import eval_tasks
 from meshwright.settings.schema import TrainConfig
@@ -74,9 +75,6 @@ class Scores:
         lengths = [len(w.tokens) - 1 for w in task.windows]
         return self.length * len(lengths) if self.is_fixed else sum(lengths)
 
-    def are_due(self, iteration: int) -> bool:
-        return iteration % self.interval == 0
-
     def collect(self, metrics: Metrics) -> None:
         """Record what was computed beside the run, without waiting."""
 
@@ -84,11 +82,10 @@ class Scores:
         """Score the current weights and record the result, unless that is done for this step."""
         if iteration == self.scored_step:
             return
+        scorer, micro = functools.partial(score_on_all, self.net, self.vocab), self.config.micro_batch
         for task in self.tasks:
             began = time.perf_counter()
-            values = tasks.score_task(
-                task, self.scorer, self.length, self.config.micro_batch, self.is_fixed, should_stop
-            )
+            values = tasks.score_task(task, scorer, self.length, micro, self.is_fixed, should_stop)
             if values is None:
                 return
             metrics.score(iteration, consumed, task, values, time.perf_counter() - began)
@@ -100,10 +97,6 @@ class Scores:
 
     def close(self) -> None:
         """End what is under way."""
-
-    @property
-    def scorer(self) -> Scorer:
-        return lambda batches: score_on_all(self.net, self.vocab, batches)
 
 
 def runs_one_shape(net: Network) -> bool:

@@ -25,10 +25,11 @@ class Tracker:
     """A program that draws curves. Its first failure is printed and switches it off."""
 
     name: str
+    run: Any  # of the program, with wandb's method `log`
     is_off = False
 
     def add_scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
-        raise NotImplementedError
+        self.run.log({**values, "samples": samples}, step=iteration)
 
     def add_text(self, name: str, text: str, iteration: int | None) -> None:
         raise NotImplementedError
@@ -127,7 +128,7 @@ class Wandb(Tracker):
         is_new = first == 1 or id_file is None or not id_file.exists()
         run_id = uuid.uuid4().hex if is_new or id_file is None else read_small(id_file, 4096, folder).decode().strip()
         try:
-            self.run: Any = wandb.init(
+            self.run = wandb.init(
                 project=logging.wandb_project,
                 name=logging.wandb_exp_name or name,
                 dir=root and str(root),
@@ -140,9 +141,6 @@ class Wandb(Tracker):
             raise UserError(f"--wandb-project {logging.wandb_project}: {e} ({hint})", UNAVAILABLE) from None
         if id_file:
             id_file.write_text(run_id + "\n")
-
-    def add_scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
-        self.run.log({**values, "samples": samples}, step=iteration)
 
     def add_text(self, name: str, text: str, iteration: int | None) -> None:
         self.run.summary[name] = text
@@ -163,16 +161,13 @@ class Trackio(Tracker):
         trackio: Any = importlib.import_module("trackio")
         try:
             with contextlib.redirect_stdout(sys.stderr):  # stdout is the log
-                self.run: Any = trackio.init(
+                self.run = trackio.init(
                     project=project, name=name, config=settings, resume="never" if first == 1 else "allow", embed=False
                 )
         except Exception as e:
             raise UserError(f"--trackio-project {project}: {e} (leave it out to go on without)", UNAVAILABLE) from None
         # The package's own finish, or it would finish the run once more when Python ends.
         self.markdown, self.end = trackio.Markdown, trackio.finish
-
-    def add_scalars(self, values: dict[str, float], iteration: int, samples: int) -> None:
-        self.run.log({**values, "samples": samples}, step=iteration)
 
     def add_text(self, name: str, text: str, iteration: int | None) -> None:
         self.run.log({name: self.markdown(text)}, step=iteration)
