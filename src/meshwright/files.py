@@ -202,6 +202,16 @@ def make_folder(folder: Path, flag: str, needed: int = 0) -> None:
         raise UserError(f"{shortage}; free space, or choose another {flag}", IO)
 
 
+@contextmanager
+def writing(path: Path, flag: str) -> Iterator[None]:
+    """Make the folder of a file that `flag` names, and say why a block could not write it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UserError(f"{flag} {path} cannot be written: {error.strerror or error}", IO) from None
+
+
 def fill(template: str, **values: object) -> str:
     """Return a file of this package with its names of the form @NAME@ replaced by values."""
     text = resources.files("meshwright").joinpath(template).read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import IO, UserError
+from meshwright.files import writing
 from meshwright.records import align_columns, json_ready
 
 
@@ -69,11 +69,8 @@ def by_task(results: Sequence[Result]) -> list[list[Result]]:
 
 def write_results(results: Sequence[Result], path: str) -> None:
     """Write all results as a JSON list."""
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with writing(Path(path), "--results-path"):
         Path(path).write_text(json.dumps([r.record for r in results], indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--results-path {path} cannot be written: {error.strerror or error}", IO) from None
 
 
 def draw_results(results: Sequence[Result], path: str) -> None:
@@ -98,11 +95,8 @@ def draw_results(results: Sequence[Result], path: str) -> None:
             axes.plot(x, y, color=style.colour, ls=style.line, marker=style.marker, ms=4, lw=1.2, label=folder)
     if len(folders) > 1:
         panels[0].legend(fontsize=8, labelcolor=plot.INK, frameon=False)
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with writing(Path(path), "--picture"):
         if path.endswith(".svg"):
             Path(path).write_text(plot.svg_of(figure, "scores"), encoding="utf-8")
         else:
             figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise UserError(f"--picture {path} cannot be written: {error.strerror or error}", IO) from None

@@ -19,8 +19,8 @@ from meshwright import tokenizers
 from meshwright.console import fit, notice
 from meshwright.data.files.indexed import FileColumn, Index, Indexed, Tally
 from meshwright.data.index_cache import INVALID, open_entry
-from meshwright.errors import IO, UserError, bad_data
-from meshwright.files import checksums, replacing
+from meshwright.errors import UserError, bad_data
+from meshwright.files import checksums, replacing, writing
 from meshwright.progress import Clock, progress_bar
 from meshwright.settings.hints import near_prefix
 from meshwright.settings.schema import TokenizerFlags
@@ -199,8 +199,7 @@ def compare_checksums(path: Path, findings: Findings) -> None:
 def write_checksums(path: Path, digests: dict[str, str]) -> None:
     folder = path.parent.resolve()
     names = {name: Path(name).resolve() for name in digests}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
+    with writing(path, "--checksums"), replacing(path) as file:
         for name, digest in digests.items():
             below = names[name].relative_to(folder) if names[name].is_relative_to(folder) else names[name]
             file.write(f"{digest}  {below}\n".encode())
@@ -251,8 +250,5 @@ def verify_pairs(prefixes: list[str], t: TokenizerFlags, checksums: Path | None)
     if problems:
         raise bad_data(f"{problems} problem{'s' * (problems > 1)}, listed above")
     if checksums and not compares:
-        try:
-            write_checksums(checksums, digests)
-        except OSError as error:
-            raise UserError(f"--checksums {checksums} cannot be written: {error.strerror or error}", IO) from None
+        write_checksums(checksums, digests)
         print(fit(f"wrote {checksums}: the SHA-256 of {len(digests)} files, which `sha256sum -c` reads too"))

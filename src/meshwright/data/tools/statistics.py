@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from meshwright.data.files.indexed import FileColumn, Index, Indexed, Ints
-from meshwright.errors import IO, UserError, bad_data
+from meshwright.errors import UserError, bad_data
+from meshwright.files import writing
 from meshwright.progress import progress_bar
 from meshwright.tokenizers import Tokenizer
 
@@ -146,11 +147,8 @@ def draw_histogram(facts: dict[str, Any], path: Path) -> None:
     names = [f"{first:,}" if first == last else f"{first:,}-\n{last:,}" for first, last, _ in bars]
     axes.set_xticks(range(len(bars)), names, fontsize=7)
     axes.set(xlabel="tokens of a document", ylabel="documents", title=Path(facts["prefix"]).name)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path, "--picture"):
         figure.savefig(path)
-    except OSError as error:
-        raise UserError(f"--picture {path} cannot be written: {error.strerror or error}", IO) from None
 
 
 def describe_document(indexed: Indexed, number: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
