@@ -33,12 +33,13 @@ def new_bar(*columns: str, total: int | None, file: TextIO | None = None, **fiel
 
 
 @contextmanager
-def progress_bar(description: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Show a bar of bytes if there is a terminal; yield a function that advances it."""
-    if not sys.stderr.isatty():
+def progress_bar(description: str, total: int | None, of: str = "bytes") -> Iterator[Callable[[int], None]]:
+    """Show a bar of bytes, or of a "count", on a terminal; yield a function that advances it."""
+    if not sys.stderr.isatty() or (total is not None and total < 2):
         yield lambda count: None
         return
-    bar, task = new_bar("{task.description}", "bar", "bytes", "speed", "left", total=total)
+    columns = ("bytes", "speed") if of == "bytes" else (of,)
+    bar, task = new_bar("{task.description}", "bar", *columns, "left", total=total)
     bar.update(task, description=description)
     with bar:
         yield lambda count: bar.advance(task, count)

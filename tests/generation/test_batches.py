@@ -103,7 +103,7 @@ def test_many_prompts_of_unequal_lengths_in_few_slots(run):
         for _ in range(20)
     ]
     advanced = []
-    jobs = list(batches.generate_texts(m, batches.encode_prompts(m, given, "x"), 0, 3, lambda: advanced.append(1)))
+    jobs = list(batches.generate_texts(m, batches.encode_prompts(m, given, "x"), 0, 3, advanced.append))
     assert [job.prompt for job in jobs] == given and len(advanced) == sum(p.count for p in given)
     for job in jobs:
         alone = m.generate(job.prompt.text, greedy=True)

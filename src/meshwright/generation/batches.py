@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,9 +24,11 @@ from meshwright.generation.prompts import Prompt, refuse_all
 from meshwright.generation.requests import Completion, Request
 from meshwright.generation.terminal import Terminal, accept_any_text
 from meshwright.generation.text import gap
-from meshwright.progress import new_bar
+from meshwright.progress import progress_bar
 from meshwright.settings.grammar import unescape
 from meshwright.settings.schema import GenerateConfig
+
+Advance = Callable[[int], None]  # a bar, by so many texts
 
 
 @dataclass
@@ -69,7 +70,7 @@ def encode_prompts(m: LanguageModel, prompts: Sequence[Prompt], where: str) -> l
 
 
 def generate_texts(
-    m: LanguageModel, jobs: Sequence[PromptTexts], seed: int, slots: int, advance: Callable[[], None] = lambda: None
+    m: LanguageModel, jobs: Sequence[PromptTexts], seed: int, slots: int, advance: Advance = lambda texts: None
 ) -> Iterator[PromptTexts]:
     """Yield the jobs in their order, with their texts; call `advance` after each text."""
     longest = max((max(1, len(j.ids)) + j.prompt.options.out_seq_length for j in jobs), default=1)
@@ -91,20 +92,19 @@ def generate_texts(
             begun[number].add(event)
             if event.finish:
                 del begun[number]
-                advance()
+                advance(1)
             while unfinished and unfinished[0].is_complete:
                 yield unfinished.popleft()
 
 
 def search_texts(
-    m: LanguageModel, jobs: Iterable[PromptTexts], beam: BeamOptions, advance: Callable[[], None] = lambda: None
+    m: LanguageModel, jobs: Iterable[PromptTexts], beam: BeamOptions, advance: Advance = lambda texts: None
 ) -> Iterator[PromptTexts]:
     """Yield the jobs with the best texts of a beam search."""
     for job in jobs:
         (request, *_) = job.requests(0, 0)
         job.texts = [*search_beams(m, request, beam)[: job.prompt.count]]
-        for _ in range(job.prompt.count):
-            advance()
+        advance(job.prompt.count)
         yield job
 
 
@@ -187,7 +187,7 @@ def write_texts(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], is_j
     jobs = encode_prompts(m, prompts, where)
     form = as_json if is_json else as_text
     speed = Speed()
-    with bar(sum(p.count for p in prompts)) as advance, opened(t.output) as write_out:
+    with progress_bar("texts", sum(p.count for p in prompts), "count") as advance, opened(t.output) as write_out:
         if t.beam_width:
             done = search_texts(
                 m, jobs, BeamOptions(t.beam_width, 1.0 if t.length_penalty is None else t.length_penalty), advance
@@ -208,17 +208,6 @@ def opened(path: str | None) -> Iterator[Callable[[str], object]]:
         return
     with replacing(Path(path)) as file:
         yield lambda text: file.write(text.encode())
-
-
-@contextlib.contextmanager
-def bar(total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar of texts on a terminal; yield a function that advances it by one."""
-    if not sys.stderr.isatty() or total < 2:
-        yield lambda: None
-        return
-    progress, task = new_bar("texts", "bar", "count", "left", total=total)
-    with progress:
-        yield lambda: progress.advance(task)
 
 
 def print_continuation(c: GenerateConfig, m: LanguageModel, prompt: Prompt) -> None:
