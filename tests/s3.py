@@ -8,6 +8,7 @@ answer instead, "cut" to close the connection in mid-body, or "flip" to change a
 
 import base64
 import contextlib
+import datetime
 import hashlib
 import itertools
 import re
@@ -185,6 +186,7 @@ def serving_bucket(patch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     for name, value in {"ENDPOINT_URL": bucket.url, "ACCESS_KEY_ID": "x", "SECRET_ACCESS_KEY": "y"}.items():
         patch.setenv(f"AWS_{name}", value)
     patch.setenv("AWS_REGION", "us-east-1")
+    patch.setattr(store, "PAUSE", datetime.timedelta(milliseconds=5))
     store.forget()
     try:
         yield bucket

@@ -1,6 +1,7 @@
 """Machines without a shared folder: each sends its ranks' files, rank 0 the manifest after them."""
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -35,6 +36,7 @@ def train(folder: Path, run: str, count: int) -> str:
     words = f"--micro-batch-size 2 --global-batch-size 4 --train-iters {count} --lr-decay-iters 6 --save-interval 2"
     words += f" --zero-stage 1 --async-save --keep-last 2 --save {run} --load {run} --start-timeout-seconds 60"
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    shared |= {name: value for name, value in os.environ.items() if name.startswith("AWS_")}  # this test's server
     places = [
         {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "XDG_CACHE_HOME": f"{folder}/machine{rank}"}
         for rank in range(2)

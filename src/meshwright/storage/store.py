@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 PATIENCE = datetime.timedelta(minutes=3)  # in which a request is repeated
 TRIES = 40  # of one request by the library
+PAUSE = datetime.timedelta(seconds=0.1)  # before the second of them; then twice as long each time
 REPEATS = 5  # of a request whose answer broke off
 SMALL = 64 << 20  # bytes of an object that is read at once
 PART = 16 << 20  # bytes of a part of an upload
@@ -155,7 +156,7 @@ def open_bucket(bucket: str) -> ObjectStore:
     if bucket.startswith("s3:") and endpoint:
         more["endpoint"] = endpoint
         options["allow_http"] = endpoint.startswith("http://")
-    backoff = {"init_backoff": seconds / 10, "max_backoff": 15 * seconds, "base": 2}
+    backoff = {"init_backoff": PAUSE, "max_backoff": 15 * seconds, "base": 2}
     retries: Any = {"max_retries": TRIES, "retry_timeout": PATIENCE, "backoff": backoff}
     try:
         objects: ObjectStore = open_url(bucket, client_options=options, retry_config=retries, **more)
