@@ -131,12 +131,7 @@ def read_token_files(d: Data, tokenizer: Tokenizer, divided: bool) -> Iterator[t
         count = len(indexed.doc_idx) - 1
         bounds = split_bounds(d.split, count, d.split_arithmetic)[1:3] if divided else (0, count)
         for document in range(*bounds):
-            first, stop = (
-                int(indexed.pointers[i]) if i < len(indexed) else indexed.tokens.nbytes
-                for i in indexed.doc_idx[document : document + 2]
-            )
-            size = indexed.dtype.itemsize
-            ids = indexed.tokens[first // size : stop // size].tolist()
+            ids = indexed.document(document).tolist()
             while ids and ids[-1] == tokenizer.eod:  # of --append-eod
                 ids.pop()
             yield ids, len(tokenizer.decode_bytes(ids))

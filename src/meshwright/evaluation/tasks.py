@@ -101,10 +101,8 @@ def text_windows(
     path: str, tokenizer: Tokenizer, length: int, stride: int
 ) -> tuple[list[Window], Callable[[Tensor], dict[str, float]]]:
     from meshwright.data.prepare.cutting import read_texts
-    from meshwright.data.prepare.inputs import find_inputs
 
-    inputs = TextInputs(input=[path])
-    texts = [text for text in read_texts(inputs, find_inputs(inputs)) if text]
+    texts = [text for text in read_texts(TextInputs(input=[path])) if text]
     if not texts:
         raise bad_data(f"text={path}: no text to score")
     made: list[Window] = []

@@ -151,15 +151,10 @@ class Index:
 
     def length_fault(self, actual: int) -> str:
         """Return what is wrong with a .bin of this length, or ""."""
-        described = self.described_bytes
-        return (
-            ""
-            if actual == described
-            else (
-                f"{self.prefix}.bin has {actual:,} bytes, but its .idx describes {described:,}: one of the two is cut "
-                "short or belongs to other data"
-            )
-        )
+        if actual == (described := self.described_bytes):
+            return ""
+        why = "one of the two is cut short or belongs to other data"
+        return f"{self.prefix}.bin has {actual:,} bytes, but its .idx describes {described:,}: {why}"
 
     def document_ends(self) -> Iterator[Ints]:
         """Yield blocks of the ends, in tokens, of the documents that have a token."""
@@ -217,6 +212,12 @@ class Indexed:
         """Return the number of tokens in sequences [first, stop), without a look at each."""
         begin, end = (int(self.pointers[i]) if i < len(self) else self.tokens.nbytes for i in (first, max(first, stop)))
         return (end - begin) // self.dtype.itemsize
+
+    def document(self, number: int) -> Ints:
+        """Return a document's tokens."""
+        first, end = (int(border) for border in self.doc_idx[number : number + 2])
+        start = self.tokens_of(0, first)
+        return self.tokens[start : start + self.tokens_of(first, end)]
 
     def sequence_at(self, token: int) -> int:
         """Return the sequence that holds this token of the file."""

@@ -351,10 +351,9 @@ def _table(source: Input, refused: rows.Refused | None) -> Input | Bad:
 
 def _not_lines(start: bytes, given: TextInputs) -> Bad:
     """Say why a .json file is passed over, which may hold JSON lines without the key."""
-    if is_json_lines(start, []):
-        unit = parse_line(memoryview(start.removeprefix(encodings.BOM).lstrip().partition(b"\n")[0]), given.json_keys)
-        if isinstance(unit, Bad) and unit.kind.startswith("no key"):
-            return Bad(f"JSON lines with {unit.kind}", cure=unit.cure)
+    unit = parse_line(memoryview(start.removeprefix(encodings.BOM).lstrip().partition(b"\n")[0]), given.json_keys)
+    if isinstance(unit, Bad) and unit.kind.startswith("no key"):
+        return Bad(f"JSON lines with {unit.kind}", cure=unit.cure)
     return Bad("not JSON lines")
 
 
@@ -362,7 +361,7 @@ def is_json_lines(start: bytes, keys: list[str]) -> bool:
     """Return whether the first line is an object with these keys, as far as can be seen."""
     if not JSON_START.match(start):
         return False
-    line, feed, _ = start.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")
+    line, feed, _ = start.removeprefix(encodings.BOM).lstrip().partition(b"\n")
     if not feed and len(start) in (containers.START, containers.HEAD):
         return all(json.dumps(key).encode() in line for key in keys) or len(start) < containers.START
     try:

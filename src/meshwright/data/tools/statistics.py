@@ -158,7 +158,6 @@ def describe_document(indexed: Indexed, number: int, tokenizer: Tokenizer | None
         have = f"{documents:,} documents, 0 to {documents - 1}"
         raise bad_data(f"--document {number}: {indexed.prefix} has {have}")
     first, end = (int(border) for border in indexed.doc_idx[number : number + 2])
-    start = indexed.tokens_of(0, first)
-    ids = indexed.tokens[start : start + indexed.tokens_of(first, end)].tolist()
+    start, ids = indexed.tokens_of(0, first), indexed.document(number).tolist()
     out = dict(document=number, first_sequence=first, sequences=end - first, first_token=start, tokens=len(ids))
     return {**out, "text": decode_ids(tokenizer, ids)} if tokenizer else {**out, "ids": ids}
