@@ -174,7 +174,7 @@ def test_a_folder_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
 
     assert read.state_dict_metadata["w"].chunks[0].sizes == (3, 4)
     assert read.state_dict_metadata["w"].properties.state[0] == torch.float32
-    assert isinstance(read, pickles.Stub) and read.name == dcp.Metadata.__name__
+    assert isinstance(read, unpickler.Stub) and read.name == dcp.Metadata.__name__
     items = {
         index.fqn: pickles.load_pickle(tmp_path / place.relative_path, place.offset, place.length)
         for index, place in read.storage_data.items()

@@ -45,6 +45,12 @@ def from_model(keys: str, name: str) -> Expression:
     return setting(keys, lambda saved: getattr(saved.model, name))
 
 
+def expressed(gpt2: str, others: str, name: str) -> Export:
+    """Give a field to every target: under GPT-2's key, and under the one of Llama and GPT-NeoX."""
+    theirs = from_model(others, name)
+    return Export(from_model(gpt2, name), theirs, theirs, SAME)
+
+
 def refuse(obstacle: Callable[[Model], str]) -> Expression:
     return Expression(obstacle=obstacle)
 
@@ -119,30 +125,15 @@ SCALINGS["yarn"] = _LENGTHS | {"beta_fast": "beta_fast", "beta_slow": "beta_slow
 SCALINGS["yarn"] |= {"attention_factor": "rope_attention_factor"}
 
 EXPORTS = {
-    "num_layers": Export(
-        from_model("n_layer", "num_layers"),
-        from_model("num_hidden_layers", "num_layers"),
-        from_model("num_hidden_layers", "num_layers"),
-        SAME,
-    ),
+    "num_layers": expressed("n_layer", "num_hidden_layers", "num_layers"),
     "hidden_size": Export(
         from_model("n_embd", "hidden_size"),
         from_model("hidden_size", "hidden_size")._replace(obstacle=_width_for_llama),
         from_model("hidden_size", "hidden_size"),
         SAME,
     ),
-    "num_attention_heads": Export(
-        from_model("n_head", "num_attention_heads"),
-        from_model("num_attention_heads", "num_attention_heads"),
-        from_model("num_attention_heads", "num_attention_heads"),
-        SAME,
-    ),
-    "ffn_hidden_size": Export(
-        from_model("n_inner", "ffn"),
-        from_model("intermediate_size", "ffn"),
-        from_model("intermediate_size", "ffn"),
-        SAME,
-    ),
+    "num_attention_heads": expressed("n_head", "num_attention_heads", "num_attention_heads"),
+    "ffn_hidden_size": expressed("n_inner", "intermediate_size", "ffn"),
     "kv_channels": Export(refuse(_equal_heads), from_model("head_dim", "head_dim"), refuse(_equal_heads), SAME),
     "max_position_embeddings": Export(
         setting("n_positions", _LENGTH),
@@ -158,21 +149,11 @@ EXPORTS = {
         from_model("layer_norm_eps", "layernorm_epsilon"),
         SAME,
     ),
-    "init_method_std": Export(
-        from_model("initializer_range", "init_method_std"),
-        from_model("initializer_range", "init_method_std"),
-        from_model("initializer_range", "init_method_std"),
-        SAME,
-    ),
+    "init_method_std": expressed("initializer_range", "initializer_range", "init_method_std"),
     "hidden_dropout": Export(
         from_model("resid_pdrop", "hidden_dropout"), TRAINING, from_model("hidden_dropout", "hidden_dropout"), SAME
     ),
-    "attention_dropout": Export(
-        from_model("attn_pdrop", "attention_dropout"),
-        from_model("attention_dropout", "attention_dropout"),
-        from_model("attention_dropout", "attention_dropout"),
-        SAME,
-    ),
+    "attention_dropout": expressed("attn_pdrop", "attention_dropout", "attention_dropout"),
     "embedding_dropout": Export(from_model("embd_pdrop", "dropout_of_embeddings"), TRAINING, TRAINING, TRAINING),
     "untie_embeddings_and_output_weights": Export(_TIED, _TIED, _TIED, SAME),
     "bias_gelu_fusion": Export(_GELU, ELSEWHERE, _GELU._replace(keys=("hidden_act",)), SAME),

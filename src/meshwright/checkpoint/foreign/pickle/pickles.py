@@ -25,15 +25,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshwright.checkpoint.boxes import strides
 from meshwright.checkpoint.foreign.pickle import archive
-from meshwright.checkpoint.foreign.pickle.unpickler import STORAGES, ForeignName, PickleReader, Stub
+from meshwright.checkpoint.foreign.pickle.unpickler import STORAGES, PickleReader
 from meshwright.errors import bad_data
 
 if TYPE_CHECKING:
     import torch
 
     from meshwright.checkpoint.publish import Write
-
-__all__ = ["ForeignName", "Later", "Stub", "load_pickle", "write_torch_file"]
 
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of torch.save before 1.6
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # named since Python 3.13
