@@ -128,7 +128,7 @@ def our_steps(prefix: Path) -> Iterator[float]:
     with torch.device("meta"):
         model = GPT(m, VOCAB, VOCAB, SEQ)
     cpu = torch.device("cpu")
-    params = FlatStore(model, StoreSpec(schema.Optimizer(weight_decay=0.1), torch.float32, cpu, VOCAB))
+    params = FlatStore([model], StoreSpec(schema.Optimizer(weight_decay=0.1), torch.float32, cpu, VOCAB))
     params.initialise(lambda masters: initialise(masters, m, VOCAB, 1))
     data = Samples(Indexed(prefix), range(400), 4096, SEQ, seed=1)
     net = Network(parts=[model], store=params, loss=losses, device=cpu)

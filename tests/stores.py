@@ -26,7 +26,7 @@ def make(m=TINY, o=None, dtype=torch.float32, device=CPU, seed=1, padded=64, **m
     """Return an initialised model and its store, as at the start of a run."""
     with torch.device("meta"):
         model = GPT(m, VOCAB, padded, 16)
-    store = FlatStore(model, StoreSpec(o or config.Optimizer(), dtype, device, VOCAB, **more))
+    store = FlatStore([model], StoreSpec(o or config.Optimizer(), dtype, device, VOCAB, **more))
     store.initialise(lambda masters: initialise(masters, m, VOCAB, seed))
     store.publish_weights()
     return model, store

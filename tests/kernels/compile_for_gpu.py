@@ -126,7 +126,7 @@ def updates() -> None:
     for loss in (one, one.float()):
         decision = adamw.decide(adamw.make_constants(settings, 1.0, cpu), (one, loss, one, one, one), torch.zeros(()))
     for weights in (None, *(flats[0].to(dtype) for dtype in (torch.bfloat16, torch.float16))):
-        adamw.update(adamw.AdamWBuffers(*flats, weights), table, settings, decision)
+        adamw.update_blocks(adamw.AdamWBuffers(*flats, weights), table, settings, decision)
 
 
 def tables() -> None:

@@ -72,7 +72,7 @@ def test_steps_equal_torchs(low, clip, scale):
         kept = [x.clone() for x in (ours.exp_avg, ours.exp_avg_sq, ours.master)]
         lr = 1e-2 / (i + 1)
         decision = adamw.decide(constants, numbers(total.item(), lr=lr, scale=scale), step)
-        adamw.update(ours, table, SETTINGS, decision)
+        adamw.update_blocks(ours, table, SETTINGS, decision)
         if is_bad:
             assert all(map(torch.equal, kept, ours[1:4])) and step == 2 and not decision[adamw.FINITE]
             continue
@@ -120,7 +120,7 @@ def test_twins_agree(monkeypatch):
             buffers.gradients.copy_(draw(SIZE, seed=i))
             total = adamw.sum_squares(buffers.gradients, table)
             decisions.append(adamw.decide(constants, numbers(total.item(), scale=2.0), step))
-            adamw.update(buffers, table, SETTINGS, decisions[-1])
+            adamw.update_blocks(buffers, table, SETTINGS, decisions[-1])
         both.append((buffers, torch.stack(decisions)))
     (a, da), (b, db) = both
     torch.testing.assert_close(da, db, rtol=2e-7, atol=0)

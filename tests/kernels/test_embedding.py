@@ -49,7 +49,7 @@ class Table(torch.nn.Module):
 def test_without_a_sink_it_is_torchs(kernels):
     """A custom model's parameters have none."""
     table = Table()
-    FlatStore(table, StoreSpec(Optimizer(), torch.float32, CPU, VOCAB))
+    FlatStore([table], StoreSpec(Optimizer(), torch.float32, CPU, VOCAB))
     out = embedding.embedding(tokens(), table.weight)
     assert "EmbeddingBackward" in type(out.grad_fn).__name__
     assert torch.equal(out, F.embedding(tokens(), table.weight))

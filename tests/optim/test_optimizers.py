@@ -455,7 +455,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_zeros_and_norm_count_no_gaps(rule, dtype):
     model = Odd()
-    store = FlatStore(model, StoreSpec(Optimizer(optimizer=rule), dtype, CPU, 5))
+    store = FlatStore([model], StoreSpec(Optimizer(optimizer=rule), dtype, CPU, 5))
     g = torch.Generator().manual_seed(4)
     squares = 0.0
     for _, p in masters(store):

@@ -111,7 +111,7 @@ def test_forced_overflows(rule):
     model = One()
     p = Precision(fp16=True, initial_loss_scale=2.0**32, loss_scale_window=5, hysteresis=2)
     store, ours = (
-        FlatStore(model, StoreSpec(Optimizer(optimizer=rule, clip_grad=1.0), torch.float16, CPU, 2)),
+        FlatStore([model], StoreSpec(Optimizer(optimizer=rule, clip_grad=1.0), torch.float16, CPU, 2)),
         LossScale(p),
     )
     for _, master in masters(store):

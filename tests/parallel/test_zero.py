@@ -236,7 +236,7 @@ def test_norm_of_a_large_buffer():
     """Adding float32 squares sequentially would lose 0.04 % over ten million elements."""
     big = torch.nn.Module()
     big.weight = torch.nn.Parameter(torch.empty(10_000, 1_000, device="meta"))
-    store = FlatStore(big, StoreSpec(config.Optimizer(lr=1.0), torch.float32, CPU, vocab=1))
+    store = FlatStore([big], StoreSpec(config.Optimizer(lr=1.0), torch.float32, CPU, vocab=1))
     (piece,) = store.update_ranges
     store.master.normal_(generator=torch.Generator().manual_seed(1))
     store.clear_gradients()

@@ -409,7 +409,7 @@ def test_loss_mean_weighs_tokens_or_micro_batches():
     for how, parts in (("global", [0, 1]), ("microbatch", [0, 1]), ("first", [0]), ("second", [1])):
         with torch.device("meta"):
             model = GPT(TINY, 64, 64, 16)
-        params = FlatStore(model, StoreSpec(Optimizer(lr=1.0), torch.float32, cpu, 64))
+        params = FlatStore([model], StoreSpec(Optimizer(lr=1.0), torch.float32, cpu, 64))
         params.initialise(lambda masters: initialise(masters, TINY, 64, 1))
         params.publish_weights()
         batches = [Batch(tokens[i], (tokens[i] + 1) % 64, torch.tensor([2 * i, 2 * i + 1]), masks[i]) for i in parts]

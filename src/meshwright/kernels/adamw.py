@@ -92,15 +92,9 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
     return torch.stack([norm, shrink, is_finite.double(), shrink / scale, lr * weight_decay, size, root]).float()
 
 
-def update(buffers: AdamWBuffers, table: Tensor, settings: AdamWConstants, decision: Tensor) -> None:
-    """Apply AdamW to the table's blocks, as torch.optim.AdamW does."""
-    if table.numel():
-        update_blocks(buffers, table, settings, decision)
-
-
 @twin("adamw.update_blocks", of=lambda buffers, *_: buffers.master)
 def update_blocks(buffers: AdamWBuffers, table: Tensor, settings: AdamWConstants, decision: Tensor) -> None:
-    """Apply AdamW to some blocks if the step is finite."""
+    """Apply AdamW to the table's blocks, as torch.optim.AdamW does, if the step is finite."""
     if not decision[FINITE]:
         return
     table, decision = table.long(), decision.to(buffers.master.dtype)

@@ -52,4 +52,4 @@ class FlatAdamW:
     def update(self, verdict: Verdict) -> None:
         """Update masters, state and weights."""
         assert verdict.decision is not None
-        adamw.update(self.buffers, self.table, self.settings, verdict.decision)
+        adamw.update_blocks(self.buffers, self.table, self.settings, verdict.decision)

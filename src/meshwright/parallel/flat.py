@@ -90,11 +90,9 @@ class Bucket:
 
 
 class FlatStore(Store):
-    """Store for ZeRO 0 to 2; allocates and owns the memory of `model`, built on the meta device."""
+    """Store for ZeRO 0 to 2; allocates and owns the memory of models built on the meta device."""
 
-    def __init__(self, model: nn.Module | list[nn.Module], spec: StoreSpec) -> None:
-        """`model` may be a list: the stages that one pipeline rank runs."""
-        models = model if isinstance(model, list) else [model]
+    def __init__(self, models: list[nn.Module], spec: StoreSpec) -> None:
         self.is_sharded = spec.zero > 0 and spec.layout.group("shard") is not None
         super().__init__(spec, ("replicas",) if self.is_sharded else ("replicas", "shard", "cp"))
         self.keeps_gradients = spec.zero < 2 or not self.is_sharded  # full ones, from micro-batch to micro-batch

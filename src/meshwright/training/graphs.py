@@ -123,7 +123,9 @@ class Graphs:
             try:
                 self.captured[kind] = self.record(batches, run)
             except Exception as error:  # the same error in an ordinary step has a clearer message
-                self.forget()
+                self.store.forget_collectives()  # what the capture has left behind
+                for part in self.parts:
+                    part.zero_grad(set_to_none=True)
                 return f"the capture failed: {type(error).__name__}: {first_line(error)}"
             return ""
 
@@ -132,20 +134,13 @@ class Graphs:
         if not reason:
             return
         self.is_off = True
-        self.captured.clear()
-        self.backend.discard()
+        self.release()
         remark(f" > CUDA graphs: off, because {reason}")
 
     def release(self) -> None:
         """Free all memory; the next step of each kind is captured again."""
         self.captured.clear()
         self.backend.discard()
-
-    def forget(self) -> None:
-        """Remove what a failed capture has left behind."""
-        self.store.forget_collectives()
-        for part in self.parts:
-            part.zero_grad(set_to_none=True)
 
     def record(self, batches: list[Batch], run: MicroStep) -> Captured:
         device = self.store.device

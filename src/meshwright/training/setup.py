@@ -57,7 +57,8 @@ def build_trainer(
 
     with startup.time("train/valid/test-data-iterators-setup"), startup.phase("data", "opening the data"):
         feed = open_feed(state, tokenizer, datasets)
-        samples, scores = open_samples(state, tokenizer), open_scores(state, tokenizer)
+        samples = SampleWriter(state.config, state.net, state.vocab, tokenizer) if g.sample_interval else None
+        scores = open_scores(state, tokenizer)
     say_time("after dataloaders are built")
     say("done with setup ...")
     startup.print_times(g, team, "model-and-optimizer-setup", "train/valid/test-data-iterators-setup")
@@ -175,13 +176,6 @@ def loader_spec(state: State, document_ends: DocumentEnds | None) -> LoaderSpec:
         columns=slice(part * length // layout.cp, (part + 1) * length // layout.cp) if layout.cp > 1 else None,
         length=length + 1,
         device=state.net.device,
-    )
-
-
-def open_samples(state: State, tokenizer: Tokenizer | None) -> SampleWriter | None:
-    """Return the prompts of --sample-interval, or None without it."""
-    return (
-        SampleWriter(state.config, state.net, state.vocab, tokenizer) if state.config.logging.sample_interval else None
     )
 
 
