@@ -180,6 +180,11 @@ def test_workers_and_a_folder(tmp_path):
     assert documents == ["e"] and "1 wiki dumps in an archive" in passed
 
 
+def test_a_dump_of_another_encoding(tmp_path):
+    folder = fill(tmp_path / "in", {"d.xml": DUMP.decode().encode("utf-16")})
+    assert read(folder)[0] == read(tmp_path / "in" / "d.xml")[0] == ARTICLES
+
+
 def test_dry_run_names_it(tmp_path, capsys):
     fill(tmp_path, {"d.xml": DUMP})
     given = ["--input", str(tmp_path / "d.xml"), "--output-prefix", str(tmp_path / "x"), "--tokenizer", "byte"]
