@@ -163,11 +163,7 @@ def load_checkpoint(
     `options.optimizer` the optimizer's tensors (`name/exp_avg` ...) may stay unread. `accept`
     raises to refuse a source before any tensor is read, or returns the source to read.
     """
-
-    def load(location: StepLocation) -> LoadedStep:
-        return load_step(location, want, options, accept, team)
-
-    loaded, passed_over = first_intact(Path(path), load, team)
+    loaded, passed_over = first_intact(Path(path), lambda at: load_step(at, want, options, accept, team), team)
     return loaded._replace(passed_over=tuple(passed_over)) if loaded else None
 
 

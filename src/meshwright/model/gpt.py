@@ -262,8 +262,7 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
     precision, the padding, the layout or other tensors.
     """
     layers = m.num_layers or 0
-
-    def fill(name: str, p: Tensor) -> None:
+    for name, p in masters:
         kind = name.removesuffix(".weight").split(".")[-1]
         if name.endswith("bias"):
             p.zero_()
@@ -284,7 +283,3 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
             if not is_own:
                 p[:true_rows] = draw.to(p.device)
             p[true_rows:] = 0
-
-    with torch.no_grad():
-        for name, p in masters:
-            fill(name, p)

@@ -65,9 +65,8 @@ def _activation(*allowed: str) -> Callable[[Model], str]:
 
 def _equal_heads(m: Model) -> str:
     heads = m.num_attention_heads or 1
-    return (
-        "" if heads * m.head_dim == m.hidden_size else f"{heads} heads of {m.head_dim} for a width of {m.hidden_size}"
-    )
+    fits = heads * m.head_dim == m.hidden_size
+    return "" if fits else f"{heads} heads of {m.head_dim} for a width of {m.hidden_size}"
 
 
 def _no_groups(m: Model) -> str:
