@@ -131,8 +131,8 @@ def test_a_defect_of_ours_is_an_error_500(monkeypatch: pytest.MonkeyPatch, capsy
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
+    monkeypatch.setattr("meshwright.serving.openai.read_completion", fail)
     with site() as running:
-        monkeypatch.setattr("meshwright.serving.openai.read_completion", fail)
         status, error = running.error(prompt="a")
     assert status == 500 and error["type"] == "server_error" and "log" in error["message"]
     assert "ZeroDivisionError" in capsys.readouterr().err
