@@ -136,4 +136,4 @@ def test_the_page_of_watch_follows_a_run(
 
 def test_an_address_to_write_to_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", "in", RUN, "--to", "native"]) == USAGE
-    assert "is an address, not a path of this machine" in capsys.readouterr().err
+    assert "DST s3://bucket/runs/a is an address, not a path of this machine" in capsys.readouterr().err

@@ -63,7 +63,7 @@ class ConvertConfig:
         if not is_complete:
             return [f"--to and two folders are needed: {form}"]
         address = find_address(self.conversion.paths[1])
-        return [f"--paths {refuse_address(address)}"] if address else []
+        return [f"DST {refuse_address(address)}"] if address else []
 
 
 def main(argv: list[str]) -> int:
