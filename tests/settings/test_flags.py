@@ -417,7 +417,7 @@ S3 = "s3://bucket/y"
         (f"train --train-weighted-split-paths 'T: 0.5 0:1 {S3}, 0.5 0:1 b'", "--train-weighted-split-paths"),
         (f"train --mock-data --deepspeed_config {S3}", "--deepspeed_config"),
         (f"train --config {S3}", "--config"),
-        (f"convert in {S3} --to native", "--paths"),
+        (f"convert in {S3} --to native", "DST"),
         (f"report run --output {S3}", "--output"),
         (f"generate run --num-samples 1 --genfile {S3}", "--genfile"),
         (f"preprocess --input a.txt --output-prefix {S3}", "--output-prefix"),
