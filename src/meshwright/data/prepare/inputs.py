@@ -34,6 +34,7 @@ JSON_NAME = re.compile(r"\.(json|jsonl|ndjson)(\.(gz|xz|zst|bz2))?$", re.IGNOREC
 JSON_START = re.compile(rb"(\xef\xbb\xbf)?\s*(\{[ \t]*[\"}]|\[\s*\{)")
 
 
+NEEDED = "; give a file or a folder of text"
 MANY_BAD, FEW_BAD = 0.03, 10  # the share of bad lines above which a warning comes, and their number
 
 Kind = Literal["lines", "stream", "csv", "sqlite", "hub", "parquet", "arrow", "text", "small files"]
@@ -188,7 +189,7 @@ def _expand(patterns: list[str]) -> list[str]:
         is_path = pattern == "-" or is_remote or os.path.lexists(pattern)
         matches = [pattern] if is_path else sorted(glob.glob(pattern, recursive=True))
         if not matches:
-            raise bad_data(f"--input {shown(pattern)} does not exist{near_path(pattern)}")
+            raise bad_data(f"--input {shown(pattern)} does not exist{near_path(pattern) or NEEDED}")
         paths += matches
     return paths
 
