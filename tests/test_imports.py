@@ -109,7 +109,8 @@ NO_TORCH = [
     "training.state.resume",
     "training.state.folder",
     "training.before.preflight",
-    "training.before.sizes",
+    "plan.memory",
+    "plan.sizes",
     "training.state.saver",
 ]
 

@@ -20,12 +20,12 @@ from meshwright import device
 from meshwright.__main__ import main
 from meshwright.checkpoint import manifests, native, publish, steps
 from meshwright.data.files.writer import Writer
+from meshwright.plan import sizes
 from meshwright.runs import history as report
 from meshwright.settings import schema
 from meshwright.settings.fields import spelling
 from meshwright.tokenizers import train_bpe
 from meshwright.training import inflight, loop
-from meshwright.training.before import sizes
 from meshwright.training.log import metrics
 
 CHECKPOINTS = Path(__file__).parents[2] / "docs" / "checkpoints.md"

@@ -69,8 +69,8 @@ def main(argv: list[str]) -> int:
 
 def describe_preset(name: str) -> dict[str, Any]:
     """Return a preset's size, source, memory in bytes and settings."""
+    from meshwright.plan.sizes import bytes_per_parameter, logits_bytes
     from meshwright.tokenizers import padded_size
-    from meshwright.training.before.sizes import bytes_per_parameter, logits_bytes
 
     settings = PRESETS[name]
     own = {"fp16": False, "bf16": True, "micro_batch_size": 1, "optimizer": "adam"}

@@ -16,6 +16,7 @@ from meshwright import device as devices
 from meshwright.checkpoint import owner
 from meshwright.console import logged_to, remark, say, say_arguments, say_time, show
 from meshwright.parallel.layout import connect, layout_of
+from meshwright.plan.sizes import smaller_sizes
 from meshwright.ranks.connect import join_ranks, pick_backend
 from meshwright.ranks.lost import reporting
 from meshwright.ranks.pulse import pulse
@@ -27,7 +28,6 @@ from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.before.preflight import require_equal_ranks
 from meshwright.training.before.resolve import Resolved, resolve
-from meshwright.training.before.sizes import smaller_sizes
 from meshwright.training.log.timers import Startup
 from meshwright.training.state.folder import goodput_of, write_report
 from meshwright.training.state.resume import note_kept_model

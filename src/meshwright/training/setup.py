@@ -19,13 +19,13 @@ from meshwright.errors import HANG, UserError
 from meshwright.model import counts
 from meshwright.model.gpt import initialise
 from meshwright.parallel.store import DRAWING_THREADS
+from meshwright.plan.sizes import describe_long_step, parameters_of_ranks, smaller_sizes
 from meshwright.ranks.team import Team
 from meshwright.ranks.watchdog import Watchdog
 from meshwright.settings.command import explain_out_of_memory
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.before import memory
 from meshwright.training.before.resolve import Resolved
-from meshwright.training.before.sizes import describe_long_step, parameters_of_ranks, smaller_sizes
 from meshwright.training.beside.samples import SampleWriter
 from meshwright.training.beside.scores import Scores, ScoresBeside
 from meshwright.training.health.stop import StopConditions

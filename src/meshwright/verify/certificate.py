@@ -17,12 +17,12 @@ import torch
 from meshwright import device as devices
 from meshwright.errors import UNEQUAL, UserError
 from meshwright.files import replacing
+from meshwright.plan.sizes import describe_layout
 from meshwright.ranks.connect import pick_backend
 from meshwright.records import json_ready
 from meshwright.report.page import CERTIFICATE
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.before.sizes import describe_layout
 from meshwright.verify.compare import Comparison, Quantity, compare_with_one_process
 from meshwright.verify.small_run import RankSetup
 from meshwright.verify.twin import make_twin

@@ -25,9 +25,9 @@ from meshwright import device as devices
 from meshwright.cuda_graphs import MEMORY_SHARE
 from meshwright.data.loader import Batch
 from meshwright.errors import UserError
+from meshwright.plan.sizes import least_bytes
 from meshwright.ranks.team import Team
 from meshwright.settings.schema import TrainConfig
-from meshwright.training.before.sizes import least_bytes
 from meshwright.training.step import Network, forward_part, sum_terms
 
 

@@ -12,6 +12,7 @@ from meshwright.console import set_stream, show
 from meshwright.data.files.indexed import Indexed, check_vocabulary
 from meshwright.errors import DONE, UserError
 from meshwright.model import counts
+from meshwright.plan.sizes import describe_lack, describe_layout, describe_memory, describe_place, parameters_of_ranks
 from meshwright.ranks.compare import require_equal
 from meshwright.ranks.team import Team
 from meshwright.settings import checks
@@ -26,13 +27,6 @@ from meshwright.training.before.resolve import (
     require_settings,
     run_folder_of,
     settle_length,
-)
-from meshwright.training.before.sizes import (
-    describe_lack,
-    describe_layout,
-    describe_memory,
-    describe_place,
-    parameters_of_ranks,
 )
 from meshwright.training.state.resume import check_loading, fresh_schedule, note_kept_model
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright import console, tokenizers
+from meshwright.plan.sizes import describe_layout, describe_memory
 from meshwright.settings import data_paths
 from meshwright.settings.schema import Logging, TrainConfig
-from meshwright.training.before.sizes import describe_layout, describe_memory
 from meshwright.training.log.lines import Check, Interval, RunSizes
 from meshwright.version import our_version
 
