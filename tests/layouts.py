@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from meshwright import console
 from meshwright.ranks.team import Team
-from meshwright.settings import checks, flags
+from meshwright.settings import checks, flags, notices
 from meshwright.settings.schema import TrainConfig
 from meshwright.verify import small_run
 from meshwright.verify.compare import relative
@@ -249,7 +249,7 @@ def config_of(case: Case, more: str = "") -> TrainConfig:
 def is_legal(case: Case) -> bool:
     """Whether no flag is refused or without effect, which would cover a pair in name only."""
     config = config_of(case)
-    return not checks.notices(config) and not checks.problems(config)
+    return not notices.without_effect(config) and not checks.problems(config)
 
 
 def legal_layouts() -> list[Case]:

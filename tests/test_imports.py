@@ -30,6 +30,7 @@ NO_TORCH = [
     "settings.schema",
     "settings.flags",
     "settings.checks",
+    "settings.notices",
     "settings.other_programs.deepspeed_json",
     "settings.data_paths",
     "settings.command",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 from meshwright import console
 from meshwright import device as devices
 from meshwright.errors import UserError, bad_data
-from meshwright.settings import checks, flags
+from meshwright.settings import check_values, flags
 from meshwright.settings.schema import DESCRIBING, GenerateConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def load(
     if idle := settings.keys() - DESCRIBING - {"device"}:
         raise UserError(f"load() does not use {', '.join(sorted(idle))}; leave it out (precision is dtype=)")
     c = parsed.config
-    if wrong := checks.unusable(c):
+    if wrong := check_values.unusable(c):
         raise UserError(flags.listed(wrong))
     where = devices.open_device(c.parallel.device)
     with console.only_warnings():

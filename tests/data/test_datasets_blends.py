@@ -17,7 +17,7 @@ from meshwright.data.files.indexed import Indexed
 from meshwright.data.history import BlendHistory
 from meshwright.data.loader import Loader, LoaderSpec, Mock, Samples
 from meshwright.errors import USAGE
-from meshwright.settings import checks, data_paths
+from meshwright.settings import check_data, data_paths, notices
 from meshwright.settings.data_paths import PathSet, TokenFiles, path_sets
 from meshwright.settings.schema import Data, Logging
 from meshwright.training.log.trackers import validation_tags
@@ -35,12 +35,12 @@ def files(tmp_path, monkeypatch):
 
 def build(**given):
     config = data_config(**given)
-    assert not checks.data_problems(config.data, True)
+    assert not check_data.data_problems(config.data, True)
     return build_and_capture(config, 5000)
 
 
 def problems(**given):
-    [message] = checks.data_problems(Data(seq_length=SEQ, **given), True)
+    [message] = check_data.data_problems(Data(seq_length=SEQ, **given), True)
     return message
 
 
@@ -536,7 +536,7 @@ def test_a_resumed_run_goes_on_with_its_blends(files, capsys):
 
 def test_validation_on_training_data_is_reported():
     def reports(**given):
-        return [line for line in checks.notices(data_config(**given)) if "not of unseen text" in line]
+        return [line for line in notices.without_effect(data_config(**given)) if "not of unseen text" in line]
 
     group = {"train_weighted_split_paths": ["T: 1 0:0.9 a, 1 0:1 b"]}
     assert reports(**group, valid_weighted_split_paths=["V: 1 0.9:1 a, 1 0:1 c"]) == []

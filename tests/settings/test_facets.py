@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright.errors import UserError
-from meshwright.settings import checks, completion, flags, help
+from meshwright.settings import check_values, completion, flags, help
 from meshwright.settings.fields import (
     PATHS,
     config_fields,
@@ -91,7 +91,7 @@ def test_prompts_are_any_text(words: str) -> None:
     """Neither an address in them nor an empty one, a sample from nothing, is a mistake."""
     first, *rest = words.split("|")
     config = flags.parse_settings(TrainConfig, [*first.split(), *rest], "meshwright train", check=False).config
-    assert config.logging.sample_prompts == rest and not checks.unusable(config)
+    assert config.logging.sample_prompts == rest and not check_values.unusable(config)
 
 
 def test_settings_of_other_commands_are_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

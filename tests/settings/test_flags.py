@@ -17,7 +17,7 @@ from helpers import TINY_FLAGS
 from meshwright.__main__ import COMMANDS, main
 from meshwright.commands.data import VERBS, MergeConfig
 from meshwright.errors import BAD_DATA, USAGE, UserError
-from meshwright.settings import checks, fields, flags, schema
+from meshwright.settings import check_model, fields, flags, schema
 from meshwright.settings.other_programs import megatron_flags as foreign_flags
 from meshwright.settings.schema import GenerateConfig, TrainConfig
 from meshwright.settings.text_inputs import PreprocessConfig
@@ -325,10 +325,10 @@ def test_words_of_whole_configurations(argv, words):
 def test_a_contradiction_names_the_flag_that_differs(asked, saved, words):
     """And not --group-query-attention, which decides the same number together with it."""
     ours, theirs = (schema.Model(**{"num_attention_heads": 8} | values) for values in (asked, saved))
-    assert checks.contradictions(ours, theirs) == [words]
+    assert check_model.contradictions(ours, theirs) == [words]
     if "num_query_groups" in asked and asked["num_query_groups"]:
         both = [dataclasses.replace(m, group_query_attention=True) for m in (ours, theirs)]
-        assert checks.contradictions(*both) == [words]
+        assert check_model.contradictions(*both) == [words]
 
 
 def test_largest_seed_is_taken():

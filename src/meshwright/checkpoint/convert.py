@@ -27,7 +27,7 @@ from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.console import notice
 from meshwright.errors import LOCKED, UserError, bad_data
 from meshwright.progress import progress_bar
-from meshwright.settings import checks, fields, flags
+from meshwright.settings import check_values, fields, flags
 from meshwright.settings.fields import spelling
 from meshwright.settings.hints import find_address, refuse_address
 from meshwright.settings.schema import ARCHITECTURE, DESCRIBING, STATED, GenerateConfig, TokenizerFlags
@@ -124,7 +124,7 @@ def prepare_conversion(source: str | Path, target: ConversionTarget, settings: M
         raise UserError(f"unknown settings: {', '.join(sorted(unknown))}")
     given = flags.from_saved(GenerateConfig, settings, "settings")
     config, _ = flags.build_config(GenerateConfig, [("settings", given)])
-    if wrong := checks.unusable(config) + checks.planned_values(config):
+    if wrong := check_values.unusable(config) + check_values.planned_values(config):
         raise UserError(flags.listed(wrong))
     c = config.checkpoint
     options = OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads, target.wants_optimizer)

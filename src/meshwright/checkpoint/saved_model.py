@@ -15,7 +15,7 @@ from typing import Any
 from meshwright import tokenizers
 from meshwright.checkpoint.sources import Source
 from meshwright.errors import bad_data
-from meshwright.settings import checks, flags
+from meshwright.settings import check_model, flags
 from meshwright.settings.schema import ARCHITECTURE, Model, TrainConfig
 
 GPT_NETWORK = "GPT of Block"  # as a state names the network of model/gpt.py
@@ -51,7 +51,7 @@ class SavedModel:
     def contradictions(self, given: Mapping[str, Any]) -> list[str]:
         """List the architecture flags in `given` that differ from the checkpoint."""
         named = {name: given[name] for name in ARCHITECTURE if name in given}
-        return checks.contradictions(dataclasses.replace(self.model, **named), self.model, named)
+        return check_model.contradictions(dataclasses.replace(self.model, **named), self.model, named)
 
 
 def describe_model(source: Source, given: Mapping[str, Any] | None = None) -> SavedModel:
@@ -89,7 +89,7 @@ def model_settings(recorded: Mapping[str, Any], where: object, default: Model = 
     names = {f.name for f in dataclasses.fields(Model)}
     mine = {name: value for name, value in flags.current_names(recorded).items() if name in names}
     model = dataclasses.replace(default, **flags.from_saved(TrainConfig, mine, str(where)))
-    if problems := checks.window_problems(model):
+    if problems := check_model.window_problems(model):
         raise bad_data(f"{where}: {problems[0]}")
     return model
 

@@ -30,7 +30,7 @@ from meshwright.parallel.layout import Layout
 from meshwright.parallel.shard import Sharding
 from meshwright.parallel.window_scores import Scorer, plain_scorer
 from meshwright.ranks.team import ALONE, Team
-from meshwright.settings import checks
+from meshwright.settings import check_layout, check_values
 from meshwright.settings.hints import did_you_mean, our_word
 from meshwright.settings.schema import Data, Model, Parallel, Sampling, TokenizerFlags, TrainConfig
 from meshwright.tokenizers import Tokenizer
@@ -219,7 +219,7 @@ def check_model(
     """Refuse later versions' models, and flags, a vocabulary or a layout that do not fit."""
     source, where = saved.source, saved.source.folder
     positions = saved.require_positions()
-    if later := checks.planned_values(TrainConfig(model=saved.model)):
+    if later := check_values.planned_values(TrainConfig(model=saved.model)):
         raise bad_data("\n  ".join([f"{where} holds a model that this version cannot run:", *later]))
     impl = given.get("attention_impl", saved.model.attention_impl)
     model = dataclasses.replace(saved.model, max_position_embeddings=positions, attention_impl=impl)
@@ -242,7 +242,7 @@ def check_model(
     config = TrainConfig(
         model=dataclasses.replace(model, attention_dropout=0.0), parallel=p, data=Data(seq_length=positions)
     )
-    if wrong := checks.parallel_problems(config):
+    if wrong := check_layout.parallel_problems(config):
         raise UserError("\n  ".join([f"{where} cannot be divided so:", *wrong]))
     padded = tokenizers.padded_size(vocab, model.make_vocab_size_divisible_by, layout.tp, model.pad_vocab_size_to)
     return CheckedModel(saved, model, vocab, padded, positions, tokenizer, config.stages)

@@ -12,7 +12,7 @@ from typing import Any
 
 from meshwright.errors import BAD_DATA, UserError, bad_data
 from meshwright.fields import Fields, Refusal
-from meshwright.settings import checks
+from meshwright.settings import check_values
 from meshwright.settings.schema import Sampling
 
 # Keys of a JSON line: those of Sampling by other names, too, and these.
@@ -125,6 +125,6 @@ def read_sampling(f: Fields, usual: Sampling) -> Sampling:
         else:
             values[name] = f.number(name, default)
     options = dataclasses.replace(usual, **values)
-    if wrong := checks.out_of_bounds(options, str):
+    if wrong := check_values.out_of_bounds(options, str):
         raise Refusal(wrong[0])
     return options

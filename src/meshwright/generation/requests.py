@@ -9,7 +9,7 @@ from typing import Literal
 
 from meshwright.errors import NON_FINITE, UserError
 from meshwright.generation.text import TokenText
-from meshwright.settings import checks
+from meshwright.settings import check_values
 from meshwright.settings.schema import Sampling
 from meshwright.tokenizers import Tokenizer
 
@@ -60,7 +60,7 @@ class Request:
         s, count = self.options, self.options.out_seq_length
         if count < (0 if self.echo else 1):
             return f"max_new_tokens {count} must be above 0"
-        wrong = checks.out_of_bounds(dataclasses.replace(s, out_seq_length=count or 1), str)
+        wrong = check_values.out_of_bounds(dataclasses.replace(s, out_seq_length=count or 1), str)
         if self.logprobs is not None and self.logprobs < 0:
             wrong.append(f"logprobs {self.logprobs} must be at least 0; leave it out for none")
         if "" in self.stop:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import UserError
-from meshwright.settings import checks, flags
+from meshwright.settings import check_layout, check_steps, flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.storage.addresses import address_of
 
@@ -114,9 +114,9 @@ def fit_ranks(command: list[str], ranks: int, completed: TrainConfig) -> Shape |
     for size in sizes:
         if size != config.micro_batch:
             config = dataclasses.replace(config, training=dataclasses.replace(t, micro_batch_size=size))
-        problems = checks.batch_problems(config)
+        problems = check_steps.batch_problems(config)
         if config.model.num_layers:  # else the ranks will say what is missing
-            problems = checks.parallel_problems(config) + problems
+            problems = check_layout.parallel_problems(config) + problems
         if not problems:
             number = None if wanted == "auto" else config.micro_batches(config.global_batch)
             tensor = config.parallel.tensor_model_parallel_size

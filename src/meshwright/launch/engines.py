@@ -28,7 +28,7 @@ from meshwright.errors import DONE, FINAL, LOCKED, UserError
 from meshwright.files import fill, replacing
 from meshwright.launch.elastic import CompleteSettings, find_shapes, parse_train
 from meshwright.launch.launcher import PORT, LaunchConfig, build_program, find_bounds, require_numbers
-from meshwright.settings import checks, flags
+from meshwright.settings import check_layout, checks, flags
 from meshwright.settings.fields import spelling
 from meshwright.settings.pages import LAUNCHED, PAGES
 from meshwright.settings.schema import TrainConfig
@@ -152,7 +152,7 @@ def check_command(command: list[str], nodes: int, devices: int, complete: Comple
     if cls is not TrainConfig:
         return flags.parse_settings(cls, words, f"meshwright {name}", page.positional, check=False).config
     config = parse_train([*command, "--dry-run"], ranks, complete)
-    if wrong := checks.parallel_problems(config):
+    if wrong := check_layout.parallel_problems(config):
         raise UserError(f"--nnodes {nodes} x --nproc-per-node {devices} are {ranks} ranks. {flags.listed(wrong)}")
     # A checkpoint that is not here may complete the model.
     if not (config.checkpoint.load and config.model.num_layers is None) and (wrong := checks.problems(config)):

@@ -24,7 +24,7 @@ class Facets(TypedDict, total=False):
     only: tuple[Any, ...] | None  # values that work before release `step`
     step: int  # release in which the other values are planned
     bound: Literal[">0", ">=0", "[0,1)", "[0,1]"] | None  # range of a number
-    needs: str | tuple[str, ...]  # keys of `checks.CONDITIONS`, without which it has no effect
+    needs: str | tuple[str, ...]  # keys of `notices.CONDITIONS`, without which it has no effect
     positional: Literal[True, "rest"] | None  # a word without a flag; "rest": all that follow; in flat classes
     word: str  # placeholder of a positional argument, if it is not the field's name
     # What a flag of text holds. Only words may be empty; paths and forms hold no address.

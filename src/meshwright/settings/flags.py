@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 from meshwright import console
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.files import read_small
-from meshwright.settings import checks, help, presets
+from meshwright.settings import check_values, checks, help, notices, presets
 from meshwright.settings.fields import (
     cached,
     choices_of,
@@ -142,12 +142,12 @@ def parse_settings(
     if complaints and is_flat(cls):
         raise UserError(listed(complaints))
     built, sources = build_config(cls, layers)
-    remote = checks.remote_paths(built)  # before a file is opened
+    remote = check_values.remote_paths(built)  # before a file is opened
     if (check or control["dry_run"]) and isinstance(built, TrainConfig) and not remote:
         built = _with_deepspeed(built, sources, reader)
     # A checkpoint completes the settings of a run that loads one; they are checked after that.
     is_complete = not (isinstance(built, TrainConfig) and built.checkpoint.load)
-    reader.notices += _from_environment(sources) + (checks.notices(built) if is_complete else [])
+    reader.notices += _from_environment(sources) + (notices.without_effect(built) if is_complete else [])
     reader.notices += _unused(cls, layers[-1][1])
     objections = checks.problems(built) if check and is_complete else remote
     answered = _answered(complaints) | ({"--output-prefix"} if control["dry_run"] else set())  # it writes nothing

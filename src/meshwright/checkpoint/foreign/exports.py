@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from meshwright.checkpoint.saved_model import SavedModel
-from meshwright.settings.checks import has_megatrons_scaling
+from meshwright.settings.check_model import has_megatrons_scaling
 from meshwright.settings.schema import OUTCOME, Model
 
 

@@ -21,7 +21,7 @@ from meshwright.console import say
 from meshwright.data.sets import count_epochs
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.ranks.world import World
-from meshwright.settings import checks, data_paths, flags
+from meshwright.settings import check_model, checks, data_paths, flags, notices
 from meshwright.settings.fields import spelling
 from meshwright.settings.grammar import blend
 from meshwright.settings.hints import near_path
@@ -94,7 +94,7 @@ def complete_settings(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
     inherited = {name: now[name] for name in now if now[name] != before[name]}
     parsed.sources.update(dict.fromkeys(inherited, f"checkpoint {load}"))
     require_fit(config, inherited)
-    parsed.notices.extend(checks.notices(config))
+    parsed.notices.extend(notices.without_effect(config))
     return config
 
 
@@ -121,7 +121,7 @@ def require_start_folder(parsed: flags.Parsed[TrainConfig]) -> None:
 
 def require_fit(config: TrainConfig, inherited: Mapping[str, Any]) -> None:
     """Refuse flags that do not fit inherited settings, and say which come from the checkpoint."""
-    wrong, origin = checks.architecture_problems(config.model, config.data), f" of {config.checkpoint.load}"
+    wrong, origin = check_model.architecture_problems(config.model, config.data), f" of {config.checkpoint.load}"
     if positions := inherited.get("max_position_embeddings"):
         of_flag = f"--max-position-embeddings {positions} is below --seq-length {config.data.seq_length}"
         made = (

@@ -22,7 +22,7 @@ from meshwright.optim.schedule import build_schedule, resume_schedule, warn_of_i
 from meshwright.runs.history import read_settings
 from meshwright.runs.rows import find_last_step, holds_steps
 from meshwright.settings import flags
-from meshwright.settings.checks import contradictions
+from meshwright.settings.check_model import contradictions
 from meshwright.settings.data_paths import path_sets, path_settings, prefixes
 from meshwright.settings.fields import spelling
 from meshwright.settings.schema import ARCHITECTURE, STATED, Checkpoint, TrainConfig, flags_with

@@ -23,7 +23,7 @@ from meshwright.checkpoint.manifests import parse_json, read_small
 from meshwright.checkpoint.registry import HUGGING_FACE
 from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.errors import bad_data
-from meshwright.settings.checks import rope_problems
+from meshwright.settings.check_model import rope_problems
 from meshwright.settings.schema import Model
 
 if TYPE_CHECKING:

@@ -1,0 +1,44 @@
+"""Check the flags of data sets."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from meshwright.settings import data_paths
+from meshwright.settings.grammar import skipped, split_shares
+from meshwright.settings.schema import Data
+
+
+def data_problems(d: Data, needed: bool) -> list[str]:
+    out = []
+    if d.num_workers > 1024:
+        out.append(f"--num-workers {d.num_workers} is above 1024; lower it")
+    if not 0 <= d.last_epoch_cutoff <= 1:
+        out.append(f"--last-epoch-cutoff {d.last_epoch_cutoff} is not in [0, 1]")
+    try:
+        trains = any(one.split == "train" for one in data_paths.path_sets(d))
+        if needed and not trains and not d.mock_data:
+            out.append("--data-path is needed (a prefix written by `meshwright preprocess`), or --mock-data")
+    except ValueError as error:
+        out.append(str(error))
+    at = d.blend_change_at
+    if at is not None and at != "now" and not re.fullmatch("[0-9]{1,18}", at):
+        out.append(f"--blend-change-at {at!r} is neither a sample number nor now")
+    if at is not None and d.dataloader_type == "cyclic":
+        out.append("--blend-change-at with --dataloader-type cyclic, which reshuffles all samples; give single")
+    try:
+        skipped(d.skip_train_iteration_range)
+    except ValueError as error:
+        out.append(f"--skip-train-iteration-range: {error}")
+    return out + split_problems(d.split)
+
+
+def split_problems(split: str) -> list[str]:
+    try:
+        shares = split_shares(split)
+    except ValueError:
+        return [f"--split {split!r} is not three numbers such as 949,50,1"]
+    if len(shares) > 3 or not 0 < sum(shares) < math.inf or min(shares) < 0:
+        return [f"--split {split!r} must be at most three numbers, none below 0 and not all 0"]
+    return []

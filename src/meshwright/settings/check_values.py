@@ -1,0 +1,84 @@
+"""Check each value by itself: bounds, empty text, addresses, values that are planned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from meshwright.settings.fields import group_values, shown_name, spelling
+from meshwright.settings.hints import find_address, refuse_address
+from meshwright.settings.text_inputs import TextInputs
+from meshwright.storage import addresses
+
+
+def planned_values(config: Any) -> list[str]:
+    """Report values that are planned and not in this release."""
+    out = []
+    for group in group_values(config):
+        for f in dataclasses.fields(group):
+            value, only = getattr(group, f.name), f.metadata["only"]
+            if only is not None and value not in only:
+                flag = spelling(f.name) if value is True else f"{spelling(f.name)} {value}"
+                works = ", or ".join(f"give {v}" for v in only if v not in (None, False)) or "leave it out"
+                out.append(f"{flag} is not yet in this version; {works}")
+    return out
+
+
+def unusable(config: Any) -> list[str]:
+    """Report empty strings, often unset shell variables, and numbers out of bounds."""
+    out = remote_paths(config)
+    for group in group_values(config):
+        out += out_of_bounds(group)
+        for f in dataclasses.fields(group):
+            value = getattr(group, f.name)
+            # A launched command may have empty arguments.
+            may_be_empty = f.metadata["value"] == "WORDS" or f.metadata["positional"] == "rest"
+            if not may_be_empty and (value == "" or (isinstance(value, list) and "" in value)):
+                out.append(f"{spelling(f.name)} is empty; leave the flag out, or is a shell variable unset?")
+            most = 2**62 if f.name.endswith(("_samples", "_tokens")) else 2**31
+            if type(value) is int and abs(value) >= most and f.name != "seed":
+                out.append(f"{spelling(f.name)} {str(value)[:20]} must be below {most}")
+    return out
+
+
+def remote_paths(config: Any) -> list[str]:
+    """Report addresses, such as s3://bucket, where a path of this machine is needed.
+
+    Without this, pathlib would make a folder named "s3:".
+    """
+    out = []
+    for group in group_values(config):
+        for f in dataclasses.fields(group):
+            value = getattr(group, f.name)
+            if value is None or isinstance(value, int | float) or f.metadata["value"] in ("NAME", "WORDS"):
+                continue
+            for one in value if isinstance(value, list) else [value]:
+                text = addresses.as_typed(one)
+                is_read_there = isinstance(group, TextInputs) and f.name == "input"
+                if is_read_there and str(one).startswith("hf://"):
+                    continue
+                if (is_read_there or f.metadata["remote"]) and addresses.is_address(text):
+                    continue
+                if isinstance(text, str) and (address := find_address(text)):
+                    out.append(f"{shown_name(f)} {refuse_address(address)}")
+    return out
+
+
+def out_of_bounds(group: Any, name: Callable[[str], str] = spelling) -> list[str]:
+    """Report numbers outside the range of their flag, whose `name` begins the report."""
+    out = []
+    for f in dataclasses.fields(group):
+        bound, value = f.metadata["bound"], getattr(group, f.name)
+        for number in value if isinstance(value, list) else [value]:
+            if bound is None or not isinstance(number, int | float):
+                continue
+            is_inside, rule = {
+                ">0": (number > 0, "must be above 0"),
+                ">=0": (number >= 0, "must not be below 0"),
+                "[0,1)": (0 <= number < 1, "is not in [0, 1)"),
+                "[0,1]": (0 <= number <= 1, "must be from 0 to 1"),
+            }[bound]
+            if not is_inside:
+                out.append(f"{name(f.name)} {number} {rule}")
+    return out
