@@ -1,17 +1,18 @@
-"""Start, step and save of one training by two versions of this program, in turns.
+"""Start, step and save of one training by several versions of this program, in turns.
 
-usage: python benchmarks/two_trees.py OLD NEW [--pairs 8] -- FLAGS OF TRAIN
+usage: python benchmarks/trees.py OLD NEW [NEWER ...] [--turns 8] -- FLAGS OF TRAIN
 
-OLD and NEW are checkouts. Each turn runs `meshwright train` of both in new processes, on the same
-mock data, and the order alternates. Start is from the command to the end of the first step, step
-the median of a run's later steps, save the median of its saves; of each, the table has the medians
-over the turns and the quartiles of the pairs' ratios.
+The trees are checkouts. Each turn runs `meshwright train` of all in new processes, on the same mock
+data, in an order drawn anew; a tree that is given twice shows the noise. Start is from the command
+to the end of the first step, step the median of a run's later steps, save the median of its saves;
+of each, the table has the medians over the turns, and the quartiles of the ratios to the first tree.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -46,25 +47,27 @@ def measure(tree: Path, flags: list[str]) -> dict[str, float]:
 
 def main(argv: list[str]) -> int:
     parser = new_parser(__doc__)
-    parser.add_argument("trees", type=Path, nargs=2, metavar="TREE")
-    parser.add_argument("--pairs", type=int, default=8, help="turns of both (default: 8)")
+    parser.add_argument("trees", type=Path, nargs="+", metavar="TREE")
+    parser.add_argument("--turns", type=int, default=8, help="runs of each (default: 8)")
     own, _, flags = " ".join(argv).partition(" -- ")
     given = parser.parse_args(own.split())
-    old, new = (tree.resolve() for tree in given.trees)
     words = [*FLAGS.split(), *flags.split()]
-    measure(old, words), measure(new, words)  # caches are filled
+    for tree in given.trees:
+        measure(tree.resolve(), words)  # caches are filled
     print(describe_machine("torch"))
-    pairs = []
-    for turn in range(given.pairs):
-        both = {tree: measure(tree, words) for tree in ((old, new) if turn % 2 else (new, old))}
-        pairs.append((both[old], both[new]))
-        print(f"turn {turn + 1}: {pairs[-1]}", flush=True)
-    print_head("", "old, ms", "new, ms", "new / old, median of pairs", "quartiles")
+    turns = []
+    for turn in range(given.turns):
+        numbers = random.sample(range(len(given.trees)), len(given.trees))
+        by_number = {number: measure(given.trees[number].resolve(), words) for number in numbers}
+        turns.append([by_number[number] for number in range(len(given.trees))])
+        print(f"turn {turn + 1}: {turns[-1]}", flush=True)
     for name in ("start", "step", "save"):
-        ratios = [after[name] / before[name] for before, after in pairs]
-        low, middle, high = statistics.quantiles(ratios, n=4)
-        times = (f"{statistics.median(run[name] for run in side):,.1f}" for side in zip(*pairs, strict=True))
-        print_row(name, *times, f"{middle:.3f}", f"{low:.3f} to {high:.3f}")
+        print()
+        print_head(name, "ms", "ratio to the first, median of turns", "quartiles")
+        for number, tree in enumerate(given.trees):
+            milliseconds = statistics.median(turn[number][name] for turn in turns)
+            low, middle, high = statistics.quantiles([turn[number][name] / turn[0][name] for turn in turns], n=4)
+            print_row(tree.name, f"{milliseconds:,.1f}", f"{middle:.3f}", f"{low:.3f} to {high:.3f}")
     return 0
 
 
