@@ -5,7 +5,7 @@ usage: python benchmarks/trees.py OLD NEW [NEWER ...] [--turns 8] -- FLAGS OF TR
 The trees are checkouts. Each turn runs `meshwright train` of all in new processes, on the same mock
 data, in an order drawn anew; a tree that is given twice shows the noise. Start is from the command
 to the end of the first step, step the median of a run's later steps, save the median of its saves;
-of each, the table has the medians over the turns, and the quartiles of the ratios to the first tree.
+of each, the table has the medians over the turns, and the quartiles of ratios to the first tree.
 """
 
 from __future__ import annotations
