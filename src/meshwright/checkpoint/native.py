@@ -73,7 +73,7 @@ def undivided(tensor: torch.Tensor) -> BoxedTensor:
 
 def bytes_of(named: TensorBoxes, team: Team = ALONE) -> int:
     """Return the size of a checkpoint of these tensors on all ranks."""
-    return sum(team.gather(sum(tensor.numel() * tensor.element_size() for _, _, tensor in named.values())))
+    return team.total(sum(tensor.numel() * tensor.element_size() for _, _, tensor in named.values()))
 
 
 # Saving

@@ -201,7 +201,7 @@ def open_log(
     run, device = sizes_of_run(state), devices.device_name(state.net.device)
     # The state that all ranks would save together holds each parameter once.
     own = state.net.store.named_state(False, to_save=True)
-    parameters = sum(team.gather(sum(x.numel() for _, _, x in own.values())))
+    parameters = team.total(sum(x.numel() for _, _, x in own.values()))
     tokens = c.global_batch * run.sequence
     if screen is not None:
         loaded = c.checkpoint.load if state.has_loaded else None
