@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.model.counts import parameters
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.pipeline_schedule import Action, ScheduleName, schedule, stages_of
+from meshwright.parallel.pipeline_schedule import ScheduleName
+from meshwright.plan.timeline import simulate
 from meshwright.report import plot
 from meshwright.report.html import write_page
 from meshwright.settings import schema as config
@@ -101,71 +101,6 @@ def page() -> str:
         text, found = re.subn(rf"(<!-- table: {name} -->\n).*?(?=\n\n)", lambda m, s=lines: m[1] + s, text, flags=re.S)  # type: ignore[misc]
         assert found == 1, name
     return text
-
-
-# Time of a pipeline
-
-Message = tuple[str, int, int]  # F or B, the stage that makes it, micro-batch
-
-
-def happening(lists: list[list[Action]], stages: list[list[int]]) -> Iterator[tuple[int, int, Message | None, Message]]:
-    """Yield all ranks' actions in a possible order of execution; RuntimeError on a deadlock.
-
-    Each is (rank, place in its list, message it waits for, message it sends). `stages` holds the
-    stage numbers of each rank's chunks.
-    """
-    last = max(max(mine) for mine in stages)
-    done: set[Message] = set()
-    places = [0] * len(lists)
-    while any(place < len(todo) for place, todo in zip(places, lists, strict=True)):
-        moved = False
-        for rank, todo in enumerate(lists):
-            for op, chunk, microbatch in todo[places[rank] :]:
-                stage, need = stages[rank][chunk], None
-                if op == "F" and stage:
-                    need = ("F", stage - 1, microbatch)
-                elif op in "BI":
-                    need = ("B", stage + 1, microbatch) if stage < last else ("F", stage, microbatch)
-                if need is not None and need not in done:
-                    break
-                made = ("B" if op == "I" else op, stage, microbatch)
-                done.add(made)
-                yield rank, places[rank], need, made
-                places[rank] += 1
-                moved = True
-        if not moved:
-            raise RuntimeError(f"the schedule deadlocks: {len(lists)} ranks are at {places}")
-
-
-@dataclass(frozen=True)
-class Timeline:
-    total: float
-    bubble: float  # share of the ranks' time spent waiting
-    live: list[int]  # per rank: most (chunk, micro-batch) pairs whose activations are held at once
-    spans: list[dict[Action, tuple[float, float]]]  # per rank: start and end of each action
-
-
-def simulate(
-    kind: ScheduleName, pp: int, microbatches: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0
-) -> Timeline:
-    """Run all ranks' lists against a clock.
-
-    `forward` and `backward` are the times of one micro-batch on all chunks of a rank.
-    """
-    lists = [schedule(kind, pp, rank, microbatches, chunks) for rank in range(pp)]
-    cost = {"F": forward / chunks, "B": backward / chunks}
-    done: dict[Message, float] = {}  # message -> time
-    spans: list[dict[Action, tuple[float, float]]] = [{} for _ in lists]
-    clock, held, live = [0.0] * pp, [0] * pp, [0] * pp
-    for rank, place, need, made in happening(lists, [stages_of(kind, rank, pp, chunks) for rank in range(pp)]):
-        action = lists[rank][place]
-        start = max(clock[rank], done[need] if need else 0.0)
-        clock[rank] = done[made] = start + cost[action.op]
-        spans[rank][action] = (start, clock[rank])
-        held[rank] += 1 if action.op == "F" else -1
-        live[rank] = max(live[rank], held[rank])
-    total = max(clock)
-    return Timeline(total, 1 - microbatches * (forward + backward) / total, live, spans)
 
 
 # Pictures

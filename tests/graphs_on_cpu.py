@@ -4,6 +4,7 @@ import copy
 
 import torch
 
+from meshwright.plan import graph_rule
 from meshwright.training import graphs as graph
 from meshwright.training import network
 
@@ -96,7 +97,7 @@ class Recorded(graph.Graphs):
 
 def stand_in(monkeypatch):
     """Let every run but those with `--cuda-graphs off` use graphs by a Recorder."""
-    monkeypatch.setattr(graph, "reason_against", lambda c, *more: "off" if c.training.cuda_graphs == "off" else None)
+    monkeypatch.setattr(graph_rule, "reason_against", lambda c, *_: "off" if c.training.cuda_graphs == "off" else None)
     monkeypatch.setattr(network, "CudaGraphs", lambda device: None)
     monkeypatch.setattr(network.devices, "new_stream", lambda device: None)
     monkeypatch.setattr(graph, "Graphs", Recorded)

@@ -110,8 +110,10 @@ NO_TORCH = [
     "training.state.resume",
     "training.state.folder",
     "training.before.preflight",
+    "plan.devices",
     "plan.memory",
     "plan.sizes",
+    "plan.timing",
     "training.state.saver",
 ]
 

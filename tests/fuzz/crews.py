@@ -135,14 +135,14 @@ class LegResult(NamedTuple):
 def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], folder: str, bug: str) -> LegResult:
     """Run a leg and compare it; `traces` holds those of the legs before."""
     from fuzz import trials
-    from meshwright.training.graphs import reason_against
+    from meshwright.plan.graph_rule import reason_against
 
     rank, world = place
     if not number:
         traces.clear()
     config, leg, bare = trials.leg_config(case, number, Path(folder, "run")), case.legs[number], None
     with joined(config, leg, rank, world, folder, number) as (team, layout):
-        if not reason_against(config, layout, trials.open_device(config, rank), False):
+        if not reason_against(config, trials.open_device(config, rank).type):
             without = Path(folder, f"bare{number}")  # where it begins as the leg does
             team.run_on_lead(lambda: copy_run(Path(folder, "run"), without))
             plain = trials.leg_config(case, number, without, has_graphs=False)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import parallelism
 import pytest
-from parallelism import happening, simulate
 
 from meshwright.parallel.pipeline_schedule import Action, schedule, stages_of
+from meshwright.plan import timeline as timelines
+from meshwright.plan.timeline import StageTimes, happening, makespan, simulate
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8]
 CASES = [("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("1f1b", 3), ("1f1b", 4)]
@@ -57,13 +57,26 @@ def test_bubbles(pp, forward):
     for m in (pp, 2 * pp, 5 * pp):
         idle = (pp - 1) / (m + pp - 1)
         for kind in ("gpipe", "1f1b"):
-            timeline = simulate(kind, pp, m, forward=forward)
+            timeline = simulate(kind, pp, m, 1, StageTimes.even(pp, 1, forward))
             assert timeline.bubble == pytest.approx(idle)
             assert timeline.total == pytest.approx((m + pp - 1) * (forward + 2))
         for chunks in (2, 4):
-            timeline = simulate("1f1b", pp, m, chunks, forward=forward)
+            timeline = simulate("1f1b", pp, m, chunks, StageTimes.even(pp, chunks, forward))
             assert timeline.total == pytest.approx((m + (pp - 1) / chunks) * (forward + 2))
             assert timeline.bubble == pytest.approx((pp - 1) / (m * chunks + pp - 1))
+
+
+@pytest.mark.parametrize(("kind", "chunks"), [*CASES, ("zero-bubble", 1), ("zbv", 2)])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_a_long_step_lasts_as_its_repeating_rounds_do(kind, chunks, pp):
+    """The first and the last stage are slower, messages take time, and the rest is not even."""
+    stages, split = pp * chunks, kind in ("zero-bubble", "zbv")
+    forward = [1.0 + 0.1 * (s % 2) for s in range(stages)]
+    forward[-1] += 0.7
+    weights = tuple(forward) if split else ()
+    times = StageTimes(tuple(forward), tuple((1 if split else 2) * f for f in forward), weights, 0.05)
+    for m in (pp, 6 * pp, 9 * pp + (0 if chunks > 1 and kind == "1f1b" else 1)):
+        assert makespan(kind, pp, m, chunks, times) == pytest.approx(simulate(kind, pp, m, chunks, times).total)
 
 
 @pytest.mark.parametrize("pp", SIZES)
@@ -84,7 +97,7 @@ def test_refused():
 
 
 def test_deadlock_is_detected(monkeypatch):
-    monkeypatch.setattr(parallelism, "schedule", lambda *_: [Action("B", 0, 0), Action("F", 0, 0)])
+    monkeypatch.setattr(timelines, "schedule", lambda *_: [Action("B", 0, 0), Action("F", 0, 0)])
     with pytest.raises(RuntimeError, match=r"deadlocks: 2 ranks are at \[0, 0\]"):
         simulate("1f1b", 2, 1)
 

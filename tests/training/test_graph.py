@@ -10,7 +10,7 @@ from helpers import TINY, TINY_FLAGS, read_rows
 from meshwright.__main__ import main
 from meshwright.data.loader import Batch
 from meshwright.model.loss import token_losses
-from meshwright.parallel.layout import Layout
+from meshwright.plan import graph_rule
 from meshwright.settings.flags import parse_settings
 from meshwright.settings.schema import TrainConfig
 from meshwright.training import graphs as graph
@@ -154,9 +154,9 @@ def test_steps_of_another_shape_between_replays():
     assert (calls.count("capture"), calls.count("replay")) == (4, 6)  # steps 3 and 9; 8
 
 
-def reason(*flags, layout=None, kind="cuda", custom=False):
+def reason(*flags, kind="cuda", custom=False):
     config = parse_settings(TrainConfig, list(map(str, [*TINY_FLAGS, *flags])), "meshwright train", check=False).config
-    return graph.reason_against(config, layout or Layout(), torch.device(kind), custom)
+    return graph_rule.reason_against(config, kind, custom)
 
 
 def test_reasons_against_graphs():

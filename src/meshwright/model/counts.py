@@ -31,6 +31,19 @@ def parameters(m: Model, vocab: int, positions: int) -> int:
     return total + (vocab * h if m.untie_embeddings_and_output_weights else 0)
 
 
+def attention_flops(m: Model, seq: int, windowed: bool = False) -> float:
+    """Return FLOPs of a layer's attention per token, forward, over the full square or a window."""
+    assert m.num_attention_heads
+    keys = min(seq, m.window + 1) if windowed else seq  # that a query meets
+    return 4.0 * keys * m.num_attention_heads * m.head_dim
+
+
+def head_flops(m: Model, vocab: int) -> float:
+    """Return FLOPs of the head per token, forward."""
+    assert m.hidden_size
+    return 2.0 * m.hidden_size * vocab
+
+
 def flops_per_token(m: Model, vocab: int, seq: int, recompute: str | None = None) -> float:
     """Return FLOPs per trained token: forward once, backward twice, plus what is recomputed.
 
@@ -38,10 +51,9 @@ def flops_per_token(m: Model, vocab: int, seq: int, recompute: str | None = None
     width of a window. With ffn = 4h and width = h this is 24 L h^2 (1 + S/6h + V/12Lh) times 3, or
     4 with full recomputation, which leaves out the head.
     """
-    assert m.num_layers and m.hidden_size and m.num_attention_heads
+    assert m.num_layers
     windowed = len(m.windowed_layers)
-    keys = (m.num_layers - windowed) * seq + windowed * min(seq, m.window + 1)  # that a query meets in all layers
-    attention = 4 * keys * m.num_attention_heads * m.head_dim
+    attention = (m.num_layers - windowed) * attention_flops(m, seq) + windowed * attention_flops(m, seq, True)
     products = m.num_layers * sum(2 * outputs * inputs for outputs, inputs in layer_matrices(m).values())
     again = {"full": products + attention, "selective": attention}.get(recompute or "", 0)
-    return 3 * (products + attention) + again + 3 * 2 * m.hidden_size * vocab
+    return 3 * (products + attention) + again + 3 * head_flops(m, vocab)

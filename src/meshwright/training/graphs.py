@@ -30,19 +30,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright import device as devices
 from meshwright.console import remark
 from meshwright.data.loader import Batch
 from meshwright.errors import first_line
 from meshwright.parallel.agree import on_all
-from meshwright.parallel.layout import Layout
-from meshwright.settings.schema import TrainConfig
 
 if TYPE_CHECKING:
     from meshwright.parallel.flat import FlatStore
 
 WARM_UP = 2  # steps of each kind that run as usual
-HOST_BOUND = 2**34  # tokens x hidden size^2, see `reason_against`
 # The numbers of a micro-batch: learning rate, weight decay, loss scale, divisor of the loss, and
 # whether this rank votes to stop the run.
 NUMBERS = 5
@@ -166,39 +162,6 @@ def shape_of(batches: list[Batch]) -> StepShape | None:
     """Return the shapes of a step's batches, and whether it has a middle; None if they differ."""
     shapes = {tuple(None if (x := getattr(b, n)) is None else (x.shape, x.dtype) for n in TENSORS) for b in batches}
     return (*shapes.pop(), min(len(batches), 3)) if len(shapes) == 1 else None
-
-
-def reason_against(c: TrainConfig, layout: Layout, device: torch.device, is_custom: bool) -> str | None:
-    """Return why a run's steps cannot be graphs, or with "auto" should not, or None.
-
-    ZeRO 1 gathers the new weights while the next forward pass has begun, but a graph ends with its
-    step. So "auto" leaves it out where the device is the slower one anyway: layers of fused kernels
-    take the host about 2 ms each, in which an H200 multiplies 72 x tokens x hidden^2 = 10^12, and
-    the bound is 2^34 tokens x hidden^2.
-    """
-    t, m, p, o = c.training, c.model, c.parallel, c.optimizer
-    sharded = p.zero_stage > 0 and layout.group("shard") is not None
-    sampled = m.attention_dropout > 0 and m.attention_impl != "reference"
-    tokens = c.micro_batch * (c.data.seq_length or 0) // layout.cp
-    never = {
-        "the device is not an NVIDIA GPU": device.type != devices.NVIDIA,
-        "the stages of a pipeline wait for each other": layout.pp > 1,
-        f"ZeRO {p.zero_stage} allocates memory within the step": sharded and p.zero_stage > 1,
-        "the optimizer runs on the host": p.offloads,
-        "inputs of recomputed layers are kept on the host": t.checkpoint_in_cpu,
-        "SGD takes the learning rate from the host": o.optimizer == "sgd",
-        "AdamW in float64 takes the learning rate from the host": c.precision.dtype == "float64"
-        and o.optimizer != "lion",
-        "--timing-log-level times the parts of a step": c.logging.timing_log_level != "0",
-        "what is recomputed seeds its attention dropout anew": sampled and t.recompute_granularity is not None,
-    }
-    unasked = {
-        "a custom model or loss may need the host": is_custom,
-        "ZeRO 1 gathers new weights between the steps": sharded and tokens * (m.hidden_size or 0) ** 2 > HOST_BOUND,
-    }
-    chosen = {"of --cuda-graphs off": t.cuda_graphs == "off"}
-    reasons = chosen | never | (unasked if t.cuda_graphs == "auto" else {})
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 assert set(TENSORS) == {f.name for f in fields(Batch)} - {"first_sample", "unmasked"}

@@ -24,6 +24,7 @@ from meshwright.parallel.pipeline import Pipeline, stages
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED
 from meshwright.parallel.store import StoreSpec
 from meshwright.parallel.tensor import cut_layers
+from meshwright.plan import graph_rule
 from meshwright.settings.schema import TrainConfig
 from meshwright.training import graphs as graph
 from meshwright.training.step import Loss, Network, make_loss
@@ -95,7 +96,7 @@ def build_network(spec: Spec, report_parameters: Callable[[int], None] = lambda 
     mapping = sums_by_copies(config, layout, device)
     store_spec = StoreSpec(o, dtype, device, spec.vocab, p.offloads, layout, p.zero_stage, spec.sequence, tied, mapping)
     is_sharded = p.zero_stage == 3 and layout.group("shard") is not None
-    without = graph.reason_against(config, layout, device, bool(spec.model or spec.loss))
+    without = graph_rule.reason_against(config, device.type, bool(spec.model or spec.loss))
     stream = None if without else devices.new_stream(device)
     with devices.on_stream(stream):  # where parameters are made, autograd adds up their gradients
         store = new_store(parts, store_spec, is_sharded)

@@ -1,0 +1,114 @@
+"""The lists of a pipeline schedule, run against a clock. No torch, no second schedule.
+
+The lists are those that `parallel/pipeline.py` executes. `simulate` gives each action its start and
+end; `makespan` the end alone, from a few rounds of micro-batches where a step has many.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.parallel.pipeline_schedule import Action, ScheduleName, schedule, stages_of
+
+Message = tuple[str, int, int]  # F or B, the stage that makes it, micro-batch
+ROUNDS = 3  # of as many micro-batches as ranks, after which a pipeline repeats itself
+
+
+class StageTimes(NamedTuple):
+    """Seconds of a micro-batch in each stage, in model order, and of a message between ranks."""
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]  # of all gradients, or of those of activations if `weights` has the others
+    weights: tuple[float, ...] = ()
+    message: float = 0.0
+
+    @classmethod
+    def even(cls, pp: int, chunks: int = 1, forward: float = 1.0, backward: float = 2.0) -> StageTimes:
+        """Return equal times; `forward` and `backward` are of all chunks of a rank."""
+        return cls((forward / chunks,) * pp * chunks, (backward / chunks,) * pp * chunks)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    total: float
+    bubble: float  # share of the ranks' time spent waiting
+    live: list[int]  # per rank: most (chunk, micro-batch) pairs whose activations are held at once
+    spans: list[dict[Action, tuple[float, float]]]  # per rank: start and end of each action
+
+
+def happening(lists: list[list[Action]], stages: list[list[int]]) -> Iterator[tuple[int, int, Message | None, Message]]:
+    """Yield all ranks' actions in a possible order of execution; RuntimeError on a deadlock.
+
+    Each is (rank, place in its list, message it waits for, message it sends). `stages` holds the
+    stage numbers of each rank's chunks.
+    """
+    last = max(max(mine) for mine in stages)
+    done: set[Message] = set()
+    places = [0] * len(lists)
+    while any(place < len(todo) for place, todo in zip(places, lists, strict=True)):
+        moved = False
+        for rank, todo in enumerate(lists):
+            for op, chunk, microbatch in todo[places[rank] :]:
+                stage, need = stages[rank][chunk], None
+                if op == "F" and stage:
+                    need = ("F", stage - 1, microbatch)
+                elif op in "BI":
+                    need = ("B", stage + 1, microbatch) if stage < last else ("F", stage, microbatch)
+                if need is not None and need not in done:
+                    break
+                made = ("B" if op == "I" else op, stage, microbatch)
+                done.add(made)
+                yield rank, places[rank], need, made
+                places[rank] += 1
+                moved = True
+        if not moved:
+            raise RuntimeError(f"the schedule deadlocks: {len(lists)} ranks are at {places}")
+
+
+def simulate(
+    kind: ScheduleName, pp: int, microbatches: int, chunks: int = 1, times: StageTimes | None = None
+) -> Timeline:
+    """Run all ranks' lists against a clock; without times, a rank's passes take 1 and 2.
+
+    A rank asks for a message when it needs it, so its transfer counts from then on.
+    """
+    times = times or StageTimes.even(pp, chunks)
+    lists = [schedule(kind, pp, rank, microbatches, chunks) for rank in range(pp)]
+    stages = [stages_of(kind, rank, pp, chunks) for rank in range(pp)]
+    rank_of = {stage: rank for rank, mine in enumerate(stages) for stage in mine}
+    cost = {"F": times.forward, "B": times.backward, "I": times.backward, "W": times.weights}
+    done: dict[Message, float] = {}  # message -> time
+    spans: list[dict[Action, tuple[float, float]]] = [{} for _ in lists]
+    clock, held, live, busy = [0.0] * pp, [0] * pp, [0] * pp, 0.0
+    for rank, place, need, made in happening(lists, stages):
+        action = lists[rank][place]
+        start = clock[rank]
+        if need is not None:
+            start = max(start, done[need]) + (times.message if rank_of[need[1]] != rank else 0.0)
+        spent = cost[action.op][made[1]]
+        clock[rank] = done[made] = start + spent
+        busy += spent
+        spans[rank][action] = (start, clock[rank])
+        held[rank] += {"F": 1, "B": -1, "I": -1}.get(action.op, 0)
+        live[rank] = max(live[rank], held[rank])
+    total = max(clock)
+    return Timeline(total, 1 - busy / (pp * total), live, spans)
+
+
+def makespan(kind: ScheduleName, pp: int, microbatches: int, chunks: int, times: StageTimes) -> float:
+    """Return the seconds of all micro-batches' passes.
+
+    Beyond ROUNDS rounds every further one takes as long as the one before.
+    """
+    rest = max(0, (microbatches - ROUNDS * pp) // pp - 1)
+    few = microbatches - rest * pp
+    total = _total(kind, pp, few, chunks, times)
+    return total + rest * (total - _total(kind, pp, few - pp, chunks, times)) if rest else total
+
+
+@functools.lru_cache(4096)
+def _total(kind: ScheduleName, pp: int, microbatches: int, chunks: int, times: StageTimes) -> float:
+    return simulate(kind, pp, microbatches, chunks, times).total

@@ -1,0 +1,373 @@
+"""The time of a training step, from a configuration and a device's profile. No torch.
+
+A step is the sum of what a rank does: matrix products at the speed that the device reaches, the
+attention kernel, passes over memory (norms, activations, loss), the update, what communication adds
+to these, the pipeline's waiting, and the host where it is slower than the device. FLOPs come from
+model/counts.py, bytes sent from traffic.py, the schedule from timeline.py, all as in training.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from meshwright.model import counts
+from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
+from meshwright.plan import graph_rule, timeline, traffic
+from meshwright.plan.devices import DeviceProfile, Link, Links
+from meshwright.plan.sizes import parameters_of_ranks
+from meshwright.settings.schema import TrainConfig
+
+BLOCK = 128  # rows of a block of the attention kernel, which computes blocks on the diagonal in full
+# Kernels of a layer besides its products and its attention.
+PASSES_FORWARD, PASSES_BACKWARD = 3, 11
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step of one rank, and what follows for the run."""
+
+    seconds: float
+    parts: dict[str, float]  # seconds by kind; they add up to `seconds`
+    bubble: float  # share of the step that the pipeline waits
+    bytes_sent: dict[str, int]  # by dimension
+    tokens_per_second: float  # of all ranks
+    mfu: float  # share of the peak that the model's own operations take
+
+
+class Work(NamedTuple):
+    """Seconds of one pass over a layer or another part, by kind."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    passes: float = 0.0
+    tensor: float = 0.0  # communication between tensor ranks that nothing hides
+    context: float = 0.0
+    kernels: float = 0.0  # launched by the host
+
+    def __add__(self, other: Work) -> Work:  # type: ignore[override]
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> Work:
+        return Work(*(factor * x for x in self))
+
+    @property
+    def device_seconds(self) -> float:
+        return sum(self[:-1])
+
+
+class Step(NamedTuple):
+    """Work of a micro-batch in one stage: forward, gradients of activations, and of weights."""
+
+    forward: Work
+    backward: Work
+    weights: Work
+
+
+def step_time(config: TrainConfig, padded: int, profile: DeviceProfile, links: Links | None = None) -> StepTime:
+    """Predict a step of the slowest rank."""
+    return _Prediction(config, padded, profile, links or profile.links).result()
+
+
+class _Prediction:
+    """The terms of one step; made for one call of `step_time`."""
+
+    def __init__(self, config: TrainConfig, padded: int, profile: DeviceProfile, links: Links) -> None:
+        self.config, self.padded, self.profile, self.links = config, padded, profile, links
+        m, p = config.model, config.parallel
+        self.m, self.p = m, p
+        self.tp, self.cp, self.pp = (
+            p.tensor_model_parallel_size,
+            p.context_parallel_size,
+            p.pipeline_model_parallel_size,
+        )
+        self.seq, self.hidden = config.data.seq_length or 0, m.hidden_size or 0
+        self.rows = traffic.rows(config)
+        self.rows_of_stream = self.rows // self.tp if p.sequence_parallel else self.rows
+        self.low, self.full = traffic.number_bytes(config)
+        self.count = max(1, config.micro_batches(config.global_batch))
+        self.groups = traffic.groups(config)
+        self.has_graphs = graph_rule.reason_against(config, profile.kind) is None
+        self.passes_speed = profile.bandwidth * profile.reached["passes"]
+        self.flops = profile.flops(config.precision.dtype)
+
+    # Links
+
+    def link(self, dimension: str) -> tuple[Link, float]:
+        """Return the slowest link of a dimension's ring, and its bytes per second of a rank."""
+        size, stride = self.groups[dimension]
+        inside = max(1, min(size, self.links.gpus_per_node // stride))
+        if size <= inside:
+            return self.links.within, self.links.within.bandwidth
+        # Each rank of the group in a machine brings its own way out of it.
+        between = min(self.links.between.bandwidth * inside, self.links.within.bandwidth)
+        return self.links.between, between
+
+    def sending(self, dimension: str, size: float, messages: int = 1, copies: bool = False) -> float:
+        """Return the seconds of sending so many bytes in a dimension."""
+        if not size:
+            return 0.0
+        link, bandwidth = self.link(dimension)
+        return size / (bandwidth * (link.copies if copies else link.collectives)) + messages * link.latency
+
+    # Work of a layer
+
+    def product(self, outputs: int, inputs: int, flops: float, rows: int | None = None) -> float:
+        rows = self.rows if rows is None else rows
+        moved = self.low * (rows * (inputs + outputs) + inputs * outputs)
+        least = max(2 * rows * outputs * inputs / flops, moved / (self.profile.bandwidth * 0.85))
+        return least + self.profile.seconds["product"]
+
+    def a_pass(self, size: float, kernels: int = 1) -> float:
+        """Return the seconds of reading or writing so many bytes by some kernels."""
+        return size / self.passes_speed + kernels * self.profile.seconds["pass"]
+
+    def products_of_layer(self, is_fp8: bool) -> float:
+        """Return the seconds of a layer's products forward; each gradient takes as long."""
+        flops = self.profile.flops("fp8") if is_fp8 else self.flops
+        total = 0.0
+        for name, (outputs, inputs) in counts.layer_matrices(self.m).items():
+            cut_outputs = not name.endswith("proj")
+            total += self.product(
+                outputs // self.tp if cut_outputs else outputs, inputs if cut_outputs else inputs // self.tp, flops
+            )
+        return total
+
+    def attention(self, windowed: bool) -> tuple[float, float]:
+        """Return the seconds of a layer's attention forward and backward, of a rank's heads."""
+        m, reached = self.m, self.profile.reached
+        if windowed:
+            share = 1.0
+        else:
+            blocks = max(1, self.seq // BLOCK)
+            share = (blocks + 1) / (2 * blocks)
+        width = 64 if m.head_dim <= 64 else -(-m.head_dim // 128) * 128
+        flops = counts.attention_flops(m, self.seq, windowed) * share * width / m.head_dim * self.rows / self.tp
+        forward, backward = self.profile.attention(width)
+        dropout = m.attention_dropout > 0
+        least = self.profile.seconds["attention"]
+        return (
+            flops / forward / (reached["attention_dropout"] if dropout else 1) + least,
+            2.5 * flops / backward / (reached["attention_dropout_backward"] if dropout else 1) + least,
+        )
+
+    def layer(self, windowed: bool, is_fp8: bool) -> Step:
+        """Return the work of a layer for one micro-batch."""
+        m, products = self.m, self.products_of_layer(is_fp8)
+        attention_forward, attention_backward = self.attention(windowed)
+        stream = self.rows_of_stream * self.hidden * self.low
+        heads = self.rows * (m.num_attention_heads or 1) * m.head_dim * self.low / self.tp
+        middle = self.rows * m.ffn * self.low / self.tp
+        key_share = 1 + 2 * m.groups / (m.num_attention_heads or 1)
+        gates = 2 if m.gated else 1
+        forward = 8 * stream + (gates + 1) * middle + (2 * key_share * heads if m.position == "rope" else 0)
+        backward = 9 * stream + (2 * gates + 1) * middle + (2 * key_share + 7) * heads
+        if m.hidden_dropout > 0:
+            backward += stream
+        if is_fp8:
+            forward += 0.5 * (2 * stream + heads + middle) * 2
+            backward += 2 * (2 * stream + key_share * heads + gates * middle)
+        tensor, context = self.tensor_waits(products), self.sending("context", traffic.context_bytes(self.config), 2)
+        first = Work(
+            products, attention_forward, self.a_pass(forward, PASSES_FORWARD), tensor[0], context, 5 + PASSES_FORWARD
+        )
+        second = Work(
+            products,
+            attention_backward,
+            self.a_pass(backward, PASSES_BACKWARD),
+            tensor[1],
+            context,
+            5 + PASSES_BACKWARD,
+        )
+        t = self.config.training
+        if t.recompute_granularity == "selective":
+            second += Work(attention=attention_forward, kernels=1)
+        return Step(first, second, Work(products, kernels=4))
+
+    def tensor_waits(self, products: float) -> tuple[float, float]:
+        """Return the seconds that tensor parallelism adds to a layer, forward and backward."""
+        if self.tp == 1:
+            return 0.0, 0.0
+        sent = traffic.tensor_bytes(self.config)
+        forward = self.sending("tensor", sent.layer_forward, 4 if self.p.sequence_parallel else 2)
+        backward = self.sending("tensor", sent.layer_backward, 6 if self.p.sequence_parallel else 2)
+        if self.overlaps_products():
+            share = self.links.within.collectives / self.links.within.copies
+            return forward * share * 0.8, backward * share * 0.8
+        # The sum of the activations' gradient runs beside the product of the weights' own.
+        return forward, max(backward / 3, backward - products)
+
+    def overlaps_products(self) -> bool:
+        """Whether products run while rows are copied, as parallel/overlap.py decides."""
+        if not self.p.sequence_parallel or self.p.tp_overlap == "off" or self.config.precision.fp8_format:
+            return False
+        if not self.links.within.copies or self.groups["tensor"].size > self.links.gpus_per_node:
+            return False
+        large = self.rows // self.tp * self.hidden * self.low >= 16 << 20
+        return self.p.tp_overlap == "on" or large
+
+    # Stages
+
+    def stage(self, number: int) -> Step:
+        """Return the work of a stage for one micro-batch."""
+        config, m, stages = self.config, self.m, self.config.stages
+        begin, count = sum(stages[:number]), stages[number]
+        kinds: dict[tuple[bool, bool], int] = {}
+        windowed = set(m.windowed_layers)
+        layers = m.num_layers or 0
+        if not windowed and not config.precision.first_last_layers_bf16:
+            kinds[False, bool(config.precision.fp8_format)] = count
+        else:
+            for i in range(begin, begin + count):
+                kind = i in windowed, config.precision.multiplies_fp8(i, layers)
+                kinds[kind] = kinds.get(kind, 0) + 1
+        forward = backward = weights = Work()
+        for kind, number_of_layers in kinds.items():
+            layer = self.layers.setdefault(kind, self.layer(*kind)) if kind not in self.layers else self.layers[kind]
+            forward += layer.forward.times(number_of_layers)
+            backward += layer.backward.times(number_of_layers)
+            weights += layer.weights.times(number_of_layers)
+        again = self.recomputed(count) / count if count else 0.0
+        backward += forward.times(again)
+        if number == 0:
+            forward, backward = forward + self.embedding(False), backward + self.embedding(True)
+        if number == len(stages) - 1:
+            head = self.head()
+            forward, backward, weights = forward + head.forward, backward + head.backward, weights + head.weights
+        return Step(forward, backward, weights)
+
+    def recomputed(self, layers: int) -> int:
+        """Return how many layers of a stage are computed again in its backward pass."""
+        t = self.config.training
+        if t.recompute_granularity != "full":
+            return 0
+        return min(t.recompute_num_layers, layers) if t.recompute_method == "block" else layers
+
+    def embedding(self, backward: bool) -> Work:
+        tensor = self.sending("tensor", traffic.tensor_bytes(self.config).end / 2) if self.tp > 1 else 0.0
+        size = self.rows * self.hidden * self.low
+        return Work(passes=self.a_pass(3 * size + (2 * size if backward else 0), 3), tensor=tensor, kernels=3)
+
+    def head(self) -> Step:
+        """Return the work of the last norm, the head and the loss."""
+        columns = self.padded // self.tp
+        product = self.product(columns, self.hidden, self.flops)
+        logits = self.rows * columns * self.low
+        stream = self.rows_of_stream * self.hidden * self.low
+        sent = traffic.tensor_bytes(self.config)
+        tensor = self.sending("tensor", sent.end / 2) + self.sending("tensor", sent.loss, 3) if self.tp > 1 else 0.0
+        back = self.sending("tensor", sent.end / 2) if self.tp > 1 else 0.0
+        capped = 2 if self.m.final_logit_softcapping else 0
+        return Step(
+            Work(product, 0.0, self.a_pass(4 * stream + (1 + capped) * logits, 2), tensor, kernels=4),
+            Work(product, 0.0, self.a_pass(4 * stream + (2 + capped) * logits, 3), back, kernels=4),
+            Work(product, kernels=1),
+        )
+
+    # The step
+
+    def passes_seconds(self, work: Work) -> float:
+        """Return the seconds of some work, on the device or, if that takes longer, on the host."""
+        if self.has_graphs:
+            return work.device_seconds
+        return max(work.device_seconds, work.kernels * self.profile.seconds["launch"])
+
+    def result(self) -> StepTime:
+        config, profile = self.config, self.profile
+        self.layers: dict[tuple[bool, bool], Step] = {}
+        stages = [self.stage(s) for s in range(len(config.stages))]
+        own = stages_of(self.p.pipeline_schedule, self.slowest_rank(stages), self.pp, config.chunks)
+        work = Work()
+        for s in own:
+            for part in stages[s]:
+                work += part
+        work = work.times(self.count)
+        busy = self.passes_seconds(work)
+        passes = self.pass_of_micro_batches(stages, busy)
+        update = self.update()
+        exposed = self.data_parallel(stages, own)
+        between = profile.seconds["step"]
+        parts = {
+            "products": work.products,
+            "attention": work.attention,
+            "passes": work.passes,
+            "tensor": work.tensor,
+            "context": work.context,
+            "host": busy - work.device_seconds,
+            "pipeline": passes - busy,
+            "update": update,
+            "data": exposed,
+            "between steps": between,
+        }
+        total = sum(parts.values())
+        if config.world > 1:
+            slow = total * (1 / profile.reached["slowest"] - 1)
+            parts["slowest rank"] = slow
+            total += slow
+        tokens = config.global_batch * self.seq / total
+        per_token = counts.flops_per_token(self.m, self.padded, self.seq)
+        peak = profile.peaks.get(config.precision.dtype) or profile.peaks["float16"]
+        return StepTime(
+            total,
+            {name: seconds for name, seconds in parts.items() if seconds},
+            (passes - busy) / total,
+            traffic.bytes_sent(config, self.padded),
+            tokens,
+            tokens * per_token / (peak * config.world),
+        )
+
+    def slowest_rank(self, stages: list[Step]) -> int:
+        def seconds(rank: int) -> float:
+            own = stages_of(self.p.pipeline_schedule, rank, self.pp, self.config.chunks)
+            return sum(part.device_seconds for s in own for part in stages[s])
+
+        return max(range(self.pp), key=seconds)
+
+    def pass_of_micro_batches(self, stages: list[Step], busy: float) -> float:
+        """Return the seconds from the first forward pass to the last backward pass."""
+        if self.pp == 1:
+            return busy
+        kind, split = self.p.pipeline_schedule, self.p.pipeline_schedule in SPLIT_BACKWARD
+        message = self.sending("pipeline", traffic.message_bytes(self.config))
+        times = timeline.StageTimes(
+            tuple(self.passes_seconds(s.forward) for s in stages),
+            tuple(self.passes_seconds(s.backward if split else s.backward + s.weights) for s in stages),
+            tuple(self.passes_seconds(s.weights) for s in stages) if split else (),
+            message,
+        )
+        return timeline.makespan(kind, self.pp, self.count, self.config.chunks, times)
+
+    def update(self) -> float:
+        """Return the seconds of clipping and updating a rank's parameters."""
+        config, profile = self.config, self.profile
+        parameters = max(parameters_of_ranks(config, self.padded))
+        shards = self.groups["data"].size if self.p.zero_stage else 1
+        own = parameters / shards
+        moments = 2 if config.optimizer.optimizer in ("adam", "adamw") else 1
+        # Reads gradient, master and moments, writes the last two and weights; the norm reads too.
+        size = own * (self.full * (2 + moments) + self.full * (1 + moments) + self.low + self.full)
+        seconds = size / (profile.bandwidth * profile.reached["update"])
+        if self.p.offloads:
+            seconds += own * (self.full + self.low) / 50e9 + size / 20e9
+        return seconds
+
+    def data_parallel(self, stages: list[Step], own: list[int]) -> float:
+        """Return the seconds that sums and gathers over the data-parallel ranks add to a step."""
+        size, _ = self.groups["data"]
+        copies_size, _ = self.groups["replicas"]
+        if size * copies_size == 1:
+            return 0.0
+        zero, reached = self.p.zero_stage, self.profile.reached
+        parameters = max(parameters_of_ranks(self.config, self.padded))
+        sent, replicas = traffic.data_bytes(self.config, parameters)
+        copies = zero < 2 and self.p.data_parallel_sums != "collectives"
+        copies = copies and self.link("data")[0] is self.links.within and self.links.within.copies > 0
+        layers = len(self.config.stages) and sum(self.config.stages[s] for s in own)
+        seconds = self.sending("data", sent, layers + 2, copies)
+        last = sum(self.passes_seconds(stages[s].backward + stages[s].weights) for s in own)
+        beside = self.count * last if zero > 1 else last
+        if zero == 3:
+            beside += self.count * sum(self.passes_seconds(stages[s].forward) for s in own)
+        hidden = min(seconds, beside)
+        lost = reached["beside_copies" if copies else "beside_collectives"]
+        return seconds - hidden + hidden * lost + self.sending("replicas", replicas)
