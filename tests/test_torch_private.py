@@ -37,6 +37,10 @@ READ = {
     "torch.distributed._functional_collectives": "parallel/comm: collectives that torch.compile can trace",
     "torch.distributed._symmetric_memory": "parallel/overlap, mapped: memory that ranks map from each other",
     "torch.distributed.ProcessGroupGloo._Options": "parallel/gloo: the number of threads",
+    "torch.distributed.distributed_c10d._get_default_store": "parallel/layout: a group that its own ranks alone make",
+    "torch.distributed.distributed_c10d._get_default_timeout": "",
+    "torch.distributed.distributed_c10d._new_process_group_helper": "",
+    "torch.distributed.distributed_c10d._world": "",
     "torch.utils._python_dispatch.TorchDispatchMode": "training/before/memory: the largest tensor of a step",
     "torch.utils._pytree.tree_map_only": "",
 }

@@ -158,6 +158,6 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     assert group is not None
     if replicas is None:
         return DeviceMesh.from_group(group, device.type)
-    ranks = next(m for m in layout.members("replicas", "shard", "cp") if layout.rank in m)
+    ranks = layout.peers("replicas", "shard", "cp")
     table = torch.tensor(ranks).view(layout.replicas, -1)
     return DeviceMesh.from_group([replicas, group], device.type, mesh=table, mesh_dim_names=("replicas", "shard"))

@@ -12,7 +12,6 @@ where more than one rank belongs to it; if all sizes are 1, there is none and no
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -34,6 +33,8 @@ GROUPS = {
 }
 
 LANES = ("forward", "backward", "forward around", "backward around")
+
+_connected = 0  # how often this process has connected a layout, as all ranks have
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,25 @@ class Layout:
     def size(self, *names: str) -> int:
         return math.prod(getattr(self, name) for name in names)
 
+    def offsets(self, *names: str) -> list[int]:
+        """Return the numbers of the ranks that are first in all dimensions but these, in order."""
+        numbers, stride = [0], self.world
+        for name, size in zip(DIMENSIONS, self.shape, strict=True):
+            stride //= size
+            if name in names:
+                numbers = [number + stride * position for number in numbers for position in range(size)]
+        return numbers
+
     def members(self, *names: str) -> list[list[int]]:
         """Return all groups of ranks that differ in these dimensions only, each in order."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world):
-            other = replace(self, rank=rank)
-            groups.setdefault(tuple(other.at(n) for n in DIMENSIONS if n not in names), []).append(rank)
-        return list(groups.values())
+        offsets = self.offsets(*names)
+        return [[first + n for n in offsets] for first in self.offsets(*(d for d in DIMENSIONS if d not in names))]
+
+    def peers(self, *names: str) -> list[int]:
+        """Return this rank's group among `members`."""
+        offsets = self.offsets(*names)
+        first = self.rank - offsets[self.at(*names)]
+        return [first + n for n in offsets]
 
     def group(self, name: str) -> ProcessGroup | None:
         """Return a process group, or None if it has only this rank."""
@@ -94,32 +107,45 @@ def connect(layout: Layout, timeout: timedelta | None = None) -> Layout:
     """
     if layout.world == 1:
         return layout
-    groups = {name: new_group(layout.members(*dims), layout.rank, timeout) for name, dims in GROUPS.items()}
-    pipelines = layout.members("pp")
-    groups["embedding"] = new_group([sorted({g[0], g[-1]}) for g in pipelines], layout.rank, timeout)
-    for lane in LANES:  # one direction each, so that messages cannot deadlock
-        groups[lane] = new_group(pipelines, layout.rank, timeout)
-    return replace(layout, groups={name: g for name, g in groups.items() if g is not None})
+    global _connected
+    _connected += 1
+    ranks = {name: layout.peers(*dims) for name, dims in GROUPS.items()}
+    pipeline = layout.peers("pp")
+    ranks["embedding"] = sorted({pipeline[0], pipeline[-1]})
+    ranks |= dict.fromkeys(LANES, pipeline)  # one direction each, so that messages cannot deadlock
+    own = {name: members for name, members in ranks.items() if len(members) > 1 and layout.rank in members}
+    return replace(layout, groups={name: new_group(name, members, timeout) for name, members in own.items()})
 
 
-def new_group(members: Sequence[Sequence[int]], rank: int, timeout: timedelta | None) -> ProcessGroup | None:
-    """Create a process group for each list of ranks; return the one of `rank`, if any."""
+def new_group(name: str, ranks: list[int], timeout: timedelta | None) -> ProcessGroup:
+    """Create the process group of these ranks, which alone call this.
+
+    torch's own `new_group` either has every rank of the run call it for every group, or names a
+    group after its ranks, so that a later group of the same ranks would find the sockets of one
+    that was destroyed.
+    """
     import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
 
     from meshwright.parallel import gloo
 
     # "cpu:gloo,cuda:nccl" would open thousands of sockets in a large run, for tensors of no group.
     by_device = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
-    backend = next((name for kind, name in by_device.items() if kind != "cpu"), None)
-    if backend in (None, "gloo"):
+    backend = next((backend for kind, backend in by_device.items() if kind != "cpu"), "gloo")
+    if backend == "gloo":
         backend = gloo.register()
-    own = None
-    for ranks in members:
-        if len(ranks) > 1:
-            group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-            if rank in ranks:
-                own = group
-    return own
+    group: ProcessGroup
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend),
+        c10d._get_default_store(),
+        f"{name} {_connected} of rank {ranks[0]}",  # type: ignore[arg-type]  # only newer torch has GroupName
+        timeout=timeout or c10d._get_default_timeout(dist.Backend(backend)),
+    )
+    c10d._world.pg_group_ranks[group] = {rank: n for n, rank in enumerate(ranks)}
+    return group
 
 
 def layout_of(config: TrainConfig, rank: int) -> Layout:

@@ -47,7 +47,7 @@ class Pipeline:
         self.layout, self.schedule, self.parts = layout, name, parts
         self.hidden, self.sequence, self.dtype = hidden, sequence, dtype
         self.rank, self.size = layout.at("pp"), layout.pp
-        self.ranks = next(ranks for ranks in layout.members("pp") if layout.rank in ranks)
+        self.ranks = layout.peers("pp")
         self.stages = stages_of(name, self.rank, self.size, len(parts))
         self.local: dict[tuple[int, int, int], Tensor] = {}  # passed between two stages of this rank
         self.sent: list[tuple[Any, Tensor]] = []  # messages on their way
