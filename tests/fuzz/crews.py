@@ -119,7 +119,7 @@ def run_one(traces: list[Any], case: Case, folder: str, is_closer: bool, bug: st
     with BUGS[bug]() if bug in SHARED else contextlib.nullcontext():
         made = trials.references(case, trials.LOOKS if is_closer else 1)
         Path(folder, "one").write_bytes(pickle.dumps(made))
-        return trials.unlike_plain(case, made) + trials.unlike_bf16(case, made.rounded[0])
+        return trials.unlike_plain(case, made) + trials.unlike_bf16(case, made)
 
 
 class LegResult(NamedTuple):

@@ -112,6 +112,13 @@ def test_equal_cases_are_equal_and_a_seeded_bug_is_found(crew):
     for line, words in ((low, "in 16 bits"), (tiny, "update of")):
         outcome = crew.run(cases.read(line), "rounded-masters")
         assert outcome.kind == "differs" and words in "".join(outcome.lines), outcome
+    # Roundings turn the gradients of such a network into others, in bfloat16 as in fp8.
+    eight = "--bf16 --fp8-format hybrid --eval-iters 0 --num-attention-heads 2"
+    chaotic = "--num-layers 4 --hidden-size 128 --swiglu --apply-residual-connection-post-layernorm --train-iters 2"
+    chaotic += " --init-method-std 0.2 --seq-length 16 --optimizer muon --lr 1e-2"
+    assert crew.run(cases.read(f"{eight} {chaotic} | --micro-batch-size 2")).kind == "equal"
+    outcome = crew.run(cases.read(f"{eight} --hidden-size 32 --lr 3e-2 --train-iters 4 | "), "stale-casts")
+    assert outcome.kind == "differs" and "gradient of" in outcome.lines[-1] and "in fp8" in outcome.lines[-1], outcome
     outcome = crew.run(cases.read(f"--position-embedding-type none --eod-mask-loss --data-path nowhere | {TP}"))
     assert outcome.kind == "refused" and "nowhere" in "".join(outcome.lines)
 

@@ -33,8 +33,11 @@ How far apart may they be?
               they add gradients in another order. Steps that CUDA graphs take have the bits of
               the same leg without graphs.
     fp8       One process with it is as far from float64 as its format makes it, so what all share
-              is not seen by that: its losses are also at most FP8 of those in bfloat16 apart, for
-              each step so far.
+              is not seen by that: its losses and gradients are also compared with bfloat16's. How
+              far apart these may be, twins tell: runs of the same network that multiply unscaled
+              numbers, each with a random error as large as half a step of its fp8 format. So a
+              network that turns such errors into another gradient altogether allows it in fp8,
+              and all others do not. The twins are runs with other roundings, too.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ from meshwright.settings.schema import TrainConfig
 
 NEAR = 1e-9
 LIKE = 1e-6  # Adam's steps make roundings larger
-FP8 = 1 / 16  # half a step of e4m3
+FP8 = 1 / 16  # half a step of e4m3, the least that losses of fp8 and bfloat16 may be apart
+NOISY = 8.0  # times the distance of the farthest twin
 EOD = 5  # of mock data
 LOUD = 1000.0  # times the loss
 SPREAD = 16.0
@@ -75,7 +79,8 @@ NUMBERS = ("loss", "grad_norm", "params_norm")
 # roundings of larger ones. Below this share of the largest tensor's, differences count less.
 SMALL = {"": 1e-5, "exp_avg": 1e-5, "exp_avg_sq": 1e-10, "momentum": 1e-5, "weights": 1e-5}
 
-MOVED = 0.5  # of the updates in which one process agrees with float64
+MOVED = 0.5  # of the updates in which all runs in one process agree with float64,
+SURE = 0.25  # if these are so much of all: the others of a chaotic network agree by chance
 FITTING = 0.25  # of a tensor's masters, that may be numbers of 16 bits by chance
 BIG = 1e-3  # the same for the tensors that tell how far roundings have grown
 
@@ -311,7 +316,8 @@ class References(NamedTuple):
     """The run in one process."""
 
     exact: Trace  # in float64
-    rounded: list[Trace]  # first in the format of the case, then shaken by its roundings
+    rounded: list[Trace]  # first in the format of the case, then shaken by its roundings, then the twins
+    twins: list[Trace]  # of fp8, with random errors
 
 
 def alone(case: Case, config: TrainConfig, shake: float = 0.0, seed: int = 0) -> Trace:
@@ -330,13 +336,44 @@ def references(case: Case, looks: int = 1) -> References:
     config = in_one_process(case)
     own, dtype = alone(case, config), config.precision.dtype
     if dtype == "float64":
-        return References(own, [own])
+        return References(own, [own], [])
     exact = in_float64(case)
     shake = UNIT["bfloat16" if config.optimizer.optimizer == "muon" else dtype]
     formats = [exact] if looks == 1 else [exact, config]
     shaken = [alone(case, one, shake, seed + 1) for one in formats for seed in range(looks)]
-    like = [trace for trace in shaken if _skipped(trace) == _skipped(own)]  # no other step has overflowed
-    return References(alone(case, exact), [own, *like])
+    twins = [twin_of_fp8(case, config, seed) for seed in range(looks + 1)] if config.precision.fp8_format else []
+    like = [trace for trace in (*shaken, *twins) if _skipped(trace) == _skipped(own)]  # no other step has overflowed
+    return References(alone(case, exact), [own, *like], twins)
+
+
+def twin_of_fp8(case: Case, config: TrainConfig, seed: int) -> Trace:
+    """Train with the products of fp8 in bfloat16, whose factors have errors as large as fp8's."""
+    from meshwright.kernels import fp8, gradients
+
+    random = torch.Generator().manual_seed(seed)
+
+    def erring(x: Tensor, bits: int = 4) -> Tensor:
+        error = (torch.rand(x.shape, generator=random) * 2 - 1).to(x.device) * 2.0**-bits
+        return (x.float() * (1 + error)).to(x.dtype)
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None) -> Tensor:
+            ctx.factors, ctx.parameter, ctx.bias = (erring(x), erring(parameter.flatten(0, -2))), parameter, bias
+            return torch.nn.functional.linear(*ctx.factors, None if bias is None else bias.flatten())
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            (x, weight), g = ctx.factors, erring(grad, 3 if config.precision.fp8_format == "hybrid" else 4)
+            rows = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
+            of_bias = gradients.from_rows(ctx.bias if ctx.needs_input_grad[2] else None, grad)
+            return g @ weight, gradients.from_product(ctx.parameter, *rows), of_bias
+
+    def multiply(product: Any, x: Tensor, parameter: Tensor, bias: Tensor | None = None) -> Tensor:
+        return Product.apply(x, parameter, bias)  # type: ignore[no-any-return,no-untyped-call]
+
+    with mock.patch.object(fp8.Fp8Product, "__call__", multiply):
+        return alone(case, config)
 
 
 def in_float64(case: Case) -> TrainConfig:
@@ -385,16 +422,24 @@ def unlike_plain(case: Case, made: References) -> list[str]:
     return [f"{line}, by the independent trainer" for line in distances.wrong]
 
 
-def unlike_bf16(case: Case, own: Trace) -> list[str]:
-    """Return where the losses of one process with fp8 are too far from those of one without."""
-    config = in_one_process(case)
+def unlike_bf16(case: Case, made: References) -> list[str]:
+    """Return where losses and gradients of one process with fp8 are too far from one without."""
+    config, own = in_one_process(case), made.rounded[0]
     if not config.precision.fp8_format:
         return []
     distances, p = Distances(config), dataclasses.replace(config.precision, fp8_format=None)
-    for step, row in alone(case, dataclasses.replace(config, precision=p)).rows.items():
-        if not row["skipped"] and step in own.rows:
-            far, allowed = abs(own.rows[step]["loss"] - row["loss"]), FP8 * step * abs(row["loss"])
-            distances.note(f"step {step}: loss in fp8", far, allowed, f" (bf16's is {row['loss']})")
+    bf16 = alone(case, dataclasses.replace(config, precision=p))
+    for step, row in bf16.rows.items():
+        runs = [run for run in (own, *made.twins) if step in run.rows and not run.rows[step]["skipped"]]
+        if row["skipped"] or own not in runs or len(runs) == 1:
+            continue
+        far, *others = [abs(run.rows[step]["loss"] - row["loss"]) for run in runs]
+        allowed = NOISY * max(*others, FP8 * abs(row["loss"]))
+        distances.note(f"step {step}: loss in fp8", far, allowed, f" (bf16's is {row['loss']})")
+        for name, ((_, true),) in bf16.gradients[step].items():
+            far, *others = [float((run.gradients[step][name][0][1] - true).norm()) for run in runs]
+            allowed = NOISY * max(*others, FP8 * float(true.norm()), SMALL[""] * row["grad_norm"])
+            distances.note(f"step {step}: gradient of {name} in fp8", far, allowed)
     return distances.wrong
 
 
@@ -525,22 +570,25 @@ class Distances:
         exact, own, dtype = one.exact, one.rounded[0], getattr(torch, self.dtype)
         largest = max(float(x.abs().max()) for name, ((_, x),) in exact.states[i].items() if "/" not in name)
         rounding = ROUNDINGS * UNIT["float32"] * largest
-        made, true, similar = updates(got, i), updates(exact, i), updates(own, i)
+        made, true, similar = updates(got, i), updates(exact, i), [updates(run, i) for run in one.rounded]
         free = Free("weights", is_late, rounding + sum(self.step_errors([i], exact, own)))
         self.tensors(f"step {i}: update", made, one, lambda trace: updates(trace, i), free)
-        moved = wanted = 0.0
+        moved = wanted = total = 0.0
         for name, pieces in made.items():
-            ((_, right),), ((_, like),), ((_, master),) = true[name], similar[name], own.states[i][name]
+            ((_, right),), ((_, master),) = true[name], own.states[i][name]
+            most = torch.stack([(each[name][0][1] - right).abs() for each in similar]).amax(0)
+            is_sure = (most < 0.1 * right.abs()) & (right.abs() > rounding)
             fitting = 0
             for place, x in pieces:
-                sure = ((like[place] - right[place]).abs() < 0.1 * right[place].abs()) & (right[place].abs() > rounding)
+                sure = is_sure[place]
                 moved += float((x * right[place])[sure].sum())
                 wanted += float(right[place][sure].square().sum())
+                total += float(right[place].square().sum())
                 fitting -= int((master[place].to(dtype) == master[place]).sum())
             fitting += sum(int((x.to(dtype) == x).sum()) for _, x in got.states[i][name])
             count = sum(x.numel() for _, x in pieces)
             self.note(f"step {i}: masters of {name} in 16 bits", max(fitting, 0), FITTING * count + ROUNDINGS)
-        if wanted:
+        if wanted > SURE * total:
             self.note(f"step {i}: share of the update", abs(moved / wanted - 1), MOVED)
 
     def step_errors(self, steps: Iterable[int], exact: Trace, own: Trace) -> list[float]:
