@@ -42,12 +42,16 @@ class BenchConfig:
     peer_seconds: float = flag(180, "most seconds for each other program and model", bound=">0")
     profile: bool = flag(False, "trace three more steps of each row, and show where their time goes", docs="memory")
     gpus: int | None = flag(None, "GPUs of the rows on several (none: all of this machine, at least 2)", bound=">0")
+    calibrate: bool = flag(False, "measure this machine for `meshwright plan` instead, and write its profile to --out")
+    device: str = flag("auto", "device that --calibrate measures", needs="--calibrate", value="FORM", docs="")
 
     def problems(self) -> Words:
         if self.steps is not None and self.steps < 3:
             return [f"--steps {self.steps}: the first third is warm-up; give 3 or more"]
         if self.peer_seconds != type(self).peer_seconds and not self.programs:
             return ["--peer-seconds has no effect without --peers"]
+        if self.calibrate and (self.sets or self.rows or self.programs or self.list):
+            return ["--calibrate runs no rows of a set; give it alone, or with --out and --device"]
         return []
 
     @property
@@ -60,6 +64,8 @@ def main(argv: Words) -> int:
     words, extra = argv[:at], argv[at + 1 :]
     c = flags.parse_settings(BenchConfig, words, "meshwright bench", about=ABOUT).config
     check_flags_of_train(extra)
+    if c.calibrate:
+        return run_calibration(c, extra)
     if c.list and not c.sets:
         print("\n".join(f"{name:<10} {about}" for name, about in rows.ABOUT.items()))
         print(f"\nand each preset: {' '.join(rows.presets())}")
@@ -86,6 +92,18 @@ def main(argv: Words) -> int:
             raise UserError(f"--out {out}: {folder} exists already; choose another folder")
     bench = Bench(plan, shlex.join(["meshwright", "bench", *argv]), devices.count_accelerators())
     return UNEXPECTED if bench.run(chosen) else DONE
+
+
+def run_calibration(c: BenchConfig, extra: Words) -> int:
+    if extra:
+        raise UserError(f"after --: {extra[0]} is for rows; --calibrate has none")
+    from meshwright.bench.calibrate import calibrate
+
+    out = c.out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
+    out.mkdir(parents=True, exist_ok=True)
+    path = calibrate(c.device, out)
+    print(f"{path.read_text(encoding='utf-8')}\nwritten to {path}; `meshwright plan --gpu {path}` takes it")
+    return DONE
 
 
 def check_flags_of_train(extra: Words) -> None:

@@ -63,6 +63,7 @@ class DeviceProfile:
     seconds: Mapping[str, float]  # fixed times, see SECONDS
     measured: frozenset[str]  # which of these are from measurements; the others are assumed
     links: Links
+    storage: Mapping[str, float]  # bytes per second of saves: to the disk, and to the host's memory
     names: tuple[str, ...] = ()  # parts of the product's name as torch reports it
     sources: tuple[str, ...] = ()
 
@@ -85,25 +86,29 @@ class DeviceProfile:
 # What a profile says of how much is reached, with what is assumed where a file is silent.
 REACHED = {
     "products": 0.65,  # of the peak, by large matrix products; products_fp8 and so on for one format
-    "attention_64": 0.3,  # of the half-precision peak, by the attention kernel with heads of this width
-    "attention_64_backward": 0.25,
-    "attention_128": 0.4,
-    "attention_128_backward": 0.33,
-    "attention_dropout": 0.43,  # of its speed without dropout
-    "attention_dropout_backward": 0.78,
+    "attention_64": 0.4,  # of the half-precision peak, by the attention kernel with heads of this width
+    "attention_64_backward": 0.35,
+    "attention_128": 0.55,
+    "attention_128_backward": 0.45,
+    "attention_dropout": 0.36,  # of its speed without dropout
+    "attention_dropout_backward": 0.73,
     "passes": 0.68,  # of the memory's bandwidth, by norms, activations and the loss
     "update": 0.85,  # of it, by the optimizer
+    "muon": 0.45,  # of the half-precision peak, by Muon's products
     "beside_copies": 0.3,  # of the time of copies that run beside products, lost by the products
     "beside_collectives": 1.0,
     "slowest": 0.99,  # speed of the slowest of several devices
 }
 SECONDS = {
-    "product": 3e-6,  # that a small product takes beyond its share of the peak
+    "product": 8e-6,  # of a product that is too small to fill the device
     "attention": 2e-5,
     "pass": 2e-6,
-    "launch": 5.5e-5,  # of the host, for each kernel that is not part of a CUDA graph
+    "launch": 7e-5,  # of the host, for each kernel that is not part of a CUDA graph
     "step": 1e-3,  # between two steps
 }
+
+
+STORAGE = {"disk": 2e9, "host": 25e9}
 
 
 def profile_names() -> list[str]:
@@ -130,6 +135,14 @@ def load_profile(name_or_path: str) -> DeviceProfile:
         raise UserError(f"{path} is no profile of a device: {error}; `bench --calibrate` writes one") from error
 
 
+def profile_of_device(title: str, kind: str) -> DeviceProfile:
+    """Return the profile whose names fit best what torch calls a device; else that of a CPU."""
+    named = [(part, name) for name in profile_names() for part in load_profile(name).names if part in title]
+    if kind == "cpu" or not named:
+        return load_profile("cpu")
+    return load_profile(max(named, key=lambda pair: len(pair[0]))[1])
+
+
 def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:
     """Return a profile from the contents of its file, whose figures may be per CPU core."""
     cores = host.cores() if table.get("per_core") else 1
@@ -152,6 +165,7 @@ def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:
         seconds=SECONDS | seconds,
         measured=frozenset(measured),
         links=Links(int(links["gpus_per_node"]), Link(**links["within"]), Link(**links["between"])),
+        storage=STORAGE | table.get("storage", {}),
         names=tuple(table.get("names", ())),
         sources=tuple(table.get("sources", ())),
     )

@@ -8,6 +8,7 @@ model/counts.py, bytes sent from traffic.py, the schedule from timeline.py, all 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,11 +17,15 @@ from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
 from meshwright.plan import graph_rule, timeline, traffic
 from meshwright.plan.devices import DeviceProfile, Link, Links
 from meshwright.plan.sizes import parameters_of_ranks
-from meshwright.settings.schema import TrainConfig
+from meshwright.settings.schema import Model, TrainConfig
 
 BLOCK = 128  # rows of a block of the attention kernel, which computes blocks on the diagonal in full
-# Kernels of a layer besides its products and its attention.
-PASSES_FORWARD, PASSES_BACKWARD = 3, 11
+BLOCK_STARTS = 3  # blocks of keys that the begin and the end of a block of rows cost
+# Kernels of a layer: products in each direction, and others besides attention.
+PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
+MUON_STAGE = 3  # iterations from one square, as in optim/muon.py
+# Numbers of full size that an update reads and writes for a parameter, with those of the norm.
+UPDATE_NUMBERS = {"adam": 8, "adamw": 8, "sgd": 7, "muon": 8, "lion": 38}
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,21 @@ class Step(NamedTuple):
 def step_time(config: TrainConfig, padded: int, profile: DeviceProfile, links: Links | None = None) -> StepTime:
     """Predict a step of the slowest rank."""
     return _Prediction(config, padded, profile, links or profile.links).result()
+
+
+def muon_flops(m: Model, steps: int) -> float:
+    """Return FLOPs of Muon's update of a layer's matrices, as optim/muon.py orthogonalises them."""
+    total = 0.0
+    for name, (outputs, inputs) in counts.layer_matrices(m).items():
+        halves = 2 if m.gated and name == "mlp.fc" else 1
+        short, long = sorted((outputs // halves, inputs))
+        if 2 * long < 3 * short:
+            total += halves * steps * (4 * short**2 * long + 2 * short**3)
+            continue
+        for first in range(0, steps, MUON_STAGE):
+            squares = 4 * min(MUON_STAGE, steps - first) - 3
+            total += halves * (4 * short**2 * long + 2 * squares * short**3)
+    return total
 
 
 class _Prediction:
@@ -116,7 +136,7 @@ class _Prediction:
         rows = self.rows if rows is None else rows
         moved = self.low * (rows * (inputs + outputs) + inputs * outputs)
         least = max(2 * rows * outputs * inputs / flops, moved / (self.profile.bandwidth * 0.85))
-        return least + self.profile.seconds["product"]
+        return math.hypot(least, self.profile.seconds["product"])  # a small one does not fill the device
 
     def a_pass(self, size: float, kernels: int = 1) -> float:
         """Return the seconds of reading or writing so many bytes by some kernels."""
@@ -136,19 +156,19 @@ class _Prediction:
     def attention(self, windowed: bool) -> tuple[float, float]:
         """Return the seconds of a layer's attention forward and backward, of a rank's heads."""
         m, reached = self.m, self.profile.reached
-        if windowed:
-            share = 1.0
-        else:
-            blocks = max(1, self.seq // BLOCK)
-            share = (blocks + 1) / (2 * blocks)
+        blocks = max(1.0, (m.window + 1 if windowed else self.seq) / BLOCK)
+        starts = BLOCK_STARTS / (blocks + 1)  # in blocks of the others
+        share = (blocks + 1) / blocks / (1 if windowed else 2)
         width = 64 if m.head_dim <= 64 else -(-m.head_dim // 128) * 128
         flops = counts.attention_flops(m, self.seq, windowed) * share * width / m.head_dim * self.rows / self.tp
         forward, backward = self.profile.attention(width)
-        dropout = m.attention_dropout > 0
+        drawing = [0.0, 0.0]
+        if m.attention_dropout > 0:
+            drawing = [1 / reached[f"attention_dropout{way}"] - 1 for way in ("", "_backward")]
         least = self.profile.seconds["attention"]
         return (
-            flops / forward / (reached["attention_dropout"] if dropout else 1) + least,
-            2.5 * flops / backward / (reached["attention_dropout_backward"] if dropout else 1) + least,
+            flops / forward * (1 + starts + drawing[0]) + least,
+            2.5 * flops / backward * (1 + starts + drawing[1]) + least,
         )
 
     def layer(self, windowed: bool, is_fp8: bool) -> Step:
@@ -169,7 +189,12 @@ class _Prediction:
             backward += 2 * (2 * stream + key_share * heads + gates * middle)
         tensor, context = self.tensor_waits(products), self.sending("context", traffic.context_bytes(self.config), 2)
         first = Work(
-            products, attention_forward, self.a_pass(forward, PASSES_FORWARD), tensor[0], context, 5 + PASSES_FORWARD
+            products,
+            attention_forward,
+            self.a_pass(forward, PASSES_FORWARD),
+            tensor[0],
+            context,
+            1 + PRODUCTS + PASSES_FORWARD,
         )
         second = Work(
             products,
@@ -177,12 +202,18 @@ class _Prediction:
             self.a_pass(backward, PASSES_BACKWARD),
             tensor[1],
             context,
-            5 + PASSES_BACKWARD,
+            1 + PRODUCTS + PASSES_BACKWARD,
         )
         t = self.config.training
         if t.recompute_granularity == "selective":
             second += Work(attention=attention_forward, kernels=1)
-        return Step(first, second, Work(products, kernels=4))
+        size = sum(outputs * inputs for outputs, inputs in counts.layer_matrices(m).values()) / self.tp
+        return Step(first, second, Work(products, passes=self.gradients(size), kernels=PRODUCTS))
+
+    def gradients(self, size: float) -> float:
+        """Return the seconds of writing so many gradients, and of reading those to be added to."""
+        moved = size * self.full * (2 - 1 / self.count)
+        return moved / (self.profile.bandwidth * self.profile.reached["update"])
 
     def tensor_waits(self, products: float) -> tuple[float, float]:
         """Return the seconds that tensor parallelism adds to a layer, forward and backward."""
@@ -261,7 +292,7 @@ class _Prediction:
         return Step(
             Work(product, 0.0, self.a_pass(4 * stream + (1 + capped) * logits, 2), tensor, kernels=4),
             Work(product, 0.0, self.a_pass(4 * stream + (2 + capped) * logits, 3), back, kernels=4),
-            Work(product, kernels=1),
+            Work(product, passes=self.gradients(columns * self.hidden), kernels=1),
         )
 
     # The step
@@ -343,10 +374,13 @@ class _Prediction:
         parameters = max(parameters_of_ranks(config, self.padded))
         shards = self.groups["data"].size if self.p.zero_stage else 1
         own = parameters / shards
-        moments = 2 if config.optimizer.optimizer in ("adam", "adamw") else 1
-        # Reads gradient, master and moments, writes the last two and weights; the norm reads too.
-        size = own * (self.full * (2 + moments) + self.full * (1 + moments) + self.low + self.full)
+        size = own * (UPDATE_NUMBERS[config.optimizer.optimizer] * self.full + self.low)
+        if config.precision.fp8_format:  # weights are cast, and transposed
+            size += own * (self.low + 2)
         seconds = size / (profile.bandwidth * profile.reached["update"])
+        if config.optimizer.optimizer == "muon":
+            flops = (self.m.num_layers or 0) / self.pp * muon_flops(self.m, config.optimizer.muon_num_ns_steps)
+            seconds += flops / (profile.peaks.get("float16", self.flops) * profile.reached["muon"])
         if self.p.offloads:
             seconds += own * (self.full + self.low) / 50e9 + size / 20e9
         return seconds

@@ -1,0 +1,121 @@
+"""Predicted beside measured times of a step: the records of `meshwright bench`, and lines of JSON.
+
+    python benchmarks/plan_times.py                    # the half that the model was fitted to
+    python benchmarks/plan_times.py --half other       # the half that was set aside
+    python benchmarks/plan_times.py --lines cases.jsonl
+
+A line of JSON has `flags` of train, `ms`, `device`, and `world` if several ranks ran. Records
+before 0.9.0 are left out: they measured other kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import shlex
+import statistics
+from pathlib import Path
+from typing import NamedTuple
+
+from meshwright.bench import rows
+from meshwright.plan.devices import load_profile
+from meshwright.plan.timing import StepTime, step_time
+from meshwright.settings import flags
+from meshwright.settings.schema import TrainConfig
+from meshwright.tokenizers import padded_size
+
+RECORDS = Path(__file__).parent / "records"
+SEED = 28  # of the halves
+
+
+class Case(NamedTuple):
+    source: str
+    name: str
+    words: str  # flags of train
+    world: int
+    ms: float
+    gpu: str
+
+
+def recorded() -> list[Case]:
+    """Return the rows of all results.json, and of tables that were kept without one."""
+    cases = []
+    for path in sorted(RECORDS.glob("*/**/results.json")):
+        done = json.loads(path.read_text())
+        gpu = "h200" if "H200" in (done["device"] or "") else "h100"
+        for row in done["rows"]:
+            if row["ms"]:
+                source = str(path.parent.relative_to(RECORDS))
+                cases.append(Case(source, row["name"], train_flags(row["command"]), row["gpus"], row["ms"], gpu))
+    by_name = {row.name: row for row in rows.chosen(["345m"], None, 1)}
+    for path in sorted(RECORDS.glob("2026-11-23-second-house/*[12].txt")):
+        for name, ms in re.findall(r"^(345M.*?)  +[\d,]+ +([\d.]+)  ", path.read_text(), re.M):
+            words = f"{by_name[name].flags} --vocab-size 50257"
+            cases.append(Case(path.parent.name, f"{name} ({path.stem})", words, 1, float(ms), "h100"))
+    return cases
+
+
+def train_flags(command: str) -> str:
+    return shlex.join(shlex.split(command)[shlex.split(command).index("train") + 1 :])
+
+
+def from_lines(path: Path) -> list[Case]:
+    """Return the cases of a file of JSON lines."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        Case(path.stem, f"line {i}", row["flags"], row.get("world", 1), row["ms"], gpu_of(row["device"]))
+        for i, row in enumerate(lines, 1)
+        if row.get("ms") and (row.get("graphs", True) or row.get("quiet"))
+    ]
+
+
+def gpu_of(device: str) -> str:
+    return "h200" if "H200" in device else "h100"
+
+
+def halves(cases: list[Case]) -> tuple[list[Case], list[Case]]:
+    """Return the cases that the model was fitted to, and those that were set aside."""
+    sides: tuple[list[Case], list[Case]] = [], []
+    for case in sorted(cases):
+        sides[random.Random(f"{SEED} {case.source} {case.name}").randrange(2)].append(case)
+    return sides
+
+
+def predict(case: Case) -> StepTime:
+    words = shlex.split(case.words)
+    if "--world-size" not in words:
+        words += ["--world-size", str(case.world)]
+    config = flags.parse_settings(TrainConfig, words, "meshwright train", check=False).config
+    p = config.parallel
+    size = config.tokenizer.vocab_size or 0
+    padded = padded_size(size, config.model.make_vocab_size_divisible_by, p.tensor_model_parallel_size, None)
+    return step_time(config, padded, load_profile(case.gpu))
+
+
+def show(cases: list[Case], with_parts: bool = False) -> None:
+    errors = []
+    for case in cases:
+        predicted = predict(case)
+        ms = 1000 * predicted.seconds
+        errors.append(abs(ms / case.ms - 1))
+        print(f"{case.source[-28:]:28} {case.name:28} {case.ms:9.1f} {ms:9.1f} {ms / case.ms - 1:+7.1%}", end="")
+        print("  " + " ".join(f"{n} {1000 * s:.1f}" for n, s in predicted.parts.items()) if with_parts else "")
+        if with_parts and case.name.startswith("line"):
+            print("      ", case.words)
+    print(f"{len(cases)} cases: median {statistics.median(errors):.1%}, worst {max(errors):.1%}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--half", choices=("fitted", "other"), default="fitted", help="half of the cases")
+    parser.add_argument("--lines", type=Path, nargs="*", default=[], help="files of JSON lines, beside the records")
+    parser.add_argument("--parts", action="store_true", help="show the terms of each prediction")
+    c = parser.parse_args()
+    fitted, other = halves([*recorded(), *(case for path in c.lines for case in from_lines(path))])
+    show(fitted if c.half == "fitted" else other, c.parts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Profiles of devices: files, names, mistakes, and the one that `bench --calibrate` writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.__main__ import main
+from meshwright.bench import calibrate
+from meshwright.errors import UserError
+from meshwright.plan.devices import load_profile, profile_names, profile_of_device
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_every_file_is_a_profile_with_sources(name):
+    profile = load_profile(name)
+    assert profile.sources and profile.memory_bytes > 4 << 30 and profile.bandwidth > 1e9
+    assert all(0 < share <= 1 for share in profile.reached.values())
+    assert profile.links.gpus_per_node >= 1 and profile.links.within.bandwidth >= profile.links.between.bandwidth
+    assert profile.kind != "cuda" or profile.flops("float16") < profile.peaks["float16"]
+
+
+@pytest.mark.parametrize(
+    ("title", "kind", "name"),
+    [
+        ("NVIDIA H200", "cuda", "h200"),
+        ("NVIDIA H100 80GB HBM3", "cuda", "h100"),
+        ("NVIDIA H100 PCIe", "cuda", "h100-pcie"),
+        ("NVIDIA A100-SXM4-40GB", "cuda", "a100-40"),
+        ("AMD Instinct MI300X", "cuda", "mi300x"),
+        ("cpu, 2 threads", "cpu", "cpu"),
+    ],
+)
+def test_torchs_names_find_the_profile(title, kind, name):
+    assert profile_of_device(title, kind).name == name
+
+
+def test_mistakes_in_names_and_files_are_answered(tmp_path):
+    with pytest.raises(UserError, match="no profile of a device is named h20; did you mean h200"):
+        load_profile("h20")
+    with pytest.raises(UserError, match="cannot be read: No such file"):
+        load_profile(str(tmp_path / "none.toml"))
+    (tmp_path / "half.toml").write_text('title = "half"\nkind = "cuda"\n[measured]\nspeed = 1\n')
+    with pytest.raises(UserError, match="no profile of a device: unknown speed"):
+        load_profile(str(tmp_path / "half.toml"))
+    with pytest.raises(UserError, match="V100.*has no products of fp8; choose one of"):
+        load_profile("v100").flops("fp8")
+
+
+def test_calibration_writes_a_profile_that_loads(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(calibrate, "FIGURE_SECONDS", 0.001)
+    monkeypatch.setattr(calibrate, "SMALL", calibrate.Sizes(16, (16,), 128, 1 << 12))
+    monkeypatch.setattr(calibrate, "DISK_BYTES", 1 << 20)
+    monkeypatch.setattr(calibrate, "measure_links", lambda device: {"collectives": 4e9, "copies": 0.0, "latency": 1e-5})
+    assert main(["bench", "--calibrate", "--device", "cpu", "--out", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("*.toml")
+    assert str(path) in capsys.readouterr().out
+    profile = load_profile(str(path))
+    assert {"products", "attention_64", "passes", "update", "launch"} <= profile.measured
+    assert profile.flops("float32") == pytest.approx(profile.peaks["float32"])
+    assert profile.links.within.bandwidth * profile.links.within.collectives == pytest.approx(4e9, rel=1e-3)
+    assert profile.storage["disk"] > 0
+
+
+def test_calibration_is_given_alone(capsys):
+    assert main(["bench", "345m", "--calibrate"]) == 2
+    assert "--calibrate runs no rows of a set" in capsys.readouterr().err
