@@ -59,3 +59,12 @@ def test_groups_of_the_same_ranks_have_names_of_their_own(made: list[list[int]])
     layouts = [connect(Layout(pp=2, shard=2048, rank=21)) for _ in range(2)]
     names = [group.group_name for layout in layouts for group in layout.groups.values()]
     assert len(set(names)) == len(names)
+
+
+def test_the_names_of_groups_do_not_depend_on_worlds_before(made: list[list[int]]) -> None:
+    layout = Layout(pp=2, shard=2048, rank=21)
+    first = [group.group_name for group in connect(layout).groups.values()]
+    connect(layout)
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=21, world_size=4096)
+    assert [group.group_name for group in connect(layout).groups.values()] == first

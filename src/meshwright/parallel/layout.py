@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from meshwright.settings.schema import TrainConfig
 
@@ -34,7 +35,9 @@ GROUPS = {
 
 LANES = ("forward", "backward", "forward around", "backward around")
 
-_connected = 0  # how often this process has connected a layout, as all ranks have
+# How often the ranks of a world have connected a layout: a process may be in several worlds, one
+# after the other, and in each with other ranks.
+_connected: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -107,14 +110,19 @@ def connect(layout: Layout, timeout: timedelta | None = None) -> Layout:
     """
     if layout.world == 1:
         return layout
-    global _connected
-    _connected += 1
+    import torch.distributed as dist
+
+    world = dist.group.WORLD
+    assert world is not None
+    number = _connected[world] = _connected.get(world, 0) + 1
     ranks = {name: layout.peers(*dims) for name, dims in GROUPS.items()}
     pipeline = layout.peers("pp")
     ranks["embedding"] = sorted({pipeline[0], pipeline[-1]})
     ranks |= dict.fromkeys(LANES, pipeline)  # one direction each, so that messages cannot deadlock
     own = {name: members for name, members in ranks.items() if len(members) > 1 and layout.rank in members}
-    return replace(layout, groups={name: new_group(name, members, timeout) for name, members in own.items()})
+    return replace(
+        layout, groups={name: new_group(f"{name} {number}", members, timeout) for name, members in own.items()}
+    )
 
 
 def new_group(name: str, ranks: list[int], timeout: timedelta | None) -> ProcessGroup:
@@ -141,7 +149,7 @@ def new_group(name: str, ranks: list[int], timeout: timedelta | None) -> Process
         ranks,
         dist.Backend(backend),
         c10d._get_default_store(),
-        f"{name} {_connected} of rank {ranks[0]}",  # type: ignore[arg-type]  # only newer torch has GroupName
+        f"{name} of rank {ranks[0]}",  # type: ignore[arg-type]  # only newer torch has GroupName
         timeout=timeout or c10d._get_default_timeout(dist.Backend(backend)),
     )
     c10d._world.pg_group_ranks[group] = {rank: n for n, rank in enumerate(ranks)}
