@@ -17,8 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from meshwright import console
 from meshwright.ranks.team import Team
 from meshwright.settings import checks, flags, notices
@@ -28,7 +26,7 @@ from meshwright.verify.compare import relative
 from meshwright.verify.compare import rows_of as rows_of
 from meshwright.verify.small_run import Connected, RankSetup
 from meshwright.verify.twin import alone as alone
-from on_ranks import run_ranks
+from on_ranks import make_team, run_ranks
 
 TIMEOUT = datetime.timedelta(minutes=2)  # so that a deadlock fails and shows where
 NEAR = 1e-9
@@ -61,7 +59,7 @@ def untouched(name: str, trainer: Any, step: int) -> contextlib.AbstractContextM
 
 def trained(config: TrainConfig, steps: int, around: Around = untouched, name: str = "", connect: Any = None) -> Any:
     """Train for some steps and validate; return the trainer."""
-    team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD) if config.world > 1 else Team()
+    team = make_team() if config.world > 1 else Team()
     trainer = small_run.start_trainer(config, RankSetup(team, connect=connect or (lambda layout: layout)))
     for step in range(steps):
         with around(name, trainer, step):
@@ -74,7 +72,7 @@ def _train_all(
     folder: str, jobs: list[tuple[str, TrainConfig]], steps: int, around: Around, read: Callable[[Any], Any]
 ) -> None:
     console.set_stream(None)
-    team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    team = make_team()
     connected, results = Connected(TIMEOUT), []
     for name, config in jobs:
         if team.is_lead:

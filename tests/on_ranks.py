@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from helpers import free_port
+from meshwright.ranks.team import Team
 
 # torch._dynamo too, which the first torch.manual_seed() of a process imports, in seconds; and what
 # every rank would import for itself in 0.2 seconds.
@@ -34,6 +35,11 @@ def run_ranks(body: Callable[..., None], world: int, *args: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:  # a file store: no port to collide on
         store = os.path.join(folder, "store")
         mp.start_processes(_rank, (body, world, store, args), world, start_method="forkserver")
+
+
+def make_team() -> Team:
+    """Return the team of the ranks of `run_ranks`."""
+    return Team(dist.get_rank(), dist.get_world_size(), store=dist.distributed_c10d._get_default_store())
 
 
 def _rank(rank: int, body: Callable[..., None], world: int, store: str, args: tuple[Any, ...]) -> None:

@@ -36,7 +36,7 @@ READ = {
     "torch._utils._rebuild_tensor_v2": "",
     "torch.distributed._functional_collectives": "parallel/comm: collectives that torch.compile can trace",
     "torch.distributed._symmetric_memory": "parallel/overlap, mapped: memory that ranks map from each other",
-    "torch.distributed.ProcessGroupGloo._Options": "parallel/gloo: the number of threads",
+    "torch.distributed.ProcessGroupGloo._Options": "ranks/gloo: the number of threads",
     "torch.distributed.distributed_c10d._get_default_store": "parallel/layout: a group that its own ranks alone make",
     "torch.distributed.distributed_c10d._get_default_timeout": "",
     "torch.distributed.distributed_c10d._new_process_group_helper": "",
@@ -54,9 +54,9 @@ REACHED = {
     "torch.distributed._symmetric_memory.empty": "parallel/mapped",
     "torch.distributed._symmetric_memory.rendezvous": "parallel/mapped",
     "torch._C._distributed_c10d.Store.clone": "ranks/watchdog: since torch 2.8, but not in torch's type stubs",
-    "torch.distributed.ProcessGroupGloo._Options._threads": "parallel/gloo",
-    "torch.distributed.ProcessGroupGloo._Options._timeout": "parallel/gloo",
-    "torch.distributed.ProcessGroupGloo._Options._devices": "parallel/gloo",
+    "torch.distributed.ProcessGroupGloo._Options._threads": "ranks/gloo",
+    "torch.distributed.ProcessGroupGloo._Options._timeout": "ranks/gloo",
+    "torch.distributed.ProcessGroupGloo._Options._devices": "ranks/gloo",
     **{
         f"{AGENT}.{name}": "launch/agent, members"
         for name in ("_monitor_workers", "_exit_barrier", "_shutdown", "_assign_worker_ranks", "_stop_workers")

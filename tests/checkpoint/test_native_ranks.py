@@ -38,12 +38,12 @@ from meshwright.training.before import preflight
 from meshwright.training.before.resolve import identity_of, look_at_files
 from meshwright.training.setup import open_feed
 from meshwright.training.state.state import Progress, State
-from on_ranks import run_ranks
+from on_ranks import make_team, run_ranks
 
 
 def team() -> Team:
     console.set_stream("stdout" if dist.get_rank() == 0 else None)
-    return Team(dist.get_rank(), dist.get_world_size())
+    return make_team()
 
 
 def error_of(call: Callable[[], object], status: int = BAD_DATA) -> str:
@@ -73,7 +73,7 @@ def sharded(shape: tuple[int, ...], dim: int, tp: int, zero: int, rank: int) -> 
 def any_cutting(root: Path) -> None:
     everybody = team()
     some_of_us = {n: dist.new_group(list(range(n))) for n in (2, 3)}
-    teams = [ALONE, *(Team(everybody.rank, n, group) for n, group in some_of_us.items()), everybody]
+    teams = [ALONE, *(Team(everybody.rank, n, (group,)) for n, group in some_of_us.items()), everybody]
     for trial in range(8):
         how = ("one rank", "random boxes", "slices", "columns and slices")[trial % 4]
         common, own = random.Random(trial), random.Random(100 * trial + everybody.rank)

@@ -7,7 +7,6 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from meshwright import console
 from meshwright.__main__ import main
@@ -16,10 +15,9 @@ from meshwright.errors import UserError
 from meshwright.evaluation import lambada, results, wikitext
 from meshwright.evaluation.score import window_spans
 from meshwright.generation import ranks
-from meshwright.ranks.team import Team
 from meshwright.settings import flags
 from meshwright.tokenizers import Bytes
-from on_ranks import run_ranks
+from on_ranks import make_team, run_ranks
 
 LENGTH = 32  # of conftest.py
 
@@ -165,7 +163,7 @@ def test_several_checkpoints_in_one_call(evaluate, trained, files, tmp_path):
 
 
 def on_two_ranks(run, spec, out):
-    team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    team = make_team()
     words = ["--load", run, "--device=cpu", "--world-size=2", "--tensor-model-parallel-size=2", spec]
     parsed = flags.parse_settings(EvaluateConfig, words, "test", check=False)
     folders = step_folders([run], "all")

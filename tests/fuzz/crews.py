@@ -181,6 +181,7 @@ def joined(config: Any, leg: Leg, rank: int, world: int, folder: str, number: in
     from meshwright.parallel.layout import connect, layout_of
     from meshwright.ranks.connect import pick_backend
     from meshwright.ranks.team import Team
+    from on_ranks import make_team
 
     team, layout, limit = Team(), layout_of(config, rank), datetime.timedelta(seconds=2 * LIMIT)
     has_group = world > 1 or "--own-group" in leg.flags
@@ -193,7 +194,7 @@ def joined(config: Any, leg: Leg, rank: int, world: int, folder: str, number: in
             store = f"file://{folder}/store{number}"
             dist.init_process_group(backend, init_method=store, rank=rank, world_size=world, timeout=limit)
         if world > 1:
-            team, layout = Team(rank, world, dist.group.WORLD), connect(layout, limit)
+            team, layout = make_team(), connect(layout, limit)
         elif has_group:
             layout = dataclasses.replace(layout, groups=dict.fromkeys(("gradients", "shard"), dist.group.WORLD))
         try:

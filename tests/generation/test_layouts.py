@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from helpers import train_on_texts
 from meshwright.__main__ import main
@@ -22,10 +21,9 @@ from meshwright.evaluation.score import score_texts
 from meshwright.generation import beam, decoder, engine, ranks
 from meshwright.generation.requests import Request
 from meshwright.parallel.layout import Layout
-from meshwright.ranks.team import Team
 from meshwright.settings import flags
 from meshwright.settings.schema import GenerateConfig, Sampling, TokenizerFlags
-from on_ranks import run_ranks
+from on_ranks import make_team, run_ranks
 
 LENGTH = 32
 TEXTS = ["the cat sat on the mat. ", "a dog ran. " * 9, "ein Bär.", "x"]
@@ -67,7 +65,7 @@ def runs(tmp_path_factory):
 
 def on_ranks(load, lines, out, cls, work):
     """Load the model in each of these layouts and let rank 0 write what `work` returns."""
-    team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    team = make_team()
     results = []
     for line in lines:
         words = ["--load", str(load), "--device=cpu", f"--world-size={team.size}", *line.split()]

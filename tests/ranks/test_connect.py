@@ -20,7 +20,7 @@ from meshwright.ranks.compare import require_equal
 from meshwright.ranks.lost import explain_lost_rank, leave_ranks
 from meshwright.ranks.team import Team
 from meshwright.ranks.world import OR_UNSET, World, find_world, first_host, require_world_size, tasks_per_node
-from on_ranks import run_programs, run_ranks
+from on_ranks import make_team, run_programs, run_ranks
 
 SCRIPT = Path(__file__).with_name("one_rank.py")
 
@@ -239,7 +239,7 @@ def test_two_processes_with_one_rank(tmp_path: Path) -> None:
 
 
 def _compare_different_values() -> None:
-    rank, team = dist.get_rank(), Team(dist.get_rank(), 4, dist.group.WORLD)
+    rank, team = dist.get_rank(), make_team()
     require_equal(team, {"a": 1, "b": [1, None]})
     own = {"seed": 1, "global_batch_size": 512 if rank < 2 else 1024, "torch": "2.13" if rank else "2.11"}
     own |= {"extra": None} if rank == 2 else {}

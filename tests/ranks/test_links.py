@@ -5,14 +5,12 @@ import torch
 from meshwright import doctor
 from meshwright.ranks import links
 from meshwright.ranks.links import Link
-from meshwright.ranks.team import Team
-from on_ranks import run_ranks
+from on_ranks import make_team, run_ranks
 
 
 def three_ranks() -> None:
-    import torch.distributed as dist
 
-    team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    team = make_team()
     links.LARGE_ON_CPU = 1 << 16
     measured = links.measure_links(team, torch.device("cpu"))
     assert [(link.a, link.b) for link in measured] == [(0, 1), (0, 2), (1, 2)]

@@ -1,79 +1,182 @@
-"""Small values between all ranks: who receives which, and how much of it."""
+"""Small values between all ranks: who receives which, and how much of it, in how many messages."""
 
 from __future__ import annotations
 
+import queue
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.errors import BAD_DATA, UserError
-from meshwright.ranks.team import ALONE, Team
-from on_ranks import run_ranks
+from meshwright.ranks import team as teams
+from meshwright.ranks.compare import require_equal
+from meshwright.ranks.team import ALONE, Team, tree_of
+from on_ranks import make_team, run_ranks
 
 TEXT = "x" * 1000
 
 
-def count_received(act: Any) -> int:
-    """Return the bytes that this rank takes in during a call."""
-    received = []
-    originals = {name: getattr(dist, name) for name in ("all_gather", "gather", "broadcast", "scatter")}
+class Group:
+    """A group of threads in the place of gloo's, which counts what each rank receives."""
 
-    def counting(name: str) -> Any:
-        def call(first: Any, *rest: Any, **more: Any) -> Any:
-            into = first if name in ("all_gather", "scatter", "broadcast") else (rest[0] or [])
-            received.append(sum(x.numel() for x in ([into] if isinstance(into, torch.Tensor) else into)))
-            return originals[name](first, *rest, **more)
+    def __init__(self, lines: dict[tuple[int, int], queue.SimpleQueue[Any]], ranks: range, rank: int) -> None:
+        self.lines, self.ranks, self.own, self.received = lines, ranks, rank, list[int]()
 
-        return call
+    def rank(self) -> int:
+        return self.ranks.index(self.own)
 
-    with pytest.MonkeyPatch.context() as patch:
-        for name in originals:
-            patch.setattr(dist, name, counting(name))
-        act()
-    return sum(received)
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
+        self.lines[self.own, self.ranks[to]].put(tensors[0].clone())
+        return SimpleNamespace(wait=lambda: None)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        tensors[0].copy_(self.lines[self.ranks[source], self.own].get(timeout=20))
+        self.received.append(tensors[0].nbytes)
+        return SimpleNamespace(wait=lambda: None)
+
+
+def on_threads(size: int, act: Callable[[Team], Any]) -> tuple[list[Any], list[list[int]]]:
+    """Return what `act` returns or raises on each rank, and the bytes of the messages it got."""
+    lines = {}
+    for rank in range(size):
+        for ranks in tree_of(rank, size):
+            for other in set(ranks) - {rank}:
+                lines[other, rank] = queue.SimpleQueue[Any]()
+    trees = [[Group(lines, ranks, rank) for ranks in tree_of(rank, size)] for rank in range(size)]
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = act(Team(rank, size, tuple(trees[rank])))  # type: ignore[arg-type]
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results, [[n for group in tree for n in group.received] for tree in trees]
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 17, 64, 257])
+def test_the_groups_of_all_ranks_are_one_tree(size: int) -> None:
+    trees = [tree_of(rank, size) for rank in range(size)]
+    for rank, groups in enumerate(trees):
+        assert all(rank == ranks[0] for ranks in groups[:-1])
+        assert all(ranks in trees[other] for ranks in groups for other in ranks)
+    parents = {rank: groups[-1][0] for rank, groups in enumerate(trees) if groups and groups[-1][0] != rank}
+    assert sorted(parents) == list(range(1, size))
+    assert max(sum(len(ranks) - 1 for ranks in groups) for groups in trees) <= 15 * max(map(len, trees))
+
+
+@pytest.mark.parametrize("size", [3, 40])
+def test_values_of_all_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teams, "BRANCHES", 3)
+
+    def act(team: Team) -> Any:
+        whole = torch.full((2,), team.rank)
+        team.sum(whole)
+        own = torch.tensor([7 + team.rank])
+        team.broadcast(own)
+        return (
+            team.gather([team.rank, "é"]),
+            team.total(10**12 + team.rank),
+            team.run_on_lead(lambda: {"of": team.rank}),
+            team.run_on_all(lambda: team.rank),
+            team.collect(lambda: "x" * team.rank),
+            team.deal(lambda: [[rank] * rank for rank in range(size)]),
+            team.merge(str(team.rank), ",".join),
+            [*whole.tolist(), *own.tolist()],
+        )
+
+    for rank, got in enumerate(on_threads(size, act)[0]):
+        assert got[0] == [[n, "é"] for n in range(size)]
+        assert got[1] == size * 10**12 + sum(range(size))
+        assert got[2:4] == ({"of": 0}, rank)
+        assert got[4:6] == ([] if rank else ["x" * n for n in range(size)], [rank] * rank)
+        assert got[6] == ",".join(map(str, range(size))) and got[7] == [sum(range(size))] * 2 + [7]
+
+
+SETTINGS = {f"flag {n}": "x" * 40 for n in range(200)}  # 10 KB of text
+
+
+@pytest.mark.parametrize(
+    "name, most, act",
+    [
+        ("require_equal", 300, lambda team: require_equal(team, SETTINGS)),
+        ("run_on_all", 300, lambda team: team.run_on_all(lambda: team.rank)),
+        ("run_on_lead", 1500, lambda team: team.run_on_lead(lambda: TEXT)),
+        ("total", 300, lambda team: team.total(team.rank)),
+        ("wait", 300, lambda team: team.wait()),
+    ],
+)
+def test_what_a_rank_receives_does_not_grow(name: str, most: int, act: Callable[[Team], Any]) -> None:
+    """A rank at a leaf gets one answer; the lead and the heads of groups one message per member."""
+    for size in (8, 64):
+        results, received = on_threads(size, act)
+        assert not [result for result in results if isinstance(result, Exception)]
+        leaves = [sum(sizes) for rank, sizes in enumerate(received) if rank % 16]
+        assert max(leaves) <= most and max(len(sizes) for sizes in received) <= 2 * (15 + 3), (size, name)
+        assert sum(map(len, received)) <= 4 * size and sum(map(sum, received)) <= 2 * most * size
+
+
+def test_settings_that_differ_are_named_without_sending_all_of_them() -> None:
+    def act(team: Team) -> None:
+        own = {"seed": 1, "host": f"node{team.rank}"} if team.rank == 40 else {"seed": 1 + (team.rank == 3)}
+        require_equal(team, SETTINGS | own)
+
+    results, received = on_threads(64, act)
+    assert {str(error).partition("\n")[2] for error in results} == {
+        "  seed: 1 on ranks 0-2, 4-63, 2 on rank 3\n  host: nothing on ranks 0-39, 41-63, node40 on rank 40"
+    }
+    assert max(sum(sizes) for rank, sizes in enumerate(received) if rank % 16) < 20_000  # the hashes of all names
+
+    def all_differ(team: Team) -> None:
+        require_equal(team, {"host": f"node{team.rank}"})
+
+    [text] = {str(error) for error in on_threads(64, all_differ)[0]}
+    assert "node19 on rank 19, 44 more values" in text and "node20" not in text
 
 
 def exchange() -> None:
-    team = Team(dist.get_rank(), dist.get_world_size())
-    assert team.gather([team.rank, "é"]) == [[rank, "é"] for rank in range(3)]
-    assert team.total(10**12 + team.rank) == 3 * 10**12 + 3
-    assert team.run_on_lead(lambda: {"of": team.rank}) == {"of": 0}
-    assert team.collect(lambda: "x" * team.rank) == (["", "x", "xx"] if team.is_lead else [])
-    assert team.deal(lambda: [[rank] * rank for rank in range(team.size)]) == [team.rank] * team.rank
-    # Rank 0 takes in what all send; another rank what it is sent.
-    limits = {"collect": (3000, 100), "deal": (1100, 1100), "run_on_lead": (1100, 1100)}
-    calls = {"collect": lambda: TEXT, "deal": lambda: [TEXT] * 3, "run_on_lead": lambda: TEXT}
-    for name, act in calls.items():
-        received = count_received(lambda name=name, act=act: getattr(team, name)(act))
-        assert received <= limits[name][team.rank > 0] + 100, (name, received)
+    team = make_team()
+    for own in (team, team.clone(team.timeout)):
+        assert own.gather([team.rank, "é"]) == [[rank, "é"] for rank in range(3)]
+        assert own.deal(lambda: [[rank] * rank for rank in range(team.size)]) == [team.rank] * team.rank
+        x = torch.arange(3) + team.rank
+        own.sum(x)
+        assert x.tolist() == [3, 6, 9]
 
 
-def test_only_the_lead_receives_what_grows_with_the_ranks() -> None:
+def test_between_processes() -> None:
     run_ranks(exchange, 3)
 
 
-def fail() -> None:
-    team = Team(dist.get_rank(), dist.get_world_size())
-
-    def act(who: int) -> Any:
+def test_an_error_of_one_rank_is_raised_by_all() -> None:
+    def act(who: int, team: Team) -> Any:
         if team.rank == who:
             raise DamagedCheckpoint("it is damaged")
         return [1, 2, 3]
 
-    for call, who in ((team.collect, 2), (team.deal, 0), (team.run_on_lead, 0), (team.run_on_all, 1)):
-        with pytest.raises(DamagedCheckpoint, match="it is damaged") as caught:
-            call(lambda who=who: act(who))
-        assert caught.value.everywhere and caught.value.status == BAD_DATA
-    with pytest.raises(KeyError if team.is_lead else UserError, match="wrong"):
-        team.deal(lambda: {}["wrong"])
-
-
-def test_an_error_of_one_rank_is_raised_by_all() -> None:
-    run_ranks(fail, 3)
+    for name, who in (("collect", 2), ("deal", 0), ("run_on_lead", 0), ("run_on_all", 1)):
+        results, _ = on_threads(3, lambda team, name=name, who=who: getattr(team, name)(lambda: act(who, team)))
+        for error in results:
+            assert isinstance(error, DamagedCheckpoint) and str(error) == "it is damaged"
+            assert error.everywhere and error.status == BAD_DATA
+    results, _ = on_threads(3, lambda team: team.deal(lambda: {}["wrong"]))
+    assert [type(error) for error in results] == [KeyError, UserError, UserError]
+    assert "wrong" in str(results[1])
 
 
 def test_one_process_sends_nothing() -> None:
     assert ALONE.collect(lambda: 1) == [1] and ALONE.deal(lambda: [2]) == 2 and ALONE.total(3) == 3
+    assert ALONE.merge([4], lambda lists: lists[0]) == [4] and ALONE.run_on_all(lambda: 5) == 5

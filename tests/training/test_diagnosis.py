@@ -8,15 +8,13 @@ import platform
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import layouts
 from helpers import read_rows
 from meshwright import console
 from meshwright.errors import UserError
-from meshwright.ranks.team import Team
 from meshwright.training import loop
-from on_ranks import run_ranks
+from on_ranks import make_team, run_ranks
 
 pytestmark = [pytest.mark.whole, pytest.mark.timeout(120)]
 
@@ -150,7 +148,7 @@ CASES = [  # flags, kind, name, sample, ranks that are spoilt, what is said
 
 def spoilt_on_ranks(cases):
     console.set_stream(None)
-    team, connected = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD), layouts.Connected()
+    team, connected = make_team(), layouts.Connected()
     for line, kind, name, sample, where, said in cases:
 
         def around(_, trainer, step, spoilt=(kind, name, sample), where=where):

@@ -8,18 +8,16 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from fuzz.bugs import BUGS
 from layouts import parse
 from meshwright.errors import UNEQUAL, UserError
 from meshwright.parallel.shard import Sharding
-from meshwright.ranks.team import Team
 from meshwright.report.page import CERTIFICATE, show_certificate
 from meshwright.verify import certificate, small_run
 from meshwright.verify.compare import Quantity, compare_with_one_process
 from meshwright.verify.small_run import RankSetup
-from on_ranks import run_ranks
+from on_ranks import make_team, run_ranks
 
 TP = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel --num-layers 2 --bf16 --qk-layernorm"
 TP += " --attention-dropout 0.1"
@@ -35,7 +33,7 @@ MORE = [
 
 def compare_all(file: str, lines: list[str]) -> None:
     """Compare each layout and write what was found; the one named "broken" has a bug."""
-    team, found = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD), {}
+    team, found = make_team(), {}
     setup = RankSetup(team, connect=small_run.Connected())
     for line in lines:
         wrong = mock.patch.object(Sharding, "is_partial", lambda parts, name: False)
@@ -95,7 +93,7 @@ def test_a_layout_equals_one_process_and_a_missing_sum_is_named(tmp_path):
 
 
 def verify_with_rounded_masters(folder: str) -> None:
-    team = Team(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    team = make_team()
     line = f"--world-size 3 --zero-stage 1 --num-layers 2 --global-batch-size 3 --verify-layout 1 --run-dir {folder}"
     config = parse(f"{line} --params-dtype float32 --bf16")
     with BUGS["rounded-masters"](), pytest.raises(UserError, match="weights differ first.* in bfloat16") as caught:

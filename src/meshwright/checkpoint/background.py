@@ -6,7 +6,6 @@ save's messages must not come between those of a step. One save is in flight at 
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import socket
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from meshwright import device as devices
 from meshwright import host
@@ -54,9 +52,7 @@ class Background:
         assert self.flying is None
         if self.pool is None:
             self.pool = ThreadPoolExecutor(1, "save")
-            if self.team.size > 1:
-                group = dist.new_group(backend="gloo", timeout=PATIENCE)
-                self.team = dataclasses.replace(self.team, group=group)
+            self.team = self.team.clone(PATIENCE)
         self.flying = self.pool.submit(write, self.copy(named), self.team)
 
     def copy(self, named: TensorBoxes) -> TensorBoxes:

@@ -185,7 +185,7 @@ def load_step(
         opened.append(open_step(location, options, team))
         return [manifests.sha256([opened[0].identity.encode()])]
 
-    for rank, (sha256,) in enumerate(digests := team.run_on_all(open_here)):
+    for rank, (sha256,) in enumerate(digests := team.gather(team.run_on_all(open_here))):
         if sha256 != digests[0][0]:
             message = f"rank {rank} sees another {location.folder} than rank 0; all nodes must share it"
             raise UserError(message, BAD_DATA, everywhere=True)
@@ -199,7 +199,7 @@ def load_step(
     team.run_on_all(lambda: opened.append(accept(source)))
     source = opened[1]
     named = want(source) if callable(want) else want
-    asked = native.merge_indexes(team.run_on_all(lambda: native.index_of(named, [], "", 0)))
+    asked = native.merge_indexes(team.gather(team.run_on_all(lambda: native.index_of(named, [], "", 0))))
     check_names(location.folder, source.tensors, asked, options.optimizer and bool(source.state))
     for note in conversions(source.tensors, asked):
         say(note)

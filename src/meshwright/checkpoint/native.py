@@ -134,7 +134,7 @@ def step_files(
             for part in byte_views(fetch(extent)):
                 write(part)
 
-    index = merge_indexes(team.run_on_all(describe))
+    index = merge_indexes(team.gather(team.run_on_all(describe)))
     check_cover(index)
     texts[INDEX] = json.dumps({"tensors": index}, sort_keys=True, separators=(",", ":")).encode()
     if len(texts[INDEX]) > INDEX_LIMIT:

@@ -98,7 +98,7 @@ def write_step(
     try:
         team.run_on_all(explained(folder.mkdir) if is_first else nothing)
         crash_point("after_mkdir")
-        parts = team.run_on_all(explained(write))
+        parts = team.gather(team.run_on_all(explained(write)))
         manifest = {name: File(*file) for part in parts for name, file in part.items()}
         names_here = [
             name for rank, part in enumerate(parts) if not users or users[rank] == users[team.rank] for name in part
@@ -163,7 +163,7 @@ def find_users(root: Path, team: Team) -> Users:
             os.symlink(str(team.rank), mark)  # at once with its content, on network file systems too
         return int(os.readlink(mark))
 
-    claimed = team.run_on_all(explain_failures(root, 0)(claim))
+    claimed = team.gather(team.run_on_all(explain_failures(root, 0)(claim)))
     users = tuple(map(claimed.index, claimed))
     if is_first_user(users, team):
         mark.unlink()
@@ -331,8 +331,8 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copi
         return shutil.disk_usage(root).free
 
     try:
-        probes = team.run_on_all(write)
-        free = min(team.run_on_all(measure_free_space))
+        probes = team.gather(team.run_on_all(write))
+        free = team.merge(team.run_on_all(measure_free_space), min)
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()

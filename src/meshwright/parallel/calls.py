@@ -11,10 +11,8 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.parallel import gloo
 from meshwright.ranks.team import Team
 
 END = ""  # the action after which the others leave
@@ -25,15 +23,12 @@ class Calls:
     """The actions of all ranks of a team, which rank 0 calls and the others follow."""
 
     def __init__(self, team: Team) -> None:
-        self.team = team
+        self.team = team.clone(FOREVER)
         self.actions: dict[str, Callable[..., Any]] = {}
-        self.group: dist.ProcessGroup | None = None
-        if team.size > 1:
-            self.group = dist.new_group(timeout=FOREVER, backend=gloo.register())
 
     def call(self, name: str, *tensors: Tensor) -> Any:
         """Run an action on every rank with rank 0's tensors of int64; return rank 0's result."""
-        if self.group is not None:
+        if self.team.size > 1:
             self._send(name, tensors)
         return self.actions[name](*tensors)
 
@@ -45,28 +40,27 @@ class Calls:
 
     def end(self, succeeded: bool) -> None:
         """Let the other ranks leave."""
-        if self.group is not None:
+        if self.team.size > 1:
             self._send(END, (torch.tensor(int(succeeded)),))
 
     def sum(self, x: Tensor) -> Tensor:
         """Add up the ranks' tensors of the host."""
-        if self.group is not None:
-            dist.all_reduce(x, group=self.group)
+        self.team.sum(x)
         return x
 
     def _send(self, name: str, tensors: tuple[Tensor, ...]) -> None:
         head = json.dumps([name, *(list(x.shape) for x in tensors)]).encode()
         head += b" " * (-len(head) % 8)
         body = torch.cat([torch.frombuffer(bytearray(head), dtype=torch.int64), *(x.flatten() for x in tensors)])
-        dist.broadcast(torch.tensor([len(head) // 8, len(body)]), 0, group=self.group)
-        dist.broadcast(body, 0, group=self.group)
+        self.team.broadcast(torch.tensor([len(head) // 8, len(body)]))
+        self.team.broadcast(body)
 
     def _receive(self) -> tuple[str, list[Tensor]]:
         sizes = torch.empty(2, dtype=torch.int64)
-        dist.broadcast(sizes, 0, group=self.group)
+        self.team.broadcast(sizes)
         head, length = sizes.tolist()
         body = torch.empty(length, dtype=torch.int64)
-        dist.broadcast(body, 0, group=self.group)
+        self.team.broadcast(body)
         name, *shapes = json.loads(body[:head].numpy().tobytes())
         counts = [torch.Size(shape).numel() for shape in shapes]
         parts = torch.split(body[head:], counts) if counts else ()

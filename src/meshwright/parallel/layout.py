@@ -135,7 +135,7 @@ def new_group(name: str, ranks: list[int], timeout: timedelta | None) -> Process
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
 
-    from meshwright.parallel import gloo
+    from meshwright.ranks import gloo
 
     # "cpu:gloo,cuda:nccl" would open thousands of sockets in a large run, for tensors of no group.
     by_device = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))

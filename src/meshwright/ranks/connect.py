@@ -26,7 +26,7 @@ from meshwright.errors import HANG, UNAVAILABLE, USAGE, UserError
 from meshwright.ranks.compare import format_ranks
 from meshwright.ranks.lost import bare_message, is_lost_rank
 from meshwright.ranks.orphans import die_with_launcher
-from meshwright.ranks.team import Team
+from meshwright.ranks.team import Team, connect_tree
 from meshwright.ranks.world import OR_UNSET, START_SECONDS, VARIABLES, World
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from meshwright.settings.schema import Parallel
 
 SILENCE = 10  # seconds of waiting before it is said for whom
+LISTING_SECONDS = 5  # for one process to list who is missing, before another one does
 WATCHED_PATIENCE = 3  # times as long torch waits for a rank, where a watchdog decides first
 
 _runs_met = 0  # a second run in these processes needs fresh keys on the store
@@ -52,9 +53,9 @@ def join_ranks(
 ) -> Team:
     """Connect all ranks; raise UserError with the missing ones if they do not come in `seconds`.
 
-    `backend` is "gloo", the device's own, or both as "cpu:gloo,cuda:nccl". The team's group always
-    serves CPU tensors, through gloo. With `is_watched` the caller starts a watchdog, and torch's
-    own time-outs are a last resort.
+    `backend` is "gloo", the device's own, or both as "cpu:gloo,cuda:nccl". The team's groups are
+    gloo's in any case. With `is_watched` the caller starts a watchdog, and torch's own time-outs
+    are a last resort.
     """
     die_with_launcher()
     if world.size == 1:
@@ -70,19 +71,23 @@ def join_ranks(
 
     probe = None
     bound = device if device is not None and device.type != "cpu" else None
-    if backend != "gloo" and "cpu:" not in backend:
+    if backend != "gloo" and ":" not in backend:
         assert device is not None
-        backend = f"cpu:gloo,{backend if ':' in backend else f'{device.type}:{backend}'}"
+        backend = f"{device.type}:{backend}"
     try:
-        if world.size > world.local_size:  # between nodes a firewall may allow only the store's port
-            left = timedelta(seconds=max(until - time.monotonic(), 10.0))
+        # Between nodes a firewall may allow only the store's port.
+        left = timedelta(seconds=max(until - time.monotonic(), 10.0))
+        groups = connect_tree(store, world.rank, world.size, left)
+        if world.size > world.local_size and "gloo" in backend:  # each rank will connect to each
             probe = dist.ProcessGroupGloo(PrefixStore("probe", store), world.rank, world.size, left)
         if bound is not None:
             torch.accelerator.set_device_index(bound)
         # No device_id: with it, messages between two ranks would wait for those of their group.
         run_store = PrefixStore("run", store)
-        # All ranks meet in this group, perhaps while one of them saves for long.
+        # All ranks meet in these groups, perhaps while one of them saves for long.
         longest = max(timeout, timedelta(days=1)) if is_watched else timeout
+        for group in groups:
+            group._set_default_timeout(longest)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=run_store, rank=world.rank, world_size=world.size, timeout=longest)
     except RuntimeError as error:
         if not is_lost_rank(error):
@@ -93,7 +98,7 @@ def join_ranks(
             HANG,
         ) from None
     del probe  # not earlier: others may still have been connecting to it
-    team = Team(world.rank, world.size, dist.group.WORLD, timeout, store)
+    team = Team(world.rank, world.size, groups, timeout, store)
     if bound is not None and backend != "gloo":
         require_own_devices(team, bound)
     return team
@@ -143,10 +148,12 @@ def _name_attempt(store: Store, rank: int, until: float, have_met: threading.Eve
     if rank > 0:
         with no_stderr():
             store.set(f"word/{store.add('words', 1)}", word)
+        pause = 0.02
         while not _has(store, f"answer/{word}"):
             if time.monotonic() > until:
                 raise UserError("rank 0 did not come in time; start it, or see in its log why it ended", HANG)
-            time.sleep(0.02)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.25)
         return store.get(f"answer/{word}").decode()
 
     def answer() -> None:
@@ -167,16 +174,27 @@ def _name_attempt(store: Store, rank: int, until: float, have_met: threading.Eve
 
 def require_own_devices(team: Team, device: torch.device) -> None:
     """Raise UserError if two ranks use one device; NCCL's own error names neither."""
-    holders: dict[str, list[int]] = {}
-    for rank, name in enumerate(team.gather(f"{devices.device_identity(device)} of {socket.gethostname()}")):
-        holders.setdefault(name, []).append(rank)
-    name, ranks = max(holders.items(), key=lambda item: len(item[1]))
-    if len(ranks) > 1:
+    name, store = f"{devices.device_identity(device)} of {socket.gethostname()}", team.store
+    assert store is not None
+    first = int(store.compare_set(f"device/{name}", "", str(team.rank)))
+    holders = {} if first == team.rank else {name: [first, team.rank]}
+    holders = team.merge(holders, _join_holders)
+    if holders:
+        name, ranks = max(holders.items(), key=lambda item: len(item[1]))
         raise UserError(
             f"ranks {format_ranks(ranks)} share one {device.type} device, {name}; start one rank per device, or check "
             f"whether {devices.HIDES.get(device.type, 'a variable')} hides the others",
             everywhere=True,
         )
+
+
+def _join_holders(tables: list[dict[str, list[int]]]) -> dict[str, list[int]]:
+    """Return the ranks of each device that several have."""
+    joined: dict[str, set[int]] = {}
+    for table in tables:
+        for name, ranks in table.items():
+            joined.setdefault(name, set()).update(ranks)
+    return {name: sorted(ranks) for name, ranks in joined.items()}
 
 
 def deadline(seconds: float) -> float:
@@ -304,11 +322,37 @@ def meet_all(store: Store, number: int, size: int, until: float, noun: str = "ra
     except RuntimeError as error:
         raise UserError(f"{noun} 0, or its launcher, exited during startup; see its log", HANG) from error
     if verdict["problem"]:
-        raise UserError(verdict["problem"], verdict["status"])
+        raise UserError(verdict["problem"], verdict["status"], everywhere=verdict["everywhere"])
 
 
 def _await_verdict(store: Store, number: int, size: int, until: float, noun: str, advice: str) -> None:
     began, is_silent = time.monotonic(), number == 0
+    _arrive(store, number, size, noun)
+    pause, listed_at = 0.01, until
+    while not _has(store, "verdict"):
+        now = time.monotonic()
+        if is_silent and now - began > SILENCE and (missing := _find_missing(store, size)):
+            is_silent = False
+            text = f"waiting for {noun} {format_ranks(missing)}, up to {max(until - now, 0):.0f} s more"
+            text += f"; start them{advice}" if advice else ""
+            print(text, file=sys.stderr, flush=True)
+        if now > listed_at:
+            listed_at += LISTING_SECONDS
+            turn = round((listed_at - until) / LISTING_SECONDS)
+            with no_stderr():
+                lists = store.add(f"lists {turn}", 1) == 1  # one process, and another if that one ends
+            if lists:
+                missing = _find_missing(store, size)
+                came = f"{size - len(missing)} of {size} {noun}s came within {now - began:.0f} s"
+                gone = f"missing: {noun} {format_ranks(missing)}" if missing else "one of them has exited"
+                problem = f"{came}; {gone}. Start it, or see in its log why it ended{advice}"
+                _set_verdict(store, problem, HANG, everywhere=0 not in missing)
+        time.sleep(pause)
+        pause = min(2 * pause, 0.25)
+
+
+def _arrive(store: Store, number: int, size: int, noun: str) -> None:
+    """Count this process; write the verdict if it is the last one, or one too many."""
     with no_stderr():
         first_size = int(store.compare_set("size", "", str(size)))
         if first_size != size:
@@ -319,22 +363,21 @@ def _await_verdict(store: Store, number: int, size: int, until: float, noun: str
             _set_verdict(store, f"{problem}, or choose another port if another run uses this one")
         elif store.add("count", 1) == size:
             _set_verdict(store, "")
-    pause = 0.01
-    while not _has(store, "verdict"):
-        now = time.monotonic()
-        if now > until or (is_silent and now - began > SILENCE):
-            missing = [n for n in range(size) if not _has(store, f"arrived/{n}")]
-        if is_silent and now - began > SILENCE and missing:
-            is_silent = False
-            text = f"waiting for {noun} {format_ranks(missing)}, up to {max(until - now, 0):.0f} s more"
-            text += f"; start them{advice}" if advice else ""
-            print(text, file=sys.stderr, flush=True)
-        if now > until:
-            came = f"{size - len(missing)} of {size} {noun}s came within {time.monotonic() - began:.0f} s"
-            gone = f"missing: {noun} {format_ranks(missing)}" if missing else "one of them has exited"
-            _set_verdict(store, f"{came}; {gone}. Start it, or see in its log why it ended{advice}", HANG)
-        time.sleep(pause)
-        pause = min(2 * pause, 0.25)
+
+
+def _find_missing(store: Store, size: int) -> list[int]:
+    with no_stderr():
+        return find_missing(store, "arrived", 0, size)
+
+
+def find_missing(store: Store, key: str, first: int, end: int) -> list[int]:
+    """Return the numbers of a range that have no key, by few questions if they are few."""
+    if store.check([f"{key}/{n}" for n in range(first, end)]):
+        return []
+    if end - first == 1:
+        return [first]
+    middle = (first + end) // 2
+    return find_missing(store, key, first, middle) + find_missing(store, key, middle, end)
 
 
 def _has(store: Store, key: str) -> bool:
@@ -342,8 +385,9 @@ def _has(store: Store, key: str) -> bool:
         return store.check([key])
 
 
-def _set_verdict(store: Store, problem: str, status: int = UNAVAILABLE) -> None:
-    store.compare_set("verdict", "", json.dumps({"problem": problem, "status": status}))
+def _set_verdict(store: Store, problem: str, status: int = UNAVAILABLE, everywhere: bool = False) -> None:
+    """Write the outcome; a problem is reported `everywhere` by the first rank of each machine."""
+    store.compare_set("verdict", "", json.dumps({"problem": problem, "status": status, "everywhere": everywhere}))
 
 
 def _choose_interface(address: str, port: int) -> None:

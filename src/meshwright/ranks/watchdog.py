@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from meshwright.errors import HANG
 from meshwright.ranks import pulse as pulses
 from meshwright.ranks.compare import format_ranks
+from meshwright.ranks.connect import find_missing
 from meshwright.ranks.pulse import PHASES, Pulse
 from meshwright.ranks.team import Team
 from meshwright.ranks.world import World
@@ -192,9 +193,8 @@ class Watchdog:
 
     def read_all(self, key: str) -> dict[int, Any]:
         """Return what the ranks have written under a key, by rank."""
-        ranks = list(range(self.world.size))
-        if not self.store.check([f"{key}/{rank}" for rank in ranks]):
-            ranks = [rank for rank in ranks if self.store.check([f"{key}/{rank}"])]
+        missing = set(find_missing(self.store, key, 0, self.world.size))
+        ranks = [rank for rank in range(self.world.size) if rank not in missing]
         texts = self.store.multi_get([f"{key}/{rank}" for rank in ranks])
         return {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
 

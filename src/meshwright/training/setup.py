@@ -91,8 +91,7 @@ def build_empty_state(spec: Spec, team: Team) -> State:
         team.run_on_all(lambda: memory.require_memory(config, share, spec.padded // layout.tp, device))
 
     def report_parameters(number: int) -> None:
-        counted = team.gather([layout.at("tp"), layout.at("pp"), number])
-        for tp, pp, count in sorted({tuple(x) for x in counted}):
+        for tp, pp, count in team.merge([[layout.at("tp"), layout.at("pp"), number]], unite):
             say(f" > number of parameters on (tensor, pipeline) model parallel rank ({tp}, {pp}): {count}")
 
     net = build_network(spec, report_parameters)
@@ -105,6 +104,11 @@ def build_empty_state(spec: Spec, team: Team) -> State:
     state = State(spec, net, team)
     say(f"> learning rate decay style: {state.schedule.style}")
     return state
+
+
+def unite(lists: list[list[list[int]]]) -> list[list[int]]:
+    """Return the different rows of some lists, sorted."""
+    return sorted(list(row) for row in {tuple(row) for rows in lists for row in rows})
 
 
 def load_or_initialise(state: State, startup: Startup) -> None:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright import console
@@ -278,7 +277,7 @@ def broadcast(tensors: dict[str, Tensor] | None, team: Team) -> dict[str, Tensor
     flat = torch.empty(sum(math.prod(shape) for _, shape in shapes), dtype=torch.float64)
     if tensors and team.is_lead:
         torch.cat([x.double().flatten() for x in tensors.values()], out=flat)
-    dist.broadcast(flat, 0, group=team.group)
+    team.broadcast(flat)
     return views(flat, shapes)
 
 
@@ -474,8 +473,7 @@ class _Comparing:
         """Check that the ranks together draw from the positions that one process draws from."""
         want = want.to(torch.int32)
         found = torch.isin(want, mine).to(torch.int32)
-        if self.team.size > 1:
-            dist.all_reduce(found, group=self.team.group)
+        self.team.sum(found)
         is_same = bool(torch.isin(mine, want).all()) and bool((found > 0).all())
         self.seen.note(what, "seed, sample and position", step, 0.0 if is_same else math.inf)
 
@@ -581,6 +579,5 @@ class _ComparingUpdates(_Comparing):
             _, boxes, tensor = gradients[name]
             for box, part in split_boxes(boxes, tensor.reshape(-1)):
                 cut(full[name], box).copy_(part.view(box.size))
-        if self.team.size > 1:
-            dist.all_reduce(flat, group=self.team.group)
+        self.team.sum(flat)
         return full

@@ -75,7 +75,7 @@ def fit_micro_batch(
     scales = net.store.scales
     with contextlib.nullcontext() if scales is None else scales.trial():
         size, message = find_largest(attempt, sizes, net.device, preferred)
-    return min(team.gather(size)), message
+    return team.merge(size, min), message
 
 
 def find_largest(

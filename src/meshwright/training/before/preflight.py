@@ -43,7 +43,7 @@ def require_equal_ranks(team: Team, identity: dict[str, Any], problem: UserError
             raise problem
         return identity | {"torch": torch.__version__, "numpy": numpy.__version__}
 
-    require_equal(team, team.run_on_all(identify)[team.rank])
+    require_equal(team, team.run_on_all(identify))
 
 
 def dry_run(config: TrainConfig) -> int:

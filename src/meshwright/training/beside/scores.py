@@ -141,7 +141,7 @@ class ScoresBeside(Scores):
         """Begin with these weights, unless other ones are still being scored."""
         if iteration == self.scored_step:
             return
-        if any(self.team.gather(self.child is not None)):
+        if self.team.merge(self.child is not None, any):
             busy = f"step {self.scored[0]:,} is still being scored on {self.config.logging.eval_tasks_device}"
             remark(f" > --eval-tasks: {busy}, so step {iteration:,} is not; raise --eval-tasks-interval")
             return
@@ -202,7 +202,7 @@ class ScoresBeside(Scores):
         """Wait for the process; the ranks meet often, as it may take longer than their time-out."""
         if self.child is not None:
             say(f" > waiting for the scores of step {self.scored[0]:,} ...")
-        while not all(self.team.gather(self.is_idle() or should_stop())):
+        while not self.team.merge(self.is_idle() or should_stop(), all):
             time.sleep(0.1)
         self.collect(metrics)
 

@@ -70,7 +70,7 @@ def find_origin(net: Network, team: Team, batches: list[Batch], settings: StepSe
             of_rank, summed = run_backward(net, batches, settings)
             if origin := first("backward", of_rank) or first("sum", summed):
                 return origin
-    hosts = sorted(set(team.gather(platform.node())))
+    hosts = team.merge([platform.node()], lambda lists: sorted({host for hosts in lists for host in hosts}))
     text = "computed again, it is finite: a transient fault, so suspect the hardware of "
     return Origin(text + list_some(hosts), {"kind": "none", "hosts": hosts})
 

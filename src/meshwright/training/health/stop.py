@@ -45,12 +45,16 @@ class StopConditions:
 
         A signal that another rank received becomes this one's.
         """
+
+        def combine(some: list[list[Any]]) -> list[Any]:
+            reasons, numbers, failed = zip(*some, strict=True)
+            return [next(filter(None, reasons), None), next(filter(None, numbers), None), any(failed)]
+
         own: list[Any] = [self.reason(), self.signal, has_failed]
-        everyone = [own] if team.size == 1 else team.gather(own)
-        for _, number, _ in everyone:
-            if number is not None and self.signal is None:
-                self.signal = signal.Signals(number)
-        return next((reason for reason, *_ in everyone if reason), None), any(failed for *_, failed in everyone)
+        reason, number, failed = team.merge(own, combine)
+        if number is not None and self.signal is None:
+            self.signal = signal.Signals(number)
+        return reason, failed
 
     @property
     def status(self) -> int:

@@ -194,7 +194,7 @@ class Saver:
                 files_of_rank.update([] if at("replicas", "shard", "cp") else [files[at("tp") * pp + at("pp")]])
                 return sum(file.size for file in source.manifest.values())
 
-            size, *_ = team.run_on_all(lay_out)
+            size = team.run_on_all(lay_out)
             publish.write_step(root, step, files_of_rank, bytes_needed=size, team=team)
         finally:
             if team.is_lead:

@@ -10,6 +10,7 @@ cannot race with itself; a group's collectives were ordered before, so nothing e
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -25,10 +26,15 @@ def register() -> str:
     return BACKEND
 
 
-def _create(group: Any, options: Any) -> dist.ProcessGroupGloo:
+def _create(group: Any, options: Any) -> Any:
+    return make_group(group.store, group.group_rank, group.group_size, group.timeout)
+
+
+def make_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """Connect a group of these ranks, which meet on the store."""
     settings = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     settings._threads = 1
-    settings._timeout = group.timeout
+    settings._timeout = timeout
     # As torch's own constructor does:
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
     make = dist.ProcessGroupGloo.create_device
@@ -36,4 +42,4 @@ def _create(group: Any, options: Any) -> dist.ProcessGroupGloo:
         settings._devices = [make(interface=name) for name in interfaces.split(",")]
     else:
         settings._devices = [dist.ProcessGroupGloo.create_default_device()]
-    return dist.ProcessGroupGloo(group.store, group.group_rank, group.group_size, settings)
+    return dist.ProcessGroupGloo(store, rank, size, settings)

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel import gloo
 from meshwright.parallel.layout import Layout, connect
+from meshwright.ranks import gloo
 from on_ranks import run_ranks
 
 
