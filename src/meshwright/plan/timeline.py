@@ -14,7 +14,7 @@ from typing import NamedTuple
 from meshwright.parallel.pipeline_schedule import Action, ScheduleName, schedule, stages_of
 
 Message = tuple[str, int, int]  # F or B, the stage that makes it, micro-batch
-ROUNDS = 3  # of as many micro-batches as ranks, after which a pipeline repeats itself
+ROUNDS = 2  # of as many micro-batches as ranks, after which a pipeline repeats itself
 
 
 class StageTimes(NamedTuple):
@@ -47,11 +47,12 @@ def happening(lists: list[list[Action]], stages: list[list[int]]) -> Iterator[tu
     """
     last = max(max(mine) for mine in stages)
     done: set[Message] = set()
-    places = [0] * len(lists)
-    while any(place < len(todo) for place, todo in zip(places, lists, strict=True)):
+    places, total = [0] * len(lists), sum(map(len, lists))
+    while len(done) < total:
         moved = False
         for rank, todo in enumerate(lists):
-            for op, chunk, microbatch in todo[places[rank] :]:
+            for place in range(places[rank], len(todo)):
+                op, chunk, microbatch = todo[place]
                 stage, need = stages[rank][chunk], None
                 if op == "F" and stage:
                     need = ("F", stage - 1, microbatch)
@@ -61,9 +62,9 @@ def happening(lists: list[list[Action]], stages: list[list[int]]) -> Iterator[tu
                     break
                 made = ("B" if op == "I" else op, stage, microbatch)
                 done.add(made)
-                yield rank, places[rank], need, made
-                places[rank] += 1
+                places[rank] = place + 1
                 moved = True
+                yield rank, place, need, made
         if not moved:
             raise RuntimeError(f"the schedule deadlocks: {len(lists)} ranks are at {places}")
 
@@ -98,6 +99,32 @@ def simulate(
     return Timeline(total, 1 - busy / (pp * total), live, spans)
 
 
+class Node(NamedTuple):
+    """An action in the order of all ranks' execution, by numbers for `_total`."""
+
+    rank: int
+    cost: int  # place in forward, backward and weights, one after the other
+    need: int  # place of the action whose message it waits for, or -1
+    is_sent: bool  # whether that comes from another rank
+
+
+@functools.lru_cache(256)
+def order(kind: ScheduleName, pp: int, microbatches: int, chunks: int) -> tuple[Node, ...]:
+    """Return the actions of all ranks in an order in which they can be executed."""
+    lists = [schedule(kind, pp, rank, microbatches, chunks) for rank in range(pp)]
+    stages = [stages_of(kind, rank, pp, chunks) for rank in range(pp)]
+    rank_of = {stage: rank for rank, mine in enumerate(stages) for stage in mine}
+    first = {"F": 0, "B": pp * chunks, "I": pp * chunks, "W": 2 * pp * chunks}
+    places: dict[Message, int] = {}
+    nodes: list[Node] = []
+    for rank, place, need, made in happening(lists, stages):
+        waits = -1 if need is None else places[need]
+        cost = first[lists[rank][place].op] + made[1]
+        places[made] = len(nodes)
+        nodes.append(Node(rank, cost, waits, need is not None and rank_of[need[1]] != rank))
+    return tuple(nodes)
+
+
 def makespan(kind: ScheduleName, pp: int, microbatches: int, chunks: int, times: StageTimes) -> float:
     """Return the seconds of all micro-batches' passes.
 
@@ -109,6 +136,16 @@ def makespan(kind: ScheduleName, pp: int, microbatches: int, chunks: int, times:
     return total + rest * (total - _total(kind, pp, few - pp, chunks, times)) if rest else total
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(1 << 14)
 def _total(kind: ScheduleName, pp: int, microbatches: int, chunks: int, times: StageTimes) -> float:
-    return simulate(kind, pp, microbatches, chunks, times).total
+    costs, message = (*times.forward, *times.backward, *times.weights), times.message
+    clock, ends = [0.0] * pp, list[float]()
+    for rank, cost, need, is_sent in order(kind, pp, microbatches, chunks):
+        start = clock[rank]
+        if need >= 0:
+            start = max(start, ends[need])
+            if is_sent:
+                start += message
+        clock[rank] = start = start + costs[cost]
+        ends.append(start)
+    return max(clock)

@@ -9,6 +9,7 @@ model/counts.py, bytes sent from traffic.py, the schedule from timeline.py, all 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +39,10 @@ class StepTime:
     bytes_sent: dict[str, int]  # by dimension
     tokens_per_second: float  # of all ranks
     mfu: float  # share of the peak that the model's own operations take
+
+    def days(self, tokens: float) -> float:
+        """Return the days of a training on so many tokens, without saves and failures."""
+        return tokens / self.tokens_per_second / 86_400
 
 
 class Work(NamedTuple):
@@ -69,9 +74,15 @@ class Step(NamedTuple):
     weights: Work
 
 
-def step_time(config: TrainConfig, padded: int, profile: DeviceProfile, links: Links | None = None) -> StepTime:
-    """Predict a step of the slowest rank."""
-    return _Prediction(config, padded, profile, links or profile.links).result()
+def step_time(
+    config: TrainConfig, padded: int, profile: DeviceProfile, links: Links | None = None, is_quick: bool = False
+) -> StepTime:
+    """Predict a step of the slowest rank.
+
+    With `is_quick` the waiting of a pipeline is that of stages whose times are rounded, so that a
+    search needs to run few different schedules.
+    """
+    return _Prediction(config, padded, profile, links or profile.links, is_quick).result()
 
 
 def muon_flops(m: Model, steps: int) -> float:
@@ -92,8 +103,11 @@ def muon_flops(m: Model, steps: int) -> float:
 class _Prediction:
     """The terms of one step; made for one call of `step_time`."""
 
-    def __init__(self, config: TrainConfig, padded: int, profile: DeviceProfile, links: Links) -> None:
+    def __init__(self, config: TrainConfig, padded: int, profile: DeviceProfile, links: Links, is_quick: bool) -> None:
         self.config, self.padded, self.profile, self.links = config, padded, profile, links
+        self.is_quick = is_quick
+        self.layers: dict[tuple[bool, bool], Step] = {}
+        self.stages: dict[tuple[object, ...], Step] = {}
         m, p = config.model, config.parallel
         self.m, self.p = m, p
         self.tp, self.cp, self.pp = (
@@ -241,28 +255,34 @@ class _Prediction:
 
     def stage(self, number: int) -> Step:
         """Return the work of a stage for one micro-batch."""
-        config, m, stages = self.config, self.m, self.config.stages
-        begin, count = sum(stages[:number]), stages[number]
-        kinds: dict[tuple[bool, bool], int] = {}
-        windowed = set(m.windowed_layers)
-        layers = m.num_layers or 0
-        if not windowed and not config.precision.first_last_layers_bf16:
-            kinds[False, bool(config.precision.fp8_format)] = count
-        else:
-            for i in range(begin, begin + count):
-                kind = i in windowed, config.precision.multiplies_fp8(i, layers)
-                kinds[kind] = kinds.get(kind, 0) + 1
+        stages = self.config.stages
+        begin, count, is_last = sum(stages[:number]), stages[number], number == len(stages) - 1
+        key = (*self.kinds(begin, count).items(), not number, is_last)
+        if key not in self.stages:
+            self.stages[key] = self.stage_of(self.kinds(begin, count), count, not number, is_last)
+        return self.stages[key]
+
+    def kinds(self, begin: int, count: int) -> dict[tuple[bool, bool], int]:
+        """Return how many layers of a stage have a window or not, and multiply in fp8 or not."""
+        m, precision = self.m, self.config.precision
+        if not m.window and not precision.first_last_layers_bf16:
+            return {(False, bool(precision.fp8_format)): count}
+        windowed, layers = set(m.windowed_layers), m.num_layers or 0
+        return dict(Counter((i in windowed, precision.multiplies_fp8(i, layers)) for i in range(begin, begin + count)))
+
+    def stage_of(self, kinds: dict[tuple[bool, bool], int], count: int, is_first: bool, is_last: bool) -> Step:
         forward = backward = weights = Work()
-        for kind, number_of_layers in kinds.items():
-            layer = self.layers.setdefault(kind, self.layer(*kind)) if kind not in self.layers else self.layers[kind]
-            forward += layer.forward.times(number_of_layers)
-            backward += layer.backward.times(number_of_layers)
-            weights += layer.weights.times(number_of_layers)
-        again = self.recomputed(count) / count if count else 0.0
-        backward += forward.times(again)
-        if number == 0:
+        for kind, layers in kinds.items():
+            if kind not in self.layers:
+                self.layers[kind] = self.layer(*kind)
+            layer = self.layers[kind]
+            forward += layer.forward.times(layers)
+            backward += layer.backward.times(layers)
+            weights += layer.weights.times(layers)
+        backward += forward.times(self.recomputed(count) / max(count, 1))
+        if is_first:
             forward, backward = forward + self.embedding(False), backward + self.embedding(True)
-        if number == len(stages) - 1:
+        if is_last:
             head = self.head()
             forward, backward, weights = forward + head.forward, backward + head.backward, weights + head.weights
         return Step(forward, backward, weights)
@@ -305,7 +325,6 @@ class _Prediction:
 
     def result(self) -> StepTime:
         config, profile = self.config, self.profile
-        self.layers: dict[tuple[bool, bool], Step] = {}
         stages = [self.stage(s) for s in range(len(config.stages))]
         own = stages_of(self.p.pipeline_schedule, self.slowest_rank(stages), self.pp, config.chunks)
         work = Work()
@@ -366,7 +385,15 @@ class _Prediction:
             tuple(self.passes_seconds(s.weights) for s in stages) if split else (),
             message,
         )
-        return timeline.makespan(kind, self.pp, self.count, self.config.chunks, times)
+        if not self.is_quick:
+            return timeline.makespan(kind, self.pp, self.count, self.config.chunks, times)
+        unit = max(times.forward)
+        forward, backward, weights = (tuple(round(x / unit, 1) for x in part) for part in times[:3])
+        rounded = timeline.StageTimes(forward, backward, weights, round(message / unit, 2))
+        waits = timeline.makespan(kind, self.pp, self.count, self.config.chunks, rounded)
+        own = [stages_of(kind, rank, self.pp, self.config.chunks) for rank in range(self.pp)]
+        most = max(sum(part[s] for part in (forward, backward, weights) if part for s in mine) for mine in own)
+        return busy * waits / (most * self.count)
 
     def update(self) -> float:
         """Return the seconds of clipping and updating a rank's parameters."""
@@ -403,5 +430,8 @@ class _Prediction:
         if zero == 3:
             beside += self.count * sum(self.passes_seconds(stages[s].forward) for s in own)
         hidden = min(seconds, beside)
+        # On a slow network most of a collective is waiting, which takes nothing from products.
+        link, bandwidth = self.link("data")
         lost = reached["beside_copies" if copies else "beside_collectives"]
+        lost *= bandwidth / self.links.within.bandwidth if link is self.links.between else 1.0
         return seconds - hidden + hidden * lost + self.sending("replicas", replicas)
