@@ -256,7 +256,8 @@ TRAINING: dict[str, Chances] = {
         "--bf16 --fp32-residual-connection": 1,
         "--bf16 --fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max": 1,
         "--fp16 --initial-loss-scale 16 --loss-scale-window 2": 2,
-        "--fp16 --initial-loss-scale 64 --loss-scale-window 1 --hysteresis 1": 2,
+        "--fp16 --initial-loss-scale 64 --loss-scale-window 1 --hysteresis 1": 1,
+        "--fp16 --initial-loss-scale 8 --loss-scale-window 1 --hysteresis 2": 2,
         "--fp16 --loss-scale 128 --fp32-residual-connection": 1,
     },
     "hidden dropout": {"--hidden-dropout 0": 1, "--hidden-dropout 0.1": 2, "--hidden-dropout 0.3": 1},
@@ -279,8 +280,10 @@ TRAINING: dict[str, Chances] = {
         "--data-path small large --split 100,0,0": 1,
         "--data-path small --split 70,20,10 --dataloader-type cyclic": 1,
         "--train-data-path small --valid-data-path tiny ends --multiple-validation-sets": 1,
-        "--data-path 2 tiny 1 small --split 100,0,0 --last-epoch-cutoff 1": 2,
+        "--data-path 2 tiny 1 small --split 100,0,0": 1,
+        "--data-path tiny --split 100,0,0": 2,
     },
+    "last epoch": {"": 2, "--last-epoch-cutoff 1": 1, "--last-epoch-cutoff 0.5": 1},
     "validation": {"--eval-iters 0": 1, "": 2, "--eval-iters 2 --eval-interval 2": 2, "--full-validation": 1},
     "skipped": {
         "": 8,
@@ -324,7 +327,7 @@ SIZES: dict[str, Chances] = {
 }
 LAYOUT: dict[str, Chances] = {
     "zero": {"": 3, "--use-distributed-optimizer": 3, "--zero-stage 2": 3, "--zero-stage 3": 4},
-    "copies": {"": 3, "--num-distributed-optimizer-instances 2": 1},
+    "copies": {"": 1, "--num-distributed-optimizer-instances 2": 1},
     "sequence parallelism": {"": 1, "--sequence-parallel": 1},
     "pipeline schedule": {
         "": 5,
@@ -357,6 +360,7 @@ LAYOUT: dict[str, Chances] = {
     },
     "schedule on resume": {"": 6, "--use-checkpoint-opt_param-scheduler": 1, "--override-opt_param-scheduler": 1},
     "products": {"": 3, "--tp-overlap off": 1},
+    "kernels": {"": 5, "--fused-kernels on": 1},
 }
 # What is drawn otherwise for GPUs: sizes that fp8 and the kernels' tiles fit, and little for which
 # torch compiles a kernel (document masks, ALiBi, windows), which takes longer than a case.
@@ -484,8 +488,9 @@ class Drawing:
             chosen["schedule"] = f"--lr-decay-style WSD {wsd}"
         if self.gpus:
             chosen |= {"device": "--device cuda", "fault": self._fault(batch, steps)}
-        elif r.random() < 0.2:
-            some = " ".join(str(n) for n in sorted({r.randrange(most if unit == "samples" else most * batch)}))
+        elif r.random() < (0.5 if "--fp16" in chosen["format"] else 0.2):
+            samples = range(most if unit == "samples" else most * batch)
+            some = " ".join(str(n) for n in sorted(set(r.choices(samples, k=r.choice([1, 2, 4])))))
             chosen["poison"] = f"--poison {some} --on-nonfinite skip:9"
         values += chosen.items()
         chosen["length"], chosen["batch"] = length, f"--global-batch-size {batch}"

@@ -59,19 +59,30 @@ class Outcome:
 
 
 def write_data(folder: Path) -> None:
-    """Write token files: documents of a few kinds, with and without many ends."""
+    """Write token files: documents of a few kinds, with and without many ends, joined of two parts.
+
+    Those for the independent trainer, which reads no token files, are in NAME.npz.
+    """
+    from meshwright.data.files.merge import merge_pairs
     from meshwright.data.files.writer import Writer
 
     rng = np.random.RandomState(0)
     kinds = {"tiny": (12, 3, 12), "small": (120, 3, 12), "large": (300, 1, 40), "ends": (200, 3, 30)}
     for name, (documents, least, most) in kinds.items():
-        with Writer(folder / name, np.uint16) as writer:
-            for n in range(documents):
-                body = rng.randint(WORDS, size=rng.randint(least, most))
-                if name == "ends" and n % 2:  # samples of ends alone: without any unmasked token
-                    body[:] = WORDS
-                writer.add([*body, WORDS])
-                writer.end_document()
+        made = []
+        for n in range(documents):
+            body = rng.randint(WORDS, size=rng.randint(least, most))
+            if name == "ends" and n % 2:  # samples of ends alone: without any unmasked token
+                body[:] = WORDS
+            made.append(np.array([*body, WORDS]))
+        parts = [str(folder / f"{name}{n}") for n in range(2)]
+        for part, some in zip(parts, (made[: documents // 3], made[documents // 3 :]), strict=True):
+            with Writer(part, np.uint16) as writer:
+                for document in some:
+                    writer.add(document)
+                    writer.end_document()
+        merge_pairs(parts, str(folder / name), True)
+        np.savez(folder / name, tokens=np.concatenate(made), sizes=[len(document) for document in made])
 
 
 # In a rank
@@ -148,8 +159,8 @@ def run_leg(traces: list[Any], case: Case, number: int, place: tuple[int, int], 
             plain = trials.leg_config(case, number, without, has_graphs=False)
             bare = trials.train(plain, team, layout, leg.end if leg.lost else 0, case.spoilt)
         with BUGS[bug]() if bug else contextlib.nullcontext():
-            kept, decodes = leg.end if leg.lost else 0, "--decode" in leg.flags
-            trace = trials.train(config, team, layout, kept, case.spoilt, decodes=decodes)
+            write = trials.write_texts if "--decode" in leg.flags else None
+            trace = trials.train(config, team, layout, leg.end if leg.lost else 0, case.spoilt, write=write)
     del team, layout
     gc.collect()  # a trainer has cycles, and its groups' threads live as long as it
     distances = trials.Distances(config)

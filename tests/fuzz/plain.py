@@ -3,7 +3,8 @@
 Plain torch in float64, the whole global batch at once, written from the documentation and the
 papers: the network, the losses, order of samples, schedules, decay, clipping, loss scale and the
 update rules. It reads fields of the settings, begins with the weights of the run that it is
-compared with, and knows nothing of dropout, whose random numbers are the package's own.
+compared with, and knows nothing of dropout, whose random numbers are the package's own. Of these
+weights it knows the spread, and of texts that a decoder wrote the tokens that could be chosen.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor
 
 Weights = dict[str, Tensor]
 Sample = np.ndarray
-TOKEN_TYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+CERTAIN = 7.0  # standard deviations
+CLOSE = 1e-6
 
 
 def beyond(config: Any) -> str:
@@ -155,15 +157,10 @@ def logits(w: Weights, m: Any, tokens: Tensor, places: Tensor, documents: Tensor
 # The data
 
 
-def read_pair(prefix: str) -> list[Sample]:
-    """Return the documents of a pair of Megatron's token files."""
-    idx = open(f"{prefix}.idx", "rb").read()
-    code, sequences, documents = idx[17], *np.frombuffer(idx, "<u8", 2, 18)
-    sizes = np.frombuffer(idx, "<i4", sequences, 34)
-    borders = np.frombuffer(idx, "<i8", documents, 34 + 12 * sequences)
-    tokens = np.fromfile(f"{prefix}.bin", TOKEN_TYPES[code])
-    ends = np.concatenate([[0], sizes.cumsum()])[borders]
-    return [tokens[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+def read_documents(prefix: str) -> list[Sample]:
+    """Return the documents as they were drawn."""
+    drawn = np.load(f"{prefix}.npz")
+    return np.split(drawn["tokens"], drawn["sizes"].cumsum()[:-1])
 
 
 def order_of(documents: list[Sample], first: int, stop: int, wanted: int, config: Any) -> list[Sample]:
@@ -202,7 +199,7 @@ def samples_of(config: Any, wanted: int, vocabulary: int) -> Any:
     shares = shares / shares.sum()
     parts = []
     for share, prefix in zip(shares, words[1::2], strict=True):
-        documents = read_pair(prefix)
+        documents = read_documents(prefix)
         train = round(len(documents) * split[0] / sum(split))
         some = wanted if len(shares) == 1 else math.ceil(wanted * share * 1.005)
         parts.append(order_of(documents, 0, train, some, config))
@@ -415,9 +412,67 @@ def rows(config: Any, is_skipped: Callable[[int, range], bool]) -> Iterator[tupl
         yield step, numbers, row | {"next_lr": rate(config, taken)}
 
 
+def unlike_drawn(weights: Weights, m: Any) -> list[str]:
+    """Return where initial weights are not spread as the settings say."""
+    wrong = []
+    for name, x in weights.items():
+        *module, kind = name.split(".")
+        is_norm = module[-1].startswith("ln")
+        center, std, extra = 1.0 - m.apply_layernorm_1p if is_norm and kind == "weight" else 0.0, 0.0, 2.0
+        if kind == "weight" and not is_norm:
+            std = m.init_method_std / math.sqrt(2 * m.num_layers) if module[-1] == "proj" else m.init_method_std
+            if m.init_method_xavier_uniform:
+                std, extra = math.sqrt(2 / (x.numel() // x.shape[-1] + x.shape[-1])), 0.8  # kurtosis less 1
+        far, allowed = abs(float(x.mean()) - center), CERTAIN * std / math.sqrt(x.numel())
+        if far > allowed + CLOSE:
+            wrong.append(f"initial {name}: its mean is {far:.2e} from {center}, {allowed:.2e} allowed")
+        far, allowed = (
+            abs(float((x - center).square().mean()) - std**2),
+            CERTAIN * math.sqrt(extra / x.numel()) * std**2,
+        )
+        if far > allowed + CLOSE * std**2:
+            wrong.append(f"initial {name}: its variance is {far:.2e} from {std**2:.2e}, {allowed:.2e} allowed")
+    return wrong
+
+
+def unlike_chosen(
+    w: Weights, m: Any, prompt: list[int], tokens: list[int], logprobs: list[float], kind: Any
+) -> list[str]:
+    """Return which tokens of a text could not be chosen, or have another probability.
+
+    `kind` is how they were sampled, None in a beam search.
+    """
+    ids = torch.tensor([[*prompt, *tokens]])
+    one = torch.zeros_like(ids)
+    out = logits(w, m, ids, torch.arange(ids.shape[1])[None], one)[0, len(prompt) - 1 : -1]
+    wrong = []
+    for n, (token, logprob, x) in enumerate(zip(tokens, logprobs, out, strict=True)):
+        true = float(x.log_softmax(-1)[token])
+        if abs(true - logprob) > CLOSE * max(1.0, abs(true)):
+            wrong.append(f"a text: token {n} has the log-probability {logprob}, not {true}")
+        if kind is None:
+            continue
+        if kind.repetition_penalty != 1:
+            seen = ids[0, : len(prompt) + n].unique()
+            x = x.index_copy(
+                0, seen, torch.where(x[seen] > 0, x[seen] / kind.repetition_penalty, x[seen] * kind.repetition_penalty)
+            )
+        sorted_x = x.sort(descending=True).values
+        least = sorted_x[0]
+        if kind.temperature and kind.top_k:
+            least = sorted_x[kind.top_k - 1]
+        elif kind.temperature and kind.top_p:
+            before = (sorted_x / kind.temperature).softmax(-1).cumsum(-1)
+            least = sorted_x[int((before < kind.top_p).sum())]
+        if x[token] < least - CLOSE * max(1.0, abs(float(least))):
+            wrong.append(f"a text: token {n} is {token}, which could not be chosen by {kind}")
+    return wrong
+
+
 class Step(NamedTuple):
     number: int
     row: dict[str, float]  # what is recorded of it
+    samples: dict[int, list[int]]  # their tokens
     gradients: Weights
     weights: Weights  # after it
 
@@ -427,7 +482,7 @@ def train(config: Any, weights: Weights, vocabulary: int, eod: int, poisoned: tu
     o, sample = config.optimizer, samples_of(config, run_samples(config), vocabulary)
     optimizer = Optimizer(o, {name: x.detach() for name, x in w.items()})
     for number, samples, row in rows(config, lambda _, samples: not set(samples).isdisjoint(poisoned)):
-        ids = torch.from_numpy(np.stack([sample(k) for k in samples]))
+        ids = torch.from_numpy(np.stack([sample(k) for k in samples]).astype(np.int64))
         minimized, shown = loss_of(w, config, ids, eod)
         gradients = dict(zip(w, torch.autograd.grad(minimized, list(w.values()), materialize_grads=True), strict=True))
         row["loss"] = float(shown.detach())
@@ -435,4 +490,4 @@ def train(config: Any, weights: Weights, vocabulary: int, eod: int, poisoned: tu
             row["grad_norm"] = length = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
             clip = min(1.0, o.clip_grad / (length + 1e-6)) if o.clip_grad else 1.0
             optimizer.step({name: g * clip for name, g in gradients.items()}, row["lr"], row["weight_decay"])
-        yield Step(number, row, gradients, optimizer.w)
+        yield Step(number, row, dict(zip(samples, ids.tolist(), strict=True)), gradients, optimizer.w)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -12,7 +13,12 @@ from fuzz.bugs import BUGS, ON_GPU
 from fuzz.crews import Crew, Outcome, write_data
 from graphs_on_cpu import stand_in
 from meshwright import device as devices
+from meshwright.data import blend
 from meshwright.errors import USAGE
+from meshwright.generation import decoder
+from meshwright.kernels import gradients
+from meshwright.optim.loss_scale import LossScale
+from meshwright.training import setup
 
 SMALL = "--num-layers 1 --train-iters 2 --eval-iters 0 --global-batch-size 2"
 TP = "--world-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
@@ -121,6 +127,75 @@ def test_equal_cases_are_equal_and_a_seeded_bug_is_found(crew):
     assert outcome.kind == "differs" and "gradient of" in outcome.lines[-1] and "in fp8" in outcome.lines[-1], outcome
     outcome = crew.run(cases.read(f"--position-embedding-type none --eod-mask-loss --data-path nowhere | {TP}"))
     assert outcome.kind == "refused" and "nowhere" in "".join(outcome.lines)
+
+
+def forgets_scale(monkeypatch):
+    plain = gradients.judge
+    monkeypatch.setattr(gradients, "judge", lambda squares, loss, scale, *more: plain(squares, loss, 1.0, *more))
+
+
+def forgets_hysteresis(monkeypatch):
+    plain = LossScale.update
+
+    def update(scaler, is_overflow):
+        left = scaler.hysteresis - is_overflow
+        plain(scaler, is_overflow)
+        scaler.hysteresis = left
+
+    monkeypatch.setattr(LossScale, "update", update)
+
+
+def draws_wider(monkeypatch):
+    plain = setup.initialise
+
+    def initialise(masters, m, *more):
+        plain(masters, dataclasses.replace(m, init_method_std=1.5 * m.init_method_std), *more)
+
+    monkeypatch.setattr(setup, "initialise", initialise)
+
+
+def mixes_a_batch(monkeypatch):
+    plain = blend.blend_order
+
+    def order(*arguments):
+        which, number = plain(*arguments)
+        which[:2], number[:2] = which[:2][::-1].copy(), number[:2][::-1].copy()
+        return which, number
+
+    monkeypatch.setattr(blend, "blend_order", order)
+
+
+def reads_chunks_apart(monkeypatch):
+    plain = decoder.ContinuedTexts
+
+    def texts(cache, slots, used, seen, *ends):
+        return plain(cache, slots, used, int(used[0]) if ends else seen, *ends)
+
+    monkeypatch.setattr(decoder, "ContinuedTexts", texts)
+
+
+HALF = "--fp16 --initial-loss-scale 8 --loss-scale-window 1 --hysteresis 2"
+
+
+@pytest.mark.parametrize(
+    ("defect", "flags", "words"),
+    [
+        (forgets_scale, HALF, "grad_norm"),
+        (forgets_hysteresis, f"{HALF} --poison 0 8 12 --on-nonfinite skip:9 --train-iters 6", "loss_scale"),
+        (draws_wider, "", "initial wte.weight: its variance"),
+        (mixes_a_batch, "--data-path 0.3 small 0.7 ends --split 90,10,0", "step 1: samples"),
+        (reads_chunks_apart, "", "a text: token 0 has the log-probability"),
+    ],
+)
+def test_the_independent_trainer_sees_what_all_layouts_share(defect, flags, words, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    write_data(tmp_path)
+    case = cases.read(f"{flags} --eval-iters 0 --hidden-size 16 --num-attention-heads 2")
+    if defect is forgets_scale:
+        assert crews.run_one([], case, str(tmp_path), False, "") == []
+    defect(monkeypatch)
+    wrong = crews.run_one([], case, str(tmp_path), False, "")
+    assert any(words in line and "by the independent trainer" in line for line in wrong), wrong
 
 
 @pytest.mark.long

@@ -59,7 +59,7 @@ from torch import Tensor
 from fuzz import plain
 from fuzz.cases import WORDS, Case, configs, goes_back, in_one_process
 from meshwright import device as devices
-from meshwright.settings.schema import TrainConfig
+from meshwright.settings.schema import Precision, TrainConfig
 
 NEAR = 1e-9
 LIKE = 1e-6  # Adam's steps make roundings larger
@@ -97,7 +97,8 @@ class Trace:
     gradients: dict[int, Tensors] = dataclasses.field(default_factory=dict)
     states: dict[int, Tensors] = dataclasses.field(default_factory=dict)
     went_back: dict[int, int] = dataclasses.field(default_factory=dict)  # to which step
-    written: list[list[Any]] = dataclasses.field(default_factory=list)  # texts of a decoder with and without graphs
+    samples: dict[int, dict[int, list[int]]] = dataclasses.field(default_factory=dict)  # tokens by sample, of a step
+    written: list[Any] = dataclasses.field(default_factory=list)  # texts of decoders
     graphs: str = ""  # "off" if a capture failed that should not, "on" if steps were captured
 
     def __getstate__(self) -> dict[str, Any]:
@@ -183,6 +184,7 @@ def traced(trainer: Any, trace: Trace, shake: float, seed: int) -> Iterator[None
     copies them as it did when it was captured, so the copies never move.
     """
     store, step, react, progress = trainer.net.store, trainer.step, trainer.guard.react, trainer.progress
+    next_batch = trainer.next_batch
     finish_sums, random = store.finish_sums, torch.Generator().manual_seed(seed)
     summed: dict[str, Tensor] = {}
 
@@ -199,6 +201,15 @@ def traced(trainer: Any, trace: Trace, shake: float, seed: int) -> Iterator[None
     def keep_state() -> None:
         trace.states[progress.iteration] = placed(store.named_state())
 
+    def read_and_keep() -> Any:
+        batches = next_batch()
+        trace.samples[progress.iteration + 1] = {
+            int(number): [*row, int(labels[-1])]
+            for b in batches
+            for number, row, labels in zip(b.sample_ids, b.tokens.tolist(), b.labels, strict=True)
+        }
+        return batches
+
     def step_and_keep() -> None:
         number, scale = progress.iteration + 1, trainer.state.scaler.scale
         step()
@@ -212,10 +223,11 @@ def traced(trainer: Any, trace: Trace, shake: float, seed: int) -> Iterator[None
 
     keep_state()
     store.finish_sums, trainer.step, trainer.guard.react = finish, step_and_keep, react_and_keep
+    trainer.next_batch = read_and_keep
     try:
         yield
     finally:  # a cycle through torch's hooks is never freed, nor are the threads of its groups
-        del store.finish_sums, trainer.step, trainer.guard.react
+        del store.finish_sums, trainer.step, trainer.guard.react, trainer.next_batch
 
 
 def train(
@@ -226,11 +238,12 @@ def train(
     spoilt: dict[str, tuple[int, ...]],
     shake: float = 0.0,
     seed: int = 0,
-    decodes: bool = False,
+    write: Callable[[Any, int], list[Any]] | None = None,
 ) -> Trace:
     """Train one leg, as `meshwright train` does after its set-up.
 
-    One that is lost after the step `kept` saves nothing after it.
+    One that is lost after the step `kept` saves nothing after it. `write` takes the network at its
+    end.
     """
     from meshwright.training.before.resolve import find_vocabulary
     from meshwright.training.health.stop import StopConditions
@@ -264,10 +277,42 @@ def train(
             # Without Triton torch's AdamW reads its numbers on the host, which no graph can.
             is_lost = graphs.is_off and trainer.net.store.reads_tensors
             trace.graphs = "off" if is_lost else "on" if graphs.captured else ""
-        if decodes and config.data.seq_length:
+        if write is not None and config.data.seq_length:
             with torch.no_grad():
-                trace.written = write_texts(trainer.net, config.data.seq_length)
+                trace.written = write(trainer.net, config.data.seq_length)
     return trace
+
+
+def score_texts(net: Any, length: int) -> list[Any]:
+    """Return texts of a decoder and of a beam search, with what chose their tokens."""
+    from meshwright.generation import decoder
+    from meshwright.generation.beam import BeamOptions, search_beams
+    from meshwright.generation.engine import LanguageModel
+    from meshwright.generation.requests import Request
+    from meshwright.settings.schema import Sampling
+    from meshwright.tokenizers import Null
+
+    model = LanguageModel(net.parts[0].eval(), Null(WORDS), 0, length)
+    kinds = [
+        Sampling(temperature=0.0),
+        Sampling(temperature=0.0, repetition_penalty=1.7),
+        Sampling(temperature=1.5, top_k=3),
+        Sampling(temperature=1.0, top_p=0.01),
+        Sampling(temperature=1.0, top_p=0.6),
+    ]
+    prompts = [[(5 * i + n) % WORDS for i in range(1 + (3 * n) % (length - 2))] for n in range(len(kinds))]
+    requests = [
+        Request(prompt, dataclasses.replace(kind, out_seq_length=length), 3, n, logprobs=0)
+        for n, (prompt, kind) in enumerate(zip(prompts, kinds, strict=True))
+    ]
+    out: list[Any] = [[prompt, [], [], kind] for prompt, kind in zip(prompts, kinds, strict=True)]
+    with mock.patch.multiple(decoder, CHUNK=3, ECHO_CHUNK=2):  # prompts of these few tokens are long ones
+        for number, event in decoder.run_requests(decoder.Decoder(model, 3), requests):
+            out[number][1].append(event.token)
+            out[number][2].append(event.logprob)
+        for text in search_beams(model, requests[2], BeamOptions(3)):
+            out.append([prompts[2], text.tokens, text.logprobs, None])
+    return out
 
 
 def write_texts(net: Any, length: int) -> list[list[Any]]:
@@ -320,7 +365,7 @@ class References(NamedTuple):
     twins: list[Trace]  # of fp8, with random errors
 
 
-def alone(case: Case, config: TrainConfig, shake: float = 0.0, seed: int = 0) -> Trace:
+def alone(case: Case, config: TrainConfig, shake: float = 0.0, seed: int = 0, writes: bool = False) -> Trace:
     """Train in one process, in a folder of its own if the run may go back."""
     from meshwright.parallel.layout import Layout
     from meshwright.ranks.team import Team
@@ -328,13 +373,14 @@ def alone(case: Case, config: TrainConfig, shake: float = 0.0, seed: int = 0) ->
     with tempfile.TemporaryDirectory() as folder, without_triton():
         c = dataclasses.replace(config.checkpoint, save=folder if goes_back(config) else None)
         config = dataclasses.replace(config, checkpoint=c)
-        return train(config, Team(), Layout(), 0, case.spoilt, shake, seed)
+        return train(config, Team(), Layout(), 0, case.spoilt, shake, seed, score_texts if writes else None)
 
 
 def references(case: Case, looks: int = 1) -> References:
     """Train the case in one process; with several looks, shake both formats as often."""
     config = in_one_process(case)
-    own, dtype = alone(case, config), config.precision.dtype
+    dtype = config.precision.dtype
+    own = alone(case, config, writes=dtype == "float64")
     if dtype == "float64":
         return References(own, [own], [])
     exact = in_float64(case)
@@ -343,7 +389,7 @@ def references(case: Case, looks: int = 1) -> References:
     shaken = [alone(case, one, shake, seed + 1) for one in formats for seed in range(looks)]
     twins = [twin_of_fp8(case, config, seed) for seed in range(looks + 1)] if config.precision.fp8_format else []
     like = [trace for trace in (*shaken, *twins) if _skipped(trace) == _skipped(own)]  # no other step has overflowed
-    return References(alone(case, exact), [own, *like], twins)
+    return References(alone(case, exact, writes=True), [own, *like], twins)
 
 
 def twin_of_fp8(case: Case, config: TrainConfig, seed: int) -> Trace:
@@ -376,18 +422,17 @@ def twin_of_fp8(case: Case, config: TrainConfig, seed: int) -> Trace:
         return alone(case, config)
 
 
-def in_float64(case: Case) -> TrainConfig:
-    """Return the configuration of the run in one process and float64.
+class InFloat64(Precision):
+    """The settings of another format, such as the loss scale of fp16, with numbers in float64."""
 
-    It passes over the steps that fp16's scale deals with.
-    """
+    dtype = property(lambda self: "float64")  # type: ignore[assignment]
+
+
+def in_float64(case: Case) -> TrainConfig:
+    """Return the configuration in one process and float64, which keeps the loss scale of fp16."""
     config = in_one_process(case)
-    is_scaled = config.precision.fp16 and config.precision.loss_scale is None and "poison" in case.spoilt
-    p = dataclasses.replace(config.precision, fp16=False, bf16=False, fp32_residual_connection=False, fp8_format=None)
-    config = dataclasses.replace(config, precision=dataclasses.replace(p, params_dtype="float64", loss_scale=None))
-    if not is_scaled or "skip" in config.training.on_nonfinite:
-        return config
-    return dataclasses.replace(config, training=dataclasses.replace(config.training, on_nonfinite="skip:99"))
+    p = dataclasses.replace(config.precision, fp32_residual_connection=False, fp8_format=None)
+    return dataclasses.replace(config, precision=InFloat64(**vars(p)))
 
 
 def unlike_plain(case: Case, made: References) -> list[str]:
@@ -401,7 +446,7 @@ def unlike_plain(case: Case, made: References) -> list[str]:
     without = {name: 0.0 for name in ("hidden_dropout", "attention_dropout", "embedding_dropout")}
     bare, ours = dataclasses.replace(config, model=dataclasses.replace(config.model, **without)), made.exact
     if bare.model != config.model:
-        ours = alone(case, bare)
+        ours = alone(case, bare, writes=True)
     distances = Distances(bare)
     planned = plain.rows(in_one_process(case), lambda step, _: bool(own.rows.get(step, {}).get("skipped")))
     for step, _, row in planned:
@@ -409,16 +454,21 @@ def unlike_plain(case: Case, made: References) -> list[str]:
             if name in own.rows.get(step, {}):
                 distances.near(f"step {step}: {name}", own.rows[step][name], row[name])
     weights = {name: x for name, ((_, x),) in ours.states[0].items() if "/" not in name}
+    distances.wrong += plain.unlike_drawn(weights, bare.model)
     eod = EOD if bare.data.mock_data else WORDS
-    taken = []
-    for step, row, gradients, after in plain.train(bare, weights, WORDS + 1, eod, case.spoilt.get("poison", ())):
+    taken, after = [], weights
+    for made_step in plain.train(bare, weights, WORDS + 1, eod, case.spoilt.get("poison", ())):
+        step, row, after = made_step.number, made_step.row, made_step.weights
         taken.append(step)
+        distances.same(f"step {step}: samples", ours.samples.get(step), made_step.samples)
         for name in sorted(row.keys() & ours.rows.get(step, {}).keys()):
             distances.near(f"step {step}: {name}", ours.rows[step][name], row[name])
         if not row["skipped"] and step in ours.gradients:
-            distances.like(f"step {step}: gradient", ours.gradients[step], gradients)
+            distances.like(f"step {step}: gradient", ours.gradients[step], made_step.gradients)
             distances.like(f"step {step}: weights", ours.states[step], after)
     distances.same("the steps", sorted(ours.rows), taken)
+    for text in ours.written:
+        distances.wrong += plain.unlike_chosen(after, bare.model, *text)
     return [f"{line}, by the independent trainer" for line in distances.wrong]
 
 
