@@ -1,0 +1,230 @@
+"""The memory of the network's functions: what each allocates, saves for its backward pass, frees.
+
+The functions mirror those of model/, kernels/ and parallel/ by name: the same tensors in the same
+order, held by the same variables, with sizes in the place of numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.kernels import grid
+from meshwright.plan.tensors import Memory, Node, Sized
+
+FLOAT, LONG = 4, 8  # bytes
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Bytes of an element."""
+
+    low: int  # of weights and activations
+    stream: int  # of the residual stream
+    full: int  # of gradients' totals
+
+
+@dataclass(frozen=True)
+class HeadCounts:
+    """What a rank's attention sees."""
+
+    batch: int
+    length: int  # tokens of a sample
+    heads: int
+    groups: int
+    dim: int
+
+    @property
+    def columns(self) -> int:
+        return (self.heads + 2 * self.groups) * self.dim
+
+
+class Functions:
+    """The functions of one rank's part of a model."""
+
+    def __init__(self, memory: Memory, formats: Formats, tp: int, sequence: bool, processors: int) -> None:
+        self.memory, self.formats, self.tp, self.processors = memory, formats, tp, processors
+        self.sequence = sequence and tp > 1
+        self.waiting: list[tuple[Sized, Sized]] | None = None  # weight gradients that a pipeline defers
+
+    def new(self, elements: int, width: int | None = None) -> Sized:
+        return self.memory.new(elements, self.formats.low if width is None else width)
+
+    # Products
+
+    def give_product(self, outputs: int, inputs: int) -> None:
+        """Add a weight's gradient to its total, which a 16-bit product is written to directly."""
+        if self.formats.low > 2:
+            self.new(outputs * inputs)
+
+    def give_rows(self, gradient: Sized, columns: int, has_bias: bool) -> None:
+        """Give a bias the sum of a gradient's rows."""
+        if has_bias and gradient.sums is None:
+            rows = grid.summed_rows(gradient.elements // columns, columns, self.processors)
+            self.new(rows * columns, self.formats.full)
+
+    def linear(self, x: Sized, inputs: int, outputs: int, has_bias: bool = False) -> Sized:
+        """Return x @ W^T; `has_bias`: a bias gets its gradient here."""
+        y, needs_gradient = self.new(x.elements // inputs * outputs), x.node is not None
+
+        def backward(saved: list[Sized], gradient: Sized) -> list[Sized | None]:
+            of_x = self.new(gradient.elements // outputs * inputs) if needs_gradient else None
+            if self.waiting is None:
+                self.give_product(outputs, inputs)
+            else:
+                self.waiting.append((gradient, saved[0]))
+            self.give_rows(gradient, outputs, has_bias)
+            return [of_x]
+
+        y.node = Node([x], [x.view()], backward, takes_saved=True)
+        return y
+
+    def column_parallel(self, x: Sized, inputs: int, outputs: int, has_bias: bool = False) -> Sized:
+        """Multiply as a layer's first products and the head do: a rank has some of the outputs."""
+        if self.tp == 1:
+            return self.linear(x, inputs, outputs, has_bias)
+        if self.waiting is not None:
+            return self.linear(self.gathered(x) if self.sequence else self.copied(x), inputs, outputs, has_bias)
+        times = self.tp if self.sequence else 1
+        rows = self.new(x.elements * times) if self.sequence else None
+        y = self.new(x.elements // inputs * times * outputs)
+        del rows
+
+        def backward(gradient: Sized) -> list[Sized | None]:
+            inner = gradient.elements // outputs * inputs
+            rows = self.new(inner) if self.sequence else None
+            partial, back = self.new(inner), self.new(inner // times)
+            self.give_rows(gradient, outputs, has_bias)
+            self.give_product(outputs, inputs)
+            del rows, partial
+            return [back]
+
+        y.node = Node([x], [x.view()], backward)
+        return y
+
+    def row_parallel(self, x: Sized, inputs: int, outputs: int, has_bias: bool = False) -> Sized:
+        """Multiply as a layer's second products do: partial sums, added up before the bias."""
+        if self.tp == 1:
+            return self.linear(x, inputs, outputs, has_bias)
+        if not self.sequence or self.waiting is not None:
+            return self.add_bias(self.added_up(self.linear(x, inputs, outputs)), outputs, has_bias)
+        partial = self.new(x.elements // inputs * outputs)
+        y = self.new(partial.elements // self.tp)
+        del partial
+
+        def backward(gradient: Sized) -> list[Sized | None]:
+            rows = self.new(gradient.elements * self.tp)
+            back = self.new(rows.elements // outputs * inputs)
+            self.give_product(outputs, inputs)
+            return [back]
+
+        y.node = Node([x], [x.view()], backward)
+        return self.add_bias(y, outputs, has_bias)
+
+    def added_up(self, x: Sized) -> Sized:
+        """Sum partial results over the tensor ranks; with sequence parallelism keep own rows."""
+        count, width, times = x.elements, x.width, self.tp if self.sequence else 1
+        y = self.new(count // times, width)
+        y.node = Node([x], [], lambda gradient: [self.new(count, width) if self.sequence else gradient])
+        return y
+
+    def gathered(self, x: Sized) -> Sized:
+        count, width = x.elements, x.width
+        y = self.new(count * self.tp, width)
+        y.node = Node([x], [], lambda gradient: [self.new(count, width)])
+        return y
+
+    def copied(self, x: Sized) -> Sized:
+        count, width = x.elements, x.width
+        return x.view(Node([x], [], lambda gradient: [self.new(count, width)]))
+
+    def add_bias(self, x: Sized, columns: int, has_bias: bool) -> Sized:
+        if not has_bias:
+            return x
+        y = self.new(x.elements, x.width)
+
+        def backward(gradient: Sized) -> list[Sized | None]:
+            self.give_rows(gradient, columns, True)
+            return [gradient]
+
+        y.node = Node([x], [], backward)
+        return y
+
+    # Fused kernels
+
+    def add_norm(
+        self, residual: Sized | None, pending: Sized, columns: int, adds: bool, drops: bool, centers: bool, sites: Sized | None
+    ) -> tuple[Sized, Sized]:
+        """Return x = residual + dropout(pending + bias) and its norm; `adds`: x is not pending."""
+        rows, elements = pending.elements // columns, pending.elements
+        width, of_width = pending.width if residual is None else residual.width, pending.width
+        x = self.new(elements, width) if adds else pending
+        y = self.new(elements)
+        rstd = self.new(rows, FLOAT)
+        mean = self.new(rows, FLOAT) if centers else None
+        has_residual = residual is not None
+
+        def backward(dx: Sized | None, dy: Sized | None) -> list[Sized | None]:
+            zeros = self.new(elements) if dy is None else None
+            of_residual = self.new(elements, width) if has_residual else None
+            is_one = of_residual is not None and not drops and of_width == width
+            of_pending = of_residual.view() if is_one and of_residual else self.new(elements, of_width)
+            of_pending.sums = self.new(3 * grid.norm_programs(columns, rows, self.processors) * columns, FLOAT)
+            del zeros
+            return [of_residual, of_pending]
+
+        node = Node([residual, pending], [x.view(), mean, rstd, sites], backward, 2)
+        return x.view(node), y.view(node, 1)
+
+    def activate(self, u: Sized, columns: int, outputs: int, has_bias: bool) -> Sized:
+        """Return the activation of u [rows, columns], with `outputs` columns."""
+        rows = u.elements // columns
+        a = self.new(rows * outputs)
+
+        def backward(gradient: Sized) -> list[Sized | None]:
+            du = self.new(rows * columns)
+            if has_bias:
+                self.new(grid.activation_parts(rows) * columns, FLOAT)
+            return [du]
+
+        a.node = Node([u], [u.view()], backward)
+        return a
+
+    def split_heads(
+        self, qkv: Sized, sizes: HeadCounts, rotation: list[Sized], has_bias: bool
+    ) -> tuple[Sized, Sized, Sized]:
+        """Split qkv into heads; queries are copied where several share a key, or rotated with it."""
+        tokens, d = qkv.elements // sizes.columns, sizes.dim
+        q, k, v = qkv, qkv, qkv
+        if sizes.groups < sizes.heads:
+            q = self.new(tokens * sizes.heads * d)
+        if rotation:
+            rotated = self.new(tokens * sizes.heads * d), self.new(tokens * sizes.groups * d)
+            q, k = rotated
+
+        def backward(*gradients: Sized | None) -> list[Sized | None]:
+            of_qkv = self.new(tokens * sizes.columns)
+            if has_bias:
+                self.new(grid.packed_parts(tokens // sizes.length, sizes.length) * sizes.columns, FLOAT)
+            return [of_qkv]
+
+        node = Node([qkv], rotation, backward, 3)
+        return q.view(node), k.view(node, 1), v.view(node, 2)
+
+    def flash(self, q: Sized, k: Sized, v: Sized, sizes: HeadCounts) -> Sized:
+        """Return flash attention of q, k and v."""
+        batch, t, heads, d = sizes.batch, sizes.length, sizes.heads, sizes.dim
+        o = self.new(batch * t * heads * d)
+        lse = self.new(batch * t * heads, FLOAT)
+        state, unused = self.new(2, LONG), self.new(1, LONG)
+
+        def backward(gradient: Sized) -> list[Sized | None]:
+            dq, dk, dv = (self.new(batch * t * n * d) for n in (heads, sizes.groups, sizes.groups))
+            rows, columns = -(-t // 128) * 128, -(-d // 32) * 32
+            total, sums = self.new(batch * rows * heads * columns, FLOAT), self.new(batch * heads * rows, FLOAT)
+            if sizes.groups < heads:
+                each = self.new(batch * t * heads * d), self.new(batch * t * heads * d)
+                del each
+            del total, sums
+            return [dq, dk, dv]
+
+        return o.view(Node([q, k, v], [q.view(), k.view(), v.view(), o, lse, state, unused], backward))

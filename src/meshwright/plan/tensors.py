@@ -1,0 +1,193 @@
+"""Tensors of which only the size counts, and the order in which autograd frees them.
+
+A `Memory` notes what is allocated and freed. Python's own counting of references frees a tensor, as
+it does in a real step: it lives while a local variable of a function, a node of the graph or a
+gradient on its way refers to it. The backward pass visits the nodes in torch's order, the latest
+first, and a node lets go of what it saved as soon as it has run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+ROUNDING = 512  # bytes to which torch's allocator rounds up
+
+Gradients = Sequence["Sized | None"]
+
+
+class Memory:
+    """The bytes that tensors hold, and all that is allocated and freed, in order."""
+
+    def __init__(self) -> None:
+        self.now = self.peak = self.peak_at = 0
+        self.events: list[tuple[int, int, str]] = []  # key of a tensor, its bytes (negative: freed), its kind
+        self.keys = itertools.count()
+        self.kind = "activations"  # of what is allocated next
+
+    def new(self, elements: int, width: int = 4, kind: str | None = None) -> Sized:
+        """Return a tensor of so many elements of `width` bytes."""
+        return Sized(Allocation(self, elements * width, kind or self.kind), elements, width)
+
+    def note(self, key: int, size: int, kind: str) -> None:
+        self.events.append((key, size, kind))
+        self.now += size
+        if self.now > self.peak:
+            self.peak, self.peak_at = self.now, len(self.events)
+
+    def restart(self) -> None:
+        """Look for a new peak from here on."""
+        self.peak, self.peak_at = self.now, len(self.events)
+
+    def kinds_at(self, moment: int) -> dict[str, int]:
+        """Return the bytes by kind after so many events."""
+        out: dict[str, int] = {}
+        for _, size, kind in self.events[:moment]:
+            out[kind] = out.get(kind, 0) + size
+        return out
+
+
+class Allocation:
+    """Memory that one or several tensors share; it is freed when none refers to it."""
+
+    __slots__ = ("key", "kind", "memory", "size")
+
+    def __init__(self, memory: Memory, size: int, kind: str) -> None:
+        self.memory, self.kind, self.size = memory, kind, -(-size // ROUNDING) * ROUNDING
+        self.key = next(memory.keys)
+        memory.note(self.key, self.size, kind)
+
+    def __del__(self) -> None:
+        self.memory.note(self.key, -self.size, self.kind)
+
+
+class Sized:
+    """A tensor's size, and the node of the graph that made it."""
+
+    __slots__ = ("data", "elements", "node", "output", "sums", "width")
+
+    def __init__(self, data: Allocation, elements: int, width: int, node: Node | None = None, output: int = 0) -> None:
+        self.data, self.elements, self.width, self.node, self.output = data, elements, width, node, output
+        self.sums: Sized | None = None  # kept with a gradient for the next function, see kernels/gradients.py
+
+    def view(self, node: Node | None = None, output: int = 0) -> Sized:
+        """Return a tensor in the same memory; without a node, one that needs no gradient."""
+        return Sized(self.data, self.elements, self.width, node, output)
+
+
+class Stretch:
+    """Functions that keep only their inputs: at their backward pass they run once more."""
+
+    def __init__(self, run: Callable[..., Any], inputs: Sequence[Any]) -> None:
+        self.run, self.inputs = run, inputs
+        self.again: list[Any] | None = None  # what each node saved when it ran once more
+        self.count = 0
+
+    def keep(self, saved: Sequence[Any]) -> Any:
+        """Return what a node of the first run keeps, or note what one of the second run does."""
+        if self.again is not None:
+            self.again.append(saved)
+            return ()
+        self.count += 1
+        return self, self.count - 1
+
+    def restore(self, number: int) -> Any:
+        """Return what a node saved; the first one that asks runs all once more."""
+        if self.again is None:
+            self.again = []
+            with self.recording():
+                self.run(*(x.view() if isinstance(x, Sized) else x for x in self.inputs))
+        saved, self.again[number] = self.again[number], ()
+        return saved
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Let the nodes that are made keep nothing themselves."""
+        before, Node.stretch = Node.stretch, self
+        try:
+            yield
+        finally:
+            Node.stretch = before
+
+
+class Node:
+    """A function of the graph: what it saved, and what its backward pass allocates."""
+
+    numbers = itertools.count()
+    stretch: Stretch | None = None
+
+    def __init__(
+        self,
+        inputs: Sequence[Sized | None],
+        saved: Sequence[Any],
+        backward: Callable[..., Gradients],
+        outputs: int = 1,
+        takes_saved: bool = False,
+    ) -> None:
+        """`backward` maps the outputs' gradients to those of the inputs; it refers to no tensor.
+
+        With `takes_saved` it takes what was saved, first.
+        """
+        self.number = next(Node.numbers)
+        self.inputs = [None if x is None or x.node is None else (x.node, x.output) for x in inputs]
+        self.outputs, self.takes_saved = outputs, takes_saved
+        self.is_again = Node.stretch is not None and bool(saved)
+        self.saved = Node.stretch.keep(saved) if self.is_again and Node.stretch else saved
+        self.backward: Any = backward
+
+    def differentiate(self, gradients: Sequence[Sized | None]) -> list[Sized | None]:
+        """Run the backward pass and let go of what was saved."""
+        if self.is_again and self.saved:
+            stretch, number = self.saved
+            self.saved = stretch.restore(number)
+            del stretch
+        arguments = (self.saved, *gradients) if self.takes_saved else gradients
+        results = list(self.backward(*arguments))
+        self.backward = None
+        return results
+
+
+def recomputed(run: Callable[..., Any], *inputs: Any) -> Any:
+    """Run functions that keep only their inputs, as torch's checkpoint does."""
+    stretch = Stretch(run, inputs)
+    with stretch.recording():
+        return run(*inputs)
+
+
+def differentiate(outputs: Sequence[tuple[Sized, Sized | None]]) -> None:
+    """Run the backward passes of all that these outputs, given with their gradients, depend on."""
+    waiting: dict[Node, list[Sized | None]] = {}
+    queue: list[tuple[int, Node]] = []
+
+    def give(node: Node, output: int, gradient: Sized | None) -> None:
+        if node not in waiting:
+            waiting[node] = [None] * node.outputs
+            heapq.heappush(queue, (-node.number, node))
+        earlier = waiting[node][output]
+        waiting[node][output] = gradient if earlier is None else add(earlier, gradient)
+
+    for x, gradient in outputs:
+        assert x.node is not None
+        give(x.node, x.output, gradient)
+    del outputs, x, gradient
+    while queue:
+        _, node = heapq.heappop(queue)
+        results = node.differentiate(waiting.pop(node))
+        node.saved = ()
+        while results:
+            source, result = node.inputs.pop(0), results.pop(0)
+            if source is not None and result is not None:
+                give(*source, result)
+            del result
+
+
+def add(a: Sized, b: Sized | None) -> Sized:
+    """Return the sum of two gradients, in the first one's memory if nothing else is there."""
+    assert b is not None
+    if sys.getrefcount(a.data) > 3:
+        return Sized(Allocation(a.data.memory, a.elements * a.width, a.data.kind), a.elements, a.width)
+    return a
