@@ -26,7 +26,7 @@ from common import GPU, attempt, distance, doubled, new_parser, print_head, prin
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when kernels are defined
 
-from meshwright.kernels import activation, adamw, dropout, embedding, heads, norm  # noqa: E402
+from meshwright.kernels import activation, adamw, dropout, embedding, grid, heads, norm  # noqa: E402
 from meshwright.kernels.triton import activation as activation_triton  # noqa: E402
 from meshwright.kernels.triton import adamw as adamw_triton  # noqa: E402
 from meshwright.kernels.triton import gradients as gradients_triton  # noqa: E402
@@ -124,13 +124,13 @@ def norm_backward(n: int, width: int, p: float) -> Case:
 
     def variants() -> Iterator[str]:
         block = max(1024, 1 << (width - 1).bit_length())
-        known = norm_triton.BACKWARD[block]
+        known = grid.BACKWARD[block]
         doubled_warps = known._replace(warps=known.warps * 2, registers=None)
         tried = [known._replace(programs=n) for n in (1, 2, 3, 4, 6) if n != known.programs]
         tried += [doubled_warps._replace(programs=n) for n in (1, 2, 4)]
         tried += [known._replace(stages=1), known._replace(stages=2), known._replace(registers=None)]
         tried += [known._replace(rows=2), known._replace(rows=8)]
-        return vary(norm_triton.BACKWARD, [block], ([launch] for launch in tried))
+        return vary(grid.BACKWARD, [block], ([launch] for launch in tried))
 
     return Case(
         f"norm backward, dropout {p}",

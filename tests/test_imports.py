@@ -112,6 +112,7 @@ NO_TORCH = [
     "training.before.preflight",
     "plan.devices",
     "plan.memory",
+    "plan.parameters",
     "plan.sizes",
     "plan.timing",
     "training.state.saver",

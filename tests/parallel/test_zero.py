@@ -13,7 +13,8 @@ from meshwright.model.gpt import initialise
 from meshwright.optim.rules import Numbers
 from meshwright.parallel import store as store_module
 from meshwright.parallel.flat import FlatStore
-from meshwright.parallel.store import ALIGN, StoreSpec
+from meshwright.parallel.shard import ALIGN
+from meshwright.parallel.store import StoreSpec
 from meshwright.settings import schema as config
 from stores import (
     CPU,

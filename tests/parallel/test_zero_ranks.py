@@ -13,7 +13,8 @@ from helpers import TINY
 from meshwright.model.gpt import GPT, initialise
 from meshwright.optim.rules import Numbers
 from meshwright.parallel.layout import Layout, connect
-from meshwright.parallel.store import ALIGN, StoreSpec
+from meshwright.parallel.shard import ALIGN
+from meshwright.parallel.store import StoreSpec
 from meshwright.settings.schema import Optimizer
 from on_ranks import run_ranks
 from stores import CPU, GATED, VOCAB, gradient, is_equal, kinds, losses_of, make, snapshot, tokens

@@ -677,7 +677,7 @@ def test_parameters_of_each_pipeline_rank_are_those_it_builds(schedule, more):
     from meshwright.parallel.layout import Layout
     from meshwright.parallel.pipeline import stages
     from meshwright.parallel.shard import rule
-    from meshwright.plan.sizes import parameters_of_ranks
+    from meshwright.plan.parameters import parameters_of_ranks
 
     argv = ["--world-size=4", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=2", "--num-layers=5"]
     argv += [f"--pipeline-schedule={schedule}", "--num-query-groups=2", "--group-query-attention", "--qk-layernorm"]

@@ -59,24 +59,22 @@ SUM_COLUMNS, SUM_ROWS, SUM_PROGRAMS = 128, 32, 8  # of sums of rows: the tile, a
 
 
 def sum_slab(count: int, width: int, processors: int) -> int:
-    """Return how many rows of a matrix a program sums."""
+    """Return how many rows of a matrix [count, width] a program sums."""
     wanted = cdiv(SUM_PROGRAMS * processors, cdiv(width, SUM_COLUMNS))
     return cdiv(cdiv(count, wanted), SUM_ROWS) * SUM_ROWS
 
 
-def summed_rows(count: int, width: int, processors: int) -> int:
-    """Return the rows of partial sums of a matrix [count, width]."""
-    return max(1, cdiv(count, max(1, sum_slab(count, width, processors))))
+def summed_rows(count: int, slab: int) -> int:
+    """Return the rows of partial sums of so many rows."""
+    return max(1, cdiv(count, max(1, slab)))
 
 
-def activation_parts(rows: int) -> int:
-    """Return the rows of partial sums of the activation's backward pass."""
-    return cdiv(rows, activation_rows(rows))
+ACTIVATION_ROWS = 128, 32  # that a program of the activation's backward pass sums: many, or few for more programs
 
 
 def activation_rows(rows: int) -> int:
-    """Return how many rows a program of the activation's backward pass sums; few if there are few."""
-    return 128 if rows >= 8192 else 32
+    """Return how many of the rows a program of the activation's backward pass sums."""
+    return ACTIVATION_ROWS[0 if rows >= 8192 else 1]
 
 
 HEADS_STEP, HEADS_SAMPLES = 32, 8  # positions and samples that a program packs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from meshwright.settings.schema import Model
 
 
@@ -17,18 +19,42 @@ def layer_matrices(m: Model) -> dict[str, tuple[int, int]]:
     }
 
 
+def layer_shapes(m: Model) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape for every parameter of one layer."""
+    assert m.hidden_size
+    out: dict[str, tuple[int, ...]] = {}
+    for name, (outputs, inputs) in layer_matrices(m).items():
+        rows = (2, m.ffn) if m.gated and name == "mlp.fc" else (outputs,)  # a gate's matrices are a stack
+        out[f"{name}.weight"] = (*rows, inputs)
+        if m.qkv_bias if name == "attn.qkv" else m.add_bias_linear:
+            out[f"{name}.bias"] = rows
+    norms = {"ln_1": m.hidden_size, "ln_2": m.hidden_size}
+    norms |= {"attn.ln_q": m.head_dim, "attn.ln_k": m.head_dim} if m.qk_layernorm else {}
+    for name, width in norms.items():
+        out |= _norm(m, name, width)
+    return out
+
+
+def outer_shapes(m: Model, vocab: int, positions: int) -> dict[str, tuple[int, ...]]:
+    """Return name -> shape for every parameter outside the layers."""
+    assert m.hidden_size
+    h = m.hidden_size
+    out: dict[str, tuple[int, ...]] = {"wte.weight": (vocab, h)}
+    out |= {"wpe.weight": (positions, h)} if m.position == "learned" else {}
+    out |= _norm(m, "ln_emb", h) if m.embed_layernorm else {}
+    out |= _norm(m, "ln_f", h)
+    return out | ({"lm_head.weight": (vocab, h)} if m.untie_embeddings_and_output_weights else {})
+
+
+def _norm(m: Model, name: str, width: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.{part}": (width,) for part in (("weight", "bias") if m.norm_bias else ("weight",))}
+
+
 def parameters(m: Model, vocab: int, positions: int) -> int:
     """Count weights and biases; `vocab` is padded in Megatron's line, the true size when saved."""
-    assert m.num_layers and m.hidden_size
-    h, norm = m.hidden_size, 1 + m.norm_bias  # a norm's parameters per column
-    layer = 2 * norm * h + (2 * norm * m.head_dim if m.qk_layernorm else 0)
-    for name, (outputs, inputs) in layer_matrices(m).items():
-        biased = m.qkv_bias if name == "attn.qkv" else m.add_bias_linear
-        layer += outputs * (inputs + biased)
-    total = vocab * h + m.num_layers * layer + norm * h
-    total += positions * h if m.position == "learned" else 0
-    total += norm * h if m.embed_layernorm else 0
-    return total + (vocab * h if m.untie_embeddings_and_output_weights else 0)
+    assert m.num_layers
+    layer, outer = sum(map(math.prod, layer_shapes(m).values())), outer_shapes(m, vocab, positions)
+    return m.num_layers * layer + sum(map(math.prod, outer.values()))
 
 
 def attention_flops(m: Model, seq: int, windowed: bool = False) -> float:

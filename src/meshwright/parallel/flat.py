@@ -53,7 +53,7 @@ from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
 from meshwright.parallel import comm, shard
 from meshwright.parallel.mapped import BufferMapper
-from meshwright.parallel.store import ALIGN, RuleState, Store, StoreSpec, Updated, UpdateRange
+from meshwright.parallel.store import RuleState, Store, StoreSpec, Updated, UpdateRange
 
 
 class UpdateKind(NamedTuple):
@@ -129,9 +129,9 @@ class FlatStore(Store):
                 for name, shape in members.items():
                     bucket.spans[name] = (bucket.size, shape)
                     self.bucket_of[name], self.shapes[name] = bucket, shape
-                    bucket.size += -(-shape.numel() // ALIGN) * ALIGN
+                    bucket.size += shard.aligned(shape.numel())
                 bucket.kinds.append((kind, start, bucket.size))
-            bucket.size += -bucket.size % (ALIGN * self.shard_count)
+            bucket.size = shard.aligned(bucket.size, self.shard_count)
             begin += bucket.size
         self.size = begin
 
@@ -233,7 +233,7 @@ class FlatStore(Store):
 
     def set_master(self, name: str, tensor: Tensor) -> None:
         to, low, high = self.local_range(name)
-        self.master[to : to + high - low] = tensor.flatten()[low:high].to(self.update_device)
+        self.master[to : to + high - low].copy_(tensor.flatten()[low:high])  # without a copy on the device
 
     def weights_by_name(self) -> dict[str, Tensor]:
         places = ((name, bucket.begin, bucket.spans[name]) for name, bucket in self.bucket_of.items())

@@ -58,6 +58,14 @@ def unit(name: str) -> str:
     return ".".join(head[:2]) if head[0] == "h" else head[0]
 
 
+ALIGN = 128  # elements at whose multiples a parameter starts in a flat buffer
+
+
+def aligned(size: int, parts: int = 1) -> int:
+    """Return the elements of a flat buffer for so many, which can be divided by `parts`."""
+    return -(-size // (ALIGN * parts)) * ALIGN * parts
+
+
 @dataclass(frozen=True)
 class Sharding:
     """Which part of each parameter a rank holds.

@@ -27,7 +27,6 @@ from meshwright.parallel.layout import Layout
 from meshwright.parallel.mapped import BufferMapper
 from meshwright.settings.schema import Optimizer
 
-ALIGN = 128
 HAS_GRADIENTS, ALL_MET = 0, 1  # times of a step: when a rank has its own gradients, and when all ranks have met
 DRAWING_THREADS = 16  # most tensors of initial weights that are drawn at once
 DRAWN_BYTES = 8 << 30  # most bytes of initial weights that are drawn at once
@@ -308,6 +307,6 @@ class Store:
             return torch.stack(torch._foreach_norm(flats)).double().square().sum()
         norms: list[Tensor] = []
         for x in (x.flatten() for x in flats):
-            rows, rest = len(x) // ALIGN, x[len(x) - len(x) % ALIGN :]
-            norms += [x[: rows * ALIGN].view(rows, ALIGN).norm(dim=1), rest.norm()[None]]
+            rows, rest = len(x) // shard.ALIGN, x[len(x) - len(x) % shard.ALIGN :]
+            norms += [x[: rows * shard.ALIGN].view(rows, shard.ALIGN).norm(dim=1), rest.norm()[None]]
         return torch.cat(norms).double().square().sum().to(self.device)

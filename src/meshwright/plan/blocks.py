@@ -5,12 +5,16 @@ It mirrors model/gpt.py and model/fused.py, and training/step.py for the loss.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.model.counts import layer_matrices
-from meshwright.plan.passes import FLOAT, LONG, Formats, Functions, HeadCounts
+from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
+from meshwright.plan.functions import FLOAT, LONG, Formats, Functions, HeadCounts
+from meshwright.plan.parameters import WIDTHS, shapes_of_layer
 from meshwright.plan.tensors import Memory, Node, Sized, differentiate, recomputed
-from meshwright.settings.schema import TrainConfig
+from meshwright.settings.schema import Model, Precision, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -18,32 +22,75 @@ class Stage:
     """The part of the network that runs as one: some layers, with the embedding or the head."""
 
     layers: int
-    has_embedding: bool
-    has_head: bool
+    has_embedding: bool = True
+    has_head: bool = True
+
+
+@dataclass(frozen=True)
+class PassSizes:
+    """All settings that the memory of a forward and backward pass depends on."""
+
+    model: Model
+    precision: Precision
+    micro_batch: int
+    length: int  # tokens of a sample
+    padded: int  # size of the vocabulary
+    tp: int
+    cp: int
+    sequence: bool  # parallelism
+    splits_backward: bool  # a pipeline computes gradients of weights later
+    granularity: str | None  # of recomputation
+    method: str | None
+    recomputed_layers: int
+    z_loss: bool
+    processors: int  # of the device
+
+    @property
+    def formats(self) -> Formats:
+        low = WIDTHS[self.precision.dtype]
+        return Formats(low, max(low, 4) if self.precision.fp32_residual_connection else low, max(low, 4))
+
+
+def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
+    """Return what the memory of a run's passes depends on."""
+    p, t = config.parallel, config.training
+    assert config.data.seq_length
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    return PassSizes(
+        config.model,
+        config.precision,
+        config.micro_batch,
+        config.data.seq_length,
+        padded,
+        tp,
+        p.context_parallel_size,
+        p.sequence_parallel and tp > 1,
+        pp > 1 and p.pipeline_schedule in SPLIT_BACKWARD,
+        t.recompute_granularity,
+        t.recompute_method,
+        t.recompute_num_layers,
+        bool(t.z_loss_coef),
+        processors,
+    )
 
 
 class SizedGPT:
     """A stage's forward passes on one rank."""
 
-    def __init__(self, config: TrainConfig, padded: int, stage: Stage, memory: Memory, processors: int) -> None:
-        m, p, precision = config.model, config.parallel, config.precision
-        assert m.hidden_size and m.num_attention_heads and m.num_layers and config.data.seq_length
-        self.config, self.m, self.stage, self.memory = config, m, stage, memory
-        tp, cp = p.tensor_model_parallel_size, p.context_parallel_size
-        self.hidden, self.padded, self.batch = m.hidden_size, padded // tp, config.micro_batch
-        low = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}[precision.dtype]
-        full = max(low, 4)
-        stream = full if precision.fp32_residual_connection else low
-        self.formats = Formats(low, stream, full)
-        self.f = Functions(memory, self.formats, tp, p.sequence_parallel, processors)
-        self.columns = config.data.seq_length // cp
+    def __init__(self, sizes: PassSizes, stage: Stage, memory: Memory) -> None:
+        m = sizes.model
+        assert m.hidden_size and m.num_attention_heads
+        self.sizes, self.m, self.stage, self.memory = sizes, m, stage, memory
+        tp, cp = sizes.tp, sizes.cp
+        self.hidden, self.padded, self.batch = m.hidden_size, sizes.padded // tp, sizes.micro_batch
+        self.f = Functions(memory, sizes.formats, tp, sizes.sequence, sizes.processors)
+        self.columns = sizes.length // cp
         self.tokens = self.batch * self.columns  # of the layers' inner tensors
-        self.rows = self.tokens // tp if self.f.sequence else self.tokens  # of the residual stream
-        self.sizes = {n: (o, i) for n, (o, i) in layer_matrices(m).items()}
-        for name, (outputs, inputs) in self.sizes.items():
-            self.sizes[name] = (outputs, inputs // tp) if name.endswith("proj") else (outputs // tp, inputs)
+        self.rows = self.tokens // tp if sizes.sequence else self.tokens  # of the residual stream
+        shapes = shapes_of_layer(m, tp)
+        self.matrices = {name: widths(shapes[f"{name}.weight"]) for name in layer_matrices(m)}
         heads, groups = m.num_attention_heads // tp // cp, max(1, m.groups // tp // cp)
-        self.heads = HeadCounts(self.batch, config.data.seq_length, heads, groups, m.head_dim)
+        self.heads = HeadCounts(self.batch, sizes.length, heads, groups, m.head_dim)
         self.drops, self.centers = m.hidden_dropout > 0, m.normalization == "LayerNorm"
 
     # The whole network
@@ -59,6 +106,8 @@ class SizedGPT:
                 residual, pending = recomputed(self.run, residual, pending, layers, sites, rotation)
             else:
                 residual, pending = self.run(residual, pending, layers, sites, rotation)
+        if not self.stage.has_head:
+            return self.join(residual, pending, sites)
         _, y = self.f.add_norm(residual, pending, self.hidden, True, self.drops, self.centers, sites)
         self.memory.kind = "logits"
         logits = self.f.column_parallel(y, self.hidden, self.padded)
@@ -82,11 +131,10 @@ class SizedGPT:
 
     def stretches(self) -> list[tuple[int, bool]]:
         """Return numbers of layers that run together, and whether they are recomputed."""
-        t, here = self.config.training, self.stage.layers
-        n = t.recompute_num_layers
-        if t.recompute_granularity != "full":
+        here, n = self.stage.layers, self.sizes.recomputed_layers
+        if self.sizes.granularity != "full":
             return [(here, False)]
-        if t.recompute_method == "block":
+        if self.sizes.method == "block":
             return [(1, True)] * min(n, here) + [(max(here - n, 0), False)]
         return [(min(n, here - i), True) for i in range(0, here, n)]
 
@@ -103,6 +151,12 @@ class SizedGPT:
             x = y
         return x
 
+    def join(self, residual: Sized | None, pending: Sized, sites: Sized | None) -> Sized:
+        """Return residual + dropout(pending)."""
+        if sites is not None and self.drops:
+            pending = self.f.dropout(pending, sites)
+        return pending if residual is None else self.f.add(residual, pending)
+
     def back_to_places(self, gradient: Sized) -> list[Sized | None]:
         return [gradient, self.f.new(self.columns * self.hidden) if self.batch > 1 else gradient]
 
@@ -112,7 +166,9 @@ class SizedGPT:
         del order
         return []
 
-    def run(self, residual: Sized | None, pending: Sized, layers: int, sites: Sized | None, rotation: list[Sized]) -> tuple[Sized | None, Sized]:
+    def run(
+        self, residual: Sized | None, pending: Sized, layers: int, sites: Sized | None, rotation: list[Sized]
+    ) -> tuple[Sized | None, Sized]:
         for _ in range(layers):
             residual, pending = self.block(residual, pending, sites, rotation)
         return residual, pending
@@ -126,29 +182,30 @@ class SizedGPT:
         f, m, h = self.f, self.m, self.hidden
         adds = residual is not None or self.drops
         x, y = f.add_norm(residual, pending, h, adds, self.drops, self.centers, sites)
-        outputs, inputs = self.sizes["attn.qkv"]
+        outputs, inputs = self.matrices["attn.qkv"]
         q, k, v = f.split_heads(f.column_parallel(y, inputs, outputs), self.heads, rotation, m.qkv_bias)
         base = y if m.apply_residual_connection_post_layernorm else x
         del x, y
-        if self.config.training.recompute_granularity == "selective":
+        if self.sizes.granularity == "selective":
             o = recomputed(f.flash, q, k, v, self.heads)
         else:
             o = f.flash(q, k, v, self.heads)
-        outputs, inputs = self.sizes["attn.proj"]
+        outputs, inputs = self.matrices["attn.proj"]
         branch = f.row_parallel(o, inputs, outputs)
         x, z = f.add_norm(base, branch, h, True, self.drops, self.centers, sites)
-        outputs, inputs = self.sizes["mlp.fc"]
-        columns, width = self.sizes["mlp.proj"]
+        outputs, inputs = self.matrices["mlp.fc"]
+        columns, width = self.matrices["mlp.proj"]
         u = f.column_parallel(z, inputs, outputs)
         a = f.activate(u, outputs, width, m.add_bias_linear)
         del u
-        return z if m.apply_residual_connection_post_layernorm else x, f.row_parallel(a, width, columns, m.add_bias_linear)
+        stream = z if m.apply_residual_connection_post_layernorm else x
+        return stream, f.row_parallel(a, width, columns, m.add_bias_linear)
 
     # The loss
 
     def loss(self, logits: Sized) -> Sized:
         """Return the loss: the backward pass overwrites the logits with their gradient."""
-        lse, picked = self.memory.new(self.tokens, FLOAT), self.memory.new(self.tokens, FLOAT)
+        lse = self.memory.new(self.tokens, FLOAT)
         losses = self.memory.new(self.tokens, FLOAT)
         kept = logits.view()
 
@@ -160,12 +217,45 @@ class SizedGPT:
         losses.node = Node([logits], [lse], backward)
         return losses
 
-    def forward_backward(self) -> None:
-        """training/step.py: forward_backward"""
+    def run_step(self) -> None:
+        """Run a micro-batch forward and backward, without a pipeline."""
         tokens, labels = self.memory.new(self.tokens, LONG), self.memory.new(self.tokens, LONG)
-        loss = self.loss(self.forward())
-        total = self.memory.new(1, FLOAT)
-        node, loss = loss.node, None
-        total.node = node
-        differentiate([(total, self.memory.new(1, FLOAT))])
+        differentiate([(self.total(self.loss(self.forward())), None)])
         del tokens, labels
+
+    def passes(self) -> Iterator[None]:
+        """Run the passes of a stage of a pipeline: forward, backward, and what is deferred."""
+        received, arrived = None, list[Sized]()
+
+        def keep(gradient: Sized) -> list[Sized | None]:
+            arrived.append(gradient)
+            return []
+
+        if not self.stage.has_embedding:
+            received = self.f.new(self.rows * self.hidden, self.sizes.formats.stream)
+            received.node = Node([], [], keep)
+        tokens = self.memory.new(self.tokens, LONG)
+        self.f.waiting = [] if self.sizes.splits_backward else None
+        output = self.forward(received)
+        output = self.total(self.loss(output)) if self.stage.has_head else output
+        yield
+        gradient = None if self.stage.has_head else self.f.new(output.elements, output.width)
+        differentiate([(output, gradient)])
+        del output, gradient, received, tokens
+        arrived.clear()
+        yield
+        for _ in self.f.waiting or ():
+            self.f.give_product(1, 1)
+        self.f.waiting = None
+        yield
+
+    def total(self, losses: Sized) -> Sized:
+        """Return the sum of the losses."""
+        total = self.memory.new(1, FLOAT)
+        total.node = Node([losses], [], lambda gradient: [self.memory.new(1, FLOAT)])
+        return total
+
+
+def widths(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the outputs and inputs of a matrix, or of a stack of them."""
+    return math.prod(shape[:-1]), shape[-1]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from meshwright import device, host
-from meshwright.model import counts
-from meshwright.parallel.pipeline_schedule import stages_of
+from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.settings.schema import TrainConfig
 
 CORE_FLOPS = 3e10  # per second, of a good CPU core in float32
@@ -79,27 +78,6 @@ def logits_bytes(config: TrainConfig, padded: int) -> int:
     width = 2 if config.precision.dtype in ("float16", "bfloat16") else 4
     copies = 2 if config.model.final_logit_softcapping else 1
     return config.micro_batch * (config.data.seq_length or 0) * padded * width * copies
-
-
-def parameters_of_ranks(config: TrainConfig, padded: int) -> list[int]:
-    """Return the number of parameters per pipeline rank, including embedding or head."""
-    m, p = config.model, config.parallel
-    assert m.num_layers and m.hidden_size
-    norm = m.hidden_size * (1 + m.norm_bias)
-    layer = (counts.parameters(m, 0, 0) - norm * (1 + m.embed_layernorm)) // m.num_layers
-    biased = {"attn.qkv": m.qkv_bias, "mlp.fc": m.add_bias_linear}  # tensor ranks share no other bias
-    cut = sum(outputs * (inputs + biased.get(n, False)) for n, (outputs, inputs) in counts.layer_matrices(m).items())
-    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
-    layer -= cut - cut // tp
-    table, positions = padded // tp * m.hidden_size, m.max_position_embeddings or config.data.seq_length or 0
-    before = norm * m.embed_layernorm + (positions * m.hidden_size if m.position == "learned" else 0)
-    out = []
-    for rank in range(pp):
-        own_stages = stages_of(p.pipeline_schedule, rank, pp, config.chunks)
-        first, last = 0 in own_stages, len(config.stages) - 1 in own_stages
-        tables = first + (last and (m.untie_embeddings_and_output_weights or not first))
-        out.append(sum(config.stages[s] for s in own_stages) * layer + tables * table + first * before + last * norm)
-    return out
 
 
 def describe_long_step(flops: float) -> str | None:

@@ -39,16 +39,24 @@ class Memory:
         if self.now > self.peak:
             self.peak, self.peak_at = self.now, len(self.events)
 
-    def restart(self) -> None:
-        """Look for a new peak from here on."""
-        self.peak, self.peak_at = self.now, len(self.events)
-
     def kinds_at(self, moment: int) -> dict[str, int]:
         """Return the bytes by kind after so many events."""
         out: dict[str, int] = {}
         for _, size, kind in self.events[:moment]:
             out[kind] = out.get(kind, 0) + size
         return out
+
+    def begin(self) -> int:
+        """Look for a new peak from here on; return how many events there were."""
+        self.peak, self.peak_at = self.now, len(self.events)
+        return len(self.events)
+
+    def since(self, begin: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the change of each kind since then: until the peak, and until now."""
+        before = self.kinds_at(begin)
+        moments = self.kinds_at(self.peak_at), self.kinds_at(len(self.events))
+        at_peak, now = ({k: n - before.get(k, 0) for k, n in kinds.items()} for kinds in moments)
+        return at_peak, now
 
 
 class Allocation:
@@ -79,7 +87,7 @@ class Sized:
         return Sized(self.data, self.elements, self.width, node, output)
 
 
-class Stretch:
+class KeptInputs:
     """Functions that keep only their inputs: at their backward pass they run once more."""
 
     def __init__(self, run: Callable[..., Any], inputs: Sequence[Any]) -> None:
@@ -118,7 +126,7 @@ class Node:
     """A function of the graph: what it saved, and what its backward pass allocates."""
 
     numbers = itertools.count()
-    stretch: Stretch | None = None
+    stretch: KeptInputs | None = None
 
     def __init__(
         self,
@@ -153,7 +161,7 @@ class Node:
 
 def recomputed(run: Callable[..., Any], *inputs: Any) -> Any:
     """Run functions that keep only their inputs, as torch's checkpoint does."""
-    stretch = Stretch(run, inputs)
+    stretch = KeptInputs(run, inputs)
     with stretch.recording():
         return run(*inputs)
 

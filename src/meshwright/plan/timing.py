@@ -17,7 +17,7 @@ from meshwright.model import counts
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
 from meshwright.plan import graph_rule, timeline, traffic
 from meshwright.plan.devices import DeviceProfile, Link, Links
-from meshwright.plan.sizes import parameters_of_ranks
+from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.settings.schema import Model, TrainConfig
 
 BLOCK = 128  # rows of a block of the attention kernel, which computes blocks on the diagonal in full

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meshwright.parallel.pipeline_schedule import stages_of
-from meshwright.plan.sizes import parameters_of_ranks
+from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.settings.schema import TrainConfig
 
 DIMENSIONS = ("data", "replicas", "tensor", "context", "pipeline", "embedding")

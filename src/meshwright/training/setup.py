@@ -19,7 +19,8 @@ from meshwright.errors import HANG, UserError
 from meshwright.model import counts
 from meshwright.model.gpt import initialise
 from meshwright.parallel.store import DRAWING_THREADS
-from meshwright.plan.sizes import describe_long_step, parameters_of_ranks, smaller_sizes
+from meshwright.plan.parameters import parameters_of_ranks
+from meshwright.plan.sizes import describe_long_step, smaller_sizes
 from meshwright.ranks.team import Team
 from meshwright.ranks.watchdog import Watchdog
 from meshwright.settings.command import explain_out_of_memory

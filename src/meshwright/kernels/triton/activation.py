@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.fp8 import Into, fp8_arguments
-from meshwright.kernels.grid import cdiv
+from meshwright.kernels.grid import ACTIVATION_ROWS, activation_rows, cdiv
 from meshwright.kernels.triton.fp8 import encode, raise_amax, store_rounded
 
 GATES = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu", "liglu": "identity"}
@@ -24,13 +24,13 @@ class BackwardTile(NamedTuple):
 
     columns: int = 128
     step: int = 16
-    rows: int = 128
+    rows: int = ACTIVATION_ROWS[0]
     stages: int = 2
     warps: int = 4
 
 
 BLOCK, WARPS = 2048, 4  # of the forward kernel
-TILE, SMALL = BackwardTile(), BackwardTile(rows=32)  # SMALL if there are few rows, for more programs
+TILE, SMALL = BackwardTile(), BackwardTile(rows=ACTIVATION_ROWS[1])  # SMALL if there are few rows, for more programs
 
 
 @triton.jit
@@ -172,7 +172,7 @@ def backward(
     u, grad = u.contiguous(), grad.contiguous()
     columns = grad.shape[-1]
     rows = grad.numel() // columns
-    tile = tile or (TILE if rows >= 8192 else SMALL)
+    tile = tile or (TILE if activation_rows(rows) == TILE.rows else SMALL)
     parts = cdiv(rows, tile.rows)
     du = torch.empty_like(u) if into is None else into.out
     partials = torch.empty(parts if summed else 0, u.shape[-1], dtype=torch.float32, device=u.device)

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels.gradients import Total
-from meshwright.kernels.grid import cdiv
+from meshwright.kernels.grid import SUM_COLUMNS, SUM_ROWS, cdiv, sum_slab, summed_rows
 
-COLUMNS, ROWS, STAGES, PER_PROCESSOR = 128, 32, 3, 8  # of `_sum_rows`: tile, loads in flight, programs a multiprocessor
+STAGES = 3  # of `_sum_rows`: loads in flight; its tile is in grid.py
 REDUCED_COLUMNS, REDUCED_ROWS = 32, 128  # the tile of `_reduce_columns`: 128 bytes a row, few steps
 
 
@@ -44,14 +44,12 @@ def sum_rows(matrix: Tensor) -> Tensor:
     """Return partial sums [n, C]; each covers a multiple of ROWS rows."""
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     count, width = matrix.shape
-    across = cdiv(width, COLUMNS)
-    wanted = cdiv(PER_PROCESSOR * devices.processors(matrix.device), across)
-    slab = cdiv(cdiv(count, wanted), ROWS) * ROWS
-    n = max(1, cdiv(count, max(1, slab)))
+    slab = sum_slab(count, width, devices.processors(matrix.device))
+    across, n = cdiv(width, SUM_COLUMNS), summed_rows(count, slab)
     partials = torch.empty(n, width, dtype=torch.float32, device=matrix.device)
     with torch.accelerator.device_index(matrix.device.index):
         _sum_rows[(across, n)](
-            matrix, partials, matrix.stride(0), count, width, slab, COLUMNS, ROWS, STAGES, num_warps=4
+            matrix, partials, matrix.stride(0), count, width, slab, SUM_COLUMNS, SUM_ROWS, STAGES, num_warps=4
         )
     return partials
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.fp8 import Into, fp8_arguments
-from meshwright.kernels.grid import cdiv, power_of_2
+from meshwright.kernels.grid import HEADS_SAMPLES, HEADS_STEP, cdiv, power_of_2
 from meshwright.kernels.heads import HeadSizes, Rotation
 from meshwright.kernels.triton.fp8 import raise_amax, store_rounded
 
@@ -25,8 +25,8 @@ from meshwright.kernels.triton.fp8 import raise_amax, store_rounded
 class SlotTile(NamedTuple):
     """Shape of a program's work: `step` positions of at most `samples` samples."""
 
-    step: int = 32
-    samples: int = 8
+    step: int = HEADS_STEP
+    samples: int = HEADS_SAMPLES
     stages: int = 2
     warps: int = 4
 

@@ -6,8 +6,6 @@ element, R those of a residual's.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -15,33 +13,12 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels.fp8 import Into, fp8_arguments
-from meshwright.kernels.grid import cdiv, power_of_2
+from meshwright.kernels.grid import cdiv, norm_launch, norm_programs, norm_tile
 from meshwright.kernels.norm import NormWeights, Operands, SavedRows
 from meshwright.kernels.triton.dropout import keep_mask, threshold_of
 from meshwright.kernels.triton.fp8 import encode, raise_amax
 
 IN_FLIGHT = 96 << 10  # bytes of shared memory that rows in flight may take
-TILE = 1024  # elements that a program processes at a time, if a row is shorter
-
-
-class BackwardLaunch(NamedTuple):
-    """How the backward kernel runs."""
-
-    warps: int
-    programs: int  # on each multiprocessor; each writes one row of partial sums
-    stages: int  # rows in flight
-    rows: int = 4  # groups that a program processes at least: with fewer, sums outweigh gradients
-    registers: int | None = None  # of a thread, where the compiler should use fewer
-
-
-# By the tile's columns. As compiled for an H200 (sm_90, Triton 3.9) with dropout, a thread takes
-# 80, 80, 128 and 128 registers, so that 6, 3, 2 and 1 programs run on a multiprocessor at a time.
-BACKWARD = {
-    1024: BackwardLaunch(4, 4, 3),
-    2048: BackwardLaunch(8, 3, 3),
-    4096: BackwardLaunch(8, 2, 3, registers=128),
-    8192: BackwardLaunch(16, 1, 2),
-}
 
 
 @triton.jit
@@ -185,12 +162,6 @@ def _norm_backward(
     tl.store(at + 2 * part, tl.sum(of_bias, 0), mask=inside)
 
 
-def norm_tile(width: int) -> tuple[int, int]:
-    """Return rows at a time, and columns rounded up to a power of two."""
-    block = power_of_2(width)
-    return max(1, TILE // block), block
-
-
 def forward(
     operands: Operands, norm: NormWeights, into: Into | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
@@ -219,8 +190,7 @@ def backward(dx: Tensor | None, dy: Tensor, saved: SavedRows) -> tuple[Tensor | 
     is_one = saved.of_residual and saved.rows is None and saved.dtype is x.dtype
     of_pending = None if is_one else torch.empty_like(x, dtype=saved.dtype)
     rows, block = norm_tile(width)
-    launch = BACKWARD[min(max(block, TILE), 8192)]
-    programs = min(launch.programs * devices.processors(x.device), cdiv(count, launch.rows * rows))
+    launch, programs = norm_launch(width), norm_programs(width, count, devices.processors(x.device))
     partials = torch.empty(3, programs, width, dtype=torch.float32, device=x.device)
     each = rows * block * sum(t.element_size() for t in (dx, dy, x) if t is not None)
     options = {} if launch.registers is None or torch.version.hip else {"maxnreg": launch.registers}

@@ -12,7 +12,8 @@ from meshwright.console import set_stream, show
 from meshwright.data.files.indexed import Indexed, check_vocabulary
 from meshwright.errors import DONE, UserError
 from meshwright.model import counts
-from meshwright.plan.sizes import describe_lack, describe_layout, describe_memory, describe_place, parameters_of_ranks
+from meshwright.plan.parameters import parameters_of_ranks
+from meshwright.plan.sizes import describe_lack, describe_layout, describe_memory, describe_place
 from meshwright.ranks.compare import require_equal
 from meshwright.ranks.team import Team
 from meshwright.settings import checks

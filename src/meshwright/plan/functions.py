@@ -59,7 +59,8 @@ class Functions:
     def give_rows(self, gradient: Sized, columns: int, has_bias: bool) -> None:
         """Give a bias the sum of a gradient's rows."""
         if has_bias and gradient.sums is None:
-            rows = grid.summed_rows(gradient.elements // columns, columns, self.processors)
+            count = gradient.elements // columns
+            rows = grid.summed_rows(count, grid.sum_slab(count, columns, self.processors))
             self.new(rows * columns, self.formats.full)
 
     def linear(self, x: Sized, inputs: int, outputs: int, has_bias: bool = False) -> Sized:
@@ -149,10 +150,29 @@ class Functions:
         y.node = Node([x], [], backward)
         return y
 
+    def add(self, a: Sized, b: Sized) -> Sized:
+        """Add a branch to the residual stream, which may be wider."""
+        y, width = self.new(a.elements, a.width), b.width
+        of_b = (lambda gradient: self.new(gradient.elements, width)) if width < a.width else (lambda gradient: gradient)
+        y.node = Node([a, b], [], lambda gradient: [gradient, of_b(gradient)])
+        return y
+
+    def dropout(self, x: Sized, sites: Sized) -> Sized:
+        y, width = self.new(x.elements, x.width), x.width
+        y.node = Node([x], [sites], lambda gradient: [self.new(gradient.elements, width)])
+        return y
+
     # Fused kernels
 
     def add_norm(
-        self, residual: Sized | None, pending: Sized, columns: int, adds: bool, drops: bool, centers: bool, sites: Sized | None
+        self,
+        residual: Sized | None,
+        pending: Sized,
+        columns: int,
+        adds: bool,
+        drops: bool,
+        centers: bool,
+        sites: Sized | None,
     ) -> tuple[Sized, Sized]:
         """Return x = residual + dropout(pending + bias) and its norm; `adds`: x is not pending."""
         rows, elements = pending.elements // columns, pending.elements
@@ -183,7 +203,7 @@ class Functions:
         def backward(gradient: Sized) -> list[Sized | None]:
             du = self.new(rows * columns)
             if has_bias:
-                self.new(grid.activation_parts(rows) * columns, FLOAT)
+                self.new(grid.cdiv(rows, grid.activation_rows(rows)) * columns, FLOAT)
             return [du]
 
         a.node = Node([u], [u.view()], backward)
@@ -192,7 +212,7 @@ class Functions:
     def split_heads(
         self, qkv: Sized, sizes: HeadCounts, rotation: list[Sized], has_bias: bool
     ) -> tuple[Sized, Sized, Sized]:
-        """Split qkv into heads; queries are copied where several share a key, or rotated with it."""
+        """Split qkv into heads; queries are copied if several share a key."""
         tokens, d = qkv.elements // sizes.columns, sizes.dim
         q, k, v = qkv, qkv, qkv
         if sizes.groups < sizes.heads:

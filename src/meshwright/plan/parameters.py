@@ -1,0 +1,55 @@
+"""The parameters of each pipeline rank, and the bytes of the flat buffers that hold them."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from meshwright.model import counts
+from meshwright.parallel import shard
+from meshwright.parallel.pipeline_schedule import stages_of
+from meshwright.settings.schema import Model, TrainConfig
+
+Shapes = dict[str, tuple[int, ...]]
+WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes of an element
+
+
+@functools.lru_cache
+def shapes_of_layer(m: Model, tp: int) -> Shapes:
+    """Return the shapes of a tensor rank's part of one layer."""
+    return {name: cut(f"h.0.{name}", shape, tp) for name, shape in counts.layer_shapes(m).items()}
+
+
+def cut(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
+    """Return the shape of a tensor rank's part of a parameter."""
+    at, out = shard.rule(name).cut, list(shape)
+    if at is not None:
+        out[at] //= tp
+    return tuple(out)
+
+
+def shapes_of_rank(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Shapes]:
+    """Return the parameters that a rank holds, by unit of communication."""
+    m, p = config.model, config.parallel
+    tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
+    own = stages_of(p.pipeline_schedule, pipeline_rank, pp, config.chunks)
+    first, last = 0 in own, len(config.stages) - 1 in own
+    outside = counts.outer_shapes(m, padded, m.max_position_embeddings or config.data.seq_length or 0)
+    tied = not m.untie_embeddings_and_output_weights
+    held = {"wte": first or (last and tied), "wpe": first, "ln_emb": first, "ln_f": last, "lm_head": last}
+    units = [shapes_of_layer(m, tp)] * sum(config.stages[s] for s in own)
+    by_unit: dict[str, Shapes] = {}
+    for name, shape in outside.items():
+        if held[shard.unit(name)]:
+            by_unit.setdefault(shard.unit(name), {})[name] = cut(name, shape, tp)
+    return [*units, *by_unit.values()]
+
+
+def parameters_of_ranks(config: TrainConfig, padded: int) -> list[int]:
+    """Return the number of parameters per pipeline rank, including embedding or head."""
+    ranks = range(config.parallel.pipeline_model_parallel_size)
+    return [sum(map(count, shapes_of_rank(config, padded, rank))) for rank in ranks]
+
+
+def count(shapes: Shapes) -> int:
+    return sum(map(math.prod, shapes.values()))
