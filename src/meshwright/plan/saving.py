@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from meshwright.plan import traffic
 from meshwright.plan.devices import DeviceProfile
-from meshwright.plan.sizes import parameters_of_ranks
+from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.settings.schema import TrainConfig
 
 STALL = 1.13  # of the time of the copies to the host: the wait for the step, and the start
