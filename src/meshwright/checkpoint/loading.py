@@ -42,7 +42,7 @@ class LoadedStep(NamedTuple):
 class OpenOptions(NamedTuple):
     """How a checkpoint is opened."""
 
-    verify: str = "read"  # hash the chunks that are read; "full": every byte; "none": nothing
+    verify: str = "read"  # hash the chunks that are read; "full": every byte; "none": nothing, only look
     trust: bool = False  # run the code in its pickles
     heads: int | None = None  # attention heads of the model, for checkpoints that do not say
     optimizer: bool = True  # the optimizer's state is wanted too, so it is checked
@@ -58,14 +58,14 @@ Search = tuple[StepLocation | None, list[str]]  # and the notes to print
 
 
 def first_intact(
-    path: Path, use: Callable[[StepLocation], T], team: Team = ALONE, report: Report = say
+    path: Path, use: Callable[[StepLocation], T], team: Team = ALONE, report: Report = say, sizes: bool = True
 ) -> tuple[T | None, list[PassedStep]]:
     """Use the step that a path means or, while steps of ours prove damaged, the next older one.
 
     Return what `use` returned, or None without any checkpoint, and the notes that were reported.
     """
     team.run_on_all(lambda: mirror.fetch(path))
-    location, notes = search_on_lead(path, lambda: steps.find_step(path), team)
+    location, notes = search_on_lead(path, lambda: steps.find_step(path, sizes=sizes), team)
     reported: list[PassedStep] = []
     while True:
         reported += map(PassedStep, notes)
@@ -113,7 +113,8 @@ def search_on_lead(path: Path, search: Callable[[], Search], team: Team) -> Sear
 
 def open_checkpoint(path: str | Path, options: OpenOptions = PLAIN, report: Report = say) -> Source | None:
     """Open what `load_checkpoint` would read in one process; return None without any checkpoint."""
-    return first_intact(Path(path), lambda location: open_step(location, options), report=report)[0]
+    sizes = options.verify != "none"
+    return first_intact(Path(path), lambda location: open_step(location, options), report=report, sizes=sizes)[0]
 
 
 def require_checkpoint(path: str | Path, options: OpenOptions = PLAIN) -> Source:
@@ -134,7 +135,7 @@ def open_step(location: StepLocation, options: OpenOptions = PLAIN, team: Team =
     if options.trust and team.is_lead:
         notice(f"--trust-pickle: any code in the files of {folder} is run")
     if location.ours and options.verify != "none":
-        manifests.verify_step(folder, full=True, team=team)
+        manifests.verify_step(folder, full=True)
     try:
         source = FORMATS[kind].load_reader()(folder, options.trust, options.heads, options.optimizer)
     except FalseClaim as claim:
@@ -177,35 +178,60 @@ def load_step(
     release = " release" if location.folder.name == "release" else ""
     at = f" at iteration {location.step}" if location.is_numbered and not release else ""
     say(f" loading{release} checkpoint from {location.root}{at}")
-    opened: list[Source] = []
-
-    def open_here() -> list[Any]:
-        if not team.is_lead:
-            publish.wait_until_visible(location.folder, team)
-        opened.append(open_step(location, options, team))
-        return [manifests.sha256([opened[0].identity.encode()])]
-
-    for rank, (sha256,) in enumerate(digests := team.gather(team.run_on_all(open_here))):
-        if sha256 != digests[0][0]:
-            message = f"rank {rank} sees another {location.folder} than rank 0; all nodes must share it"
-            raise UserError(message, BAD_DATA, everywhere=True)
-    source = opened[0]
+    source = open_together(location, options, team)
     for note in source.notes:
         say(note)
     if location.is_numbered:
         say(f" checkpoint version {source.version}")
     if location.kind == MEGATRON and float(source.version) < 2:  # Megatron's spelling, which scripts read
         say(f" succesfully fixed query-key-values ordering for checkpoint version {source.version}")
-    team.run_on_all(lambda: opened.append(accept(source)))
-    source = opened[1]
+    accepted: list[Source] = []
+    team.run_on_all(lambda: accepted.append(accept(source)))
+    (source,) = accepted
     named = want(source) if callable(want) else want
-    asked = native.merge_indexes(team.gather(team.run_on_all(lambda: native.index_of(named, [], "", 0))))
-    check_names(location.folder, source.tensors, asked, options.optimizer and bool(source.state))
-    for note in conversions(source.tensors, asked):
+    wanted = team.collect(lambda: native.wanted_of(named))
+
+    def compare() -> list[str]:
+        asked = native.merge_indexes(wanted)
+        check_names(location.folder, source.tensors, asked, options.optimizer and bool(source.state))
+        return conversions(source.tensors, asked)
+
+    for note in team.run_on_lead(compare):
         say(note)
+    if isinstance(source, native.NativeSource):
+        source.share(wanted, team)
     team.run_on_all(lambda: source.fill(named))
     say(f"  successfully loaded checkpoint from {location.root}{' at iteration 0' if release else at}")
     return LoadedStep(source.step, source.state)
+
+
+def open_together(location: StepLocation, options: OpenOptions, team: Team) -> Source:
+    """Open a step on all ranks, which must see the same files.
+
+    Rank 0 alone reads the manifest and the index of ours; another program's files are read by all.
+    """
+    is_native, opened = location.kind == NATIVE, list[Source]()
+    team.run_on_all(lambda: None if team.is_lead else publish.wait_until_visible(location.folder, team))
+    if is_native:
+        opened.append(open_step(location, options, team))
+    else:
+        if location.ours and options.verify != "none":
+            manifests.verify_together(location.folder, team)
+        team.run_on_all(lambda: opened.append(open_step(location, options._replace(verify="none"), team)))
+    (source,) = opened
+
+    def identify() -> str:
+        return manifests.sha256([source.identity.encode()])
+
+    expected = team.run_on_lead(identify)
+
+    def compare() -> None:
+        if identify() != expected:
+            message = f"rank {team.rank} sees another {location.folder} than rank 0; all nodes must share it"
+            raise UserError(message, BAD_DATA)
+
+    team.run_on_all(compare)
+    return source
 
 
 def check_names(folder: Path, stored: Mapping[str, TensorInfo], want: Mapping[str, Any], optimizer: bool) -> None:

@@ -15,14 +15,14 @@ import os
 import re
 import stat
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright import files
 from meshwright.errors import BAD_DATA, IO, UserError
-from meshwright.ranks.team import ALONE, Team
+from meshwright.ranks.team import Team
 from meshwright.storage import store
 
 FORMAT = "meshwright checkpoint 1"
@@ -32,7 +32,8 @@ AHEAD = max(4, THREADS)  # chunks read and hashed in advance: at most 128 MiB of
 REMOTE_TRIES = 3  # readings of a chunk from storage: a network may have changed its bytes
 MANIFEST = "manifest.json"
 HIDDEN = f".{MANIFEST}"  # beside another program's files, so that its folder looks as it makes it
-MANIFEST_LIMIT = 32 << 20  # bytes: the hashes of an 8 TB checkpoint
+MANIFEST_LIMIT = 64 << 20  # bytes: the hashes of a 16 TB checkpoint
+SEAL = 128  # last bytes of a manifest, which hold its own hash
 JSON_LIMIT = 16 << 20
 
 
@@ -55,6 +56,23 @@ def unreadable(path: Path, error: OSError, rest: str = "") -> UserError:
 class File(NamedTuple):
     size: int
     sha256: str  # the hex digests of its chunks, one after the other
+
+    @property
+    def chunks(self) -> int:
+        return len(self.sha256) // 64
+
+    def digest(self, index: int) -> str:
+        return self.sha256[64 * index : 64 * index + 64]
+
+
+class FilePart(NamedTuple):
+    """A file of which only some chunks are read, each with its digest."""
+
+    size: int
+    digests: dict[int, str]
+
+    def digest(self, index: int) -> str:
+        return self.digests[index]
 
 
 Manifest = dict[str, File]
@@ -105,25 +123,63 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def verify_step(folder: str | Path, full: bool = False, team: Team = ALONE) -> Manifest:
+def read_seal(folder: Path) -> str:
+    """Return the end of a step's manifest, its hash of itself: equal for equal steps alone."""
+    path = find_manifest(folder)
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - SEAL, 0))
+            return f"{size} {file.read(SEAL)!r}"
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def verify_step(folder: str | Path, full: bool = False) -> Manifest:
     """Check the manifest and all sizes, and with `full` every byte; return the manifest.
 
-    Raise DamagedCheckpoint, which names file and offset. Each rank of a team hashes its share of
-    the chunks.
+    Raise DamagedCheckpoint, which names file and offset.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
     for name, file in manifest.items():
         check_size(folder / name, file)
-    number = 0
-    for name, file in manifest.items() if full else ():
-        count = len(file.sha256) // 64
-        own_share = [index for index in range(count) if (number + index) % team.size == team.rank]
-        number += count
-        with VerifiedReader(folder / name, file, own_share) as reader:
-            for index in own_share:
-                reader.chunk(index)
+    if full:
+        hash_chunks(folder, *divide_chunks(manifest, 1))
     return manifest
+
+
+Share = list[tuple[str, int, int, str]]  # of each file: its name and size, a first chunk, digests from there
+
+
+def verify_together(folder: Path, team: Team) -> None:
+    """Check every byte of a step; rank 0 reads the manifest, and each rank hashes its share."""
+    share = team.deal(lambda: divide_chunks(verify_step(folder), team.size))
+    team.run_on_all(lambda: hash_chunks(folder, share))
+
+
+def divide_chunks(manifest: Manifest, ranks: int) -> list[Share]:
+    """Divide the chunks of all files evenly; a rank's are consecutive, so they are in few files."""
+    total = sum(file.chunks for file in manifest.values())
+    shares: list[Share] = [[] for _ in range(ranks)]
+    number = 0
+    for name, file in manifest.items():
+        done = 0
+        while done < file.chunks:
+            rank = ((number + done + 1) * ranks - 1) // total
+            count = min(file.chunks - done, (rank + 1) * total // ranks - number - done)
+            shares[rank].append((name, file.size, done, file.sha256[64 * done : 64 * (done + count)]))
+            done += count
+        number += file.chunks
+    return shares
+
+
+def hash_chunks(folder: Path, share: Share) -> None:
+    for name, size, first, digests in share:
+        part = {first + n: digests[64 * n : 64 * n + 64] for n in range(len(digests) // 64)}
+        with VerifiedReader(folder / name, FilePart(size, part), part) as reader:
+            for index in part:
+                reader.chunk(index)
 
 
 def plain_size(path: Path, expected: str = "") -> int:
@@ -139,7 +195,7 @@ def plain_size(path: Path, expected: str = "") -> int:
     return status.st_size
 
 
-def check_size(path: Path, file: File) -> None:
+def check_size(path: Path, file: File | FilePart) -> None:
     size = plain_size(path, f"; the manifest says {file.size:,} bytes")
     if size != file.size:
         raise DamagedCheckpoint(f"{path} is {size:,} bytes long, but the manifest says {file.size:,}")
@@ -152,7 +208,9 @@ class VerifiedReader:
     file that is not here but in its storage is read from there, in chunks.
     """
 
-    def __init__(self, path: Path, file: File, ahead: Iterable[int] = (), last: Chunks | None = None) -> None:
+    def __init__(
+        self, path: Path, file: File | FilePart, ahead: Iterable[int] = (), last: Chunks | None = None
+    ) -> None:
         self.path, self.file, self.last = path, file, {} if last is None else last
         self.ahead = deque(index for index in ahead if (path, index) not in self.last)
         self.ready: dict[int, Future[bytearray]] = {}
@@ -208,7 +266,7 @@ class VerifiedReader:
     def _read_chunk(self, index: int) -> bytearray:
         begin = index * CHUNK
         data = self._memory(min(CHUNK, self.file.size - begin))
-        expected = self.file.sha256[64 * index : 64 * index + 64]
+        expected = self.file.digest(index)
         for _ in range(1 if self.fd is not None else REMOTE_TRIES):
             self._fill(data, begin)
             if sha256([data]) == expected:
@@ -235,7 +293,7 @@ class VerifiedReader:
             raise unreadable(self.path, error, f" at byte {begin + got:,}") from error
 
 
-def read_json(folder: Path, manifest: Manifest, name: str, limit: int = JSON_LIMIT) -> Any:
+def read_json(folder: Path, manifest: Mapping[str, File | FilePart], name: str, limit: int = JSON_LIMIT) -> Any:
     """Read a JSON file of a step, verified."""
     path = folder / name
     if name not in manifest:

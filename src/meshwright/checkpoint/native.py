@@ -8,16 +8,22 @@ tensor: global shape, dtype, boxes with file and byte range), `state.json` (coun
 and `config.json`. The safetensors files are written by hand, because the library cannot hash while
 it writes. Loading relies on the index alone, which is hashed, so a hostile safetensors header is
 never parsed.
+
+Index and manifest grow with the number of ranks, so rank 0 alone makes and reads them. It deals to
+each rank the boxes that the rank asks for and the hashes of what it will read.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from meshwright.checkpoint import manifests, publish
 from meshwright.checkpoint.boxes import (
@@ -32,7 +38,7 @@ from meshwright.checkpoint.boxes import (
     split_boxes,
     strides,
 )
-from meshwright.checkpoint.manifests import DamagedCheckpoint, Manifest, encode_manifest, sha256
+from meshwright.checkpoint.manifests import DamagedCheckpoint, File, FilePart
 from meshwright.checkpoint.publish import Produce, Write
 from meshwright.checkpoint.run_state import check_saved_state
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
@@ -53,7 +59,7 @@ UNRECORDED = {"rope_scaling": "none", "use_parallel_residual": False}
 UNRECORDED |= {"layernorm_bias": True, "final_logit_softcapping": 0.0}
 UNRECORDED |= {"window_size": None, "window_attn_skip_freq": None}
 INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
-INDEX_LIMIT = 32 << 20  # bytes: about 250,000 boxes
+INDEX_LIMIT = 128 << 20  # bytes: about 1,200,000 boxes
 PART = 16 << 20  # the largest copy of a part of a tensor, in bytes
 
 
@@ -118,15 +124,13 @@ def step_files(
 
     `fetch` returns an extent's elements; pass it when `named` holds only shapes (meta tensors).
     """
-    file = f"rank_{team.rank:05d}.safetensors"
     head, extents = b"", list[BoxToWrite]()
     texts: dict[str, bytes] = {}
 
-    def describe() -> dict[str, Any]:
+    def describe() -> RankIndex:
         nonlocal head, extents
-        texts.update({STATE: as_json(state), CONFIG: as_json(config)})
         head, extents = lay_out(named)
-        return index_of(named, extents, file, len(head))
+        return index_of(named, extents, len(head))
 
     def tensors(write: Write) -> None:
         write(head)
@@ -134,17 +138,20 @@ def step_files(
             for part in byte_views(fetch(extent)):
                 write(part)
 
-    index = merge_indexes(team.gather(team.run_on_all(describe)))
-    check_cover(index)
-    texts[INDEX] = json.dumps({"tensors": index}, sort_keys=True, separators=(",", ":")).encode()
-    if len(texts[INDEX]) > INDEX_LIMIT:
-        raise UserError(f"{INDEX} would have {len(texts[INDEX]):,} bytes, more than the {INDEX_LIMIT:,} we read", IO)
-    files: dict[str, Produce] = {}
-    if team.is_lead:
-        files |= {name: lambda write, text=text: write(text) for name, text in texts.items()}  # type: ignore[misc]
+    def describe_all() -> int:
+        index = merge_indexes(parts)
+        check_cover(index)
+        text = json.dumps({"tensors": index}, sort_keys=True, separators=(",", ":")).encode()
+        if len(text) > INDEX_LIMIT:
+            raise UserError(f"{INDEX} would have {len(text):,} bytes, more than the {INDEX_LIMIT:,} we read", IO)
+        texts.update({STATE: as_json(state), CONFIG: as_json(config), INDEX: text})
+        return sum(box["end"] - box["begin"] for tensor in index.values() for box in tensor["boxes"])
+
+    parts = team.collect(describe)
+    size = team.run_on_lead(describe_all)
+    files: dict[str, Produce] = {name: lambda write, text=text: write(text) for name, text in texts.items()}  # type: ignore[misc]
     if extents:
-        files[file] = tensors
-    size = sum(box["end"] - box["begin"] for tensor in index.values() for box in tensor["boxes"])
+        files[rank_file(team.rank)] = tensors
     return files, size + len(head) + sum(map(len, texts.values()))
 
 
@@ -157,18 +164,29 @@ def save_messages(root: str | Path, step: int) -> tuple[str, str]:
     return f"saving {where}\n", f"  successfully saved {where}"
 
 
-def merge_indexes(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def rank_file(rank: int) -> str:
+    return f"rank_{rank:05d}.safetensors"
+
+
+# One rank's tensors by name: (shape, type, boxes as (first byte in its file, offset, size)).
+RankIndex = dict[str, tuple[Shape, str, list[tuple[int, Shape, Shape]]]]
+
+
+def merge_indexes(parts: Sequence[RankIndex]) -> dict[str, Any]:
     """Merge the index entries of all ranks."""
     tensors: dict[str, Any] = {}
     for rank, part in enumerate(parts):
-        for name, entry in part.items():
-            merged = tensors.setdefault(name, {**entry, "boxes": []})
-            added, earlier = ((list(tensor["shape"]), tensor["dtype"]) for tensor in (entry, merged))
-            if added != earlier:
+        file = rank_file(rank)
+        for name, (shape, dtype, boxes) in part.items():
+            merged = tensors.setdefault(name, {"shape": list(shape), "dtype": dtype, "boxes": []})
+            if (earlier := (merged["shape"], merged["dtype"])) != (list(shape), dtype):
                 raise ValueError(
-                    f"{name}: {added[0]} {added[1]} on rank {rank}, {earlier[0]} {earlier[1]} on an earlier rank"
+                    f"{name}: {list(shape)} {dtype} on rank {rank}, {earlier[0]} {earlier[1]} on an earlier rank"
                 )
-            merged["boxes"] += entry["boxes"]
+            merged["boxes"] += [
+                {"file": file, "begin": at, "end": at + math.prod(n) * SIZES[dtype], "offset": offset, "size": n}
+                for at, offset, n in boxes
+            ]
     return tensors
 
 
@@ -201,18 +219,21 @@ def ranges(box: Box) -> str:
     return "[" + ",".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.size, strict=True)) + "]"
 
 
-def index_of(named: TensorBoxes, extents: list[BoxToWrite], file: str, begin: int) -> dict[str, Any]:
-    """Return shape, type and boxes of each tensor, a box with its byte range in the file."""
-    tensors: dict[str, Any] = {
-        name: {"shape": tuple(shape), "dtype": dtype_name(tensor), "boxes": []}
-        for name, (shape, _, tensor) in named.items()
-    }
+def index_of(named: TensorBoxes, extents: list[BoxToWrite], begin: int) -> RankIndex:
+    """Return shape, type and boxes of each tensor, a box with its place in this rank's file."""
+    tensors: RankIndex = {name: (tuple(shape), dtype_name(tensor), []) for name, (shape, _, tensor) in named.items()}
     for extent in extents:
-        end = begin + extent.flat.numel() * SIZES[extent.dtype]
-        box = {"file": file, "begin": begin, "end": end, "offset": extent.box.offset, "size": extent.box.size}
-        tensors[extent.key.partition("[")[0]]["boxes"].append(box)
-        begin = end
+        tensors[extent.key.partition("[")[0]][2].append((begin, extent.box.offset, extent.box.size))
+        begin += extent.flat.numel() * SIZES[extent.dtype]
     return tensors
+
+
+def wanted_of(named: TensorBoxes) -> RankIndex:
+    """Return shape, type and boxes of each tensor that a rank wants, without places in a file."""
+    return {
+        name: (tuple(shape), dtype_name(tensor), [(0, tuple(offset), tuple(size)) for offset, size in boxes])
+        for name, (shape, boxes, tensor) in named.items()
+    }
 
 
 def flatten(name: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], tensor: torch.Tensor) -> torch.Tensor:
@@ -279,55 +300,145 @@ StoredBoxes = Mapping[str, Sequence[StoredBox]]
 
 @dataclass
 class NativeSource(Source):
-    manifest: Manifest = field(default_factory=dict)
-    infos: dict[str, TensorInfo] = field(default_factory=dict)
-    boxes: StoredBoxes = field(default_factory=dict)
+    """A step of ours; on a rank but the lead, the parts of manifest and index that it needs."""
+
+    manifest: Mapping[str, File | FilePart] = field(default_factory=dict)
     last: manifests.Chunks = field(default_factory=dict)
+
+    @functools.cached_property
+    def index(self) -> tuple[dict[str, TensorInfo], StoredBoxes]:
+        return read_index(self.folder, self.manifest)
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return self.infos
+        return self.index[0]
 
     @property
     def identity(self) -> str:
-        return sha256([encode_manifest(self.manifest)])
+        return manifests.read_seal(self.folder)
 
     def fill(self, want: TensorBoxes) -> None:
-        for theirs, ours in read_pieces(self.folder, self.manifest, self.boxes, want, self.last):
+        for theirs, ours in read_pieces(self.folder, self.manifest, self.index[1], want, self.last):
             ours.copy_(theirs)
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
-        return [(stored.file, stored.box) for stored in self.boxes[name]]
+        return [(stored.file, stored.box) for stored in self.index[1][name]]
 
     def of_vocabulary(self, size: int) -> NativeSource:
         if size != self.vocab:
             raise bad_data(f"{self.folder} was made with a vocabulary of {self.vocab:,} ids, not {size:,}")
         return self
 
+    def share(self, wanted: Sequence[RankIndex], team: Team) -> None:
+        """Keep what this rank needs to read the boxes it wants; rank 0 knows what all want."""
+        if team.size == 1:
+            return
+        boxes, files = team.deal(lambda: deal_boxes(self.index[1], self.manifest, wanted))
+
+        def stored(name: str) -> list[StoredBox]:
+            dtype, rows = NAMES[self.tensors[name].dtype], boxes.get(name, [])
+            return [
+                StoredBox(file, begin, Box(tuple(offset), tuple(size)), dtype) for file, begin, offset, size in rows
+            ]
+
+        self.manifest = {name: FilePart(size, dict(digests)) for name, (size, digests) in files.items()}
+        self.index = self.index[0], {name: stored(name) for name in self.tensors}
+
 
 def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALONE) -> NativeSource:
-    """Open a step; with verify="full" every byte is hashed now, each rank a share."""
-    manifest = manifests.verify_step(folder, verify == "full", team)
-    state, config = (manifests.read_json(folder, manifest, name) for name in (STATE, CONFIG))
-    for name, value in ((STATE, state), (CONFIG, config)):
-        if not isinstance(value, dict):
-            raise DamagedCheckpoint(f"{folder / name}: not a JSON object")
-    check_saved_state(state, folder / STATE)
-    infos, boxes = read_index(folder, manifest)
-    vocab = state.get("true_vocab_size")
-    config = UNRECORDED | config
-    if "iteration" not in state:  # weights alone, converted from another program's
-        state = {}
-    return NativeSource(
-        NATIVE, folder, step, config=config, state=state, vocab=vocab, manifest=manifest, infos=infos, boxes=boxes
+    """Open a step: rank 0 reads it, and the others learn its settings, state and tensors.
+
+    With verify="full" every byte is hashed now, each rank a share; with "none" neither the files
+    are looked at nor the index, until it is needed.
+    """
+    opened: list[NativeSource] = []
+
+    def act() -> list[Any]:
+        manifest = manifests.read_manifest(folder) if verify == "none" else manifests.verify_step(folder)
+        state, config = (manifests.read_json(folder, manifest, name) for name in (STATE, CONFIG))
+        for name, value in ((STATE, state), (CONFIG, config)):
+            if not isinstance(value, dict):
+                raise DamagedCheckpoint(f"{folder / name}: not a JSON object")
+        check_saved_state(state, folder / STATE)
+        opened.append(NativeSource(NATIVE, folder, step, config=config, state=state, manifest=manifest))
+        return [config, state, list(opened[0].tensors.items()) if verify != "none" else []]
+
+    config, state, infos = team.run_on_lead(act)
+    source = opened[0] if opened else NativeSource(NATIVE, folder, step, config=config, state=state)
+    if not opened:
+        source.index = {name: TensorInfo(tuple(shape), dtype) for name, (shape, dtype) in infos}, {}
+    if verify == "full":
+        manifests.verify_together(folder, team)
+    source.vocab = source.state.get("true_vocab_size")
+    source.config = UNRECORDED | source.config
+    if "iteration" not in source.state:  # weights alone, converted from another program's
+        source.state = {}
+    return source
+
+
+def deal_boxes(stored: StoredBoxes, manifest: Mapping[str, File | FilePart], wanted: Sequence[RankIndex]) -> list[Any]:
+    """Return for each rank the stored boxes that meet the ones it wants, and their files' digests.
+
+    Tensor by tensor, the boxes that all ranks want are compared with all that are stored at once.
+    """
+    boxes: list[dict[str, dict[int, Any]]] = [{} for _ in wanted]
+    chunks: list[dict[str, set[int]]] = [{} for _ in wanted]
+    by_name: dict[str, list[tuple[int, Shape, Shape]]] = {}
+    for rank, index in enumerate(wanted):
+        for name, (_, _, rows) in index.items():
+            by_name.setdefault(name, []).extend((rank, offset, size) for _, offset, size in rows)
+    for name, rows in by_name.items():
+        of_name = stored[name]
+        for row, number, begin, end in meetings(of_name, [(offset, size) for _, offset, size in rows]):
+            rank, box = rows[row][0], of_name[number]
+            boxes[rank].setdefault(name, {})[number] = (box.file, box.begin, *box.box)
+            touched = range(begin // manifests.CHUNK, (end - 1) // manifests.CHUNK + 1)
+            chunks[rank].setdefault(box.file, set()).update(touched)
+    return [
+        [
+            {name: list(rows.values()) for name, rows in own.items()},
+            {
+                name: [manifest[name].size, [(n, manifest[name].digest(n)) for n in sorted(ns)]]
+                for name, ns in read.items()
+            },
+        ]
+        for own, read in zip(boxes, chunks, strict=True)
+    ]
+
+
+def meetings(stored: Sequence[StoredBox], wanted: Sequence[tuple[Shape, Shape]]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield for each wanted and stored box that share elements their numbers and the bytes shared.
+
+    The bytes are those from the first to the last shared element in the stored box's file.
+    """
+    if not stored or not wanted:
+        return
+    d = len(wanted[0][0])
+    low, size = (np.array([box[k] for box in wanted], np.int64).reshape(len(wanted), d) for k in range(2))
+    stored_low, stored_size = (
+        np.array([box.box[k] for box in stored], np.int64).reshape(len(stored), d) for k in range(2)
     )
+    high, stored_high = low + size, stored_low + stored_size
+    first, last = np.maximum(low[:, None], stored_low), np.minimum(high[:, None], stored_high)
+    rows, numbers = (first < last).all(axis=2).nonzero()
+    inner = np.ones_like(stored_size)  # elements from one place of a dimension to the next
+    inner[:, :-1] = stored_size[:, :0:-1].cumprod(axis=1)[:, ::-1]
+    begins, itemsize = np.array([box.begin for box in stored], np.int64), SIZES[stored[0].dtype]
+    shift, steps = stored_low[numbers], inner[numbers]
+    at, end = ((point - shift) * steps for point in (first[rows, numbers], last[rows, numbers] - 1))
+    begin, end = begins[numbers] + at.sum(axis=1) * itemsize, begins[numbers] + (end.sum(axis=1) + 1) * itemsize
+    yield from zip(rows.tolist(), numbers.tolist(), begin.tolist(), end.tolist(), strict=True)
 
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]
 
 
 def read_pieces(
-    folder: Path, manifest: Manifest, stored: StoredBoxes, want: TensorBoxes, last: manifests.Chunks
+    folder: Path,
+    manifest: Mapping[str, File | FilePart],
+    stored: StoredBoxes,
+    want: TensorBoxes,
+    last: manifests.Chunks,
 ) -> Iterator[Pair]:
     """Yield the wanted elements in pieces: those of the file, and their place in our tensor."""
     by_file: dict[str, list[BoxCopy]] = {}
@@ -338,7 +449,7 @@ def read_pieces(
         yield from read_file(folder / file, manifest[file], copies, last)
 
 
-def read_file(path: Path, file: manifests.File, copies: list[BoxCopy], last: manifests.Chunks) -> Iterator[Pair]:
+def read_file(path: Path, file: File | FilePart, copies: list[BoxCopy], last: manifests.Chunks) -> Iterator[Pair]:
     """Yield the pieces of one file from its beginning to its end."""
     import torch
 
@@ -396,7 +507,7 @@ def plan_copies(
     return copies
 
 
-def read_index(folder: Path, manifest: Manifest) -> tuple[dict[str, TensorInfo], StoredBoxes]:
+def read_index(folder: Path, manifest: Mapping[str, File | FilePart]) -> tuple[dict[str, TensorInfo], StoredBoxes]:
     """Read the index and check every box against its tensor and its file."""
     path = folder / INDEX
     index = manifests.read_json(folder, manifest, INDEX, INDEX_LIMIT)

@@ -33,6 +33,7 @@ from meshwright.checkpoint.manifests import (
     encode_manifest,
     sha256,
     verify_step,
+    verify_together,
 )
 from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, list_steps, step_folder
 from meshwright.console import remark
@@ -98,7 +99,9 @@ def write_step(
     try:
         team.run_on_all(explained(folder.mkdir) if is_first else nothing)
         crash_point("after_mkdir")
-        parts = team.gather(team.run_on_all(explained(write)))
+        parts = team.collect(explained(write))
+        if users:  # each machine keeps the manifest
+            parts = team.run_on_lead(lambda: parts)
         manifest = {name: File(*file) for part in parts for name, file in part.items()}
         names_here = [
             name for rank, part in enumerate(parts) if not users or users[rank] == users[team.rank] for name in part
@@ -141,7 +144,7 @@ def refuse_overwriting(root: Path, step: int, team: Team) -> None:
         return
     if not foreign:
         try:
-            team.run_on_all(lambda: bool(verify_step(target, True, team)))
+            verify_together(target, team)
         except DamagedCheckpoint as damage:
             remark(f"WARNING: {damage}; writing the step again and keeping the damaged one as {target.name}.damaged")
             return
@@ -314,24 +317,26 @@ def explain_failures(root: Path, step: int, bytes_needed: int = 0) -> Iterator[N
 def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copies: int = 2, users: Users = ()) -> None:
     """Check that all ranks can write here and see each other's files, and that `copies` fit."""
     root = Path(root)
-    probe = root / f".write-test-{team.rank}-{os.getpid()}"
+    mark = team.run_on_lead(lambda: f".write-test-{os.getpid()}")
+    probe = root / f"{mark}-{team.rank}"
 
-    def write() -> str:
+    def write() -> None:
         try:
             root.mkdir(parents=True, exist_ok=True)
             write_durably(probe, b"x")
         except OSError as error:
             raise UserError(f"cannot write to {root}: {error.strerror or error}; change --save", IO) from error
-        return probe.name
 
     def measure_free_space() -> int:
-        for rank, name in enumerate(probes):
-            if not users or users[rank] == users[team.rank]:
-                wait_until_visible(root / name, team)
+        # The first user of a folder looks for the files of all, the others for the first one's.
+        first = users[team.rank] if users else 0
+        own_users = [rank for rank in range(team.size) if not users or users[rank] == first]
+        for rank in own_users if team.rank == first else [first]:
+            wait_until_visible(root / f"{mark}-{rank}", team)
         return shutil.disk_usage(root).free
 
     try:
-        probes = team.gather(team.run_on_all(write))
+        team.run_on_all(write)
         free = team.merge(team.run_on_all(measure_free_space), min)
     finally:
         with contextlib.suppress(OSError):

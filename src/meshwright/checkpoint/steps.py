@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.checkpoint.manifests import HIDDEN, MANIFEST, DamagedCheckpoint, find_manifest, verify_step
+from meshwright.checkpoint.manifests import MANIFEST, DamagedCheckpoint, find_manifest, read_manifest, verify_step
 from meshwright.checkpoint.registry import FORMATS, MEGATRON, MEGATRON_RANK
 from meshwright.errors import bad_data, not_a_run
 from meshwright.files import open_plain
@@ -62,10 +62,11 @@ def split_path(path: str | Path) -> tuple[Path, int | None]:
     return (path.parent, int(match[1])) if match else (path, None)
 
 
-def find_step(path: str | Path, below: int | None = None) -> tuple[StepLocation | None, list[str]]:
+def find_step(path: str | Path, below: int | None = None, sizes: bool = True) -> tuple[StepLocation | None, list[str]]:
     """Return the step that a path means, or None without any checkpoint, and the notes to print.
 
-    In a folder of steps the newest is meant, or with `below` the newest one before that.
+    In a folder of steps the newest is meant, or with `below` the newest one before that. Without
+    `sizes`, as on ranks that load nothing by themselves, the files of a step are not looked at.
     """
     given, path = Path(path), folder_meant(Path(path))
     root, step = split_path(path)
@@ -83,7 +84,7 @@ def find_step(path: str | Path, below: int | None = None) -> tuple[StepLocation 
             return StepLocation(kind, path, 0, path), []
         number = re.search(r"(\d{1,15})(_universal|_snapshot)?$", path.name)
         return StepLocation(kind or NATIVE, path, int(number[1]) if number else 0, path.parent), []
-    newest, notes = latest(root, below)
+    newest, notes = latest(root, below, sizes)
     if newest is not None:
         folder = step_folder(root, newest)
         return StepLocation(kind_of_folder(folder) or NATIVE, folder, newest, root), notes
@@ -91,13 +92,16 @@ def find_step(path: str | Path, below: int | None = None) -> tuple[StepLocation 
 
 
 def kind_of_folder(folder: Path) -> str | None:
-    """Return the program whose step a folder is, judging by the names in it."""
+    """Return the program whose step a folder is, judging by the names in it.
+
+    A step of ours has files of thousands of ranks, so it is not listed.
+    """
+    if (folder / MANIFEST).exists() and (folder / "index.json").exists():
+        return NATIVE
     try:
         names = os.listdir(folder)
     except OSError:
         return None
-    if {"index.json", MANIFEST} <= set(names):
-        return NATIVE
     return next((record.name for record in FORMATS.values() if record.matches(folder.name, names)), None)
 
 
@@ -148,7 +152,7 @@ def read_tracker(path: Path) -> str:
 # Ours
 
 
-def latest(root: str | Path, below: int | None = None) -> tuple[int | None, list[str]]:
+def latest(root: str | Path, below: int | None = None, sizes: bool = True) -> tuple[int | None, list[str]]:
     """Return our newest step whose manifest and sizes hold, and notes to print about newer ones.
 
     Return None if none was ever finished. It is an error, never a fresh start, if all are damaged
@@ -161,7 +165,7 @@ def latest(root: str | Path, below: int | None = None) -> tuple[int | None, list
     damages = [f"{root / name} was found damaged and moved aside" for name in names if name.endswith(".damaged")]
     for step in (n for n in list_steps(root) if below is None or n < below):
         try:
-            verify_step(step_folder(root, step))
+            (verify_step if sizes else read_manifest)(step_folder(root, step))
             return step, notes
         except DamagedCheckpoint as damage:
             notes.append(f"WARNING: skipping {step_folder(root, step).name}, it is damaged: {damage}")
@@ -207,12 +211,14 @@ def foreign_names(root: Path) -> list[str]:
 
 def is_foreign(folder: Path) -> bool:
     """Return whether a folder named like our steps holds another program's, complete or not."""
+    if find_manifest(folder).exists():
+        return False
     try:
         names = os.listdir(folder)
     except OSError:
         return False
     theirs = "|".join(record.unfinished for record in FORMATS.values() if record.unfinished)
-    return not {MANIFEST, HIDDEN} & set(names) and any(re.fullmatch(theirs, name) for name in names)
+    return any(re.fullmatch(theirs, name) for name in names)
 
 
 def check_trackers(root: Path, names: list[str], notes: list[str]) -> None:

@@ -261,7 +261,7 @@ def find_vocabulary(config: TrainConfig, folder: Path | None) -> Vocabulary:
     if is_size_alone(config, beside_data):
         assert t.vocab_size
         return sized(None, t.vocab_size)
-    is_loaded = loaded is not None and steps.find_step(loaded)[0] is not None
+    is_loaded = loaded is not None and steps.find_step(loaded, sizes=False)[0] is not None
     # Beside data that know their tokenizer, files that a killed or replaced run left mean nothing.
     saved = tokenizers.find_saved(*([loaded if is_loaded else None] if beside_data else [folder, loaded]))
     tokenizer = tokenizers.resolve_for_data(t, beside_data, saved)
