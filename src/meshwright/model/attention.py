@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright import device as devices
 from meshwright.kernels import dropout
 from meshwright.kernels.heads import rotate, split
+from meshwright.model.kind import uses_reference
 from meshwright.model.layers import Linear, Norm
 from meshwright.model.positions import Mask, Positions, Shared
 from meshwright.settings.schema import Model
@@ -67,8 +68,8 @@ class Attend(nn.Module):
 
 
 def is_reference(impl: str, p: float, device: torch.device) -> bool:
-    """Whether the reference runs: on a CPU, fused dropout is as slow and sees the micro-batch."""
-    return impl == "reference" or (impl == "auto" and p > 0 and device.type == "cpu")
+    """Whether the reference runs on this device."""
+    return uses_reference(impl, p, device.type)
 
 
 def seed_dropout(where: Positions, layer: int, device: torch.device, drawn: int = 0) -> None:

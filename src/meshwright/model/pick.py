@@ -5,22 +5,19 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from meshwright import device as devices
 from meshwright.model.attention import compile_each_shape, is_reference
 from meshwright.model.fused import FusedBlock
 from meshwright.model.gpt import Block, Options
+from meshwright.model.kind import block_kind
 from meshwright.settings.schema import Model, Precision, Training
 
 
 def options(t: Training, m: Model, p: Precision, device: torch.device) -> Options:
     """Return how to run the network on this device."""
-    suits = devices.has_kernels(device) and p.dtype != "float64" and m.is_fusible and t.compile != "on"
-    fused = suits if t.fused_kernels == "auto" else t.fused_kernels == "on"
-    wanted = devices.has_kernels(device) and not fused if t.compile == "auto" else t.compile == "on"
-    compiled = wanted and not is_reference(m.attention_impl, m.attention_dropout, device)
+    kind = block_kind(t, m, p, device.type)
     fp32_residual = p.fp32_residual_connection and (p.fp16 or p.bf16)
     recompute = (t.recompute_granularity, t.recompute_method, t.recompute_num_layers, t.checkpoint_in_cpu)
-    return Options(*recompute, fp32_residual, compiled, fused)
+    return Options(*recompute, fp32_residual, kind == "compiled", kind == "fused")
 
 
 def pick(m: Model, device: torch.device, options: Options) -> tuple[type[Block], str]:

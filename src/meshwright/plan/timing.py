@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.model import counts
+from meshwright.model.kind import BlockKind, block_kind
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
 from meshwright.plan import graph_rule, timeline, traffic
 from meshwright.plan.devices import DeviceProfile, Link, Links
@@ -24,7 +25,10 @@ BLOCK = 128  # rows of a block of the attention kernel, which computes blocks on
 BLOCK_STARTS = 3  # blocks of keys that the begin and the end of a block of rows cost
 # Kernels of a layer: products in each direction, and others besides attention.
 PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
+# How much more a layer's passes move, and how many more kernels they are, than in fused blocks.
+BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled": (1.4, 3.0), "plain": (2.2, 4.0)}
 MUON_STAGE = 3  # iterations from one square, as in optim/muon.py
+MUON_HALF = 512  # rows of matrices whose products reach half of the speed of large ones
 # Numbers of full size that an update reads and writes for a parameter, with those of the norm.
 UPDATE_NUMBERS = {"adam": 8, "adamw": 8, "sgd": 7, "muon": 8, "lion": 38}
 
@@ -85,18 +89,18 @@ def step_time(
     return _Prediction(config, padded, profile, links or profile.links, is_quick).result()
 
 
-def muon_flops(m: Model, steps: int) -> float:
-    """Return FLOPs of Muon's update of a layer's matrices, as optim/muon.py orthogonalises them."""
+def muon_seconds(m: Model, steps: int, flops_per_second: float) -> float:
+    """Return the seconds of orthogonalising a layer's matrices as optim/muon.py does."""
     total = 0.0
     for name, (outputs, inputs) in counts.layer_matrices(m).items():
         halves = 2 if m.gated and name == "mlp.fc" else 1
         short, long = sorted((outputs // halves, inputs))
         if 2 * long < 3 * short:
-            total += halves * steps * (4 * short**2 * long + 2 * short**3)
-            continue
-        for first in range(0, steps, MUON_STAGE):
-            squares = 4 * min(MUON_STAGE, steps - first) - 3
-            total += halves * (4 * short**2 * long + 2 * squares * short**3)
+            flops = steps * (4.0 * short**2 * long + 2 * short**3)
+        else:
+            stages = [min(MUON_STAGE, steps - first) for first in range(0, steps, MUON_STAGE)]
+            flops = sum(4.0 * short**2 * long + 2 * (4 * stage - 3) * short**3 for stage in stages)
+        total += halves * flops / flops_per_second * (1 + MUON_HALF / short)
     return total
 
 
@@ -123,6 +127,10 @@ class _Prediction:
         self.groups = traffic.groups(config)
         self.has_graphs = graph_rule.reason_against(config, profile.kind) is None
         self.passes_speed = profile.bandwidth * profile.reached["passes"]
+        block = block_kind(config.training, m, config.precision, profile.kind)
+        if block == "compiled" and (p.pipeline_schedule in SPLIT_BACKWARD or config.precision.fp8_format):
+            block = "plain"
+        self.more_bytes, self.more_kernels = BLOCKS[block]
         self.flops = profile.flops(config.precision.dtype)
 
     # Links
@@ -152,7 +160,7 @@ class _Prediction:
         least = max(2 * rows * outputs * inputs / flops, moved / (self.profile.bandwidth * 0.85))
         return math.hypot(least, self.profile.seconds["product"])  # a small one does not fill the device
 
-    def a_pass(self, size: float, kernels: int = 1) -> float:
+    def a_pass(self, size: float, kernels: float = 1) -> float:
         """Return the seconds of reading or writing so many bytes by some kernels."""
         return size / self.passes_speed + kernels * self.profile.seconds["pass"]
 
@@ -199,24 +207,24 @@ class _Prediction:
         if m.hidden_dropout > 0:
             backward += stream
         if is_fp8:
-            forward += 0.5 * (2 * stream + heads + middle) * 2
+            forward += 2 * stream + heads + middle
             backward += 2 * (2 * stream + key_share * heads + gates * middle)
         tensor, context = self.tensor_waits(products), self.sending("context", traffic.context_bytes(self.config), 2)
-        first = Work(
-            products,
-            attention_forward,
-            self.a_pass(forward, PASSES_FORWARD),
-            tensor[0],
-            context,
-            1 + PRODUCTS + PASSES_FORWARD,
+        casts = 4 if is_fp8 else 0
+        ways = (
+            (attention_forward, forward, PASSES_FORWARD + casts),
+            (attention_backward, backward, PASSES_BACKWARD + casts),
         )
-        second = Work(
-            products,
-            attention_backward,
-            self.a_pass(backward, PASSES_BACKWARD),
-            tensor[1],
-            context,
-            1 + PRODUCTS + PASSES_BACKWARD,
+        first, second = (
+            Work(
+                products,
+                attention,
+                self.a_pass(self.more_bytes * moved, self.more_kernels * kernels),
+                waits,
+                context,
+                1 + PRODUCTS + self.more_kernels * kernels,
+            )
+            for (attention, moved, kernels), waits in zip(ways, tensor, strict=True)
         )
         t = self.config.training
         if t.recompute_granularity == "selective":
@@ -406,8 +414,9 @@ class _Prediction:
             size += own * (self.low + 2)
         seconds = size / (profile.bandwidth * profile.reached["update"])
         if config.optimizer.optimizer == "muon":
-            flops = (self.m.num_layers or 0) / self.pp * muon_flops(self.m, config.optimizer.muon_num_ns_steps)
-            seconds += flops / (profile.peaks.get("float16", self.flops) * profile.reached["muon"])
+            speed = profile.peaks.get("float16", self.flops) * profile.reached["muon"]
+            layers = (self.m.num_layers or 0) / self.pp
+            seconds += layers * muon_seconds(self.m, config.optimizer.muon_num_ns_steps, speed)
         if self.p.offloads:
             seconds += own * (self.full + self.low) / 50e9 + size / 20e9
         return seconds

@@ -1,0 +1,25 @@
+"""The kind of block that computes a layer, from settings alone. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from meshwright import device as devices
+from meshwright.settings.schema import Model, Precision, Training
+
+BlockKind = Literal["fused", "compiled", "plain"]
+
+
+def uses_reference(impl: str, p: float, kind: str) -> bool:
+    """Whether the reference runs: on a CPU fused dropout is as slow, and sees the micro-batch."""
+    return impl == "reference" or (impl == "auto" and p > 0 and kind == "cpu")
+
+
+def block_kind(t: Training, m: Model, p: Precision, kind: str) -> BlockKind:
+    """Return the fastest kind of block on a device of this kind, such as cuda."""
+    has_kernels = kind == devices.NVIDIA
+    suits = has_kernels and p.dtype != "float64" and m.is_fusible and t.compile != "on"
+    if suits if t.fused_kernels == "auto" else t.fused_kernels == "on":
+        return "fused"
+    wanted = has_kernels if t.compile == "auto" else t.compile == "on"
+    return "compiled" if wanted and not uses_reference(m.attention_impl, m.attention_dropout, kind) else "plain"
