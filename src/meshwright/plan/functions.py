@@ -6,7 +6,9 @@ order, held by the same variables, with sizes in the place of numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.kernels import grid
 from meshwright.plan.tensors import Memory, Node, Sized
@@ -38,12 +40,21 @@ class HeadCounts:
         return (self.heads + 2 * self.groups) * self.dim
 
 
+class NormOptions(NamedTuple):
+    """How a branch is added to the residual stream, and the sum normalised."""
+
+    adds: bool  # the sum is not the branch itself
+    centers: bool
+    sites: Sized | None  # the hashes of dropout, if there is any
+
+
 class Functions:
     """The functions of one rank's part of a model."""
 
     def __init__(self, memory: Memory, formats: Formats, tp: int, sequence: bool, processors: int) -> None:
         self.memory, self.formats, self.tp, self.processors = memory, formats, tp, processors
         self.sequence = sequence and tp > 1
+        self.is_first = True  # micro-batch of a step
         self.waiting: list[tuple[Sized, Sized]] | None = None  # weight gradients that a pipeline defers
 
     def new(self, elements: int, width: int | None = None) -> Sized:
@@ -79,12 +90,15 @@ class Functions:
         y.node = Node([x], [x.view()], backward, takes_saved=True)
         return y
 
-    def column_parallel(self, x: Sized, inputs: int, outputs: int, has_bias: bool = False) -> Sized:
+    def column_parallel(
+        self, x: Sized, inputs: int, outputs: int, has_bias: bool = False, is_fp8: bool = False
+    ) -> Sized:
         """Multiply as a layer's first products and the head do: a rank has some of the outputs."""
+        linear = self.fp8_linear if is_fp8 else self.linear
         if self.tp == 1:
-            return self.linear(x, inputs, outputs, has_bias)
-        if self.waiting is not None:
-            return self.linear(self.gathered(x) if self.sequence else self.copied(x), inputs, outputs, has_bias)
+            return linear(x, inputs, outputs, has_bias)
+        if self.waiting is not None or is_fp8:
+            return linear(self.gathered(x) if self.sequence else self.copied(x), inputs, outputs, has_bias)
         times = self.tp if self.sequence else 1
         rows = self.new(x.elements * times) if self.sequence else None
         y = self.new(x.elements // inputs * times * outputs)
@@ -102,12 +116,13 @@ class Functions:
         y.node = Node([x], [x.view()], backward)
         return y
 
-    def row_parallel(self, x: Sized, inputs: int, outputs: int, has_bias: bool = False) -> Sized:
+    def row_parallel(self, x: Sized, inputs: int, outputs: int, has_bias: bool = False, is_fp8: bool = False) -> Sized:
         """Multiply as a layer's second products do: partial sums, added up before the bias."""
+        linear = self.fp8_linear if is_fp8 else self.linear
         if self.tp == 1:
-            return self.linear(x, inputs, outputs, has_bias)
-        if not self.sequence or self.waiting is not None:
-            return self.add_bias(self.added_up(self.linear(x, inputs, outputs)), outputs, has_bias)
+            return linear(x, inputs, outputs, has_bias)
+        if not self.sequence or self.waiting is not None or is_fp8:
+            return self.add_bias(self.added_up(linear(x, inputs, outputs)), outputs, has_bias)
         partial = self.new(x.elements // inputs * outputs)
         y = self.new(partial.elements // self.tp)
         del partial
@@ -164,23 +179,24 @@ class Functions:
 
     # Fused kernels
 
-    def add_norm(
-        self,
-        residual: Sized | None,
-        pending: Sized,
-        columns: int,
-        adds: bool,
-        drops: bool,
-        centers: bool,
-        sites: Sized | None,
-    ) -> tuple[Sized, Sized]:
-        """Return x = residual + dropout(pending + bias) and its norm; `adds`: x is not pending."""
+    def add_norm(self, residual: Sized | None, pending: Sized, columns: int, norm: NormOptions) -> tuple[Sized, Sized]:
+        """Return x = residual + dropout(pending + bias), and its norm."""
         rows, elements = pending.elements // columns, pending.elements
-        width, of_width = pending.width if residual is None else residual.width, pending.width
-        x = self.new(elements, width) if adds else pending
+        width = pending.width if residual is None else residual.width
+        x = self.new(elements, width) if norm.adds else pending
         y = self.new(elements)
         rstd = self.new(rows, FLOAT)
-        mean = self.new(rows, FLOAT) if centers else None
+        mean = self.new(rows, FLOAT) if norm.centers else None
+        backward = self.norm_backward(residual, pending, columns, norm.sites is not None)
+        node = Node([residual, pending], [x.view(), mean, rstd, norm.sites], backward, 2)
+        return x.view(node), y.view(node, 1)
+
+    def norm_backward(
+        self, residual: Sized | None, pending: Sized, columns: int, drops: bool
+    ) -> Callable[..., list[Sized | None]]:
+        """Return the backward pass of `add_norm`."""
+        rows, elements = pending.elements // columns, pending.elements
+        width, of_width = pending.width if residual is None else residual.width, pending.width
         has_residual = residual is not None
 
         def backward(dx: Sized | None, dy: Sized | None) -> list[Sized | None]:
@@ -192,8 +208,7 @@ class Functions:
             del zeros
             return [of_residual, of_pending]
 
-        node = Node([residual, pending], [x.view(), mean, rstd, sites], backward, 2)
-        return x.view(node), y.view(node, 1)
+        return backward
 
     def activate(self, u: Sized, columns: int, outputs: int, has_bias: bool) -> Sized:
         """Return the activation of u [rows, columns], with `outputs` columns."""
@@ -248,3 +263,127 @@ class Functions:
             return [dq, dk, dv]
 
         return o.view(Node([q, k, v], [q.view(), k.view(), v.view(), o, lse, state, unused], backward))
+
+    # fp8
+
+    def cast(self, x: Sized, columns: int) -> tuple[Sized, Sized]:
+        """Return a matrix in fp8, and its transposed, whose rows are padded."""
+        rows = x.elements // columns
+        transposed = self.new(columns * -(-rows // 16) * 16, 1)
+        return self.new(x.elements, 1), transposed
+
+    def give_fp8_product(self, outputs: int, inputs: int) -> None:
+        """Add a weight's gradient to its total: a step's first one is written there."""
+        if not self.is_first:
+            self.new(outputs * inputs, FLOAT)
+
+    def fp8_linear(self, x: Sized, inputs: int, outputs: int, has_bias: bool = False) -> Sized:
+        """Return x @ W^T of both in fp8; the input is kept transposed."""
+        rows = x.elements // inputs
+        q, transposed = self.cast(x, inputs)
+        y = self.new(rows * outputs)
+        del q
+
+        def backward(gradient: Sized) -> list[Sized | None]:
+            q = self.cast(gradient, outputs)
+            back = self.new(rows * inputs)
+            self.give_fp8_product(outputs, inputs)
+            self.give_rows(gradient, outputs, has_bias)
+            del q
+            return [back]
+
+        y.node = Node([x], [transposed], backward)
+        return y
+
+    def norm_heads(
+        self,
+        residual: Sized | None,
+        pending: Sized,
+        norm: NormOptions,
+        product: tuple[int, int],
+        sizes: HeadCounts,
+        rotation: list[Sized],
+        has_bias: bool,
+    ) -> tuple[Sized, Sized, Sized, Sized]:
+        """Return x, q, k and v: a norm, a product in fp8 and the split into heads as one function."""
+        outputs, columns = product
+        x, qkv, saved = self.norm_product(residual, pending, norm, product)
+        differentiate_norm = self.norm_backward(residual, pending, columns, norm.sites is not None)
+        tokens, d = qkv.elements // sizes.columns, sizes.dim
+        q, k, v = qkv, qkv, qkv
+        if sizes.groups < sizes.heads:
+            q = self.new(tokens * sizes.heads * d)
+        if rotation:
+            rotated = self.new(tokens * sizes.heads * d), self.new(tokens * sizes.groups * d)
+            q, k = rotated
+
+        def backward(dx: Sized | None, *gradients: Sized | None) -> list[Sized | None]:
+            packed = self.new(tokens * outputs)
+            if has_bias:
+                self.new(grid.packed_parts(tokens // sizes.length, sizes.length) * outputs, FLOAT)
+            q = self.cast(packed, outputs)
+            del packed
+            dy = self.new(tokens * columns)
+            self.give_fp8_product(outputs, columns)
+            out = differentiate_norm(dx, dy)
+            del q, dy
+            return out
+
+        node = Node([residual, pending], [*saved, *rotation], backward, 4)
+        return x.view(node), q.view(node, 1), k.view(node, 2), v.view(node, 3)
+
+    def norm_product(
+        self, residual: Sized | None, pending: Sized, norm: NormOptions, product: tuple[int, int]
+    ) -> tuple[Sized, Sized, list[Sized | None]]:
+        """Return x, the product of its norm in fp8, and what is kept of both."""
+        outputs, columns = product
+        rows, elements = pending.elements // columns, pending.elements
+        width = pending.width if residual is None else residual.width
+        x = self.new(elements, width) if norm.adds else pending
+        y = self.new(elements)
+        rstd = self.new(rows, FLOAT)
+        mean = self.new(rows, FLOAT) if norm.centers else None
+        q, transposed = self.cast(y, columns)
+        del y
+        out = self.new(rows * outputs)
+        del q
+        return x, out, [x.view(), mean, rstd, norm.sites, transposed]
+
+    def norm_mlp(
+        self,
+        residual: Sized,
+        pending: Sized,
+        norm: NormOptions,
+        first: tuple[int, int],
+        second: tuple[int, int],
+        has_bias: bool,
+    ) -> tuple[Sized, Sized]:
+        """Return x and the MLP's output: a norm, two products in fp8 and the activation between."""
+        (wide, columns), (outputs, inner) = first, second
+        x, u, saved = self.norm_product(residual, pending, norm, first)
+        differentiate_norm = self.norm_backward(residual, pending, columns, norm.sites is not None)
+        rows = pending.elements // columns
+        a = self.new(rows * inner)
+        q, transposed = self.cast(a, inner)
+        del a
+        y = self.new(rows * outputs)
+        del q
+
+        def backward(dx: Sized | None, gradient: Sized) -> list[Sized | None]:
+            q = self.cast(gradient, outputs)
+            self.give_rows(gradient, outputs, has_bias)
+            da = self.new(rows * inner)
+            self.give_fp8_product(outputs, inner)
+            du = self.new(rows * wide)
+            if has_bias:
+                self.new(grid.cdiv(rows, grid.activation_rows(rows)) * wide, FLOAT)
+            again = self.cast(du, wide)
+            del du, q
+            dy = self.new(rows * columns)
+            self.give_fp8_product(wide, columns)
+            out = differentiate_norm(dx, dy)
+            del again, dy, da
+            return out
+
+        node = Node([residual, pending], [*saved, u, transposed], backward, 2)
+        return x.view(node), y.view(node, 1)

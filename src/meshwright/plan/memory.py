@@ -10,17 +10,20 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from meshwright.model.counts import layer_matrices
+from meshwright.optim.rule_table import STATE, rule_of
 from meshwright.parallel.pipeline_schedule import schedule, stages_of
 from meshwright.parallel.shard import aligned
 from meshwright.plan.blocks import PassSizes, SizedGPT, Stage, sizes_of
-from meshwright.plan.parameters import WIDTHS, Shapes, shapes_of_rank
+from meshwright.plan.parameters import WIDTHS, Shapes, shapes_of_layer, shapes_of_rank
 from meshwright.plan.tensors import Memory
 from meshwright.settings.schema import TrainConfig
 
 PROCESSORS = 132  # of an H100 and H200; they decide about small sums only
+BLOCK = 128  # elements of an entry in the tables of AdamW
 WORKSPACES = 65 << 20  # of cuBLAS: 32 MiB for each of two threads, and 1 MiB
 
 
@@ -69,23 +72,38 @@ def memory_of_rank(config: TrainConfig, padded: int, pipeline_rank: int, profile
 
 def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer state that a device holds."""
-    p, rule = config.parallel, config.optimizer.optimizer
-    low = WIDTHS[config.precision.dtype]
-    full = max(low, 4)
-    parts = data_parts(config)
-    sizes = [flat_size(unit, parts) for unit in shapes_of_rank(config, padded, pipeline_rank)]
-    n = sum(sizes)
+    p, o, low, parts = config.parallel, config.optimizer, WIDTHS[config.precision.dtype], data_parts(config)
+    units = shapes_of_rank(config, padded, pipeline_rank)
+    full, n = max(low, 4), sum(flat_size(unit, parts) for unit in units)
+    by_rule = Counter[str]()
+    for unit in units:
+        for name, shape in unit.items():
+            by_rule[rule_of(o, name, len(shape))] += aligned(math.prod(shape))
     share = n // parts
     is_separate = low != full or p.offloads or parts > 1
     keeps_all = p.zero_stage < 2 or parts == 1
-    moments = share * (2 if rule in ("adam", "adamw") else 1)
-    if rule == "muon":
-        moments += sum(share_of_adamw(unit) for unit in shapes_of_rank(config, padded, pipeline_rank)) // parts
-    has_tables = kind == "cuda" and full == 4 and not p.offloads and rule in ("adam", "adamw", "muon")
+    moments = sum(len(STATE[rule]) * count for rule, count in by_rule.items()) // parts
     optimizer = 0 if p.offloads else full * (moments + share * is_separate)
-    gradients = full * (n * keeps_all + share * (parts > 1))
-    weights = n * low
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer + has_tables * share // 8}
+    if kind == "cuda" and full == 4 and not p.offloads and by_rule["adamw"]:  # tables of blocks: updated, counted
+        optimizer += 8 * (by_rule["adamw"] // parts + share) // BLOCK
+    weights = n * low + 2 * fp8_parameters(config, pipeline_rank)
+    return {"weights": weights, "gradients": full * (n * keeps_all + share * (parts > 1)), "optimizer": optimizer}
+
+
+def fp8_parameters(config: TrainConfig, pipeline_rank: int) -> int:
+    """Return the parameters of which a rank keeps casts in fp8, as they are and transposed."""
+    m, p = config.model, config.parallel
+    shapes = shapes_of_layer(m, p.tensor_model_parallel_size)
+    layers = [i for stage in own_stages(config, pipeline_rank) for i in range(stage.begin, stage.begin + stage.layers)]
+    each = sum(math.prod(shapes[f"{name}.weight"]) for name in layer_matrices(m))
+    return each * sum(config.precision.multiplies_fp8(i, m.num_layers or 0) for i in layers)
+
+
+def own_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
+    """Return the stages of a pipeline rank."""
+    p, ends = config.parallel, len(config.stages) - 1
+    own = stages_of(p.pipeline_schedule, pipeline_rank, p.pipeline_model_parallel_size, config.chunks)
+    return [Stage(config.stages[s], s == 0, s == ends, sum(config.stages[:s])) for s in own]
 
 
 def data_parts(config: TrainConfig) -> int:
@@ -97,11 +115,6 @@ def data_parts(config: TrainConfig) -> int:
 def flat_size(unit: Shapes, parts: int) -> int:
     """Return the elements of a unit in the flat buffers."""
     return aligned(sum(aligned(math.prod(shape)) for shape in unit.values()), parts)
-
-
-def share_of_adamw(unit: Shapes) -> int:
-    """Return the elements of a unit that Muon leaves to AdamW."""
-    return sum(math.prod(s) for name, s in unit.items() if len(s) == 1 or name.endswith("bias") or "wte" in name)
 
 
 # What a step allocates
@@ -117,11 +130,11 @@ class PassMemory(NamedTuple):
 def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> dict[str, int]:
     """Return the bytes by kind at the peak of a step, beside what is held throughout."""
     p, sizes = config.parallel, sizes_of(config, padded, PROCESSORS)
-    pp, ends = p.pipeline_model_parallel_size, len(config.stages) - 1
+    pp, stages = p.pipeline_model_parallel_size, own_stages(config, pipeline_rank)
+    if not config.precision.first_last_layers_bf16:  # then their places do not matter
+        stages = [replace(stage, begin=0) for stage in stages]
     if pp == 1:
-        return measure_step(sizes, Stage(config.model.num_layers or 0))
-    own = stages_of(p.pipeline_schedule, pipeline_rank, pp, config.chunks)
-    stages = [Stage(config.stages[s], s == 0, s == ends) for s in own]
+        return measure_step(sizes, stages[0])
     count = min(config.micro_batches(config.global_batch), 4 * pp)
     now, peak = dict[str, int](), dict[str, int]()
     for op, chunk, _ in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
