@@ -15,6 +15,11 @@ STATE = {
     "muon": {"momentum_buffer": "momentum"},
 }
 
+MUON_CHUNK = 1 << 27  # elements that Muon updates at a time: four copies in 16 bits are 1 GB
+MUON_STAGE = 3  # iterations of Muon's gram form from one R
+GRAM = 3  # that form is for matrices with at least so many halves of columns for a row
+LION_CHUNK = 1 << 24  # elements that Lion updates at a time: four copies in float32 are 256 MB
+
 
 def decays(name: str, dimensions: int) -> bool:
     """Whether weight decay applies: to matrices and embeddings, not biases and norms."""

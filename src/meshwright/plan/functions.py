@@ -305,7 +305,7 @@ class Functions:
         rotation: list[Sized],
         has_bias: bool,
     ) -> tuple[Sized, Sized, Sized, Sized]:
-        """Return x, q, k and v: a norm, a product in fp8 and the split into heads as one function."""
+        """Return x, q, k and v: a norm, a product in fp8 and the split into heads."""
         outputs, columns = product
         x, qkv, saved = self.norm_product(residual, pending, norm, product)
         differentiate_norm = self.norm_backward(residual, pending, columns, norm.sites is not None)

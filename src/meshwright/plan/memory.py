@@ -8,23 +8,28 @@ forward and backward, or the passes of a pipeline's schedule.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from meshwright.model.counts import layer_matrices
 from meshwright.optim.rule_table import STATE, rule_of
 from meshwright.parallel.pipeline_schedule import schedule, stages_of
 from meshwright.parallel.shard import aligned
+from meshwright.plan.allocator import LEAST, CachingAllocator
 from meshwright.plan.blocks import PassSizes, SizedGPT, Stage, sizes_of
+from meshwright.plan.graph_rule import reason_against
 from meshwright.plan.parameters import WIDTHS, Shapes, shapes_of_layer, shapes_of_rank
 from meshwright.plan.tensors import Memory
+from meshwright.plan.updates import update_events
 from meshwright.settings.schema import TrainConfig
 
 PROCESSORS = 132  # of an H100 and H200; they decide about small sums only
 BLOCK = 128  # elements of an entry in the tables of AdamW
-WORKSPACES = 65 << 20  # of cuBLAS: 32 MiB for each of two threads, and 1 MiB
+WORKSPACES = 32 << 20, 32 << 20, 1 << 20  # of cuBLAS, for the threads of both passes, and of cuBLASLt
 
 
 class Device(Protocol):
@@ -41,10 +46,19 @@ class Device(Protocol):
 class RankMemory:
     """The bytes of one rank: by kind at the peak of a step, and all that its process takes."""
 
-    kinds: dict[str, int]  # weights, gradients, optimizer, activations, logits, buffers, communication, graphs
-    allocated: int  # by tensors at the peak
-    reserved: int  # by torch's allocator
-    context: int  # by the driver and its libraries
+    kinds: dict[str, int]  # weights, gradients, optimizer, activations, logits, buffers, communication
+    context: int  # of the driver and its libraries
+    reserve: Callable[[], int] = field(repr=False, compare=False)
+
+    @property
+    def allocated(self) -> int:
+        """The most bytes that tensors hold at once."""
+        return sum(self.kinds.values())
+
+    @functools.cached_property
+    def reserved(self) -> int:
+        """The bytes that torch's allocator takes for them; this takes some milliseconds to find."""
+        return self.reserve()
 
     @property
     def total(self) -> int:
@@ -60,11 +74,12 @@ def memory_of_ranks(config: TrainConfig, padded: int, profile: Device) -> list[R
 
 def memory_of_rank(config: TrainConfig, padded: int, pipeline_rank: int, profile: Device) -> RankMemory:
     """Return the memory of a pipeline rank."""
-    kinds = Counter(held_bytes(config, padded, pipeline_rank, profile.kind))
-    kinds.update(step_bytes(config, padded, pipeline_rank))
-    kinds["buffers"] += WORKSPACES if profile.kind == "cuda" else 0
-    allocated = sum(kinds.values())
-    return RankMemory(dict(kinds), allocated, allocated + allocated // 20, profile.context_bytes)
+    held = held_bytes(config, padded, pipeline_rank, profile.kind)
+    held["buffers"] = sum(WORKSPACES) if profile.kind == "cuda" else 0
+    passes, update = step_bytes(config, padded, pipeline_rank), update_events(config, padded, pipeline_rank)
+    most = max(passes, update.kinds_at(update.peak_at), key=lambda kinds: sum(kinds.values()))
+    reserve = functools.partial(reserved_bytes, config, padded, pipeline_rank, profile)
+    return RankMemory(add_kinds(held, most), profile.context_bytes, reserve)
 
 
 # What is held throughout
@@ -167,3 +182,42 @@ def measure_passes(sizes: PassSizes, stage: Stage) -> dict[str, PassMemory]:
         next(passes)
         out[op] = PassMemory(*memory.since(begin))
     return out
+
+
+# What torch's allocator takes
+
+
+def reserved_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: Device) -> int:
+    """Return the most bytes that torch's allocator reserves in the first steps and for graphs."""
+    allocator, keys = CachingAllocator(), itertools.count(-1, -1)
+    held = held_bytes(config, padded, pipeline_rank, profile.kind)
+    buffers = [held["gradients"], held["weights"], *[held["optimizer"] // 3] * 3]  # master and moments
+    for size in (*buffers, *(WORKSPACES if profile.kind == "cuda" else ())):
+        if size:
+            allocator.allocate(next(keys), -(-size // LEAST) * LEAST)
+    step, update = step_events(config, padded, pipeline_rank), update_events(config, padded, pipeline_rank).events
+    for _ in range(2):
+        allocator.run(step)
+        allocator.run(update)
+    if reason_against(config, profile.kind) is None:
+        allocator.empty_cache()
+        allocator.begin_pool()
+        allocator.run(step)
+        allocator.run(update)
+    return allocator.most
+
+
+def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[tuple[int, int, str]]:
+    """Return what a rank's passes allocate and free, in order."""
+    p, sizes, memory = config.parallel, sizes_of(config, padded, PROCESSORS), Memory()
+    pp, stages = p.pipeline_model_parallel_size, own_stages(config, pipeline_rank)
+    if pp == 1:
+        SizedGPT(sizes, stages[0], memory).run_step()
+        return memory.events
+    running: dict[tuple[int, int], Iterator[None]] = {}
+    count = min(config.micro_batches(config.global_batch), 2 * pp)
+    for _, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
+        passes = running.setdefault((chunk, i), SizedGPT(sizes, stages[chunk], memory).passes())
+        next(passes)
+    running.clear()
+    return memory.events
