@@ -17,15 +17,15 @@ SMALL_SEGMENT, MEDIUM_SEGMENT, STEP = 2 * MIB, 20 * MIB, 2 * MIB
 LEAST = 512  # bytes of a block
 
 
-class Piece:
+class Slab:
     """A block of a segment, free or taken."""
 
     __slots__ = ("after", "at", "before", "is_free", "size")
 
     def __init__(self, at: int, size: int) -> None:
         self.at, self.size, self.is_free = at, size, False
-        self.before: Piece | None = None
-        self.after: Piece | None = None
+        self.before: Slab | None = None
+        self.after: Slab | None = None
 
 
 class CachingAllocator:
@@ -33,8 +33,8 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self.reserved = self.most = self.end = 0
-        self.free: dict[bool, list[tuple[int, int, Piece]]] = {True: [], False: []}  # small tensors or not
-        self.taken: dict[int, tuple[Piece, bool]] = {}
+        self.free: dict[bool, list[tuple[int, int, Slab]]] = {True: [], False: []}  # small tensors or not
+        self.taken: dict[int, tuple[Slab, bool]] = {}
 
     def run(self, events: Iterable[tuple[int, int, str]]) -> None:
         """Allocate (sizes above 0) and free tensors, which keys name."""
@@ -47,48 +47,48 @@ class CachingAllocator:
     def allocate(self, key: int, size: int) -> None:
         is_small, free = size <= SMALL, self.free[size <= SMALL]
         place = bisect.bisect_left(free, (size, -1))
-        piece = free.pop(place)[2] if place < len(free) else self.new_segment(size)
-        rest = piece.size - size
+        slab = free.pop(place)[2] if place < len(free) else self.new_segment(size)
+        rest = slab.size - size
         if rest >= LEAST if is_small else rest > SMALL:
-            other = Piece(piece.at + size, rest)
-            other.before, other.after, piece.after, piece.size = piece, piece.after, other, size
+            other = Slab(slab.at + size, rest)
+            other.before, other.after, slab.after, slab.size = slab, slab.after, other, size
             if other.after is not None:
                 other.after.before = other
             self.put(other, is_small)
-        piece.is_free = False
-        self.taken[key] = piece, is_small
+        slab.is_free = False
+        self.taken[key] = slab, is_small
 
-    def new_segment(self, size: int) -> Piece:
+    def new_segment(self, size: int) -> Slab:
         taken = SMALL_SEGMENT if size <= SMALL else MEDIUM_SEGMENT if size < MEDIUM else -(-size // STEP) * STEP
         self.reserved += taken
         self.most = max(self.most, self.reserved)
         at, self.end = self.end, self.end + taken
-        return Piece(at, taken)
+        return Slab(at, taken)
 
-    def put(self, piece: Piece, is_small: bool) -> None:
-        piece.is_free = True
-        bisect.insort(self.free[is_small], (piece.size, piece.at, piece))
+    def put(self, slab: Slab, is_small: bool) -> None:
+        slab.is_free = True
+        bisect.insort(self.free[is_small], (slab.size, slab.at, slab))
 
-    def take_out(self, piece: Piece, is_small: bool) -> None:
+    def take_out(self, slab: Slab, is_small: bool) -> None:
         free = self.free[is_small]
-        del free[bisect.bisect_left(free, (piece.size, piece.at))]
+        del free[bisect.bisect_left(free, (slab.size, slab.at))]
 
     def release(self, key: int) -> None:
-        piece, is_small = self.taken.pop(key)
-        if (after := piece.after) is not None and after.is_free:
+        slab, is_small = self.taken.pop(key)
+        if (after := slab.after) is not None and after.is_free:
             self.take_out(after, is_small)
-            piece.size += after.size
-            piece.after = after.after
-            if piece.after is not None:
-                piece.after.before = piece
-        if (before := piece.before) is not None and before.is_free:
+            slab.size += after.size
+            slab.after = after.after
+            if slab.after is not None:
+                slab.after.before = slab
+        if (before := slab.before) is not None and before.is_free:
             self.take_out(before, is_small)
-            before.size += piece.size
-            before.after = piece.after
+            before.size += slab.size
+            before.after = slab.after
             if before.after is not None:
                 before.after.before = before
-            piece = before
-        self.put(piece, is_small)
+            slab = before
+        self.put(slab, is_small)
 
     def empty_cache(self) -> None:
         """Give segments without tensors back."""

@@ -13,7 +13,7 @@ from meshwright.model.counts import layer_matrices
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
 from meshwright.plan.functions import FLOAT, LONG, Formats, Functions, HeadCounts, NormOptions
 from meshwright.plan.parameters import WIDTHS, shapes_of_layer
-from meshwright.plan.tensors import Memory, Node, Sized, differentiate, recomputed
+from meshwright.plan.tensors import GraphNode, Memory, Sized, differentiate, recomputed
 from meshwright.settings.schema import Model, Precision, TrainConfig
 
 
@@ -113,7 +113,7 @@ class SizedGPT:
             return self.join(residual, pending, sites)
         _, y = self.f.add_norm(residual, pending, self.hidden, self.norm(sites))
         self.memory.kind = "logits"
-        logits = self.f.column_parallel(y, self.hidden, self.padded)
+        logits = self.f.column_parallel(y, (self.padded, self.hidden))
         self.memory.kind = "activations"
         return logits
 
@@ -145,13 +145,13 @@ class SizedGPT:
     def embed(self, at: Sized) -> Sized:
         """Return the embeddings of the tokens."""
         x = self.f.new(self.rows * self.hidden)
-        x.node = Node([], [], lambda gradient: self.give_rows_of_table(self.rows))
+        x.node = GraphNode([], [], lambda gradient: self.give_rows_of_table(self.rows))
         if self.m.position == "learned":
             columns = self.columns
             places = self.f.new(columns * self.hidden)
-            places.node = Node([], [at], lambda gradient: self.give_rows_of_table(columns))
+            places.node = GraphNode([], [at], lambda gradient: self.give_rows_of_table(columns))
             y = self.f.new(x.elements)
-            y.node = Node([x, places], [], self.back_to_places)
+            y.node = GraphNode([x, places], [], self.back_to_places)
             x = y
         return x
 
@@ -194,16 +194,15 @@ class SizedGPT:
             o = recomputed(f.flash, q, k, v, self.heads)
         else:
             o = f.flash(q, k, v, self.heads)
-        outputs, inputs = self.matrices["attn.proj"]
-        branch = f.row_parallel(o, inputs, outputs, is_fp8=is_fp8)
+        branch = f.row_parallel(o, self.matrices["attn.proj"], is_fp8=is_fp8)
         fc, proj = self.matrices["mlp.fc"], self.matrices["mlp.proj"]
         if is_joint:
             return f.norm_mlp(base, branch, self.norm(sites), fc, proj, m.add_bias_linear)
         x, z = f.add_norm(base, branch, self.hidden, self.norm(sites))
-        u = f.column_parallel(z, *reversed(fc), is_fp8=is_fp8)
+        u = f.column_parallel(z, fc, is_fp8=is_fp8)
         a = f.activate(u, fc[0], proj[1], m.add_bias_linear)
         del u
-        return z if post_norm else x, f.row_parallel(a, *reversed(proj), m.add_bias_linear, is_fp8)
+        return z if post_norm else x, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
 
     def enter(
         self, residual: Sized | None, pending: Sized, is_fp8: bool, sites: Sized | None, rotation: list[Sized]
@@ -211,7 +210,7 @@ class SizedGPT:
         """Return the residual stream, and attention's inputs."""
         adds = residual is not None or (self.drops and sites is not None)
         x, y = self.f.add_norm(residual, pending, self.hidden, self.norm(sites, adds))
-        qkv = self.f.column_parallel(y, *reversed(self.matrices["attn.qkv"]), is_fp8=is_fp8)
+        qkv = self.f.column_parallel(y, self.matrices["attn.qkv"], is_fp8=is_fp8)
         q, k, v = self.f.split_heads(qkv, self.heads, rotation, self.m.qkv_bias)
         return y if self.m.apply_residual_connection_post_layernorm else x, q, k, v
 
@@ -236,7 +235,7 @@ class SizedGPT:
             del copy
             return [kept.view()]
 
-        losses.node = Node([logits], [lse], backward)
+        losses.node = GraphNode([logits], [lse], backward)
         return losses
 
     def run_step(self) -> None:
@@ -257,7 +256,7 @@ class SizedGPT:
 
         if not self.stage.has_embedding:
             received = self.f.new(self.rows * self.hidden, self.sizes.formats.stream)
-            received.node = Node([], [], keep)
+            received.node = GraphNode([], [], keep)
         tokens = self.memory.new(self.tokens, LONG)
         self.f.waiting, self.f.is_first = [] if self.sizes.splits_backward else None, False
         output = self.forward(received)
@@ -276,7 +275,7 @@ class SizedGPT:
     def total(self, losses: Sized) -> Sized:
         """Return the sum of the losses."""
         total = self.memory.new(1, FLOAT)
-        total.node = Node([losses], [], lambda gradient: [self.memory.new(1, FLOAT)])
+        total.node = GraphNode([losses], [], lambda gradient: [self.memory.new(1, FLOAT)])
         return total
 
 

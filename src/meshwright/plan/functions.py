@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.kernels import grid
-from meshwright.plan.tensors import Memory, Node, Sized
+from meshwright.plan.tensors import GraphNode, Memory, Sized
 
 FLOAT, LONG = 4, 8  # bytes
+Matrix = tuple[int, int]  # outputs and inputs
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ class Functions:
             rows = grid.summed_rows(count, grid.sum_slab(count, columns, self.processors))
             self.new(rows * columns, self.formats.full)
 
-    def linear(self, x: Sized, inputs: int, outputs: int, has_bias: bool = False) -> Sized:
+    def linear(self, x: Sized, matrix: Matrix, has_bias: bool = False) -> Sized:
         """Return x @ W^T; `has_bias`: a bias gets its gradient here."""
+        outputs, inputs = matrix
         y, needs_gradient = self.new(x.elements // inputs * outputs), x.node is not None
 
         def backward(saved: list[Sized], gradient: Sized) -> list[Sized | None]:
@@ -87,18 +89,17 @@ class Functions:
             self.give_rows(gradient, outputs, has_bias)
             return [of_x]
 
-        y.node = Node([x], [x.view()], backward, takes_saved=True)
+        y.node = GraphNode([x], [x.view()], backward, takes_saved=True)
         return y
 
-    def column_parallel(
-        self, x: Sized, inputs: int, outputs: int, has_bias: bool = False, is_fp8: bool = False
-    ) -> Sized:
+    def column_parallel(self, x: Sized, matrix: Matrix, has_bias: bool = False, is_fp8: bool = False) -> Sized:
         """Multiply as a layer's first products and the head do: a rank has some of the outputs."""
+        outputs, inputs = matrix
         linear = self.fp8_linear if is_fp8 else self.linear
         if self.tp == 1:
-            return linear(x, inputs, outputs, has_bias)
+            return linear(x, matrix, has_bias)
         if self.waiting is not None or is_fp8:
-            return linear(self.gathered(x) if self.sequence else self.copied(x), inputs, outputs, has_bias)
+            return linear(self.gathered(x) if self.sequence else self.copied(x), matrix, has_bias)
         times = self.tp if self.sequence else 1
         rows = self.new(x.elements * times) if self.sequence else None
         y = self.new(x.elements // inputs * times * outputs)
@@ -113,16 +114,17 @@ class Functions:
             del rows, partial
             return [back]
 
-        y.node = Node([x], [x.view()], backward)
+        y.node = GraphNode([x], [x.view()], backward)
         return y
 
-    def row_parallel(self, x: Sized, inputs: int, outputs: int, has_bias: bool = False, is_fp8: bool = False) -> Sized:
+    def row_parallel(self, x: Sized, matrix: Matrix, has_bias: bool = False, is_fp8: bool = False) -> Sized:
         """Multiply as a layer's second products do: partial sums, added up before the bias."""
+        outputs, inputs = matrix
         linear = self.fp8_linear if is_fp8 else self.linear
         if self.tp == 1:
-            return linear(x, inputs, outputs, has_bias)
+            return linear(x, matrix, has_bias)
         if not self.sequence or self.waiting is not None or is_fp8:
-            return self.add_bias(self.added_up(linear(x, inputs, outputs)), outputs, has_bias)
+            return self.add_bias(self.added_up(linear(x, matrix)), outputs, has_bias)
         partial = self.new(x.elements // inputs * outputs)
         y = self.new(partial.elements // self.tp)
         del partial
@@ -133,25 +135,25 @@ class Functions:
             self.give_product(outputs, inputs)
             return [back]
 
-        y.node = Node([x], [x.view()], backward)
+        y.node = GraphNode([x], [x.view()], backward)
         return self.add_bias(y, outputs, has_bias)
 
     def added_up(self, x: Sized) -> Sized:
         """Sum partial results over the tensor ranks; with sequence parallelism keep own rows."""
         count, width, times = x.elements, x.width, self.tp if self.sequence else 1
         y = self.new(count // times, width)
-        y.node = Node([x], [], lambda gradient: [self.new(count, width) if self.sequence else gradient])
+        y.node = GraphNode([x], [], lambda gradient: [self.new(count, width) if self.sequence else gradient])
         return y
 
     def gathered(self, x: Sized) -> Sized:
         count, width = x.elements, x.width
         y = self.new(count * self.tp, width)
-        y.node = Node([x], [], lambda gradient: [self.new(count, width)])
+        y.node = GraphNode([x], [], lambda gradient: [self.new(count, width)])
         return y
 
     def copied(self, x: Sized) -> Sized:
         count, width = x.elements, x.width
-        return x.view(Node([x], [], lambda gradient: [self.new(count, width)]))
+        return x.view(GraphNode([x], [], lambda gradient: [self.new(count, width)]))
 
     def add_bias(self, x: Sized, columns: int, has_bias: bool) -> Sized:
         if not has_bias:
@@ -162,19 +164,19 @@ class Functions:
             self.give_rows(gradient, columns, True)
             return [gradient]
 
-        y.node = Node([x], [], backward)
+        y.node = GraphNode([x], [], backward)
         return y
 
     def add(self, a: Sized, b: Sized) -> Sized:
         """Add a branch to the residual stream, which may be wider."""
         y, width = self.new(a.elements, a.width), b.width
         of_b = (lambda gradient: self.new(gradient.elements, width)) if width < a.width else (lambda gradient: gradient)
-        y.node = Node([a, b], [], lambda gradient: [gradient, of_b(gradient)])
+        y.node = GraphNode([a, b], [], lambda gradient: [gradient, of_b(gradient)])
         return y
 
     def dropout(self, x: Sized, sites: Sized) -> Sized:
         y, width = self.new(x.elements, x.width), x.width
-        y.node = Node([x], [sites], lambda gradient: [self.new(gradient.elements, width)])
+        y.node = GraphNode([x], [sites], lambda gradient: [self.new(gradient.elements, width)])
         return y
 
     # Fused kernels
@@ -188,7 +190,7 @@ class Functions:
         rstd = self.new(rows, FLOAT)
         mean = self.new(rows, FLOAT) if norm.centers else None
         backward = self.norm_backward(residual, pending, columns, norm.sites is not None)
-        node = Node([residual, pending], [x.view(), mean, rstd, norm.sites], backward, 2)
+        node = GraphNode([residual, pending], [x.view(), mean, rstd, norm.sites], backward, 2)
         return x.view(node), y.view(node, 1)
 
     def norm_backward(
@@ -221,7 +223,7 @@ class Functions:
                 self.new(grid.cdiv(rows, grid.activation_rows(rows)) * columns, FLOAT)
             return [du]
 
-        a.node = Node([u], [u.view()], backward)
+        a.node = GraphNode([u], [u.view()], backward)
         return a
 
     def split_heads(
@@ -242,7 +244,7 @@ class Functions:
                 self.new(grid.packed_parts(tokens // sizes.length, sizes.length) * sizes.columns, FLOAT)
             return [of_qkv]
 
-        node = Node([qkv], rotation, backward, 3)
+        node = GraphNode([qkv], rotation, backward, 3)
         return q.view(node), k.view(node, 1), v.view(node, 2)
 
     def flash(self, q: Sized, k: Sized, v: Sized, sizes: HeadCounts) -> Sized:
@@ -262,7 +264,7 @@ class Functions:
             del total, sums
             return [dq, dk, dv]
 
-        return o.view(Node([q, k, v], [q.view(), k.view(), v.view(), o, lse, state, unused], backward))
+        return o.view(GraphNode([q, k, v], [q.view(), k.view(), v.view(), o, lse, state, unused], backward))
 
     # fp8
 
@@ -277,8 +279,9 @@ class Functions:
         if not self.is_first:
             self.new(outputs * inputs, FLOAT)
 
-    def fp8_linear(self, x: Sized, inputs: int, outputs: int, has_bias: bool = False) -> Sized:
+    def fp8_linear(self, x: Sized, matrix: Matrix, has_bias: bool = False) -> Sized:
         """Return x @ W^T of both in fp8; the input is kept transposed."""
+        outputs, inputs = matrix
         rows = x.elements // inputs
         q, transposed = self.cast(x, inputs)
         y = self.new(rows * outputs)
@@ -292,7 +295,7 @@ class Functions:
             del q
             return [back]
 
-        y.node = Node([x], [transposed], backward)
+        y.node = GraphNode([x], [transposed], backward)
         return y
 
     def norm_heads(
@@ -300,7 +303,7 @@ class Functions:
         residual: Sized | None,
         pending: Sized,
         norm: NormOptions,
-        product: tuple[int, int],
+        product: Matrix,
         sizes: HeadCounts,
         rotation: list[Sized],
         has_bias: bool,
@@ -329,11 +332,11 @@ class Functions:
             del q, dy
             return out
 
-        node = Node([residual, pending], [*saved, *rotation], backward, 4)
+        node = GraphNode([residual, pending], [*saved, *rotation], backward, 4)
         return x.view(node), q.view(node, 1), k.view(node, 2), v.view(node, 3)
 
     def norm_product(
-        self, residual: Sized | None, pending: Sized, norm: NormOptions, product: tuple[int, int]
+        self, residual: Sized | None, pending: Sized, norm: NormOptions, product: Matrix
     ) -> tuple[Sized, Sized, list[Sized | None]]:
         """Return x, the product of its norm in fp8, and what is kept of both."""
         outputs, columns = product
@@ -350,13 +353,7 @@ class Functions:
         return x, out, [x.view(), mean, rstd, norm.sites, transposed]
 
     def norm_mlp(
-        self,
-        residual: Sized,
-        pending: Sized,
-        norm: NormOptions,
-        first: tuple[int, int],
-        second: tuple[int, int],
-        has_bias: bool,
+        self, residual: Sized, pending: Sized, norm: NormOptions, first: Matrix, second: Matrix, has_bias: bool
     ) -> tuple[Sized, Sized]:
         """Return x and the MLP's output: a norm, two products in fp8 and the activation between."""
         (wide, columns), (outputs, inner) = first, second
@@ -385,5 +382,5 @@ class Functions:
             del again, dy, da
             return out
 
-        node = Node([residual, pending], [*saved, u, transposed], backward, 2)
+        node = GraphNode([residual, pending], [*saved, u, transposed], backward, 2)
         return x.view(node), y.view(node, 1)
