@@ -59,6 +59,7 @@ NO_TORCH = [
     "commands.inspect",
     "commands.convert",
     "commands.preprocess",
+    "commands.plan",
     "commands.presets",
     "commands.launch",
     "commands.report",

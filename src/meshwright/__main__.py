@@ -27,6 +27,7 @@ COMMANDS = {
     "data": "verify, inspect, merge, index and fetch token files",
     "train-tokenizer": "learn a BPE vocabulary from text",
     "presets": "list known models, or print one as flags",
+    "plan": "predict memory, time and the best layout of a run",
     "train": "pre-train a GPT",
     "verify-layout": "show that a layout computes what one process computes",
     "launch": "start a command as several ranks, on one machine or many",
@@ -47,7 +48,7 @@ COMMANDS = {
 GROUPS = {
     "Start": "quickstart demo",
     "Text": "train-tokenizer preprocess data",
-    "Train": "presets train launch verify-layout",
+    "Train": "presets plan train launch verify-layout",
     "Look": "watch report evaluate",
     "Use": "generate chat serve",
     "Files": "inspect convert",

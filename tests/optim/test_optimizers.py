@@ -144,13 +144,13 @@ def lion_step(weight, grad, moment, lr, wd, beta1=0.9, beta2=0.99):
     return weight - lr * (update + wd * weight), beta2 * moment + (1 - beta2) * grad
 
 
-@pytest.mark.parametrize("chunk", [lion.LION_CHUNK, 100])
+@pytest.mark.parametrize("chunk", [lion.CHUNK, 100])
 @pytest.mark.parametrize("betas", [(0.9, 0.99), (0.5, 0.8), (0.0, 0.0)])
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_lion_follows_its_formula(monkeypatch, chunk, betas, clip, dtype):
     """Compare ten steps of a scaled loss with the formula; biases and norms do not decay."""
-    monkeypatch.setattr(lion, "LION_CHUNK", chunk)
+    monkeypatch.setattr(lion, "CHUNK", chunk)
     o = Optimizer(optimizer="lion", lion_beta1=betas[0], lion_beta2=betas[1], clip_grad=clip)
     model, store = make(GATED, o, dtype=dtype)
     named = {n: (p.clone(), torch.zeros_like(p)) for n, p in masters(store)}

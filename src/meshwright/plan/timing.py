@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from meshwright.model import counts
 from meshwright.model.kind import BlockKind, block_kind
-from meshwright.optim.rule_table import MUON_STAGE
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
 from meshwright.plan import graph_rule, timeline, traffic
 from meshwright.plan.devices import DeviceProfile, Link, Links
@@ -28,6 +27,7 @@ BLOCK_STARTS = 3  # blocks of keys that the begin and the end of a block of rows
 PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
 # How much more a layer's passes move, and how many more kernels they are, than in fused blocks.
 BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled": (1.4, 3.0), "plain": (2.2, 4.0)}
+MUON_STAGE = 3  # iterations from one square, as in optim/muon.py
 MUON_HALF = 512  # rows of matrices whose products reach half of the speed of large ones
 # Numbers of full size that an update reads and writes for a parameter, with those of the norm.
 UPDATE_NUMBERS = {"adam": 8, "adamw": 8, "sgd": 7, "muon": 8, "lion": 38}
@@ -87,6 +87,33 @@ def step_time(
     search needs to run few different schedules.
     """
     return _Prediction(config, padded, profile, links or profile.links, is_quick).result()
+
+
+def least_seconds(config: TrainConfig, padded: int, machine: tuple[DeviceProfile, Links], any_schedule: bool) -> float:
+    """Return seconds that a step needs at least, without running a pipeline's schedule.
+
+    With `any_schedule` no other schedule of the same ranks and micro-batches needs less. ZeRO, the
+    update and the host are left out.
+    """
+    terms, p, layers = _Prediction(config, padded, *machine, True), config.parallel, config.model.num_layers or 0
+    layer = terms.layer(bool(config.model.windowed_layers), bool(config.precision.fp8_format))
+    again = config.training.recompute_granularity == "full" and config.training.recompute_method != "block"
+    forward, weights = layer.forward.device_seconds, layer.weights.device_seconds
+    backward = layer.backward.device_seconds + again * forward
+    ends = (terms.embedding(False), terms.embedding(True), *terms.head())
+    split = any_schedule or p.pipeline_schedule in SPLIT_BACKWARD
+    drain = backward if split else backward + weights
+    chunk = 1 if any_schedule else layers // (terms.pp * config.chunks)  # layers that a micro-batch passes at once
+    alone = layers * (forward + backward + weights) + sum(part.device_seconds for part in ends)
+    own = terms.count * (layers // terms.pp) * (forward + backward + weights)
+    waiting = (terms.pp - 1) * chunk * (forward if split else forward + drain)
+    return max(terms.count * alone / terms.pp, own + waiting, layers * (forward + drain))
+
+
+def stage_times(config: TrainConfig, padded: int, profile: DeviceProfile, links: Links) -> timeline.StageTimes:
+    """Return the seconds of a micro-batch in each stage."""
+    terms = _Prediction(config, padded, profile, links, False)
+    return terms.stage_times([terms.stage(s) for s in range(len(config.stages))])
 
 
 def muon_seconds(m: Model, steps: int, flops_per_second: float) -> float:
@@ -385,23 +412,26 @@ class _Prediction:
         """Return the seconds from the first forward pass to the last backward pass."""
         if self.pp == 1:
             return busy
-        kind, split = self.p.pipeline_schedule, self.p.pipeline_schedule in SPLIT_BACKWARD
-        message = self.sending("pipeline", traffic.message_bytes(self.config))
-        times = timeline.StageTimes(
-            tuple(self.passes_seconds(s.forward) for s in stages),
-            tuple(self.passes_seconds(s.backward if split else s.backward + s.weights) for s in stages),
-            tuple(self.passes_seconds(s.weights) for s in stages) if split else (),
-            message,
-        )
+        kind, times = self.p.pipeline_schedule, self.stage_times(stages)
         if not self.is_quick:
             return timeline.makespan(kind, self.pp, self.count, self.config.chunks, times)
         unit = max(times.forward)
         forward, backward, weights = (tuple(round(x / unit, 1) for x in part) for part in times[:3])
-        rounded = timeline.StageTimes(forward, backward, weights, round(message / unit, 2))
+        rounded = timeline.StageTimes(forward, backward, weights, round(times.message / unit, 2))
         waits = timeline.makespan(kind, self.pp, self.count, self.config.chunks, rounded)
         own = [stages_of(kind, rank, self.pp, self.config.chunks) for rank in range(self.pp)]
         most = max(sum(part[s] for part in (forward, backward, weights) if part for s in mine) for mine in own)
         return busy * waits / (most * self.count)
+
+    def stage_times(self, stages: list[Step]) -> timeline.StageTimes:
+        """Return the seconds of each stage's passes and of a message."""
+        split = self.p.pipeline_schedule in SPLIT_BACKWARD
+        return timeline.StageTimes(
+            tuple(self.passes_seconds(s.forward) for s in stages),
+            tuple(self.passes_seconds(s.backward if split else s.backward + s.weights) for s in stages),
+            tuple(self.passes_seconds(s.weights) for s in stages) if split else (),
+            self.sending("pipeline", traffic.message_bytes(self.config)),
+        )
 
     def update(self) -> float:
         """Return the seconds of clipping and updating a rank's parameters."""

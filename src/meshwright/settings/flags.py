@@ -18,7 +18,7 @@ import re
 import reprlib
 import tomllib
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -621,20 +621,23 @@ def localized(config: Any) -> Any:
     return dataclasses.replace(config, **groups)
 
 
-def to_toml(config: Any, sources: Mapping[str, str] | None = None) -> str:
+def to_toml(config: Any, sources: Mapping[str, str] | None = None, only: Collection[str] | None = None) -> str:
     """Return a file that --config reads back, with the sources of values as comments.
+
+    `only` are the names of the settings to list, instead of all.
 
     tomllib only reads; JSON's strings, numbers and lists are also TOML's.
     """
     lines = []
     for g in dataclasses.fields(config):
-        lines.append(f"[{g.name}]")
         group = getattr(config, g.name)
-        for f in dataclasses.fields(group):
+        listed = [f for f in dataclasses.fields(group) if only is None or f.name in only]
+        lines += [f"[{g.name}]"] * bool(listed)
+        for f in listed:
             value = getattr(group, f.name)
             line = f"# {f.name} = none" if value is None else f"{f.name} = {_toml(value)}"
             lines.append(f"{line}  # {sources[f.name]}" if sources else line)
-        lines.append("")
+        lines += [""] * bool(listed)
     return "\n".join(lines)
 
 

@@ -1,0 +1,126 @@
+"""What a run will need on given devices: memory of each rank, time of a step, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from meshwright.device import ask_nvidia_smi
+from meshwright.errors import UserError
+from meshwright.plan.devices import DeviceProfile, Links, load_profile, profile_names
+from meshwright.plan.memory import RankMemory, memory_of_rank, memory_of_ranks
+from meshwright.plan.saving import SaveTime, save_time
+from meshwright.plan.timeline import StageTimes
+from meshwright.plan.timing import StepTime, stage_times, step_time
+from meshwright.settings.fields import config_fields
+from meshwright.settings.schema import TrainConfig
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices of one kind, and what connects them."""
+
+    profile: DeviceProfile
+    links: Links
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run in a layout on a machine, predicted when asked."""
+
+    config: TrainConfig
+    machine: Machine
+    vocabulary: int
+    is_quick: bool = False  # for a search: a pipeline's waiting is rounded
+
+    @cached_property
+    def padded(self) -> int:
+        from meshwright.tokenizers import padded_size  # imports numpy
+
+        m, p = self.config.model, self.config.parallel
+        divisor = m.make_vocab_size_divisible_by
+        return padded_size(self.vocabulary, divisor, p.tensor_model_parallel_size, m.pad_vocab_size_to)
+
+    @cached_property
+    def ranks(self) -> list[RankMemory]:
+        """The memory of each pipeline rank."""
+        return memory_of_ranks(self.config, self.padded, self.machine.profile)
+
+    @cached_property
+    def time(self) -> StepTime:
+        machine = self.machine
+        return step_time(self.config, self.padded, machine.profile, machine.links, self.is_quick)
+
+    @property
+    def stage_times(self) -> StageTimes:
+        return stage_times(self.config, self.padded, self.machine.profile, self.machine.links)
+
+    @cached_property
+    def save(self) -> SaveTime:
+        return save_time(self.config, self.padded, self.machine.profile)
+
+    @property
+    def fullest(self) -> int:
+        """The pipeline rank that needs the most memory."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].total)
+
+    @property
+    def left(self) -> int:
+        """Bytes that the fullest rank leaves free; negative if it does not fit."""
+        return self.machine.profile.memory_bytes - self.ranks[self.fullest].total
+
+    @property
+    def fits(self) -> bool:
+        return self.left >= 0
+
+    @cached_property
+    def at_ends(self) -> RankMemory:
+        """The memory of the first or the last pipeline rank, which hold the most as a rule."""
+        ends = {0, self.config.parallel.pipeline_model_parallel_size - 1}
+        each = (memory_of_rank(self.config, self.padded, rank, self.machine.profile) for rank in ends)
+        return max(each, key=lambda memory: memory.total)
+
+    @property
+    def left_at_ends(self) -> int:
+        return self.machine.profile.memory_bytes - self.at_ends.total
+
+
+def find_machine(
+    name: str | None, per_node: int | None = None, link: float | None = None, disk: float | None = None
+) -> Machine:
+    """Return the machine of a profile, or this one, with other links or storage in GB/s."""
+    profile = load_profile(name) if name else this_device()
+    if disk is not None:
+        profile = dataclasses.replace(profile, storage={**profile.storage, "disk": disk * 1e9})
+    links = profile.links if per_node is None else dataclasses.replace(profile.links, gpus_per_node=per_node)
+    return Machine(profile, links if link is None else links.with_network(link * 1e9))
+
+
+def this_device() -> DeviceProfile:
+    """Return the profile of this machine's devices: of its GPU, or of its CPU if it has none."""
+    try:
+        product = ask_nvidia_smi("name", "csv,noheader").splitlines()[0]
+    except (RuntimeError, IndexError):
+        return load_profile("cpu")
+    profile = profile_of(product)
+    if profile is None:
+        known = ", ".join(profile_names())
+        raise UserError(f"no profile of {product}; give --gpu one of {known}, or a file of `bench --calibrate`")
+    return profile
+
+
+def profile_of(product: str) -> DeviceProfile | None:
+    """Return the profile of a device by its product's name, if there is one."""
+    profiles = map(load_profile, profile_names())
+    return next((p for p in profiles if any(part.lower() in product.lower() for part in p.names)), None)
+
+
+def with_settings(config: TrainConfig, **settings: Any) -> TrainConfig:
+    """Return a configuration with other values of some settings, by name."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        groups.setdefault(config_fields(TrainConfig)[name][0], {})[name] = value
+    changed = {group: dataclasses.replace(getattr(config, group), **values) for group, values in groups.items()}
+    return dataclasses.replace(config, **changed)

@@ -1,0 +1,276 @@
+"""All layouts that a number of devices allows, and the fastest of those that fit.
+
+A layout is legal if `settings.checks` says so. The dimensions form a tree: each level sets one of
+them, and a refused node ends its branch, so that few configurations of the many are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.plan.prediction import Machine, Prediction, with_settings
+from meshwright.plan.timing import least_seconds
+from meshwright.settings.check_layout import parallel_problems
+from meshwright.settings.check_steps import batch_problems
+from meshwright.settings.schema import TrainConfig
+
+Settings = dict[str, Any]
+RECOMPUTE = (None, "selective", "full")  # slower and smaller with each
+MOST_MICRO_BATCH = 64
+
+
+@dataclass(frozen=True)
+class Freedom:
+    """What a search may change."""
+
+    fixed: frozenset[str] = frozenset()  # settings that keep their values
+    fp8: bool = False  # whether it may multiply in 8 bits
+
+
+@dataclass
+class Refusals:
+    """Reasons against layouts, each with an example and how often it was the first."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def note(self, reason: str) -> None:
+        kind = re.sub(r"\d[\d.,]*", "N", reason)
+        self.counts[kind] += 1
+        self.examples.setdefault(kind, reason)
+
+    def listed(self) -> list[tuple[int, str]]:
+        """Return counts and examples, the most frequent first."""
+        return [(count, self.examples[kind]) for kind, count in self.counts.most_common()]
+
+
+@dataclass
+class Found:
+    """The outcome of a search."""
+
+    refusals: Refusals = field(default_factory=Refusals)
+    fitting: list[Prediction] = field(default_factory=list)  # the fastest first
+    too_large: int = 0  # predicted layouts that do not fit
+    slower: int = 0  # layouts, or groups of them, that cannot be as fast as the best ones
+    nearest: Prediction | None = None  # of those that do not fit, the one that lacks the least
+
+
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+# The dimensions: each function returns what one level of the tree may set.
+
+
+def tensor_sizes(c: TrainConfig) -> list[Settings]:
+    most = c.model.num_attention_heads or 1
+    sizes = [n for n in divisors(c.world) if n <= most]
+    return [
+        {"tensor_model_parallel_size": n, "sequence_parallel": sequence}
+        for n in sizes
+        for sequence in ((True, False) if n > 1 else (False,))
+    ]
+
+
+def context_sizes(c: TrainConfig) -> list[Settings]:
+    ranks = c.world // c.parallel.tensor_model_parallel_size
+    most = (c.model.num_attention_heads or 1) // c.parallel.tensor_model_parallel_size
+    return [{"context_parallel_size": n} for n in divisors(ranks) if n <= most]
+
+
+def pipeline_sizes(c: TrainConfig) -> list[Settings]:
+    ranks = c.world // c.parallel.model_ranks
+    return [{"pipeline_model_parallel_size": n} for n in divisors(ranks) if n <= (c.model.num_layers or 1)]
+
+
+def schedules(c: TrainConfig) -> list[Settings]:
+    """Return schedules, without GPipe, which waits as long as 1F1B and holds more."""
+    stages, layers = c.parallel.pipeline_model_parallel_size, c.model.num_layers or 1
+    if stages == 1:
+        return [{"pipeline_schedule": "1f1b", "num_layers_per_virtual_pipeline_stage": None}]
+    virtual = [n for n in divisors(layers // stages) if n * stages < layers] if layers % stages == 0 else []
+    kinds = [("1f1b", n) for n in (None, *virtual)] + [("zero-bubble", n) for n in (None, *virtual)] + [("zbv", None)]
+    return [{"pipeline_schedule": kind, "num_layers_per_virtual_pipeline_stage": n} for kind, n in kinds]
+
+
+def zero_stages(c: TrainConfig) -> list[Settings]:
+    sharing = c.dp * c.parallel.context_parallel_size
+    return [{"zero_stage": stage} for stage in ((0, 1, 2, 3) if sharing > 1 else (0,))]
+
+
+def micro_batches(c: TrainConfig) -> list[Settings]:
+    each = c.global_batch // c.dp
+    return [{"micro_batch_size": n} for n in divisors(each) if n <= MOST_MICRO_BATCH]
+
+
+def unchanged(c: TrainConfig) -> list[Settings]:
+    return [{}]
+
+
+def recomputations(c: TrainConfig) -> list[Settings]:
+    """Return what there is now, and what saves more memory."""
+    now = RECOMPUTE.index(c.training.recompute_granularity)
+    return [{"recompute_granularity": kind} for kind in RECOMPUTE[now:]]
+
+
+def formats(c: TrainConfig) -> list[Settings]:
+    return [{"fp8_format": kind} for kind in (None, "hybrid")]
+
+
+Dimension = Callable[[TrainConfig], list[Settings]]
+
+
+class Search:
+    """One search in the tree of legal layouts."""
+
+    def __init__(self, machine: Machine, vocabulary: int, freedom: Freedom, keep: int = 10) -> None:
+        self.machine, self.vocabulary, self.freedom, self.keep = machine, vocabulary, freedom, keep
+        self.found = Found()
+        self.nodes: list[tuple[float, int, TrainConfig, bool]] = []  # a heap: speeds, negative, and configurations
+        self.pushed = 0
+        self.speed_to_beat = 0.0  # of the slowest layout that is kept
+
+    def run(self, config: TrainConfig) -> Found:
+        """Find the `keep` fastest layouts of a configuration that fit.
+
+        The node that may be the fastest is looked at first, so that the search ends when no other
+        may be faster than what it has.
+        """
+        for branch in self.branches(config):
+            self.push(branch, with_schedule=False)
+        while self.nodes:
+            bound, _, node, has_schedule = heapq.heappop(self.nodes)
+            if -bound <= self.speed_to_beat:
+                self.found.slower = len(self.nodes) + 1
+                break
+            if has_schedule:
+                self.predict_layout(node)
+            else:
+                for layout in self.expand(node, (schedules, zero_stages)):
+                    for fitting in self.with_recomputation(layout, {}):
+                        self.push(fitting)
+        self.found.fitting.sort(key=speed_of, reverse=True)
+        best = [dataclasses.replace(p, is_quick=False) for p in self.found.fitting[: self.keep]]
+        best = [p for p in best if p.fits]  # a rank in the middle may need more than those at the ends
+        self.found.fitting = sorted(best, key=speed_of, reverse=True) + self.found.fitting[self.keep :]
+        return self.found
+
+    def push(self, config: TrainConfig, with_schedule: bool = True) -> None:
+        """Add a layout, or sizes with open schedule and ZeRO stage, to what is left."""
+        machine = (self.machine.profile, self.machine.links)
+        seconds = least_seconds(config, self.predict(config).padded, machine, any_schedule=not with_schedule)
+        most = config.global_batch * (config.data.seq_length or 0) / seconds
+        self.pushed += 1
+        heapq.heappush(self.nodes, (-most, self.pushed, config, with_schedule))
+
+    def predict_layout(self, layout: TrainConfig) -> None:
+        """Add a layout that fits to what is found."""
+        self.found.fitting.append(self.predict(layout))
+        fastest = heapq.nlargest(self.keep, self.found.fitting, key=speed_of)
+        self.speed_to_beat = speed_of(fastest[-1]) if len(fastest) == self.keep else 0.0
+
+    def branches(self, config: TrainConfig) -> Iterator[TrainConfig]:
+        """Yield legal sizes with each micro-batch, and the least recomputation that may fit."""
+        if not self.is_fixed("micro_batch_size"):
+            config = with_settings(config, micro_batch_size=1)
+        for shape in self.expand(config, (tensor_sizes, context_sizes, pipeline_sizes)):
+            if not self.is_legal(batch_problems(shape)):
+                continue
+            for branch in self.expand(shape, (micro_batches, formats if self.freedom.fp8 else unchanged)):
+                yield from self.with_recomputation(branch, {} if self.is_fixed("zero_stage") else {"zero_stage": 3})
+
+    def with_recomputation(self, config: TrainConfig, smallest: Settings) -> Iterator[TrainConfig]:
+        """Yield a configuration with the least recomputation that lets its `smallest` form fit."""
+        for settings in self.choices(config, recomputations):
+            changed = with_settings(config, **settings)
+            prediction = self.predict(with_settings(changed, **smallest))
+            if prediction.left_at_ends >= 0:
+                yield changed
+                return
+        self.note_lack(prediction)
+
+    def is_fixed(self, name: str) -> bool:
+        return name in self.freedom.fixed
+
+    def note_lack(self, prediction: Prediction) -> None:
+        self.found.too_large += 1
+        if self.found.nearest is None or prediction.left_at_ends > self.found.nearest.left_at_ends:
+            self.found.nearest = prediction
+
+    def predict(self, config: TrainConfig) -> Prediction:
+        return Prediction(config, self.machine, self.vocabulary, is_quick=True)
+
+    def choices(self, config: TrainConfig, dimension: Dimension) -> list[Settings]:
+        """Return what a dimension may be, without what is fixed."""
+        free = [{n: v for n, v in s.items() if not self.is_fixed(n)} for s in dimension(config)]
+        return [s for n, s in enumerate(free) if s not in free[:n]]
+
+    def expand(self, config: TrainConfig, dimensions: Sequence[Dimension]) -> Iterator[TrainConfig]:
+        """Yield the legal configurations of these dimensions."""
+        if not dimensions:
+            yield config
+            return
+        for settings in self.choices(config, dimensions[0]):
+            changed = with_settings(config, **settings)
+            if self.is_legal(parallel_problems(changed)):
+                yield from self.expand(changed, dimensions[1:])
+
+    def is_legal(self, problems: list[str]) -> bool:
+        """Return whether there are no problems, and count the first."""
+        if problems:
+            self.found.refusals.note(problems[0])
+        return not problems
+
+
+def speed_of(prediction: Prediction) -> float:
+    return prediction.time.tokens_per_second
+
+
+# The least change of a layout that does not fit.
+
+MOST_CHANGES = 3
+
+
+def smaller_steps(c: TrainConfig) -> list[list[Settings]]:
+    """Return for each setting the values with which a rank may need less memory."""
+    p, t = c.parallel, c.training
+    now = RECOMPUTE.index(t.recompute_granularity)
+    tp, pp, cp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size
+    factors = [n for n in divisors(c.dp) if n > 1]
+    return [
+        [{"recompute_granularity": kind} for kind in RECOMPUTE[now + 1 :]],
+        [{"micro_batch_size": n} for n in divisors(c.micro_batch)[-2::-1]],
+        [{"zero_stage": stage} for stage in range(p.zero_stage + 1, 4)],
+        [{"bf16": True}] if c.precision.dtype == "float32" else [],
+        [{"sequence_parallel": True}] if tp > 1 and not p.sequence_parallel else [],
+        [{"tensor_model_parallel_size": tp * n, "sequence_parallel": True} for n in factors],
+        [{"pipeline_model_parallel_size": pp * n} for n in factors],
+        [{"context_parallel_size": cp * n} for n in factors],
+        [{"cpu_optimizer": True}] if not p.offloads else [],
+    ]
+
+
+def least_change(prediction: Prediction) -> tuple[Settings, Prediction] | None:
+    """Return the fewest settings that make a layout fit, the fastest of these, and the result."""
+    steps = [each for each in smaller_steps(prediction.config) if each]
+    for number in range(1, MOST_CHANGES + 1):
+        fitting = []
+        for chosen in itertools.combinations(steps, number):
+            for values in itertools.product(*chosen):
+                settings = {name: value for each in values for name, value in each.items()}
+                config = with_settings(prediction.config, **settings)
+                if parallel_problems(config) or batch_problems(config):
+                    continue
+                changed = Prediction(config, prediction.machine, prediction.vocabulary)
+                if changed.left_at_ends >= 0 and changed.fits:
+                    fitting.append((settings, changed))
+        if fitting:
+            return max(fitting, key=lambda pair: speed_of(pair[1]))
+    return None
