@@ -41,6 +41,7 @@ from meshwright.settings.fields import (
     switches,
     word_of,
 )
+from meshwright.settings.grammar import read_batch_schedule
 from meshwright.settings.hints import did_you_mean, find_address, our_word, refuse_address
 from meshwright.settings.lazy_config import read_lazy_config
 from meshwright.settings.other_programs import deepspeed_json
@@ -310,7 +311,16 @@ def build_config(cls: type[C], layers: list[tuple[str, dict[str, Any]]]) -> tupl
                 sources[name] = "default"
     if is_flat(cls):
         return cls(**values[""]), sources
+    _fill_global_batch(values.get("training", {}))
     return cls(**{g: kind(**values[g]) for g, kind in config_groups(cls).items()}), sources
+
+
+def _fill_global_batch(training: dict[str, Any]) -> None:
+    """Take the last batch of a schedule as the global batch; `checks` reports mistakes in it."""
+    schedule = training.get("step_batch_size_schedule")
+    if schedule and training.get("global_batch_size") is None:
+        with contextlib.suppress(ValueError, IndexError):
+            training["global_batch_size"] = read_batch_schedule(schedule)[-1][1]
 
 
 def _with_switch(current: Any, value: Any) -> Any:

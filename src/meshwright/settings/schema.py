@@ -6,7 +6,6 @@ and `--dry-run` start at once.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -522,13 +521,6 @@ class Training:
         docs="memory",
         proof="twin",
     )
-
-    def __post_init__(self) -> None:
-        """Take a schedule's last batch as the global batch; `checks` reports mistakes in it."""
-        if self.step_batch_size_schedule and self.global_batch_size is None:
-            with contextlib.suppress(ValueError, IndexError):
-                last = read_batch_schedule(self.step_batch_size_schedule)[-1][1]
-                object.__setattr__(self, "global_batch_size", last)
 
 
 @dataclass(frozen=True)
