@@ -5,7 +5,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -47,7 +46,7 @@ def commands() -> list[list[str]]:
 
 def stop_training(words: list[str], step: int, number: signal.Signals) -> None:
     """Start the training and send it the signal after a step."""
-    command = [sys.executable, "-m", "meshwright", *words]
+    command = ["python", "-m", "meshwright", *words]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment()
     ) as p:

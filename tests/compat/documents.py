@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+import warm
 from helpers import free_port
 from on_ranks import run_programs
 
@@ -67,7 +68,8 @@ def fill(folder: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    """Return variables with which python, torchrun and meshwright start warm."""
+    path = f"{warm.programs()}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     return os.environ | {"PATH": path, "PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
 
 

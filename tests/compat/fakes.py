@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
+
+import warm
 
 RECORD = """#!/bin/sh
 printf '%s\\n' "${0##*/} $*" >> "$FAKES/calls"
@@ -17,9 +18,9 @@ GIT = """
 for word; do case $word in http*) name=${word##*/}; name=${name%.git};; esac; done
 if [ -e "$FILES/$name" ]; then cp -RP "$FILES/$name" .; else mkdir "$name"; fi
 """
-PYTHON = f"""
+PYTHON = """
 [ "$1 $2" != "-m pip" ] || exit 0
-exec {sys.executable} "$@"
+exec PROGRAM "$@"
 """
 
 
@@ -29,7 +30,8 @@ def put_first(folder: Path, files: Path, **more: str) -> str:
     That line puts them first in PATH; `folder`/calls will have a line for each call.
     """
     folder.mkdir()
-    scripts = {"wget": WGET, "git": GIT, "pip": "", "pip3": "", "python": PYTHON, "python3": PYTHON, **more}
+    python = PYTHON.replace("PROGRAM", warm.python())
+    scripts = {"wget": WGET, "git": GIT, "pip": "", "pip3": "", "python": python, "python3": python, **more}
     for name, script in scripts.items():
         (folder / name).write_text(RECORD + script)
         (folder / name).chmod(0o755)

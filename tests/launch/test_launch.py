@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import signal
 import socket
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from documents import environment
 from helpers import free_port, is_alive
 from meshwright.commands import launch as launch_command
 from meshwright.errors import BAD_DATA, DONE, HANG, LOCKED, UNAVAILABLE, USAGE, UserError
@@ -26,7 +26,7 @@ from meshwright.settings import flags
 from meshwright.settings.schema import Parallel
 
 SCRIPT = str(Path(__file__).parents[1] / "ranks" / "one_rank.py")
-LAUNCH = [sys.executable, "-m", "meshwright", "launch"]
+LAUNCH = ["python", "-m", "meshwright", "launch"]
 
 
 @pytest.fixture(autouse=True)
@@ -37,12 +37,12 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    kept = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
     return subprocess.run(words, capture_output=True, text=True, env=kept | environ, timeout=50)
 
 
 def begin(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
 
 
 # Real launchers
@@ -144,7 +144,7 @@ def test_signals_are_passed_on(number: signal.Signals) -> None:
 @pytest.mark.whole
 @pytest.mark.fault("F1")
 def test_ranks_die_with_their_launcher() -> None:
-    with begin(*LAUNCH, "--nproc-per-node=2", SCRIPT, "slow") as process:
+    with begin(sys.executable, *LAUNCH[1:], "--nproc-per-node=2", SCRIPT, "slow") as process:  # no forks
         pids = _ready(process, 2)
         assert all(is_alive(pid) for pid in pids)
         process.kill()
