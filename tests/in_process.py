@@ -1,9 +1,10 @@
-"""Commands of a tour in this process; trainings keep their own."""
+"""Commands of a tour in this process; trainings keep their own, which start warm."""
 
 import contextlib
 import io
 import subprocess
 
+import warm
 from meshwright.__main__ import main
 
 
@@ -11,7 +12,9 @@ class InProcess:
     """Stands in for subprocess.Popen: runs every command but `train` in this process."""
 
     def __new__(cls, command, **options):
-        return subprocess_popen(command, **options) if command[3] == "train" else super().__new__(cls)
+        if command[3] == "train":
+            return subprocess_popen([warm.python(), *command[1:]], **options)
+        return super().__new__(cls)
 
     def __init__(self, command, **options):
         out = io.StringIO()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from pathlib import Path
 
@@ -15,6 +16,7 @@ MOST_FUNCTIONS = 10  # of one bare name in more than two modules
 PAIRED = SOURCE / "kernels" / "triton"
 
 
+@functools.cache
 def modules() -> dict[str, ast.Module]:
     return {str(path.relative_to(SOURCE)): ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
 

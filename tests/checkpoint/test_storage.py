@@ -339,7 +339,7 @@ def write_tokens(folder: Path, bucket: Bucket) -> None:
 
 
 def test_token_files_are_read_block_by_block(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "BLOCK", 4096)
+    monkeypatch.setattr(copies, "BLOCK", 16384)
     write_tokens(tmp_path, bucket)
     given = [word for word in TINY_FLAGS if word != "--mock-data"]
     for place, prefix in (("a", str(tmp_path / "text_document")), ("b", "s3://bucket/data/text_document")):

@@ -144,10 +144,17 @@ def lion_step(weight, grad, moment, lr, wd, beta1=0.9, beta2=0.99):
     return weight - lr * (update + wd * weight), beta2 * moment + (1 - beta2) * grad
 
 
-@pytest.mark.parametrize("chunk", [lion.CHUNK, 100])
-@pytest.mark.parametrize("betas", [(0.9, 0.99), (0.5, 0.8), (0.0, 0.0)])
-@pytest.mark.parametrize("clip", [0.0, 0.05])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("chunk", "betas", "clip", "dtype"),  # every pair of values
+    [
+        (lion.CHUNK, (0.9, 0.99), 0.0, torch.float64),
+        (100, (0.9, 0.99), 0.05, torch.float32),
+        (lion.CHUNK, (0.5, 0.8), 0.05, torch.float32),
+        (100, (0.5, 0.8), 0.0, torch.float64),
+        (lion.CHUNK, (0.0, 0.0), 0.05, torch.float64),
+        (100, (0.0, 0.0), 0.0, torch.float32),
+    ],
+)
 def test_lion_follows_its_formula(monkeypatch, chunk, betas, clip, dtype):
     """Compare ten steps of a scaled loss with the formula; biases and norms do not decay."""
     monkeypatch.setattr(lion, "CHUNK", chunk)

@@ -175,7 +175,7 @@ def torch_variables(port: int, rank: int, size: int, **more: str) -> dict[str, s
 @pytest.mark.fault("F17")
 def test_a_missing_rank_is_named(tmp_path: Path) -> None:
     port, began = free_port(), time.monotonic()
-    statuses, texts = started([torch_variables(port, r, 4) for r in (0, 1, 3)], tmp_path, "--seconds=3")
+    statuses, texts = started([torch_variables(port, r, 4) for r in (0, 1, 3)], tmp_path, "--seconds=2")
     assert statuses == [HANG] * 3 and time.monotonic() - began < 25
     for text in texts:
         assert re.fullmatch(r"words: 3 of 4 ranks came within \d s; missing: rank 2\. .*\n", text)
@@ -184,7 +184,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 @pytest.mark.flag("start_timeout_seconds")
 def test_the_wait_for_missing_ranks_is_a_flag(tmp_path: Path) -> None:
     flags = "--mock-data --tokenizer-type NullTokenizer --vocab-size 64 --num-layers 1 --hidden-size 8 --lr 1 "
-    flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --start-timeout-seconds 2"
+    flags += "--num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --start-timeout-seconds 1"
     environ = torch_variables(free_port(), 0, 2)
     [status], [text] = run_programs(Path(__file__).parents[2] / "pretrain_gpt.py", [flags.split()], [environ], tmp_path)
     assert status == HANG and re.search(r"1 of 2 ranks came within [0-4] s; missing: rank 1", text)

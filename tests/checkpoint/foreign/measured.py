@@ -56,7 +56,7 @@ def in_child(work: Callable[[], Iterable[Any]], seconds: int = SECONDS) -> tuple
         lines += drained(reads)
         if not ended and time.monotonic() - began > seconds:
             os.kill(child, 9)
-        time.sleep(0.003)
+        time.sleep(0.01)
     lines += drained(reads)
     os.close(reads)
     end = f"killed by signal {status}" if status & 127 else f"exit {status >> 8}" if status else ""
