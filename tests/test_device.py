@@ -26,6 +26,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 CPU = torch.device("cpu")
 
 
+KINDS = ("cuda", "torch_npu", "torch.xpu")
 OTHERS = {
     "model_parallel_cuda_manual_seed",  # megatron-core's, which `meshwright bench` compares with
     "share_cuda_visible_devices",  # Ray's
@@ -34,7 +35,10 @@ OTHERS = {
 
 def find_kinds(path):
     """Yield where code names a kind of accelerator: in a name or in a string without a space."""
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    if not any(kind in text.lower() for kind in KINDS):
+        return
+    tree = ast.parse(text)
     prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
     for node in ast.walk(tree):
         words = [getattr(node, name, None) for name in ("id", "attr", "arg", "name", "module")]
@@ -45,7 +49,7 @@ def find_kinds(path):
                 isinstance(word, str)
                 and "graph" not in word.lower()
                 and word not in OTHERS
-                and any(kind in word.lower() for kind in ("cuda", "torch_npu", "torch.xpu"))
+                and any(kind in word.lower() for kind in KINDS)
             ):
                 yield f"{path.relative_to(SOURCE)}:{node.lineno}: {word}"
 

@@ -72,9 +72,9 @@ def is_private(name: str) -> bool:
 
 def used(path: Path) -> Iterator[str]:
     """Yield the private names of torch that a file imports or reads from what it imports."""
-    tree = ast.parse(path.read_text())
+    nodes = [*ast.walk(ast.parse(path.read_text()))]
     modules: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 modules[alias.asname or alias.name.split(".")[0]] = (
@@ -84,8 +84,8 @@ def used(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in ast.walk(tree):
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    for node in nodes:
         parts: list[str] = []
         top: ast.expr = node if isinstance(node, ast.Attribute) and id(node) not in inner else ast.Constant(None)
         while isinstance(top, ast.Attribute):
