@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.model.counts import parameters
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline_schedule import ScheduleName
 from meshwright.plan.timeline import simulate
+from meshwright.plan.traffic import bytes_sent
 from meshwright.report import plot
 from meshwright.report.html import write_page
 from meshwright.settings import schema as config
@@ -21,76 +20,53 @@ MODELS = {"345M": "ascend-345m", "1.3B": "ascend-1.3b", "2.7B": "ascend-2.7b"}
 VOCABULARY = 50_304
 # In the tables: ranks, tokens of a step, tokens of a micro-batch
 RANKS, TOKENS, MICRO_TOKENS = 4, 2**18, 2**12
-HALF, FULL = 2, 4  # bytes of a bf16 and of a float32 number
 
 # Bytes
 
 
-def moved(
-    what: str, n: int, weights: int, layers: int, hidden: int, tokens: int, micro_batches: int = 1, chunks: int = 1
-) -> float:
-    """Return the bytes that one of `n` ranks sends in a step of `tokens` tokens.
-
-    In a ring, an all-gather or a reduce-scatter of x bytes sends x (n - 1) / n from each rank, an
-    all-reduce twice that. `micro_batches` counts those of one rank; it matters only where something
-    is sent with each of them.
-    """
-    one = (n - 1) / n
-    stream = tokens * hidden * HALF  # the residual stream of a step, at one place in the model
-    gradients, gathered = one * FULL * weights, one * HALF * weights
-    return {
-        "ZeRO 0": 2 * gradients,
-        "ZeRO 1": gradients + gathered,
-        "ZeRO 2": micro_batches * gradients + gathered,
-        "ZeRO 3": micro_batches * (gradients + 2 * gathered),
-        # Four all-reduces per layer, one after the embedding, one before the head; three numbers
-        # per token for the loss.
-        "tensor": 2 * one * ((4 * layers + 2) * stream + 3 * tokens * FULL),
-        # A rank in the middle sends activations forward and gradients back.
-        "pipeline": 2 * chunks * stream * (n > 1),
-        # q, k, v and o of the rank's own tokens, forward and backward
-        "context": 2 * 4 * layers * one * stream / n,
-    }[what]
+def sent(preset: str, dimension: str, pieces: int = 1, **parallel: Any) -> int:
+    """Return the bytes that a rank sends in a step of TOKENS tokens in a dimension."""
+    given = PRESETS[preset]
+    m = config.Model(**{k: v for k, v in given.items() if k in config.Model.__dataclass_fields__})
+    seq = given["seq_length"]
+    if pieces > 1:
+        parallel["num_layers_per_virtual_pipeline_stage"] = (m.num_layers or 0) // RANKS // pieces
+    c = config.TrainConfig(
+        model=m,
+        data=config.Data(seq_length=seq),
+        training=config.Training(micro_batch_size=MICRO_TOKENS // seq, global_batch_size=TOKENS // seq),
+        precision=config.Precision(bf16=True),
+        parallel=config.Parallel(world_size=RANKS, **parallel),
+    )
+    return bytes_sent(c, VOCABULARY)[dimension]
 
 
-def model_sizes(preset: str) -> dict[str, int]:
-    """Return the arguments of `moved` that the model decides."""
-    m = config.Model(**{k: v for k, v in PRESETS[preset].items() if k in config.Model.__dataclass_fields__})
-    assert m.num_layers and m.hidden_size
-    positions = PRESETS[preset]["seq_length"]
-    return {"weights": parameters(m, VOCABULARY, positions), "layers": m.num_layers, "hidden": m.hidden_size}
-
-
-def table(rows: dict[str, Callable[[dict[str, int]], float]]) -> str:
+def table(rows: dict[str, tuple[str, dict[str, Any]]]) -> str:
+    """Return a table; each row has a dimension and the layout that uses it."""
     lines = [f"| gigabytes a step | {' | '.join(MODELS)} |", "|---|" + "---:|" * len(MODELS)]
-    for name, formula in rows.items():
-        cells = [f"{formula(model_sizes(preset)) / 1e9:.2f}" for preset in MODELS.values()]
+    for name, (dimension, layout) in rows.items():
+        cells = [f"{sent(preset, dimension, **layout) / 1e9:.2f}" for preset in MODELS.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def tables() -> dict[str, str]:
-    each = TOKENS // RANKS // MICRO_TOKENS  # micro-batches of one data-parallel rank
     layout = Layout(pp=2, shard=2, tp=2)
     order = ["| group | ranks |", "|---|---|"]
     for name, dimensions in (("tensor", ("tp",)), ("data", ("replicas", "shard")), ("pipeline", ("pp",))):
         order.append(f"| {name} | {', '.join('-'.join(map(str, g)) for g in layout.members(*dimensions))} |")
+    stages = {"pipeline_model_parallel_size": RANKS}
     return {
         "order": "\n".join(order),
-        "data": table(
-            {
-                f"ZeRO {stage}": lambda m, stage=stage: moved(f"ZeRO {stage}", RANKS, tokens=0, micro_batches=each, **m)  # type: ignore[misc]
-                for stage in range(4)
-            }
-        ),
-        "tensor": table({"`--tensor-model-parallel-size 4`": lambda m: moved("tensor", RANKS, tokens=TOKENS, **m)}),
+        "data": table({f"ZeRO {stage}": ("data", {"zero_stage": stage}) for stage in range(4)}),
+        "tensor": table({"`--tensor-model-parallel-size 4`": ("tensor", {"tensor_model_parallel_size": RANKS})}),
         "pipeline": table(
             {
-                "`--pipeline-model-parallel-size 4`": lambda m: moved("pipeline", RANKS, tokens=TOKENS, **m),
-                "and two pieces on each rank": lambda m: moved("pipeline", RANKS, tokens=TOKENS, chunks=2, **m),
+                "`--pipeline-model-parallel-size 4`": ("pipeline", stages),
+                "and two pieces on each rank": ("pipeline", stages | {"pieces": 2}),
             }
         ),
-        "context": table({"`--context-parallel-size 4`": lambda m: moved("context", RANKS, tokens=TOKENS, **m)}),
+        "context": table({"`--context-parallel-size 4`": ("context", {"context_parallel_size": RANKS})}),
     }
 
 

@@ -40,6 +40,21 @@ def test_a_readme_is_short(page: str) -> None:
     assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= 200
 
 
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_a_readme_says_how_to_go_on(page: str) -> None:
+    """Check for a text to evaluate, other data, a second start, CPUs and extras."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for words in (
+        "`mv my-texts/PAGE.md held-out.txt`",
+        "`--load my-model --finetune --save my-model-2`",
+        "`--load tuned`",
+        "`meshwright launch --nproc-per-node 2`",
+        "`pip install '.[serve]'`",
+    ):
+        assert words in text, words
+    assert "--top_p" not in text and "'meshwright[serve]'" not in text
+
+
 @pytest.mark.parametrize("page", ["docs/runs.md", "docs/zh/runs.md"])
 def test_every_exit_status_is_listed(page: str) -> None:
     rows = re.findall(r"^\| ([\d、, ]+) \|", (ROOT / page).read_text(encoding="utf-8"), re.M)
@@ -60,7 +75,7 @@ def test_readme_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     (home / "my-texts").mkdir()
     for n in range(30):
         (home / "my-texts" / f"{n}.md").write_text(f"Document {n}. The quick brown fox jumps over {n * n} dogs.\n" * 9)
-    (home / "held-out.txt").write_text("The quick brown fox. " * 20)
+    (home / "my-texts" / "0.md").rename(home / "held-out.txt")
     for line in [*documented("README.md"), *(line for page in MORE for line in documented(*page))]:
         line = line.replace("--tokenizer gpt2 ", "--tokenizer gpt2-vocab.json ")  # without a network
         words = shlex.split(line)

@@ -41,6 +41,7 @@ READ = {
     "torch.distributed.distributed_c10d._get_default_timeout": "",
     "torch.distributed.distributed_c10d._new_process_group_helper": "",
     "torch.distributed.distributed_c10d._world": "",
+    "torch.testing._internal.distributed.fake_pg.FakeStore": "training/before/one_rank: a rank without the others",
     "torch.utils._python_dispatch.TorchDispatchMode": "training/before/memory: the largest tensor of a step",
     "torch.utils._pytree.tree_map_only": "",
 }

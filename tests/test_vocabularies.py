@@ -111,6 +111,15 @@ def test_sentencepiece_has_its_library_s_ids_and_text(tmp_path, kind, rules):
         assert ours.decode(ids) == stream(ours, ids) == original.decode(ids)
 
 
+def test_another_programs_model_is_no_vocabulary(tmp_path):
+    (tmp_path / "vectors.model").write_bytes(b"\x80\x04\x95 a pickle of another library")
+    assert find_saved(tmp_path) is None
+    train_sentencepiece(tmp_path / "words.model", "bpe", byte_fallback=True, vocab_size=400)
+    assert find_saved(tmp_path) == tmp_path and build_tokenizer(Flags(), tmp_path).size == 400
+    (tmp_path / "words.model").write_text("AA== 0\nAQ== 1\n")
+    assert find_saved(tmp_path) == tmp_path
+
+
 def test_pieces_of_a_llama_folder(llama, tmp_path):
     ours = named(llama)
     assert build_tokenizer(Flags(), find_saved(llama)).encode(TEXT) == ours.encode(TEXT)

@@ -14,6 +14,7 @@ import hashlib
 import math
 import os
 import re
+import resource
 import shutil
 import socket
 import stat
@@ -71,6 +72,21 @@ def read_small(path: str | Path, limit: int, folder: Path | None = None, pipes: 
     if max(size, len(data)) > limit:
         raise UnfitFile(path, f"more than {limit:,} bytes, so it is not read")
     return data
+
+
+def allow_open_files(count: int, what: str) -> None:
+    """Raise this process's limit of open files, which is often 1024, by as many as are needed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    others = 1024  # which the rest of the program may open
+    if resource.RLIM_INFINITY in (soft, hard) or soft >= count + others:
+        return
+    if hard < count + 100:
+        raise UserError(
+            f"{what} need {count:,} open files, and a process here may open {hard:,}; raise that limit (ulimit -n, as "
+            "an administrator), or merge them with `meshwright data merge`",
+            IO,
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(count + others, hard), hard))
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:

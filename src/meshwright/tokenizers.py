@@ -56,6 +56,7 @@ from meshwright.vocabularies import (
     find_end,
     has_long_space,
     is_encoding_name,
+    is_model_file,
     load_encoding,
     load_model_file,
     load_rank_list,
@@ -342,8 +343,9 @@ def find_saved(*folders: Path | None) -> Path | None:
 
 def _find_model(folder: Path) -> Path | None:
     """Return a model of SentencePiece, ranks of tiktoken, or BERT's or GPT-2's vocabulary."""
-    patterns = (MODEL, "spiece.model", "tiktoken.model", "*.tiktoken", WORDS, "gpt2-vocab.json", "*.model")
-    return next((path for pattern in patterns for path in sorted(folder.glob(pattern))), None)
+    patterns = (MODEL, "spiece.model", "tiktoken.model", "*.tiktoken", WORDS, "gpt2-vocab.json")
+    named = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
+    return next(named, None) or next(filter(is_model_file, sorted(folder.glob("*.model"))), None)
 
 
 def resolve_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer | None:

@@ -586,6 +586,16 @@ def load_encoding(name: str) -> TikToken:
     return TikToken(name, encoding._mergeable_ranks, Encoding(encoding._pat_str, encoding._special_tokens))
 
 
+def is_model_file(path: Path) -> bool:
+    """Whether a file *.model, a name that others use too, is of SentencePiece or tiktoken."""
+    try:
+        with open(path, "rb") as file:
+            begin = file.read(1000)
+    except OSError:
+        return True  # said where it is read
+    return (begin[:1], begin[2:3]) == (b"\n", b"\n") or re.match(rb"[A-Za-z0-9+/=]+ \d+\s", begin) is not None
+
+
 def load_model_file(path: Path) -> SentencePiece | TikToken:
     """Return the tokenizer of a file *.model: a model of SentencePiece, or ranks of tiktoken."""
     is_text = all(33 <= byte <= 126 or byte in b" \r\n" for byte in read_bytes(path)[:100])

@@ -18,7 +18,7 @@ from meshwright.__main__ import main
 from meshwright.checkpoint import lease, manifests, mirror, publish, steps, upload
 from meshwright.data.files.indexed import content_sample
 from meshwright.data.files.writer import Writer
-from meshwright.errors import IO, LOCKED, USAGE
+from meshwright.errors import IO, LOCKED, USAGE, UserError
 from meshwright.ranks.pulse import pulse
 from meshwright.storage import addresses, copies, store
 from s3 import Bucket, serving_bucket
@@ -443,6 +443,26 @@ def test_a_model_in_storage_writes_text(bucket: Bucket, capsys: pytest.CaptureFi
     assert main(["generate", RUN, "--prompt=a", "--max-new-tokens=3", "--device=cpu"]) == 0
     assert capsys.readouterr().out.startswith("a")
     assert not list(steps.step_folder(local(), 2).glob("rank_*"))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "variable"), [("s3", "AWS_ACCESS_KEY_ID"), ("gs", "GOOGLE_APPLICATION_CREDENTIALS")]
+)
+def test_missing_credentials_are_said_before_anything_is_asked(
+    scheme: str, variable: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in store.CREDENTIALS[scheme][0]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def is_silent(address: tuple[str, int], timeout: float) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(store.socket, "create_connection", is_silent)
+    monkeypatch.setattr(obstore_urls, "from_url", None)
+    with pytest.raises(UserError, match=f"no credentials are given, .*; set {variable}") as refused:
+        store.open_bucket(f"{scheme}://bucket")
+    assert refused.value.status == IO
 
 
 def test_a_run_is_kept_in_googles_storage(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

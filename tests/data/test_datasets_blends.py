@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import resource
 from collections import Counter
 from itertools import islice
 
@@ -16,7 +18,8 @@ from meshwright.data.datasets import build_datasets, continue_datasets
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.history import BlendHistory
 from meshwright.data.loader import Loader, LoaderSpec, Mock, Samples
-from meshwright.errors import USAGE
+from meshwright.errors import IO, USAGE
+from meshwright.files import allow_open_files
 from meshwright.settings import check_data, data_paths, notices
 from meshwright.settings.data_paths import PathSet, TokenFiles, path_sets
 from meshwright.settings.schema import Data, Logging
@@ -218,6 +221,27 @@ def test_many_sources(tmp_path, sources):
     counts = Counter(str(tmp_path / f"s{d}") for d in which[:777])
     used = train.count_used(777)
     assert len(used) == sources and Counter(used) == counts and sum(used.values()) == 777
+
+
+def test_more_files_than_the_limit_of_open_ones(tmp_path):
+    """Five stay open for each data set; the usual limit is 1,024."""
+    prefixes = [write_counting(tmp_path / f"s{n}", [20] * 5, n * 100) or str(tmp_path / f"s{n}") for n in range(20)]
+    config = data_config(data_path=[word for prefix in prefixes for word in ("1", prefix)], split="1")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = max(map(int, os.listdir("/dev/fd"))) + 50
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, before[1]))
+        with captured_output() as (_, notices):
+            train = build_datasets(config, 30_000)["train"]
+        assert len(train.parts) == 20 and notices == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_more_files_than_the_system_allows(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    words = "1,000 data sets need 5,000 open files, and a process here may open 4,096; raise that limit (ulimit -n"
+    assert words in error_of(lambda: allow_open_files(5000, "1,000 data sets"), IO)
 
 
 @pytest.mark.flag("multiple_validation_sets validation_set_names")

@@ -2,6 +2,7 @@
 
 import builtins
 import errno
+import functools
 import json
 import os
 import re
@@ -492,6 +493,17 @@ def test_large_cache_files_are_measured_at_a_start_and_read_by_verify(tmp_path, 
     del facts["bytes"]
     record.write_text(json.dumps(facts))
     assert damaged_caches(tmp_path) == (1, [])
+
+
+def test_what_a_start_reads_of_a_cache_does_not_grow_with_the_samples(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(index_cache, "crc32", lambda path: read.append(path.stat().st_size) or 1)
+    for count in (1000, 400_000):
+        cached = functools.partial(index_cache.cached_indices, tmp_path, {"samples": count}, ["a"])
+        cached(lambda storage, count=count: [storage.array("a", count, np.int64)])
+        read.clear()
+        [array] = cached(lambda storage: pytest.fail("built again"))
+        assert len(array) == count and sum(read) < 1 << 20
 
 
 def test_no_sample_can_be_cached(tmp_path):

@@ -415,8 +415,9 @@ ON_GPU: dict[str, Chances] = {
     "graphs": {"--cuda-graphs on": 6, "": 1, "--cuda-graphs off": 1},
     "zero": {
         "": 3,
-        "--zero-stage 1 --own-group --data-parallel-sums collectives": 3,
-        "--zero-stage 2 --own-group --data-parallel-sums collectives": 1,
+        "--zero-stage 1 --own-group": 2,
+        "--zero-stage 1 --own-group --data-parallel-sums collectives": 1,
+        "--zero-stage 2 --own-group": 1,
     },
     "decoder": {"": 3, "--decode": 1},
 }

@@ -91,7 +91,7 @@ def test_equals_torchs(momentum, steps):
 def test_a_batch_equals_one_by_one():
     several = [nn.Parameter(p) for p in torch.randn(5, 16, 24)]
     single = copies(several)
-    for params, chunk in ((several, muon.CHUNK), (single, 1)):
+    for params, chunk in ((several, muon.MUON_CHUNK), (single, 1)):
         optimizer = Muon(params, chunk=chunk)
         set_rates(optimizer)
         for i in range(3):

@@ -147,17 +147,17 @@ def lion_step(weight, grad, moment, lr, wd, beta1=0.9, beta2=0.99):
 @pytest.mark.parametrize(
     ("chunk", "betas", "clip", "dtype"),  # every pair of values
     [
-        (lion.CHUNK, (0.9, 0.99), 0.0, torch.float64),
+        (lion.LION_CHUNK, (0.9, 0.99), 0.0, torch.float64),
         (100, (0.9, 0.99), 0.05, torch.float32),
-        (lion.CHUNK, (0.5, 0.8), 0.05, torch.float32),
+        (lion.LION_CHUNK, (0.5, 0.8), 0.05, torch.float32),
         (100, (0.5, 0.8), 0.0, torch.float64),
-        (lion.CHUNK, (0.0, 0.0), 0.05, torch.float64),
+        (lion.LION_CHUNK, (0.0, 0.0), 0.05, torch.float64),
         (100, (0.0, 0.0), 0.0, torch.float32),
     ],
 )
 def test_lion_follows_its_formula(monkeypatch, chunk, betas, clip, dtype):
     """Compare ten steps of a scaled loss with the formula; biases and norms do not decay."""
-    monkeypatch.setattr(lion, "CHUNK", chunk)
+    monkeypatch.setattr(lion, "LION_CHUNK", chunk)
     o = Optimizer(optimizer="lion", lion_beta1=betas[0], lion_beta2=betas[1], clip_grad=clip)
     model, store = make(GATED, o, dtype=dtype)
     named = {n: (p.clone(), torch.zeros_like(p)) for n, p in masters(store)}

@@ -608,6 +608,9 @@ def test_the_refusal_names_a_step(run, tmp_path):
     run("--save", tmp_path / "a", "--save-interval", 2)
     refused = run("--save", tmp_path / "a")
     assert refused.status == 73 and "already holds iter_0000006: add --load" in refused.err
+    assert run("--load", tmp_path / "a", "--finetune", "--save", tmp_path / "b").status == 0
+    refused = run("--load", tmp_path / "a", "--finetune", "--save", tmp_path / "b")
+    assert refused.status == 73 and f"give --load {tmp_path / 'b'} and no --finetune to continue it" in refused.err
 
 
 def token_files(tmp_path):

@@ -40,6 +40,7 @@ from meshwright.settings.schema import Model
 FIGURE_SECONDS = 0.4  # that a figure is measured for, beside the first call
 # Passes of a step read and write a tenth more than the model counts, see docs/plan.md.
 COUNTED = 0.87
+IN_A_STEP = 1.3  # of the host's time for a layer alone: hooks, and the buckets of the store
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 HALF = "bfloat16"  # the format whose peak attention is compared with
 DISK_BYTES, LINK_SECONDS = 1 << 28, 60
@@ -62,16 +63,18 @@ def calibrate(wanted: str, folder: Path) -> Path:
     device = devices.open_device(wanted)
     sizes, title = (LARGE if device.type != "cpu" else SMALL), devices.device_name(device)
     known = profile_of_device(title, device.type)
-    rates, copied = products(device, sizes), copied_per_second(device, sizes)
+    copied = copied_per_second(device, sizes)
+    rates = products(device, sizes, copied)
     on_sheet = known.name != "cpu"
     peaks = dict(known.peaks) if on_sheet else rates
     bandwidth = max(known.bandwidth, copied) if on_sheet else copied
     main = "bfloat16" if device.type != "cpu" else "float32"
     measured = {"products": rates[main] / peaks[main], "update": copied / bandwidth}
     measured |= {f"products_{dtype}": rate / peaks[dtype] for dtype, rate in rates.items() if dtype in peaks}
-    measured |= attention(device, sizes, peaks[HALF if HALF in peaks else "float32"])
-    measured["passes"] = COUNTED * passes_per_second(device, sizes) / bandwidth
-    measured |= small_times(device) | {"launch": launch_seconds(device)}
+    streamed = COUNTED * passes_per_second(device, sizes)
+    measured |= attention(device, sizes, peaks[HALF if HALF in peaks else "float32"], streamed)
+    measured["passes"] = streamed / bandwidth
+    measured |= small_times(device, rates[main]) | {"launch": launch_seconds(device)}
     link = Link(**within(known.links.within, measure_links(device)))
     count = devices.count_accelerators() if device.type != "cpu" else known.links.gpus_per_node
     profile = replace(
@@ -119,33 +122,52 @@ def shapes(sizes: Sizes) -> list[tuple[int, int]]:
     return [shape for h in sizes.hidden for shape in ((3 * h, h), (4 * h, h), (h, 4 * h))]
 
 
-def products(device: torch.device, sizes: Sizes) -> dict[str, float]:
+def products(device: torch.device, sizes: Sizes, copied: float) -> dict[str, float]:
     """Return FLOP/s by format."""
     out = {}
     for name, dtype in (DTYPES | ({"float64": torch.float64} if device.type == "cpu" else {})).items():
         few = sizes if dtype is not torch.float32 or device.type == "cpu" else sizes._replace(rows=sizes.rows // 4)
-        out[name] = rate_of_products(device, few, dtype)
+        out[name] = rate_of_products(device, few, dtype, copied)
     if devices.has_fp8(device):
-        out["fp8"] = rate_of_products(device, sizes, torch.float8_e4m3fn)
+        out["fp8"] = rate_of_products(device, sizes, torch.float8_e4m3fn, copied)
     return out
 
 
-def rate_of_products(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> float:
+def rate_of_products(device: torch.device, sizes: Sizes, dtype: torch.dtype, copied: float) -> float:
+    """Return FLOP/s at all shapes."""
     flops = spent = 0.0
-    one = torch.ones((), device=device)
     for outputs, inputs in shapes(sizes):
         x, w = (torch.randn(n, inputs, device=device).to(dtype) for n in (sizes.rows, outputs))
-
-        def run(x: Tensor = x, w: Tensor = w) -> Tensor:
-            is_fp8 = dtype is torch.float8_e4m3fn
-            return multiply(x, w, (one, one), torch.bfloat16) if is_fp8 else torch.mm(x, w.t())
-
         flops += 2.0 * sizes.rows * outputs * inputs
-        spent += seconds_of(run, device, 0.5)
+        spent += seconds_of_product(x, w, copied)
     return flops / spent
 
 
-def attention(device: torch.device, sizes: Sizes, peak: float) -> dict[str, float]:
+def seconds_of_product(x: Tensor, w: Tensor, copied: float) -> float:
+    """Return the seconds of x w^T, beside passes over memory that take half as long, as in a step.
+
+    A GPU that only multiplies is slowed by its limit of power.
+    """
+    device, one = x.device, torch.ones((), device=x.device)
+
+    def run() -> object:
+        is_fp8 = x.dtype is torch.float8_e4m3fn
+        return multiply(x, w, (one, one), torch.bfloat16) if is_fp8 else torch.mm(x, w.t())
+
+    elements = max(1, int(seconds_of(run, device, 0.1) * copied / 16))
+    a, b = (torch.ones(elements, device=device) for _ in range(2))
+
+    def add() -> object:
+        return torch.add(a, a, out=b)
+
+    def both() -> None:
+        run()
+        add()
+
+    return seconds_of(both, device, 0.5) - seconds_of(add, device, 0.1)
+
+
+def attention(device: torch.device, sizes: Sizes, peak: float, streamed: float) -> dict[str, float]:
     """Return the shares of the peak that attention reaches by width, forward and backward."""
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
     samples, heads = (4, 16) if device.type != "cpu" else (1, 4)
@@ -164,7 +186,9 @@ def attention(device: torch.device, sizes: Sizes, peak: float) -> dict[str, floa
 
         flops = 4.0 * samples * heads * width * sizes.tokens**2 * (blocks + 1 + BLOCK_STARTS) / (2 * blocks)
         first = seconds_of(forward, device)
-        second = max(seconds_of(both, device) - first, first)
+        # The plan counts seven of backward's passes over the heads apart.
+        passes = 7 * q.numel() * q.element_size() / streamed
+        second = max(seconds_of(both, device) - first - passes, first)
         out |= {f"attention_{width}": flops / first / peak, f"attention_{width}_backward": 2.5 * flops / second / peak}
     return out
 
@@ -187,11 +211,16 @@ def passes_per_second(device: torch.device, sizes: Sizes) -> float:
     return 2 * x.numel() * x.element_size() / seconds
 
 
-def small_times(device: torch.device) -> dict[str, float]:
-    """Return the seconds of the smallest kernels, on a GPU without the host's part."""
+def small_times(device: torch.device, flops: float) -> dict[str, float]:
+    """Return the seconds of small kernels, on a GPU without the host's part.
+
+    A product of 1,024 rows takes longer than its FLOPs at the speed of large ones, by the rule of
+    `timing`.
+    """
     dtype = torch.bfloat16 if device.type != "cpu" else torch.float32
-    x = torch.randn(256, 256, device=device, dtype=dtype)
-    y = torch.empty_like(x)
+    side = 1024 if device.type != "cpu" else 128
+    x, small = (torch.randn(n, n, device=device, dtype=dtype) for n in (side, 256))
+    y, out_of_small = torch.empty_like(x), torch.empty_like(small)
     calls = 100
 
     def repeat(run: Callable[[], object]) -> None:
@@ -200,7 +229,7 @@ def small_times(device: torch.device) -> dict[str, float]:
 
     out: dict[str, float] = {}
     kernels: dict[str, Callable[[], object]]
-    kernels = {"product": lambda: torch.mm(x, x, out=y), "pass": lambda: torch.add(x, x, out=y)}
+    kernels = {"product": lambda: torch.mm(x, x, out=y), "pass": lambda: torch.add(small, small, out=out_of_small)}
     for name, run in kernels.items():
         repeated = functools.partial(repeat, run)
         if device.type == devices.NVIDIA:
@@ -213,6 +242,7 @@ def small_times(device: torch.device) -> dict[str, float]:
                 out[name] = seconds_of(replay, device, 0.5) / calls
         else:
             out[name] = seconds_of(repeated, device, 0.5) / calls
+    out["product"] = max(out["product"] ** 2 - (2 * side**3 / flops) ** 2, 1e-14) ** 0.5
     return out
 
 
@@ -233,7 +263,7 @@ def launch_seconds(device: torch.device) -> float:
         model.layers = layers
         seconds.append(seconds_of(lambda: model(tokens, where).sum().backward(), device))
     kernels = 3 * PRODUCTS + 2 + PASSES_FORWARD + PASSES_BACKWARD
-    return max(seconds[0] - seconds[1], 1e-9) / 6 / kernels
+    return IN_A_STEP * max(seconds[0] - seconds[1], 1e-9) / 6 / kernels
 
 
 # Links and storage

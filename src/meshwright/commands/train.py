@@ -46,6 +46,8 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         return launched
     if world.local_rank == 0:
         flags.print_notices(parsed)
+    if config.parallel.rank is not None and not dry:
+        raise UserError(f"--rank {config.parallel.rank} is for --dry-run; a launcher gives a run's ranks their numbers")
     if dry:
         return preflight.dry_run(config)
     command = ["meshwright", "train", *argv]

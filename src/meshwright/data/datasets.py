@@ -17,6 +17,7 @@ from meshwright.data.loader import Cyclic, DocumentEnds, Mock, Samples
 from meshwright.data.samples import Dataset, split_bounds
 from meshwright.data.sets import SetPart, SetSpec, document_range, find_parts, needed_sets, needed_sizes, target_sizes
 from meshwright.errors import UserError, bad_data
+from meshwright.files import allow_open_files
 from meshwright.settings.schema import Data, TrainConfig
 from meshwright.storage import copies
 from meshwright.tokenizers import Tokenizer
@@ -116,6 +117,10 @@ def open_parts(config: TrainConfig, vocab_size: int) -> list[tuple[SetSpec, list
     """Open every pair of files once, and return the parts of each needed set."""
     d, opened = config.data, dict[str, Indexed]()
     sets = needed_sets(config)
+    sources = [source.prefix for spec in sets for source in spec.paths.sources]
+    count = len(set(sources))
+    # Each map holds an open file: of the two of a data set, and of three arrays for each split.
+    allow_open_files(2 * count + 3 * len(sources), f"{count:,} data sets")
     if any(spec.paths.divided for spec in sets):
         say("Single data path provided for train, valid & test")
         say(f"data_prefix: {d.data_path or d.data_args_path}")

@@ -26,9 +26,9 @@ from meshwright.console import notice, say
 from meshwright.files import RECORD_LIMIT, crc32, lock, read_small, replacing
 
 Ints = npt.NDArray[np.integer[Any]]
-# Files up to this size are checked byte by byte at every start, in some hundredths of a second; of
-# larger ones the size is compared, and `meshwright data verify` reads them in full.
-SMALL = 64 << 20
+# Files up to this size are checked byte by byte at every start of every rank: a second for those of
+# a thousand data sets. Of larger ones the size is compared; `meshwright data verify` reads them.
+SMALL = 1 << 20
 
 
 class Storage:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from meshwright.optim.muon import scalar
+from meshwright.optim.rule_table import LION_CHUNK
 
-CHUNK = 1 << 24  # elements at a time: four copies in float32 are 256 MB
 # In float64, by which layouts are compared, what is smaller has no sign: it is 0 but for rounding,
 # such as the gradient of a bias of keys, and its sign would depend on the order of sums.
 ROUNDING = 1e-13
@@ -38,7 +38,7 @@ class Lion(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                parts = (x.detach().view(-1).split(CHUNK) for x in (p, p.grad, self.state[p]["exp_avg"]))
+                parts = (x.detach().view(-1).split(LION_CHUNK) for x in (p, p.grad, self.state[p]["exp_avg"]))
                 for weight, gradient, moment in zip(*parts, strict=True):
                     self._update(weight, gradient, moment, group)
 

@@ -44,13 +44,12 @@ from torch import Tensor, nn
 
 from meshwright import device as devices
 from meshwright.kernels import muon as passes
+from meshwright.optim.rule_table import GRAM, MUON_CHUNK, MUON_STAGE
 
 # Keller Jordan's coefficients, as torch has them: the steepest slope at 0.
 A, B, C = 3.4445, -4.7750, 2.0315
 SMALLEST_NORM = 1e-7
-STAGE = 3  # iterations of the gram form from one R
 SPREAD = 256.0  # factor of a stored R: its entries, about 1 / m, are far from float16's smallest
-CHUNK = 1 << 27  # elements at a time: four copies in 16 bits are 1 GB
 
 
 class Muon(torch.optim.Optimizer):
@@ -64,7 +63,9 @@ class Muon(torch.optim.Optimizer):
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
-    def __init__(self, params: Iterable[Any], momentum: float = 0.95, ns_steps: int = 5, chunk: int = CHUNK) -> None:
+    def __init__(
+        self, params: Iterable[Any], momentum: float = 0.95, ns_steps: int = 5, chunk: int = MUON_CHUNK
+    ) -> None:
         super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum, "ns_steps": ns_steps})
         self.chunk = chunk
 
@@ -127,10 +128,10 @@ def orthogonalise(x: Tensor, steps: int, is_gram: bool | None = None) -> Tensor:
     The result lies in memory as x does: row by row or column by column.
     """
     if is_gram is None:
-        is_gram = x.dtype is torch.float16 and 2 * x.shape[2] >= 3 * x.shape[1]
+        is_gram = x.dtype is torch.float16 and 2 * x.shape[2] >= GRAM * x.shape[1]
     if is_gram:
-        for first in range(0, steps, STAGE):
-            x = multiply_symmetric(polynomial_of_gram(x, min(STAGE, steps - first)), x)
+        for first in range(0, steps, MUON_STAGE):
+            x = multiply_symmetric(polynomial_of_gram(x, min(MUON_STAGE, steps - first)), x)
         return x
     for _ in range(steps):
         r = product(x, x)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.lazy_compiler import spare, spare_step
+from meshwright.optim import rule_table
 from meshwright.optim.lion import Lion
 from meshwright.optim.muon import Muon
+from meshwright.optim.rule_table import STATE as STATE
+from meshwright.optim.rule_table import Rule as Rule
 from meshwright.settings.schema import Optimizer
 
-Rule = Literal["adamw", "sgd", "lion", "muon"]
 OURS = ("lion", "muon")  # these take all numbers as tensors, in the format of the weights
-# Each rule's state: torch's name -> name in a checkpoint.
-STATE = {
-    "adamw": {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"},
-    "sgd": {"momentum_buffer": "momentum"},
-    "lion": {"exp_avg": "exp_avg"},
-    "muon": {"momentum_buffer": "momentum"},
-}
 AdamW, SGD = spare_step(torch.optim.AdamW), spare_step(torch.optim.SGD)
 spare(torch.optim.Optimizer.add_param_group)
 
@@ -47,15 +42,13 @@ class Verdict(NamedTuple):
 
 
 def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies: to matrices and embeddings, not biases and norms."""
-    return parameter.ndim > 1 and not name.endswith("bias")
+    """Whether weight decay applies."""
+    return rule_table.decays(name, parameter.ndim)
 
 
 def rule_of(o: Optimizer, name: str, parameter: Tensor) -> Rule:
-    """Return the parameter's rule; with Muon, only matrices of layers use it, the rest AdamW."""
-    if o.optimizer == "muon":
-        return "muon" if decays(name, parameter) and name.startswith("h.") else "adamw"
-    return "adamw" if o.optimizer == "adam" else o.optimizer
+    """Return the parameter's rule."""
+    return rule_table.rule_of(o, name, parameter.ndim)
 
 
 def matrices(p: Tensor) -> list[Tensor]:

@@ -156,8 +156,9 @@ def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:
     """Return the mesh over which weights are sharded, within each replica."""
     group, replicas = layout.group("shard"), layout.group("replicas")
     assert group is not None
+    kind = "cpu" if device.type == "meta" else device.type  # a mesh needs a device with memory
     if replicas is None:
-        return DeviceMesh.from_group(group, device.type)
+        return DeviceMesh.from_group(group, kind)
     ranks = layout.peers("replicas", "shard", "cp")
     table = torch.tensor(ranks).view(layout.replicas, -1)
-    return DeviceMesh.from_group([replicas, group], device.type, mesh=table, mesh_dim_names=("replicas", "shard"))
+    return DeviceMesh.from_group([replicas, group], kind, mesh=table, mesh_dim_names=("replicas", "shard"))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from meshwright.model.counts import layer_matrices
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
-from meshwright.plan.functions import FLOAT, LONG, Formats, Functions, HeadCounts
+from meshwright.plan.functions import FLOAT, LONG, Formats, Functions, HeadCounts, NormOptions
 from meshwright.plan.parameters import WIDTHS, shapes_of_layer
-from meshwright.plan.tensors import Memory, Node, Sized, differentiate, recomputed
+from meshwright.plan.tensors import GraphNode, Memory, Sized, differentiate, recomputed
 from meshwright.settings.schema import Model, Precision, TrainConfig
 
 
@@ -24,6 +24,7 @@ class Stage:
     layers: int
     has_embedding: bool = True
     has_head: bool = True
+    begin: int = 0  # number of the first layer
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class PassSizes:
     method: str | None
     recomputed_layers: int
     z_loss: bool
+    micro_batches: int  # of a step, at most 2: the others are as the second
     processors: int  # of the device
 
     @property
@@ -70,6 +72,7 @@ def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
         t.recompute_method,
         t.recompute_num_layers,
         bool(t.z_loss_coef),
+        min(2, config.micro_batches(config.global_batch)),
         processors,
     )
 
@@ -108,9 +111,9 @@ class SizedGPT:
                 residual, pending = self.run(residual, pending, layers, sites, rotation)
         if not self.stage.has_head:
             return self.join(residual, pending, sites)
-        _, y = self.f.add_norm(residual, pending, self.hidden, True, self.drops, self.centers, sites)
+        _, y = self.f.add_norm(residual, pending, self.hidden, self.norm(sites))
         self.memory.kind = "logits"
-        logits = self.f.column_parallel(y, self.hidden, self.padded)
+        logits = self.f.column_parallel(y, (self.padded, self.hidden))
         self.memory.kind = "activations"
         return logits
 
@@ -129,25 +132,26 @@ class SizedGPT:
         del samples, columns
         return rows
 
-    def stretches(self) -> list[tuple[int, bool]]:
-        """Return numbers of layers that run together, and whether they are recomputed."""
-        here, n = self.stage.layers, self.sizes.recomputed_layers
+    def stretches(self) -> list[tuple[range, bool]]:
+        """Return layers that run together, and whether they are recomputed, as GPT.stretches."""
+        begin, n = self.stage.begin, self.sizes.recomputed_layers
+        here = range(begin, begin + self.stage.layers)
         if self.sizes.granularity != "full":
             return [(here, False)]
         if self.sizes.method == "block":
-            return [(1, True)] * min(n, here) + [(max(here - n, 0), False)]
-        return [(min(n, here - i), True) for i in range(0, here, n)]
+            return [(here[i : i + 1], True) for i in range(len(here[:n]))] + [(here[n:], False)]
+        return [(here[i : i + n], True) for i in range(0, len(here), n)]
 
     def embed(self, at: Sized) -> Sized:
         """Return the embeddings of the tokens."""
         x = self.f.new(self.rows * self.hidden)
-        x.node = Node([], [], lambda gradient: self.give_rows_of_table(self.rows))
+        x.node = GraphNode([], [], lambda gradient: self.give_rows_of_table(self.rows))
         if self.m.position == "learned":
             columns = self.columns
             places = self.f.new(columns * self.hidden)
-            places.node = Node([], [at], lambda gradient: self.give_rows_of_table(columns))
+            places.node = GraphNode([], [at], lambda gradient: self.give_rows_of_table(columns))
             y = self.f.new(x.elements)
-            y.node = Node([x, places], [], self.back_to_places)
+            y.node = GraphNode([x, places], [], self.back_to_places)
             x = y
         return x
 
@@ -167,39 +171,56 @@ class SizedGPT:
         return []
 
     def run(
-        self, residual: Sized | None, pending: Sized, layers: int, sites: Sized | None, rotation: list[Sized]
+        self, residual: Sized | None, pending: Sized, layers: range, sites: Sized | None, rotation: list[Sized]
     ) -> tuple[Sized | None, Sized]:
-        for _ in range(layers):
-            residual, pending = self.block(residual, pending, sites, rotation)
+        for i in layers:
+            residual, pending = self.block(i, residual, pending, sites, rotation)
         return residual, pending
 
     # A layer
 
+    def norm(self, sites: Sized | None, adds: bool = True) -> NormOptions:
+        return NormOptions(adds, self.centers, sites if self.drops else None)
+
     def block(
-        self, residual: Sized | None, pending: Sized, sites: Sized | None, rotation: list[Sized]
+        self, i: int, residual: Sized | None, pending: Sized, sites: Sized | None, rotation: list[Sized]
     ) -> tuple[Sized, Sized]:
-        """model/fused.py: FusedBlock.forward"""
-        f, m, h = self.f, self.m, self.hidden
-        adds = residual is not None or self.drops
-        x, y = f.add_norm(residual, pending, h, adds, self.drops, self.centers, sites)
-        outputs, inputs = self.matrices["attn.qkv"]
-        q, k, v = f.split_heads(f.column_parallel(y, inputs, outputs), self.heads, rotation, m.qkv_bias)
-        base = y if m.apply_residual_connection_post_layernorm else x
-        del x, y
+        """Run a layer, as FusedBlock of model/fused.py does."""
+        f, m, post_norm = self.f, self.m, self.m.apply_residual_connection_post_layernorm
+        is_fp8 = self.sizes.precision.multiplies_fp8(i, m.num_layers or 0)
+        is_joint = is_fp8 and self.sizes.tp == 1 and not post_norm
+        base, q, k, v = (self.enter_fp8 if is_joint else self.enter)(residual, pending, is_fp8, sites, rotation)
         if self.sizes.granularity == "selective":
             o = recomputed(f.flash, q, k, v, self.heads)
         else:
             o = f.flash(q, k, v, self.heads)
-        outputs, inputs = self.matrices["attn.proj"]
-        branch = f.row_parallel(o, inputs, outputs)
-        x, z = f.add_norm(base, branch, h, True, self.drops, self.centers, sites)
-        outputs, inputs = self.matrices["mlp.fc"]
-        columns, width = self.matrices["mlp.proj"]
-        u = f.column_parallel(z, inputs, outputs)
-        a = f.activate(u, outputs, width, m.add_bias_linear)
+        branch = f.row_parallel(o, self.matrices["attn.proj"], is_fp8=is_fp8)
+        fc, proj = self.matrices["mlp.fc"], self.matrices["mlp.proj"]
+        if is_joint:
+            return f.norm_mlp(base, branch, self.norm(sites), fc, proj, m.add_bias_linear)
+        x, z = f.add_norm(base, branch, self.hidden, self.norm(sites))
+        u = f.column_parallel(z, fc, is_fp8=is_fp8)
+        a = f.activate(u, fc[0], proj[1], m.add_bias_linear)
         del u
-        stream = z if m.apply_residual_connection_post_layernorm else x
-        return stream, f.row_parallel(a, width, columns, m.add_bias_linear)
+        return z if post_norm else x, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
+
+    def enter(
+        self, residual: Sized | None, pending: Sized, is_fp8: bool, sites: Sized | None, rotation: list[Sized]
+    ) -> tuple[Sized, Sized, Sized, Sized]:
+        """Return the residual stream, and attention's inputs."""
+        adds = residual is not None or (self.drops and sites is not None)
+        x, y = self.f.add_norm(residual, pending, self.hidden, self.norm(sites, adds))
+        qkv = self.f.column_parallel(y, self.matrices["attn.qkv"], is_fp8=is_fp8)
+        q, k, v = self.f.split_heads(qkv, self.heads, rotation, self.m.qkv_bias)
+        return y if self.m.apply_residual_connection_post_layernorm else x, q, k, v
+
+    def enter_fp8(
+        self, residual: Sized | None, pending: Sized, is_fp8: bool, sites: Sized | None, rotation: list[Sized]
+    ) -> tuple[Sized, Sized, Sized, Sized]:
+        """Do the same by one function."""
+        adds = residual is not None or (self.drops and sites is not None)
+        norm, qkv = self.norm(sites, adds), self.matrices["attn.qkv"]
+        return self.f.norm_heads(residual, pending, norm, qkv, self.heads, rotation, self.m.qkv_bias)
 
     # The loss
 
@@ -214,13 +235,15 @@ class SizedGPT:
             del copy
             return [kept.view()]
 
-        losses.node = Node([logits], [lse], backward)
+        losses.node = GraphNode([logits], [lse], backward)
         return losses
 
     def run_step(self) -> None:
-        """Run a micro-batch forward and backward, without a pipeline."""
+        """Run the kinds of micro-batches forward and backward, without a pipeline."""
         tokens, labels = self.memory.new(self.tokens, LONG), self.memory.new(self.tokens, LONG)
-        differentiate([(self.total(self.loss(self.forward())), None)])
+        for is_first in (True, False)[: min(self.sizes.micro_batches, 2)]:
+            self.f.is_first = is_first
+            differentiate([(self.total(self.loss(self.forward())), None)])
         del tokens, labels
 
     def passes(self) -> Iterator[None]:
@@ -233,9 +256,9 @@ class SizedGPT:
 
         if not self.stage.has_embedding:
             received = self.f.new(self.rows * self.hidden, self.sizes.formats.stream)
-            received.node = Node([], [], keep)
+            received.node = GraphNode([], [], keep)
         tokens = self.memory.new(self.tokens, LONG)
-        self.f.waiting = [] if self.sizes.splits_backward else None
+        self.f.waiting, self.f.is_first = [] if self.sizes.splits_backward else None, False
         output = self.forward(received)
         output = self.total(self.loss(output)) if self.stage.has_head else output
         yield
@@ -252,7 +275,7 @@ class SizedGPT:
     def total(self, losses: Sized) -> Sized:
         """Return the sum of the losses."""
         total = self.memory.new(1, FLOAT)
-        total.node = Node([losses], [], lambda gradient: [self.memory.new(1, FLOAT)])
+        total.node = GraphNode([losses], [], lambda gradient: [self.memory.new(1, FLOAT)])
         return total
 
 

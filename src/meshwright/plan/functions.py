@@ -6,12 +6,15 @@ order, held by the same variables, with sizes in the place of numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.kernels import grid
-from meshwright.plan.tensors import Memory, Node, Sized
+from meshwright.plan.tensors import GraphNode, Memory, Sized
 
 FLOAT, LONG = 4, 8  # bytes
+Matrix = tuple[int, int]  # outputs and inputs
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,21 @@ class HeadCounts:
         return (self.heads + 2 * self.groups) * self.dim
 
 
+class NormOptions(NamedTuple):
+    """How a branch is added to the residual stream, and the sum normalised."""
+
+    adds: bool  # the sum is not the branch itself
+    centers: bool
+    sites: Sized | None  # the hashes of dropout, if there is any
+
+
 class Functions:
     """The functions of one rank's part of a model."""
 
     def __init__(self, memory: Memory, formats: Formats, tp: int, sequence: bool, processors: int) -> None:
         self.memory, self.formats, self.tp, self.processors = memory, formats, tp, processors
         self.sequence = sequence and tp > 1
+        self.is_first = True  # micro-batch of a step
         self.waiting: list[tuple[Sized, Sized]] | None = None  # weight gradients that a pipeline defers
 
     def new(self, elements: int, width: int | None = None) -> Sized:
@@ -63,8 +75,9 @@ class Functions:
             rows = grid.summed_rows(count, grid.sum_slab(count, columns, self.processors))
             self.new(rows * columns, self.formats.full)
 
-    def linear(self, x: Sized, inputs: int, outputs: int, has_bias: bool = False) -> Sized:
+    def linear(self, x: Sized, matrix: Matrix, has_bias: bool = False) -> Sized:
         """Return x @ W^T; `has_bias`: a bias gets its gradient here."""
+        outputs, inputs = matrix
         y, needs_gradient = self.new(x.elements // inputs * outputs), x.node is not None
 
         def backward(saved: list[Sized], gradient: Sized) -> list[Sized | None]:
@@ -76,15 +89,17 @@ class Functions:
             self.give_rows(gradient, outputs, has_bias)
             return [of_x]
 
-        y.node = Node([x], [x.view()], backward, takes_saved=True)
+        y.node = GraphNode([x], [x.view()], backward, takes_saved=True)
         return y
 
-    def column_parallel(self, x: Sized, inputs: int, outputs: int, has_bias: bool = False) -> Sized:
+    def column_parallel(self, x: Sized, matrix: Matrix, has_bias: bool = False, is_fp8: bool = False) -> Sized:
         """Multiply as a layer's first products and the head do: a rank has some of the outputs."""
+        outputs, inputs = matrix
+        linear = self.fp8_linear if is_fp8 else self.linear
         if self.tp == 1:
-            return self.linear(x, inputs, outputs, has_bias)
-        if self.waiting is not None:
-            return self.linear(self.gathered(x) if self.sequence else self.copied(x), inputs, outputs, has_bias)
+            return linear(x, matrix, has_bias)
+        if self.waiting is not None or is_fp8:
+            return linear(self.gathered(x) if self.sequence else self.copied(x), matrix, has_bias)
         times = self.tp if self.sequence else 1
         rows = self.new(x.elements * times) if self.sequence else None
         y = self.new(x.elements // inputs * times * outputs)
@@ -99,15 +114,17 @@ class Functions:
             del rows, partial
             return [back]
 
-        y.node = Node([x], [x.view()], backward)
+        y.node = GraphNode([x], [x.view()], backward)
         return y
 
-    def row_parallel(self, x: Sized, inputs: int, outputs: int, has_bias: bool = False) -> Sized:
+    def row_parallel(self, x: Sized, matrix: Matrix, has_bias: bool = False, is_fp8: bool = False) -> Sized:
         """Multiply as a layer's second products do: partial sums, added up before the bias."""
+        outputs, inputs = matrix
+        linear = self.fp8_linear if is_fp8 else self.linear
         if self.tp == 1:
-            return self.linear(x, inputs, outputs, has_bias)
-        if not self.sequence or self.waiting is not None:
-            return self.add_bias(self.added_up(self.linear(x, inputs, outputs)), outputs, has_bias)
+            return linear(x, matrix, has_bias)
+        if not self.sequence or self.waiting is not None or is_fp8:
+            return self.add_bias(self.added_up(linear(x, matrix)), outputs, has_bias)
         partial = self.new(x.elements // inputs * outputs)
         y = self.new(partial.elements // self.tp)
         del partial
@@ -118,25 +135,25 @@ class Functions:
             self.give_product(outputs, inputs)
             return [back]
 
-        y.node = Node([x], [x.view()], backward)
+        y.node = GraphNode([x], [x.view()], backward)
         return self.add_bias(y, outputs, has_bias)
 
     def added_up(self, x: Sized) -> Sized:
         """Sum partial results over the tensor ranks; with sequence parallelism keep own rows."""
         count, width, times = x.elements, x.width, self.tp if self.sequence else 1
         y = self.new(count // times, width)
-        y.node = Node([x], [], lambda gradient: [self.new(count, width) if self.sequence else gradient])
+        y.node = GraphNode([x], [], lambda gradient: [self.new(count, width) if self.sequence else gradient])
         return y
 
     def gathered(self, x: Sized) -> Sized:
         count, width = x.elements, x.width
         y = self.new(count * self.tp, width)
-        y.node = Node([x], [], lambda gradient: [self.new(count, width)])
+        y.node = GraphNode([x], [], lambda gradient: [self.new(count, width)])
         return y
 
     def copied(self, x: Sized) -> Sized:
         count, width = x.elements, x.width
-        return x.view(Node([x], [], lambda gradient: [self.new(count, width)]))
+        return x.view(GraphNode([x], [], lambda gradient: [self.new(count, width)]))
 
     def add_bias(self, x: Sized, columns: int, has_bias: bool) -> Sized:
         if not has_bias:
@@ -147,40 +164,41 @@ class Functions:
             self.give_rows(gradient, columns, True)
             return [gradient]
 
-        y.node = Node([x], [], backward)
+        y.node = GraphNode([x], [], backward)
         return y
 
     def add(self, a: Sized, b: Sized) -> Sized:
         """Add a branch to the residual stream, which may be wider."""
         y, width = self.new(a.elements, a.width), b.width
         of_b = (lambda gradient: self.new(gradient.elements, width)) if width < a.width else (lambda gradient: gradient)
-        y.node = Node([a, b], [], lambda gradient: [gradient, of_b(gradient)])
+        y.node = GraphNode([a, b], [], lambda gradient: [gradient, of_b(gradient)])
         return y
 
     def dropout(self, x: Sized, sites: Sized) -> Sized:
         y, width = self.new(x.elements, x.width), x.width
-        y.node = Node([x], [sites], lambda gradient: [self.new(gradient.elements, width)])
+        y.node = GraphNode([x], [sites], lambda gradient: [self.new(gradient.elements, width)])
         return y
 
     # Fused kernels
 
-    def add_norm(
-        self,
-        residual: Sized | None,
-        pending: Sized,
-        columns: int,
-        adds: bool,
-        drops: bool,
-        centers: bool,
-        sites: Sized | None,
-    ) -> tuple[Sized, Sized]:
-        """Return x = residual + dropout(pending + bias) and its norm; `adds`: x is not pending."""
+    def add_norm(self, residual: Sized | None, pending: Sized, columns: int, norm: NormOptions) -> tuple[Sized, Sized]:
+        """Return x = residual + dropout(pending + bias), and its norm."""
         rows, elements = pending.elements // columns, pending.elements
-        width, of_width = pending.width if residual is None else residual.width, pending.width
-        x = self.new(elements, width) if adds else pending
+        width = pending.width if residual is None else residual.width
+        x = self.new(elements, width) if norm.adds else pending
         y = self.new(elements)
         rstd = self.new(rows, FLOAT)
-        mean = self.new(rows, FLOAT) if centers else None
+        mean = self.new(rows, FLOAT) if norm.centers else None
+        backward = self.norm_backward(residual, pending, columns, norm.sites is not None)
+        node = GraphNode([residual, pending], [x.view(), mean, rstd, norm.sites], backward, 2)
+        return x.view(node), y.view(node, 1)
+
+    def norm_backward(
+        self, residual: Sized | None, pending: Sized, columns: int, drops: bool
+    ) -> Callable[..., list[Sized | None]]:
+        """Return the backward pass of `add_norm`."""
+        rows, elements = pending.elements // columns, pending.elements
+        width, of_width = pending.width if residual is None else residual.width, pending.width
         has_residual = residual is not None
 
         def backward(dx: Sized | None, dy: Sized | None) -> list[Sized | None]:
@@ -192,8 +210,7 @@ class Functions:
             del zeros
             return [of_residual, of_pending]
 
-        node = Node([residual, pending], [x.view(), mean, rstd, sites], backward, 2)
-        return x.view(node), y.view(node, 1)
+        return backward
 
     def activate(self, u: Sized, columns: int, outputs: int, has_bias: bool) -> Sized:
         """Return the activation of u [rows, columns], with `outputs` columns."""
@@ -206,7 +223,7 @@ class Functions:
                 self.new(grid.cdiv(rows, grid.activation_rows(rows)) * columns, FLOAT)
             return [du]
 
-        a.node = Node([u], [u.view()], backward)
+        a.node = GraphNode([u], [u.view()], backward)
         return a
 
     def split_heads(
@@ -227,7 +244,7 @@ class Functions:
                 self.new(grid.packed_parts(tokens // sizes.length, sizes.length) * sizes.columns, FLOAT)
             return [of_qkv]
 
-        node = Node([qkv], rotation, backward, 3)
+        node = GraphNode([qkv], rotation, backward, 3)
         return q.view(node), k.view(node, 1), v.view(node, 2)
 
     def flash(self, q: Sized, k: Sized, v: Sized, sizes: HeadCounts) -> Sized:
@@ -247,4 +264,123 @@ class Functions:
             del total, sums
             return [dq, dk, dv]
 
-        return o.view(Node([q, k, v], [q.view(), k.view(), v.view(), o, lse, state, unused], backward))
+        return o.view(GraphNode([q, k, v], [q.view(), k.view(), v.view(), o, lse, state, unused], backward))
+
+    # fp8
+
+    def cast(self, x: Sized, columns: int) -> tuple[Sized, Sized]:
+        """Return a matrix in fp8, and its transposed, whose rows are padded."""
+        rows = x.elements // columns
+        transposed = self.new(columns * -(-rows // 16) * 16, 1)
+        return self.new(x.elements, 1), transposed
+
+    def give_fp8_product(self, outputs: int, inputs: int) -> None:
+        """Add a weight's gradient to its total: a step's first one is written there."""
+        if not self.is_first:
+            self.new(outputs * inputs, FLOAT)
+
+    def fp8_linear(self, x: Sized, matrix: Matrix, has_bias: bool = False) -> Sized:
+        """Return x @ W^T of both in fp8; the input is kept transposed."""
+        outputs, inputs = matrix
+        rows = x.elements // inputs
+        q, transposed = self.cast(x, inputs)
+        y = self.new(rows * outputs)
+        del q
+
+        def backward(gradient: Sized) -> list[Sized | None]:
+            q = self.cast(gradient, outputs)
+            back = self.new(rows * inputs)
+            self.give_fp8_product(outputs, inputs)
+            self.give_rows(gradient, outputs, has_bias)
+            del q
+            return [back]
+
+        y.node = GraphNode([x], [transposed], backward)
+        return y
+
+    def norm_heads(
+        self,
+        residual: Sized | None,
+        pending: Sized,
+        norm: NormOptions,
+        product: Matrix,
+        sizes: HeadCounts,
+        rotation: list[Sized],
+        has_bias: bool,
+    ) -> tuple[Sized, Sized, Sized, Sized]:
+        """Return x, q, k and v: a norm, a product in fp8 and the split into heads."""
+        outputs, columns = product
+        x, qkv, saved = self.norm_product(residual, pending, norm, product)
+        differentiate_norm = self.norm_backward(residual, pending, columns, norm.sites is not None)
+        tokens, d = qkv.elements // sizes.columns, sizes.dim
+        q, k, v = qkv, qkv, qkv
+        if sizes.groups < sizes.heads:
+            q = self.new(tokens * sizes.heads * d)
+        if rotation:
+            rotated = self.new(tokens * sizes.heads * d), self.new(tokens * sizes.groups * d)
+            q, k = rotated
+
+        def backward(dx: Sized | None, *gradients: Sized | None) -> list[Sized | None]:
+            packed = self.new(tokens * outputs)
+            if has_bias:
+                self.new(grid.packed_parts(tokens // sizes.length, sizes.length) * outputs, FLOAT)
+            q = self.cast(packed, outputs)
+            del packed
+            dy = self.new(tokens * columns)
+            self.give_fp8_product(outputs, columns)
+            out = differentiate_norm(dx, dy)
+            del q, dy
+            return out
+
+        node = GraphNode([residual, pending], [*saved, *rotation], backward, 4)
+        return x.view(node), q.view(node, 1), k.view(node, 2), v.view(node, 3)
+
+    def norm_product(
+        self, residual: Sized | None, pending: Sized, norm: NormOptions, product: Matrix
+    ) -> tuple[Sized, Sized, list[Sized | None]]:
+        """Return x, the product of its norm in fp8, and what is kept of both."""
+        outputs, columns = product
+        rows, elements = pending.elements // columns, pending.elements
+        width = pending.width if residual is None else residual.width
+        x = self.new(elements, width) if norm.adds else pending
+        y = self.new(elements)
+        rstd = self.new(rows, FLOAT)
+        mean = self.new(rows, FLOAT) if norm.centers else None
+        q, transposed = self.cast(y, columns)
+        del y
+        out = self.new(rows * outputs)
+        del q
+        return x, out, [x.view(), mean, rstd, norm.sites, transposed]
+
+    def norm_mlp(
+        self, residual: Sized, pending: Sized, norm: NormOptions, first: Matrix, second: Matrix, has_bias: bool
+    ) -> tuple[Sized, Sized]:
+        """Return x and the MLP's output: a norm, two products in fp8 and the activation between."""
+        (wide, columns), (outputs, inner) = first, second
+        x, u, saved = self.norm_product(residual, pending, norm, first)
+        differentiate_norm = self.norm_backward(residual, pending, columns, norm.sites is not None)
+        rows = pending.elements // columns
+        a = self.new(rows * inner)
+        q, transposed = self.cast(a, inner)
+        del a
+        y = self.new(rows * outputs)
+        del q
+
+        def backward(dx: Sized | None, gradient: Sized) -> list[Sized | None]:
+            q = self.cast(gradient, outputs)
+            self.give_rows(gradient, outputs, has_bias)
+            da = self.new(rows * inner)
+            self.give_fp8_product(outputs, inner)
+            du = self.new(rows * wide)
+            if has_bias:
+                self.new(grid.cdiv(rows, grid.activation_rows(rows)) * wide, FLOAT)
+            again = self.cast(du, wide)
+            del du, q
+            dy = self.new(rows * columns)
+            self.give_fp8_product(wide, columns)
+            out = differentiate_norm(dx, dy)
+            del again, dy, da
+            return out
+
+        node = GraphNode([residual, pending], [*saved, u, transposed], backward, 2)
+        return x.view(node), y.view(node, 1)

@@ -8,20 +8,28 @@ forward and backward, or the passes of a pipeline's schedule.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+from meshwright.model.counts import layer_matrices
+from meshwright.optim.rule_table import STATE, rule_of
 from meshwright.parallel.pipeline_schedule import schedule, stages_of
 from meshwright.parallel.shard import aligned
+from meshwright.plan.allocator import LEAST, CachingAllocator
 from meshwright.plan.blocks import PassSizes, SizedGPT, Stage, sizes_of
-from meshwright.plan.parameters import WIDTHS, Shapes, shapes_of_rank
+from meshwright.plan.graph_rule import reason_against
+from meshwright.plan.parameters import WIDTHS, Shapes, shapes_of_layer, shapes_of_rank
 from meshwright.plan.tensors import Memory
+from meshwright.plan.updates import update_events
 from meshwright.settings.schema import TrainConfig
 
 PROCESSORS = 132  # of an H100 and H200; they decide about small sums only
-WORKSPACES = 65 << 20  # of cuBLAS: 32 MiB for each of two threads, and 1 MiB
+BLOCK = 128  # elements of an entry in the tables of AdamW
+WORKSPACES = 32 << 20, 32 << 20, 1 << 20  # of cuBLAS, for the threads of both passes, and of cuBLASLt
 
 
 class Device(Protocol):
@@ -38,10 +46,19 @@ class Device(Protocol):
 class RankMemory:
     """The bytes of one rank: by kind at the peak of a step, and all that its process takes."""
 
-    kinds: dict[str, int]  # weights, gradients, optimizer, activations, logits, buffers, communication, graphs
-    allocated: int  # by tensors at the peak
-    reserved: int  # by torch's allocator
-    context: int  # by the driver and its libraries
+    kinds: dict[str, int]  # weights, gradients, optimizer, activations, logits, buffers, communication
+    context: int  # of the driver and its libraries
+    reserve: Callable[[], int] = field(repr=False, compare=False)
+
+    @property
+    def allocated(self) -> int:
+        """The most bytes that tensors hold at once."""
+        return sum(self.kinds.values())
+
+    @functools.cached_property
+    def reserved(self) -> int:
+        """The bytes that torch's allocator takes for them; this takes some milliseconds to find."""
+        return self.reserve()
 
     @property
     def total(self) -> int:
@@ -57,11 +74,12 @@ def memory_of_ranks(config: TrainConfig, padded: int, profile: Device) -> list[R
 
 def memory_of_rank(config: TrainConfig, padded: int, pipeline_rank: int, profile: Device) -> RankMemory:
     """Return the memory of a pipeline rank."""
-    kinds = Counter(held_bytes(config, padded, pipeline_rank, profile.kind))
-    kinds.update(step_bytes(config, padded, pipeline_rank))
-    kinds["buffers"] += WORKSPACES if profile.kind == "cuda" else 0
-    allocated = sum(kinds.values())
-    return RankMemory(dict(kinds), allocated, allocated + allocated // 20, profile.context_bytes)
+    held = held_bytes(config, padded, pipeline_rank, profile.kind)
+    held["buffers"] = sum(WORKSPACES) if profile.kind == "cuda" else 0
+    passes, update = step_bytes(config, padded, pipeline_rank), update_events(config, padded, pipeline_rank)
+    most = max(passes, update.kinds_at(update.peak_at), key=lambda kinds: sum(kinds.values()))
+    reserve = functools.partial(reserved_bytes, config, padded, pipeline_rank, profile)
+    return RankMemory(add_kinds(held, most), profile.context_bytes, reserve)
 
 
 # What is held throughout
@@ -69,23 +87,38 @@ def memory_of_rank(config: TrainConfig, padded: int, pipeline_rank: int, profile
 
 def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer state that a device holds."""
-    p, rule = config.parallel, config.optimizer.optimizer
-    low = WIDTHS[config.precision.dtype]
-    full = max(low, 4)
-    parts = data_parts(config)
-    sizes = [flat_size(unit, parts) for unit in shapes_of_rank(config, padded, pipeline_rank)]
-    n = sum(sizes)
+    p, o, low, parts = config.parallel, config.optimizer, WIDTHS[config.precision.dtype], data_parts(config)
+    units = shapes_of_rank(config, padded, pipeline_rank)
+    full, n = max(low, 4), sum(flat_size(unit, parts) for unit in units)
+    by_rule = Counter[str]()
+    for unit in units:
+        for name, shape in unit.items():
+            by_rule[rule_of(o, name, len(shape))] += aligned(math.prod(shape))
     share = n // parts
     is_separate = low != full or p.offloads or parts > 1
     keeps_all = p.zero_stage < 2 or parts == 1
-    moments = share * (2 if rule in ("adam", "adamw") else 1)
-    if rule == "muon":
-        moments += sum(share_of_adamw(unit) for unit in shapes_of_rank(config, padded, pipeline_rank)) // parts
-    has_tables = kind == "cuda" and full == 4 and not p.offloads and rule in ("adam", "adamw", "muon")
+    moments = sum(len(STATE[rule]) * count for rule, count in by_rule.items()) // parts
     optimizer = 0 if p.offloads else full * (moments + share * is_separate)
-    gradients = full * (n * keeps_all + share * (parts > 1))
-    weights = n * low
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer + has_tables * share // 8}
+    if kind == "cuda" and full == 4 and not p.offloads and by_rule["adamw"]:  # tables of blocks: updated, counted
+        optimizer += 8 * (by_rule["adamw"] // parts + share) // BLOCK
+    weights = n * low + 2 * fp8_parameters(config, pipeline_rank)
+    return {"weights": weights, "gradients": full * (n * keeps_all + share * (parts > 1)), "optimizer": optimizer}
+
+
+def fp8_parameters(config: TrainConfig, pipeline_rank: int) -> int:
+    """Return the parameters of which a rank keeps casts in fp8, as they are and transposed."""
+    m, p = config.model, config.parallel
+    shapes = shapes_of_layer(m, p.tensor_model_parallel_size)
+    layers = [i for stage in own_stages(config, pipeline_rank) for i in range(stage.begin, stage.begin + stage.layers)]
+    each = sum(math.prod(shapes[f"{name}.weight"]) for name in layer_matrices(m))
+    return each * sum(config.precision.multiplies_fp8(i, m.num_layers or 0) for i in layers)
+
+
+def own_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
+    """Return the stages of a pipeline rank."""
+    p, ends = config.parallel, len(config.stages) - 1
+    own = stages_of(p.pipeline_schedule, pipeline_rank, p.pipeline_model_parallel_size, config.chunks)
+    return [Stage(config.stages[s], s == 0, s == ends, sum(config.stages[:s])) for s in own]
 
 
 def data_parts(config: TrainConfig) -> int:
@@ -97,11 +130,6 @@ def data_parts(config: TrainConfig) -> int:
 def flat_size(unit: Shapes, parts: int) -> int:
     """Return the elements of a unit in the flat buffers."""
     return aligned(sum(aligned(math.prod(shape)) for shape in unit.values()), parts)
-
-
-def share_of_adamw(unit: Shapes) -> int:
-    """Return the elements of a unit that Muon leaves to AdamW."""
-    return sum(math.prod(s) for name, s in unit.items() if len(s) == 1 or name.endswith("bias") or "wte" in name)
 
 
 # What a step allocates
@@ -117,11 +145,11 @@ class PassMemory(NamedTuple):
 def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> dict[str, int]:
     """Return the bytes by kind at the peak of a step, beside what is held throughout."""
     p, sizes = config.parallel, sizes_of(config, padded, PROCESSORS)
-    pp, ends = p.pipeline_model_parallel_size, len(config.stages) - 1
+    pp, stages = p.pipeline_model_parallel_size, own_stages(config, pipeline_rank)
+    if not config.precision.first_last_layers_bf16:  # then their places do not matter
+        stages = [replace(stage, begin=0) for stage in stages]
     if pp == 1:
-        return measure_step(sizes, Stage(config.model.num_layers or 0))
-    own = stages_of(p.pipeline_schedule, pipeline_rank, pp, config.chunks)
-    stages = [Stage(config.stages[s], s == 0, s == ends) for s in own]
+        return measure_step(sizes, stages[0])
     count = min(config.micro_batches(config.global_batch), 4 * pp)
     now, peak = dict[str, int](), dict[str, int]()
     for op, chunk, _ in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
@@ -154,3 +182,42 @@ def measure_passes(sizes: PassSizes, stage: Stage) -> dict[str, PassMemory]:
         next(passes)
         out[op] = PassMemory(*memory.since(begin))
     return out
+
+
+# What torch's allocator takes
+
+
+def reserved_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: Device) -> int:
+    """Return the most bytes that torch's allocator reserves in the first steps and for graphs."""
+    allocator, keys = CachingAllocator(), itertools.count(-1, -1)
+    held = held_bytes(config, padded, pipeline_rank, profile.kind)
+    buffers = [held["gradients"], held["weights"], *[held["optimizer"] // 3] * 3]  # master and moments
+    for size in (*buffers, *(WORKSPACES if profile.kind == "cuda" else ())):
+        if size:
+            allocator.allocate(next(keys), -(-size // LEAST) * LEAST)
+    step, update = step_events(config, padded, pipeline_rank), update_events(config, padded, pipeline_rank).events
+    for _ in range(2):
+        allocator.run(step)
+        allocator.run(update)
+    if reason_against(config, profile.kind) is None:
+        allocator.empty_cache()
+        allocator.begin_pool()
+        allocator.run(step)
+        allocator.run(update)
+    return allocator.most
+
+
+def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[tuple[int, int, str]]:
+    """Return what a rank's passes allocate and free, in order."""
+    p, sizes, memory = config.parallel, sizes_of(config, padded, PROCESSORS), Memory()
+    pp, stages = p.pipeline_model_parallel_size, own_stages(config, pipeline_rank)
+    if pp == 1:
+        SizedGPT(sizes, stages[0], memory).run_step()
+        return memory.events
+    running: dict[tuple[int, int], Iterator[None]] = {}
+    count = min(config.micro_batches(config.global_batch), 2 * pp)
+    for _, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
+        passes = running.setdefault((chunk, i), SizedGPT(sizes, stages[chunk], memory).passes())
+        next(passes)
+    running.clear()
+    return memory.events

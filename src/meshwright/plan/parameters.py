@@ -17,10 +17,10 @@ WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes of a
 @functools.lru_cache
 def shapes_of_layer(m: Model, tp: int) -> Shapes:
     """Return the shapes of a tensor rank's part of one layer."""
-    return {name: cut(f"h.0.{name}", shape, tp) for name, shape in counts.layer_shapes(m).items()}
+    return {name: cut_shape(f"h.0.{name}", shape, tp) for name, shape in counts.layer_shapes(m).items()}
 
 
-def cut(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
+def cut_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
     """Return the shape of a tensor rank's part of a parameter."""
     at, out = shard.rule(name).cut, list(shape)
     if at is not None:
@@ -37,11 +37,12 @@ def shapes_of_rank(config: TrainConfig, padded: int, pipeline_rank: int) -> list
     outside = counts.outer_shapes(m, padded, m.max_position_embeddings or config.data.seq_length or 0)
     tied = not m.untie_embeddings_and_output_weights
     held = {"wte": first or (last and tied), "wpe": first, "ln_emb": first, "ln_f": last, "lm_head": last}
-    units = [shapes_of_layer(m, tp)] * sum(config.stages[s] for s in own)
+    layer = {f"h.0.{name}": shape for name, shape in shapes_of_layer(m, tp).items()}
+    units = [layer] * sum(config.stages[s] for s in own)
     by_unit: dict[str, Shapes] = {}
     for name, shape in outside.items():
         if held[shard.unit(name)]:
-            by_unit.setdefault(shard.unit(name), {})[name] = cut(name, shape, tp)
+            by_unit.setdefault(shard.unit(name), {})[name] = cut_shape(name, shape, tp)
     return [*units, *by_unit.values()]
 
 

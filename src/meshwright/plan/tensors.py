@@ -78,11 +78,13 @@ class Sized:
 
     __slots__ = ("data", "elements", "node", "output", "sums", "width")
 
-    def __init__(self, data: Allocation, elements: int, width: int, node: Node | None = None, output: int = 0) -> None:
+    def __init__(
+        self, data: Allocation, elements: int, width: int, node: GraphNode | None = None, output: int = 0
+    ) -> None:
         self.data, self.elements, self.width, self.node, self.output = data, elements, width, node, output
         self.sums: Sized | None = None  # kept with a gradient for the next function, see kernels/gradients.py
 
-    def view(self, node: Node | None = None, output: int = 0) -> Sized:
+    def view(self, node: GraphNode | None = None, output: int = 0) -> Sized:
         """Return a tensor in the same memory; without a node, one that needs no gradient."""
         return Sized(self.data, self.elements, self.width, node, output)
 
@@ -115,14 +117,14 @@ class KeptInputs:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Let the nodes that are made keep nothing themselves."""
-        before, Node.stretch = Node.stretch, self
+        before, GraphNode.stretch = GraphNode.stretch, self
         try:
             yield
         finally:
-            Node.stretch = before
+            GraphNode.stretch = before
 
 
-class Node:
+class GraphNode:
     """A function of the graph: what it saved, and what its backward pass allocates."""
 
     numbers = itertools.count()
@@ -140,11 +142,11 @@ class Node:
 
         With `takes_saved` it takes what was saved, first.
         """
-        self.number = next(Node.numbers)
+        self.number = next(GraphNode.numbers)
         self.inputs = [None if x is None or x.node is None else (x.node, x.output) for x in inputs]
         self.outputs, self.takes_saved = outputs, takes_saved
-        self.is_again = Node.stretch is not None and bool(saved)
-        self.saved = Node.stretch.keep(saved) if self.is_again and Node.stretch else saved
+        self.is_again = GraphNode.stretch is not None and bool(saved)
+        self.saved = GraphNode.stretch.keep(saved) if self.is_again and GraphNode.stretch else saved
         self.backward: Any = backward
 
     def differentiate(self, gradients: Sequence[Sized | None]) -> list[Sized | None]:
@@ -168,10 +170,10 @@ def recomputed(run: Callable[..., Any], *inputs: Any) -> Any:
 
 def differentiate(outputs: Sequence[tuple[Sized, Sized | None]]) -> None:
     """Run the backward passes of all that these outputs, given with their gradients, depend on."""
-    waiting: dict[Node, list[Sized | None]] = {}
-    queue: list[tuple[int, Node]] = []
+    waiting: dict[GraphNode, list[Sized | None]] = {}
+    queue: list[tuple[int, GraphNode]] = []
 
-    def give(node: Node, output: int, gradient: Sized | None) -> None:
+    def give(node: GraphNode, output: int, gradient: Sized | None) -> None:
         if node not in waiting:
             waiting[node] = [None] * node.outputs
             heapq.heappush(queue, (-node.number, node))

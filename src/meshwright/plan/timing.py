@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from meshwright.model import counts
 from meshwright.model.kind import BlockKind, block_kind
+from meshwright.optim.rule_table import MUON_STAGE
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
 from meshwright.plan import graph_rule, timeline, traffic
 from meshwright.plan.devices import DeviceProfile, Link, Links
@@ -27,7 +28,6 @@ BLOCK_STARTS = 3  # blocks of keys that the begin and the end of a block of rows
 PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
 # How much more a layer's passes move, and how many more kernels they are, than in fused blocks.
 BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled": (1.4, 3.0), "plain": (2.2, 4.0)}
-MUON_STAGE = 3  # iterations from one square, as in optim/muon.py
 MUON_HALF = 512  # rows of matrices whose products reach half of the speed of large ones
 # Numbers of full size that an update reads and writes for a parameter, with those of the norm.
 UPDATE_NUMBERS = {"adam": 8, "adamw": 8, "sgd": 7, "muon": 8, "lion": 38}

@@ -742,6 +742,9 @@ class Parallel:
         docs="parallelism data",
         read="run",
     )
+    rank: int | None = flag(
+        None, "rank of --world-size that --dry-run sets up, without its device (none: no rank)", bound=">=0", **START
+    )
     device: str = flag(
         "auto",
         "auto (an accelerator if there is one), cpu, cuda, npu, xpu ..., or one, as cuda:1",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import functools
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +36,24 @@ CURES = {
     "NotFoundError": "check the names of the bucket and of the object",
 }
 ELSE = "check the network, the bucket's name and region, and AWS_ENDPOINT_URL for other services than Amazon's"
+# By scheme: the variables of which one gives credentials, and who gives those of a machine's role.
+CREDENTIALS = {
+    "s3": (
+        ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
+        + ("AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE", "AWS_METADATA_ENDPOINT"),
+        "169.254.169.254",
+    ),
+    "gs": (
+        ("GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH")
+        + ("GOOGLE_SERVICE_ACCOUNT_KEY", "GOOGLE_SKIP_SIGNATURE"),
+        "metadata.google.internal",
+    ),
+}
+SETTING = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (~/.aws is not read; with Amazon's tool: "
+    'eval "$(aws configure export-credentials --format env)"), or AWS_SKIP_SIGNATURE=true for a public bucket',
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to the file of a key, or GOOGLE_SKIP_SIGNATURE=true for a public bucket",
+}
 MISSING = ("NotFoundError", "FileNotFoundError")
 CONFLICT = ("AlreadyExistsError", "FileExistsError", "PreconditionError")
 
@@ -140,6 +159,23 @@ class BucketObjects:
         raise AssertionError("the last failure is raised")
 
 
+def require_credentials(bucket: str) -> None:
+    """Refuse a bucket without credentials at once: the library asks for a role for minutes."""
+    scheme = bucket.partition("://")[0]
+    names, giver = CREDENTIALS.get(scheme, ((), ""))
+    login = Path("~/.config/gcloud/application_default_credentials.json").expanduser()
+    if not giver or any(os.environ.get(name) for name in names) or (scheme == "gs" and login.exists()):
+        return
+    try:
+        socket.create_connection((giver, 80), timeout=2).close()
+    except OSError:
+        raise UserError(
+            f"{bucket}: no credentials are given, and this machine has no role ({giver} does not answer); "
+            f"{SETTING[scheme]}",
+            IO,
+        ) from None
+
+
 def open_bucket(bucket: str) -> ObjectStore:
     try:
         from obstore.exceptions import BaseError
@@ -148,6 +184,7 @@ def open_bucket(bucket: str) -> ObjectStore:
         raise UserError(
             f"{bucket} needs the package obstore, which is not installed: pip install 'meshwright[cloud]'", UNAVAILABLE
         ) from None
+    require_credentials(bucket)
     open_url: Any = from_url  # its overloads know no mapping of settings
     seconds = datetime.timedelta(seconds=1)
     options: dict[str, Any] = {"timeout": PATIENCE, "connect_timeout": 10 * seconds}

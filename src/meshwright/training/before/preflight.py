@@ -83,10 +83,21 @@ def dry_run(config: TrainConfig) -> int:
         show(f"warning: one step reads more than the {tokens:,} tokens of the data; give a smaller batch or more text")
     if lines := check_loading(config) if config.checkpoint.load else fresh_schedule(config):
         show("\n".join(lines))
+    if config.parallel.rank is not None:
+        show("\n".join(set_up_rank(config, size)))
     for problem in later:
         show(f"required before the run can start: {problem}")
     show("dry run: nothing was built or written")
     return DONE
+
+
+def set_up_rank(config: TrainConfig, vocab: int) -> list[str]:
+    """Set up the rank of --rank, and return lines about it; this imports torch."""
+    from meshwright.training.before.one_rank import describe_rank
+
+    m, tp = config.model, config.parallel.tensor_model_parallel_size
+    padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
+    return describe_rank(config, vocab, padded)
 
 
 def print_sizes(config: TrainConfig, vocab: int) -> None:

@@ -179,7 +179,7 @@ def identity_of(config: TrainConfig, vocabulary: Vocabulary) -> dict[str, Any]:
     own: dict[str, Any] = json.loads(
         shown(json.dumps(saved_settings(config)))
     )  # local copies may be in other folders elsewhere
-    del own["local_rank"], own["local_dir"], own["run_dir"]  # rank 0 alone writes there
+    del own["rank"], own["local_rank"], own["local_dir"], own["run_dir"]  # rank 0 alone writes there
     del own["deepspeed_config"]  # its values are among the settings
     for name, what in (("data_fingerprint", "files"), ("data_contents", "tokens")):
         hashes = zip(data_paths.prefixes(config.data), own.pop(name), strict=True)

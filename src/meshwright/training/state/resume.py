@@ -188,7 +188,8 @@ def guard_existing(config: TrainConfig) -> None:
     ours = steps.list_steps(c.save)
     newest = steps.step_folder(c.save, ours[0]).name if ours else existing[-1]
     then = f"continue from {c.load}" if c.load else "start anew"
-    message = f"--save {c.save} already holds {newest}: add --load {c.save} to continue it, or --save-overwrite to "
+    how = f"give --load {c.save} and no --finetune" if c.finetune else f"add --load {c.save}"
+    message = f"--save {c.save} already holds {newest}: {how} to continue it, or --save-overwrite to "
     raise UserError(f"{message}move it aside and {then}", LOCKED)
 
 

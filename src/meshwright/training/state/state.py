@@ -282,7 +282,8 @@ class State:
         return self.net.store.named_state(not self.config.checkpoint.no_save_optim, to_save=True)
 
     def settings(self) -> dict[str, Any]:
-        return {**saved_settings(self.config), **self.switches}
+        """Return the settings to save, on rank 0 alone: it reads a part of every data set."""
+        return {**saved_settings(self.config), **self.switches} if self.team.is_lead else {}
 
     def save_weights(self, root: Path) -> None:
         """Write the weights alone as a step into another folder than --save."""

@@ -1,0 +1,84 @@
+"""What the update of the weights allocates beside its state, as optim/muon.py and lion.py do."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from meshwright.optim.rule_table import GRAM, LION_CHUNK, MUON_CHUNK, MUON_STAGE, rule_of
+from meshwright.plan.parameters import shapes_of_rank
+from meshwright.plan.tensors import Memory, Sized
+from meshwright.settings.schema import TrainConfig
+
+
+def update_events(config: TrainConfig, padded: int, pipeline_rank: int) -> Memory:
+    """Return the memory after an update, with all that it has allocated and freed."""
+    memory, o, p = Memory(), config.optimizer, config.parallel
+    memory.kind = "optimizer"
+    units = [] if p.offloads else shapes_of_rank(config, padded, pipeline_rank)
+    if o.optimizer == "muon":
+        counts: dict[tuple[int, int], int] = {}
+        for name, shape in (pair for unit in units for pair in unit.items()):
+            if rule_of(o, name, len(shape)) == "muon":
+                matrix = (shape[-2], shape[-1])
+                counts[matrix] = counts.get(matrix, 0) + math.prod(shape[:-2])
+        for (rows, columns), number in counts.items():
+            each = max(1, MUON_CHUNK // (rows * columns))
+            for size in {min(each, number), number % each} - {0}:
+                update_muon(memory, size, rows, columns, o.muon_num_ns_steps)
+    elif o.optimizer == "lion":
+        largest = max((sum(map(math.prod, unit.values())) for unit in units), default=0)
+        update_lion(memory, min(largest, LION_CHUNK))
+    return memory
+
+
+def update_muon(memory: Memory, n: int, rows: int, columns: int, steps: int) -> None:
+    """Update n matrices of one shape."""
+    m, k = sorted((rows, columns))
+    new = functools.partial(memory.new, n * m * k, 2)
+    ahead = new()
+    x = new()
+    del ahead
+    first = x
+    if 2 * k >= GRAM * m:
+        for begin in range(0, steps, MUON_STAGE):
+            q = polynomial_of_gram(memory, n * m * m, min(MUON_STAGE, steps - begin))
+            x = new()
+            del q
+    else:
+        for _ in range(steps):
+            r = memory.new(n * m * m, 2)
+            q = memory.new(n * m * m, 2)
+            x = new()
+            del r, q
+    del first, x
+
+
+def polynomial_of_gram(memory: Memory, size: int, steps: int) -> Sized:
+    new = functools.partial(memory.new, size, 2)
+    r, q = new(), None
+    for step in range(steps):
+        p = new()
+        q = p if q is None else new()
+        if step + 1 < steps:
+            once = new()
+            r = new()
+            del once
+        del p
+    del r
+    assert q is not None
+    return q
+
+
+def update_lion(memory: Memory, size: int) -> None:
+    """Update a chunk of the parameters."""
+    new = functools.partial(memory.new, size, 4)
+    now = new()
+    parts = new(), new()
+    ahead = new()
+    del parts
+    decayed, step = new(), new()
+    weight = new()
+    del decayed, step
+    chosen = new()
+    del now, ahead, weight, chosen

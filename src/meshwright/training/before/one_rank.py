@@ -1,0 +1,108 @@
+"""Set up one rank of many in this process, without the other ranks and without its device.
+
+`meshwright train --dry-run --rank R --world-size N` ends here. The code is that of a run: the
+layout's process groups, which torch fakes, and the network and the parameter store, on the meta
+device. So what the set-up of a rank costs, and what it refuses, is known before N ranks start.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshwright.checkpoint import loading
+from meshwright.checkpoint.sources import Source, TensorBoxes
+from meshwright.errors import UserError
+from meshwright.parallel.layout import DIMENSIONS, Layout, connect, layout_of
+from meshwright.plan.devices import load_profile
+from meshwright.plan.memory import memory_of_rank
+from meshwright.settings.data_paths import prefixes
+from meshwright.settings.schema import TrainConfig
+from meshwright.training.network import Spec, build_network
+from meshwright.training.state.resume import open_options
+
+PLACES = dict(zip(DIMENSIONS, ("pipeline", "replica", "data", "context", "tensor"), strict=True))
+NAMED = 4  # ranks or files of a line
+
+
+def describe_rank(config: TrainConfig, vocab: int, padded: int) -> list[str]:
+    """Return lines about a rank: its place, its groups, its parameters, files and memory."""
+    rank, world = config.parallel.rank, config.world
+    assert rank is not None
+    if rank >= world:
+        raise UserError(f"--rank {rank} does not fit --world-size {world}; ranks count from 0 to {world - 1}")
+    before, began = peak_memory(), time.perf_counter()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        layout = connect(layout_of(config, rank))
+        groups = {name: dist.get_process_group_ranks(group) for name, group in layout.groups.items()}
+        parameters = list[int]()
+        spec = Spec(without_device(config), layout, torch.device("meta"), vocab, padded)
+        net = build_network(spec, parameters.append)
+        named = net.store.named_state()
+    finally:
+        dist.destroy_process_group()
+    took = f"{time.perf_counter() - began:.1f} s and {(peak_memory() - before) / 2**20:.0f} MiB of host memory"
+    kinds = memory_of_rank(config, padded, layout.at("pp"), load_profile("h200")).kinds
+    return [
+        f"rank {rank} of {world}: {describe_place(layout)}",
+        *(f"  group {name}: {describe_ranks(ranks)}" for name, ranks in groups.items()),
+        f"  parameters: {sum(parameters):,}",
+        *(f"  reads {line}" for line in describe_files(config, named)),
+        f"  memory by the plan: {', '.join(f'{kind} {size / 2**30:,.2f} GiB' for kind, size in kinds.items() if size)}",
+        f"  set up without its device in {took}",
+    ]
+
+
+def without_device(config: TrainConfig) -> TrainConfig:
+    """Return the settings without what only a device can do: products in fp8, pinned memory."""
+    parallel = replace(config.parallel, cpu_optimizer=False, remote_device="none")
+    return replace(config, parallel=parallel, precision=replace(config.precision, fp8_format=None))
+
+
+def describe_place(layout: Layout) -> str:
+    sizes = zip(DIMENSIONS, layout.shape, strict=True)
+    return ", ".join(f"{PLACES[name]} {layout.at(name)} of {size}" for name, size in sizes if size > 1)
+
+
+def describe_ranks(ranks: list[int]) -> str:
+    """Return the ranks of a group; of many, the first ones and the last."""
+    if len(ranks) <= NAMED:
+        return f"ranks {', '.join(map(str, ranks))}"
+    return f"{len(ranks)} ranks, {', '.join(map(str, ranks[: NAMED - 1]))} ... {ranks[-1]}"
+
+
+def describe_files(config: TrainConfig, named: TensorBoxes) -> Iterator[str]:
+    """Yield what a rank with these tensors reads: token files, and those of a checkpoint."""
+    for prefix in prefixes(config.data):
+        yield f"{prefix}.idx and, through a map, {prefix}.bin"
+    if config.checkpoint.load and (source := loading.open_checkpoint(config.checkpoint.load, open_options(config))):
+        wanted = sorted(files_of(source, named))
+        more = f" and {len(wanted) - NAMED} more" * (len(wanted) > NAMED)
+        yield f"{len(wanted)} of the checkpoint's files, {', '.join(wanted[:NAMED])}{more}"
+
+
+def files_of(source: Source, named: TensorBoxes) -> set[str]:
+    """Return the files of a checkpoint that hold a part of these tensors' boxes."""
+    files = set[str]()
+    for name, (_, boxes, _) in named.items():
+        for file, stored in source.parts(name) if name in source.tensors else ():
+            if file not in files and any(meet(stored.offset, stored.size, *box) for box in boxes):
+                files.add(file)
+    return files
+
+
+def meet(a: tuple[int, ...], a_size: tuple[int, ...], b: tuple[int, ...], b_size: tuple[int, ...]) -> bool:
+    """Return whether two boxes have an element in common."""
+    return all(x < y + n and y < x + m for x, m, y, n in zip(a, a_size, b, b_size, strict=True))
+
+
+def peak_memory() -> int:
+    """Return the most bytes of memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
