@@ -52,6 +52,7 @@ from meshwright.ranks.world import ATTEMPT, RUN_ID
 POLL_SECONDS = 0.2  # between two looks at the decision, and at the machines
 BEAT_SECONDS = 1.0  # between the beats of a machine
 SILENT_SECONDS = 10.0  # without a beat, after which a machine is lost
+LISTED = 8  # changes that a line names
 SETTLE_SECONDS = 2.0  # that a machine is there before the others make room: several may come together
 FREE, RUNNING, FINISHED, GONE = "free", "running", "finished", "gone"  # states of a machine
 T = TypeVar("T")
@@ -127,14 +128,18 @@ class Council:
     def read_records(self) -> float:
         """Read what the machines have written; return the time."""
         self.looked_at = now = time.monotonic()
-        self.came |= {n for n in self.machines.keys() - self.came if self.store.check([f"machine/{n}"])}
-        for n in self.came:
-            self.machines[n].take(json.loads(self.store.get(f"machine/{n}")), now)
+        if len(self.came) < len(self.machines):
+            self.came = self.machines.keys() - set(connect.find_missing(self.store, "machine", 0, len(self.machines)))
+        came = sorted(self.came)
+        texts = self.store.multi_get([f"machine/{n}" for n in came]) if came else []
+        for n, text in zip(came, texts, strict=True):
+            self.machines[n].take(json.loads(text), now)
         return now
 
     def publish(self, **changes: Any) -> None:
         self.decision = self.decision | changes
         self.store.set("decision", json.dumps(self.decision))
+        self.store.add("decisions", 1)  # which all machines read several times a second
 
     def end(self, status: int, line: str) -> None:
         self.publish(over={"status": status, "line": line})
@@ -234,7 +239,8 @@ class Council:
             else:
                 changes.append(f"machine {n} was lost")
         joining = [n for n in shares if n not in seats or self.machines[n].id != seats[n][0]]
-        return [*changes, *(f"machine {n} joins" for n in joining if seats)]
+        changes += [f"machine {n} joins" for n in joining if seats]
+        return changes[:LISTED] + [f"{len(changes) - LISTED} more changes"] * (len(changes) > LISTED)
 
     def report_waiting(self, free: dict[int, int], now: float) -> None:
         if self.is_silent and now - self.stopped_at > connect.SILENCE:
@@ -262,7 +268,8 @@ class ElasticMeeting(agent.MachineMeeting):
         self.record: dict[str, Any] = {"state": FREE, "ranks": plan.processes, "failed": {}, "beat": 0, "why": "ended"}
         self.record["id"] = self.store.add(f"came/{plan.node}", 1)
         self.council = Council(plan, self.store, until) if plan.node == 0 else None
-        self.decision: dict[str, Any] = {"number": 0}
+        self.decision: dict[str, Any] = {"number": 0}  # that this machine follows
+        self.newest, self.decisions = self.decision, 0  # the last one that was read, and how many there were
         self.read_at, self.lock, self.ended = 0.0, threading.Lock(), threading.Event()
         self.first_beat = (-1, time.monotonic())  # of machine 0, and when it changed
         self.is_replaced = False
@@ -294,12 +301,13 @@ class ElasticMeeting(agent.MachineMeeting):
         self.read_at = time.monotonic()
         if self.is_replaced:
             raise RunOver(UNAVAILABLE, f"another launcher came as machine {self.plan.node}; this one ends")
-        if not self.ask(lambda: self.store.check(["decision"])):
-            return {"number": 0}
-        decision: dict[str, Any] = json.loads(self.ask(lambda: self.store.get("decision")))
-        if over := decision.get("over"):
+        decisions = self.ask(lambda: self.store.add("decisions", 0))
+        if decisions > self.decisions:
+            self.decisions = decisions
+            self.newest = json.loads(self.ask(lambda: self.store.get("decision")))
+        if over := self.newest.get("over"):
             raise RunOver(over["status"], over["line"])
-        return decision
+        return self.newest
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.announce(state=FREE)
@@ -344,7 +352,7 @@ class ElasticMeeting(agent.MachineMeeting):
         if time.monotonic() - self.read_at < POLL_SECONDS:
             return 0
         decision = self.read()
-        self.decision["orderly"] = bool(decision.get("orderly"))
+        self.decision = self.decision | {"orderly": bool(decision.get("orderly"))}
         return int(decision["number"] != self.decision["number"] or decision["stop"])
 
 
