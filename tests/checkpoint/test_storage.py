@@ -463,6 +463,15 @@ def test_missing_credentials_are_said_before_anything_is_asked(
     with pytest.raises(UserError, match=f"no credentials are given, .*; set {variable}") as refused:
         store.open_bucket(f"{scheme}://bucket")
     assert refused.value.status == IO
+    monkeypatch.undo()
+    objects = object.__new__(store.BucketObjects)
+    objects.bucket = f"{scheme}://bucket"
+
+    def ask_role() -> None:
+        raise PermissionError(f"PUT http://{store.CREDENTIALS[scheme][1]}/latest/api/token: 403 Forbidden")
+
+    with pytest.raises(UserError, match=f"gives none.; set {variable}"):
+        objects.ask("x", ask_role)
 
 
 def test_a_run_is_kept_in_googles_storage(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from meshwright.data.prepare import cutting, folders, inputs, markup, plain, rec
 from meshwright.data.prepare.folders import PassedOver
 from meshwright.data.prepare.inputs import find_inputs
 from meshwright.data.prepare.records import Bad
-from meshwright.errors import BAD_DATA, IO
+from meshwright.errors import BAD_DATA, IO, USAGE
 from meshwright.settings.text_inputs import TextInputs
 
 
@@ -242,6 +242,18 @@ def test_files_given_by_name(tmp_path):
     assert read(*(folder / name for name in ("c.py", "b.css", "a", "d.json")))[0] == ["{\n}", "p {}\n", "json", "d"]
     assert "e: binary (NUL byte at 8)" in error_of(lambda: read(folder / "e"))
     assert "e: binary (NUL byte at 8); mend" in error_of(lambda: preprocess(tmp_path, folder / "e"))
+
+
+def test_what_is_no_text_is_refused_by_its_kind(tmp_path, capsys):
+    """A device may never end; token files and an output without a name are slips."""
+    assert "/dev/zero is a device; give" in error_of(lambda: read("/dev/zero"))
+    fill(tmp_path, {"t.txt": "text", "x.bin": "\0", "x.idx": "\0"})
+    assert f"x.bin holds tokens already; give the text, or train on them: --data-path {tmp_path / 'x'}" in error_of(
+        lambda: read(tmp_path / "x.bin")
+    )
+    out = ["--output-prefix", f"{tmp_path}/", "--tokenizer", "byte"]
+    assert main(["preprocess", "--input", str(tmp_path / "t.txt"), *out]) == USAGE
+    assert f"{tmp_path}/ ends in /; give the beginning" in capsys.readouterr().err
 
 
 @pytest.mark.flag("preprocess.document_separator evaluate.document_separator")

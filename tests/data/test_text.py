@@ -430,6 +430,9 @@ def test_a_table_with_two_columns_of_a_name(tmp_path):
     message = error_of(lambda: texts_of(tmp_path / "t"))
     assert "t has 2 columns 'text'; choose one of text with --json-keys (id)" in message
     assert "t has no column 'body'" in error_of(lambda: texts_of(tmp_path / "t", keys=("body",)))
+    assert "did you mean text id, with spaces?" in error_of(lambda: texts_of(tmp_path / "t", keys=("text,id",)))
+    (tmp_path / "t.csv").write_text("text,text\na,b\n")
+    assert "2 columns 'text'; give them different names" in error_of(lambda: texts_of(tmp_path / "t.csv"))
     assert texts_of(tmp_path / "t", keys=("id",)) == ["c"]
 
 

@@ -88,3 +88,14 @@ def test_dry_run_warns_of_a_step_larger_than_the_data(tmp_path, capsys):
     assert main([*words, "--micro-batch-size", "1"]) == 0 and "warning" not in capsys.readouterr().out
     assert main([*words, "--micro-batch-size", "9"]) == 0
     assert "warning: one step reads more than the 16 tokens of the data" in capsys.readouterr().out
+
+
+def test_a_text_where_another_thing_is_expected(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.jsonl").write_text('{"text": "a"}\n')
+    assert main(["preprocess", "corpus.jsonl", "--output-prefix", "p", "--tokenizer", "byte"]) == 2
+    assert "unexpected argument 'corpus.jsonl'; give it to --input" in capsys.readouterr().err
+    small = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --micro-batch-size 1 --train-iters 1 --seq-length 8"
+    words = f"train --data-path corpus.jsonl {small} --lr 1 --tokenizer byte --dry-run"
+    assert main(words.split()) == 65
+    assert "; make token files of it: meshwright preprocess --input corpus.jsonl" in capsys.readouterr().err

@@ -257,6 +257,8 @@ def _advice_of_word(word: str, reader: LayerReader) -> str:
     """Return which flag takes an argument that stands without one, or an empty string."""
     if "prompt" in reader.fields:
         return "; give the file to --prompts" if os.path.isfile(word) else "; give the text to --prompt"
+    if "input" in reader.fields and os.path.exists(word):
+        return "; give it to --input"
     is_settings = not is_flat(reader.cls) and word.endswith((".toml", ".yaml", ".yml", ".py"))
     return "; give it to --config" if is_settings else ""
 

@@ -123,6 +123,9 @@ class PreprocessConfig:
         p = self.preprocess
         conditions = {
             "--output-prefix is needed: where to write": p.output_prefix,
+            f"--output-prefix {p.output_prefix} ends in /; give the beginning of the files' names too": not (
+                p.output_prefix or ""
+            ).endswith("/"),
             "--document-length needs a single one of --json-keys": p.document_length is None
             or len(set(p.json_keys)) == 1,
             "--keep-newlines needs --split-sentences": p.split_sentences or not p.keep_newlines,

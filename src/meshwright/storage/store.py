@@ -155,6 +155,9 @@ class BucketObjects:
                     continue
                 reason = first_line(error)[:300]
                 status = BAD_DATA if kind in MISSING else IO
+                scheme = self.bucket.partition("://")[0]
+                if scheme in CREDENTIALS and CREDENTIALS[scheme][1] in reason:  # that of a role was asked
+                    raise no_credentials(self.bucket, "gives none") from None
                 raise UserError(f"{self.bucket}/{key}: {reason}; {CURES.get(kind, ELSE)}", status) from None
         raise AssertionError("the last failure is raised")
 
@@ -169,11 +172,13 @@ def require_credentials(bucket: str) -> None:
     try:
         socket.create_connection((giver, 80), timeout=2).close()
     except OSError:
-        raise UserError(
-            f"{bucket}: no credentials are given, and this machine has no role ({giver} does not answer); "
-            f"{SETTING[scheme]}",
-            IO,
-        ) from None
+        raise no_credentials(bucket, "does not answer") from None
+
+
+def no_credentials(bucket: str, what: str) -> UserError:
+    scheme = bucket.partition("://")[0]
+    role = f"this machine has no role ({CREDENTIALS[scheme][1]} {what})"
+    return UserError(f"{bucket}: no credentials are given, and {role}; {SETTING[scheme]}", IO)
 
 
 def open_bucket(bucket: str) -> ObjectStore:

@@ -254,6 +254,17 @@ def open_source(source: Input, buffering: int = PIECE) -> BinaryIO:
     return open(source.path, "rb", buffering)
 
 
+def refuse_other_than_text(path: str, mode: int) -> None:
+    """Refuse devices, some of which never end, and token files."""
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise bad_data(f"--input {shown(path)} is a device; give a file or a folder, or - for standard input")
+    prefix, suffix = os.path.splitext(path)
+    if suffix in (".bin", ".idx") and all(os.path.exists(prefix + end) for end in (".bin", ".idx")):
+        raise bad_data(
+            f"--input {shown(path)} holds tokens already; give the text, or train on them: --data-path {shown(prefix)}"
+        )
+
+
 def a_pdf(path: str) -> UserError:
     text = shlex.quote(f"{path.removesuffix('.pdf')}.txt")
     return bad_data(f"--input {shown(path)} is a PDF; convert it to text first: pdftotext {shlex.quote(path)} {text}")
@@ -268,6 +279,7 @@ def _inspect(source: Input, given: TextInputs) -> Input | Bad:
     try:
         if is_named and not is_remote:
             about = os.stat(path)
+            refuse_other_than_text(path, about.st_mode)
             if not stat.S_ISREG(about.st_mode):
                 return source  # what is read from a pipe here would be lost
             source = replace(source, bytes=about.st_size, changed=about.st_mtime_ns)

@@ -52,6 +52,10 @@ def refuse_columns(columns: list[str], keys: Iterable[str], texts: Iterable[str]
             joined = " ".join(keys)
             quotes = f"; did you mean {joined!r} in quotes?" if joined != key and joined in columns else ""
             nothing = f"none of its columns is text: {', '.join(columns[:MOST_KEYS])}"
+            if key in columns:
+                nothing = "give them different names"
+            elif "," in key and {*key.split(",")} <= {*columns}:
+                quotes = f"; did you mean {key.replace(',', ' ')}, with spaces?"
             possible = (column for column in (columns if texts is None else texts) if columns.count(column) == 1)
             cure = choose_key(possible) or nothing
             return Refused(f"{what} {key!r}", cure + quotes)

@@ -206,6 +206,8 @@ def bring_files(config: TrainConfig) -> None:
         missing = [f"{prefix}{end}" for end in (".bin", ".idx") if not Path(f"{prefix}{end}").exists()]
         if missing:
             advice = "; create the pair with `meshwright preprocess` and pass their common path without the extension"
+            if Path(prefix).is_file():
+                advice = f"; make token files of it: meshwright preprocess --input {prefix} --output-prefix PREFIX"
             hint = near_path(str(prefix), ".idx") or advice
             raise UserError(f"data {prefix}: missing {' and '.join(missing)}{hint}", BAD_DATA)
 
