@@ -23,15 +23,13 @@ from torch import Tensor
 from meshwright.kernels.products import affine, product
 from meshwright.parallel import comm
 from meshwright.parallel.agree import map_memory_of, to_map_memory
+from meshwright.parallel.layout import WORTHWHILE_BYTES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 TRIAL_BYTES = 1 << 20  # to map at least, for `largest_difference`
-# Bytes of a rank's rows from which copies are worth their waits. On two H200s, 8 MiB (4,096 rows of
-# 1,024) made a step 8 % slower and 40 MiB (8,192 of 2,560) 6 % faster.
-WORTHWHILE_BYTES = 16 << 20
 
 
 class PlainProducts:

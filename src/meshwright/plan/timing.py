@@ -16,6 +16,7 @@ from typing import NamedTuple
 from meshwright.model import counts
 from meshwright.model.kind import BlockKind, block_kind
 from meshwright.optim.rule_table import MUON_STAGE
+from meshwright.parallel.layout import WORTHWHILE_BYTES
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
 from meshwright.plan import graph_rule, timeline, traffic
 from meshwright.plan.devices import DeviceProfile, Link, Links
@@ -283,7 +284,7 @@ class _Prediction:
             return False
         if not self.links.within.copies or self.groups["tensor"].size > self.links.gpus_per_node:
             return False
-        large = self.rows // self.tp * self.hidden * self.low >= 16 << 20
+        large = self.rows // self.tp * self.hidden * self.low >= WORTHWHILE_BYTES
         return self.p.tp_overlap == "on" or large
 
     # Stages
@@ -314,20 +315,18 @@ class _Prediction:
             forward += layer.forward.times(layers)
             backward += layer.backward.times(layers)
             weights += layer.weights.times(layers)
-        backward += forward.times(self.recomputed(count) / max(count, 1))
+        again, segments = traffic.recomputed(self.config, count)
+        if again:
+            redone = forward.times(again / count)
+            sums = traffic.tensor_bytes(self.config)
+            unneeded = segments * sums.last_sum / (again * sums.layer_forward) if self.tp > 1 else 0.0
+            backward += redone._replace(tensor=redone.tensor * (1 - unneeded))
         if is_first:
             forward, backward = forward + self.embedding(False), backward + self.embedding(True)
         if is_last:
             head = self.head()
             forward, backward, weights = forward + head.forward, backward + head.backward, weights + head.weights
         return Step(forward, backward, weights)
-
-    def recomputed(self, layers: int) -> int:
-        """Return how many layers of a stage are computed again in its backward pass."""
-        t = self.config.training
-        if t.recompute_granularity != "full":
-            return 0
-        return min(t.recompute_num_layers, layers) if t.recompute_method == "block" else layers
 
     def embedding(self, backward: bool) -> Work:
         tensor = self.sending("tensor", traffic.tensor_bytes(self.config).end / 2) if self.tp > 1 else 0.0
@@ -419,9 +418,13 @@ class _Prediction:
         forward, backward, weights = (tuple(round(x / unit, 1) for x in part) for part in times[:3])
         rounded = timeline.StageTimes(forward, backward, weights, round(times.message / unit, 2))
         waits = timeline.makespan(kind, self.pp, self.count, self.config.chunks, rounded)
-        own = [stages_of(kind, rank, self.pp, self.config.chunks) for rank in range(self.pp)]
-        most = max(sum(part[s] for part in (forward, backward, weights) if part for s in mine) for mine in own)
-        return busy * waits / (most * self.count)
+        return waits * self.busiest(times) / self.busiest(rounded)
+
+    def busiest(self, times: timeline.StageTimes) -> float:
+        """Return the seconds of a micro-batch on the rank with the most to do."""
+        passes = [part for part in times[:3] if part]
+        ranks = (stages_of(self.p.pipeline_schedule, rank, self.pp, self.config.chunks) for rank in range(self.pp))
+        return max(sum(part[stage] for part in passes for stage in stages) for stages in ranks)
 
     def stage_times(self, stages: list[Step]) -> timeline.StageTimes:
         """Return the seconds of each stage's passes and of a message."""

@@ -54,6 +54,7 @@ class TensorBytes(NamedTuple):
 
     layer_forward: float
     layer_backward: float
+    last_sum: float  # of a layer's forward pass, which no recomputation needs
     end: float  # of the embedding, or of the head, forward and backward
     loss: float
 
@@ -64,7 +65,8 @@ def tensor_bytes(config: TrainConfig) -> TensorBytes:
     stream = part * rows(config) * (config.model.hidden_size or 0) * low
     again = stream if sequence else 0.0  # rows that the gradient of a first matrix gathers once more
     loss = 2 * part * 3 * rows(config) * full  # three numbers per token
-    return TensorBytes(4 * stream, 4 * stream + 2 * again, 2 * stream + again / 2, loss)
+    last = stream if sequence else 2 * stream
+    return TensorBytes(4 * stream, 4 * stream + 2 * again, last, 2 * stream + again / 2, loss)
 
 
 def context_bytes(config: TrainConfig) -> float:
@@ -103,21 +105,31 @@ def bytes_sent(config: TrainConfig, padded: int) -> dict[str, int]:
     p, m = config.parallel, config.model
     pp, count = p.pipeline_model_parallel_size, config.micro_batches(config.global_batch)
     most, layers = max(parameters_of_ranks(config, padded)), max(layers_of_ranks(config))
-    again = config.training.recompute_granularity == "full"
+    again, segments = recomputed(config, layers)
     tensor, (data, replicas) = tensor_bytes(config), data_bytes(config, most)
     ends = 2 if pp == 1 else 1
-    each_layer = tensor.layer_forward * (2 if again else 1) + tensor.layer_backward
+    in_layers = (layers + again) * tensor.layer_forward + layers * tensor.layer_backward - segments * tensor.last_sum
     tied = pp > 1 and not m.untie_embeddings_and_output_weights and p.pipeline_schedule != "zbv"
     table = padded // p.tensor_model_parallel_size * (m.hidden_size or 0) * number_bytes(config)[1]
     sent = {
         "data": data,
         "replicas": replicas,
-        "tensor": count * (layers * each_layer + ends * tensor.end + tensor.loss),
-        "context": count * layers * context_bytes(config) * (3 if again else 2),
+        "tensor": count * (in_layers + ends * tensor.end + tensor.loss),
+        "context": count * (2 * layers + again) * context_bytes(config),
         "pipeline": 2 * config.chunks * count * message_bytes(config) * (pp > 1),
         "embedding": table * tied,
     }
     return {name: round(size) for name, size in sent.items() if size}
+
+
+def recomputed(config: TrainConfig, layers: int) -> tuple[int, int]:
+    """Return how many of a stage's layers are computed again, and in how many segments."""
+    t = config.training
+    if t.recompute_granularity != "full":
+        return 0, 0
+    if t.recompute_method == "block":
+        return (min(t.recompute_num_layers, layers),) * 2
+    return layers, -(-layers // t.recompute_num_layers)
 
 
 def layers_of_ranks(config: TrainConfig) -> list[int]:
