@@ -320,7 +320,7 @@ def test_overlaps_are_found() -> None:
             low = tuple(rng.randrange(n) for n in shape)
             boxes.append((low, tuple(rng.randrange(a, n + 1) for a, n in zip(low, shape, strict=True))))
         pairs = itertools.combinations(boxes, 2)
-        expected = any(native.not_empty(tuple(map(max, a, c)), tuple(map(min, b, d))) for (a, b), (c, d) in pairs)
+        expected = any(geometry.not_empty(tuple(map(max, a, c)), tuple(map(min, b, d))) for (a, b), (c, d) in pairs)
         assert overlapping(boxes) == expected
         found += expected
     assert 300 < found < 1500

@@ -5,7 +5,9 @@ The ranks are threads of this process, whose messages and calls of the system ar
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import sys
 import threading
 from collections import Counter
@@ -13,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from helpers import blank, hold_equal
+from helpers import blank, box_elements, hold_equal, random_boxes
 from meshwright.checkpoint import loading, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import BoxedTensor
@@ -161,3 +164,61 @@ def test_settings_are_read_without_a_look_at_every_file(tmp_path: Path, monkeypa
     source = loading.open_checkpoint(tmp_path, OpenOptions("none"))
     assert source is not None and source.config["of"] == 4 and steps.find_step(tmp_path, sizes=False)[0] is not None
     assert "iter_0000001" not in seen and set(looked_at) == {native.STATE, native.CONFIG}
+
+
+@pytest.mark.parametrize("shape", [(), (40,), (30, 8), (6, 5, 4)])
+def test_boxes_that_meet_are_found_with_the_bytes_they_share(shape: tuple[int, ...]) -> None:
+    rng = random.Random(len(shape))
+    elements = torch.arange(math.prod(shape)).view(shape)
+    for _ in range(40):
+        stored, wanted = ([box for box in random_boxes(shape, rng) if rng.random() < 0.6] for _ in range(2))
+        rows = [("f", 1000 * n, *box) for n, box in enumerate(stored)]
+        tensor = native.parse_boxes(len(shape), "F32", rows)
+        expected = []
+        for row, (offset, size) in enumerate(wanted):
+            inside = set(box_elements(elements, [(offset, size)]).flatten().tolist())
+            for number, box in enumerate(stored):
+                places = [k for k, x in enumerate(box_elements(elements, [box]).flatten().tolist()) if x in inside]
+                if places:
+                    expected.append((row, number, 1000 * number + 4 * places[0], 1000 * number + 4 * places[-1] + 4))
+        found = zip(*(values.tolist() for values in native.meetings(tensor, wanted)), strict=True)
+        assert sorted(found) == expected
+
+
+def test_a_tensor_in_thousands_of_slices_is_dealt_to_as_many() -> None:
+    """Not every slice is compared with every other."""
+    size, ranks = 16, 4096
+    rows = [(native.rank_file(n), 8, (size * n, 0), (size, 4)) for n in range(ranks)]
+    stored = {"x": native.parse_boxes(2, "F32", rows)}
+    manifest = {file: manifests.File(8 + 16 * size, "0" * 64) for file, *_ in rows}
+    wanted = [[(["x"], [(0, (size * n, 0), (size, 4))])] for n in range(ranks)]
+    compared = 0
+    original = np.maximum
+
+    def count(a: Any, b: Any) -> Any:
+        nonlocal compared
+        compared += max(np.size(a), np.size(b))
+        return original(a, b)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native.np, "maximum", count)
+        dealt = native.deal_boxes(stored, manifest, wanted)  # type: ignore[arg-type]
+    assert dealt[7] == [
+        {"x": [(native.rank_file(7), 8, (size * 7, 0), (size, 4))]},
+        {native.rank_file(7): [264, [(0, "0" * 64)]]},
+    ]
+    assert compared < 10 * 2 * ranks
+
+
+def test_tensors_that_many_ranks_have_are_described_once() -> None:
+    """Messages grow with the boxes of the ranks, not with tensors times ranks."""
+
+    def act(team: Team) -> native.Described:
+        own = share(team)
+        return team.collect_merged(lambda: native.describe_wanted(own, team.rank), native.merge_described)
+
+    described, received = on_threads(32, act)
+    assert native.kinds_of(described[0]) == {name: ((ROWS, 8), "F32") for name in NAMES}
+    assert [names for rows in described[0].boxes for names, _ in rows] == [NAMES] * 32
+    sizes = [size for size in received[0] if size > 8]
+    assert len(sizes) == 16 and sizes[-1] < 0.6 * 16 * max(sizes[:-1])

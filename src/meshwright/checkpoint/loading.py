@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from meshwright.checkpoint import manifests, mirror, native, publish, steps
+from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.claims import FalseClaim
 from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.registry import FORMATS, MEGATRON
@@ -189,10 +190,10 @@ def load_step(
     team.run_on_all(lambda: accepted.append(accept(source)))
     (source,) = accepted
     named = want(source) if callable(want) else want
-    wanted = team.collect(lambda: native.wanted_of(named))
+    wanted = team.collect_merged(lambda: native.describe_wanted(named, team.rank), native.merge_described)
 
     def compare() -> list[str]:
-        asked = native.merge_indexes(wanted)
+        asked = native.kinds_of(wanted)
         check_names(location.folder, source.tensors, asked, options.optimizer and bool(source.state))
         return conversions(source.tensors, asked)
 
@@ -234,13 +235,15 @@ def open_together(location: StepLocation, options: OpenOptions, team: Team) -> S
     return source
 
 
-def check_names(folder: Path, stored: Mapping[str, TensorInfo], want: Mapping[str, Any], optimizer: bool) -> None:
+def check_names(
+    folder: Path, stored: Mapping[str, TensorInfo], want: Mapping[str, tuple[Shape, str]], optimizer: bool
+) -> None:
     """Compare names and shapes, and report all differences together.
 
-    `want` is the index of all ranks' wanted tensors; each pipeline stage wants only its own part.
+    `want` has what all ranks want; each pipeline stage wants only its own part.
     """
     out = []
-    for name, shape in ((name, tuple(tensor["shape"])) for name, tensor in want.items()):
+    for name, (shape, _) in want.items():
         if name not in stored:
             out.append(f"{name}: the model has {shape}, the checkpoint has none")
         elif stored[name].shape != shape:
@@ -257,6 +260,6 @@ def check_names(folder: Path, stored: Mapping[str, TensorInfo], want: Mapping[st
         raise UserError(message, BAD_DATA, everywhere=True)
 
 
-def conversions(stored: Mapping[str, TensorInfo], want: Mapping[str, Any]) -> list[str]:
-    kinds = Counter((native.NAMES[stored[name].dtype], tensor["dtype"]) for name, tensor in want.items())
+def conversions(stored: Mapping[str, TensorInfo], want: Mapping[str, tuple[Shape, str]]) -> list[str]:
+    kinds = Counter((native.NAMES[stored[name].dtype], dtype) for name, (_, dtype) in want.items())
     return [f" {n} tensors converted from {a} to {b}" for (a, b), n in sorted(kinds.items()) if a != b]

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from meshwright.checkpoint import manifests, publish
 from meshwright.checkpoint.boxes import (
@@ -33,7 +34,6 @@ from meshwright.checkpoint.boxes import (
     inside,
     intersection,
     minus,
-    not_empty,
     position,
     split_boxes,
     strides,
@@ -127,10 +127,10 @@ def step_files(
     head, extents = b"", list[BoxToWrite]()
     texts: dict[str, bytes] = {}
 
-    def describe() -> RankIndex:
+    def describe() -> Described:
         nonlocal head, extents
         head, extents = lay_out(named)
-        return index_of(named, extents, len(head))
+        return describe_tensors(named, boxes_of(extents, len(head)), team.rank)
 
     def tensors(write: Write) -> None:
         write(head)
@@ -139,7 +139,7 @@ def step_files(
                 write(part)
 
     def describe_all() -> int:
-        index = merge_indexes(parts)
+        index = make_index(described)
         check_cover(index)
         text = json.dumps({"tensors": index}, sort_keys=True, separators=(",", ":")).encode()
         if len(text) > INDEX_LIMIT:
@@ -147,7 +147,7 @@ def step_files(
         texts.update({STATE: as_json(state), CONFIG: as_json(config), INDEX: text})
         return sum(box["end"] - box["begin"] for tensor in index.values() for box in tensor["boxes"])
 
-    parts = team.collect(describe)
+    described = team.collect_merged(describe, merge_described)
     size = team.run_on_lead(describe_all)
     files: dict[str, Produce] = {name: lambda write, text=text: write(text) for name, text in texts.items()}  # type: ignore[misc]
     if extents:
@@ -168,24 +168,55 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-# One rank's tensors by name: (shape, type, boxes as (first byte in its file, offset, size)).
-RankIndex = dict[str, tuple[Shape, str, list[tuple[int, Shape, Shape]]]]
+# Boxes of one or several tensors: their names and, of each box, its place in a file, offset, size.
+Rows = list[tuple[list[str], list[tuple[int, Shape, Shape]]]]
 
 
-def merge_indexes(parts: Sequence[RankIndex]) -> dict[str, Any]:
-    """Merge the index entries of all ranks."""
-    tensors: dict[str, Any] = {}
-    for rank, part in enumerate(parts):
+class Described(NamedTuple):
+    """What some ranks hold or want. Most have the tensors of many others, which are sent once."""
+
+    kinds: dict[str, list[Any]]  # by tensor: each different [shape, type, first rank that has it so]
+    boxes: list[Rows]  # by rank
+
+
+def describe_tensors(named: TensorBoxes, boxes: Rows, rank: int) -> Described:
+    """Describe one rank's tensors; their boxes are those to save, or none where none is held."""
+    kinds = {name: [[list(shape), dtype_name(tensor), rank]] for name, (shape, _, tensor) in named.items()}
+    return Described(kinds, [boxes])
+
+
+def merge_described(parts: Sequence[Sequence[Any]]) -> Described:
+    """Merge what neighbouring ranks hold or want."""
+    kinds: dict[str, Any] = {}
+    for part, _ in parts:
+        for name, added in part.items():
+            known = kinds.setdefault(name, list(added))
+            known += [kind for kind in added if kind[:2] not in [other[:2] for other in known]]
+    return Described(kinds, [rows for _, boxes in parts for rows in boxes])
+
+
+def kinds_of(described: Described) -> dict[str, tuple[Shape, str]]:
+    """Return shape and type of each tensor, which all ranks must agree upon."""
+    for name, kinds in described.kinds.items():
+        if len(kinds) > 1:
+            (shape, dtype, _), (other, other_dtype, rank) = kinds[:2]
+            raise ValueError(
+                f"{name}: {list(other)} {other_dtype} on rank {rank}, {list(shape)} {dtype} on an earlier rank"
+            )
+    return {name: (tuple(shape), dtype) for name, [(shape, dtype, _)] in described.kinds.items()}
+
+
+def make_index(described: Described) -> dict[str, Any]:
+    """Return the index of what all ranks hold."""
+    kinds = kinds_of(described)
+    tensors: dict[str, Any] = {n: {"shape": shape, "dtype": dtype, "boxes": []} for n, (shape, dtype) in kinds.items()}
+    for rank, rows in enumerate(described.boxes):
         file = rank_file(rank)
-        for name, (shape, dtype, boxes) in part.items():
-            merged = tensors.setdefault(name, {"shape": list(shape), "dtype": dtype, "boxes": []})
-            if (earlier := (merged["shape"], merged["dtype"])) != (list(shape), dtype):
-                raise ValueError(
-                    f"{name}: {list(shape)} {dtype} on rank {rank}, {earlier[0]} {earlier[1]} on an earlier rank"
-                )
-            merged["boxes"] += [
-                {"file": file, "begin": at, "end": at + math.prod(n) * SIZES[dtype], "offset": offset, "size": n}
-                for at, offset, n in boxes
+        for [name], boxes in rows:
+            itemsize = SIZES[kinds[name][1]]
+            tensors[name]["boxes"] += [
+                {"file": file, "begin": at, "end": at + math.prod(size) * itemsize, "offset": offset, "size": size}
+                for at, offset, size in boxes
             ]
     return tensors
 
@@ -219,21 +250,23 @@ def ranges(box: Box) -> str:
     return "[" + ",".join(f"{o}:{o + n}" for o, n in zip(box.offset, box.size, strict=True)) + "]"
 
 
-def index_of(named: TensorBoxes, extents: list[BoxToWrite], begin: int) -> RankIndex:
-    """Return shape, type and boxes of each tensor, a box with its place in this rank's file."""
-    tensors: RankIndex = {name: (tuple(shape), dtype_name(tensor), []) for name, (shape, _, tensor) in named.items()}
+def boxes_of(extents: list[BoxToWrite], begin: int) -> Rows:
+    """Return the boxes of a file whose first extent begins there."""
+    boxes: dict[str, list[tuple[int, Shape, Shape]]] = {}
     for extent in extents:
-        tensors[extent.key.partition("[")[0]][2].append((begin, extent.box.offset, extent.box.size))
+        boxes.setdefault(extent.key.partition("[")[0], []).append((begin, extent.box.offset, extent.box.size))
         begin += extent.flat.numel() * SIZES[extent.dtype]
-    return tensors
+    return [([name], rows) for name, rows in boxes.items()]
 
 
-def wanted_of(named: TensorBoxes) -> RankIndex:
-    """Return shape, type and boxes of each tensor that a rank wants, without places in a file."""
-    return {
-        name: (tuple(shape), dtype_name(tensor), [(0, tuple(offset), tuple(size)) for offset, size in boxes])
-        for name, (shape, boxes, tensor) in named.items()
-    }
+def describe_wanted(named: TensorBoxes, rank: int) -> Described:
+    """Describe what a rank wants; a parameter and its moments have the same boxes."""
+    names: dict[tuple[tuple[Shape, Shape], ...], list[str]] = {}
+    for name, (_, boxes, _) in named.items():
+        if boxes:
+            names.setdefault(tuple((tuple(offset), tuple(size)) for offset, size in boxes), []).append(name)
+    rows = [(own, [(0, offset, size) for offset, size in boxes]) for boxes, own in names.items()]
+    return describe_tensors(named, rows, rank)
 
 
 def flatten(name: str, shape: Shape, boxes: Sequence[tuple[Shape, Shape]], tensor: torch.Tensor) -> torch.Tensor:
@@ -295,7 +328,22 @@ class BoxCopy(NamedTuple):
         return self.stored.byte_range(self.low, self.high)
 
 
-StoredBoxes = Mapping[str, Sequence[StoredBox]]
+class StoredTensor(Sequence[StoredBox]):
+    """The stored boxes of a tensor, as arrays: a large checkpoint has hundreds of thousands."""
+
+    def __init__(self, dtype: str, files: list[str], begins: Ints, low: Ints, size: Ints) -> None:
+        self.dtype, self.files, self.begins, self.low, self.size = dtype, files, begins, low, size
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, k: Any) -> Any:
+        box = Box(tuple(self.low[k].tolist()), tuple(self.size[k].tolist()))
+        return StoredBox(self.files[k], int(self.begins[k]), box, self.dtype)
+
+
+Ints = npt.NDArray[np.int64]
+StoredBoxes = Mapping[str, StoredTensor]
 
 
 @dataclass
@@ -329,20 +377,14 @@ class NativeSource(Source):
             raise bad_data(f"{self.folder} was made with a vocabulary of {self.vocab:,} ids, not {size:,}")
         return self
 
-    def share(self, wanted: Sequence[RankIndex], team: Team) -> None:
+    def share(self, wanted: Described, team: Team) -> None:
         """Keep what this rank needs to read the boxes it wants; rank 0 knows what all want."""
         if team.size == 1:
             return
-        boxes, files = team.deal(lambda: deal_boxes(self.index[1], self.manifest, wanted))
-
-        def stored(name: str) -> list[StoredBox]:
-            dtype, rows = NAMES[self.tensors[name].dtype], boxes.get(name, [])
-            return [
-                StoredBox(file, begin, Box(tuple(offset), tuple(size)), dtype) for file, begin, offset, size in rows
-            ]
-
+        boxes, files = team.deal(lambda: deal_boxes(self.index[1], self.manifest, wanted.boxes))
         self.manifest = {name: FilePart(size, dict(digests)) for name, (size, digests) in files.items()}
-        self.index = self.index[0], {name: stored(name) for name in self.tensors}
+        kinds = {name: (len(info.shape), NAMES[info.dtype]) for name, info in self.tensors.items()}
+        self.index = self.index[0], {n: parse_boxes(*kind, boxes.get(n, [])) for n, kind in kinds.items()}
 
 
 def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALONE) -> NativeSource:
@@ -376,58 +418,69 @@ def open_native(folder: Path, step: int, verify: str = "read", team: Team = ALON
     return source
 
 
-def deal_boxes(stored: StoredBoxes, manifest: Mapping[str, File | FilePart], wanted: Sequence[RankIndex]) -> list[Any]:
+def deal_boxes(stored: StoredBoxes, manifest: Mapping[str, File | FilePart], wanted: Sequence[Rows]) -> list[Any]:
     """Return for each rank the stored boxes that meet the ones it wants, and their files' digests.
 
     Tensor by tensor, the boxes that all ranks want are compared with all that are stored at once.
     """
     boxes: list[dict[str, dict[int, Any]]] = [{} for _ in wanted]
     chunks: list[dict[str, set[int]]] = [{} for _ in wanted]
-    by_name: dict[str, list[tuple[int, Shape, Shape]]] = {}
-    for rank, index in enumerate(wanted):
-        for name, (_, _, rows) in index.items():
-            by_name.setdefault(name, []).extend((rank, offset, size) for _, offset, size in rows)
-    for name, rows in by_name.items():
-        of_name = stored[name]
-        for row, number, begin, end in meetings(of_name, [(offset, size) for _, offset, size in rows]):
-            rank, box = rows[row][0], of_name[number]
-            boxes[rank].setdefault(name, {})[number] = (box.file, box.begin, *box.box)
+    by_name: dict[str, tuple[list[int], list[tuple[Shape, Shape]]]] = {}
+    for rank, rows in enumerate(wanted):
+        for names, own in rows:
+            for name in names:
+                ranks, all_wanted = by_name.setdefault(name, ([], []))
+                ranks += [rank] * len(own)
+                all_wanted += [(offset, size) for _, offset, size in own]
+    for name, (ranks, all_wanted) in by_name.items():
+        tensor = stored[name]
+        for row, number, begin, end in zip(*(x.tolist() for x in meetings(tensor, all_wanted)), strict=True):
+            rank, file = ranks[row], tensor.files[number]
+            own_boxes = boxes[rank].setdefault(name, {})
+            if number not in own_boxes:
+                box = tensor[number]
+                own_boxes[number] = (file, box.begin, *box.box)
             touched = range(begin // manifests.CHUNK, (end - 1) // manifests.CHUNK + 1)
-            chunks[rank].setdefault(box.file, set()).update(touched)
+            chunks[rank].setdefault(file, set()).update(touched)
+
+    def part_of(name: str, numbers: set[int]) -> list[Any]:
+        return [manifest[name].size, [(n, manifest[name].digest(n)) for n in sorted(numbers)]]
+
     return [
         [
             {name: list(rows.values()) for name, rows in own.items()},
-            {
-                name: [manifest[name].size, [(n, manifest[name].digest(n)) for n in sorted(ns)]]
-                for name, ns in read.items()
-            },
+            {name: part_of(name, ns) for name, ns in read.items()},
         ]
         for own, read in zip(boxes, chunks, strict=True)
     ]
 
 
-def meetings(stored: Sequence[StoredBox], wanted: Sequence[tuple[Shape, Shape]]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield for each wanted and stored box that share elements their numbers and the bytes shared.
+def meetings(stored: StoredTensor, wanted: Sequence[tuple[Shape, Shape]]) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return for each wanted and stored box that share elements their numbers and the bytes shared.
 
-    The bytes are those from the first to the last shared element in the stored box's file.
+    The bytes are those from the first to the last shared element in the stored box's file. Boxes
+    are compared only where they may meet along the first dimension.
     """
-    if not stored or not wanted:
-        return
-    d = len(wanted[0][0])
-    low, size = (np.array([box[k] for box in wanted], np.int64).reshape(len(wanted), d) for k in range(2))
-    stored_low, stored_size = (
-        np.array([box.box[k] for box in stored], np.int64).reshape(len(stored), d) for k in range(2)
-    )
-    high, stored_high = low + size, stored_low + stored_size
-    first, last = np.maximum(low[:, None], stored_low), np.minimum(high[:, None], stored_high)
-    rows, numbers = (first < last).all(axis=2).nonzero()
-    inner = np.ones_like(stored_size)  # elements from one place of a dimension to the next
-    inner[:, :-1] = stored_size[:, :0:-1].cumprod(axis=1)[:, ::-1]
-    begins, itemsize = np.array([box.begin for box in stored], np.int64), SIZES[stored[0].dtype]
-    shift, steps = stored_low[numbers], inner[numbers]
-    at, end = ((point - shift) * steps for point in (first[rows, numbers], last[rows, numbers] - 1))
-    begin, end = begins[numbers] + at.sum(axis=1) * itemsize, begins[numbers] + (end.sum(axis=1) + 1) * itemsize
-    yield from zip(rows.tolist(), numbers.tolist(), begin.tolist(), end.tolist(), strict=True)
+    count, d = len(wanted), stored.low.shape[1]
+    low, size = (np.array([box[k] for box in wanted], np.int64).reshape(count, d) for k in range(2))
+    if not (d and count and len(stored)):
+        rows, numbers = np.indices((count, len(stored))).reshape(2, -1)
+    else:
+        order = stored.low[:, 0].argsort(kind="stable")
+        sorted_low = stored.low[order, 0]
+        first = sorted_low.searchsorted(low[:, 0] - stored.size[:, 0].max(), "right")
+        counts = sorted_low.searchsorted(low[:, 0] + size[:, 0]) - first
+        rows = np.repeat(np.arange(count), counts)
+        numbers = order[np.arange(len(rows)) + np.repeat(first - counts.cumsum() + counts, counts)]
+    begin, end = np.maximum(low, 0)[rows], (low + size)[rows]
+    begin, end = np.maximum(begin, stored.low[numbers]), np.minimum(end, (stored.low + stored.size)[numbers])
+    meet = (begin < end).all(axis=1)
+    rows, numbers, begin, end = rows[meet], numbers[meet], begin[meet], end[meet]
+    inner = np.ones_like(stored.size)  # elements from one place of a dimension to the next
+    inner[:, :-1] = stored.size[:, :0:-1].cumprod(axis=1)[:, ::-1]
+    shift, steps, itemsize = stored.low[numbers], inner[numbers], SIZES[stored.dtype]
+    at, last = (stored.begins[numbers] + ((p - shift) * steps).sum(axis=1) * itemsize for p in (begin, end - 1))
+    return rows, numbers, at, last + itemsize
 
 
 Pair = tuple["torch.Tensor", "torch.Tensor"]
@@ -489,21 +542,22 @@ def pieces(copy: BoxCopy) -> Iterator[tuple[Shape, Shape]]:
 
 
 def plan_copies(
-    folder: Path, name: str, stored: Sequence[StoredBox], target: torch.Tensor, boxes: Sequence[tuple[Shape, Shape]]
+    folder: Path, name: str, stored: StoredTensor, target: torch.Tensor, boxes: Sequence[tuple[Shape, Shape]]
 ) -> list[BoxCopy]:
     """Plan which part of which stored box fills which part of the wanted boxes."""
     copies: list[BoxCopy] = []
-    for wanted, flat in split_boxes(boxes, target):
-        parts = []
-        for part in stored:
-            low, high = intersection(wanted, part.box)
-            if not_empty(low, high):
-                parts.append(BoxCopy(part, flat, wanted, low, high))
-        covered = sum(math.prod(minus(copy.high, copy.low)) for copy in parts)
+    cut = list(split_boxes(boxes, target))
+    parts: list[list[BoxCopy]] = [[] for _ in cut]
+    rows, numbers, *_ = meetings(stored, boxes)
+    for row, number in zip(rows.tolist(), numbers.tolist(), strict=True):
+        (wanted, flat), part = cut[row], stored[number]
+        parts[row].append(BoxCopy(part, flat, wanted, *intersection(wanted, part.box)))
+    for (wanted, flat), own in zip(cut, parts, strict=True):
+        covered = sum(math.prod(minus(copy.high, copy.low)) for copy in own)
         if covered != flat.numel():
             where = f"{folder / INDEX}: {name} from {wanted.offset}, size {wanted.size}"
             raise DamagedCheckpoint(f"{where}, has {flat.numel():,} elements, but the stored boxes give {covered:,}")
-        copies += parts
+        copies += own
     return copies
 
 
@@ -511,26 +565,41 @@ def read_index(folder: Path, manifest: Mapping[str, File | FilePart]) -> tuple[d
     """Read the index and check every box against its tensor and its file."""
     path = folder / INDEX
     index = manifests.read_json(folder, manifest, INDEX, INDEX_LIMIT)
-    infos, boxes = {}, dict[str, list[StoredBox]]()
+    infos, boxes = {}, dict[str, StoredTensor]()
     try:
         for name, tensor in index["tensors"].items():
-            shape, dtype = parse_sizes(tensor["shape"]), tensor["dtype"]
-            infos[name], boxes[name] = TensorInfo(shape, TORCH[dtype]), []
-            for raw in tensor["boxes"]:
-                begin, end = parse_sizes([raw["begin"], raw["end"]])
-                box = Box(parse_sizes(raw["offset"]), parse_sizes(raw["size"]))
-                fits = end - begin == math.prod(box.size) * SIZES[dtype] and end <= manifest[raw["file"]].size
-                if not fits or not inside(box, shape):
-                    raise DamagedCheckpoint(f"{path}: a box of {name[:100]!r} lies outside its tensor or its file")
-                boxes[name].append(StoredBox(raw["file"], begin, box, dtype))
+            [shape], dtype, raw = (
+                parse_sizes([tensor["shape"]], len(tensor["shape"])).tolist(),
+                tensor["dtype"],
+                tensor["boxes"],
+            )
+            if math.prod(shape) >= 1 << 60:
+                raise ValueError(f"{str(shape)[:100]} is not a shape")
+            rows = [(box["file"], box["begin"], box["offset"], box["size"]) for box in raw]
+            infos[name], own = TensorInfo(tuple(shape), TORCH[dtype]), parse_boxes(len(shape), dtype, rows)
+            ends = parse_sizes([[box["end"]] for box in raw], 1)[:, 0]
+            limits = np.array([manifest[file].size for file in own.files], np.int64)
+            fits = (own.low + own.size <= np.array(shape, np.int64)).all(axis=1)
+            fits &= (ends - own.begins == own.size.prod(axis=1) * SIZES[dtype]) & (ends <= limits)
+            if not fits.all():
+                raise DamagedCheckpoint(f"{path}: a box of {name[:100]!r} lies outside its tensor or its file")
+            boxes[name] = own
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         why = f"{type(error).__name__} {str(error)[:200]}"
         raise DamagedCheckpoint(f"{path}: not an index that we wrote: {why}") from error
     return infos, boxes
 
 
-def parse_sizes(values: Any) -> Shape:
-    """Return a short list of sizes or offsets as a tuple."""
-    if len(values) > 16 or not all(type(v) is int and 0 <= v < 1 << 60 for v in values):
+def parse_boxes(dimensions: int, dtype: str, rows: Sequence[Any]) -> StoredTensor:
+    """Return the boxes of (file, first byte, offset, size) of a tensor."""
+    low, size = (parse_sizes([row[k] for row in rows], dimensions) for k in (2, 3))
+    return StoredTensor(dtype, [row[0] for row in rows], parse_sizes([[row[1]] for row in rows], 1)[:, 0], low, size)
+
+
+def parse_sizes(values: Sequence[Sequence[int]], length: int) -> Ints:
+    """Return lists of so many sizes or offsets as an array."""
+    array = np.array(values) if len(values) * length else np.empty((len(values), length), np.int64)
+    is_of_ints = array.dtype == np.int64 and array.shape == (len(values), length)
+    if length > 16 or not is_of_ints or (array.size and not 0 <= array.min() <= array.max() < 1 << 60):
         raise ValueError(f"{str(values)[:100]} is not a shape")
-    return tuple(values)
+    return array

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from meshwright.errors import UNEXPECTED, UserError
 from meshwright.ranks.pulse import pulse
@@ -107,13 +107,17 @@ class Team:
 
     def collect(self, act: Callable[[], Any]) -> list[Any]:
         """Do what run_on_all does, but return all results, JSON values, on rank 0 alone."""
+        return self.collect_merged(lambda: [act()], _concatenate)
+
+    def collect_merged(self, act: Callable[[], T], combine: Callable[[list[T]], T]) -> T:
+        """Do what run_on_all does, but return the combination, as of `merge`, on rank 0 alone."""
         if self.size == 1:
-            return [act()]
-        outcome, defect = self._try(lambda: [act()])
-        outcome = self._send_up(outcome, _first_error_or(_concatenate))
-        collected = outcome.pop("value", [])
+            return act()
+        outcome, defect = self._try(act)
+        outcome = self._send_up(outcome, _first_error_or(combine))
+        collected = outcome.pop("value", None)
         _settle(self._send_down(outcome), defect)
-        return collected if self.is_lead else []
+        return cast(T, collected if self.is_lead else combine([]))
 
     def deal(self, act: Callable[[], list[Any]]) -> Any:
         """Call `act` on rank 0, which returns a JSON value for each rank; return this rank's."""
