@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import warm
 from meshwright.__main__ import main
 from meshwright.bench import bench, peers, rows, runs, table
 from meshwright.bench.rows import BenchRow
@@ -124,8 +125,9 @@ def test_errors(words, error, capsys):
     assert error in capsys.readouterr().err
 
 
-def test_a_run_of_the_command(tmp_path, capsys):
+def test_a_run_of_the_command(tmp_path, capsys, monkeypatch):
     """One row that works and one that train refuses, with a flag of train after --."""
+    monkeypatch.setattr(sys, "executable", warm.python())
     bad = BenchRow("bad", f"{TINY} --micro-batch-size 0", steps=3)
     plan = BenchPlan(tmp_path / "out", steps=6, extra=("--log-interval", "2"))
     assert bench.Bench(plan, "meshwright bench", 0).run([bad, ROW]) == 1

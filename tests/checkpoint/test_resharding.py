@@ -32,7 +32,7 @@ PAIRS = """
     zero2x4>pp4 zero1>dp2 tp2>hybrid interleaved>uneven uneven>interleaved cp2>pp2 tp2zero1>one offload>zero3
     tp2pp2>tp2 zero2x4>one one>zero3 zero1>interleaved
 """.split()
-STEPS = 5
+STEPS = 3
 MORE = "--global-batch-size 8 --seed 11"
 
 

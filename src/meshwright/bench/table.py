@@ -39,7 +39,9 @@ def lines_of(result: Result) -> list[str]:
     for peer in result.get("peers", ()):
         out.append(f"{'':{NAME_WIDTH}}{describe_peer(peer)}")
     if result.get("profile"):
-        out.append(f"{'':{NAME_WIDTH}}{describe_shares(result['profile']['shares'])}")
+        shares = result["profile"]["shares"].items()
+        listed = ", ".join(f"{name} {share:.1%}" for name, share in shares if share >= 0.0005)
+        out.append(f"{'':{NAME_WIDTH}}{listed}")
     return out
 
 
@@ -50,10 +52,6 @@ def describe_peer(peer: Result) -> str:
     others = sorted(((speed, n) for n, speed in peer["tried"].items() if n != peer["micro"]), reverse=True)
     at += "".join(f"; {n}: {format(speed, ',.0f') if speed else 'too large'}" for speed, n in others)
     return f"{peer['ratio']:.2f} x {peer['name']} {peer['version']} ({at})"
-
-
-def describe_shares(shares: dict[str, float]) -> str:
-    return ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share >= 0.0005)
 
 
 def startup_lines(results: Iterable[Result]) -> list[str]:

@@ -72,7 +72,10 @@ def window_problems(m: Model) -> list[str]:
 
 
 def kernel_problems(t: Training, m: Model) -> list[str]:
+    """Check how the layers are computed."""
     out = []
+    if m.num_layers and t.recompute_num_layers > m.num_layers and t.recompute_granularity == "full":
+        out.append(f"--recompute-num-layers {t.recompute_num_layers} is above --num-layers {m.num_layers}")
     if t.fused_kernels == "on" and t.compile == "on":
         out.append("--fused-kernels on and --compile on are two ways to run the layers; give one")
     if t.fused_kernels == "on" and m.qk_layernorm:

@@ -18,7 +18,6 @@ from meshwright.settings.schema import (
     Checkpoint,
     GenerateConfig,
     Logging,
-    Model,
     Precision,
     TrainConfig,
     Training,
@@ -43,12 +42,7 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
     layout, sizes = parallel_problems(c), batch_problems(c)
     has_length = not sizes and not out_of_bounds(t) and c.lengths != ["train_epochs"]
     out = architecture_problems(c.model, c.data) + layout + precision_problems(c.precision) + sizes
-    out += (
-        schedule_problems(c, has_length)
-        + recompute_problems(t, c.model)
-        + kernel_problems(t, c.model)
-        + data_problems(c.data, needs_data)
-    )
+    out += schedule_problems(c, has_length) + kernel_problems(t, c.model) + data_problems(c.data, needs_data)
     out += logging_problems(c.logging) + eval_tasks_problems(c.logging)
     if c.logging.eval_tasks_device and not (k.run_dir or k.save):
         out.append("--eval-tasks-device reads a snapshot from the run's folder; give --run-dir or --save")
@@ -131,13 +125,6 @@ def precision_problems(p: Precision) -> list[str]:
     if p.fp8_format and not p.bf16:
         other = "--fp16 scales the loss for its own range" if p.fp16 else "all else is float32"
         out.append(f"--fp8-format {p.fp8_format} needs bfloat16 around it, and {other}; give --bf16")
-    return out
-
-
-def recompute_problems(t: Training, m: Model) -> list[str]:
-    out = []
-    if m.num_layers and t.recompute_num_layers > m.num_layers and t.recompute_granularity == "full":
-        out.append(f"--recompute-num-layers {t.recompute_num_layers} is above --num-layers {m.num_layers}")
     return out
 
 

@@ -579,16 +579,14 @@ class LayerReader:
     def _flat(self, data: dict[Any, Any]) -> dict[Any, Any]:
         flat: dict[Any, Any] = {}
         for key, value in data.items():
-            flat.update(value if isinstance(value, dict) and self._is_section(key) else {key: value})
+            is_section = any(key in config_groups(cls) for cls in (self.cls, *every_config()))
+            flat.update(value if isinstance(value, dict) and is_section else {key: value})
         return flat
 
     def read_environment(self) -> dict[str, Any]:
         prefix = "MESHWRIGHT_"
         values = {k[len(prefix) :].lower(): v for k, v in os.environ.items() if k.startswith(prefix)}
         return self.convert_all(self._without_others(values), " in the environment (MESHWRIGHT_*)")
-
-    def _is_section(self, key: Any) -> bool:
-        return key in config_groups(self.cls) or any(key in config_groups(other) for other in every_config())
 
     def _without_others(self, values: dict[Any, Any]) -> dict[Any, Any]:
         """Leave out settings of other commands: a file or a shell may hold settings for several."""
