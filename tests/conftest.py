@@ -3,10 +3,11 @@
 No pictures; output not redirected.
 """
 
+import gc
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,6 +36,16 @@ os.environ.setdefault(*device.FUSED_MULTIPLY_ADD)
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import no file whose tests are all left out."""
     return True if "not whole" in config.option.markexpr and selection.is_slow(collection_path) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector, which would look at every test again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
@@ -44,6 +44,12 @@ def repeated_functions() -> dict[str, list[str]]:
 
 def test_each_class_name_is_defined_once() -> None:
     assert not repeated_classes()
+
+
+def test_each_file_of_tests_has_a_name_of_its_own() -> None:
+    """pytest imports them by it, and slow_tests.txt lists them by it."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_few_functions_share_a_bare_name() -> None:
