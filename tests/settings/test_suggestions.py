@@ -99,3 +99,5 @@ def test_a_text_where_another_thing_is_expected(tmp_path, monkeypatch, capsys):
     words = f"train --data-path corpus.jsonl {small} --lr 1 --tokenizer byte --dry-run"
     assert main(words.split()) == 65
     assert "; make token files of it: meshwright preprocess --input corpus.jsonl" in capsys.readouterr().err
+    words = f"train --mock-data --vocab-size 8 --tensorboard-dir corpus.jsonl {small} --lr 1 --dry-run"
+    assert main(words.split()) == 2 and "--tensorboard-dir corpus.jsonl is a file" in capsys.readouterr().err

@@ -191,7 +191,8 @@ def require_settings(config: TrainConfig, needs_data: bool) -> None:
     """Require settings that fit each other, and folders."""
     if problems := checks.problems(config, needs_data):
         raise UserError(flags.listed(problems))
-    for flag, root in (("--run-dir", config.checkpoint.run_dir), ("--save", config.checkpoint.save)):
+    c, curves = config.checkpoint, config.logging.tensorboard_dir
+    for flag, root in (("--run-dir", c.run_dir), ("--save", c.save), ("--tensorboard-dir", curves)):
         if root and Path(root).exists() and not Path(root).is_dir():
             raise UserError(f"{flag} {root} is a file, not a folder")
 
