@@ -86,7 +86,8 @@ class SizedGPT:
         self.sizes, self.m, self.stage, self.memory = sizes, m, stage, memory
         tp, cp = sizes.tp, sizes.cp
         self.hidden, self.padded, self.batch = m.hidden_size, sizes.padded // tp, sizes.micro_batch
-        self.f = Functions(memory, sizes.formats, tp, sizes.sequence, sizes.processors)
+        self.f = Functions(memory, sizes.formats, sizes.tp, sizes.cp, sizes.sequence, sizes.processors)
+        self.f.recomputes_attention = sizes.granularity == "selective"
         self.columns = sizes.length // cp
         self.tokens = self.batch * self.columns  # of the layers' inner tensors
         self.rows = self.tokens // tp if sizes.sequence else self.tokens  # of the residual stream
@@ -114,6 +115,8 @@ class SizedGPT:
         _, y = self.f.add_norm(residual, pending, self.hidden, self.norm(sites))
         self.memory.kind = "logits"
         logits = self.f.column_parallel(y, (self.padded, self.hidden))
+        if self.m.final_logit_softcapping:
+            logits = self.f.softcap(logits)
         self.memory.kind = "activations"
         return logits
 
@@ -144,16 +147,36 @@ class SizedGPT:
 
     def embed(self, at: Sized) -> Sized:
         """Return the embeddings of the tokens."""
-        x = self.f.new(self.rows * self.hidden)
-        x.node = GraphNode([], [], lambda gradient: self.give_rows_of_table(self.rows))
+        x = self.rows_of_table() if self.sizes.tp > 1 else self.f.new(self.rows * self.hidden)
+        if x.node is None:
+            x.node = GraphNode([], [], lambda gradient: self.give_rows_of_table(self.rows))
+        if self.m.embed_layernorm:
+            x = self.f.norm(x, self.hidden, self.centers)
         if self.m.position == "learned":
-            columns = self.columns
+            columns = self.rows if self.sizes.sequence else self.columns
             places = self.f.new(columns * self.hidden)
             places.node = GraphNode([], [at], lambda gradient: self.give_rows_of_table(columns))
             y = self.f.new(x.elements)
             y.node = GraphNode([x, places], [], self.back_to_places)
             x = y
-        return x
+            del places, y
+        return self.f.converted(x, self.sizes.formats.stream)
+
+    def rows_of_table(self) -> Sized:
+        """Return the rows of the table that some of the tensor ranks hold, of all tokens."""
+        ids, own = self.memory.new(self.tokens, LONG), self.memory.new(self.tokens, 1)
+        x = self.f.new(self.tokens * self.hidden)
+        x.node = GraphNode([], [ids], self.give_table)
+        y = self.f.new(x.elements)
+        elements = x.elements
+        y.node = GraphNode([x], [own], lambda gradient: [self.f.new(elements)])
+        del x
+        return self.f.added_up(y)
+
+    def give_table(self, gradient: Sized) -> list[Sized | None]:
+        """Give the table a gradient of its own size."""
+        self.f.new(self.padded * self.hidden)
+        return []
 
     def join(self, residual: Sized | None, pending: Sized, sites: Sized | None) -> Sized:
         """Return residual + dropout(pending)."""
@@ -162,7 +185,8 @@ class SizedGPT:
         return pending if residual is None else self.f.add(residual, pending)
 
     def back_to_places(self, gradient: Sized) -> list[Sized | None]:
-        return [gradient, self.f.new(self.columns * self.hidden) if self.batch > 1 else gradient]
+        is_summed = self.batch > 1 and not self.sizes.sequence
+        return [gradient, self.f.new(self.columns * self.hidden) if is_summed else gradient]
 
     def give_rows_of_table(self, rows: int) -> list[Sized | None]:
         """Sort the tokens to add their rows to a table's gradient."""
@@ -190,10 +214,7 @@ class SizedGPT:
         is_fp8 = self.sizes.precision.multiplies_fp8(i, m.num_layers or 0)
         is_joint = is_fp8 and self.sizes.tp == 1 and not post_norm
         base, q, k, v = (self.enter_fp8 if is_joint else self.enter)(residual, pending, is_fp8, sites, rotation)
-        if self.sizes.granularity == "selective":
-            o = recomputed(f.flash, q, k, v, self.heads)
-        else:
-            o = f.flash(q, k, v, self.heads)
+        o = f.attend(q, k, v, self.heads)
         branch = f.row_parallel(o, self.matrices["attn.proj"], is_fp8=is_fp8)
         fc, proj = self.matrices["mlp.fc"], self.matrices["mlp.proj"]
         if is_joint:
@@ -240,11 +261,9 @@ class SizedGPT:
 
     def run_step(self) -> None:
         """Run the kinds of micro-batches forward and backward, without a pipeline."""
-        tokens, labels = self.memory.new(self.tokens, LONG), self.memory.new(self.tokens, LONG)
         for is_first in (True, False)[: min(self.sizes.micro_batches, 2)]:
             self.f.is_first = is_first
             differentiate([(self.total(self.loss(self.forward())), None)])
-        del tokens, labels
 
     def passes(self) -> Iterator[None]:
         """Run the passes of a stage of a pipeline: forward, backward, and what is deferred."""
@@ -257,14 +276,13 @@ class SizedGPT:
         if not self.stage.has_embedding:
             received = self.f.new(self.rows * self.hidden, self.sizes.formats.stream)
             received.node = GraphNode([], [], keep)
-        tokens = self.memory.new(self.tokens, LONG)
         self.f.waiting, self.f.is_first = [] if self.sizes.splits_backward else None, False
         output = self.forward(received)
         output = self.total(self.loss(output)) if self.stage.has_head else output
         yield
         gradient = None if self.stage.has_head else self.f.new(output.elements, output.width)
         differentiate([(output, gradient)])
-        del output, gradient, received, tokens
+        del output, gradient, received
         arrived.clear()
         yield
         for _ in self.f.waiting or ():

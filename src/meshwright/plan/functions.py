@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.kernels import grid
-from meshwright.plan.tensors import GraphNode, Memory, Sized
+from meshwright.plan.tensors import GraphNode, Memory, Sized, recomputed
 
 FLOAT, LONG = 4, 8  # bytes
 Matrix = tuple[int, int]  # outputs and inputs
@@ -52,9 +52,10 @@ class NormOptions(NamedTuple):
 class Functions:
     """The functions of one rank's part of a model."""
 
-    def __init__(self, memory: Memory, formats: Formats, tp: int, sequence: bool, processors: int) -> None:
+    def __init__(self, memory: Memory, formats: Formats, tp: int, cp: int, sequence: bool, processors: int) -> None:
         self.memory, self.formats, self.tp, self.processors = memory, formats, tp, processors
         self.sequence = sequence and tp > 1
+        self.cp, self.recomputes_attention = cp, False
         self.is_first = True  # micro-batch of a step
         self.waiting: list[tuple[Sized, Sized]] | None = None  # weight gradients that a pipeline defers
 
@@ -108,10 +109,12 @@ class Functions:
         def backward(gradient: Sized) -> list[Sized | None]:
             inner = gradient.elements // outputs * inputs
             rows = self.new(inner) if self.sequence else None
-            partial, back = self.new(inner), self.new(inner // times)
+            partial = self.new(inner)
+            back = self.new(inner // times)
+            del partial
             self.give_rows(gradient, outputs, has_bias)
             self.give_product(outputs, inputs)
-            del rows, partial
+            del rows
             return [back]
 
         y.node = GraphNode([x], [x.view()], backward)
@@ -179,6 +182,92 @@ class Functions:
         y.node = GraphNode([x], [sites], lambda gradient: [self.new(gradient.elements, width)])
         return y
 
+    def converted(self, x: Sized, width: int) -> Sized:
+        """Return x in another format, if it is another."""
+        if x.width == width:
+            return x
+        y, before = self.new(x.elements, width), x.width
+        y.node = GraphNode([x], [], lambda gradient: [self.new(gradient.elements, before)])
+        return y
+
+    def norm(self, x: Sized, columns: int, centers: bool) -> Sized:
+        """Return torch's own norm of x."""
+        rows, elements, width = x.elements // columns, x.elements, x.width
+        y = self.new(elements, width)
+        mean = self.new(rows, FLOAT) if centers else None
+        rstd = self.new(rows, FLOAT)
+
+        def backward(gradient: Sized) -> list[Sized | None]:
+            of_x = self.new(elements, width)
+            self.new(2 * columns, width)
+            return [of_x]
+
+        y.node = GraphNode([x], [x.view(), mean, rstd], backward)
+        return y
+
+    def softcap(self, logits: Sized) -> Sized:
+        """Bound the logits; backward overwrites them with their gradient."""
+        y = self.new(logits.elements, logits.width)
+        y.node = GraphNode([logits], [logits.view()], lambda saved, gradient: [saved[0].view()], takes_saved=True)
+        return y
+
+    def exchanged(self, elements: int, inputs: list[Sized], copies: bool) -> Sized:
+        """Exchange heads for columns with the context ranks; `copies`: to put them in order."""
+
+        count = len(inputs)
+
+        def backward(gradient: Sized) -> list[Sized | None]:
+            ordered = self.new(elements) if copies else None
+            back = self.new(elements)
+            del ordered
+            return [back.view() for _ in range(count)]
+
+        sent = self.new(elements)
+        received = self.new(elements)
+        del sent
+        out = self.new(elements) if copies else received
+        return out.view(GraphNode(inputs, [], backward))
+
+    def attend(self, q: Sized, k: Sized, v: Sized, sizes: HeadCounts) -> Sized:
+        """Attend; context ranks exchange heads for columns before and after."""
+        if self.cp > 1:
+            return self.attend_exchanged(q, k, v, sizes)
+        return recomputed(self.flash, q, k, v, sizes) if self.recomputes_attention else self.flash(q, k, v, sizes)
+
+    def attend_exchanged(self, q: Sized, k: Sized, v: Sized, sizes: HeadCounts) -> Sized:
+        """Attend to all columns with some of the heads, between two exchanges."""
+        elements = sizes.batch * sizes.length * sizes.columns
+        several = sizes.batch > 1
+        between = self.exchanged(elements, [q, k, v], several)
+
+        def backward(*gradients: Sized | None) -> list[Sized | None]:
+            return [self.new(elements)]
+
+        node = GraphNode([between], [], backward, 3)
+        inner = between.view()
+        q, k, v = inner.view(node), inner.view(node, 1), inner.view(node, 2)
+        del inner, between
+        o = recomputed(self.flash, q, k, v, sizes) if self.recomputes_attention else self.flash(q, k, v, sizes)
+        del q, k, v
+        return self.exchanged_back(o, several)
+
+    def exchanged_back(self, o: Sized, several: bool) -> Sized:
+        elements = o.elements
+        sent = self.new(elements) if several else None
+        received = self.new(elements)
+        del sent
+        out = self.new(elements)
+        del received
+
+        def backward(gradient: Sized) -> list[Sized | None]:
+            ordered = self.new(elements)
+            back = self.new(elements)
+            del ordered
+            return [back]
+
+        out.node = GraphNode([o], [], backward)
+        return out
+
     # Fused kernels
 
     def add_norm(self, residual: Sized | None, pending: Sized, columns: int, norm: NormOptions) -> tuple[Sized, Sized]:
@@ -232,7 +321,7 @@ class Functions:
         """Split qkv into heads; queries are copied if several share a key."""
         tokens, d = qkv.elements // sizes.columns, sizes.dim
         q, k, v = qkv, qkv, qkv
-        if sizes.groups < sizes.heads:
+        if 1 < sizes.groups < sizes.heads:
             q = self.new(tokens * sizes.heads * d)
         if rotation:
             rotated = self.new(tokens * sizes.heads * d), self.new(tokens * sizes.groups * d)
@@ -314,7 +403,7 @@ class Functions:
         differentiate_norm = self.norm_backward(residual, pending, columns, norm.sites is not None)
         tokens, d = qkv.elements // sizes.columns, sizes.dim
         q, k, v = qkv, qkv, qkv
-        if sizes.groups < sizes.heads:
+        if 1 < sizes.groups < sizes.heads:
             q = self.new(tokens * sizes.heads * d)
         if rotation:
             rotated = self.new(tokens * sizes.heads * d), self.new(tokens * sizes.groups * d)

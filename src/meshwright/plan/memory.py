@@ -23,7 +23,7 @@ from meshwright.plan.allocator import LEAST, CachingAllocator
 from meshwright.plan.blocks import PassSizes, SizedGPT, Stage, sizes_of
 from meshwright.plan.graph_rule import reason_against
 from meshwright.plan.parameters import WIDTHS, Shapes, shapes_of_layer, shapes_of_rank
-from meshwright.plan.tensors import Memory
+from meshwright.plan.tensors import Memory, rounded
 from meshwright.plan.updates import update_events
 from meshwright.settings.schema import TrainConfig
 
@@ -76,6 +76,7 @@ def memory_of_rank(config: TrainConfig, padded: int, pipeline_rank: int, profile
     """Return the memory of a pipeline rank."""
     held = held_bytes(config, padded, pipeline_rank, profile.kind)
     held["buffers"] = sum(WORKSPACES) if profile.kind == "cuda" else 0
+    held["batches"] = batch_bytes(config)
     passes, update = step_bytes(config, padded, pipeline_rank), update_events(config, padded, pipeline_rank)
     most = max(passes, update.kinds_at(update.peak_at), key=lambda kinds: sum(kinds.values()))
     reserve = functools.partial(reserved_bytes, config, padded, pipeline_rank, profile)
@@ -161,6 +162,15 @@ def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> dict[str
 
 def add_kinds(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
     return {kind: a.get(kind, 0) + b.get(kind, 0) for kind in a | b}
+
+
+def batch_bytes(config: TrainConfig) -> int:
+    """Return the bytes of a step's samples, which are on the device from its begin."""
+    d, cp = config.data, config.parallel.context_parallel_size
+    tokens = config.micro_batch * (d.seq_length or 0) // cp
+    wide, narrow = 2 + d.reset_position_ids, d.eod_mask_loss + cp * d.reset_attention_mask  # 8 and 4 bytes a token
+    each = wide * rounded(8 * tokens) + narrow * rounded(4 * tokens) + rounded(8 * config.micro_batch)
+    return config.micro_batches(config.global_batch) * each
 
 
 @functools.lru_cache(4096)

@@ -20,6 +20,11 @@ ROUNDING = 512  # bytes to which torch's allocator rounds up
 Gradients = Sequence["Sized | None"]
 
 
+def rounded(size: int) -> int:
+    """Return the bytes that torch's allocator takes for so many."""
+    return -(-size // ROUNDING) * ROUNDING
+
+
 class Memory:
     """The bytes that tensors hold, and all that is allocated and freed, in order."""
 
@@ -65,7 +70,7 @@ class Allocation:
     __slots__ = ("key", "kind", "memory", "size")
 
     def __init__(self, memory: Memory, size: int, kind: str) -> None:
-        self.memory, self.kind, self.size = memory, kind, -(-size // ROUNDING) * ROUNDING
+        self.memory, self.kind, self.size = memory, kind, rounded(size)
         self.key = next(memory.keys)
         memory.note(self.key, self.size, kind)
 

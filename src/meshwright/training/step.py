@@ -200,7 +200,8 @@ def pipeline_step(
             out = forward_part(net, part, batches[i], s.seed, stream)
             if not part.has_head:
                 return out
-            shares[i] = terms = [term / numbers[i, DIVISOR] for term in sum_terms(net, batches[i], out)]
+            terms = [term / numbers[i, DIVISOR] for term in sum_terms(net, batches[i], out)]
+            shares[i] = [term.detach() for term in terms]  # the graph would keep each received input and its gradient
             return functools.reduce(torch.add, terms)
 
     with timed("forward-backward", 1):

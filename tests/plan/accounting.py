@@ -1,0 +1,177 @@
+"""The memory of real training steps without a GPU: its code runs on torch's meta device.
+
+Tensors there have sizes and lifetimes, but no numbers. The program takes the device for a GPU,
+Triton's kernels and collectives do nothing, and every allocation is counted as torch's allocator
+would round it. Memory that torch's own operations take for a moment is not seen, except that of
+flash attention, which is written here from its source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+
+from meshwright import device as devices
+from meshwright.data.loader import Batch
+from meshwright.model import pick
+from meshwright.model.kind import block_kind
+from meshwright.parallel import comm, layout
+from meshwright.settings import flags
+from meshwright.settings.schema import TrainConfig
+from meshwright.training.network import Spec, build_network
+from meshwright.training.step import StepSettings, train_step
+
+META = torch.device("meta")
+PADDED = 1024
+
+
+class Account(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made on the meta device in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.counted = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self.note, out)
+        return out
+
+    def note(self, x: Tensor) -> None:
+        storage = x.untyped_storage()
+        if x.device == META and storage not in self.counted:
+            self.counted[storage] = size = -(-storage.nbytes() // 512) * 512
+            self.count(size)
+            weakref.finalize(storage, self.count, -size)
+
+    def count(self, size: int) -> None:
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+class FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, h, t, d = q.shape
+        o, lse = new(b, t, h, d, dtype=q.dtype).transpose(1, 2), new(b, h, t)
+        ctx.save_for_backward(q, k, v, o, lse, new(2, dtype=torch.int64), new(1, dtype=torch.int64))
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, *_ = ctx.saved_tensors
+        (b, h, t, d), groups = q.shape, k.shape[1]
+        dq, dk, dv = (new(b, t, n, d, dtype=q.dtype).transpose(1, 2) for n in (h, groups, groups))
+        rows, columns = -(-t // 128) * 128, -(-d // 32) * 32
+        held = [new(b, rows, h, columns), new(b, h, rows)]
+        if groups < h:
+            held += [new(b, t, h, d, dtype=q.dtype), new(b, t, h, d, dtype=q.dtype)]
+        return dq, dk, dv
+
+
+class Group:
+    """A process group of which only the size matters."""
+
+    def __init__(self, size: int) -> None:
+        self.count, self.group_name = size, "counted"
+
+    def size(self) -> int:
+        return self.count
+
+
+class Done:
+    """A collective that has ended."""
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def done(*_: Any, **__: Any) -> Done:
+    return Done()
+
+
+@contextlib.contextmanager
+def pretended_gpu() -> Iterator[None]:
+    """Let the program take the meta device for a GPU, and its ranks for connected ones."""
+    kernels, functional = triton.runtime.jit.KernelInterface, comm.functional
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (devices, "has_kernels", lambda device: device == META),
+            (pick, "block_kind", lambda t, m, p, kind: block_kind(t, m, p, "cuda")),
+            (devices, "has_fp8", lambda device: True),
+            (devices, "is_accelerator", lambda device: False),
+            (devices, "processors", lambda device: 132),
+            (devices, "counts_draws", lambda device: False),
+            (devices, "seed_generator", lambda *_: None),
+            (kernels, "__getitem__", lambda self, grid: lambda *_, **__: None),
+            (torch.accelerator, "device_index", lambda i: contextlib.nullcontext()),
+            (F, "scaled_dot_product_attention", lambda q, k, v, **_: FlashAttention.apply(q, k, v)),
+            (torch, "_scaled_mm", scaled_product),
+            (functional, "all_reduce", lambda x, op, group: x.clone()),
+            (functional, "wait_tensor", lambda x: x),
+            (functional, "all_to_all_single", lambda x, *_: torch.empty_like(x)),
+            (comm, "_gather", lambda x, _, group: x.new_empty(group.count * len(x), *x.shape[1:])),
+            (comm, "_scatter", lambda x, op, _, group: x.new_empty(len(x) // group.count, *x.shape[1:])),
+            (comm, "gather_into", done),
+            (comm, "scatter_into", done),
+            *((dist, name, done) for name in ("all_reduce", "send", "recv", "isend", "broadcast")),
+            (dist, "get_world_size", lambda group=None: group.count),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def scaled_product(
+    a: Tensor, b: Tensor, *_: Any, out_dtype: torch.dtype, out: Tensor | None = None, **__: Any
+) -> Tensor:
+    return new(len(a), b.shape[1], dtype=out_dtype) if out is None else out
+
+
+def config_of(*words: str) -> TrainConfig:
+    """Return the settings of a run of random tokens."""
+    common = "--mock-data --train-iters 3 --lr 1e-3 --vocab-size 1000".split()
+    return flags.parse_settings(TrainConfig, [*common, *words], "meshwright train").config
+
+
+def connected(config: TrainConfig, pipeline_rank: int) -> layout.Layout:
+    """Return the layout of the first rank of a pipeline rank, with groups that send nothing."""
+    plain = layout.layout_of(config, 0) if config.world > 1 else layout.Layout()
+    plain = replace(plain, rank=pipeline_rank * plain.world // plain.pp)
+    sizes = {name: plain.size(*dims) for name, dims in layout.GROUPS.items()}
+    sizes |= dict.fromkeys(("embedding", *layout.LANES), plain.pp)
+    return replace(plain, groups={name: Group(n) for name, n in sizes.items() if n > 1})
+
+
+def account(config: TrainConfig, pipeline_rank: int = 0, padded: int = PADDED) -> tuple[int, int]:
+    """Return the bytes that a rank holds after its set-up, and most in two steps."""
+    batch, length, d = config.micro_batch, (config.data.seq_length or 0), config.data
+    columns = length // config.parallel.context_parallel_size
+    ids = torch.zeros(batch, columns, dtype=torch.int64)
+    mask = torch.ones(batch, columns) if d.eod_mask_loss else None
+    one = Batch(ids, ids, torch.arange(batch), mask, ids if d.reset_position_ids else None)
+    with pretended_gpu(), Account() as counter:
+        net = build_network(Spec(config, connected(config, pipeline_rank), META, 1000, padded))
+        held = counter.peak = counter.now
+        for _ in range(2):
+            train_step(net, [one] * config.micro_batches(config.global_batch), StepSettings(1, 1e-3, 0.1))
+    return held, counter.peak
