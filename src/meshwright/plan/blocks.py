@@ -265,7 +265,7 @@ class SizedGPT:
             self.f.is_first = is_first
             differentiate([(self.total(self.loss(self.forward())), None)])
 
-    def passes(self) -> Iterator[None]:
+    def passes(self, is_first: bool) -> Iterator[None]:
         """Run the passes of a stage of a pipeline: forward, backward, and what is deferred."""
         received, arrived = None, list[Sized]()
 
@@ -276,7 +276,7 @@ class SizedGPT:
         if not self.stage.has_embedding:
             received = self.f.new(self.rows * self.hidden, self.sizes.formats.stream)
             received.node = GraphNode([], [], keep)
-        self.f.waiting, self.f.is_first = [] if self.sizes.splits_backward else None, False
+        self.f.waiting, self.f.is_first = [] if self.sizes.splits_backward else None, is_first
         output = self.forward(received)
         output = self.total(self.loss(output)) if self.stage.has_head else output
         yield
@@ -285,7 +285,7 @@ class SizedGPT:
         del output, gradient, received
         arrived.clear()
         yield
-        for _ in self.f.waiting or ():
+        for _ in range(len(self.f.waiting or ())):
             self.f.give_product(1, 1)
         self.f.waiting = None
         yield

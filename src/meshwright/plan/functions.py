@@ -139,13 +139,14 @@ class Functions:
             return [back]
 
         y.node = GraphNode([x], [x.view()], backward)
-        return self.add_bias(y, outputs, has_bias)
+        rows = y.view(GraphNode([y], [], lambda gradient: [gradient.view()]))
+        return self.add_bias(rows, outputs, has_bias)
 
     def added_up(self, x: Sized) -> Sized:
         """Sum partial results over the tensor ranks; with sequence parallelism keep own rows."""
         count, width, times = x.elements, x.width, self.tp if self.sequence else 1
         y = self.new(count // times, width)
-        y.node = GraphNode([x], [], lambda gradient: [self.new(count, width) if self.sequence else gradient])
+        y.node = GraphNode([x], [], lambda gradient: [self.new(count, width) if self.sequence else gradient.view()])
         return y
 
     def gathered(self, x: Sized) -> Sized:

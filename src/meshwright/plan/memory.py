@@ -153,8 +153,8 @@ def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> dict[str
         return measure_step(sizes, stages[0])
     count = min(config.micro_batches(config.global_batch), 4 * pp)
     now, peak = dict[str, int](), dict[str, int]()
-    for op, chunk, _ in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
-        done = measure_passes(sizes, stages[chunk])[op]
+    for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
+        done = measure_passes(sizes, stages[chunk], not i)[op]
         peak = max(peak, add_kinds(now, done.at_peak), key=lambda kinds: sum(kinds.values()))
         now = add_kinds(now, done.left)
     return peak
@@ -182,11 +182,11 @@ def measure_step(sizes: PassSizes, stage: Stage) -> dict[str, int]:
 
 
 @functools.lru_cache(4096)
-def measure_passes(sizes: PassSizes, stage: Stage) -> dict[str, PassMemory]:
-    """Return what the passes of a pipeline's stage allocate: F and B, or F, I and W."""
+def measure_passes(sizes: PassSizes, stage: Stage, is_first: bool) -> dict[str, PassMemory]:
+    """Return what a micro-batch's passes through a stage allocate: F and B, or F, I and W."""
     memory, out = Memory(), dict[str, PassMemory]()
     gpt = SizedGPT(sizes, stage, memory)
-    passes = gpt.passes()
+    passes = gpt.passes(is_first)
     for op in ("F", "I", "W") if sizes.splits_backward else ("F", "B"):
         begin = memory.begin()
         next(passes)
@@ -227,7 +227,7 @@ def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[tu
     running: dict[tuple[int, int], Iterator[None]] = {}
     count = min(config.micro_batches(config.global_batch), 2 * pp)
     for _, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
-        passes = running.setdefault((chunk, i), SizedGPT(sizes, stages[chunk], memory).passes())
+        passes = running.setdefault((chunk, i), SizedGPT(sizes, stages[chunk], memory).passes(not i))
         next(passes)
     running.clear()
     return memory.events
