@@ -17,7 +17,7 @@ import re
 import shlex
 import statistics
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.bench import rows
 from meshwright.plan.devices import load_profile
@@ -28,6 +28,7 @@ from meshwright.tokenizers import padded_size
 
 RECORDS = Path(__file__).parent / "records"
 SEED = 28  # of the halves
+COMPARED_MS = 16e-9  # of a comparison of copies on an H100, for each parameter
 
 
 class Case(NamedTuple):
@@ -54,7 +55,7 @@ def recorded() -> list[Case]:
         for name, ms in re.findall(r"^(345M.*?)  +[\d,]+ +([\d.]+)  ", path.read_text(), re.M):
             words = f"{by_name[name].flags} --vocab-size 50257"
             cases.append(Case(path.parent.name, f"{name} ({path.stem})", words, 1, float(ms), "h100"))
-    return cases
+    return cases + [case for path in sorted(RECORDS.glob("*-plan/*.jsonl")) for case in from_lines(path)]
 
 
 def train_flags(command: str) -> str:
@@ -65,10 +66,16 @@ def from_lines(path: Path) -> list[Case]:
     """Return the cases of a file of JSON lines."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [
-        Case(path.stem, f"line {i}", row["flags"], row.get("world", 1), row["ms"], gpu_of(row["device"]))
+        Case(path.stem, f"line {i}", row["flags"], row.get("world", 1), own_ms(path, row), gpu_of(row["device"]))
         for i, row in enumerate(lines, 1)
-        if row.get("ms") and (row.get("graphs", True) or row.get("quiet"))
+        if row.get("ms") and (row.get("graphs", True) or row.get("quiet"))  # others waited for a busy host
     ]
+
+
+def own_ms(path: Path, row: dict[str, Any]) -> float:
+    """Return the milliseconds of a step without what else was measured with it."""
+    compared = COMPARED_MS * row["parameters"] if path.stem == "replicas-compared" else 0.0
+    return float(row["ms"]) - compared
 
 
 def gpu_of(device: str) -> str:
