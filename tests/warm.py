@@ -58,7 +58,8 @@ os.umask(umask)
 socket.send_fds(server, [json.dumps([sys.argv, os.getcwd(), umask, dict(os.environ)]).encode()], [0, 1, 2])
 status = int(server.recv(9) or -9)
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL)
+    if status != -signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
