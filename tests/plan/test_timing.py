@@ -112,6 +112,7 @@ def test_constants_of_training():
         ("--optimizer lion", {"update": (6, 3)}),
         ("--optimizer muon", {"update": (20, 4)}),
         ("--qk-layernorm", {"passes": (1.5, 1.2)}),
+        ("--cpu-optimizer", {"update": (120, 60)}),
     ],
 )
 def test_a_setting_moves_its_terms(more, parts):

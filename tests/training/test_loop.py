@@ -21,6 +21,7 @@ from meshwright.__main__ import main
 from meshwright.checkpoint import manifests, native, publish, steps
 from meshwright.data.files.writer import Writer
 from meshwright.plan import sizes
+from meshwright.plan.devices import DeviceProfile
 from meshwright.runs import history as report
 from meshwright.settings import schema
 from meshwright.settings.fields import spelling
@@ -739,9 +740,10 @@ def test_the_vocabulary_comes_from_what_is_loaded(run, tmp_path):
 
 def test_a_step_of_minutes_is_announced(monkeypatch, capsys):
     monkeypatch.setattr("meshwright.host.cores", lambda: 2)
+    monkeypatch.setattr(DeviceProfile, "flops", lambda *_: 6e10)
     assert sizes.describe_long_step(3e12) is None
     assert "a step is 7 TFLOP, about 2 minutes on these 2 CPU cores" in sizes.describe_long_step(7.2e12)
-    monkeypatch.setattr(sizes, "CORE_FLOPS", 1)
+    monkeypatch.setattr(DeviceProfile, "flops", lambda *_: 1.0)
     assert main(["train", *TINY_FLAGS, "--train-iters", "1"]) == 0
     printed = capsys.readouterr()
     assert (printed.out + printed.err).count("WARNING: a step is 0 TFLOP, about ") == 1

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from meshwright import device, host
+from meshwright.plan.devices import load_profile
 from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.settings.schema import TrainConfig
-
-CORE_FLOPS = 3e10  # per second, of a good CPU core in float32
 
 
 def bytes_per_parameter(config: TrainConfig) -> tuple[float, float]:
@@ -82,7 +81,7 @@ def logits_bytes(config: TrainConfig, padded: int) -> int:
 
 def describe_long_step(flops: float) -> str | None:
     """Return a sentence about a step that takes minutes on this machine's CPU cores."""
-    minutes = flops / (host.cores() * CORE_FLOPS) / 60
+    minutes = flops / load_profile("cpu").flops("float32") / 60
     if minutes < 1:
         return None
     return (

@@ -30,6 +30,7 @@ PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
 # How much more a layer's passes move, and how many more kernels they are, than in fused blocks.
 BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled": (1.4, 3.0), "plain": (2.2, 4.0)}
 MUON_HALF = 512  # rows of matrices whose products reach half of the speed of large ones
+HOST_UPDATE = 40e9  # bytes per second of an update in host memory, on 16 cores beside an H200
 # Numbers of full size that an update reads and writes for a parameter, with those of the norm.
 UPDATE_NUMBERS = {"adam": 8, "adamw": 8, "sgd": 7, "muon": 8, "lion": 38}
 
@@ -451,7 +452,7 @@ class _Prediction:
             layers = (self.m.num_layers or 0) / self.pp
             seconds += layers * muon_seconds(self.m, config.optimizer.muon_num_ns_steps, speed)
         if self.p.offloads:
-            seconds += own * (self.full + self.low) / 50e9 + size / 20e9
+            return size / HOST_UPDATE + own * (self.full + self.low) / profile.storage["host"]
         return seconds
 
     def data_parallel(self, stages: list[Step], own: list[int]) -> float:
