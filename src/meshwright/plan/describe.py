@@ -168,7 +168,7 @@ def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
                 f"{time.seconds:,.3f} s",
                 f"{time.tokens_per_second:,.0f}",
                 f"{100 * time.mfu:.1f} %",
-                gib(one.at_ends.total),
+                gib(one.at_ends),
             ]
         )
     return rows
@@ -240,6 +240,6 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
         "fits": prediction.fits,
         "left_bytes": prediction.left,
         "fullest_rank": prediction.fullest,
-        "memory": {**dataclasses.asdict(memory), "total": memory.total},
+        "memory": {name: getattr(memory, name) for name in ("kinds", "allocated", "reserved", "context", "total")},
         "time": dataclasses.asdict(time),
     }

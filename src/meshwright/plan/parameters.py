@@ -10,6 +10,7 @@ from meshwright.parallel import shard
 from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.settings.schema import Model, TrainConfig
 
+COUNTED: dict[tuple[object, ...], list[int]] = {}  # by all that decides; a search asks thousands of times
 Shapes = dict[str, tuple[int, ...]]
 WIDTHS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}  # bytes of an element
 
@@ -48,8 +49,13 @@ def shapes_of_rank(config: TrainConfig, padded: int, pipeline_rank: int) -> list
 
 def parameters_of_ranks(config: TrainConfig, padded: int) -> list[int]:
     """Return the number of parameters per pipeline rank, including embedding or head."""
-    ranks = range(config.parallel.pipeline_model_parallel_size)
-    return [sum(map(count, shapes_of_rank(config, padded, rank))) for rank in ranks]
+    p, positions = config.parallel, config.model.max_position_embeddings or config.data.seq_length
+    cut = p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.pipeline_schedule, *config.stages
+    key = (config.model, padded, positions, cut)
+    if key not in COUNTED:
+        ranks = range(p.pipeline_model_parallel_size)
+        COUNTED[key] = [sum(map(count, shapes_of_rank(config, padded, rank))) for rank in ranks]
+    return COUNTED[key]
 
 
 def count(shapes: Shapes) -> int:

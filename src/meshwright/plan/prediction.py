@@ -34,6 +34,7 @@ class Prediction:
     machine: Machine
     vocabulary: int
     is_quick: bool = False  # for a search: a pipeline's waiting is rounded
+    estimate: int = 0  # for a search: bytes of the fuller of the first and last ranks
 
     @cached_property
     def padded(self) -> int:
@@ -61,10 +62,10 @@ class Prediction:
     def save(self) -> SaveTime:
         return save_time(self.config, self.padded, self.machine.profile)
 
-    @property
+    @cached_property
     def fullest(self) -> int:
-        """The pipeline rank that needs the most memory."""
-        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].total)
+        """The pipeline rank whose tensors need the most memory."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].allocated)
 
     @property
     def left(self) -> int:
@@ -76,15 +77,17 @@ class Prediction:
         return self.left >= 0
 
     @cached_property
-    def at_ends(self) -> RankMemory:
-        """The memory of the first or the last pipeline rank, which hold the most as a rule."""
+    def at_ends(self) -> int:
+        """Bytes of the first or the last pipeline rank, which need the most as a rule."""
+        if self.estimate:
+            return self.estimate
         ends = {0, self.config.parallel.pipeline_model_parallel_size - 1}
         each = (memory_of_rank(self.config, self.padded, rank, self.machine.profile) for rank in ends)
-        return max(each, key=lambda memory: memory.total)
+        return max(each, key=lambda memory: memory.allocated).total
 
     @property
     def left_at_ends(self) -> int:
-        return self.machine.profile.memory_bytes - self.at_ends.total
+        return self.machine.profile.memory_bytes - self.at_ends
 
 
 def find_machine(

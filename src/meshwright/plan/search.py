@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.plan.estimates import MemoryEstimates
 from meshwright.plan.prediction import Machine, Prediction, with_settings
 from meshwright.plan.timing import least_seconds
 from meshwright.settings.check_layout import parallel_problems
@@ -24,6 +25,8 @@ from meshwright.settings.schema import TrainConfig
 Settings = dict[str, Any]
 RECOMPUTE = (None, "selective", "full")  # slower and smaller with each
 MOST_MICRO_BATCH = 64
+# After so many layouts that fit, the rest must promise to be faster than the best by a factor.
+MANY, GAIN = 100, 1.02
 
 
 @dataclass(frozen=True)
@@ -132,9 +135,10 @@ class Search:
 
     def __init__(self, machine: Machine, vocabulary: int, freedom: Freedom, keep: int = 10) -> None:
         self.machine, self.vocabulary, self.freedom, self.keep = machine, vocabulary, freedom, keep
-        self.found = Found()
+        self.found, self.estimates = Found(), MemoryEstimates()
         self.nodes: list[tuple[float, int, TrainConfig, bool]] = []  # a heap: speeds, negative, and configurations
         self.pushed = 0
+        self.most_left = 0  # bytes of the nearest layout
         self.speed_to_beat = 0.0  # of the slowest layout that is kept
 
     def run(self, config: TrainConfig) -> Found:
@@ -150,62 +154,84 @@ class Search:
             if -bound <= self.speed_to_beat:
                 self.found.slower = len(self.nodes) + 1
                 break
-            if has_schedule:
+            fitting = self.with_recomputation(node, with_schedule=has_schedule)
+            if fitting is not None and fitting.training.recompute_granularity != node.training.recompute_granularity:
+                self.push(fitting, has_schedule)
+            elif fitting is not None and has_schedule:
                 self.predict_layout(node)
-            else:
+            elif fitting is not None:
                 for layout in self.expand(node, (schedules, zero_stages)):
-                    for fitting in self.with_recomputation(layout, {}):
-                        self.push(fitting)
+                    self.push(layout)
         self.found.fitting.sort(key=speed_of, reverse=True)
-        best = [dataclasses.replace(p, is_quick=False) for p in self.found.fitting[: self.keep]]
-        best = [p for p in best if p.fits]  # a rank in the middle may need more than those at the ends
+        best = [dataclasses.replace(p, is_quick=False, estimate=0) for p in self.found.fitting[: self.keep]]
+        best = [p for p in best if p.left_at_ends >= 0]
         self.found.fitting = sorted(best, key=speed_of, reverse=True) + self.found.fitting[self.keep :]
         return self.found
 
     def push(self, config: TrainConfig, with_schedule: bool = True) -> None:
         """Add a layout, or sizes with open schedule and ZeRO stage, to what is left."""
-        machine = (self.machine.profile, self.machine.links)
-        seconds = least_seconds(config, self.predict(config).padded, machine, any_schedule=not with_schedule)
+        least = config
+        if not with_schedule and not self.is_fixed("zero_stage") and config.dp > 1:
+            least = with_settings(config, zero_stage=1)  # which sends the least
+        padded = Prediction(config, self.machine, self.vocabulary).padded
+        profile, links = self.machine.profile, self.machine.links
+        seconds = least_seconds(least, padded, profile, links, any_schedule=not with_schedule)
         most = config.global_batch * (config.data.seq_length or 0) / seconds
         self.pushed += 1
         heapq.heappush(self.nodes, (-most, self.pushed, config, with_schedule))
 
     def predict_layout(self, layout: TrainConfig) -> None:
-        """Add a layout that fits to what is found."""
+        """Add a layout to what is found."""
         self.found.fitting.append(self.predict(layout))
         fastest = heapq.nlargest(self.keep, self.found.fitting, key=speed_of)
         self.speed_to_beat = speed_of(fastest[-1]) if len(fastest) == self.keep else 0.0
+        if len(self.found.fitting) >= max(MANY, self.keep):
+            self.speed_to_beat = max(self.speed_to_beat, GAIN * speed_of(fastest[0]))
 
     def branches(self, config: TrainConfig) -> Iterator[TrainConfig]:
-        """Yield legal sizes with each micro-batch, and the least recomputation that may fit."""
+        """Yield legal sizes with each micro-batch, where weights and their like may fit."""
         if not self.is_fixed("micro_batch_size"):
             config = with_settings(config, micro_batch_size=1)
+        most = self.machine.profile.memory_bytes
         for shape in self.expand(config, (tensor_sizes, context_sizes, pipeline_sizes)):
             if not self.is_legal(batch_problems(shape)):
                 continue
-            for branch in self.expand(shape, (micro_batches, formats if self.freedom.fp8 else unchanged)):
-                yield from self.with_recomputation(branch, {} if self.is_fixed("zero_stage") else {"zero_stage": 3})
+            smallest = Prediction(self.smallest(shape), self.machine, self.vocabulary)
+            if self.estimates.held_at(smallest, 0) > most:
+                self.note_lack(self.predict(smallest.config))
+                continue
+            yield from self.expand(shape, (micro_batches, formats if self.freedom.fp8 else unchanged))
 
-    def with_recomputation(self, config: TrainConfig, smallest: Settings) -> Iterator[TrainConfig]:
-        """Yield a configuration with the least recomputation that lets its `smallest` form fit."""
+    def smallest(self, config: TrainConfig) -> TrainConfig:
+        """Return a configuration with the ZeRO stage that needs the least memory."""
+        return config if self.is_fixed("zero_stage") or config.dp == 1 else with_settings(config, zero_stage=3)
+
+    def with_recomputation(self, config: TrainConfig, with_schedule: bool) -> TrainConfig | None:
+        """Return a configuration with the least recomputation that lets it fit; None without one.
+
+        Without a schedule, the ZeRO stage is still open too.
+        """
         for settings in self.choices(config, recomputations):
             changed = with_settings(config, **settings)
-            prediction = self.predict(with_settings(changed, **smallest))
+            prediction = self.predict(changed if with_schedule else self.smallest(changed))
             if prediction.left_at_ends >= 0:
-                yield changed
-                return
+                return changed
         self.note_lack(prediction)
+        return None
 
     def is_fixed(self, name: str) -> bool:
         return name in self.freedom.fixed
 
     def note_lack(self, prediction: Prediction) -> None:
         self.found.too_large += 1
-        if self.found.nearest is None or prediction.left_at_ends > self.found.nearest.left_at_ends:
-            self.found.nearest = prediction
+        if self.found.nearest is None or prediction.left_at_ends > self.most_left:
+            self.most_left = prediction.left_at_ends
+            self.found.nearest = dataclasses.replace(prediction, is_quick=False, estimate=0)
 
     def predict(self, config: TrainConfig) -> Prediction:
-        return Prediction(config, self.machine, self.vocabulary, is_quick=True)
+        """Return a quick prediction with an estimate of the memory."""
+        prediction = Prediction(config, self.machine, self.vocabulary, is_quick=True)
+        return dataclasses.replace(prediction, estimate=self.estimates.total(prediction))
 
     def choices(self, config: TrainConfig, dimension: Dimension) -> list[Settings]:
         """Return what a dimension may be, without what is fixed."""
@@ -259,7 +285,7 @@ def smaller_steps(c: TrainConfig) -> list[list[Settings]]:
 
 def least_change(prediction: Prediction) -> tuple[Settings, Prediction] | None:
     """Return the fewest settings that make a layout fit, the fastest of these, and the result."""
-    steps = [each for each in smaller_steps(prediction.config) if each]
+    steps, estimates = [each for each in smaller_steps(prediction.config) if each], MemoryEstimates()
     for number in range(1, MOST_CHANGES + 1):
         fitting = []
         for chosen in itertools.combinations(steps, number):
@@ -268,9 +294,11 @@ def least_change(prediction: Prediction) -> tuple[Settings, Prediction] | None:
                 config = with_settings(prediction.config, **settings)
                 if parallel_problems(config) or batch_problems(config):
                     continue
-                changed = Prediction(config, prediction.machine, prediction.vocabulary)
-                if changed.left_at_ends >= 0 and changed.fits:
+                changed = dataclasses.replace(prediction, config=config, is_quick=True)
+                changed = dataclasses.replace(changed, estimate=estimates.total(changed))
+                if changed.left_at_ends >= 0:
                     fitting.append((settings, changed))
         if fitting:
-            return max(fitting, key=lambda pair: speed_of(pair[1]))
+            settings, changed = max(fitting, key=lambda pair: speed_of(pair[1]))
+            return settings, dataclasses.replace(changed, is_quick=False, estimate=0)
     return None

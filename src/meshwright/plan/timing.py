@@ -91,25 +91,31 @@ def step_time(
     return _Prediction(config, padded, profile, links or profile.links, is_quick).result()
 
 
-def least_seconds(config: TrainConfig, padded: int, machine: tuple[DeviceProfile, Links], any_schedule: bool) -> float:
+def least_seconds(config: TrainConfig, padded: int, profile: DeviceProfile, links: Links, any_schedule: bool) -> float:
     """Return seconds that a step needs at least, without running a pipeline's schedule.
 
-    With `any_schedule` no other schedule of the same ranks and micro-batches needs less. ZeRO, the
-    update and the host are left out.
+    With `any_schedule` no other schedule of the same ranks and micro-batches needs less.
     """
-    terms, p, layers = _Prediction(config, padded, *machine, True), config.parallel, config.model.num_layers or 0
+    terms, p, layers = _Prediction(config, padded, profile, links, True), config.parallel, config.model.num_layers or 0
     layer = terms.layer(bool(config.model.windowed_layers), bool(config.precision.fp8_format))
     again = config.training.recompute_granularity == "full" and config.training.recompute_method != "block"
-    forward, weights = layer.forward.device_seconds, layer.weights.device_seconds
-    backward = layer.backward.device_seconds + again * forward
+    seconds = terms.passes_seconds if terms.pp > 1 else lambda work: work.device_seconds  # there may be graphs
+    forward, weights = seconds(layer.forward), seconds(layer.weights)
+    backward = seconds(layer.backward) + again * forward
     ends = (terms.embedding(False), terms.embedding(True), *terms.head())
     split = any_schedule or p.pipeline_schedule in SPLIT_BACKWARD
     drain = backward if split else backward + weights
     chunk = 1 if any_schedule else layers // (terms.pp * config.chunks)  # layers that a micro-batch passes at once
     alone = layers * (forward + backward + weights) + sum(part.device_seconds for part in ends)
-    own = terms.count * (layers // terms.pp) * (forward + backward + weights)
+    slowest, last = (
+        terms.count * n * (forward + backward + weights) for n in (-(-layers // terms.pp), layers // terms.pp)
+    )
     waiting = (terms.pp - 1) * chunk * (forward if split else forward + drain)
-    return max(terms.count * alone / terms.pp, own + waiting, layers * (forward + drain))
+    passes = max(terms.count * alone / terms.pp, slowest, last + waiting, layers * (forward + drain))
+    rank = Step(*(part.times(-(-layers // terms.pp)) for part in layer))
+    rank = rank._replace(backward=rank.backward + sum(ends, Work()))  # what hides the sums, at most
+    least = passes + terms.update() + terms.data_parallel([rank], [0])
+    return least / (profile.reached["slowest"] if config.world > 1 else 1)
 
 
 def stage_times(config: TrainConfig, padded: int, profile: DeviceProfile, links: Links) -> timeline.StageTimes:
