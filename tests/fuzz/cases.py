@@ -360,7 +360,7 @@ LAYOUT: dict[str, Chances] = {
     },
     "schedule on resume": {"": 6, "--use-checkpoint-opt_param-scheduler": 1, "--override-opt_param-scheduler": 1},
     "products": {"": 3, "--tp-overlap off": 1},
-    "kernels": {"": 5, "--fused-kernels on": 1},
+    "kernels": {"": 2, "--fused-kernels on": 1},
 }
 # What is drawn otherwise for GPUs: sizes that fp8 and the kernels' tiles fit, and little for which
 # torch compiles a kernel (document masks, ALiBi, windows), which takes longer than a case.

@@ -125,6 +125,9 @@ def test_equal_cases_are_equal_and_a_seeded_bug_is_found(crew):
     assert crew.run(cases.read(f"{eight} {chaotic} | --micro-batch-size 2")).kind == "equal"
     outcome = crew.run(cases.read(f"{eight} --hidden-size 32 --lr 3e-2 --train-iters 4 | "), "stale-casts")
     assert outcome.kind == "differs" and "gradient of" in outcome.lines[-1] and "in fp8" in outcome.lines[-1], outcome
+    for world in (2, 3):  # so not all ranks have had the same legs
+        legs = f"1: --world-size {world} --async-save | --world-size {world}"
+        assert crew.run(cases.read(f"{SMALL} --global-batch-size 6 | {legs}")).kind == "equal"
     outcome = crew.run(cases.read(f"--position-embedding-type none --eod-mask-loss --data-path nowhere | {TP}"))
     assert outcome.kind == "refused" and "nowhere" in "".join(outcome.lines)
 
