@@ -257,7 +257,7 @@ TRAINING: dict[str, Chances] = {
         "--bf16 --fp8-format hybrid --fp8-amax-history-len 2 --fp8-amax-compute-algo max": 1,
         "--fp16 --initial-loss-scale 16 --loss-scale-window 2": 2,
         "--fp16 --initial-loss-scale 64 --loss-scale-window 1 --hysteresis 1": 1,
-        "--fp16 --initial-loss-scale 8 --loss-scale-window 1 --hysteresis 2": 2,
+        "--fp16 --initial-loss-scale 8 --loss-scale-window 1 --hysteresis 2": 4,
         "--fp16 --loss-scale 128 --fp32-residual-connection": 1,
     },
     "hidden dropout": {"--hidden-dropout 0": 1, "--hidden-dropout 0.1": 2, "--hidden-dropout 0.3": 1},

@@ -191,8 +191,8 @@ def joined(config: Any, leg: Leg, rank: int, world: int, folder: str, number: in
 
     from fuzz import trials
     from meshwright.parallel.layout import connect, layout_of
-    from meshwright.ranks.connect import pick_backend
     from meshwright.ranks import team as teams
+    from meshwright.ranks.connect import pick_backend
     from meshwright.ranks.team import Team
     from on_ranks import make_team
 
