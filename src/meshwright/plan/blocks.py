@@ -5,14 +5,15 @@ It mirrors model/gpt.py and model/fused.py, and training/step.py for the loss.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from meshwright.model.counts import layer_matrices
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
 from meshwright.plan.functions import FLOAT, LONG, Formats, Functions, HeadCounts, NormOptions
-from meshwright.plan.parameters import WIDTHS, shapes_of_layer
+from meshwright.plan.parameters import WIDTHS, data_parts, flat_size, shapes_of_layer
 from meshwright.plan.tensors import GraphNode, Memory, Sized, differentiate, recomputed
 from meshwright.settings.schema import Model, Precision, TrainConfig
 
@@ -45,6 +46,7 @@ class PassSizes:
     recomputed_layers: int
     z_loss: bool
     micro_batches: int  # of a step, at most 2: the others are as the second
+    parts: int  # that ZeRO 2 cuts gradients into as they come, or 1
     processors: int  # of the device
 
     @property
@@ -73,6 +75,7 @@ def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
         t.recompute_num_layers,
         bool(t.z_loss_coef),
         min(2, config.micro_batches(config.global_batch)),
+        data_parts(config) if p.zero_stage == 2 else 1,
         processors,
     )
 
@@ -95,6 +98,9 @@ class SizedGPT:
         self.matrices = {name: widths(shapes[f"{name}.weight"]) for name in layer_matrices(m)}
         heads, groups = m.num_attention_heads // tp // cp, max(1, m.groups // tp // cp)
         self.heads = HeadCounts(self.batch, sizes.length, heads, groups, m.head_dim)
+        self.buckets = Buckets(memory, sizes) if sizes.parts > 1 else None
+        self.layer_size = flat_size(shapes, sizes.parts)
+        self.table_size = flat_size({"": (self.padded, self.hidden)}, sizes.parts)
         self.drops, self.centers = m.hidden_dropout > 0, m.normalization == "LayerNorm"
 
     # The whole network
@@ -104,6 +110,9 @@ class SizedGPT:
         places, rotation = self.memory.new(self.columns, LONG), self.rotation()
         sites = self.dropout_rows()
         residual, pending = None, self.embed(places) if stream is None else stream
+        if stream is None and self.m.embedding_dropout and sites is not None:
+            pending = self.f.dropout(pending, sites)
+        self.joins_embedding = stream is None and self.m.embedding_dropout is None  # with dropout, in the first norm
         del stream
         for layers, again in self.stretches():
             if again:
@@ -114,7 +123,12 @@ class SizedGPT:
             return self.join(residual, pending, sites)
         _, y = self.f.add_norm(residual, pending, self.hidden, self.norm(sites))
         self.memory.kind = "logits"
+        tied = not self.m.untie_embeddings_and_output_weights
+        if self.buckets is not None and not tied:
+            y = marked(y, functools.partial(self.buckets.end, "head"))
         logits = self.f.column_parallel(y, (self.padded, self.hidden))
+        if self.buckets is not None:
+            logits = marked(logits, functools.partial(self.buckets.begin, "table" if tied else "head", self.table_size))
         if self.m.final_logit_softcapping:
             logits = self.f.softcap(logits)
         self.memory.kind = "activations"
@@ -190,6 +204,8 @@ class SizedGPT:
 
     def give_rows_of_table(self, rows: int) -> list[Sized | None]:
         """Sort the tokens to add their rows to a table's gradient."""
+        if self.buckets is not None:
+            self.buckets.begin("table", self.table_size)
         order = [self.memory.new(rows, LONG) for _ in range(3)]
         del order
         return []
@@ -198,7 +214,11 @@ class SizedGPT:
         self, residual: Sized | None, pending: Sized, layers: range, sites: Sized | None, rotation: list[Sized]
     ) -> tuple[Sized | None, Sized]:
         for i in layers:
+            if self.buckets is not None:
+                pending = marked(pending, functools.partial(self.buckets.end, i))
             residual, pending = self.block(i, residual, pending, sites, rotation)
+            if self.buckets is not None:
+                pending = marked(pending, functools.partial(self.buckets.begin, i, self.layer_size))
         return residual, pending
 
     # A layer
@@ -213,7 +233,8 @@ class SizedGPT:
         f, m, post_norm = self.f, self.m, self.m.apply_residual_connection_post_layernorm
         is_fp8 = self.sizes.precision.multiplies_fp8(i, m.num_layers or 0)
         is_joint = is_fp8 and self.sizes.tp == 1 and not post_norm
-        base, q, k, v = (self.enter_fp8 if is_joint else self.enter)(residual, pending, is_fp8, sites, rotation)
+        entering = None if residual is None and not self.joins_embedding else sites
+        base, q, k, v = (self.enter_fp8 if is_joint else self.enter)(residual, pending, is_fp8, entering, rotation)
         o = f.attend(q, k, v, self.heads)
         branch = f.row_parallel(o, self.matrices["attn.proj"], is_fp8=is_fp8)
         fc, proj = self.matrices["mlp.fc"], self.matrices["mlp.proj"]
@@ -264,6 +285,9 @@ class SizedGPT:
         for is_first in (True, False)[: min(self.sizes.micro_batches, 2)]:
             self.f.is_first = is_first
             differentiate([(self.total(self.loss(self.forward())), None)])
+            if self.buckets is not None:
+                self.buckets.end("table")
+        self.buckets = None
 
     def passes(self, is_first: bool) -> Iterator[None]:
         """Run the passes of a stage of a pipeline: forward, backward, and what is deferred."""
@@ -284,6 +308,8 @@ class SizedGPT:
         differentiate([(output, gradient)])
         del output, gradient, received
         arrived.clear()
+        if self.buckets is not None:
+            self.buckets.clear()
         yield
         for _ in range(len(self.f.waiting or ())):
             self.f.give_product(1, 1)
@@ -300,3 +326,38 @@ class SizedGPT:
 def widths(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the outputs and inputs of a matrix, or of a stack of them."""
     return math.prod(shape[:-1]), shape[-1]
+
+
+class Buckets:
+    """Gradients of ZeRO 2: a unit's, in full until its sum over the ranks has ended."""
+
+    def __init__(self, memory: Memory, sizes: PassSizes) -> None:
+        self.memory, self.width, self.parts = memory, sizes.formats.full, sizes.parts
+        self.filling: dict[int | str, Sized] = {}
+        self.summing: list[tuple[Sized, Sized]] = []
+
+    def begin(self, unit: int | str, size: int) -> None:
+        """Allocate the gradients of a unit before its first one comes."""
+        if unit not in self.filling:
+            self.filling[unit] = self.memory.new(size, self.width, "gradients")
+
+    def end(self, unit: int | str) -> None:
+        """Start to sum a unit's gradients; two sums are in progress at most."""
+        if unit in self.filling:
+            full = self.filling.pop(unit)
+            self.summing.append((full, self.memory.new(full.elements // self.parts, self.width, "gradients")))
+            del self.summing[:-2]
+
+    def clear(self) -> None:
+        self.filling.clear()
+        self.summing.clear()
+
+
+def marked(x: Sized, arrive: Callable[[], None]) -> Sized:
+    """Return x, and call `arrive` when its gradient has come."""
+
+    def backward(gradient: Sized) -> list[Sized | None]:
+        arrive()
+        return [gradient]
+
+    return x.view(GraphNode([x], [], backward))

@@ -22,7 +22,7 @@ from meshwright.parallel.shard import aligned
 from meshwright.plan.allocator import LEAST, CachingAllocator
 from meshwright.plan.blocks import PassSizes, SizedGPT, Stage, sizes_of
 from meshwright.plan.graph_rule import reason_against
-from meshwright.plan.parameters import WIDTHS, Shapes, shapes_of_layer, shapes_of_rank
+from meshwright.plan.parameters import WIDTHS, data_parts, flat_size, shapes_of_layer, shapes_of_rank
 from meshwright.plan.tensors import Memory, rounded
 from meshwright.plan.updates import update_events
 from meshwright.settings.schema import TrainConfig
@@ -103,6 +103,10 @@ def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) 
     if kind == "cuda" and full == 4 and not p.offloads and by_rule["adamw"]:  # tables of blocks: updated, counted
         optimizer += 8 * (by_rule["adamw"] // parts + share) // BLOCK
     weights = n * low + 2 * fp8_parameters(config, pipeline_rank)
+    if p.zero_stage == 3 and parts > 1:  # gathered: what is outside of the layers, and two layers
+        layer = max(flat_size(unit, parts) for unit in units if len(unit) > 2)
+        layers = sum(len(unit) > 2 for unit in units)
+        weights = low * (n - max(0, layers - 2) * layer)
     return {"weights": weights, "gradients": full * (n * keeps_all + share * (parts > 1)), "optimizer": optimizer}
 
 
@@ -120,17 +124,6 @@ def own_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
     p, ends = config.parallel, len(config.stages) - 1
     own = stages_of(p.pipeline_schedule, pipeline_rank, p.pipeline_model_parallel_size, config.chunks)
     return [Stage(config.stages[s], s == 0, s == ends, sum(config.stages[:s])) for s in own]
-
-
-def data_parts(config: TrainConfig) -> int:
-    """Return the number of ranks that ZeRO shards over."""
-    p = config.parallel
-    return config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances if p.zero_stage else 1
-
-
-def flat_size(unit: Shapes, parts: int) -> int:
-    """Return the elements of a unit in the flat buffers."""
-    return aligned(sum(aligned(math.prod(shape)) for shape in unit.values()), parts)
 
 
 # What a step allocates

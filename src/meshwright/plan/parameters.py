@@ -8,6 +8,7 @@ import math
 from meshwright.model import counts
 from meshwright.parallel import shard
 from meshwright.parallel.pipeline_schedule import stages_of
+from meshwright.parallel.shard import aligned
 from meshwright.settings.schema import Model, TrainConfig
 
 COUNTED: dict[tuple[object, ...], list[int]] = {}  # by all that decides; a search asks thousands of times
@@ -60,3 +61,14 @@ def parameters_of_ranks(config: TrainConfig, padded: int) -> list[int]:
 
 def count(shapes: Shapes) -> int:
     return sum(map(math.prod, shapes.values()))
+
+
+def data_parts(config: TrainConfig) -> int:
+    """Return the number of ranks that ZeRO shards over."""
+    p = config.parallel
+    return config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances if p.zero_stage else 1
+
+
+def flat_size(unit: Shapes, parts: int) -> int:
+    """Return the elements of a unit in the flat buffers."""
+    return aligned(sum(aligned(math.prod(shape)) for shape in unit.values()), parts)

@@ -6,7 +6,7 @@ import functools
 import math
 
 from meshwright.optim.rule_table import GRAM, LION_CHUNK, MUON_CHUNK, MUON_STAGE, rule_of
-from meshwright.plan.parameters import shapes_of_rank
+from meshwright.plan.parameters import data_parts, flat_size, shapes_of_rank
 from meshwright.plan.tensors import Memory, Sized
 from meshwright.settings.schema import TrainConfig
 
@@ -27,7 +27,7 @@ def update_events(config: TrainConfig, padded: int, pipeline_rank: int) -> Memor
             for size in {min(each, number), number % each} - {0}:
                 update_muon(memory, size, rows, columns, o.muon_num_ns_steps)
     elif o.optimizer == "lion":
-        largest = max((sum(map(math.prod, unit.values())) for unit in units), default=0)
+        largest = max((flat_size(unit, 1) for unit in units), default=0) // data_parts(config)
         update_lion(memory, min(largest, LION_CHUNK))
     return memory
 
