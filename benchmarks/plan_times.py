@@ -86,6 +86,9 @@ def halves(cases: list[Case]) -> tuple[list[Case], list[Case]]:
     """Return the cases that the model was fitted to, and those that were set aside."""
     sides: tuple[list[Case], list[Case]] = [], []
     for case in sorted(cases):
+        if case.source == "fresh":  # taken when the model was finished
+            sides[1].append(case)
+            continue
         sides[random.Random(f"{SEED} {case.source} {case.name}").randrange(2)].append(case)
     return sides
 

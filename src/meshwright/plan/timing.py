@@ -28,7 +28,7 @@ BLOCK_STARTS = 3  # blocks of keys that the begin and the end of a block of rows
 # Kernels of a layer: products in each direction, and others besides attention.
 PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
 # How much more a layer's passes move, and how many more kernels they are, than in fused blocks.
-BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled": (1.4, 3.0), "plain": (2.2, 4.0)}
+BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled": (1.4, 3.0), "plain": (2.2, 2.5)}
 MUON_HALF = 512  # rows of matrices whose products reach half of the speed of large ones
 HOST_UPDATE = 40e9  # bytes per second of an update in host memory, on 16 cores beside an H200
 # Numbers of full size that an update reads and writes for a parameter, with those of the norm.
