@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -37,9 +38,17 @@ def run_ranks(body: Callable[..., None], world: int, *args: Any) -> None:
         mp.start_processes(_rank, (body, world, store, args), world, start_method="forkserver")
 
 
+TEAMS: WeakKeyDictionary[dist.ProcessGroup, Team] = WeakKeyDictionary()
+
+
 def make_team() -> Team:
-    """Return the team of the ranks of `run_ranks`."""
-    return Team(dist.get_rank(), dist.get_world_size(), store=dist.distributed_c10d._get_default_store())
+    """Return the team of all ranks of this world, the same each time: it numbers its clones."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in TEAMS:
+        store = dist.distributed_c10d._get_default_store()
+        TEAMS[world] = Team(dist.get_rank(), dist.get_world_size(), store=store)
+    return TEAMS[world]
 
 
 def _rank(rank: int, body: Callable[..., None], world: int, store: str, args: tuple[Any, ...]) -> None:

@@ -161,6 +161,16 @@ def test_between_processes() -> None:
     run_ranks(exchange, 3)
 
 
+def test_clones_are_numbered_within_their_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process may have been in another team, with other ranks, before."""
+    monkeypatch.setattr(teams, "connect_tree", lambda store, *_: store.set("connected", ""))
+    stores = [torch.distributed.HashStore() for _ in range(2)]
+    for store in stores:
+        team = Team(0, 2, store=store)
+        team.clone(team.timeout).clone(team.timeout)
+        assert store.check(["clone 0/connected"]) and store.check(["clone 1/connected"])
+
+
 def test_an_error_of_one_rank_is_raised_by_all() -> None:
     def act(who: int, team: Team) -> Any:
         if team.rank == who:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BRANCHES = 16  # ranks of a group of the tree
-_trees = itertools.count()  # that this process has connected, as all ranks have
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class Team:
     groups: tuple[ProcessGroup, ...] = ()
     timeout: timedelta = timedelta(minutes=10)  # after which torch gives up waiting for a rank
     store: Store | None = None  # of this run alone
+    clones: Iterator[int] = field(default_factory=itertools.count, compare=False, repr=False)  # their numbers
 
     @property
     def is_lead(self) -> bool:
@@ -52,7 +52,10 @@ class Team:
         """Return a team with connections of its own, as a thread needs; every rank calls this."""
         if self.size == 1:
             return self
-        return dataclasses.replace(self, groups=connect_tree(self.store, self.rank, self.size, timeout))
+        from torch._C._distributed_c10d import PrefixStore
+
+        store = PrefixStore(f"clone {next(self.clones)}", self.store)  # type: ignore[arg-type]
+        return dataclasses.replace(self, groups=connect_tree(store, self.rank, self.size, timeout))
 
     # Values
 
@@ -208,9 +211,9 @@ def connect_tree(store: Any, rank: int, size: int, timeout: timedelta) -> tuple[
 
     from meshwright.ranks import gloo
 
-    groups, number = [], next(_trees)
+    groups = []
     for ranks in tree_of(rank, size):
-        own = PrefixStore(f"tree {number}/{ranks.start}-{ranks.step}", store)
+        own = PrefixStore(f"tree/{ranks.start}-{ranks.step}", store)
         groups.append(gloo.make_group(own, ranks.index(rank), len(ranks), timeout))
     return tuple(groups)
 
