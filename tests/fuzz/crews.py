@@ -12,7 +12,6 @@ import dataclasses
 import datetime
 import faulthandler
 import gc
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -191,12 +190,10 @@ def joined(config: Any, leg: Leg, rank: int, world: int, folder: str, number: in
 
     from fuzz import trials
     from meshwright.parallel.layout import connect, layout_of
-    from meshwright.ranks import team as teams
     from meshwright.ranks.connect import pick_backend
     from meshwright.ranks.team import Team
     from on_ranks import make_team
 
-    teams._trees = itertools.count()  # as in a fresh process: not all ranks have had the same legs
     team, layout, limit = Team(), layout_of(config, rank), datetime.timedelta(seconds=2 * LIMIT)
     has_group = world > 1 or "--own-group" in leg.flags
     with trials.without_triton() if "--no-triton" in leg.flags else contextlib.nullcontext():
