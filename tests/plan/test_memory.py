@@ -48,6 +48,7 @@ LLAMA = """--position-embedding-type rope --swiglu --normalization RMSNorm --dis
         ("--fp16 --recompute-granularity full --recompute-method block --recompute-num-layers 2", 0),
         ("--bf16 --recompute-granularity selective --fp32-residual-connection --final-logit-softcapping 30", 0),
         ("--bf16 --fp8-format hybrid --optimizer muon", 0),
+        ("--bf16 --qk-layernorm --fused-kernels off --compile off", 0),
         ("--bf16 --optimizer lion --squared-relu --apply-residual-connection-post-layernorm", 0),
         ("--bf16 --tensor-model-parallel-size 2 --sequence-parallel --world-size 2", 0),
         ("--bf16 --context-parallel-size 2 --zero-stage 1 --world-size 2 --attention-dropout 0", 0),

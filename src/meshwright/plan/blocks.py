@@ -10,7 +10,9 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from meshwright.device import NVIDIA
 from meshwright.model.counts import layer_matrices
+from meshwright.model.kind import block_kind
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
 from meshwright.plan.functions import FLOAT, LONG, Formats, Functions, HeadCounts, NormOptions
 from meshwright.plan.parameters import WIDTHS, data_parts, flat_size, shapes_of_layer
@@ -47,6 +49,7 @@ class PassSizes:
     z_loss: bool
     micro_batches: int  # of a step, at most 2: the others are as the second
     parts: int  # that ZeRO 2 cuts gradients into as they come, or 1
+    is_fused: bool  # blocks are of fused kernels
     processors: int  # of the device
 
     @property
@@ -76,6 +79,7 @@ def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
         bool(t.z_loss_coef),
         min(2, config.micro_batches(config.global_batch)),
         data_parts(config) if p.zero_stage == 2 else 1,
+        block_kind(t, config.model, config.precision, NVIDIA) == "fused",
         processors,
     )
 
@@ -121,7 +125,12 @@ class SizedGPT:
                 residual, pending = self.run(residual, pending, layers, sites, rotation)
         if not self.stage.has_head:
             return self.join(residual, pending, sites)
-        _, y = self.f.add_norm(residual, pending, self.hidden, self.norm(sites))
+        if self.sizes.is_fused:
+            _, y = self.f.add_norm(residual, pending, self.hidden, self.norm(sites))
+        else:
+            x = self.join(residual, pending, sites)
+            y = self.f.converted(self.f.norm(x, self.hidden, self.centers), self.sizes.formats.low)
+            del x
         self.memory.kind = "logits"
         tied = not self.m.untie_embeddings_and_output_weights
         if self.buckets is not None and not tied:
@@ -230,6 +239,8 @@ class SizedGPT:
         self, i: int, residual: Sized | None, pending: Sized, sites: Sized | None, rotation: list[Sized]
     ) -> tuple[Sized, Sized]:
         """Run a layer, as FusedBlock of model/fused.py does."""
+        if not self.sizes.is_fused:
+            return self.plain_block(i, residual, pending, sites, rotation)
         f, m, post_norm = self.f, self.m, self.m.apply_residual_connection_post_layernorm
         is_fp8 = self.sizes.precision.multiplies_fp8(i, m.num_layers or 0)
         is_joint = is_fp8 and self.sizes.tp == 1 and not post_norm
@@ -245,6 +256,31 @@ class SizedGPT:
         a = f.activate(u, fc[0], proj[1], m.add_bias_linear)
         del u
         return z if post_norm else x, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
+
+    def plain_block(
+        self, i: int, residual: Sized | None, pending: Sized, sites: Sized | None, rotation: list[Sized]
+    ) -> tuple[Sized, Sized]:
+        """Run a layer of torch's own functions, as Block of model/gpt.py does."""
+        f, m, h, low = self.f, self.m, self.hidden, self.sizes.formats.low
+        is_fp8 = self.sizes.precision.multiplies_fp8(i, m.num_layers or 0)
+        x = self.join(residual, pending, None if residual is None and not self.joins_embedding else sites)
+        y = f.converted(f.norm(x, h, self.centers), low)
+        qkv = f.column_parallel(y, self.matrices["attn.qkv"], m.qkv_bias, is_fp8)
+        q, k, v = f.split_plainly(qkv, self.heads, rotation, m.qk_layernorm, self.centers)
+        del qkv
+        o = f.attend(q, k, v, self.heads)
+        del q, k, v
+        branch = f.row_parallel(o, self.matrices["attn.proj"], m.add_bias_linear, is_fp8)
+        del o
+        post_norm = m.apply_residual_connection_post_layernorm
+        stream = self.join(f.converted(y, x.width) if post_norm else x, branch, sites)
+        del branch, y
+        z = f.norm(x if m.use_parallel_residual else stream, h, self.centers)
+        fc, proj = self.matrices["mlp.fc"], self.matrices["mlp.proj"]
+        u = f.column_parallel(f.converted(z, low), fc, m.add_bias_linear, is_fp8)
+        a = f.activate_plainly(u, proj[1], m.activation)
+        del u
+        return z if post_norm else stream, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
 
     def enter(
         self, residual: Sized | None, pending: Sized, is_fp8: bool, sites: Sized | None, rotation: list[Sized]

@@ -206,6 +206,67 @@ class Functions:
         y.node = GraphNode([x], [x.view(), mean, rstd], backward)
         return y
 
+    def split_plainly(
+        self, qkv: Sized, sizes: HeadCounts, rotation: list[Sized], normed: bool, centers: bool
+    ) -> tuple[Sized, Sized, Sized]:
+        """Split qkv into heads by torch's own functions."""
+        tokens, d = qkv.elements // sizes.columns, sizes.dim
+        node = GraphNode([qkv], [], lambda *gradients: [self.new(tokens * sizes.columns)], 3)
+        q, k, v = (qkv.view(node, i) for i in range(3))
+        out = []
+        for x, heads in ((q, sizes.heads), (k, sizes.groups)):
+            part = Sized(x.data, tokens * heads * d, x.width, x.node, x.output)
+            if heads == sizes.heads and 1 < sizes.groups < heads:
+                part = self.converted_copy(part)
+            if normed:
+                part = self.norm(part, d, centers)
+            if rotation:
+                part = self.rotated(part)
+            out.append(part)
+        return out[0], out[1], v
+
+    def converted_copy(self, x: Sized) -> Sized:
+        y = self.new(x.elements, x.width)
+        y.node = GraphNode([x], [], lambda gradient: [gradient])
+        return y
+
+    def rotated(self, x: Sized) -> Sized:
+        """Rotate halves of heads in float32."""
+        half, elements = x.elements // 2, x.elements
+        parts = []
+        for _ in range(2):
+            products = [self.new(half, FLOAT), self.new(half, FLOAT)]
+            total = self.new(half, FLOAT)
+            del products
+            parts.append(self.new(half))
+            del total
+        y = self.new(elements)
+        parts.clear()
+
+        def backward(gradient: Sized) -> list[Sized | None]:
+            wide = [self.new(half, FLOAT) for _ in range(4)]
+            of_x = self.new(elements)
+            del wide
+            return [of_x]
+
+        y.node = GraphNode([x], [], backward)
+        return y
+
+    def activate_plainly(self, u: Sized, outputs: int, kind: str) -> Sized:
+        """Apply an activation by torch's own functions."""
+        rows = u.elements // (2 * outputs if kind.endswith("glu") else outputs)
+        saved: list[Sized] = [u.view()]
+        if kind.endswith("glu") or kind == "squared-relu":  # the gate's, or relu's, result
+            saved.append(self.new(rows * outputs))
+        a = self.new(rows * outputs)
+        elements = u.elements
+
+        def backward(gradient: Sized) -> list[Sized | None]:
+            return [self.new(elements)]
+
+        a.node = GraphNode([u], saved, backward)
+        return a
+
     def softcap(self, logits: Sized) -> Sized:
         """Bound the logits; backward overwrites them with their gradient."""
         y = self.new(logits.elements, logits.width)

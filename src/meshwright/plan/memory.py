@@ -29,6 +29,7 @@ from meshwright.settings.schema import TrainConfig
 
 PROCESSORS = 132  # of an H100 and H200; they decide about small sums only
 BLOCK = 128  # elements of an entry in the tables of AdamW
+GRAPHS = 72 << 20  # of the driver for CUDA graphs, as measured on an H100
 WORKSPACES = 32 << 20, 32 << 20, 1 << 20  # of cuBLAS, for the threads of both passes, and of cuBLASLt
 
 
@@ -80,7 +81,8 @@ def memory_of_rank(config: TrainConfig, padded: int, pipeline_rank: int, profile
     passes, update = step_bytes(config, padded, pipeline_rank), update_events(config, padded, pipeline_rank)
     most = max(passes, update.kinds_at(update.peak_at), key=lambda kinds: sum(kinds.values()))
     reserve = functools.partial(reserved_bytes, config, padded, pipeline_rank, profile)
-    return RankMemory(add_kinds(held, most), profile.context_bytes, reserve)
+    graphs = 0 if reason_against(config, profile.kind) else GRAPHS
+    return RankMemory(add_kinds(held, most), profile.context_bytes + graphs, reserve)
 
 
 # What is held throughout
