@@ -177,7 +177,7 @@ def usage() -> str:
     """Return the commands in the order of the work, a line each, for 80 columns and 24 rows."""
     listed = {heading: [n for n in names.split() if n in COMMANDS] for heading, names in GROUPS.items()}
     listed["More"] = [name for name in COMMANDS if name not in " ".join(GROUPS.values()).split()]
-    lines = ["usage: meshwright COMMAND [flags]; flags and examples: meshwright help COMMAND", ""]
+    lines = ["usage: meshwright COMMAND [flags]; flags and examples: meshwright help COMMAND"]
     for heading, names in listed.items():
         lines += [f"{heading * (n == 0):<6} {name:<16} {COMMANDS[name]}" for n, name in enumerate(names)]
     return "\n".join(lines)

@@ -182,3 +182,18 @@ def test_a_plan_imports_no_torch() -> None:
     code = f"import sys; from meshwright.__main__ import main; assert main(['plan', *{words!r}]) == 0\n"
     code += "assert not {'torch', 'matplotlib'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_launch_refuses_to_write_what_cannot_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--write=slurm", "--nproc-per-node=8", "train", "--preset=gpt3-13b", "--mock-data", "--vocab-size=50257"]
+    assert main(["launch", "--gpu=v100", *argv]) == USAGE
+    error = " ".join(capsys.readouterr().err.split())
+    assert "does not fit" in error and "--gpu any writes it all the same" in error
+    assert main(["launch", "--gpu=any", *argv]) == 0
+
+
+def test_a_dry_run_ends_with_the_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(describe, "find_machine", lambda name: find_machine("h200"))
+    argv = ["train", "--preset=gpt2-345m", "--bf16", "--mock-data", "--vocab-size=50257", "--dry-run"]
+    assert main(argv) == 0
+    assert re.search(r"plan on NVIDIA H200.*: fits, .* left: .*; a step takes about ", capsys.readouterr().out)

@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
         from meshwright.launch import engines
         from meshwright.training.before.resolve import complete_settings
 
+        require_room(config, words)
         return engines.write_engine_file(config, parsed.sources, words, complete_settings)
     if config.write_to or config.image or config.overwrite:
         raise UserError("--write-to, --image and --overwrite need --write ENGINE")
@@ -48,6 +49,22 @@ def main(argv: list[str]) -> int:
     from meshwright.launch import agent  # imports torch
 
     return agent.launch_ranks(plan, program)
+
+
+def require_room(config: LaunchConfig, words: list[str]) -> None:
+    """Refuse to write a training that cannot fit the devices of --gpu."""
+    from meshwright.launch.elastic import is_train, parse_train
+    from meshwright.plan import describe
+    from meshwright.training.before.resolve import complete_settings
+
+    if config.gpu == "any" or not is_train(words) or not config.nproc_per_node.isdigit():
+        return
+    training = parse_train([*words, "--dry-run"], int(config.nproc_per_node) * (config.nnodes or 1), complete_settings)
+    plan = describe.predict_here(training, None if config.gpu == "auto" else config.gpu)
+    if plan is None or plan.fits or (config.gpu == "auto" and plan.machine.profile.kind == "cpu"):
+        return
+    said = describe.verdict(plan)
+    raise UserError(f"on {plan.machine.profile.title} the training {said}; --gpu any writes it all the same")
 
 
 def run_elastic(plan: LaunchPlan, program: list[str], words: list[str]) -> int:

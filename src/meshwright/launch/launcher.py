@@ -80,6 +80,13 @@ class LaunchConfig:
     )
     write_to: str | None = flag(None, "file for --write (none: print it)", value="FILE")
     overwrite: bool = flag(False, "let --write-to replace a file")
+    gpu: str = flag(
+        "auto",
+        "device of the cluster, such as h100: --write refuses a training that does not fit it (auto: the GPU of this "
+        "machine, if it has one; any: write without this check)",
+        value="FORM",
+        docs="plan",
+    )
     image: str | None = flag(None, "container image in the file of --write (none: meshwright:VERSION)", value="FORM")
     command: list[str] = flag(
         [], "one of our commands or a Python script, with its flags", positional="rest", value="NAME"

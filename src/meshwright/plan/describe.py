@@ -7,13 +7,15 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.errors import UserError
 from meshwright.model import counts
 from meshwright.plan.goodput import ExpectedGoodput, Interruptions
-from meshwright.plan.prediction import Prediction
+from meshwright.plan.prediction import Prediction, find_machine
 from meshwright.plan.search import Found, Settings, least_change
 from meshwright.plan.sizes import describe_layout
+from meshwright.progress import duration
 from meshwright.records import align_columns
-from meshwright.settings import flags
+from meshwright.settings import checks, flags
 from meshwright.settings.fields import spelling
 from meshwright.settings.schema import TrainConfig
 
@@ -77,6 +79,29 @@ def verdict(prediction: Prediction, search: bool = True) -> str:
         return f"{lack}; no change of layout makes it fit: take more devices, or a smaller model"
     settings, changed = found
     return f"{lack}; the least change that makes it fit: {as_flags(settings)} ({gib(changed.left)} left)"
+
+
+def predict_here(config: TrainConfig, device: str | None = None, vocabulary: int = 50_257) -> Prediction | None:
+    """Predict a run on a device, by default this machine's; None without a profile of it."""
+    kind = config.parallel.device.partition(":")[0]
+    if checks.problems(config, needs_data=False) or (device is None and kind not in ("auto", "cuda", "cpu")):
+        return None
+    try:
+        prediction = Prediction(config, find_machine(device or ("cpu" if kind == "cpu" else None)), vocabulary)
+        return prediction if prediction.ranks and prediction.time else None
+    except UserError:
+        if device is not None:
+            raise
+        return None
+
+
+def verdict_here(config: TrainConfig, vocabulary: int) -> str:
+    """Return the verdict of a plan on this machine's devices; empty if they have no profile."""
+    prediction = predict_here(config, None, vocabulary)
+    if prediction is None:
+        return ""
+    seconds = f"a step takes about {duration(prediction.time.seconds)}"
+    return f"plan on {prediction.machine.profile.title}: {verdict(prediction)}; {seconds}"
 
 
 def memory_lines(prediction: Prediction) -> list[str]:

@@ -12,6 +12,7 @@ from meshwright.console import set_stream, show
 from meshwright.data.files.indexed import Indexed, check_vocabulary
 from meshwright.errors import DONE, UserError
 from meshwright.model import counts
+from meshwright.plan.describe import verdict_here
 from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.plan.sizes import describe_lack, describe_layout, describe_memory, describe_place
 from meshwright.ranks.compare import require_equal
@@ -87,6 +88,8 @@ def dry_run(config: TrainConfig) -> int:
         show("\n".join(set_up_rank(config, size)))
     for problem in later:
         show(f"required before the run can start: {problem}")
+    if plan := verdict_here(config, size):
+        show(plan)
     show("dry run: nothing was built or written")
     return DONE
 
