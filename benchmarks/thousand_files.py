@@ -1,20 +1,23 @@
 """The files of a run of thousands of ranks: what each rank reads and writes, and how long it takes.
 
 usage: python benchmarks/thousand_files.py FOLDER [--ranks 64 512 4096] [--samples 1e8 1e9 1e10]
-[--most 1e8] [--sets 1000]
+[--most 1e8] [--sets 1000] [--to RECORD]
+       python benchmarks/thousand_files.py --draw RECORD   # docs/scaling-files.svg
 
 Checkpoints: GPT-3 175B with ZeRO 1, saved by TP 8 x PP 16 x DP N / 128 (of 64 ranks: PP 8) and
 resumed by TP 4 x PP 8. Every rank's boxes are those of the real parameter store, on the meta
 device; the tensors' files are holes of the real size, and the save and the load of rank 0, and of
 some other ranks, are the real ones. Between them stands a team that hands over recorded messages
-and counts their bytes: messages are not timed. Bytes and opens are counted at the system's calls.
+and counts their bytes: messages are not timed. Seconds are those of the processor, in all threads.
+Bytes and opens are counted at the system's calls.
 
 Data: a blend of --sets data sets, of tokens that are holes, which hold so many samples in all.
 "build" is rank 0's first start; "open" is what every other rank then does, in eight processes at
 once. Up to --most samples in all are built; of more, one data set of that size is, and the order of
 the blend for a million samples, and multiplied.
 
-FOLDER needs 30 bytes for each of --most samples, and is emptied at the end.
+FOLDER needs 30 bytes for each of --most samples, and is emptied at the end. Figures are appended
+to RECORD/costs-files.jsonl.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from common import describe_machine, print_head
 from data_index import SEQ, corpus, status
 
 from meshwright import console
-from meshwright.checkpoint import loading, manifests, native, publish
+from meshwright.checkpoint import loading, manifests, native, publish, steps
 from meshwright.checkpoint.manifests import CHUNK, File
 from meshwright.data import datasets
 from meshwright.data.blend import walk_side_by_side
@@ -156,18 +159,18 @@ class Script(Team):
         self.count("sent", len(own))
         if not self.is_lead:
             return combine([])
-        texts, seconds, begun_all = [own, *self.known.pop(0)], 0.0, time.perf_counter()
+        texts, seconds, begun_all = [own, *self.known.pop(0)], 0.0, time.process_time()
         while len(texts) > 1:
             heads = []
             for k in range(0, len(texts), BRANCHES):
-                begun = time.perf_counter()
+                begun = time.process_time()
                 heads.append(json.dumps(combine(list(map(json.loads, texts[k : k + BRANCHES])))))
                 if not k:  # rank 0's own groups; the others' are merged elsewhere at the same time
-                    seconds += time.perf_counter() - begun
+                    seconds += time.process_time() - begun
                     self.count("gathered", sum(map(len, texts[1:BRANCHES])))
             texts = heads
         self.spent.append(seconds)
-        self.merging.append(time.perf_counter() - begun_all)
+        self.merging.append(time.process_time() - begun_all)
         merged = json.loads(texts[0])
         return type(combine([]))(*merged) if isinstance(combine([]), tuple) else merged
 
@@ -213,11 +216,11 @@ class Counted:
             setattr(os, name, wrap(name))
         os.preadv = preadv
         WATCHED.append(self)
-        self.began = time.perf_counter()
+        self.began = time.process_time()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.seconds = time.perf_counter() - self.began
+        self.seconds = time.process_time() - self.began
         WATCHED.remove(self)
         for name, original in self.originals.items():
             setattr(os, name, original)
@@ -263,11 +266,11 @@ def describe_ranks(layout: Layout, model: Model, saves: bool) -> Ranks:
         if not saves:
             continue
         boxes = store.named_state(to_save=True)
-        begun = time.perf_counter()
+        begun = time.process_time()
         head, extents = native.lay_out(boxes)
         described = native.describe_tensors(boxes, native.boxes_of(extents, len(head)), rank)
         out.described.append(json.dumps(described))
-        out.seconds.append(time.perf_counter() - begun)
+        out.seconds.append(time.process_time() - begun)
         size = len(head) + sum(e.flat.numel() * native.SIZES[e.dtype] for e in extents)
         out.files.append((native.rank_file(rank), size))
         out.first = out.first or boxes
@@ -298,10 +301,10 @@ def save(root: Path, ranks: Ranks) -> dict[str, Any]:
                 with open(root / "iter_0000001.tmp" / name, "wb") as file:
                     file.truncate(size)
             self.known.append([json.dumps([json.loads(part)]) for part in parts])
-            begun = time.perf_counter()
+            begun = time.process_time()
             others = self.collect_merged(lambda: [own], lambda lists: [x for values in lists for x in values])
-            started.append(time.perf_counter() - self.spent[-1])
-            self.merging.append(time.perf_counter() - begun)
+            started.append(time.process_time() - self.spent[-1])
+            self.merging.append(time.process_time() - begun)
             return others
 
     started: list[float] = []
@@ -312,12 +315,12 @@ def save(root: Path, ranks: Ranks) -> dict[str, Any]:
         "index bytes": (folder / native.INDEX).stat().st_size,
         "manifest bytes": (folder / manifests.MANIFEST).stat().st_size,
         "boxes": (folder / native.INDEX).read_text().count('"begin"'),
-        "rank: describe s": statistics.median(seconds),
+        "rank: describe CPU s": statistics.median(seconds),
         "rank: sent bytes": statistics.mean(map(len, described)) + statistics.mean(map(len, parts)),
         "rank: received bytes": max(map(len, team.broadcasts), default=0),
         "lead: gathered bytes": team.sizes["gathered"],
-        "lead: plan s": plan.seconds - team.merging[0] + team.spent[0],
-        "lead: publish s": time.perf_counter() - started[0],
+        "lead: plan CPU s": plan.seconds - team.merging[0] + team.spent[0],
+        "lead: publish CPU s": time.process_time() - started[0],
     }
 
 
@@ -347,16 +350,31 @@ def resume(root: Path, described: Ranks, read: bool) -> dict[str, Any]:
     return {
         "lead: gathered bytes": lead.sizes["gathered"],
         "lead: dealt bytes": lead.sizes["dealt"],
-        "lead: s": first.seconds - lead.merging[0] + lead.spent[0],
+        "lead: CPU s": first.seconds - lead.merging[0] + lead.spent[0],
         "lead: stats": first.stats,
         "rank: sent bytes": max(sizes["sent"] for _, sizes in each),
         "rank: received bytes": max(sizes["received"] for _, sizes in each),
-        "rank: s": max(counted.seconds for counted, _ in each),
+        "rank: CPU s": max(counted.seconds for counted, _ in each),
         "rank: opens": max(counted.opens for counted, _ in each),
         "rank: stats": max(counted.stats for counted, _ in each),
         "rank: listings": max(counted.listings for counted, _ in each),
         "rank: share bytes": max(shares),
         "rank: read bytes": max(counted.bytes for counted, _ in each) if read else None,
+    }
+
+
+def look(root: Path) -> dict[str, Any]:
+    """Do what every rank does with --load before the ranks have met: settings and tokenizer."""
+    with Counted(root) as counted:
+        loading.open_checkpoint(root, loading.OpenOptions("none"))
+        steps.find_step(root, sizes=False)
+    manifest = (root / "iter_0000001" / manifests.MANIFEST).stat().st_size
+    return {
+        "rank: opens": counted.opens,
+        "rank: stats": counted.stats,
+        "rank: listings": counted.listings,
+        "rank: read bytes": 2 * manifest + counted.bytes,
+        "rank: CPU s": counted.seconds,
     }
 
 
@@ -381,11 +399,11 @@ def verify(root: Path, ranks: int) -> dict[str, Any]:
         manifests.hash_chunks(folder, short)
     whole = sum(len(digests) for *_, digests in share) / sum(len(digests) for *_, digests in short)
     return {
-        "lead: s": dealt.seconds,
+        "lead: CPU s": dealt.seconds,
         "rank: received bytes": len(lead.dealt[0][one.rank]),
         "rank: opens": counted.opens,
         "rank: share bytes": int(counted.bytes * whole),
-        "rank: s": counted.seconds * whole,
+        "rank: CPU s": counted.seconds * whole,
     }
 
 
@@ -394,6 +412,7 @@ def checkpoints(root: Path, world: int, model: Model = GPT3) -> dict[str, dict[s
     before, after = layout_of(8, pp, world), layout_of(4, 8, world)
     ranks = describe_ranks(before, model, True)
     out = {"save": save(root, ranks)}
+    out["look at --load before the ranks have met"] = look(root)
     read = world >= 2048  # of fewer ranks, each has too much to read here
     out["resume, same layout"] = resume(root, ranks, read)
     out["resume, another layout"] = resume(root, describe_ranks(after, model, False), read)
@@ -429,14 +448,14 @@ def open_sets(folder: str, sets: int, samples: int) -> None:
     with Counted(Path(folder)) as counted:
         train = datasets.build_datasets(config, VOCABULARY)["train"]
     assert train is not None
-    begun = time.perf_counter()
+    begun = time.process_time()
     for k in numbers:
         train[k]
-    read, after = time.perf_counter() - begun, status(os.getpid())
+    read, after = time.process_time() - begun, status(os.getpid())
     print(
         json.dumps(
             {
-                "s": counted.seconds,
+                "CPU s": counted.seconds,
                 "anonymous MB": (after["RssAnon"] - before["RssAnon"]) / 1e3,
                 "resident MB": (after["VmRSS"] - before["VmRSS"]) / 1e3,
                 "open files": len(os.listdir("/proc/self/fd")),
@@ -458,7 +477,7 @@ def data(folder: Path, sets: int, samples: int, most: int) -> dict[str, Any]:
     shutil.rmtree(folder)
     out = {
         "built samples": built,
-        "build s": first["s"],
+        "build CPU s": first["CPU s"],
         "build anonymous MB": first["anonymous MB"],
         "cache bytes": cache,
         **{f"rank of 8: {name}": max(one[name] for one in each) for name in first},
@@ -472,26 +491,26 @@ def rates(folder: Path, sets: int, samples: int) -> dict[str, Any]:
     """Build one of the data sets at its full size, and a stretch of the blend's order; multiply."""
     write_sets(folder, 1, samples // sets)
     config = config_of([str(folder / "set0")], samples // sets, folder / "cache")
-    begun = time.perf_counter()
+    begun = time.process_time()
     datasets.build_datasets(config, VOCABULARY)
-    one = time.perf_counter() - begun
+    one = time.process_time() - begun
     size = sum(path.stat().st_size for path in (folder / "cache").iterdir())
     shutil.rmtree(folder)
     stretch, loops = 1_000_000, compiled_loops(LARGE)
     which, number = np.empty(stretch, np.int16), np.empty(stretch, np.int64)
     shares = np.full(sets, 1 / sets)
-    begun = time.perf_counter()
+    begun = time.process_time()
     if loops is None:
         walk_side_by_side(shares, which, number)
     else:
         loops.blend_samples(shares, np.zeros(sets), 0, which[:10], number[:10])  # loads what is compiled
-        begun = time.perf_counter()
+        begun = time.process_time()
         loops.blend_samples(shares, np.zeros(sets), 0, which, number)
-    blend = (time.perf_counter() - begun) * samples / stretch
+    blend = (time.process_time() - begun) * samples / stretch
     return {
-        "one data set s": one,
-        "all data sets s, calculated": one * sets,
-        "blend s, calculated": blend,
+        "one data set CPU s": one,
+        "all data sets CPU s, calculated": one * sets,
+        "blend CPU s, calculated": blend,
         "cache bytes, calculated": size * sets + 10 * samples,
     }
 
@@ -506,17 +525,67 @@ def show(table: dict[str, dict[str, Any]]) -> None:
     print(flush=True)
 
 
+# Lines of the picture: part, row and label.
+PANELS = {
+    "bytes of a rank": [
+        ("save", "rank: sent bytes", "sent to save"),
+        ("resume, another layout", "rank: sent bytes", "sent to resume"),
+        ("resume, another layout", "rank: received bytes", "received to resume"),
+        ("verify in full", "rank: received bytes", "received to verify in full"),
+        ("before", "rank: received bytes", "before: received to save"),
+    ],
+    "bytes at rank 0": [
+        ("save", "index bytes", "index"),
+        ("save", "manifest bytes", "manifest"),
+        ("resume, another layout", "lead: dealt bytes", "dealt to resume"),
+    ],
+}
+
+
+def draw(record: Path) -> None:
+    from matplotlib.figure import Figure
+
+    from meshwright.report import plot
+
+    rows = [json.loads(line) for line in (record / "costs-files.jsonl").read_text().splitlines()]
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    figure.patch.set_visible(False)
+    colours = (plot.LINE, plot.POINT, plot.INK, "#4f9d69", plot.BAD)
+    for axes, (title, lines) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
+        plot.style(axes, "ranks")
+        for (what, value, label), colour in zip(lines, colours, strict=False):
+            points = sorted((row["ranks"], row[value]) for row in rows if row["what"] == what)
+            axes.plot(*zip(*points, strict=True), color=colour, marker=".", lw=1.4, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(title, color=plot.INK, fontsize=10)
+        axes.legend(fontsize=7, frameon=False, labelcolor=plot.INK)
+    path = Path(__file__).parents[1] / "docs" / "scaling-files.svg"
+    path.write_text(plot.svg_of(figure, "what the files of N ranks cost"))
+
+
+def append(record: Path | None, rows: list[dict[str, Any]]) -> None:
+    if record is not None:
+        with (record / "costs-files.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 512, 4096])
     parser.add_argument("--samples", type=float, nargs="*", default=[1e8, 1e9, 1e10])
     parser.add_argument("--sets", type=int, default=1000)
     parser.add_argument("--most", type=float, default=1e8)
+    parser.add_argument("--to", type=Path)
+    parser.add_argument("--draw", type=Path)
     parser.add_argument("--open", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.open:
         open_sets(str(args.folder), *args.open)
+        return
+    if args.draw:
+        draw(args.draw)
         return
     console.set_stream(None)
     print(f"{describe_machine('numpy')}\n", flush=True)
@@ -524,10 +593,12 @@ def main() -> None:
     for part in next(iter(measured.values()), {}):
         print(part)
         show({f"{n:,} ranks": rows[part] for n, rows in measured.items()})
+        append(args.to, [{"what": part, "ranks": n} | rows[part] for n, rows in measured.items()])
     if args.samples:
         print(f"{args.sets:,} data sets")
-        sizes = map(int, args.samples)
-        show({f"{n:.0e} samples": data(args.folder / "data", args.sets, n, int(args.most)) for n in sizes})
+        of_size = {n: data(args.folder / "data", args.sets, int(n), int(args.most)) for n in args.samples}
+        show({f"{n:.0e} samples": rows for n, rows in of_size.items()})
+        append(args.to, [{"what": "data", "samples": n, "sets": args.sets} | rows for n, rows in of_size.items()])
     shutil.rmtree(args.folder, ignore_errors=True)
 
 

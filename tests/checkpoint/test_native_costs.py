@@ -23,8 +23,11 @@ from helpers import blank, box_elements, hold_equal, random_boxes
 from meshwright.checkpoint import loading, manifests, native, publish, steps
 from meshwright.checkpoint.loading import OpenOptions
 from meshwright.checkpoint.native import BoxedTensor
+from meshwright.parallel.layout import Layout
 from meshwright.ranks import team as teams
 from meshwright.ranks.team import Team
+from meshwright.settings.schema import TrainConfig
+from meshwright.training.state.saver import Saver
 from ranks.test_team import on_threads
 
 NAMES = [f"h.{n}.mlp.fc.weight" for n in range(4)]
@@ -222,3 +225,17 @@ def test_tensors_that_many_ranks_have_are_described_once() -> None:
     assert [names for rows in described[0].boxes for names, _ in rows] == [NAMES] * 32
     sizes = [size for size in received[0] if size > 8]
     assert len(sizes) == 16 and sizes[-1] < 0.6 * 16 * max(sizes[:-1])
+
+
+def test_ranks_that_write_nothing_of_megatrons_format_read_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank for each of its files reads the temporary step."""
+    written = list[Any]()
+    monkeypatch.setattr(native, "save_step", lambda *_, **more: None)
+    monkeypatch.setattr(native, "open_native", lambda *_: pytest.fail("the step was opened"))
+    monkeypatch.setattr(publish, "write_step", lambda root, step, files, **more: written.append(files))
+    layout = Layout(shard=4, rank=2)
+    saver = Saver(TrainConfig(), layout, Team(), torch.device("cpu"))
+    saver.write_for_megatron(tmp_path, 1, {}, {"padded_vocab_size": 128}, {}, Team())
+    assert written == [{}]

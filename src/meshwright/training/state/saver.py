@@ -186,12 +186,14 @@ class Saver:
             files_of_rank: dict[str, publish.Produce] = {}
 
             def lay_out() -> int:
+                if at("replicas", "shard", "cp"):  # another rank writes this one's file
+                    return 0
                 folder = steps.step_folder(parts, step)
                 publish.wait_until_visible(folder, team)
                 source = native.open_native(folder, step)
                 tp, pp, padded = self.layout.tp, self.layout.pp, state["padded_vocab_size"]
                 files = list(megatron_writer.megatron_files(source, tp, pp, padded, with_optimizer=True).items())
-                files_of_rank.update([] if at("replicas", "shard", "cp") else [files[at("tp") * pp + at("pp")]])
+                files_of_rank.update([files[at("tp") * pp + at("pp")]])
                 return sum(file.size for file in source.manifest.values())
 
             size = team.run_on_all(lay_out)
