@@ -95,6 +95,7 @@ class SizedGPT:
         self.hidden, self.padded, self.batch = m.hidden_size, sizes.padded // tp, sizes.micro_batch
         self.f = Functions(memory, sizes.formats, sizes.tp, sizes.cp, sizes.sequence, sizes.processors)
         self.f.recomputes_attention = sizes.granularity == "selective"
+        self.f.drops_attention = m.attention_dropout > 0
         self.columns = sizes.length // cp
         self.tokens = self.batch * self.columns  # of the layers' inner tensors
         self.rows = self.tokens // tp if sizes.sequence else self.tokens  # of the residual stream

@@ -55,7 +55,7 @@ class Functions:
     def __init__(self, memory: Memory, formats: Formats, tp: int, cp: int, sequence: bool, processors: int) -> None:
         self.memory, self.formats, self.tp, self.processors = memory, formats, tp, processors
         self.sequence = sequence and tp > 1
-        self.cp, self.recomputes_attention = cp, False
+        self.cp, self.recomputes_attention, self.drops_attention = cp, False, False
         self.is_first = True  # micro-batch of a step
         self.waiting: list[tuple[Sized, Sized]] | None = None  # weight gradients that a pipeline defers
 
@@ -255,8 +255,8 @@ class Functions:
     def activate_plainly(self, u: Sized, outputs: int, kind: str) -> Sized:
         """Apply an activation by torch's own functions."""
         rows = u.elements // (2 * outputs if kind.endswith("glu") else outputs)
-        saved: list[Sized] = [u.view()]
-        if kind.endswith("glu") or kind == "squared-relu":  # the gate's, or relu's, result
+        saved: list[Sized] = [] if kind == "squared-relu" else [u.view()]
+        if kind not in ("gelu", "gelu-tanh", "liglu"):  # the gate's result, or relu's
             saved.append(self.new(rows * outputs))
         a = self.new(rows * outputs)
         elements = u.elements
@@ -289,6 +289,23 @@ class Functions:
         del sent
         out = self.new(elements) if copies else received
         return out.view(GraphNode(inputs, [], backward))
+
+    def attend_by_scores(self, q: Sized, k: Sized, v: Sized, sizes: HeadCounts) -> Sized:
+        """Attend by all scores: torch has no kernel for groups of heads in full precision."""
+        scores, low = sizes.batch * sizes.heads * sizes.length**2, self.formats.low
+        counts = [sizes.batch * sizes.length * n * sizes.dim for n in (sizes.heads, sizes.groups, sizes.groups)]
+        kept = [self.new(scores, low)]
+        if self.drops_attention:
+            kept += [self.new(scores, 1), self.new(scores, low)]
+        o = self.new(counts[0])
+
+        def backward(gradient: Sized) -> list[Sized | None]:
+            wide = [self.new(scores, low) for _ in range(2)]
+            out: list[Sized | None] = [self.new(n) for n in counts]
+            del wide
+            return out
+
+        return o.view(GraphNode([q, k, v], [q.view(), k.view(), v.view(), *kept], backward))
 
     def attend(self, q: Sized, k: Sized, v: Sized, sizes: HeadCounts) -> Sized:
         """Attend; context ranks exchange heads for columns before and after."""
@@ -401,6 +418,8 @@ class Functions:
     def flash(self, q: Sized, k: Sized, v: Sized, sizes: HeadCounts) -> Sized:
         """Return flash attention of q, k and v."""
         batch, t, heads, d = sizes.batch, sizes.length, sizes.heads, sizes.dim
+        if self.formats.low > 2 and sizes.groups < heads:
+            return self.attend_by_scores(q, k, v, sizes)
         o = self.new(batch * t * heads * d)
         lse = self.new(batch * t * heads, FLOAT)
         state, unused = self.new(2, LONG), self.new(1, LONG)
