@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from meshwright.settings.schema import Parallel
 
 SILENCE = 10  # seconds of waiting before it is said for whom
+LOOKS = 4096  # at the verdict of a meeting, by all in a second: the store serves tens of thousands
 LISTING_SECONDS = 5  # for one process to list who is missing, before another one does
 WATCHED_PATIENCE = 3  # times as long torch waits for a rank, where a watchdog decides first
 
@@ -328,7 +329,7 @@ def meet_all(store: Store, number: int, size: int, until: float, noun: str = "ra
 def _await_verdict(store: Store, number: int, size: int, until: float, noun: str, advice: str) -> None:
     began, is_silent = time.monotonic(), number == 0
     _arrive(store, number, size, noun)
-    pause, listed_at = 0.01, until
+    pause, longest, listed_at = 0.01, max(0.25, size / LOOKS), until
     while not _has(store, "verdict"):
         now = time.monotonic()
         if is_silent and now - began > SILENCE and (missing := _find_missing(store, size)):
@@ -348,7 +349,7 @@ def _await_verdict(store: Store, number: int, size: int, until: float, noun: str
                 problem = f"{came}; {gone}. Start it, or see in its log why it ended{advice}"
                 _set_verdict(store, problem, HANG, everywhere=0 not in missing)
         time.sleep(pause)
-        pause = min(2 * pause, 0.25)
+        pause = min(2 * pause, longest)
 
 
 def _arrive(store: Store, number: int, size: int, noun: str) -> None:
