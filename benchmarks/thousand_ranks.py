@@ -310,7 +310,7 @@ PANELS = [
     (
         "seconds",
         [
-            ("meeting", "seconds", "meeting"),
+            ("meeting", "seconds of a processor at rank 0", "a core of rank 0, for the meeting"),
             ("set-up of a rank", "seconds", "set-up of a rank"),
             ("groups", "seconds", "groups of a rank"),
             ("lost machine", "seconds until all know", "a lost machine is known"),
@@ -320,7 +320,6 @@ PANELS = [
     (
         "bytes that a rank or a machine receives",
         [
-            ("meeting", "bytes of a rank", "meeting"),
             ("small values", "comparison of settings: bytes at a leaf", "comparison of settings"),
             ("small values", "comparison of settings: bytes at rank 0", "the same, at rank 0"),
             ("small values", "bytes if each sent its settings to each", "before: settings of all"),
@@ -340,18 +339,18 @@ def draw(record: Path) -> None:
     from meshwright.report import plot
 
     rows = read_rows(record)
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
     figure.patch.set_visible(False)
     colours = (plot.LINE, plot.POINT, plot.INK, plot.BAD, "#4f9d69")
     for axes, (title, lines) in zip(figure.subplots(1, 2), PANELS, strict=True):
         plot.style(axes, "ranks")
         for (what, value, label), colour in zip(lines, colours, strict=True):
-            points = sorted((row["ranks"], row[value]) for row in rows if row["what"] == what)
+            points = sorted((row["ranks"], row[value]) for row in rows if row["what"] == what and value in row)
             axes.plot(*zip(*points, strict=True), color=colour, marker=".", lw=1.4, label=label)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_title(title, color=plot.INK, fontsize=10)
-        axes.legend(fontsize=8, frameon=False, labelcolor=plot.INK)
+        axes.legend(fontsize=8, frameon=False, labelcolor=plot.INK, loc="upper center", bbox_to_anchor=(0.5, -0.15))
     (ROOT / "docs" / "scaling.svg").write_text(plot.svg_of(figure, "what N ranks cost"))
 
 
