@@ -1,7 +1,7 @@
 """Measure what a start and a loss cost a run of N ranks, on a machine with two cores.
 
     python benchmarks/thousand_ranks.py measure --to RECORD  # appends to RECORD/costs-ranks.jsonl
-    python benchmarks/thousand_ranks.py draw --to RECORD     # docs/scaling.svg, from RECORD/costs-*
+    python benchmarks/thousand_ranks.py draw --to RECORD     # docs/scaling.svg, from these
 
 The code is that of a run. The store of the meeting is torch's, on sockets, with a thread for each
 rank; the tree of small values has queues in the place of sockets, and counts what they carry; a
@@ -330,7 +330,7 @@ PANELS = [
 
 
 def read_rows(record: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for file in sorted(record.glob("costs-*.jsonl")) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in (record / "costs-ranks.jsonl").read_text().splitlines()]
 
 
 def draw(record: Path) -> None:
@@ -344,7 +344,7 @@ def draw(record: Path) -> None:
     colours = (plot.LINE, plot.POINT, plot.INK, plot.BAD, "#4f9d69")
     for axes, (title, lines) in zip(figure.subplots(1, 2), PANELS, strict=True):
         plot.style(axes, "ranks")
-        for (what, value, label), colour in zip(lines, colours, strict=True):
+        for (what, value, label), colour in zip(lines, colours, strict=False):
             points = sorted((row["ranks"], row[value]) for row in rows if row["what"] == what and value in row)
             axes.plot(*zip(*points, strict=True), color=colour, marker=".", lw=1.4, label=label)
         axes.set_xscale("log", base=2)
