@@ -166,7 +166,7 @@ def test_settings_are_read_without_a_look_at_every_file(tmp_path: Path, monkeypa
     monkeypatch.setattr(native, "read_index", lambda *_: pytest.fail("the index"))
     source = loading.open_checkpoint(tmp_path, OpenOptions("none"))
     assert source is not None and source.config["of"] == 4 and steps.find_step(tmp_path, sizes=False)[0] is not None
-    assert "iter_0000001" not in seen and set(looked_at) == {native.STATE, native.CONFIG}
+    assert seen[tmp_path.name] <= 4 and "iter_0000001" not in seen and set(looked_at) == {native.STATE, native.CONFIG}
 
 
 @pytest.mark.parametrize("shape", [(), (40,), (30, 8), (6, 5, 4)])

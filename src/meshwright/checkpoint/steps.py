@@ -72,9 +72,8 @@ def find_step(path: str | Path, below: int | None = None, sizes: bool = True) ->
     root, step = split_path(path)
     kind = kind_of_folder(path)
     # A run may continue in the folder of another program's step, whose file still means that step.
-    yields = kind in FORMATS and FORMATS[kind].yields
-    beside = list_checkpoints(path) if yields else list_steps(path)
-    is_step = step is not None or (kind is not None and (given.is_file() or not beside))
+    steps_beside = list_checkpoints if kind in FORMATS and FORMATS[kind].yields else list_steps
+    is_step = step is not None or (kind is not None and (given.is_file() or not steps_beside(path)))
     if below is None and is_step:
         if kind is not None and kind != NATIVE and not FORMATS[kind].is_numbered:
             if given != path and not any(re.fullmatch(pattern, given.name) for pattern in FORMATS[kind].files):
@@ -163,7 +162,8 @@ def latest(root: str | Path, below: int | None = None, sizes: bool = True) -> tu
     notes: list[str] = []
     check_trackers(root, names, notes)
     damages = [f"{root / name} was found damaged and moved aside" for name in names if name.endswith(".damaged")]
-    for step in (n for n in list_steps(root) if below is None or n < below):
+    ours = sorted(our_numbers(root, OUR_STEP, names), reverse=True)
+    for step in (n for n in ours if below is None or n < below):
         try:
             (verify_step if sizes else read_manifest)(step_folder(root, step))
             return step, notes
@@ -180,12 +180,12 @@ def latest(root: str | Path, below: int | None = None, sizes: bool = True) -> tu
 
 def list_steps(root: str | Path) -> list[int]:
     """List our steps, complete or not, newest first: by number, because times change."""
-    return sorted(our_numbers(Path(root), OUR_STEP), reverse=True)
+    return sorted(our_numbers(Path(root), OUR_STEP, listing(Path(root))), reverse=True)
 
 
-def our_numbers(root: Path, pattern: str) -> list[int]:
+def our_numbers(root: Path, pattern: str, names: list[str]) -> list[int]:
     """Return the numbers in the names of our steps that match a pattern."""
-    matches = (re.fullmatch(pattern, name) for name in listing(root))
+    matches = (re.fullmatch(pattern, name) for name in names)
     return [int(m[1]) for m in matches if m and not is_foreign(root / m[0])]
 
 
@@ -223,7 +223,7 @@ def is_foreign(folder: Path) -> bool:
 
 def check_trackers(root: Path, names: list[str], notes: list[str]) -> None:
     """Refuse a tracker that names a checkpoint of another program, newer than ours."""
-    newest = max(our_numbers(root, r"iter_(\d+)(\.damaged)?"), default=None)
+    newest = max(our_numbers(root, r"iter_(\d+)(\.damaged)?", names), default=None)
     for name, pattern in TRACKERS.items():
         if newest is None or not pattern or name not in names or not (root / name).is_file():
             continue
