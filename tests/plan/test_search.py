@@ -54,6 +54,8 @@ def every_layout(config: TrainConfig, machine: Machine) -> list[Prediction]:
         if p["pipeline_model_parallel_size"] == 1 and (p["pipeline_schedule"] != "1f1b" or p[list(values)[4]]):
             continue
         one = with_settings(config, **p)
+        if p["zero_stage"] and one.dp * one.parallel.context_parallel_size == 1:  # nothing to shard over
+            continue
         if not checks.problems(one, needs_data=False):
             out.append(Prediction(one, machine, VOCABULARY))
     least: dict[str, Prediction] = {}  # a layout with the least recomputation with which it fits

@@ -26,7 +26,7 @@ Settings = dict[str, Any]
 RECOMPUTE = (None, "selective", "full")  # slower and smaller with each
 MOST_MICRO_BATCH = 64
 # After so many layouts that fit, the rest must promise to be faster than the best by a factor.
-MANY, GAIN = 100, 1.02
+MANY, GAIN = 40, 1.03
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Search:
     def push(self, config: TrainConfig, with_schedule: bool = True) -> None:
         """Add a layout, or sizes with open schedule and ZeRO stage, to what is left."""
         least = config
-        if not with_schedule and not self.is_fixed("zero_stage") and config.dp > 1:
+        if not with_schedule and self.shards(config):
             least = with_settings(config, zero_stage=1)  # which sends the least
         padded = Prediction(config, self.machine, self.vocabulary).padded
         profile, links = self.machine.profile, self.machine.links
@@ -204,7 +204,11 @@ class Search:
 
     def smallest(self, config: TrainConfig) -> TrainConfig:
         """Return a configuration with the ZeRO stage that needs the least memory."""
-        return config if self.is_fixed("zero_stage") or config.dp == 1 else with_settings(config, zero_stage=3)
+        return with_settings(config, zero_stage=3) if self.shards(config) else config
+
+    def shards(self, config: TrainConfig) -> bool:
+        """Return whether ZeRO stages are searched."""
+        return not self.is_fixed("zero_stage") and len(zero_stages(config)) > 1
 
     def with_recomputation(self, config: TrainConfig, with_schedule: bool) -> TrainConfig | None:
         """Return a configuration with the least recomputation that lets it fit; None without one.

@@ -19,6 +19,7 @@ from meshwright.errors import HANG, UserError
 from meshwright.model import counts
 from meshwright.model.gpt import initialise
 from meshwright.parallel.store import DRAWING_THREADS
+from meshwright.plan.compare import plan_of_run
 from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.plan.sizes import describe_long_step, smaller_sizes
 from meshwright.ranks.team import Team
@@ -215,6 +216,8 @@ def open_log(
     if long and state.will_train:
         remark(f"WARNING: {long}")
     metrics = Metrics(folder if team.is_lead else None, c, run, timers, team, screen)
+    if team.is_lead and state.net.device.type != "cpu" and state.will_train:
+        metrics.plan = plan_of_run(c, vocabulary.size, device)
     row = {
         "command": resolved.command,
         "version": our_version(),

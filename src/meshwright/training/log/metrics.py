@@ -20,6 +20,7 @@ from meshwright.console import is_quiet, remark, say, show
 from meshwright.errors import BAD_DATA, NON_FINITE, SIGINT, UNEXPECTED, UserError
 from meshwright.evaluation.tasks import Task
 from meshwright.files import naming_file
+from meshwright.plan.compare import Measured
 from meshwright.progress import new_bar
 from meshwright.ranks.team import Team
 from meshwright.ranks.world import find_world
@@ -92,6 +93,7 @@ class Metrics:
         self.recent = collections.deque[tuple[int, float]](maxlen=max(self.g.log_interval, run.steps // 50, 1))
         self.memory_is_printed = self.gpus_are_hidden = False
         self.form, self.head_is_printed = FORMS.get(self.g.log_format, MEGATRON), False
+        self.plan: Measured | None = None  # compared with the first steps on an accelerator
         self.page = LivePage(folder) if folder is not None and not config.training.skip_train else None
 
     def row(self, event: str, iteration: int, **values: Any) -> None:
@@ -170,6 +172,9 @@ class Metrics:
                 self.since_print = (0, 0, 0.0)
         if iteration % self.g.log_interval == 0 or iteration == self.run.steps or not math.isfinite(loss):
             self._line(iteration, consumed, next_lr)
+        if self.plan is not None and self.device.type != "cpu":
+            for line in self.plan.note(seconds, devices.memory_stats(self.device)):
+                remark(line)
         if self.page is not None:
             self.page.update()
 
