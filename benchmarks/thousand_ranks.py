@@ -12,7 +12,6 @@ run live on a simulated clock.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
@@ -20,7 +19,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,20 +168,9 @@ def measure_tree(size: int, is_mesh: bool = False) -> dict[str, Any]:
         else:
             groups[rank] = connect_tree(PrefixStore("one", store), rank, size, LONG)
 
-    with one_name_for_trees():
-        wall, processor = time.monotonic(), time.process_time()
-        run_threads([lambda rank=rank: join(rank) for rank in range(size)])
+    wall, processor = time.monotonic(), time.process_time()
+    run_threads([lambda rank=rank: join(rank) for rank in range(size)])
     return {"seconds": time.monotonic() - wall, "seconds of a processor": time.process_time() - processor}
-
-
-@contextlib.contextmanager
-def one_name_for_trees() -> Iterator[None]:
-    """Number the trees of threads alike, as those of processes are."""
-    from meshwright.ranks import team
-
-    numbers, team._trees = team._trees, iter(lambda: 0, 1)  # type: ignore[assignment]
-    yield
-    team._trees = numbers
 
 
 def measure_latency(count: int = 300) -> dict[str, Any]:
