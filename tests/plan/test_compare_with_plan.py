@@ -16,10 +16,13 @@ def test_the_term_that_is_off_is_named_after_ten_steps() -> None:
     held = sum(memory.kinds.get(kind, 0) for kind in HELD)
     stats = {"allocated_bytes.all.current": held, "allocated_bytes.all.peak": memory.allocated}
     stats["reserved_bytes.all.peak"] = memory.reserved
-    lines = [line for _ in range(STEPS + 5) for line in plan.note(step, stats)]
-    assert (
-        len(lines) == 2 and "(+0.0 %)" in lines[0] and not any(";" in line.partition("reserved")[2] for line in lines)
-    )
+    assert [plan.note(step) for _ in range(STEPS + 5)] == [False] * (STEPS - 1) + [True] + [False] * 5
+    lines = plan.compare(stats)
+    assert len(lines) == 2 and "(+0.0 %)" in lines[0]
+    assert not any(";" in line.partition("reserved")[2] for line in lines)
+    assert plan.compare({}) == [
+        "plan: could not be compared with the first steps: KeyError: 'allocated_bytes.all.current'"
+    ]
     more = stats | {"allocated_bytes.all.peak": memory.allocated + (9 << 30)}
     more["reserved_bytes.all.peak"] = memory.reserved + (9 << 30)
     slow, off = compare(plan.prediction, [1.0] * 3 + [1.2 * step] * 7, more)

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.errors import UserError
+from meshwright.errors import UserError, first_line
 from meshwright.plan.prediction import Machine, Prediction, profile_of
 from meshwright.settings.schema import TrainConfig
 
@@ -23,22 +23,28 @@ class Measured:
     prediction: Prediction
     seconds: list[float] = field(default_factory=list)
 
-    def note(self, seconds: float, stats: Mapping[str, int]) -> list[str]:
-        """Add a step; return lines after STEPS of them. `stats` are torch's of rank 0."""
+    def note(self, seconds: float) -> bool:
+        """Add a step; return whether there are enough to compare them."""
         self.seconds.append(seconds)
-        return compare(self.prediction, self.seconds, stats) if len(self.seconds) == STEPS else []
+        return len(self.seconds) == STEPS
+
+    def compare(self, stats: Mapping[str, int]) -> list[str]:
+        """Return lines about time and memory; `stats` are torch's of rank 0.
+
+        A plan that fails does not end the run.
+        """
+        try:
+            return compare(self.prediction, self.seconds, stats)
+        except UserError:  # a format that the profile does not have
+            return []
+        except Exception as error:
+            return [f"plan: could not be compared with the first steps: {type(error).__name__}: {first_line(error)}"]
 
 
 def plan_of_run(config: TrainConfig, vocabulary: int, product: str) -> Measured | None:
     """Return the plan of a run on a device, by its product's name; None without a profile."""
     profile = profile_of(product)
-    if profile is None:
-        return None
-    try:
-        prediction = Prediction(config, Machine(profile, profile.links), vocabulary)
-        return Measured(prediction) if prediction.time.seconds else None
-    except UserError:  # a format that the profile does not have
-        return None
+    return Measured(Prediction(config, Machine(profile, profile.links), vocabulary)) if profile else None
 
 
 def compare(prediction: Prediction, seconds: Sequence[float], stats: Mapping[str, int]) -> list[str]:

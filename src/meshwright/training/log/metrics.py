@@ -172,9 +172,10 @@ class Metrics:
                 self.since_print = (0, 0, 0.0)
         if iteration % self.g.log_interval == 0 or iteration == self.run.steps or not math.isfinite(loss):
             self._line(iteration, consumed, next_lr)
-        if self.plan is not None and self.device.type != "cpu":
-            for line in self.plan.note(seconds, devices.memory_stats(self.device)):
+        if self.plan is not None and self.plan.note(seconds):
+            for line in self.plan.compare(devices.memory_stats(self.device)):
                 remark(line)
+            self.plan = None
         if self.page is not None:
             self.page.update()
 
