@@ -128,9 +128,9 @@ def test_training(gpt: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
 
 
 def test_without_the_packages(gpt: Path) -> None:
-    """A Python without numpy, as before the install line: what to do, and no traceback."""
+    """A Python without packages, as before the install line: what to do, and no traceback."""
     refused = shell(gpt, f"python3 -S -m oneflow_gpt.training {TINY} --mock-data", 69)
-    assert "has no package numpy; pip install" in refused and "Traceback" not in refused
+    assert re.search(r"has no package \w+; pip install", refused) and "Traceback" not in refused
 
 
 def test_its_own_defaults(gpt: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.kernels import gradients, twins
+from meshwright.kernels import gradients, grid, twins
 from sinks import Total
 
 
@@ -21,9 +21,7 @@ def form(request, monkeypatch):
     """Run the twin, or the kernels with poisoned outputs; return the device."""
     monkeypatch.setattr(twins, "is_triton", lambda x: request.param == "triton")
     if request.param == "triton":
-        from meshwright.kernels.triton import gradients as gradients_triton
-
-        monkeypatch.setattr(gradients_triton, "PER_PROCESSOR", 3)
+        monkeypatch.setattr(grid, "SUM_PROGRAMS", 3)
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
     return "cuda" if request.param == "triton" and torch.cuda.is_available() else "cpu"

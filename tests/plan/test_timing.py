@@ -40,7 +40,7 @@ def test_terms_add_up_to_the_step():
 @pytest.mark.parametrize("count", [4, 8, 24])
 def test_the_bubble_of_1f1b_is_that_of_the_literature(count):
     """(p - 1) / m of the work without latency; a little less, as one stage has the head."""
-    links = timing.Links(8, *(timing.Link(1e18, 0.0),) * 2)
+    links = timing.Links(8, *(timing.LinkSpeed(1e18, 0.0),) * 2)
     step = predicted(f"{BATCH} {2 * count} {PP4}", 4, padded=128, links=links)
     work = sum(step.parts[name] for name in ("products", "attention", "passes", "host"))
     assert 0.94 * 3 / count < step.parts["pipeline"] / work <= 3 / count

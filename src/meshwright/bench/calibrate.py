@@ -33,7 +33,7 @@ from meshwright.model.attention import fused
 from meshwright.model.gpt import GPT, Options
 from meshwright.model.pick import pick
 from meshwright.model.positions import Positions
-from meshwright.plan.devices import SECONDS, DeviceProfile, Link, profile_of_device
+from meshwright.plan.devices import SECONDS, DeviceProfile, LinkSpeed, profile_of_device
 from meshwright.plan.timing import BLOCK, BLOCK_STARTS, PASSES_BACKWARD, PASSES_FORWARD, PRODUCTS
 from meshwright.settings.schema import Model
 
@@ -75,7 +75,7 @@ def calibrate(wanted: str, folder: Path) -> Path:
     measured |= attention(device, sizes, peaks[HALF if HALF in peaks else "float32"], streamed)
     measured["passes"] = streamed / bandwidth
     measured |= small_times(device, rates[main]) | {"launch": launch_seconds(device)}
-    link = Link(**within(known.links.within, measure_links(device)))
+    link = LinkSpeed(**within(known.links.within, measure_links(device)))
     count = devices.count_accelerators() if device.type != "cpu" else known.links.gpus_per_node
     profile = replace(
         known,
@@ -284,7 +284,7 @@ def measure_links(device: torch.device) -> dict[str, float]:
     return {name: float(x) for name, x in json.loads(line).items()}
 
 
-def within(known: Link, measured: Mapping[str, float]) -> dict[str, float]:
+def within(known: LinkSpeed, measured: Mapping[str, float]) -> dict[str, float]:
     """Return the link between the devices here: its data sheet's speed, and what is reached."""
     if not measured:
         return asdict(known)

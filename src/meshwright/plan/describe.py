@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from meshwright.device import NVIDIA
 from meshwright.errors import UserError
 from meshwright.model import counts
 from meshwright.plan.goodput import ExpectedGoodput, Interruptions
@@ -84,7 +85,7 @@ def verdict(prediction: Prediction, search: bool = True) -> str:
 def predict_here(config: TrainConfig, device: str | None = None, vocabulary: int = 50_257) -> Prediction | None:
     """Predict a run on a device, by default this machine's; None without a profile of it."""
     kind = config.parallel.device.partition(":")[0]
-    if checks.problems(config, needs_data=False) or (device is None and kind not in ("auto", "cuda", "cpu")):
+    if checks.problems(config, needs_data=False) or (device is None and kind not in ("auto", NVIDIA, "cpu")):
         return None
     try:
         prediction = Prediction(config, find_machine(device or ("cpu" if kind == "cpu" else None)), vocabulary)

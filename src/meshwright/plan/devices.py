@@ -26,7 +26,7 @@ SAME_SPEED = {"float16": "bfloat16", "bfloat16": "float16"}
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """One direction of a device's connection to others."""
 
     bandwidth: float  # bytes per second and device
@@ -40,8 +40,8 @@ class Links:
     """The connections of a machine's devices with each other, and with those of other machines."""
 
     gpus_per_node: int
-    within: Link
-    between: Link
+    within: LinkSpeed
+    between: LinkSpeed
 
     def with_network(self, bandwidth: float) -> Links:
         """Return the same machine with so many bytes per second and device between machines."""
@@ -164,7 +164,7 @@ def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:
         reached=REACHED | shares,
         seconds=SECONDS | seconds,
         measured=frozenset(measured),
-        links=Links(int(links["gpus_per_node"]), Link(**links["within"]), Link(**links["between"])),
+        links=Links(int(links["gpus_per_node"]), LinkSpeed(**links["within"]), LinkSpeed(**links["between"])),
         storage=STORAGE | table.get("storage", {}),
         names=tuple(table.get("names", ())),
         sources=tuple(table.get("sources", ())),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.device import NVIDIA
 from meshwright.plan import traffic
 from meshwright.settings.schema import TrainConfig
 
@@ -20,7 +21,7 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
     sharded = p.zero_stage > 0 and traffic.groups(config)["data"].size > 1
     sampled = m.attention_dropout > 0 and m.attention_impl != "reference"
     never = {
-        "the device is not an NVIDIA GPU": kind != "cuda",
+        "the device is not an NVIDIA GPU": kind != NVIDIA,
         "the stages of a pipeline wait for each other": p.pipeline_model_parallel_size > 1,
         f"ZeRO {p.zero_stage} allocates memory within the step": sharded and p.zero_stage > 1,
         "the optimizer runs on the host": p.offloads,

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+from meshwright.device import NVIDIA
 from meshwright.model.counts import layer_matrices
 from meshwright.optim.rule_table import STATE, rule_of
 from meshwright.parallel.pipeline_schedule import schedule, stages_of
@@ -76,7 +77,7 @@ def memory_of_ranks(config: TrainConfig, padded: int, profile: Device) -> list[R
 def memory_of_rank(config: TrainConfig, padded: int, pipeline_rank: int, profile: Device) -> RankMemory:
     """Return the memory of a pipeline rank."""
     held = held_bytes(config, padded, pipeline_rank, profile.kind)
-    held["buffers"] = sum(WORKSPACES) if profile.kind == "cuda" else 0
+    held["buffers"] = sum(WORKSPACES) if profile.kind == NVIDIA else 0
     held["batches"] = batch_bytes(config)
     passes, update = step_bytes(config, padded, pipeline_rank), update_events(config, padded, pipeline_rank)
     most = max(passes, update.kinds_at(update.peak_at), key=lambda kinds: sum(kinds.values()))
@@ -102,7 +103,7 @@ def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) 
     keeps_all = p.zero_stage < 2 or parts == 1
     moments = sum(len(STATE[rule]) * count for rule, count in by_rule.items()) // parts
     optimizer = 0 if p.offloads else full * (moments + share * is_separate)
-    if kind == "cuda" and full == 4 and not p.offloads and by_rule["adamw"]:  # tables of blocks: updated, counted
+    if kind == NVIDIA and full == 4 and not p.offloads and by_rule["adamw"]:  # tables of blocks: updated, counted
         optimizer += 8 * (by_rule["adamw"] // parts + share) // BLOCK
     weights = n * low + 2 * fp8_parameters(config, pipeline_rank)
     if p.zero_stage == 3 and parts > 1:  # gathered: what is outside of the layers, and two layers
@@ -197,7 +198,7 @@ def reserved_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile
     allocator, keys = CachingAllocator(), itertools.count(-1, -1)
     held = held_bytes(config, padded, pipeline_rank, profile.kind)
     buffers = [held["gradients"], held["weights"], *[held["optimizer"] // 3] * 3]  # master and moments
-    for size in (*buffers, *(WORKSPACES if profile.kind == "cuda" else ())):
+    for size in (*buffers, *(WORKSPACES if profile.kind == NVIDIA else ())):
         if size:
             allocator.allocate(next(keys), -(-size // LEAST) * LEAST)
     step, update = step_events(config, padded, pipeline_rank), update_events(config, padded, pipeline_rank).events

@@ -19,7 +19,7 @@ from meshwright.optim.rule_table import MUON_STAGE
 from meshwright.parallel.layout import WORTHWHILE_BYTES
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
 from meshwright.plan import graph_rule, timeline, traffic
-from meshwright.plan.devices import DeviceProfile, Link, Links
+from meshwright.plan.devices import DeviceProfile, LinkSpeed, Links
 from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.settings.schema import Model, TrainConfig
 
@@ -170,7 +170,7 @@ class _Prediction:
 
     # Links
 
-    def link(self, dimension: str) -> tuple[Link, float]:
+    def link(self, dimension: str) -> tuple[LinkSpeed, float]:
         """Return the slowest link of a dimension's ring, and its bytes per second of a rank."""
         size, stride = self.groups[dimension]
         inside = max(1, min(size, self.links.gpus_per_node // stride))

@@ -51,7 +51,7 @@ class StopConditions:
             return [next(filter(None, reasons), None), next(filter(None, numbers), None), any(failed)]
 
         own: list[Any] = [self.reason(), self.signal, has_failed]
-        reason, number, failed = team.merge(own, combine)
+        reason, number, failed = team.merge(own, combine) if team.size > 1 else own
         if number is not None and self.signal is None:
             self.signal = signal.Signals(number)
         return reason, failed
