@@ -19,7 +19,7 @@ from meshwright.optim.rule_table import MUON_STAGE
 from meshwright.parallel.layout import WORTHWHILE_BYTES
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
 from meshwright.plan import graph_rule, timeline, traffic
-from meshwright.plan.devices import DeviceProfile, LinkSpeed, Links
+from meshwright.plan.devices import DeviceProfile, Links, LinkSpeed
 from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.settings.schema import Model, TrainConfig
 
