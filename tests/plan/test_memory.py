@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from accounting import PADDED, account, config_of  # noqa: E402
+from accounting import META, PADDED, account, config_of, connected, pretended_gpu  # noqa: E402
 
+from meshwright.errors import UserError
 from meshwright.kernels import grid
-from meshwright.parallel import shard
+from meshwright.parallel import pipeline_schedule, shard
+from meshwright.parallel.layout import Layout
 from meshwright.plan import blocks, memory, parameters
 from meshwright.plan.allocator import MIB, CachingAllocator
+from meshwright.settings.schema import TrainConfig
+from meshwright.training.before import memory as require
+from meshwright.training.network import Spec, build_network
 
 SMALL = """--num-layers 3 --hidden-size 256 --num-attention-heads 4 --seq-length 256 --micro-batch-size 4
 --global-batch-size 8""".split()
@@ -63,15 +70,48 @@ def test_agrees_with_what_training_allocates(line, rank):
     assert abs(held) < 0.002 and abs(peak) < 0.005, f"held {held:+.2%}, peak {peak:+.2%}"
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--bf16 --pipeline-model-parallel-size 3 --world-size 3 --global-batch-size 16",  # no logits on the first rank
+        "--bf16 --context-parallel-size 2 --zero-stage 1 --world-size 2 --attention-dropout 0",  # half the logits
+        "--bf16 --optimizer muon --final-logit-softcapping 30",
+    ],
+)
+def test_a_run_that_fits_is_not_refused(line, monkeypatch):
+    """What a start requires is at least the state, and at most what training allocates."""
+    config, padded = config_of(*SMALL, "--micro-batch-size", "8", *line.split()), 1 << 15
+    held, peak = account(config, 0, padded)
+    for have, fits in ((peak, True), (int(0.99 * held), False)):
+        monkeypatch.setattr(require.devices, "total_memory", lambda _, have=have: have)
+        with contextlib.nullcontext() if fits else pytest.raises(UserError, match="needs at least"):
+            require.require_memory(config, padded, 0, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("more", ["--bf16", "", "--bf16 --optimizer lion"])
+def test_offloaded_state_is_on_the_host(more):
+    config = config_of(*SMALL, "--cpu-optimizer", *more.split())
+    store = build_network(Spec(config, Layout(), torch.device("cpu"), 1000, PADDED)).store
+    state = [values for part in store.update_ranges for values in part.state.values()]
+    on_host = sum(x.nbytes for x in (store.master, store.host_share, store.outgoing, *state))
+    assert memory.host_bytes(config, PADDED, 0) == on_host
+    on_device = sum(x.nbytes for x in (store.weights, store.gradients))
+    assert sum(memory.held_bytes(config, PADDED, 0, "cuda").values()) == on_device
+    assert memory.state_bytes(config, PADDED, 0, "cpu") == on_device + on_host
+
+
 @pytest.fixture
 def forgetful() -> Iterator[None]:
     """Forget what was predicted before and within a test that changes a table."""
-    caches = parameters.shapes_of_layer, memory.measure_step, memory.measure_passes
-    for cache in caches:
-        cache.cache_clear()
+
+    def forget() -> None:
+        parameters.COUNTED.clear()
+        for cache in (parameters.shapes_of_layer, memory.measure_step, memory.measure_passes):
+            cache.cache_clear()
+
+    forget()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    forget()
 
 
 def test_reads_the_rule_of_the_flat_buffers(monkeypatch):
@@ -81,6 +121,38 @@ def test_reads_the_rule_of_the_flat_buffers(monkeypatch):
     monkeypatch.setattr(shard, "ALIGN", 1 << 14)
     assert account(config_of(*words))[0] > 1.02 * before
     assert abs(error_of(*words)[0]) < 0.002
+
+
+def counted(config: TrainConfig) -> list[tuple[int, int]]:
+    """Return the parameters of each pipeline rank, predicted and as training cuts them."""
+    parameters.COUNTED.clear()
+    parameters.shapes_of_layer.cache_clear()
+    built = list[int]()
+    with pretended_gpu():
+        for rank in range(config.parallel.pipeline_model_parallel_size):
+            build_network(Spec(config, connected(config, rank), META, 1000, PADDED), built.append)
+    return list(zip(parameters.parameters_of_ranks(config, PADDED), built, strict=True))
+
+
+@pytest.mark.parametrize("name", [r"h\.\d+\.mlp\.fc\.weight", r"(wte|lm_head)\.weight"])
+def test_reads_the_table_of_cuts(name, monkeypatch, forgetful):
+    """Matrices that tensor ranks do not cut are whole in the prediction, as in training."""
+    config = config_of(*SMALL, "--tensor-model-parallel-size", "2", "--world-size", "2")
+    before = counted(config)
+    monkeypatch.setitem(shard.CUTS, name, shard.CutRule(None))
+    after = counted(config)
+    assert all(planned == built for planned, built in before + after) and after[0] > before[0]
+
+
+def test_reads_where_a_schedule_puts_stages(monkeypatch, forgetful):
+    """A V-shaped schedule has both ends of the model on its first rank, planned and built."""
+    words = "--num-layers 4 --num-layers-per-virtual-pipeline-stage 1 --untie-embeddings-and-output-weights"
+    config = config_of(*SMALL, *words.split(), "--pipeline-model-parallel-size", "2", "--world-size", "2")
+    before = counted(config)
+    monkeypatch.setattr(pipeline_schedule, "V_SHAPED", ("1f1b",))
+    after = counted(config)
+    assert all(planned == built for planned, built in before + after)
+    assert after[0] > before[0] and after[1] < before[1]
 
 
 def test_reads_the_kernels_tables(monkeypatch, forgetful):

@@ -11,7 +11,7 @@ from plans import SMALL, planned
 
 import layouts
 from meshwright.parallel import comm
-from meshwright.plan.sizes import parameters_of_ranks
+from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.plan.traffic import bytes_sent
 
 BATCH = "--micro-batch-size 2 --global-batch-size {}"

@@ -156,7 +156,7 @@ def test_the_list_fits_a_terminal(capsys):
     assert max(map(len, text.splitlines())) <= 80
     assert all(f"  {name} " in text for name in NAMES)
     (row,) = (line for line in text.splitlines() if line.startswith("  llama3-8b "))
-    assert row.split() == ["llama3-8b", "8.03B", "32", "4,096", "32/8", "8,192", "136.6", "GiB"]
+    assert row.split() == ["llama3-8b", "8.03B", "32", "4,096", "32/8", "8,192", "137.5", "GiB"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "gpt2-774m"])

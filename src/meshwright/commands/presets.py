@@ -69,7 +69,8 @@ def main(argv: list[str]) -> int:
 
 def describe_preset(name: str) -> dict[str, Any]:
     """Return a preset's size, source, memory in bytes and settings."""
-    from meshwright.plan.sizes import bytes_per_parameter, logits_bytes
+    from meshwright.device import NVIDIA
+    from meshwright.plan.memory import logits_bytes, state_bytes
     from meshwright.tokenizers import padded_size
 
     settings = PRESETS[name]
@@ -77,12 +78,11 @@ def describe_preset(name: str) -> dict[str, Any]:
     config, _ = flags.build_config(TrainConfig, [(name, settings | own)])
     vocabulary, positions = family_of(name).vocabulary, settings.get("max_position_embeddings", 0)
     padded = padded_size(vocabulary, config.model.make_vocab_size_divisible_by, 1, None)
-    state = bytes_per_parameter(config)[0] * counts.parameters(config.model, padded, positions)
     return {
         "name": name,
         "parameters": counts.parameters(config.model, vocabulary, positions),
         "vocabulary": vocabulary,
-        "memory_bytes": round(state + logits_bytes(config, padded)),
+        "memory_bytes": state_bytes(config, padded, 0, NVIDIA) + logits_bytes(config, padded, 0),
         "source": family_of(name).source,
         "settings": settings,
     }

@@ -17,13 +17,13 @@ from typing import NamedTuple, Protocol
 
 from meshwright.device import NVIDIA
 from meshwright.model.counts import layer_matrices
-from meshwright.optim.rule_table import STATE, rule_of
+from meshwright.optim.rule_table import STATE, Rule, rule_of
 from meshwright.parallel.pipeline_schedule import schedule, stages_of
 from meshwright.parallel.shard import aligned
 from meshwright.plan.allocator import LEAST, CachingAllocator
 from meshwright.plan.blocks import PassSizes, SizedGPT, Stage, sizes_of
 from meshwright.plan.graph_rule import reason_against
-from meshwright.plan.parameters import WIDTHS, data_parts, flat_size, shapes_of_layer, shapes_of_rank
+from meshwright.plan.parameters import WIDTHS, Shapes, data_parts, flat_size, shapes_of_layer, shapes_of_rank
 from meshwright.plan.tensors import Memory, rounded
 from meshwright.plan.updates import update_events
 from meshwright.settings.schema import TrainConfig
@@ -91,26 +91,66 @@ def memory_of_rank(config: TrainConfig, padded: int, pipeline_rank: int, profile
 
 def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> dict[str, int]:
     """Return the bytes of weights, gradients and optimizer state that a device holds."""
-    p, o, low, parts = config.parallel, config.optimizer, WIDTHS[config.precision.dtype], data_parts(config)
+    p, low, parts = config.parallel, WIDTHS[config.precision.dtype], data_parts(config)
     units = shapes_of_rank(config, padded, pipeline_rank)
     full, n = max(low, 4), sum(flat_size(unit, parts) for unit in units)
-    by_rule = Counter[str]()
-    for unit in units:
-        for name, shape in unit.items():
-            by_rule[rule_of(o, name, len(shape))] += aligned(math.prod(shape))
+    by_rule = elements_by_rule(config, units)
     share = n // parts
+    is_gathered = p.zero_stage == 3 and parts > 1
     is_separate = low != full or p.offloads or parts > 1
     keeps_all = p.zero_stage < 2 or parts == 1
-    moments = sum(len(STATE[rule]) * count for rule, count in by_rule.items()) // parts
-    optimizer = 0 if p.offloads else full * (moments + share * is_separate)
+    keeps_share = parts > 1 and not (is_gathered and p.offloads)
+    optimizer = 0 if p.offloads else full * (moments_of(by_rule, parts) + share * is_separate)
     if kind == NVIDIA and full == 4 and not p.offloads and by_rule["adamw"]:  # tables of blocks: updated, counted
         optimizer += 8 * (by_rule["adamw"] // parts + share) // BLOCK
     weights = n * low + 2 * fp8_parameters(config, pipeline_rank)
-    if p.zero_stage == 3 and parts > 1:  # gathered: what is outside of the layers, and two layers
+    if is_gathered:  # what is outside of the layers, and two layers
         layer = max(flat_size(unit, parts) for unit in units if len(unit) > 2)
         layers = sum(len(unit) > 2 for unit in units)
         weights = low * (n - max(0, layers - 2) * layer)
-    return {"weights": weights, "gradients": full * (n * keeps_all + share * (parts > 1)), "optimizer": optimizer}
+    return {"weights": weights, "gradients": full * (n * keeps_all + share * keeps_share), "optimizer": optimizer}
+
+
+def host_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
+    """Return the bytes of optimizer state and gradients that a rank offloads to the host."""
+    p, low, parts = config.parallel, WIDTHS[config.precision.dtype], data_parts(config)
+    if not p.offloads:
+        return 0
+    units = shapes_of_rank(config, padded, pipeline_rank)
+    full, share = max(low, 4), sum(flat_size(unit, parts) for unit in units) // parts
+    leaving = 0 if p.zero_stage == 3 and parts > 1 else low * share  # new weights, copied to the device
+    return full * (2 * share + moments_of(elements_by_rule(config, units), parts)) + leaving
+
+
+def elements_by_rule(config: TrainConfig, units: list[Shapes]) -> Counter[Rule]:
+    """Return the elements that each rule updates, before ZeRO cuts them."""
+    by_rule = Counter[Rule]()
+    for unit in units:
+        for name, shape in unit.items():
+            by_rule[rule_of(config.optimizer, name, len(shape))] += aligned(math.prod(shape))
+    return by_rule
+
+
+def moments_of(by_rule: Counter[Rule], parts: int) -> int:
+    """Return the elements of the optimizer's state beside masters."""
+    return sum(len(STATE[rule]) * count for rule, count in by_rule.items()) // parts
+
+
+def state_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> int:
+    """Return the bytes that a rank holds at least; on a CPU with what it offloads."""
+    held = held_bytes(config, padded, pipeline_rank, kind)
+    if config.parallel.zero_stage == 3 and data_parts(config) > 1:
+        del held["weights"]  # gathered for a pass only
+    return sum(held.values()) + (host_bytes(config, padded, pipeline_rank) if kind == "cpu" else 0)
+
+
+def logits_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
+    """Return the bytes of the logits of one micro-batch; if they are capped, before and after."""
+    if not any(stage.has_head for stage in own_stages(config, pipeline_rank)):
+        return 0
+    p, copies = config.parallel, 2 if config.model.final_logit_softcapping else 1
+    tokens = config.micro_batch * (config.data.seq_length or 0) // p.context_parallel_size
+    return tokens * padded // p.tensor_model_parallel_size * WIDTHS[config.precision.dtype] * copies
 
 
 def fp8_parameters(config: TrainConfig, pipeline_rank: int) -> int:

@@ -20,7 +20,6 @@ from meshwright.model import counts
 from meshwright.model.gpt import initialise
 from meshwright.parallel.store import DRAWING_THREADS
 from meshwright.plan.compare import plan_of_run
-from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.plan.sizes import describe_long_step, smaller_sizes
 from meshwright.ranks.team import Team
 from meshwright.ranks.watchdog import Watchdog
@@ -89,8 +88,7 @@ def build_empty_state(spec: Spec, team: Team) -> State:
     config, layout, device = spec.config, spec.layout, spec.device
     say("building GPT model ...")
     if spec.model is None:
-        share = parameters_of_ranks(config, spec.padded)[layout.at("pp")]
-        team.run_on_all(lambda: memory.require_memory(config, share, spec.padded // layout.tp, device))
+        team.run_on_all(lambda: memory.require_memory(config, spec.padded, layout.at("pp"), device))
 
     def report_parameters(number: int) -> None:
         for tp, pp, count in team.merge([[layout.at("tp"), layout.at("pp"), number]], unite):

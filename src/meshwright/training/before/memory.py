@@ -25,19 +25,22 @@ from meshwright import device as devices
 from meshwright.cuda_graphs import MEMORY_SHARE
 from meshwright.data.loader import Batch
 from meshwright.errors import UserError
-from meshwright.plan.sizes import least_bytes
+from meshwright.plan.memory import logits_bytes, state_bytes
+from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.ranks.team import Team
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.step import Network, forward_part, sum_terms
 
 
-def require_memory(config: TrainConfig, parameters: int, padded: int, device: torch.device) -> None:
+def require_memory(config: TrainConfig, padded: int, pipeline_rank: int, device: torch.device) -> None:
     """Refuse a run whose state and logits of one micro-batch cannot fit, before allocating."""
     have = devices.total_memory(device)
     micro, seq = config.micro_batch, config.data.seq_length
     assert seq
-    state, logits = least_bytes(config, parameters, padded, device.type == "cpu")
+    state = state_bytes(config, padded, pipeline_rank, device.type)
+    logits = logits_bytes(config, padded, pipeline_rank)
     if state + logits > have:
+        parameters = parameters_of_ranks(config, padded)[pipeline_rank]
         raise UserError(
             f"this run needs at least {(state + logits) / 2**30:,.1f} GiB ({state / 2**30:,.1f} for {parameters:,} "
             f"parameters with their optimizer, {logits / 2**30:,.1f} for the logits of {micro} x {seq} tokens), "
