@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from meshwright.plan.memory import held_bytes, memory_of_rank
+from meshwright.plan.memory import WORKSPACES, batch_bytes, held_bytes, step_bytes
 from meshwright.plan.prediction import Prediction, with_settings
 from meshwright.settings.schema import TrainConfig
 
 ALLOCATOR = 1.03  # bytes that torch reserves for each byte of tensors, as a rule
 PER_SAMPLE = ("activations", "logits")  # kinds that grow with the micro-batch
-HELD = ("weights", "gradients", "optimizer")
 
 
 class Passes(NamedTuple):
@@ -75,15 +74,8 @@ def passes_of(prediction: Prediction, rank: int, number: int) -> Passes:
 
 def passes_with(prediction: Prediction, rank: int, number: int, layers: int | None) -> Passes:
     """Return the same of stages with so many layers."""
-    c, p = prediction.config, prediction.config.parallel
-    settings: dict[str, object] = {"micro_batch_size": 1, "global_batch_size": c.dp * number}
-    settings["num_accumulation_steps"] = None
-    if layers is not None:
-        interleaves = p.num_layers_per_virtual_pipeline_stage is not None
-        settings["num_layers"] = layers * p.pipeline_model_parallel_size * c.chunks
-        settings["num_layers_per_virtual_pipeline_stage"] = layers if interleaves else None
-        settings["pipeline_layout"] = None
-    small = with_settings(c, **settings)
-    kinds = memory_of_rank(small, prediction.padded, rank, prediction.machine.profile).kinds
+    c = prediction.config
+    small = with_settings(c, micro_batch_size=1, global_batch_size=c.dp * number, num_accumulation_steps=None)
+    kinds = step_bytes(small, prediction.padded, rank, layers)
     per_sample = sum(kinds.get(kind, 0) for kind in PER_SAMPLE)
-    return Passes(per_sample, sum(kinds.values()) - per_sample - sum(kinds.get(kind, 0) for kind in HELD))
+    return Passes(per_sample, sum(kinds.values()) - per_sample + sum(WORKSPACES) + batch_bytes(small))

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from meshwright.device import NVIDIA
 from meshwright.model.counts import layer_matrices
 from meshwright.optim.rule_table import STATE, Rule, rule_of
-from meshwright.parallel.pipeline_schedule import schedule, stages_of
+from meshwright.parallel.pipeline_schedule import Op, ScheduleName, schedule, stages_of
 from meshwright.parallel.shard import aligned
 from meshwright.plan.allocator import LEAST, CachingAllocator
 from meshwright.plan.blocks import PassSizes, SizedGPT, Stage, sizes_of
@@ -177,23 +177,47 @@ class PassMemory(NamedTuple):
 
     at_peak: dict[str, int]
     left: dict[str, int]
+    most: int  # sums of the two
+    rest: int
 
 
-def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> dict[str, int]:
-    """Return the bytes by kind at the peak of a step, beside what is held throughout."""
+def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int, layers: int | None = None) -> dict[str, int]:
+    """Return the bytes by kind at the peak of a step, beside what is held throughout.
+
+    With `layers`, each stage has so many of them.
+    """
     p, sizes = config.parallel, sizes_of(config, padded, PROCESSORS)
     pp, stages = p.pipeline_model_parallel_size, own_stages(config, pipeline_rank)
     if not config.precision.first_last_layers_bf16:  # then their places do not matter
         stages = [replace(stage, begin=0) for stage in stages]
+    if layers is not None:
+        stages = [replace(stage, layers=layers) for stage in stages]
     if pp == 1:
         return measure_step(sizes, stages[0])
     count = min(config.micro_batches(config.global_batch), 4 * pp)
-    now, peak = dict[str, int](), dict[str, int]()
-    for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
-        done = measure_passes(sizes, stages[chunk], not i)[op]
-        peak = max(peak, add_kinds(now, done.at_peak), key=lambda kinds: sum(kinds.values()))
-        now = add_kinds(now, done.left)
-    return peak
+    passes = passes_of_schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks)
+    done = {
+        (chunk, is_first, op): memory
+        for chunk, stage in enumerate(stages)
+        for is_first in (True, False)
+        for op, memory in measure_passes(sizes, stage, is_first).items()
+    }
+    now = most = peak_at = 0
+    for number, each in enumerate(passes):
+        if now + done[each].most > most:
+            most, peak_at = now + done[each].most, number
+        now += done[each].rest
+    kinds = Counter(done[passes[peak_at]].at_peak)
+    for each, times in Counter(passes[:peak_at]).items():
+        for kind, size in done[each].left.items():
+            kinds[kind] += times * size
+    return dict(kinds)
+
+
+@functools.lru_cache(1024)
+def passes_of_schedule(name: ScheduleName, pp: int, rank: int, count: int, chunks: int) -> list[tuple[int, bool, Op]]:
+    """Return a rank's passes: the chunk, whether the micro-batch is the first, and the action."""
+    return [(chunk, not i, op) for op, chunk, i in schedule(name, pp, rank, count, chunks)]
 
 
 def add_kinds(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
@@ -226,7 +250,8 @@ def measure_passes(sizes: PassSizes, stage: Stage, is_first: bool) -> dict[str, 
     for op in ("F", "I", "W") if sizes.splits_backward else ("F", "B"):
         begin = memory.begin()
         next(passes)
-        out[op] = PassMemory(*memory.since(begin))
+        at_peak, left = memory.since(begin)
+        out[op] = PassMemory(at_peak, left, sum(at_peak.values()), sum(left.values()))
     return out
 
 
