@@ -282,6 +282,8 @@ TRAINING: dict[str, Chances] = {
         "--train-data-path small --valid-data-path tiny ends --multiple-validation-sets": 1,
         "--data-path 2 tiny 1 small --split 100,0,0": 1,
         "--data-path tiny --split 100,0,0": 2,
+        "--data-path ends --split 80,15,5 --packing best-fit": 3,
+        "--data-path 0.3 small 0.7 large --split 90,10,0 --packing best-fit": 2,
     },
     "last epoch": {"": 2, "--last-epoch-cutoff 1": 1, "--last-epoch-cutoff 0.5": 1},
     "validation": {"--eval-iters 0": 1, "": 2, "--eval-iters 2 --eval-interval 2": 2, "--full-validation": 1},

@@ -188,6 +188,45 @@ def order_of(documents: list[Sample], first: int, stop: int, wanted: int, config
     return [stream[n * length : (n + 1) * length + 1] for n in numbers]
 
 
+Piece = tuple[int, int, int]  # document, first token, tokens
+
+
+def pack(sizes: list[int], documents: range, length: int, seed: int) -> list[list[Piece]]:
+    """Put each piece, the longest first, into the sample with the least room that suffices."""
+    order = np.array(documents)
+    np.random.RandomState(seed).shuffle(order)
+    pieces = [(n, at, min(length + 1, sizes[n] - at)) for n in order.tolist() for at in range(0, sizes[n] - 1, length)]
+    samples: list[list[Piece]] = []
+    rooms: dict[int, list[int]] = {}  # samples by their room, in the order in which they came to it
+    for piece in sorted(pieces, key=lambda piece: -piece[2]):
+        room = min((r for r, waiting in rooms.items() if waiting and r >= piece[2]), default=0)
+        if room:
+            number = rooms[room].pop(0)
+        else:
+            room, number = length + 1, len(samples)
+            samples.append([])
+        samples[number].append(piece)
+        rooms.setdefault(room - piece[2], []).append(number)
+    return samples
+
+
+def packed_order_of(documents: list[Sample], first: int, stop: int, wanted: int, config: Any) -> list[Sample]:
+    """Return packed samples, in another order in each epoch: tokens and their positions."""
+    length, seed = config.data.seq_length, config.training.seed
+    out: list[Sample] = []
+    made = []
+    for pieces in pack([len(document) for document in documents], range(first, stop), length, seed):
+        tokens = [int(documents[n][at + k]) for n, at, size in pieces for k in range(size)]
+        places = [k for *_, size in pieces for k in range(size)]
+        padding = [0] * (length + 1 - len(tokens))
+        made.append(np.array([tokens + padding, places + padding]))
+    while len(out) < wanted:
+        order = np.arange(len(made))
+        np.random.RandomState([seed, len(out) // len(made)]).shuffle(order)
+        out += [made[n] for n in order]
+    return out
+
+
 def samples_of(config: Any, wanted: int, vocabulary: int) -> Any:
     """Return what gives the sample of a number."""
     d, seed = config.data, config.training.seed
@@ -202,7 +241,8 @@ def samples_of(config: Any, wanted: int, vocabulary: int) -> Any:
         documents = read_documents(prefix)
         train = round(len(documents) * split[0] / sum(split))
         some = wanted if len(shares) == 1 else math.ceil(wanted * share * 1.005)
-        parts.append(order_of(documents, 0, train, some, config))
+        order = order_of if d.packing == "stream" else packed_order_of
+        parts.append(order(documents, 0, train, some, config))
     counts, chosen = [0] * len(parts), []
     for k in range(wanted):  # always the set that is furthest behind its share
         which = int(np.argmax([share * max(k, 1) - count for share, count in zip(shares, counts, strict=True)]))
@@ -365,18 +405,27 @@ class Optimizer:
 def loss_of(w: Weights, config: Any, ids: Tensor, eod: int) -> tuple[Tensor, Tensor]:
     """Return what is minimized and the loss that is shown."""
     d, t = config.data, config.training
+    is_packed = d.packing != "stream"
+    begins = ids[:, 1] == 0 if is_packed else torch.empty(0)
+    ids = ids[:, 0] if is_packed else ids
     tokens, labels = ids[:, :-1], ids[:, 1:]
     length = tokens.shape[1]
     places = torch.arange(length).repeat(len(tokens), 1)
     ends = (tokens == eod).cumsum(1)
     documents = torch.cat([torch.zeros_like(ends[:, :1]), ends[:, :-1]], 1)
-    if d.reset_position_ids:
+    if is_packed:
+        documents = begins[:, :-1].cumsum(1)
+    if is_packed or d.reset_position_ids:
         is_first = F.pad(documents.diff(dim=1) > 0, (1, 0))
         places = places - torch.where(is_first, places, 0).cummax(1).values
-    if not d.reset_attention_mask:
+    if not is_packed and not d.reset_attention_mask:
         documents = torch.zeros_like(documents)
     out = logits(w, config.model, tokens, places, documents)
-    counted = (tokens != eod).double() if d.eod_mask_loss else torch.ones(tokens.shape, dtype=torch.float64)
+    counted = torch.ones(tokens.shape, dtype=torch.float64)
+    if is_packed:
+        counted = (~begins[:, 1:]).double()
+    elif d.eod_mask_loss:
+        counted = (tokens != eod).double()
     each = F.cross_entropy(out.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
     z = out.logsumexp(-1) ** 2
     size = len(ids) if t.loss_mean == "global" else t.micro_batch_size
@@ -490,4 +539,5 @@ def train(config: Any, weights: Weights, vocabulary: int, eod: int, poisoned: tu
             row["grad_norm"] = length = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
             clip = min(1.0, o.clip_grad / (length + 1e-6)) if o.clip_grad else 1.0
             optimizer.step({name: g * clip for name, g in gradients.items()}, row["lr"], row["weight_decay"])
-        yield Step(number, row, dict(zip(samples, ids.tolist(), strict=True)), gradients, optimizer.w)
+        read = ids.tolist() if config.data.packing == "stream" else ids[:, 0].tolist()
+        yield Step(number, row, dict(zip(samples, read, strict=True)), gradients, optimizer.w)

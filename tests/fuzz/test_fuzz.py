@@ -132,6 +132,15 @@ def test_equal_cases_are_equal_and_a_seeded_bug_is_found(crew):
     assert outcome.kind == "refused" and "nowhere" in "".join(outcome.lines)
 
 
+@pytest.mark.timeout(300)
+def test_packed_runs_are_equal_in_all_layouts_and_resumed(crew):
+    legs = "1: --world-size 2 | 2: --world-size 2 --context-parallel-size 2"
+    legs += " | --world-size 2 --pipeline-model-parallel-size 2"
+    data = "--data-path 0.3 small 0.7 large --split 90,10,0 --packing best-fit"
+    outcome = crew.run(cases.read(f"{data} --position-embedding-type rope --eval-interval 2 | {legs}"))
+    assert outcome.kind == "equal" and 0 < outcome.most < 0.1, outcome
+
+
 def forgets_scale(monkeypatch):
     plain = gradients.judge
     monkeypatch.setattr(gradients, "judge", lambda squares, loss, scale, *more: plain(squares, loss, 1.0, *more))

@@ -14,8 +14,19 @@ from meshwright.data.blend import Blend, Chain, Remainder
 from meshwright.data.files.indexed import Indexed, check_vocabulary
 from meshwright.data.history import BlendHistory, continue_history, unique_names
 from meshwright.data.loader import Cyclic, DocumentEnds, Mock, Samples
-from meshwright.data.samples import Dataset, split_bounds
-from meshwright.data.sets import SetPart, SetSpec, document_range, find_parts, needed_sets, needed_sizes, target_sizes
+from meshwright.data.packing import Packed
+from meshwright.data.samples import Dataset, FileSamples, split_bounds
+from meshwright.data.sets import (
+    SetPart,
+    SetSpec,
+    cache_folder,
+    document_range,
+    find_parts,
+    needed_sets,
+    needed_sizes,
+    samples_of_epoch,
+    target_sizes,
+)
 from meshwright.errors import UserError, bad_data
 from meshwright.files import allow_open_files
 from meshwright.settings.schema import Data, TrainConfig
@@ -29,8 +40,7 @@ TITLES = {"train": "train", "valid": "validation", "test": "test"}
 
 def make_document_ends(d: Data, tokenizer: Tokenizer | None) -> DocumentEnds | None:
     """Return the effects of document ends that the flags ask for, or None if there are none."""
-    effects = (d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask)
-    if not any(effects):
+    if d.packing != "stream" or not any(d.document_effects):  # packed samples say where documents begin
         return None
     if tokenizer is None:
         raise UserError(
@@ -38,7 +48,7 @@ def make_document_ends(d: Data, tokenizer: Tokenizer | None) -> DocumentEnds | N
             "end of a document; give its flags instead of --vocab-size alone",
             everywhere=True,
         )
-    return DocumentEnds(tokenizer.eod, *effects)
+    return DocumentEnds(tokenizer.eod, *d.document_effects)
 
 
 def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int, int] | None) -> None:
@@ -47,6 +57,8 @@ def check_datasets(config: TrainConfig, data: Datasets, own: bool, at: tuple[int
     `own`: they are the user's own data sets, not what the flags name. `at`: the iterations and
     samples that are done, None if nothing will be trained.
     """
+    if own and config.data.packing != "stream":
+        raise bad_data(f"--packing {config.data.packing} packs token files, not data sets of your own; leave it out")
     methods = {"len": "__len__", "[k]": "__getitem__", "locate": "locate"}
     for name, dataset in data.items() if own else ():
         lacking = [shown for shown, method in methods.items() if dataset is not None and not hasattr(dataset, method)]
@@ -155,7 +167,7 @@ def build_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> Datas
         return made[0]
     if spec.in_full:
         return Chain(made)
-    return Blend(made, [p.share for p in parts], spec.samples, cache_folder(config, parts[0].prefix))
+    return Blend(made, [p.share for p in parts], spec.samples, cache_folder(config.data, parts[0].prefix))
 
 
 def build_train(
@@ -167,17 +179,16 @@ def build_train(
         return build_set(config, spec, [replace(by_name[n], share=share) for n, share in history.blends[0].shares])
     opened = {name: part.indexed for name, part in by_name.items()}
 
-    def build_more(name: str, made: int) -> Samples:
+    def build_more(name: str, made: int) -> FileSamples:
         source = history.sources[name]
         if name not in opened:  # no longer in the blend given, but still to be read from
             opened[name] = open_indexed(source.prefix, config.data.mmap_warmup, vocab_size)
         documents, number = range(*source.documents), source.samples
         if made:
-            assert config.data.seq_length
-            number = max(1, (opened[name].tokens_of(*source.documents) - 1) // config.data.seq_length)
+            number = max(1, samples_of_epoch(config, opened[name], documents))
         return build_samples(config, "train", opened[name], documents, number, made)
 
-    return build_phases(history, spec.samples, consumed, build_more, cache_folder(config, parts[0].prefix))
+    return build_phases(history, spec.samples, consumed, build_more, cache_folder(config.data, parts[0].prefix))
 
 
 class Phases(Chain):
@@ -196,7 +207,7 @@ class Phases(Chain):
 
 
 def build_phases(
-    history: BlendHistory, size: int, consumed: int, build_more: Callable[[str, int], Samples], folder: Path | None
+    history: BlendHistory, size: int, consumed: int, build_more: Callable[[str, int], FileSamples], folder: Path | None
 ) -> Phases:
     """Return the run's `size` samples.
 
@@ -226,17 +237,14 @@ def build_phases(
 
 def build_samples(
     config: TrainConfig, key: str, indexed: Indexed, documents: range, number: int, more: int = 0
-) -> Samples:
-    """Return `number` samples; `more` is added to the seed."""
+) -> FileSamples:
+    """Return `number` samples or more; `more` is added to the seed."""
     d, seed = config.data, (config.training.seed + more) % 2**32
     assert d.seq_length
-    folder = cache_folder(config, indexed.prefix)
+    folder = cache_folder(d, indexed.prefix)
+    if d.packing == "best-fit":
+        return Packed(indexed, documents, number, d.seq_length, seed, folder)
     return Samples(indexed, documents, number, d.seq_length, seed, d.last_epoch_cutoff, folder, key)
-
-
-def cache_folder(config: TrainConfig, prefix: str) -> Path:
-    folder = config.data.data_cache_path
-    return Path(folder) if folder else Path(prefix).parent / "index-cache"
 
 
 def open_indexed(prefix: str, warmup: bool, vocab_size: int) -> Indexed:

@@ -11,7 +11,6 @@ releases the interpreter while it computes; the loop that asks for the batch get
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -32,12 +31,20 @@ from meshwright.console import say
 from meshwright.data.blend import Composite
 from meshwright.data.files.indexed import Indexed, fingerprint
 from meshwright.data.index_cache import Ints, Storage, cached_indices
-from meshwright.data.samples import VERSION, Dataset, OrderedSamples, build_indices, epochs_needed, require_sample
-from meshwright.errors import IO, UserError, bad_data
+from meshwright.data.samples import (
+    VERSION,
+    Dataset,
+    FileSamples,
+    OrderedSamples,
+    build_indices,
+    epochs_needed,
+    require_sample,
+)
+from meshwright.errors import UserError, bad_data
 
 
-class Samples(OrderedSamples):
-    """The samples of one split of a pair of token files.
+class Samples(FileSamples):
+    """Megatron's samples of one split of a pair of token files: stretches of one stream.
 
     `len` is how many can be cut from the epochs, at least the number asked for.
     """
@@ -53,7 +60,7 @@ class Samples(OrderedSamples):
         cache_dir: str | Path | None = None,
         name: str = "train",
     ) -> None:
-        self.indexed, self.prefix, self.seq_length = indexed, indexed.prefix, seq_length
+        super().__init__(indexed, seq_length)
         tokens = indexed.tokens_of(documents.start, documents.stop)
 
         def build(storage: Storage) -> list[Ints]:
@@ -83,7 +90,7 @@ class Samples(OrderedSamples):
         return np.concatenate([indexed.tokens[at : at + n] for at, n in places], dtype=np.int64)
 
     def read(self, numbers: list[int]) -> npt.NDArray[np.int64]:
-        """Return [samples, S + 1]: many samples in a third of the time of one by one."""
+        """Return [samples, S + 1]."""
         indexed, j = self.indexed, self.shuffle_idx[numbers].astype(np.int64)
         self.require_whole()
         (first, offset), (last, end) = self.sample_idx[j].T, self.sample_idx[j + 1].T
@@ -101,20 +108,7 @@ class Samples(OrderedSamples):
         pieces = [indexed.tokens[a:b] for a, b in ranges]
         return np.concatenate(pieces, dtype=np.int64, casting="unsafe").reshape(len(j), -1)
 
-    def require_whole(self) -> None:
-        """Refuse files that were cut short since they were opened: SIGBUS would end a read."""
-        if cut := [path for path, mapped in self.indexed.maps.items() if mapped.size() < len(mapped)]:
-            raise cut_short(cut[0])
-
-    def locate(self, k: int, position: int) -> str:
-        for document, offset, length in self.pieces(k):
-            if position < length:
-                return f"token {offset + position} of document {document} in {self.indexed.prefix}"
-            position -= length
-        raise IndexError(f"sample {k} has no token {position}")
-
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
-        """Return (document, first token, number of tokens) of each part of sample k."""
         require_sample(k, len(self))
         j = int(self.shuffle_idx[k])
         (first, offset), (last, end) = self.sample_idx[j].tolist(), self.sample_idx[j + 1].tolist()
@@ -125,12 +119,6 @@ class Samples(OrderedSamples):
             pieces.append((document, offset, stop - offset))
             offset = 0
         return pieces
-
-
-def cut_short(path: str) -> UserError:
-    left = os.path.getsize(path)
-    advice = "restore the file, and continue from the last checkpoint"
-    return UserError(f"{path} was cut short while it was in use: {left:,} bytes are left; {advice}", IO)
 
 
 class Mock(OrderedSamples):
@@ -201,6 +189,16 @@ class DocumentEnds:
         return {name: torch.from_numpy(values) for name, values in out.items()}
 
 
+def piece_fields(positions: npt.NDArray[np.int64]) -> dict[str, Tensor]:
+    """Return these fields of a Batch of packed samples from the positions [B, S + 1] in pieces."""
+    begins = positions == 0
+    return {
+        "loss_mask": torch.from_numpy((~begins[:, 1:]).astype(np.float32)),
+        "position_ids": torch.from_numpy(positions[:, :-1].copy()),
+        "doc_ids": torch.from_numpy(np.cumsum(begins[:, :-1], axis=1, dtype=np.int32)),
+    }
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch. None stands for the trivial value, which is neither computed nor copied."""
@@ -254,6 +252,7 @@ class LoaderSpec:
     ranks: int = 1
     columns: slice | None = None  # of each sample, where several ranks share it
     length: int | None = None  # tokens of a sample, including the last label; None: any
+    packed: bool = False  # samples are [2, length]: tokens and their positions in their documents
     device: torch.device | None = None  # where batches will be sent; for accelerators they are pinned
     # At the end of the data set: raise an error; or wrap to the first sample, for validation
     # (sample numbers continue); or wrap, but mask what has been read before (--full-validation).
@@ -307,25 +306,30 @@ class Loader:
                 "it was built for fewer steps"
             )
         text = self.read_tokens(numbers)
-        if text.min() < 0 or text.max() >= self.spec.vocab_size:
-            raise self.unknown_id(numbers, text)
+        tokens = text[:, 0] if self.spec.packed else text
+        if tokens.min() < 0 or tokens.max() >= self.spec.vocab_size:
+            raise self.unknown_id(numbers, tokens)
         return [self.make_batch(numbers[k : k + size], text[k : k + size]) for k in range(0, len(numbers), size)]
 
     def read_tokens(self, numbers: list[int]) -> npt.NDArray[np.int64]:
-        """Return [samples, S + 1]: the tokens of a step, read at once where the data set can."""
+        """Return the samples of a step, stacked; read at once where the data set can."""
         places = [k % len(self.dataset) for k in numbers]
-        if isinstance(self.dataset, Samples) and self.spec.length in (None, self.dataset.seq_length + 1):
+        if isinstance(self.dataset, FileSamples) and self.spec.length in (None, self.dataset.seq_length + 1):
             return self.dataset.read(places)
         samples = [np.asarray(self.dataset[k]) for k in places]
-        shape = (self.spec.length or samples[0].size,)
+        shape = (2,) * self.spec.packed + (self.spec.length or samples[0].shape[-1],)
         for k, ids in zip(numbers, samples, strict=True):
             if ids.dtype.kind not in "iu" or ids.shape != shape:
                 raise self.wrong_shape(k, ids)
         return np.stack(samples).astype(np.int64, copy=False)
 
     def make_batch(self, numbers: list[int], text: npt.NDArray[np.int64]) -> Batch:
-        spec, tokens, labels = self.spec, text[:, :-1].copy(), text[:, 1:].copy()
-        fields: dict[str, Any] = spec.document_ends.fields(tokens) if spec.document_ends else {}
+        spec, fields = self.spec, dict[str, Any]()
+        if spec.packed:
+            text, fields = text[:, 0], piece_fields(text[:, 1])
+        tokens, labels = text[:, :-1].copy(), text[:, 1:].copy()
+        if spec.document_ends:
+            fields = spec.document_ends.fields(tokens)
         if spec.at_end == "mask" and numbers[-1] >= len(self.dataset):
             mask = fields.setdefault("loss_mask", torch.ones(tokens.shape))
             mask[torch.tensor(numbers) >= len(self.dataset)] = 0.0

@@ -9,6 +9,7 @@ installed, its compiled of the loops serve large data.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.console import say
+from meshwright.data.files.indexed import Indexed
 from meshwright.data.index_cache import IN_MEMORY, Ints, Storage
-from meshwright.errors import bad_data
+from meshwright.errors import IO, UserError, bad_data
 from meshwright.settings.grammar import split_shares
 
 VERSION = 1  # of the algorithm below: part of the cache's key
@@ -36,7 +38,7 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
-        """Return S + 1 token ids."""
+        """Return S + 1 token ids, or, of a packed set, these and their positions: [2, S + 1]."""
         ...
 
     def locate(self, k: int, position: int) -> str:
@@ -62,6 +64,47 @@ class OrderedSamples:
         Empty for other data, and for a blend that changes, whose orders stay what they are.
         """
         return []
+
+
+class FileSamples(OrderedSamples):
+    """The samples of one split of a pair of token files, each made of pieces of documents."""
+
+    def __init__(self, indexed: Indexed, seq_length: int) -> None:
+        self.indexed, self.prefix, self.seq_length = indexed, indexed.prefix, seq_length
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
+        require_sample(k, len(self))
+        samples: npt.NDArray[np.int64] = self.read([k])[0]
+        return samples
+
+    def read(self, numbers: list[int]) -> npt.NDArray[np.int64]:
+        """Return many samples in a third of the time of one by one."""
+        raise NotImplementedError
+
+    def pieces(self, k: int) -> list[tuple[int, int, int]]:
+        """Return (document, first token, number of tokens) of each part of sample k."""
+        raise NotImplementedError
+
+    def locate(self, k: int, position: int) -> str:
+        for document, offset, length in self.pieces(k):
+            if position < length:
+                return f"token {offset + position} of document {document} in {self.prefix}"
+            position -= length
+        raise IndexError(f"sample {k} has no token {position}")
+
+    def require_whole(self) -> None:
+        """Refuse files that were cut short since they were opened: SIGBUS would end a read."""
+        if cut := [path for path, mapped in self.indexed.maps.items() if mapped.size() < len(mapped)]:
+            raise cut_short(cut[0])
+
+
+def cut_short(path: str) -> UserError:
+    left = os.path.getsize(path)
+    advice = "restore the file, and continue from the last checkpoint"
+    return UserError(f"{path} was cut short while it was in use: {left:,} bytes are left; {advice}", IO)
 
 
 def require_sample(k: int, length: int) -> None:

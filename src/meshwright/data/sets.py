@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from meshwright.console import notice, silence
 from meshwright.data.blend import normalise, samples_needed
 from meshwright.data.files.indexed import Indexed
+from meshwright.data.packing import pack_files
 from meshwright.data.samples import split_bounds
 from meshwright.errors import UserError, bad_data
 from meshwright.settings.data_paths import SPLITS, PathSet, TokenFiles, path_sets, path_settings
@@ -95,7 +97,7 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
             why = f"of {len(indexed)} documents is empty"
         elif not weight:
             why = "has the weight 0"
-        elif spec.in_full and tokens <= d.seq_length:
+        elif spec.in_full and tokens <= d.seq_length and d.packing == "stream":
             why = f"has {tokens} tokens, less than one sample of {d.seq_length} + 1"
         else:
             weighed.append((weight, SetPart(source, indexed, documents, tokens, 0.0, 0)))
@@ -103,14 +105,14 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
         if not paths.divided or split_shares(d.split)[SPLITS.index(paths.split)]:  # else 0 was asked for
             notice(f"{flag}: the {spec.key} split of {indexed.prefix} {why}, so it is left out")
     total = sum(part.tokens for _, part in weighed)
-    if paths.split == "train" and total <= d.seq_length:
+    if paths.split == "train" and total <= d.seq_length and (d.packing == "stream" or not total):
         raise bad_data(
             f"the training split ({used_documents} of {total_documents} documents) has {total} tokens, but one "
             f"sample takes --seq-length {d.seq_length} + 1; give more data, a shorter --seq-length or another "
             f"{flag.split()[0]}"
         )
     shares = normalise([weight for weight, _ in weighed]) if weighed else []
-    return [size_part(d, spec, part, share) for share, (_, part) in zip(shares, weighed, strict=True)]
+    return [size_part(config, spec, part, share) for share, (_, part) in zip(shares, weighed, strict=True)]
 
 
 def samples_of_epochs(config: TrainConfig) -> int:
@@ -124,8 +126,24 @@ def samples_of_epochs(config: TrainConfig) -> int:
     paths = next((s for s in path_sets(d) if s.split == "train"), None)
     with silence():  # the run says which parts are left out
         parts = find_parts(config, SetSpec(paths, 0), Indexed) if paths else []
+        if d.packing != "stream":
+            return int(epochs * sum(samples_of_epoch(config, part.indexed, part.documents) for part in parts))
     tokens = sum(part.tokens for part in parts)
     return max(int(epochs * tokens) - 1, 0) // d.seq_length
+
+
+def samples_of_epoch(config: TrainConfig, indexed: Indexed, documents: range) -> int:
+    """Return the samples that one reading of some documents gives."""
+    d = config.data
+    assert d.seq_length
+    if d.packing == "stream":
+        return (indexed.tokens_of(documents.start, documents.stop) - 1) // d.seq_length
+    bins = pack_files(indexed, documents, d.seq_length, config.training.seed % 2**32, cache_folder(d, indexed.prefix))
+    return len(bins[1]) - 1
+
+
+def cache_folder(d: Data, prefix: str) -> Path:
+    return Path(d.data_cache_path) if d.data_cache_path else Path(prefix).parent / "index-cache"
 
 
 def count_epochs(config: TrainConfig) -> TrainConfig:
@@ -144,15 +162,16 @@ def count_epochs(config: TrainConfig) -> TrainConfig:
     return config
 
 
-def size_part(d: Data, spec: SetSpec, part: SetPart, share: float) -> SetPart:
+def size_part(config: TrainConfig, spec: SetSpec, part: SetPart, share: float) -> SetPart:
     """Return the part with its share, and with the samples that are asked of it."""
+    d = config.data
     assert d.seq_length
     sources = spec.paths.sources
     alone = len(sources) == 1 and sources[0].weight is None
     number = spec.samples if alone else samples_needed(spec.samples, share)
     if spec.in_full:
-        number = (part.tokens - 1) // d.seq_length
-    elif part.tokens <= d.seq_length:
+        number = samples_of_epoch(config, part.indexed, part.documents)
+    elif part.tokens <= d.seq_length and d.packing == "stream":
         notice(
             f"the {spec.key} split of {part.prefix} has {part.tokens} tokens: each sample of {d.seq_length} + 1 "
             "repeats its documents"

@@ -228,7 +228,8 @@ def batch_bytes(config: TrainConfig) -> int:
     """Return the bytes of a step's samples, which are on the device from its begin."""
     d, cp = config.data, config.parallel.context_parallel_size
     tokens = config.micro_batch * (d.seq_length or 0) // cp
-    wide, narrow = 2 + d.reset_position_ids, d.eod_mask_loss + cp * d.reset_attention_mask  # 8 and 4 bytes a token
+    masks_loss, resets_positions, resets_attention = d.document_effects
+    wide, narrow = 2 + resets_positions, masks_loss + cp * resets_attention  # of 8 and 4 bytes a token
     each = wide * rounded(8 * tokens) + narrow * rounded(4 * tokens) + rounded(8 * config.micro_batch)
     return config.micro_batches(config.global_batch) * each
 

@@ -22,6 +22,8 @@ def data_problems(d: Data, needed: bool) -> list[str]:
             out.append("--data-path is needed (a prefix written by `meshwright preprocess`), or --mock-data")
     except ValueError as error:
         out.append(str(error))
+    if d.packing != "stream" and d.mock_data:
+        out.append(f"--packing {d.packing} with --mock-data, whose random tokens are no documents; leave one out")
     at = d.blend_change_at
     if at is not None and at != "now" and not re.fullmatch("[0-9]{1,18}", at):
         out.append(f"--blend-change-at {at!r} is neither a sample number nor now")

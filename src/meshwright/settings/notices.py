@@ -22,6 +22,7 @@ CONDITIONS: dict[str, Callable[[TrainConfig], Any]] = {
     "--first-last-layers-bf16": lambda c: c.precision.first_last_layers_bf16,
     "--recompute-granularity full": lambda c: c.training.recompute_granularity == "full",
     "--load": lambda c: c.checkpoint.load,
+    "--packing stream": lambda c: c.data.packing == "stream",
     "--eval-iters above 0": lambda c: c.training.eval_iters,
     "--save": lambda c: c.checkpoint.save,
     "--save or --run-dir": lambda c: c.checkpoint.save or c.checkpoint.run_dir,

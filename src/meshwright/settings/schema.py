@@ -368,11 +368,25 @@ class Data:
         once=True,
         **UNPROVEN,
     )
-    eod_mask_loss: bool = flag(False, "mask the loss of the token that follows an end of document", proof="twin fuzz")
-    reset_position_ids: bool = flag(
-        False, "restart positions after documents", needs="learned or rotary positions", proof="twin fuzz"
+    packing: Literal["stream", "best-fit"] = flag(
+        "stream",
+        "stream: cut the documents, one behind the other, every --seq-length tokens, as Megatron does; best-fit: fill "
+        "samples with whole documents, each of which is read alone",
+        short="best-fit: samples of whole documents",
+        proof="twin fuzz",
     )
-    reset_attention_mask: bool = flag(False, "mask attention across ends of documents", proof="twin fuzz")
+    eod_mask_loss: bool = flag(
+        False, "mask the loss of the token that follows an end of document", needs="--packing stream", proof="twin fuzz"
+    )
+    reset_position_ids: bool = flag(
+        False,
+        "restart positions after documents",
+        needs=("learned or rotary positions", "--packing stream"),
+        proof="twin fuzz",
+    )
+    reset_attention_mask: bool = flag(
+        False, "mask attention across ends of documents", needs="--packing stream", proof="twin fuzz"
+    )
     skip_train_iteration_range: list[str] = flag(
         [], "ranges A-B of iterations that consume samples untrained", value="FORM"
     )
@@ -381,6 +395,13 @@ class Data:
         """Give a pair of token files one spelling, so that equal settings compare equal."""
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             object.__setattr__(self, name, [prefix_of(word) for word in getattr(self, name)])
+
+    @property
+    def document_effects(self) -> tuple[bool, bool, bool]:
+        """Whether the loss is masked, positions restart and attention ends at ends of documents."""
+        if self.packing != "stream":
+            return True, True, True
+        return self.eod_mask_loss, self.reset_position_ids, self.reset_attention_mask
 
 
 Tokenizer = TokenizerFlags  # its name in scripts that were written for earlier releases

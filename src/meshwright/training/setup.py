@@ -179,6 +179,7 @@ def loader_spec(state: State, document_ends: DocumentEnds | None) -> LoaderSpec:
         ranks=layout.dp,
         columns=slice(part * length // layout.cp, (part + 1) * length // layout.cp) if layout.cp > 1 else None,
         length=length + 1,
+        packed=config.data.packing != "stream",
         device=state.net.device,
     )
 

@@ -87,7 +87,7 @@ def start_trainer(config: TrainConfig, setup: RankSetup) -> Trainer:
     spec = Spec(config, layout, setup.device, vocabulary.size, vocabulary.padded, setup.model, setup.loss)
     state, timers = build_state(spec, team, Startup()), Timers(0, "minmax", setup.device, team)
     d = config.data
-    effects = (d.eod_mask_loss, d.reset_position_ids, d.reset_attention_mask)
+    effects = d.document_effects
     assert d.seq_length
     sizes = vocabulary.size, SAMPLES, d.seq_length
     datasets = {"train": Mock(*sizes, seed=0), "valid": Mock(*sizes, seed=1)}

@@ -60,7 +60,7 @@ def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
         length = -(-16 // ranks) * ranks
     positions = model.max_position_embeddings and max(length, min(model.max_position_embeddings, length + 8))
     # torch's kernels draw other dropout in other layouts, and take no float64 with masks.
-    is_masked = c.data.reset_attention_mask or model.position == "alibi"
+    is_masked = c.data.document_effects[-1] or model.position == "alibi"
     drops = model.attention_dropout and (on_accelerator or model.attention_impl == "sdpa")
     impl = "reference" if drops or (on_accelerator and is_masked) else model.attention_impl
     model = replace(model, max_position_embeddings=positions, attention_impl=impl)

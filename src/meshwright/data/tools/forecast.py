@@ -18,7 +18,8 @@ import numpy as np
 from meshwright import console
 from meshwright.data.blend import Composite, blend_order
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.sets import SetPart, SetSpec, count_epochs, find_parts, needed_sets
+from meshwright.data.samples import FileSamples
+from meshwright.data.sets import SetPart, SetSpec, cache_folder, count_epochs, find_parts, needed_sets, samples_of_epoch
 from meshwright.data.tools.statistics import decode_ids
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.files import make_folder
@@ -30,6 +31,7 @@ from meshwright.tokenizers import Tokenizer
 if TYPE_CHECKING:
     from meshwright.data.samples import Dataset
 
+INDEX_ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx", "dataset_idx", "piece_idx", "bin_idx")  # of data sets
 ANY_ID = 2**31  # without a tokenizer ids are not compared with one
 EXACT = 100_000_000  # up to so many samples, a blend is counted in its real order, in some seconds
 OFTEN = 4  # epochs after which repeated data are known to help less and less: a warning
@@ -43,9 +45,9 @@ def build_index(config: TrainConfig, vocab: int | None, dry: bool) -> None:
         print("--mock-data: random tokens have no index; nothing to build")
         return
     config = count_epochs(config)
-    from meshwright.data.datasets import build_datasets, cache_folder
+    from meshwright.data.datasets import build_datasets
 
-    folders = list(dict.fromkeys(cache_folder(config, prefix) for prefix in data_paths.prefixes(config.data)))
+    folders = list(dict.fromkeys(cache_folder(config.data, prefix) for prefix in data_paths.prefixes(config.data)))
     shown_folders = ", ".join(map(str, folders))
     if dry:
         print(f"would build the indices of {len(needed_sets(config))} sets in {shown_folders}")
@@ -77,7 +79,7 @@ def list_arrays(datasets: Iterable[Any]) -> list[Any]:
     out, left = list[Any](), [dataset for dataset in datasets if dataset is not None]
     while left:
         attributes = vars(left.pop())
-        out += [attributes[n] for n in ("doc_idx", "sample_idx", "shuffle_idx", "dataset_idx") if n in attributes]
+        out += [attributes[n] for n in INDEX_ARRAYS if n in attributes]
         left += [*attributes.get("parts", ()), *([attributes["dataset"]] if "dataset" in attributes else [])]
     return out
 
@@ -112,8 +114,12 @@ def plan_set(config: TrainConfig, spec: SetSpec, parts: list[SetPart]) -> dict[s
     counts, how = count_samples(spec, parts)
     sources, warnings = list[dict[str, Any]](), list[str]()
     for part, count in zip(parts, counts, strict=True):
-        tokens_read = count * (config.data.seq_length or 1)
-        epochs = tokens_read / part.tokens
+        if config.data.packing == "stream":
+            tokens_read = count * (config.data.seq_length or 1)
+            epochs = tokens_read / part.tokens
+        else:
+            epochs = count / samples_of_epoch(config, part.indexed, part.documents)
+            tokens_read = round(epochs * part.tokens)
         source = dict(prefix=part.prefix, share=part.share, first_document=part.documents.start)
         source |= dict(documents=len(part.documents), tokens=part.tokens, samples=count)
         sources.append(source | dict(tokens_read=tokens_read, epochs=epochs))
@@ -179,13 +185,15 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
         raise bad_data(f"--sample-set {name}: there is no such set; there are {names or 'none'}")
     if number >= len(dataset):
         raise bad_data(f"--sample {number}: {name} has {len(dataset):,} samples, 0 to {len(dataset) - 1}")
-    ids, stretches = [int(i) for i in dataset[number]], find_stretches(dataset, number)
+    stretches = find_stretches(dataset, number)
+    ids = [int(i) for i in np.atleast_2d(dataset[number])[0, : stretches[-1][1]]]  # without padding
     if as_json:
         pieces = [{"position": first, "tokens": stop - first, "from": place} for first, stop, place in stretches]
         facts = {"set": name, "sample": number, "ids": ids, "pieces": pieces}
         print(json.dumps({**facts, "text": decode_ids(tokenizer, ids)} if tokenizer else facts))
         return
-    print(f"sample {number:,} of {name}: {len(ids):,} tokens, the last of which is only predicted")
+    is_packed = ", and so is the last of each piece" * (config.data.packing != "stream")
+    print(f"sample {number:,} of {name}: {len(ids):,} tokens, the last of which is only predicted{is_packed}")
     for first, stop, place in stretches:
         stretch = ids[first:stop]
         print(f"--- {len(stretch):,} tokens from {place}")
@@ -194,12 +202,10 @@ def show_sample(config: TrainConfig, tokenizer: Tokenizer | None, number: int, n
 
 def find_stretches(dataset: Dataset, number: int) -> list[tuple[int, int, str]]:
     """Return (first position, end, place of the first token) of each stretch of a sample."""
-    from meshwright.data.loader import Samples
-
     part, k = dataset, number
     while isinstance(part, Composite):
         part, k = part.resolve(k)
-    if not isinstance(part, Samples):  # random tokens
+    if not isinstance(part, FileSamples):  # random tokens
         return [(0, len(dataset[number]), dataset.locate(number, 0))]
     ends = accumulate((length for *_, length in part.pieces(k)), initial=0)
     return [(first, stop, dataset.locate(number, first)) for first, stop in pairwise(ends) if first < stop]

@@ -54,6 +54,7 @@ def fit_micro_batch(
     """Run the network on random ids to find the micro-batch size; return it and a log message."""
     t, d, length = config.training, config.data, config.data.seq_length
     assert length
+    masks_loss, resets_positions, resets_attention = d.document_effects
     sizes = [size // config.dp for size in config.batches]
 
     def attempt(size: int) -> None:
@@ -63,9 +64,9 @@ def fit_micro_batch(
             ids[:, :-1].contiguous(),
             ids[:, 1:].contiguous(),
             torch.arange(size),
-            torch.ones(size, length) if d.eod_mask_loss else None,
-            places if d.reset_position_ids else None,
-            places.int() // 64 if d.reset_attention_mask else None,
+            torch.ones(size, length) if masks_loss else None,
+            places if resets_positions else None,
+            places.int() // 64 if resets_attention else None,
         )
         net.store.begin_backward(False)  # send nothing: another rank may have run out of memory
         with devices.on_stream(net.stream):
