@@ -344,7 +344,7 @@ def norm_of_gradients(size: int) -> Case:
 def adamw_update(size: int, low: torch.dtype | None) -> Case:
     """The first 2^20 elements are compared; all in float64 would not fit."""
     table, settings = adamw.make_table([adamw.FlatRange(0, size, True)], torch.device(DEVICE)), (0.9, 0.95, 1e-8)
-    decision = torch.tensor([1.0, 0.5, 1.0, 0.5, 1e-3, 1e-2, 1.5], device=DEVICE)
+    decision = torch.tensor([1.0, 0.5, 1.0, 0.5, 1.5, *[1e-3, 1e-2] * adamw.KINDS], device=DEVICE)
 
     def make() -> tuple[Any, ...]:
         flats = [torch.randn(size, device=DEVICE) for _ in range(4)]
@@ -356,7 +356,7 @@ def adamw_update(size: int, low: torch.dtype | None) -> Case:
         return flats[1:]
 
     def exact(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, p: torch.Tensor, w: torch.Tensor | None) -> Outputs:
-        factor, decay, step_size, inverse_root = decision[adamw.FACTOR :].double()
+        factor, inverse_root, decay, step_size = decision[adamw.FACTOR : adamw.OF_KINDS + 2].double()
         g, m, v, p = (x[: 1 << 20].double() for x in (g, m, v, p))
         m, v = m * 0.9 + g * factor * 0.1, v * 0.95 + (g * factor).square() * 0.05
         p = p * (1 - decay) - step_size * m / (v.sqrt() * inverse_root + 1e-8)

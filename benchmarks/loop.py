@@ -37,7 +37,7 @@ from meshwright.model import pick
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.model.positions import Positions
-from meshwright.optim.rules import decays
+from meshwright.optim.rules import treatment
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.store import StoreSpec
@@ -283,7 +283,7 @@ class PlainLoop:
         for p in self.masters.values():
             p.grad = torch.zeros_like(p)
         o = config.optimizer
-        groups = [[p for name, p in self.masters.items() if decays(name, p) == on] for on in (True, False)]
+        groups = [[p for name, p in self.masters.items() if treatment(o, name, p).decay == on] for on in (1, 0)]
         self.adamw = torch.optim.AdamW(
             [{"params": groups[0], "weight_decay": o.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
             lr=1.5e-4,

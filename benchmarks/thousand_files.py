@@ -80,8 +80,8 @@ class BoxStore(FlatStore):
         self.update_ranges = []
         for _, kind, r in self._ranges():
             master = torch.nn.Parameter(self.master[r.begin : r.end])
-            state = {name: torch.empty_like(master) for name in rules.STATE[kind.rule]}
-            self.update_ranges.append(UpdateRange(True, r.begin, master, state, kind.rule, r.target))
+            state = {name: torch.empty_like(master) for name in rules.STATE[kind.treatment.rule]}
+            self.update_ranges.append(UpdateRange(True, r.begin, master, state, kind.treatment.rule, r.target))
 
 
 def stores(layout: Layout, model: Model) -> Iterator[tuple[int, BoxStore]]:

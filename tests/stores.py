@@ -94,11 +94,11 @@ def state(store, name):
 
 
 def kinds(store):
-    """Return the rule of each parameter, and whether it decays."""
+    """Return the treatment of each parameter."""
     found = {}
     for bucket in store.buckets.values():
         for name, (offset, _) in bucket.spans.items():
-            (found[name],) = ((k.rule, k.decays) for k, begin, end in bucket.kinds if begin <= offset < end)
+            (found[name],) = (k.treatment for k, begin, end in bucket.kinds if begin <= offset < end)
     return found
 
 

@@ -104,7 +104,8 @@ def decayed_vectors() -> AbstractContextManager[Any]:
     """Biases and norms decay like matrices."""
     from meshwright.optim import rules
 
-    return mock.patch.object(rules, "decays", lambda name, parameter: True)
+    plain = rules.treatment
+    return mock.patch.object(rules, "treatment", lambda *which: plain(*which)._replace(decay=1.0))
 
 
 def schedule_ahead() -> AbstractContextManager[Any]:

@@ -124,7 +124,8 @@ def updates() -> None:
     flats = [torch.zeros(4096) for _ in range(4)]
     adamw.sum_squares(flats[0], table)
     for loss in (one, one.float()):
-        decision = adamw.decide(adamw.make_constants(settings, 1.0, cpu), (one, loss, one, one, one), torch.zeros(()))
+        constants = adamw.make_constants(settings, 1.0, cpu, [(1.0, 1.0)])
+        decision = adamw.decide(constants, (one, loss, one, one, one), torch.zeros(()))
     for weights in (None, *(flats[0].to(dtype) for dtype in (torch.bfloat16, torch.float16))):
         adamw.update_blocks(adamw.AdamWBuffers(*flats, weights), table, settings, decision)
 

@@ -14,9 +14,10 @@ SETTINGS = adamw.AdamWConstants(0.9, 0.95, 1e-8)
 # one each of the square, of its product with 1 - beta2 and of the sum.
 BOUND = 7 * 2**-24
 SIZE = 128 * 43  # two full programs and a part
-# Gaps, which another rule updates, and pieces that decay or not, whose weights lie elsewhere.
-PIECES = [(0, 7, True, 1), (7, 8, False, 0), (20, 39, True, 24), (40, 42, False, 8)]
-RANGES = [adamw.FlatRange(128 * a, 128 * b, decays, 128 * target) for a, b, decays, target in PIECES]
+# Gaps, which another rule updates, and pieces of three kinds, whose weights lie elsewhere.
+KINDS = [(1.0, 0.0), (1.0, 1.0), (0.3, 2.5)]  # factors of rate and decay
+PIECES = [(0, 7, 1, 1), (7, 8, 0, 0), (20, 39, 2, 24), (40, 42, 0, 8)]
+RANGES = [adamw.FlatRange(128 * a, 128 * b, kind, 128 * target) for a, b, kind, target in PIECES]
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +56,15 @@ def owned():
 def test_steps_equal_torchs(low, clip, scale):
     """Compare five steps, one of them not finite, with torch's fused AdamW and with float64."""
     ours, table = make(torch.float32, low)
-    constants = adamw.make_constants(SETTINGS, clip, DEVICE)
+    constants = adamw.make_constants(SETTINGS, clip, DEVICE, KINDS)
     step = torch.zeros((), device=DEVICE)
     theirs = {}
     for dtype in (torch.float32, torch.float64):
         pieces = [torch.nn.Parameter(ours.master[a:b].to(dtype, copy=True)) for a, b, *_ in RANGES]
-        groups = [{"params": [p], "weight_decay": 0.1 * d} for p, (_, _, d, _) in zip(pieces, RANGES, strict=True)]
+        groups = [
+            {"params": [p], "weight_decay": 0.1 * KINDS[kind][1]}
+            for p, (_, _, kind, _) in zip(pieces, RANGES, strict=True)
+        ]
         theirs[dtype] = torch.optim.AdamW(groups, betas=SETTINGS[:2], eps=SETTINGS.eps, fused=True), pieces
     first = ours.master.clone()
     for i in range(5):
@@ -83,8 +87,8 @@ def test_steps_equal_torchs(low, clip, scale):
         for dtype, (optimizer, pieces) in theirs.items():
             for p, (a, b, *_) in zip(pieces, RANGES, strict=True):
                 p.grad = gradient[a:b].to(dtype) * shrink
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+            for group, (_, _, kind, _) in zip(optimizer.param_groups, RANGES, strict=True):
+                group["lr"] = lr * KINDS[kind][0]
             optimizer.step()
     assert step == 4
     for dtype, (optimizer, pieces) in theirs.items():
@@ -113,7 +117,7 @@ def test_twins_agree(monkeypatch):
     for uses_kernels in (True, False):
         monkeypatch.setattr(devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels)
         buffers, table = make(torch.float32, torch.bfloat16)
-        constants = adamw.make_constants(SETTINGS, 1.0, DEVICE)
+        constants = adamw.make_constants(SETTINGS, 1.0, DEVICE, KINDS)
         step = torch.zeros((), device=DEVICE)
         decisions = []
         for i in range(3):
@@ -137,7 +141,7 @@ def test_only_finite_steps_count(total, loss, applied, uses_kernels, monkeypatch
     """The kernel and its twin give the verdict that every other update follows."""
     monkeypatch.setattr(devices, "has_kernels", lambda device: uses_kernels)
     step, values = torch.zeros((), device=DEVICE), numbers(total, loss, scale=4.0)
-    decision = adamw.decide(adamw.make_constants(SETTINGS, 0.1, DEVICE), values, step)
+    decision = adamw.decide(adamw.make_constants(SETTINGS, 0.1, DEVICE, KINDS), values, step)
     norm, shrink, is_finite = gradients.judge(values[0], values[1], 4.0, 0.1, torch.float32)
     assert step == applied == decision[adamw.FINITE] == is_finite
     if applied:

@@ -58,7 +58,7 @@ def steps(model, store, n, lr=1e-2, wd=0.1, first=0, device=CPU, scale=1.0):
 
 def kind_of_piece(store, piece):
     (kind,) = (
-        (k.rule, k.decays)
+        k.treatment
         for bucket in store.buckets.values()
         for k, begin, end in bucket.kinds
         if bucket.begin + begin == piece.begin and end - begin == piece.master.numel()
@@ -80,17 +80,17 @@ def test_every_parameter_has_its_rule():
     }
     vectors |= {n.replace("weight", "bias") for n in matrices}
     assert found == (
-        dict.fromkeys(matrices, ("muon", True))
-        | dict.fromkeys(tables, ("adamw", True))
-        | dict.fromkeys(vectors, ("adamw", False))
+        dict.fromkeys(matrices, ("muon", 1, 1))
+        | dict.fromkeys(tables, ("adamw", 1, 1))
+        | dict.fromkeys(vectors, ("adamw", 1, 0))
     )
     assert model.get_parameter("h.0.mlp.fc.bias").ndim == 2 == len(model.get_parameter("h.0.mlp.fc.bias"))
     for rule, torchs in (("sgd", "sgd"), ("lion", "lion"), ("adam", "adamw"), ("adamw", "adamw")):
         _, store = make(m, Optimizer(optimizer=rule))
         assert kinds(store) == (
-            dict.fromkeys(matrices | tables, (torchs, True)) | dict.fromkeys(vectors, (torchs, False))
+            dict.fromkeys(matrices | tables, (torchs, 1, 1)) | dict.fromkeys(vectors, (torchs, 1, 0))
         )
-        assert store.updates.keys() == {(torchs, True), (torchs, False)}
+        assert store.updates.keys() == {(torchs, 1, 1), (torchs, 1, 0)}
         for kind, update in store.updates.items():  # each parameter is updated once
             masters = [id(p.master) for p in store.update_ranges if kind_of_piece(store, p) == kind]
             assert list(map(id, update.param_groups[0]["params"])) == masters != []
@@ -230,7 +230,7 @@ def momentum(store, name):
 
 
 def the_muon(store):
-    (update,) = (u for (rule, _), u in store.updates.items() if rule == "muon")
+    (update,) = (u for (rule, *_), u in store.updates.items() if rule == "muon")
     return update
 
 
@@ -239,7 +239,7 @@ def the_muon(store):
 def test_muon_follows_its_formula(m, dtype):
     """Three steps match the formula: in float32 within bfloat16's rounding, in float64 exactly."""
     model, store = make(m, Optimizer(optimizer="muon", clip_grad=0.5), dtype=dtype)
-    names = [n for n, (rule, _) in kinds(store).items() if rule == "muon"]
+    names = [n for n, (rule, *_) in kinds(store).items() if rule == "muon"]
     assert len(names) == 8
     lr, wd = 0.02, 0.3
     for i in range(3):
@@ -278,9 +278,9 @@ def test_muon_equals_torchs(m):
     kind_of = kinds(store)
     groups = {kind: [p for n in kind_of if kind_of[n] == kind for p in split[n]] for kind in set(kind_of.values())}
     muon = torch.optim.Muon(
-        groups["muon", True], lr=0.02, weight_decay=0.1, momentum=0.9, ns_steps=4, adjust_lr_fn="match_rms_adamw"
+        groups["muon", 1, 1], lr=0.02, weight_decay=0.1, momentum=0.9, ns_steps=4, adjust_lr_fn="match_rms_adamw"
     )
-    others = [{"params": groups["adamw", d], "weight_decay": 0.1 * d} for d in (True, False)]
+    others = [{"params": groups["adamw", 1, d], "weight_decay": 0.1 * d} for d in (1, 0)]
     adamw = torch.optim.AdamW(others, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
     for i in range(4):
         store.clear_gradients()
@@ -325,7 +325,7 @@ def test_a_loaded_store_continues_bit_for_bit(rule, dtype, tmp_path):
     named = store.named_state()
     names = {n for n, _ in model.named_parameters()}
     want = {"adamw": {"exp_avg", "exp_avg_sq"}, "sgd": {"momentum"}, "lion": {"exp_avg"}, "muon": {"momentum"}}
-    assert named.keys() == names | {f"{n}/{suffix}" for n, (rule, _) in kinds(store).items() for suffix in want[rule]}
+    assert named.keys() == names | {f"{n}/{suffix}" for n, (rule, *_) in kinds(store).items() for suffix in want[rule]}
     assert all(t.any() for n, (_, _, t) in named.items() if "/" in n and not n.startswith("wpe"))
     assert all(t.dtype is torch.float32 for _, _, t in named.values())
 

@@ -94,7 +94,7 @@ def test_a_non_finite_number_changes_nothing(dtype, where):
         if where == "loss":
             loss.fill_(bad)
         else:
-            name = next(n for n, kind in kinds(store).items() if kind == ("adamw", where == "matrix"))
+            name = next(n for n, kind in kinds(store).items() if kind == ("adamw", 1, where == "matrix"))
             gradient(store, name).view(-1)[3] = bad
         assert store.step(Numbers(1e-2, 0.1, 1.0), loss).isfinite() == (where == "loss")
         assert is_equal(before, snapshot(store)) and store.steps == 1

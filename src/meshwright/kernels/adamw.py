@@ -6,14 +6,16 @@ and leaves the lower-precision weights to another pass. Bytes moved for each ele
 weights: 30, where torch's update and copy move 38.
 
 A flat buffer consists of blocks of 128 elements. A table int32 [2, n] names those that take part:
-2 * block, plus 1 if weight decay applies, and the block of the lower-precision weights. The state
-is compact: its block i belongs to the i-th entry, so elements that another rule updates need none,
-and one launch serves any number of pieces.
+16 * block + kind, and the block of the lower-precision weights. Each kind has a factor of the
+learning rate and one of the weight decay. The state is compact: its block i belongs to the i-th
+entry, so elements that another rule updates need none, and one launch serves any number of pieces.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,8 +25,12 @@ from meshwright.kernels import gradients
 from meshwright.kernels.twins import twin
 
 BLOCK = 128
-# Elements of a decision, float32 [7]. FINITE is 1 or 0: without it, nothing changes.
-NORM, SHRINK, FINITE, FACTOR, DECAY, STEP_SIZE, INVERSE_ROOT = range(7)
+KIND_BITS = 4
+KINDS = 1 << KIND_BITS
+# Elements of a decision, float32 [37]. FINITE is 1 or 0: without it, nothing changes. From OF_KINDS
+# on, a decay and a step size for each kind.
+NORM, SHRINK, FINITE, FACTOR, INVERSE_ROOT, OF_KINDS = range(6)
+DECISION = OF_KINDS + 2 * KINDS
 
 
 class FlatRange(NamedTuple):
@@ -32,7 +38,7 @@ class FlatRange(NamedTuple):
 
     begin: int
     end: int
-    decays: bool = False
+    kind: int = 0
     target: int = 0  # first element of their weights
 
 
@@ -54,10 +60,19 @@ class AdamWConstants(NamedTuple):
     eps: float
 
 
-def make_constants(settings: AdamWConstants, clip: float, device: torch.device) -> Tensor:
-    """Return the logarithms of the betas and the largest norm (0 does not clip), float64 [3]."""
+def make_constants(
+    settings: AdamWConstants, clip: float, device: torch.device, kinds: Sequence[tuple[float, float]]
+) -> Tensor:
+    """Return the constants of the decision, float64 [35].
+
+    They are the logarithms of the betas, the largest norm (0 does not clip), and the factors of
+    rate and decay of each kind.
+    """
+    if len(kinds) > KINDS:
+        raise ValueError(f"AdamW over flat buffers has {KINDS} kinds of parameters, not {len(kinds)}")
     values = [math.log(beta) if beta else -math.inf for beta in settings[:2]]
-    return torch.tensor([*values, clip], dtype=torch.float64, device=device)
+    factors = [*itertools.chain(*kinds), *[0.0] * 2 * (KINDS - len(kinds))]
+    return torch.tensor([*values, clip, *factors], dtype=torch.float64, device=device)
 
 
 def make_table(ranges: list[FlatRange], device: torch.device) -> Tensor:
@@ -65,14 +80,14 @@ def make_table(ranges: list[FlatRange], device: torch.device) -> Tensor:
     rows = [torch.empty(2, 0, dtype=torch.int64)]
     for r in ranges:
         blocks = torch.arange((r.end - r.begin) // BLOCK)
-        rows.append(torch.stack([(blocks + r.begin // BLOCK) * 2 + r.decays, blocks + r.target // BLOCK]))
+        rows.append(torch.stack([(blocks + r.begin // BLOCK) * KINDS + r.kind, blocks + r.target // BLOCK]))
     return torch.cat(rows, 1).to(device, torch.int32)
 
 
 @twin("adamw.sum_squares")
 def sum_squares(x: Tensor, table: Tensor) -> Tensor:
     """Return the sum of squares of the table's blocks, float64 []; the same bits every time."""
-    return x.view(-1, BLOCK)[table[0].long() >> 1].double().square().sum()
+    return x.view(-1, BLOCK)[table[0].long() >> KIND_BITS].double().square().sum()
 
 
 @twin("adamw.decide", of=lambda constants, numbers, step: step)
@@ -84,12 +99,14 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
     float32 [].
     """
     total, loss, lr, weight_decay, scale = (x.double() for x in numbers)
-    log1, log2, clip = constants
+    log1, log2, clip = constants[:3]
+    rate, decay = constants[3:].view(KINDS, 2).unbind(1)
     norm, shrink, is_finite = gradients.judge(total, loss, scale, clip, torch.float64)
     step += is_finite
     t = step.double().clamp(min=1.0)  # 0 if no step was finite yet
-    size, root = lr / (1 - (t * log1).exp()), (1 - (t * log2).exp()).rsqrt()
-    return torch.stack([norm, shrink, is_finite.double(), shrink / scale, lr * weight_decay, size, root]).float()
+    root = (1 - (t * log2).exp()).rsqrt()
+    of_kinds = torch.stack([lr * rate * (weight_decay * decay), lr * rate / (1 - (t * log1).exp())], 1)
+    return torch.cat([torch.stack([norm, shrink, is_finite.double(), shrink / scale, root]), of_kinds.view(-1)]).float()
 
 
 @twin("adamw.update_blocks", of=lambda buffers, *_: buffers.master)
@@ -98,14 +115,15 @@ def update_blocks(buffers: AdamWBuffers, table: Tensor, settings: AdamWConstants
     if not decision[FINITE]:
         return
     table, decision = table.long(), decision.to(buffers.master.dtype)
-    blocks, decays = table[0] >> 1, (table[0] & 1)[:, None]
+    blocks = table[0] >> KIND_BITS
+    decay, size = decision[OF_KINDS:].view(KINDS, 2)[table[0] & (KINDS - 1)].unbind(1)
     master, m, v = buffers.master.view(-1, BLOCK), buffers.exp_avg.view(-1, BLOCK), buffers.exp_avg_sq.view(-1, BLOCK)
     g = buffers.gradients.view(-1, BLOCK)[blocks] * decision[FACTOR]
     m.lerp_(g, 1 - settings.beta1)
     v.mul_(settings.beta2).addcmul_(g, g, value=1 - settings.beta2)
     p = master[blocks]
-    p -= p * (decision[DECAY] * decays)
-    p -= decision[STEP_SIZE] * (m / (v.sqrt() * decision[INVERSE_ROOT] + settings.eps))
+    p -= p * decay[:, None]
+    p -= size[:, None] * (m / (v.sqrt() * decision[INVERSE_ROOT] + settings.eps))
     master[blocks] = p
     if buffers.weights is not None:
         buffers.weights.view(-1, BLOCK)[table[1]] = p.to(buffers.weights.dtype)

@@ -7,23 +7,28 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels import adamw
-from meshwright.optim.rules import Numbers, Verdict
+from meshwright.optim.rules import Numbers, Treatment, Verdict
 from meshwright.settings.schema import Optimizer
 
 
 class FlatAdamW:
     """The state of AdamW for some ranges of flat buffers, and its update in one launch.
 
-    `flats` are the summed gradients, the masters, and the weights if they are a copy of these.
+    A range's kind is a number of `treatments`. `flats` are the summed gradients, the masters, and
+    the weights if they are a copy of these.
     """
 
     def __init__(
-        self, o: Optimizer, ranges: list[adamw.FlatRange], flats: tuple[Tensor, Tensor, Tensor | None]
+        self,
+        o: Optimizer,
+        treatments: list[Treatment],
+        ranges: list[adamw.FlatRange],
+        flats: tuple[Tensor, Tensor, Tensor | None],
     ) -> None:
         gradients, master, weights = flats
         device, sizes = master.device, [r.end - r.begin for r in ranges]
         self.settings = adamw.AdamWConstants(o.adam_beta1, o.adam_beta2, o.adam_eps)
-        self.constants = adamw.make_constants(self.settings, o.clip_grad, device)
+        self.constants = adamw.make_constants(self.settings, o.clip_grad, device, [t[1:] for t in treatments])
         self.table = adamw.make_table(ranges, device)
         self.step = torch.zeros((), device=device)
         exp_avg, exp_avg_sq = (torch.zeros(sum(sizes), device=device) for _ in range(2))

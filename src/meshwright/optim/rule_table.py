@@ -1,8 +1,8 @@
-"""The update rule of each parameter, and the state that it keeps. No torch."""
+"""The treatment of each parameter by the update, and the state that its rule keeps. No torch."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from meshwright.settings.schema import Optimizer
 
@@ -21,13 +21,22 @@ GRAM = 3  # that form is for matrices with at least so many halves of columns fo
 LION_CHUNK = 1 << 24  # elements that Lion updates at a time: four copies in float32 are 256 MB
 
 
-def decays(name: str, dimensions: int) -> bool:
-    """Whether weight decay applies: to matrices and embeddings, not biases and norms."""
-    return dimensions > 1 and not name.endswith("bias")
+class Treatment(NamedTuple):
+    """How a step changes a parameter."""
+
+    rule: Rule
+    rate: float  # factor of the step's learning rate
+    decay: float  # factor of the step's weight decay, which its rule multiplies by the parameter's rate
 
 
-def rule_of(o: Optimizer, name: str, dimensions: int) -> Rule:
-    """Return the parameter's rule; with Muon, only matrices of layers use it, the rest AdamW."""
-    if o.optimizer == "muon":
-        return "muon" if decays(name, dimensions) and name.startswith("h.") else "adamw"
-    return "adamw" if o.optimizer == "adam" else o.optimizer
+def treatment_of(o: Optimizer, name: str, dimensions: int) -> Treatment:
+    """Return a parameter's treatment.
+
+    Weight decay is for matrices and embeddings, not biases and norms. With Muon, only matrices of
+    layers follow its rule, the rest AdamW's.
+    """
+    is_matrix = dimensions > 1 and not name.endswith("bias")
+    rule: Rule = "adamw" if o.optimizer == "adam" else o.optimizer
+    if rule == "muon" and not (is_matrix and name.startswith("h.")):
+        rule = "adamw"
+    return Treatment(rule, 1.0, float(is_matrix))

@@ -1,4 +1,4 @@
-"""Choice of the update rule for each parameter, and the optimizers over flat buffers."""
+"""The treatment of each parameter, and the optimizers over flat buffers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.lazy_compiler import spare, spare_step
-from meshwright.optim import rule_table
 from meshwright.optim.lion import Lion
 from meshwright.optim.muon import Muon
 from meshwright.optim.rule_table import STATE as STATE
 from meshwright.optim.rule_table import Rule as Rule
+from meshwright.optim.rule_table import Treatment as Treatment
+from meshwright.optim.rule_table import treatment_of
 from meshwright.settings.schema import Optimizer
 
 OURS = ("lion", "muon")  # these take all numbers as tensors, in the format of the weights
@@ -41,14 +42,14 @@ class Verdict(NamedTuple):
     decision: Tensor | None = None  # of AdamW over flat buffers
 
 
-def decays(name: str, parameter: Tensor) -> bool:
-    """Whether weight decay applies."""
-    return rule_table.decays(name, parameter.ndim)
+def treatment(o: Optimizer, name: str, parameter: Tensor) -> Treatment:
+    """Return the parameter's treatment."""
+    return treatment_of(o, name, parameter.ndim)
 
 
-def rule_of(o: Optimizer, name: str, parameter: Tensor) -> Rule:
-    """Return the parameter's rule."""
-    return rule_table.rule_of(o, name, parameter.ndim)
+def scaled(value: float | Tensor, factor: float) -> float | Tensor:
+    """Return one of a step's numbers times a factor, unchanged if that is 1."""
+    return value if factor == 1 else value * factor
 
 
 def matrices(p: Tensor) -> list[Tensor]:

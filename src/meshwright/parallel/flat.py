@@ -59,8 +59,7 @@ from meshwright.parallel.store import RuleState, Store, StoreSpec, Updated, Upda
 class UpdateKind(NamedTuple):
     """Properties that decide how a parameter is updated and counted."""
 
-    rule: rules.Rule
-    decays: bool
+    treatment: rules.Treatment
     copied: bool  # every tensor rank holds a full copy
 
 
@@ -118,8 +117,7 @@ class FlatStore(Store):
         units: dict[str, dict[UpdateKind, dict[str, torch.Size]]] = {}
         for name, p in itertools.chain(*(part.named_parameters() for part in models)):
             unit = "partial" if self.sharding.is_partial(name) else shard.unit(name)
-            rule = rules.rule_of(self.optimizer, name, p)
-            kind = UpdateKind(rule, rules.decays(name, p), not self.sharding.is_cut(name))
+            kind = UpdateKind(rules.treatment(self.optimizer, name, p), not self.sharding.is_cut(name))
             units.setdefault(unit, {}).setdefault(kind, {})[name] = p.shape
         begin = 0
         for unit, kinds in units.items():
@@ -192,39 +190,46 @@ class FlatStore(Store):
 
     def _ranges(self) -> Iterator[tuple[Bucket, UpdateKind, adamw.FlatRange]]:
         """Cut this rank's part into ranges of one kind."""
+        numbers = {treatment: number for number, treatment in enumerate(self._adamw_treatments())}
         for bucket in self.buckets.values():
             first, begin, size = self.own_part(bucket)
             for kind, kind_begin, kind_end in bucket.kinds:
                 low, high = max(kind_begin, first), min(kind_end, first + size)
                 if low < high:
                     sharded = begin + low - first, begin + high - first
-                    yield bucket, kind, adamw.FlatRange(*sharded, kind.decays, bucket.begin + low)
+                    yield bucket, kind, adamw.FlatRange(*sharded, numbers.get(kind.treatment, 0), bucket.begin + low)
+
+    def _adamw_treatments(self) -> list[rules.Treatment]:
+        treatments = {kind.treatment for bucket in self.buckets.values() for kind, *_ in bucket.kinds}
+        return sorted(treatment for treatment in treatments if treatment.rule == "adamw")
 
     def _make_update_ranges(self) -> None:
         """Make a piece of each range, and hand it to its optimizer."""
         self.update_ranges = []
         updated: Updated = {}
         is_flat = devices.has_kernels(self.device) and self.full_dtype is torch.float32 and not self.offload
-        own = [r for _, kind, r in self._ranges() if kind.rule == "adamw" and is_flat]
+        own = [r for _, kind, r in self._ranges() if kind.treatment.rule == "adamw" and is_flat]
         if own:
             weights = None if self.master is self.weights else self.weights
-            self.flat = FlatAdamW(self.optimizer, own, (self.share, self.master, weights))
+            flats = (self.share, self.master, weights)
+            self.flat = FlatAdamW(self.optimizer, self._adamw_treatments(), own, flats)
         counted: list[adamw.FlatRange] = []
         for bucket, kind, r in self._ranges():
+            rule = kind.treatment.rule
             master = nn.Parameter(self.master[r.begin : r.end])
             master.grad = self.host_share[r.begin : r.end]
-            if self.flat is not None and kind.rule == "adamw":
+            if self.flat is not None and rule == "adamw":
                 state = self.flat.states[r]
             else:
-                state = {name: torch.zeros_like(master.detach()) for name in rules.STATE[kind.rule]}
+                state = {name: torch.zeros_like(master.detach()) for name in rules.STATE[rule]}
                 low = r.target - bucket.begin
                 spans = [(at - low, n) for at, n in bucket.spans.values() if low <= at < low + r.end - r.begin]
-                several = _matrices(master, state, spans) if kind.rule == "muon" else [(master, state)]
-                updated.setdefault((kind.rule, kind.decays), []).extend(several)
+                several = _matrices(master, state, spans) if rule == "muon" else [(master, state)]
+                updated.setdefault(kind.treatment, []).extend(several)
             begin = next(begin for k, begin, _ in bucket.kinds if k == kind)
             is_counted = self.sharding.is_counted(next(n for n, (at, _) in bucket.spans.items() if begin <= at))
             counted += [r] * is_counted
-            self.update_ranges.append(UpdateRange(is_counted, r.begin, master, state, kind.rule, r.target))
+            self.update_ranges.append(UpdateRange(is_counted, r.begin, master, state, rule, r.target))
         if self.flat is not None:
             self.flat.count(counted)
         self.make_updates(updated)
@@ -438,7 +443,7 @@ class FlatStore(Store):
 
         state = {
             key: cut(owned.state[key], owned.begin) if owned and boxes else self.master[:0]
-            for key in rules.STATE[kind.rule]
+            for key in rules.STATE[kind.treatment.rule]
         }
         return tuple(full), boxes, cut(self.master, 0), state
 

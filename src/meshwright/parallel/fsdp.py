@@ -85,11 +85,11 @@ class FullyShardedStore(Store):
             local = p.to_local().detach()
             local.zero_()
             master = nn.Parameter(local)
-            rule = rules.rule_of(self.optimizer, name, local)
-            state = {key: torch.zeros_like(local) for key in rules.STATE[rule]}
+            treatment = rules.treatment(self.optimizer, name, local)
+            state = {key: torch.zeros_like(local) for key in rules.STATE[treatment.rule]}
             owned = self.named[name] = UpdateRange(self.sharding.is_counted(name), 0, master, state)
             self.update_ranges.append(owned)
-            updated.setdefault((rule, rules.decays(name, local)), []).append((master, state))
+            updated.setdefault(treatment, []).append((master, state))
         self.make_updates(updated)
 
     def rows(self, name: str) -> tuple[int, int, int]:

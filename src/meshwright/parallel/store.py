@@ -34,7 +34,7 @@ Named = dict[str, tuple[tuple[int, ...], list[shard.Box], Tensor]]
 Draw = Callable[[Iterable[tuple[str, Tensor]]], None]
 RuleState = dict[str, Tensor]
 SAVED_AS = {key: saved_as for names in rules.STATE.values() for key, saved_as in names.items()}
-Updated = dict[tuple[rules.Rule, bool], list[tuple[nn.Parameter, RuleState]]]  # by rule and by whether weights decay
+Updated = dict[rules.Treatment, list[tuple[nn.Parameter, RuleState]]]
 
 
 class UpdateRange(NamedTuple):
@@ -73,7 +73,7 @@ class Store:
     """
 
     update_ranges: list[UpdateRange]
-    updates: dict[tuple[rules.Rule, bool], torch.optim.Optimizer]  # by rule and by whether weights decay
+    updates: dict[rules.Treatment, torch.optim.Optimizer]
     shapes: dict[str, torch.Size]  # of this tensor rank's part of each parameter
     flat: FlatAdamW | None = None  # the update of what AdamW owns, where Triton runs
     reads_tensors = False  # whether `step` takes tensors as its numbers, so that a CUDA graph can hold it
@@ -129,13 +129,14 @@ class Store:
     def make_updates(self, members: Updated) -> None:
         """Create torch's optimizers and their state, which a checkpoint may then fill."""
         self.updates = {}
-        for (rule, decays), updated in members.items():
-            update = self.updates[rule, decays] = rules.make_optimizer(self.optimizer, rule, [p for p, _ in updated])
+        for treatment, updated in members.items():
+            parameters = [p for p, _ in updated]
+            update = self.updates[treatment] = rules.make_optimizer(self.optimizer, treatment.rule, parameters)
             for p, state in updated:
                 update.state[p] = dict(state)
-                if rule == "adamw":
+                if treatment.rule == "adamw":
                     update.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=self.update_device)
-        self.reads_tensors = not self.offload and all(rule in rules.OURS for rule, _ in self.updates)
+        self.reads_tensors = not self.offload and all(treatment.rule in rules.OURS for treatment in self.updates)
 
     def finish_sums(self) -> None:
         """Wait until the gradients are summed over the ranks."""
@@ -214,8 +215,9 @@ class Store:
         else:
             verdict = flat.judge(squares, loss, numbers)
         self.take_gradients()
-        for (rule, decays), update in self.updates.items():
-            update.param_groups[0].update(lr=numbers.lr, weight_decay=numbers.weight_decay if decays else 0.0)
+        for (rule, rate, decay), update in self.updates.items():
+            lr, weight_decay = rules.scaled(numbers.lr, rate), rules.scaled(numbers.weight_decay, decay)
+            update.param_groups[0].update(lr=lr, weight_decay=weight_decay)
             self._update(rule, update, verdict, numbers.scale)
         if flat is not None:
             self.wait_for_weights()
@@ -251,7 +253,7 @@ class Store:
     def _adam_steps(self) -> list[Tensor]:
         if self.flat is not None:
             return [self.flat.step]
-        return [s["step"] for (rule, _), u in self.updates.items() if rule == "adamw" for s in u.state.values()]
+        return [s["step"] for t, u in self.updates.items() if t.rule == "adamw" for s in u.state.values()]
 
     @property
     def steps(self) -> int:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from meshwright.device import NVIDIA
 from meshwright.model.counts import layer_matrices
-from meshwright.optim.rule_table import STATE, Rule, rule_of
+from meshwright.optim.rule_table import STATE, Rule, treatment_of
 from meshwright.parallel.pipeline_schedule import Op, ScheduleName, schedule, stages_of
 from meshwright.parallel.shard import aligned
 from meshwright.plan.allocator import LEAST, CachingAllocator
@@ -127,7 +127,7 @@ def elements_by_rule(config: TrainConfig, units: list[Shapes]) -> Counter[Rule]:
     by_rule = Counter[Rule]()
     for unit in units:
         for name, shape in unit.items():
-            by_rule[rule_of(config.optimizer, name, len(shape))] += aligned(math.prod(shape))
+            by_rule[treatment_of(config.optimizer, name, len(shape)).rule] += aligned(math.prod(shape))
     return by_rule
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
-from meshwright.optim.rule_table import GRAM, LION_CHUNK, MUON_CHUNK, MUON_STAGE, rule_of
+from meshwright.optim.rule_table import GRAM, LION_CHUNK, MUON_CHUNK, MUON_STAGE, treatment_of
 from meshwright.plan.parameters import data_parts, flat_size, shapes_of_rank
 from meshwright.plan.tensors import Memory, Sized
 from meshwright.settings.schema import TrainConfig
@@ -19,7 +19,7 @@ def update_events(config: TrainConfig, padded: int, pipeline_rank: int) -> Memor
     if o.optimizer == "muon":
         counts: dict[tuple[int, int], int] = {}
         for name, shape in (pair for unit in units for pair in unit.items()):
-            if rule_of(o, name, len(shape)) == "muon":
+            if treatment_of(o, name, len(shape)).rule == "muon":
                 matrix = (shape[-2], shape[-1])
                 counts[matrix] = counts.get(matrix, 0) + math.prod(shape[:-2])
         for (rows, columns), number in counts.items():

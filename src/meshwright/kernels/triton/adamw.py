@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from meshwright.kernels.adamw import BLOCK, AdamWBuffers, AdamWConstants
+from meshwright.kernels.adamw import BLOCK, DECISION, KIND_BITS, KINDS, OF_KINDS, AdamWBuffers, AdamWConstants
 from meshwright.kernels.grid import cdiv
 
 ROWS, WARPS = 16, 8  # blocks of a program
@@ -15,7 +15,7 @@ PROGRAMS = 2048  # of the sum of squares
 
 
 @triton.jit
-def _sum_squares(x, table, partials, count, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_squares(x, table, partials, count, ROWS: tl.constexpr, BLOCK: tl.constexpr, KIND_BITS: tl.constexpr):
     """Sum the squares of every PROGRAMS-th tile of 16 blocks.
 
     In: x float32 [128 per block], table int32 [2, count]. Out: partials float64 [programs], to be
@@ -26,7 +26,7 @@ def _sum_squares(x, table, partials, count, ROWS: tl.constexpr, BLOCK: tl.conste
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
         row = first + tl.arange(0, ROWS)
-        block = tl.load(table + row, mask=row < count, other=0) >> 1
+        block = tl.load(table + row, mask=row < count, other=0) >> KIND_BITS
         at = block.to(tl.int64)[:, None] * BLOCK + columns[None, :]
         value = tl.load(x + at, mask=(row < count)[:, None], other=0.0)
         total += value * value
@@ -34,11 +34,13 @@ def _sum_squares(x, table, partials, count, ROWS: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _adamw_decide(squares, loss, lr, weight_decay, scale, step, constants, decision):
-    """Turn a step's numbers into the update's factors: one program, scalars only.
+def _adamw_decide(
+    squares, loss, lr, weight_decay, scale, step, constants, decision, KINDS: tl.constexpr, OF_KINDS: tl.constexpr
+):
+    """Turn a step's numbers into the update's factors: one program.
 
-    In: squares, loss (of any format), lr, weight_decay, scale: float64 []; constants float64 [3].
-    In and out: step float32 []. Out: decision float32 [7].
+    In: squares, loss (of any format), lr, weight_decay, scale: float64 []; constants float64 [35].
+    In and out: step float32 []. Out: decision float32 [37].
     """
     s, rate = tl.load(scale), tl.load(lr)
     norm = tl.sqrt(tl.load(squares)) / s
@@ -54,9 +56,12 @@ def _adamw_decide(squares, loss, lr, weight_decay, scale, step, constants, decis
     tl.store(decision + 1, shrink.to(tl.float32))
     tl.store(decision + 2, is_finite.to(tl.float32))
     tl.store(decision + 3, (shrink / s).to(tl.float32))
-    tl.store(decision + 4, (rate * tl.load(weight_decay)).to(tl.float32))
-    tl.store(decision + 5, (rate / (1.0 - power1)).to(tl.float32))
-    tl.store(decision + 6, (1.0 / tl.sqrt(1.0 - power2)).to(tl.float32))
+    tl.store(decision + 4, (1.0 / tl.sqrt(1.0 - power2)).to(tl.float32))
+    kind = tl.arange(0, KINDS)
+    rates = rate * tl.load(constants + 3 + 2 * kind)
+    decays = tl.load(weight_decay) * tl.load(constants + 4 + 2 * kind)
+    tl.store(decision + OF_KINDS + 2 * kind, (rates * decays).to(tl.float32))
+    tl.store(decision + OF_KINDS + 1 + 2 * kind, (rates / (1.0 - power1)).to(tl.float32))
 
 
 @triton.jit
@@ -74,6 +79,8 @@ def _adamw_update(
     EPS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    KIND_BITS: tl.constexpr,
+    OF_KINDS: tl.constexpr,
 ):
     """Apply AdamW to 16 blocks.
 
@@ -86,15 +93,16 @@ def _adamw_update(
     entry = tl.load(table + row, mask=some, other=0)
     columns, mask = tl.arange(0, BLOCK)[None, :], some[:, None]
     compact = row.to(tl.int64)[:, None] * BLOCK + columns  # in the state
-    at = (entry >> 1).to(tl.int64)[:, None] * BLOCK + columns
+    kind = decision + OF_KINDS + 2 * (entry & ((1 << KIND_BITS) - 1))
+    at = (entry >> KIND_BITS).to(tl.int64)[:, None] * BLOCK + columns
     g = tl.load(gradients + at, mask=mask, other=0.0) * tl.load(decision + 3)
     m = tl.load(exp_avg + compact, mask=mask, other=0.0)
     v = tl.load(exp_avg_sq + compact, mask=mask, other=0.0)
     p = tl.load(master + at, mask=mask, other=0.0)
     m += (g - m) * (1.0 - BETA1)
     v = v * BETA2 + g * g * (1.0 - BETA2)
-    p -= p * (tl.load(decision + 4) * (entry & 1).to(tl.float32))[:, None]
-    p -= tl.load(decision + 5) * tl.div_rn(m, tl.sqrt_rn(v) * tl.load(decision + 6) + EPS)
+    p -= p * tl.load(kind)[:, None]
+    p -= tl.load(kind + 1)[:, None] * tl.div_rn(m, tl.sqrt_rn(v) * tl.load(decision + 4) + EPS)
     tl.store(exp_avg + compact, m, mask=mask)
     tl.store(exp_avg_sq + compact, v, mask=mask)
     tl.store(master + at, p, mask=mask)
@@ -109,14 +117,14 @@ def sum_squares(x: Tensor, table: Tensor) -> Tensor:
     programs = max(1, min(PROGRAMS, cdiv(table.shape[1], ROWS)))
     partials = torch.empty(programs, dtype=torch.float64, device=x.device)
     with torch.accelerator.device_index(x.device.index):
-        _sum_squares[(programs,)](x, table, partials, table.shape[1], ROWS, BLOCK, num_warps=WARPS)
+        _sum_squares[(programs,)](x, table, partials, table.shape[1], ROWS, BLOCK, KIND_BITS, num_warps=WARPS)
     return partials.sum()
 
 
 def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tensor:
-    decision = torch.empty(7, dtype=torch.float32, device=step.device)
+    decision = torch.empty(DECISION, dtype=torch.float32, device=step.device)
     with torch.accelerator.device_index(step.device.index):
-        _adamw_decide[(1,)](*numbers, step, constants, decision, num_warps=1)
+        _adamw_decide[(1,)](*numbers, step, constants, decision, KINDS, OF_KINDS, num_warps=1)
     return decision
 
 
@@ -124,4 +132,6 @@ def update_blocks(buffers: AdamWBuffers, table: Tensor, settings: AdamWConstants
     """Apply AdamW to some blocks if the step is finite."""
     count = table.shape[1]
     with torch.accelerator.device_index(decision.device.index):
-        _adamw_update[(cdiv(count, ROWS),)](*buffers, table, decision, count, *settings, ROWS, BLOCK, num_warps=WARPS)
+        _adamw_update[(cdiv(count, ROWS),)](
+            *buffers, table, decision, count, *settings, ROWS, BLOCK, KIND_BITS, OF_KINDS, num_warps=WARPS
+        )
