@@ -64,6 +64,7 @@ NO_TORCH = [
     "commands.launch",
     "commands.report",
     "commands.train_tokenizer",
+    "commands.sweep",
     "commands.watch",
     "commands.demo",
     "commands.doctor",

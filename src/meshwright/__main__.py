@@ -29,6 +29,7 @@ COMMANDS = {
     "presets": "list known models, or print one as flags",
     "plan": "predict memory, time and the best layout of a run",
     "train": "pre-train a GPT",
+    "sweep": "search flags of train: many runs, a table and a picture",
     "verify-layout": "show that a layout computes what one process computes",
     "launch": "start a command as several ranks, on one machine or many",
     "evaluate": "measure a model's perplexity and bits per byte on text",
@@ -48,11 +49,17 @@ COMMANDS = {
 GROUPS = {
     "Start": "quickstart demo",
     "Text": "train-tokenizer preprocess data",
-    "Train": "presets plan train launch verify-layout",
+    "Train": "presets plan train launch sweep verify-layout",
     "Look": "watch report evaluate",
     "Use": "generate chat serve",
     "Files": "inspect convert",
-    "Help": "help doctor bench completion",
+    "Help": "help completion doctor bench",
+}
+# Commands that share a line of the list, which fits a terminal.
+SHARED = {
+    "inspect, convert": "show what a checkpoint holds; change its format",
+    "doctor, bench": "check this machine; measure the speed of training",
+    "help, completion": "explain commands and flags; complete them in a shell",
 }
 # Commands and flags that only print; the result of `data verify` is its exit status too.
 READ_ONLY = {"", "-h", "--help", "help", "--version", "-V", "doctor", "completion", "presets"}
@@ -179,7 +186,9 @@ def usage() -> str:
     listed["More"] = [name for name in COMMANDS if name not in " ".join(GROUPS.values()).split()]
     lines = ["usage: meshwright COMMAND [flags]; flags and examples: meshwright help COMMAND"]
     for heading, names in listed.items():
-        lines += [f"{heading * (n == 0):<6} {name:<16} {COMMANDS[name]}" for n, name in enumerate(names)]
+        rows = {name: COMMANDS[name] for name in names} | {k: v for k, v in SHARED.items() if k.split(", ")[0] in names}
+        rows = {name: text for name, text in rows.items() if name not in ", ".join(SHARED).split(", ")}
+        lines += [f"{heading * (n == 0):<6} {name:<16} {text}" for n, (name, text) in enumerate(rows.items())]
     return "\n".join(lines)
 
 

@@ -103,6 +103,12 @@ def count_accelerators() -> int:
     return torch.accelerator.device_count() if _current() is not None else 0
 
 
+def hiding_variable() -> str | None:
+    """Return the variable of the environment that shows a process some of the accelerators."""
+    accelerator = _current()
+    return HIDES.get(accelerator.type) if accelerator is not None else None
+
+
 def _current() -> torch.device | None:
     """Return the accelerator of this machine, if Meshwright computes on its kind."""
     import torch
@@ -116,8 +122,7 @@ def show_answering(wanted: int) -> int:
 
     Each is tried by a process of its own, because a broken one may hang whoever touches it.
     """
-    accelerator = _current()
-    variable = HIDES.get(accelerator.type) if accelerator is not None else None
+    accelerator, variable = _current(), hiding_variable()
     if accelerator is None or variable is None:
         return wanted
     if variable not in _visible:

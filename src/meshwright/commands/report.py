@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.errors import DONE
+from meshwright.runs.sweeps import expand_sweeps
 from meshwright.settings import flags
 from meshwright.settings.fields import MISSING, flag
 from meshwright.storage.addresses import address_of, as_typed, is_address
@@ -18,8 +19,8 @@ class ReportConfig:
 
     folders: list[Path] = flag(
         MISSING,
-        "run folder: --run-dir, or --save, of the training; with several, each is compared with the first; with "
-        "--logs, folders of logs, or logs",
+        "run folder: --run-dir, or --save, of the training; with several, each is compared with the first; the folder "
+        "of a sweep stands for its runs; with --logs, folders of logs, or logs",
         positional=True,
         remote=True,
         word="DIR",
@@ -46,7 +47,7 @@ class ReportConfig:
     )
 
     def problems(self) -> list[str]:
-        several = len(self.folders) > 1
+        several = len(expand_sweeps(self.folders)) > 1
         if not self.output and not self.json and not self.losses and is_address(as_typed(self.folders[0])):
             return ["--output is needed: a file of this machine for the page of a run in object storage"]
         if self.logs:
@@ -73,11 +74,12 @@ def main(argv: list[str]) -> int:
         from meshwright.report.logs import extract
 
         return extract(c.folders, c.table, c.output)
-    if len(c.folders) > 1:
+    folders = expand_sweeps(c.folders)
+    if len(folders) > 1:
         from meshwright.report.compare import compare_runs
 
-        return compare_runs(c.folders, c.output, c.json, c.tolerance)
-    (folder,) = c.folders
+        return compare_runs(folders, c.output, c.json, c.tolerance)
+    (folder,) = folders
     if c.losses:
         from meshwright.runs.history import read_history
 
