@@ -8,7 +8,6 @@ from meshwright.plan.memory import WORKSPACES, batch_bytes, held_bytes, step_byt
 from meshwright.plan.prediction import Prediction, with_settings
 from meshwright.settings.schema import TrainConfig
 
-ALLOCATOR = 1.03  # bytes that torch reserves for each byte of tensors, as a rule
 PER_SAMPLE = ("activations", "logits")  # kinds that grow with the micro-batch
 
 
@@ -36,7 +35,13 @@ class MemoryEstimates:
         profile = prediction.machine.profile
         ends = {0, p.pipeline_model_parallel_size - 1}
         each = (self.held_at(prediction, rank) + self.passes_at(prediction, rank, c.micro_batch) for rank in ends)
-        return round(ALLOCATOR * max(each)) + profile.context_bytes
+        return round(max(each)) + profile.context_bytes
+
+    def at_least(self, prediction: Prediction) -> int:
+        """Return the same without what passes allocate."""
+        ends = {0, prediction.config.parallel.pipeline_model_parallel_size - 1}
+        held = max(self.held_at(prediction, rank) for rank in ends)
+        return held + prediction.machine.profile.context_bytes
 
     def held_at(self, prediction: Prediction, rank: int) -> int:
         c, p = prediction.config, prediction.config.parallel
@@ -50,7 +55,7 @@ class MemoryEstimates:
         c, p = prediction.config, prediction.config.parallel
         number = min(c.micro_batches(c.global_batch), 2 * p.pipeline_model_parallel_size)
         recompute = c.training.recompute_granularity
-        key = (rank, *layout_of(c), p.sequence_parallel, p.zero_stage == 3, recompute, number)
+        key = (rank, *layout_of(c), p.sequence_parallel, p.zero_stage == 2, recompute, number)
         if key not in self.passes:
             self.passes[key] = passes_of(prediction, rank, number)
         return samples * self.passes[key].per_sample + self.passes[key].fixed

@@ -11,8 +11,8 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from meshwright.device import NVIDIA
@@ -23,8 +23,16 @@ from meshwright.parallel.shard import aligned
 from meshwright.plan.allocator import LEAST, CachingAllocator
 from meshwright.plan.blocks import PassSizes, SizedGPT, Stage, sizes_of
 from meshwright.plan.graph_rule import reason_against
-from meshwright.plan.parameters import WIDTHS, Shapes, data_parts, flat_size, shapes_of_layer, shapes_of_rank
-from meshwright.plan.tensors import Memory, rounded
+from meshwright.plan.parameters import (
+    WIDTHS,
+    Shapes,
+    data_parts,
+    flat_size,
+    flat_total,
+    shapes_of_layer,
+    shapes_of_rank,
+)
+from meshwright.plan.tensors import Event, Memory, kinds_of, rounded
 from meshwright.plan.updates import update_events
 from meshwright.settings.schema import TrainConfig
 
@@ -80,7 +88,7 @@ def memory_of_rank(config: TrainConfig, padded: int, pipeline_rank: int, profile
     held["buffers"] = sum(WORKSPACES) if profile.kind == NVIDIA else 0
     held["batches"] = batch_bytes(config)
     passes, update = step_bytes(config, padded, pipeline_rank), update_events(config, padded, pipeline_rank)
-    most = max(passes, update.kinds_at(update.peak_at), key=lambda kinds: sum(kinds.values()))
+    most = max(passes, kinds_of(update.events[: update.peak_at]), key=lambda kinds: sum(kinds.values()))
     reserve = functools.partial(reserved_bytes, config, padded, pipeline_rank, profile)
     graphs = 0 if reason_against(config, profile.kind) else GRAPHS
     return RankMemory(add_kinds(held, most), profile.context_bytes + graphs, reserve)
@@ -93,7 +101,7 @@ def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) 
     """Return the bytes of weights, gradients and optimizer state that a device holds."""
     p, low, parts = config.parallel, WIDTHS[config.precision.dtype], data_parts(config)
     units = shapes_of_rank(config, padded, pipeline_rank)
-    full, n = max(low, 4), sum(flat_size(unit, parts) for unit in units)
+    full, n = max(low, 4), flat_total(units, parts)
     by_rule = elements_by_rule(config, units)
     share = n // parts
     is_gathered = p.zero_stage == 3 and parts > 1
@@ -105,9 +113,8 @@ def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) 
         optimizer += 8 * (by_rule["adamw"] // parts + share) // BLOCK
     weights = n * low + 2 * fp8_parameters(config, pipeline_rank)
     if is_gathered:  # what is outside of the layers, and two layers
-        layer = max(flat_size(unit, parts) for unit in units if len(unit) > 2)
-        layers = sum(len(unit) > 2 for unit in units)
-        weights = low * (n - max(0, layers - 2) * layer)
+        layer, layers = units[0]
+        weights = low * (n - max(0, layers - 2) * flat_size(layer, parts))
     return {"weights": weights, "gradients": full * (n * keeps_all + share * keeps_share), "optimizer": optimizer}
 
 
@@ -117,17 +124,17 @@ def host_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
     if not p.offloads:
         return 0
     units = shapes_of_rank(config, padded, pipeline_rank)
-    full, share = max(low, 4), sum(flat_size(unit, parts) for unit in units) // parts
+    full, share = max(low, 4), flat_total(units, parts) // parts
     leaving = 0 if p.zero_stage == 3 and parts > 1 else low * share  # new weights, copied to the device
     return full * (2 * share + moments_of(elements_by_rule(config, units), parts)) + leaving
 
 
-def elements_by_rule(config: TrainConfig, units: list[Shapes]) -> Counter[Rule]:
+def elements_by_rule(config: TrainConfig, units: list[tuple[Shapes, int]]) -> Counter[Rule]:
     """Return the elements that each rule updates, before ZeRO cuts them."""
     by_rule = Counter[Rule]()
-    for unit in units:
+    for unit, number in units:
         for name, shape in unit.items():
-            by_rule[treatment_of(config.optimizer, name, len(shape)).rule] += aligned(math.prod(shape))
+            by_rule[treatment_of(config.optimizer, name, len(shape)).rule] += aligned(math.prod(shape)) * number
     return by_rule
 
 
@@ -188,25 +195,23 @@ def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int, layers: int
     """
     p, sizes = config.parallel, sizes_of(config, padded, PROCESSORS)
     pp, stages = p.pipeline_model_parallel_size, own_stages(config, pipeline_rank)
-    if not config.precision.first_last_layers_bf16:  # then their places do not matter
-        stages = [replace(stage, begin=0) for stage in stages]
-    if layers is not None:
-        stages = [replace(stage, layers=layers) for stage in stages]
+    begins = config.precision.first_last_layers_bf16  # otherwise the places of layers do not matter
+    stages = [
+        Stage(layers or stage.layers, stage.has_embedding, stage.has_head, stage.begin * begins) for stage in stages
+    ]
     if pp == 1:
         return measure_step(sizes, stages[0])
     count = min(config.micro_batches(config.global_batch), 4 * pp)
     passes = passes_of_schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks)
-    done = {
-        (chunk, is_first, op): memory
-        for chunk, stage in enumerate(stages)
-        for is_first in (True, False)
-        for op, memory in measure_passes(sizes, stage, is_first).items()
-    }
-    now = most = peak_at = 0
-    for number, each in enumerate(passes):
-        if now + done[each].most > most:
-            most, peak_at = now + done[each].most, number
-        now += done[each].rest
+    done = dict[tuple[int, bool, str], PassMemory]()
+    for stage in set(stages):
+        for is_first in (True, False):  # which only products in fp8 depend on
+            measured = measure_passes(sizes, stage, is_first or not config.precision.fp8_format)
+            chunks = [chunk for chunk, other in enumerate(stages) if other == stage]
+            done |= {(chunk, is_first, op): memory for op, memory in measured.items() for chunk in chunks}
+    before = itertools.accumulate((done[each].rest for each in passes[:-1]), initial=0)
+    peaks = [now + done[each].most for now, each in zip(before, passes, strict=True)]
+    peak_at = peaks.index(max(peaks))
     kinds = Counter(done[passes[peak_at]].at_peak)
     for each, times in Counter(passes[:peak_at]).items():
         for kind, size in done[each].left.items():
@@ -239,20 +244,29 @@ def measure_step(sizes: PassSizes, stage: Stage) -> dict[str, int]:
     """Return the bytes by kind at the peak of a micro-batch forward and backward."""
     memory = Memory()
     SizedGPT(sizes, stage, memory).run_step()
-    return memory.kinds_at(memory.peak_at)
+    return kinds_of(memory.events[: memory.peak_at])
 
 
 @functools.lru_cache(4096)
 def measure_passes(sizes: PassSizes, stage: Stage, is_first: bool) -> dict[str, PassMemory]:
     """Return what a micro-batch's passes through a stage allocate: F and B, or F, I and W."""
-    memory, out = Memory(), dict[str, PassMemory]()
-    gpt = SizedGPT(sizes, stage, memory)
-    passes = gpt.passes(is_first)
+    return {op: pass_memory(events) for op, events in record_passes(sizes, stage, is_first).items()}
+
+
+def pass_memory(events: Sequence[Event]) -> PassMemory:
+    sizes = list(itertools.accumulate((size for _, size, _ in events), initial=0))
+    at_peak, left = kinds_of(events[: sizes.index(max(sizes))]), kinds_of(events)
+    return PassMemory(at_peak, left, max(sizes), sizes[-1])
+
+
+def record_passes(sizes: PassSizes, stage: Stage, is_first: bool) -> dict[str, list[Event]]:
+    """Return what a micro-batch's passes through a stage allocate and free, in order."""
+    memory, out = Memory(), dict[str, list[Event]]()
+    passes = SizedGPT(sizes, stage, memory).passes(is_first)
     for op in ("F", "I", "W") if sizes.splits_backward else ("F", "B"):
-        begin = memory.begin()
+        begin = len(memory.events)
         next(passes)
-        at_peak, left = memory.since(begin)
-        out[op] = PassMemory(at_peak, left, sum(at_peak.values()), sum(left.values()))
+        out[op] = memory.events[begin:]
     return out
 
 
@@ -279,17 +293,18 @@ def reserved_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile
     return allocator.most
 
 
-def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[tuple[int, int, str]]:
+def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Event]:
     """Return what a rank's passes allocate and free, in order."""
-    p, sizes, memory = config.parallel, sizes_of(config, padded, PROCESSORS), Memory()
+    p, sizes = config.parallel, sizes_of(config, padded, PROCESSORS)
     pp, stages = p.pipeline_model_parallel_size, own_stages(config, pipeline_rank)
     if pp == 1:
+        memory = Memory()
         SizedGPT(sizes, stages[0], memory).run_step()
         return memory.events
-    running: dict[tuple[int, int], Iterator[None]] = {}
-    count = min(config.micro_batches(config.global_batch), 2 * pp)
-    for _, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
-        passes = running.setdefault((chunk, i), SizedGPT(sizes, stages[chunk], memory).passes(not i))
-        next(passes)
-    running.clear()
-    return memory.events
+    recorded = [[record_passes(sizes, stage, is_first) for is_first in (False, True)] for stage in stages]
+    most = 1 + max(key for each in recorded for passes in each for events in passes.values() for key, _, _ in events)
+    count, out = min(config.micro_batches(config.global_batch), 2 * pp), list[Event]()
+    for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
+        first = most * (chunk * count + i)  # keys of a micro-batch's tensors count from here
+        out += [(first + key, size, kind) for key, size, kind in recorded[chunk][not i][op]]
+    return out

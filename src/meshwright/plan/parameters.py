@@ -30,8 +30,8 @@ def cut_shape(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
     return tuple(out)
 
 
-def shapes_of_rank(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Shapes]:
-    """Return the parameters that a rank holds, by unit of communication."""
+def shapes_of_rank(config: TrainConfig, padded: int, pipeline_rank: int) -> list[tuple[Shapes, int]]:
+    """Return the units of communication of a rank, and how many are like each."""
     m, p = config.model, config.parallel
     tp, pp = p.tensor_model_parallel_size, p.pipeline_model_parallel_size
     own = stages_of(p.pipeline_schedule, pipeline_rank, pp, config.chunks)
@@ -40,12 +40,11 @@ def shapes_of_rank(config: TrainConfig, padded: int, pipeline_rank: int) -> list
     tied = not m.untie_embeddings_and_output_weights
     held = {"wte": first or (last and tied), "wpe": first, "ln_emb": first, "ln_f": last, "lm_head": last}
     layer = {f"h.0.{name}": shape for name, shape in shapes_of_layer(m, tp).items()}
-    units = [layer] * sum(config.stages[s] for s in own)
     by_unit: dict[str, Shapes] = {}
     for name, shape in outside.items():
         if held[shard.unit(name)]:
             by_unit.setdefault(shard.unit(name), {})[name] = cut_shape(name, shape, tp)
-    return [*units, *by_unit.values()]
+    return [(layer, sum(config.stages[s] for s in own)), *((unit, 1) for unit in by_unit.values())]
 
 
 def parameters_of_ranks(config: TrainConfig, padded: int) -> list[int]:
@@ -55,7 +54,8 @@ def parameters_of_ranks(config: TrainConfig, padded: int) -> list[int]:
     key = (config.model, padded, positions, cut)
     if key not in COUNTED:
         ranks = range(p.pipeline_model_parallel_size)
-        COUNTED[key] = [sum(map(count, shapes_of_rank(config, padded, rank))) for rank in ranks]
+        each = (shapes_of_rank(config, padded, rank) for rank in ranks)
+        COUNTED[key] = [sum(count(unit) * number for unit, number in units) for units in each]
     return COUNTED[key]
 
 
@@ -67,6 +67,11 @@ def data_parts(config: TrainConfig) -> int:
     """Return the number of ranks that ZeRO shards over."""
     p = config.parallel
     return config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances if p.zero_stage else 1
+
+
+def flat_total(units: list[tuple[Shapes, int]], parts: int) -> int:
+    """Return the elements of all units of a rank in the flat buffers."""
+    return sum(flat_size(unit, parts) * number for unit, number in units)
 
 
 def flat_size(unit: Shapes, parts: int) -> int:

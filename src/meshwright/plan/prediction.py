@@ -37,6 +37,11 @@ class Prediction:
     estimate: int = 0  # for a search: bytes of the fuller of the first and last ranks
 
     @cached_property
+    def in_full(self) -> Prediction:
+        """The same without the shortcuts of a search."""
+        return dataclasses.replace(self, is_quick=False, estimate=0)
+
+    @cached_property
     def padded(self) -> int:
         from meshwright.tokenizers import padded_size  # imports numpy
 
@@ -124,6 +129,8 @@ def with_settings(config: TrainConfig, **settings: Any) -> TrainConfig:
     """Return a configuration with other values of some settings, by name."""
     groups: dict[str, dict[str, Any]] = {}
     for name, value in settings.items():
-        groups.setdefault(config_fields(TrainConfig)[name][0], {})[name] = value
+        group = config_fields(TrainConfig)[name][0]
+        if getattr(getattr(config, group), name) != value:
+            groups.setdefault(group, {})[name] = value
     changed = {group: dataclasses.replace(getattr(config, group), **values) for group, values in groups.items()}
-    return dataclasses.replace(config, **changed)
+    return dataclasses.replace(config, **changed) if changed else config

@@ -7,6 +7,7 @@ them, and a refused node ends its branch, so that few configurations of the many
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import re
@@ -65,6 +66,7 @@ class Found:
     nearest: Prediction | None = None  # of those that do not fit, the one that lacks the least
 
 
+@functools.cache
 def divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
@@ -149,11 +151,33 @@ class Search:
         """
         for branch in self.branches(config):
             self.push(branch, with_schedule=False)
-        while self.nodes:
-            bound, _, node, has_schedule = heapq.heappop(self.nodes)
-            if -bound <= self.speed_to_beat:
-                self.found.slower = len(self.nodes) + 1
-                break
+        self.look()
+        while self.drops_some():
+            self.look()
+        self.found.slower = len(self.nodes)
+        best = [p.in_full for p in self.found.fitting[: self.keep]]
+        self.found.fitting = sorted(best, key=speed_of, reverse=True) + self.found.fitting[self.keep :]
+        return self.found
+
+    def drops_some(self) -> bool:
+        """Sort what is found, and return whether some of the best do not fit in full predictions.
+
+        These are left to be looked at with more recomputation.
+        """
+        self.found.fitting.sort(key=speed_of, reverse=True)
+        lacking = [p for p in self.found.fitting[: self.keep] if p.in_full.left_at_ends < 0]
+        for prediction in lacking:
+            self.found.fitting.remove(prediction)
+            self.note_lack(prediction.config)
+            for changed in self.with_each_recomputation(prediction.config)[1:2]:
+                self.push(changed)
+        self.set_speed_to_beat()
+        return bool(lacking)
+
+    def look(self) -> None:
+        """Predict layouts until no other may be as fast as those that are kept."""
+        while self.nodes and -self.nodes[0][0] > self.speed_to_beat:
+            _, _, node, has_schedule = heapq.heappop(self.nodes)
             fitting = self.with_recomputation(node, with_schedule=has_schedule)
             if fitting is not None and fitting.training.recompute_granularity != node.training.recompute_granularity:
                 self.push(fitting, has_schedule)
@@ -161,12 +185,10 @@ class Search:
                 self.predict_layout(node)
             elif fitting is not None:
                 for layout in self.expand(node, (schedules, zero_stages)):
-                    self.push(layout)
-        self.found.fitting.sort(key=speed_of, reverse=True)
-        best = [dataclasses.replace(p, is_quick=False, estimate=0) for p in self.found.fitting[: self.keep]]
-        best = [p for p in best if p.left_at_ends >= 0]
-        self.found.fitting = sorted(best, key=speed_of, reverse=True) + self.found.fitting[self.keep :]
-        return self.found
+                    if self.left_at_most(layout) < 0:
+                        self.note_lack(layout)
+                    else:
+                        self.push(layout)
 
     def push(self, config: TrainConfig, with_schedule: bool = True) -> None:
         """Add a layout, or sizes with open schedule and ZeRO stage, to what is left."""
@@ -183,6 +205,9 @@ class Search:
     def predict_layout(self, layout: TrainConfig) -> None:
         """Add a layout to what is found."""
         self.found.fitting.append(self.predict(layout))
+        self.set_speed_to_beat()
+
+    def set_speed_to_beat(self) -> None:
         fastest = heapq.nlargest(self.keep, self.found.fitting, key=speed_of)
         self.speed_to_beat = speed_of(fastest[-1]) if len(fastest) == self.keep else 0.0
         if len(self.found.fitting) >= max(MANY, self.keep):
@@ -192,13 +217,11 @@ class Search:
         """Yield legal sizes with each micro-batch, where weights and their like may fit."""
         if not self.is_fixed("micro_batch_size"):
             config = with_settings(config, micro_batch_size=1)
-        most = self.machine.profile.memory_bytes
         for shape in self.expand(config, (tensor_sizes, context_sizes, pipeline_sizes)):
             if not self.is_legal(batch_problems(shape)):
                 continue
-            smallest = Prediction(self.smallest(shape), self.machine, self.vocabulary)
-            if self.estimates.held_at(smallest, 0) > most:
-                self.note_lack(self.predict(smallest.config))
+            if self.left_at_most(self.smallest(shape)) < 0:
+                self.note_lack(self.smallest(shape))
                 continue
             yield from self.expand(shape, (micro_batches, formats if self.freedom.fp8 else unchanged))
 
@@ -215,22 +238,31 @@ class Search:
 
         Without a schedule, the ZeRO stage is still open too.
         """
-        for settings in self.choices(config, recomputations):
-            changed = with_settings(config, **settings)
-            prediction = self.predict(changed if with_schedule else self.smallest(changed))
-            if prediction.left_at_ends >= 0:
+        for changed in self.with_each_recomputation(config):
+            if self.predict(changed if with_schedule else self.smallest(changed)).left_at_ends >= 0:
                 return changed
-        self.note_lack(prediction)
+        self.note_lack(config if with_schedule else self.smallest(config))
         return None
+
+    def with_each_recomputation(self, config: TrainConfig) -> list[TrainConfig]:
+        return [with_settings(config, **settings) for settings in self.choices(config, recomputations)]
 
     def is_fixed(self, name: str) -> bool:
         return name in self.freedom.fixed
 
-    def note_lack(self, prediction: Prediction) -> None:
+    def note_lack(self, config: TrainConfig) -> None:
+        """Count a layout that does not fit, and keep it if it is the nearest so far."""
         self.found.too_large += 1
+        if self.found.nearest is not None and self.left_at_most(config) <= self.most_left:
+            return
+        prediction = self.predict(self.with_each_recomputation(config)[-1])
         if self.found.nearest is None or prediction.left_at_ends > self.most_left:
-            self.most_left = prediction.left_at_ends
-            self.found.nearest = dataclasses.replace(prediction, is_quick=False, estimate=0)
+            self.most_left, self.found.nearest = prediction.left_at_ends, prediction.in_full
+
+    def left_at_most(self, config: TrainConfig) -> int:
+        """Return the bytes that a layout may leave free, without running its passes."""
+        prediction = Prediction(config, self.machine, self.vocabulary)
+        return self.machine.profile.memory_bytes - self.estimates.at_least(prediction)
 
     def predict(self, config: TrainConfig) -> Prediction:
         """Return a quick prediction with an estimate of the memory."""
@@ -302,7 +334,7 @@ def least_change(prediction: Prediction) -> tuple[Settings, Prediction] | None:
                 changed = dataclasses.replace(changed, estimate=estimates.total(changed))
                 if changed.left_at_ends >= 0:
                     fitting.append((settings, changed))
-        if fitting:
-            settings, changed = max(fitting, key=lambda pair: speed_of(pair[1]))
-            return settings, dataclasses.replace(changed, is_quick=False, estimate=0)
+        for settings, changed in sorted(fitting, key=lambda pair: speed_of(pair[1]), reverse=True):
+            if changed.in_full.left_at_ends >= 0:
+                return settings, changed.in_full
     return None

@@ -18,6 +18,7 @@ from typing import Any
 ROUNDING = 512  # bytes to which torch's allocator rounds up
 
 Gradients = Sequence["Sized | None"]
+Event = tuple[int, int, str]  # key of a tensor, its bytes (negative: freed), its kind
 
 
 def rounded(size: int) -> int:
@@ -30,7 +31,7 @@ class Memory:
 
     def __init__(self) -> None:
         self.now = self.peak = self.peak_at = 0
-        self.events: list[tuple[int, int, str]] = []  # key of a tensor, its bytes (negative: freed), its kind
+        self.events: list[Event] = []
         self.keys = itertools.count()
         self.kind = "activations"  # of what is allocated next
 
@@ -44,24 +45,13 @@ class Memory:
         if self.now > self.peak:
             self.peak, self.peak_at = self.now, len(self.events)
 
-    def kinds_at(self, moment: int) -> dict[str, int]:
-        """Return the bytes by kind after so many events."""
-        out: dict[str, int] = {}
-        for _, size, kind in self.events[:moment]:
-            out[kind] = out.get(kind, 0) + size
-        return out
 
-    def begin(self) -> int:
-        """Look for a new peak from here on; return how many events there were."""
-        self.peak, self.peak_at = self.now, len(self.events)
-        return len(self.events)
-
-    def since(self, begin: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the change of each kind since then: until the peak, and until now."""
-        before = self.kinds_at(begin)
-        moments = self.kinds_at(self.peak_at), self.kinds_at(len(self.events))
-        at_peak, now = ({k: n - before.get(k, 0) for k, n in kinds.items()} for kinds in moments)
-        return at_peak, now
+def kinds_of(events: Sequence[Event]) -> dict[str, int]:
+    """Return the bytes by kind that are left after these events."""
+    out: dict[str, int] = {}
+    for _, size, kind in events:
+        out[kind] = out.get(kind, 0) + size
+    return out
 
 
 class Allocation:

@@ -18,16 +18,17 @@ def update_events(config: TrainConfig, padded: int, pipeline_rank: int) -> Memor
     units = [] if p.offloads else shapes_of_rank(config, padded, pipeline_rank)
     if o.optimizer == "muon":
         counts: dict[tuple[int, int], int] = {}
-        for name, shape in (pair for unit in units for pair in unit.items()):
-            if treatment_of(o, name, len(shape)).rule == "muon":
-                matrix = (shape[-2], shape[-1])
-                counts[matrix] = counts.get(matrix, 0) + math.prod(shape[:-2])
+        for unit, times in units:
+            for name, shape in unit.items():
+                if treatment_of(o, name, len(shape)).rule == "muon":
+                    matrix = (shape[-2], shape[-1])
+                    counts[matrix] = counts.get(matrix, 0) + math.prod(shape[:-2]) * times
         for (rows, columns), number in counts.items():
             each = max(1, MUON_CHUNK // (rows * columns))
             for size in {min(each, number), number % each} - {0}:
                 update_muon(memory, size, rows, columns, o.muon_num_ns_steps)
     elif o.optimizer == "lion":
-        largest = max((flat_size(unit, 1) for unit in units), default=0) // data_parts(config)
+        largest = max((flat_size(unit, 1) for unit, _ in units), default=0) // data_parts(config)
         update_lion(memory, min(largest, LION_CHUNK))
     return memory
 

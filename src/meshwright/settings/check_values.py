@@ -6,10 +6,17 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.settings.fields import group_values, shown_name, spelling
+from meshwright.settings.fields import cached, group_values, shown_name, spelling
 from meshwright.settings.hints import find_address, refuse_address
 from meshwright.settings.text_inputs import TextInputs
 from meshwright.storage import addresses
+
+BOUNDS: dict[str, tuple[Callable[[float], bool], str]] = {
+    ">0": (lambda number: number > 0, "must be above 0"),
+    ">=0": (lambda number: number >= 0, "must not be below 0"),
+    "[0,1)": (lambda number: 0 <= number < 1, "is not in [0, 1)"),
+    "[0,1]": (lambda number: 0 <= number <= 1, "must be from 0 to 1"),
+}
 
 
 def planned_values(config: Any) -> list[str]:
@@ -68,17 +75,15 @@ def remote_paths(config: Any) -> list[str]:
 def out_of_bounds(group: Any, name: Callable[[str], str] = spelling) -> list[str]:
     """Report numbers outside the range of their flag, whose `name` begins the report."""
     out = []
-    for f in dataclasses.fields(group):
-        bound, value = f.metadata["bound"], getattr(group, f.name)
-        for number in value if isinstance(value, list) else [value]:
-            if bound is None or not isinstance(number, int | float):
-                continue
-            is_inside, rule = {
-                ">0": (number > 0, "must be above 0"),
-                ">=0": (number >= 0, "must not be below 0"),
-                "[0,1)": (0 <= number < 1, "is not in [0, 1)"),
-                "[0,1]": (0 <= number <= 1, "must be from 0 to 1"),
-            }[bound]
-            if not is_inside:
-                out.append(f"{name(f.name)} {number} {rule}")
+    for field, is_inside, rule in bounds_of(type(group)):
+        value = getattr(group, field)
+        for number in value if isinstance(value, list) else (value,):
+            if isinstance(number, int | float) and not is_inside(number):
+                out.append(f"{name(field)} {number} {rule}")
     return out
+
+
+@cached
+def bounds_of(group: type) -> list[tuple[str, Callable[[float], bool], str]]:
+    """Return each field with a bound, whether a number is within it, and the rule in words."""
+    return [(f.name, *BOUNDS[bound]) for f in dataclasses.fields(group) if (bound := f.metadata["bound"]) is not None]
