@@ -48,7 +48,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, parameter = ctx.saved_tensors
-        flat, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        # A view would keep the graph that made it, and with it the input of a pipeline's stage.
+        flat, rows = (t.detach().reshape(-1, t.shape[-1]) for t in (grad, x))
         of_x = product(grad, parameter.flatten(0, -2)) if ctx.needs_input_grad[0] else None
         of_weight = None
         if _waiting is not None:

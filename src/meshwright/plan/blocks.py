@@ -279,7 +279,7 @@ class SizedGPT:
         z = f.norm(x if m.use_parallel_residual else stream, h, self.centers)
         fc, proj = self.matrices["mlp.fc"], self.matrices["mlp.proj"]
         u = f.column_parallel(f.converted(z, low), fc, m.add_bias_linear, is_fp8)
-        a = f.activate_plainly(u, proj[1], m.activation)
+        a = f.activate_plainly(u, m.activation)
         del u
         return z if post_norm else stream, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
 

@@ -86,7 +86,7 @@ class Functions:
             if self.waiting is None:
                 self.give_product(outputs, inputs)
             else:
-                self.waiting.append((gradient, saved[0]))
+                self.waiting.append((gradient.view(), saved[0]))  # without its sums
             self.give_rows(gradient, outputs, has_bias)
             return [of_x]
 
@@ -252,20 +252,38 @@ class Functions:
         y.node = GraphNode([x], [], backward)
         return y
 
-    def activate_plainly(self, u: Sized, outputs: int, kind: str) -> Sized:
+    def activate_plainly(self, u: Sized, kind: str) -> Sized:
         """Apply an activation by torch's own functions."""
-        rows = u.elements // (2 * outputs if kind.endswith("glu") else outputs)
-        saved: list[Sized] = [] if kind == "squared-relu" else [u.view()]
-        if kind not in ("gelu", "gelu-tanh", "liglu"):  # the gate's result, or relu's
-            saved.append(self.new(rows * outputs))
-        a = self.new(rows * outputs)
-        elements = u.elements
+        if kind == "squared-relu":
+            return self.square(self.apply(u, saves_result=True))
+        if not kind.endswith("glu"):
+            return self.apply(u)
+        half, elements = u.elements // 2, u.elements
+        node = GraphNode([u], [], lambda *gradients: [self.new(elements)], 2)
+        gate, up = (Sized(u.data, half, u.width, node, i) for i in range(2))
+        if kind != "liglu":
+            gate = self.apply(gate, saves_result=kind == "reglu")
+        a = self.new(half)
+        a.node = GraphNode([gate, up], [gate.view(), up.view()], lambda gradient: [self.new(half), self.new(half)])
+        return a
+
+    def apply(self, x: Sized, saves_result: bool = False) -> Sized:
+        """Apply a function to each element, whose backward pass needs its input or its result."""
+        y, elements = self.new(x.elements, x.width), x.elements
+        y.node = GraphNode([x], [(y if saves_result else x).view()], lambda gradient: [self.new(elements)])
+        return y
+
+    def square(self, x: Sized) -> Sized:
+        y, elements = self.new(x.elements, x.width), x.elements
 
         def backward(gradient: Sized) -> list[Sized | None]:
-            return [self.new(elements)]
+            factors = self.new(elements), self.new(elements)
+            of_x = self.new(elements)
+            del factors
+            return [of_x]
 
-        a.node = GraphNode([u], saved, backward)
-        return a
+        y.node = GraphNode([x], [x.view()], backward)
+        return y
 
     def softcap(self, logits: Sized) -> Sized:
         """Bound the logits; backward overwrites them with their gradient."""
