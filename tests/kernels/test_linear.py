@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,3 +39,14 @@ def test_a_deferred_gradient_in_float16():
     assert w.grad is None
     compute(waiting)
     assert torch.equal(w.grad, wanted)
+
+
+def test_deferred_gradients_let_go_of_a_stages_input():
+    """Only the two factors are kept: neither the graph that made them nor its input."""
+    received, w = (torch.randn(shape).requires_grad_() for shape in ((6, 8), (4, 8)))
+    with deferred() as waiting:
+        y = linear(received * 2, w) * 2
+        y.backward(y)  # a gradient with a graph, as the loss writes it over the logits
+        gone = weakref.ref(received)
+        del received, y
+        assert waiting and gone() is None

@@ -140,7 +140,7 @@ def pretended_gpu() -> Iterator[None]:
             (devices, "seed_generator", lambda *_: None),
             (kernels, "__getitem__", lambda self, grid: lambda *_, **__: None),
             (torch.accelerator, "device_index", lambda i: contextlib.nullcontext()),
-            (F, "scaled_dot_product_attention", lambda q, k, v, **_: FlashAttention.apply(q, k, v)),
+            (F, "scaled_dot_product_attention", attend),
             (F, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight)),
             (torch, "_scaled_mm", scaled_product),
             (sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices", lambda: ["meta", "cpu"]),
@@ -157,6 +157,29 @@ def pretended_gpu() -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, enable_gqa: bool) -> Tensor:
+    """Attend as torch chooses on a GPU: no kernel takes groups of heads in full precision."""
+    if enable_gqa and q.dtype is torch.float32:
+        return attend_by_scores(q, k, v, dropout_p)
+    return FlashAttention.apply(q, k, v)
+
+
+def attend_by_scores(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
+    """Do as aten::_scaled_dot_product_attention_math does on a GPU."""
+    t, scale = q.shape[2], q.shape[3] ** -0.25
+    q = q * scale
+    mask = torch.ones(t, t, dtype=torch.bool, device=META).tril()
+    mask = torch.where(mask, torch.zeros((), device=META), torch.zeros((), device=META))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.matmul(q, k.transpose(-2, -1) * scale).add_(mask)
+    unsafe = new(*scores.shape), new(*scores.shape, dtype=torch.bool)  # softmax, and which rows are masked
+    scores = torch.ops.aten._safe_softmax(scores, -1)
+    del unsafe
+    if dropout_p:
+        scores = torch.native_dropout(scores, dropout_p, True)[0]
+    return torch.matmul(scores, v)
 
 
 def scaled_product(

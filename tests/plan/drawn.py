@@ -7,7 +7,6 @@ import random
 from accounting import config_of
 
 from meshwright.errors import UserError
-from meshwright.settings.schema import TrainConfig
 
 SHAPES = (256, 4), (384, 6), (512, 8), (768, 12), (1024, 16), (1536, 16), (2048, 16), (2560, 32)
 WAYS = {  # flags by what they decide; each line is drawn once
@@ -40,7 +39,7 @@ WAYS = {  # flags by what they decide; each line is drawn once
 
 
 def draw(rng: random.Random) -> tuple[list[str], int]:
-    """Return the flags of a run that the checks of settings accept, and one of its pipeline ranks."""
+    """Return the flags of a legal run, and one of its pipeline ranks."""
     while True:
         words = draw_words(rng)
         try:
@@ -53,7 +52,9 @@ def draw(rng: random.Random) -> tuple[list[str], int]:
 def draw_words(rng: random.Random) -> list[str]:
     (hidden, heads), layers = rng.choice(SHAPES), rng.choice([2, 3, 4, 4, 6, 8])
     words = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads}".split()
-    tp, cp, pp, dp = (rng.choice(sizes) for sizes in ([1, 1, 1, 2, 4], [1, 1, 1, 1, 2], [1, 1, 1, 2, 3, 4], [1, 1, 2, 4]))
+    tp, cp, pp, dp = (
+        rng.choice(sizes) for sizes in ([1, 1, 1, 2, 4], [1, 1, 1, 1, 2], [1, 1, 1, 2, 3, 4], [1, 1, 2, 4])
+    )
     micro, length = rng.choice([1, 2, 4, 8]), rng.choice([128, 256, 512, 1024])
     batch = micro * dp * rng.choice([1, 1, 2, 3] if pp == 1 else [pp, 2 * pp, 4 * pp])
     words += f"--micro-batch-size {micro} --global-batch-size {batch} --seq-length {length}".split()
@@ -68,8 +69,3 @@ def draw_words(rng: random.Random) -> list[str]:
         if name not in ("schedule", "zero", "instances") or (pp if name == "schedule" else dp * cp) > 1:
             words += rng.choice(choices).split()
     return words
-
-
-def world(config: TrainConfig) -> str:
-    p = config.parallel
-    return f"tp {p.tensor_model_parallel_size} cp {p.context_parallel_size} pp {p.pipeline_model_parallel_size}"

@@ -43,6 +43,8 @@ def error_of(*words: str, pipeline_rank: int = 0) -> tuple[float, float]:
 
 LLAMA = """--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --bf16"""
+PIPELINE = "--bf16 --pipeline-model-parallel-size 3 --world-size 3"
+PLAIN = "--fused-kernels off --compile off"
 
 
 @pytest.mark.parametrize(
@@ -55,13 +57,17 @@ LLAMA = """--position-embedding-type rope --swiglu --normalization RMSNorm --dis
         ("--fp16 --recompute-granularity full --recompute-method block --recompute-num-layers 2", 0),
         ("--bf16 --recompute-granularity selective --fp32-residual-connection --final-logit-softcapping 30", 0),
         ("--bf16 --fp8-format hybrid --optimizer muon", 0),
-        ("--bf16 --qk-layernorm --fused-kernels off --compile off", 0),
+        (f"--bf16 --qk-layernorm {PLAIN}", 0),
         ("--bf16 --optimizer lion --squared-relu --apply-residual-connection-post-layernorm", 0),
         ("--bf16 --tensor-model-parallel-size 2 --sequence-parallel --world-size 2", 0),
         ("--bf16 --context-parallel-size 2 --zero-stage 1 --world-size 2 --attention-dropout 0", 0),
-        ("--bf16 --pipeline-model-parallel-size 3 --world-size 3 --global-batch-size 16", 0),
-        ("--bf16 --pipeline-model-parallel-size 3 --world-size 3 --global-batch-size 16", 2),
-        ("--bf16 --pipeline-model-parallel-size 3 --pipeline-schedule gpipe --world-size 3 --global-batch-size 12", 1),
+        (f"{PIPELINE} --global-batch-size 16", 0),
+        (f"{PIPELINE} --global-batch-size 16", 2),
+        (f"{PIPELINE} --pipeline-schedule gpipe --global-batch-size 12", 1),
+        (f"{PIPELINE} --pipeline-schedule zero-bubble --global-batch-size 24", 2),
+        ("--num-query-groups 2 --attention-dropout 0.1", 0),
+        ("--bf16 --tensor-model-parallel-size 2 --world-size 2 --recompute-granularity full --num-layers 1", 0),
+        (f"--bf16 {PLAIN} --squared-relu --normalization RMSNorm --recompute-granularity full", 0),
     ],
 )
 def test_agrees_with_what_training_allocates(line, rank):

@@ -131,9 +131,10 @@ class Exchanged(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shared: Shared) -> Tensor:
         n, b, t, d = self.ranks, q.shape[0], q.shape[1], q.shape[3]
         parts = [x.view(b, t, n, -1, d).permute(2, 0, 1, 3, 4) for x in (q, k, v)]
-        sent = torch.cat(parts, dim=3)  # [destination, B, T / n, heads and groups / n, d]
-        received = comm.exchanged(sent, self.group).transpose(0, 1)  # [B, source, ...]
-        q, k, v = received.reshape(b, n * t, -1, d).split([x.shape[3] for x in parts], dim=2)  # type: ignore[no-untyped-call]
+        # Sent [destination, B, T / n, heads and groups / n, d], received [source, B, ...]; a name
+        # would keep either through attention.
+        columns = comm.exchanged(torch.cat(parts, dim=3), self.group).transpose(0, 1).reshape(b, n * t, -1, d)
+        q, k, v = columns.split([x.shape[3] for x in parts], dim=2)  # type: ignore[no-untyped-call]
         o = self.attend(q, k, v, shared)  # [B, T, heads / n, d]
         # [rank whose heads these are, B, T / n, heads / n, d]
         o = comm.exchanged(o.reshape(b, n, t, -1, d).transpose(0, 1), self.group)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from meshwright.kernels import grid
 from meshwright.plan.tensors import GraphNode, Memory, Sized, recomputed
@@ -215,20 +215,15 @@ class Functions:
         q, k, v = (qkv.view(node, i) for i in range(3))
         out = []
         for x, heads in ((q, sizes.heads), (k, sizes.groups)):
-            part = Sized(x.data, tokens * heads * d, x.width, x.node, x.output)
+            part = x.part(tokens * heads * d)
             if heads == sizes.heads and 1 < sizes.groups < heads:
-                part = self.converted_copy(part)
+                part = self.ordered(part)
             if normed:
                 part = self.norm(part, d, centers)
             if rotation:
                 part = self.rotated(part)
             out.append(part)
         return out[0], out[1], v
-
-    def converted_copy(self, x: Sized) -> Sized:
-        y = self.new(x.elements, x.width)
-        y.node = GraphNode([x], [], lambda gradient: [gradient])
-        return y
 
     def rotated(self, x: Sized) -> Sized:
         """Rotate halves of heads in float32."""
@@ -255,22 +250,23 @@ class Functions:
     def activate_plainly(self, u: Sized, kind: str) -> Sized:
         """Apply an activation by torch's own functions."""
         if kind == "squared-relu":
-            return self.square(self.apply(u, saves_result=True))
+            return self.square(self.apply(u, keeps="result"))
         if not kind.endswith("glu"):
-            return self.apply(u)
+            return self.apply(u, keeps="input")
         half, elements = u.elements // 2, u.elements
         node = GraphNode([u], [], lambda *gradients: [self.new(elements)], 2)
-        gate, up = (Sized(u.data, half, u.width, node, i) for i in range(2))
+        gate, up = (u.view(node, i).part(half) for i in range(2))
         if kind != "liglu":
-            gate = self.apply(gate, saves_result=kind == "reglu")
+            gate = self.apply(gate, keeps="result" if kind == "reglu" else "input")
         a = self.new(half)
         a.node = GraphNode([gate, up], [gate.view(), up.view()], lambda gradient: [self.new(half), self.new(half)])
         return a
 
-    def apply(self, x: Sized, saves_result: bool = False) -> Sized:
-        """Apply a function to each element, whose backward pass needs its input or its result."""
-        y, elements = self.new(x.elements, x.width), x.elements
-        y.node = GraphNode([x], [(y if saves_result else x).view()], lambda gradient: [self.new(elements)])
+    def apply(self, x: Sized, elements: int = 0, keeps: Literal["", "input", "result"] = "") -> Sized:
+        """Apply a function whose backward pass may need its input or its result."""
+        y, before, width = self.new(elements or x.elements, x.width), x.elements, x.width
+        kept = {"": [], "input": [x.view()], "result": [y.view()]}[keeps]
+        y.node = GraphNode([x], kept, lambda gradient: [self.new(before, width)])
         return y
 
     def square(self, x: Sized) -> Sized:
@@ -310,20 +306,37 @@ class Functions:
 
     def attend_by_scores(self, q: Sized, k: Sized, v: Sized, sizes: HeadCounts) -> Sized:
         """Attend by all scores: torch has no kernel for groups of heads in full precision."""
-        scores, low = sizes.batch * sizes.heads * sizes.length**2, self.formats.low
-        counts = [sizes.batch * sizes.length * n * sizes.dim for n in (sizes.heads, sizes.groups, sizes.groups)]
-        kept = [self.new(scores, low)]
+        each, square = sizes.batch * sizes.length * sizes.dim, sizes.length**2
+        count, scores = sizes.heads * each, sizes.batch * sizes.heads * square
+        q, k, v = q.part(count), k.part(sizes.groups * each), v.part(sizes.groups * each)
+        q = self.apply(q)  # scaled
+        ones = self.new(square, 1), self.new(square, 1)
+        mask = self.new(square)
+        del ones
+        k, v = self.apply(k, count), self.apply(v, count)  # repeated for each head
+        k, scaled = self.apply(k), k
+        x = self.multiply(self.ordered(q), k, scores)
+        unsafe = self.new(scores), self.new(scores, 1)  # softmax, and which rows are masked
+        x = self.apply(x, keeps="result")
+        del unsafe, q, k, scaled, mask
         if self.drops_attention:
-            kept += [self.new(scores, 1), self.new(scores, low)]
-        o = self.new(counts[0])
+            seen = self.new(scores, 1)
+            x, node = self.new(scores), GraphNode([x], [seen], lambda gradient: [self.new(scores)])
+            x.node = node
+            del seen, node
+        return self.ordered(self.multiply(x, v, count))
 
-        def backward(gradient: Sized) -> list[Sized | None]:
-            wide = [self.new(scores, low) for _ in range(2)]
-            out: list[Sized | None] = [self.new(n) for n in counts]
-            del wide
-            return out
+    def multiply(self, a: Sized, b: Sized, elements: int) -> Sized:
+        """Return the product of two tensors."""
+        y, counts = self.new(elements), (a.elements, b.elements)
+        y.node = GraphNode([a, b], [a.view(), b.view()], lambda gradient: [self.new(n) for n in counts])
+        return y
 
-        return o.view(GraphNode([q, k, v], [q.view(), k.view(), v.view(), *kept], backward))
+    def ordered(self, x: Sized) -> Sized:
+        """Return a copy with another order of dimensions, as a product needs it."""
+        y = self.new(x.elements, x.width)
+        y.node = GraphNode([x], [], lambda gradient: [gradient])
+        return y
 
     def attend(self, q: Sized, k: Sized, v: Sized, sizes: HeadCounts) -> Sized:
         """Attend; context ranks exchange heads for columns before and after."""

@@ -83,6 +83,14 @@ class Sized:
         """Return a tensor in the same memory; without a node, one that needs no gradient."""
         return Sized(self.data, self.elements, self.width, node, output)
 
+    def part(self, elements: int) -> Sized:
+        """Return a part of the tensor."""
+        return Sized(self.data, elements, self.width, self.node, self.output)
+
+
+class AllSaved(Exception):
+    """Ends functions that run once more, when nothing is left that they save."""
+
 
 class KeptInputs:
     """Functions that keep only their inputs: at their backward pass they run once more."""
@@ -96,6 +104,8 @@ class KeptInputs:
         """Return what a node of the first run keeps, or note what one of the second run does."""
         if self.again is not None:
             self.again.append(saved)
+            if len(self.again) == self.count:
+                raise AllSaved
             return ()
         self.count += 1
         return self, self.count - 1
@@ -104,7 +114,7 @@ class KeptInputs:
         """Return what a node saved; the first one that asks runs all once more."""
         if self.again is None:
             self.again = []
-            with self.recording():
+            with self.recording(), contextlib.suppress(AllSaved):
                 self.run(*(x.view() if isinstance(x, Sized) else x for x in self.inputs))
         saved, self.again[number] = self.again[number], ()
         return saved
