@@ -44,6 +44,8 @@ EVENTS: dict[str, tuple[str, dict[str, str]]] = {
             "seconds": "time it took",
             "set": "name of the data set, if there are several",
             "end": "true after the last step",
+            "by_position": "mean loss of each range of positions: 0, 1, 2-3, 4-7 and so on",
+            "by_data": "mean loss of each pair of token files, by its prefix, if there are several",
         },
     ),
     "sample": (

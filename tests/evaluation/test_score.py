@@ -18,6 +18,7 @@ from meshwright.evaluation import score as scoring
 from meshwright.evaluation.trigram import trigram_bits_per_byte
 from meshwright.generation import engine
 from meshwright.model.gpt import GPT
+from meshwright.model.loss import range_names
 from meshwright.model.positions import Positions
 from meshwright.parallel import window_scores
 from meshwright.settings.schema import Model, TokenizerFlags
@@ -50,16 +51,19 @@ def score(run, capsys):
 
 
 def plain_loss(model, ids, length, stride):
-    """Return the nats of ids[1:], one token at a time, each with the context of its window."""
-    total, end = 0.0, length
+    return sum(loss for _, loss in plain_losses(model, ids, length, stride))
+
+
+def plain_losses(model, ids, length, stride):
+    """Yield the nats of ids[1:], one token at a time, each with the context of its window."""
+    end = length
     for at in range(1, len(ids)):
         if at > end:
             end = min(end + stride, len(ids) - 1)
         seen = ids[max(0, end - length) : at]
         logits = model(torch.tensor([seen]), Positions())[0, -1, : model.vocab].double().tolist()
         log_sum = max(logits) + math.log(math.fsum(math.exp(x - max(logits)) for x in logits))
-        total += log_sum - logits[ids[at]]
-    return total
+        yield len(seen) - 1, log_sum - logits[ids[at]]
 
 
 @pytest.mark.flag("evaluate.input")
@@ -122,7 +126,10 @@ def test_json_and_table_show_the_same_numbers(run, capsys, tmp_path):
     capsys.readouterr()
     assert main(["evaluate", str(run), "--device=cpu", "--input", str(path), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
+    positions = {f"loss at {name}": loss for name, loss in values.pop("by_position").items()}
+    assert list(positions) == ["loss at 0", "loss at 1", "loss at 2-3", "loss at 4-7", "loss at 8-15"]
     assert list(values) == "step documents tokens bytes loss perplexity bits_per_byte sequence_length stride".split()
+    values |= positions
     assert main(["evaluate", str(run), "--device=cpu", "--input", str(path)]) == 0
     table = capsys.readouterr().out
     assert "{" not in table
@@ -179,6 +186,13 @@ def test_score_against_a_plain_computation():
                 )
                 assert got.total_loss == pytest.approx(want, rel=1e-10)
                 assert got.tokens == got.bytes == sum(len(d.encode()) for d in documents) and got.documents == 8
+                by_range = defaultdict(list)
+                for d in documents:
+                    for column, loss in plain_losses(model, [256, *d.encode()], length, stride):
+                        by_range[column.bit_length()].append(loss)
+                means = [sum(losses) / len(losses) for _, losses in sorted(by_range.items())]
+                assert list(got.by_position.values()) == pytest.approx(means, rel=1e-10)
+                assert list(got.by_position) == range_names(length)
 
 
 def small_model():

@@ -116,7 +116,10 @@ class Trace:
         self.rows[iteration] = {n: float(v) for n, v in (values | more).items() if n in names}
 
     def validation(self, consumed: int, check: Any) -> None:
-        self.validations[f"{check.name} {check.dataset} {check.when}, step {check.iteration}"] = check.loss
+        title = f"{check.name} {check.dataset} {check.when}, step {check.iteration}"
+        self.validations[title] = check.loss
+        for part, loss in (check.by_position | check.by_data).items():
+            self.validations[f"{title}: {part}"] = loss
 
     def roll_back(self, to: int, iteration: int, **more: Any) -> None:
         self.went_back[iteration] = to

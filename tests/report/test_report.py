@@ -10,6 +10,7 @@ import time
 import pytest
 from pages import Page, check_row, step_row
 
+from helpers import error_of
 from meshwright.__main__ import main
 from meshwright.report.page import write_report
 from meshwright.runs.history import PATIENCE, final_loss, read_history
@@ -52,6 +53,19 @@ def run_folder(tmp_path, rows, tail=""):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + tail)
     (folder / "config.toml").write_text(f'[model]\nnum_layers = 2\n[data]\nseq_length = 16\npath = "{EVIL}"\n')
     return folder
+
+
+def test_losses_by_position_and_data_set_are_drawn(tmp_path):
+    rows = [start(1, 0), *(step(1, i, 5 - i / 3) for i in range(1, 5))]
+    parts = [{"by_position": {"0": 5.0, "1": 4.0, "2-3": 3.0 - i}, "by_data": {"x/a": 2.0, "x/b": 3.5}} for i in (1, 2)]
+    rows += [check(1, i, 3.0) | part for i, part in zip((2, 4), parts, strict=True)]
+    text = write_report(run_folder(tmp_path, rows)).read_text()
+    drawings = Page(text).drawings
+    assert ">2-3</text>" in drawings["Validation loss by position"] and "step 4" in text
+    assert "Validation loss by data set" in drawings and "b: 3.5000" in text
+    broken = check(1, 4, 3.0) | {"by_position": [1.0]}
+    (tmp_path / "a run/metrics.jsonl").write_text(json.dumps(broken) + "\n")
+    assert "not a row that a run writes" in error_of(lambda: read_history(tmp_path / "a run"))
 
 
 def losses(folder, capsys):

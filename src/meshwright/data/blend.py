@@ -6,6 +6,7 @@ that compiles at the first start.
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections import Counter
@@ -32,9 +33,19 @@ Floats = npt.NDArray[np.float64]
 class Composite(OrderedSamples):
     """A data set whose samples are those of other data sets."""
 
+    parts: Sequence[Dataset]
+
     def resolve(self, k: int) -> tuple[Dataset, int]:
         """Return the data set that holds sample k, and the sample's number there."""
         raise NotImplementedError
+
+    def list_sources(self) -> list[str]:
+        sources = [part.list_sources() if isinstance(part, OrderedSamples) else [""] for part in self.parts]
+        return list(dict.fromkeys(itertools.chain.from_iterable(sources)))
+
+    def source_of(self, k: int) -> str:
+        part, number = self.resolve(k)
+        return part.source_of(number) if isinstance(part, OrderedSamples) else ""
 
     def __getitem__(self, k: int) -> npt.NDArray[np.int64]:
         part, number = self.resolve(k)
@@ -104,7 +115,7 @@ class Chain(Composite):
     """One data set after the other, each in full."""
 
     def __init__(self, parts: Sequence[Dataset]) -> None:
-        self.parts = list(parts)
+        self.parts: list[Dataset] = list(parts)
         self.ends = list(accumulate(len(part) for part in self.parts))
 
     def __len__(self) -> int:
@@ -124,13 +135,13 @@ class Remainder(Composite):
     """A data set from one of its samples on."""
 
     def __init__(self, dataset: Dataset, first: int) -> None:
-        self.dataset, self.first = dataset, first
+        self.parts, self.first = [dataset], first
 
     def __len__(self) -> int:
-        return len(self.dataset) - self.first
+        return len(self.parts[0]) - self.first
 
     def resolve(self, k: int) -> tuple[Dataset, int]:
-        return self.dataset, self.first + k
+        return self.parts[0], self.first + k
 
 
 def normalise(weights: Sequence[float]) -> list[float]:

@@ -147,7 +147,7 @@ class Cyclic(Composite):
     """
 
     def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
+        self.dataset, self.parts = dataset, [dataset]
         self._order = lru_cache(maxsize=2)(self._shuffle)  # a step can lie in two epochs
 
     def __len__(self) -> int:

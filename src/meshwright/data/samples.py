@@ -51,6 +51,14 @@ class OrderedSamples:
 
     prefix = ""  # of its pair of files, if there is one
 
+    def list_sources(self) -> list[str]:
+        """Return the prefixes of the files that samples come from; "" if from none."""
+        return [self.prefix]
+
+    def source_of(self, k: int) -> str:
+        """Return the one of these that sample k comes from."""
+        return self.prefix
+
     def count_used(self, consumed: int) -> Counter[str]:
         """Return how many of the first samples come from each data set, by its prefix.
 

@@ -21,6 +21,7 @@ class Result:
         task: its name; empty for text and token files.
         headline: the measure that is drawn.
         facts: what identifies the measurement: file, variant, lengths.
+        by_position: losses by the number of tokens before a prediction, of text and token files.
     """
 
     folder: str
@@ -29,13 +30,15 @@ class Result:
     headline: str
     values: dict[str, float]
     facts: dict[str, Any] = field(default_factory=dict)
+    by_position: dict[str, float] = field(default_factory=dict)
 
     @property
     def record(self) -> dict[str, Any]:
         """Return the result for JSON; what is not finite is a string there."""
         plain: dict[str, Any] = json_ready(self.values)
         if not self.task:
-            return {"step": self.step} | plain | self.facts
+            positions = {"by_position": json_ready(self.by_position)} if self.by_position else {}
+            return {"step": self.step} | plain | self.facts | positions
         return {"folder": self.folder, "step": self.step, "task": self.task, "values": plain} | self.facts
 
 
@@ -48,6 +51,7 @@ def format_value(value: Any) -> str:
 def list_result(result: Result) -> str:
     """Return the figures of one checkpoint, a line each."""
     named = {"step": result.step} | result.values | result.facts
+    named |= {f"loss at {positions}": loss for positions, loss in result.by_position.items()}
     width = max(16, *(len(name) for name in named))
     return "\n".join(f"  {name.replace('_', ' '):{width}} {format_value(value)}" for name, value in named.items())
 

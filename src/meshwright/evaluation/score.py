@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,9 +40,9 @@ class Window(NamedTuple):
 
 
 def score_windows(
-    scorer: Scorer, windows: Iterable[Window], length: int, batch: int, fixed: bool = False
+    scorer: Scorer, windows: Iterable[Window], length: int, batch: int, fixed: bool = False, ranges: int = 0
 ) -> Iterator[Tensor]:
-    """Yield [n, 2], what the scorer returns for each window in order, for some windows at a time.
+    """Yield [n, 2 + ranges], what the scorer returns for each window in order, some at a time.
 
     A micro-batch has `batch` windows of `length` predictions, or more shorter ones; windows are
     sorted by length, because a row is padded to the longest, in steps of WIDTH. With `fixed` every
@@ -56,7 +56,8 @@ def score_windows(
             longest = max(1, len(portion[order[at]].tokens) - 1)
             width = length if fixed else min(length, -(-longest // WIDTH) * WIDTH)
             count = batch * length // width
-            batches.append(make_rows([portion[i] for i in order[at : at + count]], count if fixed else 0, width))
+            rows = make_rows([portion[i] for i in order[at : at + count]], count if fixed else 0, width)
+            batches.append(rows._replace(ranges=ranges))
             at += count
         values = scorer(batches)[: len(portion)]  # after these come the rows that fill the last micro-batch
         ordered = values.new_empty(values.shape)
@@ -89,6 +90,7 @@ class Score:
     tokens: int
     bytes: int
     documents: int
+    by_position: dict[str, float] = field(default_factory=dict)  # nats per token by ranges of places in a window
 
     @property
     def loss(self) -> float:
@@ -141,20 +143,32 @@ def score_documents(
     scorer: Scorer, eod: int, documents: Iterable[tuple[Sequence[int], int]], length: int, stride: int, batch: int
 ) -> Score:
     """Score documents given as their tokens, without an end, and their number of bytes."""
+    from meshwright.model.loss import first_positions, range_names
+
     tokens = size = number = 0
+    names, borders = range_names(length), [*first_positions(length), length]
+    counts, nats = [0] * len(names), [0.0] * len(names)
 
     def read() -> Iterator[Window]:
         nonlocal tokens, size, number
         for own, bytes_of_text in documents:
             ids = [eod, *own]
             number, tokens, size = number + 1, tokens + len(ids) - 1, size + bytes_of_text
-            yield from document_windows(ids, length, stride)
+            for window in document_windows(ids, length, stride):
+                for i, (begin, end) in enumerate(itertools.pairwise(borders)):
+                    counts[i] += max(min(len(window.tokens) - 1, end) - max(window.first, begin), 0)
+                yield window
 
-    total = math.fsum(float(values[:, 0].sum()) for values in score_windows(scorer, read(), length, batch))
+    totals = []
+    for values in score_windows(scorer, read(), length, batch, ranges=len(names)):
+        totals.append(float(values[:, 0].sum()))
+        nats = [a + b for a, b in zip(nats, values[:, 2:].sum(0).tolist(), strict=True)]
+    total = math.fsum(totals)
     if not tokens:
         raise bad_data("there is no text to score")
     require_finite(total)
-    return Score(total, tokens, size, number)
+    by_position = {name: loss / count for name, loss, count in zip(names, nats, counts, strict=True) if count}
+    return Score(total, tokens, size, number, by_position)
 
 
 def document_windows(ids: Sequence[int], length: int, stride: int) -> Iterator[Window]:

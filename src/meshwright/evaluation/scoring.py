@@ -47,7 +47,8 @@ def score_text(m: LanguageModel, folder: str, documents: Documents, stride: int 
     s = score_documents(m.scorer, m.tokenizer.eod, documents, length, stride, batch)
     names = "documents tokens bytes loss perplexity bits_per_byte".split()
     facts = {"sequence_length": length, "stride": stride}
-    return [Result(folder, m.step, "", "bits_per_byte", {name: getattr(s, name) for name in names}, facts)]
+    values = {name: getattr(s, name) for name in names}
+    return [Result(folder, m.step, "", "bits_per_byte", values, facts, s.by_position)]
 
 
 class TaskScorer:

@@ -68,11 +68,12 @@ class ShardedModel:
 
     def score(self, batches: list[WindowBatch]) -> Tensor:
         """Score micro-batches as a `Scorer` does; copies of the model share them out."""
-        values: Tensor = self.calls.call("score", *(x.long() for rows in batches for x in rows))
+        ranges = torch.tensor([rows.ranges for rows in batches])
+        values: Tensor = self.calls.call("score", ranges, *(x.long() for rows in batches for x in rows[:3]))
         return values
 
     @torch.inference_mode()
-    def _score(self, *tensors: Tensor) -> Tensor:
-        threes = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
-        batches = [WindowBatch(tokens, labels, counted.bool()) for tokens, labels, counted in threes]
+    def _score(self, ranges: Tensor, *tensors: Tensor) -> Tensor:
+        rows = zip(tensors[::3], tensors[1::3], tensors[2::3], ranges.tolist(), strict=True)
+        batches = [WindowBatch(tokens, labels, counted.bool(), count) for tokens, labels, counted, count in rows]
         return self.calls.sum(score_part(self.model, self.model.parts[0].vocab, batches).cpu())

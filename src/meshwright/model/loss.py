@@ -27,3 +27,15 @@ def token_terms(
 def loss_sum(losses: Tensor, mask: Tensor | None) -> Tensor:
     """Sum the losses of unmasked tokens; the caller divides by their number in the global batch."""
     return losses.sum() if mask is None else (losses * mask).sum()
+
+
+def first_positions(length: int) -> list[int]:
+    """Return where ranges of positions begin over which losses are averaged: 0, 1, 2, 4, 8 ..."""
+    return [0, *(1 << k for k in range((length - 1).bit_length()))]
+
+
+def range_names(length: int) -> list[str]:
+    """Return the names of these ranges: 0, 1, 2-3, 4-7 and so on, up to `length` - 1."""
+    firsts = first_positions(length)
+    ends = [*firsts[1:], length]
+    return [f"{first}-{end - 1}" if end - 1 > first else str(first) for first, end in zip(firsts, ends, strict=True)]

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from meshwright.data.loader import Batch
 from meshwright.kernels.cross_entropy import cross_entropy
 from meshwright.model.gpt import GPT
+from meshwright.model.loss import first_positions
 from meshwright.model.positions import Positions
 from meshwright.parallel import comm
 from meshwright.parallel.cut_model import CutModel
@@ -26,10 +27,12 @@ class WindowBatch(NamedTuple):
     tokens: Tensor  # [B, T] int64
     labels: Tensor  # [B, T] int64
     counted: Tensor  # [B, T] bool
+    ranges: int = 0  # of positions, whose losses are returned too
 
 
-# Micro-batches to [rows of all of them, 2] float64 on the host: the nats of a row's counted
-# predictions, and how many of these have the likeliest token as their label.
+# Micro-batches to [rows of all of them, 2 + ranges] float64 on the host: the nats of a row's
+# counted predictions, how many of these have the likeliest token as their label, and the nats of
+# each range of positions.
 Scorer = Callable[[list[WindowBatch]], Tensor]
 
 
@@ -56,17 +59,24 @@ def score_part(net: CutModel, vocab: int, batches: list[WindowBatch]) -> Tensor:
     """
     layout = net.layout
     numbers = [turn + layout.at("replicas", "shard") for turn in range(0, len(batches), layout.dp)]
-    cut = [WindowBatch(*(columns_of(x, layout) for x in batches[i % len(batches)])) for i in numbers]
+    cut = [cut_columns(batches[i % len(batches)], layout) for i in numbers]
 
     def count_part(logits: Tensor, i: int) -> Tensor:
-        return count_hits(logits, cut[i], vocab, layout.at("tp") * logits.shape[-1], layout.group("tp"))
+        column = layout.at("cp") * logits.shape[1]
+        return count_hits(logits, cut[i], vocab, layout.at("tp") * logits.shape[-1], layout.group("tp"), column)
 
     results = net.infer([Batch(rows.tokens, rows.labels, torch.arange(len(rows.tokens))) for rows in cut], count_part)
-    out = [torch.zeros(len(rows.tokens), 2, dtype=torch.float64, device=net.device) for rows in batches]
+    out = [torch.zeros(len(rows.tokens), 2 + rows.ranges, dtype=torch.float64, device=net.device) for rows in batches]
     for i, values in zip(numbers, results, strict=True) if net.has_results else ():
         if i < len(batches):
             out[i] = values
     return torch.cat(out)
+
+
+def cut_columns(rows: WindowBatch, layout: Layout) -> WindowBatch:
+    """Return the micro-batch with this context rank's columns."""
+    tokens, labels, counted = (columns_of(x, layout) for x in (rows.tokens, rows.labels, rows.counted))
+    return WindowBatch(tokens, labels, counted, rows.ranges)
 
 
 def columns_of(x: Tensor, layout: Layout) -> Tensor:
@@ -77,9 +87,11 @@ def columns_of(x: Tensor, layout: Layout) -> Tensor:
 
 
 def count_hits(
-    logits: Tensor, rows: WindowBatch, vocab: int, first: int = 0, group: ProcessGroup | None = None
+    logits: Tensor, rows: WindowBatch, vocab: int, first: int = 0, group: ProcessGroup | None = None, column: int = 0
 ) -> Tensor:
     """Return [B, 2] float64: the nats of each row's counted predictions, and how many are right.
+
+    With ranges of positions, the nats of each follow; the first column of `rows` is at `column`.
 
     The logits [B, T, ...] may cover only the ids from `first` on; the ranks of `group` have the
     others. `rows` may be on the host, from where the places that count are sent without a wait.
@@ -96,7 +108,13 @@ def count_hits(
     if len(both) != len(places):
         both = both[places]
     dense = both.new_zeros(rows.labels.numel(), 2).index_copy_(0, places, both)
-    return dense.view(*rows.labels.shape, 2).sum(1)
+    dense = dense.view(*rows.labels.shape, 2)
+    if not rows.ranges:
+        return dense.sum(1)
+    columns = torch.arange(column, column + dense.shape[1], device=dense.device)
+    firsts = torch.tensor(first_positions(1 << 31)[: rows.ranges], device=dense.device)
+    in_range = F.one_hot(torch.bucketize(columns, firsts, right=True) - 1, rows.ranges).double()
+    return torch.cat((dense.sum(1), dense[..., 0] @ in_range), 1)
 
 
 def likeliest(logits: Tensor, first: int, group: ProcessGroup | None) -> Tensor:

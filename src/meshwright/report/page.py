@@ -237,7 +237,7 @@ def plots(history: History) -> list[str]:
     """Return HTML figures: the loss, large, then what explains it."""
     if not history.steps:
         return ['<p class="quiet">No step was recorded, so there is nothing to draw.</p>']
-    out = [loss_plot(history), *(score_plot(*item) for item in history.scores.items())]
+    out = [loss_plot(history), *part_plots(history), *(score_plot(*item) for item in history.scores.items())]
     for title, unit, column, scale, smooth in (
         ("Learning rate", "", "lr", 1.0, False),
         ("Gradient norm", "before clipping", "grad_norm", 1.0, True),
@@ -274,6 +274,31 @@ def loss_plot(history: History) -> str:
     if resumed_at(history):
         legend.append(plot.key("┆", plot.INK, "resumed or rolled back"))
     return plot.embed_figure(figure, "Loss", legend="".join(legend), wide=True)
+
+
+def part_plots(history: History) -> list[str]:
+    """Return figures of each set's validation loss: by position, and by data set over the steps."""
+    out = []
+    for checks in history.sets().values():
+        on, last = suffix(checks[0]), checks[-1]
+        if len(last.by_position) > 1:
+            figure, axes = plot.new_axes((4.8, 2.7), x="position")
+            chosen = [checks[i] for i in sorted({0, len(checks) // 2, len(checks) - 1})]
+            legend, names = [], list(last.by_position)
+            for (line, dashes), v in zip(SET_LINES, reversed(chosen), strict=False):
+                axes.plot([v.by_position.get(name, math.nan) for name in names], color=plot.POINT, ls=line, marker=".")
+                legend.append(plot.key(dashes, plot.POINT, f"step {v.iteration:,}"))
+            axes.set_xticks(range(len(names)), labels=names, rotation=45)
+            out.append(plot.embed_figure(figure, f"Validation loss by position{on}", legend="".join(legend)))
+        if last.by_data:
+            figure, axes = plot.new_axes((4.8, 2.7))
+            legend = []
+            for (line, dashes), prefix in zip(itertools.cycle(SET_LINES), last.by_data, strict=False):
+                known = [(v.iteration, v.by_data[prefix]) for v in checks if prefix in v.by_data]
+                axes.plot(*zip(*known, strict=True), color=plot.POINT, ls=line, marker="." if len(known) <= 30 else "")
+                legend.append(plot.key(dashes, plot.POINT, f"{Path(prefix).name}: {last.by_data[prefix]:.4f}"))
+            out.append(plot.embed_figure(figure, f"Validation loss by data set{on}", legend="".join(legend)))
+    return out
 
 
 def score_plot(name: str, scores: dict[int, float]) -> str:

@@ -41,6 +41,8 @@ class Validation:
     ppl: float
     dataset: str = ""  # its name where there are several
     is_at_end: bool = False  # whether it followed the last step, which may have been validated before
+    by_position: dict[str, float] = field(default_factory=dict)
+    by_data: dict[str, float] = field(default_factory=dict)  # losses by pairs of token files, if there are several
 
     @property
     def title(self) -> str:
@@ -132,7 +134,8 @@ class Record:
             row["time"] = now
         elif event == "validation":
             loss, ppl = float(row["loss"]), float(row["ppl"])
-            v = Validation(iteration, str(row["name"]), loss, ppl, str(row.get("set", "")), bool(row.get("end")))
+            by = [{str(n): float(x) for n, x in row.get(key, {}).items()} for key in ("by_position", "by_data")]
+            v = Validation(iteration, str(row["name"]), loss, ppl, str(row.get("set", "")), bool(row.get("end")), *by)
             self.checks[v.title, iteration, v.is_at_end] = v
         elif event == "sample":
             number = int(row["number"])

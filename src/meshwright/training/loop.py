@@ -33,6 +33,7 @@ from meshwright.training.log.lines import FORMS, MEGATRON, Check
 from meshwright.training.log.metrics import Metrics
 from meshwright.training.log.profile import profiler
 from meshwright.training.log.timers import Startup, Timers
+from meshwright.training.loss_parts import LossParts
 from meshwright.training.state.state import State
 from meshwright.training.step import StepSettings, evaluate, train_step, untimed
 
@@ -268,13 +269,16 @@ class Trainer:
         before = p.iteration // t.eval_interval - (not is_at_end) if name == "valid" and not is_full else 0
         steps = -(-len(dataset) // size) if is_full else t.eval_iters
         at_end: Literal["mask", "wrap"] = "mask" if is_full else "wrap"
-        begun = time.perf_counter()
+        assert self.config.data.seq_length
+        begun, parts = time.perf_counter(), LossParts(dataset, self.config.data.seq_length, self.net)
         with contextlib.closing(self.feed.validate(dataset, before * t.eval_iters * size, size, at_end)) as batches:
-            loss = evaluate(self.net, itertools.islice(batches, steps), self.is_cut_short)
+            loss = evaluate(self.net, itertools.islice(batches, steps), self.is_cut_short, parts)
         if self.is_cut_short():  # saving comes first: the process may be killed within seconds
             return math.nan
         shown = "test" if name == "test" else "validation"
-        check = Check(p.iteration, shown, loss, is_at_end, set_name, time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        by_parts = parts.by_position, parts.by_data
+        check = Check(p.iteration, shown, loss, is_at_end, set_name, seconds, *by_parts)
         self.metrics.validation(p.consumed_train_samples, check)
         if not math.isfinite(loss) and self.guard.on_nonfinite[0] != "skip":
             message = f"iteration {p.iteration}: the loss on the {key} set is {loss}, so this step is not saved; "

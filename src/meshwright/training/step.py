@@ -29,6 +29,7 @@ from meshwright.parallel.layout import Layout
 from meshwright.parallel.tensor import combine_over
 from meshwright.ranks.pulse import pulse
 from meshwright.training.graphs import DIVISOR, VOTE, Graphs, Position, copy_into
+from meshwright.training.loss_parts import LossParts
 
 if TYPE_CHECKING:
     from meshwright.parallel.flat import FlatStore
@@ -277,16 +278,31 @@ def sum_terms(net: Network, batch: Batch, logits: Tensor) -> list[Tensor]:
     return [loss_sum(losses, batch.loss_mask) for losses in net.loss(logits, batch).values()]
 
 
-def first_term(net: Network, batches: list[Batch]) -> Callable[[Tensor, int], Tensor]:
+def first_term(
+    net: Network, batches: list[Batch], samples: list[list[int]], parts: LossParts | None
+) -> Callable[[Tensor, int], Tensor]:
     """Return the function that computes the reported loss of micro-batch i from its logits."""
-    return lambda logits, i: sum_terms(net, batches[i], logits)[0]
+
+    def compute(logits: Tensor, i: int) -> Tensor:
+        losses = next(iter(net.loss(logits, batches[i]).values()))
+        if parts is not None and net.has_results:
+            parts.add(samples[i], batches[i], losses)
+        return loss_sum(losses, batches[i].loss_mask)
+
+    return compute
 
 
 @torch.no_grad()
-def evaluate(net: Network, batches: Iterator[list[Batch]], should_stop: Callable[[], bool] = lambda: False) -> float:
+def evaluate(
+    net: Network,
+    batches: Iterator[list[Batch]],
+    should_stop: Callable[[], bool] = lambda: False,
+    parts: LossParts | None = None,
+) -> float:
     """Return the mean loss of the unmasked tokens of these global batches, without dropout.
 
-    Checks `should_stop` before each batch; the mean is then that of the batches so far.
+    Checks `should_stop` before each batch; the mean is then that of the batches so far. `parts`
+    takes the losses by data set and position.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=net.device)  # loss, tokens
     is_stopped = False
@@ -295,13 +311,16 @@ def evaluate(net: Network, batches: Iterator[list[Batch]], should_stop: Callable
         if is_stopped := should_stop():
             break
         on_device = [batch.to(net.device) for batch in micro_batches]
-        losses = net.infer(on_device, first_term(net, on_device))
+        samples = [batch.sample_ids.tolist() for batch in micro_batches]
+        losses = net.infer(on_device, first_term(net, on_device, samples, parts))
         if net.has_results:
             for loss in losses:
                 sums[0] += loss
             sums[1] += 0 if net.layout.at("cp") else sum(b.unmasked for b in micro_batches)
     if net.layout.world > 1:
         dist.all_reduce(sums)
+    if parts is not None:
+        parts.merge()
     total, tokens = sums.tolist()
     if not tokens and not is_stopped:
         raise UserError(f"every token of the validation set is masked; {CHECK_MASKS}", BAD_DATA, True)

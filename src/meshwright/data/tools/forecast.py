@@ -80,7 +80,7 @@ def list_arrays(datasets: Iterable[Any]) -> list[Any]:
     while left:
         attributes = vars(left.pop())
         out += [attributes[n] for n in INDEX_ARRAYS if n in attributes]
-        left += [*attributes.get("parts", ()), *([attributes["dataset"]] if "dataset" in attributes else [])]
+        left += attributes.get("parts", ())
     return out
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.training.log.columns import STEP_COLUMNS
@@ -171,6 +171,8 @@ class Check:
     is_at_end: bool = False  # whether it follows the last step, and may repeat an iteration
     dataset: str = ""  # given only if there are several
     seconds: float = 0.0  # that it took
+    by_position: dict[str, float] = field(default_factory=dict)  # losses by ranges of positions
+    by_data: dict[str, float] = field(default_factory=dict)  # by pairs of files, if there are several
 
     @property
     def ppl(self) -> float:

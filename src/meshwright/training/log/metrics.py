@@ -29,7 +29,7 @@ from meshwright.runs.history import final_loss
 from meshwright.runs.rows import METRICS, read_lines
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
-from meshwright.storage.addresses import shown_in
+from meshwright.storage.addresses import shown, shown_in
 from meshwright.training.log.lines import FORMS, MEGATRON, Check, Interval, RunSizes, in_deepspeeds_form
 from meshwright.training.log.screen import LineScreen
 from meshwright.training.log.timers import Timers
@@ -221,6 +221,8 @@ class Metrics:
         end = {"end": True} if check.is_at_end else {}
         row = {"name": check.name, "loss": check.loss, "ppl": check.ppl}
         row |= {"set": check.dataset} if check.dataset else {}
+        row |= {"by_position": check.by_position} if check.by_position else {}
+        row |= {"by_data": {shown(prefix): loss for prefix, loss in check.by_data.items()}} if check.by_data else {}
         self.row("validation", check.iteration, seconds=round(check.seconds, 3), **row, **end)
         self._track(validation_tags(self.g, row), check.iteration, consumed)
 

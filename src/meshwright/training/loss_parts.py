@@ -1,0 +1,69 @@
+"""The loss of a validation by data set and by position, in any layout."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.data.loader import Batch
+from meshwright.data.samples import Dataset, OrderedSamples
+from meshwright.model.loss import first_positions, range_names
+from meshwright.parallel.cut_model import CutModel
+
+
+class LossParts:
+    """Sums of losses, and numbers of tokens, by data set and range of positions.
+
+    A position is that of the model: the place in the sample, or in the document if they restart.
+    """
+
+    def __init__(self, dataset: Dataset, length: int, net: CutModel) -> None:
+        self.dataset, self.length, self.net = dataset, length, net
+        self.sources = dataset.list_sources() if isinstance(dataset, OrderedSamples) else []
+        self.numbers = {source: number for number, source in enumerate(self.sources)}
+        self.firsts = torch.tensor(first_positions(length), device=net.device)
+        shape = 2, max(len(self.sources), 1), len(self.firsts)  # losses and tokens
+        self.sums = torch.zeros(shape, dtype=torch.float64, device=net.device)
+
+    def add(self, samples: list[int], batch: Batch, losses: Tensor) -> None:
+        """Add the losses [B, T] of some samples; a batch has this rank's columns of them."""
+        mask = torch.ones_like(losses) if batch.loss_mask is None else batch.loss_mask
+        values = torch.stack((losses * mask, mask)).double()
+        positions = batch.position_ids
+        if positions is None:
+            columns = losses.shape[1]
+            positions = self.net.layout.at("cp") * columns + torch.arange(columns, device=losses.device)[None]
+        ranges = torch.bucketize(positions, self.firsts, right=True) - 1
+        in_range = F.one_hot(ranges, len(self.firsts)).double().expand(len(losses), -1, -1)
+        of_source = F.one_hot(torch.tensor([self.number_of(k) for k in samples]), self.sums.shape[1])
+        # Products, because sums by index have no fixed order on GPUs.
+        by_sample = torch.einsum("vbt,btr->vbr", values, in_range)
+        self.sums += torch.einsum("vbr,bs->vsr", by_sample, of_source.to(losses.device, torch.float64))
+
+    def number_of(self, sample: int) -> int:
+        """Return the number of the data set that a sample of the validation comes from."""
+        dataset = self.dataset
+        return self.numbers[dataset.source_of(sample % len(dataset))] if isinstance(dataset, OrderedSamples) else 0
+
+    def merge(self) -> None:
+        """Add up the sums of all ranks."""
+        if self.net.layout.world > 1:
+            dist.all_reduce(self.sums)
+
+    @property
+    def by_position(self) -> dict[str, float]:
+        """The mean loss of each range of positions that has a token."""
+        return named_means(range_names(self.length), self.sums.sum(1))
+
+    @property
+    def by_data(self) -> dict[str, float]:
+        """The mean loss of each data set that has a token; empty if there is but one."""
+        return named_means(self.sources, self.sums.sum(2)) if len(self.sources) > 1 else {}
+
+
+def named_means(names: list[str], sums: Tensor) -> dict[str, float]:
+    """Return the mean of each name, from sums and counts [2, names], if its count is not 0."""
+    totals, counts = sums.tolist()
+    return {name: total / count for name, total, count in zip(names, totals, counts, strict=True) if count}
