@@ -304,6 +304,8 @@ TRAINING: dict[str, Chances] = {
         "--optimizer lion --lr 1e-3 --lion-beta1 0.5 --lion-beta2 0.8": 1,
         "--optimizer muon --lr 1e-2": 2,
         "--optimizer muon --lr 1e-2 --muon-num-ns-steps 3 --muon-momentum 0.8": 1,
+        "--optimizer muon --lr 1e-2 --muon-split-qkv on": 1,
+        "--optimizer muon --lr 1e-2 --muon-split-qkv groups": 1,
     },
     "schedule": {
         "--lr-decay-style constant": 3,

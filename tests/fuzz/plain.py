@@ -363,10 +363,22 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
 
 
 class Optimizer:
-    def __init__(self, o: Any, w: Weights) -> None:
-        self.o, self.w, self.count = o, w, 0
+    def __init__(self, o: Any, m: Any, w: Weights) -> None:
+        self.o, self.m, self.w, self.count = o, m, w, 0
         self.first = {name: torch.zeros_like(x) for name, x in w.items()}
         self.second = {name: torch.zeros_like(x) for name, x in w.items()}
+
+    def matrices(self, name: str, x: Tensor) -> list[list[int]]:
+        """Return the rows of each matrix that Muon orthogonalises."""
+        if "attn.qkv" not in name or self.o.muon_split_qkv == "off":
+            rows = torch.arange(x.numel() // x.shape[-1]).view(-1, x.shape[-2])  # of a gate, two matrices
+            return [list(map(int, some)) for some in rows]
+        m, out = self.m, dict[tuple[str, int], list[int]]()
+        per_group = [*"q" * (m.num_attention_heads // m.groups), "k", "v"]
+        for row in range(len(x)):
+            group, head = divmod(row // m.head_dim, len(per_group))
+            out.setdefault((per_group[head], group if self.o.muon_split_qkv == "groups" else 0), []).append(row)
+        return list(out.values())
 
     def step(self, gradients: Weights, lr: float, wd: float) -> None:
         self.count += 1
@@ -387,10 +399,10 @@ class Optimizer:
             elif kind == "muon":
                 m.lerp_(g, 1 - o.muon_momentum)
                 update = g.lerp(m, o.muon_momentum)
-                parts = update.unbind(0) if x.dim() == 3 else [update]
-                made = torch.stack([newton_schulz(part, o.muon_num_ns_steps) for part in parts]).view_as(x)
                 x *= 1 - lr * wd
-                x -= lr * 0.2 * math.sqrt(max(x.shape[-2:])) * made
+                for rows in self.matrices(name, x):
+                    made = newton_schulz(update.flatten(0, -2)[rows], o.muon_num_ns_steps)
+                    x.flatten(0, -2)[rows] -= lr * 0.2 * math.sqrt(max(made.shape)) * made
             else:
                 x *= 1 - lr * own
                 m.lerp_(g, 1 - o.adam_beta1)
@@ -529,7 +541,7 @@ class Step(NamedTuple):
 def train(config: Any, weights: Weights, vocabulary: int, eod: int, poisoned: tuple[int, ...]) -> Iterator[Step]:
     w = {name: x.clone().requires_grad_() for name, x in weights.items()}
     o, sample = config.optimizer, samples_of(config, run_samples(config), vocabulary)
-    optimizer = Optimizer(o, {name: x.detach() for name, x in w.items()})
+    optimizer = Optimizer(o, config.model, {name: x.detach() for name, x in w.items()})
     for number, samples, row in rows(config, lambda _, samples: not set(samples).isdisjoint(poisoned)):
         ids = torch.from_numpy(np.stack([sample(k) for k in samples]).astype(np.int64))
         minimized, shown = loss_of(w, config, ids, eod)

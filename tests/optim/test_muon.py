@@ -104,11 +104,15 @@ def test_a_batch_equals_one_by_one():
 def test_chunks():
     """Matrices of one shape together, in their order, up to the size; a large one is alone."""
     params = parameters()
-    found = [[tuple(p.shape) for p in matrices] for matrices in chunks(params, 400)]
+
+    def cut(size):
+        return [[p for _, p in some] for some in chunks([("", p) for p in params], lambda *_: None, size)]
+
+    found = [[tuple(p.shape) for p in matrices] for matrices in cut(400)]
     assert found == [[(24, 8)] * 2, [(8, 24)] * 2, [(16, 16)], [(12, 8)] * 3, [(7, 13)]]
-    assert [len(x) for x in chunks(params, 200)] == [1, 1, 1, 1, 1, 2, 1, 1]
-    assert [len(x) for x in chunks(params, 1)] == [1] * 9
-    assert {id(p) for x in chunks(params, 400) for p in x} == set(map(id, params))
+    assert [len(x) for x in cut(200)] == [1, 1, 1, 1, 1, 2, 1, 1]
+    assert [len(x) for x in cut(1)] == [1] * 9
+    assert {id(p) for x in cut(400) for p in x} == set(map(id, params))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

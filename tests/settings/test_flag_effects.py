@@ -163,7 +163,7 @@ def test_leaves_the_losses_equal(run, base, flags):
     original_max_position_embeddings rope_low_freq_factor rope_high_freq_factor beta_fast beta_slow
     rope_attention_factor lr_wsd_decay_style lr_wsd_decay_iters lr_warmup_init
     start_weight_decay end_weight_decay weight_decay_incr_style sgd_momentum lion_beta1 lion_beta2
-    muon_momentum muon_num_ns_steps fp32_residual_connection"""
+    muon_momentum muon_num_ns_steps muon_split_qkv fp32_residual_connection"""
 )
 @pytest.mark.parametrize(
     ("flags", "other"),
@@ -185,6 +185,8 @@ def test_leaves_the_losses_equal(run, base, flags):
         (["--lion-beta2", "0.5"], ["--optimizer", "lion"]),
         (["--muon-momentum", "0.5"], ["--optimizer", "muon"]),
         (["--muon-num-ns-steps", "2"], ["--optimizer", "muon"]),
+        (["--muon-split-qkv", "on"], ["--optimizer", "muon"]),
+        (["--muon-split-qkv", "groups"], ["--optimizer", "muon", "--muon-split-qkv", "on"]),
         (["--lr-wsd-decay-style", "linear"], ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "4"]),
         (["--lr-wsd-decay-iters", "3"], ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "4"]),
         (["--lr-warmup-init", "0.001"], ["--lr-warmup-iters", "3"]),

@@ -239,8 +239,6 @@ def test_wrong_layouts(layout, words):
         ("--zero-stage 4", "--zero-stage 4 is none of 0, 1, 2, 3"),
         ("--zero-stage 1.5", "--zero-stage: '1.5' is not a whole number"),
         ("--zero-stage -1", "--zero-stage -1 is none of 0, 1, 2, 3"),
-        (f"{W} 2 {TP} 2 --optimizer muon", f"--optimizer muon with {TP} 2: Muon needs whole matrices"),
-        (f"{W} 2 --use-distributed-optimizer --optimizer muon", "--optimizer muon with ZeRO 1"),
         (f"{PP2} --micro-batch-size auto", "--micro-batch-size auto with a model on 2 ranks"),
         (f"{W} 2 --remote-device cpu --zero-stage 2", "--remote-device cpu needs --zero-stage 3, not 2"),
         ("--deepspeed --deepspeed_config nowhere.json", "--deepspeed_config nowhere.json: No such file"),

@@ -31,7 +31,7 @@ def advance(
         new = moment.lerp(now, 1 - momentum)
         ahead.copy_(now.lerp(new, momentum))
         moment.copy_(torch.where(skipped > 0, moment, new))
-    return out, torch.linalg.vector_norm(out, dim=(1, 2), dtype=wide)
+    return out, torch.linalg.vector_norm(out, dim=tuple(range(1, out.ndim)), dtype=wide)
 
 
 @twin("muon.subtract", of=lambda weights, *_: weights[0])

@@ -29,27 +29,56 @@ plain form in bfloat16, which torch computes. In bfloat16 the gram form would be
 than plain, and would diverge without the second R. Devices without Triton kernels keep torch's
 form.
 
-All data-parallel ranks compute the same update. Each could orthogonalise a part of the matrices, at
-the cost of gathering the results.
+Where several ranks share matrices, each is orthogonalised on one of them: parallel/homes.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from meshwright import device as devices
 from meshwright.kernels import muon as passes
-from meshwright.optim.rule_table import GRAM, MUON_CHUNK, MUON_STAGE
+from meshwright.optim.rule_table import GRAM, MUON_CHUNK, MUON_STAGE, MatrixForm
+
+T = TypeVar("T")
+V = TypeVar("V", bound=Tensor)
+Stacks = dict[
+    MatrixForm, tuple[list[int], Tensor]
+]  # numbers of parameters of a form, and a tensor [n, *shape] of theirs
 
 # Keller Jordan's coefficients, as torch has them: the steepest slope at 0.
 A, B, C = 3.4445, -4.7750, 2.0315
 SMALLEST_NORM = 1e-7
 SPREAD = 256.0  # factor of a stored R: its entries, about 1 / m, are far from float16's smallest
+
+
+class Exchange(Protocol):
+    """The way of matrices to their homes, and of updates back: parallel/homes.py."""
+
+    @property
+    def rounds(self) -> list[Any]: ...
+
+    def collect(self, stage: Any, ahead: Iterable[tuple[int, Tensor]], like: Tensor) -> Stacks: ...
+
+    def give_back(self, stage: Any, updates: Stacks, like: Tensor) -> Iterator[list[tuple[int, Tensor]]]: ...
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Where Muon's matrices are.
+
+    With an exchange, every parameter is this rank's part of what its form describes.
+    """
+
+    forms: list[MatrixForm]  # of the parameters
+    device: torch.device  # which orthogonalises; parameters and moments may be on the host
+    exchange: Exchange | None = None
 
 
 class Muon(torch.optim.Optimizer):
@@ -64,30 +93,80 @@ class Muon(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self, params: Iterable[Any], momentum: float = 0.95, ns_steps: int = 5, chunk: int = MUON_CHUNK
+        self,
+        params: list[nn.Parameter],
+        momentum: float = 0.95,
+        ns_steps: int = 5,
+        spread: Spread | None = None,
+        chunk: int = MUON_CHUNK,
     ) -> None:
         super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum, "ns_steps": ns_steps})
+        self.spread = spread or Spread([MatrixForm(tuple(p.shape)) for p in params], params[0].device)
         self.chunk = chunk
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for matrices in chunks([p for p in group["params"] if p.grad is not None], self.chunk):
-                self._update(matrices, group)
+        (group,) = self.param_groups
+        if self.spread.exchange is not None:
+            self._update_at_homes(self.spread.exchange, group)
+            return
+        pairs = zip(self.spread.forms, group["params"], strict=True)
+        for some in chunks((pair for pair in pairs if pair[1].grad is not None), lambda form, _: form, self.chunk):
+            self._update([p for _, p in some], some[0][0], group)
 
-    def _update(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> None:
+    def _update(self, matrices: list[nn.Parameter], form: MatrixForm, group: dict[str, Any]) -> None:
+        ahead, norms = self._advance(matrices, group)
+        if form.sections or ahead.device != self.spread.device:
+            x = orthogonalise_all(ahead.to(self.spread.device), form, group["ns_steps"])
+        else:
+            x = normalised(ahead, norms)
+            del ahead
+            x = orthogonalise_either(x, group["ns_steps"])
+        self._subtract(matrices, x, form, group)
+
+    def _update_at_homes(self, exchange: Exchange, group: dict[str, Any]) -> None:
+        parameters, forms, steps = group["params"], self.spread.forms, group["ns_steps"]
+        ahead_like, update_like = formats(parameters[0].dtype, self.spread.device)
+        for stage in exchange.rounds:
+            stacks = exchange.collect(stage, self._look_ahead(stage.members, group), ahead_like)
+            updates: Stacks = {}
+            for form in list(stacks):
+                numbers, ahead = stacks.pop(form)
+                updates[form] = numbers, self._orthogonalise_chunks(ahead, form, steps)
+                del ahead
+            for parts in exchange.give_back(stage, updates, update_like):
+                for some in chunks(parts, lambda i, _: (forms[i].scale, parameters[i].shape), self.chunk):
+                    x = torch.stack([update for _, update in some]).view(-1, *parameters[some[0][0]].shape)
+                    self._subtract([parameters[i] for i, _ in some], x, forms[some[0][0]], group)
+
+    def _look_ahead(self, numbers: list[int], group: dict[str, Any]) -> Iterator[tuple[int, Tensor]]:
+        """Advance the momentum of parts; yield their look-aheads."""
+        parts = [(i, p) for i in numbers if (p := group["params"][i]).numel()]
+        for some in chunks(parts, lambda *_: None, self.chunk):
+            ahead, _ = self._advance([p for _, p in some], group)
+            yield from zip((i for i, _ in some), ahead, strict=True)
+
+    def _orthogonalise_chunks(self, ahead: Tensor, form: MatrixForm, steps: int) -> Tensor:
+        count = max(1, self.chunk // ahead[0].numel())
+        if len(ahead) <= count:
+            return orthogonalise_all(ahead, form, steps)
+        sizes = [min(count, len(ahead) - begin) for begin in range(0, len(ahead), count)]
+        return torch.cat([orthogonalise_all(some, form, steps) for some in ahead.split_with_sizes(sizes)])
+
+    def _advance(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> tuple[Tensor, Tensor]:
         first = matrices[0]
         gradients = [p.grad for p in matrices if p.grad is not None]
-        moments = [self._moment(p) for p in matrices]
-        lr, rows, columns = group["lr"], *first.shape
-        skipped = scalar(0.0 if self.found_inf is None else self.found_inf, first)
         scale = scalar(1.0 if self.grad_scale is None else self.grad_scale, first)
-        ahead, norms = passes.advance(gradients, moments, scale, skipped, group["momentum"])
-        x = normalised(ahead, norms)
-        del ahead
-        x = orthogonalise(x.mT, group["ns_steps"]).mT if rows > columns else orthogonalise(x, group["ns_steps"])
-        decay, rate = 1 - lr * group["weight_decay"], lr * (0.2 * math.sqrt(max(rows, columns)))
-        passes.subtract([p.detach() for p in matrices], x, scalar(decay, first), scalar(rate, first), skipped)
+        moments = [self._moment(p) for p in matrices]
+        return passes.advance(gradients, moments, scale, self._skipped(first), group["momentum"])
+
+    def _subtract(self, matrices: list[nn.Parameter], x: Tensor, form: MatrixForm, group: dict[str, Any]) -> None:
+        first, lr = matrices[0], group["lr"]
+        decay, rate = scalar(1 - lr * group["weight_decay"], first), scalar(lr * form.scale, first)
+        passes.subtract([p.detach() for p in matrices], x.to(first.device), decay, rate, self._skipped(first))
+
+    def _skipped(self, like: Tensor) -> Tensor:
+        return scalar(0.0 if self.found_inf is None else self.found_inf, like)
 
     def _moment(self, p: nn.Parameter) -> Tensor:
         state = self.state[p]
@@ -96,12 +175,12 @@ class Muon(torch.optim.Optimizer):
         return state["momentum_buffer"]  # type: ignore[no-any-return]
 
 
-def chunks(parameters: list[nn.Parameter], size: int) -> Iterator[list[nn.Parameter]]:
-    """Yield matrices of one shape, with at most `size` elements in all, but at least one matrix."""
-    shapes: dict[torch.Size, list[nn.Parameter]] = {}
-    for p in parameters:
-        shapes.setdefault(p.shape, []).append(p)
-    for shape, members in shapes.items():
+def chunks(items: Iterable[tuple[T, V]], kind: Callable[[T, V], Hashable], size: int) -> Iterator[list[tuple[T, V]]]:
+    """Yield tensors of one kind and shape: at most `size` elements, but at least one tensor."""
+    kinds: dict[tuple[Hashable, torch.Size], list[tuple[T, V]]] = {}
+    for key, x in items:
+        kinds.setdefault((kind(key, x), x.shape), []).append((key, x))
+    for (_, shape), members in kinds.items():
         count = max(1, size // shape.numel())
         yield from (members[i : i + count] for i in range(0, len(members), count))
 
@@ -113,13 +192,49 @@ def scalar(value: float | Tensor, like: Tensor) -> Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
+def formats(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return empty tensors in the formats of look-aheads and of their orthogonal matrices."""
+    if dtype is torch.float64:
+        return (torch.empty(0, dtype=dtype, device=device),) * 2
+    low = torch.float16 if devices.has_kernels(device) else torch.bfloat16
+    return torch.empty(0, dtype=torch.bfloat16, device=device), torch.empty(0, dtype=low, device=device)
+
+
 def normalised(x: Tensor, norms: Tensor) -> Tensor:
     """Return x [n, r, c] / its norms [n], rounded as torch does, in the iterations' format."""
     if x.dtype is torch.float64:
         return x / norms.clamp(min=SMALLEST_NORM)[:, None, None]
-    low = torch.float16 if devices.has_kernels(x.device) else torch.bfloat16
     rounded = norms.bfloat16().clamp(min=SMALLEST_NORM)[:, None, None]
-    return torch.div(x, rounded, out=torch.empty_like(x, dtype=low))
+    _, low = formats(x.dtype, x.device)
+    return torch.div(x, rounded, out=torch.empty_like(x, dtype=low.dtype))
+
+
+def orthogonalise_all(ahead: Tensor, form: MatrixForm, steps: int) -> Tensor:
+    """Return the update [n, *shape] of parameters of one form, for the scale of the form."""
+    out = []
+    for x in divide(ahead, form):
+        norms = torch.linalg.vector_norm(x, dim=(1, 2), dtype=None if x.dtype is torch.float64 else torch.float32)
+        x = orthogonalise_either(normalised(x, norms), steps)
+        ratio = math.sqrt(max(x.shape[1:]) / max(form.shape[-2:]))
+        out.append(x if ratio == 1 else x * ratio)
+    if not form.sections:
+        return out[0].view(ahead.shape)
+    by_group = [x.view(len(ahead), -1, n, x.shape[-1]) for x, n in zip(out, form.sections, strict=True)]
+    return torch.cat(by_group, dim=2).view(ahead.shape)
+
+
+def divide(x: Tensor, form: MatrixForm) -> list[Tensor]:
+    """Return the matrices of parameters [n, *shape]: of each kind [count, rows, columns]."""
+    if not form.sections:
+        return [x.reshape(-1, *form.shape[-2:])]
+    groups = x.view(len(x), -1, sum(form.sections), x.shape[-1])
+    matrices = (len(x) * groups.shape[1] if form.by_group else len(x), -1, x.shape[-1])
+    return [section.reshape(matrices) for section in groups.split_with_sizes(form.sections, dim=2)]
+
+
+def orthogonalise_either(x: Tensor, steps: int) -> Tensor:
+    """Return the matrices x [n, r, c] of norm 1, of any shape, with singular values of about 1."""
+    return orthogonalise(x.mT, steps).mT if x.shape[1] > x.shape[2] else orthogonalise(x, steps)
 
 
 def orthogonalise(x: Tensor, steps: int, is_gram: bool | None = None) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
-from meshwright.settings.schema import Optimizer
+from meshwright.settings.schema import Model, Optimizer
 
 Rule = Literal["adamw", "sgd", "lion", "muon"]
 # Each rule's state: torch's name -> name in a checkpoint.
@@ -18,6 +19,7 @@ STATE = {
 MUON_CHUNK = 1 << 27  # elements that Muon updates at a time: four copies in 16 bits are 1 GB
 MUON_STAGE = 3  # iterations of Muon's gram form from one R
 GRAM = 3  # that form is for matrices with at least so many halves of columns for a row
+MUON_HALF = 512  # rows of matrices whose products reach half of the speed of large ones
 LION_CHUNK = 1 << 24  # elements that Lion updates at a time: four copies in float32 are 256 MB
 
 
@@ -40,3 +42,49 @@ def treatment_of(o: Optimizer, name: str, dimensions: int) -> Treatment:
     if rule == "muon" and not (is_matrix and name.startswith("h.")):
         rule = "adamw"
     return Treatment(rule, 1.0, float(is_matrix))
+
+
+class MatrixForm(NamedTuple):
+    """The matrices of a parameter that Muon orthogonalises, each for itself.
+
+    Sections are the rows of a query group's queries, keys and values.
+    """
+
+    shape: tuple[int, ...]  # [rows, columns], or a gate's [2, rows, columns]
+    sections: tuple[int, ...] = ()
+    by_group: bool = False  # each group's sections are matrices of their own
+
+    @property
+    def matrices(self) -> list[tuple[int, int, int]]:
+        """The number, rows and columns of the matrices of each kind."""
+        *stack, rows, columns = self.shape
+        if not self.sections:
+            return [(math.prod(stack), rows, columns)]
+        groups = rows // sum(self.sections)
+        return [(groups, n, columns) if self.by_group else (1, groups * n, columns) for n in self.sections]
+
+    @property
+    def scale(self) -> float:
+        """The factor that gives an update the size of AdamW's."""
+        return 0.2 * math.sqrt(max(self.shape[-2:]))
+
+    def cost(self, steps: int) -> float:
+        """Return the operations of the iterations; products of small matrices are slower."""
+        sizes = [(n, min(rows, columns), max(rows, columns)) for n, rows, columns in self.matrices]
+        return sum(n * muon_flops(short, long, steps) * (1 + MUON_HALF / short) for n, short, long in sizes)
+
+
+def form_of(o: Optimizer, m: Model | None, name: str, shape: tuple[int, ...]) -> MatrixForm:
+    """Return how a parameter of this full shape is divided for Muon."""
+    if m is None or o.muon_split_qkv == "off" or not name.endswith("attn.qkv.weight"):
+        return MatrixForm(shape)
+    queries = (m.num_attention_heads or 0) // m.groups * m.head_dim
+    return MatrixForm(shape, (queries, m.head_dim, m.head_dim), o.muon_split_qkv == "groups")
+
+
+def muon_flops(short: int, long: int, steps: int) -> float:
+    """Return the operations of orthogonalising a matrix as optim/muon.py does on a GPU."""
+    if 2 * long < GRAM * short:
+        return steps * (4.0 * short**2 * long + 2 * short**3)
+    stages = [min(MUON_STAGE, steps - first) for first in range(0, steps, MUON_STAGE)]
+    return sum(4.0 * short**2 * long + 2 * (4 * stage - 3) * short**3 for stage in stages)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshwright.lazy_compiler import spare, spare_step
 from meshwright.optim.lion import Lion
-from meshwright.optim.muon import Muon
+from meshwright.optim.muon import Muon, Spread
 from meshwright.optim.rule_table import STATE as STATE
 from meshwright.optim.rule_table import Rule as Rule
 from meshwright.optim.rule_table import Treatment as Treatment
@@ -53,15 +53,17 @@ def scaled(value: float | Tensor, factor: float) -> float | Tensor:
 
 
 def matrices(p: Tensor) -> list[Tensor]:
-    """Return the matrices Muon orthogonalises: two for a gated MLP's weight, otherwise one."""
+    """Return the matrices of a parameter: two for a gated MLP's weight, otherwise one."""
     return list(p.detach().unbind()) if p.ndim == 3 else [p.detach()]
 
 
-def make_optimizer(o: Optimizer, rule: Rule, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(
+    o: Optimizer, rule: Rule, parameters: list[nn.Parameter], spread: Spread | None = None
+) -> torch.optim.Optimizer:
     """Make the optimizer; learning rate and weight decay are set before each step."""
-    group: list[dict[str, Any]] = [{"params": parameters}]
     if rule == "muon":  # updates of AdamW's size, so that one learning rate serves both
-        return Muon(group, o.muon_momentum, o.muon_num_ns_steps)
+        return Muon(parameters, o.muon_momentum, o.muon_num_ns_steps, spread)
+    group: list[dict[str, Any]] = [{"params": parameters}]
     if rule == "lion":
         return Lion(group, o.lion_beta1, o.lion_beta2)
     if rule == "sgd":

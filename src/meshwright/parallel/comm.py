@@ -54,6 +54,17 @@ def all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     return wait_for(functional.all_to_all_single(x.contiguous(), None, None, group))
 
 
+def exchange(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
+    """Send elements [n] to the ranks, so many to each, and return those received, by rank.
+
+    They travel as bytes: gloo exchanges few formats.
+    """
+    out = x.new_empty(sum(received))
+    sizes = [[n * x.itemsize for n in counts] for counts in (received, sent)]
+    dist.all_to_all_single(out.view(torch.uint8), x.view(torch.uint8), sizes[0], sizes[1], group)
+    return out
+
+
 def identity(x: Tensor, group: ProcessGroup) -> Tensor:
     return x.view_as(x)
 
@@ -96,8 +107,8 @@ def exchanged(x: Tensor, group: ProcessGroup) -> Tensor:
     return _Pair.apply(x, group, all_to_all, all_to_all)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def open_all(layout: Layout, device: torch.device) -> None:
-    """Run a first sum in every group, in a fixed order.
+def open_all(layout: Layout, device: torch.device, unused: tuple[str, ...] = ("matrices",)) -> None:
+    """Run a first sum in every group but unused ones, in a fixed order.
 
     NCCL connects a group's ranks at its first use and may wait for the whole device then. Within a
     pass of the network, with messages in flight, that would deadlock.
@@ -105,7 +116,7 @@ def open_all(layout: Layout, device: torch.device) -> None:
     if layout.world > 1:
         dist.all_reduce(torch.zeros(1, device=device))
     for name, group in layout.groups.items():
-        if name not in LANES:
+        if name not in (*LANES, *unused):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 

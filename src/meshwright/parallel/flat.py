@@ -53,7 +53,7 @@ from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
 from meshwright.parallel import comm, shard
 from meshwright.parallel.mapped import BufferMapper
-from meshwright.parallel.store import RuleState, Store, StoreSpec, Updated, UpdateRange
+from meshwright.parallel.store import Member, RuleState, Store, StoreSpec, Updated, UpdateRange
 
 
 class UpdateKind(NamedTuple):
@@ -92,8 +92,8 @@ class FlatStore(Store):
     """Store for ZeRO 0 to 2; allocates and owns the memory of models built on the meta device."""
 
     def __init__(self, models: list[nn.Module], spec: StoreSpec) -> None:
-        self.is_sharded = spec.zero > 0 and spec.layout.group("shard") is not None
-        super().__init__(spec, ("replicas",) if self.is_sharded else ("replicas", "shard", "cp"))
+        is_sharded = spec.zero > 0 and spec.layout.group("shard") is not None
+        super().__init__(spec, ("replicas",) if is_sharded else ("replicas", "shard", "cp"), is_sharded)
         self.keeps_gradients = spec.zero < 2 or not self.is_sharded  # full ones, from micro-batch to micro-batch
         self.shard_count = self.layout.size("shard", "cp") if self.is_sharded else 1
         self.shard_index = self.layout.at("shard", "cp") if self.is_sharded else 0
@@ -178,10 +178,13 @@ class FlatStore(Store):
             for unit in layers:
                 model.get_submodule(unit).register_forward_pre_hook(lambda *_, unit=unit: self._wait_for([unit]))
 
-    def own_part(self, bucket: Bucket) -> tuple[int, int, int]:
-        """Return where this rank's part begins, in the bucket and in sharded buffers, its size."""
+    def own_part(self, bucket: Bucket, index: int | None = None) -> tuple[int, int, int]:
+        """Return where a rank's part begins, in the bucket and in sharded buffers, and its size.
+
+        Without `index`, it is this rank's.
+        """
         size = bucket.size // self.shard_count
-        return self.shard_index * size, bucket.begin // self.shard_count, size
+        return (self.shard_index if index is None else index) * size, bucket.begin // self.shard_count, size
 
     def own_share(self, bucket: Bucket) -> Tensor:
         """Return this rank's part of the summed gradients."""
@@ -222,17 +225,42 @@ class FlatStore(Store):
                 state = self.flat.states[r]
             else:
                 state = {name: torch.zeros_like(master.detach()) for name in rules.STATE[rule]}
-                low = r.target - bucket.begin
-                spans = [(at - low, n) for at, n in bucket.spans.values() if low <= at < low + r.end - r.begin]
-                several = _matrices(master, state, spans) if rule == "muon" else [(master, state)]
-                updated.setdefault(kind.treatment, []).extend(several)
             begin = next(begin for k, begin, _ in bucket.kinds if k == kind)
-            is_counted = self.sharding.is_counted(next(n for n, (at, _) in bucket.spans.items() if begin <= at))
+            first = next(n for n, (at, _) in bucket.spans.items() if begin <= at)
+            if rule != "muon" and (self.flat is None or rule != "adamw"):
+                updated.setdefault(kind.treatment, []).append(Member(first, master, state))
+            is_counted = self.sharding.is_counted(first)
             counted += [r] * is_counted
             self.update_ranges.append(UpdateRange(is_counted, r.begin, master, state, rule, r.target))
         if self.flat is not None:
             self.flat.count(counted)
+        for bucket in self.buckets.values():
+            for kind, begin, end in bucket.kinds:
+                is_muon = kind.treatment.rule == "muon"
+                for name in (n for n, (at, _) in bucket.spans.items() if is_muon and begin <= at < end):
+                    updated.setdefault(kind.treatment, []).extend(self._matrices(name))
         self.make_updates(updated)
+
+    def _matrices(self, name: str) -> list[Member]:
+        """Return views of this rank's part of a parameter and its state, as Muon updates them.
+
+        A rank that shares none has them matrix by matrix; others may have nothing of a parameter.
+        """
+        to, low, high = self.local_range(name)
+        (key,) = rules.STATE["muon"]
+        owned = next((p for p in self.update_ranges if low < high and 0 <= to - p.begin < p.master.numel()), None)
+        moments = self.master[:0] if owned is None else owned.state[key][to - owned.begin :]
+        views = [[x.detach()[: high - low]] for x in (self.master[to:], self.host_share[to:], moments)]
+        if high - low == self.shapes[name].numel():
+            views = [[x.view(self.shapes[name]) for x in view] for view in views]
+            if self.layout.group("matrices") is None:
+                views = [rules.matrices(x) for (x,) in views]
+        out = []
+        for values, grad, moment in zip(*views, strict=True):
+            matrix = nn.Parameter(values)
+            matrix.grad = grad
+            out.append(Member(name, matrix, {key: moment}))
+        return out
 
     # Weights
 
@@ -244,10 +272,13 @@ class FlatStore(Store):
         places = ((name, bucket.begin, bucket.spans[name]) for name, bucket in self.bucket_of.items())
         return {name: _view(self.weights, (begin + offset, shape)) for name, begin, (offset, shape) in places}
 
-    def local_range(self, name: str) -> tuple[int, int, int]:
-        """Return where this rank's part is in the sharded buffers, and its range of elements."""
+    def local_range(self, name: str, index: int | None = None) -> tuple[int, int, int]:
+        """Return where a rank's part is in its sharded buffers, and its range of elements.
+
+        Without `index`, it is this rank's.
+        """
         bucket = self.bucket_of[name]
-        first, begin, size = self.own_part(bucket)
+        first, begin, size = self.own_part(bucket, index)
         offset, shape = bucket.spans[name]
         low = max(offset, first)
         high = max(low, min(offset + shape.numel(), first + size))
@@ -429,6 +460,11 @@ class FlatStore(Store):
             high = max(low, min(high, math.prod(self.sharding.saved_part(name, self.shapes[name])[2])))
             yield name, self.share[to : to + high - low]
 
+    def boxes_of(self, name: str, data: int, tensor: int) -> list[shard.Box]:
+        _, low, high = self.local_range(name, data if self.is_sharded else 0)
+        offsets = self.sharding.offsets(name, self.shapes[name], tensor)
+        return [(tuple(map(operator.add, o, offsets)), n) for o, n in shard.boxes(self.shapes[name], low, high)]
+
     def state_of(self, name: str) -> tuple[tuple[int, ...], list[shard.Box], Tensor, RuleState]:
         bucket, (to, low, high) = self.bucket_of[name], self.local_range(name)
         full, offsets, part = self.sharding.saved_part(name, self.shapes[name])
@@ -485,23 +521,6 @@ def uses_of(model: nn.Module, name: str) -> int:
     if not isinstance(model, GPT):
         return 0
     return 2 if name == "wte.weight" and model.has_embedding and model.has_head and model.lm_head is None else 1
-
-
-def _matrices(
-    master: nn.Parameter, state: RuleState, spans: list[tuple[int, torch.Size]]
-) -> list[tuple[nn.Parameter, RuleState]]:
-    """Return views of a piece and its state matrix by matrix, as Muon updates them."""
-    assert master.grad is not None
-    views = [
-        [x for span in spans for x in rules.matrices(_view(flat, span))]
-        for flat in (master, master.grad, *state.values())
-    ]
-    out = []
-    for values, grad, *states in zip(*views, strict=True):
-        matrix = nn.Parameter(values)
-        matrix.grad = grad
-        out.append((matrix, dict(zip(state, states, strict=True))))
-    return out
 
 
 def _view(flat: Tensor, span: tuple[int, torch.Size]) -> Tensor:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 from meshwright.optim import rules
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.store import RuleState, Store, StoreSpec, Updated, UpdateRange
+from meshwright.parallel.store import Member, RuleState, Store, StoreSpec, Updated, UpdateRange
 
 
 class FullyShardedStore(Store):
@@ -89,16 +89,24 @@ class FullyShardedStore(Store):
             state = {key: torch.zeros_like(local) for key in rules.STATE[treatment.rule]}
             owned = self.named[name] = UpdateRange(self.sharding.is_counted(name), 0, master, state)
             self.update_ranges.append(owned)
-            updated.setdefault(treatment, []).append((master, state))
+            updated.setdefault(treatment, []).append(Member(name, master, state))
         self.make_updates(updated)
 
-    def rows(self, name: str) -> tuple[int, int, int]:
-        """Return this rank's rows as torch cuts them: dimension, start, length."""
-        dimension, position = self.dimension(self.shapes[name]), self.layout.at("shard", "cp")
+    def rows(self, name: str, position: int | None = None) -> tuple[int, int, int]:
+        """Return a rank's (none: this one's) rows as torch cuts them: dimension, start, length."""
+        dimension = self.dimension(self.shapes[name])
+        position = self.layout.at("shard", "cp") if position is None else position
         count = self.shapes[name][dimension]
         each = -(-count // self.ranks)
         first = min(position * each, count)
         return dimension, first, min(each, count - first)
+
+    def boxes_of(self, name: str, data: int, tensor: int) -> list[shard.Box]:
+        dimension, first, size = self.rows(name, data)
+        offsets, part = self.sharding.offsets(name, self.shapes[name], tensor), list(self.shapes[name])
+        offsets[dimension] += first
+        part[dimension] = size
+        return [(tuple(offsets), tuple(part))] if size else []
 
     def set_master(self, name: str, tensor: Tensor) -> None:
         self.named[name].master.data.copy_(tensor.narrow(*self.rows(name)))

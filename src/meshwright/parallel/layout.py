@@ -31,6 +31,7 @@ GROUPS = {
     "gradients": ("replicas", "shard", "cp"),  # gradients of the same weights are summed over it
     "shard": ("shard", "cp"),  # optimizer state is sharded over it
     "replicas": ("replicas",),
+    "matrices": ("shard", "cp", "tp"),  # Muon gathers matrices over it
 }
 
 # Bytes of a tensor rank's rows from which copies are worth their waits. On two H200s, 8 MiB (4,096
@@ -103,6 +104,8 @@ class Layout:
 
     def group(self, name: str) -> ProcessGroup | None:
         """Return a process group, or None if it has only this rank."""
+        if name == "matrices" and name not in self.groups:
+            name = "shard" if self.tp == 1 else "tp"
         return self.groups.get(name)
 
 
@@ -122,6 +125,8 @@ def connect(layout: Layout, timeout: timedelta | None = None) -> Layout:
     pipeline = layout.peers("pp")
     ranks["embedding"] = sorted({pipeline[0], pipeline[-1]})
     ranks |= dict.fromkeys(LANES, pipeline)  # one direction each, so that messages cannot deadlock
+    if ranks["matrices"] in (ranks["shard"], ranks["tp"]):
+        del ranks["matrices"]
     own = {name: members for name, members in ranks.items() if len(members) > 1 and layout.rank in members}
     return replace(
         layout, groups={name: new_group(f"{name} {number}", members, timeout) for name, members in own.items()}

@@ -110,15 +110,20 @@ class Sharding:
         cut = rule(name).cut
         return full if cut is None else full.chunk(self.layout.tp, cut)[self.layout.at("tp")]
 
+    def offsets(self, name: str, shape: torch.Size, tensor: int) -> list[int]:
+        """Return where a tensor rank's part of this shape begins."""
+        cut, out = rule(name).cut, [0] * len(shape)
+        if cut is not None:
+            out[cut] = tensor * shape[cut]
+        return out
+
     def saved_part(self, name: str, shape: torch.Size) -> tuple[list[int], list[int], list[int]]:
         """Return the full tensor's shape, and the offsets and the shape of this rank's part.
 
         All are as saved in a checkpoint: without rows beyond the true vocabulary.
         """
-        (cut, _, has_vocab), full, part = rule(name), list(self.full_shape(name, shape)), list(shape)
-        offsets = [0] * len(full)
-        if cut is not None:
-            offsets[cut] = self.layout.at("tp") * shape[cut]
+        (_, _, has_vocab), full, part = rule(name), list(self.full_shape(name, shape)), list(shape)
+        offsets = self.offsets(name, shape, self.layout.at("tp"))
         if has_vocab:
             full[0], part[0] = self.vocab, min(max(self.vocab - offsets[0], 0), shape[0])
         return full, offsets, part

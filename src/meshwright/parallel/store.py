@@ -22,10 +22,13 @@ from meshwright.kernels import clock, gradients
 from meshwright.kernels.fp8 import Scales
 from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
+from meshwright.optim.muon import Spread
+from meshwright.optim.rule_table import form_of
 from meshwright.parallel import shard
+from meshwright.parallel.homes import Homes, SharedParameter, Sharers
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.mapped import BufferMapper
-from meshwright.settings.schema import Optimizer
+from meshwright.settings.schema import Model, Optimizer
 
 HAS_GRADIENTS, ALL_MET = 0, 1  # times of a step: when a rank has its own gradients, and when all ranks have met
 DRAWING_THREADS = 16  # most tensors of initial weights that are drawn at once
@@ -34,7 +37,17 @@ Named = dict[str, tuple[tuple[int, ...], list[shard.Box], Tensor]]
 Draw = Callable[[Iterable[tuple[str, Tensor]]], None]
 RuleState = dict[str, Tensor]
 SAVED_AS = {key: saved_as for names in rules.STATE.values() for key, saved_as in names.items()}
-Updated = dict[rules.Treatment, list[tuple[nn.Parameter, RuleState]]]
+
+
+class Member(NamedTuple):
+    """A parameter, or a part of one, as its optimizer has it."""
+
+    name: str
+    values: nn.Parameter
+    state: RuleState
+
+
+Updated = dict[rules.Treatment, list[Member]]
 
 
 class UpdateRange(NamedTuple):
@@ -62,6 +75,7 @@ class StoreSpec:
     sequence_parallel: bool = False
     tied: bool = False  # the first and last pipeline stages share the token table
     mapper: BufferMapper | None = None  # for sums by copy engines
+    model: Model | None = None  # of a GPT, whose heads Muon may tell apart
 
 
 class Store:
@@ -78,8 +92,8 @@ class Store:
     flat: FlatAdamW | None = None  # the update of what AdamW owns, where Triton runs
     reads_tensors = False  # whether `step` takes tensors as its numbers, so that a CUDA graph can hold it
 
-    def __init__(self, spec: StoreSpec, replicated: tuple[str, ...]) -> None:
-        self.layout = spec.layout
+    def __init__(self, spec: StoreSpec, replicated: tuple[str, ...], is_sharded: bool = True) -> None:
+        self.layout, self.model, self.is_sharded = spec.layout, spec.model, is_sharded
         self.sharding = shard.Sharding(spec.layout, spec.vocab, spec.sequence_parallel, spec.tied, replicated)
         self.optimizer, self.dtype, self.device, self.offload = spec.optimizer, spec.dtype, spec.device, spec.offload
         self.full_dtype = torch.float64 if spec.dtype is torch.float64 else torch.float32
@@ -130,13 +144,34 @@ class Store:
         """Create torch's optimizers and their state, which a checkpoint may then fill."""
         self.updates = {}
         for treatment, updated in members.items():
-            parameters = [p for p, _ in updated]
-            update = self.updates[treatment] = rules.make_optimizer(self.optimizer, treatment.rule, parameters)
-            for p, state in updated:
+            spread = self._spread(updated) if treatment.rule == "muon" else None
+            parameters = [p for _, p, _ in updated]
+            update = self.updates[treatment] = rules.make_optimizer(self.optimizer, treatment.rule, parameters, spread)
+            for _, p, state in updated:
                 update.state[p] = dict(state)
                 if treatment.rule == "adamw":
                     update.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=self.update_device)
         self.reads_tensors = not self.offload and all(treatment.rule in rules.OURS for treatment in self.updates)
+
+    def _spread(self, members: list[Member]) -> Spread:
+        """Return the forms of Muon's parameters, and their homes if several ranks share them."""
+        layout, group = self.layout, self.layout.group("matrices")
+        names = [name for name, *_ in members]
+        full = [self.sharding.full_shape(name, self.shapes[name]) for name in names]
+        if group is None:  # matrix by matrix, also of a gate
+            forms = [form_of(self.optimizer, self.model, name, tuple(p.shape)) for name, p, _ in members]
+            return Spread(forms, self.device)
+        forms = [form_of(self.optimizer, self.model, name, shape) for name, shape in zip(names, full, strict=True)]
+        at, data = layout.at("shard", "cp", "tp"), layout.size("shard", "cp")
+        sharers = Sharers(group, at, data, layout.tp, self.is_sharded, self.boxes_of)
+        parameters = [
+            SharedParameter(name, form, self.sharding.is_cut(name)) for name, form in zip(names, forms, strict=True)
+        ]
+        return Spread(forms, self.device, Homes(parameters, sharers, self.optimizer.muon_num_ns_steps))
+
+    def boxes_of(self, name: str, data: int, tensor: int) -> list[shard.Box]:
+        """Return the part of a parameter that a rank of this replica and stage updates."""
+        raise NotImplementedError
 
     def finish_sums(self) -> None:
         """Wait until the gradients are summed over the ranks."""

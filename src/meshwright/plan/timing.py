@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 from meshwright.model import counts
 from meshwright.model.kind import BlockKind, block_kind
-from meshwright.optim.rule_table import MUON_STAGE
+from meshwright.optim.rule_table import form_of
 from meshwright.parallel.layout import WORTHWHILE_BYTES
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
 from meshwright.plan import graph_rule, timeline, traffic
 from meshwright.plan.devices import DeviceProfile, Links, LinkSpeed
 from meshwright.plan.parameters import parameters_of_ranks
-from meshwright.settings.schema import Model, TrainConfig
+from meshwright.settings.schema import Model, Optimizer, TrainConfig
 
 BLOCK = 128  # rows of a block of the attention kernel, which computes blocks on the diagonal in full
 BLOCK_STARTS = 3  # blocks of keys that the begin and the end of a block of rows cost
@@ -29,7 +29,6 @@ BLOCK_STARTS = 3  # blocks of keys that the begin and the end of a block of rows
 PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
 # How much more a layer's passes move, and how many more kernels they are, than in fused blocks.
 BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled": (1.4, 3.0), "plain": (2.2, 2.5)}
-MUON_HALF = 512  # rows of matrices whose products reach half of the speed of large ones
 HOST_UPDATE = 40e9  # bytes per second of an update in host memory, on 16 cores beside an H200
 # Numbers of full size that an update reads and writes for a parameter, with those of the norm.
 UPDATE_NUMBERS = {"adam": 8, "adamw": 8, "sgd": 7, "muon": 8, "lion": 38}
@@ -124,19 +123,10 @@ def stage_times(config: TrainConfig, padded: int, profile: DeviceProfile, links:
     return terms.stage_times([terms.stage(s) for s in range(len(config.stages))])
 
 
-def muon_seconds(m: Model, steps: int, flops_per_second: float) -> float:
+def muon_seconds(o: Optimizer, m: Model, flops_per_second: float) -> float:
     """Return the seconds of orthogonalising a layer's matrices as optim/muon.py does."""
-    total = 0.0
-    for name, (outputs, inputs) in counts.layer_matrices(m).items():
-        halves = 2 if m.gated and name == "mlp.fc" else 1
-        short, long = sorted((outputs // halves, inputs))
-        if 2 * long < 3 * short:
-            flops = steps * (4.0 * short**2 * long + 2 * short**3)
-        else:
-            stages = [min(MUON_STAGE, steps - first) for first in range(0, steps, MUON_STAGE)]
-            flops = sum(4.0 * short**2 * long + 2 * (4 * stage - 3) * short**3 for stage in stages)
-        total += halves * flops / flops_per_second * (1 + MUON_HALF / short)
-    return total
+    forms = (form_of(o, m, f"h.0.{name}", shape) for name, shape in counts.layer_shapes(m).items() if len(shape) > 1)
+    return sum(form.cost(o.muon_num_ns_steps) for form in forms) / flops_per_second
 
 
 class _Prediction:
@@ -456,7 +446,7 @@ class _Prediction:
         if config.optimizer.optimizer == "muon":
             speed = profile.peaks.get("float16", self.flops) * profile.reached["muon"]
             layers = (self.m.num_layers or 0) / self.pp
-            seconds += layers * muon_seconds(self.m, config.optimizer.muon_num_ns_steps, speed)
+            seconds += layers * muon_seconds(config.optimizer, self.m, speed)
         if self.p.offloads:
             return size / HOST_UPDATE + own * (self.full + self.low) / profile.storage["host"]
         return seconds

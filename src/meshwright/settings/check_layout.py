@@ -44,10 +44,6 @@ def parallel_problems(c: TrainConfig) -> list[str]:
     if cp > 1 and m.attention_dropout > 0:
         dropout = f"--attention-dropout {m.attention_dropout}"
         out.append(f"{by_cp} with {dropout}: its mask would depend on the layout; give --attention-dropout 0")
-    if c.optimizer.optimizer == "muon" and (tp > 1 or p.zero_stage):
-        other = by_tp if tp > 1 else f"ZeRO {p.zero_stage}"
-        advice = "give --tensor-model-parallel-size 1 and --zero-stage 0, or --optimizer adam"
-        out.append(f"--optimizer muon with {other}: Muon needs whole matrices; {advice}")
     return out + pipeline_problems(c) + zero_problems(c) + fp8_problems(c)
 
 

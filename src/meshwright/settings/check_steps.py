@@ -126,6 +126,8 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[str]:
         out.append("--lr-decay-samples and --lr-decay-tokens both set the decay; give one")
     if o.muon_num_ns_steps >= 100:
         out.append(f"--muon-num-ns-steps {o.muon_num_ns_steps} must be below 100; 5 are enough")
+    if o.muon_tp_mode == "blockwise":
+        out.append("--muon-tp-mode blockwise would make the result depend on the layout; give distributed")
     if out or wrong or out_of_bounds(o) or not has_length or not c.steps:
         return out
     if c.decay_samples <= c.warmup_samples:

@@ -38,7 +38,7 @@ def problems(config: Any, needs_data: bool = True) -> list[str]:
 
 
 def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
-    t, o, k, p = c.training, c.optimizer, c.checkpoint, c.parallel
+    t, o, k = c.training, c.optimizer, c.checkpoint
     layout, sizes = parallel_problems(c), batch_problems(c)
     has_length = not sizes and not out_of_bounds(t) and c.lengths != ["train_epochs"]
     out = architecture_problems(c.model, c.data) + layout + precision_problems(c.precision) + sizes
@@ -63,9 +63,6 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
         out.append("--skip-train with --eval-iters 0 leaves nothing to do; raise --eval-iters")
     if o.override_opt_param_scheduler and o.use_checkpoint_opt_param_scheduler:
         out.append("--override-opt_param-scheduler contradicts --use-checkpoint-opt_param-scheduler; give one")
-    if p.offloads and o.optimizer == "muon":
-        flag = "--cpu-optimizer" if p.cpu_optimizer else "--remote-device cpu"
-        out.append(f"{flag} with --optimizer muon, which needs its matrices on the device; give --optimizer adam")
     return out
 
 

@@ -606,6 +606,18 @@ class Optimizer:
     lion_beta2: float = flag(0.99, "decay rate of Lion's momentum", bound="[0,1)", needs="--optimizer lion")
     muon_momentum: float = flag(0.95, "momentum of Muon", bound="[0,1)", needs="--optimizer muon")
     muon_num_ns_steps: int = flag(5, "Newton-Schulz iterations of Muon", bound=">0", needs="--optimizer muon")
+    muon_split_qkv: Literal["off", "on", "groups"] = flag(
+        "off",
+        "orthogonalise queries, keys and values apart: on, as Megatron does; groups, also those of each query group",
+        needs="--optimizer muon",
+    )
+    muon_tp_mode: Literal["distributed", "duplicated", "blockwise"] = flag(
+        "distributed",
+        "matrices that tensor ranks share: distributed, duplicated (the same here): whole, each on one rank",
+        needs="--optimizer muon",
+        docs="parallelism",
+        proof="",
+    )
     override_opt_param_scheduler: bool = flag(
         False,
         "override the checkpoint's schedule",

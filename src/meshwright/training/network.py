@@ -79,7 +79,7 @@ def build_network(spec: Spec, report_parameters: Callable[[int], None] = lambda 
     """
     config, layout, device, options = spec.config, spec.layout, spec.device, spec.options
     m, p, o = config.model, config.parallel, config.optimizer
-    comm.open_all(layout, device)
+    comm.open_all(layout, device, () if o.optimizer == "muon" else ("matrices",))
     require_own_model(spec)
     fp8.require_fp8(config.precision, device)
     parts, heads, name, execution = build_parts(spec, options)
@@ -94,7 +94,9 @@ def build_network(spec: Spec, report_parameters: Callable[[int], None] = lambda 
         raise UserError(f"--optimizer muon updates {layers}; choose another --optimizer")
     dtype = dtype_of(config.precision)
     mapping = sums_by_copies(config, layout, device)
-    store_spec = StoreSpec(o, dtype, device, spec.vocab, p.offloads, layout, p.zero_stage, spec.sequence, tied, mapping)
+    gpt = m if spec.model is None else None
+    share = p.offloads, layout, p.zero_stage, spec.sequence, tied
+    store_spec = StoreSpec(o, dtype, device, spec.vocab, *share, mapping, gpt)
     is_sharded = p.zero_stage == 3 and layout.group("shard") is not None
     without = graph_rule.reason_against(config, device.type, bool(spec.model or spec.loss))
     stream = None if without else devices.new_stream(device)

@@ -1,0 +1,213 @@
+"""Muon's matrices at their homes: where each is orthogonalised, and how it gets there and back.
+
+Newton-Schulz iterations need a full matrix. ZeRO and tensor parallelism leave a part of it on each
+rank, and without them every data-parallel rank would compute the same. So each parameter has a home
+among the ranks that share it: those of ZeRO (without it, all data-parallel and context ranks) times
+those of tensor parallelism. A pipeline stage has homes of its own, and so has each replica of a
+sharded store. Homes follow from names and shapes alone, longest processing time first: the
+costliest parameter goes to the rank with the least to do.
+
+    on every rank   momentum of its own part, which stays there: checkpoints know no homes
+      all-to-all    the look-ahead of each part goes home, in 16 bits
+    at home         orthogonalise all matrices of one shape at once
+      all-to-all    each rank gets the update of its part, in 16 bits, and subtracts it
+
+For P parameters of matrices, n ranks that share them and p parts, a rank sends
+
+    ZeRO 1 to 3, tensor      (n - 1)/n 2P/p bytes home, and as many back (p = n)
+    ZeRO 0                   nothing home, (n - 1)/n 2P bytes back (p = 1)
+    ZeRO 0 with tensor t     (t - 1)/t 2P/n home, (n - 1)/n 2P/t back (p = t)
+
+These follow the gradients' sums, which are as without Muon, and precede the gathering of new
+weights. Laying each matrix into one rank's part of a bucket instead would send nothing more, but no
+layout by whole matrices divides a layer's bucket equally: of its four or five matrices, most ranks
+would have none, and collectives of equal parts would carry the padding. Parts that are brought
+together need no other layout, and serve rows (ZeRO 3) and tensor parallelism alike.
+
+Rounds bound the memory: in one, a home has at most about MUON_CHUNK elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.optim.muon import Stacks
+from meshwright.optim.rule_table import MUON_CHUNK, MatrixForm
+from meshwright.parallel import comm, shard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class SharedParameter(NamedTuple):
+    """A parameter that ranks share."""
+
+    name: str
+    form: MatrixForm
+    is_cut: bool  # between tensor ranks
+
+
+@dataclass(frozen=True)
+class Sharers:
+    """The ranks that share parameters, this one among them: tensor ranks are neighbours."""
+
+    group: ProcessGroup
+    rank: int
+    data: int  # data-parallel and context ranks
+    tensor: int
+    is_sharded: bool  # each data rank has a part
+    boxes_of: Callable[[str, int, int], list[shard.Box]]  # parameter, data rank, tensor rank -> its part
+
+    @property
+    def size(self) -> int:
+        return self.data * self.tensor
+
+    @property
+    def parts(self) -> int:
+        return (self.data if self.is_sharded else 1) * self.tensor
+
+    def boxes(self, p: SharedParameter, rank: int) -> list[shard.Box]:
+        """Return the part of a parameter that a rank updates."""
+        return self.boxes_of(p.name, *divmod(rank, self.tensor))
+
+    def sends(self, p: SharedParameter, rank: int, home: int) -> bool:
+        """Whether a rank sends its part home; of equal parts only the nearest is sent."""
+        (data, tensor), (home_data, home_tensor) = divmod(rank, self.tensor), divmod(home, self.tensor)
+        return (self.is_sharded or data == home_data) and (p.is_cut or tensor == home_tensor)
+
+
+class Parcels:
+    """The values of one exchange on one side: how many go to or come from each rank, and where."""
+
+    def __init__(self, ranks: int, contents: Iterable[tuple[int, int, int]]) -> None:
+        """Place (rank, parameter, elements) by rank, in their order."""
+        self.sizes, self.places = [0] * ranks, dict[tuple[int, int], slice]()
+        begin = 0
+        for rank, number, size in sorted(contents, key=lambda content: content[0]):
+            self.places[rank, number] = slice(begin, begin + size)
+            self.sizes[rank] += size
+            begin += size
+        self.total = begin
+
+
+@dataclass(frozen=True)
+class Round:
+    """Parameters that are updated together."""
+
+    members: list[int]  # in the order in which homes were chosen
+    sent: Parcels
+    received: Parcels
+    returns: list[tuple[Parcels, Parcels]]  # sent and received, some members at a time
+
+
+class Homes:
+    """The homes of an optimizer's parameters."""
+
+    def __init__(
+        self, parameters: list[SharedParameter], sharers: Sharers, steps: int, limit: int = MUON_CHUNK
+    ) -> None:
+        self.parameters, self.sharers = parameters, sharers
+        self.homes = [0] * len(parameters)
+        sizes = [math.prod(p.form.shape) for p in parameters]
+        loads = [0.0] * sharers.size
+        self.rounds = list[Round]()
+        for members in packed(range(len(parameters)), sizes, limit * sharers.size):
+            costs = {i: parameters[i].form.cost(steps) for i in members}
+            for i, home in assign(costs, loads):
+                self.homes[i] = home
+            self.rounds.append(self._round(list(costs), packed(costs, sizes, limit * sharers.parts)))
+
+    def _round(self, members: list[int], pieces: list[list[int]]) -> Round:
+        s, ranks = self.sharers, range(self.sharers.size)
+        mine = {i: elements(s.boxes(self.parameters[i], s.rank)) for i in members}
+
+        def at_home(some: list[int]) -> list[tuple[int, int, int]]:
+            own = [i for i in some if self.homes[i] == s.rank]
+            return [(r, i, elements(s.boxes(self.parameters[i], r))) for i in own for r in ranks]
+
+        def sends(rank: int, i: int) -> bool:
+            return s.sends(self.parameters[i], rank, self.homes[i])
+
+        return Round(
+            members,
+            Parcels(s.size, [(self.homes[i], i, mine[i]) for i in members if sends(s.rank, i)]),
+            Parcels(s.size, [content for content in at_home(members) if sends(*content[:2])]),
+            [(Parcels(s.size, at_home(p)), Parcels(s.size, [(self.homes[i], i, mine[i]) for i in p])) for p in pieces],
+        )
+
+    def collect(self, stage: Round, ahead: Iterable[tuple[int, Tensor]], like: Tensor) -> Stacks:
+        """Bring look-aheads home; return those of this home's parameters, stacked by form.
+
+        `ahead` yields the look-ahead of this rank's part of each member, `like` has their format
+        and the device.
+        """
+        sent = like.new_empty(stage.sent.total)
+        for i, values in ahead:
+            if (place := stage.sent.places.get((self.homes[i], i))) is not None:
+                sent[place] = values.flatten()
+        if self.sharers.parts > 1:
+            sent = comm.exchange(sent, stage.sent.sizes, stage.received.sizes, self.sharers.group)
+        own: dict[MatrixForm, list[int]] = {}
+        for i in (i for i in stage.members if self.homes[i] == self.sharers.rank):
+            own.setdefault(self.parameters[i].form, []).append(i)
+        stacks = {form: (numbers, like.new_empty(len(numbers), *form.shape)) for form, numbers in own.items()}
+        copy_all(self._views(stacks, stage.received, sent))
+        return stacks
+
+    def give_back(self, stage: Round, updates: Stacks, like: Tensor) -> Iterator[list[tuple[int, Tensor]]]:
+        """Send the updates from their homes; yield those of this rank's parts, some at a time."""
+        for sent, received in stage.returns:
+            out = like.new_empty(sent.total)
+            copy_all((to, value) for value, to in self._views(updates, sent, out))
+            values = comm.exchange(out, sent.sizes, received.sizes, self.sharers.group)
+            yield [(i, values[place]) for (_, i), place in received.places.items() if place.start < place.stop]
+
+    def _views(self, stacks: Stacks, parcels: Parcels, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each box of stacked parameters, and where its values are in the parcels."""
+        own = {i: x for numbers, stack in stacks.values() for i, x in zip(numbers, stack, strict=True)}
+        for (rank, i), place in parcels.places.items():
+            if i not in own:
+                continue
+            begin = place.start
+            for offsets, sizes in self.sharers.boxes(self.parameters[i], rank):
+                box = tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))
+                yield own[i][box], flat[begin : begin + math.prod(sizes)].view(sizes)
+                begin += math.prod(sizes)
+
+
+def assign(costs: dict[int, float], loads: list[float]) -> list[tuple[int, int]]:
+    """Return (number, rank), costliest first, each to the rank with the least load so far."""
+    out = []
+    for i in sorted(costs, key=lambda i: (-costs[i], i)):
+        rank = min(range(len(loads)), key=loads.__getitem__)
+        loads[rank] += costs[i]
+        out.append((i, rank))
+    return out
+
+
+def packed(numbers: Iterable[int], sizes: list[int], limit: int) -> list[list[int]]:
+    """Return the numbers in lists whose sizes add up to at most `limit`, unless it is one."""
+    out, total = list[list[int]](), 0
+    for i in numbers:
+        if not out or total + sizes[i] > limit:
+            out.append([])
+            total = 0
+        out[-1].append(i)
+        total += sizes[i]
+    return out
+
+
+def elements(boxes: list[shard.Box]) -> int:
+    return sum(math.prod(sizes) for _, sizes in boxes)
+
+
+def copy_all(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy the second of each pair into the first."""
+    if pairs := list(pairs):
+        torch._foreach_copy_([to for to, _ in pairs], [value for _, value in pairs])
