@@ -34,6 +34,12 @@ def sized(layers=4, **parallel):
 # What the sizes mean
 
 
+@pytest.mark.flag("muon_tp_mode")
+def test_muon_never_takes_a_tensor_ranks_block_for_a_matrix():
+    assert parse("--optimizer muon --muon-tp-mode duplicated").config.optimizer.muon_tp_mode == "duplicated"
+    assert "give distributed" in refusal("--optimizer muon --muon-tp-mode blockwise")
+
+
 def test_world_and_data_parallel_ranks():
     c = parse("--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2").config
     assert (c.world, c.dp, c.parallel.model_ranks) == (8, 2, 4)

@@ -19,6 +19,7 @@ import pytest
 import warm
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
+from meshwright.commands.sweep import show_results
 from meshwright.errors import UserError
 from meshwright.runs import sweeps
 from meshwright.tuning import points, results, sweep
@@ -130,6 +131,7 @@ def test_done_runs_are_not_repeated_and_new_values_are_added(folder: Path) -> No
     assert set(starts.values()) == {1}
 
 
+@pytest.mark.flag("stop_at")
 def test_worse_runs_end_at_their_fraction(folder: Path) -> None:
     """Runs wait at step 4 of 8, where the losses of all are known: the best two of four go on."""
     folder.mkdir()
@@ -213,6 +215,7 @@ def write_run(folder: Path, loss: float) -> None:
     (folder / "config.toml").write_text("[data]\nseq_length = 16\n")
 
 
+@pytest.mark.flag("jobs devices_per_run")
 def test_devices_are_divided_among_the_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep.devices, "count_accelerators", lambda: 4)
     monkeypatch.setattr(sweep.devices, "hiding_variable", lambda: "CUDA_VISIBLE_DEVICES")
@@ -229,6 +232,7 @@ def test_devices_are_divided_among_the_runs(monkeypatch: pytest.MonkeyPatch) -> 
         sweep.find_slots(None, 8, "auto")
 
 
+@pytest.mark.flag("grid seeds")
 def test_every_run_is_checked_before_one_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["sweep", str(tmp_path / "s"), "--grid", "num-attention-heads=4,5", "--", *TINY_FLAGS]
     assert main(words) == 2
@@ -237,6 +241,40 @@ def test_every_run_is_checked_before_one_starts(tmp_path: Path, capsys: pytest.C
     assert "leave it out" in capsys.readouterr().err
     assert main(["sweep", str(tmp_path / "s"), "--seeds=2", "--dry-run", "--", *TINY_FLAGS]) == 0
     assert [line.split("--seed=")[1].split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["1235"]
+
+
+@pytest.mark.flag("random draws draw_seed no_checkpoints")
+def test_draws_and_what_runs_save_follow_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def commands(*words: str) -> list[str]:
+        flags = ["--random", "lr=1e-4..1e-2", "--dry-run", *words, "--", *TINY_FLAGS]
+        assert main(["sweep", str(tmp_path / "s"), *flags]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    two = commands("--draws=2")
+    assert len(two) == 2 and all("--save=" in line for line in two)
+    assert commands("--draws=3")[:2] == two and commands("--draws=2", "--draw-seed=1")[0] != two[0]
+    unsaved = commands("--draws=2", "--no-checkpoints")
+    assert len(unsaved) == 2 and all("--run-dir=" in line and "--save=" not in line for line in unsaved)
+
+
+@pytest.mark.flag("stop_share")
+def test_the_share_of_runs_that_go_on(folder: Path) -> None:
+    made = make(folder, ["1", "2", "3", "4"], stop_at=(0.5,), share=0.75)
+    for loss, run in enumerate(made.runs.values()):
+        run.rungs[4] = float(loss)
+    assert [bool(made.reason_to_stop(run)) for run in made.runs.values()] == [False, False, False, True]
+
+
+@pytest.mark.flag("sweep.json")
+def test_the_table_as_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    grid = read_space(["lr=2,1"], []).points(1, 0)
+    runs = sweep.join_runs(folder, list(grid), [])
+    for run in runs.values():
+        write_run(folder / run.name, float(run.point["lr"]))
+        run.state = "done"
+        run.read(folder)
+    show_results(folder, list(runs.values()), True)
+    assert [row["point"] for row in json.loads(capsys.readouterr().out)] == [{"lr": "1"}, {"lr": "2"}]
 
 
 def test_flags_of_train_stay_those_of_the_first_start(tmp_path: Path) -> None:
@@ -283,6 +321,7 @@ def test_a_sweep_goes_on_after_it_was_killed(tmp_path: Path) -> None:
     assert 0 < first.last == second.began < second.last == 120
 
 
+@pytest.mark.flag("sweep_dir")
 def test_a_folder_alone_goes_on_with_the_words_of_the_first_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

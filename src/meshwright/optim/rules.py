@@ -47,11 +47,6 @@ def treatment(o: Optimizer, name: str, parameter: Tensor) -> Treatment:
     return treatment_of(o, name, parameter.ndim)
 
 
-def scaled(value: float | Tensor, factor: float) -> float | Tensor:
-    """Return one of a step's numbers times a factor, unchanged if that is 1."""
-    return value if factor == 1 else value * factor
-
-
 def matrices(p: Tensor) -> list[Tensor]:
     """Return the matrices of a parameter: two for a gated MLP's weight, otherwise one."""
     return list(p.detach().unbind()) if p.ndim == 3 else [p.detach()]

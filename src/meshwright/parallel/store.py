@@ -251,8 +251,7 @@ class Store:
             verdict = flat.judge(squares, loss, numbers)
         self.take_gradients()
         for (rule, rate, decay), update in self.updates.items():
-            lr, weight_decay = rules.scaled(numbers.lr, rate), rules.scaled(numbers.weight_decay, decay)
-            update.param_groups[0].update(lr=lr, weight_decay=weight_decay)
+            update.param_groups[0].update(lr=numbers.lr * rate, weight_decay=numbers.weight_decay * decay)
             self._update(rule, update, verdict, numbers.scale)
         if flat is not None:
             self.wait_for_weights()

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from meshwright import device as devices
 from meshwright import host
@@ -26,12 +27,14 @@ from meshwright.checkpoint.owner import lock_folder
 from meshwright.errors import DONE, MEANINGS, NON_FINITE, SIGINT, SIGTERM, UNEXPECTED, UserError
 from meshwright.files import replacing
 from meshwright.ranks.orphans import LAUNCHER_PID
-from meshwright.runs.follow import RunTail
 from meshwright.runs.history import final_steps
 from meshwright.runs.sweeps import RECORD, read_record
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.tuning.points import Point, name_of_point, words_of
+
+if TYPE_CHECKING:
+    from meshwright.runs.follow import RunTail
 
 POLL_SECONDS = 0.5
 # The flags of train that a sweep gives each run.
@@ -86,6 +89,8 @@ class SweepRun:
 
     def read(self, folder: Path) -> RunTail:
         """Return the rows of the run, with what is new."""
+        from meshwright.runs.follow import RunTail
+
         self.tail = self.tail or RunTail(folder / self.name)
         self.tail.read_new(lambda: None)
         return self.tail
