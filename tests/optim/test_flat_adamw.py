@@ -3,6 +3,7 @@
 The kernels run on a GPU if there is one, else in Triton's interpreter.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -60,11 +61,15 @@ class Pair:
         ("adam", torch.float16, 512.0, 0.05),
         ("muon", torch.float32, 1.0, 0.05),
         ("muon", torch.bfloat16, 1.0, 0.05),
+        ("rates", torch.bfloat16, 1.0, 0.05),
     ],
 )
 def test_the_store_equals_torchs(uses_kernels, rule, dtype, scale, clip):
     """Compare four steps, of which the second is not finite and changes nothing."""
-    pair = Pair(uses_kernels, GATED, Optimizer(optimizer=rule, clip_grad=clip, adam_beta2=0.95), dtype)
+    o = Optimizer(optimizer="muon" if rule == "muon" else "adam", clip_grad=clip, adam_beta2=0.95)
+    if rule == "rates":
+        o = dataclasses.replace(o, lr=1e-2, embedding_lr=3e-2, head_lr=2e-3, vector_lr=5e-3)
+    pair = Pair(uses_kernels, GATED, o, dtype)
     store = pair.flat[1]
     assert store.flat is not None and store.updates.keys() == ({("muon", 1, 1)} if rule == "muon" else set())
     owned = sum(p.numel() for n, p in masters(store) if kinds(store)[n][0] == "adamw")

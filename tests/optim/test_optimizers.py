@@ -96,6 +96,29 @@ def test_every_parameter_has_its_rule():
             assert list(map(id, update.param_groups[0]["params"])) == masters != []
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_kinds_of_parameters_have_their_own_rates(rule):
+    """Each kind moves as in a run whose only rate is its own; a tied table is an embedding."""
+    rates = {"": 0.02, "embedding_lr": 0.04, "head_lr": 0.005, "vector_lr": 0.0}
+    given = {name: rate for name, rate in rates.items() if name}
+    for m in (GATED, TINY):
+        model, store = make(m, Optimizer(optimizer=rule, lr=0.02, **given), torch.float64)
+        steps(model, store, 1, lr=0.01)  # half of the peak
+        kinds_found = set()
+        for kind, rate in rates.items():
+            other, alone = make(m, Optimizer(optimizer=rule), torch.float64)
+            start = {name: p.clone() for name, p in masters(alone)}
+            steps(other, alone, 1, lr=rate / 2)
+            for (name, p), (_, want) in zip(masters(store), masters(alone), strict=True):
+                is_vector = p.ndim == 1 or name.endswith("bias")
+                table = {"wte": "embedding_lr", "wpe": "embedding_lr", "lm_head": "head_lr"}.get(name.split(".")[0], "")
+                if kind == ("vector_lr" if is_vector else table):
+                    torch.testing.assert_close(p, want, rtol=1e-12, atol=1e-15, msg=name)
+                    assert torch.equal(p, start[name]) == (kind == "vector_lr"), name
+                    kinds_found.add(kind)
+        assert kinds_found == rates.keys() - ({"head_lr"} if m is TINY else set())
+
+
 def test_a_gate_is_two_matrices():
     p = torch.arange(24.0).view(2, 3, 4)
     assert [torch.equal(a, b) for a, b in zip(rules.matrices(p), p, strict=True)] == [True, True]

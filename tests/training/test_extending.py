@@ -26,9 +26,9 @@ from meshwright.model.layers import Embedding, Linear
 from meshwright.model.positions import Positions, share
 from meshwright.parallel.layout import Layout
 from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig
+from meshwright.settings.schema import Optimizer, TrainConfig
 from meshwright.training import run as train
-from meshwright.training.network import Spec
+from meshwright.training.network import Spec, require_rated_tables
 from meshwright.training.run import Caller
 from on_ranks import run_programs
 
@@ -359,6 +359,15 @@ def test_muon_without_layers_is_refused(example):
     settings = dataclasses.replace(settings, optimizer=dataclasses.replace(settings.optimizer, optimizer="muon"))
     with pytest.raises(UserError, match="but this model has none"):
         train.run(settings, Caller(bigram(), None, parts(example)[2]))
+
+
+@pytest.mark.parametrize("setting", ["embedding_lr", "head_lr"])
+def test_a_rate_for_tables_that_the_model_lacks_is_refused(setting):
+    names = {"h.0.weight", "head.weight"}
+    require_rated_tables(Optimizer(), names)
+    require_rated_tables(Optimizer(embedding_lr=1e-3, head_lr=1e-3), {"wte.weight", "lm_head.weight"})
+    with pytest.raises(UserError, match="which this model lacks; leave it out"):
+        require_rated_tables(Optimizer(**{setting: 1e-3}), names)
 
 
 def test_custom_data_needs_no_files(tmp_path: Path) -> None:

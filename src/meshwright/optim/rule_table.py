@@ -16,6 +16,9 @@ STATE = {
     "muon": {"momentum_buffer": "momentum"},
 }
 
+# Tables with a peak rate of their own -> its setting.
+OWN_RATES = {"wte.weight": "embedding_lr", "wpe.weight": "embedding_lr", "lm_head.weight": "head_lr"}
+
 MUON_CHUNK = 1 << 27  # elements that Muon updates at a time: four copies in 16 bits are 1 GB
 MUON_STAGE = 3  # iterations of Muon's gram form from one R
 GRAM = 3  # that form is for matrices with at least so many halves of columns for a row
@@ -35,13 +38,22 @@ def treatment_of(o: Optimizer, name: str, dimensions: int) -> Treatment:
     """Return a parameter's treatment.
 
     Weight decay is for matrices and embeddings, not biases and norms. With Muon, only matrices of
-    layers follow its rule, the rest AdamW's.
+    layers follow its rule, the rest AdamW's. A peak rate of its own is a factor of --lr, so that it
+    follows the same schedule.
     """
     is_matrix = dimensions > 1 and not name.endswith("bias")
     rule: Rule = "adamw" if o.optimizer == "adam" else o.optimizer
     if rule == "muon" and not (is_matrix and name.startswith("h.")):
         rule = "adamw"
-    return Treatment(rule, 1.0, float(is_matrix))
+    own = own_rate(o, name, is_matrix)
+    return Treatment(rule, 1.0 if own is None or not o.lr else own / o.lr, float(is_matrix))
+
+
+def own_rate(o: Optimizer, name: str, is_matrix: bool) -> float | None:
+    """Return the peak rate of a parameter's kind, if it is given; a tied table is an embedding."""
+    if not is_matrix:
+        return o.vector_lr
+    return getattr(o, OWN_RATES.get(name, "lr"))  # type: ignore[no-any-return]
 
 
 class MatrixForm(NamedTuple):

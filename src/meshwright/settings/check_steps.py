@@ -110,6 +110,11 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[str]:
     for name in ("min_lr", "lr_warmup_init"):
         if o.lr is not None and getattr(o, name) > o.lr > 0:
             out.append(f"{spelling(name)} {getattr(o, name)} is above --lr {o.lr}")
+    if o.head_lr is not None and not c.model.untie_embeddings_and_output_weights:
+        out.append(
+            "--head-lr: the output layer is the token table; give --embedding-lr, or "
+            "--untie-embeddings-and-output-weights for a layer of its own"
+        )
     by_steps = [n for n in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters") if getattr(o, n)]
     names = "lr_decay_samples lr_decay_tokens lr_warmup_samples lr_warmup_tokens lr_wsd_decay_samples"
     by_samples = [n for n in names.split() if getattr(o, n)]

@@ -555,6 +555,11 @@ class Optimizer:
         docs="schedules parallelism",
     )
     lr: float | None = flag(None, "peak learning rate", "--learning-rate", bound=">0", resume="free")
+    embedding_lr: float | None = flag(
+        None, "peak learning rate of the token and position tables (none: --lr)", bound=">=0"
+    )
+    head_lr: float | None = flag(None, "peak learning rate of an untied output layer (none: --lr)", bound=">=0")
+    vector_lr: float | None = flag(None, "peak learning rate of biases and norms (none: --lr)", bound=">=0")
     min_lr: float = flag(0.0, "learning rate at the end of the decay", bound=">=0", **SCHEDULE)
     lr_decay_style: Literal["linear", "cosine", "constant", "inverse-square-root", "WSD"] = flag(
         "linear", "learning rate schedule", short="linear, cosine, constant, WSD ...", resume="free"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from meshwright.errors import UserError
 from meshwright.model import fp8, pick
 from meshwright.model.gpt import GPT, Options, name_of
 from meshwright.optim.loss_scale import dtype_of
+from meshwright.optim.rule_table import OWN_RATES
 from meshwright.parallel import comm, mapped, overlap
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.layout import Layout
@@ -25,7 +26,8 @@ from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED
 from meshwright.parallel.store import StoreSpec
 from meshwright.parallel.tensor import cut_layers
 from meshwright.plan import graph_rule
-from meshwright.settings.schema import TrainConfig
+from meshwright.settings.fields import spelling
+from meshwright.settings.schema import Optimizer, TrainConfig
 from meshwright.training import graphs as graph
 from meshwright.training.step import Loss, Network, make_loss
 
@@ -92,6 +94,8 @@ def build_network(spec: Spec, report_parameters: Callable[[int], None] = lambda 
     if o.optimizer == "muon" and not any(n.startswith("h.") for n in names):
         layers = "the matrices of layers named h.*, but this model has none"
         raise UserError(f"--optimizer muon updates {layers}; choose another --optimizer")
+    if spec.model:
+        require_rated_tables(o, names.keys())
     dtype = dtype_of(config.precision)
     mapping = sums_by_copies(config, layout, device)
     gpt = m if spec.model is None else None
@@ -199,6 +203,14 @@ def sums_by_copies(config: TrainConfig, layout: Layout, device: torch.device) ->
     elif reason and devices.is_accelerator(device):
         remark(f" > data parallelism: collectives, because {reason}")
     return chosen
+
+
+def require_rated_tables(o: Optimizer, names: Set[str]) -> None:
+    """Refuse a learning rate for tables that a custom model lacks."""
+    for setting in sorted(set(OWN_RATES.values())):
+        tables = [table for table, own in OWN_RATES.items() if own == setting]
+        if getattr(o, setting) is not None and names.isdisjoint(tables):
+            raise UserError(f"{spelling(setting)} is for {' and '.join(tables)}, which this model lacks; leave it out")
 
 
 def require_own_model(spec: Spec) -> None:
