@@ -512,6 +512,10 @@ def test_initial_weights_by_kind():
         for name, p in make(m).named_parameters():
             if p.ndim == 1:
                 assert (p == (0.0 if name.endswith("bias") else norms)).all(), name
+    drawn = dict(make(TINY).named_parameters())
+    for name, p in make(dataclasses.replace(TINY, zero_init_projections=True)).named_parameters():
+        is_zero = name.endswith("proj.weight")
+        assert torch.equal(p, torch.zeros_like(p) if is_zero else drawn[name]) and drawn[name].any() >= is_zero, name
     m = dataclasses.replace(TINY, init_method_xavier_uniform=True, swiglu=True, ffn_hidden_size=48)
     for name, p in make(m, padded=61).named_parameters():
         if name.endswith("weight") and p.ndim > 1:

@@ -255,7 +255,7 @@ def name_of(model: nn.Module) -> str:
 
 @torch.no_grad()
 def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed: int) -> None:
-    """Fill the weights: normal(0, std), proj weights std / sqrt(2 layers), biases 0, norms 1.
+    """Fill the weights: normal(0, std), proj weights std / sqrt(2 layers) or 0, biases 0, norms 1.
 
     Each tensor is drawn in full, at the true vocabulary size, in float32 on the CPU, from a
     generator seeded by (seed, name). Its values depend on nothing else: not on the device, the
@@ -264,7 +264,7 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
     layers = m.num_layers or 0
     for name, p in masters:
         kind = name.removesuffix(".weight").split(".")[-1]
-        if name.endswith("bias"):
+        if name.endswith("bias") or (kind == "proj" and m.zero_init_projections):
             p.zero_()
         elif p.ndim == 1:
             p.fill_(0.0 if m.apply_layernorm_1p and kind.startswith("ln_") else 1.0)

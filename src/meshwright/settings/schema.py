@@ -148,6 +148,12 @@ class Model:
     init_method_xavier_uniform: bool = flag(
         False, "draw initial weights from Xavier's uniform distribution", docs="extending", resume="free"
     )
+    zero_init_projections: bool = flag(
+        False,
+        "start the weights that lead into the residual stream, of attention and MLP, at 0",
+        docs="schedules extending",
+        resume="free",
+    )
     final_logit_softcapping: float = flag(
         0.0,
         "bound the logits: C tanh(logits / C) with this C (0: no bound)",

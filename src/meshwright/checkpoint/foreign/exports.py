@@ -183,6 +183,7 @@ EXPORTS = {
         _PARALLEL, _PARALLEL, from_model("use_parallel_residual", "use_parallel_residual"), _PARALLEL
     ),
     "init_method_xavier_uniform": Export(TRAINING, TRAINING, TRAINING, SAME),
+    "zero_init_projections": Export(TRAINING, TRAINING, TRAINING, TRAINING),
     "final_logit_softcapping": Export(_SOFTCAP, _SOFTCAP, _SOFTCAP, _SOFTCAP),
     "num_experts": Export(_EXPERTS, _EXPERTS, _EXPERTS, _EXPERTS),
 }
