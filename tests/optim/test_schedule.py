@@ -143,6 +143,26 @@ def test_weight_decay_ramp(style):
     assert down.wd(200) == near(0.45) and down.wd(400) == pytest.approx(0, abs=1e-15)
 
 
+@pytest.mark.parametrize("style", ["linear", "cosine", "WSD", "constant"])
+def test_weight_decay_in_proportion_to_the_rate(style):
+    """It warms up and falls with the rate, and is --weight-decay at the peak."""
+    how = {"lr_decay_style": style, "lr_warmup_iters": 10, "lr_decay_iters": 80, "lr_wsd_decay_iters": 30}
+    s = build_schedule(settings(iters=100, weight_decay=0.3, weight_decay_incr_style="rate", lr_warmup_init=1e-6, **how))
+    for n in range(0, 210):
+        assert s.wd(n) == near(0.3 * s.lr(n) / LR), n
+    assert s.wd(20) == 0.3 and s.wd(0) == near(0.3 * 1e-6 / LR)
+    assert s.wd(200) == (0.3 if style == "constant" else near(0.3 * LEAST / LR))
+
+
+def test_weight_decay_in_proportion_has_no_length():
+    """A resumed run of another length is not asked about it; a ramp's ends are refused."""
+    saved = dataclasses.replace(FULL, wd_style="rate", start_wd=0.3, end_wd=0.3)
+    longer = dataclasses.replace(saved, wd_samples=4 * saved.wd_samples)
+    assert resume_schedule(longer, dataclasses.asdict(saved), settings())[0] == longer
+    problems = checks.problems(settings(seq=8, weight_decay_incr_style="rate", end_weight_decay=0.1))
+    assert "--end-weight-decay needs --weight-decay-incr-style linear or cosine" in problems
+
+
 # Lengths
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from meshwright.errors import UserError
-from meshwright.settings.schema import TrainConfig
+from meshwright.settings.schema import DECAY_RAMPS, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,8 @@ class Schedule:
         return 1 - ratio if linear else 0.5 * (math.cos(math.pi * ratio) + 1)
 
     def wd(self, samples: int) -> float:
+        if self.wd_style == "rate":
+            return self.end_wd * (self.lr(samples) / self.max_lr) if self.max_lr else 0.0
         if self.wd_style == "constant" or samples > self.wd_samples:
             return self.end_wd
         ratio = samples / self.wd_samples
@@ -66,7 +68,7 @@ class Schedule:
 
 def build_schedule(c: TrainConfig) -> Schedule:
     o = c.optimizer
-    ramp = o.weight_decay_incr_style != "constant"
+    ramp = o.ramps_decay
     return Schedule(
         max_lr=o.lr or 0.0,
         min_lr=o.min_lr,
@@ -164,7 +166,7 @@ def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tu
     lines, different, values = [], [], {}
     before = Schedule(**saved)
     overrides, takes_saved = c.optimizer.override_opt_param_scheduler, c.optimizer.use_checkpoint_opt_param_scheduler
-    has_ramp = (before if takes_saved else ours).wd_style != "constant"
+    has_ramp = (before if takes_saved else ours).wd_style in DECAY_RAMPS
     for name, value in VALUES.items():
         new, old = getattr(ours, name), getattr(before, name)
         if not value.is_megatrons and (new == old or (name != "init_lr" and "WSD" not in (ours.style, before.style))):
@@ -173,7 +175,7 @@ def resume_schedule(ours: Schedule, saved: dict[str, Any], c: TrainConfig) -> tu
             values[name] = new
             lines.append(f" > overriding {value.title} value to {new}")
             continue
-        matters = name != "wd_samples" or has_ramp  # a constant has no length
+        matters = name != "wd_samples" or has_ramp  # else the decay has no length
         if new != old and matters and not takes_saved:
             different.append(describe_difference(name, before, ours, c))
         values[name] = old if matters else new

@@ -150,7 +150,7 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[str]:
             "--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples, the length of its last part "
             "between the warm-up and the end of the decay"
         )
-    if o.weight_decay_incr_style == "constant":
+    if not o.ramps_decay:
         for name in ("start_weight_decay", "end_weight_decay"):
             if getattr(o, name) is not None:
                 out.append(f"{spelling(name)} needs --weight-decay-incr-style linear or cosine")

@@ -31,6 +31,7 @@ FP8: dict[str, Any] = {"needs": "--fp8-format", "docs": "memory"}
 FP8_ENDS: dict[str, Any] = {"needs": "--first-last-layers-bf16", "docs": "memory", "proof": ""}
 START: dict[str, Any] = {"docs": "", "proof": "twin", "read": "run"}  # where ranks are, and how they meet
 EVAL_TASKS: dict[str, Any] = {"needs": "--eval-tasks", "docs": "evaluation"}
+DECAY_RAMPS = ("linear", "cosine")  # styles of the weight decay that lead from one value to another
 WSD, DATA_PARALLEL = "--lr-decay-style WSD", "several data-parallel ranks"
 SAMPLES, SPIKE = "--sample-interval", "--on-spike"
 
@@ -597,8 +598,11 @@ class Optimizer:
     )
     start_weight_decay: float | None = flag(None, "weight decay at the start of its ramp", bound=">=0", **SCHEDULE)
     end_weight_decay: float | None = flag(None, "weight decay at the end of its ramp", bound=">=0", **SCHEDULE)
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag(
-        "constant", "shape of the ramp from --start-weight-decay to --end-weight-decay", **SCHEDULE
+    weight_decay_incr_style: Literal["constant", "linear", "cosine", "rate"] = flag(
+        "constant",
+        "linear or cosine: ramp from --start-weight-decay to --end-weight-decay; rate: in proportion to the learning "
+        "rate, --weight-decay at its peak",
+        **SCHEDULE,
     )
     clip_grad: float = flag(1.0, "maximum global gradient norm (0: no clipping)", bound=">=0", docs="")
     adam_beta1: float = flag(
@@ -645,6 +649,11 @@ class Optimizer:
         "--use-checkpoint-opt-param-scheduler",
         **SCHEDULE,
     )
+
+    @property
+    def ramps_decay(self) -> bool:
+        """Whether the weight decay leads from --start-weight-decay to --end-weight-decay."""
+        return self.weight_decay_incr_style in DECAY_RAMPS
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,12 @@ def in_effect(config: TrainConfig) -> dict[str, Any]:
     m, t, o, p = config.model, config.training, config.optimizer, config.parallel
     scale, words = config.precision.initial_loss_scale, config.tokenizer
     has_type = words.vocab_file or words.tokenizer_model or words.tokenizer_type != "GPT2BPETokenizer"
-    is_ramp = o.weight_decay_incr_style != "constant"
     return {
         "add_position_embedding": m.position == "learned",
         "data_parallel_size": config.dp,
         "encoder_num_layers": m.num_layers,
         "encoder_seq_length": config.data.seq_length,
-        "end_weight_decay": o.end_weight_decay if is_ramp else o.weight_decay,
+        "end_weight_decay": o.end_weight_decay if o.ramps_decay else o.weight_decay,
         "ffn_hidden_size": m.ffn,
         "fp8_e4m3": config.precision.fp8_format == "e4m3",
         "fp8_hybrid": config.precision.fp8_format == "hybrid",
@@ -83,7 +82,7 @@ def in_effect(config: TrainConfig) -> dict[str, Any]:
         "overlap_p2p_comm": config.chunks > 1,
         "params_dtype": f"torch.{config.precision.dtype}",
         "recompute_method": t.recompute_method or ("uniform" if t.recompute_granularity == "full" else None),
-        "start_weight_decay": o.start_weight_decay if is_ramp else o.weight_decay,
+        "start_weight_decay": o.start_weight_decay if o.ramps_decay else o.weight_decay,
         "tokenizer_type": words.tokenizer_type if has_type and not words.tokenizer else None,
         "transformer_pipeline_model_parallel_size": p.pipeline_model_parallel_size,
         "use_rotary_position_embeddings": m.position == "rope",
