@@ -112,8 +112,9 @@ def test_steps_equal_torchs(low, clip, scale):
         assert ours.weights.isnan().sum() == SIZE - owned().sum()
 
 
-def test_twins_agree(monkeypatch):
-    both = []
+@pytest.mark.parametrize("is_cautious", [False, True])
+def test_twins_agree(monkeypatch, is_cautious):
+    settings, both = SETTINGS._replace(is_cautious=is_cautious), []
     for uses_kernels in (True, False):
         monkeypatch.setattr(devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels)
         buffers, table = make(torch.float32, torch.bfloat16)
@@ -124,12 +125,39 @@ def test_twins_agree(monkeypatch):
             buffers.gradients.copy_(draw(SIZE, seed=i))
             total = adamw.sum_squares(buffers.gradients, table)
             decisions.append(adamw.decide(constants, numbers(total.item(), scale=2.0), step))
-            adamw.update_blocks(buffers, table, SETTINGS, decisions[-1])
+            adamw.update_blocks(buffers, table, settings, decisions[-1])
         both.append((buffers, torch.stack(decisions)))
     (a, da), (b, db) = both
     torch.testing.assert_close(da, db, rtol=2e-7, atol=0)
     for x, y in zip(a[1:4], b[1:4], strict=True):
         assert (x - y).norm() < BOUND * y.norm()
+
+
+@pytest.mark.parametrize("uses_kernels", [True, False])
+def test_a_cautious_decay_spares_what_the_update_turns_away_from_0(monkeypatch, uses_kernels):
+    """Compare three steps with a step without decay and the decay of the elements that have one."""
+    monkeypatch.setattr(devices, "has_kernels", lambda device: uses_kernels)
+    buffers, table = make(torch.float32, None)
+    constants, step = adamw.make_constants(SETTINGS, 0.0, DEVICE, KINDS), torch.zeros((), device=DEVICE)
+    factors = torch.zeros(SIZE, device=DEVICE)
+    for begin, end, kind, _ in RANGES:
+        factors[begin:end] = math.prod(KINDS[kind])
+    for i in range(3):
+        buffers.gradients.copy_(draw(SIZE, seed=20 + i))
+        buffers.gradients[:64], buffers.master[32:96] = 0.0, 0.0
+        before = [x.clone() for x in buffers[:4]]
+        values = numbers(1.0, lr=0.1, weight_decay=0.5)
+        decision = adamw.decide(constants, values, step)
+        adamw.update_blocks(buffers, table, SETTINGS._replace(is_cautious=True), decision)
+        plain = adamw.AdamWBuffers(*before, None)
+        decision[adamw.OF_KINDS :: 2] = 0.0
+        master = before[3].clone()
+        adamw.update_blocks(plain, table, SETTINGS, decision)
+        decays = (master - plain.master) * master >= 0
+        assert 0.3 < decays[owned()].float().mean() < 0.7
+        want = plain.master - decays * 0.1 * 0.5 * factors * master
+        torch.testing.assert_close(buffers.master, want, rtol=1e-5, atol=1e-6)
+        assert all(map(torch.equal, buffers[1:3], plain[1:3]))
 
 
 @pytest.mark.parametrize(

@@ -58,16 +58,18 @@ def test_advance(shape, gap, skipped, momentum):
 @pytest.mark.parametrize(("shape", "gap"), CASES)
 @pytest.mark.parametrize("skipped", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_subtract(shape, gap, skipped, dtype):
+@pytest.mark.parametrize("is_cautious", [False, True])
+def test_subtract(shape, gap, skipped, dtype, is_cautious):
     weights, updates = matrices(shape, gap=gap), torch.randn(3, *shape).to(dtype)
     if skipped:
         updates[0, 0, 0] = math.nan
     before, twins = [x.clone() for x in weights], [x.clone() for x in weights]
-    args = number(0.9), number(0.25), number(skipped)
+    args = number(0.9), number(0.25), number(skipped), is_cautious
     muon_triton.subtract(weights, updates, *args)
     muon.subtract.plain(twins, updates, *args)
     for x, twin, old, update in zip(weights, twins, before, updates, strict=True):
-        want = old if skipped else 0.9 * old - 0.25 * update.float()
+        kept = torch.where(update.float() * old < 0, 1.0, 0.9) if is_cautious else 0.9
+        want = old if skipped else kept * old - 0.25 * update.float()
         torch.testing.assert_close(x, want, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(twin, want, rtol=1e-5, atol=1e-6)
 

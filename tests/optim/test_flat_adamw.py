@@ -62,6 +62,7 @@ class Pair:
         ("muon", torch.float32, 1.0, 0.05),
         ("muon", torch.bfloat16, 1.0, 0.05),
         ("rates", torch.bfloat16, 1.0, 0.05),
+        ("cautious", torch.float16, 512.0, 0.05),
     ],
 )
 def test_the_store_equals_torchs(uses_kernels, rule, dtype, scale, clip):
@@ -69,6 +70,7 @@ def test_the_store_equals_torchs(uses_kernels, rule, dtype, scale, clip):
     o = Optimizer(optimizer="muon" if rule == "muon" else "adam", clip_grad=clip, adam_beta2=0.95)
     if rule == "rates":
         o = dataclasses.replace(o, lr=1e-2, embedding_lr=3e-2, head_lr=2e-3, vector_lr=5e-3)
+    o = dataclasses.replace(o, cautious_weight_decay=rule == "cautious")
     pair = Pair(uses_kernels, GATED, o, dtype)
     store = pair.flat[1]
     assert store.flat is not None and store.updates.keys() == ({("muon", 1, 1)} if rule == "muon" else set())

@@ -37,6 +37,13 @@ pytestmark = pytest.mark.whole  # seconds, not moments
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="the offload's copies need a GPU")
 RULES = ["adam", "sgd", "lion", "muon"]
+CAUTIOUS = ["adam", "lion", "muon"]
+
+
+def optimizer_of(rule, **more):
+    if rule == "cautious":
+        return Optimizer(cautious_weight_decay=True, **more)
+    return Optimizer(optimizer=rule, **more)
 
 
 def batches(step, count=2):
@@ -157,6 +164,36 @@ def test_sgd_equals_torchs(momentum, clip, dtype):
         want = torch.zeros_like(p) if buffer is None else buffer
         torch.testing.assert_close(moved[f"{name}/momentum"][2], want[:rows], **tolerance, msg=name)
     assert store.steps == 0  # Adam's t
+
+
+# Cautious weight decay
+
+
+@pytest.mark.flag("cautious_weight_decay")
+@pytest.mark.parametrize("rule", CAUTIOUS)
+@pytest.mark.parametrize(("dtype", "offload"), [(torch.float64, False), (torch.float32, False), (torch.bfloat16, True)])
+def test_a_cautious_decay_follows_its_formula(rule, dtype, offload):
+    """Two steps without decay, and a third in which one of two stores decays."""
+    lr, wd, scale = 0.01, 0.5, 1024.0
+    o = Optimizer(optimizer=rule, clip_grad=0.5, cautious_weight_decay=True)
+    found = []
+    for decay in (0.0, wd):
+        model, store = make(GATED, o, dtype=dtype, offload=offload)
+        steps(model, store, 2, lr, 0.0, scale=scale)
+        before = {name: p.clone() for name, p in masters(store)}
+        steps(model, store, 1, lr, decay, first=2, scale=scale)
+        found.append({name: p.clone() for name, p in masters(store)})
+    exact = {"rtol": 1e-12, "atol": 1e-15} if dtype is torch.float64 else {"rtol": 1e-5, "atol": 1e-7}
+    for name, w in before.items():
+        moved, got = found[0][name], found[1][name]
+        is_decayed = (w - moved) * w >= 0
+        if w.ndim == 1 or name.endswith("bias"):
+            assert torch.equal(got, moved), name
+            continue
+        rows = VOCAB if name in ("wte.weight", "lm_head.weight") else len(w)
+        assert 0.1 < is_decayed[:rows].float().mean() < (1 if name == "wpe.weight" else 0.9), name
+        clear = (dtype is torch.float64) | ((w - moved).abs() > 1e-6 * w.abs())  # else a rounding hides the update
+        torch.testing.assert_close(got[clear], (moved - lr * wd * w * is_decayed)[clear], **exact, msg=name)
 
 
 # Lion
@@ -376,12 +413,12 @@ def test_a_run_resumes_with_its_momentum(run, tmp_path, rule):
 # Non-finite steps
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [*RULES, "cautious"])
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_non_finite_gradients_change_nothing(rule, offload, dtype):
     """A non-finite gradient of any kind leaves all state as it was; the next step is applied."""
-    model, store = make(GATED, Optimizer(optimizer=rule), dtype=dtype, offload=offload)
+    model, store = make(GATED, optimizer_of(rule), dtype=dtype, offload=offload)
     steps(model, store, 2)
     before, weights = snapshot(store), store.weights.clone()
     names = one_of_each_kind(store)
@@ -393,7 +430,7 @@ def test_non_finite_gradients_change_nothing(rule, offload, dtype):
         assert not store.step(Numbers(1e-2, 0.1, 1.0)).isfinite()
         assert is_equal(before, snapshot(store)), name
         assert torch.equal(weights, store.weights), name
-    other, undisturbed = make(GATED, Optimizer(optimizer=rule), dtype=dtype, offload=offload)
+    other, undisturbed = make(GATED, optimizer_of(rule), dtype=dtype, offload=offload)
     steps(other, undisturbed, 2)
     assert steps(model, store, 2, first=2) == steps(other, undisturbed, 2, first=2)
     assert is_equal(snapshot(store), snapshot(undisturbed))
@@ -402,13 +439,13 @@ def test_non_finite_gradients_change_nothing(rule, offload, dtype):
 # Offload
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [*RULES, "cautious"])
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float32, 1.0), (torch.bfloat16, 1.0), (torch.float16, 256.0)])
 def test_offload_on_a_cpu_changes_nothing(rule, dtype, scale):
     """Offload gives the same checkpoint and weights bit for bit, with separate masters."""
     outcomes = []
     for offload in (False, True):
-        model, store = make(GATED, Optimizer(optimizer=rule, clip_grad=0.5), dtype=dtype, offload=offload)
+        model, store = make(GATED, optimizer_of(rule, clip_grad=0.5), dtype=dtype, offload=offload)
         losses = steps(model, store, 5, scale=scale)
         outcomes.append((losses, snapshot(store), {n: p.detach().clone() for n, p in model.named_parameters()}))
         assert (store.master.data_ptr() == store.weights.data_ptr()) == (not offload and dtype is torch.float32)

@@ -147,7 +147,9 @@ def test_weight_decay_ramp(style):
 def test_weight_decay_in_proportion_to_the_rate(style):
     """It warms up and falls with the rate, and is --weight-decay at the peak."""
     how = {"lr_decay_style": style, "lr_warmup_iters": 10, "lr_decay_iters": 80, "lr_wsd_decay_iters": 30}
-    s = build_schedule(settings(iters=100, weight_decay=0.3, weight_decay_incr_style="rate", lr_warmup_init=1e-6, **how))
+    s = build_schedule(
+        settings(iters=100, weight_decay=0.3, weight_decay_incr_style="rate", lr_warmup_init=1e-6, **how)
+    )
     for n in range(0, 210):
         assert s.wd(n) == near(0.3 * s.lr(n) / LR), n
     assert s.wd(20) == 0.3 and s.wd(0) == near(0.3 * 1e-6 / LR)

@@ -156,9 +156,13 @@ def close(a, b, bound):
         assert (a[name] - b[name]).abs().max() <= bound * b[name].abs().max(), (name, a[name], b[name])
 
 
+RATES = {"embedding_lr": 0.02, "head_lr": 0.005, "vector_lr": 0.04}
+LEVERS = Optimizer(lr=0.01, clip_grad=0.5, cautious_weight_decay=True, **RATES)
+
+
 def check_exact(layout, micro, unused, rule, m):
     """Compare everything in all float64 steps with one process."""
-    o = Optimizer(optimizer=rule, clip_grad=0.5)
+    o = Optimizer(optimizer=rule, clip_grad=0.5) if rule != "levers" else LEVERS
     one, alone = make(m, o, torch.float64)
     divided = [make(m, o, torch.float64, layout=layout, zero=stage) for stage in (0, 1, 2)]
     for stage, (_, store) in enumerate(divided):
@@ -223,7 +227,7 @@ def test_parameters_unused_by_some_losses(sizes, unused):
     on_ranks(check_exact, sizes, 3, unused, "adam", TINY)
 
 
-@sampled(("sizes", "rule"), LAYOUTS, ["sgd", "muon", "lion"], quick=[(0, 0), (1, 1), (2, 2)])
+@sampled(("sizes", "rule"), LAYOUTS, ["sgd", "muon", "lion", "levers"], quick=[(0, 0), (1, 1), (2, 2), (0, 3)])
 def test_other_rules_equal_one_process(sizes, rule):
     on_ranks(check_exact, sizes, 2, "none", rule, GATED)
 

@@ -58,6 +58,7 @@ class AdamWConstants(NamedTuple):
     beta1: float
     beta2: float
     eps: float
+    is_cautious: bool = False  # no decay of elements whose update has the other sign
 
 
 def make_constants(
@@ -111,7 +112,10 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
 
 @twin("adamw.update_blocks", of=lambda buffers, *_: buffers.master)
 def update_blocks(buffers: AdamWBuffers, table: Tensor, settings: AdamWConstants, decision: Tensor) -> None:
-    """Apply AdamW to the table's blocks, as torch.optim.AdamW does, if the step is finite."""
+    """Apply AdamW to the table's blocks, as torch.optim.AdamW does, if the step is finite.
+
+    The formula with a cautious decay is that of optim/cautious.py.
+    """
     if not decision[FINITE]:
         return
     table, decision = table.long(), decision.to(buffers.master.dtype)
@@ -122,8 +126,12 @@ def update_blocks(buffers: AdamWBuffers, table: Tensor, settings: AdamWConstants
     m.lerp_(g, 1 - settings.beta1)
     v.mul_(settings.beta2).addcmul_(g, g, value=1 - settings.beta2)
     p = master[blocks]
-    p -= p * decay[:, None]
-    p -= size[:, None] * (m / (v.sqrt() * decision[INVERSE_ROOT] + settings.eps))
+    update = m / (v.sqrt() * decision[INVERSE_ROOT] + settings.eps)
+    if settings.is_cautious:
+        p -= torch.where(update * p >= 0, p * decay[:, None], 0.0)
+    else:
+        p -= p * decay[:, None]
+    p -= size[:, None] * update
     master[blocks] = p
     if buffers.weights is not None:
         buffers.weights.view(-1, BLOCK)[table[1]] = p.to(buffers.weights.dtype)

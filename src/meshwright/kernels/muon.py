@@ -35,7 +35,13 @@ def advance(
 
 
 @twin("muon.subtract", of=lambda weights, *_: weights[0])
-def subtract(weights: list[Tensor], updates: Tensor, decay: Tensor, rate: Tensor, skipped: Tensor) -> None:
-    """Set each weight to decay * weight - rate * its update."""
+def subtract(
+    weights: list[Tensor], updates: Tensor, decay: Tensor, rate: Tensor, skipped: Tensor, is_cautious: bool = False
+) -> None:
+    """Set each weight to decay * weight - rate * its update.
+
+    A cautious decay leaves out elements whose update has the other sign.
+    """
     for weight, update in zip(weights, updates, strict=True):
-        weight.copy_(torch.where(skipped > 0, weight, weight * decay - update * rate))
+        kept = torch.where(update * weight >= 0, decay, 1.0) if is_cautious else decay
+        weight.copy_(torch.where(skipped > 0, weight, weight * kept - update * rate))

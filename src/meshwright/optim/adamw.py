@@ -27,7 +27,7 @@ class FlatAdamW:
     ) -> None:
         gradients, master, weights = flats
         device, sizes = master.device, [r.end - r.begin for r in ranges]
-        self.settings = adamw.AdamWConstants(o.adam_beta1, o.adam_beta2, o.adam_eps)
+        self.settings = adamw.AdamWConstants(o.adam_beta1, o.adam_beta2, o.adam_eps, o.cautious_weight_decay)
         self.constants = adamw.make_constants(self.settings, o.clip_grad, device, [t[1:] for t in treatments])
         self.table = adamw.make_table(ranges, device)
         self.step = torch.zeros((), device=device)

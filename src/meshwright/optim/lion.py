@@ -25,14 +25,18 @@ class Lion(torch.optim.Optimizer):
 
     As for torch's fused optimizers, `grad_scale` divides the gradients, and a step with a
     `found_inf` other than 0 changes nothing; both are tensors on the device. The learning rate and
-    the weight decay may be so too.
+    the weight decay may be so too. A cautious decay is only for elements whose update has the sign
+    of the weight, or is 0: w <- w - lr (u + weight decay w [u w >= 0]).
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
-    def __init__(self, params: Iterable[Any], beta1: float = 0.9, beta2: float = 0.99) -> None:
+    def __init__(
+        self, params: Iterable[Any], beta1: float = 0.9, beta2: float = 0.99, is_cautious: bool = False
+    ) -> None:
         super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "betas": (beta1, beta2)})
+        self.is_cautious = is_cautious
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -50,5 +54,7 @@ class Lion(torch.optim.Optimizer):
         ahead = moment * beta1 + now * (1 - beta1)
         if ahead.dtype is torch.float64:
             ahead = torch.where(ahead.abs() < ROUNDING, 0.0, ahead)
-        weight.copy_(torch.where(is_skipped, weight, weight * decay - ahead.sign_() * rate))
+        update = ahead.sign_()
+        kept = torch.where(update * weight >= 0, decay, 1.0) if self.is_cautious else decay
+        weight.copy_(torch.where(is_skipped, weight, weight * kept - update * rate))
         moment.copy_(torch.where(is_skipped, moment, moment * beta2 + now * (1 - beta2)))

@@ -86,7 +86,8 @@ class Muon(torch.optim.Optimizer):
 
     As for torch's fused optimizers, `grad_scale` divides the gradients, and a step with a
     `found_inf` other than 0 changes nothing; both are tensors on the device. The learning rate and
-    the weight decay may be so too.
+    the weight decay may be so too. A cautious decay is only for elements whose update u has the sign
+    of the weight, or is 0: w <- w - lr (u + weight decay w [u w >= 0]).
     """
 
     grad_scale: Tensor | None = None
@@ -99,10 +100,11 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         spread: Spread | None = None,
         chunk: int = MUON_CHUNK,
+        is_cautious: bool = False,
     ) -> None:
         super().__init__(params, {"lr": 0.0, "weight_decay": 0.0, "momentum": momentum, "ns_steps": ns_steps})
         self.spread = spread or Spread([MatrixForm(tuple(p.shape)) for p in params], params[0].device)
-        self.chunk = chunk
+        self.chunk, self.is_cautious = chunk, is_cautious
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -163,7 +165,8 @@ class Muon(torch.optim.Optimizer):
     def _subtract(self, matrices: list[nn.Parameter], x: Tensor, form: MatrixForm, group: dict[str, Any]) -> None:
         first, lr = matrices[0], group["lr"]
         decay, rate = scalar(1 - lr * group["weight_decay"], first), scalar(lr * form.scale, first)
-        passes.subtract([p.detach() for p in matrices], x.to(first.device), decay, rate, self._skipped(first))
+        weights, updates = [p.detach() for p in matrices], x.to(first.device)
+        passes.subtract(weights, updates, decay, rate, self._skipped(first), self.is_cautious)
 
     def _skipped(self, like: Tensor) -> Tensor:
         return scalar(0.0 if self.found_inf is None else self.found_inf, like)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.lazy_compiler import spare, spare_step
+from meshwright.optim.cautious import CautiousAdamW
 from meshwright.optim.lion import Lion
 from meshwright.optim.muon import Muon, Spread
 from meshwright.optim.rule_table import STATE as STATE
@@ -16,7 +17,6 @@ from meshwright.optim.rule_table import Treatment as Treatment
 from meshwright.optim.rule_table import treatment_of
 from meshwright.settings.schema import Optimizer
 
-OURS = ("lion", "muon")  # these take all numbers as tensors, in the format of the weights
 AdamW, SGD = spare_step(torch.optim.AdamW), spare_step(torch.optim.SGD)
 spare(torch.optim.Optimizer.add_param_group)
 
@@ -52,15 +52,23 @@ def matrices(p: Tensor) -> list[Tensor]:
     return list(p.detach().unbind()) if p.ndim == 3 else [p.detach()]
 
 
+def is_ours(update: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer takes all numbers as tensors, in the format of the weights."""
+    return isinstance(update, (CautiousAdamW, Lion, Muon))
+
+
 def make_optimizer(
     o: Optimizer, rule: Rule, parameters: list[nn.Parameter], spread: Spread | None = None
 ) -> torch.optim.Optimizer:
     """Make the optimizer; learning rate and weight decay are set before each step."""
     if rule == "muon":  # updates of AdamW's size, so that one learning rate serves both
-        return Muon(parameters, o.muon_momentum, o.muon_num_ns_steps, spread)
+        return Muon(parameters, o.muon_momentum, o.muon_num_ns_steps, spread, is_cautious=o.cautious_weight_decay)
     group: list[dict[str, Any]] = [{"params": parameters}]
     if rule == "lion":
-        return Lion(group, o.lion_beta1, o.lion_beta2)
+        return Lion(group, o.lion_beta1, o.lion_beta2, o.cautious_weight_decay)
     if rule == "sgd":
         return SGD(group, lr=0.0, momentum=o.sgd_momentum, fused=True)
-    return AdamW(group, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)
+    betas = o.adam_beta1, o.adam_beta2
+    if o.cautious_weight_decay:
+        return CautiousAdamW(group, betas, o.adam_eps)
+    return AdamW(group, lr=0.0, betas=betas, eps=o.adam_eps, fused=True)

@@ -151,7 +151,7 @@ class Store:
                 update.state[p] = dict(state)
                 if treatment.rule == "adamw":
                     update.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=self.update_device)
-        self.reads_tensors = not self.offload and all(treatment.rule in rules.OURS for treatment in self.updates)
+        self.reads_tensors = not self.offload and all(map(rules.is_ours, self.updates.values()))
 
     def _spread(self, members: list[Member]) -> Spread:
         """Return the forms of Muon's parameters, and their homes if several ranks share them."""
@@ -250,9 +250,9 @@ class Store:
         else:
             verdict = flat.judge(squares, loss, numbers)
         self.take_gradients()
-        for (rule, rate, decay), update in self.updates.items():
+        for (_, rate, decay), update in self.updates.items():
             update.param_groups[0].update(lr=numbers.lr * rate, weight_decay=numbers.weight_decay * decay)
-            self._update(rule, update, verdict, numbers.scale)
+            self._update(update, verdict, numbers.scale)
         if flat is not None:
             self.wait_for_weights()
             flat.update(verdict)
@@ -271,12 +271,10 @@ class Store:
         if self.times is not None:
             clock.stamp(self.times, moment)
 
-    def _update(
-        self, rule: rules.Rule, update: torch.optim.Optimizer, verdict: rules.Verdict, scale: float | Tensor
-    ) -> None:
+    def _update(self, update: torch.optim.Optimizer, verdict: rules.Verdict, scale: float | Tensor) -> None:
         shrink, is_finite = verdict.shrink, verdict.is_finite
         # torch's fused kernels divide by a float32, too coarse for float64 tests.
-        if rule not in rules.OURS and self.full_dtype is torch.float64:
+        if not rules.is_ours(update) and self.full_dtype is torch.float64:
             factor = (shrink / scale).where(is_finite, 0.0)  # the gaps between parameters stay 0
             torch._foreach_mul_([p.grad for p in update.param_groups[0]["params"]], factor.to(self.update_device))
         else:  # torch's interface to its fused kernels: divide by grad_scale, skip if found_inf

@@ -115,6 +115,10 @@ def schedule_problems(c: TrainConfig, has_length: bool) -> list[str]:
             "--head-lr: the output layer is the token table; give --embedding-lr, or "
             "--untie-embeddings-and-output-weights for a layer of its own"
         )
+    if o.cautious_weight_decay and o.optimizer == "sgd":
+        out.append(
+            "--cautious-weight-decay: SGD adds its decay to the gradient; choose another --optimizer or leave it out"
+        )
     by_steps = [n for n in ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters") if getattr(o, n)]
     names = "lr_decay_samples lr_decay_tokens lr_warmup_samples lr_warmup_tokens lr_wsd_decay_samples"
     by_samples = [n for n in names.split() if getattr(o, n)]

@@ -604,6 +604,9 @@ class Optimizer:
         "rate, --weight-decay at its peak",
         **SCHEDULE,
     )
+    cautious_weight_decay: bool = flag(
+        False, "decay only the elements whose update and weight have the same sign (not with SGD)"
+    )
     clip_grad: float = flag(1.0, "maximum global gradient norm (0: no clipping)", bound=">=0", docs="")
     adam_beta1: float = flag(
         0.9, "decay rate of the first moment", bound="[0,1)", needs="--optimizer adam, adamw or muon", docs=""

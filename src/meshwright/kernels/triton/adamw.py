@@ -77,6 +77,7 @@ def _adamw_update(
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
     EPS: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     KIND_BITS: tl.constexpr,
@@ -101,8 +102,12 @@ def _adamw_update(
     p = tl.load(master + at, mask=mask, other=0.0)
     m += (g - m) * (1.0 - BETA1)
     v = v * BETA2 + g * g * (1.0 - BETA2)
-    p -= p * tl.load(kind)[:, None]
-    p -= tl.load(kind + 1)[:, None] * tl.div_rn(m, tl.sqrt_rn(v) * tl.load(decision + 4) + EPS)
+    update = tl.div_rn(m, tl.sqrt_rn(v) * tl.load(decision + 4) + EPS)
+    if CAUTIOUS:
+        p -= tl.where(update * p >= 0.0, p * tl.load(kind)[:, None], 0.0)
+    else:
+        p -= p * tl.load(kind)[:, None]
+    p -= tl.load(kind + 1)[:, None] * update
     tl.store(exp_avg + compact, m, mask=mask)
     tl.store(exp_avg_sq + compact, v, mask=mask)
     tl.store(master + at, p, mask=mask)

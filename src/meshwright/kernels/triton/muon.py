@@ -45,14 +45,19 @@ def _muon_advance(
 
 
 @triton.jit
-def _muon_subtract(weights, updates, decay, rate, skipped, size, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def _muon_subtract(
+    weights, updates, decay, rate, skipped, size, CAUTIOUS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
     n = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     weight = tl.multiple_of(tl.load(weights + n).to(tl.pointer_type(tl.float32)), ALIGNED)
     old = tl.load(weight + at, mask=inside, other=0.0)
     update = tl.load(updates + n * size + at, mask=inside, other=0.0).to(tl.float32)
-    new = old * tl.load(decay) - update * tl.load(rate)
+    kept = tl.load(decay)
+    if CAUTIOUS:
+        kept = tl.where(update * old >= 0.0, kept, 1.0)
+    new = old * kept - update * tl.load(rate)
     if tl.load(skipped) == 0.0:
         tl.store(weight + at, new, mask=inside)
 
@@ -72,14 +77,16 @@ def advance(
     return out, squares.sum(1).sqrt()
 
 
-def subtract(weights: list[Tensor], updates: Tensor, decay: Tensor, rate: Tensor, skipped: Tensor) -> None:
+def subtract(
+    weights: list[Tensor], updates: Tensor, decay: Tensor, rate: Tensor, skipped: Tensor, is_cautious: bool = False
+) -> None:
     """Set each weight to decay * weight - rate * its update."""
     size = weights[0].numel()
     assert updates.is_contiguous() and updates[0].numel() == size
     with torch.accelerator.device_index(weights[0].device.index):
-        _muon_subtract[(cdiv(size, BLOCK), len(weights))](
-            addresses(weights), updates, decay, rate, skipped, size, alignment(*weights), BLOCK, num_warps=WARPS
-        )
+        tensors = addresses(weights), updates, decay, rate, skipped
+        numbers = size, is_cautious, alignment(*weights), BLOCK
+        _muon_subtract[(cdiv(size, BLOCK), len(weights))](*tensors, *numbers, num_warps=WARPS)
 
 
 def addresses(tensors: list[Tensor]) -> Tensor:
