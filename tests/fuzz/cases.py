@@ -243,7 +243,12 @@ ARCHITECTURE: dict[str, Chances] = {
     "bias": {"": 3, "--disable-bias-linear": 1, "--disable-bias-linear --add-qkv-bias": 1},
     "norm of embeddings": {"": 3, "--embed-layernorm": 1},
     "residual": {"": 3, "--apply-residual-connection-post-layernorm": 1, "--use-parallel-residual": 1},
-    "initial": {"": 3, "--init-method-xavier-uniform": 1, "--init-method-std 0.2": 2},
+    "initial": {
+        "": 3,
+        "--init-method-xavier-uniform": 1,
+        "--init-method-std 0.2": 2,
+        "--init-method-std 0.2 --zero-init-projections": 1,
+    },
     "logits": {"": 3, "--final-logit-softcapping 2": 1},
     "head": {"": 2, "--untie-embeddings-and-output-weights": 1},
     "sequence": {"--seq-length 8": 4, "--seq-length 16": 3, "--seq-length 12": 3, "--seq-length 9": 1},
@@ -307,6 +312,7 @@ TRAINING: dict[str, Chances] = {
         "--optimizer muon --lr 1e-2 --muon-split-qkv on": 1,
         "--optimizer muon --lr 1e-2 --muon-split-qkv groups": 1,
     },
+    "rates": {"": 5, "--embedding-lr 2e-3 --vector-lr 5e-3": 1, "--embedding-lr 0": 1, "--head-lr 3e-3": 1},
     "schedule": {
         "--lr-decay-style constant": 3,
         "": 1,
@@ -317,9 +323,11 @@ TRAINING: dict[str, Chances] = {
         "": 2,
         "--weight-decay 0.3": 2,
         "--weight-decay 0": 1,
+        "--weight-decay 0.3 --weight-decay-incr-style rate": 1,
         "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.5": 1,
         "--weight-decay-incr-style cosine --start-weight-decay 0.4 --end-weight-decay 0.1": 1,
     },
+    "cautious": {"": 3, "--cautious-weight-decay": 1},
     "clipping": {"": 2, "--clip-grad 0.25": 3, "--clip-grad 0": 1},
     "zeros": {"": 3, "--log-num-zeros-in-grad": 1},
 }

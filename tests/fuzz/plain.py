@@ -321,6 +321,8 @@ def decay(config: Any, n: float) -> float:
     o = config.optimizer
     if o.weight_decay_incr_style == "constant":
         return float(o.weight_decay)
+    if o.weight_decay_incr_style == "rate":
+        return float(o.weight_decay * (rate(config, n) / o.lr))
     r = min(n / run_samples(config), 1.0)
     if o.weight_decay_incr_style == "cosine":
         r = (math.cos(math.pi * (1 - r)) + 1) / 2
@@ -380,10 +382,28 @@ class Optimizer:
             out.setdefault((per_group[head], group if self.o.muon_split_qkv == "groups" else 0), []).append(row)
         return list(out.values())
 
-    def step(self, gradients: Weights, lr: float, wd: float) -> None:
+    def peak(self, name: str, is_vector: bool) -> float:
+        """Return the parameter's highest learning rate."""
+        o = self.o
+        if is_vector:
+            given = o.vector_lr
+        elif name in ("wte.weight", "wpe.weight"):
+            given = o.embedding_lr
+        else:
+            given = o.head_lr if name == "lm_head.weight" else None
+        return float(o.lr if given is None else given)
+
+    def decayed(self, x: Tensor, update: Tensor, lr: float, wd: float) -> Tensor:
+        """Return what the decay leaves of the weights x in a step by -lr times `update`."""
+        if not self.o.cautious_weight_decay:
+            return x * (1 - lr * wd)
+        return torch.where(update * x < 0, x, x * (1 - lr * wd))
+
+    def step(self, gradients: Weights, lr_of_step: float, wd: float) -> None:
         self.count += 1
         for name, x in self.w.items():
             g, m, o = gradients[name], self.first[name], self.o
+            lr = lr_of_step * self.peak(name, x.dim() == 1 or name.endswith(".bias")) / o.lr
             own = wd if x.dim() > 1 and not name.endswith(".bias") else 0.0
             kind = o.optimizer
             if kind == "muon" and not (name.startswith("h.") and own == wd and x.dim() > 1 and "bias" not in name):
@@ -394,21 +414,22 @@ class Optimizer:
                 x -= lr * m
             elif kind == "lion":
                 c = o.lion_beta1 * m + (1 - o.lion_beta1) * g
-                x -= lr * (torch.where(c.abs() < 1e-13, 0.0, c.sign()) + own * x)
+                update = torch.where(c.abs() < 1e-13, 0.0, c.sign())
+                x.copy_(self.decayed(x, update, lr, own) - lr * update)
                 m.lerp_(g, 1 - o.lion_beta2)
             elif kind == "muon":
                 m.lerp_(g, 1 - o.muon_momentum)
                 update = g.lerp(m, o.muon_momentum)
-                x *= 1 - lr * wd
                 for rows in self.matrices(name, x):
                     made = newton_schulz(update.flatten(0, -2)[rows], o.muon_num_ns_steps)
-                    x.flatten(0, -2)[rows] -= lr * 0.2 * math.sqrt(max(made.shape)) * made
+                    left = self.decayed(x.flatten(0, -2)[rows], made, lr, wd)
+                    x.flatten(0, -2)[rows] = left - lr * 0.2 * math.sqrt(max(made.shape)) * made
             else:
-                x *= 1 - lr * own
                 m.lerp_(g, 1 - o.adam_beta1)
                 v = self.second[name].mul_(o.adam_beta2).add_((1 - o.adam_beta2) * g * g)
                 root = (v / (1 - o.adam_beta2**self.count)).sqrt() + o.adam_eps
-                x -= lr * (m / (1 - o.adam_beta1**self.count)) / root
+                update = m / (1 - o.adam_beta1**self.count) / root
+                x.copy_(self.decayed(x, update, lr, own) - lr * update)
 
 
 # A run
@@ -484,6 +505,8 @@ def unlike_drawn(weights: Weights, m: Any) -> list[str]:
             std = m.init_method_std / math.sqrt(2 * m.num_layers) if module[-1] == "proj" else m.init_method_std
             if m.init_method_xavier_uniform:
                 std, extra = math.sqrt(2 / (x.numel() // x.shape[-1] + x.shape[-1])), 0.8  # kurtosis less 1
+            if module[-1] == "proj" and m.zero_init_projections:
+                std = 0.0
         far, allowed = abs(float(x.mean()) - center), CERTAIN * std / math.sqrt(x.numel())
         if far > allowed + CLOSE:
             wrong.append(f"initial {name}: its mean is {far:.2e} from {center}, {allowed:.2e} allowed")

@@ -210,6 +210,19 @@ def test_the_independent_trainer_sees_what_all_layouts_share(defect, flags, word
     assert any(words in line and "by the independent trainer" in line for line in wrong), wrong
 
 
+LEVERS = """--untie-embeddings-and-output-weights --embedding-lr 3e-3 --head-lr 2e-2 --vector-lr 5e-3 --init-method-std
+0.2 --zero-init-projections --cautious-weight-decay --weight-decay 0.5 --weight-decay-incr-style rate --min-lr 1e-3"""
+
+
+@pytest.mark.parametrize("rule", ["adam", "lion --lr 3e-3", "muon"])
+def test_the_independent_trainer_has_the_levers_of_the_update(rule, monkeypatch, tmp_path):
+    """Own peak rates, projections that start at 0, and a cautious decay that follows the rate."""
+    monkeypatch.chdir(tmp_path)
+    write_data(tmp_path)
+    case = cases.read(f"{LEVERS} --optimizer {rule} --train-iters 4 --eval-iters 0".replace("\n", " "))
+    assert crews.run_one([], case, str(tmp_path), False, "") == []
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_every_seeded_bug_is_found(tmp_path, capsys):

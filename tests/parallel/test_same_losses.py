@@ -131,6 +131,8 @@ MORE = {
     "muon": "--optimizer muon --swiglu --ffn-hidden-size 48 --num-query-groups 4",
     "sgd": "--optimizer sgd --lr 0.3",
     "lion": "--optimizer lion --lr 3e-3 --weight-decay 0.3",
+    "levers": "--embedding-lr 3e-3 --vector-lr 5e-3 --cautious-weight-decay --zero-init-projections "
+    "--weight-decay 0.3 --weight-decay-incr-style rate --lr-decay-style linear",
     "microbatch": "--loss-mean microbatch --eod-mask-loss --micro-batch-size 2 --global-batch-size 8",
     # Caps so low, and a coefficient so large, that both shape every gradient.
     "logits": "--final-logit-softcapping 0.3 --z-loss-coef 0.5 --eod-mask-loss",
@@ -160,6 +162,15 @@ WITH = {
         "--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 2 --num-accumulation-steps 2",
         "--world-size 4 --context-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1 --cpu-optimizer",
         "--world-size 4 --tensor-model-parallel-size 2 --zero-stage 3 --swiglu --ffn-hidden-size 48",
+    ],
+    "levers": [
+        "--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 3 --head-lr 2e-3 "
+        "--untie-embeddings-and-output-weights",
+        "--world-size 4 --context-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1 --cpu-optimizer",
+        "--world-size 2 --tensor-model-parallel-size 2 --optimizer muon --head-lr 2e-3 "
+        "--untie-embeddings-and-output-weights",
+        "--world-size 2 --zero-stage 2 --optimizer muon",
+        "--world-size 2 --pipeline-model-parallel-size 2 --optimizer lion --lr 3e-3",
     ],
     "microbatch": [
         "--world-size 2 --zero-stage 2",
@@ -198,7 +209,7 @@ def test_one_micro_batch():
 @pytest.mark.whole
 @pytest.mark.timeout(300)
 @halves(
-    [f"{line} {MORE[name]}" for name, lines in WITH.items() for line in lines], (1, 2, 3, 12, 14, 17, 20, 21, 26, 29)
+    [f"{line} {MORE[name]}" for name, lines in WITH.items() for line in lines], (1, 2, 3, 12, 14, 17, 18, 22, 25, 26, 31, 34)
 )
 def test_other_rules(lines):
     check(lines, steps=2)

@@ -86,8 +86,8 @@ class Muon(torch.optim.Optimizer):
 
     As for torch's fused optimizers, `grad_scale` divides the gradients, and a step with a
     `found_inf` other than 0 changes nothing; both are tensors on the device. The learning rate and
-    the weight decay may be so too. A cautious decay is only for elements whose update u has the sign
-    of the weight, or is 0: w <- w - lr (u + weight decay w [u w >= 0]).
+    the weight decay may be so too. A cautious decay is only for elements whose update u has the
+    sign of the weight, or is 0: w <- w - lr (u + weight decay w [u w >= 0]).
     """
 
     grad_scale: Tensor | None = None
