@@ -115,7 +115,8 @@ def muons() -> None:
     matrices = [torch.zeros(512, 512) for _ in range(2)]
     one = torch.ones(())
     updates, _ = muon.advance(matrices, [m.clone() for m in matrices], one, one, 0.95)
-    muon.subtract(matrices, updates, one, one, one)
+    for is_cautious in (False, True):
+        muon.subtract(matrices, updates, one, one, one, is_cautious)
 
 
 def updates() -> None:
@@ -127,7 +128,9 @@ def updates() -> None:
         constants = adamw.make_constants(settings, 1.0, cpu, [(1.0, 1.0)])
         decision = adamw.decide(constants, (one, loss, one, one, one), torch.zeros(()))
     for weights in (None, *(flats[0].to(dtype) for dtype in (torch.bfloat16, torch.float16))):
-        adamw.update_blocks(adamw.AdamWBuffers(*flats, weights), table, settings, decision)
+        for is_cautious in (False, True):
+            rule = settings._replace(is_cautious=is_cautious)
+            adamw.update_blocks(adamw.AdamWBuffers(*flats, weights), table, rule, decision)
 
 
 def tables() -> None:

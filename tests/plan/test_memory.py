@@ -11,14 +11,17 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from accounting import META, PADDED, account, config_of, connected, pretended_gpu  # noqa: E402
+from accounting import META, PADDED, Account, account, config_of, connected, pretended_gpu  # noqa: E402
 
 from meshwright.errors import UserError
 from meshwright.kernels import grid
+from meshwright.optim.cautious import CautiousAdamW
+from meshwright.optim.lion import Lion
 from meshwright.parallel import pipeline_schedule, shard
 from meshwright.parallel.layout import Layout
-from meshwright.plan import blocks, memory, parameters
+from meshwright.plan import blocks, memory, parameters, updates
 from meshwright.plan.allocator import MIB, CachingAllocator
+from meshwright.plan.tensors import Memory
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.before import memory as require
 from meshwright.training.network import Spec, build_network
@@ -92,6 +95,33 @@ def test_a_run_that_fits_is_not_refused(line, monkeypatch):
         monkeypatch.setattr(require.devices, "total_memory", lambda _, have=have: have)
         with contextlib.nullcontext() if fits else pytest.raises(UserError, match="needs at least"):
             require.require_memory(config, padded, 0, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("rule", ["adam", "lion", "lion without"])
+def test_an_elementwise_update_allocates_as_predicted(rule):
+    """Cautious AdamW takes no more where another layout than ZeRO 3 updates in one kernel."""
+    is_cautious, size = "without" not in rule, 1 << 16
+    weight = torch.nn.Parameter(torch.empty(size, device=META))
+    weight.grad = torch.empty(size, device=META)
+    update = CautiousAdamW([weight], (0.9, 0.95), 1e-8) if rule == "adam" else Lion([weight], is_cautious=is_cautious)
+    moments = [torch.empty(size, device=META) for _ in range(2)]
+    update.state[weight] |= {"exp_avg": moments[0], "exp_avg_sq": moments[1], "step": torch.empty((), device=META)}
+    update.found_inf = torch.empty((), device=META)
+    predicted = Memory()
+    if rule == "adam":
+        updates.update_cautious(predicted, size)
+    else:
+        updates.update_lion(predicted, size, is_cautious)
+    with Account() as account:
+        for x in (weight, weight.grad, *moments[: 2 if rule == "adam" else 1]):
+            account.note(x)
+        held = account.now
+        update.step()
+    assert account.peak - held == pytest.approx(predicted.peak, abs=20 * 512)
+    words = *SMALL, "--bf16", "--world-size", "2", "--cautious-weight-decay"
+    for stage in (1, 3):
+        config = config_of(*words, "--zero-stage", str(stage))
+        assert (updates.update_events(config, PADDED, 0).peak > 0) == (stage == 3)
 
 
 @pytest.mark.parametrize("more", ["--bf16", "", "--bf16 --optimizer lion"])

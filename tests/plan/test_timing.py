@@ -111,6 +111,8 @@ def test_constants_of_training():
         ("--fp8-format e4m3", {"products": (0.65, 0.5), "passes": (2.0, 1.1)}),
         ("--optimizer lion", {"update": (6, 3)}),
         ("--optimizer muon", {"update": (20, 4)}),
+        ("--cautious-weight-decay", {"update": 1}),
+        ("--optimizer lion --cautious-weight-decay", {"update": (6, 4)}),
         ("--qk-layernorm", {"passes": (1.5, 1.2)}),
         ("--cpu-optimizer", {"update": (120, 60)}),
     ],

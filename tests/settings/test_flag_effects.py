@@ -91,7 +91,8 @@ def test_sizes(run, flags, want):
     """num_attention_heads layernorm_epsilon hidden_dropout attention_dropout embedding_dropout bias_gelu_fusion
     attention_impl squared_relu normalization qk_layernorm embed_layernorm apply_residual_connection_post_layernorm
     use_parallel_residual init_method_xavier_uniform seq_length dataloader_type training.seed optimizer weight_decay
-    clip_grad adam_beta1 adam_beta2 adam_eps final_logit_softcapping z_loss_coef window_size"""
+    clip_grad adam_beta1 adam_beta2 adam_eps final_logit_softcapping z_loss_coef window_size embedding_lr vector_lr
+    zero_init_projections"""
 )
 @pytest.mark.parametrize(
     "flags",
@@ -121,6 +122,9 @@ def test_sizes(run, flags, want):
         ["--apply-residual-connection-post-layernorm"],
         ["--use-parallel-residual"],
         ["--init-method-xavier-uniform"],
+        ["--zero-init-projections"],
+        ["--embedding-lr", "1e-3"],
+        ["--vector-lr", "0.1"],
         ["--optimizer", "sgd"],
         ["--optimizer", "lion"],
         ["--optimizer", "muon"],
@@ -135,7 +139,8 @@ def test_sizes(run, flags, want):
 def test_changes_the_losses(run, base, flags):
     got = run(*flags)
     assert got.status == 0 and len(got.losses) == len(base) and got.losses != base
-    first = ("weight-decay", "clip-grad", "adam", "optimizer", "z-loss")  # these act from the second step on
+    # these act from the second step on
+    first = ("weight-decay", "clip-grad", "adam", "optimizer", "z-loss", "embedding-lr", "vector-lr")
     assert (got.losses[0] == base[0]) == flags[0].strip("-").startswith(first)
 
 
@@ -163,7 +168,7 @@ def test_leaves_the_losses_equal(run, base, flags):
     original_max_position_embeddings rope_low_freq_factor rope_high_freq_factor beta_fast beta_slow
     rope_attention_factor lr_wsd_decay_style lr_wsd_decay_iters lr_warmup_init
     start_weight_decay end_weight_decay weight_decay_incr_style sgd_momentum lion_beta1 lion_beta2
-    muon_momentum muon_num_ns_steps muon_split_qkv fp32_residual_connection"""
+    muon_momentum muon_num_ns_steps muon_split_qkv fp32_residual_connection head_lr cautious_weight_decay"""
 )
 @pytest.mark.parametrize(
     ("flags", "other"),
@@ -190,6 +195,9 @@ def test_leaves_the_losses_equal(run, base, flags):
         (["--lr-wsd-decay-style", "linear"], ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "4"]),
         (["--lr-wsd-decay-iters", "3"], ["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "4"]),
         (["--lr-warmup-init", "0.001"], ["--lr-warmup-iters", "3"]),
+        (["--head-lr", "1e-3"], ["--untie-embeddings-and-output-weights"]),
+        (["--cautious-weight-decay"], ["--weight-decay", "10"]),
+        (["--weight-decay-incr-style", "rate"], ["--weight-decay", "10"]),
         (["--weight-decay-incr-style", "cosine"], RAMP),
         (["--start-weight-decay", "0.2"], RAMP),
         (["--end-weight-decay", "0.7"], RAMP),

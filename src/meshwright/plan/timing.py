@@ -32,6 +32,8 @@ BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled":
 HOST_UPDATE = 40e9  # bytes per second of an update in host memory, on 16 cores beside an H200
 # Numbers of full size that an update reads and writes for a parameter, with those of the norm.
 UPDATE_NUMBERS = {"adam": 8, "adamw": 8, "sgd": 7, "muon": 8, "lion": 38}
+# The same with --cautious-weight-decay, where no kernel updates: AdamW's in ZeRO 3 alone.
+CAUTIOUS_NUMBERS = {"adam": 54, "adamw": 54, "lion": 44}
 
 
 @dataclass(frozen=True)
@@ -439,7 +441,11 @@ class _Prediction:
         parameters = max(parameters_of_ranks(config, self.padded))
         shards = self.groups["data"].size if self.p.zero_stage else 1
         own = parameters / shards
-        size = own * (UPDATE_NUMBERS[config.optimizer.optimizer] * self.full + self.low)
+        o, is_gathered = config.optimizer, self.p.zero_stage == 3 and shards > 1
+        numbers = UPDATE_NUMBERS[o.optimizer]
+        if o.cautious_weight_decay and (is_gathered or o.optimizer == "lion"):
+            numbers = CAUTIOUS_NUMBERS.get(o.optimizer, numbers)
+        size = own * (numbers * self.full + self.low)
         if config.precision.fp8_format:  # weights are cast, and transposed
             size += own * (self.low + 2)
         seconds = size / (profile.bandwidth * profile.reached["update"])

@@ -1,4 +1,4 @@
-"""What the update of the weights allocates beside its state, as optim/muon.py and lion.py do."""
+"""What the update of the weights allocates beside its state, as optim/muon.py, lion.py and cautious.py do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ def update_events(config: TrainConfig, padded: int, pipeline_rank: int) -> Memor
                 update_muon(memory, size, rows, columns, o.muon_num_ns_steps)
     elif o.optimizer == "lion":
         largest = max((flat_size(unit, 1) for unit, _ in units), default=0) // data_parts(config)
-        update_lion(memory, min(largest, LION_CHUNK))
+        update_lion(memory, min(largest, LION_CHUNK), o.cautious_weight_decay)
+    if o.cautious_weight_decay and p.zero_stage == 3 and data_parts(config) > 1:  # elsewhere a kernel updates
+        named = ((name, shape) for unit, _ in units for name, shape in unit.items())
+        sizes = [math.prod(shape) for name, shape in named if treatment_of(o, name, len(shape)).rule == "adamw"]
+        update_cautious(memory, min(max(sizes, default=0) // data_parts(config), LION_CHUNK))
     return memory
 
 
@@ -71,15 +75,37 @@ def polynomial_of_gram(memory: Memory, size: int, steps: int) -> Sized:
     return q
 
 
-def update_lion(memory: Memory, size: int) -> None:
+def update_lion(memory: Memory, size: int, is_cautious: bool = False) -> None:
     """Update a chunk of the parameters."""
     new = functools.partial(memory.new, size, 4)
     now = new()
     parts = new(), new()
     ahead = new()
     del parts
+    kept = new() if is_cautious else None
     decayed, step = new(), new()
     weight = new()
     del decayed, step
     chosen = new()
-    del now, ahead, weight, chosen
+    del now, ahead, kept, weight, chosen
+
+
+def update_cautious(memory: Memory, size: int) -> None:
+    """Update a chunk of the parameters by AdamW with a cautious decay."""
+    new = functools.partial(memory.new, size, 4)
+    now = new()
+    mean, square = new(), new()
+    del now
+    root = new()
+    update = new()
+    del root
+    product = new()
+    is_decayed = memory.new(size, 1)
+    del product
+    decayed = new()
+    decay = new()
+    del is_decayed, decayed
+    weight = new()
+    del decay
+    chosen = new()
+    del mean, square, update, weight, chosen
