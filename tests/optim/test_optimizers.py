@@ -169,7 +169,6 @@ def test_sgd_equals_torchs(momentum, clip, dtype):
 # Cautious weight decay
 
 
-@pytest.mark.flag("cautious_weight_decay")
 @pytest.mark.parametrize("rule", CAUTIOUS)
 @pytest.mark.parametrize(("dtype", "offload"), [(torch.float64, False), (torch.float32, False), (torch.bfloat16, True)])
 def test_a_cautious_decay_follows_its_formula(rule, dtype, offload):

@@ -209,7 +209,8 @@ def test_one_micro_batch():
 @pytest.mark.whole
 @pytest.mark.timeout(300)
 @halves(
-    [f"{line} {MORE[name]}" for name, lines in WITH.items() for line in lines], (1, 2, 3, 12, 14, 17, 18, 22, 25, 26, 31, 34)
+    [f"{line} {MORE[name]}" for name, lines in WITH.items() for line in lines],
+    (1, 2, 3, 12, 14, 17, 18, 22, 25, 26, 31, 34),
 )
 def test_other_rules(lines):
     check(lines, steps=2)

@@ -1,4 +1,4 @@
-"""What the update of the weights allocates beside its state, as optim/muon.py, lion.py and cautious.py do."""
+"""What the update allocates beside its state, as optim/muon.py, lion.py and cautious.py do."""
 
 from __future__ import annotations
 
