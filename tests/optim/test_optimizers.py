@@ -397,11 +397,13 @@ def test_a_loaded_store_continues_bit_for_bit(rule, dtype, tmp_path):
     assert is_equal(snapshot(store), snapshot(again)) and again.steps == (0 if rule in ("sgd", "lion") else 6)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule", [*RULES, "adam --cautious-weight-decay --weight-decay-incr-style rate --embedding-lr 3e-3"]
+)
 def test_a_run_resumes_with_its_momentum(run, tmp_path, rule):
     """Three steps and three more equal six."""
     save = str(tmp_path / "save")
-    flags = ("--optimizer", rule, "--eval-iters", "0", "--lr-decay-iters", "6")
+    flags = ("--optimizer", *rule.split(), "--eval-iters", "0", "--lr-decay-iters", "6")
     whole = run(*flags).losses
     first = run(*flags, "--save", save, "--train-iters", "3").losses
     rest = run(*flags, "--load", save).losses

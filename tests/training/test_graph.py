@@ -21,6 +21,8 @@ from stores import CPU, VOCAB, is_equal, make, snapshot
 MASKS = ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask", "--tokenizer-type", "ByteTokenizer"]
 MASKS += ["--vocab-size", "none"]  # the tokenizer's
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+LEVERS = ["--embedding-lr", 3e-3, "--vector-lr", 1e-4, "--cautious-weight-decay", "--zero-init-projections"]
+LEVERS += ["--weight-decay", 0.3, "--weight-decay-incr-style", "rate"]
 
 
 @pytest.fixture
@@ -61,13 +63,15 @@ def test_a_step_is_up_to_three_pieces(run, recorded, accumulated):
         ["--fp16", "--initial-loss-scale", 2**22, "--hysteresis", 1],
         ["--bf16", "--optimizer", "muon"],
         ["--bf16", "--optimizer", "lion"],
+        ["--fp16", "--initial-loss-scale", 2**22, "--hysteresis", 1, *LEVERS],
+        ["--bf16", "--optimizer", "muon", *LEVERS],
         [*MASKS, "--loss-mean", "microbatch"],
         ["--lr-warmup-iters", 3, "--weight-decay-incr-style", "linear", "--start-weight-decay", 0.1]
         + ["--end-weight-decay", 0.5],
         ["--log-params-norm", "--log-num-zeros-in-grad", "--recompute-granularity", "full"],
         ["--bf16", "--fp8-format", "hybrid", "--fp8-amax-history-len", 2, "--fp8-amax-compute-algo", "max"],
     ],
-    ids=["fp16", "muon", "lion", "masks", "schedule", "statistics", "fp8"],
+    ids=["fp16", "muon", "lion", "levers", "levers of muon", "masks", "schedule", "statistics", "fp8"],
 )
 def test_every_kind_of_run_computes_the_same(run, recorded, monkeypatch, flags):
     monkeypatch.setattr(network.devices, "has_fp8", lambda device: True)
@@ -201,6 +205,8 @@ def on_gpu(folder, *flags):
         ["--fp16", "--initial-loss-scale", 2**32, "--hysteresis", 1],
         ["--bf16", "--optimizer", "muon"],
         ["--bf16", "--optimizer", "lion"],
+        ["--bf16", *LEVERS],
+        ["--bf16", "--optimizer", "muon", *LEVERS],
         ["--bf16", "--compile", "on"],
         ["--bf16", "--attention-dropout", 0, "--recompute-granularity", "full"],
         ["--micro-batch-size", 2, "--global-batch-size", 6, *MASKS],
