@@ -93,7 +93,7 @@ def _complete(
     config: TrainConfig | Sequence[str] | str, settings: dict[str, Any], has_data: bool
 ) -> tuple[TrainConfig, Mapping[str, Any]]:
     """Return the settings of a training, and those that were given and have no effect."""
-    from meshwright.training.before.resolve import complete_settings
+    from meshwright.training.before.resolve import complete_settings, note_export
 
     if isinstance(config, TrainConfig):
         if settings:
@@ -104,6 +104,7 @@ def _complete(
         raise UserError(f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()")
     parsed = flags.parse_settings(TrainConfig, words, "meshwright.train", values=settings, check=not has_data)
     completed = complete_settings(parsed)
+    note_export(parsed, completed)
     flags.print_notices(parsed)
     return completed, parsed.idle
 

@@ -187,13 +187,13 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
 def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
     """Return the settings that a search keeps: those typed, and those that a file or shell changes.
 
-    A preset's batch sizes, and the defaults that a run's config.toml lists, are free.
+    A preset's or recipe's batch sizes, and the defaults that a run's config.toml lists, are free.
     """
     ours, defaults = flags.to_dict(parsed.config), flags.to_dict(TrainConfig())
     out = set()
     for name, source in parsed.sources.items():
         is_changed = name in defaults and ours[name] != defaults[name]
-        if source.startswith("command line") or (is_changed and not source.startswith(("default", "preset"))):
+        if source.startswith("command line") or (is_changed and not source.startswith(("default", "preset", "recipe"))):
             out.add(name)
     return frozenset(out)
 

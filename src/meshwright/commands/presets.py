@@ -14,6 +14,7 @@ from meshwright.model import counts
 from meshwright.settings import fields, flags
 from meshwright.settings.fields import flag, spelling
 from meshwright.settings.presets import ALIASES, FAMILIES, PRESETS, family_of, require_preset
+from meshwright.settings.recipes import RECIPES
 from meshwright.settings.schema import TrainConfig
 
 FOOT = """
@@ -23,7 +24,8 @@ parameters and memory count the source's vocabulary; yours is the tokenizer's
 
 meshwright train --preset NAME ...    train it; flags given beside win
 meshwright presets NAME               print it as flags; --toml: for --config
-"""
+
+Recipes set all else from the size of a preset, or of --depth N alone:"""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def list_presets() -> list[str]:
             left = f"  {name:<22}{_rounded(about['parameters']):>10}{s['num_layers']:>8}{s['hidden_size']:>7,}"
             out.append(f"{left}{heads:>8}{s['seq_length']:>9,}{memory:>13}")
     others = ", ".join(f"{alias} = {name}" for alias, name in ALIASES.items())
-    return [*out, "", *textwrap.wrap(f"also: {others}", 80, subsequent_indent="  "), FOOT.rstrip()]
+    also = textwrap.wrap(f"also: {others}", 80, subsequent_indent="  ")
+    return [*out, "", *also, FOOT, *(f"  --recipe {name:<9}{recipe['about']}" for name, recipe in RECIPES.items())]
 
 
 def preset_as_flags(name: str) -> list[str]:

@@ -38,13 +38,14 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
     from meshwright.commands.verify_layout import rehearse
     from meshwright.training import run
     from meshwright.training.before import preflight
-    from meshwright.training.before.resolve import require_start_folder
+    from meshwright.training.before.resolve import note_export, require_start_folder
 
     require_start_folder(parsed)
     launched = None if dry else launch.relaunch(config.parallel, ["train", *argv])
     if launched is not None:
         return launched
     if world.local_rank == 0:
+        note_export(parsed, config)
         flags.print_notices(parsed)
     if config.parallel.rank is not None and not dry:
         raise UserError(f"--rank {config.parallel.rank} is for --dry-run; a launcher gives a run's ranks their numbers")

@@ -1,4 +1,4 @@
-"""Resolve flags: defaults < --preset < --config FILE < MESHWRIGHT_* < command line.
+"""Resolve flags: defaults < --preset < --recipe < --config FILE < MESHWRIGHT_* < command line.
 
 argparse lacks what users of Megatron need: these layers with the source of each value, hints for
 retired and misspelled flags, and all mistakes at once. A configuration is a dataclass of groups,
@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 from meshwright import console
 from meshwright.errors import BAD_DATA, DONE, UserError
 from meshwright.files import read_small
-from meshwright.settings import check_values, checks, help, notices, presets
+from meshwright.settings import check_values, checks, help, notices, presets, recipes
 from meshwright.settings.fields import (
     cached,
     choices_of,
@@ -77,6 +77,7 @@ class Parsed(Generic[C]):
     idle: dict[str, Any]  # flags that were given and have no effect
     dry_run: bool
     print_config: bool
+    recipe: str = ""
 
 
 class SwitchSource(str):
@@ -116,8 +117,8 @@ def parse_settings(
         complaints += without_value + _given_twice(argv, parser)
     namespace, unknown = _parse_known(parser, argv, complaints)
     cli, values = vars(namespace), dict(values or {})
-    control = {k: cli.pop(k, None) for k in ("preset", "config_file", "dry_run", "print_config")}
-    control |= {k: values.pop(k) for k in ("preset", "config_file") if k in values}
+    control = {k: cli.pop(k, None) for k in ("preset", "recipe", "depth", "config_file", "dry_run", "print_config")}
+    control |= {k: values.pop(k) for k in ("preset", "recipe", "depth", "config_file") if k in values}
     reader = LayerReader(cls, complaints)
     if positional:
         unknown = _take_positional(cls, positional, cli, unknown, complaints)
@@ -133,16 +134,11 @@ def parse_settings(
 
     layers = _layers_below(reader, control["preset"], control["config_file"])
     layers.append(("command line", reader.convert_all(cli, "") | reader.convert_all(values, "")))
-    if control["preset"]:
-        above: dict[str, Any] = {}
-        for _, layer in layers[1:]:
-            replaced = {other for name in layer for other in REPLACES.get(name, ())}
-            above = {name: value for name, value in above.items() if name not in replaced} | layer
-        fitted = presets.fitted(control["preset"], above)
-        layers[0] = (layers[0][0], {name: value for name, value in fitted.items() if name in reader.fields})
+    recipe, choices = _fit_layers(reader, control, layers)
     if complaints and is_flat(cls):
         raise UserError(listed(complaints))
     built, sources = build_config(cls, layers)
+    sources.update(recipes.explained(recipe, choices, sources))
     remote = check_values.remote_paths(built)  # before a file is opened
     if (check or control["dry_run"]) and isinstance(built, TrainConfig) and not remote:
         built = _with_deepspeed(built, sources, reader)
@@ -150,14 +146,70 @@ def parse_settings(
     is_complete = not (isinstance(built, TrainConfig) and built.checkpoint.load)
     reader.notices += _from_environment(sources) + (notices.without_effect(built) if is_complete else [])
     reader.notices += _unused(cls, layers[-1][1])
+    if choices and isinstance(built, TrainConfig):
+        reader.notices.append("\n".join(recipes.describe(recipe, choices, built)))
     objections = checks.problems(built) if check and is_complete else remote
     answered = _answered(complaints) | ({"--output-prefix"} if control["dry_run"] else set())  # it writes nothing
     complaints += [line for line in objections if line.split()[0] not in answered]
+    if not recipe and (control["recipe"] or control["depth"]):  # a recipe that is refused sets nothing
+        complaints[:] = [line for line in complaints if " is needed" not in line]
     if complaints:
         raise UserError(listed(complaints))
     built = localized(built)
     only_prints = bool(control["dry_run"]), bool(control["print_config"])
-    return Parsed(built, sources, reader.notices, reader.idle, *only_prints)
+    return Parsed(built, sources, reader.notices, reader.idle, *only_prints, recipe)
+
+
+def _merged(layers: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Return the values of several layers, of which later ones win."""
+    out: dict[str, Any] = {}
+    for _, layer in layers:
+        replaced = {other for name in layer for other in REPLACES.get(name, ())}
+        out = {name: value for name, value in out.items() if name not in replaced} | layer
+    return out
+
+
+def _fit_layers(
+    reader: LayerReader, control: Mapping[str, Any], layers: list[tuple[str, dict[str, Any]]]
+) -> tuple[str, dict[str, recipes.Choice]]:
+    """Add the layer of a recipe; fit the preset's schedule to a length, which may be `auto`.
+
+    Return the name of the recipe and its choices.
+    """
+    cls, preset, depth = reader.cls, control["preset"], None
+    base, upper = (layers[:1], layers[1:]) if preset else ([], layers)
+    above = _merged(upper)
+    try:
+        depth = convert_value(int, control["depth"])
+    except argparse.ArgumentTypeError as error:
+        reader.complaints.append(f"--depth: {error}")
+        return "", {}
+    recipe = control["recipe"] or (recipes.IMPLIED if depth is not None else "")
+    if wrong := recipes.problems(recipe, depth, preset, above) if recipe else []:
+        reader.complaints += wrong
+        return "", {}
+    choices: dict[str, recipes.Choice] = {}
+    is_auto = issubclass(cls, TrainConfig) and above.get("train_tokens") == "auto"
+    if recipe or is_auto:
+        given = {name: value for name, value in above.items() if value != "auto" or name != "train_tokens"}
+        draft: Any = build_config(cls, [*base, ("", given)])[0]
+        if recipe:
+            choices = recipes.apply_recipe(recipe, draft, recipes.Given(given, depth, preset, is_auto))
+        elif is_auto and not (draft.model.num_layers and draft.model.hidden_size):
+            reader.complaints.append(recipes.NO_SIZES)
+        elif is_auto:
+            choices = {"train_tokens": recipes.auto_tokens(draft)}
+    if is_auto and choices:
+        above["train_tokens"] = choices["train_tokens"].value
+        for _, layer in upper:
+            if layer.get("train_tokens") == "auto":
+                layer["train_tokens"] = above["train_tokens"]
+    if preset:
+        fitted = presets.fitted(preset, above)
+        layers[0] = (layers[0][0], {name: value for name, value in fitted.items() if name in reader.fields})
+    if recipe:
+        layers.insert(len(base), (f"recipe {recipe}", {name: choice.value for name, choice in choices.items()}))
+    return recipe, choices
 
 
 def _answered(complaints: list[str]) -> set[str]:
@@ -366,6 +418,9 @@ def _parser(cls: type, positional: str | None = None) -> FlagParser:
     if is_flat(cls):
         return parser
     parser.add_argument("--preset")
+    if issubclass(cls, TrainConfig):
+        parser.add_argument("--recipe")
+        parser.add_argument("--depth")
     parser.add_argument("--config", dest="config_file")
     parser.add_argument("--print-config", action="store_true")
     parser.add_argument("--dry-run", action="store_true")

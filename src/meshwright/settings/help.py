@@ -38,14 +38,24 @@ from meshwright.settings.hints import did_you_mean
 from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
 from meshwright.settings.pages import PAGES, Page
 from meshwright.settings.presets import PRESETS
+from meshwright.settings.recipes import RECIPES
+from meshwright.settings.schema import TrainConfig
 
 WORDS = ("-h", "--help", "--help-all")
 ALL = "all"
 LINES = 48  # two screens of a terminal with 24 lines
+OF_TRAINING = ("recipe", "depth")  # controls of commands with the settings of a training
 LEFT, COMMON = 32, 27  # columns of a flag and its value: in lists of all flags, and of common ones
 CONTROL = "settings"  # the group of the flags below, which no dataclass holds
 CONTROLS = {
     "preset": ("--preset", "NAME", "architecture and recipe of a known model; `meshwright presets` lists them"),
+    "recipe": (
+        "--recipe",
+        "NAME",
+        "all else from the size: modern (Muon, rotary positions, rates and batch that fit), or gpt2, the documents' "
+        "recipe; flags win",
+    ),
+    "depth": ("--depth", "N", "number of layers, from which the recipe takes all sizes; implies --recipe modern"),
     "config_file": ("--config", "FILE", "TOML or YAML file of settings"),
     "print_config": ("--print-config", "", "print all settings and where each comes from"),
     "dry_run": ("--dry-run", "", "check everything, write nothing; then exit"),
@@ -188,7 +198,9 @@ def entries(command: Command, hidden: bool = False) -> list[HelpEntry]:
         )
     if not is_flat(command.config):
         for name, (flag, value, text) in CONTROLS.items():
-            listed = tuple(PRESETS) if name == "preset" else ()
+            if name in OF_TRAINING and not issubclass(command.config, TrainConfig):
+                continue
+            listed = {"preset": tuple(PRESETS), "recipe": tuple(RECIPES)}.get(name, ())
             out.append(HelpEntry(name, CONTROL, flag, value, text, choices=listed))
     for name, (group, f, kind) in known.items():
         if name in used:

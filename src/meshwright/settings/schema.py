@@ -442,7 +442,15 @@ class Training:
     )
     train_iters: int | None = flag(None, "number of steps", bound=">0", docs="tutorial")
     train_samples: int | None = flag(None, "number of samples, instead of --train-iters", bound=">0")
-    train_tokens: int | None = flag(None, "number of tokens, instead of --train-iters", bound=">0", proof="fuzz")
+    train_tokens: int | Literal["auto"] | None = flag(
+        None,
+        "number of tokens, instead of --train-iters; auto: 20 for each parameter of the layers, and at most 4 readings "
+        "of the data; a run notes their number",
+        bound=">0",
+        short="number of tokens, or auto: from the size and the data",
+        docs="recipes",
+        proof="fuzz",
+    )
     train_epochs: float | None = flag(
         None,
         "readings of the training data, instead of --train-iters; a run notes them as --train-samples",
@@ -1206,7 +1214,8 @@ class TrainConfig:
     def samples(self) -> int | None:
         """Total number of samples, or None if the length is given in steps."""
         t = self.training
-        return t.train_tokens // (self.data.seq_length or 1) if t.train_tokens else t.train_samples
+        tokens = t.train_tokens
+        return tokens // (self.data.seq_length or 1) if isinstance(tokens, int) else t.train_samples
 
     @functools.cached_property
     def steps(self) -> int:

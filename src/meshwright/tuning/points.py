@@ -19,7 +19,7 @@ from meshwright.settings.hints import did_you_mean
 from meshwright.settings.schema import TrainConfig
 
 Point = dict[str, str]  # field of train's settings -> value, as it is typed
-PRESET = "preset"  # a flag of train that is no field
+CONTROLS = ("preset", "recipe", "depth")  # flags of train that are no fields
 NAME_LIMIT = 120  # characters of a folder's name
 
 
@@ -115,18 +115,18 @@ def _field_of(word: str, where: str) -> str:
     key = word.lstrip("-").replace("_", "-")
     aliases = {alias.lstrip("-"): name for name, (_, f, _) in fields.items() for alias in f.metadata["aliases"]}
     name = aliases.get(key, key.replace("-", "_"))
-    if name not in fields and name != PRESET:
+    if name not in fields and name not in CONTROLS:
         raise UserError(f"{where}: train has no flag --{key}{did_you_mean(key, fields)}")
     return name
 
 
 def _kind(name: str) -> Any:
-    return str if name == PRESET else inner_type(config_fields(TrainConfig)[name][2])
+    return str if name in CONTROLS else inner_type(config_fields(TrainConfig)[name][2])
 
 
 def _normal(name: str, text: str, where: str) -> str:
     """Return a value in the form that names its run: 0.0001 and 1e-4 are the same."""
-    if name == PRESET:
+    if name in CONTROLS:
         return text
     try:
         value = convert_value(config_fields(TrainConfig)[name][2], text)
@@ -145,9 +145,9 @@ def words_of(point: Mapping[str, str]) -> list[str]:
     """Return the flags of train that set a point's values."""
     words: list[str] = []
     for name, text in point.items():
-        if name != PRESET and _kind(name) is bool:
+        if name not in CONTROLS and _kind(name) is bool:
             words.append(switches(config_fields(TrainConfig)[name][1])[text != "true"][0])
-        elif name != PRESET and is_list(_kind(name)):
+        elif name not in CONTROLS and is_list(_kind(name)):
             words += [spelling(name), *text.split()]
         else:
             words.append(f"{spelling(name)}={text}")

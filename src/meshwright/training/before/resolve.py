@@ -98,6 +98,16 @@ def complete_settings(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
     return config
 
 
+def note_export(parsed: flags.Parsed[TrainConfig], config: TrainConfig) -> None:
+    """Say before a training by a recipe whether its model will have no export."""
+    if parsed.recipe:
+        from meshwright.checkpoint.foreign import exports
+        from meshwright.checkpoint.foreign.huggingface.writer import export_notices
+
+        positions = config.model.max_position_embeddings or config.data.seq_length
+        parsed.notices.extend(export_notices(exports.without_idle_window(config.model, positions)))
+
+
 def require_start_folder(parsed: flags.Parsed[TrainConfig]) -> None:
     """Refuse token files of a config.toml that count from another folder, where the run began."""
     c = parsed.config

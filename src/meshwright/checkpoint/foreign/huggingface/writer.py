@@ -104,6 +104,15 @@ def require_expressible(m: Model, where: Path, status: int = USAGE) -> str:
     return kind
 
 
+def export_notices(m: Model) -> list[str]:
+    """Return a line, before a training, if its model will have no form in Hugging Face's format."""
+    kind = choose_architecture(m)
+    obstacles = exports.obstacles(m, family(kind))
+    advice = "; --swiglu has one" if m.position == "rope" and not m.gated else ""
+    line = f"the model cannot be exported to Hugging Face's format: {ARCHITECTURES[kind]} cannot express "
+    return [line + ", ".join(obstacles) + advice] if obstacles else []
+
+
 def refuse_occupied(folder: Path, run: Path | None = None) -> None:
     """Refuse to write over anything but an unchanged export of the same run."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):

@@ -1,0 +1,365 @@
+"""Recipes: all settings of a training that follow from the size of its model, each with its reason.
+
+A recipe lies over a preset, whose sizes it keeps, and under --config, the environment and flags.
+What these give counts in the rules too: another batch has another learning rate. The values and
+numbers are in recipes.toml; here are the rules that compute the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import struct
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from meshwright.files import read_table
+from meshwright.settings import presets
+from meshwright.settings.data_paths import path_sets, path_settings
+from meshwright.settings.fields import config_fields, default_of, inner_type, spelling, switches
+from meshwright.settings.grammar import split_shares
+from meshwright.settings.hints import did_you_mean, find_address
+from meshwright.settings.schema import LENGTHS, Data, Model, TrainConfig
+
+RECIPES: dict[str, dict[str, Any]] = read_table("settings/recipes.toml")
+IMPLIED = "modern"  # by --depth alone
+# Settings that a preset or a flag gives and a recipe keeps.
+SIZES = (
+    "num_layers hidden_size num_attention_heads num_query_groups kv_channels seq_length max_position_embeddings"
+).split()
+ACTIVATIONS = {"swiglu", "squared_relu", "glu_activation"}  # one of them given replaces the recipe's
+# Settings of a preset that belong to its own network or schedule.
+RESET = (
+    "swiglu squared_relu glu_activation ffn_hidden_size add_qkv_bias use_parallel_residual embed_layernorm "
+    "layernorm_bias apply_layernorm_1p embedding_dropout final_logit_softcapping init_method_std "
+    "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples "
+    "rampup_batch_size adam_beta1 adam_beta2 adam_eps"
+).split()
+NO_SIZES = (
+    "--train-tokens auto counts the parameters of the layers; give the size too, by --preset, --depth or "
+    "--num-layers, --hidden-size and --num-attention-heads"
+)
+WIDTH = 100  # columns of the lines that explain a recipe
+ITEM_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # code of a token type in .idx -> bytes
+
+
+class Choice(NamedTuple):
+    """A value that a recipe sets, and why."""
+
+    value: Any
+    reason: str
+
+
+@dataclass
+class Draft:
+    """The settings so far: the recipe's choices under what is `given`."""
+
+    config: TrainConfig
+    given: set[str]
+    choices: dict[str, Choice] = field(default_factory=dict)
+
+    def choose(self, name: str, value: Any, reason: str) -> None:
+        if name in SIZES and name in self.given:
+            return
+        self.choices[name] = Choice(value, reason)
+        if name not in self.given:
+            self.config = _with_setting(self.config, name, value)
+
+    def value(self, name: str) -> Any:
+        return getattr(getattr(self.config, config_fields(TrainConfig)[name][0]), name)
+
+
+def _with_setting(config: TrainConfig, name: str, value: Any) -> TrainConfig:
+    group = config_fields(TrainConfig)[name][0]
+    changed: dict[str, Any] = {group: dataclasses.replace(getattr(config, group), **{name: value})}
+    return dataclasses.replace(config, **changed)
+
+
+class Given(NamedTuple):
+    """What a recipe starts from: settings above it, and a depth or a preset."""
+
+    settings: dict[str, Any]
+    depth: int | None = None
+    preset: str | None = None
+    is_auto: bool = False  # --train-tokens auto, which `settings` leave out
+
+
+def problems(recipe: str, depth: int | None, preset: str | None, given: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with a recipe or a depth; `given` are settings above a preset."""
+    out = []
+    if recipe not in RECIPES:
+        out.append(f"--recipe {recipe!r} is none of {', '.join(RECIPES)}{did_you_mean(recipe, RECIPES, 0.6)}")
+    if depth is not None:
+        if depth < 1:
+            out.append(f"--depth {depth} must be above 0")
+        if preset:
+            out.append(f"--depth {depth} and --preset {preset} both set the size; give one")
+        if given.get("num_layers", depth) != depth:
+            out.append(f"--depth {depth} and --num-layers {given['num_layers']} are one setting; give one")
+    elif not preset and "num_layers" not in given:
+        wanted = "--depth N, or --preset NAME, or --num-layers and --hidden-size"
+        out.append(f"--recipe {recipe} needs the size of the model: give {wanted}")
+    return out
+
+
+def apply_recipe(name: str, config: TrainConfig, given: Given) -> dict[str, Choice]:
+    """Return the choices of a recipe; `config` has the preset's values and the given ones."""
+    recipe, preset = RECIPES[name], given.preset
+    numbers = recipe["numbers"]
+    sizes = set(SIZES).intersection(presets.PRESETS[preset]) if preset else set[str]()
+    if config.model.gated == recipe["rows"]["swiglu"][0]:
+        sizes.add("ffn_hidden_size")  # of an MLP with as many matrices
+    draft = Draft(config, {*given.settings, *sizes})
+    if preset:
+        _reset(draft, name)
+    for setting, (value, reason) in recipe["rows"].items():
+        if setting not in ACTIVATIONS or not any(given.settings.get(other) for other in ACTIVATIONS):
+            draft.choose(setting, value, reason)
+    _choose_width(draft, given.depth, numbers)
+    if "like" in recipe:
+        _follow_preset(draft, recipe["like"], given)
+        return draft.choices
+    _choose_length(draft, numbers)
+    _choose_tokens(draft)
+    _choose_batch(draft, numbers)
+    _choose_rate(draft, numbers)
+    _choose_decay(draft, numbers)
+    _choose_validations(draft, numbers)
+    return draft.choices
+
+
+def _reset(draft: Draft, name: str) -> None:
+    """Return what belongs to a preset's own network or schedule to the defaults."""
+    for setting in RESET:
+        default = default_of(config_fields(TrainConfig)[setting][1])
+        if setting not in draft.given and draft.value(setting) != default:
+            draft.choose(setting, default, f"the preset's; recipe {name} has its own network and schedule")
+
+
+def _choose_width(draft: Draft, depth: int | None, n: Mapping[str, Any]) -> None:
+    if depth is not None:
+        draft.choose("num_layers", depth, "--depth")
+    layers, unit = draft.value("num_layers"), n["width_unit"]
+    width = math.ceil(layers * n["width_of_layer"] / unit) * unit
+    draft.choose("hidden_size", width, f"{n['width_of_layer']} x the layers, in multiples of {unit}")
+    width = draft.value("hidden_size")
+    head = n["wide_head"] if width >= n["wide_from"] else n["narrow_head"]
+    head = next((size for size in (head, n["narrow_head"], 32, 16, 8) if width % size == 0), width)
+    reason = f"heads of {head}" + (": fewer and wide ones are faster on a GPU" if head >= 128 else "")
+    draft.choose("num_attention_heads", width // head, reason)
+
+
+def _choose_length(draft: Draft, n: Mapping[str, Any]) -> None:
+    length = next(length for width, length in reversed(n["lengths"]) if draft.value("hidden_size") >= width)
+    draft.choose("seq_length", length, f"at a width of {draft.value('hidden_size')}: wider models use longer contexts")
+
+
+def layer_parameters(m: Model) -> int:
+    """Return the parameters of the layers' matrices."""
+    width, heads, matrices = m.hidden_size or 0, m.num_attention_heads or 1, 3 if m.gated else 2
+    attention = (2 * heads + 2 * m.groups) * m.head_dim * width
+    return (m.num_layers or 0) * (attention + matrices * width * m.ffn)
+
+
+def auto_tokens(config: TrainConfig, recipe: str = IMPLIED) -> Choice:
+    """Return the tokens of --train-tokens auto: so many a parameter, few readings of the data."""
+    n = RECIPES[recipe]["numbers"]
+    parameters, most = layer_parameters(config.model), training_tokens(config.data)
+    tokens = n["tokens_of_parameter"] * parameters
+    reason = f"{n['tokens_of_parameter']} for each of {_short(parameters)} parameters of the layers"
+    if most and n["epochs"] * most < tokens:
+        tokens = n["epochs"] * most
+        reason = f"{n['epochs']} readings of the {_short(most)} tokens of the data; {reason} would be more"
+    return Choice(max(tokens, 1), reason)
+
+
+def training_tokens(d: Data) -> int | None:
+    """Return about how many tokens the training data has, or None if that is not known at once."""
+    if d.mock_data or not path_settings(d):
+        return None
+    try:
+        paths = next(s for s in path_sets(d) if s.split == "train")
+        shares = split_shares(d.split) if paths.divided else [1.0]
+        parts = [(s.end - s.begin) * _tokens_of(s.prefix) for s in paths.sources]
+        return int(sum(parts) * shares[0] / sum(shares))
+    except (ValueError, OSError, StopIteration, KeyError, ZeroDivisionError, struct.error):
+        return None  # reported where they are read
+
+
+def _tokens_of(prefix: str) -> int:
+    """Return the tokens of a pair of files: the size of one by the type that the other names."""
+    if find_address(prefix):
+        raise ValueError(prefix)
+    with open(f"{prefix}.idx", "rb") as file:
+        magic, _, code = struct.unpack("<9sQB", file.read(18))
+    if magic != b"MMIDIDX\x00\x00":
+        raise ValueError(prefix)
+    return os.path.getsize(Path(f"{prefix}.bin")) // ITEM_SIZES[code]
+
+
+def _choose_tokens(draft: Draft) -> None:
+    if not draft.given.intersection(LENGTHS):
+        for name in LENGTHS:
+            draft.config = _with_setting(draft.config, name, None)
+        draft.choose("train_tokens", *auto_tokens(draft.config))
+
+
+def _tokens(draft: Draft, batch: int | None = None) -> float | None:
+    """Return the tokens of the run; None if they follow from a batch that is not chosen yet."""
+    t, length = draft.config.training, draft.config.data.seq_length or 1
+    if t.train_iters is not None:
+        batch = batch or t.global_batch_size
+        return None if batch is None else t.train_iters * batch * length
+    if t.train_epochs is not None:
+        return t.train_epochs * (training_tokens(draft.config.data) or auto_tokens(draft.config).value)
+    return t.train_samples * length if t.train_samples else int(t.train_tokens or 1)
+
+
+def _best_batch(draft: Draft, n: Mapping[str, Any]) -> int:
+    """Return the samples of a step that suit the tokens of the run: a power of two.
+
+    A run of S steps reads S b tokens, so that its batch is b = c (S b / d) ** p, which is
+    (c (S / d) ** p) ** (1 / (1 - p)).
+    """
+    tokens, length = _tokens(draft), draft.config.data.seq_length or 1
+    if tokens is not None:
+        best = n["batch_tokens"] * (tokens / n["batch_at"]) ** n["batch_power"]
+    else:
+        steps = draft.config.training.train_iters or 1
+        best = (n["batch_tokens"] * (steps / n["batch_at"]) ** n["batch_power"]) ** (1 / (1 - n["batch_power"]))
+    return int(2 ** max(0, round(math.log2(best / length))))
+
+
+def _choose_batch(draft: Draft, n: Mapping[str, Any]) -> None:
+    t, length = draft.config.training, draft.config.data.seq_length or 1
+    batch = _best_batch(draft, n)
+    tokens = _tokens(draft, batch) or 1
+    reason = f"grows with the tokens of the run ** {n['batch_power']}: {_short(batch * length)} for {_short(tokens)}"
+    draft.choose("global_batch_size", batch, reason)
+    if t.num_accumulation_steps is not None:
+        return
+    p, dp = draft.config.parallel, draft.config.dp
+    if p.model_ranks == 1 and p.zero_stage <= 1:
+        draft.choose("micro_batch_size", "auto", "what fits is measured before training")
+        return
+    total, size = draft.config.training.global_batch_size or batch, 1
+    while 2 * size * length <= n["micro_tokens"] and total % (2 * size * dp) == 0:
+        size *= 2
+    draft.choose("micro_batch_size", size, f"up to {n['micro_tokens']:,} tokens, which keep a device busy")
+
+
+def _choose_rate(draft: Draft, n: Mapping[str, Any]) -> None:
+    """Choose a rate that falls with the width, and with the root of a batch that is given."""
+    width, best = draft.value("hidden_size"), draft.choices["global_batch_size"].value
+    rate = min(n["lr"] * n["lr_width"] / width, n["lr_most"])
+    reason = f"{n['lr']:g} at a width of {n['lr_width']}, falling with the width"
+    reason += f", at most {n['lr_most']:g}" if rate == n["lr_most"] else ""
+    ratio = (draft.config.training.global_batch_size or best) / best
+    if ratio != 1:
+        rate *= min(max(math.sqrt(ratio), 0.5), 2)
+        reason += f"; and with the root of the batch, which is {ratio:g} times {best}"
+    draft.choose("lr", _rounded(rate), reason)
+
+
+def _choose_decay(draft: Draft, n: Mapping[str, Any]) -> None:
+    """Choose weight decay from the share of the run after which a weight has forgotten its past.
+
+    It is 1 / (lr x weight decay x steps), and falls with the tokens a parameter ("Power Lines", for
+    AdamW: Bergsma et al. 2025, arXiv 2505.13738).
+    """
+    t, length = draft.config.training, draft.config.data.seq_length or 1
+    tokens = _tokens(draft) or 1
+    steps = tokens / (length * (t.global_batch_size or 1))
+    ratio = tokens / max(layer_parameters(draft.config.model), 1)
+    share = n["timescale"] * ratio ** n["timescale_power"]
+    low, high = n["weight_decay_range"]
+    decay = _rounded(min(max(1 / (share * (draft.config.optimizer.lr or 1) * steps), low), high))
+    reason = f"weights forget after {share:.2g} of the run, best at {ratio:.2g} tokens a parameter"
+    draft.choose("weight_decay", decay, f"{reason}; from {low:g} to {high:g}")
+
+
+def _choose_validations(draft: Draft, n: Mapping[str, Any]) -> None:
+    t, length = draft.config.training, draft.config.data.seq_length or 1
+    steps = int((_tokens(draft) or 1) / (length * (t.global_batch_size or 1)))
+    draft.choose("eval_interval", max(1, steps // n["validations"]), f"{n['validations']} validations")
+    # A step takes about as long as three forward passes.
+    batches = round(3 * n["validation_share"] * steps / n["validations"])
+    draft.choose("eval_iters", min(max(batches, 1), 100), f"about {n['validation_share']:.0%} of the time")
+
+
+def _follow_preset(draft: Draft, like: str, given: Given) -> None:
+    """Take all but the sizes from a preset, with its schedule fitted to the length of the run."""
+    length = presets.PRESETS[like]["seq_length"]
+    draft.choose("seq_length", length, f"as preset {like}")
+    settings = given.settings | {"seq_length": draft.value("seq_length")}
+    if given.is_auto:
+        draft.choose("train_tokens", *auto_tokens(draft.config))
+        settings["train_tokens"] = draft.choices["train_tokens"].value
+    for name, value in presets.fitted(like, settings).items():
+        if name not in SIZES:
+            draft.choose(name, value, draft.choices[name].reason if name in draft.choices else f"as preset {like}")
+
+
+def explained(recipe: str, choices: Mapping[str, Choice], sources: Mapping[str, str]) -> dict[str, str]:
+    """Return the sources of what a recipe or --train-tokens auto decides, with the reasons."""
+    label, out = f"recipe {recipe}", {}
+    for name, (_, reason) in choices.items():
+        if sources[name] == label:
+            out[name] = f"{label}: {reason}"
+        elif name == "train_tokens" and sources[name] != "default":  # it was given as auto
+            out[name] = f"{sources[name]} (auto: {reason})"
+    return out
+
+
+def describe(recipe: str, choices: Mapping[str, Choice], config: TrainConfig) -> list[str]:
+    """Return lines about a recipe: what it sets, why, and what is given instead."""
+    used = {name: choice for name, choice in choices.items() if _value(config, name) == choice.value}
+    if not recipe:
+        return [f"--train-tokens auto is {value:,}: {reason}" for value, reason in used.values()]
+    size = f"{_short(layer_parameters(config.model))} parameters in {config.model.num_layers} layers"
+    out = [f"--recipe {recipe} sets, for {size}:"]
+    rows = [(as_flag(name, choice.value), choice.reason) for name, choice in used.items()]
+    out += _aligned(rows)
+    if others := [name for name in choices if name not in used]:
+        out.append("these are given instead of its values:")
+        out += _aligned([(as_flag(n, _value(config, n)), f"recipe: {_shown(choices[n].value)}") for n in others])
+    return out
+
+
+def _aligned(rows: list[tuple[str, str]]) -> list[str]:
+    left = max(len(words) for words, _ in rows) + 4
+    wrapped = [(words, textwrap.wrap(reason, max(WIDTH - left, 30))) for words, reason in rows]
+    return [
+        f"{f'  {words}' if n == 0 else '':<{left}}{line}" for words, lines in wrapped for n, line in enumerate(lines)
+    ]
+
+
+def _value(config: TrainConfig, name: str) -> Any:
+    return getattr(getattr(config, config_fields(TrainConfig)[name][0]), name)
+
+
+def as_flag(name: str, value: Any) -> str:
+    """Return a setting as words of a command line."""
+    _, f, kind = config_fields(TrainConfig)[name]
+    if inner_type(kind) is bool:
+        return switches(f)[not value][0]
+    return f"{spelling(name)} {'none' if value is None else value}"
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.2g}")
+
+
+def _short(number: float) -> str:
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.3g}{unit}"
+    return f"{number:g}"
