@@ -23,6 +23,7 @@ from meshwright.settings.data_paths import path_sets, path_settings
 from meshwright.settings.fields import config_fields, default_of, inner_type, spelling, switches
 from meshwright.settings.grammar import split_shares
 from meshwright.settings.hints import did_you_mean, find_address
+from meshwright.settings.notices import CONDITIONS
 from meshwright.settings.schema import LENGTHS, Data, Model, TrainConfig
 
 RECIPES: dict[str, dict[str, Any]] = read_table("settings/recipes.toml")
@@ -31,11 +32,13 @@ IMPLIED = "modern"  # by --depth alone
 SIZES = (
     "num_layers hidden_size num_attention_heads num_query_groups kv_channels seq_length max_position_embeddings"
 ).split()
+BY_STEPS = ("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters")
 ACTIVATIONS = {"swiglu", "squared_relu", "glu_activation"}  # one of them given replaces the recipe's
 # Settings of a preset that belong to its own network or schedule.
 RESET = (
-    "swiglu squared_relu glu_activation ffn_hidden_size add_qkv_bias use_parallel_residual embed_layernorm "
-    "layernorm_bias apply_layernorm_1p embedding_dropout final_logit_softcapping init_method_std "
+    "swiglu squared_relu glu_activation ffn_hidden_size rotary_percent add_qkv_bias use_parallel_residual "
+    "embed_layernorm layernorm_bias apply_layernorm_1p embedding_dropout final_logit_softcapping init_method_std "
+    "zero_init_projections embedding_lr head_lr vector_lr weight_decay_incr_style cautious_weight_decay "
     "lr_decay_iters lr_decay_samples lr_decay_tokens lr_wsd_decay_iters lr_wsd_decay_samples "
     "rampup_batch_size adam_beta1 adam_beta2 adam_eps"
 ).split()
@@ -71,6 +74,10 @@ class Draft:
 
     def value(self, name: str) -> Any:
         return getattr(getattr(self.config, config_fields(TrainConfig)[name][0]), name)
+
+
+def _field(name: str) -> dataclasses.Field[Any]:
+    return config_fields(TrainConfig)[name][1]
 
 
 def _with_setting(config: TrainConfig, name: str, value: Any) -> TrainConfig:
@@ -117,7 +124,8 @@ def apply_recipe(name: str, config: TrainConfig, given: Given) -> dict[str, Choi
     if preset:
         _reset(draft, name)
     for setting, (value, reason) in recipe["rows"].items():
-        if setting not in ACTIVATIONS or not any(given.settings.get(other) for other in ACTIVATIONS):
+        has_effect = all(CONDITIONS[name](draft.config) for name in _field(setting).metadata["needs"])
+        if has_effect and (setting not in ACTIVATIONS or not any(given.settings.get(other) for other in ACTIVATIONS)):
             draft.choose(setting, value, reason)
     _choose_width(draft, given.depth, numbers)
     if "like" in recipe:
@@ -126,7 +134,9 @@ def apply_recipe(name: str, config: TrainConfig, given: Given) -> dict[str, Choi
     _choose_length(draft, numbers)
     _choose_tokens(draft)
     _choose_batch(draft, numbers)
-    _choose_rate(draft, numbers)
+    if not given.is_auto:
+        _choose_steps(draft)
+    _choose_rates(draft, numbers)
     _choose_decay(draft, numbers)
     _choose_validations(draft, numbers)
     return draft.choices
@@ -135,7 +145,7 @@ def apply_recipe(name: str, config: TrainConfig, given: Given) -> dict[str, Choi
 def _reset(draft: Draft, name: str) -> None:
     """Return what belongs to a preset's own network or schedule to the defaults."""
     for setting in RESET:
-        default = default_of(config_fields(TrainConfig)[setting][1])
+        default = default_of(_field(setting))
         if setting not in draft.given and draft.value(setting) != default:
             draft.choose(setting, default, f"the preset's; recipe {name} has its own network and schedule")
 
@@ -240,29 +250,51 @@ def _choose_batch(draft: Draft, n: Mapping[str, Any]) -> None:
     tokens = _tokens(draft, batch) or 1
     reason = f"grows with the tokens of the run ** {n['batch_power']}: {_short(batch * length)} for {_short(tokens)}"
     draft.choose("global_batch_size", batch, reason)
-    if t.num_accumulation_steps is not None:
-        return
-    p, dp = draft.config.parallel, draft.config.dp
+    if t.num_accumulation_steps is None:
+        _choose_micro_batch(draft, n)
+
+
+def _choose_steps(draft: Draft) -> None:
+    """Choose a length in steps in place of tokens, as a schedule that is given in steps needs."""
+    if "train_tokens" in draft.choices and draft.given.intersection(BY_STEPS):
+        tokens, reason = draft.choices.pop("train_tokens")
+        steps = tokens // ((draft.config.data.seq_length or 1) * (draft.config.training.global_batch_size or 1))
+        draft.config = _with_setting(draft.config, "train_tokens", None)
+        draft.choose("train_iters", max(1, steps), f"{_short(tokens)} tokens: {reason}")
+
+
+def _choose_micro_batch(draft: Draft, n: Mapping[str, Any]) -> None:
+    """Choose the measured size, or one by tokens where a rank cannot measure what fits all."""
+    p, dp, length = draft.config.parallel, draft.config.dp, draft.config.data.seq_length or 1
     if p.model_ranks == 1 and p.zero_stage <= 1:
         draft.choose("micro_batch_size", "auto", "what fits is measured before training")
         return
-    total, size = draft.config.training.global_batch_size or batch, 1
+    total, size = draft.config.training.global_batch_size or 1, 1
     while 2 * size * length <= n["micro_tokens"] and total % (2 * size * dp) == 0:
         size *= 2
     draft.choose("micro_batch_size", size, f"up to {n['micro_tokens']:,} tokens, which keep a device busy")
 
 
-def _choose_rate(draft: Draft, n: Mapping[str, Any]) -> None:
-    """Choose a rate that falls with the width, and with the root of a batch that is given."""
+def _choose_rates(draft: Draft, n: Mapping[str, Any]) -> None:
+    """Choose rates that fall with the width, and follow the root of a batch that is given."""
+    rule = {"adamw": "adam"}.get(draft.value("optimizer"), draft.value("optimizer"))
+    if rule not in n["lr"]:
+        return  # no rate was measured: --lr is needed
     width, best = draft.value("hidden_size"), draft.choices["global_batch_size"].value
-    rate = min(n["lr"] * n["lr_width"] / width, n["lr_most"])
-    reason = f"{n['lr']:g} at a width of {n['lr_width']}, falling with the width"
+    rate = min(n["lr"][rule] * n["lr_width"] / width, n["lr_most"])
+    reason = f"{n['lr'][rule]:g} at a width of {n['lr_width']}, falling with the width"
     reason += f", at most {n['lr_most']:g}" if rate == n["lr_most"] else ""
     ratio = (draft.config.training.global_batch_size or best) / best
+    factor = min(max(math.sqrt(ratio), 0.5), 2)
     if ratio != 1:
-        rate *= min(max(math.sqrt(ratio), 0.5), 2)
         reason += f"; and with the root of the batch, which is {ratio:g} times {best}"
-    draft.choose("lr", _rounded(rate), reason)
+    draft.choose("lr", _rounded(rate * factor), reason)
+    reason = {"muon": "Muon needs little warm-up", "adam": "AdamW at this rate needs a long warm-up"}[rule]
+    draft.choose("lr_warmup_fraction", n["warmup"][rule], reason)
+    if rule == "muon":
+        other = _rounded(n["other_lr"] * (draft.config.optimizer.lr or rate) / rate)
+        draft.choose("embedding_lr", other, "AdamW's rate for a table does not fall with the width")
+        draft.choose("vector_lr", other, "AdamW's rate for vectors does not fall with the width")
 
 
 def _choose_decay(draft: Draft, n: Mapping[str, Any]) -> None:
@@ -271,13 +303,16 @@ def _choose_decay(draft: Draft, n: Mapping[str, Any]) -> None:
     It is 1 / (lr x weight decay x steps), and falls with the tokens a parameter ("Power Lines", for
     AdamW: Bergsma et al. 2025, arXiv 2505.13738).
     """
-    t, length = draft.config.training, draft.config.data.seq_length or 1
+    t, o, length = draft.config.training, draft.config.optimizer, draft.config.data.seq_length or 1
+    if not o.lr:
+        return
     tokens = _tokens(draft) or 1
     steps = tokens / (length * (t.global_batch_size or 1))
     ratio = tokens / max(layer_parameters(draft.config.model), 1)
     share = n["timescale"] * ratio ** n["timescale_power"]
+    factor = n["falling_decay"] if o.weight_decay_incr_style == "rate" else 1
     low, high = n["weight_decay_range"]
-    decay = _rounded(min(max(1 / (share * (draft.config.optimizer.lr or 1) * steps), low), high))
+    decay = _rounded(min(max(factor / (share * o.lr * steps), low), high))
     reason = f"weights forget after {share:.2g} of the run, best at {ratio:.2g} tokens a parameter"
     draft.choose("weight_decay", decay, f"{reason}; from {low:g} to {high:g}")
 
