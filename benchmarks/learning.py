@@ -9,6 +9,9 @@ a time as --jobs says; a run that is finished in OUT is not repeated. The table,
 run, has the loss and the bits per byte of held-out text at the end, the tokens read, and the time
 of the steps alone, with their median in place of the first ones, which compile.
 
+The arm `recipe` is `train --recipe modern` at one of the sizes, and `without-PART` the same without
+one of its parts; `each` stands for `recipe` and all of these, as in `each@40e6@124M`.
+
 Tokens to a loss are those of a whole run whose rate has decayed to its end: a point in the middle
 of a longer run, where the rate is still high, says too little about it.
 """
@@ -31,6 +34,8 @@ from typing import Any, NamedTuple
 from common import new_parser
 
 from meshwright.runs.rows import read_new_rows
+from meshwright.settings.flags import parse_settings
+from meshwright.settings.schema import TrainConfig
 
 SIZES = {  # layers, hidden size, heads, length
     "1M": (4, 128, 2, 256),
@@ -53,6 +58,24 @@ ARMS = {
     "modern": f"{DECAYED} {NETWORK} --optimizer muon --lr 2e-3 --adam-beta2 0.95 --weight-decay 0.1 "
     "--global-batch-size 32",
 }
+# What leaves one part of the recipe out, or takes the other choice; HEADS are those of the size.
+PARTS = {
+    "muon": "--optimizer adam",
+    "split-qkv": "--muon-split-qkv off",
+    "rope": "--position-embedding-type learned_absolute",
+    "rmsnorm": "--normalization LayerNorm",
+    "qk-norm": "--no-qk-layernorm",
+    "plain-products": "--add-bias-linear",
+    "swiglu": "--squared-relu",
+    "own-head": "--no-untie-embeddings-and-output-weights",
+    "zero-init": "--no-zero-init-projections",
+    "wide-heads": "--num-attention-heads HEADS",
+    "own-rates": "--embedding-lr none --vector-lr none",
+    "falling-decay": "--weight-decay-incr-style constant",
+    "cautious-decay": "--no-cautious-weight-decay",
+}
+ARMS |= {"recipe": "--recipe modern", "gpt2": "--recipe gpt2"}
+ARMS |= {f"without-{part}": f"--recipe modern {flags}" for part, flags in PARTS.items()}
 UNSTEADY = 20  # first steps
 
 
@@ -82,17 +105,31 @@ def parse_run(words: str, tokens: float, size: str, seed: int) -> Run:
     return Run(name, flags, int(float(given[0] or tokens)), given[1] or size, int(given[2] or seed))
 
 
+def runs_of(words: str) -> list[str]:
+    """Return the runs that a word names: `each` stands for the recipe and it without each part."""
+    name, at, rest = words.partition("@")
+    arm, comma, overrides = name.partition(",")
+    arms = ["recipe", *(f"without-{part}" for part in PARTS)] if arm == "each" else [arm]
+    return [f"{each}{comma}{overrides}{at}{rest}" for each in arms]
+
+
 def command_of(run: Run, given: argparse.Namespace) -> list[str]:
     layers, hidden, heads, length = SIZES[run.size]
-    batch = int(run.flags[len(run.flags) - 1 - run.flags[::-1].index("--global-batch-size") + 1])
+    own = [str(heads) if word == "HEADS" else word for word in run.flags]
+    flags = ["--num-layers", layers, "--hidden-size", hidden, "--seq-length", length]
+    if "--recipe" in own:  # which chooses heads and, for these tokens, a batch
+        flags += ["--train-tokens", run.tokens]
+        batch = parse_settings(TrainConfig, [*map(str, flags), *own], "train", check=False).config.global_batch
+    else:
+        batch = int(own[len(own) - 1 - own[::-1].index("--global-batch-size") + 1])
+        flags += ["--num-attention-heads", heads, "--train-iters", max(1, run.tokens // (batch * length))]
     steps = max(1, run.tokens // (batch * length))
-    flags = ["--num-layers", layers, "--hidden-size", hidden, "--num-attention-heads", heads, "--seq-length", length]
-    flags += ["--train-iters", steps, "--micro-batch-size", min(batch, given.most), "--seed", run.seed]
+    flags += ["--micro-batch-size", min(batch, given.most), "--seed", run.seed]
     flags += ["--split", "98,2,0", "--eval-interval", max(1, steps // given.points)]
     flags += ["--eval-iters", max(1, int(given.held_out) // (batch * length)), "--log-interval", 50, "--no-tensorboard"]
     flags += ["--data-path", given.data, "--tokenizer", given.tokenizer, *shlex.split(given.flags)]
     # Decay over the whole run; the arm's own flags come last.
-    return [sys.executable, "-m", "meshwright", "train", *map(str, flags), *run.flags]
+    return [sys.executable, "-m", "meshwright", "train", *map(str, flags), *own]
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -176,7 +213,8 @@ def main() -> None:
     parser.add_argument("--flags", default="", help="more flags of train for all runs")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    runs = [parse_run(words, given.tokens, given.size, given.seed) for words in given.runs]
+    words = [each for word in given.runs for each in runs_of(word)]
+    runs = [parse_run(each, given.tokens, given.size, given.seed) for each in words]
     deadline = time.monotonic() + given.seconds
 
     def each(run: Run) -> None:

@@ -146,7 +146,6 @@ def test_tokens_are_bounded_by_readings_of_the_data(tmp_path: Path) -> None:
     assert "4 readings of the 10k tokens" in parsed.sources["train_tokens"]
 
 
-@pytest.mark.flag("train_tokens")
 def test_tokens_alone_can_follow_from_the_size(tmp_path: Path) -> None:
     sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --lr 1e-3 --micro-batch-size 4"
     parsed = parse(*sizes.split(), "--train-tokens", "auto", *MOCK, check=True)

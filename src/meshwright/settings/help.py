@@ -52,10 +52,10 @@ CONTROLS = {
     "recipe": (
         "--recipe",
         "NAME",
-        "all else from the size: modern (Muon, rotary positions, rates and batch that fit), or gpt2, the documents' "
-        "recipe; flags win",
+        "all settings from the size; modern: Muon, rotary positions, rates and batch that fit; gpt2: the documents' "
+        "recipe; a preset gives only sizes beside it, and flags win",
     ),
-    "depth": ("--depth", "N", "number of layers, from which the recipe takes all sizes; implies --recipe modern"),
+    "depth": ("--depth", "N", "layers, the only size to give; all else follows; means --recipe modern without one"),
     "config_file": ("--config", "FILE", "TOML or YAML file of settings"),
     "print_config": ("--print-config", "", "print all settings and where each comes from"),
     "dry_run": ("--dry-run", "", "check everything, write nothing; then exit"),
