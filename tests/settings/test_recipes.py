@@ -171,6 +171,11 @@ def test_tokens_alone_can_follow_from_the_size(tmp_path: Path) -> None:
         ("--depth 3 --preset tiny", "--depth 3 and --preset tiny both set the size; give one"),
         ("--depth 3 --num-layers 4", "--depth 3 and --num-layers 4 are one setting; give one"),
         ("--depth 3 --optimizer lion", "--lr is needed"),
+        ("--depth 3 --seq-length 0", "--seq-length 0 must be above 0"),
+        ("--depth 3 --global-batch-size -4", "--global-batch-size -4 must be above 0"),
+        ("--depth 3 --train-tokens -4", "--train-tokens -4 must be above 0"),
+        ("--recipe modern --num-layers 3 --hidden-size 0", "--hidden-size 0 must be above 0"),
+        (f"--depth 1{'0' * 200}", "no run can have these sizes"),
         ("--depth 3 --train-tokens auto --lr-warmup-iters 9", "--lr-warmup-iters cannot be mixed with --train-tokens"),
     ],
 )

@@ -33,6 +33,7 @@ from meshwright.settings.fields import (
     config_groups,
     default_of,
     every_config,
+    group_values,
     inner_type,
     is_flat,
     is_list,
@@ -151,7 +152,7 @@ def parse_settings(
     objections = checks.problems(built) if check and is_complete else remote
     answered = _answered(complaints) | ({"--output-prefix"} if control["dry_run"] else set())  # it writes nothing
     complaints += [line for line in objections if line.split()[0] not in answered]
-    if not recipe and (control["recipe"] or control["depth"]):  # a recipe that is refused sets nothing
+    if not recipe and (control["recipe"] or control["depth"] is not None):  # a recipe that is refused sets nothing
         complaints[:] = [line for line in complaints if " is needed" not in line]
     if complaints:
         raise UserError(listed(complaints))
@@ -193,8 +194,14 @@ def _fit_layers(
     if recipe or is_auto:
         given = {name: value for name, value in above.items() if value != "auto" or name != "train_tokens"}
         draft: Any = build_config(cls, [*base, ("", given)])[0]
+        if any(map(check_values.out_of_bounds, group_values(draft))):
+            return "", {}  # reported by the checks
         if recipe:
-            choices = recipes.apply_recipe(recipe, draft, recipes.Given(given, depth, preset, is_auto))
+            try:
+                choices = recipes.apply_recipe(recipe, draft, recipes.Given(given, depth, preset, is_auto))
+            except OverflowError:
+                reader.complaints.append(f"--recipe {recipe}: no run can have these sizes; give smaller ones")
+                return "", {}
         elif is_auto and not (draft.model.num_layers and draft.model.hidden_size):
             reader.complaints.append(recipes.NO_SIZES)
         elif is_auto:
