@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright import tokenizers
 from meshwright.checkpoint import loading, native, owner, publish, steps
+from meshwright.checkpoint.averages import has_average, is_average
 from meshwright.checkpoint.boxes import Box
 from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 from meshwright.checkpoint.loading import OpenOptions
@@ -127,7 +128,8 @@ def prepare_conversion(source: str | Path, target: ConversionTarget, settings: M
     if wrong := check_values.unusable(config) + check_values.planned_values(config):
         raise UserError(flags.listed(wrong))
     c = config.checkpoint
-    options = OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads, target.wants_optimizer)
+    heads = config.model.num_attention_heads
+    options = OpenOptions(c.verify, c.trust_pickle, heads, target.wants_optimizer, c.weights, c.average_last)
     opened = loading.require_checkpoint(source, options)
     for note in opened.notes:
         notice(note)
@@ -201,6 +203,7 @@ class Selection(Source):
     inner: Source = field(kw_only=True)
     optimizer: bool = True
     dtype: str | None = None  # of the weights
+    average: bool = True  # of --ema
     advance: Callable[[int], None] = lambda count: None  # counts the bytes read
 
     @property
@@ -208,7 +211,7 @@ class Selection(Source):
         return {
             name: TensorInfo(info.shape, self.dtype or info.dtype if "/" not in name else info.dtype)
             for name, info in self.inner.tensors.items()
-            if self.optimizer or "/" not in name
+            if "/" not in name or (self.average if is_average(name) else self.optimizer)
         }
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
@@ -226,9 +229,9 @@ class Selection(Source):
         self.advance(native.bytes_of(want))
 
 
-def select(source: Source, optimizer: bool = True, dtype: str | None = None) -> Selection:
+def select(source: Source, optimizer: bool = True, dtype: str | None = None, average: bool = True) -> Selection:
     common = {f.name: getattr(source, f.name) for f in dataclasses.fields(Source)}
-    return Selection(**common, inner=source, optimizer=optimizer, dtype=dtype)
+    return Selection(**common, inner=source, optimizer=optimizer, dtype=dtype, average=average)
 
 
 # Writing
@@ -242,7 +245,10 @@ def write_target(conversion: PreparedConversion) -> tuple[int, int]:
         raise UserError(f"--dtype {target.dtype} would round the weights that a run goes on from: add --no-optimizer")
     # Megatron keeps weights in half precision beside the masters.
     half = target.to == "torch" and optimizer and target.dtype != "float32"
-    chosen = select(source, optimizer, None if half else target.dtype)
+    average = target.optimizer and target.to == "native"
+    if target.optimizer and not average and has_average(source):
+        notice("the average of --ema is left out; --weights ema converts it in the place of the weights")
+    chosen = select(source, optimizer, None if half else target.dtype, average)
     total = chosen.bytes
     with progress_bar("convert", total) as chosen.advance:
         if target.to == "huggingface":

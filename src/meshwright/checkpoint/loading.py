@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from meshwright.checkpoint import manifests, mirror, native, publish, steps
+from meshwright.checkpoint import averages, manifests, mirror, native, publish, steps
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.claims import FalseClaim
 from meshwright.checkpoint.manifests import DamagedCheckpoint
@@ -47,6 +47,8 @@ class OpenOptions(NamedTuple):
     trust: bool = False  # run the code in its pickles
     heads: int | None = None  # attention heads of the model, for checkpoints that do not say
     optimizer: bool = True  # the optimizer's state is wanted too, so it is checked
+    weights: str = "plain"  # "ema": the average of --ema in their place
+    average_last: int = 0  # above 1: the mean of the weights of so many steps
 
 
 PLAIN = OpenOptions()
@@ -128,17 +130,29 @@ def require_checkpoint(path: str | Path, options: OpenOptions = PLAIN) -> Source
 
 def open_step(location: StepLocation, options: OpenOptions = PLAIN, team: Team = ALONE) -> Source:
     """Open a step with its reader; files of ours that are not hashed when read are hashed now."""
+    source = open_own(location, options, team) if location.kind == NATIVE else open_foreign(location, options, team)
+    if options.weights == "ema":
+        return averages.moving_average_of(source)
+    if options.average_last > 1:
+        reopen = functools.partial(open_own, options=options, team=team)
+        return averages.mean_of(source, location, options.average_last, reopen, team)
+    return source
+
+
+def open_own(location: StepLocation, options: OpenOptions, team: Team) -> native.NativeSource:
+    source = native.open_native(location.folder, location.step, options.verify, team)
+    source.root = location.root
+    return source
+
+
+def open_foreign(location: StepLocation, options: OpenOptions, team: Team) -> Source:
     kind, folder = location.kind, location.folder
-    if kind == NATIVE:
-        source: Source = native.open_native(folder, location.step, options.verify, team)
-        source.root = location.root
-        return source
     if options.trust and team.is_lead:
         notice(f"--trust-pickle: any code in the files of {folder} is run")
     if location.ours and options.verify != "none":
         manifests.verify_step(folder, full=True)
     try:
-        source = FORMATS[kind].load_reader()(folder, options.trust, options.heads, options.optimizer)
+        source: Source = FORMATS[kind].load_reader()(folder, options.trust, options.heads, options.optimizer)
     except FalseClaim as claim:
         raise bad_data(f"{folder}: {claim}; it is damaged, or made to mislead") from claim
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -199,7 +213,7 @@ def load_step(
 
     for note in team.run_on_lead(compare):
         say(note)
-    if isinstance(source, native.NativeSource):
+    if isinstance(source, native.NativeSource | averages.WeightsOf):
         source.share(wanted, team)
     team.run_on_all(lambda: source.fill(named))
     say(f"  successfully loaded checkpoint from {location.root}{' at iteration 0' if release else at}")
@@ -249,7 +263,7 @@ def check_names(
         elif stored[name].shape != shape:
             out.append(f"{name}: the model has {shape}, the checkpoint {stored[name].shape}")
     for name, tensor in stored.items():
-        if name not in want and (optimizer or "/" not in name):
+        if name not in want and (optimizer or "/" not in name) and not averages.is_average(name):
             out.append(f"{name}: the model has none, the checkpoint has {tensor.shape}")
     if out:
         shown = out[:20] + [f"and {len(out) - 20} more"] * (len(out) > 20)

@@ -55,6 +55,7 @@ class RunState:
 
 
 COUNTERS = "iteration consumed_train_samples schedule_samples optimizer_steps nonfinite_in_a_row rollbacks".split()
+COUNTERS += ["ema_steps"]
 
 
 def check_json(value: Any, where: object) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshwright.checkpoint.boxes import Box, Shape, check_cover, intersection, minus, not_empty, plus, split_boxes
 from meshwright.checkpoint.registry import FORMATS
 from meshwright.errors import bad_data
+from meshwright.optim.rule_table import AVERAGE
 from meshwright.parallel import shard
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Source(abc.ABC):
 
     @property
     def has_optimizer(self) -> bool:
-        return any("/" in name for name in self.tensors)
+        return any("/" in name and not name.endswith(f"/{AVERAGE}") for name in self.tensors)
 
 
 class TensorView(NamedTuple):

@@ -15,6 +15,7 @@ from typing import ClassVar, Literal
 from meshwright.console import notice, say
 from meshwright.errors import DONE
 from meshwright.settings import command, fields, flags
+from meshwright.settings.checks import averages_problems
 from meshwright.settings.fields import flag
 from meshwright.settings.hints import find_address, refuse_address
 from meshwright.settings.schema import Checkpoint, Data, GenerateConfig, Model, TokenizerFlags
@@ -39,7 +40,7 @@ class ConversionFlags:
     target_tensor_parallel_size: int = flag(1, "tensor-parallel ranks, for --to torch", bound=">0")
     target_pipeline_parallel_size: int = flag(1, "pipeline stages, for --to torch", bound=">0")
     dtype: Literal["float32", "float16", "bfloat16"] | None = flag(None, "type of the weights (none: unchanged)")
-    no_optimizer: bool = flag(False, "leave optimizer state out")
+    no_optimizer: bool = flag(False, "leave optimizer state out, and the average of --ema")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class ConvertConfig:
 
     USES: ClassVar[frozenset[str]] = frozenset(
         {f.name for group in (ConversionFlags, Model, TokenizerFlags) for f in dataclasses.fields(group)}
-        | {"seq_length", "verify", "trust_pickle"}
+        | {"seq_length", "verify", "trust_pickle", "weights", "average_last"}
     )
 
     def problems(self) -> list[str]:
@@ -63,7 +64,8 @@ class ConvertConfig:
         if not is_complete:
             return [f"--to and two folders are needed: {form}"]
         address = find_address(self.conversion.paths[1])
-        return [f"DST {refuse_address(address)}"] if address else []
+        out = averages_problems(self.checkpoint)
+        return [f"DST {refuse_address(address)}", *out] if address else out
 
 
 def main(argv: list[str]) -> int:

@@ -209,7 +209,12 @@ def open_checked(folder: str, given: Mapping[str, Any], vocabulary: TokenizerFla
 
 def open_options(given: Mapping[str, Any]) -> OpenOptions:
     return OpenOptions(
-        given.get("verify", "read"), given.get("trust_pickle", False), given.get("num_attention_heads"), optimizer=False
+        given.get("verify", "read"),
+        given.get("trust_pickle", False),
+        given.get("num_attention_heads"),
+        optimizer=False,
+        weights=given.get("weights", "plain"),
+        average_last=given.get("average_last", 0),
     )
 
 

@@ -15,6 +15,7 @@ STATE = {
     "lion": {"exp_avg": "exp_avg"},
     "muon": {"momentum_buffer": "momentum"},
 }
+AVERAGE = "ema"  # the average of --ema, in a checkpoint beside the state of any rule
 
 # Tables with a peak rate of their own -> its setting.
 OWN_RATES = {"wte.weight": "embedding_lr", "wpe.weight": "embedding_lr", "lm_head.weight": "head_lr"}

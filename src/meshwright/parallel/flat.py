@@ -10,6 +10,7 @@ pass is fastest, simplest to shard and simplest to save as one long vector:
     master     [n / r]  float32; the same buffer as `weights` if the formats are equal and nothing
                         is sharded
     state      [n / r]  the rule's state: exp_avg and exp_avg_sq, exp_avg alone, or a momentum
+    average    [n / r]  of the masters, with --ema
 
 The vector consists of buckets: one per layer and one per part outside the layers. A bucket's sum
 over the data-parallel ranks, by collectives or by copy engines (mapped.py), starts as soon as the
@@ -51,6 +52,8 @@ from meshwright.kernels import adamw
 from meshwright.model.gpt import GPT
 from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
+from meshwright.optim.average import MovingAverage
+from meshwright.optim.rule_table import AVERAGE
 from meshwright.parallel import comm, shard
 from meshwright.parallel.mapped import BufferMapper
 from meshwright.parallel.store import Member, RuleState, Store, StoreSpec, Updated, UpdateRange
@@ -109,6 +112,7 @@ class FlatStore(Store):
         for part in models:
             self._take_over(part)
         self._make_update_ranges()
+        self.average = MovingAverage(self.optimizer.ema, [self.master]) if self.optimizer.ema else None
         self.begin_backward(is_last=True)
 
     # Memory layout
@@ -481,6 +485,8 @@ class FlatStore(Store):
             key: cut(owned.state[key], owned.begin) if owned and boxes else self.master[:0]
             for key in rules.STATE[kind.treatment.rule]
         }
+        if self.average is not None:
+            state[AVERAGE] = cut(self.average.values[0], 0)
         return tuple(full), boxes, cut(self.master, 0), state
 
 

@@ -22,6 +22,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 
 from meshwright.optim import rules
+from meshwright.optim.average import MovingAverage
+from meshwright.optim.rule_table import AVERAGE
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.store import Member, RuleState, Store, StoreSpec, Updated, UpdateRange
@@ -91,6 +93,10 @@ class FullyShardedStore(Store):
             self.update_ranges.append(owned)
             updated.setdefault(treatment, []).append(Member(name, master, state))
         self.make_updates(updated)
+        masters = [owned.master.detach() for owned in self.update_ranges]
+        if self.optimizer.ema:
+            self.average = MovingAverage(self.optimizer.ema, masters)
+            self.averages = dict(zip(self.named, self.average.values, strict=True))
 
     def rows(self, name: str, position: int | None = None) -> tuple[int, int, int]:
         """Return a rank's (none: this one's) rows as torch cuts them: dimension, start, length."""
@@ -156,7 +162,8 @@ class FullyShardedStore(Store):
         offsets[dimension] += first
         part[dimension] = max(0, min(size, part[dimension] - first))
         boxes = [(tuple(offsets), tuple(part))] if all(part) else []
-        state = {key: values.narrow(dimension, 0, part[dimension]) for key, values in owned.state.items()}
+        kept = owned.state if self.average is None else owned.state | {AVERAGE: self.averages[name]}
+        state = {key: values.narrow(dimension, 0, part[dimension]) for key, values in kept.items()}
         return tuple(full), boxes, owned.master.detach().narrow(dimension, 0, part[dimension]), state
 
 

@@ -6,6 +6,7 @@ gradients and optimizer state are in memory, and how the ranks sum gradients.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -22,8 +23,9 @@ from meshwright.kernels import clock, gradients
 from meshwright.kernels.fp8 import Scales
 from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
+from meshwright.optim.average import MovingAverage
 from meshwright.optim.muon import Spread
-from meshwright.optim.rule_table import form_of
+from meshwright.optim.rule_table import AVERAGE, form_of
 from meshwright.parallel import shard
 from meshwright.parallel.homes import Homes, SharedParameter, Sharers
 from meshwright.parallel.layout import Layout
@@ -36,7 +38,7 @@ DRAWN_BYTES = 8 << 30  # most bytes of initial weights that are drawn at once
 Named = dict[str, tuple[tuple[int, ...], list[shard.Box], Tensor]]
 Draw = Callable[[Iterable[tuple[str, Tensor]]], None]
 RuleState = dict[str, Tensor]
-SAVED_AS = {key: saved_as for names in rules.STATE.values() for key, saved_as in names.items()}
+SAVED_AS = {key: saved_as for names in rules.STATE.values() for key, saved_as in names.items()} | {AVERAGE: AVERAGE}
 
 
 class Member(NamedTuple):
@@ -90,6 +92,7 @@ class Store:
     updates: dict[rules.Treatment, torch.optim.Optimizer]
     shapes: dict[str, torch.Size]  # of this tensor rank's part of each parameter
     flat: FlatAdamW | None = None  # the update of what AdamW owns, where Triton runs
+    average: MovingAverage | None = None  # of the masters: --ema
     reads_tensors = False  # whether `step` takes tensors as its numbers, so that a CUDA graph can hold it
 
     def __init__(self, spec: StoreSpec, replicated: tuple[str, ...], is_sharded: bool = True) -> None:
@@ -111,6 +114,11 @@ class Store:
         tensors would need more than DRAWN_BYTES on the host. With one, tensors are drawn in order,
         eight at a time.
         """
+        self._draw_masters(draw, threads)
+        if self.average is not None:
+            self.average.restart()
+
+    def _draw_masters(self, draw: Draw, threads: int) -> None:
         shapes = {name: self.sharding.full_shape(name, shape) for name, shape in self.shapes.items()}
 
         def fill(names: Iterable[str]) -> None:
@@ -203,24 +211,34 @@ class Store:
         """Yield this rank's part of each summed gradient, without padded rows of the vocabulary."""
         raise NotImplementedError
 
-    def named_state(self, with_optimizer: bool = True, to_save: bool = False) -> Named:
+    def named_state(
+        self, with_optimizer: bool = True, to_save: bool = False, with_average: bool | None = None
+    ) -> Named:
         """Return this rank's part of a checkpoint, with the vocabulary at its true size.
 
         Name -> (global shape, boxes as (offsets, sizes), tensor). `to_save` leaves out what another
-        rank saves.
+        rank saves. The average of --ema comes with the optimizer's state, unless `with_average`
+        says otherwise.
         """
         out: Named = {}
+        with_average = with_optimizer if with_average is None else with_average
         for name in self.shapes:
             if to_save and not self.sharding.is_counted(name):
                 continue
             shape, boxes, master, state = self.state_of(name)
             out[name] = shape, boxes, master
-            if with_optimizer:
-                out |= {f"{name}/{SAVED_AS[key]}": (shape, boxes, values) for key, values in state.items()}
+            out |= {
+                f"{name}/{SAVED_AS[key]}": (shape, boxes, values)
+                for key, values in state.items()
+                if (with_average if key == AVERAGE else with_optimizer)
+            }
         return out
 
     def state_of(self, name: str) -> tuple[tuple[int, ...], list[shard.Box], Tensor, RuleState]:
-        """Return a parameter's full shape, and the boxes, masters and state of this rank's part."""
+        """Return a parameter's full shape, and the boxes, masters and state of this rank's part.
+
+        The state includes the average of --ema.
+        """
         raise NotImplementedError
 
     @torch.no_grad()
@@ -259,6 +277,8 @@ class Store:
         if self.scales is not None:  # the new weights are then cast with new scales
             self.scales.update()
         self.publish_weights(flat is None)
+        if self.average is not None:
+            self.average.update(verdict.is_finite)
         return verdict.norm
 
     def sum_of_squares(self) -> Tensor:
@@ -296,6 +316,29 @@ class Store:
     def steps(self, value: int) -> None:
         for step in self._adam_steps():
             step.fill_(value)
+
+    # The average of --ema
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the network compute with the average in this block; all ranks enter it together.
+
+        Afterwards masters, weights and scales of fp8 are what they were, bit for bit. An error ends
+        the run, and other ranks may not be there to publish weights: then nothing is put back.
+        """
+        with contextlib.nullcontext() if self.scales is None else self.scales.trial():
+            self._swap_average()
+            yield
+        self._swap_average()
+
+    @torch.no_grad()
+    def _swap_average(self) -> None:
+        assert self.average is not None
+        self.wait_for_weights()
+        self.average.swap()
+        self.forget_gathered()
+        self.publish_weights()
+        self.wait_for_weights()  # a CUDA graph cannot
 
     # Scales of fp8
 

@@ -108,7 +108,8 @@ def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) 
     is_separate = low != full or p.offloads or parts > 1
     keeps_all = p.zero_stage < 2 or parts == 1
     keeps_share = parts > 1 and not (is_gathered and p.offloads)
-    optimizer = 0 if p.offloads else full * (moments_of(by_rule, parts) + share * is_separate)
+    is_averaged = config.optimizer.ema > 0
+    optimizer = 0 if p.offloads else full * (moments_of(by_rule, parts) + share * (is_separate + is_averaged))
     if kind == NVIDIA and full == 4 and not p.offloads and by_rule["adamw"]:  # tables of blocks: updated, counted
         optimizer += 8 * (by_rule["adamw"] // parts + share) // BLOCK
     weights = n * low + 2 * fp8_parameters(config, pipeline_rank)
@@ -126,7 +127,8 @@ def host_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
     units = shapes_of_rank(config, padded, pipeline_rank)
     full, share = max(low, 4), flat_total(units, parts) // parts
     leaving = 0 if p.zero_stage == 3 and parts > 1 else low * share  # new weights, copied to the device
-    return full * (2 * share + moments_of(elements_by_rule(config, units), parts)) + leaving
+    kept = 2 + (config.optimizer.ema > 0)  # masters, gradients, and the average of --ema
+    return full * (kept * share + moments_of(elements_by_rule(config, units), parts)) + leaving
 
 
 def elements_by_rule(config: TrainConfig, units: list[tuple[Shapes, int]]) -> Counter[Rule]:
@@ -277,7 +279,8 @@ def reserved_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile
     """Return the most bytes that torch's allocator reserves in the first steps and for graphs."""
     allocator, keys = CachingAllocator(), itertools.count(-1, -1)
     held = held_bytes(config, padded, pipeline_rank, profile.kind)
-    buffers = [held["gradients"], held["weights"], *[held["optimizer"] // 3] * 3]  # master and moments
+    number = 3 + (config.optimizer.ema > 0)  # master and moments, and the average of --ema
+    buffers = [held["gradients"], held["weights"], *[held["optimizer"] // number] * number]
     for size in (*buffers, *(WORKSPACES if profile.kind == NVIDIA else ())):
         if size:
             allocator.allocate(next(keys), -(-size // LEAST) * LEAST)

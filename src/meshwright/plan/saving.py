@@ -25,7 +25,7 @@ def save_time(config: TrainConfig, padded: int, profile: DeviceProfile) -> SaveT
     """Predict a save in the native format; every machine writes to a disk of its own speed."""
     p, full = config.parallel, traffic.number_bytes(config)[1]
     moments = 2 if config.optimizer.optimizer in ("adam", "adamw") else 1
-    numbers = 1 if config.checkpoint.no_save_optim else 1 + moments
+    numbers = (1 if config.checkpoint.no_save_optim else 1 + moments) + (config.optimizer.ema > 0)
     tp, of_ranks = p.tensor_model_parallel_size, parameters_of_ranks(config, padded)
     total = tp * sum(of_ranks) * full * numbers
     savers = traffic.groups(config)["data"].size if p.zero_stage else 1

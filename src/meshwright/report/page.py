@@ -190,6 +190,11 @@ def headlines(history: History, settings: Settings, is_running: bool = False) ->
         out.append((f"{final} validation loss{on}", f"{checks[-1].loss:.4f}"))
         out.append((f"{final} validation perplexity{on}", f"{checks[-1].ppl:,.2f}"))
         out.append((f"best validation loss{on}", f"{best.loss:.4f} at {best.iteration:,}"))
+        if checks[-1].ema_loss is not None:
+            out.append((f"{final} validation loss of the average{on}", f"{checks[-1].ema_loss:.4f}"))
+    if history.means:
+        last = history.means[max(history.means)]
+        out.append((f"validation loss of the mean of {len(last.steps)} saved steps", f"{last.loss:.4f}"))
     for tests in history.sets("test").values():
         out.append((f"test loss{suffix(tests[0])}", f"{tests[-1].loss:.4f}"))
     out += [(f"{final} {name}", f"{scores[max(scores)]:,.4f}") for name, scores in history.scores.items() if scores]
@@ -269,6 +274,12 @@ def loss_plot(history: History) -> str:
                 *plot.thin(x, y), color=plot.POINT, lw=1, ls=line, marker=marker if len(checks) < 200 else "", ms=4
             )
             legend.append(plot.key(f"{sign} {dashes}" if len(sets) > 1 else sign, plot.POINT, checks[0].title))
+            if averaged := [(v.iteration, v.ema_loss) for v in checks if v.ema_loss is not None]:
+                x, y = np.array(averaged).T
+                axes.plot(*plot.thin(x, y), color=plot.INK, lw=1, ls=line, marker="^" if len(x) < 200 else "", ms=4)
+                legend.append(
+                    plot.key(f"▲ {dashes}" if len(sets) > 1 else "▲", plot.INK, f"{checks[0].title}, average")
+                )
     if not all(math.isfinite(s.loss) for s in history.steps):
         legend.append(plot.key("×", plot.BAD, "not finite"))
     if resumed_at(history):

@@ -43,15 +43,24 @@ class Validation:
     is_at_end: bool = False  # whether it followed the last step, which may have been validated before
     by_position: dict[str, float] = field(default_factory=dict)
     by_data: dict[str, float] = field(default_factory=dict)  # losses by pairs of token files, if there are several
+    ema_loss: float | None = None  # of the average of --ema
 
     @property
     def title(self) -> str:
         return f"{self.name} on {self.dataset}" if self.dataset else self.name
 
 
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """The validation loss of the mean of the weights of some steps."""
+
+    steps: list[int]
+    loss: float
+
+
 # Rows about what is done between steps, whose seconds no step includes.
 PAUSES = {"save": "saves", "validation": "validations", "scores": "scores", "sample": "samples"}
-PAUSES |= {"rollback": "rollbacks", "nonfinite": "searches for a fault"}
+PAUSES |= {"average": "validations", "rollback": "rollbacks", "nonfinite": "searches for a fault"}
 
 
 @dataclass
@@ -120,6 +129,7 @@ class Record:
         # Keyed by title, iteration, and whether it was the validation at the end of the run.
         self.checks: dict[tuple[str, int, bool], Validation] = {}
         self.samples: dict[tuple[int, int], Sample] = {}
+        self.means: dict[int, Mean] = {}  # of --average-last, by the iteration at which a run ended
         self.scores: dict[str, dict[int, float]] = {}  # of --eval-tasks: name: iteration: score
 
     def take(self, row: dict[str, Any]) -> None:
@@ -129,14 +139,21 @@ class Record:
             self.checks = {k: v for k, v in self.checks.items() if k[1] <= kept}
             self.samples = {k: v for k, v in self.samples.items() if k[0] <= kept}
             self.scores = {n: {i: x for i, x in v.items() if i <= kept} for n, v in self.scores.items()}
+            self.means = {i: mean for i, mean in self.means.items() if i <= kept}
         if event == "start":
             self.attempts.append(Attempt(int(row["attempt"]), row, iteration, iteration))
             row["time"] = now
         elif event == "validation":
             loss, ppl = float(row["loss"]), float(row["ppl"])
-            by = [{str(n): float(x) for n, x in row.get(key, {}).items()} for key in ("by_position", "by_data")]
-            v = Validation(iteration, str(row["name"]), loss, ppl, str(row.get("set", "")), bool(row.get("end")), *by)
+            by_position, by_data = (
+                {str(n): float(x) for n, x in row.get(key, {}).items()} for key in ("by_position", "by_data")
+            )
+            averaged = float(row["ema_loss"]) if "ema_loss" in row else None
+            where = iteration, str(row["name"]), loss, ppl, str(row.get("set", "")), bool(row.get("end"))
+            v = Validation(*where, by_position, by_data, averaged)
             self.checks[v.title, iteration, v.is_at_end] = v
+        elif event == "average":
+            self.means[iteration] = Mean([int(step) for step in row["steps"]], float(row["loss"]))
         elif event == "sample":
             number = int(row["number"])
             self.samples[iteration, number] = Sample(iteration, number, str(row["prompt"]), str(row["text"]))

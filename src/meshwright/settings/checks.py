@@ -48,7 +48,7 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
         out.append("--eval-tasks-device reads a snapshot from the run's folder; give --run-dir or --save")
     if t.seed >= 2**32 - 2:
         out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy takes 32 bits, and up to 2 is added")
-    out += reaction_problems(t, k) + torch_format_problems(c)
+    out += reaction_problems(t, k) + torch_format_problems(c) + averaging_problems(c)
     if k.save_hf and k.save and os.path.realpath(k.save_hf) == os.path.realpath(k.save):
         out.append(f"--save and --save-hf must differ (both are {k.save}); give two different folders")
     if k.save_hf and t.skip_train:
@@ -66,6 +66,32 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
     return out
 
 
+def averages_problems(k: Checkpoint) -> list[str]:
+    if k.weights == "ema" and k.average_last:
+        return ["--weights ema and --average-last each replace the weights that are read; give one of them"]
+    return []
+
+
+def averaging_problems(c: TrainConfig) -> list[str]:
+    """Check the averages of weights that a training keeps, reads or validates."""
+    k, t, number = c.checkpoint, c.training, c.checkpoint.average_last
+    out = []
+    if k.weights == "ema" and not (k.load and k.finetune):
+        out.append("--weights ema begins a new run from averaged weights; give --load and --finetune, or leave it out")
+    if not number:
+        return out
+    flag = f"--average-last {number}"
+    if t.skip_train:
+        out.append(f"{flag} follows a training, which --skip-train leaves out; use meshwright evaluate {flag}")
+    if k.ckpt_format == "torch":
+        out.append(f"{flag} reads our own steps, and --ckpt-format torch saves Megatron's; give --ckpt-format native")
+    if k.keep_last and k.keep_last < number:
+        out.append(f"{flag} needs that many saved steps, --keep-last {k.keep_last} keeps fewer; raise --keep-last")
+    if k.save and number > 1 and not k.save_interval:
+        out.append(f"{flag} needs several saved steps, and only the last one is saved; give --save-interval")
+    return out
+
+
 def torch_format_problems(c: TrainConfig) -> list[str]:
     """Check that --ckpt-format torch, which is Megatron's, can hold what is trained."""
     k, m, kind, stages = c.checkpoint, c.model, c.optimizer.optimizer, c.parallel.pipeline_model_parallel_size
@@ -78,6 +104,7 @@ def torch_format_problems(c: TrainConfig) -> list[str]:
         "--use-parallel-residual": m.use_parallel_residual,
         "--window-size": m.window_size,
         "--disable-layernorm-bias": m.normalization == "LayerNorm" and not m.layernorm_bias,
+        "the average of --ema": c.optimizer.ema,
     }
     reasons = [f"has no place for {flag}" for flag, is_on in unknown.items() if is_on]
     if kind not in ("adam", "adamw"):
@@ -176,6 +203,7 @@ def reading_problems(c: Any, command: str, copies: bool = False) -> list[str]:
             out.append(f"--context-parallel-size {cp} divides sequences, which {command} makes token by token; give 1")
         elif copies or world < p.model_ranks:
             out += ranks_problems(p, world)
+    out += averages_problems(c.checkpoint)
     return out if c.checkpoint.load else [*out, f"a checkpoint is needed: `meshwright {command} DIR` or --load DIR"]
 
 

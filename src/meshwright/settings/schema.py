@@ -644,6 +644,12 @@ class Optimizer:
         docs="parallelism",
         proof="",
     )
+    ema: float = flag(
+        0.0,
+        "keep an exponential moving average of the weights, with a decay such as 0.999, and validate it too (0: off)",
+        bound="[0,1)",
+        docs="schedules checkpoints",
+    )
     override_opt_param_scheduler: bool = flag(
         False,
         "override the checkpoint's schedule",
@@ -921,6 +927,20 @@ class Checkpoint:
         "--save-retain-interval",
         bound=">0",
         needs=("--save", "--keep-last"),
+    )
+    average_last: int = flag(
+        0,
+        "read the mean of the weights of this many newest saved steps; train: validate it at the end (0: off)",
+        bound=">=0",
+        needs=("--save", "--eval-iters above 0"),
+        docs="schedules checkpoints",
+        read="model",
+    )
+    weights: Literal["plain", "ema"] = flag(
+        "plain",
+        "read a checkpoint's weights, or their average that --ema kept; train: only with --finetune",
+        docs="schedules checkpoints",
+        read="model",
     )
     keep_best: bool = flag(
         False,

@@ -11,7 +11,7 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from meshwright.console import notice, remark, say, say_time
@@ -252,39 +252,80 @@ class Trainer:
     def validate(self, name: Literal["valid", "test"], is_at_end: bool = False) -> float:
         """Return the mean loss of the sets of a split, printing each; NaN if none."""
         pulse.enter("validation")
-        losses = [self.validate_set(key, data, is_at_end) for key, data in self.feed.sets_of(name).items()]
+        sets = self.feed.sets_of(name)
+        averaged, seconds = self.validate_average(sets, is_at_end)
+        losses = [self.validate_set(key, data, is_at_end, averaged.get(key), seconds) for key, data in sets.items()]
         return sum(losses) / len(losses) if losses else math.nan
 
-    def validate_set(self, key: str, dataset: Dataset, is_at_end: bool) -> float:
-        """Return the mean loss of one set, or NaN if it was not computed.
+    def validate_average(self, sets: Mapping[str, Dataset], is_at_end: bool) -> tuple[dict[str, float], float]:
+        """Return the losses of the average of --ema, {} without one, and the seconds of each."""
+        begun, store = time.perf_counter(), self.net.store
+        if store.average is None or not sets or not self.config.training.eval_iters:
+            return {}, 0.0
+        with store.averaged():
+            losses = {key: self.loss_on(key, dataset, is_at_end) for key, dataset in sets.items()}
+        return losses, (time.perf_counter() - begun) / len(sets)
 
-        Each validation reads the samples after those of the one before, as a function of the
-        iteration; with --full-validation it reads all of them.
+    def validate_mean(self, plain: float) -> None:
+        """Validate the mean of --average-last at the end of a run, beside the last step's loss.
+
+        The mean takes the place of the weights: nothing may train or save them afterwards.
         """
-        t, p, size = self.config.training, self.progress, self.config.global_batch
-        if not t.eval_iters or self.is_cut_short():
+        c, sets, begun = self.config.checkpoint, self.feed.sets_of("valid"), time.perf_counter()
+        if not (sets and self.config.training.eval_iters and c.save) or self.is_cut_short():
+            return
+        pulse.enter("validation")
+        averaged = self.state.load_mean()
+        if not averaged:
+            return
+        losses = [self.loss_on(key, dataset, is_at_end=True) for key, dataset in sets.items()]
+        loss, seconds = sum(losses) / len(losses), round(time.perf_counter() - begun, 3)
+        which = f"the mean of the weights of steps {', '.join(f'{step:,}' for step in averaged)}"
+        keep = f"meshwright convert {c.save} DIR --average-last {len(averaged)} writes it"
+        line = f" > --average-last: {which} has a validation loss of {loss:.4f}, the last step {plain:.4f}; {keep}"
+        self.metrics.event("average", self.progress.iteration, line, steps=averaged, loss=loss, seconds=seconds)
+
+    def validate_set(
+        self, key: str, dataset: Dataset, is_at_end: bool, averaged: float | None, more_seconds: float
+    ) -> float:
+        """Return the mean loss of one set, or NaN if it was not computed, and record it.
+
+        `averaged` is the loss of the average of --ema, which took `more_seconds`.
+        """
+        p, begun = self.progress, time.perf_counter()
+        if not self.config.training.eval_iters or self.is_cut_short():
             return math.nan
         name, _, set_name = key.partition("/")
-        is_full = name == "valid" and self.config.data.full_validation
-        before = p.iteration // t.eval_interval - (not is_at_end) if name == "valid" and not is_full else 0
-        steps = -(-len(dataset) // size) if is_full else t.eval_iters
-        at_end: Literal["mask", "wrap"] = "mask" if is_full else "wrap"
         assert self.config.data.seq_length
-        begun, parts = time.perf_counter(), LossParts(dataset, self.config.data.seq_length, self.net)
-        with contextlib.closing(self.feed.validate(dataset, before * t.eval_iters * size, size, at_end)) as batches:
-            loss = evaluate(self.net, itertools.islice(batches, steps), self.is_cut_short, parts)
+        parts = LossParts(dataset, self.config.data.seq_length, self.net)
+        loss = self.loss_on(key, dataset, is_at_end, parts)
         if self.is_cut_short():  # saving comes first: the process may be killed within seconds
             return math.nan
         shown = "test" if name == "test" else "validation"
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - begun + more_seconds
         by_parts = parts.by_position, parts.by_data
-        check = Check(p.iteration, shown, loss, is_at_end, set_name, seconds, *by_parts)
+        check = Check(p.iteration, shown, loss, is_at_end, set_name, seconds, *by_parts, averaged)
         self.metrics.validation(p.consumed_train_samples, check)
         if not math.isfinite(loss) and self.guard.on_nonfinite[0] != "skip":
             message = f"iteration {p.iteration}: the loss on the {key} set is {loss}, so this step is not saved; "
             message += f"lower --lr (now {self.config.optimizer.lr}) or warm up longer"
             raise UserError(message, NON_FINITE, everywhere=True)
         return loss
+
+    def loss_on(self, key: str, dataset: Dataset, is_at_end: bool, parts: LossParts | None = None) -> float:
+        """Return the mean loss of the network's weights on one set.
+
+        Each validation reads the samples after those of the one before, as a function of the
+        iteration; with --full-validation it reads all of them.
+        """
+        t, p, size = self.config.training, self.progress, self.config.global_batch
+        name = key.partition("/")[0]
+        is_full = name == "valid" and self.config.data.full_validation
+        before = p.iteration // t.eval_interval - (not is_at_end) if name == "valid" and not is_full else 0
+        steps = -(-len(dataset) // size) if is_full else t.eval_iters
+        at_end: Literal["mask", "wrap"] = "mask" if is_full else "wrap"
+        with contextlib.closing(self.feed.validate(dataset, before * t.eval_iters * size, size, at_end)) as batches:
+            return evaluate(self.net, itertools.islice(batches, steps), self.is_cut_short, parts)
 
     def report_samples_used(self, aloud: bool = False) -> None:
         """Log how many samples of each blended data set were used; `aloud` prints them too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -160,8 +161,7 @@ def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> No
 
     pulse.enter("end")
     config, c = trainer.config, trainer.config.checkpoint
-    if reason == ALL_DONE:
-        trainer.validate("valid", is_at_end=True)
+    loss = trainer.validate("valid", is_at_end=True) if reason == ALL_DONE else math.nan
     if c.save and trainer.progress.iteration and not config.training.skip_train:
         trainer.save()
     if reason == ALL_DONE:
@@ -175,6 +175,8 @@ def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> No
         remark(f" > note: saving failed at iterations {', '.join(map(str, lost))}; the last state is saved")
     if reason == ALL_DONE:
         trainer.state.saver.export(tokenizer)
+        if c.average_last:
+            trainer.validate_mean(loss)
     elif c.save_hf:
         convert = f"run `meshwright convert {c.save} {c.save_hf} --to huggingface` to convert the current checkpoint"
         remark(f" > --save-hf: not written, because training is not finished; {convert}")

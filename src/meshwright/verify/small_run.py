@@ -54,7 +54,9 @@ class StepRows(Metrics):
         self.rows.append([float(values.get(name, 0.0)) for name in COLUMNS])
 
     def validation(self, consumed: int, check: Check) -> None:
-        self.rows.append([check.loss if name == "loss" else 0.0 for name in COLUMNS])
+        # The loss of averaged weights has the column of a number that a validation does not have.
+        values = {"loss": check.loss, "params_norm": check.ema_loss or 0.0}
+        self.rows.append([values.get(name, 0.0) for name in COLUMNS])
 
 
 class RecordingFeed(Feed):

@@ -62,6 +62,8 @@ def curves(run: RunTail, view: View) -> dict[str, Any]:
     checks: dict[str, list[tuple[int, float]]] = {}
     for v in record.validations:
         checks.setdefault(v.title, []).append((v.iteration, v.loss))
+        if v.ema_loss is not None:
+            checks.setdefault(f"{v.title}, average", []).append((v.iteration, v.ema_loss))
     return {
         "range": [float(x[0]), float(x[-1])] if len(x) else None,
         "lines": {name: drawn for name, drawn in lines.items() if drawn["x"] or drawn["bad"]},

@@ -173,6 +173,7 @@ class Check:
     seconds: float = 0.0  # that it took
     by_position: dict[str, float] = field(default_factory=dict)  # losses by ranges of positions
     by_data: dict[str, float] = field(default_factory=dict)  # by pairs of files, if there are several
+    ema_loss: float | None = None  # of the average of --ema
 
     @property
     def ppl(self) -> float:
@@ -194,5 +195,6 @@ class Check:
         where = f"{self.when} on {self.dataset}" if self.dataset else self.when
         loss, ppl = scientific(self.loss), scientific(self.ppl)
         line = f" validation loss at {where} | lm loss value: {loss} | lm loss PPL: {ppl} | "
+        line += "" if self.ema_loss is None else f"lm loss value of the average: {scientific(self.ema_loss)} | "
         rule = "-" * (len(line) + 1)
         return f"{rule}\n{line}\n{rule}"

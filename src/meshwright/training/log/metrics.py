@@ -220,6 +220,7 @@ class Metrics:
             self._show(self.screen.validation(check))
         end = {"end": True} if check.is_at_end else {}
         row = {"name": check.name, "loss": check.loss, "ppl": check.ppl}
+        row |= {"ema_loss": check.ema_loss} if check.ema_loss is not None else {}
         row |= {"set": check.dataset} if check.dataset else {}
         row |= {"by_position": check.by_position} if check.by_position else {}
         row |= {"by_data": {shown(prefix): loss for prefix, loss in check.by_data.items()}} if check.by_data else {}

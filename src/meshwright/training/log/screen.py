@@ -203,6 +203,8 @@ class LineScreen:
         line = Text(INDENT + "".join(cells.get(c.title, "").rjust(c.width) for c in self.columns[:2]), "bold")
         line.append(f"  {check.title}{' at the end' * check.is_at_end}{', on other batches' * is_again}", "bold")
         line.append(f", perplexity {check.ppl:,.2f}{', the lowest so far' * is_best}")
+        if check.ema_loss is not None:
+            line.append(f"; the average {check.ema_loss:.4f}")
         line.truncate(self.width, overflow="ellipsis")
         return self.form(line) if self.interval is not None else self.form(self.head(), line)
 

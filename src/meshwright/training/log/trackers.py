@@ -207,5 +207,5 @@ def validation_tags(logging: Logging, row: dict[str, Any]) -> dict[str, float]:
     """Return a validation's values; one of several sets gets the name that bigscience uses."""
     tag = f"lm loss {row['name']}"
     tag = f"lm-loss-validation/{row['set']}/{tag}" if row.get("set") else tag
-    out = {tag: float(row["loss"])}
+    out = {tag: float(row["loss"])} | ({f"{tag} ema": float(row["ema_loss"])} if "ema_loss" in row else {})
     return out | {f"{tag} ppl": float(row["ppl"])} if logging.log_validation_ppl_to_tensorboard else out

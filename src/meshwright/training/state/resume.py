@@ -18,6 +18,7 @@ from meshwright.data.files.indexed import Indexed, content_sample, fingerprint
 from meshwright.data.history import BlendHistory, continue_history, first_eight
 from meshwright.data.sets import find_parts, needed_sets
 from meshwright.errors import BAD_DATA, LOCKED, UserError, bad_data, first_line, what_it_holds
+from meshwright.optim.rule_table import AVERAGE
 from meshwright.optim.schedule import build_schedule, resume_schedule, warn_of_idle_steps
 from meshwright.runs.history import read_settings
 from meshwright.runs.rows import find_last_step, holds_steps
@@ -64,7 +65,8 @@ def describe_recovery(config: TrainConfig, loaded: loading.LoadedStep, seconds: 
 
 def open_options(config: TrainConfig) -> OpenOptions:
     c = config.checkpoint
-    return OpenOptions(c.verify, c.trust_pickle, config.model.num_attention_heads, not (c.finetune or c.no_load_optim))
+    heads, optimizer = config.model.num_attention_heads, not (c.finetune or c.no_load_optim)
+    return OpenOptions(c.verify, c.trust_pickle, heads, optimizer, c.weights)
 
 
 def refuse_missing(config: TrainConfig) -> None:
@@ -155,7 +157,7 @@ def require_moments(config: TrainConfig, source: Source) -> None:
     chosen = config.optimizer.optimizer
     moments = {"sgd": {"momentum"}, "lion": {"exp_avg"}, "muon": {"momentum"}}
     wanted = moments.get(chosen, {"exp_avg", "exp_avg_sq"})
-    found = {name.partition("/")[2] for name in source.tensors} - {""}
+    found = {name.partition("/")[2] for name in source.tensors} - {"", AVERAGE}
     fits = found >= wanted if chosen == "muon" else found == wanted  # Muon leaves some parameters to AdamW
     if not config.checkpoint.no_load_optim and not fits:
         raise UserError(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright import tokenizers
 from meshwright.checkpoint import loading, native, owner, publish, steps
+from meshwright.checkpoint.averages import has_average
 from meshwright.checkpoint.manifests import DamagedCheckpoint
 from meshwright.checkpoint.saved_model import GPT_NETWORK
 from meshwright.checkpoint.sources import Source, TensorBoxes
@@ -75,6 +76,7 @@ class State:
         self.skips: list[Any] = []  # (first sample, rule) of samples not trained on, for the record
         self.blends: BlendHistory | None = None  # of the training set
         self.epochs: list[list[Any]] | None = None  # of the training set; its order depends on them
+        self.finds_average = False  # whether the checkpoint that was read has one for this run
         self.has_loaded = False  # whether the weights are a checkpoint's
         self.loaded: int | None = None  # the step this run continues from
         self.micro_batch_before: int | None = None  # the micro-batch size of the run it continues
@@ -120,7 +122,7 @@ class State:
         options = open_options(self.config)
 
         def want(source: Source) -> TensorBoxes:
-            return self.net.store.named_state(options.optimizer and bool(source.state))
+            return self.wanted(source, options.optimizer and bool(source.state), not c.finetune)
 
         begun = time.perf_counter()
         try:
@@ -135,6 +137,7 @@ class State:
             say("    will not load any checkpoints and will start from random")
             return
         self.has_loaded = True
+        self.begin_average()
         if loaded.state and not c.finetune:
             self.loaded = loaded.step
             seconds = time.perf_counter() - begun
@@ -142,6 +145,18 @@ class State:
             self.forget_best()
             if self.team.run_on_lead(lambda: is_kept(c, loaded.step)):
                 self.saver.continue_from(loaded.step, self.best_to_keep)
+
+    def wanted(self, source: Source, with_optimizer: bool, with_average: bool) -> TensorBoxes:
+        """Return what is to be read of a checkpoint, with the average of --ema if it has one."""
+        self.finds_average = with_average and bool(source.state) and has_average(source)
+        return self.net.store.named_state(with_optimizer, with_average=self.finds_average)
+
+    def begin_average(self) -> None:
+        """Begin the average of --ema with the weights, if the checkpoint that was read has none."""
+        average = self.net.store.average
+        if average is not None and not self.finds_average:
+            average.restart()
+            remark(" > --ema: the average begins with the loaded weights")
 
     def accept(self, source: Source) -> Source:
         """Take over a checkpoint's counters before its tensors are read, or refuse it."""
@@ -189,6 +204,8 @@ class State:
         self.losses.clear()
         self.losses.extend(state.get("losses", []))
         self.net.store.steps = state.get("optimizer_steps", self.progress.iteration)
+        if (average := self.net.store.average) is not None:
+            average.count.fill_(state.get("ema_steps", 0))
 
     def roll_back(self) -> int | None:
         """Load the newest checkpoint of --save into the live network; return its step, if any.
@@ -204,15 +221,32 @@ class State:
             return source
 
         loaded = loading.load_checkpoint(
-            save, lambda source: self.net.store.named_state(), options=options, accept=take_over, team=self.team
+            save, lambda source: self.wanted(source, True, True), options=options, accept=take_over, team=self.team
         )
         if loaded is None:
             return None
+        self.begin_average()
         self.net.store.forget_gathered()
         self.net.store.publish_weights()
         self.net.store.wait_for_weights()  # a CUDA graph cannot
         self.saver.kept = None
         return loaded.step
+
+    def load_mean(self) -> list[int]:
+        """Replace the weights by the mean of --average-last; return its steps, none if too few."""
+        c, last = self.config.checkpoint, self.progress.iteration
+        save, number = c.save or "", c.average_last
+        saved: list[int] = self.team.run_on_lead(lambda: [n for n in steps.list_steps(save) if n <= last])
+        if len(saved) < number:
+            remark(f" > --average-last {number}: {save} has {len(saved)} saved steps, so there is no mean to validate")
+            return []
+        options = open_options(self.config)._replace(optimizer=False, weights="plain", average_last=number)
+        store, folder = self.net.store, steps.step_folder(save, saved[0])
+        loading.load_checkpoint(folder, lambda source: store.named_state(False), options=options, team=self.team)
+        store.forget_gathered()
+        store.publish_weights()
+        store.wait_for_weights()
+        return saved[:number]
 
     def cut_vocabulary(self, source: Source) -> Source:
         """Return another program's checkpoint without the padding of its tables."""
@@ -279,7 +313,8 @@ class State:
             )
 
     def tensors(self) -> Any:
-        return self.net.store.named_state(not self.config.checkpoint.no_save_optim, to_save=True)
+        with_optimizer = not self.config.checkpoint.no_save_optim
+        return self.net.store.named_state(with_optimizer, to_save=True, with_average=True)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings to save, on rank 0 alone: it reads a part of every data set."""
@@ -301,4 +336,6 @@ class State:
         state |= {"epochs": self.epochs, "blends": blends, "losses": list(self.losses)}
         if (scales := self.net.store.scales) is not None:
             state["fp8"] = scales.state(self.team.gather)
+        if (average := self.net.store.average) is not None:
+            state["ema_steps"] = int(average.count)
         return self.saver.save(p.iteration, self.tensors(), state, self.settings(), self.best_to_keep)
