@@ -37,7 +37,8 @@ class Recorder:
         states = [x for piece in s.update_ranges for x in piece.state.values()]
         casts = [] if s.scales is None else [each.cast for each in s.scales.products]
         scaled = [] if s.scales is None else [*s.scales.tensors(), *(x for cast in casts for x in cast[:2])]
-        return [s.weights, s.gradients, s.share, s.master, self.totals, *states, *s._adam_steps(), *scaled]
+        averaged = [] if s.average is None else [*s.average.values, s.average.count]
+        return [s.weights, s.gradients, s.share, s.master, self.totals, *states, *s._adam_steps(), *scaled, *averaged]
 
     def python(self):
         buckets = [(set(b.seen), b.is_summed) for b in self.store.buckets.values()]

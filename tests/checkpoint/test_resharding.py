@@ -33,7 +33,7 @@ PAIRS = """
     tp2pp2>tp2 zero2x4>one one>zero3 zero1>interleaved
 """.split()
 STEPS = 3
-MORE = "--global-batch-size 8 --seed 11"
+MORE = "--global-batch-size 8 --seed 11 --ema 0.3"  # whose loss is in the row of the validation
 
 
 def save(trainer):

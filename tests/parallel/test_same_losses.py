@@ -138,6 +138,8 @@ MORE = {
     "logits": "--final-logit-softcapping 0.3 --z-loss-coef 0.5 --eod-mask-loss",
     "window": "--window-size 3,0 --window-attn-skip-freq 2 --reset-attention-mask --reset-position-ids",
     "xavier": "--init-method-xavier-uniform --apply-residual-connection-post-layernorm --apply-layernorm-1p",
+    # The loss of the average is in the row of the validation.
+    "ema": "--ema 0.3 --swiglu --ffn-hidden-size 48",
 }
 WITH = {
     "muon": [
@@ -194,7 +196,16 @@ WITH = {
         "--world-size 2 --tensor-model-parallel-size 2 --qk-layernorm",
         "--world-size 2 --pipeline-model-parallel-size 2",
     ],
+    "ema": [
+        "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        "--world-size 4 --tensor-model-parallel-size 2 --zero-stage 3",
+        "--world-size 4 --zero-stage 2 --num-distributed-optimizer-instances 2 --cpu-optimizer",
+        "--world-size 4 --context-parallel-size 2 --zero-stage 1",
+    ],
 }
+# Places of those that `make test` compares; of other rules, the first.
+QUICK = {"muon": (1, 2, 3), "levers": (0, 1), "logits": (1, 2), "ema": (0, 1), "mup": (0, 2)}
+PLACES = [(name, place) for name, lines in WITH.items() for place in range(len(lines))]
 
 
 @pytest.mark.whole
@@ -210,7 +221,7 @@ def test_one_micro_batch():
 @pytest.mark.timeout(300)
 @halves(
     [f"{line} {MORE[name]}" for name, lines in WITH.items() for line in lines],
-    (1, 2, 3, 12, 14, 17, 18, 22, 25, 26, 31, 34),
+    [n for n, (name, place) in enumerate(PLACES) if place in QUICK.get(name, (0,))],
 )
 def test_other_rules(lines):
     check(lines, steps=2)

@@ -161,8 +161,8 @@ LEVERS = Optimizer(lr=0.01, clip_grad=0.5, cautious_weight_decay=True, **RATES)
 
 
 def check_exact(layout, micro, unused, rule, m):
-    """Compare everything in all float64 steps with one process."""
-    o = Optimizer(optimizer=rule, clip_grad=0.5) if rule != "levers" else LEVERS
+    """Compare everything, also the average of --ema, in all float64 steps with one process."""
+    o = dataclasses.replace(LEVERS if rule == "levers" else Optimizer(optimizer=rule, clip_grad=0.5), ema=0.3)
     one, alone = make(m, o, torch.float64)
     divided = [make(m, o, torch.float64, layout=layout, zero=stage) for stage in (0, 1, 2)]
     for stage, (_, store) in enumerate(divided):

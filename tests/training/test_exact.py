@@ -232,7 +232,7 @@ def test_stopped_inside_a_skipped_range(blend, whole, tmp_path, kind):
     "more",
     [
         ["--optimizer=muon"],
-        ["--optimizer=muon", *FORMATS["fp16"]],
+        ["--optimizer=muon", *FORMATS["fp16"], "--ema=0.9"],
         ["--optimizer=sgd"],
         ["--optimizer=sgd", *FORMATS["fp16"]],
         ["--cpu-optimizer"],

@@ -38,7 +38,10 @@ def both(run, *flags):
     assert plain.status == graphed.status == 0
     for name in ("loss", "grad_norm", "lr", "skipped", "loss_scale"):
         assert plain.column(name) == graphed.column(name), name
-    assert plain.column("loss", "valid") == graphed.column("loss", "valid")
+    validations = [
+        [(r["loss"], r.get("ema_loss")) for r in read_rows(x.folder, "validation")] for x in (plain, graphed)
+    ]
+    assert validations[0] == validations[1] != []
     return graphed
 
 
@@ -60,7 +63,7 @@ def test_a_step_is_up_to_three_pieces(run, recorded, accumulated):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--fp16", "--initial-loss-scale", 2**22, "--hysteresis", 1],
+        ["--fp16", "--initial-loss-scale", 2**22, "--hysteresis", 1, "--ema", 0.9],
         ["--bf16", "--optimizer", "muon"],
         ["--bf16", "--optimizer", "lion"],
         ["--fp16", "--initial-loss-scale", 2**22, "--hysteresis", 1, *LEVERS],
@@ -69,7 +72,8 @@ def test_a_step_is_up_to_three_pieces(run, recorded, accumulated):
         ["--lr-warmup-iters", 3, "--weight-decay-incr-style", "linear", "--start-weight-decay", 0.1]
         + ["--end-weight-decay", 0.5],
         ["--log-params-norm", "--log-num-zeros-in-grad", "--recompute-granularity", "full"],
-        ["--bf16", "--fp8-format", "hybrid", "--fp8-amax-history-len", 2, "--fp8-amax-compute-algo", "max"],
+        ["--bf16", "--fp8-format", "hybrid", "--fp8-amax-history-len", 2, "--fp8-amax-compute-algo", "max"]
+        + ["--ema", 0.9],
     ],
     ids=["fp16", "muon", "lion", "levers", "levers of muon", "masks", "schedule", "statistics", "fp8"],
 )

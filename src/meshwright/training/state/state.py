@@ -246,7 +246,7 @@ class State:
         store.forget_gathered()
         store.publish_weights()
         store.wait_for_weights()
-        return saved[:number]
+        return saved[:number][::-1]
 
     def cut_vocabulary(self, source: Source) -> Source:
         """Return another program's checkpoint without the padding of its tables."""
