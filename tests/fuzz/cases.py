@@ -329,6 +329,7 @@ TRAINING: dict[str, Chances] = {
     },
     "cautious": {"": 3, "--cautious-weight-decay": 1},
     "clipping": {"": 2, "--clip-grad 0.25": 3, "--clip-grad 0": 1},
+    "average": {"": 3, "--ema 0.9": 1, "--ema 0.2": 1},
     "zeros": {"": 3, "--log-num-zeros-in-grad": 1},
 }
 SIZES: dict[str, Chances] = {

@@ -559,12 +559,14 @@ class Step(NamedTuple):
     samples: dict[int, list[int]]  # their tokens
     gradients: Weights
     weights: Weights  # after it
+    average: Weights  # of the weights, after it
 
 
 def train(config: Any, weights: Weights, vocabulary: int, eod: int, poisoned: tuple[int, ...]) -> Iterator[Step]:
     w = {name: x.clone().requires_grad_() for name, x in weights.items()}
     o, sample = config.optimizer, samples_of(config, run_samples(config), vocabulary)
     optimizer = Optimizer(o, config.model, {name: x.detach() for name, x in w.items()})
+    average = {name: x.clone() for name, x in weights.items()}
     for number, samples, row in rows(config, lambda _, samples: not set(samples).isdisjoint(poisoned)):
         ids = torch.from_numpy(np.stack([sample(k) for k in samples]).astype(np.int64))
         minimized, shown = loss_of(w, config, ids, eod)
@@ -574,5 +576,7 @@ def train(config: Any, weights: Weights, vocabulary: int, eod: int, poisoned: tu
             row["grad_norm"] = length = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
             clip = min(1.0, o.clip_grad / (length + 1e-6)) if o.clip_grad else 1.0
             optimizer.step({name: g * clip for name, g in gradients.items()}, row["lr"], row["weight_decay"])
+            keep = min(o.ema, (1 + optimizer.count) / (10 + optimizer.count))
+            average = {name: keep * x + (1 - keep) * optimizer.w[name] for name, x in average.items()}
         read = ids.tolist() if config.data.packing == "stream" else ids[:, 0].tolist()
-        yield Step(number, row, dict(zip(samples, read, strict=True)), gradients, optimizer.w)
+        yield Step(number, row, dict(zip(samples, read, strict=True)), gradients, optimizer.w, average)

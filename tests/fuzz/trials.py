@@ -77,7 +77,7 @@ EXACT = ("batch", "consumed", "lr", "next_lr", "loss_scale", "skipped", "weight_
 NUMBERS = ("loss", "grad_norm", "params_norm")
 # Gradients that are 0 but for rounding, such as those of keys' biases, are as small as the
 # roundings of larger ones. Below this share of the largest tensor's, differences count less.
-SMALL = {"": 1e-5, "exp_avg": 1e-5, "exp_avg_sq": 1e-10, "momentum": 1e-5, "weights": 1e-5}
+SMALL = {"": 1e-5, "exp_avg": 1e-5, "exp_avg_sq": 1e-10, "momentum": 1e-5, "weights": 1e-5, "ema": 1e-5}
 
 MOVED = 0.5  # of the updates in which all runs in one process agree with float64,
 SURE = 0.25  # if these are so much of all: the others of a chaotic network agree by chance
@@ -118,6 +118,8 @@ class Trace:
     def validation(self, consumed: int, check: Any) -> None:
         title = f"{check.name} {check.dataset} {check.when}, step {check.iteration}"
         self.validations[title] = check.loss
+        if check.ema_loss is not None:
+            self.validations[f"{title}, of the average"] = check.ema_loss
         for part, loss in (check.by_position | check.by_data).items():
             self.validations[f"{title}: {part}"] = loss
 
@@ -469,6 +471,9 @@ def unlike_plain(case: Case, made: References) -> list[str]:
         if not row["skipped"] and step in ours.gradients:
             distances.like(f"step {step}: gradient", ours.gradients[step], made_step.gradients)
             distances.like(f"step {step}: weights", ours.states[step], after)
+        if bare.optimizer.ema and step in ours.states:
+            kept = {name: ours.states[step][f"{name}/ema"] for name in after}
+            distances.like(f"step {step}: average", kept, made_step.average)
     distances.same("the steps", sorted(ours.rows), taken)
     for text in ours.written:
         distances.wrong += plain.unlike_chosen(after, bare.model, *text)
@@ -586,7 +591,7 @@ class Distances:
                 allowed = NEAR * largest
             else:
                 allowed = SPREAD * max(apart[name], max(grown[kind], self.unit) * largest)
-            if kind == "weights":
+            if kind in ("weights", "ema"):  # an average is no further away than its weights
                 allowed = max(allowed, free.weights)
             if kind == "exp_avg_sq" and self.dtype != "float64":
                 allowed = max(allowed, of_squares(sizes[name], apart[name]))

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from helpers import TINY_FLAGS, TinyRun, open_step, read_rows
+from helpers import TINY_FLAGS, open_step, read_rows
 from meshwright.__main__ import main
 from meshwright.checkpoint import loading, native
 from meshwright.optim import average

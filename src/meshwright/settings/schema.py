@@ -941,6 +941,7 @@ class Checkpoint:
         "read a checkpoint's weights, or their average that --ema kept; train: only with --finetune",
         docs="schedules checkpoints",
         read="model",
+        once=True,
     )
     keep_best: bool = flag(
         False,
