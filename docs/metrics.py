@@ -40,12 +40,21 @@ EVENTS: dict[str, tuple[str, dict[str, str]]] = {
         {
             "name": "validation or test",
             "loss": "mean loss of the unmasked tokens",
+            "ema_loss": "the same for the average of --ema, if it is kept",
             "ppl": "perplexity, exp(loss), at most exp(20)",
             "seconds": "time it took",
             "set": "name of the data set, if there are several",
             "end": "true after the last step",
             "by_position": "mean loss of each range of positions: 0, 1, 2-3, 4-7 and so on",
             "by_data": "mean loss of each pair of token files, by its prefix, if there are several",
+        },
+    ),
+    "average": (
+        "the mean of --average-last is validated at the end of a run",
+        {
+            "steps": "the saved steps whose weights it averages",
+            "loss": "mean validation loss of that mean over the sets",
+            "seconds": "time it took",
         },
     ),
     "sample": (

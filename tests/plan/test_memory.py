@@ -61,9 +61,9 @@ PLAIN = "--fused-kernels off --compile off"
         ("--bf16 --recompute-granularity selective --fp32-residual-connection --final-logit-softcapping 30", 0),
         ("--bf16 --fp8-format hybrid --optimizer muon", 0),
         (f"--bf16 --qk-layernorm {PLAIN}", 0),
-        ("--bf16 --optimizer lion --squared-relu --apply-residual-connection-post-layernorm", 0),
+        ("--bf16 --optimizer lion --squared-relu --apply-residual-connection-post-layernorm --ema 0.9", 0),
         ("--bf16 --tensor-model-parallel-size 2 --sequence-parallel --world-size 2", 0),
-        ("--bf16 --context-parallel-size 2 --zero-stage 1 --world-size 2 --attention-dropout 0", 0),
+        ("--bf16 --context-parallel-size 2 --zero-stage 1 --world-size 2 --attention-dropout 0 --ema 0.9", 0),
         (f"{PIPELINE} --global-batch-size 16", 0),
         (f"{PIPELINE} --global-batch-size 16", 2),
         (f"{PIPELINE} --pipeline-schedule gpipe --global-batch-size 12", 1),
@@ -124,11 +124,12 @@ def test_an_elementwise_update_allocates_as_predicted(rule):
         assert (updates.update_events(config, PADDED, 0).peak > 0) == (stage == 3)
 
 
-@pytest.mark.parametrize("more", ["--bf16", "", "--bf16 --optimizer lion"])
+@pytest.mark.parametrize("more", ["--bf16", "", "--bf16 --optimizer lion --ema 0.9"])
 def test_offloaded_state_is_on_the_host(more):
     config = config_of(*SMALL, "--cpu-optimizer", *more.split())
     store = build_network(Spec(config, Layout(), torch.device("cpu"), 1000, PADDED)).store
     state = [values for part in store.update_ranges for values in part.state.values()]
+    state += store.average.values if store.average else []
     on_host = sum(x.nbytes for x in (store.master, store.host_share, store.outgoing, *state))
     assert memory.host_bytes(config, PADDED, 0) == on_host
     on_device = sum(x.nbytes for x in (store.weights, store.gradients))

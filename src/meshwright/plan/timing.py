@@ -445,6 +445,8 @@ class _Prediction:
         numbers = UPDATE_NUMBERS[o.optimizer]
         if o.cautious_weight_decay and (is_gathered or o.optimizer == "lion"):
             numbers = CAUTIOUS_NUMBERS.get(o.optimizer, numbers)
+        if o.ema:
+            numbers += 3  # read with the master, and written
         size = own * (numbers * self.full + self.low)
         if config.precision.fp8_format:  # weights are cast, and transposed
             size += own * (self.low + 2)
