@@ -11,7 +11,9 @@ from meshwright.__main__ import main
 from meshwright.checkpoint import loading, native
 from meshwright.optim import average
 from meshwright.optim.average import MovingAverage
-from meshwright.settings.schema import Optimizer
+from meshwright.settings.schema import Logging, Optimizer
+from meshwright.training.log.lines import Check
+from meshwright.training.log.trackers import validation_tags
 from stores import GATED, is_equal, make, snapshot, take_step, tokens
 
 OVERFLOW = torch.tensor(math.inf)
@@ -144,3 +146,10 @@ def test_a_rollback_goes_back_to_its_average(tmp_path):
 def test_flags_of_the_dataclass_reach_the_store():
     assert make(o=Optimizer())[1].average is None
     assert make(o=dataclasses.replace(Optimizer(), ema=0.25))[1].average.decay == 0.25
+
+
+def test_its_loss_has_a_name_in_lines_and_trackers():
+    line = Check(10, "validation", 2.0, ema_loss=1.5).in_megatrons_form()
+    assert "| lm loss PPL: 7.389056E+00 | lm loss value of the average: 1.500000E+00 | " in line
+    row = {"name": "validation", "loss": 2.0, "ppl": 7.4, "ema_loss": 1.5}
+    assert validation_tags(Logging(), row) == {"lm loss validation": 2.0, "lm loss validation ema": 1.5}

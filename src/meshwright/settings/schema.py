@@ -939,7 +939,7 @@ class Checkpoint:
     weights: Literal["plain", "ema"] = flag(
         "plain",
         "read a checkpoint's weights, or their average that --ema kept; train: only with --finetune",
-        docs="schedules checkpoints",
+        docs="checkpoints",
         read="model",
         once=True,
     )
