@@ -283,7 +283,7 @@ class PlainLoop:
         for p in self.masters.values():
             p.grad = torch.zeros_like(p)
         o = config.optimizer
-        groups = [[p for name, p in self.masters.items() if treatment(o, name, p).decay == on] for on in (1, 0)]
+        groups = [[p for name, p in self.masters.items() if treatment(o, None, name, p).decay == on] for on in (1, 0)]
         self.adamw = torch.optim.AdamW(
             [{"params": groups[0], "weight_decay": o.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
             lr=1.5e-4,

@@ -59,6 +59,7 @@ UNRECORDED = {"rope_scaling": "none", "use_parallel_residual": False}
 UNRECORDED |= {"layernorm_bias": True, "final_logit_softcapping": 0.0}
 UNRECORDED |= {"window_size": None, "window_attn_skip_freq": None}
 UNRECORDED |= {"zero_init_projections": False}
+UNRECORDED |= {"mup_base_hidden_size": None, "mup_base_num_layers": None}
 INDEX, STATE, CONFIG = "index.json", "state.json", "config.json"
 INDEX_LIMIT = 128 << 20  # bytes: about 1,200,000 boxes
 PART = 16 << 20  # the largest copy of a part of a tensor, in bytes

@@ -36,6 +36,7 @@ from meshwright.kernels.softcap import softcap
 from meshwright.model.attention import Attention, is_reference, seed_dropout
 from meshwright.model.layers import MLP, Embedding, Linear, Norm
 from meshwright.model.positions import Positions, Shared, share
+from meshwright.optim.mup import factors_of
 from meshwright.settings.schema import Model
 
 
@@ -257,17 +258,21 @@ def name_of(model: nn.Module) -> str:
 def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed: int) -> None:
     """Fill the weights: normal(0, std), proj weights std / sqrt(2 layers) or 0, biases 0, norms 1.
 
+    With --mup-base-hidden-size and --mup-base-num-layers the factors of optim/mup.py apply, to
+    values as at the base.
+
     Each tensor is drawn in full, at the true vocabulary size, in float32 on the CPU, from a
     generator seeded by (seed, name). Its values depend on nothing else: not on the device, the
     precision, the padding, the layout or other tensors.
     """
-    layers = m.num_layers or 0
+    layers = m.mup_base_num_layers or m.num_layers or 0
     for name, p in masters:
         kind = name.removesuffix(".weight").split(".")[-1]
+        factor = factors_of(m, name, p.ndim > 1).initial
         if name.endswith("bias") or (kind == "proj" and m.zero_init_projections):
             p.zero_()
         elif p.ndim == 1:
-            p.fill_(0.0 if m.apply_layernorm_1p and kind.startswith("ln_") else 1.0)
+            p.fill_(factor - 1.0 if m.apply_layernorm_1p and kind.startswith("ln_") else factor)
         else:
             true_rows = vocab if kind in ("wte", "lm_head") else p.shape[0]
             name_seed = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
@@ -279,7 +284,7 @@ def initialise(masters: Iterable[tuple[str, Tensor]], m: Model, vocab: int, seed
                 draw.uniform_(-bound, bound, generator=random)
             else:
                 std = m.init_method_std / (2 * layers) ** 0.5 if kind == "proj" else m.init_method_std
-                draw.normal_(0, std, generator=random)
+                draw.normal_(0, std * factor, generator=random)
             if not is_own:
                 p[:true_rows] = draw.to(p.device)
             p[true_rows:] = 0

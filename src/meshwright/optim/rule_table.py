@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal, NamedTuple
 
+from meshwright.optim.mup import factors_of
 from meshwright.settings.schema import Model, Optimizer
 
 Rule = Literal["adamw", "sgd", "lion", "muon"]
@@ -35,8 +36,8 @@ class Treatment(NamedTuple):
     decay: float  # factor of the step's weight decay, which its rule multiplies by the parameter's rate
 
 
-def treatment_of(o: Optimizer, name: str, dimensions: int) -> Treatment:
-    """Return a parameter's treatment.
+def treatment_of(o: Optimizer, m: Model | None, name: str, dimensions: int) -> Treatment:
+    """Return a parameter's treatment; `m` is None for a custom model.
 
     Weight decay is for matrices and embeddings, not biases and norms. With Muon, only matrices of
     layers follow its rule, the rest AdamW's. A peak rate of its own is a factor of --lr, so that it
@@ -47,7 +48,11 @@ def treatment_of(o: Optimizer, name: str, dimensions: int) -> Treatment:
     if rule == "muon" and not (is_matrix and name.startswith("h.")):
         rule = "adamw"
     own = own_rate(o, name, is_matrix)
-    return Treatment(rule, 1.0 if own is None or not o.lr else own / o.lr, float(is_matrix))
+    rate, decay = 1.0 if own is None or not o.lr else own / o.lr, float(is_matrix)
+    if m is not None:
+        carried = factors_of(m, name, is_matrix, rule == "muon")
+        rate, decay = rate * carried.rate, decay * carried.decay
+    return Treatment(rule, rate, decay)
 
 
 def own_rate(o: Optimizer, name: str, is_matrix: bool) -> float | None:

@@ -15,7 +15,7 @@ from meshwright.optim.rule_table import STATE as STATE
 from meshwright.optim.rule_table import Rule as Rule
 from meshwright.optim.rule_table import Treatment as Treatment
 from meshwright.optim.rule_table import treatment_of
-from meshwright.settings.schema import Optimizer
+from meshwright.settings.schema import Model, Optimizer
 
 AdamW, SGD = spare_step(torch.optim.AdamW), spare_step(torch.optim.SGD)
 spare(torch.optim.Optimizer.add_param_group)
@@ -42,9 +42,9 @@ class Verdict(NamedTuple):
     decision: Tensor | None = None  # of AdamW over flat buffers
 
 
-def treatment(o: Optimizer, name: str, parameter: Tensor) -> Treatment:
+def treatment(o: Optimizer, m: Model | None, name: str, parameter: Tensor) -> Treatment:
     """Return the parameter's treatment."""
-    return treatment_of(o, name, parameter.ndim)
+    return treatment_of(o, m, name, parameter.ndim)
 
 
 def matrices(p: Tensor) -> list[Tensor]:

@@ -121,7 +121,7 @@ class FlatStore(Store):
         units: dict[str, dict[UpdateKind, dict[str, torch.Size]]] = {}
         for name, p in itertools.chain(*(part.named_parameters() for part in models)):
             unit = "partial" if self.sharding.is_partial(name) else shard.unit(name)
-            kind = UpdateKind(rules.treatment(self.optimizer, name, p), not self.sharding.is_cut(name))
+            kind = UpdateKind(rules.treatment(self.optimizer, self.model, name, p), not self.sharding.is_cut(name))
             units.setdefault(unit, {}).setdefault(kind, {})[name] = p.shape
         begin = 0
         for unit, kinds in units.items():

@@ -87,7 +87,7 @@ class FullyShardedStore(Store):
             local = p.to_local().detach()
             local.zero_()
             master = nn.Parameter(local)
-            treatment = rules.treatment(self.optimizer, name, local)
+            treatment = rules.treatment(self.optimizer, self.model, name, local)
             state = {key: torch.zeros_like(local) for key in rules.STATE[treatment.rule]}
             owned = self.named[name] = UpdateRange(self.sharding.is_counted(name), 0, master, state)
             self.update_ranges.append(owned)

@@ -77,7 +77,7 @@ class StoreSpec:
     sequence_parallel: bool = False
     tied: bool = False  # the first and last pipeline stages share the token table
     mapper: BufferMapper | None = None  # for sums by copy engines
-    model: Model | None = None  # of a GPT, whose heads Muon may tell apart
+    model: Model | None = None  # of a GPT, whose parameters' names and heads the update knows
 
 
 class Store:

@@ -136,7 +136,8 @@ def elements_by_rule(config: TrainConfig, units: list[tuple[Shapes, int]]) -> Co
     by_rule = Counter[Rule]()
     for unit, number in units:
         for name, shape in unit.items():
-            by_rule[treatment_of(config.optimizer, name, len(shape)).rule] += aligned(math.prod(shape)) * number
+            rule = treatment_of(config.optimizer, config.model, name, len(shape)).rule
+            by_rule[rule] += aligned(math.prod(shape)) * number
     return by_rule
 
 

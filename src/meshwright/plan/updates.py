@@ -20,7 +20,7 @@ def update_events(config: TrainConfig, padded: int, pipeline_rank: int) -> Memor
         counts: dict[tuple[int, int], int] = {}
         for unit, times in units:
             for name, shape in unit.items():
-                if treatment_of(o, name, len(shape)).rule == "muon":
+                if treatment_of(o, config.model, name, len(shape)).rule == "muon":
                     matrix = (shape[-2], shape[-1])
                     counts[matrix] = counts.get(matrix, 0) + math.prod(shape[:-2]) * times
         for (rows, columns), number in counts.items():
@@ -32,7 +32,7 @@ def update_events(config: TrainConfig, padded: int, pipeline_rank: int) -> Memor
         update_lion(memory, min(largest, LION_CHUNK), o.cautious_weight_decay)
     if o.cautious_weight_decay and p.zero_stage == 3 and data_parts(config) > 1:  # elsewhere a kernel updates
         named = ((name, shape) for unit, _ in units for name, shape in unit.items())
-        sizes = [math.prod(shape) for name, shape in named if treatment_of(o, name, len(shape)).rule == "adamw"]
+        sizes = [math.prod(shape) for name, shape in named if treatment_of(o, config.model, name, len(shape)).rule == "adamw"]
         update_cautious(memory, min(max(sizes, default=0) // data_parts(config), LION_CHUNK))
     return memory
 

@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.settings.check_data import data_problems
 from meshwright.settings.check_layout import naming_problems, parallel_problems, ranks_problems
 from meshwright.settings.check_model import architecture_problems, has_megatrons_scaling, kernel_problems
+from meshwright.settings.check_mup import MUP_FLAGS, mup_problems
 from meshwright.settings.check_steps import batch_problems, schedule_problems
 from meshwright.settings.check_values import out_of_bounds, planned_values, unusable
 from meshwright.settings.fields import spelling
@@ -43,7 +44,7 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
     has_length = not sizes and not out_of_bounds(t) and c.lengths != ["train_epochs"]
     out = architecture_problems(c.model, c.data) + layout + precision_problems(c.precision) + sizes
     out += schedule_problems(c, has_length) + kernel_problems(t, c.model) + data_problems(c.data, needs_data)
-    out += logging_problems(c.logging) + eval_tasks_problems(c.logging)
+    out += mup_problems(c) + logging_problems(c.logging) + eval_tasks_problems(c.logging)
     if c.logging.eval_tasks_device and not (k.run_dir or k.save):
         out.append("--eval-tasks-device reads a snapshot from the run's folder; give --run-dir or --save")
     if t.seed >= 2**32 - 2:
@@ -105,6 +106,7 @@ def torch_format_problems(c: TrainConfig) -> list[str]:
         "--window-size": m.window_size,
         "--disable-layernorm-bias": m.normalization == "LayerNorm" and not m.layernorm_bias,
         "the average of --ema": c.optimizer.ema,
+        **{spelling(name): getattr(m, name) is not None for name in MUP_FLAGS},
     }
     reasons = [f"has no place for {flag}" for flag, is_on in unknown.items() if is_on]
     if kind not in ("adam", "adamw"):

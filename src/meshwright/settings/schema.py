@@ -29,6 +29,7 @@ SCHEDULE: dict[str, Any] = {"resume": "free", "proof": "fuzz"}
 LOSS_SCALE: dict[str, Any] = {"needs": "--fp16", "docs": "schedules"}
 FP8: dict[str, Any] = {"needs": "--fp8-format", "docs": "memory"}
 FP8_ENDS: dict[str, Any] = {"needs": "--first-last-layers-bf16", "docs": "memory", "proof": ""}
+MUP: dict[str, Any] = {"docs": "tuning", "resume": "tune"}
 START: dict[str, Any] = {"docs": "", "proof": "twin", "read": "run"}  # where ranks are, and how they meet
 EVAL_TASKS: dict[str, Any] = {"needs": "--eval-tasks", "docs": "evaluation"}
 DECAY_RAMPS = ("linear", "cosine")  # styles of the weight decay that lead from one value to another
@@ -155,6 +156,21 @@ class Model:
         docs="schedules extending",
         resume="free",
     )
+    mup_base_hidden_size: int | None = flag(
+        None,
+        "width that learning rate, weight decay and initial weights are meant for; µP carries them over to this "
+        "--hidden-size (none: no µP)",
+        short="width from which µP carries settings over",
+        bound=">0",
+        **MUP,
+    )
+    mup_base_num_layers: int | None = flag(
+        None,
+        "depth that they are meant for; CompleteP carries them over to this --num-layers (none: as they are)",
+        short="depth from which CompleteP carries settings over",
+        bound=">0",
+        **MUP,
+    )
     final_logit_softcapping: float = flag(
         0.0,
         "bound the logits: C tanh(logits / C) with this C (0: no bound)",
@@ -173,6 +189,16 @@ class Model:
     @property
     def head_dim(self) -> int:
         return self.kv_channels or (self.hidden_size or 0) // max(self.num_attention_heads or 1, 1)
+
+    @property
+    def width_growth(self) -> float:
+        """Width by that of --mup-base-hidden-size."""
+        return (self.hidden_size or 1) / (self.mup_base_hidden_size or self.hidden_size or 1)
+
+    @property
+    def depth_growth(self) -> float:
+        """Depth by that of --mup-base-num-layers."""
+        return (self.num_layers or 1) / (self.mup_base_num_layers or self.num_layers or 1)
 
     @property
     def groups(self) -> int:

@@ -153,6 +153,9 @@ def shrink(c: TrainConfig) -> tuple[Model, Parallel]:
         kv_channels=HEAD,
         ffn_hidden_size=ffn,
         rotary_percent=rotary if int(HEAD * rotary) % 2 == 0 else 0.5,
+        # The twin has grown as the run has.
+        mup_base_hidden_size=m.mup_base_hidden_size and max(1, round(small / m.width_growth)),
+        mup_base_num_layers=m.mup_base_num_layers and max(1, round(layers / m.depth_growth)),
     )
     return model, p
 

@@ -184,6 +184,8 @@ EXPORTS = {
     ),
     "init_method_xavier_uniform": Export(TRAINING, TRAINING, TRAINING, SAME),
     "zero_init_projections": Export(TRAINING, TRAINING, TRAINING, TRAINING),
+    "mup_base_hidden_size": Export(TRAINING, TRAINING, TRAINING, TRAINING),
+    "mup_base_num_layers": Export(TRAINING, TRAINING, TRAINING, TRAINING),
     "final_logit_softcapping": Export(_SOFTCAP, _SOFTCAP, _SOFTCAP, _SOFTCAP),
     "num_experts": Export(_EXPERTS, _EXPERTS, _EXPERTS, _EXPERTS),
 }
