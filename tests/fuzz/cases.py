@@ -249,6 +249,12 @@ ARCHITECTURE: dict[str, Chances] = {
         "--init-method-std 0.2": 2,
         "--init-method-std 0.2 --zero-init-projections": 1,
     },
+    "carried over": {
+        "": 6,
+        "--mup-base-hidden-size 8": 1,
+        "--mup-base-num-layers 1": 1,
+        "--mup-base-hidden-size 5 --mup-base-num-layers 3": 1,
+    },
     "logits": {"": 3, "--final-logit-softcapping 2": 1},
     "head": {"": 2, "--untie-embeddings-and-output-weights": 1},
     "sequence": {"--seq-length 8": 4, "--seq-length 16": 3, "--seq-length 12": 3, "--seq-length 9": 1},

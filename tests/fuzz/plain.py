@@ -364,6 +364,23 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
     return x.mT if is_tall else x
 
 
+def carried(m: Any, name: str, is_muon: bool = False) -> tuple[float, float]:
+    """Return the factors of a parameter's initial spread and of its steps, by µP and CompleteP.
+
+    Both papers keep multipliers of the logits and of the branches apart from the weights; decay
+    shrinks a weight by as much as in the small model.
+    """
+    wide = m.hidden_size / (m.mup_base_hidden_size or m.hidden_size)
+    deep = m.num_layers / (m.mup_base_num_layers or m.num_layers)
+    *_, module, leaf = name.split(".")
+    if module == "lm_head" or (module == "ln_f" and not m.untie_embeddings_and_output_weights):
+        return 1 / wide, 1 / wide
+    multiplier = 1 / deep if module == "proj" else 1.0
+    if leaf != "weight" or module not in ("qkv", "fc", "proj"):
+        return multiplier, multiplier
+    return multiplier * wide**-0.5, multiplier * wide ** (-0.5 if is_muon else -1)
+
+
 class Optimizer:
     def __init__(self, o: Any, m: Any, w: Weights) -> None:
         self.o, self.m, self.w, self.count = o, m, w, 0
@@ -408,6 +425,7 @@ class Optimizer:
             kind = o.optimizer
             if kind == "muon" and not (name.startswith("h.") and own == wd and x.dim() > 1 and "bias" not in name):
                 kind = "adam"
+            _, step = carried(self.m, name, kind == "muon")
             if kind == "sgd":
                 g = g + own * x
                 m.copy_(m * o.sgd_momentum + g)
@@ -415,7 +433,7 @@ class Optimizer:
             elif kind == "lion":
                 c = o.lion_beta1 * m + (1 - o.lion_beta1) * g
                 update = torch.where(c.abs() < 1e-13, 0.0, c.sign())
-                x.copy_(self.decayed(x, update, lr, own) - lr * update)
+                x.copy_(self.decayed(x, update, lr, own) - lr * step * update)
                 m.lerp_(g, 1 - o.lion_beta2)
             elif kind == "muon":
                 m.lerp_(g, 1 - o.muon_momentum)
@@ -423,13 +441,13 @@ class Optimizer:
                 for rows in self.matrices(name, x):
                     made = newton_schulz(update.flatten(0, -2)[rows], o.muon_num_ns_steps)
                     left = self.decayed(x.flatten(0, -2)[rows], made, lr, wd)
-                    x.flatten(0, -2)[rows] = left - lr * 0.2 * math.sqrt(max(made.shape)) * made
+                    x.flatten(0, -2)[rows] = left - lr * step * 0.2 * math.sqrt(max(made.shape)) * made
             else:
                 m.lerp_(g, 1 - o.adam_beta1)
                 v = self.second[name].mul_(o.adam_beta2).add_((1 - o.adam_beta2) * g * g)
                 root = (v / (1 - o.adam_beta2**self.count)).sqrt() + o.adam_eps
                 update = m / (1 - o.adam_beta1**self.count) / root
-                x.copy_(self.decayed(x, update, lr, own) - lr * update)
+                x.copy_(self.decayed(x, update, lr, own) - lr * step * update)
 
 
 # A run
@@ -500,9 +518,11 @@ def unlike_drawn(weights: Weights, m: Any) -> list[str]:
     for name, x in weights.items():
         *module, kind = name.split(".")
         is_norm = module[-1].startswith("ln")
-        center, std, extra = 1.0 - m.apply_layernorm_1p if is_norm and kind == "weight" else 0.0, 0.0, 2.0
+        share, _ = carried(m, name)
+        center, std, extra = share - m.apply_layernorm_1p if is_norm and kind == "weight" else 0.0, 0.0, 2.0
         if kind == "weight" and not is_norm:
-            std = m.init_method_std / math.sqrt(2 * m.num_layers) if module[-1] == "proj" else m.init_method_std
+            layers = m.mup_base_num_layers or m.num_layers
+            std = share * m.init_method_std / (math.sqrt(2 * layers) if module[-1] == "proj" else 1.0)
             if m.init_method_xavier_uniform:
                 std, extra = math.sqrt(2 / (x.numel() // x.shape[-1] + x.shape[-1])), 0.8  # kurtosis less 1
             if module[-1] == "proj" and m.zero_init_projections:

@@ -81,7 +81,8 @@ def test_initial_values(m):
             want = 1 / 4 if module == "ln_f" and not m.untie_embeddings_and_output_weights else 1.0
             assert (x == want - m.apply_layernorm_1p).all(), name
         else:
-            std = {"wte": 1, "wpe": 1, "lm_head": 1 / 4, "qkv": 1 / 2, "fc": 1 / 2, "proj": 1 / 2 / 3 / math.sqrt(2)}[module]
+            hidden = 1 / 2 / 3 / math.sqrt(2) if module == "proj" else 1 / 2
+            std = {"wte": 1, "wpe": 1, "lm_head": 1 / 4}.get(module, hidden)
             assert x.std().item() == pytest.approx(0.02 * std, rel=0.05), name
     at_base = dataclasses.replace(m, mup_base_hidden_size=64, mup_base_num_layers=3)
     plain = dataclasses.replace(m, mup_base_hidden_size=None, mup_base_num_layers=None)

@@ -140,6 +140,7 @@ MORE = {
     "xavier": "--init-method-xavier-uniform --apply-residual-connection-post-layernorm --apply-layernorm-1p",
     # The loss of the average is in the row of the validation.
     "ema": "--ema 0.3 --swiglu --ffn-hidden-size 48",
+    "mup": "--mup-base-hidden-size 8 --mup-base-num-layers 2",
 }
 WITH = {
     "muon": [
@@ -201,6 +202,13 @@ WITH = {
         "--world-size 4 --tensor-model-parallel-size 2 --zero-stage 3",
         "--world-size 4 --zero-stage 2 --num-distributed-optimizer-instances 2 --cpu-optimizer",
         "--world-size 4 --context-parallel-size 2 --zero-stage 1",
+    ],
+    "mup": [
+        "--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1 --optimizer muon",
+        "--world-size 2 --pipeline-model-parallel-size 2 --apply-layernorm-1p",
+        "--world-size 4 --tensor-model-parallel-size 2 --zero-stage 3 --untie-embeddings-and-output-weights",
+        "--world-size 4 --zero-stage 2 --optimizer lion --lr 3e-3 --swiglu --ffn-hidden-size 48",
+        "--world-size 4 --zero-stage 3 --optimizer muon --muon-split-qkv on",
     ],
 }
 # Places of those that `make test` compares; of other rules, the first.

@@ -92,7 +92,7 @@ def test_sizes(run, flags, want):
     attention_impl squared_relu normalization qk_layernorm embed_layernorm apply_residual_connection_post_layernorm
     use_parallel_residual init_method_xavier_uniform seq_length dataloader_type training.seed optimizer weight_decay
     clip_grad adam_beta1 adam_beta2 adam_eps final_logit_softcapping z_loss_coef window_size embedding_lr vector_lr
-    zero_init_projections"""
+    zero_init_projections mup_base_hidden_size mup_base_num_layers"""
 )
 @pytest.mark.parametrize(
     "flags",
@@ -133,6 +133,8 @@ def test_sizes(run, flags, want):
         ["--final-logit-softcapping", "0.5"],
         ["--z-loss-coef", "0.1"],
         ["--window-size", "5,0"],
+        ["--mup-base-hidden-size", "8"],
+        ["--mup-base-num-layers", "1"],
     ],
     ids=lambda flags: flags[0].strip("-"),
 )

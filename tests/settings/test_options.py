@@ -106,7 +106,7 @@ TABLE = [
 # Fields that shape nothing here: sizes that every model has, and what is tested on its own.
 ELSEWHERE = """num_layers hidden_size num_attention_heads max_position_embeddings make_vocab_size_divisible_by
 pad_vocab_size_to init_method_std init_method_xavier_uniform zero_init_projections hidden_dropout attention_dropout
-attention_impl num_experts""".split()
+attention_impl mup_base_hidden_size mup_base_num_layers num_experts""".split()
 
 every = pytest.mark.parametrize("words", TABLE)
 impls = pytest.mark.parametrize("impl", ["sdpa", "reference"])

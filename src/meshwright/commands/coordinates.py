@@ -33,7 +33,7 @@ class CoordinateFlags:
     depths: list[int] = flag([], "numbers of layers to compare")
     steps: int = flag(4, "steps, all on the same batch", bound=">0")
     tolerance: float = flag(0.25, "largest slope of a change over the size that counts as none", bound=">0")
-    picture: Path = flag(Path("coordinates.svg"), "picture to write", value="FILE")
+    picture: str = flag("coordinates.svg", "picture to write", value="FILE")
     json: bool = flag(False, "print what was measured as JSON")
 
 
@@ -111,8 +111,9 @@ def compare(c: CoordinateFlags, config: TrainConfig, dry_run: bool) -> int:
 
     measured = [coordinates.measure(small, axis, sizes, c.steps, device, report) for axis, sizes in axes]
     faults = [fault for growth in measured for fault in growth.faults(c.tolerance)]
-    c.picture.parent.mkdir(parents=True, exist_ok=True)
-    c.picture.write_text(coordinates.picture(measured, c.picture.stem), encoding="utf-8")
+    path = Path(c.picture)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(coordinates.picture(measured, path.stem), encoding="utf-8")
     if c.json:
         record = {"is_stable": not faults, "faults": faults, "measured": [growth.as_record() for growth in measured]}
         print(json.dumps(json_ready(record), allow_nan=False))
@@ -120,7 +121,7 @@ def compare(c: CoordinateFlags, config: TrainConfig, dry_run: bool) -> int:
         for growth in measured:
             print("\n".join([*growth.table(), ""]))
         print(verdict(faults, c))
-    print(c.picture, file=sys.stderr if c.json else sys.stdout)
+    print(path, file=sys.stderr if c.json else sys.stdout)
     return UNEQUAL if faults else DONE
 
 
