@@ -21,7 +21,8 @@ ABOUT = (
     "if the changes depend on the size."
 )
 HEAD = 32  # width of a head, unless the flags say another
-DEFAULTS = {"num-layers": 4, "seq-length": 64, "vocab-size": 512, "micro-batch-size": 4}
+# Of more random tokens, which say little about each other, a step would learn less in wide models.
+DEFAULTS = {"num-layers": 4, "seq-length": 16, "vocab-size": 64, "micro-batch-size": 2}
 
 
 @dataclass(frozen=True)
