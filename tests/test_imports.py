@@ -65,6 +65,8 @@ NO_TORCH = [
     "commands.report",
     "commands.train_tokenizer",
     "commands.sweep",
+    "commands.coordinates",
+    "optim.mup",
     "commands.watch",
     "commands.demo",
     "commands.doctor",

@@ -534,7 +534,7 @@ def unlike_drawn(weights: Weights, m: Any) -> list[str]:
             abs(float((x - center).square().mean()) - std**2),
             CERTAIN * math.sqrt(extra / x.numel()) * std**2,
         )
-        if far > allowed + CLOSE * std**2:
+        if far > allowed + CLOSE * std**2 + CLOSE**2:  # a norm's value may be rounded to float32
             wrong.append(f"initial {name}: its variance is {far:.2e} from {std**2:.2e}, {allowed:.2e} allowed")
     return wrong
 
