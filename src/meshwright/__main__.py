@@ -30,7 +30,7 @@ COMMANDS = {
     "plan": "predict memory, time and the best layout of a run",
     "train": "pre-train a GPT",
     "sweep": "search flags of train: many runs, a table and a picture",
-    "coordinates": "check that settings carry over to wider and deeper models",
+    "coordinates": "check that settings carry over to larger models",
     "verify-layout": "show that a layout computes what one process computes",
     "launch": "start a command as several ranks, on one machine or many",
     "evaluate": "measure a model's perplexity and bits per byte on text",

@@ -214,6 +214,13 @@ def test_a_network_is_compiled_on_a_gpu(example):
         train.run(settings, Caller(bigram(), None, parts(example)[2]))
 
 
+def test_a_network_has_no_factors_of_mup(example):
+    settings = example.settings(None, 2)
+    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, mup_base_hidden_size=8))
+    with pytest.raises(UserError, match="--mup-base-hidden-size is for the layers of our own models"):
+        train.run(settings, Caller(bigram(), None, parts(example)[2]))
+
+
 def test_samples_are_sums(example):
     sums = example.Sums(5, 1)
     assert len(sums) == 5 and sums[3].shape == (example.SEQ + 1,) and sums[3].dtype == np.int64

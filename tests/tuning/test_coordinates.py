@@ -47,6 +47,7 @@ def test_changes_depend_on_the_size_only_without_a_base(axis: coordinates.Axis, 
         assert carried.slopes("mlp")[0] == pytest.approx(-1, abs=0.1)
 
 
+@pytest.mark.flag("widths depths tolerance coordinates.steps coordinates.picture coordinates.json")
 def test_the_command_prints_a_table_draws_and_has_a_status(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +66,7 @@ def test_the_command_prints_a_table_draws_and_has_a_status(
     assert not record["is_stable"] and record["faults"] and (tmp_path / "more/a.svg").exists()
     assert (width["sizes"], depth["sizes"]) == ([32, 64], [1, 2])
     assert [len(width["changes"]["qkv"]), len(width["initial"]["qkv"])] == [1, 2]
+    assert main([*run[:4], "--tolerance=9", *run[4:]]) == DONE
 
 
 def test_slopes_and_faults() -> None:

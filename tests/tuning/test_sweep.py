@@ -284,6 +284,16 @@ def test_flags_of_train_stay_those_of_the_first_start(tmp_path: Path) -> None:
     assert list(sweep.join_runs(tmp_path, [{"seed": "2"}], ["--lr=1"])) == ["seed=1", "seed=2"]
 
 
+def test_without_checkpoints_an_interrupted_run_begins_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.training.run.write_report", lambda folder: None)
+    command = sweep.SweepPlan(tmp_path, tuple(TINY_FLAGS), checkpoints=False).command("a", {"train_iters": "2"})
+    for _ in range(2):
+        assert main(command) == 0
+    assert "holds the curves" not in capsys.readouterr().err
+
+
 def write_record(folder: Path, train_flags: list[str]) -> None:
     run = {"point": {"seed": "1"}, "state": "done", "note": ""}
     (folder / sweeps.RECORD).write_text(

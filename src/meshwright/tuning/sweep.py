@@ -62,7 +62,9 @@ class SweepPlan:
         """Return the words after `meshwright` that start or continue a run."""
         folder = self.folder / name
         keeps = [] if any(word.startswith("--keep-last") for word in self.train_flags) else ["--keep-last=1"]
-        folders = [f"--save={folder}", f"--load={folder}", *keeps] if self.checkpoints else [f"--run-dir={folder}"]
+        folders = [f"--save={folder}", f"--load={folder}", *keeps]
+        if not self.checkpoints:  # a run that was interrupted begins anew
+            folders = [f"--run-dir={folder}", "--save-overwrite"]
         launch = ["launch", f"--nproc-per-node={self.ranks}"] if self.ranks > 1 else []
         return [*launch, "train", *self.train_words(point), *folders]
 
