@@ -26,7 +26,7 @@ from meshwright.kernels.twins import twin
 _LOW = 0xFFFFFFFF
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix(x: Tensor) -> Tensor:
     """Apply a 32-bit finaliser (2 products, 3 shifts) to int64 tensors of 32-bit values."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & _LOW
@@ -39,8 +39,8 @@ def rows(seed: int, *coordinates: Tensor) -> Tensor:
     """Hash rows to 32 bits; coordinates broadcast, such as samples [B, 1] and positions [T]."""
     h = _start(seed, coordinates[0].device)
     for c in coordinates:
-        h = _mix((h + (c & _LOW)) & _LOW)
-        h = _mix(h ^ (c >> 32 & _LOW) ^ 0x85EBCA6B)
+        h = mix((h + (c & _LOW)) & _LOW)
+        h = mix(h ^ (c >> 32 & _LOW) ^ 0x85EBCA6B)
     return _as_int32(h)
 
 
@@ -52,8 +52,8 @@ def site_rows(seed: int, count: int, samples: Tensor, columns: Tensor) -> Tensor
 
 def _start(seed: int, device: torch.device) -> Tensor:
     """Return the hash [1] of a seed, which the coordinates are mixed into."""
-    h = _mix(torch.full((1,), seed & _LOW, dtype=torch.int64, device=device))
-    return _mix(h ^ (seed >> 32 & _LOW) ^ 0x9E3779B9)
+    h = mix(torch.full((1,), seed & _LOW, dtype=torch.int64, device=device))
+    return mix(h ^ (seed >> 32 & _LOW) ^ 0x9E3779B9)
 
 
 @lru_cache
@@ -75,18 +75,18 @@ def at_sites(rows: Tensor, count: int) -> Tensor:
 
 def at_site(rows: Tensor, site: int | Tensor) -> Tensor:
     """Return the rows' hashes at one site, any small integer."""
-    return _as_int32(_mix((rows.to(torch.int64) & _LOW) ^ ((site * 0x9E3779B9 + 0x7F4A7C15) & _LOW)))
+    return _as_int32(mix((rows.to(torch.int64) & _LOW) ^ ((site * 0x9E3779B9 + 0x7F4A7C15) & _LOW)))
 
 
 def keep(rows: Tensor, columns: int, p: float) -> Tensor:
     """Return the mask: bool [*rows.shape, columns], False with probability p."""
-    column = _shuffled(torch.arange(columns, dtype=torch.int32, device=rows.device) - 0x61C88647)
+    column = shuffled(torch.arange(columns, dtype=torch.int32, device=rows.device) - 0x61C88647)
     column = column ^ (column >> 16 & 0xFFFF)
-    return _shuffled(rows.unsqueeze(-1) + column) >= round(p * 2**32) - 2**31
+    return shuffled(rows.unsqueeze(-1) + column) >= round(p * 2**32) - 2**31
 
 
-def _shuffled(x: Tensor) -> Tensor:
-    """Apply `_mix` without its last shift to int32, which wraps around as uint32 does.
+def shuffled(x: Tensor) -> Tensor:
+    """Apply `mix` without its last shift to int32, which wraps around as uint32 does.
 
     torch.compile supports constants of at most 31 bits, so 0x846CA68B is written as a signed one.
     """

@@ -12,8 +12,8 @@ from meshwright.kernels.grid import cdiv, power_of_2
 
 
 @triton.jit
-def _shuffled(h):
-    """Apply dropout._shuffled to uint32."""
+def shuffled(h):
+    """Apply dropout.shuffled to uint32."""
     h = h ^ (h >> 16)
     h = h * 0x7FEB352D
     h = h ^ (h >> 15)
@@ -21,17 +21,17 @@ def _shuffled(h):
 
 
 @triton.jit
-def _mix(h):
-    """Apply dropout._mix to uint32."""
-    h = _shuffled(h)
+def mix(h):
+    """Apply dropout.mix to uint32."""
+    h = shuffled(h)
     return h ^ (h >> 16)
 
 
 @triton.jit
 def keep_mask(row_hash, columns, threshold):
     """Return dropout.keep's mask, from int32 hashes and column numbers that broadcast."""
-    h = _mix(columns.to(tl.uint32) + 0x9E3779B9) + row_hash.to(tl.uint32, bitcast=True)
-    return _shuffled(h).to(tl.int32, bitcast=True) >= threshold
+    h = mix(columns.to(tl.uint32) + 0x9E3779B9) + row_hash.to(tl.uint32, bitcast=True)
+    return shuffled(h).to(tl.int32, bitcast=True) >= threshold
 
 
 @triton.jit
@@ -44,12 +44,12 @@ def _site_rows(samples, columns, out, count, start, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     sample = tl.load(samples + i, mask=i < count, other=0)
     column = tl.load(columns + i, mask=i < count, other=0)
-    h = _mix((sample + start).to(tl.uint32))
-    h = _mix(h ^ (sample >> 32).to(tl.uint32) ^ 0x85EBCA6B)
-    h = _mix(h + column.to(tl.uint32))
-    h = _mix(h ^ (column >> 32).to(tl.uint32) ^ 0x85EBCA6B)
+    h = mix((sample + start).to(tl.uint32))
+    h = mix(h ^ (sample >> 32).to(tl.uint32) ^ 0x85EBCA6B)
+    h = mix(h + column.to(tl.uint32))
+    h = mix(h ^ (column >> 32).to(tl.uint32) ^ 0x85EBCA6B)
     site = tl.program_id(1)
-    h = _mix(h ^ (site.to(tl.uint32) * 0x9E3779B9 + 0x7F4A7C15))
+    h = mix(h ^ (site.to(tl.uint32) * 0x9E3779B9 + 0x7F4A7C15))
     tl.store(out + site.to(tl.int64) * count + i, h.to(tl.int32, bitcast=True), mask=i < count)
 
 

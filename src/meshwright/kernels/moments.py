@@ -1,0 +1,184 @@
+"""Optimizer state in 16 or 8 bits, rounded at random by a hash of each element's place.
+
+Hand-written because no format of torch holds a second moment in 8 bits, and none rounds at random.
+To the nearest, a moment would stand still: with beta2 = 0.999 a step changes exp_avg_sq by a
+thousandth, and half a step of bfloat16 is four. So a number between two codes becomes the upper one
+with the probability of its distance from the lower one, and the mean of many steps is right. The
+draw is a hash of
+
+    (name of the parameter, position in the full tensor, number of the update)
+
+so any layout stores the same codes, a resumed run goes on exactly, and nothing is drawn from a
+generator. Codes have no common scale of a block, since the blocks of two layouts would differ.
+
+    bfloat16   float32's upper 16 bits
+    int8       signed: a sign, 5 bits of exponent, 2 of mantissa; from 2^-28 = 4e-9 to 28
+    uint8      of numbers that are never negative: 6 bits of exponent, 2 of mantissa; from
+               2^-55 (the square of 5e-9, less than Adam's usual eps) to 896; only 0 becomes 0
+
+A larger number becomes the largest code, a smaller one is a multiple of the smallest.
+
+Each of the formats of 8 bits has float32's bits above the third of the mantissa: a code is
+`(bits + draw) >> 21` less a constant. Its smallest exponent has no implicit 1, as usual.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.dropout import mix, shuffled
+from meshwright.kernels.twins import twin
+
+LOW_BITS = 21  # of float32, which the formats of 8 bits leave out
+# The least exponent of a format's normal numbers, and its largest code.
+INT8, UINT8 = (-26, 127), (-53, 255)
+STEP_KEY = 0x9E3779B9
+MASK = 0xFFFFFFFF
+CHUNK = 1 << 22  # elements that are rounded at a time without Triton; a few copies in 64 bits
+
+
+class Place(NamedTuple):
+    """Where consecutive elements of a part of a tensor are in the full tensor.
+
+    The element i is number low + i of the part, which is at first + (low + i) + gap * ((low + i)
+    // run) of the full one: the part has `run` elements of each row, say.
+    """
+
+    name: int  # hash of the parameter's name
+    first: int
+    low: int
+    run: int
+    gap: int
+
+    def after(self, elements: int) -> Place:
+        return self._replace(low=self.low + elements)
+
+
+class Draws(NamedTuple):
+    """The draws for elements that are consecutive in a part of a parameter."""
+
+    place: Place
+    step: Tensor  # the number of this update, float32 []
+
+    def after(self, elements: int) -> Draws:
+        return Draws(self.place.after(elements), self.step)
+
+
+def place_of(name: str, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Place:
+    """Return the place of a box of a full tensor, which is cut in one dimension or in the first two."""
+    cut = max((d for d in range(len(full)) if sizes[d] != full[d]), default=0)
+    if any(sizes[d] != full[d] for d in range(1, cut)):
+        raise ValueError(f"{name}: a part {list(sizes)} of {list(full)} has no simple place")
+    first = sum(at * math.prod(full[d + 1 :]) for d, at in enumerate(offsets))
+    run = max(1, math.prod(sizes[cut:]))
+    return Place(zlib.crc32(name.encode()), first, 0, run, math.prod(full[cut:]) - run if cut else 0)
+
+
+def draw(place: Place, step: Tensor, count: int) -> Tensor:
+    """Return 32 random bits for each of the elements, int32 [count]."""
+    local = torch.arange(place.low, place.low + count, device=step.device)
+    position = local + place.first
+    if place.gap:
+        position += local.div(place.run, rounding_mode="floor") * place.gap
+    return hashed(position, torch.full((), place.name, device=step.device), step)
+
+
+def hashed(position: Tensor, names: Tensor, step: Tensor) -> Tensor:
+    """Hash positions and hashes of names, int64 tensors that broadcast, and a step."""
+    key = mix(mix((step.long() & MASK) ^ STEP_KEY) ^ names)
+    x = shuffled(as_int32((position & MASK) ^ key))
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def as_int32(x: Tensor) -> Tensor:
+    return (x - ((x >> 31) << 32)).to(torch.int32)
+
+
+def halves(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the draws for a first and a second moment, of 16 bits each."""
+    return bits & 0xFFFF, bits >> 16 & 0xFFFF
+
+
+def rounded(x: Tensor, dtype: torch.dtype, draws: Tensor) -> Tensor:
+    """Return x in fewer bits, rounded by draws of 16 bits."""
+    x = x.float()
+    if dtype is torch.bfloat16:
+        return ((x.view(torch.int32) + draws) >> 16).to(torch.int16).view(torch.bfloat16)
+    return encoded(x, dtype, (draws << LOW_BITS - 16) + (1 << LOW_BITS - 17))
+
+
+def encoded(x: Tensor, dtype: torch.dtype, draws: Tensor | int) -> Tensor:
+    """Return float32 numbers as codes of 8 bits; `draws` of 21 bits is added to what they lack."""
+    least, largest = INT8 if dtype is torch.int8 else UINT8
+    size = x.abs()
+    normal = (size.view(torch.int32) + draws >> LOW_BITS) - (least + 126 << 2)
+    small = (size.clamp(max=2.0**least) * 2.0 ** (2 - least) + draws * 2.0**-LOW_BITS).int()
+    code = torch.where(size < 2.0**least, small, normal).clamp(max=largest)
+    if dtype is torch.int8:
+        return torch.where(x < 0, code - 128, code).to(torch.int8)
+    return torch.where(size > 0, code.clamp(min=1), code).to(torch.uint8)
+
+
+def expanded(code: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return stored numbers in a wider format; the very same tensor if it has that."""
+    if code.dtype not in (torch.int8, torch.uint8):
+        return code.to(dtype)
+    least, largest = INT8 if code.dtype is torch.int8 else UINT8
+    size = code.int() & largest
+    normal = (size + (least + 126 << 2) << LOW_BITS).view(torch.float32)
+    value = torch.where(size < 4, size * 2.0 ** (least - 2), normal)
+    return (torch.where(code < 0, -value, value) if code.dtype is torch.int8 else value).to(dtype)
+
+
+def assign(target: Tensor, values: Tensor) -> None:
+    """Copy state of any format to one of any other, rounded to the nearest."""
+    if target.dtype is values.dtype:
+        target.copy_(values)
+    elif target.dtype in (torch.int8, torch.uint8):
+        target.copy_(encoded(expanded(values).contiguous(), target.dtype, 1 << LOW_BITS - 1))
+    else:
+        target.copy_(expanded(values, target.dtype) if values.dtype in (torch.int8, torch.uint8) else values)
+
+
+@twin("moments.store", of=lambda values, *_: values)
+def store(values: Tensor, code: Tensor, draws: Draws, skipped: Tensor, is_second: bool = False) -> None:
+    """Round values into `code`, both contiguous, unless `skipped` is not 0."""
+    flat, out = values.reshape(-1), code.view(-1)
+    for begin in range(0, len(flat), CHUNK):
+        some, to = flat[begin : begin + CHUNK], out[begin : begin + CHUNK]
+        bits = halves(draw(draws.place.after(begin), draws.step, len(some)))[is_second]
+        to.copy_(torch.where(skipped > 0, to, rounded(some, code.dtype, bits)))
+
+
+class BlockDraws(NamedTuple):
+    """The draws for blocks of 128 elements that are consecutive in a compact state."""
+
+    parts: Tensor  # int32 [blocks]: the number of each block's place
+    places: Tensor  # int32 [places, 5]; `low` is less the first element of its first block
+    step: Tensor
+
+
+def make_block_draws(places: Sequence[tuple[Place, int]], step: Tensor) -> BlockDraws:
+    """Return the draws for parts of so many blocks each."""
+    counts = torch.tensor([blocks for _, blocks in places], dtype=torch.int64)
+    rows, at = [], 0
+    for place, blocks in places:
+        rows.append(place.after(-128 * at))
+        at += blocks
+    numbers = torch.repeat_interleave(torch.arange(len(places)), counts)
+    table = as_int32(torch.tensor(rows, dtype=torch.int64).view(-1, 5) & MASK)
+    return BlockDraws(numbers.to(step.device, torch.int32), table.to(step.device), step)
+
+
+def draw_blocks(draws: BlockDraws) -> Tensor:
+    """Return 32 random bits for each element of the blocks, int32 [blocks, 128]."""
+    rows = draws.places.long()[draws.parts.long()]
+    names, first, low, run, gap = ((x & MASK)[:, None] for x in rows.unbind(1))
+    local = torch.arange(128 * len(rows), device=rows.device).view(-1, 128) + low & MASK
+    return hashed(first + local + local // run * gap, names, draws.step)

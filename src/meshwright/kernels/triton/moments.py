@@ -1,0 +1,82 @@
+"""The formats of moments.py: the same codes bit for bit."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from meshwright.kernels.grid import cdiv
+from meshwright.kernels.moments import INT8, MASK, UINT8, Draws
+from meshwright.kernels.triton.dropout import mix
+
+BLOCK, WARPS = 2048, 8
+SIGNED: tl.constexpr = tl.constexpr(INT8[0])
+UNSIGNED: tl.constexpr = tl.constexpr(UINT8[0])
+
+
+@triton.jit
+def draw(position, name, step):
+    """Return 32 random bits for uint32 positions, from hashes of names and a float32 step."""
+    key = mix(mix(step.to(tl.int32).to(tl.uint32, bitcast=True) ^ 0x9E3779B9) ^ name)
+    return mix(position ^ key)
+
+
+@triton.jit
+def expand(code):
+    """Return what was loaded from a state, in float32."""
+    if code.dtype == tl.int8 or code.dtype == tl.uint8:
+        is_signed: tl.constexpr = code.dtype == tl.int8
+        least: tl.constexpr = SIGNED if is_signed else UNSIGNED
+        size = code.to(tl.int32) & (127 if is_signed else 255)
+        normal = ((size + (least + 126) * 4) << 21).to(tl.float32, bitcast=True)
+        value = tl.where(size < 4, size.to(tl.float32) * 2.0 ** (least - 2), normal)
+        return tl.where(code < 0, -value, value) if is_signed else value
+    return code.to(tl.float32)
+
+
+@triton.jit
+def compress(x, draws, dtype: tl.constexpr):
+    """Return float32 numbers as a state of this format stores them; draws are int32 of 16 bits."""
+    if dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True) + draws
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    if dtype == tl.int8 or dtype == tl.uint8:
+        is_signed: tl.constexpr = dtype == tl.int8
+        least: tl.constexpr = SIGNED if is_signed else UNSIGNED
+        size, draws = tl.abs(x), (draws << 5) + 16
+        normal = ((size.to(tl.int32, bitcast=True) + draws) >> 21) - (least + 126) * 4
+        low = tl.minimum(size, 2.0**least)
+        small = (low * 2.0 ** (2 - least) + draws.to(tl.float32) * 2.0**-21).to(tl.int32)
+        code = tl.minimum(tl.where(size < 2.0**least, small, normal), 127 if is_signed else 255)
+        if is_signed:
+            return tl.where(x < 0, code - 128, code).to(tl.int8)
+        return tl.where(size > 0, tl.maximum(code, 1), code).to(tl.uint8)
+    return x
+
+
+@triton.jit
+def _store(values, code, step, skipped, name, first, low, run, gap, size, SECOND: tl.constexpr, BLOCK: tl.constexpr):
+    """Round float32 values, which are consecutive in a part of a parameter.
+
+    Moves 4 bytes an element, and 1 or 2 of the code.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    local = (at + low).to(tl.uint32)
+    position = local + first.to(tl.uint32) + local // run.to(tl.uint32) * gap.to(tl.uint32)
+    bits = draw(position, name.to(tl.uint32), tl.load(step)).to(tl.int32, bitcast=True)
+    draws = (bits >> 16 if SECOND else bits) & 0xFFFF
+    x = tl.load(values + at, mask=at < size, other=0.0)
+    if tl.load(skipped) == 0.0:
+        tl.store(code + at, compress(x, draws, code.dtype.element_ty), mask=at < size)
+
+
+def store(values: Tensor, code: Tensor, draws: Draws, skipped: Tensor, is_second: bool = False) -> None:
+    """Round values into `code` unless `skipped` is not 0."""
+    assert values.is_contiguous() and code.is_contiguous()
+    numbers = [x & MASK for x in draws.place]
+    with torch.accelerator.device_index(values.device.index):
+        _store[(cdiv(values.numel(), BLOCK),)](
+            values, code, draws.step, skipped, *numbers, values.numel(), is_second, BLOCK, num_warps=WARPS
+        )
