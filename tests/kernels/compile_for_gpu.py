@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from meshwright import device
-from meshwright.kernels import activation, adamw, decode, dropout, embedding, fp8, gradients, heads, muon, norm
+from meshwright.kernels import activation, adamw, decode, dropout, embedding, fp8, gradients, heads, moments, muon, norm
 from meshwright.kernels.cross_entropy import cross_entropy, losses_and_normalisers
 from meshwright.kernels.softcap import softcap
 from meshwright.kernels.triton import clock as clock_triton
@@ -131,6 +131,12 @@ def updates() -> None:
         for is_cautious in (False, True):
             rule = settings._replace(is_cautious=is_cautious)
             adamw.update_blocks(adamw.AdamWBuffers(*flats, weights), table, rule, decision)
+    draws = moments.make_block_draws([(moments.Place(1, 0, 0, 64, 64), 32)], torch.ones(()))
+    for formats in ((torch.bfloat16, torch.bfloat16), (torch.int8, torch.uint8)):
+        codes = [flats[0].to(dtype) for dtype in formats]
+        adamw.update_blocks(adamw.AdamWBuffers(flats[0], *codes, flats[1], None), table, settings, decision, draws)
+        for code in codes:
+            moments.store(flats[0], code, moments.Draws(moments.Place(1, 0, 0, 64, 64), torch.ones(())), torch.zeros(()))
 
 
 def tables() -> None:

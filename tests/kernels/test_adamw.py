@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright import device as devices
-from meshwright.kernels import adamw, gradients
+from meshwright.kernels import adamw, gradients, moments
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SETTINGS = adamw.AdamWConstants(0.9, 0.95, 1e-8)
@@ -158,6 +158,50 @@ def test_a_cautious_decay_spares_what_the_update_turns_away_from_0(monkeypatch, 
         want = plain.master - decays * 0.1 * 0.5 * factors * master
         torch.testing.assert_close(buffers.master, want, rtol=1e-5, atol=1e-6)
         assert all(map(torch.equal, buffers[1:3], plain[1:3]))
+
+
+@pytest.mark.parametrize("formats", [(torch.bfloat16, torch.bfloat16), (torch.int8, torch.uint8)])
+def test_state_in_fewer_bits(monkeypatch, formats):
+    """Kernel and twin update from the same codes, whose new ones differ where a rounding decides.
+
+    The masters follow the moments before these are rounded.
+    """
+    cut = moments.place_of("h.0.attn.proj.weight", (40, 48), (0, 16), (40, 16))  # rows of 16 in blocks of 128
+    full = moments.place_of("wte.weight", (2176,), (0,), (2176,))
+    both = []
+    for uses_kernels in (True, False):
+        monkeypatch.setattr(devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels)
+        buffers, table = make(torch.float32, torch.bfloat16)
+        codes = [draw(x.numel(), seed=7 + k).square() for k, x in enumerate(buffers[1:3])]
+        step = torch.zeros((), device=DEVICE)
+        blocks = moments.make_block_draws([(cut, 5), (full, table.shape[1] - 5)], step)
+        for k, dtype in enumerate(formats):
+            codes[k] = torch.zeros_like(codes[k], dtype=dtype).copy_(
+                moments.rounded(codes[k], dtype, torch.zeros_like(codes[k], dtype=torch.int32))
+            )
+        buffers = buffers._replace(exp_avg=codes[0], exp_avg_sq=codes[1])
+        wide = buffers._replace(
+            exp_avg=moments.expanded(codes[0]),
+            exp_avg_sq=moments.expanded(codes[1]),
+            master=buffers.master.clone(),
+            weights=buffers.weights.clone(),
+        )
+        constants = adamw.make_constants(SETTINGS, 1.0, DEVICE, KINDS)
+        decision = adamw.decide(constants, numbers(4.0), step)
+        adamw.update_blocks(wide, table, SETTINGS, decision)
+        adamw.update_blocks(buffers, table, SETTINGS, decision, blocks)
+        assert torch.equal(buffers.master, wide.master)
+        bits = moments.halves(moments.draw_blocks(blocks).flatten())
+        for k in (0, 1):
+            assert torch.equal(buffers[1 + k], moments.rounded(wide[1 + k], formats[k], bits[k]))
+        kept = [x.clone() for x in codes]
+        adamw.update_blocks(buffers, table, SETTINGS, decision * 0, blocks)  # not finite
+        assert all(map(torch.equal, kept, codes))
+        both.append(kept)
+    for kernel, plain in zip(*both, strict=True):
+        apart = (moments.expanded(kernel) - moments.expanded(plain)).abs() > 0
+        assert apart.float().mean() < 1e-3
+        assert (kernel != 0).float().mean() > 0.9
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshwright.kernels import gradients
+from meshwright.kernels import gradients, moments
 from meshwright.kernels.twins import twin
 
 BLOCK = 128
@@ -46,7 +46,7 @@ class AdamWBuffers(NamedTuple):
     """The memory of one update; gradients and masters are laid out alike."""
 
     gradients: Tensor
-    exp_avg: Tensor  # [128 n], compact
+    exp_avg: Tensor  # [128 n], compact; it and exp_avg_sq may have the formats of moments.py
     exp_avg_sq: Tensor
     master: Tensor
     weights: Tensor | None  # a copy in a lower precision, if there is one
@@ -111,17 +111,25 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
 
 
 @twin("adamw.update_blocks", of=lambda buffers, *_: buffers.master)
-def update_blocks(buffers: AdamWBuffers, table: Tensor, settings: AdamWConstants, decision: Tensor) -> None:
+def update_blocks(
+    buffers: AdamWBuffers,
+    table: Tensor,
+    settings: AdamWConstants,
+    decision: Tensor,
+    draws: moments.BlockDraws | None = None,
+) -> None:
     """Apply AdamW to the table's blocks, as torch.optim.AdamW does, if the step is finite.
 
-    The formula with a cautious decay is that of optim/cautious.py.
+    With `draws`, the moments have fewer bits. The formula with a cautious decay is that of
+    optim/cautious.py.
     """
     if not decision[FINITE]:
         return
     table, decision = table.long(), decision.to(buffers.master.dtype)
     blocks = table[0] >> KIND_BITS
     decay, size = decision[OF_KINDS:].view(KINDS, 2)[table[0] & (KINDS - 1)].unbind(1)
-    master, m, v = buffers.master.view(-1, BLOCK), buffers.exp_avg.view(-1, BLOCK), buffers.exp_avg_sq.view(-1, BLOCK)
+    master = buffers.master.view(-1, BLOCK)
+    m, v = (moments.expanded(x.view(-1, BLOCK), master.dtype) for x in (buffers.exp_avg, buffers.exp_avg_sq))
     g = buffers.gradients.view(-1, BLOCK)[blocks] * decision[FACTOR]
     m.lerp_(g, 1 - settings.beta1)
     v.mul_(settings.beta2).addcmul_(g, g, value=1 - settings.beta2)
@@ -133,5 +141,9 @@ def update_blocks(buffers: AdamWBuffers, table: Tensor, settings: AdamWConstants
         p -= p * decay[:, None]
     p -= size[:, None] * update
     master[blocks] = p
+    if draws is not None:
+        halves = moments.halves(moments.draw_blocks(draws))
+        for code, value, half in zip((buffers.exp_avg, buffers.exp_avg_sq), (m, v), halves, strict=True):
+            code.view(-1, BLOCK).copy_(moments.rounded(value, code.dtype, half))
     if buffers.weights is not None:
         buffers.weights.view(-1, BLOCK)[table[1]] = p.to(buffers.weights.dtype)

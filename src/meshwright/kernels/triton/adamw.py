@@ -9,6 +9,8 @@ from torch import Tensor
 
 from meshwright.kernels.adamw import BLOCK, DECISION, KIND_BITS, KINDS, OF_KINDS, AdamWBuffers, AdamWConstants
 from meshwright.kernels.grid import cdiv
+from meshwright.kernels.moments import BlockDraws
+from meshwright.kernels.triton import moments
 
 ROWS, WARPS = 16, 8  # blocks of a program
 PROGRAMS = 2048  # of the sum of squares
@@ -73,6 +75,9 @@ def _adamw_update(
     weights,
     table,
     decision,
+    parts,
+    places,
+    step,
     count,
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
@@ -87,7 +92,8 @@ def _adamw_update(
 
     In: gradients; in and out: exp_avg, exp_avg_sq, master, all float32; out: weights, if not None.
     Moves 28 bytes an element, and 2 more with 16-bit weights: for 355 million 4.1 TB/s of an H200's
-    4.8. If the step is not finite, it reads and writes nothing.
+    4.8. If the step is not finite, it reads and writes nothing. With `parts`, the moments have
+    fewer bits, and are rounded by draws for the blocks' places.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     some = row < tl.where(tl.load(decision + 2) > 0.5, count, 0)
@@ -97,8 +103,8 @@ def _adamw_update(
     kind = decision + OF_KINDS + 2 * (entry & ((1 << KIND_BITS) - 1))
     at = (entry >> KIND_BITS).to(tl.int64)[:, None] * BLOCK + columns
     g = tl.load(gradients + at, mask=mask, other=0.0) * tl.load(decision + 3)
-    m = tl.load(exp_avg + compact, mask=mask, other=0.0)
-    v = tl.load(exp_avg_sq + compact, mask=mask, other=0.0)
+    m = moments.expand(tl.load(exp_avg + compact, mask=mask, other=0))
+    v = moments.expand(tl.load(exp_avg_sq + compact, mask=mask, other=0))
     p = tl.load(master + at, mask=mask, other=0.0)
     m += (g - m) * (1.0 - BETA1)
     v = v * BETA2 + g * g * (1.0 - BETA2)
@@ -108,8 +114,14 @@ def _adamw_update(
     else:
         p -= p * tl.load(kind)[:, None]
     p -= tl.load(kind + 1)[:, None] * update
-    tl.store(exp_avg + compact, m, mask=mask)
-    tl.store(exp_avg_sq + compact, v, mask=mask)
+    if parts is not None:
+        bits = moments.draw_blocks(parts, places, step, row, some, compact)
+        tl.store(exp_avg + compact, moments.compress(m, bits & 0xFFFF, exp_avg.dtype.element_ty), mask=mask)
+        second = moments.compress(v, (bits >> 16) & 0xFFFF, exp_avg_sq.dtype.element_ty)
+        tl.store(exp_avg_sq + compact, second, mask=mask)
+    else:
+        tl.store(exp_avg + compact, m, mask=mask)
+        tl.store(exp_avg_sq + compact, v, mask=mask)
     tl.store(master + at, p, mask=mask)
     if weights is not None:
         target = tl.load(table + count + row, mask=some, other=0)
@@ -133,10 +145,16 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
     return decision
 
 
-def update_blocks(buffers: AdamWBuffers, table: Tensor, settings: AdamWConstants, decision: Tensor) -> None:
+def update_blocks(
+    buffers: AdamWBuffers,
+    table: Tensor,
+    settings: AdamWConstants,
+    decision: Tensor,
+    draws: BlockDraws | None = None,
+) -> None:
     """Apply AdamW to some blocks if the step is finite."""
-    count = table.shape[1]
+    count, drawn = table.shape[1], draws or (None, None, None)
     with torch.accelerator.device_index(decision.device.index):
         _adamw_update[(cdiv(count, ROWS),)](
-            *buffers, table, decision, count, *settings, ROWS, BLOCK, KIND_BITS, OF_KINDS, num_warps=WARPS
+            *buffers, table, decision, *drawn, count, *settings, ROWS, BLOCK, KIND_BITS, OF_KINDS, num_warps=WARPS
         )

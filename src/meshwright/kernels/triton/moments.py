@@ -24,6 +24,18 @@ def draw(position, name, step):
 
 
 @triton.jit
+def draw_blocks(parts, places, step, row, some, compact):
+    """Return 32 random bits, int32, for elements of blocks, as moments.draw_blocks does."""
+    place = places + 5 * tl.load(parts + row, mask=some, other=0)[:, None]
+    local = compact.to(tl.uint32) + tl.load(place + 2).to(tl.uint32, bitcast=True)
+    run = tl.load(place + 3).to(tl.uint32, bitcast=True)
+    position = local + tl.load(place + 1).to(tl.uint32, bitcast=True)
+    position += local // run * tl.load(place + 4).to(tl.uint32, bitcast=True)
+    name = tl.load(place).to(tl.uint32, bitcast=True)
+    return draw(position, name, tl.load(step)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def expand(code):
     """Return what was loaded from a state, in float32."""
     if code.dtype == tl.int8 or code.dtype == tl.uint8:
@@ -32,31 +44,33 @@ def expand(code):
         size = code.to(tl.int32) & (127 if is_signed else 255)
         normal = ((size + (least + 126) * 4) << 21).to(tl.float32, bitcast=True)
         value = tl.where(size < 4, size.to(tl.float32) * 2.0 ** (least - 2), normal)
-        return tl.where(code < 0, -value, value) if is_signed else value
-    return code.to(tl.float32)
+        value = tl.where(code < 0, -value, value) if is_signed else value
+    else:
+        value = code.to(tl.float32)
+    return value
 
 
 @triton.jit
 def compress(x, draws, dtype: tl.constexpr):
     """Return float32 numbers as a state of this format stores them; draws are int32 of 16 bits."""
     if dtype == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True) + draws
-        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    if dtype == tl.int8 or dtype == tl.uint8:
+        code = ((x.to(tl.int32, bitcast=True) + draws) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
         is_signed: tl.constexpr = dtype == tl.int8
         least: tl.constexpr = SIGNED if is_signed else UNSIGNED
         size, draws = tl.abs(x), (draws << 5) + 16
-        normal = ((size.to(tl.int32, bitcast=True) + draws) >> 21) - (least + 126) * 4
         low = tl.minimum(size, 2.0**least)
         small = (low * 2.0 ** (2 - least) + draws.to(tl.float32) * 2.0**-21).to(tl.int32)
-        code = tl.minimum(tl.where(size < 2.0**least, small, normal), 127 if is_signed else 255)
+        normal = ((size.to(tl.int32, bitcast=True) + draws) >> 21) - (least + 126) * 4
+        number = tl.minimum(tl.where(size < 2.0**least, small, normal), 127 if is_signed else 255)
         if is_signed:
-            return tl.where(x < 0, code - 128, code).to(tl.int8)
-        return tl.where(size > 0, tl.maximum(code, 1), code).to(tl.uint8)
-    return x
+            code = tl.where(x < 0, number - 128, number).to(tl.int8)
+        else:
+            code = tl.where(size > 0, tl.maximum(number, 1), number).to(tl.uint8)
+    return code
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["name", "first", "low", "run", "gap", "size"])
 def _store(values, code, step, skipped, name, first, low, run, gap, size, SECOND: tl.constexpr, BLOCK: tl.constexpr):
     """Round float32 values, which are consecutive in a part of a parameter.
 
@@ -64,8 +78,8 @@ def _store(values, code, step, skipped, name, first, low, run, gap, size, SECOND
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     local = (at + low).to(tl.uint32)
-    position = local + first.to(tl.uint32) + local // run.to(tl.uint32) * gap.to(tl.uint32)
-    bits = draw(position, name.to(tl.uint32), tl.load(step)).to(tl.int32, bitcast=True)
+    position = local + tl.cast(first, tl.uint32) + local // tl.cast(run, tl.uint32) * tl.cast(gap, tl.uint32)
+    bits = draw(position, tl.cast(name, tl.uint32), tl.load(step)).to(tl.int32, bitcast=True)
     draws = (bits >> 16 if SECOND else bits) & 0xFFFF
     x = tl.load(values + at, mask=at < size, other=0.0)
     if tl.load(skipped) == 0.0:
