@@ -136,7 +136,9 @@ def updates() -> None:
         codes = [flats[0].to(dtype) for dtype in formats]
         adamw.update_blocks(adamw.AdamWBuffers(flats[0], *codes, flats[1], None), table, settings, decision, draws)
         for code in codes:
-            moments.store(flats[0], code, moments.Draws(moments.Place(1, 0, 0, 64, 64), torch.ones(())), torch.zeros(()))
+            moments.store(
+                flats[0], code, moments.Draws(moments.Place(1, 0, 0, 64, 64), torch.ones(())), torch.zeros(())
+            )
 
 
 def tables() -> None:

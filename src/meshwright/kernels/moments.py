@@ -14,9 +14,11 @@ generator. Codes have no common scale of a block, since the blocks of two layout
     bfloat16   float32's upper 16 bits
     int8       signed: a sign, 5 bits of exponent, 2 of mantissa; from 2^-28 = 4e-9 to 28
     uint8      of numbers that are never negative: 6 bits of exponent, 2 of mantissa; from
-               2^-55 (the square of 5e-9, less than Adam's usual eps) to 896; only 0 becomes 0
+               2^-55 (the square of 5e-9, less than Adam's usual eps) to 896
 
-A larger number becomes the largest code, a smaller one is a multiple of the smallest.
+A larger number becomes the largest code. A smaller one becomes 0 or the smallest; in uint8 always
+the smallest, so that Adam does not divide a kept first moment by 0, unless it is below 2^-80, as
+are the squares of gradients that are 0 but for float64's rounding.
 
 Each of the formats of 8 bits has float32's bits above the third of the mantissa: a code is
 `(bits + draw) >> 21` less a constant. Its smallest exponent has no implicit 1, as usual.
@@ -27,10 +29,11 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.kernels.dropout import mix, shuffled
 from meshwright.kernels.twins import twin
@@ -38,6 +41,7 @@ from meshwright.kernels.twins import twin
 LOW_BITS = 21  # of float32, which the formats of 8 bits leave out
 # The least exponent of a format's normal numbers, and its largest code.
 INT8, UINT8 = (-26, 127), (-53, 255)
+NOTHING = 2.0**-80  # less than this is 0 as uint8
 STEP_KEY = 0x9E3779B9
 MASK = 0xFFFFFFFF
 CHUNK = 1 << 22  # elements that are rounded at a time without Triton; a few copies in 64 bits
@@ -70,8 +74,19 @@ class Draws(NamedTuple):
         return Draws(self.place.after(elements), self.step)
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """How an optimizer rounds the state of its parameters."""
+
+    places: dict[nn.Parameter, Place]
+    step: Tensor  # the number of this update, float32 []
+
+    def draws(self, p: nn.Parameter) -> Draws:
+        return Draws(self.places[p], self.step)
+
+
 def place_of(name: str, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Place:
-    """Return the place of a box of a full tensor, which is cut in one dimension or in the first two."""
+    """Return the place of a box of a full tensor: cut in one dimension, or in the first two."""
     cut = max((d for d in range(len(full)) if sizes[d] != full[d]), default=0)
     if any(sizes[d] != full[d] for d in range(1, cut)):
         raise ValueError(f"{name}: a part {list(sizes)} of {list(full)} has no simple place")
@@ -122,7 +137,7 @@ def encoded(x: Tensor, dtype: torch.dtype, draws: Tensor | int) -> Tensor:
     code = torch.where(size < 2.0**least, small, normal).clamp(max=largest)
     if dtype is torch.int8:
         return torch.where(x < 0, code - 128, code).to(torch.int8)
-    return torch.where(size > 0, code.clamp(min=1), code).to(torch.uint8)
+    return torch.where(size > NOTHING, code.clamp(min=1), code).to(torch.uint8)
 
 
 def expanded(code: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -9,28 +9,47 @@ layouts are compared, keep their format.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from meshwright.kernels import moments as formats
 from meshwright.kernels.twins import twin
+
+
+class MatrixDraws(NamedTuple):
+    """The draws for moments of fewer bits: the place of each, and the number of this update."""
+
+    places: tuple[formats.Place, ...]
+    step: Tensor
 
 
 @twin("muon.advance", of=lambda gradients, *_: gradients[0])
 def advance(
-    gradients: list[Tensor], moments: list[Tensor], scale: Tensor, skipped: Tensor, momentum: float
+    gradients: list[Tensor],
+    moments: list[Tensor],
+    scale: Tensor,
+    skipped: Tensor,
+    momentum: float,
+    draws: MatrixDraws | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Update the moments; return Nesterov's look-ahead [n, *shape] and its norms [n].
 
     The gradients are divided by `scale`. The look-ahead is in bfloat16, or in float64 as they are.
+    With `draws`, the moments have fewer bits.
     """
     dtype = gradients[0].dtype
     low, wide = (dtype, dtype) if dtype == torch.float64 else (torch.bfloat16, torch.float32)
     out = gradients[0].new_empty(len(gradients), *gradients[0].shape, dtype=low)
-    for gradient, moment, ahead in zip(gradients, moments, out, strict=True):
+    for i, (gradient, moment, ahead) in enumerate(zip(gradients, moments, out, strict=True)):
         now = gradient / scale
-        new = moment.lerp(now, 1 - momentum)
+        new = formats.expanded(moment, dtype).lerp(now, 1 - momentum)
         ahead.copy_(now.lerp(new, momentum))
-        moment.copy_(torch.where(skipped > 0, moment, new))
+        if draws is None:
+            moment.copy_(torch.where(skipped > 0, moment, new))
+        else:
+            formats.store(new, moment, formats.Draws(draws.places[i], draws.step), skipped)
     return out, torch.linalg.vector_norm(out, dim=tuple(range(1, out.ndim)), dtype=wide)
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels import adamw
-from meshwright.optim.rules import Numbers, Treatment, Verdict
+from meshwright.kernels.moments import Place, make_block_draws
+from meshwright.optim.rules import Numbers, Treatment, Verdict, is_rounded, state_dtype
 from meshwright.settings.schema import Optimizer
 
 
@@ -15,7 +16,8 @@ class FlatAdamW:
     """The state of AdamW for some ranges of flat buffers, and its update in one launch.
 
     A range's kind is a number of `treatments`. `flats` are the summed gradients, the masters, and
-    the weights if they are a copy of these.
+    the weights if they are a copy of these. `places` are those of the parameters in the ranges, and
+    the blocks of each; they are for a state of fewer bits.
     """
 
     def __init__(
@@ -24,6 +26,7 @@ class FlatAdamW:
         treatments: list[Treatment],
         ranges: list[adamw.FlatRange],
         flats: tuple[Tensor, Tensor, Tensor | None],
+        places: list[tuple[Place, int]],
     ) -> None:
         gradients, master, weights = flats
         device, sizes = master.device, [r.end - r.begin for r in ranges]
@@ -31,7 +34,9 @@ class FlatAdamW:
         self.constants = adamw.make_constants(self.settings, o.clip_grad, device, [t[1:] for t in treatments])
         self.table = adamw.make_table(ranges, device)
         self.step = torch.zeros((), device=device)
-        exp_avg, exp_avg_sq = (torch.zeros(sum(sizes), device=device) for _ in range(2))
+        formats = (state_dtype(o, key, master.dtype) for key in ("exp_avg", "exp_avg_sq"))
+        exp_avg, exp_avg_sq = (torch.zeros(sum(sizes), dtype=dtype, device=device) for dtype in formats)
+        self.draws = make_block_draws(places, self.step) if is_rounded(o) else None
         self.buffers = adamw.AdamWBuffers(gradients, exp_avg, exp_avg_sq, master, weights)
         parts = zip(torch.split(exp_avg, sizes), torch.split(exp_avg_sq, sizes), strict=True)
         self.states = {r: {"exp_avg": m, "exp_avg_sq": v} for r, (m, v) in zip(ranges, parts, strict=True)}
@@ -57,4 +62,4 @@ class FlatAdamW:
     def update(self, verdict: Verdict) -> None:
         """Update masters, state and weights."""
         assert verdict.decision is not None
-        adamw.update_blocks(self.buffers, self.table, self.settings, verdict.decision)
+        adamw.update_blocks(self.buffers, self.table, self.settings, verdict.decision, self.draws)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.kernels import moments
+from meshwright.kernels.moments import Draws, Rounding
 from meshwright.optim.muon import scalar
 from meshwright.optim.rule_table import LION_CHUNK
 
@@ -29,6 +31,7 @@ class Lion(torch.optim.Optimizer):
     of the weight, or is 0: w <- w - lr (u + weight decay w [u w >= 0]).
     """
 
+    rounding: Rounding | None = None  # of a momentum of fewer bits
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 
@@ -43,18 +46,27 @@ class Lion(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 parts = (x.detach().view(-1).split(LION_CHUNK) for x in (p, p.grad, self.state[p]["exp_avg"]))
+                draws = None if self.rounding is None else self.rounding.draws(p)
                 for weight, gradient, moment in zip(*parts, strict=True):
-                    self._update(weight, gradient, moment, group)
+                    self._update(weight, gradient, moment, draws, group)
+                    draws = draws and draws.after(len(weight))
 
-    def _update(self, weight: Tensor, gradient: Tensor, moment: Tensor, group: dict[str, Any]) -> None:
+    def _update(
+        self, weight: Tensor, gradient: Tensor, stored: Tensor, draws: Draws | None, group: dict[str, Any]
+    ) -> None:
         lr, (beta1, beta2) = group["lr"], group["betas"]
         rate, decay = scalar(lr, weight), scalar(1 - lr * group["weight_decay"], weight)
         is_skipped = scalar(0.0 if self.found_inf is None else self.found_inf, weight) > 0
         now = gradient / scalar(1.0 if self.grad_scale is None else self.grad_scale, weight)
+        moment = moments.expanded(stored, weight.dtype)
         ahead = moment * beta1 + now * (1 - beta1)
         if ahead.dtype is torch.float64:
             ahead = torch.where(ahead.abs() < ROUNDING, 0.0, ahead)
         update = ahead.sign_()
         kept = torch.where(update * weight >= 0, decay, 1.0) if self.is_cautious else decay
         weight.copy_(torch.where(is_skipped, weight, weight * kept - update * rate))
-        moment.copy_(torch.where(is_skipped, moment, moment * beta2 + now * (1 - beta2)))
+        new = moment * beta2 + now * (1 - beta2)
+        if draws is None:
+            moment.copy_(torch.where(is_skipped, moment, new))
+        else:
+            moments.store(new, stored, draws, is_skipped)

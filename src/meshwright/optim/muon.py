@@ -44,6 +44,7 @@ from torch import Tensor, nn
 
 from meshwright import device as devices
 from meshwright.kernels import muon as passes
+from meshwright.kernels.moments import Rounding
 from meshwright.optim.rule_table import GRAM, MUON_CHUNK, MUON_STAGE, MatrixForm
 
 T = TypeVar("T")
@@ -92,6 +93,7 @@ class Muon(torch.optim.Optimizer):
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    rounding: Rounding | None = None  # of a momentum of fewer bits
 
     def __init__(
         self,
@@ -160,7 +162,9 @@ class Muon(torch.optim.Optimizer):
         gradients = [p.grad for p in matrices if p.grad is not None]
         scale = scalar(1.0 if self.grad_scale is None else self.grad_scale, first)
         moments = [self._moment(p) for p in matrices]
-        return passes.advance(gradients, moments, scale, self._skipped(first), group["momentum"])
+        r = self.rounding
+        draws = None if r is None else passes.MatrixDraws(tuple(r.places[p] for p in matrices), r.step)
+        return passes.advance(gradients, moments, scale, self._skipped(first), group["momentum"], draws)
 
     def _subtract(self, matrices: list[nn.Parameter], x: Tensor, form: MatrixForm, group: dict[str, Any]) -> None:
         first, lr = matrices[0], group["lr"]

@@ -11,9 +11,11 @@ from meshwright.lazy_compiler import spare, spare_step
 from meshwright.optim.cautious import CautiousAdamW
 from meshwright.optim.lion import Lion
 from meshwright.optim.muon import Muon, Spread
+from meshwright.optim.rounded import RoundedAdamW, RoundedRule, RoundedSGD
 from meshwright.optim.rule_table import STATE as STATE
 from meshwright.optim.rule_table import Rule as Rule
 from meshwright.optim.rule_table import Treatment as Treatment
+from meshwright.optim.rule_table import is_rounded as is_rounded
 from meshwright.optim.rule_table import treatment_of
 from meshwright.settings.schema import Model, Optimizer
 
@@ -47,6 +49,15 @@ def treatment(o: Optimizer, m: Model | None, name: str, parameter: Tensor) -> Tr
     return treatment_of(o, m, name, parameter.ndim)
 
 
+def state_dtype(o: Optimizer, key: str, full: torch.dtype) -> torch.dtype:
+    """Return the format of a moment, given that of the masters: those of kernels/moments.py."""
+    if not is_rounded(o):
+        return full
+    if o.optimizer_state_dtype == "bfloat16":
+        return torch.bfloat16
+    return torch.uint8 if key == "exp_avg_sq" else torch.int8
+
+
 def matrices(p: Tensor) -> list[Tensor]:
     """Return the matrices of a parameter: two for a gated MLP's weight, otherwise one."""
     return list(p.detach().unbind()) if p.ndim == 3 else [p.detach()]
@@ -54,7 +65,7 @@ def matrices(p: Tensor) -> list[Tensor]:
 
 def is_ours(update: torch.optim.Optimizer) -> bool:
     """Whether an optimizer takes all numbers as tensors, in the format of the weights."""
-    return isinstance(update, (CautiousAdamW, Lion, Muon))
+    return isinstance(update, (CautiousAdamW, Lion, Muon, RoundedRule))
 
 
 def make_optimizer(
@@ -66,6 +77,10 @@ def make_optimizer(
     group: list[dict[str, Any]] = [{"params": parameters}]
     if rule == "lion":
         return Lion(group, o.lion_beta1, o.lion_beta2, o.cautious_weight_decay)
+    if is_rounded(o):
+        if rule == "sgd":
+            return RoundedSGD(group, momentum=o.sgd_momentum)
+        return RoundedAdamW(group, o.cautious_weight_decay, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
     if rule == "sgd":
         return SGD(group, lr=0.0, momentum=o.sgd_momentum, fused=True)
     betas = o.adam_beta1, o.adam_beta2

@@ -9,7 +9,8 @@ pass is fastest, simplest to shard and simplest to save as one long vector:
                         is `gradients` itself
     master     [n / r]  float32; the same buffer as `weights` if the formats are equal and nothing
                         is sharded
-    state      [n / r]  the rule's state: exp_avg and exp_avg_sq, exp_avg alone, or a momentum
+    state      [n / r]  the rule's state: exp_avg and exp_avg_sq, exp_avg alone, or a momentum;
+                        float32, or rounded to fewer bits (kernels/moments.py)
     average    [n / r]  of the masters, with --ema
 
 The vector consists of buckets: one per layer and one per part outside the layers. A bucket's sum
@@ -49,6 +50,7 @@ from torch import Tensor, nn
 
 from meshwright import device as devices
 from meshwright.kernels import adamw
+from meshwright.kernels.moments import Place
 from meshwright.model.gpt import GPT
 from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
@@ -215,11 +217,16 @@ class FlatStore(Store):
         self.update_ranges = []
         updated: Updated = {}
         is_flat = devices.has_kernels(self.device) and self.full_dtype is torch.float32 and not self.offload
-        own = [r for _, kind, r in self._ranges() if kind.treatment.rule == "adamw" and is_flat]
-        if own:
+        adamws = [(bucket, r) for bucket, kind, r in self._ranges() if kind.treatment.rule == "adamw" and is_flat]
+        if own := [r for _, r in adamws]:
             weights = None if self.master is self.weights else self.weights
             flats = (self.share, self.master, weights)
-            self.flat = FlatAdamW(self.optimizer, self._adamw_treatments(), own, flats)
+            places = [
+                (place, (end - begin) // shard.ALIGN)
+                for bucket, r in adamws
+                for _, begin, end, place in self._parts_of(bucket, r)
+            ]
+            self.flat = FlatAdamW(self.optimizer, self._adamw_treatments(), own, flats, places)
         counted: list[adamw.FlatRange] = []
         for bucket, kind, r in self._ranges():
             rule = kind.treatment.rule
@@ -228,11 +235,11 @@ class FlatStore(Store):
             if self.flat is not None and rule == "adamw":
                 state = self.flat.states[r]
             else:
-                state = {name: torch.zeros_like(master.detach()) for name in rules.STATE[rule]}
+                state = self.new_state(rule, master.detach())
             begin = next(begin for k, begin, _ in bucket.kinds if k == kind)
             first = next(n for n, (at, _) in bucket.spans.items() if begin <= at)
             if rule != "muon" and (self.flat is None or rule != "adamw"):
-                updated.setdefault(kind.treatment, []).append(Member(first, master, state))
+                updated.setdefault(kind.treatment, []).extend(self._members(bucket, r, first, master, state))
             is_counted = self.sharding.is_counted(first)
             counted += [r] * is_counted
             self.update_ranges.append(UpdateRange(is_counted, r.begin, master, state, rule, r.target))
@@ -245,6 +252,31 @@ class FlatStore(Store):
                     updated.setdefault(kind.treatment, []).extend(self._matrices(name))
         self.make_updates(updated)
 
+    def _parts_of(self, bucket: Bucket, r: adamw.FlatRange) -> Iterator[tuple[str, int, int, Place]]:
+        """Yield a range's parameters: name, elements in the sharded buffers, place of the first.
+
+        The gap behind a parameter counts as its elements.
+        """
+        first, end = r.target - bucket.begin, r.target - bucket.begin + r.end - r.begin
+        for name, (offset, shape) in bucket.spans.items():
+            low, high = max(offset, first), min(offset + shard.aligned(shape.numel()), end)
+            if low < high:
+                to = r.begin - first
+                yield name, to + low, to + high, self.place_of(name).after(low - offset)
+
+    def _members(
+        self, bucket: Bucket, r: adamw.FlatRange, first: str, master: nn.Parameter, state: RuleState
+    ) -> Iterator[Member]:
+        """Yield a range for its optimizer; if this rounds its state, parameter by parameter."""
+        parts = list(self._parts_of(bucket, r))
+        if not rules.is_rounded(self.optimizer):
+            yield Member(first, master, state, parts[0][-1])
+            return
+        for name, begin, end, place in parts:
+            values = nn.Parameter(self.master[begin:end])
+            values.grad = self.host_share[begin:end]
+            yield Member(name, values, {key: x[begin - r.begin : end - r.begin] for key, x in state.items()}, place)
+
     def _matrices(self, name: str) -> list[Member]:
         """Return views of this rank's part of a parameter and its state, as Muon updates them.
 
@@ -253,17 +285,19 @@ class FlatStore(Store):
         to, low, high = self.local_range(name)
         (key,) = rules.STATE["muon"]
         owned = next((p for p in self.update_ranges if low < high and 0 <= to - p.begin < p.master.numel()), None)
-        moments = self.master[:0] if owned is None else owned.state[key][to - owned.begin :]
+        none = self.new_state("muon", self.master[:0])[key]
+        moments = none if owned is None else owned.state[key][to - owned.begin :]
         views = [[x.detach()[: high - low]] for x in (self.master[to:], self.host_share[to:], moments)]
         if high - low == self.shapes[name].numel():
             views = [[x.view(self.shapes[name]) for x in view] for view in views]
             if self.layout.group("matrices") is None:
                 views = [rules.matrices(x) for (x,) in views]
-        out = []
+        out, place = [], self.place_of(name).after(low)
         for values, grad, moment in zip(*views, strict=True):
             matrix = nn.Parameter(values)
             matrix.grad = grad
-            out.append(Member(name, matrix, {key: moment}))
+            out.append(Member(name, matrix, {key: moment}, place))
+            place = place.after(values.numel())
         return out
 
     # Weights
@@ -481,10 +515,9 @@ class FlatStore(Store):
             values = flat[to - begin : to - begin + high - low].detach()
             return values.view(boxes[0][1]) if len(boxes) == 1 else values
 
-        state = {
-            key: cut(owned.state[key], owned.begin) if owned and boxes else self.master[:0]
-            for key in rules.STATE[kind.treatment.rule]
-        }
+        state = self.new_state(kind.treatment.rule, self.master[:0])
+        if owned and boxes:
+            state = {key: cut(owned.state[key], owned.begin) for key in state}
         if self.average is not None:
             state[AVERAGE] = cut(self.average.values[0], 0)
         return tuple(full), boxes, cut(self.master, 0), state

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from meshwright.kernels.moments import Place, place_of
 from meshwright.optim import rules
 from meshwright.optim.average import MovingAverage
 from meshwright.optim.rule_table import AVERAGE
@@ -88,15 +89,21 @@ class FullyShardedStore(Store):
             local.zero_()
             master = nn.Parameter(local)
             treatment = rules.treatment(self.optimizer, self.model, name, local)
-            state = {key: torch.zeros_like(local) for key in rules.STATE[treatment.rule]}
+            state = self.new_state(treatment.rule, local)
             owned = self.named[name] = UpdateRange(self.sharding.is_counted(name), 0, master, state)
             self.update_ranges.append(owned)
-            updated.setdefault(treatment, []).append(Member(name, master, state))
+            updated.setdefault(treatment, []).append(Member(name, master, state, self.place_of(name)))
         self.make_updates(updated)
         masters = [owned.master.detach() for owned in self.update_ranges]
         if self.optimizer.ema:
             self.average = MovingAverage(self.optimizer.ema, masters)
             self.averages = dict(zip(self.named, self.average.values, strict=True))
+
+    def place_of(self, name: str) -> Place:
+        full = self.sharding.full_shape(name, self.shapes[name])
+        for offsets, sizes in self.boxes_of(name, self.layout.at("shard", "cp"), self.layout.at("tp")):
+            return place_of(name, full, offsets, sizes)
+        return place_of(name, full, (0,) * len(full), full)  # of no element
 
     def rows(self, name: str, position: int | None = None) -> tuple[int, int, int]:
         """Return a rank's (none: this one's) rows as torch cuts them: dimension, start, length."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from meshwright import device as devices
 from meshwright.kernels import clock, gradients
 from meshwright.kernels.fp8 import Scales
+from meshwright.kernels.moments import Place, Rounding, place_of
 from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
 from meshwright.optim.average import MovingAverage
@@ -47,6 +48,7 @@ class Member(NamedTuple):
     name: str
     values: nn.Parameter
     state: RuleState
+    place: Place  # of its first element
 
 
 Updated = dict[rules.Treatment, list[Member]]
@@ -93,6 +95,7 @@ class Store:
     shapes: dict[str, torch.Size]  # of this tensor rank's part of each parameter
     flat: FlatAdamW | None = None  # the update of what AdamW owns, where Triton runs
     average: MovingAverage | None = None  # of the masters: --ema
+    counter: Tensor | None = None  # of updates, float32 [] on their device, if the state has fewer bits
     reads_tensors = False  # whether `step` takes tensors as its numbers, so that a CUDA graph can hold it
 
     def __init__(self, spec: StoreSpec, replicated: tuple[str, ...], is_sharded: bool = True) -> None:
@@ -151,13 +154,18 @@ class Store:
     def make_updates(self, members: Updated) -> None:
         """Create torch's optimizers and their state, which a checkpoint may then fill."""
         self.updates = {}
+        if rules.is_rounded(self.optimizer):
+            self.counter = torch.zeros((), device=self.update_device) if self.flat is None else self.flat.step
         for treatment, updated in members.items():
             spread = self._spread(updated) if treatment.rule == "muon" else None
-            parameters = [p for _, p, _ in updated]
+            parameters = [member.values for member in updated]
             update = self.updates[treatment] = rules.make_optimizer(self.optimizer, treatment.rule, parameters, spread)
-            for _, p, state in updated:
+            if self.counter is not None:
+                places = {member.values: member.place for member in updated}
+                update.rounding = Rounding(places, self.counter)  # type: ignore[attr-defined]
+            for _, p, state, _ in updated:
                 update.state[p] = dict(state)
-                if treatment.rule == "adamw":
+                if treatment.rule == "adamw" and self.counter is None:
                     update.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=self.update_device)
         self.reads_tensors = not self.offload and all(map(rules.is_ours, self.updates.values()))
 
@@ -167,7 +175,7 @@ class Store:
         names = [name for name, *_ in members]
         full = [self.sharding.full_shape(name, self.shapes[name]) for name in names]
         if group is None:  # matrix by matrix, also of a gate
-            forms = [form_of(self.optimizer, self.model, name, tuple(p.shape)) for name, p, _ in members]
+            forms = [form_of(self.optimizer, self.model, name, tuple(p.shape)) for name, p, *_ in members]
             return Spread(forms, self.device)
         forms = [form_of(self.optimizer, self.model, name, shape) for name, shape in zip(names, full, strict=True)]
         at, data = layout.at("shard", "cp", "tp"), layout.size("shard", "cp")
@@ -176,6 +184,16 @@ class Store:
             SharedParameter(name, form, self.sharding.is_cut(name)) for name, form in zip(names, forms, strict=True)
         ]
         return Spread(forms, self.device, Homes(parameters, sharers, self.optimizer.muon_num_ns_steps))
+
+    def place_of(self, name: str) -> Place:
+        """Return where this tensor rank's part of a parameter is in the full one."""
+        offsets = self.sharding.offsets(name, self.shapes[name], self.layout.at("tp"))
+        return place_of(name, self.sharding.full_shape(name, self.shapes[name]), offsets, self.shapes[name])
+
+    def new_state(self, rule: rules.Rule, like: Tensor) -> RuleState:
+        """Return the state of a rule before the first step."""
+        formats = {key: rules.state_dtype(self.optimizer, key, self.full_dtype) for key in rules.STATE[rule]}
+        return {key: torch.zeros_like(like, dtype=dtype) for key, dtype in formats.items()}
 
     def boxes_of(self, name: str, data: int, tensor: int) -> list[shard.Box]:
         """Return the part of a parameter that a rank of this replica and stage updates."""
@@ -267,6 +285,8 @@ class Store:
             verdict = rules.Verdict(*gradients.judge(squares, loss, numbers.scale, clip, self.full_dtype))
         else:
             verdict = flat.judge(squares, loss, numbers)
+            if self.counter is not None:
+                self.counter += verdict.is_finite.to(self.update_device)
         self.take_gradients()
         for (_, rate, decay), update in self.updates.items():
             update.param_groups[0].update(lr=numbers.lr * rate, weight_decay=numbers.weight_decay * decay)
@@ -305,11 +325,16 @@ class Store:
     def _adam_steps(self) -> list[Tensor]:
         if self.flat is not None:
             return [self.flat.step]
+        if self.counter is not None:
+            return [self.counter]
         return [s["step"] for t, u in self.updates.items() if t.rule == "adamw" for s in u.state.values()]
 
     @property
     def steps(self) -> int:
-        """Adam's t: the number of successful steps, kept on the device, which decides on skips."""
+        """Adam's t: the number of successful steps, kept on the device, which decides on skips.
+
+        Other rules count them only where their state has fewer bits.
+        """
         return int(next((step.item() for step in self._adam_steps()), 0))
 
     @steps.setter

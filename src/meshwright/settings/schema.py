@@ -651,6 +651,11 @@ class Optimizer:
     adam_eps: float = flag(
         1e-8, "term added to Adam's denominator", bound=">0", needs="--optimizer adam, adamw or muon", docs=""
     )
+    optimizer_state_dtype: Literal["float32", "bfloat16", "float8"] = flag(
+        "float32",
+        "number format of the optimizer's moments and momentum, rounded at random; float8: a byte each",
+        docs="memory schedules",
+    )
     sgd_momentum: float = flag(0.9, "momentum of SGD", bound="[0,1)", needs="--optimizer sgd")
     lion_beta1: float = flag(
         0.9, "share of the momentum in Lion's update, the rest is the gradient", bound="[0,1)", needs="--optimizer lion"

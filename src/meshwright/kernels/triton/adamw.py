@@ -146,11 +146,7 @@ def decide(constants: Tensor, numbers: tuple[Tensor, ...], step: Tensor) -> Tens
 
 
 def update_blocks(
-    buffers: AdamWBuffers,
-    table: Tensor,
-    settings: AdamWConstants,
-    decision: Tensor,
-    draws: BlockDraws | None = None,
+    buffers: AdamWBuffers, table: Tensor, settings: AdamWConstants, decision: Tensor, draws: BlockDraws | None = None
 ) -> None:
     """Apply AdamW to some blocks if the step is finite."""
     count, drawn = table.shape[1], draws or (None, None, None)

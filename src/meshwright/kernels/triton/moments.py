@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels import moments
 from meshwright.kernels.grid import cdiv
 from meshwright.kernels.moments import INT8, MASK, UINT8, Draws
 from meshwright.kernels.triton.dropout import mix
@@ -14,6 +15,7 @@ from meshwright.kernels.triton.dropout import mix
 BLOCK, WARPS = 2048, 8
 SIGNED: tl.constexpr = tl.constexpr(INT8[0])
 UNSIGNED: tl.constexpr = tl.constexpr(UINT8[0])
+NOTHING: tl.constexpr = tl.constexpr(moments.NOTHING)
 
 
 @triton.jit
@@ -26,8 +28,13 @@ def draw(position, name, step):
 @triton.jit
 def draw_blocks(parts, places, step, row, some, compact):
     """Return 32 random bits, int32, for elements of blocks, as moments.draw_blocks does."""
-    place = places + 5 * tl.load(parts + row, mask=some, other=0)[:, None]
-    local = compact.to(tl.uint32) + tl.load(place + 2).to(tl.uint32, bitcast=True)
+    return draw_part(places + 5 * tl.load(parts + row, mask=some, other=0)[:, None], step, compact)
+
+
+@triton.jit
+def draw_part(place, step, at):
+    """Return 32 random bits, int32, for elements of a part whose place is there in memory."""
+    local = at.to(tl.uint32) + tl.load(place + 2).to(tl.uint32, bitcast=True)
     run = tl.load(place + 3).to(tl.uint32, bitcast=True)
     position = local + tl.load(place + 1).to(tl.uint32, bitcast=True)
     position += local // run * tl.load(place + 4).to(tl.uint32, bitcast=True)
@@ -66,7 +73,7 @@ def compress(x, draws, dtype: tl.constexpr):
         if is_signed:
             code = tl.where(x < 0, number - 128, number).to(tl.int8)
         else:
-            code = tl.where(size > 0, tl.maximum(number, 1), number).to(tl.uint8)
+            code = tl.where(size > NOTHING, tl.maximum(number, 1), number).to(tl.uint8)
     return code
 
 

@@ -1,7 +1,7 @@
 """The elementwise passes of muon.py as two Triton kernels, each one launch for all matrices.
 
 The matrices lie anywhere in memory, so the kernels read their addresses from a table. All are
-float32, contiguous and of one shape.
+float32, contiguous and of one shape; moments may have one of the formats of moments.py.
 
 _muon_advance    in: gradient, moment; out: moment, look-ahead in bfloat16, squares per block
                  bytes moved per element: 4 + 4 read, 4 + 2 written
@@ -19,26 +19,46 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels.grid import cdiv
+from meshwright.kernels.moments import MASK, Place, as_int32
+from meshwright.kernels.muon import MatrixDraws
+from meshwright.kernels.triton import moments as formats
 
 BLOCK = 4096
 WARPS = 8
+FORMATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.int8: tl.int8}
 
 
 @triton.jit
 def _muon_advance(
-    gradients, moments, out, squares, scale, skipped, size, momentum, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+    gradients,
+    moments,
+    out,
+    squares,
+    scale,
+    skipped,
+    places,
+    step,
+    size,
+    momentum,
+    FORMAT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     block, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gradient = tl.multiple_of(tl.load(gradients + n).to(tl.pointer_type(tl.float32)), ALIGNED)
-    moment = tl.multiple_of(tl.load(moments + n).to(tl.pointer_type(tl.float32)), ALIGNED)
+    moment = tl.multiple_of(tl.load(moments + n).to(tl.pointer_type(FORMAT)), ALIGNED)
     now = tl.load(gradient + at, mask=inside, other=0.0) / tl.load(scale)
-    old = tl.load(moment + at, mask=inside, other=0.0)
+    old = formats.expand(tl.load(moment + at, mask=inside, other=0))
     new = old + (now - old) * (1.0 - momentum)
     ahead = (new - (new - now) * (1.0 - momentum)).to(tl.bfloat16)
+    if places is not None:
+        kept = formats.compress(new, formats.draw_part(places + 5 * n, step, at) & 0xFFFF, FORMAT)
+    else:
+        kept = new
     if tl.load(skipped) == 0.0:
-        tl.store(moment + at, new, mask=inside)
+        tl.store(moment + at, kept, mask=inside)
     tl.store(out + n * size + at, ahead, mask=inside)
     rounded = tl.where(inside, ahead.to(tl.float32), 0.0)
     tl.store(squares + n * tl.num_programs(0) + block, tl.sum(rounded * rounded, 0))
@@ -63,7 +83,12 @@ def _muon_subtract(
 
 
 def advance(
-    gradients: list[Tensor], moments: list[Tensor], scale: Tensor, skipped: Tensor, momentum: float
+    gradients: list[Tensor],
+    moments: list[Tensor],
+    scale: Tensor,
+    skipped: Tensor,
+    momentum: float,
+    draws: MatrixDraws | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Update the moments; return the look-ahead [n, *shape] and its norms [n]."""
     first = gradients[0]
@@ -71,8 +96,10 @@ def advance(
     out = torch.empty(n, *first.shape, dtype=torch.bfloat16, device=first.device)
     squares = torch.empty(n, blocks, dtype=torch.float32, device=first.device)
     with torch.accelerator.device_index(first.device.index):
-        tensors = addresses(gradients), addresses(moments), out, squares, scale, skipped
-        numbers = first.numel(), float(momentum), alignment(*gradients, *moments), BLOCK
+        dtype = moments[0].dtype
+        drawn = (None, None) if draws is None else (_places(first.device, draws.places), draws.step)
+        tensors = addresses(gradients), addresses(moments, dtype), out, squares, scale, skipped, *drawn
+        numbers = first.numel(), float(momentum), FORMATS[dtype], alignment(*gradients, *moments), BLOCK
         _muon_advance[(blocks, n)](*tensors, *numbers, num_warps=WARPS)
     return out, squares.sum(1).sqrt()
 
@@ -89,9 +116,9 @@ def subtract(
         _muon_subtract[(cdiv(size, BLOCK), len(weights))](*tensors, *numbers, num_warps=WARPS)
 
 
-def addresses(tensors: list[Tensor]) -> Tensor:
+def addresses(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a table of the addresses [n] on the device."""
-    assert all(x.is_contiguous() and x.dtype is torch.float32 for x in tensors)
+    assert all(x.is_contiguous() and x.dtype is dtype for x in tensors)
     return _table(tensors[0].device, tuple(x.data_ptr() for x in tensors))
 
 
@@ -104,6 +131,12 @@ def _table(device: torch.device, addresses: tuple[int, ...]) -> Tensor:
     return torch.tensor(addresses, dtype=torch.int64).to(device)
 
 
+@functools.cache
+def _places(device: torch.device, places: tuple[Place, ...]) -> Tensor:
+    """Copy places to the device once and for all, as `_table` does."""
+    return as_int32(torch.tensor(places, dtype=torch.int64) & MASK).to(device)
+
+
 def alignment(*tensors: Tensor) -> int:
-    """Return the bytes that divide all addresses, 16 or 4: a thread reads 16 at once if it may."""
-    return 4 if any(x.data_ptr() % 16 for x in tensors) else 16
+    """Return the bytes that divide all addresses: 16, which a thread reads at once, or a number's."""
+    return min(x.element_size() for x in tensors) if any(x.data_ptr() % 16 for x in tensors) else 16
