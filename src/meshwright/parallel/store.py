@@ -283,10 +283,10 @@ class Store:
         if flat is None:
             clip = self.optimizer.clip_grad
             verdict = rules.Verdict(*gradients.judge(squares, loss, numbers.scale, clip, self.full_dtype))
-        else:
-            verdict = flat.judge(squares, loss, numbers)
             if self.counter is not None:
                 self.counter += verdict.is_finite.to(self.update_device)
+        else:
+            verdict = flat.judge(squares, loss, numbers)
         self.take_gradients()
         for (_, rate, decay), update in self.updates.items():
             update.param_groups[0].update(lr=numbers.lr * rate, weight_decay=numbers.weight_decay * decay)
