@@ -181,6 +181,8 @@ def beyond_settings(config: TrainConfig) -> list[str]:
         out.append("torch's fused attention draws its own dropout, which depends on the layout")
     if m.glu_activation == "reglu" and config.precision.dtype != "float64":
         out.append("the slope of relu jumps, so a rounding at 0 can change a gradient by any amount")
+    if config.optimizer.optimizer_state_dtype != "float32" and config.precision.dtype != "float64":
+        out.append("a rounding of float32 can move a number of the optimizer's state by a step of its format")
     return out
 
 
@@ -319,6 +321,7 @@ TRAINING: dict[str, Chances] = {
         "--optimizer muon --lr 1e-2 --muon-split-qkv groups": 1,
     },
     "rates": {"": 5, "--embedding-lr 2e-3 --vector-lr 5e-3": 1, "--embedding-lr 0": 1, "--head-lr 3e-3": 1},
+    "state": {"": 8, "--optimizer-state-dtype bfloat16": 1, "--optimizer-state-dtype float8": 1},
     "schedule": {
         "--lr-decay-style constant": 3,
         "": 1,

@@ -10,6 +10,7 @@ weights it knows the spread, and of texts that a decoder wrote the tokens that c
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -381,6 +382,45 @@ def carried(m: Any, name: str, is_muon: bool = False) -> tuple[float, float]:
     return multiplier * wide**-0.5, multiplier * wide ** (-0.5 if is_muon else -1)
 
 
+def code_values(is_second: bool) -> np.ndarray:
+    """Return the numbers that a state of 8 bits holds: at last four in each power of two."""
+    least, codes = (-53, 256) if is_second else (-26, 128)
+    return np.array(
+        [k / 4 * 2.0**least if k < 4 else (1 + k % 4 / 4) * 2.0 ** (k // 4 - 1 + least) for k in range(codes)]
+    )
+
+
+def hash_of(x: np.ndarray) -> np.ndarray:
+    x = x.astype(np.uint32)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
+    return x ^ x >> np.uint32(16)
+
+
+def in_fewer_bits(x: Tensor, name: str, is_second: bool, dtype: str, step: int) -> Tensor:
+    """Return the state as it is stored: the upper of two codes if the place's number says so."""
+    if dtype == "float32":
+        return x
+    key = hash_of(hash_of(np.array([step ^ 0x9E3779B9])) ^ np.uint32(zlib.crc32(name.encode())))
+    drawn = hash_of(np.arange(x.numel()).astype(np.uint32) ^ key) >> np.uint32(16 if is_second else 0) & np.uint32(
+        0xFFFF
+    )
+    signed = x.flatten().float().numpy()
+    size = np.abs(signed).astype(np.float64)
+    if dtype == "bfloat16":
+        low = (np.abs(signed).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+        high = ((np.abs(signed).view(np.uint32) & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(np.float32)
+        high, share = high.astype(np.float64), drawn / 65536
+    else:
+        known = code_values(is_second)
+        at = np.clip(np.searchsorted(known, size, "right") - 1, 0, len(known) - 2)
+        low, high, share = known[at], known[at + 1], (drawn * 32 + 16) / 2**21
+    got = np.where((size - low) / (high - low) + share >= 1, high, low)
+    if dtype == "float8" and is_second:
+        got = np.where(size > 2.0**-80, np.maximum(got, known[1]), got)
+    return torch.from_numpy(np.copysign(got, signed)).view(x.shape)
+
+
 class Optimizer:
     def __init__(self, o: Any, m: Any, w: Weights) -> None:
         self.o, self.m, self.w, self.count = o, m, w, 0
@@ -426,6 +466,7 @@ class Optimizer:
             if kind == "muon" and not (name.startswith("h.") and own == wd and x.dim() > 1 and "bias" not in name):
                 kind = "adam"
             _, step = carried(self.m, name, kind == "muon")
+            v = self.second[name]
             if kind == "sgd":
                 g = g + own * x
                 m.copy_(m * o.sgd_momentum + g)
@@ -444,10 +485,13 @@ class Optimizer:
                     x.flatten(0, -2)[rows] = left - lr * step * 0.2 * math.sqrt(max(made.shape)) * made
             else:
                 m.lerp_(g, 1 - o.adam_beta1)
-                v = self.second[name].mul_(o.adam_beta2).add_((1 - o.adam_beta2) * g * g)
+                v.mul_(o.adam_beta2).add_((1 - o.adam_beta2) * g * g)
                 root = (v / (1 - o.adam_beta2**self.count)).sqrt() + o.adam_eps
                 update = m / (1 - o.adam_beta1**self.count) / root
                 x.copy_(self.decayed(x, update, lr, own) - lr * step * update)
+            for is_second, moment in enumerate((m, v)):
+                stored = in_fewer_bits(moment, name, bool(is_second), o.optimizer_state_dtype, self.count)
+                moment.copy_(stored)
 
 
 # A run

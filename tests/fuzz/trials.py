@@ -59,6 +59,7 @@ from torch import Tensor
 from fuzz import plain
 from fuzz.cases import WORDS, Case, configs, goes_back, in_one_process
 from meshwright import device as devices
+from meshwright.kernels import moments
 from meshwright.settings.schema import Precision, TrainConfig
 
 NEAR = 1e-9
@@ -174,7 +175,8 @@ def placed(named: Any, values: dict[str, Tensor] | None = None, scale: float = 1
     """Return copies of this rank's tensors with their places, by a store's named_state."""
     out: Tensors = {}
     for name, (_, boxes, kept) in named.items():
-        flat = (kept if values is None else values[name]).detach().reshape(-1).double().cpu() / scale
+        tensor = kept if values is None else values[name]
+        flat = moments.expanded(tensor.detach().reshape(-1), torch.float64).cpu() / scale
         pieces = flat.split([math.prod(size) for _, size in boxes])
         places = [tuple(slice(o, o + n) for o, n in zip(*box, strict=True)) for box in boxes]
         out[name] = [(p, x.clone().view(box[1])) for p, x, box in zip(places, pieces, boxes, strict=True)]

@@ -130,7 +130,7 @@ def test_the_first_steps_are_near_float32s(rule):
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("rule", ["adam", "muon"])
 def test_kernels_round_as_torch_does(monkeypatch, rule, dtype):
-    """The update in Triton stores the codes of the plain one but where float32's last bit decides."""
+    """The update in Triton stores the codes of the plain one, but for roundings of float32."""
     pytest.importorskip("triton", reason="Triton is not installed")
     outcomes = []
     for uses_kernels in (True, False):

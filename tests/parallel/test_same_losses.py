@@ -141,6 +141,9 @@ MORE = {
     # The loss of the average is in the row of the validation.
     "ema": "--ema 0.3 --swiglu --ffn-hidden-size 48",
     "mup": "--mup-base-hidden-size 8 --mup-base-num-layers 2",
+    # A rank rounds its part of the state as one process does.
+    "float8": "--optimizer-state-dtype float8 --swiglu --ffn-hidden-size 48",
+    "muon in float8": "--optimizer muon --optimizer-state-dtype float8 --num-query-groups 4",
 }
 WITH = {
     "muon": [
@@ -209,6 +212,15 @@ WITH = {
         "--world-size 4 --tensor-model-parallel-size 2 --zero-stage 3 --untie-embeddings-and-output-weights",
         "--world-size 4 --zero-stage 2 --optimizer lion --lr 3e-3 --swiglu --ffn-hidden-size 48",
         "--world-size 4 --zero-stage 3 --optimizer muon --muon-split-qkv on",
+    ],
+    "float8": [
+        "--world-size 4 --tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1",
+        "--world-size 4 --tensor-model-parallel-size 2 --zero-stage 3",
+        "--world-size 4 --pipeline-model-parallel-size 2 --zero-stage 2 --cpu-optimizer",
+    ],
+    "muon in float8": [
+        "--world-size 4 --tensor-model-parallel-size 2 --zero-stage 3",
+        "--world-size 4 --tensor-model-parallel-size 2 --context-parallel-size 2",
     ],
 }
 # Places of those that `make test` compares; of other rules, the first.

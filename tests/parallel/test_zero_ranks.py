@@ -160,9 +160,13 @@ RATES = {"embedding_lr": 0.02, "head_lr": 0.005, "vector_lr": 0.04}
 LEVERS = Optimizer(lr=0.01, clip_grad=0.5, cautious_weight_decay=True, **RATES)
 
 
-def check_exact(layout, micro, unused, rule, m):
-    """Compare everything, also the average of --ema, in all float64 steps with one process."""
-    o = dataclasses.replace(LEVERS if rule == "levers" else Optimizer(optimizer=rule, clip_grad=0.5), ema=0.3)
+def check_exact(layout, micro, unused, rule, m, state="float32"):
+    """Compare everything, also the average of --ema, in all float64 steps with one process.
+
+    Codes of fewer bits are equal.
+    """
+    o = LEVERS if rule == "levers" else Optimizer(optimizer=rule, clip_grad=0.5)
+    o = dataclasses.replace(o, ema=0.3, optimizer_state_dtype=state)
     one, alone = make(m, o, torch.float64)
     divided = [make(m, o, torch.float64, layout=layout, zero=stage) for stage in (0, 1, 2)]
     for stage, (_, store) in enumerate(divided):
@@ -230,6 +234,17 @@ def test_parameters_unused_by_some_losses(sizes, unused):
 @sampled(("sizes", "rule"), LAYOUTS, ["sgd", "muon", "lion", "levers"], quick=[(0, 0), (1, 1), (2, 2), (0, 3)])
 def test_other_rules_equal_one_process(sizes, rule):
     on_ranks(check_exact, sizes, 2, "none", rule, GATED)
+
+
+@sampled(
+    ("sizes", "rule", "state"),
+    LAYOUTS,
+    ["adam", "muon", "lion"],
+    ["bfloat16", "float8"],
+    quick=[(0, 0, 1), (1, 1, 1), (2, 2, 0)],
+)
+def test_state_of_fewer_bits_equals_one_process(sizes, rule, state):
+    on_ranks(check_exact, sizes, 2, "none", rule, GATED, state)
 
 
 def check_low(layout, micro, dtype):

@@ -138,6 +138,8 @@ class MappedSource(Source):
                 self._fill_box(name, box, flat.view(box.size))
 
     def _fill_box(self, name: str, box: Box, target: torch.Tensor) -> None:
+        from meshwright.kernels import moments
+
         for offset, stored in self.views[name]:
             low, high = intersection(box, Box(offset, tuple(stored.shape)))
             if not_empty(low, high):
@@ -145,7 +147,7 @@ class MappedSource(Source):
                     tuple(slice(a, b) for a, b in zip(minus(low, begin), minus(high, begin), strict=True))
                     for begin in (offset, box.offset)
                 )
-                target[into].copy_(aligned(stored[source]))
+                moments.assign(target[into], aligned(stored[source]))
 
     def parts(self, name: str) -> list[tuple[str, Box]]:
         return [(self.folder.name, Box(v.offset, tuple(v.tensor.shape))) for v in self.views[name]]

@@ -156,7 +156,8 @@ def assign(target: Tensor, values: Tensor) -> None:
     if target.dtype is values.dtype:
         target.copy_(values)
     elif target.dtype in (torch.int8, torch.uint8):
-        target.copy_(encoded(expanded(values).contiguous(), target.dtype, 1 << LOW_BITS - 1))
+        wide = expanded(values).to(target.device).contiguous()
+        target.copy_(encoded(wide, target.dtype, 1 << LOW_BITS - 1))
     else:
         target.copy_(expanded(values, target.dtype) if values.dtype in (torch.int8, torch.uint8) else values)
 

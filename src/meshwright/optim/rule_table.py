@@ -29,7 +29,9 @@ STATE_CHUNK = 1 << 24  # elements whose state of fewer bits is widened at a time
 LION_CHUNK = 1 << 24  # elements that Lion updates at a time: four copies in float32 are 256 MB
 
 
-STATE_BYTES = {"float32": 4, "bfloat16": 2, "float8": 1}  # of a number of the state, by --optimizer-state-dtype
+def state_bytes(o: Optimizer, full: int) -> int:
+    """Return the bytes of a number of the state, where one of the masters takes `full`."""
+    return {"float32": full, "bfloat16": 2, "float8": 1}[o.optimizer_state_dtype]
 
 
 def is_rounded(o: Optimizer) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.device import NVIDIA
+from meshwright.optim.rule_table import is_rounded
 from meshwright.plan import traffic
 from meshwright.settings.schema import TrainConfig
 
@@ -26,9 +27,10 @@ def reason_against(config: TrainConfig, kind: str, is_custom: bool = False) -> s
         f"ZeRO {p.zero_stage} allocates memory within the step": sharded and p.zero_stage > 1,
         "the optimizer runs on the host": p.offloads,
         "inputs of recomputed layers are kept on the host": t.checkpoint_in_cpu,
-        "SGD takes the learning rate from the host": o.optimizer == "sgd",
+        "SGD takes the learning rate from the host": o.optimizer == "sgd" and not is_rounded(o),
         "AdamW in float64 takes the learning rate from the host": config.precision.dtype == "float64"
-        and o.optimizer != "lion",
+        and o.optimizer != "lion"
+        and not is_rounded(o),
         "--timing-log-level times the parts of a step": config.logging.timing_log_level != "0",
         "what is recomputed seeds its attention dropout anew": sampled and t.recompute_granularity is not None,
     }

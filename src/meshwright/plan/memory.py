@@ -17,7 +17,8 @@ from typing import NamedTuple, Protocol
 
 from meshwright.device import NVIDIA
 from meshwright.model.counts import layer_matrices
-from meshwright.optim.rule_table import STATE, Rule, treatment_of
+from meshwright.optim.rule_table import STATE, Rule, is_rounded, treatment_of
+from meshwright.optim.rule_table import state_bytes as bytes_of_moment
 from meshwright.parallel.pipeline_schedule import Op, ScheduleName, schedule, stages_of
 from meshwright.parallel.shard import aligned
 from meshwright.plan.allocator import LEAST, CachingAllocator
@@ -108,10 +109,13 @@ def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) 
     is_separate = low != full or p.offloads or parts > 1
     keeps_all = p.zero_stage < 2 or parts == 1
     keeps_share = parts > 1 and not (is_gathered and p.offloads)
+    moments = moments_of(by_rule, parts) * bytes_of_moment(config.optimizer, full)
     is_averaged = config.optimizer.ema > 0
-    optimizer = 0 if p.offloads else full * (moments_of(by_rule, parts) + share * (is_separate + is_averaged))
+    optimizer = 0 if p.offloads else moments + full * share * (is_separate + is_averaged)
     if kind == NVIDIA and full == 4 and not p.offloads and by_rule["adamw"]:  # tables of blocks: updated, counted
         optimizer += 8 * (by_rule["adamw"] // parts + share) // BLOCK
+        if is_rounded(config.optimizer):  # the place of each block
+            optimizer += 4 * by_rule["adamw"] // parts // BLOCK
     weights = n * low + 2 * fp8_parameters(config, pipeline_rank)
     if is_gathered:  # what is outside of the layers, and two layers
         layer, layers = units[0]
@@ -127,8 +131,9 @@ def host_bytes(config: TrainConfig, padded: int, pipeline_rank: int) -> int:
     units = shapes_of_rank(config, padded, pipeline_rank)
     full, share = max(low, 4), flat_total(units, parts) // parts
     leaving = 0 if p.zero_stage == 3 and parts > 1 else low * share  # new weights, copied to the device
+    moments = moments_of(elements_by_rule(config, units), parts) * bytes_of_moment(config.optimizer, full)
     kept = 2 + (config.optimizer.ema > 0)  # masters, gradients, and the average of --ema
-    return full * (kept * share + moments_of(elements_by_rule(config, units), parts)) + leaving
+    return full * kept * share + moments + leaving
 
 
 def elements_by_rule(config: TrainConfig, units: list[tuple[Shapes, int]]) -> Counter[Rule]:

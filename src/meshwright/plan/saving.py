@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.optim.rule_table import state_bytes
 from meshwright.plan import traffic
 from meshwright.plan.devices import DeviceProfile
 from meshwright.plan.parameters import parameters_of_ranks
@@ -25,11 +26,12 @@ def save_time(config: TrainConfig, padded: int, profile: DeviceProfile) -> SaveT
     """Predict a save in the native format; every machine writes to a disk of its own speed."""
     p, full = config.parallel, traffic.number_bytes(config)[1]
     moments = 2 if config.optimizer.optimizer in ("adam", "adamw") else 1
-    numbers = (1 if config.checkpoint.no_save_optim else 1 + moments) + (config.optimizer.ema > 0)
+    each = full * (1 + (config.optimizer.ema > 0))
+    each += 0 if config.checkpoint.no_save_optim else moments * state_bytes(config.optimizer, full)
     tp, of_ranks = p.tensor_model_parallel_size, parameters_of_ranks(config, padded)
-    total = tp * sum(of_ranks) * full * numbers
+    total = tp * sum(of_ranks) * each
     savers = traffic.groups(config)["data"].size if p.zero_stage else 1
-    own = max(of_ranks) * full * numbers / savers
+    own = max(of_ranks) * each / savers
     machines = max(1, min(config.world, tp * len(of_ranks) * savers) // profile.links.gpus_per_node)
     writing = total / machines / profile.storage["disk"]
     copying = STALL * own / profile.storage["host"]

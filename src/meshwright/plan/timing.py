@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from meshwright.model import counts
 from meshwright.model.kind import BlockKind, block_kind
-from meshwright.optim.rule_table import form_of
+from meshwright.optim.rule_table import form_of, state_bytes
 from meshwright.parallel.layout import WORTHWHILE_BYTES
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
 from meshwright.plan import graph_rule, timeline, traffic
@@ -448,6 +448,8 @@ class _Prediction:
         if o.ema:
             numbers += 3  # read with the master, and written
         size = own * (numbers * self.full + self.low)
+        saved = self.full - state_bytes(o, self.full)  # of each moment, which is read and written
+        size -= own * 2 * saved * (2 if o.optimizer in ("adam", "adamw") else 1)
         if config.precision.fp8_format:  # weights are cast, and transposed
             size += own * (self.low + 2)
         seconds = size / (profile.bandwidth * profile.reached["update"])

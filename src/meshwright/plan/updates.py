@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
-from meshwright.optim.rule_table import GRAM, LION_CHUNK, MUON_CHUNK, MUON_STAGE, treatment_of
+from meshwright.optim.rule_table import GRAM, LION_CHUNK, MUON_CHUNK, MUON_STAGE, STATE_CHUNK, is_rounded, treatment_of
 from meshwright.plan.parameters import data_parts, flat_size, shapes_of_rank
 from meshwright.plan.tensors import Memory, Sized
 from meshwright.settings.schema import TrainConfig
@@ -29,10 +29,14 @@ def update_events(config: TrainConfig, padded: int, pipeline_rank: int) -> Memor
                 update_muon(memory, size, rows, columns, o.muon_num_ns_steps)
     elif o.optimizer == "lion":
         largest = max((flat_size(unit, 1) for unit, _ in units), default=0) // data_parts(config)
-        update_lion(memory, min(largest, LION_CHUNK), o.cautious_weight_decay)
-    if o.cautious_weight_decay and p.zero_stage == 3 and data_parts(config) > 1:  # elsewhere a kernel updates
+        update_lion(memory, min(largest, LION_CHUNK), o.cautious_weight_decay, is_rounded(o))
+    elif is_rounded(o) and (o.optimizer == "sgd" or p.zero_stage == 3):
+        shapes = [shape for unit, _ in units for shape in unit.values()]
+        largest = max(map(math.prod, shapes), default=0) // data_parts(config)
+        update_rounded(memory, min(largest, STATE_CHUNK), 1 if o.optimizer == "sgd" else 2)
+    elif o.cautious_weight_decay and p.zero_stage == 3 and data_parts(config) > 1:  # elsewhere a kernel updates
         named = ((name, shape) for unit, _ in units for name, shape in unit.items())
-        sizes = [math.prod(shape) for name, shape in named if treatment_of(o, config.model, name, len(shape)).rule == "adamw"]
+        sizes = [math.prod(s) for name, s in named if treatment_of(o, config.model, name, len(s)).rule == "adamw"]
         update_cautious(memory, min(max(sizes, default=0) // data_parts(config), LION_CHUNK))
     return memory
 
@@ -75,10 +79,27 @@ def polynomial_of_gram(memory: Memory, size: int, steps: int) -> Sized:
     return q
 
 
-def update_lion(memory: Memory, size: int, is_cautious: bool = False) -> None:
+def update_rounded(memory: Memory, size: int, moments: int) -> None:
+    """Update a chunk of the parameters, whose state has fewer bits."""
+    new = functools.partial(memory.new, size, 4)
+    now = new()
+    old, moved = [new() for _ in range(moments)], [new() for _ in range(moments)]
+    decayed, root = new(), new()
+    ratio = new()
+    del root
+    step = new()
+    del ratio
+    weight = new()
+    del step, decayed
+    chosen = new()
+    del now, old, moved, weight, chosen
+
+
+def update_lion(memory: Memory, size: int, is_cautious: bool = False, is_rounded: bool = False) -> None:
     """Update a chunk of the parameters."""
     new = functools.partial(memory.new, size, 4)
     now = new()
+    moment = new() if is_rounded else None
     parts = new(), new()
     ahead = new()
     del parts
@@ -87,7 +108,7 @@ def update_lion(memory: Memory, size: int, is_cautious: bool = False) -> None:
     weight = new()
     del decayed, step
     chosen = new()
-    del now, ahead, kept, weight, chosen
+    del now, ahead, kept, weight, chosen, moment
 
 
 def update_cautious(memory: Memory, size: int) -> None:

@@ -6,7 +6,19 @@ import itertools
 
 from meshwright.settings.check_values import out_of_bounds
 from meshwright.settings.fields import spelling
-from meshwright.settings.schema import LENGTHS, TrainConfig
+from meshwright.settings.schema import LENGTHS, Optimizer, TrainConfig
+
+LEAST_EPS = 1e-9  # of AdamW, with moments in 8 bits
+
+
+def state_problems(o: Optimizer) -> list[str]:
+    """Check that the format of the optimizer's state holds what the rule divides by."""
+    if o.optimizer_state_dtype == "float8" and o.optimizer not in ("sgd", "lion") and o.adam_eps < LEAST_EPS:
+        return [
+            f"--adam-eps {o.adam_eps:g} with --optimizer-state-dtype float8, whose second moments end at the square of "
+            f"5e-9: give --adam-eps {LEAST_EPS:g} or more, or --optimizer-state-dtype bfloat16"
+        ]
+    return []
 
 
 def batch_problems(c: TrainConfig) -> list[str]:

@@ -9,7 +9,7 @@ from meshwright.settings.check_data import data_problems
 from meshwright.settings.check_layout import naming_problems, parallel_problems, ranks_problems
 from meshwright.settings.check_model import architecture_problems, has_megatrons_scaling, kernel_problems
 from meshwright.settings.check_mup import MUP_FLAGS, mup_problems
-from meshwright.settings.check_steps import batch_problems, schedule_problems
+from meshwright.settings.check_steps import batch_problems, schedule_problems, state_problems
 from meshwright.settings.check_values import out_of_bounds, planned_values, unusable
 from meshwright.settings.fields import spelling
 from meshwright.settings.grammar import ON_NONFINITE, ON_SPIKE, eval_tasks, reaction
@@ -49,7 +49,7 @@ def training_problems(c: TrainConfig, needs_data: bool) -> list[str]:
         out.append("--eval-tasks-device reads a snapshot from the run's folder; give --run-dir or --save")
     if t.seed >= 2**32 - 2:
         out.append(f"--seed {t.seed} must be below {2**32 - 2}: numpy takes 32 bits, and up to 2 is added")
-    out += reaction_problems(t, k) + torch_format_problems(c) + averaging_problems(c)
+    out += state_problems(o) + reaction_problems(t, k) + torch_format_problems(c) + averaging_problems(c)
     if k.save_hf and k.save and os.path.realpath(k.save_hf) == os.path.realpath(k.save):
         out.append(f"--save and --save-hf must differ (both are {k.save}); give two different folders")
     if k.save_hf and t.skip_train:

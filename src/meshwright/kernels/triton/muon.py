@@ -138,5 +138,5 @@ def _places(device: torch.device, places: tuple[Place, ...]) -> Tensor:
 
 
 def alignment(*tensors: Tensor) -> int:
-    """Return the bytes that divide all addresses: 16, which a thread reads at once, or a number's."""
+    """Return the bytes that divide all addresses: 16, which a thread reads at once, or fewer."""
     return min(x.element_size() for x in tensors) if any(x.data_ptr() % 16 for x in tensors) else 16

@@ -160,11 +160,17 @@ def stage_parameters(target: MegatronExport, pp: int) -> Iterator[tuple[tuple[st
 
 
 def rank_part(target: MegatronExport, name: str, tp: int, dtype: torch.dtype | None = None) -> pickles.Later:
-    """Return a tensor rank's part of one of our tensors, by default in its own dtype."""
+    """Return a tensor rank's part of one of our tensors, by default in its own dtype.
+
+    Moments of fewer bits are written in float32.
+    """
     import torch
 
     full, stored_dtype = target.tensors[name]
-    ours, dtype = name.partition("/")[0], dtype or getattr(torch, stored_dtype)
+    ours, _, moment = name.partition("/")
+    if moment and stored_dtype in ("bfloat16", "int8", "uint8"):
+        stored_dtype = "float32"
+    dtype = dtype or getattr(torch, stored_dtype)
     rule = shard.rule(ours)
     local, at = list(full), [0] * len(full)
     if rule.rows:
