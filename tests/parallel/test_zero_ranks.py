@@ -110,8 +110,9 @@ def assembled(parts):
 def all_ranks(layout, named):
     """Gather each rank's dictionary of tuples that end in a tensor."""
     parts = [None] * layout.world  # as arrays, which are pickled faster
-    dist.all_gather_object(parts, {name: (*more, x.numpy()) for name, (*more, x) in named.items()})
-    return [{name: (*more, torch.from_numpy(x)) for name, (*more, x) in part.items()} for part in parts]
+    arrays = {name: (*more, x if x.dtype is torch.bfloat16 else x.numpy()) for name, (*more, x) in named.items()}
+    dist.all_gather_object(parts, arrays)
+    return [{name: (*more, torch.as_tensor(x)) for name, (*more, x) in part.items()} for part in parts]
 
 
 def everything(store, with_optimizer=True):

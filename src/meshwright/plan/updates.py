@@ -34,7 +34,8 @@ def update_events(config: TrainConfig, padded: int, pipeline_rank: int) -> Memor
         shapes = [shape for unit, _ in units for shape in unit.values()]
         largest = max(map(math.prod, shapes), default=0) // data_parts(config)
         update_rounded(memory, min(largest, STATE_CHUNK), 1 if o.optimizer == "sgd" else 2)
-    elif o.cautious_weight_decay and p.zero_stage == 3 and data_parts(config) > 1:  # elsewhere a kernel updates
+    is_plain = p.zero_stage == 3 and data_parts(config) > 1 and not is_rounded(o)  # elsewhere a kernel updates
+    if o.cautious_weight_decay and is_plain:
         named = ((name, shape) for unit, _ in units for name, shape in unit.items())
         sizes = [math.prod(s) for name, s in named if treatment_of(o, config.model, name, len(s)).rule == "adamw"]
         update_cautious(memory, min(max(sizes, default=0) // data_parts(config), LION_CHUNK))
