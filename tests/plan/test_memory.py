@@ -71,6 +71,10 @@ PLAIN = "--fused-kernels off --compile off"
         ("--num-query-groups 2 --attention-dropout 0.1", 0),
         ("--bf16 --tensor-model-parallel-size 2 --world-size 2 --recompute-granularity full --num-layers 1", 0),
         (f"--bf16 {PLAIN} --squared-relu --normalization RMSNorm --recompute-granularity full", 0),
+        ("--bf16 --optimizer-state-dtype float8", 0),
+        ("--bf16 --optimizer muon --optimizer-state-dtype bfloat16", 0),
+        ("--bf16 --optimizer lion --optimizer-state-dtype float8", 0),
+        ("--optimizer sgd --optimizer-state-dtype bfloat16", 0),
     ],
 )
 def test_agrees_with_what_training_allocates(line, rank):
@@ -124,7 +128,9 @@ def test_an_elementwise_update_allocates_as_predicted(rule):
         assert (updates.update_events(config, PADDED, 0).peak > 0) == (stage == 3)
 
 
-@pytest.mark.parametrize("more", ["--bf16", "", "--bf16 --optimizer lion --ema 0.9"])
+@pytest.mark.parametrize(
+    "more", ["--bf16", "", "--bf16 --optimizer lion --ema 0.9", "--bf16 --optimizer-state-dtype float8"]
+)
 def test_offloaded_state_is_on_the_host(more):
     config = config_of(*SMALL, "--cpu-optimizer", *more.split())
     store = build_network(Spec(config, Layout(), torch.device("cpu"), 1000, PADDED)).store
