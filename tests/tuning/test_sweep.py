@@ -6,6 +6,7 @@ Most runs here are a program that writes the rows of a training and takes no tim
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -113,6 +114,8 @@ def test_draws_are_log_uniform_if_positive_and_more_draws_begin_with_the_same() 
         ("lr=fast", "is not a number"),
         ("lr:min-lr=1:2,3", "'3' is not 2 values"),
         ("lr=1 lr=2", "named twice"),
+        ("log-interval=1..5", "--grid log-interval: a range has no grid"),
+        ("run-dir=a,b", "leave --run-dir out"),
     ],
 )
 def test_a_wrong_axis_is_refused(word: str, message: str) -> None:
@@ -202,6 +205,17 @@ def test_the_table_is_sorted_and_seeds_are_one_line(folder: Path) -> None:
     assert results.write_picture(folder, swept).read_text().count("lr") >= 1
 
 
+def test_results_may_diverge_and_have_any_letters(folder: Path) -> None:
+    runs = {}
+    for text, seed, loss in (("a$\\b$", "1", math.nan), ("a$\\b$", "2", 1.0), ("b$_", "1", 2.0)):
+        run = runs[text, seed] = sweep.SweepRun(f"{len(runs)}", {"data_path": text, "seed": seed}, "done")
+        write_run(folder / run.name, loss)
+        run.read(folder)
+    swept = results.swept_points(list(runs.values()))
+    assert [(o.held_out, o.spread) for o in swept][0] == (2.0, None) and swept[1].spread is None
+    assert results.write_picture(folder, swept).is_file()
+
+
 def write_run(folder: Path, loss: float) -> None:
     folder.mkdir(parents=True)
     step = {"event": "step", "consumed_samples": 10, "loss": 3.0, "grad_norm": 1.0, "lr": 1.0, "skipped": False}
@@ -254,7 +268,51 @@ def test_draws_and_what_runs_save_follow_the_flags(tmp_path: Path, capsys: pytes
     assert len(two) == 2 and all("--save=" in line for line in two)
     assert commands("--draws=3")[:2] == two and commands("--draws=2", "--draw-seed=1")[0] != two[0]
     unsaved = commands("--draws=2", "--no-checkpoints")
-    assert len(unsaved) == 2 and all("--run-dir=" in line and "--save=" not in line for line in unsaved)
+    assert len(unsaved) == 2 and all("--run-dir=" in line and "--save=none" in line for line in unsaved)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], folder: Path, *words: str, train: tuple[str, ...] = ()) -> str:
+    """Return the message of a sweep that is refused before anything is written."""
+    assert main(["sweep", str(folder), *words, "--dry-run", "--", *TINY_FLAGS, *train]) == 2
+    assert not folder.exists()
+    return capsys.readouterr().err
+
+
+def test_flags_that_would_do_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "s"
+    assert "for --random" in refusal(capsys, folder, "--grid", "lr=1", "--draws=3")
+    assert "for --stop-at" in refusal(capsys, folder, "--grid", "lr=1", "--stop-share=0.3")
+    assert "prints no table" in refusal(capsys, folder, "--grid", "lr=1", "--json")
+    assert "both choose seeds" in refusal(capsys, folder, "--grid", "seed=1,2", "--seeds=2")
+    many = ",".join(map(str, range(1, 201)))
+    assert "40,000 runs" in refusal(capsys, folder, "--grid", f"train-iters={many}", f"seed={many}")
+
+
+def test_no_run_writes_into_anothers_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "s"
+    assert "all runs would write there" in refusal(capsys, folder, "--seeds=2", train=("--save-hf=x",))
+    monkeypatch.setenv("MESHWRIGHT_RUN_DIR", "elsewhere")
+    monkeypatch.setenv("MESHWRIGHT_SAVE", "elsewhere")
+    for keeps, saved in (((), str(folder / "seed=7")), (("--no-checkpoints",), None)):
+        plan = sweep.SweepPlan(folder, tuple(TINY_FLAGS), checkpoints=not keeps)
+        c = plan.read_settings("seed=7", {"seed": "7"}).checkpoint
+        assert (c.save, c.load, c.run_dir) == (saved, saved, str(folder / "seed=7"))
+
+
+def test_points_that_differ_have_different_names() -> None:
+    points_of = [{"data_path": text} for text in ("a;b", "a-b", "a b", "a/b")]
+    assert len({points.name_of_point(point) for point in points_of}) == 4
+    assert points.words_of(listed("ffn-hidden-size=none")[0]) == ["--ffn-hidden-size=none"]
+
+
+def test_a_record_with_an_unknown_flag_is_refused(tmp_path: Path) -> None:
+    write_record(tmp_path, [])
+    text = (tmp_path / sweeps.RECORD).read_text()
+    (tmp_path / sweeps.RECORD).write_text(text.replace('{"seed": "1"}', '{"sede": "1"}'))
+    with pytest.raises(UserError, match="train has no flag --sede"):
+        sweep.join_runs(tmp_path, [], [])
 
 
 @pytest.mark.flag("stop_share")

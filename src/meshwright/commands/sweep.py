@@ -17,6 +17,7 @@ from meshwright.settings.schema import TrainConfig
 from meshwright.tuning import sweep
 from meshwright.tuning.points import Point, read_space
 
+MOST_RUNS = 10_000
 ABOUT = (
     "Search flags of train: each point of a grid, or of random draws, is one run of `meshwright train`. Its flags go "
     "after --. DIR alone goes on with a sweep that was interrupted."
@@ -92,6 +93,12 @@ def main(argv: list[str]) -> int:
 
 def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) -> int:
     assert c.sweep_dir is not None
+    if dry_run and c.json:
+        raise UserError("--json with --dry-run, which lists commands and prints no table; leave one out")
+    if not c.random and (c.draws, c.draw_seed) != (SweepFlags.draws, SweepFlags.draw_seed):
+        raise UserError("--draws and --draw-seed are for --random; give it, or leave them out")
+    if not c.stop_at and c.stop_share != SweepFlags.stop_share:
+        raise UserError("--stop-share is for --stop-at; give it, or leave --stop-share out")
     common = parse_train(extra)
     points = list_points(c, common.training.seed)
     stop_at = tuple(sorted(c.stop_at))
@@ -116,14 +123,24 @@ def parse_train(extra: list[str]) -> TrainConfig:
         if (name := word.partition("=")[0].replace("_", "-")) in sweep.OWN_FLAGS:
             raise UserError(f"{name} after --: a sweep gives each run its own folder; leave it out")
     try:
-        return flags.parse_settings(TrainConfig, extra, "meshwright train", check=False).config
+        common = flags.parse_settings(TrainConfig, extra, "meshwright train", check=False).config
     except UserError as error:
         raise UserError(f"after --: {error}", error.status) from None
+    shared = {"--save-hf": common.checkpoint.save_hf, "--tensorboard-dir": common.logging.tensorboard_dir}
+    for name, folder in shared.items():
+        if folder:
+            raise UserError(f"{name} {folder}: all runs would write there; leave it out, or list a folder for each")
+    return common
 
 
 def list_points(c: SweepFlags, seed: int) -> list[Point]:
     """Return all points, each with its further seeds after it."""
-    points = read_space(c.grid, c.random).points(c.draws, c.draw_seed)
+    space = read_space(c.grid, c.random)
+    if c.seeds > 1 and any("seed" in axis.names for axis in (*space.grid, *space.random)):
+        raise UserError(f"--seeds {c.seeds} beside values of --seed: both choose seeds; leave one out")
+    if (runs := space.count(c.draws) * c.seeds) > MOST_RUNS:
+        raise UserError(f"the sweep has {runs:,} runs, more than {MOST_RUNS:,}; list fewer values, or draw with --random")
+    points = space.points(c.draws, c.draw_seed)
     return [{**point, **({"seed": str(seed + i)} if i else {})} for point in points for i in range(c.seeds)]
 
 

@@ -20,6 +20,7 @@ from meshwright.settings.schema import TrainConfig
 
 Point = dict[str, str]  # field of train's settings -> value, as it is typed
 CONTROLS = ("preset", "recipe", "depth")  # flags of train that are no fields
+OWN = ("save", "load", "run_dir")  # fields that a sweep sets for each run
 NAME_LIMIT = 120  # characters of a folder's name
 
 
@@ -57,6 +58,10 @@ class Space:
     grid: tuple[Axis, ...] = ()
     random: tuple[Axis, ...] = ()
 
+    def count(self, draws: int) -> int:
+        """Return how many points there are."""
+        return math.prod(len(axis.values) for axis in self.grid) * (draws if self.random else 1)
+
     def points(self, draws: int, draw_seed: int) -> Iterator[Point]:
         """Yield the points in order; more draws begin with the same ones."""
         drawn: list[Point] = [{}]
@@ -71,7 +76,7 @@ def read_space(grid: Sequence[str], drawn: Sequence[str]) -> Space:
     space = Space(tuple(_read_axes(grid, "--grid")), tuple(_read_axes(drawn, "--random")))
     for axis in space.grid:
         if axis.ends:
-            raise UserError(f"--grid {axis.names[0]}: a range has no grid; give it to --random, or list its values")
+            raise UserError(f"--grid {spelling(axis.names[0])[2:]}: a range has no grid; give it to --random, or list its values")
     names = [name for axis in (*space.grid, *space.random) for name in axis.names]
     if twice := sorted({spelling(name) for name in names if names.count(name) > 1}):
         raise UserError(f"{', '.join(twice)}: named twice in the sweep; give all values at once")
@@ -115,6 +120,8 @@ def _field_of(word: str, where: str) -> str:
     key = word.lstrip("-").replace("_", "-")
     aliases = {alias.lstrip("-"): name for name, (_, f, _) in fields.items() for alias in f.metadata["aliases"]}
     name = aliases.get(key, key.replace("-", "_"))
+    if name in OWN:
+        raise UserError(f"{where}: a sweep gives each run its own folder; leave {spelling(name)} out")
     if name not in fields and name not in CONTROLS:
         raise UserError(f"{where}: train has no flag --{key}{did_you_mean(key, fields)}")
     return name
@@ -134,7 +141,9 @@ def _normal(name: str, text: str, where: str) -> str:
         raise UserError(f"{where}: {spelling(name)}: {error}") from None
     if isinstance(value, float):
         return f"{value:.12g}"
-    return str(value).lower() if isinstance(value, bool) else text if isinstance(value, list) else str(value)
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return text if isinstance(value, list) else str(value)
 
 
 def _joined(parts: Any) -> Point:
@@ -145,9 +154,9 @@ def words_of(point: Mapping[str, str]) -> list[str]:
     """Return the flags of train that set a point's values."""
     words: list[str] = []
     for name, text in point.items():
-        if name not in CONTROLS and _kind(name) is bool:
+        if text in ("true", "false") and _kind(name) is bool:
             words.append(switches(config_fields(TrainConfig)[name][1])[text != "true"][0])
-        elif name not in CONTROLS and is_list(_kind(name)):
+        elif is_list(_kind(name)):
             words += [spelling(name), *text.split()]
         else:
             words.append(f"{spelling(name)}={text}")
@@ -156,10 +165,17 @@ def words_of(point: Mapping[str, str]) -> list[str]:
 
 def name_of_point(point: Mapping[str, str]) -> str:
     """Return the name of a point's folder, which depends on its values alone."""
-    name = re.sub(r"[^\w.,+=-]", "-", ",".join(f"{spelling(n)[2:]}={v}" for n, v in point.items())) or "run"
-    if len(name) <= NAME_LIMIT and not any(":" in v or "/" in v or " " in v for v in point.values()):
-        return name
+    values = ",".join(f"{spelling(n)[2:]}={v}" for n, v in point.items())
+    name = re.sub(r"[^\w.,+=-]", "-", values)
+    if name == values and len(name) <= NAME_LIMIT:
+        return name or "run"
     return f"{name[: NAME_LIMIT - 9]}-{hashlib.sha256(repr(sorted(point.items())).encode()).hexdigest()[:8]}"
+
+
+def require_flags(point: Mapping[str, str], where: str) -> None:
+    """Refuse a recorded point that names what is no flag of train."""
+    for name in point:
+        _field_of(name, where)
 
 
 def is_logarithmic(values: Sequence[float]) -> bool:

@@ -72,7 +72,7 @@ def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
         point=point,
         state=max((run.state for run in runs), key=ORDER.index),
         held_out=statistics.fmean(held_out) if held_out else None,
-        spread=statistics.stdev(held_out) if len(held_out) > 1 else None,
+        spread=statistics.stdev(held_out) if len(held_out) > 1 and all(map(math.isfinite, held_out)) else None,
         training=statistics.fmean(training) if training else None,
         tokens=tokens,
         seconds=seconds,
@@ -105,6 +105,7 @@ def picture(swept: Sequence[SweptPoint], title: str) -> str:
     Points that differ in that axis alone are joined by a line, if there are not too many lines.
     Runs that were stopped are hollow. Scales are logarithmic where the values are.
     """
+    import matplotlib
     from matplotlib.figure import Figure
 
     shown = [o for o in swept if math.isfinite(o.loss)]
@@ -114,12 +115,13 @@ def picture(swept: Sequence[SweptPoint], title: str) -> str:
     height = -(-len(names) // columns) or 1
     figure = Figure(figsize=(5.2 * columns, 3.6 * height), layout="constrained")
     figure.patch.set_visible(False)
-    for number, name in enumerate(names, 1):
-        axes = figure.add_subplot(height, columns, number)
-        _draw_panel(axes, shown, name)
-        if number % columns == 1 or columns == 1:
-            axes.set_ylabel("held-out loss" if shown[0].held_out is not None else "training loss", color=plot.INK)
-    return plot.svg_of(figure, title)
+    with matplotlib.rc_context({"text.parse_math": False}):  # a $ in a value is a $
+        for number, name in enumerate(names, 1):
+            axes = figure.add_subplot(height, columns, number)
+            _draw_panel(axes, shown, name)
+            if number % columns == 1 or columns == 1:
+                axes.set_ylabel("held-out loss" if shown[0].held_out is not None else "training loss", color=plot.INK)
+        return plot.svg_of(figure, title)
 
 
 def _draw_panel(axes: Axes, shown: Sequence[SweptPoint], name: str) -> None:

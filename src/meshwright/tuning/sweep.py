@@ -31,7 +31,7 @@ from meshwright.runs.history import final_steps
 from meshwright.runs.sweeps import RECORD, read_record
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
-from meshwright.tuning.points import Point, name_of_point, words_of
+from meshwright.tuning.points import Point, name_of_point, require_flags, words_of
 
 if TYPE_CHECKING:
     from meshwright.runs.follow import RunTail
@@ -54,26 +54,25 @@ class SweepPlan:
     stop_at: tuple[float, ...] = ()  # fractions of the steps
     share: float = 0.5  # of the runs that go on at each of them
 
-    def train_words(self, point: Mapping[str, str]) -> list[str]:
-        """Return the flags of train of a point, without its folder."""
-        return [*self.train_flags, *words_of(point)]
+    def flags_of(self, name: str, point: Mapping[str, str]) -> list[str]:
+        """Return the flags of train of a run; those of its folder win over a file or the environment."""
+        folder = self.folder / name
+        keeps = [] if any(word.startswith("--keep-last") for word in self.train_flags) else ["--keep-last=1"]
+        saves = [f"--save={folder}", f"--load={folder}", *keeps]
+        if not self.checkpoints:  # a run that was interrupted begins anew
+            saves = ["--save=none", "--load=none", "--save-overwrite"]
+        return [*self.train_flags, *words_of(point), f"--run-dir={folder}", *saves]
 
     def command(self, name: str, point: Mapping[str, str]) -> list[str]:
         """Return the words after `meshwright` that start or continue a run."""
-        folder = self.folder / name
-        keeps = [] if any(word.startswith("--keep-last") for word in self.train_flags) else ["--keep-last=1"]
-        folders = [f"--save={folder}", f"--load={folder}", *keeps]
-        if not self.checkpoints:  # a run that was interrupted begins anew
-            folders = [f"--run-dir={folder}", "--save-overwrite"]
         launch = ["launch", f"--nproc-per-node={self.ranks}"] if self.ranks > 1 else []
-        return [*launch, "train", *self.train_words(point), *folders]
+        return [*launch, "train", *self.flags_of(name, point)]
 
     def read_settings(self, name: str, point: Mapping[str, str]) -> TrainConfig:
         """Return the checked settings of a run; raise UserError for what train would refuse."""
-        words = [*self.train_words(point), f"--save={self.folder / name}"]
-        words = [*([f"--world-size={self.ranks}"] if self.ranks > 1 else []), *words]
+        ranks = [f"--world-size={self.ranks}"] if self.ranks > 1 else []
         try:
-            return flags.parse_settings(TrainConfig, words, "meshwright train").config
+            return flags.parse_settings(TrainConfig, [*ranks, *self.flags_of(name, point)], "meshwright train").config
         except UserError as error:
             raise UserError(f"{name}: {error}", error.status) from None
 
@@ -188,8 +187,8 @@ class Sweep:
 
     def say(self, run: SweepRun, event: str) -> None:
         ended = sum(each.state in FINAL_STATES for each in self.runs.values())
-        loss = run.tail and last_loss(run.tail)
-        figure = f"   loss {loss:.4f}" if loss and event != "started" else ""
+        loss = last_loss(run.tail) if run.tail else None
+        figure = f"   loss {loss:.4f}" if loss is not None and event != "started" else ""
         note = f"   ({run.note})" if run.note else ""
         print(f"{time.strftime('%H:%M:%S')} {event:<11} {run.name}{figure}{note}   {ended} of {len(self.runs)} ended")
 
@@ -265,6 +264,7 @@ def read_runs_of_sweep(folder: Path) -> dict[str, SweepRun]:
     record = read_record(folder).get("runs", {})
     runs = {name: SweepRun(name, each["point"], each["state"], each["note"]) for name, each in record.items()}
     for run in runs.values():
+        require_flags(run.point, str(folder / RECORD))
         run.read(folder)
     return runs
 
