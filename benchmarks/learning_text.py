@@ -1,4 +1,4 @@
-"""Make the texts of learning.py from files of installed packages: token files and a tokenizer.
+"""Make token files and a tokenizer for benchmarks/learning.py from files of installed packages.
 
     python benchmarks/learning_text.py OUT FOLDER [FOLDER ...] --megabytes 60
 

@@ -139,7 +139,7 @@ def list_points(c: SweepFlags, seed: int) -> list[Point]:
     if c.seeds > 1 and any("seed" in axis.names for axis in (*space.grid, *space.random)):
         raise UserError(f"--seeds {c.seeds} beside values of --seed: both choose seeds; leave one out")
     if (runs := space.count(c.draws) * c.seeds) > MOST_RUNS:
-        raise UserError(f"the sweep has {runs:,} runs, more than {MOST_RUNS:,}; list fewer values, or draw with --random")
+        raise UserError(f"the sweep has {runs:,} runs, more than {MOST_RUNS:,}; list fewer values, or use --random")
     points = space.points(c.draws, c.draw_seed)
     return [{**point, **({"seed": str(seed + i)} if i else {})} for point in points for i in range(c.seeds)]
 

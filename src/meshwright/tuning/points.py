@@ -76,7 +76,8 @@ def read_space(grid: Sequence[str], drawn: Sequence[str]) -> Space:
     space = Space(tuple(_read_axes(grid, "--grid")), tuple(_read_axes(drawn, "--random")))
     for axis in space.grid:
         if axis.ends:
-            raise UserError(f"--grid {spelling(axis.names[0])[2:]}: a range has no grid; give it to --random, or list its values")
+            name = spelling(axis.names[0])[2:]
+            raise UserError(f"--grid {name}: a range has no grid; give it to --random, or list its values")
     names = [name for axis in (*space.grid, *space.random) for name in axis.names]
     if twice := sorted({spelling(name) for name in names if names.count(name) > 1}):
         raise UserError(f"{', '.join(twice)}: named twice in the sweep; give all values at once")

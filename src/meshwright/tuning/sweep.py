@@ -55,7 +55,7 @@ class SweepPlan:
     share: float = 0.5  # of the runs that go on at each of them
 
     def flags_of(self, name: str, point: Mapping[str, str]) -> list[str]:
-        """Return the flags of train of a run; those of its folder win over a file or the environment."""
+        """Return the flags of train of a run; its folder wins over a file and the environment."""
         folder = self.folder / name
         keeps = [] if any(word.startswith("--keep-last") for word in self.train_flags) else ["--keep-last=1"]
         saves = [f"--save={folder}", f"--load={folder}", *keeps]
