@@ -133,6 +133,18 @@ def test_a_training_is_built_of_packed_sets(prefix, tmp_path):
     assert count_epochs(by_epochs).training.train_samples == int(2.5 * bins)
 
 
+def test_the_cyclic_order_does_not_depend_on_the_length_of_the_run(prefix, tmp_path):
+    given = {"packing": "best-fit", "seq_length": 16, "data_cache_path": str(tmp_path), "dataloader_type": "cyclic"}
+    short, long = (
+        build_and_capture(data_config(data_path=[prefix], train_iters=n, split="100,0,0", **given))[0]["train"]
+        for n in (20, 200)
+    )
+    bins = len(pack(Indexed(prefix).sizes.tolist(), range(60), 16, 1234))
+    epochs = [[long.resolve(k)[1] for k in range(n * bins, (n + 1) * bins)] for n in range(2)]
+    assert all(sorted(epoch) == list(range(bins)) for epoch in epochs) and epochs[0] != epochs[1]
+    assert epochs == [[short.resolve(k)[1] for k in range(n * bins, (n + 1) * bins)] for n in range(2)]
+
+
 def test_commands_on_packed_data(prefix, tmp_path):
     flags = ["--data-path", prefix, "--packing", "best-fit", "--seq-length", "16", "--split", "100,0,0"]
     flags += ["--micro-batch-size", "1", "--global-batch-size", "2", "--train-iters", "20", "--eval-iters", "0"]

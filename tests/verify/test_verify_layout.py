@@ -14,6 +14,7 @@ from meshwright.report.page import CERTIFICATE
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.verify import compare
+from meshwright.verify.twin import make_twin
 from on_ranks import run_programs
 
 PROGRAM = """
@@ -103,12 +104,23 @@ def test_what_is_missing_is_filled_in():
         "--pipeline-model-parallel-size 4 --pipeline-schedule zbv --num-accumulation-steps 8 --micro-batch-size 1",
         "--hidden-size 96 --tensor-model-parallel-size 3 --world-size 9",
         "--preset gpt2-117m --num-distributed-optimizer-instances 2 --zero-stage 1",
+        "--packing best-fit --context-parallel-size 2",
+        "--packing best-fit --tensor-model-parallel-size 2 --data-path some",
     ):
         given = flags.parse_settings(TrainConfig, words.split(), "meshwright verify-layout", check=False).config
         ranks = verify_layout.ranks_wanted(given)
         assert ranks == (given.parallel.world_size or given.parallel.model_ranks * (4 if "instances" in words else 2))
         more = [f"--world-size={ranks}", *verify_layout.missing(given, ranks)]
         flags.parse_settings(TrainConfig, [*more, *words.split()], "meshwright verify-layout")
+
+
+def test_borders_of_packed_documents_are_ends_of_random_ones():
+    """A packed run's twin masks the loss, restarts positions and ends attention."""
+    words = "--packing best-fit --context-parallel-size 2 --world-size 2 --data-path some --attention-dropout 0"
+    words += " --num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1"
+    made = make_twin(flags.parse_settings(TrainConfig, f"{words} --lr 1 --train-iters 2".split(), "train").config)
+    assert made.config.data.packing == "stream" and all(made.config.data.document_effects)
+    assert any("packing" in line for line in made.left_out)
 
 
 def test_too_many_ranks_are_refused():

@@ -24,7 +24,6 @@ from meshwright.data.sets import (
     find_parts,
     needed_sets,
     needed_sizes,
-    samples_of_epoch,
     target_sizes,
 )
 from meshwright.errors import UserError, bad_data
@@ -183,10 +182,8 @@ def build_train(
         source = history.sources[name]
         if name not in opened:  # no longer in the blend given, but still to be read from
             opened[name] = open_indexed(source.prefix, config.data.mmap_warmup, vocab_size)
-        documents, number = range(*source.documents), source.samples
-        if made:
-            number = max(1, samples_of_epoch(config, opened[name], documents))
-        return build_samples(config, "train", opened[name], documents, number, made)
+        number = 1 if made else source.samples  # of one sample or more, an epoch has all
+        return build_samples(config, "train", opened[name], range(*source.documents), number, made)
 
     return build_phases(history, spec.samples, consumed, build_more, cache_folder(config.data, parts[0].prefix))
 

@@ -406,7 +406,7 @@ class Data:
         "stream: cut the documents, one behind the other, every --seq-length tokens, as Megatron does; best-fit: fill "
         "samples with whole documents, each of which is read alone",
         short="best-fit: samples of whole documents",
-        proof="twin fuzz",
+        proof="fuzz",
     )
     eod_mask_loss: bool = flag(
         False, "mask the loss of the token that follows an end of document", needs="--packing stream", proof="twin fuzz"

@@ -70,7 +70,7 @@ def make_twin(config: TrainConfig, on_accelerator: bool = False) -> Twin:
         c,
         model=model,
         tokenizer=tokenizer,
-        data=replace(Data(**copied(c.data)), mock_data=True, seq_length=length, num_workers=0),
+        data=data(c.data, length),
         training=training(c, on_accelerator),
         optimizer=optimizer(c.optimizer),
         precision=replace(Precision(**copied(c.precision)), params_dtype="float64"),
@@ -206,6 +206,13 @@ def copied(settings: Any) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in shared}
 
 
+def data(d: Data, length: int) -> Data:
+    """Return random tokens whose ends of documents mean what the run's borders of documents do."""
+    names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
+    effects = dict(zip(names, d.document_effects, strict=True))
+    return replace(Data(**copied(d)), **effects, mock_data=True, seq_length=length, num_workers=0)
+
+
 def optimizer(o: Optimizer) -> Optimizer:
     """Return the same rule with a constant learning rate so high that each step matters."""
     rate, clip = 0.3 if o.optimizer == "sgd" else RATE, 0.25 if o.clip_grad else 0.0
@@ -229,6 +236,7 @@ def left_out(c: TrainConfig, impl: str, on_accelerator: bool) -> list[str]:
         "CUDA graphs": t.cuda_graphs == "on" or (on_accelerator and t.cuda_graphs == "auto"),
         "torch's kernels of attention: the reference computes it": impl != m.attention_impl,
         "the files of the data: both runs read random tokens": True,
+        "packing: random documents end where a token says so": c.data.packing != "stream",
         "the sizes of the run: see the reduced ones": not is_small(c) or is_long,
         "the schedule of the learning rate, which is constant": c.optimizer.lr_decay_style != "constant",
     }
