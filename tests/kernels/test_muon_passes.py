@@ -86,3 +86,9 @@ def test_a_table_that_a_graph_reads_is_never_dropped():
     for x in others.split(1):
         muon_triton.addresses([x])
     assert muon_triton.addresses(a) is table
+
+
+def test_tables_of_gradients_that_move_are_dropped_at_last():
+    for place in range(muon_triton.MOST_TABLES + 9):
+        muon_triton._table(torch.device("cpu"), (place,))
+    assert muon_triton._table.cache_info().currsize == muon_triton.MOST_TABLES

@@ -95,9 +95,10 @@ def missing(c: TrainConfig, ranks: int) -> list[str]:
         "attention-dropout": 0 if cp > 1 and m.attention_dropout == Model().attention_dropout else None,
         "global-batch-size": None if has_batch or t.global_batch_size else 2 * ranks,
     }
-    # Random tokens cannot be packed, so that run names files, which nobody reads.
-    data = ["--mock-data"] if c.data.packing == "stream" else ["--data-path=unread"][: not data_paths.path_settings(c.data)]
-    return [*(f"--{name}={value}" for name, value in values.items() if value is not None), *data]
+    flags_of_data = ["--mock-data"]
+    if c.data.packing != "stream":  # random tokens cannot be packed, and nobody reads the files
+        flags_of_data = [] if data_paths.path_settings(c.data) else ["--data-path=unread"]
+    return [*(f"--{name}={value}" for name, value in values.items() if value is not None), *flags_of_data]
 
 
 def start_ranks(c: TrainConfig, argv: list[str]) -> int:

@@ -208,9 +208,16 @@ def copied(settings: Any) -> dict[str, Any]:
 
 def data(d: Data, length: int) -> Data:
     """Return random tokens whose ends of documents mean what the run's borders of documents do."""
-    names = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask")
-    effects = dict(zip(names, d.document_effects, strict=True))
-    return replace(Data(**copied(d)), **effects, mock_data=True, seq_length=length, num_workers=0)
+    masks_loss, resets_positions, resets_attention = d.document_effects
+    return replace(
+        Data(**copied(d)),
+        mock_data=True,
+        seq_length=length,
+        num_workers=0,
+        eod_mask_loss=masks_loss,
+        reset_position_ids=resets_positions,
+        reset_attention_mask=resets_attention,
+    )
 
 
 def optimizer(o: Optimizer) -> Optimizer:

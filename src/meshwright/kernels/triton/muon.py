@@ -26,6 +26,7 @@ from meshwright.kernels.triton import moments as formats
 BLOCK = 4096
 WARPS = 8
 FORMATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.int8: tl.int8}
+MOST_TABLES = 4096
 
 
 @triton.jit
@@ -122,11 +123,12 @@ def addresses(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> Tens
     return _table(tensors[0].device, tuple(x.data_ptr() for x in tensors))
 
 
-@functools.cache
+@functools.lru_cache(MOST_TABLES)
 def _table(device: torch.device, addresses: tuple[int, ...]) -> Tensor:
-    """Copy a table to the device once and for all: CUDA graphs read it, and cannot make it.
+    """Copy a table to the device and keep it: CUDA graphs read it, and cannot make it.
 
-    A parameter store never moves its buffers, so a run has a few tables of 8 bytes a matrix.
+    The flat buffers of ZeRO 0 to 2 never move, so a run has a few tables of 8 bytes a matrix. With
+    ZeRO 3, which has no graphs, gradients do move, and old tables must go.
     """
     return torch.tensor(addresses, dtype=torch.int64).to(device)
 
