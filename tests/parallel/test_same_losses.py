@@ -485,6 +485,7 @@ OVERFLOWS = [
     "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --zero-stage 1",
     "--world-size 8 --tensor-model-parallel-size 2 --context-parallel-size 2 --zero-stage 2 --sequence-parallel",
     "--world-size 2 --tensor-model-parallel-size 2 --z-loss-coef 1e-2 --final-logit-softcapping 2",
+    "--world-size 4 --tensor-model-parallel-size 2 --zero-stage 1 --optimizer muon",
 ]
 
 

@@ -298,7 +298,8 @@ def test_no_run_writes_into_anothers_folder(
     for keeps, saved in (((), str(folder / "seed=7")), (("--no-checkpoints",), None)):
         plan = sweep.SweepPlan(folder, tuple(TINY_FLAGS), checkpoints=not keeps)
         c = plan.read_settings("seed=7", {"seed": "7"}).checkpoint
-        assert (c.save, c.load, c.run_dir) == (saved, saved, str(folder / "seed=7"))
+        assert (c.save, c.run_dir) == (saved, str(folder / "seed=7"))
+        assert f"--load={saved or 'none'}" in plan.command("seed=7", {"seed": "7"})
 
 
 def test_points_that_differ_have_different_names() -> None:

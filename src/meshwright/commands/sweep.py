@@ -150,7 +150,7 @@ def show_results(folder: Path, runs: list[sweep.SweepRun], as_json: bool) -> Non
     swept = results.swept_points(runs)
     path = results.write_picture(folder, swept)
     if as_json:
-        print(json.dumps(json_ready([o.as_record() for o in swept]), allow_nan=False))
+        print(json.dumps(json_ready([vars(o) for o in swept]), allow_nan=False))
     else:
         print("\n".join(["", *results.table(swept), ""]))
     print(path, file=sys.stderr if as_json else sys.stdout)

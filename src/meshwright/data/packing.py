@@ -69,8 +69,8 @@ class Packed(FileSamples):
     def read(self, numbers: list[int]) -> npt.NDArray[np.int64]:
         """Return [samples, 2, S + 1]."""
         self.require_whole()
-        indexed, itemsize, out = self.indexed, self.indexed.dtype.itemsize, self.empty(len(numbers))
-        copies = []
+        indexed, itemsize, copies = self.indexed, self.indexed.dtype.itemsize, []
+        out = np.zeros((len(numbers), 2, self.seq_length + 1), np.int64)
         for row, k in enumerate(numbers):
             at = 0
             for document, offset, length in self.pieces(k):
@@ -84,9 +84,6 @@ class Packed(FileSamples):
             out[row, 0, at : at + length] = indexed.tokens[begin : begin + length]
             out[row, 1, at : at + length] = positions[:length]
         return out
-
-    def empty(self, samples: int) -> npt.NDArray[np.int64]:
-        return np.zeros((samples, 2, self.seq_length + 1), np.int64)
 
     def pieces(self, k: int) -> list[tuple[int, int, int]]:
         require_sample(k, len(self))

@@ -49,9 +49,8 @@ from meshwright.optim.rule_table import GRAM, MUON_CHUNK, MUON_STAGE, MatrixForm
 
 T = TypeVar("T")
 V = TypeVar("V", bound=Tensor)
-Stacks = dict[
-    MatrixForm, tuple[list[int], Tensor]
-]  # numbers of parameters of a form, and a tensor [n, *shape] of theirs
+# By form: numbers of parameters, and a tensor [n, *shape] of theirs.
+Stacks = dict[MatrixForm, tuple[list[int], Tensor]]
 
 # Keller Jordan's coefficients, as torch has them: the steepest slope at 0.
 A, B, C = 3.4445, -4.7750, 2.0315

@@ -29,6 +29,7 @@ Rounds bound the memory: in one, a home has at most about MUON_CHUNK elements.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class Parcels:
 class Round:
     """Parameters that are updated together."""
 
-    members: list[int]  # in the order in which homes were chosen
+    members: list[int]
     sent: Parcels
     received: Parcels
     returns: list[tuple[Parcels, Parcels]]  # sent and received, some members at a time
@@ -113,23 +114,22 @@ class Homes:
         self, parameters: list[SharedParameter], sharers: Sharers, steps: int, limit: int = MUON_CHUNK
     ) -> None:
         self.parameters, self.sharers = parameters, sharers
-        self.homes = [0] * len(parameters)
+        self.boxes = functools.cache(lambda i, rank: sharers.boxes(parameters[i], rank))  # each step needs them
+        self.homes = dict[int, int]()
         sizes = [math.prod(p.form.shape) for p in parameters]
         loads = [0.0] * sharers.size
         self.rounds = list[Round]()
         for members in packed(range(len(parameters)), sizes, limit * sharers.size):
-            costs = {i: parameters[i].form.cost(steps) for i in members}
-            for i, home in assign(costs, loads):
-                self.homes[i] = home
-            self.rounds.append(self._round(list(costs), packed(costs, sizes, limit * sharers.parts)))
+            self.homes |= assign({i: parameters[i].form.cost(steps) for i in members}, loads)
+            self.rounds.append(self._round(members, packed(members, sizes, limit * sharers.parts)))
 
     def _round(self, members: list[int], pieces: list[list[int]]) -> Round:
         s, ranks = self.sharers, range(self.sharers.size)
-        mine = {i: elements(s.boxes(self.parameters[i], s.rank)) for i in members}
+        mine = {i: elements(self.boxes(i, s.rank)) for i in members}
 
         def at_home(some: list[int]) -> list[tuple[int, int, int]]:
             own = [i for i in some if self.homes[i] == s.rank]
-            return [(r, i, elements(s.boxes(self.parameters[i], r))) for i in own for r in ranks]
+            return [(r, i, elements(self.boxes(i, r))) for i in own for r in ranks]
 
         def sends(rank: int, i: int) -> bool:
             return s.sends(self.parameters[i], rank, self.homes[i])
@@ -175,19 +175,18 @@ class Homes:
             if i not in own:
                 continue
             begin = place.start
-            for offsets, sizes in self.sharers.boxes(self.parameters[i], rank):
+            for offsets, sizes in self.boxes(i, rank):
                 box = tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))
                 yield own[i][box], flat[begin : begin + math.prod(sizes)].view(sizes)
                 begin += math.prod(sizes)
 
 
-def assign(costs: dict[int, float], loads: list[float]) -> list[tuple[int, int]]:
-    """Return (number, rank), costliest first, each to the rank with the least load so far."""
-    out = []
+def assign(costs: dict[int, float], loads: list[float]) -> dict[int, int]:
+    """Give each number to the rank with the least load so far, the costliest first."""
+    out = {}
     for i in sorted(costs, key=lambda i: (-costs[i], i)):
-        rank = min(range(len(loads)), key=loads.__getitem__)
+        rank = out[i] = min(range(len(loads)), key=loads.__getitem__)
         loads[rank] += costs[i]
-        out.append((i, rank))
     return out
 
 

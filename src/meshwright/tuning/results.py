@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshwright.progress import duration
 from meshwright.records import align_columns
@@ -44,9 +45,6 @@ class SweptPoint:
     def loss(self) -> float:
         chosen = self.training if self.held_out is None else self.held_out
         return math.inf if chosen is None or math.isnan(chosen) else chosen
-
-    def as_record(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 def swept_points(runs: Sequence[SweepRun]) -> list[SweptPoint]:
@@ -135,15 +133,15 @@ def _draw_panel(axes: Axes, shown: Sequence[SweptPoint], name: str) -> None:
         lines.setdefault(others, []).append(o)
     joins = len(lines) <= MOST_LINES
     differing = axes_of([members[0] for members in lines.values()])
-    for (_, members), colour in zip(lines.items(), _cycle(len(lines)), strict=True):
+    for members, colour in zip(lines.values(), itertools.cycle(COLOURS), strict=False):
         pairs = sorted((places[o.point.get(name, "")], o.loss, o.state) for o in members)
         x, y = [p[0] for p in pairs], [p[1] for p in pairs]
         label = ", ".join(f"{spelling(n)[2:]} {members[0].point.get(n, '')}" for n in differing if n != name)
         colour = colour if joins else plot.LINE
         if joins:
             axes.plot(x, y, color=colour, lw=1.2, label=label or None)
-        for each in pairs:
-            axes.plot(each[0], each[1], "o", ms=4.5, color=colour, mfc="none" if each[2] != "done" else colour)
+        for place, loss, state in pairs:
+            axes.plot(place, loss, "o", ms=4.5, color=colour, mfc=colour if state == "done" else "none")
     _scale(axes, texts, numbers)
     if joins and len(lines) > 1:
         axes.legend(fontsize=7, frameon=False, labelcolor=plot.INK)
@@ -161,10 +159,6 @@ def _scale(axes: Axes, texts: Sequence[str], numbers: Sequence[float]) -> None:
     else:
         axes.set_xticks(list(numbers) or range(len(texts)), list(texts))
     axes.xaxis.set_minor_locator(NullLocator())
-
-
-def _cycle(count: int) -> list[str]:
-    return [COLOURS[i % len(COLOURS)] for i in range(count)]
 
 
 def _numbers(texts: Sequence[str]) -> list[float]:

@@ -70,9 +70,10 @@ class SweepPlan:
 
     def read_settings(self, name: str, point: Mapping[str, str]) -> TrainConfig:
         """Return the checked settings of a run; raise UserError for what train would refuse."""
-        ranks = [f"--world-size={self.ranks}"] if self.ranks > 1 else []
+        words = [*self.flags_of(name, point), "--load=none"]  # no checkpoint gives an architecture yet
+        words += [f"--world-size={self.ranks}"] if self.ranks > 1 else []
         try:
-            return flags.parse_settings(TrainConfig, [*ranks, *self.flags_of(name, point)], "meshwright train").config
+            return flags.parse_settings(TrainConfig, words, "meshwright train").config
         except UserError as error:
             raise UserError(f"{name}: {error}", error.status) from None
 
