@@ -12,7 +12,7 @@ from fuzz.plain import pack
 from helpers import error_of
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.loader import Loader, LoaderSpec
-from meshwright.data.packing import Packed, count_predicted, fill_bins, pack_documents
+from meshwright.data.packing import Packed, count_predicted, fill_bins, pack_documents, pack_files
 from meshwright.data.sets import count_epochs
 from meshwright.errors import BAD_DATA
 
@@ -158,5 +158,7 @@ def test_commands_on_packed_data(prefix, tmp_path):
     assert status == 0 and "and so is the last of each piece" in out and " tokens from token " in out
 
 
-def test_documents_of_one_token_cannot_be_packed():
-    assert "nothing to pack" in error_of(lambda: pack_documents(np.ones(3, np.int32), range(3), 4, 0), BAD_DATA)
+def test_documents_of_one_token_cannot_be_packed(tmp_path):
+    prefix = write_pair(tmp_path / "short", [[[7]]] * 3)
+    message = error_of(lambda: pack_files(Indexed(prefix), range(3), 4, 0, None), BAD_DATA)
+    assert "nothing can be packed" in message and prefix in message

@@ -106,6 +106,9 @@ def pack_files(
 
     def build(storage: Storage) -> list[Ints]:
         start = time.perf_counter()
+        if not count_predicted(indexed.sizes, documents):
+            where = f"{indexed.prefix}: documents {documents.start} to {documents.stop}"
+            raise bad_data(f"{where} have one token each or none, so nothing can be packed; leave them out")
         arrays = pack_documents(indexed.sizes, documents, seq_length, seed, storage)
         say(f" > elapsed time to pack documents (seconds): {time.perf_counter() - start:4f}")
         return arrays
@@ -129,8 +132,6 @@ def pack_documents(
     predicted = np.array(sizes[documents.start : documents.stop])  # in the file they are not aligned
     np.maximum(predicted - 1, 0, out=predicted)
     total = sum(int((-(-predicted[k : k + BLOCK] // seq_length)).sum()) for k in range(0, len(predicted), BLOCK))
-    if not total:
-        raise bad_data(f"documents {documents.start} to {documents.stop} hold no token after another; nothing to pack")
     counts: list[Ints] = []
 
     def pack_windows() -> Iterator[Ints]:
