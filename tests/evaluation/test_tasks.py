@@ -143,7 +143,7 @@ def test_the_documents_lines(evaluate, files):
     assert "sha256" in out and "wiki detokenizer" in out
 
 
-@pytest.mark.flag("folders steps results_path evaluate.picture")
+@pytest.mark.flag("folders evaluate.steps results_path evaluate.picture")
 def test_several_checkpoints_in_one_call(evaluate, trained, files, tmp_path):
     tasks = f"--eval-tasks=lambada={files / 'lambada_test.jsonl'},wikitext={files / 'wiki.test.tokens'}"
     picture, path = tmp_path / "more" / "scores.svg", tmp_path / "results.json"

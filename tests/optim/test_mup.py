@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch.func import functional_call
 
-from helpers import TINY, TINY_FLAGS
+from helpers import TINY, TINY_FLAGS, open_step
+from meshwright.__main__ import main
+from meshwright.errors import BAD_DATA
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.model.positions import Positions
@@ -138,6 +140,21 @@ def parse(words):
 def test_what_cannot_work_is_refused(words, said):
     problems = checks.problems(parse(words))
     assert len(problems) == 1 and said in problems[0], problems
+
+
+def test_a_resumed_run_has_the_same_base(tmp_path, capsys, monkeypatch):
+    """It takes over what the checkpoint says; another base is for --finetune."""
+    monkeypatch.setattr("meshwright.training.run.write_report", lambda folder: None)
+    run = ["train", *TINY_FLAGS, "--eval-iters=0", "--lr-decay-iters=9", "--save", str(tmp_path / "run")]
+    assert main([*run, "--mup-base-hidden-size=8", "--train-iters=2"]) == 0
+    assert main([*run, "--load", str(tmp_path / "run"), "--train-iters=3"]) == 0
+    assert open_step(tmp_path / "run", 3).config["mup_base_hidden_size"] == 8
+    capsys.readouterr()
+    other = ["--mup-base-hidden-size=16", "--load", str(tmp_path / "run"), "--train-iters=4"]
+    assert main([*run, *other]) == BAD_DATA
+    assert "--mup-base-hidden-size 16, the checkpoint has 8" in capsys.readouterr().err
+    assert main([*run[:-1], str(tmp_path / "tuned"), *other, "--finetune"]) == 0
+    assert open_step(tmp_path / "tuned", 4).config["mup_base_hidden_size"] == 16
 
 
 def test_the_twin_has_grown_as_the_run():
