@@ -68,6 +68,7 @@ PARTS = {
     "plain-products": "--add-bias-linear",
     "swiglu": "--squared-relu",
     "own-head": "--no-untie-embeddings-and-output-weights",
+    "one-table": "--untie-embeddings-and-output-weights",
     "zero-init": "--no-zero-init-projections",
     "wide-heads": "--num-attention-heads HEADS",
     "own-rates": "--embedding-lr none --vector-lr none",

@@ -131,6 +131,7 @@ def apply_recipe(name: str, config: TrainConfig, given: Given) -> dict[str, Choi
     if "like" in recipe:
         _follow_preset(draft, recipe["like"], given)
         return draft.choices
+    _choose_head(draft, numbers)
     _choose_length(draft, numbers)
     _choose_tokens(draft)
     _choose_batch(draft, numbers)
@@ -161,6 +162,14 @@ def _choose_width(draft: Draft, depth: int | None, n: Mapping[str, Any]) -> None
     head = next((size for size in (head, n["narrow_head"], 32, 16, 8) if width % size == 0), width)
     reason = f"heads of {head}" + (": fewer and wide ones are faster on a GPU" if head >= 128 else "")
     draft.choose("num_attention_heads", width // head, reason)
+
+
+def _choose_head(draft: Draft, n: Mapping[str, Any]) -> None:
+    is_untied = draft.value("hidden_size") >= n["untie_from"]
+    reason = "a head of its own: 10 % fewer tokens to a loss at 124M"
+    if not is_untied:
+        reason = f"below a width of {n['untie_from']} the token table learns faster as the head: loss 2.43, not 2.53"
+    draft.choose("untie_embeddings_and_output_weights", is_untied, reason)
 
 
 def _choose_length(draft: Draft, n: Mapping[str, Any]) -> None:
