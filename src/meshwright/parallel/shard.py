@@ -52,6 +52,12 @@ def rule(name: str) -> CutRule:
     return next((r for pattern, r in CUTS.items() if re.fullmatch(pattern, name)), CutRule(None, "never"))
 
 
+def is_partial(name: str, tp: int, sequence: bool) -> bool:
+    """Whether the gradient of a parameter must be summed over the tensor ranks."""
+    cut, partial, _ = rule(name)
+    return tp > 1 and cut is None and (partial == "always" or (partial == "sequence" and sequence))
+
+
 def unit(name: str) -> str:
     """Return a parameter's unit of communication: its layer, or a part outside the layers."""
     head = name.split(".")
@@ -86,10 +92,7 @@ class Sharding:
 
     def is_partial(self, name: str) -> bool:
         """Whether the gradient must be summed over the tensor ranks."""
-        cut, partial, _ = rule(name)
-        if self.layout.tp == 1 or cut is not None:
-            return False
-        return partial == "always" or (partial == "sequence" and self.sequence)
+        return is_partial(name, self.layout.tp, self.sequence)
 
     def is_counted(self, name: str) -> bool:
         """Whether this rank's values count in norms and are saved; the others are copies."""

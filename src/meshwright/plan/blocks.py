@@ -6,17 +6,22 @@ It mirrors model/gpt.py and model/fused.py, and training/step.py for the loss.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from meshwright.device import NVIDIA
+from meshwright.model import counts
 from meshwright.model.counts import layer_matrices
 from meshwright.model.kind import block_kind
+from meshwright.parallel import shard
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
+from meshwright.parallel.shard import aligned
 from meshwright.plan.functions import FLOAT, LONG, Formats, Functions, HeadCounts, NormOptions
-from meshwright.plan.parameters import WIDTHS, data_parts, flat_size, shapes_of_layer
-from meshwright.plan.tensors import GraphNode, Memory, Sized, differentiate, recomputed
+from meshwright.plan.parameters import WIDTHS, cut_shape, data_parts, flat_size, shapes_of_layer
+from meshwright.plan.tensors import Allocation, GraphNode, Memory, Sized, differentiate, recomputed
 from meshwright.settings.schema import Model, Precision, TrainConfig
 
 
@@ -28,6 +33,7 @@ class Stage:
     has_embedding: bool = True
     has_head: bool = True
     begin: int = 0  # number of the first layer
+    is_fed_here: bool = False  # the stage before is on the same rank
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class PassSizes:
     micro_batches: int  # of a step, at most 2: the others are as the second
     parts: int  # that ZeRO 2 cuts gradients into as they come, or 1
     is_fused: bool  # blocks are of fused kernels
+    resets_positions: bool  # each sample has positions of its own
     processors: int  # of the device
 
     @property
@@ -80,6 +87,7 @@ def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
         min(2, config.micro_batches(config.global_batch)),
         data_parts(config) if p.zero_stage == 2 else 1,
         block_kind(t, config.model, config.precision, NVIDIA) == "fused",
+        config.data.document_effects[1],
         processors,
     )
 
@@ -87,7 +95,7 @@ def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
 class SizedGPT:
     """A stage's forward passes on one rank."""
 
-    def __init__(self, sizes: PassSizes, stage: Stage, memory: Memory) -> None:
+    def __init__(self, sizes: PassSizes, stage: Stage, memory: Memory, buckets: Buckets | None = None) -> None:
         m = sizes.model
         assert m.hidden_size and m.num_attention_heads
         self.sizes, self.m, self.stage, self.memory = sizes, m, stage, memory
@@ -103,9 +111,9 @@ class SizedGPT:
         self.matrices = {name: widths(shapes[f"{name}.weight"]) for name in layer_matrices(m)}
         heads, groups = m.num_attention_heads // tp // cp, max(1, m.groups // tp // cp)
         self.heads = HeadCounts(self.batch, sizes.length, heads, groups, m.head_dim)
-        self.buckets = Buckets(memory, sizes) if sizes.parts > 1 else None
-        self.layer_size = flat_size(shapes, sizes.parts)
-        self.table_size = flat_size({"": (self.padded, self.hidden)}, sizes.parts)
+        self.buckets = buckets or (Buckets(memory, sizes, stage.layers) if sizes.parts > 1 else None)
+        if self.buckets is not None:
+            self.f.begin = self.buckets.begin
         self.drops, self.centers = m.hidden_dropout > 0, m.normalization == "LayerNorm"
 
     # The whole network
@@ -126,6 +134,7 @@ class SizedGPT:
                 residual, pending = self.run(residual, pending, layers, sites, rotation)
         if not self.stage.has_head:
             return self.join(residual, pending, sites)
+        pending = self.ends(pending, "ln_f")
         if self.sizes.is_fused:
             _, y = self.f.add_norm(residual, pending, self.hidden, self.norm(sites))
         else:
@@ -133,12 +142,12 @@ class SizedGPT:
             y = self.f.converted(self.f.norm(x, self.hidden, self.centers), self.sizes.formats.low)
             del x
         self.memory.kind = "logits"
-        tied = not self.m.untie_embeddings_and_output_weights
-        if self.buckets is not None and not tied:
-            y = marked(y, functools.partial(self.buckets.end, "head"))
+        self.f.unit = "lm_head" if self.m.untie_embeddings_and_output_weights else "wte"
+        # One stage with both ends uses a tied table twice.
+        ends = self.f.unit == "lm_head" or not self.stage.has_embedding
+        y = self.begins(y, "ln_f")
+        y = self.ends(y, self.f.unit) if ends and not self.sizes.splits_backward else y
         logits = self.f.column_parallel(y, (self.padded, self.hidden))
-        if self.buckets is not None:
-            logits = marked(logits, functools.partial(self.buckets.begin, "table" if tied else "head", self.table_size))
         if self.m.final_logit_softcapping:
             logits = self.f.softcap(logits)
         self.memory.kind = "activations"
@@ -146,7 +155,7 @@ class SizedGPT:
 
     def rotation(self) -> list[Sized]:
         """Return the cosines and sines of rotary positions."""
-        half = self.columns * self.m.rotating // 2
+        half = self.columns * self.m.rotating // 2 * (self.batch if self.sizes.resets_positions else 1)
         return [self.memory.new(half, FLOAT) for _ in range(2)] if self.m.position == "rope" else []
 
     def dropout_rows(self) -> Sized | None:
@@ -173,13 +182,13 @@ class SizedGPT:
         """Return the embeddings of the tokens."""
         x = self.rows_of_table() if self.sizes.tp > 1 else self.f.new(self.rows * self.hidden)
         if x.node is None:
-            x.node = GraphNode([], [], lambda gradient: self.give_rows_of_table(self.rows))
+            x.node = GraphNode([], [], lambda gradient: self.give_rows_of_table("wte", self.rows))
         if self.m.embed_layernorm:
-            x = self.f.norm(x, self.hidden, self.centers)
+            x = self.begins(self.f.norm(self.ends(x, "ln_emb"), self.hidden, self.centers), "ln_emb")
         if self.m.position == "learned":
             columns = self.rows if self.sizes.sequence else self.columns
             places = self.f.new(columns * self.hidden)
-            places.node = GraphNode([], [at], lambda gradient: self.give_rows_of_table(columns))
+            places.node = GraphNode([], [at], lambda gradient: self.give_rows_of_table("wpe", columns))
             y = self.f.new(x.elements)
             y.node = GraphNode([x, places], [], self.back_to_places)
             x = y
@@ -199,7 +208,11 @@ class SizedGPT:
 
     def give_table(self, gradient: Sized) -> list[Sized | None]:
         """Give the table a gradient of its own size."""
-        self.f.new(self.padded * self.hidden)
+        table = self.f.new(self.padded * self.hidden)
+        if self.buckets is not None:
+            self.buckets.begin("wte")
+            del table
+            self.buckets.end("wte")
         return []
 
     def join(self, residual: Sized | None, pending: Sized, sites: Sized | None) -> Sized:
@@ -212,23 +225,33 @@ class SizedGPT:
         is_summed = self.batch > 1 and not self.sizes.sequence
         return [gradient, self.f.new(self.columns * self.hidden) if is_summed else gradient]
 
-    def give_rows_of_table(self, rows: int) -> list[Sized | None]:
+    def give_rows_of_table(self, table: str, rows: int) -> list[Sized | None]:
         """Sort the tokens to add their rows to a table's gradient."""
         if self.buckets is not None:
-            self.buckets.begin("table", self.table_size)
+            self.buckets.begin(table)
         order = [self.memory.new(rows, LONG) for _ in range(3)]
         del order
+        if self.buckets is not None:
+            self.buckets.end(table)
         return []
+
+    def begins(self, x: Sized, *units: str) -> Sized:
+        """Return x, whose gradient is followed by those of parameters of these units."""
+        buckets = self.buckets
+        return x if buckets is None else marked(x, lambda: [buckets.begin(unit) for unit in units])
+
+    def ends(self, x: Sized, *units: str) -> Sized:
+        """Return x, whose gradient follows all those of the parameters of these units."""
+        buckets = self.buckets
+        return x if buckets is None else marked(x, lambda: [buckets.end(unit) for unit in units])
 
     def run(
         self, residual: Sized | None, pending: Sized, layers: range, sites: Sized | None, rotation: list[Sized]
     ) -> tuple[Sized | None, Sized]:
         for i in layers:
-            if self.buckets is not None:
-                pending = marked(pending, functools.partial(self.buckets.end, i))
+            self.f.unit = f"h.{i}"
+            pending = pending if self.sizes.splits_backward else self.ends(pending, self.f.unit)
             residual, pending = self.block(i, residual, pending, sites, rotation)
-            if self.buckets is not None:
-                pending = marked(pending, functools.partial(self.buckets.begin, i, self.layer_size))
         return residual, pending
 
     # A layer
@@ -253,10 +276,11 @@ class SizedGPT:
         if is_joint:
             return f.norm_mlp(base, branch, self.norm(sites), fc, proj, m.add_bias_linear)
         x, z = f.add_norm(base, branch, self.hidden, self.norm(sites))
+        z = self.begins(z, f.unit) if self.sizes.splits_backward else z
         u = f.column_parallel(z, fc, is_fp8=is_fp8)
         a = f.activate(u, fc[0], proj[1], m.add_bias_linear)
         del u
-        return z if post_norm else x, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
+        return f.converted(z, x.width) if post_norm else x, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
 
     def plain_block(
         self, i: int, residual: Sized | None, pending: Sized, sites: Sized | None, rotation: list[Sized]
@@ -275,13 +299,14 @@ class SizedGPT:
         del o
         post_norm = m.apply_residual_connection_post_layernorm
         stream = self.join(f.converted(y, x.width) if post_norm else x, branch, sites)
-        del branch, y
+        del branch
         z = f.norm(x if m.use_parallel_residual else stream, h, self.centers)
+        z = self.begins(z, f.unit) if self.sizes.splits_backward else z
         fc, proj = self.matrices["mlp.fc"], self.matrices["mlp.proj"]
         u = f.column_parallel(f.converted(z, low), fc, m.add_bias_linear, is_fp8)
         a = f.activate_plainly(u, m.activation)
         del u
-        return z if post_norm else stream, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
+        return f.converted(z, x.width) if post_norm else stream, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
 
     def enter(
         self, residual: Sized | None, pending: Sized, is_fp8: bool, sites: Sized | None, rotation: list[Sized]
@@ -291,7 +316,7 @@ class SizedGPT:
         x, y = self.f.add_norm(residual, pending, self.hidden, self.norm(sites, adds))
         qkv = self.f.column_parallel(y, self.matrices["attn.qkv"], is_fp8=is_fp8)
         q, k, v = self.f.split_heads(qkv, self.heads, rotation, self.m.qkv_bias)
-        return y if self.m.apply_residual_connection_post_layernorm else x, q, k, v
+        return self.f.converted(y, x.width) if self.m.apply_residual_connection_post_layernorm else x, q, k, v
 
     def enter_fp8(
         self, residual: Sized | None, pending: Sized, is_fp8: bool, sites: Sized | None, rotation: list[Sized]
@@ -322,8 +347,6 @@ class SizedGPT:
         for is_first in (True, False)[: min(self.sizes.micro_batches, 2)]:
             self.f.is_first = is_first
             differentiate([(self.total(self.loss(self.forward())), None)])
-            if self.buckets is not None:
-                self.buckets.end("table")
         self.buckets = None
 
     def passes(self, is_first: bool) -> Iterator[None]:
@@ -335,8 +358,10 @@ class SizedGPT:
             return []
 
         if not self.stage.has_embedding:
-            received = self.f.new(self.rows * self.hidden, self.sizes.formats.stream)
-            received.node = GraphNode([], [], keep)
+            elements, width = self.rows * self.hidden, self.sizes.formats.stream
+            memory = Allocation(self.memory, 0 if self.stage.is_fed_here else elements * width, "activations")
+            received = Sized(memory, elements, width, GraphNode([], [], keep))
+            del memory
         self.f.waiting, self.f.is_first = [] if self.sizes.splits_backward else None, is_first
         output = self.forward(received)
         output = self.total(self.loss(output)) if self.stage.has_head else output
@@ -345,13 +370,18 @@ class SizedGPT:
         differentiate([(output, gradient)])
         del output, gradient, received
         arrived.clear()
-        if self.buckets is not None:
-            self.buckets.clear()
         yield
-        for _ in range(len(self.f.waiting or ())):
-            self.f.give_product(1, 1)
+        self.compute_deferred()
+        yield
+
+    def compute_deferred(self) -> None:
+        """Compute the gradients of weights; those of a unit come one after the other."""
+        for unit, products in itertools.groupby(self.f.waiting or (), key=lambda product: product.unit):
+            for product in products:
+                self.f.give_product(*product.matrix, unit)
+            if self.buckets is not None:
+                self.buckets.end(unit)
         self.f.waiting = None
-        yield
 
     def total(self, losses: Sized) -> Sized:
         """Return the sum of the losses."""
@@ -366,31 +396,42 @@ def widths(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 class Buckets:
-    """Gradients of ZeRO 2: a unit's, in full until its sum over the ranks has ended."""
+    """Gradients of ZeRO 2, as parallel/flat.py has them: a unit's, in full until its sum over the ranks has ended."""
 
-    def __init__(self, memory: Memory, sizes: PassSizes) -> None:
+    def __init__(self, memory: Memory, sizes: PassSizes, layers: int) -> None:
+        """`layers`: of all stages of the rank."""
         self.memory, self.width, self.parts = memory, sizes.formats.full, sizes.parts
-        self.filling: dict[int | str, Sized] = {}
-        self.summing: list[tuple[Sized, Sized]] = []
+        self.filling: dict[str, Sized] = {}
+        self.sums: dict[str, list[tuple[Sized, Sized]]] = {}  # by unit: the full gradients, and the rank's part of them
+        self.pending: list[str] = []
+        self.sizes, m = Counter[str](), sizes.model
+        layer = {f"h.0.{name}": shape for name, shape in shapes_of_layer(m, sizes.tp).items()}
+        outer = counts.outer_shapes(m, sizes.padded, m.max_position_embeddings or sizes.length)
+        for name, shape in layer.items() | {(name, cut_shape(name, shape, sizes.tp)) for name, shape in outer.items()}:
+            unit, size = shard.unit(name), flat_size({name: shape}, 1)
+            if shard.is_partial(name, sizes.tp, sizes.sequence):
+                unit, size = "partial", size * (layers if unit == "h.0" else 1)
+            self.sizes[unit] += size
 
-    def begin(self, unit: int | str, size: int) -> None:
-        """Allocate the gradients of a unit before its first one comes."""
-        if unit not in self.filling:
-            self.filling[unit] = self.memory.new(size, self.width, "gradients")
+    def begin(self, unit: str) -> None:
+        """Allocate the gradients of a unit before its first one comes, and of those that are summed last."""
+        for name in ("partial", unit):
+            size = self.sizes["h.0" if name.startswith("h.") else name]
+            if size and name not in self.filling:
+                self.filling[name] = self.memory.new(aligned(size, self.parts), self.width, "gradients")
 
-    def end(self, unit: int | str) -> None:
+    def end(self, unit: str) -> None:
         """Start to sum a unit's gradients; two sums are in progress at most."""
         if unit in self.filling:
             full = self.filling.pop(unit)
-            self.summing.append((full, self.memory.new(full.elements // self.parts, self.width, "gradients")))
-            del self.summing[:-2]
+            part = self.memory.new(full.elements // self.parts, self.width, "gradients")
+            self.pending.append(unit)
+            if len(self.pending) > 2:
+                self.sums.pop(self.pending.pop(0), None)
+            self.sums.setdefault(unit, []).append((full, part))
 
-    def clear(self) -> None:
-        self.filling.clear()
-        self.summing.clear()
 
-
-def marked(x: Sized, arrive: Callable[[], None]) -> Sized:
+def marked(x: Sized, arrive: Callable[[], object]) -> Sized:
     """Return x, and call `arrive` when its gradient has come."""
 
     def backward(gradient: Sized) -> list[Sized | None]:

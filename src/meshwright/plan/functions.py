@@ -49,6 +49,15 @@ class NormOptions(NamedTuple):
     sites: Sized | None  # the hashes of dropout, if there is any
 
 
+class DeferredProduct(NamedTuple):
+    """The gradient of a weight, which a pipeline computes later."""
+
+    matrix: Matrix
+    unit: str
+    gradient: Sized
+    x: Sized
+
+
 class Functions:
     """The functions of one rank's part of a model."""
 
@@ -57,37 +66,44 @@ class Functions:
         self.sequence = sequence and tp > 1
         self.cp, self.recomputes_attention, self.drops_attention = cp, False, False
         self.is_first = True  # micro-batch of a step
-        self.waiting: list[tuple[Sized, Sized]] | None = None  # weight gradients that a pipeline defers
+        self.unit = ""  # of the parameters that are used next
+        self.begin: Callable[[str], None] = lambda unit: None  # called before a unit's gradients are added to
+        self.waiting: list[DeferredProduct] | None = None  # weight gradients that a pipeline computes later
 
     def new(self, elements: int, width: int | None = None) -> Sized:
         return self.memory.new(elements, self.formats.low if width is None else width)
 
     # Products
 
-    def give_product(self, outputs: int, inputs: int) -> None:
+    def give_product(self, outputs: int, inputs: int, unit: str) -> None:
         """Add a weight's gradient to its total, which a 16-bit product is written to directly."""
+        self.begin(unit)
         if self.formats.low > 2:
             self.new(outputs * inputs)
 
-    def give_rows(self, gradient: Sized, columns: int, has_bias: bool) -> None:
+    def give_rows(self, gradient: Sized, columns: int, has_bias: bool, unit: str) -> None:
         """Give a bias the sum of a gradient's rows."""
         if has_bias and gradient.sums is None:
             count = gradient.elements // columns
             rows = grid.summed_rows(count, grid.sum_slab(count, columns, self.processors))
-            self.new(rows * columns, self.formats.full)
+            sums = self.new(rows * columns, self.formats.full)
+            self.begin(unit)
+            del sums
+        elif has_bias:
+            self.begin(unit)
 
     def linear(self, x: Sized, matrix: Matrix, has_bias: bool = False) -> Sized:
         """Return x @ W^T; `has_bias`: a bias gets its gradient here."""
         outputs, inputs = matrix
-        y, needs_gradient = self.new(x.elements // inputs * outputs), x.node is not None
+        y, needs_gradient, unit = self.new(x.elements // inputs * outputs), x.node is not None, self.unit
 
         def backward(saved: list[Sized], gradient: Sized) -> list[Sized | None]:
             of_x = self.new(gradient.elements // outputs * inputs) if needs_gradient else None
             if self.waiting is None:
-                self.give_product(outputs, inputs)
+                self.give_product(outputs, inputs, unit)
             else:
-                self.waiting.append((gradient.view(), saved[0]))  # without its sums
-            self.give_rows(gradient, outputs, has_bias)
+                self.waiting.append(DeferredProduct(matrix, unit, gradient.view(), saved[0]))  # without its sums
+            self.give_rows(gradient, outputs, has_bias, unit)
             return [of_x]
 
         y.node = GraphNode([x], [x.view()], backward, takes_saved=True)
@@ -95,7 +111,7 @@ class Functions:
 
     def column_parallel(self, x: Sized, matrix: Matrix, has_bias: bool = False, is_fp8: bool = False) -> Sized:
         """Multiply as a layer's first products and the head do: a rank has some of the outputs."""
-        outputs, inputs = matrix
+        (outputs, inputs), unit = matrix, self.unit
         linear = self.fp8_linear if is_fp8 else self.linear
         if self.tp == 1:
             return linear(x, matrix, has_bias)
@@ -112,8 +128,8 @@ class Functions:
             partial = self.new(inner)
             back = self.new(inner // times)
             del partial
-            self.give_rows(gradient, outputs, has_bias)
-            self.give_product(outputs, inputs)
+            self.give_rows(gradient, outputs, has_bias, unit)
+            self.give_product(outputs, inputs, unit)
             del rows
             return [back]
 
@@ -122,7 +138,7 @@ class Functions:
 
     def row_parallel(self, x: Sized, matrix: Matrix, has_bias: bool = False, is_fp8: bool = False) -> Sized:
         """Multiply as a layer's second products do: partial sums, added up before the bias."""
-        outputs, inputs = matrix
+        (outputs, inputs), unit = matrix, self.unit
         linear = self.fp8_linear if is_fp8 else self.linear
         if self.tp == 1:
             return linear(x, matrix, has_bias)
@@ -135,7 +151,7 @@ class Functions:
         def backward(gradient: Sized) -> list[Sized | None]:
             rows = self.new(gradient.elements * self.tp)
             back = self.new(rows.elements // outputs * inputs)
-            self.give_product(outputs, inputs)
+            self.give_product(outputs, inputs, unit)
             return [back]
 
         y.node = GraphNode([x], [x.view()], backward)
@@ -162,10 +178,10 @@ class Functions:
     def add_bias(self, x: Sized, columns: int, has_bias: bool) -> Sized:
         if not has_bias:
             return x
-        y = self.new(x.elements, x.width)
+        y, unit = self.new(x.elements, x.width), self.unit
 
         def backward(gradient: Sized) -> list[Sized | None]:
-            self.give_rows(gradient, columns, True)
+            self.give_rows(gradient, columns, True, unit)
             return [gradient]
 
         y.node = GraphNode([x], [], backward)
@@ -221,11 +237,11 @@ class Functions:
             if normed:
                 part = self.norm(part, d, centers)
             if rotation:
-                part = self.rotated(part)
+                part = self.rotated(part, rotation)
             out.append(part)
         return out[0], out[1], v
 
-    def rotated(self, x: Sized) -> Sized:
+    def rotated(self, x: Sized, rotation: list[Sized]) -> Sized:
         """Rotate halves of heads in float32."""
         half, elements = x.elements // 2, x.elements
         parts = []
@@ -244,7 +260,7 @@ class Functions:
             del wide
             return [of_x]
 
-        y.node = GraphNode([x], [], backward)
+        y.node = GraphNode([x], rotation, backward)
         return y
 
     def activate_plainly(self, u: Sized, kind: str) -> Sized:
@@ -475,8 +491,9 @@ class Functions:
         transposed = self.new(columns * -(-rows // 16) * 16, 1)
         return self.new(x.elements, 1), transposed
 
-    def give_fp8_product(self, outputs: int, inputs: int) -> None:
+    def give_fp8_product(self, outputs: int, inputs: int, unit: str) -> None:
         """Add a weight's gradient to its total: a step's first one is written there."""
+        self.begin(unit)
         if not self.is_first:
             self.new(outputs * inputs, FLOAT)
 
@@ -485,14 +502,14 @@ class Functions:
         outputs, inputs = matrix
         rows = x.elements // inputs
         q, transposed = self.cast(x, inputs)
-        y = self.new(rows * outputs)
+        y, unit = self.new(rows * outputs), self.unit
         del q
 
         def backward(gradient: Sized) -> list[Sized | None]:
             q = self.cast(gradient, outputs)
             back = self.new(rows * inputs)
-            self.give_fp8_product(outputs, inputs)
-            self.give_rows(gradient, outputs, has_bias)
+            self.give_fp8_product(outputs, inputs, unit)
+            self.give_rows(gradient, outputs, has_bias, unit)
             del q
             return [back]
 
@@ -512,7 +529,7 @@ class Functions:
         """Return x, q, k and v: a norm, a product in fp8 and the split into heads."""
         outputs, columns = product
         x, qkv, saved = self.norm_product(residual, pending, norm, product)
-        differentiate_norm = self.norm_backward(residual, pending, columns, norm.sites is not None)
+        differentiate_norm, unit = self.norm_backward(residual, pending, columns, norm.sites is not None), self.unit
         tokens, d = qkv.elements // sizes.columns, sizes.dim
         q, k, v = qkv, qkv, qkv
         if 1 < sizes.groups < sizes.heads:
@@ -528,7 +545,7 @@ class Functions:
             q = self.cast(packed, outputs)
             del packed
             dy = self.new(tokens * columns)
-            self.give_fp8_product(outputs, columns)
+            self.give_fp8_product(outputs, columns, unit)
             out = differentiate_norm(dx, dy)
             del q, dy
             return out
@@ -559,7 +576,7 @@ class Functions:
         """Return x and the MLP's output: a norm, two products in fp8 and the activation between."""
         (wide, columns), (outputs, inner) = first, second
         x, u, saved = self.norm_product(residual, pending, norm, first)
-        differentiate_norm = self.norm_backward(residual, pending, columns, norm.sites is not None)
+        differentiate_norm, unit = self.norm_backward(residual, pending, columns, norm.sites is not None), self.unit
         rows = pending.elements // columns
         a = self.new(rows * inner)
         q, transposed = self.cast(a, inner)
@@ -569,16 +586,16 @@ class Functions:
 
         def backward(dx: Sized | None, gradient: Sized) -> list[Sized | None]:
             q = self.cast(gradient, outputs)
-            self.give_rows(gradient, outputs, has_bias)
+            self.give_rows(gradient, outputs, has_bias, unit)
             da = self.new(rows * inner)
-            self.give_fp8_product(outputs, inner)
+            self.give_fp8_product(outputs, inner, unit)
             du = self.new(rows * wide)
             if has_bias:
                 self.new(grid.cdiv(rows, grid.activation_rows(rows)) * wide, FLOAT)
             again = self.cast(du, wide)
             del du, q
             dy = self.new(rows * columns)
-            self.give_fp8_product(wide, columns)
+            self.give_fp8_product(wide, columns, unit)
             out = differentiate_norm(dx, dy)
             del again, dy, da
             return out

@@ -11,8 +11,8 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from meshwright.device import NVIDIA
@@ -22,7 +22,7 @@ from meshwright.optim.rule_table import state_bytes as bytes_of_moment
 from meshwright.parallel.pipeline_schedule import Op, ScheduleName, schedule, stages_of
 from meshwright.parallel.shard import aligned
 from meshwright.plan.allocator import LEAST, CachingAllocator
-from meshwright.plan.blocks import PassSizes, SizedGPT, Stage, sizes_of
+from meshwright.plan.blocks import Buckets, PassSizes, SizedGPT, Stage, sizes_of
 from meshwright.plan.graph_rule import reason_against
 from meshwright.plan.parameters import (
     WIDTHS,
@@ -181,10 +181,28 @@ def own_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
     """Return the stages of a pipeline rank."""
     p, ends = config.parallel, len(config.stages) - 1
     own = stages_of(p.pipeline_schedule, pipeline_rank, p.pipeline_model_parallel_size, config.chunks)
-    return [Stage(config.stages[s], s == 0, s == ends, sum(config.stages[:s])) for s in own]
+    return [Stage(config.stages[s], s == 0, s == ends, sum(config.stages[:s]), s - 1 in own) for s in own]
 
 
 # What a step allocates
+
+
+def run_schedule(config: TrainConfig, sizes: PassSizes, stages: list[Stage], pipeline_rank: int) -> Memory:
+    """Return the memory after a rank's passes in the order of its schedule.
+
+    ZeRO 2 needs all of them at once: a pass frees gradients of the one before.
+    """
+    p, memory = config.parallel, Memory()
+    pp = p.pipeline_model_parallel_size
+    buckets = Buckets(memory, sizes, sum(stage.layers for stage in stages))
+    count, running = min(config.micro_batches(config.global_batch), 2 * pp), dict[tuple[int, int], Iterator[None]]()
+    for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
+        if op == "F":
+            running[chunk, i] = SizedGPT(sizes, stages[chunk], memory, buckets).passes(is_first=not i)
+        next(running[chunk, i])
+        if op in ("B", "W"):
+            del running[chunk, i]
+    return memory
 
 
 class PassMemory(NamedTuple):
@@ -203,9 +221,12 @@ def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int, layers: int
     """
     p, sizes = config.parallel, sizes_of(config, padded, PROCESSORS)
     pp, stages = p.pipeline_model_parallel_size, own_stages(config, pipeline_rank)
+    if sizes.parts > 1 and pp > 1 and layers is None:
+        memory = run_schedule(config, sizes, stages, pipeline_rank)
+        return kinds_of(memory.events[: memory.peak_at])
     begins = config.precision.first_last_layers_bf16  # otherwise the places of layers do not matter
     stages = [
-        Stage(layers or stage.layers, stage.has_embedding, stage.has_head, stage.begin * begins) for stage in stages
+        replace(stage, layers=layers or stage.layers, begin=stage.begin * begins) for stage in stages
     ]
     if pp == 1:
         return measure_step(sizes, stages[0])
@@ -310,6 +331,8 @@ def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Ev
         memory = Memory()
         SizedGPT(sizes, stages[0], memory).run_step()
         return memory.events
+    if sizes.parts > 1:
+        return run_schedule(config, sizes, stages, pipeline_rank).events
     recorded = [[record_passes(sizes, stage, is_first) for is_first in (False, True)] for stage in stages]
     most = 1 + max(key for each in recorded for passes in each for events in passes.values() for key, _, _ in events)
     count, out = min(config.micro_batches(config.global_batch), 2 * pp), list[Event]()
