@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from meshwright.optim.mup import factors_of
@@ -117,3 +118,24 @@ def muon_flops(short: int, long: int, steps: int) -> float:
         return steps * (4.0 * short**2 * long + 2 * short**3)
     stages = [min(MUON_STAGE, steps - first) for first in range(0, steps, MUON_STAGE)]
     return sum(4.0 * short**2 * long + 2 * (4 * stage - 3) * short**3 for stage in stages)
+
+
+def assign(costs: dict[int, float], loads: list[float]) -> dict[int, int]:
+    """Give each number to the rank with the least load so far, the costliest first."""
+    out = {}
+    for i in sorted(costs, key=lambda i: (-costs[i], i)):
+        rank = out[i] = min(range(len(loads)), key=loads.__getitem__)
+        loads[rank] += costs[i]
+    return out
+
+
+def packed(numbers: Iterable[int], sizes: list[int], limit: int) -> list[list[int]]:
+    """Return the numbers in lists whose sizes add up to at most `limit`, unless it is one."""
+    out, total = list[list[int]](), 0
+    for i in numbers:
+        if not out or total + sizes[i] > limit:
+            out.append([])
+            total = 0
+        out[-1].append(i)
+        total += sizes[i]
+    return out

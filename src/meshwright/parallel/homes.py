@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from meshwright.optim.muon import Stacks
-from meshwright.optim.rule_table import MUON_CHUNK, MatrixForm
+from meshwright.optim.rule_table import MUON_CHUNK, MatrixForm, assign, packed
 from meshwright.parallel import comm, shard
 
 if TYPE_CHECKING:
@@ -179,27 +179,6 @@ class Homes:
                 box = tuple(slice(at, at + n) for at, n in zip(offsets, sizes, strict=True))
                 yield own[i][box], flat[begin : begin + math.prod(sizes)].view(sizes)
                 begin += math.prod(sizes)
-
-
-def assign(costs: dict[int, float], loads: list[float]) -> dict[int, int]:
-    """Give each number to the rank with the least load so far, the costliest first."""
-    out = {}
-    for i in sorted(costs, key=lambda i: (-costs[i], i)):
-        rank = out[i] = min(range(len(loads)), key=loads.__getitem__)
-        loads[rank] += costs[i]
-    return out
-
-
-def packed(numbers: Iterable[int], sizes: list[int], limit: int) -> list[list[int]]:
-    """Return the numbers in lists whose sizes add up to at most `limit`, unless it is one."""
-    out, total = list[list[int]](), 0
-    for i in numbers:
-        if not out or total + sizes[i] > limit:
-            out.append([])
-            total = 0
-        out[-1].append(i)
-        total += sizes[i]
-    return out
 
 
 def elements(boxes: list[shard.Box]) -> int:

@@ -5,7 +5,6 @@ It mirrors model/gpt.py and model/fused.py, and training/step.py for the loss.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter
@@ -396,7 +395,7 @@ def widths(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 class Buckets:
-    """Gradients of ZeRO 2, as parallel/flat.py has them: a unit's, in full until its sum over the ranks has ended."""
+    """Gradients of ZeRO 2, as in parallel/flat.py: a unit's, in full until its sum has ended."""
 
     def __init__(self, memory: Memory, sizes: PassSizes, layers: int) -> None:
         """`layers`: of all stages of the rank."""
@@ -414,7 +413,10 @@ class Buckets:
             self.sizes[unit] += size
 
     def begin(self, unit: str) -> None:
-        """Allocate the gradients of a unit before its first one comes, and of those that are summed last."""
+        """Allocate the gradients of a unit before its first one comes.
+
+        With those of the first unit come those that are summed last.
+        """
         for name in ("partial", unit):
             size = self.sizes["h.0" if name.startswith("h.") else name]
             if size and name not in self.filling:

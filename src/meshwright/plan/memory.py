@@ -225,9 +225,7 @@ def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int, layers: int
         memory = run_schedule(config, sizes, stages, pipeline_rank)
         return kinds_of(memory.events[: memory.peak_at])
     begins = config.precision.first_last_layers_bf16  # otherwise the places of layers do not matter
-    stages = [
-        replace(stage, layers=layers or stage.layers, begin=stage.begin * begins) for stage in stages
-    ]
+    stages = [replace(stage, layers=layers or stage.layers, begin=stage.begin * begins) for stage in stages]
     if pp == 1:
         return measure_step(sizes, stages[0])
     count = min(config.micro_batches(config.global_batch), 4 * pp)

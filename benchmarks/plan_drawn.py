@@ -1,0 +1,52 @@
+"""Compare predicted memory with the accounting of real steps, for settings drawn at random.
+
+    python benchmarks/plan_drawn.py [--seed 28] [--cases 240]
+
+Needs no device: tests/plan/accounting.py runs the program's own steps on torch's meta device. Each
+case is a line: the error of the peak, the counted bytes, the pipeline rank and the flags.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+from pathlib import Path
+
+from common import describe_machine, new_parser
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plan"))
+from accounting import PADDED, account, config_of
+from drawn import draw
+
+from meshwright.plan import memory
+
+
+class Gpu:
+    kind, context_bytes = "cuda", 10**9
+
+
+def main() -> None:
+    parser = new_parser(__doc__)
+    parser.add_argument("--seed", type=int, default=28)
+    parser.add_argument("--cases", type=int, default=240)
+    given = parser.parse_args()
+    rng, errors = random.Random(given.seed), list[float]()
+    print(describe_machine("torch"))
+    for _ in range(given.cases):
+        words, rank = draw(rng)
+        config = config_of(*words)
+        _, peak = account(config, rank)
+        predicted = memory.memory_of_rank(config, PADDED, rank, Gpu()).allocated - sum(memory.WORKSPACES)
+        errors.append(predicted / peak - 1)
+        print(f"{errors[-1]:+.3%} {peak:,} rank {rank} {' '.join(words)}", flush=True)
+    sizes = sorted(map(abs, errors))
+    beyond = sum(size > 0.005 for size in sizes)
+    print(
+        f"{len(sizes)} cases: median {statistics.median(sizes):.4%}, 95 of 100 within"
+        f" {sizes[int(0.95 * len(sizes))]:.3%}, largest {sizes[-1]:.2%}; {beyond} beyond 0.5 %"
+    )
+
+
+if __name__ == "__main__":
+    main()
