@@ -155,6 +155,14 @@ A, TRAIN, VALID = {"data_path": ["a"]}, "train_weighted_split_paths", "valid_wei
             {**A, "blend_change_at": "now", "dataloader_type": "cyclic"},
             "--blend-change-at with --dataloader-type cyclic",
         ),
+        ({**A, "blend_stages": ["50% a"]}, "'50% a' is not of the form BEGIN: WEIGHT PREFIX"),
+        ({**A, "blend_stages": ["0: a"]}, "'0: a' does not begin after the blend before it"),
+        ({**A, "blend_stages": ["9: a", "8: a"]}, "'8: a' does not begin after the blend before it"),
+        ({**A, "blend_stages": ["120%: a"]}, "begins at 120 %; give a whole number, or less than 100 %"),
+        ({**A, "blend_stages": ["5: a b"]}, "'5: a b' has no weights"),
+        ({**A, "blend_stages": ["5: 1 a 1 a"]}, "names a prefix twice"),
+        ({**A, "blend_stages": ["5: 1 z"]}, "--blend-stages: z is not one of --data-path"),
+        ({**A, "blend_stages": ["5: 1 a"], "blend_change_at": "now"}, "--blend-stages with --blend-change-at"),
     ],
 )
 def test_wrong_flags_are_refused(files, given, words):
@@ -383,6 +391,40 @@ def test_a_run_with_two_changes_and_interruptions(files):
         assert [s for s in got if s[0] // 10_000 == n] == [sample_of(order[k]) for k in range(used[name])]
     again, _, _, _ = run_of(100, 50, 200, earlier, data_path=three)  # from an earlier step, without a flag
     assert again == wanted[50:]
+
+
+STAGES = {"data_path": ["0.7", "p0", "0.3", "p1", "0", "p2"], "blend_stages": ["40%: 0.5 p1 0.5 p2", "70: 1 p0"]}
+
+
+@pytest.mark.flag("blend_stages")
+def test_stages_are_blends_from_their_samples_on(files):
+    """Any interruption, also within a stage, gives the same samples as none."""
+    parts = [(40, {"p0": 0.7, "p1": 0.3}), (30, {"p1": 0.5, "p2": 0.5}), (30, {"p0": 1.0})]
+    needs = {"p0": samples_needed(40, 0.7) + samples_needed(30, 1.0), "p2": samples_needed(30, 0.5)}
+    needs["p1"] = samples_needed(40, 0.3) + samples_needed(30, 0.5)
+    wanted, used = by_hand(files, parts, needs)
+    got, state, data, lines = run_of(50, 0, 55, None, **STAGES)
+    assert got == wanted[:55] and [phase.begin for phase in state.blends] == [0, 40, 70]
+    assert any("blend from sample 40 on: 0.5 p1, 0.5 p2" in line for line in lines)
+    for begin in (0, 40, 55, 70, 83):
+        more, again, data, _ = run_of(50, begin, 100, state, **STAGES)
+        assert more == wanted[begin:] and again == state
+    assert data.count_used(100) == used
+    in_tokens = STAGES | {"blend_stages": [f"{40 * SEQ} tokens: 0.5 p1 0.5 p2", "70 samples: p0"]}
+    assert run_of(50, 55, 100, state, **in_tokens)[0] == wanted[55:]
+
+
+def test_other_stages_than_before_are_refused(files):
+    _, state, _, _ = run_of(50, 0, 50, None, **STAGES)
+    for stages in (STAGES["blend_stages"][:1], ["40: 0.6 p1 0.4 p2", "70: p0"], ["50%: 0.5 p1 0.5 p2", "70: p0"]):
+        message = error_of(lambda stages=stages: run_of(50, 50, 60, state, **STAGES | {"blend_stages": stages}), USAGE)
+        assert "the stages are not the checkpoint's" in message and "blend from sample 40 on" in message
+    longer = STAGES | {"blend_stages": ["40: 0.5 p1 0.5 p2", "70: p0"]}
+    assert run_of(90, 50, 100, state, **longer)[0] == run_of(50, 50, 100, state, **STAGES)[0]
+    changed = {"data_path": ["1", "p1", "3", "p2"], "blend_change_at": "60"}
+    assert [phase.begin for phase in run_of(50, 50, 100, state, **changed)[1].blends] == [0, 40, 60]
+    message = error_of(lambda: run_of(50, 0, 9, None, **STAGES | {"blend_stages": ["80: p0", "70%: p1"]}), USAGE)
+    assert "the stage from 70% on begins at sample 70, the blend before it at 80" in message
 
 
 def test_further_epochs_follow_in_full(files):

@@ -112,7 +112,7 @@ def continue_datasets(
             if spec.key != spec.paths.split:
                 out.pop(spec.paths.split, None)
             if spec.key == "train":
-                history = continue_history(past, parts, spec.samples, consumed, d.blend_change_at)
+                history = continue_history(past, parts, spec.samples, consumed, d)
                 out["train"] = build_train(config, spec, parts, history, consumed, vocab_size)
             else:
                 out[spec.key] = build_set(config, spec, parts)

@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.console import remark
-from meshwright.data.blend import samples_needed
+from meshwright.console import notice, remark
+from meshwright.data.blend import normalise, samples_needed
 from meshwright.data.files.indexed import fingerprint
 from meshwright.data.sets import SetPart
 from meshwright.errors import USAGE, UserError
+from meshwright.settings.grammar import blend_stages
+from meshwright.settings.schema import Data
 from meshwright.storage.addresses import shown
 
 
@@ -81,23 +83,49 @@ def unique_names(parts: Sequence[SetPart]) -> list[str]:
     return [name if count == 1 else f"{name}#{count}" for name, count in zip(names, counts, strict=True)]
 
 
-def begin_history(parts: Sequence[SetPart]) -> BlendHistory:
-    names = unique_names(parts)
+def begin_history(parts: Sequence[SetPart], size: int, d: Data) -> BlendHistory:
+    """Return the blends that the flags give a run of `size` samples."""
+    named = dict(zip(unique_names(parts), parts, strict=True))
+    phases = [BlendPhase(0, tuple((name, part.share) for name, part in named.items() if part.share))]
+    for stage in blend_stages(d.blend_stages):
+        begin = stage.first_sample(size, d.seq_length or 1)
+        if begin <= phases[-1].begin:
+            raise UserError(
+                f"--blend-stages: the stage from {stage} on begins at sample {begin}, the blend before it at "
+                f"{phases[-1].begin}; give stages in their order"
+            )
+        weights = [(name, weight) for name, part in named.items() if (weight := stage.weights.get(part.source.prefix))]
+        if not weights:
+            raise UserError(f"--blend-stages: no data set of the stage from {stage} on has documents for training")
+        shares = normalise([weight for _, weight in weights])
+        phases.append(BlendPhase(begin, tuple((name, share) for (name, _), share in zip(weights, shares, strict=True))))
+    needed = dict.fromkeys(named, 0)
+    ends = [min(phase.begin, size) for phase in phases[1:]] + [size]
+    for phase, end in zip(phases, ends, strict=True):
+        for name, share in phase.shares:
+            needed[name] += samples_needed(max(end - phase.begin, 0), share)
     sources = {
-        name: BlendSource(shown(p.prefix), (p.documents.start, p.documents.stop), p.source.weight, p.samples)
-        for name, p in zip(names, parts, strict=True)
+        name: BlendSource(
+            shown(p.prefix),
+            (p.documents.start, p.documents.stop),
+            p.source.weight,
+            p.samples if len(phases) == 1 else max(1, needed[name]),
+        )
+        for name, p in named.items()
     }
-    return BlendHistory(sources, (BlendPhase(0, tuple((n, p.share) for n, p in zip(names, parts, strict=True))),))
+    return BlendHistory(sources, tuple(phases))
 
 
 def continue_history(
-    past: BlendHistory | None, parts: Sequence[SetPart], size: int, consumed: int, change_at: str | None
+    past: BlendHistory | None, parts: Sequence[SetPart], size: int, consumed: int, d: Data
 ) -> BlendHistory:
     """Return the history with which a run of `size` samples continues.
 
     Another blend than the checkpoint's is refused, unless --blend-change-at gives its first sample.
     """
-    now = begin_history(parts)
+    now, change_at = begin_history(parts, size, d), d.blend_change_at
+    if d.blend_stages:
+        return continue_stages(past, now, size, consumed)
     if past is None:
         if consumed and change_at is not None:
             raise UserError(
@@ -118,6 +146,33 @@ def continue_history(
     if change_at is None:
         raise UserError(explain_refusal(past, now, consumed))
     return change_blend(past, now, size, consumed, consumed if change_at == "now" else int(change_at))
+
+
+def continue_stages(past: BlendHistory | None, now: BlendHistory, size: int, consumed: int) -> BlendHistory:
+    """Return the history of a run with --blend-stages, which begins with them or has had them before."""
+    for phase in now.blends:
+        if phase.begin >= size:
+            notice(f"--blend-stages: the stage from sample {phase.begin} on is not reached; the run has {size} samples")
+    if past is None:
+        if consumed:
+            raise UserError(
+                "--blend-stages: the checkpoint remembers no blend; leave the flag out, and the run continues with the "
+                "blend given, from the same sample number on"
+            )
+        for line in now.lines():
+            remark(f" > {line}")
+        return now
+    pairs = list(zip(past.blends, now.blends, strict=False))
+    if len(past.blends) != len(now.blends) or not all(a.begin == b.begin and is_same_blend(a, b) for a, b in pairs):
+        raise UserError(
+            f"--blend-stages: the stages are not the checkpoint's: {'; '.join(past.lines())}; now: "
+            f"{'; '.join(now.lines())}. Give the same ones (with BEGIN as a sample if the run's length has changed), or "
+            "leave the flag out and give one blend with --blend-change-at"
+        )
+    for name, source in now.sources.items():
+        require_same_documents(past.sources[name], source)
+    kept = {name: replace(source, prefix=now.sources[name].prefix) for name, source in past.sources.items()}
+    return BlendHistory(kept, past.blends)
 
 
 def is_same_blend(a: BlendPhase, b: BlendPhase) -> bool:

@@ -13,7 +13,7 @@ from meshwright.data.packing import pack_files
 from meshwright.data.samples import split_bounds
 from meshwright.errors import UserError, bad_data
 from meshwright.settings.data_paths import SPLITS, PathSet, TokenFiles, path_sets, path_settings
-from meshwright.settings.grammar import split_shares
+from meshwright.settings.grammar import blend_stages, split_shares
 from meshwright.settings.schema import Data, TrainConfig
 
 
@@ -87,6 +87,9 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
     weighed: list[tuple[float, SetPart]] = []
     total_documents = used_documents = 0
     flag = f"--split {d.split}" if paths.divided else paths.flag
+    later = (
+        {prefix for stage in blend_stages(d.blend_stages) for prefix in stage.weights} if spec.key == "train" else ()
+    )
     for source in paths.sources:
         indexed = open_files(source.prefix)
         documents = document_range(d, paths, source, len(indexed))
@@ -95,7 +98,7 @@ def find_parts(config: TrainConfig, spec: SetSpec, open_files: Callable[[str], I
         weight = float(tokens) if source.weight is None else source.weight
         if not tokens:
             why = f"of {len(indexed)} documents is empty"
-        elif not weight:
+        elif not weight and source.prefix not in later:
             why = "has the weight 0"
         elif spec.in_full and tokens <= d.seq_length and d.packing == "stream":
             why = f"has {tokens} tokens, less than one sample of {d.seq_length} + 1"

@@ -6,7 +6,7 @@ import math
 import re
 
 from meshwright.settings import data_paths
-from meshwright.settings.grammar import skipped, split_shares
+from meshwright.settings.grammar import blend_stages, skipped, split_shares
 from meshwright.settings.schema import Data
 
 
@@ -29,11 +29,38 @@ def data_problems(d: Data, needed: bool) -> list[str]:
         out.append(f"--blend-change-at {at!r} is neither a sample number nor now")
     if at is not None and d.dataloader_type == "cyclic":
         out.append("--blend-change-at with --dataloader-type cyclic, which reshuffles all samples; give single")
+    out += stage_problems(d)
     try:
         skipped(d.skip_train_iteration_range)
     except ValueError as error:
         out.append(f"--skip-train-iteration-range: {error}")
     return out + split_problems(d.split)
+
+
+def stage_problems(d: Data) -> list[str]:
+    """Say what is wrong with --blend-stages."""
+    if not d.blend_stages:
+        return []
+    others = {
+        "--blend-change-at": d.blend_change_at is not None,
+        "--mock-data": d.mock_data,
+        "--dataloader-type cyclic": d.dataloader_type == "cyclic",
+    }
+    out = [f"--blend-stages with {flag}; leave one of them out" for flag, is_given in others.items() if is_given]
+    try:
+        stages = blend_stages(d.blend_stages)
+        train = next((one for one in data_paths.path_sets(d) if one.split == "train"), None)
+    except ValueError as error:
+        return [*out, f"--blend-stages: {error}"]
+    known = [source.prefix for source in train.sources] if train else []
+    for prefix in dict.fromkeys(prefix for stage in stages for prefix in stage.weights):
+        if known.count(prefix) != 1 and not d.mock_data:
+            flag = train.flag if train else "--data-path"
+            why = "is not one of" if prefix not in known else "names several ranges of"
+            out.append(
+                f"--blend-stages: {prefix} {why} {flag}; give each prefix there once, with weight 0 until its stage"
+            )
+    return out
 
 
 def split_problems(split: str) -> list[str]:

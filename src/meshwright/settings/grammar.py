@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import re
+from typing import NamedTuple
 
 from meshwright.settings.lazy_config import read_expression
 
@@ -55,6 +56,46 @@ def skipped(ranges: list[str]) -> list[tuple[int, int]]:
     for (_, end), (begin, _) in zip(out, out[1:], strict=False):
         if begin <= end:
             raise ValueError(f"the ranges {' '.join(ranges)} overlap")
+    return out
+
+
+class BlendStage(NamedTuple):
+    """A blend of the training set from a point of the run on."""
+
+    begin: float
+    unit: str  # samples, tokens, or % of the run
+    weights: dict[str, float]  # by prefix
+
+    def first_sample(self, samples: int, length: int) -> int:
+        """Return the first sample of the stage in a run of so many samples of so many tokens."""
+        if self.unit == "%":
+            return round(samples * self.begin / 100)
+        return -(-int(self.begin) // length) if self.unit == "tokens" else int(self.begin)
+
+    def __str__(self) -> str:
+        return f"{self.begin:.15g}{self.unit if self.unit == '%' else ' ' + self.unit}"
+
+
+def blend_stages(texts: list[str]) -> list[BlendStage]:
+    """Parse stages such as '60%: 0.5 a 0.5 b'."""
+    out = list[BlendStage]()
+    for text in texts:
+        found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(%|tokens|samples|)\s*:\s+(\S.*)", text)
+        if found is None:
+            raise ValueError(f"{text!r} is not of the form BEGIN: WEIGHT PREFIX WEIGHT PREFIX ...")
+        begin, unit = float(found[1]), found[2] or "samples"
+        if not (begin < 100 if unit == "%" else begin.is_integer()):
+            raise ValueError(f"{text!r} begins at {found[1]} {unit}; give a whole number, or less than 100 %")
+        weights, prefixes = blend(found[3].split())
+        if weights is None and len(prefixes) > 1:
+            raise ValueError(f"{text!r} has no weights; give WEIGHT PREFIX WEIGHT PREFIX ...")
+        names = [prefix_of(prefix) for prefix in prefixes]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{text!r} names a prefix twice; give each once")
+        stage = BlendStage(begin, unit, dict(zip(names, weights or [1.0], strict=True)))
+        if not begin or (out and out[-1].unit == unit and begin <= out[-1].begin):
+            raise ValueError(f"{text!r} does not begin after the blend before it; give stages in their order")
+        out.append(stage)
     return out
 
 

@@ -390,6 +390,15 @@ class Data:
     multiple_validation_sets: bool = flag(False, "evaluate each path separately", needs="--eval-iters above 0")
     validation_set_names: list[str] = flag([], "names of these sets (none: their file names)", value="FORM", proof="")
     full_validation: bool = flag(False, "evaluate once on the whole validation set", needs="--eval-iters above 0")
+    blend_stages: list[str] = flag(
+        [],
+        "further blends of the training set, each from a point of the run on: 'BEGIN: WEIGHT PREFIX WEIGHT PREFIX ...' "
+        "(BEGIN: a sample, or with a unit as in 60% or 2e9tokens)",
+        value="FORM",
+        short="blends from points of the run on",
+        docs="data",
+        **UNPROVEN,
+    )
     blend_change_at: str | None = flag(
         None, "on resume, sample at which the new blend starts, or now", needs="--load", value="FORM", **UNPROVEN
     )

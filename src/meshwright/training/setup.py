@@ -158,7 +158,7 @@ def open_files(state: State) -> Datasets:
     opened, blends = continue_datasets(state.config, state.vocab, past, consumed)
     if state.will_train:
         state.blends = blends
-    last = state.blends.blends[-1].begin if state.blends else 0
+    last = state.blends.blends[-1].begin if state.blends and not state.config.data.blend_stages else 0
     d = dataclasses.replace(state.config.data, blend_change_at=str(last) if last else None)  # for config.toml
     state.config = dataclasses.replace(state.config, data=d)
     return opened

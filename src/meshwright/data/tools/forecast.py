@@ -99,6 +99,8 @@ def print_plan(config: TrainConfig, as_json: bool) -> None:
     indexed = functools.cache(Indexed)
     sets = [plan_set(config, spec, find_parts(config, spec, indexed)) for spec in needed_sets(config)]
     warnings = [line for facts in sets for line in facts.pop("warnings")]
+    if config.data.blend_stages:
+        warnings.append("--blend-stages: counted as if the first blend held throughout")
     if config.data.blend_change_at is not None:
         warnings.append("--blend-change-at: counted as if this blend held from the first sample on")
     if as_json:

@@ -370,5 +370,5 @@ def check_loading(config: TrainConfig) -> list[str]:
         sets = {} if config.data.mock_data else {w.key: w for w in needed_sets(config)}
         if past is not None and "train" in sets:
             parts, consumed = find_parts(config, sets["train"], Indexed), state["consumed_train_samples"]
-            lines += continue_history(past, parts, sets["train"].samples, consumed, config.data.blend_change_at).lines()
+            lines += continue_history(past, parts, sets["train"].samples, consumed, config.data).lines()
     return lines
