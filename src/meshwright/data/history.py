@@ -149,7 +149,7 @@ def continue_history(
 
 
 def continue_stages(past: BlendHistory | None, now: BlendHistory, size: int, consumed: int) -> BlendHistory:
-    """Return the history of a run with --blend-stages, which begins with them or has had them before."""
+    """Return the history of a run with --blend-stages, which is new or has had them before."""
     for phase in now.blends:
         if phase.begin >= size:
             notice(f"--blend-stages: the stage from sample {phase.begin} on is not reached; the run has {size} samples")
@@ -166,8 +166,8 @@ def continue_stages(past: BlendHistory | None, now: BlendHistory, size: int, con
     if len(past.blends) != len(now.blends) or not all(a.begin == b.begin and is_same_blend(a, b) for a, b in pairs):
         raise UserError(
             f"--blend-stages: the stages are not the checkpoint's: {'; '.join(past.lines())}; now: "
-            f"{'; '.join(now.lines())}. Give the same ones (with BEGIN as a sample if the run's length has changed), or "
-            "leave the flag out and give one blend with --blend-change-at"
+            f"{'; '.join(now.lines())}. Give the same ones (with BEGIN as a sample if the run's length has changed), "
+            "or leave the flag out and give one blend with --blend-change-at"
         )
     for name, source in now.sources.items():
         require_same_documents(past.sources[name], source)

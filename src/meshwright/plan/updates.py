@@ -76,7 +76,7 @@ class HomeUpdate:
     """Muon's update where ranks share matrices, on the first of them: parallel/homes.py."""
 
     def __init__(self, memory: Memory, config: TrainConfig, shapes: Shapes, data: int) -> None:
-        """Take a tensor rank's part of a layer's matrices, and the number of data ranks that share them."""
+        """Take a tensor rank's part of a layer's matrices, and the number of its data ranks."""
         p, self.steps, self.memory = config.parallel, config.optimizer.muon_num_ns_steps, memory
         self.tensor, self.is_sharded = p.tensor_model_parallel_size, p.zero_stage > 0 and data > 1
         self.ranks, self.parts = data * self.tensor, (data if self.is_sharded else 1) * self.tensor
