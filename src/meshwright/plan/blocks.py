@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from meshwright.device import NVIDIA
@@ -237,12 +237,12 @@ class SizedGPT:
     def begins(self, x: Sized, *units: str) -> Sized:
         """Return x, whose gradient is followed by those of parameters of these units."""
         buckets = self.buckets
-        return x if buckets is None else marked(x, lambda: [buckets.begin(unit) for unit in units])
+        return x if buckets is None else marked(x, lambda: buckets.begin_all(units))
 
     def ends(self, x: Sized, *units: str) -> Sized:
         """Return x, whose gradient follows all those of the parameters of these units."""
         buckets = self.buckets
-        return x if buckets is None else marked(x, lambda: [buckets.end(unit) for unit in units])
+        return x if buckets is None else marked(x, lambda: buckets.end_all(units))
 
     def run(
         self, residual: Sized | None, pending: Sized, layers: range, sites: Sized | None, rotation: list[Sized]
@@ -411,6 +411,14 @@ class Buckets:
             if shard.is_partial(name, sizes.tp, sizes.sequence):
                 unit, size = "partial", size * (layers if unit == "h.0" else 1)
             self.sizes[unit] += size
+
+    def begin_all(self, units: Iterable[str]) -> None:
+        for unit in units:
+            self.begin(unit)
+
+    def end_all(self, units: Iterable[str]) -> None:
+        for unit in units:
+            self.end(unit)
 
     def begin(self, unit: str) -> None:
         """Allocate the gradients of a unit before its first one comes.

@@ -36,7 +36,7 @@ def update_events(config: TrainConfig, padded: int, pipeline_rank: int) -> Memor
     if o.optimizer == "muon":
         data = config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances
         layer, layers = units[0] if units else ({}, 0)
-        local = {name: shape for name, shape in layer.items() if treatment_of(o, config.model, name, len(shape)).rule == "muon"}
+        local = {n: shape for n, shape in layer.items() if treatment_of(o, config.model, n, len(shape)).rule == "muon"}
         if data * p.tensor_model_parallel_size > 1:
             HomeUpdate(memory, config, local, data).run(layers)
         else:
