@@ -137,7 +137,7 @@ def updates() -> None:
         adamw.update_blocks(adamw.AdamWBuffers(flats[0], *codes, flats[1], None), table, settings, decision, draws)
         for code in codes:
             moments.store(
-                flats[0], code, moments.Draws(moments.Place(1, 0, 0, 64, 64), torch.ones(())), torch.zeros(())
+                flats[0], code, moments.PlaceDraws(moments.Place(1, 0, 0, 64, 64), torch.ones(())), torch.zeros(())
             )
 
 

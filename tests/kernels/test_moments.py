@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.kernels import moments
-from meshwright.kernels.moments import Draws, Place
+from meshwright.kernels.moments import PlaceDraws, Place
 
 FORMATS = [torch.bfloat16, torch.int8, torch.uint8]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,7 +31,7 @@ def codes_of(dtype):
 def stored(values, dtype, number=1, place=PLACE, is_second=None):
     code = torch.empty(values.shape, dtype=dtype, device=DEVICE)
     is_second = dtype is torch.uint8 if is_second is None else is_second
-    moments.store(values, code, Draws(place, step(number)), NEVER, is_second)
+    moments.store(values, code, PlaceDraws(place, step(number)), NEVER, is_second)
     return code
 
 
@@ -104,7 +104,7 @@ def test_kernels_store_the_codes_of_their_twin(monkeypatch, dtype):
 
 def test_a_skipped_step_stores_nothing(with_kernels):
     code = torch.full((300,), 7, dtype=torch.int8, device=DEVICE)
-    moments.store(torch.ones(300, device=DEVICE), code, Draws(PLACE, step()), torch.ones((), device=DEVICE))
+    moments.store(torch.ones(300, device=DEVICE), code, PlaceDraws(PLACE, step()), torch.ones((), device=DEVICE))
     assert (code == 7).all()
 
 

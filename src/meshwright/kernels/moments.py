@@ -64,14 +64,14 @@ class Place(NamedTuple):
         return self._replace(low=self.low + elements)
 
 
-class Draws(NamedTuple):
+class PlaceDraws(NamedTuple):
     """The draws for elements that are consecutive in a part of a parameter."""
 
     place: Place
     step: Tensor  # the number of this update, float32 []
 
-    def after(self, elements: int) -> Draws:
-        return Draws(self.place.after(elements), self.step)
+    def after(self, elements: int) -> PlaceDraws:
+        return PlaceDraws(self.place.after(elements), self.step)
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Rounding:
     places: dict[nn.Parameter, Place]
     step: Tensor  # the number of this update, float32 []
 
-    def draws(self, p: nn.Parameter) -> Draws:
-        return Draws(self.places[p], self.step)
+    def draws(self, p: nn.Parameter) -> PlaceDraws:
+        return PlaceDraws(self.places[p], self.step)
 
 
 def place_of(name: str, full: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Place:
@@ -163,7 +163,7 @@ def assign(target: Tensor, values: Tensor) -> None:
 
 
 @twin("moments.store", of=lambda values, *_: values)
-def store(values: Tensor, code: Tensor, draws: Draws, skipped: Tensor, is_second: bool = False) -> None:
+def store(values: Tensor, code: Tensor, draws: PlaceDraws, skipped: Tensor, is_second: bool = False) -> None:
     """Round values into `code`, both contiguous, unless `skipped` is not 0."""
     flat, out = values.reshape(-1), code.view(-1)
     for begin in range(0, len(flat), CHUNK):

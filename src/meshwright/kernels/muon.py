@@ -49,7 +49,7 @@ def advance(
         if draws is None:
             moment.copy_(torch.where(skipped > 0, moment, new))
         else:
-            formats.store(new, moment, formats.Draws(draws.places[i], draws.step), skipped)
+            formats.store(new, moment, formats.PlaceDraws(draws.places[i], draws.step), skipped)
     return out, torch.linalg.vector_norm(out, dim=tuple(range(1, out.ndim)), dtype=wide)
 
 

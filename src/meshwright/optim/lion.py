@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import moments
-from meshwright.kernels.moments import Draws, Rounding
+from meshwright.kernels.moments import PlaceDraws, Rounding
 from meshwright.optim.muon import scalar
 from meshwright.optim.rule_table import LION_CHUNK
 
@@ -52,7 +52,7 @@ class Lion(torch.optim.Optimizer):
                     draws = draws and draws.after(len(weight))
 
     def _update(
-        self, weight: Tensor, gradient: Tensor, stored: Tensor, draws: Draws | None, group: dict[str, Any]
+        self, weight: Tensor, gradient: Tensor, stored: Tensor, draws: PlaceDraws | None, group: dict[str, Any]
     ) -> None:
         lr, (beta1, beta2) = group["lr"], group["betas"]
         rate, decay = scalar(lr, weight), scalar(1 - lr * group["weight_decay"], weight)

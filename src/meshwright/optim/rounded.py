@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.kernels import moments
-from meshwright.kernels.moments import Draws, Rounding
+from meshwright.kernels.moments import PlaceDraws, Rounding
 from meshwright.optim.muon import scalar
 from meshwright.optim.rule_table import STATE_CHUNK
 
@@ -47,7 +47,7 @@ class RoundedRule(torch.optim.Optimizer):
                     draws = draws.after(len(weight))
 
     def _update(
-        self, weight: Tensor, gradient: Tensor, codes: list[Tensor], draws: Draws, group: dict[str, Any]
+        self, weight: Tensor, gradient: Tensor, codes: list[Tensor], draws: PlaceDraws, group: dict[str, Any]
     ) -> None:
         skipped = scalar(0.0 if self.found_inf is None else self.found_inf, weight)
         now = gradient / scalar(1.0 if self.grad_scale is None else self.grad_scale, weight)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.kernels import moments
 from meshwright.kernels.grid import cdiv
-from meshwright.kernels.moments import INT8, MASK, UINT8, Draws
+from meshwright.kernels.moments import INT8, MASK, UINT8, PlaceDraws
 from meshwright.kernels.triton.dropout import mix
 
 BLOCK, WARPS = 2048, 8
@@ -93,7 +93,7 @@ def _store(values, code, step, skipped, name, first, low, run, gap, size, SECOND
         tl.store(code + at, compress(x, draws, code.dtype.element_ty), mask=at < size)
 
 
-def store(values: Tensor, code: Tensor, draws: Draws, skipped: Tensor, is_second: bool = False) -> None:
+def store(values: Tensor, code: Tensor, draws: PlaceDraws, skipped: Tensor, is_second: bool = False) -> None:
     """Round values into `code` unless `skipped` is not 0."""
     assert values.is_contiguous() and code.is_contiguous()
     numbers = [x & MASK for x in draws.place]
