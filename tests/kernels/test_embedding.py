@@ -1,7 +1,6 @@
 """Embedding: its gradient is added to the table's total, each token's rows in one order."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,13 +59,12 @@ def test_a_models_tables_have_the_gradients_of_torchs(untied, monkeypatch):
     """Compare two micro-batches, whose second is added, with the store's own additions."""
     m = dataclasses.replace(TINY, untie_embeddings_and_output_weights=untied)
     both = []
-    for uses_kernels in (False, True):
+    for adds in (False, True):
         model, store = make(m)
         store.clear_gradients()
         for i in range(2):
             with monkeypatch.context() as patch:
-                here = SimpleNamespace(has_kernels=lambda device, uses=uses_kernels: uses)
-                patch.setattr(embedding, "devices", here)
+                patch.setattr(embedding, "adds_rows", lambda device, adds=adds: adds)
                 losses_of(model, [(tokens() + 9 * i) % VOCAB])
         assert store.added == set(store.bucket_of)
         both.append([gradient(store, name).clone() for name in ("wte.weight", "wpe.weight")])

@@ -4,7 +4,8 @@ Hand-written because torch fills a table of zeros in the weights' format and add
 after which the store adds the whole table once more: three passes over [V, H] for each micro-batch.
 Here the rows of each token are added to its row of the total; other rows are not touched. Tokens
 are sorted, so that sums have one order, without atomic additions. At 345M it saves 1.4 % of a step
-of one sequence on an H100, and nothing measurable at eight.
+of one sequence on an H100, and nothing measurable at eight. At 124M, a third of a bfloat16 step of
+4 x 64 tokens on a CPU.
 """
 
 from __future__ import annotations
@@ -40,9 +41,14 @@ class _Embedding(torch.autograd.Function):
         return None, None
 
 
+def adds_rows(device: torch.device) -> bool:
+    """Return whether `add_rows` is fast there, and adds in one order."""
+    return devices.has_kernels(device) or device.type == "cpu"
+
+
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """Return the rows `ids` [...] of a table [V, H]."""
-    if devices.has_kernels(weight.device) and weight.requires_grad and gradients.sink_of(weight) is not None:
+    if adds_rows(weight.device) and weight.requires_grad and gradients.sink_of(weight) is not None:
         return _Embedding.apply(weight, ids)  # type: ignore[no-any-return,no-untyped-call]
     return F.embedding(ids, weight)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from meshwright.kernels import activation
 from meshwright.kernels.embedding import embedding
 from meshwright.kernels.linear import linear
+from meshwright.kernels.rms_norm import rms_norm
 from meshwright.settings.schema import Model
 
 
@@ -59,7 +60,7 @@ class Norm(nn.Module):
             bias = None if self.bias is None else self.bias.to(x.dtype)
             y = F.layer_norm(x, weight.shape, weight, bias, self.eps)
         else:
-            y = F.rms_norm(x, weight.shape, weight, self.eps)
+            y = rms_norm(x, weight, self.eps)
         return y.to(self.weight.dtype)
 
 

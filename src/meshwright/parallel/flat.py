@@ -51,6 +51,7 @@ from torch import Tensor, nn
 from meshwright import device as devices
 from meshwright.kernels import adamw
 from meshwright.kernels.moments import Place
+from meshwright.kernels.products import put_into
 from meshwright.model.gpt import GPT
 from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
@@ -403,7 +404,7 @@ class FlatStore(Store):
             if p.grad is None:  # kernels have put it into the total
                 return
             total, adds = sink.begin()
-            total.add_(p.grad) if adds else total.copy_(p.grad)
+            put_into(total, p.grad, adds)
             p.grad = None
             sink.end(max(uses, 1))  # autograd has waited for all uses
 

@@ -1,0 +1,46 @@
+"""RMSNorm for a CPU, with a backward pass by the kernel of LayerNorm.
+
+Hand-written because torch has no fused RMSNorm on a CPU: its backward pass reads and writes the
+activations a dozen times, 3.8 ms for half a million elements on one core, where this takes 0.8.
+LayerNorm's gradient for a mean of 0 lacks one term, which is a product with the weight:
+
+    z = x / rms    w = dy * weight    dx = (w - z mean(w z)) / rms         RMSNorm
+                                      dx = (w - z mean(w z) - mean(w)) / rms   LayerNorm of mean 0
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.kernels.twins import upcast
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = upcast(weight)
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide.dtype)
+        rstd = (norms.square() / x.shape[-1] + eps).rsqrt()
+        ctx.save_for_backward(x, weight, rstd)
+        return (upcast(x) * rstd).mul_(wide).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rstd = ctx.saved_tensors
+        dy, wide, zero = dy.contiguous(), upcast(weight), torch.zeros_like(rstd)
+        aten: Any = torch.ops.aten
+        needed = [True, True, False]
+        dx, of_weight, _ = aten.native_layer_norm_backward(dy, x, weight.shape, zero, rstd, wide, None, needed)
+        means = (dy @ weight)[..., None] / x.shape[-1]
+        return dx.add_((means * rstd).to(dx.dtype)), of_weight.to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return F.rms_norm over the last dimension."""
+    if x.device.type == "cpu" and x.dtype is weight.dtype and not torch.compiler.is_compiling():
+        return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return,no-untyped-call]
+    return F.rms_norm(x, weight.shape, weight, eps)
