@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -391,6 +392,24 @@ def computes_bf16(device: torch.device) -> bool:
     if device.type == NVIDIA:
         return bool(_module(device).is_bf16_supported(including_emulation=False))
     return bool(getattr(_module(device), "is_bf16_supported", lambda: True)())
+
+
+def multiplies_bf16_fast(size: int = 512) -> bool:
+    """Return whether this machine's CPU multiplies bfloat16 clearly faster than float32.
+
+    Only CPUs with instructions for it do; others convert, or take many times as long. The products
+    are timed, in turns, because each system and processor reports its instructions in its own way.
+    """
+    import torch
+
+    shortest = {}
+    for _ in range(4):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = torch.ones(size, size, dtype=dtype)
+            began = time.perf_counter()
+            x @ x
+            shortest[dtype] = min(shortest.get(dtype, math.inf), time.perf_counter() - began)
+    return shortest[torch.bfloat16] < 0.8 * shortest[torch.float32]
 
 
 # Memory, in bytes

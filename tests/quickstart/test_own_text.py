@@ -1,5 +1,6 @@
 """The quickstart at a small scale; only trainings run in processes of their own."""
 
+import itertools
 import json
 import random
 import shlex
@@ -7,6 +8,7 @@ import shlex
 import pytest
 
 from in_process import InProcess
+from meshwright import device as devices
 from meshwright.__main__ import main
 from meshwright.commands import quickstart
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError
@@ -285,11 +287,53 @@ def test_a_trial_ends_in_time(monkeypatch, capsys, start, seconds, steps, speed,
     assert trial.steps == steps and found == pytest.approx((speed, *starts))
 
 
+@pytest.mark.parametrize(
+    "minutes, fast, speeds, chosen, tried",
+    [
+        (4, True, [1000, 1500], ["--bf16"], 2),
+        (4, True, [1000, 1020], [], 2),  # too little gained
+        (4, False, [1000], [], 1),  # no instructions for it
+        (0.5, True, [1000], [], 1),  # no time for a second trial
+    ],
+)
+def test_the_faster_precision_of_a_cpu_is_chosen(monkeypatch, capsys, minutes, fast, speeds, chosen, tried):
+    trials = []
+
+    def measure(tour, size, most, how, accelerator=False):
+        trials.append((how, most))
+        return float(speeds[len(trials) - 1]), 2.0, 1.0
+
+    monkeypatch.setattr(own_text, "measure_speed", measure)
+    monkeypatch.setattr(own_text.devices, "multiplies_bf16_fast", lambda: fast)
+    deadline = own_text.Deadline(minutes)
+    how, found = own_text.choose_precision(None, plan.SIZES[0], deadline, accelerator=False)
+    assert how == chosen and found[0] == speeds[bool(chosen)] and len(trials) == tried
+    assert sum(most for _, most in trials) == deadline.trial  # together no longer than one
+    line = f"precision: {'bf16' if chosen else 'fp32'}, because bf16 is"
+    assert (line in capsys.readouterr().out) == (tried == 2)
+
+
+def test_an_accelerator_computes_in_bf16_without_a_choice(monkeypatch):
+    given = []
+    monkeypatch.setattr(own_text, "measure_speed", lambda *how: given.append(how) or (1.0, 1.0, 1.0))
+    how, _ = own_text.choose_precision(None, plan.SIZES[0], own_text.Deadline(10), accelerator=True)
+    assert how == ["--bf16"] and len(given) == 1 and given[0][-1] is True
+
+
+@pytest.mark.parametrize("seconds, fast", [(1, True), (4, False)])
+def test_products_are_timed(monkeypatch, seconds, fast):
+    """A CPU that takes as long for bfloat16 as for float32, here 4 s, has no instructions for it."""
+    ticks = itertools.accumulate(itertools.cycle([0, 4, 0, seconds]))
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: next(ticks))
+    assert devices.multiplies_bf16_fast(8) == fast
+
+
 @pytest.mark.parametrize("minutes, few", [(1, True), (4, False), (10, False)])
 def test_too_few_minutes_are_said_before_the_training(monkeypatch, capsys, minutes, few):
     trial = Trial(20, 40 * [0.5])
     monkeypatch.setattr(own_text, "time", trial)
     monkeypatch.setattr(own_text, "vocabulary_size", lambda tour: 1024)
+    monkeypatch.setattr(own_text.devices, "multiplies_bf16_fast", lambda: False)
     text = collect.CollectedText(100, 10**6, 50_000)
     own_text.choose_training(trial, text, 300_000, own_text.Deadline(minutes, began=0.0), accelerator=False)
     out = capsys.readouterr().out

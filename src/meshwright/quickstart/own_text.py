@@ -21,6 +21,8 @@ from meshwright.quickstart.tour import Tour, prompt_from
 from meshwright.runs.rows import read_rows
 
 COMPILED_MINUTES = 5  # minutes from which a compiled model pays
+PRECISION_MINUTES = 1  # minutes from which a trial of bfloat16 on a CPU pays
+PRECISION_GAIN = 1.05  # times as fast as float32 that bfloat16 must be
 TRIAL_SHARE = 0.15  # share of the time, at most, for the trial with its start
 STEPPING_SECONDS = 20  # seconds of steps that are enough for it
 LITTLE_TEXT = 500_000  # bytes of a text that is called small
@@ -153,8 +155,7 @@ def choose_training(
 ) -> dict[str, Any]:
     """Measure a trial; return the command of the run, and what limits its length."""
     vocab, size = vocabulary_size(tour), plans.trial_size(tokens, accelerator)
-    how = speed_flags(accelerator, deadline.minutes)
-    speed, deadline.start, start = measure_speed(tour, size, deadline.trial, how)
+    how, (speed, deadline.start, start) = choose_precision(tour, size, deadline, accelerator)
     machine = MeasuredSpeed(size, speed, accelerator)
     # Three commands start, the score reads each token twice in a third of a training step's time.
     scored = 2 / 3 * text.held_out_bytes / max(text.train_bytes, 1) * tokens / speed
@@ -171,13 +172,33 @@ def choose_training(
     return {"command": command, "limit": plan.limit, "start": deadline.start, "after": deadline.after}
 
 
-def measure_speed(tour: Tour, size: Size, most: float, how: list[str]) -> tuple[float, float, float]:
+def choose_precision(
+    tour: Tour, size: Size, deadline: Deadline, accelerator: bool
+) -> tuple[list[str], tuple[float, float, float]]:
+    """Return the fastest flags of this machine, and what `measure_speed` found with them.
+
+    On a CPU, bfloat16 is tried beside float32 if the processor has instructions for it. Master
+    weights, the optimizer's state and sums of gradients are float32 in either.
+    """
+    how = speed_flags(accelerator, deadline.minutes)
+    if accelerator or deadline.minutes < PRECISION_MINUTES or not devices.multiplies_bf16_fast():
+        return how, measure_speed(tour, size, deadline.trial, how, accelerator)
+    wide, low = (measure_speed(tour, size, deadline.trial / 2, how) for how in ([], ["--bf16"]))
+    ratio = low[0] / wide[0]
+    chosen = "bf16" if ratio >= PRECISION_GAIN else "fp32"
+    print(f"  precision: {chosen}, because bf16 is {ratio:.2f} times as fast as fp32; the weights it updates are fp32")
+    return (["--bf16"], low) if chosen == "bf16" else ([], wide)
+
+
+def measure_speed(
+    tour: Tour, size: Size, most: float, how: list[str], accelerator: bool = False
+) -> tuple[float, float, float]:
     """Train a few steps without saving; return tokens per second and two times in seconds.
 
     These are the start of a training, including what its first steps do once, as compiling, and
     the start of a command that does not. On a slow machine the trial ends after `most` seconds.
     """
-    steps, interval = (200, 5) if how else (40, 1)
+    steps, interval = (200, 5) if accelerator else (40, 1)
     seen: list[LoggedInterval] = []
 
     def stop(at: LoggedInterval) -> str | None:
@@ -194,7 +215,8 @@ def measure_speed(tour: Tour, size: Size, most: float, how: list[str]) -> tuple[
     pace = max(sum(at.seconds for at in steady) / max(len(steady), 1), 1e-9)
     speed, start = size.tokens / pace, max(took - pace * interval * len(seen), 1.0)
     bare = min(max(took - interval * sum(at.seconds for at in seen), 1.0), start)
-    print(f"  {speed:,.0f} tokens/s with {size.layers} layers of width {size.hidden}")
+    precision = "bf16" if "--bf16" in how else "fp32"
+    print(f"  {speed:,.0f} tokens/s with {size.layers} layers of width {size.hidden} in {precision}")
     return speed, start, bare
 
 
