@@ -1,10 +1,13 @@
 """Our training step beside a plain loop of the same model on the same tokens, in turns.
 
 usage: python benchmarks/loop.py [--pairs 20] [--steps 10]
+       python benchmarks/loop.py --cpu 10M 124M [--turns 8]
        python benchmarks/loop.py --gpu 345M 1.3B [--data PREFIX] [--out FILE.jsonl]
 
 Without --gpu, the demo's model on the CPU beside a loop as textbooks and nanoGPT write it, each
-with its own reader. With --gpu, a model in bfloat16 on one GPU beside a loop that has the same
+with its own reader. With --cpu, GPT-2 of that size in float32 and bfloat16 beside that loop, as it
+is and compiled, and beside the step's own matrix products timed alone, which no step can beat. With
+--gpu, a model in bfloat16 on one GPU beside a loop that has the same
 network, kernels, compiled blocks and batches, but nothing of parallel/: what the layout costs where
 there is none. A pair is some steps of both, and the order alternates.
 """
@@ -12,19 +15,21 @@ there is none. A pair is some steps of both, and the order alternates.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import statistics
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import SIZES, describe_machine, new_parser
+from common import SIZES, attempt, describe_machine, new_parser, print_head, print_row
 from torch import Tensor, nn
 
 from meshwright import console
@@ -46,12 +51,30 @@ from meshwright.tokenizers import padded_size
 from meshwright.training import network
 from meshwright.training.step import Network, StepSettings, train_step
 
-# The demo's model and batch.
-LAYERS, HIDDEN, HEADS, SEQ, VOCAB, BATCH = 4, 128, 4, 128, 4096, 8
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a GPT-2 and of its batch."""
+
+    layers: int
+    hidden: int
+    heads: int
+    seq: int
+    vocab: int
+    batch: int
+
+    def flags(self) -> str:
+        sizes = f"--num-layers {self.layers} --hidden-size {self.hidden} --num-attention-heads {self.heads}"
+        batch = f"--micro-batch-size {self.batch} --global-batch-size {self.batch}"
+        return f"{sizes} --seq-length {self.seq} {batch} --vocab-size {self.vocab}"
+
+
+DEMO = Shape(4, 128, 4, 128, 4096, 8)
+ON_CPU = {"10M": Shape(6, 384, 6, 256, 65, 12), "124M": Shape(12, 768, 12, 64, 50257, 4)}
 MICRO = {"345M": 32, "1.3B": 16, "2.7B": 8, "tiny": 2}  # samples of a step on a GPU
 TRAINING = (
     "--hidden-dropout 0 --attention-dropout 0 --lr 1.5e-4 --lr-decay-style constant --weight-decay 0.1 "
-    "--clip-grad 1.0 --seed 1234 --eval-iters 0 --vocab-size 50257 --train-iters 100000 --world-size 1"
+    "--clip-grad 1.0 --seed 1234 --eval-iters 0 --train-iters 100000 --world-size 1"
 )
 LR = 1.5e-4
 
@@ -60,14 +83,19 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=20, help="interleaved pairs (default: 20)")
     parser.add_argument("--steps", type=int, default=10, help="steps of each half of a pair (default: 10)")
+    parser.add_argument("--cpu", nargs="+", choices=ON_CPU, metavar="MODEL", help=f"on a CPU: {', '.join(ON_CPU)}")
+    parser.add_argument("--turns", type=int, default=8, help="with --cpu, steps of each, in turns (default: 8)")
     parser.add_argument("--gpu", nargs="+", choices=SIZES, metavar="MODEL", help=f"on one GPU: {', '.join(SIZES)}")
     parser.add_argument("--data", help="with --gpu, prefix of .bin/.idx in GPT-2's vocabulary (default: random tokens)")
     parser.add_argument("--flags", default="", help="with --gpu, more flags of train")
     parser.add_argument("--out", type=Path, help="with --gpu, a file that gets a line of JSON for each model")
     given = parser.parse_args()
     console.set_stream(None)
-    print(f"{describe_machine('torch')}; {torch.get_num_threads()} threads; {given.pairs} pairs of {given.steps} steps")
-    if not given.gpu:
+    amount = f"{given.turns} turns" if given.cpu else f"{given.pairs} pairs of {given.steps} steps"
+    print(f"{describe_machine('torch')}; {torch.get_num_threads()} threads; {amount}", flush=True)
+    for model in given.cpu or ():
+        compare_with_limit(model, ON_CPU[model], given.turns)
+    if not given.gpu and not given.cpu:
         with tempfile.TemporaryDirectory() as folder:
             compare_on_cpu(Path(folder), given.pairs, given.steps)
     for model in given.gpu or ():
@@ -111,28 +139,34 @@ def compare_on_cpu(folder: Path, pairs: int, steps: int) -> None:
     rng = np.random.RandomState(0)
     with Writer(folder / "data", np.uint16) as writer:
         for _ in range(400):
-            writer.add(rng.randint(0, VOCAB, 2000))
+            writer.add(rng.randint(0, DEMO.vocab, 2000))
             writer.end_document()
-    ours, plain = our_steps(folder / "data"), plain_steps(folder / "data.bin")
-    compare(lambda: next(ours), lambda: next(plain), pairs, steps)
+    ours, plain = our_steps(folder / "data"), PlainTraining(DEMO, folder / "data.bin")
+    compare(lambda: next(ours), plain.step, pairs, steps)
 
 
 def losses(logits: Tensor, batch: Batch) -> dict[str, Tensor]:
-    return {"loss": token_losses(logits, batch.labels, VOCAB)}
+    return {"loss": token_losses(logits, batch.labels, DEMO.vocab)}
 
 
 def our_steps(prefix: Path) -> Iterator[float]:
     m = schema.Model(
-        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, hidden_dropout=0.0, attention_dropout=0.0
+        num_layers=DEMO.layers,
+        hidden_size=DEMO.hidden,
+        num_attention_heads=DEMO.heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
     )
     with torch.device("meta"):
-        model = GPT(m, VOCAB, VOCAB, SEQ)
+        model = GPT(m, DEMO.vocab, DEMO.vocab, DEMO.seq)
     cpu = torch.device("cpu")
-    params = FlatStore([model], StoreSpec(schema.Optimizer(weight_decay=0.1), torch.float32, cpu, VOCAB))
-    params.initialise(lambda masters: initialise(masters, m, VOCAB, 1))
-    data = Samples(Indexed(prefix), range(400), 4096, SEQ, seed=1)
+    params = FlatStore([model], StoreSpec(schema.Optimizer(weight_decay=0.1), torch.float32, cpu, DEMO.vocab))
+    params.initialise(lambda masters: initialise(masters, m, DEMO.vocab, 1))
+    data = Samples(Indexed(prefix), range(400), 4096, DEMO.seq, seed=1)
     net = Network(parts=[model], store=params, loss=losses, device=cpu)
-    for batches in Loader(data, LoaderSpec(BATCH, lambda consumed: BATCH, VOCAB, workers=2, at_end="wrap")):
+    for batches in Loader(
+        data, LoaderSpec(DEMO.batch, lambda consumed: DEMO.batch, DEMO.vocab, workers=2, at_end="wrap")
+    ):
         loss, norm, *_ = train_step(net, batches, StepSettings(1, 1e-3, 0.1))
         yield torch.stack((loss, norm)).tolist()[0]
 
@@ -140,53 +174,135 @@ def our_steps(prefix: Path) -> Iterator[float]:
 class PlainBlock(nn.Module):
     """A GPT-2 block as textbooks and nanoGPT write it."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
-        self.qkv, self.proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.fc, self.out = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
+        hidden, self.heads = shape.hidden, shape.heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.fc, self.out = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.shape
-        q, k, v = (y.view(b, t, HEADS, c // HEADS).transpose(1, 2) for y in self.qkv(self.ln_1(x)).split(c, 2))
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.ln_1(x)).split(c, 2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(b, t, c))
         return x + self.out(F.gelu(self.fc(self.ln_2(x)), approximate="tanh"))  # type: ignore[no-any-return]
 
 
 class PlainGPT(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(SEQ, HIDDEN)
-        self.blocks = nn.Sequential(*(PlainBlock() for _ in range(LAYERS)))
-        self.ln_f = nn.LayerNorm(HIDDEN)
+        self.wte, self.wpe = nn.Embedding(shape.vocab, shape.hidden), nn.Embedding(shape.seq, shape.hidden)
+        self.blocks = nn.Sequential(*(PlainBlock(shape) for _ in range(shape.layers)))
+        self.ln_f = nn.LayerNorm(shape.hidden)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
         logits = F.linear(self.ln_f(self.blocks(x)), self.wte.weight)
-        return F.cross_entropy(logits.view(-1, VOCAB), labels.view(-1))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), labels.view(-1))
 
 
-def plain_steps(path: Path) -> Iterator[float]:
-    torch.manual_seed(1)
-    model = PlainGPT()
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == m] for m in (True, False))
-    adamw = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], lr=1e-3, fused=True
-    )
-    data = np.memmap(path, dtype=np.uint16, mode="r")
+class PlainTraining:
+    """nanoGPT's loop in float32, on tokens of a .bin file or on random ones."""
 
-    def get(shift: int) -> Tensor:
-        return torch.stack([torch.from_numpy(data[i + shift : i + shift + SEQ].astype(np.int64)) for i in starts])
+    def __init__(self, shape: Shape, path: Path | None = None) -> None:
+        torch.manual_seed(1)
+        self.shape, self.model = shape, PlainGPT(shape)
+        matrices, vectors = ([p for p in self.model.parameters() if (p.ndim > 1) == m] for m in (True, False))
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW(groups, lr=1e-3, fused=True)
+        if path is None:
+            self.data: Any = np.random.RandomState(0).randint(0, shape.vocab, 100_000).astype(np.uint16)
+        else:
+            self.data = np.memmap(path, dtype=np.uint16, mode="r")
 
-    while True:
-        starts = torch.randint(len(data) - SEQ - 1, (BATCH,)).tolist()
-        loss = model(get(0), get(1))
+    def step(self, model: Callable[..., Any] | None = None) -> float:
+        """Take a step, by the compiled model if one is given."""
+        seq = self.shape.seq
+        starts = torch.randint(len(self.data) - seq - 1, (self.shape.batch,)).tolist()
+        tokens, labels = (
+            torch.stack([torch.from_numpy(self.data[i + shift : i + shift + seq].astype(np.int64)) for i in starts])
+            for shift in (0, 1)
+        )
+        loss = (model or self.model)(tokens, labels)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        adamw.step()
-        adamw.zero_grad(set_to_none=True)
-        yield loss.item()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.adamw.step()
+        self.adamw.zero_grad(set_to_none=True)
+        return loss.item()  # type: ignore[no-any-return]
+
+
+# On the CPU, beside what its products alone take
+
+
+def compare_with_limit(name: str, shape: Shape, turns: int) -> None:
+    """Take one step of each in turns; print the medians, and the products' share of them."""
+    plain = PlainTraining(shape)
+    compiled = torch.compile(plain.model)
+    loops: dict[str, Callable[[], Any]] = {
+        "ours fp32": our_loop(shape, ""),
+        "ours bf16": our_loop(shape, "--bf16"),
+        "plain fp32": plain.step,
+        "plain fp32, compiled": lambda: plain.step(compiled),
+        "products fp32": products_of(shape, torch.float32),
+        "products bf16": products_of(shape, torch.bfloat16),
+    }
+    for label in list(loops):
+        if [attempt(label, loops[label]) for _ in range(2)][1] is None:  # as where nothing compiles
+            del loops[label]
+    ms: dict[str, list[float]] = {label: [] for label in loops}
+    gc.collect()
+    gc.freeze()
+    for turn in range(turns):
+        labels = list(loops)
+        for label in labels[turn % len(labels) :] + labels[: turn % len(labels)]:
+            start = time.perf_counter()
+            loops[label]()
+            ms[label].append(1e3 * (time.perf_counter() - start))
+    gc.unfreeze()
+    print(f"\n{name}: {shape.batch} x {shape.seq} tokens")
+    print_head("", "ms", "share of the products' limit", "times as fast as the plain loop")
+    for label, times in ms.items():
+        limit = ms["products bf16" if "bf16" in label else "products fp32"]
+        share, speed = (
+            statistics.median(a / b for a, b in zip(of, times, strict=True)) for of in (limit, ms["plain fp32"])
+        )
+        print_row(label, f"{statistics.median(times):.0f}", f"{share:.0%}", f"{speed:.2f}")
+
+
+def our_loop(shape: Shape, precision: str) -> Callable[[], list[float]]:
+    config, net, read = build_ours(f"{shape.flags()} {TRAINING} --mock-data --device cpu {precision}".split())
+    batches = [next(read) for _ in range(4)]
+    numbers = itertools.cycle(batches)
+
+    def step() -> list[float]:
+        loss, norm, *_ = train_step(net, next(numbers), StepSettings(config.training.seed, LR, 0.1))
+        return [loss.item(), norm.item()]
+
+    return step
+
+
+def products_of(shape: Shape, dtype: torch.dtype) -> Callable[[], int]:
+    """Return a function that multiplies what a step multiplies, and does nothing else.
+
+    A map's weights are multiplied forward, for the inputs' gradient and for their own. Attention's
+    scores and sums count half: of the pairs of tokens, a causal mask leaves that many.
+    """
+    n, h, heads = shape.batch * shape.seq, shape.hidden, shape.heads
+    sizes = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)] * shape.layers + [(h, shape.vocab)]
+    maps = {(i, o): tuple(torch.randn(s).to(dtype) for s in ((n, i), (o, i), (n, o))) for i, o in set(sizes)}
+    q, k = (torch.randn(shape.batch * heads, shape.seq, h // heads).to(dtype) for _ in range(2))
+    scores = torch.randn(shape.batch * heads, shape.seq, shape.seq).to(dtype)
+
+    def multiply() -> int:
+        for size in sizes:
+            x, weight, grad = maps[size]
+            x @ weight.t(), grad @ weight, grad.t() @ x
+        for _ in range(3 * shape.layers // 2):
+            q @ k.mT, scores @ k
+        return len(sizes)
+
+    return multiply
 
 
 # On one GPU, beside a loop without parallel/
@@ -194,28 +310,12 @@ def plain_steps(path: Path) -> Iterator[float]:
 
 def compare_on_gpu(model: str, more: str, pairs: int, steps: int) -> dict[str, Any]:
     layers, hidden, heads = SIZES[model]
-    shape = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads}"
-    length = "--seq-length 2048" if model == "2.7B" else f"--seq-length {32 if model == 'tiny' else 1024}"
-    sizes = f"{shape} {length} --micro-batch-size {MICRO[model]} --global-batch-size {MICRO[model]}"
+    length = 2048 if model == "2.7B" else 32 if model == "tiny" else 1024
+    sizes = Shape(layers, hidden, heads, length, 50257, MICRO[model]).flags()
     words = f"{sizes} {TRAINING} {'' if model == 'tiny' else '--bf16'} {more}".split()
-    config = flags.parse_settings(schema.TrainConfig, words, "train").config
-    device, (vocab, padded) = devices.open_device(config.parallel.device), vocabulary_of(config)
-    net = network.build_network(network.Spec(config, Layout(), device, vocab, padded))
-    with device:
-        net.store.initialise(drawing(config, vocab))
-    net.store.publish_weights()
-    plain = PlainLoop(config, device)
-    data = build_datasets(config, vocab)["train"]
-    spec = LoaderSpec(
-        config.micro_batch,
-        config.batch,
-        vocab,
-        workers=config.data.num_workers,
-        length=config.data.seq_length + 1,
-        device=device,
-        at_end="wrap",
-    )
-    readers = [iter(Loader(data, spec)) for _ in range(2)]
+    config, net, first = build_ours(words)
+    readers = [first, read_batches(config, net.device)]
+    plain = PlainLoop(config, net.device)
     losses: tuple[list[float], list[float]] = [], []
 
     def our_step() -> None:
@@ -228,6 +328,31 @@ def compare_on_gpu(model: str, more: str, pairs: int, steps: int) -> dict[str, A
     apart = max(abs(a - b) for a, b in zip(*losses, strict=True))
     print(f"{model}: {figures['ms']}; losses at most {apart:.4f} apart", flush=True)
     return {"model": model, "flags": " ".join(words), "losses": losses, "machine": describe_machine("torch")} | figures
+
+
+def build_ours(words: list[str]) -> tuple[Any, Network, Any]:
+    """Return the settings of these flags, the network, drawn, and a reader of its batches."""
+    config = flags.parse_settings(schema.TrainConfig, words, "train").config
+    device, (vocab, padded) = devices.open_device(config.parallel.device), vocabulary_of(config)
+    net = network.build_network(network.Spec(config, Layout(), device, vocab, padded))
+    with device:
+        net.store.initialise(drawing(config, vocab))
+    net.store.publish_weights()
+    return config, net, read_batches(config, device)
+
+
+def read_batches(config: Any, device: torch.device) -> Any:
+    vocab, _ = vocabulary_of(config)
+    spec = LoaderSpec(
+        config.micro_batch,
+        config.batch,
+        vocab,
+        workers=config.data.num_workers,
+        length=config.data.seq_length + 1,
+        device=device,
+        at_end="wrap",
+    )
+    return iter(Loader(build_datasets(config, vocab)["train"], spec))
 
 
 def vocabulary_of(config: Any) -> tuple[int, int]:

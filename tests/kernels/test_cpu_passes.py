@@ -1,4 +1,4 @@
-"""What a CPU computes in fewer passes equals torch's own: RMSNorm, rotation, mixed sums, products."""
+"""Passes that a CPU saves equal torch's own: RMSNorm, rotation, mixed sums, products."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ def test_an_accelerator_computes_in_bf16_without_a_choice(monkeypatch):
 
 @pytest.mark.parametrize("seconds, fast", [(1, True), (4, False)])
 def test_products_are_timed(monkeypatch, seconds, fast):
-    """A CPU that takes as long for bfloat16 as for float32, here 4 s, has no instructions for it."""
+    """A CPU that takes as long for bfloat16 as for float32 has no instructions for it."""
     ticks = itertools.accumulate(itertools.cycle([0, 4, 0, seconds]))
     monkeypatch.setattr(devices.time, "perf_counter", lambda: next(ticks))
     assert devices.multiplies_bf16_fast(8) == fast
