@@ -402,7 +402,7 @@ def multiplies_bf16_fast(size: int = 512) -> bool:
     """
     import torch
 
-    shortest = {}
+    shortest = dict[torch.dtype, float]()
     for _ in range(4):
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.ones(size, size, dtype=dtype)

@@ -99,7 +99,7 @@ def split(qkv: Tensor, per_group: int, head_dim: int) -> tuple[Tensor, Tensor, T
 
 
 class _Rotate(torch.autograd.Function):
-    """Rotation of whole heads on a CPU; autograd through `rotate_pairs` takes thrice as long."""
+    """Rotation of whole heads on a CPU; autograd through `rotate_pairs` takes 1.6 times as long."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -77,5 +77,5 @@ def put_into(total: Tensor, found: Tensor, adds: bool) -> None:
     elif total.device.type != "cpu" or found.dtype is total.dtype or not found.is_contiguous():
         total.add_(found)
     else:
-        for to, piece in zip(total.view(-1).split(PIECE), found.view(-1).split(PIECE), strict=True):
+        for to, piece in zip(torch.split(total.view(-1), PIECE), torch.split(found.view(-1), PIECE), strict=True):
             to.add_(piece.to(to.dtype))

@@ -1,8 +1,8 @@
 """RMSNorm for a CPU, with a backward pass by the kernel of LayerNorm.
 
 Hand-written because torch has no fused RMSNorm on a CPU: its backward pass reads and writes the
-activations a dozen times, 3.8 ms for half a million elements on one core, where this takes 0.8.
-LayerNorm's gradient for a mean of 0 lacks one term, which is a product with the weight:
+activations a dozen times. Forward and back, this takes 0.3 (float32) to 0.6 (bfloat16) of its time.
+LayerNorm's gradient for a mean of 0 has one term more, which is a product with the weight:
 
     z = x / rms    w = dy * weight    dx = (w - z mean(w z)) / rms         RMSNorm
                                       dx = (w - z mean(w z) - mean(w)) / rms   LayerNorm of mean 0
@@ -22,11 +22,12 @@ from meshwright.kernels.twins import upcast
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = upcast(weight)
+        wide: Tensor = upcast(weight)
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide.dtype)
         rstd = (norms.square() / x.shape[-1] + eps).rsqrt()
         ctx.save_for_backward(x, weight, rstd)
-        return (upcast(x) * rstd).mul_(wide).to(x.dtype)
+        y: Tensor = upcast(x) * rstd
+        return y.mul_(wide).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
