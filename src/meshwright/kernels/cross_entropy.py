@@ -69,10 +69,11 @@ def log_sum_exp(logits: Tensor, labels: Tensor, vocab: int) -> tuple[Tensor, Ten
     lses, picked = [], []
     for i in portions(logits) if vocab else ():
         x, label = upcast(logits[i : i + portions(logits).step, :vocab]), labels[i : i + portions(logits).step]
-        high = x.amax(-1, keepdim=True)
-        lses.append((x - high).exp_().sum(-1).log_() + high.squeeze(1))
         index, is_label = at_labels(label, vocab)
         picked.append(x.gather(1, index).squeeze(1).where(is_label, 0.0))
+        high = x.amax(-1, keepdim=True)
+        shifted = x - high if x.dtype is logits.dtype else x.sub_(high)  # in a copy that is needed no more
+        lses.append(shifted.exp_().sum(-1).log_() + high.squeeze(1))
     if not vocab:  # these logits are all padding
         none = upcast(logits.new_zeros(len(logits)))
         return none - float("inf"), none
@@ -89,13 +90,16 @@ def overwrite(
     """
     for i in portions(logits):
         x = logits[i : i + portions(logits).step]
-        p = (upcast(x[:, :vocab]) - lse[i : i + len(x), None]).exp_()
+        p = upcast(x[:, :vocab]).sub_(lse[i : i + len(x), None]).exp_()  # in the logits, or in a copy
         more = None if of_lse is None else p * of_lse[i : i + len(x), None]
         if vocab:
             index, is_label = at_labels(labels[i : i + len(x)], vocab)
             p.scatter_add_(1, index, -is_label.to(p.dtype)[:, None])
         p.mul_(grad[i : i + len(x), None])
-        x[:, :vocab] = p if more is None else p.add_(more)
+        if more is not None:
+            p.add_(more)
+        if p.dtype is not x.dtype:
+            x[:, :vocab] = p
         x[:, vocab:] = 0
 
 
