@@ -52,8 +52,8 @@ class _InFloat32(torch.autograd.Function):
 
 def multiply_into(total: Tensor, a: Tensor, b: Tensor, adds: bool) -> None:
     """Set the total to a @ b, or add it; a GPU does not round the product to the inputs' format."""
-    if a.dtype is total.dtype:
-        torch.addmm(total, a, b, out=total) if adds else torch.mm(a, b, out=total)
+    if a.dtype is total.dtype and not adds:
+        torch.mm(a, b, out=total)
         return
     if devices.has_kernels(a.device) and a.dtype in (torch.bfloat16, torch.float16) and total.dtype is torch.float32:
         aten: Any = torch.ops.aten
