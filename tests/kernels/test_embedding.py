@@ -64,7 +64,7 @@ def test_a_models_tables_have_the_gradients_of_torchs(untied, monkeypatch):
         store.clear_gradients()
         for i in range(2):
             with monkeypatch.context() as patch:
-                patch.setattr(embedding, "adds_rows", lambda device, adds=adds: adds)
+                patch.setattr(embedding, "adds_rows", lambda weight, adds=adds: adds)
                 losses_of(model, [(tokens() + 9 * i) % VOCAB])
         assert store.added == set(store.bucket_of)
         both.append([gradient(store, name).clone() for name in ("wte.weight", "wpe.weight")])

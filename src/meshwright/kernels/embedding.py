@@ -41,14 +41,14 @@ class _Embedding(torch.autograd.Function):
         return None, None
 
 
-def adds_rows(device: torch.device) -> bool:
-    """Return whether `add_rows` is fast there, and adds in one order."""
-    return devices.has_kernels(device) or device.type == "cpu"
+def adds_rows(weight: Tensor) -> bool:
+    """Return whether `add_rows` runs: not for float16 on a CPU, where nothing is fast."""
+    return devices.has_kernels(weight.device) or (weight.device.type == "cpu" and weight.dtype is not torch.float16)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """Return the rows `ids` [...] of a table [V, H]."""
-    if adds_rows(weight.device) and weight.requires_grad and gradients.sink_of(weight) is not None:
+    if adds_rows(weight) and weight.requires_grad and gradients.sink_of(weight) is not None:
         return _Embedding.apply(weight, ids)  # type: ignore[no-any-return,no-untyped-call]
     return F.embedding(ids, weight)
 
