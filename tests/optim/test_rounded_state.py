@@ -12,7 +12,8 @@ from meshwright import device as devices
 from meshwright.kernels import moments
 from meshwright.optim import lion, rounded
 from meshwright.optim.rules import Numbers
-from meshwright.settings.schema import Optimizer
+from meshwright.settings import checks, flags
+from meshwright.settings.schema import Optimizer, TrainConfig
 from stores import GATED, VOCAB, gradient, is_equal, kinds, losses_of, make, masters, snapshot, state, tokens
 
 FORMATS = ["bfloat16", "float8"]
@@ -168,3 +169,12 @@ def test_padded_rows_and_gaps_stay_empty():
             assert torch.equal(part.master.grad == 0, values == 0) or key == "exp_avg" or values.any()
     for name in ("wte.weight", "lm_head.weight"):
         assert not any(x[VOCAB:].any() for x in state(store, name).values())
+
+
+@pytest.mark.parametrize(
+    ("line", "fits"), [("--adam-eps 1e-10", False), ("", True), ("--optimizer lion --adam-eps 1e-10", True)]
+)
+def test_float8_needs_a_term_that_its_second_moments_do_not_fall_below(line, fits):
+    words = ["--num-layers", "1", "--optimizer-state-dtype", "float8", *line.split()]
+    config = flags.parse_settings(TrainConfig, words, "meshwright train", check=False).config
+    assert any("--adam-eps" in problem for problem in checks.problems(config)) != fits

@@ -664,6 +664,7 @@ class Optimizer:
         "float32",
         "number format of the optimizer's moments and momentum, rounded at random; float8: a byte each",
         docs="memory schedules",
+        proof="fuzz",
     )
     sgd_momentum: float = flag(0.9, "momentum of SGD", bound="[0,1)", needs="--optimizer sgd")
     lion_beta1: float = flag(
