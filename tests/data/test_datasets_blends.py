@@ -159,6 +159,7 @@ A, TRAIN, VALID = {"data_path": ["a"]}, "train_weighted_split_paths", "valid_wei
         ({**A, "blend_stages": ["0: a"]}, "'0: a' does not begin after the blend before it"),
         ({**A, "blend_stages": ["9: a", "8: a"]}, "'8: a' does not begin after the blend before it"),
         ({**A, "blend_stages": ["120%: a"]}, "begins at 120 %; give a whole number, or less than 100 %"),
+        ({**A, "blend_stages": ["1.2.3: a"]}, "'1.2.3: a' is not of the form BEGIN: WEIGHT PREFIX"),
         ({**A, "blend_stages": ["5: a b"]}, "'5: a b' has no weights"),
         ({**A, "blend_stages": ["5: 1 a 1 a"]}, "names a prefix twice"),
         ({**A, "blend_stages": ["5: 1 z"]}, "--blend-stages: z is not one of --data-path"),

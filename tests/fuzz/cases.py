@@ -16,6 +16,7 @@ import functools
 import math
 import random
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -119,7 +120,7 @@ def parse(flags_of_run: tuple[str, ...]) -> TrainConfig:
         if not given & {word for word in names.split() if word.startswith("--")}:
             out += (default or names).split()
     # Flags of one line belong together: a case that gives one of them gives all.
-    words = [word for f in flags_of_run if name_of(f) not in OURS for word in f.split()]
+    words = [word for f in flags_of_run if name_of(f) not in OURS for word in shlex.split(f)]
     has_files = not given.isdisjoint(("--data-path", "--train-data-path"))
     size = f"--vocab-size={WORDS if has_files else WORDS + 1}"
     return flags.parse_settings(TrainConfig, [*ALWAYS, size, *out, *words], "meshwright test", check=False).config
@@ -297,6 +298,9 @@ TRAINING: dict[str, Chances] = {
         "--data-path tiny --split 100,0,0": 2,
         "--data-path ends --split 80,15,5 --packing best-fit": 3,
         "--data-path 0.3 small 0.7 large --split 90,10,0 --packing best-fit": 2,
+        "--data-path 6 small 0 large 4 ends --split 90,10,0 --blend-stages '30%: 1 large 1 small' '75%: ends'": 2,
+        "--data-path 1 tiny 1 ends --split 100,0,0 --packing best-fit --blend-stages '3: 3 ends 1 tiny'": 1,
+        "--train-data-path 1 small 0 large --valid-data-path tiny --blend-stages '17 tokens: 1 large 2 small'": 1,
     },
     "last epoch": {"": 2, "--last-epoch-cutoff 1": 1, "--last-epoch-cutoff 0.5": 1},
     "validation": {"--eval-iters 0": 1, "": 2, "--eval-iters 2 --eval-interval 2": 2, "--full-validation": 1},

@@ -235,21 +235,43 @@ def samples_of(config: Any, wanted: int, vocabulary: int) -> Any:
         return lambda k: np.random.RandomState([seed, k]).randint(vocabulary, size=d.seq_length + 1)
     paths, split = (d.train_data_path, [1.0]) if d.train_data_path else (d.data_path, [*map(float, d.split.split(","))])
     words = paths if len(paths) > 1 else ["1", *paths]
-    shares = np.array([float(x) for x in words[::2]])
-    shares = shares / shares.sum()
-    parts = []
-    for share, prefix in zip(shares, words[1::2], strict=True):
+    prefixes = words[1::2]
+    stages = blends_of(config, prefixes, words, wanted)
+    parts = {}
+    for prefix in prefixes:
         documents = read_documents(prefix)
         train = round(len(documents) * split[0] / sum(split))
-        some = wanted if len(shares) == 1 else math.ceil(wanted * share * 1.005)
+        some = sum(math.ceil(count * shares.get(prefix, 0) * 1.005) for count, shares in stages)
         order = order_of if d.packing == "stream" else packed_order_of
-        parts.append(order(documents, 0, train, some, config))
-    counts, chosen = [0] * len(parts), []
-    for k in range(wanted):  # always the set that is furthest behind its share
-        which = int(np.argmax([share * max(k, 1) - count for share, count in zip(shares, counts, strict=True)]))
-        chosen.append(parts[which][counts[which]])
-        counts[which] += 1
+        parts[prefix] = iter(order(documents, 0, train, wanted if len(prefixes) == 1 else max(some, 1), config))
+    chosen = []
+    for count, shares in stages:
+        taken = dict.fromkeys(shares, 0)
+        for k in range(count):  # always the set that is furthest behind its share
+            which = max(shares, key=lambda prefix: shares[prefix] * max(k, 1) - taken[prefix])
+            chosen.append(next(parts[which]))
+            taken[which] += 1
     return lambda k: chosen[k]
+
+
+def blends_of(config: Any, prefixes: list[str], words: list[str], wanted: int) -> list[tuple[int, dict[str, float]]]:
+    """Return the blends of a run one after the other: samples of each, and shares by prefix."""
+    begins, blends = [0], [dict(zip(prefixes, map(float, words[::2]), strict=True))]
+    for text in config.data.blend_stages:
+        begin, _, rest = text.partition(":")
+        pairs = rest.split() if len(rest.split()) > 1 else ["1", rest.strip()]
+        if begin.endswith("%"):
+            begins.append(round(wanted * float(begin[:-1]) / 100))
+        else:
+            number, *unit = begin.split()
+            begins.append(math.ceil(int(number) / config.data.seq_length) if unit == ["tokens"] else int(number))
+        blends.append(dict(zip(pairs[1::2], map(float, pairs[::2]), strict=True)))
+    stages = []
+    for begin, end, blend in zip(begins, [*begins[1:], wanted], blends, strict=True):
+        weights = np.array([blend[prefix] for prefix in prefixes if blend.get(prefix)])
+        shares = dict(zip([prefix for prefix in prefixes if blend.get(prefix)], weights / weights.sum(), strict=True))
+        stages.append((max(min(end, wanted) - begin, 0), shares))
+    return stages
 
 
 # The schedules

@@ -94,9 +94,15 @@ def test_settings_of_the_environment_are_named(monkeypatch, capsys):
         ("ROPE --rope-scaling linear --rope-scaling-factor 1", "--rope-scaling linear has no effect with --rope-sc"),
         ("ROPE --rope-scaling yarn --rope-scaling-factor 1 --rope-attention-factor 2", ""),
         ("ROPE --rope-scaling linear", ""),
+        ("--cautious-weight-decay --weight-decay 0", "--cautious-weight-decay has no effect with --weight-decay 0"),
+        ("--cautious-weight-decay", ""),
+        (
+            "--optimizer sgd --sgd-momentum 0 --optimizer-state-dtype bfloat16",
+            "--optimizer-state-dtype bfloat16 has no effect with --sgd-momentum 0",
+        ),
     ],
 )
-def test_windows_and_scalings_without_effect_are_noticed(words, notice):
+def test_what_others_leave_without_effect_is_noticed(words, notice):
     notices = parse(*TINY_FLAGS, *words.replace("ROPE", "--position-embedding-type rope").split()).notices
     assert len(notices) == bool(notice) and all(line.startswith(notice) for line in notices), notices
 

@@ -15,6 +15,7 @@ from parsing import parse, refusal
 from meshwright.__main__ import main
 from meshwright.checkpoint.foreign import exports
 from meshwright.checkpoint.foreign.huggingface.writer import export_notices
+from meshwright.errors import USAGE
 from meshwright.settings import checks, flags, recipes
 from meshwright.settings.fields import config_fields
 from meshwright.settings.presets import FAMILIES
@@ -82,6 +83,12 @@ def test_the_page_has_this_table() -> None:
             {"lr": 6e-4, "lr_warmup_fraction": 0.1, "muon_split_qkv": "off", "embedding_lr": None, "vector_lr": None},
         ),
         ("--depth 12 --optimizer lion --lr 1e-4", {"adam_beta2": 0.999, "lr": 1e-4, "lr_warmup_fraction": None}),
+        ("--depth 12 --optimizer sgd --lr 0.1", {"cautious_weight_decay": False, "lr": 0.1}),
+        # The rates and the decay are those of the base, which µP carries over.
+        (
+            "--depth 12 --mup-base-hidden-size 256",
+            {"lr": 0.006, "embedding_lr": 0.006, "weight_decay": 0.043, "hidden_size": 768},
+        ),
         ("--depth 12 --weight-decay-incr-style constant", {"weight_decay": 0.086}),
         ("--depth 12 --tensor-model-parallel-size 2 --world-size 2", {"micro_batch_size": 8, "global_batch_size": 64}),
         ("--depth 12 --zero-stage 2 --world-size 32", {"micro_batch_size": 2}),
@@ -176,12 +183,20 @@ def test_tokens_alone_can_follow_from_the_size(tmp_path: Path) -> None:
         ("--depth 3 --train-tokens -4", "--train-tokens -4 must be above 0"),
         ("--recipe modern --num-layers 3 --hidden-size 0", "--hidden-size 0 must be above 0"),
         (f"--depth 1{'0' * 200}", "no run can have these sizes"),
+        ("--depth 3 --train-tokens auto --train-iters 9", "--train-iters and --train-tokens auto both set the length"),
+        ("--preset tiny --train-tokens auto --train-epochs 1", "--train-epochs and --train-tokens auto both set"),
+        ("--preset tiny --train-tokens auto --lr 0", "--lr 0.0 must be above 0"),
+        ("--depth 3 --ema 1", "--ema 1.0 is not in [0, 1)"),
         ("--depth 3 --train-tokens auto --lr-warmup-iters 9", "--lr-warmup-iters cannot be mixed with --train-tokens"),
     ],
 )
-def test_a_recipe_that_cannot_work_is_refused_in_one_line(argv: str, words: str) -> None:
+def test_a_recipe_that_cannot_work_is_refused_in_one_line(
+    argv: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = refusal(*argv.split(), *MOCK, check=True)
     assert words in text and "\n" not in text
+    assert main(["train", *argv.split(), *MOCK, "--dry-run"]) == USAGE  # checked in another place
+    assert [words in line for line in capsys.readouterr().err.splitlines() if ": error:" in line] == [True]
 
 
 def test_every_choice_has_a_reason_that_is_printed() -> None:

@@ -71,7 +71,7 @@ def test_the_command_prints_a_table_draws_and_has_a_status(
 
 def test_slopes_and_faults() -> None:
     assert coordinates.slope([1, 2, 4], [3, 6, 12]) == pytest.approx(1)
-    assert math.isnan(coordinates.slope([1, 2], [0, 1]))
+    assert math.isnan(coordinates.slope([1, 2], [0, 1])) and coordinates.slope([1, 2], [0, 0]) == 0
     growth = Growth("width", [32, 64])
     flat = dict.fromkeys(ACTIVATIONS, 1.0)
     growth.add(flat | {"stream": 1.0, "logits": 2.0}, [flat | {"qkv": 1.0}])

@@ -78,6 +78,7 @@ def listed(*grid: str, random: tuple[str, ...] = (), draws: int = 3) -> list[poi
 
 
 def test_a_grid_has_every_combination_and_a_colon_joins_flags() -> None:
+    assert {point["depth"] for point in listed(random=("depth=1..3",), draws=20)} == {"1", "2", "3"}
     both = listed("lr=1e-4,0.001 hidden-size:num-layers=64:2,128:4")
     assert [tuple(point.values()) for point in both] == [
         ("0.0001", "64", "2"),
@@ -305,6 +306,11 @@ def test_no_run_writes_into_anothers_folder(
 def test_points_that_differ_have_different_names() -> None:
     points_of = [{"data_path": text} for text in ("a;b", "a-b", "a b", "a/b")]
     assert len({points.name_of_point(point) for point in points_of}) == 4
+    stages = listed("blend-stages='5: 1 a' '9: 1 b'|'7: 1 a'")
+    assert [points.words_of(point) for point in stages] == [
+        ["--blend-stages", "5: 1 a", "9: 1 b"],
+        ["--blend-stages", "7: 1 a"],
+    ]
     assert points.words_of(listed("ffn-hidden-size=none")[0]) == ["--ffn-hidden-size=none"]
 
 

@@ -49,9 +49,12 @@ def stage_problems(d: Data) -> list[str]:
     out = [f"--blend-stages with {flag}; leave one of them out" for flag, is_given in others.items() if is_given]
     try:
         stages = blend_stages(d.blend_stages)
-        train = next((one for one in data_paths.path_sets(d) if one.split == "train"), None)
     except ValueError as error:
         return [*out, f"--blend-stages: {error}"]
+    try:
+        train = next((one for one in data_paths.path_sets(d) if one.split == "train"), None)
+    except ValueError:
+        return out  # reported for the paths
     known = [source.prefix for source in train.sources] if train else []
     for prefix in dict.fromkeys(prefix for stage in stages for prefix in stage.weights):
         if known.count(prefix) != 1 and not d.mock_data:

@@ -61,7 +61,8 @@ def batch_problems(c: TrainConfig) -> list[str]:
         out += batch_schedule_problems(c)
     elif t.rampup_batch_size:
         out += rampup_problems(c)
-    if not out and c.lengths[0] not in ("train_iters", "train_epochs") and c.steps == 0:
+    is_counted = not out and c.lengths[0] not in ("train_iters", "train_epochs") and t.train_tokens != "auto"
+    if is_counted and c.steps == 0:
         length = f"{spelling(c.lengths[0])} {getattr(t, c.lengths[0])}"
         out.append(f"{length} is less than one global batch of {c.batch(0)} samples; raise it")
     return out

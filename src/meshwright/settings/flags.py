@@ -16,6 +16,7 @@ import math
 import os
 import re
 import reprlib
+import shlex
 import tomllib
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -47,7 +48,7 @@ from meshwright.settings.hints import did_you_mean, find_address, our_word, refu
 from meshwright.settings.lazy_config import read_lazy_config
 from meshwright.settings.other_programs import deepspeed_json
 from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
-from meshwright.settings.schema import AMOUNTS, OUTCOME, TrainConfig
+from meshwright.settings.schema import AMOUNTS, LENGTHS, OUTCOME, TrainConfig
 from meshwright.storage import addresses
 
 SETTINGS_LIMIT = 4 << 20  # bytes of a file of settings
@@ -191,11 +192,15 @@ def _fit_layers(
         return "", {}
     choices: dict[str, recipes.Choice] = {}
     is_auto = issubclass(cls, TrainConfig) and above.get("train_tokens") == "auto"
+    if is_auto and (others := [spelling(name) for name in LENGTHS if name != "train_tokens" and above.get(name)]):
+        reader.complaints.append(f"{others[0]} and --train-tokens auto both set the length of the run; give one")
+        return "", {}
     if recipe or is_auto:
         given = {name: value for name, value in above.items() if value != "auto" or name != "train_tokens"}
         draft: Any = build_config(cls, [*base, ("", given)])[0]
-        if any(map(check_values.out_of_bounds, group_values(draft))):
-            return "", {}  # reported by the checks
+        if wrong := [line for group in group_values(draft) for line in check_values.out_of_bounds(group)]:
+            reader.complaints += wrong
+            return "", {}
         if recipe:
             try:
                 choices = recipes.apply_recipe(recipe, draft, recipes.Given(given, depth, preset, is_auto))
@@ -462,6 +467,14 @@ def _add(parser: FlagParser, f: dataclasses.Field[Any], kind: Any) -> None:
         parser.add_argument(spelling(f.name), *f.metadata["aliases"], dest=f.name, **more)
 
 
+def words_in(text: str) -> list[str]:
+    """Return the values of a list in one text; quotes keep one with blanks together."""
+    try:
+        return shlex.split(text)
+    except ValueError:  # an apostrophe
+        return text.split()
+
+
 def convert_value(kind: Any, value: Any) -> Any:
     """Return a value of any layer as the field's type; raise ArgumentTypeError if it is not one."""
     words = [typing.get_args(k) for k in typing.get_args(kind) if typing.get_origin(k) is typing.Literal]
@@ -484,7 +497,7 @@ def convert_value(kind: Any, value: Any) -> Any:
             return word in ("1", "true", "yes")
         raise argparse.ArgumentTypeError(f"{_short(value)} is not true or false")
     if typing.get_origin(inner) is list:
-        values = value.split() if isinstance(value, str) else value if isinstance(value, list) else [value]
+        values = words_in(value) if isinstance(value, str) else value if isinstance(value, list) else [value]
         return [convert_value(typing.get_args(inner)[0], v) for v in values]
     try:
         if inner is int and isinstance(value, float | str) and not str(value).lstrip("+-").isdigit():

@@ -80,7 +80,7 @@ def blend_stages(texts: list[str]) -> list[BlendStage]:
     """Parse stages such as '60%: 0.5 a 0.5 b'."""
     out = list[BlendStage]()
     for text in texts:
-        found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*(%|tokens|samples|)\s*:\s+(\S.*)", text)
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:e[0-9]+)?)\s*(%|tokens|samples|)\s*:\s+(\S.*)", text)
         if found is None:
             raise ValueError(f"{text!r} is not of the form BEGIN: WEIGHT PREFIX WEIGHT PREFIX ...")
         begin, unit = float(found[1]), found[2] or "samples"

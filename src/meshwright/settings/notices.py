@@ -61,7 +61,7 @@ def without_effect(config: Any) -> list[str]:
     if not isinstance(config, TrainConfig):
         return []
     c = config
-    m, t, d, g = c.model, c.training, c.data, c.logging
+    m, t, d, g, o = c.model, c.training, c.data, c.logging, c.optimizer
     out = [
         f"{spelling(f.name)} has no effect without {condition}"
         for group in group_values(c)
@@ -69,11 +69,18 @@ def without_effect(config: Any) -> list[str]:
         for condition in f.metadata["needs"]
         if getattr(group, f.name) != getattr(type(group)(), f.name) and not CONDITIONS[condition](c)
     ]
+    state = f"--optimizer-state-dtype {o.optimizer_state_dtype}"
     start = f"--profile-step-start {g.profile_step_start}"
     is_late = g.profile and t.train_iters is not None and g.profile_step_start > t.train_iters
     beyond = [n for n in g.nvidia_smi_at if t.train_iters is not None and n > t.train_iters]
     others = {
         "--swiglu and --glu-activation are both given; --glu-activation is used": m.swiglu and m.glu_activation,
+        "--cautious-weight-decay has no effect with --weight-decay 0": o.cautious_weight_decay
+        and not o.ramps_decay
+        and not o.weight_decay,
+        f"{state} has no effect with --sgd-momentum 0, which keeps none": o.optimizer_state_dtype != "float32"
+        and o.optimizer == "sgd"
+        and not o.sgd_momentum,
         "--mock-data: the files of --data-path and similar flags are not read": d.mock_data
         and data_paths.path_settings(d),
         f"{start} is after the last step; nothing is profiled": is_late,

@@ -124,6 +124,8 @@ def apply_recipe(name: str, config: TrainConfig, given: Given) -> dict[str, Choi
     if preset:
         _reset(draft, name)
     for setting, (value, reason) in recipe["rows"].items():
+        if setting == "cautious_weight_decay" and draft.value("optimizer") == "sgd":
+            continue  # which has none
         has_effect = all(CONDITIONS[name](draft.config) for name in _field(setting).metadata["needs"])
         if has_effect and (setting not in ACTIVATIONS or not any(given.settings.get(other) for other in ACTIVATIONS)):
             draft.choose(setting, value, reason)
@@ -257,7 +259,8 @@ def _choose_batch(draft: Draft, n: Mapping[str, Any]) -> None:
     t, length = draft.config.training, draft.config.data.seq_length or 1
     batch = _best_batch(draft, n)
     tokens = _tokens(draft, batch) or 1
-    reason = f"grows with the tokens of the run ** {n['batch_power']}: {_short(batch * length)} for {_short(tokens)}"
+    sizes = f"{_short(batch * length)} tokens for {_short(tokens)}"
+    reason = f"grows with the tokens of the run ** {n['batch_power']}: {sizes}"
     draft.choose("global_batch_size", batch, reason)
     if t.num_accumulation_steps is None:
         _choose_micro_batch(draft, n)
@@ -289,9 +292,10 @@ def _choose_rates(draft: Draft, n: Mapping[str, Any]) -> None:
     rule = {"adamw": "adam"}.get(draft.value("optimizer"), draft.value("optimizer"))
     if rule not in n["lr"]:
         return  # no rate was measured: --lr is needed
-    width, best = draft.value("hidden_size"), draft.choices["global_batch_size"].value
-    rate = min(n["lr"][rule] * n["lr_width"] / width, n["lr_most"])
+    base, best = draft.value("mup_base_hidden_size"), draft.choices["global_batch_size"].value
+    rate = min(n["lr"][rule] * n["lr_width"] / (base or draft.value("hidden_size")), n["lr_most"])
     reason = f"{n['lr'][rule]:g} at a width of {n['lr_width']}, falling with the width"
+    reason += f"; this is for the width of --mup-base-hidden-size {base}" if base else ""
     reason += f", at most {n['lr_most']:g}" if rate == n["lr_most"] else ""
     ratio = (draft.config.training.global_batch_size or best) / best
     factor = min(max(math.sqrt(ratio), 0.5), 2)
@@ -322,7 +326,7 @@ def _choose_decay(draft: Draft, n: Mapping[str, Any]) -> None:
     factor = n["falling_decay"] if o.weight_decay_incr_style == "rate" else 1
     low, high = n["weight_decay_range"]
     decay = _rounded(min(max(factor / (share * o.lr * steps), low), high))
-    reason = f"weights forget after {share:.2g} of the run, best at {ratio:.2g} tokens a parameter"
+    reason = f"weights forget after {share:.2g} times the run, best at {ratio:.2g} tokens a parameter"
     draft.choose("weight_decay", decay, f"{reason}; from {low:g} to {high:g}")
 
 
@@ -364,7 +368,8 @@ def describe(recipe: str, choices: Mapping[str, Choice], config: TrainConfig) ->
     used = {name: choice for name, choice in choices.items() if _value(config, name) == choice.value}
     if not recipe:
         return [f"--train-tokens auto is {value:,}: {reason}" for value, reason in used.values()]
-    size = f"{_short(layer_parameters(config.model))} parameters in {config.model.num_layers} layers"
+    layers = config.model.num_layers
+    size = f"{_short(layer_parameters(config.model))} parameters in {layers} layer{'' if layers == 1 else 's'}"
     out = [f"--recipe {recipe} sets, for {size}:"]
     rows = [(as_flag(name, choice.value), choice.reason) for name, choice in used.items()]
     out += _aligned(rows)

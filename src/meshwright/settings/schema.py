@@ -397,7 +397,8 @@ class Data:
         value="FORM",
         short="blends from points of the run on",
         docs="data",
-        **UNPROVEN,
+        resume="free",
+        proof="fuzz",
     )
     blend_change_at: str | None = flag(
         None, "on resume, sample at which the new blend starts, or now", needs="--load", value="FORM", **UNPROVEN

@@ -96,7 +96,9 @@ class Growth:
 
 
 def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """Return the slope of log(values) over log(sizes), NaN if one has no logarithm."""
+    """Return the slope of log(values) over log(sizes): 0 if all are 0, NaN if some are."""
+    if not any(values):
+        return 0.0  # such as branches that --zero-init-projections begins with
     if not all(0 < v < math.inf for v in values):
         return math.nan
     x, y = [math.log(s) for s in sizes], [math.log(v) for v in values]

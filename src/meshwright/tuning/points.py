@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.settings.fields import config_fields, inner_type, is_list, spelling, switches
-from meshwright.settings.flags import convert_value
+from meshwright.settings.flags import convert_value, words_in
 from meshwright.settings.hints import did_you_mean
 from meshwright.settings.schema import TrainConfig
 
@@ -129,7 +129,9 @@ def _field_of(word: str, where: str) -> str:
 
 
 def _kind(name: str) -> Any:
-    return str if name in CONTROLS else inner_type(config_fields(TrainConfig)[name][2])
+    if name in CONTROLS:
+        return int if name == "depth" else str
+    return inner_type(config_fields(TrainConfig)[name][2])
 
 
 def _normal(name: str, text: str, where: str) -> str:
@@ -158,7 +160,7 @@ def words_of(point: Mapping[str, str]) -> list[str]:
         if text in ("true", "false") and _kind(name) is bool:
             words.append(switches(config_fields(TrainConfig)[name][1])[text != "true"][0])
         elif is_list(_kind(name)):
-            words += [spelling(name), *text.split()]
+            words += [spelling(name), *words_in(text)]
         else:
             words.append(f"{spelling(name)}={text}")
     return words
