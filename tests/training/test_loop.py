@@ -268,6 +268,26 @@ def test_a_start_that_may_be_a_new_run_is_refused(run, tmp_path):
     assert start(first, "--load", a, "--save", a).status == 0  # the same command again
 
 
+@pytest.mark.flag("blend_stages")
+def test_a_run_that_stops_within_a_stage_goes_on_in_it(run, tmp_path):
+    first, other, a, b = (tmp_path / name for name in ("first", "other", "a", "b"))
+    write_counting(first, [60])
+    write_counting(other, [58], first=1)
+    files = ("--no-mock-data", "--split=1", "--eval-iters=0", "--train-iters", 6, "--data-path", 1, first, 0, other)
+    # From samples 10 and 19 on, both within a batch of 4.
+    stages = (*files, "--blend-stages", f"10: 1 {first} 3 {other}", f"80%: {other}")
+    whole = run(*stages, "--save", a)
+    assert whole.status == 0 and " > blend from sample 10 on: 0.25 " in whole.out
+    parts = []
+    for stop in (3, 5, 7):
+        again = ("--no-mock-data", "--config", parts[0].folder / "config.toml") if stop == 5 else stages
+        parts.append(run(*again, "--save", b, "--load", b, "--exit-interval", stop))
+    assert [part.column("iteration") for part in parts] == [[1, 2, 3], [4, 5], [6]]
+    assert [loss for part in parts for loss in part.column("loss")] == whole.column("loss")
+    refused = run(*files, "--load", b, "--save", b)
+    assert refused.status == 2 and "--blend-change-at" in refused.err
+
+
 @pytest.mark.flag("no_load_optim")
 def test_no_load_optim(run, tmp_path):
     """Step and schedule continue, moments and Adam's t begin at zero."""

@@ -8,7 +8,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright import tokenizers
 from meshwright.errors import DONE, UNEQUAL, UserError
 from meshwright.records import json_ready
 from meshwright.settings import checks, command, data_paths, flags
@@ -74,6 +73,8 @@ def parse_train(words: list[str]) -> TrainConfig:
 
 def complete(config: TrainConfig, c: CoordinateFlags) -> TrainConfig:
     """Fill in what a run needs and no flag names."""
+    from meshwright import tokenizers
+
     m, d, t, k = config.model, config.data, config.training, config.tokenizer
     hidden = m.hidden_size or (min(c.widths) if c.widths else None)
     heads = m.num_attention_heads or (max(1, hidden // (m.kv_channels or HEAD)) if hidden else None)
