@@ -417,6 +417,13 @@ def test_the_lines_of_a_training_say_each_thing_once():
         assert shorten(line) == shown
 
 
+def test_the_environment_does_not_change_the_lines_that_are_read(monkeypatch):
+    monkeypatch.setenv(
+        "MESHWRIGHT_LOG_FORMAT", "short"
+    )  # its lines have no times, which made the trial's speed infinite
+    assert shell.environment()["MESHWRIGHT_LOG_FORMAT"] == "megatron"
+
+
 def test_a_restart_that_costs_more_than_it_saves():
     class Stub:
         run = "nowhere"

@@ -101,9 +101,13 @@ def call(
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a command: at most eight threads, which is enough here."""
+    """Return the environment of a command: at most eight threads, which is enough here.
+
+    The log has the lines that are read here, whatever form the user's environment asks for.
+    """
     few = {"OMP_NUM_THREADS": "8"} if (os.cpu_count() or 1) > 8 else {}
-    return {**few, **os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
+    ours = {"PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8", "MESHWRIGHT_LOG_FORMAT": "megatron"}
+    return few | os.environ | ours
 
 
 class TrainingLines:
