@@ -10,7 +10,7 @@ from torch import nn
 
 from helpers import TINY
 from meshwright.checkpoint import loading, native
-from meshwright.optim import lion, rules
+from meshwright.optim import elementwise, rules
 from meshwright.optim.rules import Numbers
 from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.store import StoreSpec
@@ -206,17 +206,17 @@ def lion_step(weight, grad, moment, lr, wd, beta1=0.9, beta2=0.99):
 @pytest.mark.parametrize(
     ("chunk", "betas", "clip", "dtype"),  # every pair of values
     [
-        (lion.LION_CHUNK, (0.9, 0.99), 0.0, torch.float64),
+        (elementwise.CHUNK, (0.9, 0.99), 0.0, torch.float64),
         (100, (0.9, 0.99), 0.05, torch.float32),
-        (lion.LION_CHUNK, (0.5, 0.8), 0.05, torch.float32),
+        (elementwise.CHUNK, (0.5, 0.8), 0.05, torch.float32),
         (100, (0.5, 0.8), 0.0, torch.float64),
-        (lion.LION_CHUNK, (0.0, 0.0), 0.05, torch.float64),
+        (elementwise.CHUNK, (0.0, 0.0), 0.05, torch.float64),
         (100, (0.0, 0.0), 0.0, torch.float32),
     ],
 )
 def test_lion_follows_its_formula(monkeypatch, chunk, betas, clip, dtype):
     """Compare ten steps of a scaled loss with the formula; biases and norms do not decay."""
-    monkeypatch.setattr(lion, "LION_CHUNK", chunk)
+    monkeypatch.setattr(elementwise, "CHUNK", chunk)
     o = Optimizer(optimizer="lion", lion_beta1=betas[0], lion_beta2=betas[1], clip_grad=clip)
     model, store = make(GATED, o, dtype=dtype)
     named = {n: (p.clone(), torch.zeros_like(p)) for n, p in masters(store)}
@@ -249,7 +249,7 @@ def test_lion_gives_roundings_no_sign_in_float64():
     """The sums of a layout would decide on the sign of a gradient that is 0 but for rounding."""
     for dtype, moved in ((torch.float64, [0.0, -1.0]), (torch.float32, [-1.0, -1.0])):
         p = nn.Parameter(torch.zeros(2, dtype=dtype))
-        update = lion.Lion([p])
+        update = elementwise.Lion([p])
         update.state[p]["exp_avg"], p.grad = torch.zeros_like(p), torch.tensor([1e-14, 1e-8], dtype=dtype)
         update.param_groups[0]["lr"] = 1.0
         update.step()

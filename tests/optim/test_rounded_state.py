@@ -10,7 +10,7 @@ import torch
 import stores
 from meshwright import device as devices
 from meshwright.kernels import moments
-from meshwright.optim import lion, rounded
+from meshwright.optim import elementwise
 from meshwright.optim.rules import Numbers
 from meshwright.settings import checks, flags
 from meshwright.settings.schema import Optimizer, TrainConfig
@@ -48,8 +48,7 @@ def rounded_at(values, name, key, dtype, number):
 @pytest.mark.parametrize("rule", RULES)
 def test_moments_follow_a_plain_formula(monkeypatch, rule, dtype):
     """Every code is that of the formula; the weights follow moments that are not rounded yet."""
-    monkeypatch.setattr(rounded, "STATE_CHUNK", 300)
-    monkeypatch.setattr(lion, "LION_CHUNK", 300)
+    monkeypatch.setattr(elementwise, "CHUNK", 300)
     o = settings(rule, dtype)
     model, store = make(GATED, o, torch.float64)
     chosen = {name: treatment.rule for name, treatment in kinds(store).items()}

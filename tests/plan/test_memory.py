@@ -14,15 +14,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from accounting import META, PADDED, Account, account, config_of, connected, pretended_gpu  # noqa: E402
 
 from meshwright.errors import UserError
-from meshwright.kernels import grid
-from meshwright.optim.cautious import CautiousAdamW
-from meshwright.optim.lion import Lion
+from meshwright.kernels import grid, moments
+from meshwright.kernels.moments import Place, Rounding
+from meshwright.optim.rule_table import STATE
+from meshwright.optim.rules import make_optimizer, state_dtype
 from meshwright.parallel import pipeline_schedule, shard
 from meshwright.parallel.layout import Layout
 from meshwright.plan import blocks, memory, parameters, updates
 from meshwright.plan.allocator import MIB, CachingAllocator
 from meshwright.plan.tensors import Memory
-from meshwright.settings.schema import TrainConfig
+from meshwright.settings.schema import Optimizer, TrainConfig
 from meshwright.training.before import memory as require
 from meshwright.training.network import Spec, build_network
 
@@ -101,23 +102,35 @@ def test_a_run_that_fits_is_not_refused(line, monkeypatch):
             require.require_memory(config, padded, 0, torch.device("cuda"))
 
 
-@pytest.mark.parametrize("rule", ["adam", "lion", "lion without"])
-def test_an_elementwise_update_allocates_as_predicted(rule):
+@pytest.mark.parametrize(
+    ("rule", "is_cautious", "state"),  # all but what torch has
+    [
+        ("adamw", True, "float32"),
+        ("adamw", True, "float8"),
+        ("adamw", False, "float8"),
+        ("lion", True, "float32"),
+        ("lion", True, "float8"),
+        ("lion", False, "float32"),
+        ("lion", False, "float8"),
+        ("sgd", False, "float8"),
+    ],
+)
+def test_an_elementwise_update_allocates_as_predicted(rule, is_cautious, state, monkeypatch):
     """Cautious AdamW takes no more where another layout than ZeRO 3 updates in one kernel."""
-    is_cautious, size = "without" not in rule, 1 << 16
-    weight = torch.nn.Parameter(torch.empty(size, device=META))
+    o, size = Optimizer(optimizer=rule, cautious_weight_decay=is_cautious, optimizer_state_dtype=state), 1 << 16
+    weight, counter = torch.nn.Parameter(torch.empty(size, device=META)), torch.empty((), device=META)
     weight.grad = torch.empty(size, device=META)
-    update = CautiousAdamW([weight], (0.9, 0.95), 1e-8) if rule == "adam" else Lion([weight], is_cautious=is_cautious)
-    moments = [torch.empty(size, device=META) for _ in range(2)]
-    update.state[weight] |= {"exp_avg": moments[0], "exp_avg_sq": moments[1], "step": torch.empty((), device=META)}
+    update = make_optimizer(o, rule, [weight], counter)
+    monkeypatch.setattr(moments, "store", lambda *_: None)  # a kernel on a GPU
+    kept = {key: torch.empty(size, dtype=state_dtype(o, key, torch.float32), device=META) for key in STATE[rule]}
+    update.state[weight] |= kept
     update.found_inf = torch.empty((), device=META)
+    if state == "float8":
+        update.rounding = Rounding({weight: Place(0, 0, 0, size, 0)}, counter)
     predicted = Memory()
-    if rule == "adam":
-        updates.update_cautious(predicted, size)
-    else:
-        updates.update_lion(predicted, size, is_cautious)
+    updates.update_elementwise(predicted, rule, size, o)
     with Account() as account:
-        for x in (weight, weight.grad, *moments[: 2 if rule == "adam" else 1]):
+        for x in (weight, weight.grad, *kept.values()):
             account.note(x)
         held = account.now
         update.step()

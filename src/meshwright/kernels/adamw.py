@@ -120,8 +120,7 @@ def update_blocks(
 ) -> None:
     """Apply AdamW to the table's blocks, as torch.optim.AdamW does, if the step is finite.
 
-    With `draws`, the moments have fewer bits. The formula with a cautious decay is that of
-    optim/cautious.py.
+    With `draws`, the moments have fewer bits.
     """
     if not decision[FINITE]:
         return
@@ -129,21 +128,36 @@ def update_blocks(
     blocks = table[0] >> KIND_BITS
     decay, size = decision[OF_KINDS:].view(KINDS, 2)[table[0] & (KINDS - 1)].unbind(1)
     master = buffers.master.view(-1, BLOCK)
-    m, v = (moments.expanded(x.view(-1, BLOCK), master.dtype) for x in (buffers.exp_avg, buffers.exp_avg_sq))
+    stored = [x.view(-1, BLOCK) for x in (buffers.exp_avg, buffers.exp_avg_sq)]
+    old = [moments.expanded(x, master.dtype) for x in stored]
     g = buffers.gradients.view(-1, BLOCK)[blocks] * decision[FACTOR]
-    m.lerp_(g, 1 - settings.beta1)
-    v.mul_(settings.beta2).addcmul_(g, g, value=1 - settings.beta2)
-    p = master[blocks]
-    update = m / (v.sqrt() * decision[INVERSE_ROOT] + settings.eps)
-    if settings.is_cautious:
-        p -= torch.where(update * p >= 0, p * decay[:, None], 0.0)
-    else:
-        p -= p * decay[:, None]
-    p -= size[:, None] * update
-    master[blocks] = p
-    if draws is not None:
-        halves = moments.halves(moments.draw_blocks(draws))
-        for code, value, half in zip((buffers.exp_avg, buffers.exp_avg_sq), (m, v), halves, strict=True):
-            code.view(-1, BLOCK).copy_(moments.rounded(value, code.dtype, half))
+    factors = decay[:, None], size[:, None], decision[INVERSE_ROOT]
+    master[blocks], *new = advance(master[blocks], g, old, settings, *factors)
+    halves = (None, None) if draws is None else moments.halves(moments.draw_blocks(draws))
+    for target, values, half in zip(stored, new, halves, strict=True):
+        target.copy_(values if half is None else moments.rounded(values, target.dtype, half))
     if buffers.weights is not None:
-        buffers.weights.view(-1, BLOCK)[table[1]] = p.to(buffers.weights.dtype)
+        buffers.weights.view(-1, BLOCK)[table[1]] = master[blocks].to(buffers.weights.dtype)
+
+
+def advance(
+    weight: Tensor,
+    gradient: Tensor,
+    state: list[Tensor],
+    constants: AdamWConstants,
+    decay: Tensor,
+    size: Tensor,
+    root: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the new weight and moments.
+
+    `decay` and `size` are the decay and step size of a decision, with Adam's first correction;
+    `root` is its second one, 1 / sqrt(1 - beta2^t).
+    """
+    m = state[0].lerp(gradient, 1 - constants.beta1)
+    v = (state[1] * constants.beta2).addcmul_(gradient, gradient, value=1 - constants.beta2)
+    update = m / v.sqrt().mul_(root).add_(constants.eps)
+    decayed = weight * decay
+    if constants.is_cautious:
+        decayed = torch.where(update * weight >= 0, decayed, 0.0)
+    return (weight - decayed).sub_(update.mul_(size)), m, v

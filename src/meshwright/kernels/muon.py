@@ -62,5 +62,10 @@ def subtract(
     A cautious decay leaves out elements whose update has the other sign.
     """
     for weight, update in zip(weights, updates, strict=True):
-        kept = torch.where(update * weight >= 0, decay, 1.0) if is_cautious else decay
-        weight.copy_(torch.where(skipped > 0, weight, weight * kept - update * rate))
+        weight.copy_(torch.where(skipped > 0, weight, moved(weight, update, decay, rate, is_cautious)))
+
+
+def moved(weight: Tensor, update: Tensor, decay: Tensor, rate: Tensor, is_cautious: bool) -> Tensor:
+    """Return decay * weight - rate * update, as `subtract` does."""
+    kept = torch.where(update * weight >= 0, decay, 1.0) if is_cautious else decay
+    return weight * kept - update * rate

@@ -8,7 +8,7 @@ from torch import Tensor
 from meshwright import device as devices
 from meshwright.kernels import adamw
 from meshwright.kernels.moments import Place, make_block_draws
-from meshwright.optim.rules import Numbers, Treatment, Verdict, is_rounded, state_dtype
+from meshwright.optim.rules import Numbers, Treatment, Verdict, adamw_constants, is_rounded, state_dtype
 from meshwright.settings.schema import Optimizer
 
 
@@ -30,7 +30,7 @@ class FlatAdamW:
     ) -> None:
         gradients, master, weights = flats
         device, sizes = master.device, [r.end - r.begin for r in ranges]
-        self.settings = adamw.AdamWConstants(o.adam_beta1, o.adam_beta2, o.adam_eps, o.cautious_weight_decay)
+        self.settings = adamw_constants(o)
         self.constants = adamw.make_constants(self.settings, o.clip_grad, device, [t[1:] for t in treatments])
         self.table = adamw.make_table(ranges, device)
         self.step = torch.zeros((), device=device)

@@ -1,9 +1,8 @@
 """Muon: momentum whose matrices are orthogonalised by Newton-Schulz iterations.
 
 Our own because torch.optim.Muon takes one matrix after the other, and needs the host to know
-whether a step is finite. This one has the same formula,
-constants and state, updates all matrices of one shape at once, and never waits for the device, so
-that a CUDA graph can hold it.
+whether a step is finite. This one has the same formula, constants and state, and updates all
+matrices of one shape at once.
 
 With X [m, k], m <= k, of norm 1, an iteration is X <- P X, where R = X X^T, P = a I + b R + c R^2.
 
@@ -44,7 +43,7 @@ from torch import Tensor, nn
 
 from meshwright import device as devices
 from meshwright.kernels import muon as passes
-from meshwright.kernels.moments import Rounding
+from meshwright.optim.own_rule import OwnRule, scalar
 from meshwright.optim.rule_table import GRAM, MUON_CHUNK, MUON_STAGE, MatrixForm
 
 T = TypeVar("T")
@@ -81,18 +80,11 @@ class Spread:
     exchange: Exchange | None = None
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(OwnRule):
     """Muon with Nesterov momentum and updates of AdamW's size, over matrices.
 
-    As for torch's fused optimizers, `grad_scale` divides the gradients, and a step with a
-    `found_inf` other than 0 changes nothing; both are tensors on the device. The learning rate and
-    the weight decay may be so too. A cautious decay is only for elements whose update u has the
-    sign of the weight, or is 0: w <- w - lr (u + weight decay w [u w >= 0]).
+    A cautious decay is that of elementwise.py.
     """
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-    rounding: Rounding | None = None  # of a momentum of fewer bits
 
     def __init__(
         self,
@@ -159,20 +151,17 @@ class Muon(torch.optim.Optimizer):
     def _advance(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> tuple[Tensor, Tensor]:
         first = matrices[0]
         gradients = [p.grad for p in matrices if p.grad is not None]
-        scale = scalar(1.0 if self.grad_scale is None else self.grad_scale, first)
         moments = [self._moment(p) for p in matrices]
         r = self.rounding
         draws = None if r is None else passes.MatrixDraws(tuple(r.places[p] for p in matrices), r.step)
-        return passes.advance(gradients, moments, scale, self._skipped(first), group["momentum"], draws)
+        scale, skipped = scalar(self.grad_scale, first), scalar(self.found_inf, first)
+        return passes.advance(gradients, moments, scale, skipped, group["momentum"], draws)
 
     def _subtract(self, matrices: list[nn.Parameter], x: Tensor, form: MatrixForm, group: dict[str, Any]) -> None:
         first, lr = matrices[0], group["lr"]
         decay, rate = scalar(1 - lr * group["weight_decay"], first), scalar(lr * form.scale, first)
         weights, updates = [p.detach() for p in matrices], x.to(first.device)
-        passes.subtract(weights, updates, decay, rate, self._skipped(first), self.is_cautious)
-
-    def _skipped(self, like: Tensor) -> Tensor:
-        return scalar(0.0 if self.found_inf is None else self.found_inf, like)
+        passes.subtract(weights, updates, decay, rate, scalar(self.found_inf, first), self.is_cautious)
 
     def _moment(self, p: nn.Parameter) -> Tensor:
         state = self.state[p]
@@ -189,13 +178,6 @@ def chunks(items: Iterable[tuple[T, V]], kind: Callable[[T, V], Hashable], size:
     for (_, shape), members in kinds.items():
         count = max(1, size // shape.numel())
         yield from (members[i : i + count] for i in range(0, len(members), count))
-
-
-def scalar(value: float | Tensor, like: Tensor) -> Tensor:
-    """Return a number as a tensor [] on the device, of the format of `like`."""
-    if isinstance(value, Tensor):
-        return value.to(like.device, like.dtype)
-    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def formats(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

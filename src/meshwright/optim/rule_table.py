@@ -26,8 +26,7 @@ MUON_CHUNK = 1 << 27  # elements that Muon updates at a time: four copies in 16 
 MUON_STAGE = 3  # iterations of Muon's gram form from one R
 GRAM = 3  # that form is for matrices with at least so many halves of columns for a row
 MUON_HALF = 512  # rows of matrices whose products reach half of the speed of large ones
-STATE_CHUNK = 1 << 24  # elements whose state of fewer bits is widened at a time
-LION_CHUNK = 1 << 24  # elements that Lion updates at a time: four copies in float32 are 256 MB
+CHUNK = 1 << 24  # elements that the other rules update at a time: four copies in float32 are 256 MB
 
 
 def state_bytes(o: Optimizer, full: int) -> int:
@@ -38,6 +37,11 @@ def state_bytes(o: Optimizer, full: int) -> int:
 def is_rounded(o: Optimizer) -> bool:
     """Whether the state has fewer bits than the masters."""
     return o.optimizer_state_dtype != "float32"
+
+
+def is_beyond_torch(o: Optimizer) -> bool:
+    """Whether torch lacks AdamW with these settings."""
+    return is_rounded(o) or o.cautious_weight_decay
 
 
 class Treatment(NamedTuple):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from meshwright.kernels.adamw import AdamWConstants
 from meshwright.lazy_compiler import spare, spare_step
-from meshwright.optim.cautious import CautiousAdamW
-from meshwright.optim.lion import Lion
+from meshwright.optim import elementwise
 from meshwright.optim.muon import Muon, Spread
-from meshwright.optim.rounded import RoundedAdamW, RoundedRule, RoundedSGD
 from meshwright.optim.rule_table import STATE as STATE
 from meshwright.optim.rule_table import Rule as Rule
 from meshwright.optim.rule_table import Treatment as Treatment
+from meshwright.optim.rule_table import is_beyond_torch as is_beyond_torch
 from meshwright.optim.rule_table import is_rounded as is_rounded
 from meshwright.optim.rule_table import treatment_of
 from meshwright.settings.schema import Model, Optimizer
@@ -63,27 +63,29 @@ def matrices(p: Tensor) -> list[Tensor]:
     return list(p.detach().unbind()) if p.ndim == 3 else [p.detach()]
 
 
-def is_ours(update: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer takes all numbers as tensors, in the format of the weights."""
-    return isinstance(update, (CautiousAdamW, Lion, Muon, RoundedRule))
+def adamw_constants(o: Optimizer) -> AdamWConstants:
+    return AdamWConstants(o.adam_beta1, o.adam_beta2, o.adam_eps, o.cautious_weight_decay)
 
 
 def make_optimizer(
-    o: Optimizer, rule: Rule, parameters: list[nn.Parameter], spread: Spread | None = None
+    o: Optimizer,
+    rule: Rule,
+    parameters: list[nn.Parameter],
+    counter: Tensor | None = None,
+    spread: Spread | None = None,
 ) -> torch.optim.Optimizer:
-    """Make the optimizer; learning rate and weight decay are set before each step."""
+    """Make the optimizer; learning rate and weight decay are set before each step.
+
+    `counter` is the number of the update, if torch lacks this AdamW.
+    """
     if rule == "muon":  # updates of AdamW's size, so that one learning rate serves both
         return Muon(parameters, o.muon_momentum, o.muon_num_ns_steps, spread, is_cautious=o.cautious_weight_decay)
-    group: list[dict[str, Any]] = [{"params": parameters}]
     if rule == "lion":
-        return Lion(group, o.lion_beta1, o.lion_beta2, o.cautious_weight_decay)
-    if is_rounded(o):
-        if rule == "sgd":
-            return RoundedSGD(group, momentum=o.sgd_momentum)
-        return RoundedAdamW(group, o.cautious_weight_decay, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+        return elementwise.Lion(parameters, o.lion_beta1, o.lion_beta2, o.cautious_weight_decay)
     if rule == "sgd":
-        return SGD(group, lr=0.0, momentum=o.sgd_momentum, fused=True)
-    betas = o.adam_beta1, o.adam_beta2
-    if o.cautious_weight_decay:
-        return CautiousAdamW(group, betas, o.adam_eps)
-    return AdamW(group, lr=0.0, betas=betas, eps=o.adam_eps, fused=True)
+        if is_rounded(o):
+            return elementwise.SGD(parameters, o.sgd_momentum)
+        return SGD(parameters, lr=0.0, momentum=o.sgd_momentum, fused=True)
+    if counter is not None:
+        return elementwise.AdamW(parameters, adamw_constants(o), counter)
+    return AdamW(parameters, lr=0.0, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps, fused=True)

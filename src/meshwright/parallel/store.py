@@ -26,6 +26,7 @@ from meshwright.optim import rules
 from meshwright.optim.adamw import FlatAdamW
 from meshwright.optim.average import MovingAverage
 from meshwright.optim.muon import Spread
+from meshwright.optim.own_rule import OwnRule
 from meshwright.optim.rule_table import AVERAGE, form_of
 from meshwright.parallel import shard
 from meshwright.parallel.homes import Homes, SharedParameter, Sharers
@@ -95,7 +96,7 @@ class Store:
     shapes: dict[str, torch.Size]  # of this tensor rank's part of each parameter
     flat: FlatAdamW | None = None  # the update of what AdamW owns, where Triton runs
     average: MovingAverage | None = None  # of the masters: --ema
-    counter: Tensor | None = None  # of updates, float32 [] on their device, if the state has fewer bits
+    counter: Tensor | None = None  # of updates, float32 [] on their device, where torch lacks our AdamW
     reads_tensors = False  # whether `step` takes tensors as its numbers, so that a CUDA graph can hold it
 
     def __init__(self, spec: StoreSpec, replicated: tuple[str, ...], is_sharded: bool = True) -> None:
@@ -154,20 +155,21 @@ class Store:
     def make_updates(self, members: Updated) -> None:
         """Create torch's optimizers and their state, which a checkpoint may then fill."""
         self.updates = {}
-        if rules.is_rounded(self.optimizer):
+        if rules.is_beyond_torch(self.optimizer):
             self.counter = torch.zeros((), device=self.update_device) if self.flat is None else self.flat.step
         for treatment, updated in members.items():
             spread = self._spread(updated) if treatment.rule == "muon" else None
             parameters = [member.values for member in updated]
-            update = self.updates[treatment] = rules.make_optimizer(self.optimizer, treatment.rule, parameters, spread)
-            if self.counter is not None:
-                places = {member.values: member.place for member in updated}
-                update.rounding = Rounding(places, self.counter)  # type: ignore[attr-defined]
+            update = rules.make_optimizer(self.optimizer, treatment.rule, parameters, self.counter, spread)
+            self.updates[treatment] = update
+            if self.counter is not None and rules.is_rounded(self.optimizer):
+                assert isinstance(update, OwnRule)
+                update.rounding = Rounding({member.values: member.place for member in updated}, self.counter)
             for _, p, state, _ in updated:
                 update.state[p] = dict(state)
                 if treatment.rule == "adamw" and self.counter is None:
                     update.state[p]["step"] = torch.zeros((), dtype=torch.float32, device=self.update_device)
-        self.reads_tensors = not self.offload and all(map(rules.is_ours, self.updates.values()))
+        self.reads_tensors = not self.offload and all(isinstance(x, OwnRule) for x in self.updates.values())
 
     def _spread(self, members: list[Member]) -> Spread:
         """Return the forms of Muon's parameters, and their homes if several ranks share them."""
@@ -314,7 +316,7 @@ class Store:
     def _update(self, update: torch.optim.Optimizer, verdict: rules.Verdict, scale: float | Tensor) -> None:
         shrink, is_finite = verdict.shrink, verdict.is_finite
         # torch's fused kernels divide by a float32, too coarse for float64 tests.
-        if not rules.is_ours(update) and self.full_dtype is torch.float64:
+        if not isinstance(update, OwnRule) and self.full_dtype is torch.float64:
             factor = (shrink / scale).where(is_finite, 0.0)  # the gaps between parameters stay 0
             torch._foreach_mul_([p.grad for p in update.param_groups[0]["params"]], factor.to(self.update_device))
         else:  # torch's interface to its fused kernels: divide by grad_scale, skip if found_inf
@@ -333,7 +335,7 @@ class Store:
     def steps(self) -> int:
         """Adam's t: the number of successful steps, kept on the device, which decides on skips.
 
-        Other rules count them only where their state has fewer bits.
+        Other rules count them only with a cautious decay or a state of fewer bits.
         """
         return int(next((step.item() for step in self._adam_steps()), 0))
 

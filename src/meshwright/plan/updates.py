@@ -1,4 +1,4 @@
-"""What the update allocates beside its state, as optim/muon.py, lion.py and cautious.py do."""
+"""What the update allocates beside its state, as optim/muon.py and elementwise.py do."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from collections.abc import Iterable
 
 from meshwright.model.counts import layer_shapes
 from meshwright.optim.rule_table import (
+    CHUNK,
     GRAM,
-    LION_CHUNK,
     MUON_CHUNK,
     MUON_STAGE,
-    STATE_CHUNK,
+    STATE,
     MatrixForm,
+    Rule,
     assign,
     form_of,
+    is_beyond_torch,
     is_rounded,
     packed,
     treatment_of,
@@ -25,7 +27,7 @@ from meshwright.optim.rule_table import (
 from meshwright.parallel.shard import aligned
 from meshwright.plan.parameters import Shapes, data_parts, flat_size, shapes_of_layer, shapes_of_rank
 from meshwright.plan.tensors import Memory, Sized
-from meshwright.settings.schema import TrainConfig
+from meshwright.settings.schema import Optimizer, TrainConfig
 
 
 def update_events(config: TrainConfig, padded: int, pipeline_rank: int) -> Memory:
@@ -41,19 +43,36 @@ def update_events(config: TrainConfig, padded: int, pipeline_rank: int) -> Memor
             HomeUpdate(memory, config, local, data).run(layers)
         else:
             update_own(memory, config, local, layers)
-    elif o.optimizer == "lion":
-        largest = max((flat_size(unit, 1) for unit, _ in units), default=0) // data_parts(config)
-        update_lion(memory, min(largest, LION_CHUNK), o.cautious_weight_decay, is_rounded(o))
-    elif is_rounded(o) and (o.optimizer == "sgd" or p.zero_stage == 3):
-        shapes = [shape for unit, _ in units for shape in unit.values()]
-        largest = max(map(math.prod, shapes), default=0) // data_parts(config)
-        update_rounded(memory, min(largest, STATE_CHUNK), 1 if o.optimizer == "sgd" else 2)
-    is_plain = p.zero_stage == 3 and data_parts(config) > 1 and not is_rounded(o)  # elsewhere a kernel updates
-    if o.cautious_weight_decay and is_plain:
-        named = ((name, shape) for unit, _ in units for name, shape in unit.items())
-        sizes = [math.prod(s) for name, s in named if treatment_of(o, config.model, name, len(s)).rule == "adamw"]
-        update_cautious(memory, min(max(sizes, default=0) // data_parts(config), LION_CHUNK))
+    rule = elementwise_rule(config)
+    if rule is not None:
+        update_elementwise(memory, rule, largest_part(config, units, rule), o)
     return memory
+
+
+def elementwise_rule(config: TrainConfig) -> Rule | None:
+    """Return the rule of optim/elementwise.py by which parameters are updated, if any."""
+    o = config.optimizer
+    if o.optimizer == "lion":
+        return "lion"
+    if o.optimizer == "sgd":
+        return "sgd" if is_rounded(o) else None
+    return "adamw" if is_beyond_torch(o) and is_cut_by_parameter(config) else None  # elsewhere a kernel updates
+
+
+def is_cut_by_parameter(config: TrainConfig) -> bool:
+    """Whether ranks share each parameter, not flat buffers."""
+    return config.parallel.zero_stage == 3 and data_parts(config) > 1
+
+
+def largest_part(config: TrainConfig, units: list[tuple[Shapes, int]], rule: Rule) -> int:
+    """Return the most elements that an elementwise rule updates at once."""
+    o, parts = config.optimizer, data_parts(config)
+    named = ((name, shape) for unit, _ in units for name, shape in unit.items())
+    sizes = [math.prod(s) for name, s in named if treatment_of(o, config.model, name, len(s)).rule == rule]
+    largest, share = max(sizes, default=0), max((flat_size(unit, 1) for unit, _ in units), default=0) // parts
+    if is_cut_by_parameter(config):
+        return largest // parts
+    return min(largest, share) if is_rounded(o) else share
 
 
 def update_own(memory: Memory, config: TrainConfig, shapes: Shapes, layers: int) -> None:
@@ -201,54 +220,67 @@ def polynomial_of_gram(memory: Memory, size: int, steps: int) -> Sized:
     return q
 
 
-def update_rounded(memory: Memory, size: int, moments: int) -> None:
-    """Update a chunk of the parameters, whose state has fewer bits."""
+def update_elementwise(memory: Memory, rule: Rule, size: int, o: Optimizer) -> None:
+    """Update a chunk of a parameter."""
+    size = min(size, CHUNK)
     new = functools.partial(memory.new, size, 4)
     now = new()
-    old, moved = [new() for _ in range(moments)], [new() for _ in range(moments)]
-    decayed, root = new(), new()
-    ratio = new()
-    del root
-    step = new()
-    del ratio
-    weight = new()
-    del step, decayed
+    old = [expanded(memory, size, key, o) for key in STATE[rule] if is_rounded(o)]
+    if rule == "adamw":
+        weight, moved = update_adamw(memory, size, o.cautious_weight_decay)
+    elif rule == "lion":
+        weight, moved = update_lion(memory, size, o.cautious_weight_decay)
+    else:
+        ahead, product = new(), new()
+        del product
+        step = new()
+        weight, moved = new(), [ahead]
+        del ahead, step
     chosen = new()
-    del now, old, moved, weight, chosen
+    del now, old, weight, moved, chosen
 
 
-def update_lion(memory: Memory, size: int, is_cautious: bool = False, is_rounded: bool = False) -> None:
-    """Update a chunk of the parameters."""
+def expanded(memory: Memory, size: int, key: str, o: Optimizer) -> Sized:
+    """Return a moment of fewer bits in float32."""
+    parts = []
+    if o.optimizer_state_dtype == "float8":
+        parts = [memory.new(size, 4) for _ in range(3 if key == "exp_avg_sq" else 4)]  # a sign takes one
+        parts.append(memory.new(size, 1))
+    out = memory.new(size, 4)
+    del parts
+    return out
+
+
+def update_adamw(memory: Memory, size: int, is_cautious: bool) -> tuple[Sized, list[Sized]]:
+    """Return the new weight and moments."""
     new = functools.partial(memory.new, size, 4)
-    now = new()
-    moment = new() if is_rounded else None
+    m, v = new(), new()
+    root = new()
+    update = new()
+    del root
+    decayed = new()
+    if is_cautious:
+        product = new()
+        is_decayed = memory.new(size, 1)
+        del product
+        decayed = new()
+        del is_decayed
+    weight = new()
+    del decayed, update
+    return weight, [m, v]
+
+
+def update_lion(memory: Memory, size: int, is_cautious: bool) -> tuple[Sized, list[Sized]]:
+    """Return the new weight and moment."""
+    new = functools.partial(memory.new, size, 4)
     parts = new(), new()
     ahead = new()
     del parts
     kept = new() if is_cautious else None
     decayed, step = new(), new()
     weight = new()
-    del decayed, step
-    chosen = new()
-    del now, ahead, kept, weight, chosen, moment
-
-
-def update_cautious(memory: Memory, size: int) -> None:
-    """Update a chunk of the parameters by AdamW with a cautious decay."""
-    new = functools.partial(memory.new, size, 4)
-    now = new()
-    mean, square = new(), new()
-    del now
-    root = new()
-    update = new()
-    del root
-    product = new()
-    is_decayed = memory.new(size, 1)
-    del product
-    decayed = new()
-    decay = new()
-    del is_decayed, decayed
-    weight = new()
-    del decay
-    chosen = new()
-    del mean, square, update, weight, chosen
+    del ahead, kept, decayed, step
+    parts = new(), new()
+    moment = new()
+    del parts
+    return weight, [moment]
