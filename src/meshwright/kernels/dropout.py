@@ -23,15 +23,15 @@ from torch import Tensor
 
 from meshwright.kernels.twins import twin
 
-_LOW = 0xFFFFFFFF
+MASK = 0xFFFFFFFF
 
 
 def mix(x: Tensor) -> Tensor:
     """Apply a 32-bit finaliser (2 products, 3 shifts) to int64 tensors of 32-bit values."""
     x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _LOW
+    x = (x * 0x7FEB352D) & MASK
     x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _LOW
+    x = (x * 0x846CA68B) & MASK
     return x ^ (x >> 16)
 
 
@@ -39,9 +39,9 @@ def rows(seed: int, *coordinates: Tensor) -> Tensor:
     """Hash rows to 32 bits; coordinates broadcast, such as samples [B, 1] and positions [T]."""
     h = _start(seed, coordinates[0].device)
     for c in coordinates:
-        h = mix((h + (c & _LOW)) & _LOW)
-        h = mix(h ^ (c >> 32 & _LOW) ^ 0x85EBCA6B)
-    return _as_int32(h)
+        h = mix((h + (c & MASK)) & MASK)
+        h = mix(h ^ (c >> 32 & MASK) ^ 0x85EBCA6B)
+    return as_int32(h)
 
 
 @twin("dropout.site_rows", of=lambda seed, count, samples, columns: samples)
@@ -52,8 +52,8 @@ def site_rows(seed: int, count: int, samples: Tensor, columns: Tensor) -> Tensor
 
 def _start(seed: int, device: torch.device) -> Tensor:
     """Return the hash [1] of a seed, which the coordinates are mixed into."""
-    h = mix(torch.full((1,), seed & _LOW, dtype=torch.int64, device=device))
-    return mix(h ^ (seed >> 32 & _LOW) ^ 0x9E3779B9)
+    h = mix(torch.full((1,), seed & MASK, dtype=torch.int64, device=device))
+    return mix(h ^ (seed >> 32 & MASK) ^ 0x9E3779B9)
 
 
 @lru_cache
@@ -62,7 +62,7 @@ def start_number(seed: int) -> int:
     return int(_start(seed, torch.device("cpu")))
 
 
-def _as_int32(x: Tensor) -> Tensor:
+def as_int32(x: Tensor) -> Tensor:
     """Reinterpret 32 bits as a signed number."""
     return (x - ((x >> 31) << 32)).to(torch.int32)
 
@@ -75,7 +75,7 @@ def at_sites(rows: Tensor, count: int) -> Tensor:
 
 def at_site(rows: Tensor, site: int | Tensor) -> Tensor:
     """Return the rows' hashes at one site, any small integer."""
-    return _as_int32(mix((rows.to(torch.int64) & _LOW) ^ ((site * 0x9E3779B9 + 0x7F4A7C15) & _LOW)))
+    return as_int32(mix((rows.to(torch.int64) & MASK) ^ ((site * 0x9E3779B9 + 0x7F4A7C15) & MASK)))
 
 
 def keep(rows: Tensor, columns: int, p: float) -> Tensor:

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshwright.kernels.dropout import mix, shuffled
+from meshwright.kernels.dropout import MASK, as_int32, mix, shuffled
 from meshwright.kernels.twins import twin
 
 LOW_BITS = 21  # of float32, which the formats of 8 bits leave out
@@ -43,7 +43,6 @@ LOW_BITS = 21  # of float32, which the formats of 8 bits leave out
 INT8, UINT8 = (-26, 127), (-53, 255)
 NOTHING = 2.0**-80  # less than this is 0 as uint8
 STEP_KEY = 0x9E3779B9
-MASK = 0xFFFFFFFF
 CHUNK = 1 << 22  # elements that are rounded at a time without Triton; a few copies in 64 bits
 
 
@@ -109,10 +108,6 @@ def hashed(position: Tensor, names: Tensor, step: Tensor) -> Tensor:
     key = mix(mix((step.long() & MASK) ^ STEP_KEY) ^ names)
     x = shuffled(as_int32((position & MASK) ^ key))
     return x ^ (x >> 16 & 0xFFFF)
-
-
-def as_int32(x: Tensor) -> Tensor:
-    return (x - ((x >> 31) << 32)).to(torch.int32)
 
 
 def halves(bits: Tensor) -> tuple[Tensor, Tensor]:

@@ -224,6 +224,12 @@ class Store:
     def wait_for_weights(self) -> None:
         """Wait until no collective uses the weights."""
 
+    def renew_weights(self) -> None:
+        """Publish masters that something else than a step has changed."""
+        self.forget_gathered()
+        self.publish_weights()
+        self.wait_for_weights()  # a CUDA graph cannot
+
     def forget_gathered(self) -> None:
         """Free weights that were gathered for a pass, which a load has made out of date."""
 
@@ -363,9 +369,7 @@ class Store:
         assert self.average is not None
         self.wait_for_weights()
         self.average.swap()
-        self.forget_gathered()
-        self.publish_weights()
-        self.wait_for_weights()  # a CUDA graph cannot
+        self.renew_weights()
 
     # Scales of fp8
 

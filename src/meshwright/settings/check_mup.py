@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from meshwright.settings.fields import spelling
-from meshwright.settings.schema import TrainConfig
+from meshwright.settings.schema import Model, TrainConfig
 
-MUP_FLAGS = ("mup_base_hidden_size", "mup_base_num_layers")
+
+def given_bases(m: Model) -> list[str]:
+    """Return the flags that name a smaller model."""
+    return [spelling(n) for n in ("mup_base_hidden_size", "mup_base_num_layers") if getattr(m, n) is not None]
 
 
 def mup_problems(c: TrainConfig) -> list[str]:
     m, o, p = c.model, c.optimizer, c.precision
-    given = [spelling(name) for name in MUP_FLAGS if getattr(m, name) is not None]
+    given = given_bases(m)
     if not given:
         return []
     out = []

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.settings.check_data import data_problems
 from meshwright.settings.check_layout import naming_problems, parallel_problems, ranks_problems
 from meshwright.settings.check_model import architecture_problems, has_megatrons_scaling, kernel_problems
-from meshwright.settings.check_mup import MUP_FLAGS, mup_problems
+from meshwright.settings.check_mup import given_bases, mup_problems
 from meshwright.settings.check_steps import batch_problems, schedule_problems, state_problems
 from meshwright.settings.check_values import out_of_bounds, planned_values, unusable
 from meshwright.settings.fields import spelling
@@ -106,7 +106,7 @@ def torch_format_problems(c: TrainConfig) -> list[str]:
         "--window-size": m.window_size,
         "--disable-layernorm-bias": m.normalization == "LayerNorm" and not m.layernorm_bias,
         "the average of --ema": c.optimizer.ema,
-        **{spelling(name): getattr(m, name) is not None for name in MUP_FLAGS},
+        **dict.fromkeys(given_bases(m), True),
     }
     reasons = [f"has no place for {flag}" for flag, is_on in unknown.items() if is_on]
     if kind not in ("adam", "adamw"):

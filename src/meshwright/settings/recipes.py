@@ -73,7 +73,7 @@ class Draft:
             self.config = _with_setting(self.config, name, value)
 
     def value(self, name: str) -> Any:
-        return getattr(getattr(self.config, config_fields(TrainConfig)[name][0]), name)
+        return _value(self.config, name)
 
 
 def _field(name: str) -> dataclasses.Field[Any]:

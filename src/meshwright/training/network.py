@@ -26,7 +26,7 @@ from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED
 from meshwright.parallel.store import StoreSpec
 from meshwright.parallel.tensor import cut_layers
 from meshwright.plan import graph_rule
-from meshwright.settings.check_mup import MUP_FLAGS
+from meshwright.settings.check_mup import given_bases
 from meshwright.settings.fields import spelling
 from meshwright.settings.schema import Optimizer, TrainConfig
 from meshwright.training import graphs as graph
@@ -233,7 +233,7 @@ def require_own_model(spec: Spec) -> None:
         raise UserError("--z-loss-coef is a term of our own loss, and this one is custom; add the term there")
     switches = {"--fp8-format": bool(config.precision.fp8_format)}
     switches |= {"--fused-kernels on": config.training.fused_kernels == "on"}
-    switches |= {spelling(name): getattr(config.model, name) is not None for name in MUP_FLAGS}
+    switches |= dict.fromkeys(given_bases(config.model), True)
     for flag, is_given in switches.items():
         if spec.model and is_given:
             raise UserError(f"{flag} is for the layers of our own models, and this one is custom; leave it out")

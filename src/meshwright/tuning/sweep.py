@@ -30,15 +30,16 @@ from meshwright.ranks.orphans import LAUNCHER_PID
 from meshwright.runs.history import final_steps
 from meshwright.runs.sweeps import RECORD, read_record
 from meshwright.settings import flags
+from meshwright.settings.fields import spelling
 from meshwright.settings.schema import TrainConfig
-from meshwright.tuning.points import Point, name_of_point, require_flags, words_of
+from meshwright.tuning.points import OWN, Point, name_of_point, require_flags, words_of
 
 if TYPE_CHECKING:
     from meshwright.runs.follow import RunTail
 
 POLL_SECONDS = 0.5
 # The flags of train that a sweep gives each run.
-OWN_FLAGS = ("--save", "--load", "--run-dir", "--dry-run", "--print-config")
+OWN_FLAGS = (*map(spelling, OWN), "--dry-run", "--print-config")
 # States that a later start of the sweep leaves as they are.
 FINAL_STATES = ("done", "stopped", "diverged")
 

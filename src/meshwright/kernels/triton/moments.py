@@ -8,8 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from meshwright.kernels import moments
+from meshwright.kernels.dropout import MASK
 from meshwright.kernels.grid import cdiv
-from meshwright.kernels.moments import INT8, MASK, UINT8, PlaceDraws
+from meshwright.kernels.moments import INT8, UINT8, PlaceDraws
 from meshwright.kernels.triton.dropout import mix
 
 BLOCK, WARPS = 2048, 8

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from meshwright.kernels.dropout import MASK, as_int32
 from meshwright.kernels.grid import cdiv
-from meshwright.kernels.moments import MASK, Place, as_int32
+from meshwright.kernels.moments import Place
 from meshwright.kernels.muon import MatrixDraws
 from meshwright.kernels.triton import moments as formats
 

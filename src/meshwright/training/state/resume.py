@@ -18,7 +18,7 @@ from meshwright.data.files.indexed import Indexed, content_sample, fingerprint
 from meshwright.data.history import BlendHistory, continue_history, first_eight
 from meshwright.data.sets import find_parts, needed_sets
 from meshwright.errors import BAD_DATA, LOCKED, UserError, bad_data, first_line, what_it_holds
-from meshwright.optim.rule_table import AVERAGE
+from meshwright.optim.rule_table import AVERAGE, STATE
 from meshwright.optim.schedule import build_schedule, resume_schedule, warn_of_idle_steps
 from meshwright.runs.history import read_settings
 from meshwright.runs.rows import find_last_step, holds_steps
@@ -155,8 +155,7 @@ def data_left_out(config: TrainConfig, state: Mapping[str, Any]) -> list[str]:
 def require_moments(config: TrainConfig, source: Source) -> None:
     """Refuse a checkpoint without the moments of --optimizer, as loading would."""
     chosen = config.optimizer.optimizer
-    moments = {"sgd": {"momentum"}, "lion": {"exp_avg"}, "muon": {"momentum"}}
-    wanted = moments.get(chosen, {"exp_avg", "exp_avg_sq"})
+    wanted = set(STATE.get(chosen, STATE["adamw"]).values())
     found = {name.partition("/")[2] for name in source.tensors} - {"", AVERAGE}
     fits = found >= wanted if chosen == "muon" else found == wanted  # Muon leaves some parameters to AdamW
     if not config.checkpoint.no_load_optim and not fits:

@@ -226,9 +226,7 @@ class State:
         if loaded is None:
             return None
         self.begin_average()
-        self.net.store.forget_gathered()
-        self.net.store.publish_weights()
-        self.net.store.wait_for_weights()  # a CUDA graph cannot
+        self.net.store.renew_weights()
         self.saver.kept = None
         return loaded.step
 
@@ -243,9 +241,7 @@ class State:
         options = open_options(self.config)._replace(optimizer=False, weights="plain", average_last=number)
         store, folder = self.net.store, steps.step_folder(save, saved[0])
         loading.load_checkpoint(folder, lambda source: store.named_state(False), options=options, team=self.team)
-        store.forget_gathered()
-        store.publish_weights()
-        store.wait_for_weights()
+        store.renew_weights()
         return saved[:number][::-1]
 
     def cut_vocabulary(self, source: Source) -> Source:
