@@ -35,6 +35,9 @@ WAYS = {  # flags by what they decide; each line is drawn once
     + [f"--recompute-granularity full --recompute-method uniform --recompute-num-layers {n}" for n in (1, 2)]
     + ["--recompute-granularity full --recompute-method block --recompute-num-layers 1"],
     "optimizer": ["", "", "", "--optimizer muon", "--optimizer lion", "--optimizer sgd"],
+    "average": ["", "", "", "--ema 0.999"],
+    "state": ["", "", "", "--optimizer-state-dtype bfloat16", "--optimizer-state-dtype float8"],
+    "decay": ["", "", "", "--cautious-weight-decay"],
     "kernels": ["", "", "", "", "--fused-kernels off --compile off"],
     "schedule": ["", "", "--pipeline-schedule gpipe", "--pipeline-schedule zero-bubble", "--pipeline-schedule zbv"],
     "zero": [f"--zero-stage {n}" for n in (0, 0, 1, 1, 2)],

@@ -63,6 +63,11 @@ class PassSizes:
         low = WIDTHS[self.precision.dtype]
         return Formats(low, max(low, 4) if self.precision.fp32_residual_connection else low, max(low, 4))
 
+    @property
+    def writes_first_products(self) -> bool:
+        """Whether a step's first micro-batch needs less memory than others."""
+        return self.precision.fp8_format is not None or self.formats.low > 2
+
 
 def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
     """Return what the memory of a run's passes depends on."""
@@ -344,7 +349,7 @@ class SizedGPT:
     def run_step(self) -> None:
         """Run the kinds of micro-batches forward and backward, without a pipeline."""
         for is_first in (True, False)[: min(self.sizes.micro_batches, 2)]:
-            self.f.is_first = is_first
+            self.f.adds_gradients = not is_first or self.sizes.parts > 1
             differentiate([(self.total(self.loss(self.forward())), None)])
         self.buckets = None
 
@@ -361,7 +366,8 @@ class SizedGPT:
             memory = Allocation(self.memory, 0 if self.stage.is_fed_here else elements * width, "activations")
             received = Sized(memory, elements, width, GraphNode([], [], keep))
             del memory
-        self.f.waiting, self.f.is_first = [] if self.sizes.splits_backward else None, is_first
+        self.f.waiting = [] if self.sizes.splits_backward else None
+        self.f.adds_gradients = not is_first or self.sizes.parts > 1
         output = self.forward(received)
         output = self.total(self.loss(output)) if self.stage.has_head else output
         yield

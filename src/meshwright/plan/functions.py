@@ -65,7 +65,7 @@ class Functions:
         self.memory, self.formats, self.tp, self.processors = memory, formats, tp, processors
         self.sequence = sequence and tp > 1
         self.cp, self.recomputes_attention, self.drops_attention = cp, False, False
-        self.is_first = True  # micro-batch of a step
+        self.adds_gradients = False  # to totals; a step's first ones are written there, except by ZeRO 2
         self.unit = ""  # of the parameters that are used next
         self.begin: Callable[[str], None] = lambda unit: None  # called before a unit's gradients are added to
         self.waiting: list[DeferredProduct] | None = None  # weight gradients that a pipeline computes later
@@ -76,9 +76,9 @@ class Functions:
     # Products
 
     def give_product(self, outputs: int, inputs: int, unit: str) -> None:
-        """Add a weight's gradient to its total, which a 16-bit product is written to directly."""
+        """Add a weight's gradient to its total, as multiply_into: products in 16 bits go straight into it."""
         self.begin(unit)
-        if self.formats.low > 2:
+        if self.formats.low > 2 and self.adds_gradients:
             self.new(outputs * inputs)
 
     def give_rows(self, gradient: Sized, columns: int, has_bias: bool, unit: str) -> None:
@@ -492,9 +492,9 @@ class Functions:
         return self.new(x.elements, 1), transposed
 
     def give_fp8_product(self, outputs: int, inputs: int, unit: str) -> None:
-        """Add a weight's gradient to its total: a step's first one is written there."""
+        """Add a weight's gradient to its total, or write it there."""
         self.begin(unit)
-        if not self.is_first:
+        if self.adds_gradients:
             self.new(outputs * inputs, FLOAT)
 
     def fp8_linear(self, x: Sized, matrix: Matrix, has_bias: bool = False) -> Sized:

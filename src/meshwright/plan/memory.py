@@ -232,8 +232,8 @@ def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int, layers: int
     passes = passes_of_schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks)
     done = dict[tuple[int, bool, str], PassMemory]()
     for stage in set(stages):
-        for is_first in (True, False):  # which only products in fp8 depend on
-            measured = measure_passes(sizes, stage, is_first or not config.precision.fp8_format)
+        for is_first in (True, False):
+            measured = measure_passes(sizes, stage, is_first or not sizes.writes_first_products)
             chunks = [chunk for chunk, other in enumerate(stages) if other == stage]
             done |= {(chunk, is_first, op): memory for op, memory in measured.items() for chunk in chunks}
     before = itertools.accumulate((done[each].rest for each in passes[:-1]), initial=0)

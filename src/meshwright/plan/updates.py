@@ -17,6 +17,7 @@ from meshwright.optim.rule_table import (
     STATE,
     MatrixForm,
     Rule,
+    Treatment,
     assign,
     form_of,
     is_beyond_torch,
@@ -65,14 +66,29 @@ def is_cut_by_parameter(config: TrainConfig) -> bool:
 
 
 def largest_part(config: TrainConfig, units: list[tuple[Shapes, int]], rule: Rule) -> int:
-    """Return the most elements that an elementwise rule updates at once."""
-    o, parts = config.optimizer, data_parts(config)
-    named = ((name, shape) for unit, _ in units for name, shape in unit.items())
-    sizes = [math.prod(s) for name, s in named if treatment_of(o, config.model, name, len(s)).rule == rule]
-    largest, share = max(sizes, default=0), max((flat_size(unit, 1) for unit, _ in units), default=0) // parts
-    if is_cut_by_parameter(config):
-        return largest // parts
-    return min(largest, share) if is_rounded(o) else share
+    """Return the most elements that an elementwise rule updates at once, on the first data rank.
+
+    They are those of a parameter if the state is rounded, else of all in a unit that are treated
+    alike.
+    """
+    o, parts, out = config.optimizer, data_parts(config), 0
+    for unit, _ in units:
+        kinds: dict[Treatment, list[int]] = {}
+        for name, shape in unit.items():
+            size = math.prod(shape) if is_rounded(o) or is_cut_by_parameter(config) else aligned(math.prod(shape))
+            kinds.setdefault(treatment_of(o, config.model, name, len(shape)), []).append(size)
+        begin, share = 0, flat_size(unit, parts) // parts
+        for treatment, sizes in sorted(kinds.items(), reverse=True):
+            if is_cut_by_parameter(config):
+                own = [size // parts for size in sizes]
+            else:
+                own = []
+                for size in sizes if is_rounded(o) else [sum(sizes)]:
+                    own.append(min(size, share - begin))
+                    begin += aligned(size)
+            if treatment.rule == rule:
+                out = max(out, *own)
+    return out
 
 
 def update_own(memory: Memory, config: TrainConfig, shapes: Shapes, layers: int) -> None:
