@@ -76,7 +76,7 @@ class Functions:
     # Products
 
     def give_product(self, outputs: int, inputs: int, unit: str) -> None:
-        """Add a weight's gradient to its total, as multiply_into: products in 16 bits go straight into it."""
+        """Add a weight's gradient to its total, which a 16-bit product goes straight into."""
         self.begin(unit)
         if self.formats.low > 2 and self.adds_gradients:
             self.new(outputs * inputs)

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from meshwright.model.counts import layer_shapes
 from meshwright.optim.rule_table import (
@@ -25,6 +25,7 @@ from meshwright.optim.rule_table import (
     packed,
     treatment_of,
 )
+from meshwright.parallel import shard
 from meshwright.parallel.shard import aligned
 from meshwright.plan.parameters import Shapes, data_parts, flat_size, shapes_of_layer, shapes_of_rank
 from meshwright.plan.tensors import Memory, Sized
@@ -92,18 +93,22 @@ def largest_part(config: TrainConfig, units: list[tuple[Shapes, int]], rule: Rul
 
 
 def update_own(memory: Memory, config: TrainConfig, shapes: Shapes, layers: int) -> None:
-    """Update all matrices on a rank that shares none."""
-    counts: dict[tuple[int, int], int] = {}
-    for shape in shapes.values():
-        matrix = (shape[-2], shape[-1])
-        counts[matrix] = counts.get(matrix, 0) + math.prod(shape[:-2]) * layers
-    for (rows, columns), number in counts.items():
-        each = max(1, MUON_CHUNK // (rows * columns))
-        for size in {min(each, number), number % each} - {0}:
-            ahead = memory.new(size * rows * columns, 2)
-            x = memory.new(size * rows * columns, 2)
+    """Update all matrices on a rank that shares none, those of a gate one by one."""
+    steps, counts = config.optimizer.muon_num_ns_steps, Counter[MatrixForm]()
+    for name, shape in shapes.items():
+        counts[form_of(config.optimizer, config.model, name, shape[-2:])] += math.prod(shape[:-2]) * layers
+    for form, number in counts.items():
+        size = math.prod(form.shape)
+        each = max(1, MUON_CHUNK // size)
+        for count in {min(each, number), number % each} - {0}:
+            ahead = memory.new(count * size, 2)
+            if form.sections:
+                x = orthogonalise_all(memory, form, count, steps)
+                del ahead, x
+                continue
+            x = memory.new(count * size, 2)
             del ahead
-            x = orthogonalised(memory, x, size, rows, columns, config.optimizer.muon_num_ns_steps)
+            x = orthogonalised(memory, x, count, *form.shape, steps)
             del x
 
 
@@ -117,87 +122,103 @@ class HomeUpdate:
         self.ranks, self.parts = data * self.tensor, (data if self.is_sharded else 1) * self.tensor
         full = layer_shapes(config.model)
         self.forms = [form_of(config.optimizer, config.model, name, full[name.removeprefix("h.0.")]) for name in shapes]
-        # ZeRO 1 and 2 cut a bucket, which begins with the matrices; ZeRO 3 cuts each of them.
-        sizes = [math.prod(shape) for shape in shapes.values()]
-        share = flat_size(shapes_of_layer(config.model, self.tensor), data) // data
-        begins = itertools.accumulate(map(aligned, sizes), initial=0)
-        self.own = [min(size, max(0, share - begin)) for size, begin in zip(sizes, begins, strict=False)]
-        if p.zero_stage == 3:
-            self.own = [size // data for size in sizes]
-        elif not self.is_sharded:
-            self.own = sizes
+        self.sizes = [math.prod(form.shape) for form in self.forms]
+        own = own_sizes(config, shapes, data) if self.is_sharded else [math.prod(shape) for shape in shapes.values()]
+        # Parts are vectors, unless a rank has all of its tensor rank's part.
+        self.shapes = [s if math.prod(s) == size else (size,) for s, size in zip(shapes.values(), own, strict=True)]
 
     def new(self, elements: int) -> Sized:
         return self.memory.new(elements, 2)
 
     def run(self, layers: int) -> None:
-        forms, own = self.forms * layers, self.own * layers
-        sizes, loads = [math.prod(form.shape) for form in forms], [0.0] * self.ranks
-        for members in packed(range(len(forms)), sizes, MUON_CHUNK * self.ranks):
-            costs = {i: forms[i].cost(self.steps) for i in members}
-            homes = assign(costs, loads)
-            mine = [i for i, home in homes.items() if home == 0]
-            nearest = [i for i, home in homes.items() if self.is_sharded or home < self.tensor]
-            updates = self.orthogonalise(self.collect(nearest, mine, own, sizes, forms), mine, forms)
+        """Update the parameters, with the lifetimes of `Muon._update_at_homes`."""
+        self.forms, self.sizes, self.shapes = (x * layers for x in (self.forms, self.sizes, self.shapes))
+        own, loads = [math.prod(shape) for shape in self.shapes], [0.0] * self.ranks
+        updates, x = list[Sized](), None
+        for members in packed(range(len(self.forms)), self.sizes, MUON_CHUNK * self.ranks):
+            homes = assign({i: self.forms[i].cost(self.steps) for i in members}, loads)
+            mine = [i for i in members if homes[i] == 0]
+            stacks = self.collect(members, homes, mine)
+            updates = self.orthogonalise(stacks, mine)
             copies = self.ranks // self.parts  # of each part, for the ranks that hold it
-            for piece in packed(costs, sizes, MUON_CHUNK * self.parts):
-                out = self.new(copies * sum(sizes[i] for i in piece if homes[i] == 0))
+            out = None
+            for piece in packed(members, self.sizes, MUON_CHUNK * self.parts):
+                out = self.new(copies * sum(self.sizes[i] for i in piece if homes[i] == 0))
                 values = self.new(sum(own[i] for i in piece))
-                self.stack_all(piece, own)
-                del out, values
-            del updates
+                returned = sorted(piece, key=homes.__getitem__)
+                for count, shape in self.chunks(returned, lambda i: (self.forms[i].scale, self.shapes[i])):
+                    x = self.new(count * math.prod(shape))
+            del out
+        del updates, x, values
 
-    def collect(
-        self, sends: list[int], mine: list[int], own: list[int], sizes: list[int], forms: list[MatrixForm]
-    ) -> list[tuple[MatrixForm, Sized]]:
+    def collect(self, members: list[int], homes: dict[int, int], mine: list[int]) -> list[tuple[MatrixForm, Sized]]:
         """Return the look-aheads of this home's parameters, by form."""
-        sent = self.new(sum(own[i] for i in sends))
-        self.stack_all(sends, own)
+        nearest = [i for i in members if self.is_sharded or homes[i] < self.tensor]
+        sent, ahead = self.new(sum(math.prod(self.shapes[i]) for i in nearest)), None
+        for count, shape in self.chunks(members, self.shapes.__getitem__):
+            ahead = self.new(count * math.prod(shape))
         if self.parts > 1:
-            received = self.new(sum(sizes[i] for i in mine))
+            received = self.new(sum(self.sizes[i] for i in mine))
             sent = received
             del received
-        kinds = dict.fromkeys(forms[i] for i in mine)
-        stacks = [(form, self.new(sum(sizes[i] for i in mine if forms[i] == form))) for form in kinds]
-        del sent
+        kinds = Counter(self.forms[i] for i in mine)
+        stacks = [(form, self.new(count * math.prod(form.shape))) for form, count in kinds.items()]
+        del sent, ahead
         return stacks
 
-    def stack_all(self, numbers: Iterable[int], own: list[int]) -> None:
-        """Stack parts of one size at a time, and let go of those before."""
-        x = None
-        for size, count in Counter(own[i] for i in numbers if own[i]).items():
-            each = max(1, MUON_CHUNK // size)
-            for begin in range(0, count, each):
-                x = self.new(size * min(each, count - begin))
-        del x
+    def chunks(self, numbers: Iterable[int], kind: Callable[[int], Hashable]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield how many parameters are stacked, and their shape: `optim.muon.chunks`."""
+        counts: dict[Hashable, list[int]] = {}
+        for i in numbers:
+            if math.prod(self.shapes[i]):
+                counts.setdefault(kind(i), []).append(i)
+        for alike in counts.values():
+            shape = self.shapes[alike[0]]
+            each = max(1, MUON_CHUNK // math.prod(shape))
+            yield from ((min(each, len(alike) - begin), shape) for begin in range(0, len(alike), each))
 
-    def orthogonalise(
-        self, stacks: list[tuple[MatrixForm, Sized]], mine: list[int], forms: list[MatrixForm]
-    ) -> list[Sized]:
+    def orthogonalise(self, stacks: list[tuple[MatrixForm, Sized]], mine: list[int]) -> list[Sized]:
         updates = []
         while stacks:
             form, ahead = stacks.pop(0)
-            size, number = math.prod(form.shape), sum(forms[i] == form for i in mine)
+            size, number = math.prod(form.shape), sum(self.forms[i] == form for i in mine)
             each = max(1, MUON_CHUNK // size)
-            parts = []
-            for count in [min(each, number - begin) for begin in range(0, number, each)]:
-                parts.append(self.orthogonalise_all(form, count))
+            counts = [min(each, number - begin) for begin in range(0, number, each)]
+            parts = [orthogonalise_all(self.memory, form, count, self.steps) for count in counts]
             updates.append(parts[0] if len(parts) == 1 else self.new(number * size))
             del ahead, parts
         return updates
 
-    def orthogonalise_all(self, form: MatrixForm, count: int) -> Sized:
-        """Orthogonalise the matrices of `count` parameters, kind by kind."""
-        out = []
-        for number, rows, columns in form.matrices:
-            section = self.new(count * number * rows * columns) if form.sections else None
-            x = self.new(count * number * rows * columns)
-            x = orthogonalised(self.memory, x, count * number, rows, columns, self.steps)
-            if form.sections and max(rows, columns) != max(form.shape[-2:]):
-                x = self.new(x.elements)
-            out.append(x)
-            del section, x
-        return self.new(count * math.prod(form.shape)) if form.sections else out[0]
+
+def own_sizes(config: TrainConfig, shapes: Shapes, data: int) -> list[int]:
+    """Return the elements that the first data rank updates of a layer's matrices."""
+    p, sizes = config.parallel, [math.prod(shape) for shape in shapes.values()]
+    if p.zero_stage == 3:
+        return [size // data for size in sizes]
+    # A bucket begins with the matrices.
+    tp, layer = p.tensor_model_parallel_size, shapes_of_layer(config.model, p.tensor_model_parallel_size)
+    bucket = {
+        name: shape for name, shape in layer.items() if not shard.is_partial(f"h.0.{name}", tp, p.sequence_parallel)
+    }
+    share = flat_size(bucket, data) // data
+    begins = itertools.accumulate(map(aligned, sizes), initial=0)
+    return [min(size, max(0, share - begin)) for size, begin in zip(sizes, begins, strict=False)]
+
+
+def orthogonalise_all(memory: Memory, form: MatrixForm, count: int, steps: int) -> Sized:
+    """Orthogonalise the matrices of `count` parameters, kind by kind."""
+    new = functools.partial(memory.new, width=2)
+    is_copied = bool(form.sections) and not form.by_group and form.matrices[0][1] > form.sections[0]
+    kinds = [(n * count, rows, columns) for n, rows, columns in form.matrices]
+    sections, out = [new(math.prod(kind)) for kind in kinds if is_copied], []
+    for kind in kinds:
+        x = new(math.prod(kind))
+        x = orthogonalised(memory, x, *kind, steps)
+        if form.sections and max(kind[1:]) != max(form.shape[-2:]):
+            x = new(x.elements)
+        out.append(x)
+    sections.clear()
+    return new(count * math.prod(form.shape)) if form.sections else out[0]
 
 
 def orthogonalised(memory: Memory, x: Sized, n: int, rows: int, columns: int, steps: int) -> Sized:
