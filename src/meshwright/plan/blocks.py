@@ -118,6 +118,8 @@ class SizedGPT:
         self.buckets = buckets or (Buckets(memory, sizes, stage.layers) if sizes.parts > 1 else None)
         if self.buckets is not None:
             self.f.begin = self.buckets.begin
+        # Whether gradients of a layer's norms or first biases are in its bucket.
+        self.keeps_norms = m.add_bias_linear or not shard.is_partial("h.0.ln_2.weight", tp, sizes.sequence)
         self.drops, self.centers = m.hidden_dropout > 0, m.normalization == "LayerNorm"
 
     # The whole network
@@ -244,6 +246,10 @@ class SizedGPT:
         buckets = self.buckets
         return x if buckets is None else marked(x, lambda: buckets.begin_all(units))
 
+    def begins_vectors(self, x: Sized) -> Sized:
+        """Return x, whose gradient is followed by those of a layer's norms; of products, they come later."""
+        return self.begins(x, self.f.unit if self.keeps_norms else "partial") if self.sizes.splits_backward else x
+
     def ends(self, x: Sized, *units: str) -> Sized:
         """Return x, whose gradient follows all those of the parameters of these units."""
         buckets = self.buckets
@@ -280,7 +286,7 @@ class SizedGPT:
         if is_joint:
             return f.norm_mlp(base, branch, self.norm(sites), fc, proj, m.add_bias_linear)
         x, z = f.add_norm(base, branch, self.hidden, self.norm(sites))
-        z = self.begins(z, f.unit) if self.sizes.splits_backward else z
+        z = self.begins_vectors(z)
         u = f.column_parallel(z, fc, is_fp8=is_fp8)
         a = f.activate(u, fc[0], proj[1], m.add_bias_linear)
         del u
@@ -305,7 +311,7 @@ class SizedGPT:
         stream = self.join(f.converted(y, x.width) if post_norm else x, branch, sites)
         del branch
         z = f.norm(x if m.use_parallel_residual else stream, h, self.centers)
-        z = self.begins(z, f.unit) if self.sizes.splits_backward else z
+        z = self.begins_vectors(z)
         fc, proj = self.matrices["mlp.fc"], self.matrices["mlp.proj"]
         u = f.column_parallel(f.converted(z, low), fc, m.add_bias_linear, is_fp8)
         a = f.activate_plainly(u, m.activation)

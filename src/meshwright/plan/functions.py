@@ -445,7 +445,7 @@ class Functions:
         self, qkv: Sized, sizes: HeadCounts, rotation: list[Sized], has_bias: bool
     ) -> tuple[Sized, Sized, Sized]:
         """Split qkv into heads; queries are copied if several share a key."""
-        tokens, d = qkv.elements // sizes.columns, sizes.dim
+        tokens, d, unit = qkv.elements // sizes.columns, sizes.dim, self.unit
         q, k, v = qkv, qkv, qkv
         if 1 < sizes.groups < sizes.heads:
             q = self.new(tokens * sizes.heads * d)
@@ -456,7 +456,9 @@ class Functions:
         def backward(*gradients: Sized | None) -> list[Sized | None]:
             of_qkv = self.new(tokens * sizes.columns)
             if has_bias:
-                self.new(grid.packed_parts(tokens // sizes.length, sizes.length) * sizes.columns, FLOAT)
+                sums = self.new(grid.packed_parts(tokens // sizes.length, sizes.length) * sizes.columns, FLOAT)
+                self.begin(unit)
+                del sums
             return [of_qkv]
 
         node = GraphNode([qkv], rotation, backward, 3)
