@@ -114,7 +114,8 @@ class SizedGPT:
         shapes = shapes_of_layer(m, tp)
         self.matrices = {name: widths(shapes[f"{name}.weight"]) for name in layer_matrices(m)}
         heads, groups = m.num_attention_heads // tp // cp, max(1, m.groups // tp // cp)
-        self.heads = HeadCounts(self.batch, sizes.length, heads, groups, m.head_dim)
+        copies_queries = heads > groups and m.groups // tp > 1
+        self.heads = HeadCounts(self.batch, sizes.length, heads, groups, m.head_dim, copies_queries)
         self.buckets = buckets or (Buckets(memory, sizes, stage.layers) if sizes.parts > 1 else None)
         if self.buckets is not None:
             self.f.begin = self.buckets.begin
@@ -247,7 +248,7 @@ class SizedGPT:
         return x if buckets is None else marked(x, lambda: buckets.begin_all(units))
 
     def begins_vectors(self, x: Sized) -> Sized:
-        """Return x, whose gradient is followed by those of a layer's norms; of products, they come later."""
+        """Return x, whose gradient is followed by those of a layer's norms, not of products."""
         return self.begins(x, self.f.unit if self.keeps_norms else "partial") if self.sizes.splits_backward else x
 
     def ends(self, x: Sized, *units: str) -> Sized:
@@ -281,7 +282,7 @@ class SizedGPT:
         entering = None if residual is None and not self.joins_embedding else sites
         base, q, k, v = (self.enter_fp8 if is_joint else self.enter)(residual, pending, is_fp8, entering, rotation)
         o = f.attend(q, k, v, self.heads)
-        branch = f.row_parallel(o, self.matrices["attn.proj"], is_fp8=is_fp8)
+        branch = f.row_parallel(f.flattened(o, self.heads), self.matrices["attn.proj"], is_fp8=is_fp8)
         fc, proj = self.matrices["mlp.fc"], self.matrices["mlp.proj"]
         if is_joint:
             return f.norm_mlp(base, branch, self.norm(sites), fc, proj, m.add_bias_linear)
@@ -303,7 +304,7 @@ class SizedGPT:
         qkv = f.column_parallel(y, self.matrices["attn.qkv"], m.qkv_bias, is_fp8)
         q, k, v = f.split_plainly(qkv, self.heads, rotation, m.qk_layernorm, self.centers)
         del qkv
-        o = f.attend(q, k, v, self.heads)
+        o = f.flattened(f.attend(q, k, v, self.heads), self.heads)
         del q, k, v
         branch = f.row_parallel(o, self.matrices["attn.proj"], m.add_bias_linear, is_fp8)
         del o

@@ -35,6 +35,7 @@ class HeadCounts:
     heads: int
     groups: int
     dim: int
+    copies_queries: bool  # to split them from keys and values
 
     @property
     def columns(self) -> int:
@@ -232,7 +233,7 @@ class Functions:
         out = []
         for x, heads in ((q, sizes.heads), (k, sizes.groups)):
             part = x.part(tokens * heads * d)
-            if heads == sizes.heads and 1 < sizes.groups < heads:
+            if heads == sizes.heads and sizes.copies_queries:
                 part = self.ordered(part)
             if normed:
                 part = self.norm(part, d, centers)
@@ -375,14 +376,14 @@ class Functions:
         del inner, between
         o = recomputed(self.flash, q, k, v, sizes) if self.recomputes_attention else self.flash(q, k, v, sizes)
         del q, k, v
-        return self.exchanged_back(o, several)
+        return self.exchanged_back(o, several, one_head=sizes.heads == 1)
 
-    def exchanged_back(self, o: Sized, several: bool) -> Sized:
+    def exchanged_back(self, o: Sized, several: bool, one_head: bool) -> Sized:
         elements = o.elements
         sent = self.new(elements) if several else None
         received = self.new(elements)
         del sent
-        out = self.new(elements)
+        out = received if one_head else self.new(elements)
         del received
 
         def backward(gradient: Sized) -> list[Sized | None]:
@@ -391,8 +392,11 @@ class Functions:
             del ordered
             return [back]
 
-        out.node = GraphNode([o], [], backward)
-        return out
+        return out.view(GraphNode([o], [], backward))
+
+    def flattened(self, o: Sized, sizes: HeadCounts) -> Sized:
+        """Return attention's output by token: a copy if context ranks have one head."""
+        return self.ordered(o) if self.cp > 1 and sizes.heads == 1 else o
 
     # Fused kernels
 
@@ -447,7 +451,7 @@ class Functions:
         """Split qkv into heads; queries are copied if several share a key."""
         tokens, d, unit = qkv.elements // sizes.columns, sizes.dim, self.unit
         q, k, v = qkv, qkv, qkv
-        if 1 < sizes.groups < sizes.heads:
+        if sizes.copies_queries:
             q = self.new(tokens * sizes.heads * d)
         if rotation:
             rotated = self.new(tokens * sizes.heads * d), self.new(tokens * sizes.groups * d)
@@ -534,7 +538,7 @@ class Functions:
         differentiate_norm, unit = self.norm_backward(residual, pending, columns, norm.sites is not None), self.unit
         tokens, d = qkv.elements // sizes.columns, sizes.dim
         q, k, v = qkv, qkv, qkv
-        if 1 < sizes.groups < sizes.heads:
+        if sizes.copies_queries:
             q = self.new(tokens * sizes.heads * d)
         if rotation:
             rotated = self.new(tokens * sizes.heads * d), self.new(tokens * sizes.groups * d)
