@@ -98,7 +98,8 @@ def update_own(memory: Memory, config: TrainConfig, shapes: Shapes, layers: int)
     for name, shape in shapes.items():
         counts[form_of(config.optimizer, config.model, name, shape[-2:])] += math.prod(shape[:-2]) * layers
     for form, number in counts.items():
-        size = math.prod(form.shape)
+        rows, columns = form.shape
+        size = rows * columns
         each = max(1, MUON_CHUNK // size)
         for count in {min(each, number), number % each} - {0}:
             ahead = memory.new(count * size, 2)
@@ -108,7 +109,7 @@ def update_own(memory: Memory, config: TrainConfig, shapes: Shapes, layers: int)
                 continue
             x = memory.new(count * size, 2)
             del ahead
-            x = orthogonalised(memory, x, count, *form.shape, steps)
+            x = orthogonalised(memory, x, count, rows, columns, steps)
             del x
 
 
@@ -132,7 +133,9 @@ class HomeUpdate:
 
     def run(self, layers: int) -> None:
         """Update the parameters, with the lifetimes of `Muon._update_at_homes`."""
-        self.forms, self.sizes, self.shapes = (x * layers for x in (self.forms, self.sizes, self.shapes))
+        self.forms *= layers
+        self.sizes *= layers
+        self.shapes *= layers
         own, loads = [math.prod(shape) for shape in self.shapes], [0.0] * self.ranks
         updates, x = list[Sized](), None
         for members in packed(range(len(self.forms)), self.sizes, MUON_CHUNK * self.ranks):
