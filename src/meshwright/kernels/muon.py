@@ -9,20 +9,11 @@ layouts are compared, keep their format.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from meshwright.kernels import moments as formats
 from meshwright.kernels.twins import twin
-
-
-class MatrixDraws(NamedTuple):
-    """The draws for moments of fewer bits: the place of each, and the number of this update."""
-
-    places: tuple[formats.Place, ...]
-    step: Tensor
 
 
 @twin("muon.advance", of=lambda gradients, *_: gradients[0])
@@ -32,7 +23,7 @@ def advance(
     scale: Tensor,
     skipped: Tensor,
     momentum: float,
-    draws: MatrixDraws | None = None,
+    draws: list[formats.PlaceDraws] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Update the moments; return Nesterov's look-ahead [n, *shape] and its norms [n].
 
@@ -49,7 +40,7 @@ def advance(
         if draws is None:
             moment.copy_(torch.where(skipped > 0, moment, new))
         else:
-            formats.store(new, moment, formats.PlaceDraws(draws.places[i], draws.step), skipped)
+            formats.store(new, moment, draws[i], skipped)
     return out, torch.linalg.vector_norm(out, dim=tuple(range(1, out.ndim)), dtype=wide)
 
 

@@ -152,8 +152,7 @@ class Muon(OwnRule):
         first = matrices[0]
         gradients = [p.grad for p in matrices if p.grad is not None]
         moments = [self._moment(p) for p in matrices]
-        r = self.rounding
-        draws = None if r is None else passes.MatrixDraws(tuple(r.places[p] for p in matrices), r.step)
+        draws = None if self.rounding is None else [self.rounding.draws(p) for p in matrices]
         scale, skipped = scalar(self.grad_scale, first), scalar(self.found_inf, first)
         return passes.advance(gradients, moments, scale, skipped, group["momentum"], draws)
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from meshwright.kernels.dropout import MASK, as_int32
 from meshwright.kernels.grid import cdiv
-from meshwright.kernels.moments import Place
-from meshwright.kernels.muon import MatrixDraws
+from meshwright.kernels.moments import Place, PlaceDraws
 from meshwright.kernels.triton import moments as formats
 
 BLOCK = 4096
@@ -90,7 +89,7 @@ def advance(
     scale: Tensor,
     skipped: Tensor,
     momentum: float,
-    draws: MatrixDraws | None = None,
+    draws: list[PlaceDraws] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Update the moments; return the look-ahead [n, *shape] and its norms [n]."""
     first = gradients[0]
@@ -99,7 +98,7 @@ def advance(
     squares = torch.empty(n, blocks, dtype=torch.float32, device=first.device)
     with torch.accelerator.device_index(first.device.index):
         dtype = moments[0].dtype
-        drawn = (None, None) if draws is None else (_places(first.device, draws.places), draws.step)
+        drawn = (None, None) if draws is None else (_places(first.device, tuple(d.place for d in draws)), draws[0].step)
         tensors = addresses(gradients), addresses(moments, dtype), out, squares, scale, skipped, *drawn
         numbers = first.numel(), float(momentum), FORMATS[dtype], alignment(*gradients, *moments), BLOCK
         _muon_advance[(blocks, n)](*tensors, *numbers, num_warps=WARPS)
