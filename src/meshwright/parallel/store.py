@@ -320,14 +320,13 @@ class Store:
             clock.stamp(self.times, moment)
 
     def _update(self, update: torch.optim.Optimizer, verdict: rules.Verdict, scale: float | Tensor) -> None:
-        shrink, is_finite = verdict.shrink, verdict.is_finite
         # torch's fused kernels divide by a float32, too coarse for float64 tests.
         if not isinstance(update, OwnRule) and self.full_dtype is torch.float64:
-            factor = (shrink / scale).where(is_finite, 0.0)  # the gaps between parameters stay 0
+            factor = (verdict.shrink / scale).where(verdict.is_finite, 0.0)  # the gaps between parameters stay 0
             torch._foreach_mul_([p.grad for p in update.param_groups[0]["params"]], factor.to(self.update_device))
         else:  # torch's interface to its fused kernels: divide by grad_scale, skip if found_inf
-            update.grad_scale = (scale / shrink).to(self.update_device)  # type: ignore[attr-defined]
-        update.found_inf = (~is_finite).float().to(self.update_device)  # type: ignore[attr-defined]
+            update.grad_scale = (scale / verdict.shrink).to(self.update_device)  # type: ignore[attr-defined]
+        update.found_inf = (~verdict.is_finite).float().to(self.update_device)  # type: ignore[attr-defined]
         update.step()
 
     def _adam_steps(self) -> list[Tensor]:
