@@ -268,7 +268,6 @@ def test_a_start_that_may_be_a_new_run_is_refused(run, tmp_path):
     assert start(first, "--load", a, "--save", a).status == 0  # the same command again
 
 
-@pytest.mark.flag("blend_stages")
 def test_a_run_that_stops_within_a_stage_goes_on_in_it(run, tmp_path):
     first, other, a, b = (tmp_path / name for name in ("first", "other", "a", "b"))
     write_counting(first, [60])
