@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from meshwright.settings.schema import Training
+from meshwright.settings import flags
+from meshwright.settings.schema import TrainConfig, Training
 from meshwright.training.before import memory as fit
 from meshwright.training.health import stop
 from meshwright.training.health.stop import StopConditions
@@ -228,8 +229,8 @@ class Card:
             raise torch.OutOfMemoryError("out of memory")
         self.peak = max(self.peak, int(needed * GIB))
 
-    def largest(self, batches, preferred=None):
-        return fit.find_largest(self.attempt, batches, torch.device("cuda"), preferred)
+    def largest(self, batches, preferred=None, planned=None):
+        return fit.find_largest(self.attempt, batches, torch.device("cuda"), preferred, planned)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +244,29 @@ def test_the_largest_divisor_below_the_line(monkeypatch, have, want):
     assert size == want and card.tried == [1, 2, *([want] if 10 + want <= 0.92 * have else [])]
     assert message == f"one sample takes 1.00 GiB beside 10.00, of {have:,.1f}"
     assert card.cleared >= 4
+
+
+def test_the_plan_is_tried_first(monkeypatch):
+    """It is kept if it fits and the next divisor would not; otherwise all is measured."""
+    for have, slope, tried in (
+        (20, 1.0, [8]),  # 12 samples would need 22 GiB of 18.4
+        (1000, 1.0, [24]),  # there is no larger divisor
+        (20, 1.5, [8, 1, 2, 4]),  # the plan is too small: 8 need 22
+        (20, 0.2, [8, 1, 2, 24]),  # it is too large
+    ):
+        card = Card(monkeypatch, have, slope)
+        size, message = card.largest([24], planned=lambda n: (10 + n) * GIB)
+        assert card.tried == tried and size == tried[-1], (have, slope)
+        assert message.startswith("as planned") == (len(tried) == 1)
+    card = Card(monkeypatch, 11.5)
+    assert card.largest([24], planned=lambda n: 12 * n * GIB)[0] == 1 and card.tried == [1, 2]
+
+
+def test_the_plan_knows_sizes_of_a_micro_batch():
+    words = "--preset gpt2-345m --mock-data --bf16 --micro-batch-size auto --global-batch-size 16 --train-iters 3"
+    config = flags.parse_settings(TrainConfig, words.split(), "meshwright train").config
+    one, two, four = (fit.planned_bytes(config, 50304, n) for n in (1, 2, 4))
+    assert one > 355e6 * 18 and four - two == pytest.approx(2 * (two - one), rel=0.02) and two > one
 
 
 def test_an_attempt_that_runs_out_of_memory(monkeypatch):

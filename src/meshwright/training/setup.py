@@ -128,7 +128,8 @@ def load_or_initialise(state: State, startup: Startup) -> None:
 
 
 def fit_micro_batch(state: State) -> None:
-    size, reason = memory.fit_micro_batch(state.net, state.config, state.vocab, state.micro_batch_before, state.team)
+    vocab = state.vocab, state.padded
+    size, reason = memory.fit_micro_batch(state.net, state.config, vocab, state.micro_batch_before, state.team)
     remark(f" > --micro-batch-size auto: {size} ({reason})")
     t = dataclasses.replace(state.config.training, micro_batch_size=size)
     state.config = dataclasses.replace(state.config, training=t)

@@ -1,14 +1,18 @@
 """`--micro-batch-size auto`: find the largest micro-batch that fits beside weights and optimizer.
 
-Activation memory grows linearly with the micro-batch size. On an accelerator, trial passes with one
-and two samples give the slope; the divisors of each rank's batch that are predicted to fit are then
-tried, largest first. On a CPU, where running out of memory ends the process and torch keeps no
-peak, the bytes of the live tensors are counted instead.
+On a GPU the divisor of each rank's batch that the plan finds the largest to fit is tried first, and
+kept if it fits and no larger one would by its measured bytes. Otherwise the slope decides, since
+activation memory grows linearly with the micro-batch size: after trial passes with one and two
+samples, the divisors that should fit are tried, largest first. On a CPU, where running out of
+memory ends the process and torch keeps no peak, the bytes of the live tensors are counted instead.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import dataclasses
+import functools
 import gc
 import math
 import weakref
@@ -25,7 +29,8 @@ from meshwright import device as devices
 from meshwright.cuda_graphs import MEMORY_SHARE
 from meshwright.data.loader import Batch
 from meshwright.errors import UserError
-from meshwright.plan.memory import logits_bytes, state_bytes
+from meshwright.model.gpt import GPT
+from meshwright.plan.memory import held_bytes, logits_bytes, state_bytes, step_bytes
 from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.ranks.team import Team
 from meshwright.settings.schema import TrainConfig
@@ -48,17 +53,28 @@ def require_memory(config: TrainConfig, padded: int, pipeline_rank: int, device:
         )
 
 
+def planned_bytes(config: TrainConfig, padded: int, size: int) -> int:
+    """Return the most bytes that the plan expects during a micro-batch of `size` samples."""
+    training = dataclasses.replace(config.training, micro_batch_size=size)
+    config = dataclasses.replace(config, training=training)
+    held, passes = held_bytes(config, padded, 0, devices.NVIDIA), step_bytes(config, padded, 0)
+    return sum(held.values()) + sum(passes.values())
+
+
 def fit_micro_batch(
-    net: Network, config: TrainConfig, vocab: int, preferred: int | None, team: Team
+    net: Network, config: TrainConfig, vocab: tuple[int, int], preferred: int | None, team: Team
 ) -> tuple[int, str]:
-    """Run the network on random ids to find the micro-batch size; return it and a log message."""
+    """Run the network on random ids to find the micro-batch size; return it and a log message.
+
+    `vocab` is the true and the padded size of the vocabulary.
+    """
     t, d, length = config.training, config.data, config.data.seq_length
     assert length
     masks_loss, resets_positions, resets_attention = d.document_effects
     sizes = [size // config.dp for size in config.batches]
 
     def attempt(size: int) -> None:
-        ids = torch.randint(vocab, (size, length + 1), generator=torch.Generator().manual_seed(0))
+        ids = torch.randint(vocab[0], (size, length + 1), generator=torch.Generator().manual_seed(0))
         places = torch.arange(length).expand(size, length)
         batch = Batch(
             ids[:, :-1].contiguous(),
@@ -76,20 +92,26 @@ def fit_micro_batch(
 
     for part in net.parts:
         part.train()
+    is_planned = net.device.type == devices.NVIDIA and isinstance(net.parts[0], GPT)
+    planned = functools.partial(planned_bytes, config, vocab[1]) if is_planned else None
     scales = net.store.scales
     with contextlib.nullcontext() if scales is None else scales.trial():
-        size, message = find_largest(attempt, sizes, net.device, preferred)
+        size, message = find_largest(attempt, sizes, net.device, preferred, planned)
     return team.merge(size, min), message
 
 
 def find_largest(
-    attempt: Callable[[int], None], batches: list[int], device: torch.device, preferred: int | None
+    attempt: Callable[[int], None],
+    batches: list[int],
+    device: torch.device,
+    preferred: int | None,
+    planned: Callable[[int], int] | None = None,
 ) -> tuple[int, str]:
     """Return the largest micro-batch that fits and a log message.
 
     `attempt(n)` runs a forward and backward pass over n samples. `batches` are the run's batch
     sizes per data-parallel rank, which the micro-batch must divide. `preferred`, the size used
-    before the run was resumed, is kept if it fits.
+    before the run was resumed, is kept if it fits. `planned(n)` predicts the bytes of n samples.
     """
     common = math.gcd(*batches)
     small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
@@ -102,6 +124,8 @@ def find_largest(
     have = devices.free_memory(device)
     if preferred in divisors and try_size(attempt, preferred, device) is not None:
         return preferred, "as before"
+    if planned is not None and (size := try_planned(attempt, divisors, device, planned)):
+        return size, f"as planned, {planned(size) / 2**30:,.2f} GiB of {have / 2**30:,.1f}"
     one, two = try_size(attempt, 1, device), try_size(attempt, 2, device)
     if one is None or two is None:
         return 1, "two samples do not fit"
@@ -111,6 +135,19 @@ def find_largest(
         if one + (n - 1) * (two - one) <= MEMORY_SHARE * have and try_size(attempt, n, device) is not None:
             return n, message
     return 1, message
+
+
+def try_planned(
+    attempt: Callable[[int], None], divisors: list[int], device: torch.device, planned: Callable[[int], int]
+) -> int | None:
+    """Return the largest size that is planned to fit, if it does and no larger one can."""
+    most = MEMORY_SHARE * devices.free_memory(device)
+    place = bisect.bisect_right(divisors, most, key=planned)
+    if not place or (used := try_size(attempt, divisors[place - 1], device)) is None or used > most:
+        return None
+    size, larger = divisors[place - 1], divisors[place : place + 1]
+    fits_more = any(used / planned(size) * planned(n) <= most for n in larger)
+    return None if fits_more else size
 
 
 def try_size(attempt: Callable[[int], None], size: int, device: torch.device) -> int | None:
