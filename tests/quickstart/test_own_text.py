@@ -418,9 +418,7 @@ def test_the_lines_of_a_training_say_each_thing_once():
 
 
 def test_the_environment_does_not_change_the_lines_that_are_read(monkeypatch):
-    monkeypatch.setenv(
-        "MESHWRIGHT_LOG_FORMAT", "short"
-    )  # its lines have no times, which made the trial's speed infinite
+    monkeypatch.setenv("MESHWRIGHT_LOG_FORMAT", "short")  # no times in it: the trial's speed was infinite
     assert shell.environment()["MESHWRIGHT_LOG_FORMAT"] == "megatron"
 
 

@@ -103,6 +103,6 @@ def contradictions(asked: Model, saved: Model, names: Collection[str] = ARCHITEC
         differing = [n for n in group if getattr(asked, n) != getattr(saved, n)]
         given = [n for n in differing if getattr(asked, n) != getattr(defaults, n)]
         if name in (given or differing):
-            shown = "none" if value is None else value
-            (left_open if value is None else out).append(f"{spelling(name)} {shown}, the checkpoint has {theirs}")
+            shown, has = ("none" if x is None else x for x in (value, theirs))
+            (left_open if value is None else out).append(f"{spelling(name)} {shown}, the checkpoint has {has}")
     return out or left_open  # what was left open may only follow another flag
