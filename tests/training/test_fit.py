@@ -133,13 +133,13 @@ def test_more_fits_with_less_kept(run, memory):
     assert chosen(run(*base)) == 2
     assert chosen(run(*base, "--recompute-granularity", "full")) > 2 and each(counted) < one / 2
     assert chosen(run(*base, "--seq-length", "8")) > 2 and each(counted) < 0.6 * one
-    for flags in (
+    for more in (
         ["--recompute-activations"],
         ["--bf16"],
         ["--recompute-granularity", "full", "--recompute-method", "block"],
     ):
-        run(*base, *flags)
-        assert 0.3 * one < each(counted) < one, flags
+        run(*base, *more)
+        assert 0.3 * one < each(counted) < one, more
 
 
 def test_recomputed_activations_are_held_too(run, memory):

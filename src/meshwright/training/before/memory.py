@@ -124,8 +124,8 @@ def find_largest(
     have = devices.free_memory(device)
     if preferred in divisors and try_size(attempt, preferred, device) is not None:
         return preferred, "as before"
-    if planned is not None and (size := try_planned(attempt, divisors, device, planned)):
-        return size, f"as planned, {planned(size) / 2**30:,.2f} GiB of {have / 2**30:,.1f}"
+    if planned is not None and (largest := try_planned(attempt, divisors, device, planned)):
+        return largest, f"as planned, {planned(largest) / 2**30:,.2f} GiB of {have / 2**30:,.1f}"
     one, two = try_size(attempt, 1, device), try_size(attempt, 2, device)
     if one is None or two is None:
         return 1, "two samples do not fit"
