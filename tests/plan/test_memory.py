@@ -48,6 +48,8 @@ def error_of(*words: str, pipeline_rank: int = 0) -> tuple[float, float]:
 LLAMA = """--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --bf16"""
 PIPELINE = "--bf16 --pipeline-model-parallel-size 3 --world-size 3"
+ONE_HEAD = "--tensor-model-parallel-size 2 --context-parallel-size 2 --world-size 4"  # of each rank
+SHARED = "--num-layers 8 --pipeline-model-parallel-size 2 --world-size 2 --hidden-dropout 0 --attention-dropout 0"
 PLAIN = "--fused-kernels off --compile off"
 
 
@@ -76,6 +78,13 @@ PLAIN = "--fused-kernels off --compile off"
         ("--bf16 --optimizer muon --optimizer-state-dtype bfloat16", 0),
         ("--bf16 --optimizer lion --optimizer-state-dtype float8", 0),
         ("--optimizer sgd --optimizer-state-dtype bfloat16", 0),
+        ("--optimizer lion --num-layers 1 --optimizer-state-dtype float8 --micro-batch-size 1", 0),
+        ("--bf16 --optimizer muon --world-size 4 --micro-batch-size 1 --num-layers 2", 0),
+        (f"{SHARED} {PLAIN} --pipeline-schedule zero-bubble --global-batch-size 16", 1),
+        (
+            f"--bf16 {ONE_HEAD} --recompute-granularity full --attention-dropout 0 --micro-batch-size 8 --num-layers 2",
+            0,
+        ),
     ],
 )
 def test_agrees_with_what_training_allocates(line, rank):
