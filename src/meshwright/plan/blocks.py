@@ -118,7 +118,7 @@ class SizedGPT:
         self.heads = HeadCounts(self.batch, sizes.length, heads, groups, m.head_dim, copies_queries)
         self.buckets = buckets or (Buckets(memory, sizes, stage.layers) if sizes.parts > 1 else None)
         if self.buckets is not None:
-            self.f.begin = self.buckets.begin
+            self.f.begin, self.f.end = self.buckets.begin, self.buckets.end
         # Whether gradients of a layer's norms or first biases are in its bucket.
         self.keeps_norms = m.add_bias_linear or not shard.is_partial("h.0.ln_2.weight", tp, sizes.sequence)
         self.drops, self.centers = m.hidden_dropout > 0, m.normalization == "LayerNorm"
@@ -267,8 +267,13 @@ class SizedGPT:
 
     # A layer
 
-    def norm(self, sites: Sized | None, adds: bool = True) -> NormOptions:
-        return NormOptions(adds, self.centers, sites if self.drops else None)
+    def norm(self, sites: Sized | None, adds: bool = True, ends: str = "") -> NormOptions:
+        return NormOptions(adds, self.centers, sites if self.drops else None, ends)
+
+    def first_norm(self, residual: Sized | None, sites: Sized | None) -> NormOptions:
+        """Return the options of a layer's first norm, whose gradients are its last."""
+        adds = residual is not None or (self.drops and sites is not None)
+        return self.norm(sites, adds, "" if self.sizes.splits_backward else self.f.unit)
 
     def block(
         self, i: int, residual: Sized | None, pending: Sized, sites: Sized | None, rotation: list[Sized]
@@ -311,10 +316,10 @@ class SizedGPT:
         post_norm = m.apply_residual_connection_post_layernorm
         stream = self.join(f.converted(y, x.width) if post_norm else x, branch, sites)
         del branch
-        z = f.norm(x if m.use_parallel_residual else stream, h, self.centers)
+        z = f.converted(f.norm(x if m.use_parallel_residual else stream, h, self.centers), low)
         z = self.begins_vectors(z)
         fc, proj = self.matrices["mlp.fc"], self.matrices["mlp.proj"]
-        u = f.column_parallel(f.converted(z, low), fc, m.add_bias_linear, is_fp8)
+        u = f.column_parallel(z, fc, m.add_bias_linear, is_fp8)
         a = f.activate_plainly(u, m.activation)
         del u
         return f.converted(z, x.width) if post_norm else stream, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
@@ -323,8 +328,7 @@ class SizedGPT:
         self, residual: Sized | None, pending: Sized, is_fp8: bool, sites: Sized | None, rotation: list[Sized]
     ) -> tuple[Sized, Sized, Sized, Sized]:
         """Return the residual stream, and attention's inputs."""
-        adds = residual is not None or (self.drops and sites is not None)
-        x, y = self.f.add_norm(residual, pending, self.hidden, self.norm(sites, adds))
+        x, y = self.f.add_norm(residual, pending, self.hidden, self.first_norm(residual, sites))
         qkv = self.f.column_parallel(y, self.matrices["attn.qkv"], is_fp8=is_fp8)
         q, k, v = self.f.split_heads(qkv, self.heads, rotation, self.m.qkv_bias)
         return self.f.converted(y, x.width) if self.m.apply_residual_connection_post_layernorm else x, q, k, v
@@ -333,8 +337,7 @@ class SizedGPT:
         self, residual: Sized | None, pending: Sized, is_fp8: bool, sites: Sized | None, rotation: list[Sized]
     ) -> tuple[Sized, Sized, Sized, Sized]:
         """Do the same by one function."""
-        adds = residual is not None or (self.drops and sites is not None)
-        norm, qkv = self.norm(sites, adds), self.matrices["attn.qkv"]
+        norm, qkv = self.first_norm(residual, sites), self.matrices["attn.qkv"]
         return self.f.norm_heads(residual, pending, norm, qkv, self.heads, rotation, self.m.qkv_bias)
 
     # The loss

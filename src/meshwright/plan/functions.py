@@ -48,6 +48,7 @@ class NormOptions(NamedTuple):
     adds: bool  # the sum is not the branch itself
     centers: bool
     sites: Sized | None  # the hashes of dropout, if there is any
+    ends: str = ""  # the unit of which the norm's gradients are the last
 
 
 class DeferredProduct(NamedTuple):
@@ -69,6 +70,7 @@ class Functions:
         self.adds_gradients = False  # to totals; a step's first ones are written there, except by ZeRO 2
         self.unit = ""  # of the parameters that are used next
         self.begin: Callable[[str], None] = lambda unit: None  # called before a unit's gradients are added to
+        self.end: Callable[[str], None] = lambda unit: None  # called after a unit's last gradient
         self.waiting: list[DeferredProduct] | None = None  # weight gradients that a pipeline computes later
 
     def new(self, elements: int, width: int | None = None) -> Sized:
@@ -408,17 +410,17 @@ class Functions:
         y = self.new(elements)
         rstd = self.new(rows, FLOAT)
         mean = self.new(rows, FLOAT) if norm.centers else None
-        backward = self.norm_backward(residual, pending, columns, norm.sites is not None)
+        backward = self.norm_backward(residual, pending, columns, norm)
         node = GraphNode([residual, pending], [x.view(), mean, rstd, norm.sites], backward, 2)
         return x.view(node), y.view(node, 1)
 
     def norm_backward(
-        self, residual: Sized | None, pending: Sized, columns: int, drops: bool
+        self, residual: Sized | None, pending: Sized, columns: int, norm: NormOptions
     ) -> Callable[..., list[Sized | None]]:
         """Return the backward pass of `add_norm`."""
         rows, elements = pending.elements // columns, pending.elements
         width, of_width = pending.width if residual is None else residual.width, pending.width
-        has_residual = residual is not None
+        has_residual, drops, ends = residual is not None, norm.sites is not None, norm.ends
 
         def backward(dx: Sized | None, dy: Sized | None) -> list[Sized | None]:
             zeros = self.new(elements) if dy is None else None
@@ -426,6 +428,7 @@ class Functions:
             is_one = of_residual is not None and not drops and of_width == width
             of_pending = of_residual.view() if is_one and of_residual else self.new(elements, of_width)
             of_pending.sums = self.new(3 * grid.norm_programs(columns, rows, self.processors) * columns, FLOAT)
+            self.end(ends)
             del zeros
             return [of_residual, of_pending]
 
@@ -535,7 +538,7 @@ class Functions:
         """Return x, q, k and v: a norm, a product in fp8 and the split into heads."""
         outputs, columns = product
         x, qkv, saved = self.norm_product(residual, pending, norm, product)
-        differentiate_norm, unit = self.norm_backward(residual, pending, columns, norm.sites is not None), self.unit
+        differentiate_norm, unit = self.norm_backward(residual, pending, columns, norm), self.unit
         tokens, d = qkv.elements // sizes.columns, sizes.dim
         q, k, v = qkv, qkv, qkv
         if sizes.copies_queries:
@@ -582,7 +585,7 @@ class Functions:
         """Return x and the MLP's output: a norm, two products in fp8 and the activation between."""
         (wide, columns), (outputs, inner) = first, second
         x, u, saved = self.norm_product(residual, pending, norm, first)
-        differentiate_norm, unit = self.norm_backward(residual, pending, columns, norm.sites is not None), self.unit
+        differentiate_norm, unit = self.norm_backward(residual, pending, columns, norm), self.unit
         rows = pending.elements // columns
         a = self.new(rows * inner)
         q, transposed = self.cast(a, inner)

@@ -195,7 +195,7 @@ def run_schedule(config: TrainConfig, sizes: PassSizes, stages: list[Stage], pip
     p, memory = config.parallel, Memory()
     pp = p.pipeline_model_parallel_size
     buckets = Buckets(memory, sizes, sum(stage.layers for stage in stages))
-    count, running = min(config.micro_batches(config.global_batch), 2 * pp), dict[tuple[int, int], Iterator[None]]()
+    count, running = passed_micro_batches(config, 2), dict[tuple[int, int], Iterator[None]]()
     for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
         if op == "F":
             running[chunk, i] = SizedGPT(sizes, stages[chunk], memory, buckets).passes(is_first=not i)
@@ -203,6 +203,12 @@ def run_schedule(config: TrainConfig, sizes: PassSizes, stages: list[Stage], pip
         if op in ("B", "W"):
             del running[chunk, i]
     return memory
+
+
+def passed_micro_batches(config: TrainConfig, rounds: int) -> int:
+    """Return the micro-batches until the peak: GPipe holds all, others no more after some rounds."""
+    count, p = config.micro_batches(config.global_batch), config.parallel
+    return count if p.pipeline_schedule == "gpipe" else min(count, rounds * p.pipeline_model_parallel_size)
 
 
 class PassMemory(NamedTuple):
@@ -228,7 +234,7 @@ def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int, layers: int
     stages = [replace(stage, layers=layers or stage.layers, begin=stage.begin * begins) for stage in stages]
     if pp == 1:
         return measure_step(sizes, stages[0])
-    count = min(config.micro_batches(config.global_batch), 4 * pp)
+    count = passed_micro_batches(config, 4)
     passes = passes_of_schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks)
     done = dict[tuple[int, bool, str], PassMemory]()
     for stage in set(stages):
@@ -333,7 +339,7 @@ def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Ev
         return run_schedule(config, sizes, stages, pipeline_rank).events
     recorded = [[record_passes(sizes, stage, is_first) for is_first in (False, True)] for stage in stages]
     most = 1 + max(key for each in recorded for passes in each for events in passes.values() for key, _, _ in events)
-    count, out = min(config.micro_batches(config.global_batch), 2 * pp), list[Event]()
+    count, out = passed_micro_batches(config, 2), list[Event]()
     for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
         first = most * (chunk * count + i)  # keys of a micro-batch's tensors count from here
         out += [(first + key, size, kind) for key, size, kind in recorded[chunk][not i][op]]
