@@ -120,7 +120,9 @@ class SizedGPT:
         if self.buckets is not None:
             self.f.begin, self.f.end = self.buckets.begin, self.buckets.end
         # Whether gradients of a layer's norms or first biases are in its bucket.
-        self.keeps_norms = m.add_bias_linear or not shard.is_partial("h.0.ln_2.weight", tp, sizes.sequence)
+        has_partial = shard.is_partial("h.0.ln_2.weight", tp, sizes.sequence)
+        self.keeps_norms = m.add_bias_linear or not has_partial
+        self.f.ends_at_qkv = has_partial and not sizes.splits_backward
         self.drops, self.centers = m.hidden_dropout > 0, m.normalization == "LayerNorm"
 
     # The whole network
@@ -306,13 +308,11 @@ class SizedGPT:
         is_fp8 = self.sizes.precision.multiplies_fp8(i, m.num_layers or 0)
         x = self.join(residual, pending, None if residual is None and not self.joins_embedding else sites)
         y = f.converted(f.norm(x, h, self.centers), low)
-        qkv = f.column_parallel(y, self.matrices["attn.qkv"], m.qkv_bias, is_fp8)
+        qkv = f.column_parallel(y, self.matrices["attn.qkv"], m.qkv_bias, is_fp8, is_last=True)
         q, k, v = f.split_plainly(qkv, self.heads, rotation, m.qk_layernorm, self.centers)
-        del qkv
         o = f.flattened(f.attend(q, k, v, self.heads), self.heads)
-        del q, k, v
         branch = f.row_parallel(o, self.matrices["attn.proj"], m.add_bias_linear, is_fp8)
-        del o
+        del qkv, q, k, v, o
         post_norm = m.apply_residual_connection_post_layernorm
         stream = self.join(f.converted(y, x.width) if post_norm else x, branch, sites)
         del branch
@@ -329,7 +329,7 @@ class SizedGPT:
     ) -> tuple[Sized, Sized, Sized, Sized]:
         """Return the residual stream, and attention's inputs."""
         x, y = self.f.add_norm(residual, pending, self.hidden, self.first_norm(residual, sites))
-        qkv = self.f.column_parallel(y, self.matrices["attn.qkv"], is_fp8=is_fp8)
+        qkv = self.f.column_parallel(y, self.matrices["attn.qkv"], is_fp8=is_fp8, is_last=True)
         q, k, v = self.f.split_heads(qkv, self.heads, rotation, self.m.qkv_bias)
         return self.f.converted(y, x.width) if self.m.apply_residual_connection_post_layernorm else x, q, k, v
 
@@ -382,7 +382,7 @@ class SizedGPT:
         output = self.total(self.loss(output)) if self.stage.has_head else output
         yield
         gradient = None if self.stage.has_head else self.f.new(output.elements, output.width)
-        differentiate([(output, gradient)])
+        differentiate([(output, gradient and gradient.view())])
         del output, gradient, received
         arrived.clear()
         yield

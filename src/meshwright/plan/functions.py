@@ -71,6 +71,7 @@ class Functions:
         self.unit = ""  # of the parameters that are used next
         self.begin: Callable[[str], None] = lambda unit: None  # called before a unit's gradients are added to
         self.end: Callable[[str], None] = lambda unit: None  # called after a unit's last gradient
+        self.ends_at_qkv = False  # the norms' gradients are not in their layer's unit
         self.waiting: list[DeferredProduct] | None = None  # weight gradients that a pipeline computes later
 
     def new(self, elements: int, width: int | None = None) -> Sized:
@@ -112,8 +113,13 @@ class Functions:
         y.node = GraphNode([x], [x.view()], backward, takes_saved=True)
         return y
 
-    def column_parallel(self, x: Sized, matrix: Matrix, has_bias: bool = False, is_fp8: bool = False) -> Sized:
-        """Multiply as a layer's first products and the head do: a rank has some of the outputs."""
+    def column_parallel(
+        self, x: Sized, matrix: Matrix, has_bias: bool = False, is_fp8: bool = False, is_last: bool = False
+    ) -> Sized:
+        """Multiply as a layer's first products and the head do: a rank has some of the outputs.
+
+        `is_last`: the layer's gradients of products end here.
+        """
         (outputs, inputs), unit = matrix, self.unit
         linear = self.fp8_linear if is_fp8 else self.linear
         if self.tp == 1:
@@ -133,6 +139,8 @@ class Functions:
             del partial
             self.give_rows(gradient, outputs, has_bias, unit)
             self.give_product(outputs, inputs, unit)
+            if is_last and self.ends_at_qkv:
+                self.end(unit)
             del rows
             return [back]
 

@@ -206,7 +206,7 @@ def run_schedule(config: TrainConfig, sizes: PassSizes, stages: list[Stage], pip
 
 
 def passed_micro_batches(config: TrainConfig, rounds: int) -> int:
-    """Return the micro-batches until the peak: GPipe holds all, others no more after some rounds."""
+    """Return the micro-batches until the peak: GPipe holds all, others those of some rounds."""
     count, p = config.micro_batches(config.global_batch), config.parallel
     return count if p.pipeline_schedule == "gpipe" else min(count, rounds * p.pipeline_model_parallel_size)
 
