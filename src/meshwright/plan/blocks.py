@@ -307,22 +307,23 @@ class SizedGPT:
         f, m, h, low = self.f, self.m, self.hidden, self.sizes.formats.low
         is_fp8 = self.sizes.precision.multiplies_fp8(i, m.num_layers or 0)
         x = self.join(residual, pending, None if residual is None and not self.joins_embedding else sites)
-        y = f.converted(f.norm(x, h, self.centers), low)
+        y, post_norm = f.converted(f.norm(x, h, self.centers), low), m.apply_residual_connection_post_layernorm
+        base = f.converted(y, x.width) if post_norm else x
         qkv = f.column_parallel(y, self.matrices["attn.qkv"], m.qkv_bias, is_fp8, is_last=True)
         q, k, v = f.split_plainly(qkv, self.heads, rotation, m.qk_layernorm, self.centers)
         o = f.flattened(f.attend(q, k, v, self.heads), self.heads)
         branch = f.row_parallel(o, self.matrices["attn.proj"], m.add_bias_linear, is_fp8)
         del qkv, q, k, v, o
-        post_norm = m.apply_residual_connection_post_layernorm
-        stream = self.join(f.converted(y, x.width) if post_norm else x, branch, sites)
-        del branch
+        stream = self.join(base, branch, sites)
+        del base, branch
         z = f.converted(f.norm(x if m.use_parallel_residual else stream, h, self.centers), low)
         z = self.begins_vectors(z)
         fc, proj = self.matrices["mlp.fc"], self.matrices["mlp.proj"]
+        leaving = f.converted(z, x.width) if post_norm else stream
         u = f.column_parallel(z, fc, m.add_bias_linear, is_fp8)
         a = f.activate_plainly(u, m.activation)
         del u
-        return f.converted(z, x.width) if post_norm else stream, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
+        return leaving, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
 
     def enter(
         self, residual: Sized | None, pending: Sized, is_fp8: bool, sites: Sized | None, rotation: list[Sized]

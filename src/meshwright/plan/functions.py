@@ -351,7 +351,8 @@ class Functions:
             x, node = self.new(scores), GraphNode([x], [seen], lambda gradient: [self.new(scores)])
             x.node = node
             del seen, node
-        return self.ordered(self.multiply(x, v, count))
+        o = self.multiply(x, v, count)
+        return self.ordered(o) if self.cp > 1 else o
 
     def multiply(self, a: Sized, b: Sized, elements: int) -> Sized:
         """Return the product of two tensors."""
@@ -405,8 +406,13 @@ class Functions:
         return out.view(GraphNode([o], [], backward))
 
     def flattened(self, o: Sized, sizes: HeadCounts) -> Sized:
-        """Return attention's output by token: a copy if context ranks have one head."""
-        return self.ordered(o) if self.cp > 1 and sizes.heads == 1 else o
+        """Return attention's output by token, which may need a copy."""
+        is_by_head = sizes.heads == 1 if self.cp > 1 else self.attends_by_scores(sizes)
+        return self.ordered(o) if is_by_head else o
+
+    def attends_by_scores(self, sizes: HeadCounts) -> bool:
+        """Return whether torch has no kernel: for groups of heads in full precision."""
+        return self.formats.low > 2 and sizes.groups < sizes.heads
 
     # Fused kernels
 
@@ -482,7 +488,7 @@ class Functions:
     def flash(self, q: Sized, k: Sized, v: Sized, sizes: HeadCounts) -> Sized:
         """Return flash attention of q, k and v."""
         batch, t, heads, d = sizes.batch, sizes.length, sizes.heads, sizes.dim
-        if self.formats.low > 2 and sizes.groups < heads:
+        if self.attends_by_scores(sizes):
             return self.attend_by_scores(q, k, v, sizes)
         o = self.new(batch * t * heads * d)
         lse = self.new(batch * t * heads, FLOAT)
