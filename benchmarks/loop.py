@@ -224,7 +224,7 @@ class PlainTraining:
             torch.stack([torch.from_numpy(self.data[i + shift : i + shift + seq].astype(np.int64)) for i in starts])
             for shift in (0, 1)
         )
-        loss = (model or self.model)(tokens, labels)
+        loss = (self.model if model is None else model)(tokens, labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.adamw.step()
