@@ -49,7 +49,7 @@ def main(given) -> int:
     print_head("width", *(f"{kind}: {what}" for kind in ("without µP", "with µP") for what in ("best rate", "loss")))
     for width in sorted(given.widths):
         cells = []
-        for base in ("None", str(min(given.widths))):
+        for base in ("none", str(min(given.widths))):
             loss, rate = min((loss, rate) for (w, b, rate), loss in losses.items() if (w, b) == (width, base))
             cells += [f"{rate:g}", f"{loss:.4f}"]
         print_row(width, *cells)
@@ -71,7 +71,7 @@ def draw(path: Path, losses: dict[tuple[int, str, float], float], given) -> None
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, base, title in zip(panels, ("None", str(min(given.widths))), ("without µP", "with µP"), strict=True):
+    for axes, base, title in zip(panels, ("none", str(min(given.widths))), ("without µP", "with µP"), strict=True):
         for n, width in enumerate(sorted(given.widths)):
             points = sorted((rate, loss) for (w, b, rate), loss in losses.items() if (w, b) == (width, base))
             x, y = zip(*((rate, loss) for rate, loss in points if math.isfinite(loss)), strict=True)
