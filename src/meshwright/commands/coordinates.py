@@ -60,15 +60,8 @@ def main(argv: list[str]) -> int:
     if parsed is None:
         return DONE
     c = parsed.config.coordinates
-    config = complete(parse_train(argv[at + 1 :]), c)
+    config = complete(command.flags_of_train(argv[at + 1 :]), c)
     return compare(c, config, parsed.dry_run)
-
-
-def parse_train(words: list[str]) -> TrainConfig:
-    try:
-        return flags.parse_settings(TrainConfig, words, "meshwright train", check=False).config
-    except UserError as error:
-        raise UserError(f"after --: {error}", error.status) from None
 
 
 def complete(config: TrainConfig, c: CoordinateFlags) -> TrainConfig:

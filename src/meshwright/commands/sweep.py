@@ -99,7 +99,7 @@ def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) 
         raise UserError("--draws and --draw-seed are for --random; give it, or leave them out")
     if not c.stop_at and c.stop_share != SweepFlags.stop_share:
         raise UserError("--stop-share is for --stop-at; give it, or leave --stop-share out")
-    common = parse_train(extra)
+    common = settings_of_all(extra)
     points = list_points(c, common.training.seed)
     stop_at = tuple(sorted(c.stop_at))
     plan = sweep.SweepPlan(c.sweep_dir, tuple(extra), c.devices_per_run, not c.no_checkpoints, stop_at, c.stop_share)
@@ -117,15 +117,12 @@ def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) 
     return status
 
 
-def parse_train(extra: list[str]) -> TrainConfig:
+def settings_of_all(extra: list[str]) -> TrainConfig:
     """Return the settings that all runs share; refuse the flags that a sweep sets."""
     for word in extra:
         if (name := word.partition("=")[0].replace("_", "-")) in sweep.OWN_FLAGS:
             raise UserError(f"{name} after --: a sweep gives each run its own folder; leave it out")
-    try:
-        common = flags.parse_settings(TrainConfig, extra, "meshwright train", check=False).config
-    except UserError as error:
-        raise UserError(f"after --: {error}", error.status) from None
+    common = command.flags_of_train(extra)
     shared = {"--save-hf": common.checkpoint.save_hf, "--tensorboard-dir": common.logging.tensorboard_dir}
     for name, folder in shared.items():
         if folder:

@@ -51,7 +51,6 @@ class PassSizes:
     granularity: str | None  # of recomputation
     method: str | None
     recomputed_layers: int
-    z_loss: bool
     micro_batches: int  # of a step, at most 2: the others are as the second
     parts: int  # that ZeRO 2 cuts gradients into as they come, or 1
     is_fused: bool  # blocks are of fused kernels
@@ -87,7 +86,6 @@ def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
         t.recompute_granularity,
         t.recompute_method,
         t.recompute_num_layers,
-        bool(t.z_loss_coef),
         min(2, config.micro_batches(config.global_batch)),
         data_parts(config) if p.zero_stage == 2 else 1,
         block_kind(t, config.model, config.precision, NVIDIA) == "fused",

@@ -47,10 +47,6 @@ class StepTime:
     tokens_per_second: float  # of all ranks
     mfu: float  # share of the peak that the model's own operations take
 
-    def days(self, tokens: float) -> float:
-        """Return the days of a training on so many tokens, without saves and failures."""
-        return tokens / self.tokens_per_second / 86_400
-
 
 class Work(NamedTuple):
     """Seconds of one pass over a layer or another part, by kind."""

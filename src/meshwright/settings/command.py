@@ -9,6 +9,7 @@ from typing import TypeVar
 from meshwright import device, host
 from meshwright.errors import UserError
 from meshwright.settings import flags
+from meshwright.settings.schema import TrainConfig
 
 C = TypeVar("C")
 
@@ -27,6 +28,14 @@ def settings(
     if prints:
         flags.print_notices(parsed)
     return parsed
+
+
+def flags_of_train(words: list[str]) -> TrainConfig:
+    """Return the settings of train that a command takes after --, not checked yet."""
+    try:
+        return flags.parse_settings(TrainConfig, words, "meshwright train", check=False).config
+    except UserError as error:
+        raise UserError(f"after --: {error}", error.status) from None
 
 
 def out_of_memory(error: Exception, less: str | None = None) -> UserError | None:
