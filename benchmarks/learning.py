@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import queue
 import re
 import shlex
 import shutil
@@ -141,19 +143,19 @@ def has_ended(folder: Path) -> bool:
     return any(row["event"] == "end" for row in rows_of(folder))
 
 
-def train(run: Run, given: argparse.Namespace, deadline: float) -> None:
+def train(run: Run, given: argparse.Namespace, deadline: float, gpu: str | None) -> None:
     folder = given.out / run.folder
     if has_ended(folder) or time.monotonic() > deadline:
         return
     shutil.rmtree(folder, ignore_errors=True)  # a run cut short
     folder.mkdir(parents=True)
     command = [*command_of(run, given), "--run-dir", str(folder)]
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
     with open(folder / "output.txt", "w") as output:
         print(shlex.join(command), file=output, flush=True)
         try:
-            status = subprocess.call(
-                command, stdout=output, stderr=subprocess.STDOUT, timeout=deadline + given.grace - time.monotonic()
-            )
+            left = deadline + given.grace - time.monotonic()
+            status = subprocess.call(command, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=left)
         except subprocess.TimeoutExpired:
             status = 124
     if status:
@@ -206,6 +208,9 @@ def main() -> None:
     parser.add_argument("--size", default="124M", choices=SIZES)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument(
+        "--gpus", type=lambda text: text.split(","), default=[None], help="GPUs that runs take in turn, as 0,1"
+    )
     parser.add_argument("--most", type=int, default=32, help="most samples of a micro-batch")
     parser.add_argument("--points", type=int, default=4, help="validations of a run")
     parser.add_argument("--held-out", type=float, default=1e6, help="tokens of a validation")
@@ -217,10 +222,14 @@ def main() -> None:
     words = [each for word in given.runs for each in runs_of(word)]
     runs = [parse_run(each, given.tokens, given.size, given.seed) for each in words]
     deadline = time.monotonic() + given.seconds
+    free: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    for job in range(given.jobs):
+        free.put(given.gpus[job % len(given.gpus)])
 
     def each(run: Run) -> None:
-        began = time.monotonic()
-        train(run, given, deadline)
+        began, gpu = time.monotonic(), free.get()
+        train(run, given, deadline, gpu)
+        free.put(gpu)
         done = figures(run, given.out)
         loss = f"{done['loss']:.4f}" if done else "none"
         print(f"{run.folder}: loss {loss}, {time.monotonic() - began:.0f} s", flush=True)

@@ -1,11 +1,12 @@
-"""Measure memory and time of training steps of drawn configurations on one GPU.
+"""Measure memory and time of training steps of drawn configurations on one GPU, or on two.
 
-usage: python benchmarks/plan_cases.py FILE [--seed N] [--seconds S]
+usage: python benchmarks/plan_cases.py FILE [--ranks 2] [--seed N] [--seconds S] [--flags TEXT]
 
-Each case is measured in a child process and written to FILE as a line of JSON: its flags, the bytes
-allocated by its state, the most bytes allocated and reserved, the bytes of the device that torch
-does not count, and the median milliseconds of its steps. plan_memory.py and plan_times.py --lines
-print the plan's predictions beside them.
+Each case is measured in child processes and written to FILE as a line of JSON: its flags, the bytes
+allocated by its state (on one GPU), the most bytes allocated and reserved by a rank, the bytes of
+the device that torch does not count, and the median milliseconds of its steps. plan_memory.py and
+plan_times.py --lines print the plan's predictions beside them. With --flags these configurations
+are measured instead of drawn ones.
 """
 
 from __future__ import annotations
@@ -14,15 +15,24 @@ import json
 import os
 import random
 import signal
+import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from common import new_parser
 from trust_cost import NEEDED, open_trainer
+
+from meshwright.runs.rows import read_rows
+from meshwright.settings.flags import parse_settings
+from meshwright.settings.schema import TrainConfig
+from meshwright.training import run
 
 SECONDS = 70  # of a case, at most
 SHAPES = [(768, 12, 12), (1024, 16, 24), (1280, 20, 36), (1536, 16, 24), (2048, 16, 24), (2560, 32, 32), (4096, 32, 32)]
@@ -44,6 +54,38 @@ EXTRAS = (
     "--swiglu",
 )
 RECOMPUTE = "--recompute-granularity full --recompute-method"
+
+
+# Of two ranks: flags, ranks that share the parameters' state, and data-parallel ranks.
+LAYOUTS = (
+    ("--zero-stage 0", 1, 2),
+    ("--zero-stage 1", 2, 2),
+    ("--zero-stage 2", 2, 2),
+    ("--zero-stage 3", 2, 2),
+    ("--tensor-model-parallel-size 2", 2, 1),
+    ("--tensor-model-parallel-size 2 --sequence-parallel", 2, 1),
+    ("--pipeline-model-parallel-size 2", 2, 1),
+    ("--pipeline-model-parallel-size 2 --pipeline-schedule zero-bubble", 2, 1),
+    ("--context-parallel-size 2", 1, 1),
+)
+RUN_ON_RANKS = "--mock-data --eval-iters 0 --train-iters 14 --log-interval 1 --lr 1e-5 --no-tensorboard"
+RUN_ON_RANKS += " --check-replicas-interval 1000"
+AS_RANK = "--as-rank"
+WARM_UP = 5  # steps that compile, and record graphs
+
+
+def draw_on_ranks(rng: random.Random, memory: float) -> list[str]:
+    """Draw the flags of a run on two ranks that may fit."""
+    layout, sharing, replicas = rng.choice(LAYOUTS)
+    words = draw(rng, memory * sharing)
+    for flag, factor in (("--num-layers", 1), ("--global-batch-size", replicas)):
+        place = words.index(flag) + 1
+        words[place] = str(int(words[place]) * factor)
+    if "pipeline" in layout:
+        layers, batch = words.index("--num-layers") + 1, words.index("--global-batch-size") + 1
+        words[layers] = str(max(int(words[layers]) // 2 * 2, 2))
+        words[batch] = str(int(words[words.index("--micro-batch-size") + 1]) * rng.choice([2, 4, 8]))
+    return [*words, *layout.split(), "--world-size", "2"]
 
 
 def draw(rng: random.Random, memory: float) -> list[str]:
@@ -130,10 +172,57 @@ def measure(words: list[str]) -> dict[str, Any]:
         "context": total - free - torch.cuda.memory_reserved(),
         "ms": statistics.median(times),
         "ms_all": times,
-        "graphs": bool(graphs and not graphs.is_off),
+        "graphs": bool(graphs and not graphs.why_off),
         "execution": str(trainer.net.execution),
         "torch": torch.__version__,
     }
+
+
+def measure_on_ranks(words: list[str], count: int) -> dict[str, Any] | None:
+    """Train on several ranks, each a program; return what they measured, None if one failed."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    sizes = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    with tempfile.TemporaryDirectory(prefix="plan-cases") as name:
+        folder, ranks = Path(name), []
+        for rank in range(count):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [
+                sys.executable,
+                __file__,
+                AS_RANK,
+                str(folder / f"rank{rank}"),
+                *words,
+                "--run-dir",
+                str(folder / "run"),
+            ]
+            ranks.append(subprocess.Popen(command, env=os.environ | sizes | place, stdout=subprocess.DEVNULL))
+        if any([rank.wait() for rank in ranks]):
+            return None
+        got = [json.loads((folder / f"rank{rank}").read_text()) for rank in range(count)]
+        times = [row["ms"] for row in read_rows(folder / "run") if row["event"] == "step"][WARM_UP:]
+    most = {key: max(rank[key] for rank in got) for key in got[0]}
+    return {"world": count, **most, "ranks": got, "ms": statistics.median(times), "ms_all": times}
+
+
+def train_as_rank(file: Path, words: list[str]) -> None:
+    """Train on this rank, and write what was measured to a file."""
+    signal.alarm(SECONDS)
+    run.run(parse_settings(TrainConfig, [*RUN_ON_RANKS.split(), *words], "train").config)
+    free, total = torch.cuda.mem_get_info()
+    measured = {
+        "device": torch.cuda.get_device_name(),
+        "peak": torch.cuda.max_memory_allocated(),
+        "reserved": torch.cuda.max_memory_reserved(),
+        "context": total - free - torch.cuda.memory_reserved(),
+        "torch": torch.__version__,
+    }
+    file.write_text(json.dumps(measured))
 
 
 def in_child(words: list[str], file: TextIO) -> bool:
@@ -152,18 +241,35 @@ def in_child(words: list[str], file: TextIO) -> bool:
     os._exit(0)
 
 
+def measure_case(words: list[str], ranks: int, file: TextIO) -> bool:
+    """Measure a case and write its line; return whether that succeeded."""
+    if ranks == 1:
+        return in_child(words, file)
+    row = measure_on_ranks(words, ranks)
+    if row:
+        file.write(json.dumps({"flags": " ".join(words)} | row) + "\n")
+        file.flush()
+    return bool(row)
+
+
 def main(argv: list[str]) -> int:
+    if argv[:1] == [AS_RANK]:
+        train_as_rank(Path(argv[1]), argv[2:])
+        return 0
     parser = new_parser(__doc__)
     parser.add_argument("file", help="where lines are appended")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=300, help="after which no case begins (default: 300)")
     parser.add_argument("--memory", type=float, default=62e9, help="most bytes by a rough estimate (default: 62e9)")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="GPUs of a run")
+    parser.add_argument("--first", nargs="*", default=[], help="configurations to measure before drawn ones")
     given = parser.parse_args(argv)
     rng, until = random.Random(given.seed), time.monotonic() + given.seconds
+    first = [text.split() for text in given.first]
     with open(given.file, "a") as file:
         while time.monotonic() < until:
-            words = draw(rng, given.memory)
-            print("measured" if in_child(words, file) else "failed", *words, flush=True)
+            words = first.pop(0) if first else (draw if given.ranks == 1 else draw_on_ranks)(rng, given.memory)
+            print("measured" if measure_case(words, given.ranks, file) else "failed", *words, flush=True)
     return 0
 
 

@@ -120,7 +120,7 @@ def report(trainer: Trainer, seconds: dict[str, list[float]], every: int, thread
     default, device = Parallel().check_replicas_interval, trainer.net.device
     off, on = (statistics.median(seconds[name]) for name in ("off", "on"))
     parameters = sum(x.numel() for x in trainer.net.store.weights_by_name().values())
-    graphs = "on" if trainer.net.graphs is not None and not trainer.net.graphs.is_off else "off"
+    graphs = "on" if trainer.net.graphs is not None and not trainer.net.graphs.why_off else "off"
     print(f"commit {find_commit()}, {describe_machine('torch')}, {parameters:,} parameters, CUDA graphs {graphs}\n")
     print_head("turn", "off, ms a step", f"on (hash every {every})", "on / off")
     for n, (a, b) in enumerate(zip(seconds["off"], seconds["on"], strict=True), 1):

@@ -100,7 +100,7 @@ class Trace:
     went_back: dict[int, int] = dataclasses.field(default_factory=dict)  # to which step
     samples: dict[int, dict[int, list[int]]] = dataclasses.field(default_factory=dict)  # tokens by sample, of a step
     written: list[Any] = dataclasses.field(default_factory=list)  # texts of decoders
-    graphs: str = ""  # "off" if a capture failed that should not, "on" if steps were captured
+    graphs: str = ""  # "off, because ..." if a capture failed that should not, "on" if steps were captured
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {n: _each(torch.Tensor.numpy, getattr(self, n)) for n in ("gradients", "states")}
@@ -282,8 +282,8 @@ def train(
         trainer.state.saver.wait()
         if (graphs := trainer.net.graphs) is not None:
             # Without Triton torch's AdamW reads its numbers on the host, which no graph can.
-            is_lost = graphs.is_off and trainer.net.store.reads_tensors
-            trace.graphs = "off" if is_lost else "on" if graphs.captured else ""
+            is_lost = graphs.why_off and trainer.net.store.reads_tensors
+            trace.graphs = f"off, because {graphs.why_off}" if is_lost else "on" if graphs.captured else ""
         if write is not None and config.data.seq_length:
             with torch.no_grad():
                 trace.written = write(trainer.net, config.data.seq_length)

@@ -333,11 +333,21 @@ def test_too_few_minutes_are_said_before_the_training(monkeypatch, capsys, minut
     trial = Trial(20, 40 * [0.5])
     monkeypatch.setattr(own_text, "time", trial)
     monkeypatch.setattr(own_text, "vocabulary_size", lambda tour: 1024)
+    monkeypatch.setattr(own_text, "expected_speed", lambda *given: 1.0)
     monkeypatch.setattr(own_text.devices, "multiplies_bf16_fast", lambda: False)
     text = collect.CollectedText(100, 10**6, 50_000)
     own_text.choose_training(trial, text, 300_000, own_text.Deadline(minutes, began=0.0), accelerator=False)
     out = capsys.readouterr().out
     assert ("too few for a useful model" in out) == few and ("--minutes 4 would do" in out) == few
+
+
+def test_the_plan_compares_sizes(tmp_path):
+    """In batches that keep the device busy, a larger model reads fewer tokens a second."""
+    made = tour.Tour(tmp_path, "log", "cpu")
+    for profile in map(own_text.load_profile, ("cpu", "h100")):
+        speeds = [own_text.expected_speed(made, 1024, profile, plan.grow(size, 10**9)) for size in plan.SIZES]
+        assert speeds == sorted(speeds, reverse=True) and speeds[0] > 4 * speeds[-1]
+    assert own_text.find_profile("cpu").name == "cpu"
 
 
 def test_what_is_passed_over_is_said(tmp_path, capsys):
@@ -370,8 +380,8 @@ def test_how_often_the_text_is_read(times, words):
 
 def test_the_rest_of_a_short_time_is_used(tmp_path, capsys):
     """The fewest steps were planned, since less time seemed to be left than there is."""
-    machine = plan.MeasuredSpeed(plan.SIZES[0], 1000.0)
-    planned = plan.plan_training(10**6, 512, machine, 3)
+    machine = plan.MeasuredSpeed(plan.SIZES[0], 1000.0, lambda size: 1.0)
+    planned = plan.plan_training(10**6, machine, 3)
     said = own_text.describe_plan(planned, machine, 10**6, 512, 3)[1]
     assert said.endswith("the fewest that make a run: they take about 20 s, and about 3 s are left for it")
     commands = []

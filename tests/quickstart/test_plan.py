@@ -5,8 +5,14 @@ import pytest
 from meshwright.quickstart import plan
 from meshwright.quickstart.plan import SIZES, MeasuredSpeed, plan_training
 
-CPU = MeasuredSpeed(SIZES[0], 7_000)  # two cores
-GPU = MeasuredSpeed(SIZES[4], 1_500_000, accelerator=True)
+
+def expected(size):
+    """Stand in for the plan's prediction: larger products are more efficient."""
+    return size.cost(4096) ** -0.7
+
+
+CPU = MeasuredSpeed(SIZES[0], 7_000, expected)  # two cores
+GPU = MeasuredSpeed(SIZES[4], 1_500_000, expected, accelerator=True)
 
 
 @pytest.mark.parametrize(
@@ -40,20 +46,23 @@ def test_vocabulary(size, wide, accelerator, expected):
     ],
 )
 def test_plan(tokens, machine, minutes, hidden, steps, dropout, limit):
-    p = plan_training(tokens, 4096, machine, minutes * 60)
+    p = plan_training(tokens, machine, minutes * 60)
     assert (p.size.hidden, p.dropout, p.limit) == (hidden, dropout, limit)
     assert p.steps == pytest.approx(steps, rel=0.05) and p.steps % 10 == 0
     if limit == "time":
-        assert p.steps * p.size.tokens / machine.speed(p.size, 4096) <= minutes * 60
+        assert p.steps * p.size.tokens / machine.speed(p.size) <= minutes * 60
 
 
 def test_a_slow_machine_makes_a_few_steps():
-    assert plan_training(10**6, 4096, MeasuredSpeed(SIZES[0], 50), 1).steps == plan.FEWEST_STEPS
+    assert plan_training(10**6, MeasuredSpeed(SIZES[0], 50, expected), 1).steps == plan.FEWEST_STEPS
 
 
-def test_the_trial_fits_the_text():
-    assert plan.trial_size(10**9, accelerator=False) == SIZES[0] == plan.trial_size(1000, accelerator=True)
-    assert plan.trial_size(10**9, accelerator=True) == SIZES[4]
+def test_the_trial_fits_text_time_and_plan():
+    """On an accelerator it has the size that the plan would choose."""
+    fast, slow = (lambda size, factor=factor: factor * expected(size) for factor in (1e12, 1e9))
+    assert plan.trial_size(10**9, False, fast, 600) == SIZES[0] == plan.trial_size(1000, True, fast, 600)
+    assert plan.trial_size(10**9, True, fast, 600) == SIZES[5]
+    assert plan.trial_size(10**9, True, slow, 600).hidden < plan.trial_size(10**9, True, fast, 60).hidden
 
 
 def test_an_accelerator_gets_larger_batches():
@@ -61,6 +70,6 @@ def test_an_accelerator_gets_larger_batches():
     small = SIZES[0]
     assert [plan.grow(small, n).tokens for n in (300_000, 400_000, 800_000, 10**7)] == [1024, 2048, 4096, 8192]
     assert plan.grow(small, 10**7).lr == 2 * small.lr and plan.grow(SIZES[4], 10**9) == SIZES[4]
-    p = plan_training(900_000, 1024, MeasuredSpeed(plan.trial_size(900_000, True), 300_000, accelerator=True), 600)
+    p = plan_training(900_000, MeasuredSpeed(plan.grow(small, 900_000), 300_000, expected, accelerator=True), 600)
     assert p.size.tokens == 4096 and p.steps > plan.ENOUGH_STEPS
-    assert plan_training(900_000, 1024, CPU, 600).size.tokens == 1024
+    assert plan_training(900_000, CPU, 600).size.tokens == 1024

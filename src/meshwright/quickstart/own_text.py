@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shlex
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import device as devices
+from meshwright.plan.devices import DeviceProfile, load_profile
+from meshwright.plan.prediction import Machine, Prediction, profile_of
 from meshwright.quickstart import plan as plans
 from meshwright.quickstart.collect import CollectedText, InputDocuments, collect
 from meshwright.quickstart.folder import TourProgress, require_no_model
@@ -19,6 +22,8 @@ from meshwright.quickstart.plan import MeasuredSpeed, Size, TrainingPlan
 from meshwright.quickstart.shell import LoggedInterval, step
 from meshwright.quickstart.tour import Tour, prompt_from
 from meshwright.runs.rows import read_rows
+from meshwright.settings.flags import parse_settings
+from meshwright.settings.schema import TrainConfig
 
 COMPILED_MINUTES = 5  # minutes from which a compiled model pays
 PRECISION_MINUTES = 1  # minutes from which a trial of bfloat16 on a CPU pays
@@ -27,6 +32,7 @@ TRIAL_SHARE = 0.15  # share of the time, at most, for the trial with its start
 STEPPING_SECONDS = 20  # seconds of steps that are enough for it
 LITTLE_TEXT = 500_000  # bytes of a text that is called small
 TIME_MARGIN = 0.05  # of the time by which the end may be off before the number of steps is corrected
+USUAL_STEPS = 1000  # of a run whose speed is predicted, which it does not depend on
 START_SECONDS = 5  # seconds that a start takes, where it was not measured
 CORRECTABLE = 0.5  # of the steps; later corrections would bend the learning rate
 NEW_LENGTH = "--override-opt_param-scheduler"
@@ -154,22 +160,42 @@ def choose_training(
     tour: Tour, text: CollectedText, tokens: int, deadline: Deadline, accelerator: bool
 ) -> dict[str, Any]:
     """Measure a trial; return the command of the run, and what limits its length."""
-    vocab, size = vocabulary_size(tour), plans.trial_size(tokens, accelerator)
+    vocab = vocabulary_size(tour)
+    predict = functools.cache(functools.partial(expected_speed, tour, vocab, find_profile(tour.device)))
+    size = plans.trial_size(tokens, accelerator, predict, deadline.left() - deadline.trial)
     how, (speed, deadline.start, start) = choose_precision(tour, size, deadline, accelerator)
-    machine = MeasuredSpeed(size, speed, accelerator)
+    machine = MeasuredSpeed(size, speed, predict, accelerator)
     # Three commands start, the score reads each token twice in a third of a training step's time.
     scored = 2 / 3 * text.held_out_bytes / max(text.train_bytes, 1) * tokens / speed
     deadline.after = 3 * start + scored + 1 + min(text.train_bytes, 5e7) / 1e7
     seconds = deadline.left() - deadline.start
-    plan = plans.plan_training(tokens, vocab, machine, seconds)
+    plan = plans.plan_training(tokens, machine, seconds)
     for line in describe_plan(plan, machine, tokens, vocab, max(seconds, 0)):
         print(f"  {line}")
-    missing = plans.useful(machine, vocab) - seconds
+    missing = plans.useful(machine) - seconds
     if plan.limit == "time" and missing > 0:
         enough = math.ceil(deadline.minutes + 1.2 * missing / 60)
         print(f"  these minutes are too few for a useful model on this machine; --minutes {enough} would do")
     command = tour.run_command(plan.size, plan.dropout, plan.steps, *how)
     return {"command": command, "limit": plan.limit, "start": deadline.start, "after": deadline.after}
+
+
+def find_profile(device: str) -> DeviceProfile:
+    """Return the plan's profile of this machine's device.
+
+    An accelerator without one is taken for an A100, as only the ratios of its speeds count.
+    """
+    opened = devices.open_device(device)
+    if opened.type == "cpu":
+        return load_profile("cpu")
+    return profile_of(devices.device_name(opened)) or load_profile("a100-80")
+
+
+def expected_speed(tour: Tour, vocab: int, profile: DeviceProfile, size: Size) -> float:
+    """Return the tokens per second that `meshwright plan` expects of a size."""
+    _, *words = tour.training(size, 0, USUAL_STEPS, *speed_flags(profile.kind != "cpu", 0))
+    config = parse_settings(TrainConfig, words, "train", check=False).config
+    return Prediction(config, Machine(profile, profile.links), vocab).time.tokens_per_second
 
 
 def choose_precision(
@@ -230,7 +256,7 @@ def describe_plan(plan: TrainingPlan, machine: MeasuredSpeed, tokens: int, vocab
         "text": "more readings of so little text would only teach it by heart",
     }[plan.limit]
     if plan.steps == plans.FEWEST_STEPS and plan.limit == "time":
-        needed = read / machine.speed(size, vocab)
+        needed = read / machine.speed(size)
         why = f"the fewest that make a run: they take about {needed:.0f} s, and about {seconds:.0f} s are left for it"
     out = [
         f"model: {chosen}",

@@ -1,13 +1,19 @@
 """Choose vocabulary, model and number of steps from the amount of text, the speed and the minutes.
 
+A trial measures one size on this machine; how much faster or slower the others are is what
+`meshwright plan` predicts.
+
 The numbers come from runs of 1.2 million tokens on two cores, compared at equal time. Muon, the
 network of Qwen 3 (which the Hugging Face export knows), small batches and few wide heads helped
-most: 1.57 bits per byte of unseen Python, where GPT-2's network and AdamW reached 1.79.
+most: 1.57 bits per byte of unseen Python, where GPT-2's network and AdamW reached 1.79. The rates,
+the momentum and the head of the two smallest sizes come from runs of 750 to 3,000 steps of the
+smallest (benchmarks/records/2026-11-27-four-gpus).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 FEWEST_STEPS = 20  # the fewest that make a run
@@ -21,7 +27,10 @@ EPOCHS = 12  # most readings of a text; more only learn it by heart
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a model, its batch, and the peak learning rate of Muon."""
+    """Sizes of a model, its batch, and the peak learning rate of Muon.
+
+    With `table_lr`, a rate of its own for the table of tokens, the head has weights of its own.
+    """
 
     layers: int
     hidden: int
@@ -29,6 +38,7 @@ class Size:
     length: int
     batch: int
     lr: float
+    table_lr: float | None = None
 
     @property
     def parameters(self) -> int:
@@ -46,8 +56,8 @@ class Size:
 
 
 SIZES = [
-    Size(4, 128, 2, 128, 8, 8e-3),
-    Size(4, 192, 3, 128, 8, 8e-3),
+    Size(4, 128, 2, 128, 8, 6e-3, 2e-2),
+    Size(4, 192, 3, 128, 8, 6e-3, 2e-2),
     Size(6, 256, 4, 256, 8, 6e-3),
     Size(6, 384, 6, 256, 16, 4e-3),
     Size(8, 512, 8, 512, 32, 3e-3),
@@ -57,15 +67,19 @@ SIZES = [
 
 @dataclass(frozen=True)
 class MeasuredSpeed:
-    """The result of a trial: how fast this machine trains a model of one size."""
+    """The result of a trial: how fast this machine trains a model of one size.
+
+    `predict` returns the tokens per second that `meshwright plan` expects of a size.
+    """
 
     trial: Size
     tokens_per_second: float
+    predict: Callable[[Size], float]
     accelerator: bool = False
 
-    def speed(self, size: Size, vocab: int) -> float:
-        """Estimate the tokens per second of another size; larger products are more efficient."""
-        return self.tokens_per_second * math.pow(self.trial.cost(vocab) / size.cost(vocab), 0.7)
+    def speed(self, size: Size) -> float:
+        """Return the tokens per second of another size."""
+        return self.tokens_per_second * self.predict(size) / self.predict(self.trial)
 
 
 @dataclass(frozen=True)
@@ -100,27 +114,32 @@ def grow(size: Size, tokens: int) -> Size:
     return replace(size, batch=batch, lr=size.lr * min(math.sqrt(batch / size.batch), 2))
 
 
-def trial_size(tokens: int, accelerator: bool) -> Size:
-    """Return the size to measure: on an accelerator, small models would only wait."""
-    fitting = [size for size in SIZES[:5] if size.parameters <= PARAMETERS_PER_TOKEN * tokens]
-    return grow(fitting[-1] if fitting else SIZES[0], tokens) if accelerator else SIZES[0]
+def trial_size(tokens: int, accelerator: bool, predict: Callable[[Size], float], seconds: float) -> Size:
+    """Return the size to measure: on an accelerator, the one that the plan would choose.
+
+    Small models would only wait for the host there.
+    """
+    if not accelerator:
+        return SIZES[0]
+    first = grow(SIZES[0], tokens)
+    return plan_training(tokens, MeasuredSpeed(first, predict(first), predict, accelerator), seconds).size
 
 
-def useful(machine: MeasuredSpeed, vocab: int) -> float:
+def useful(machine: MeasuredSpeed) -> float:
     """Return the seconds of training below which a model is hardly worth its minutes."""
-    return USEFUL_STEPS * SIZES[0].tokens / machine.speed(SIZES[0], vocab)
+    return USEFUL_STEPS * SIZES[0].tokens / machine.speed(SIZES[0])
 
 
-def plan_training(tokens: int, vocab: int, machine: MeasuredSpeed, seconds: float) -> TrainingPlan:
+def plan_training(tokens: int, machine: MeasuredSpeed, seconds: float) -> TrainingPlan:
     """Plan a training of `seconds` on a text of so many tokens."""
+    sizes = [grow(size, tokens) for size in SIZES] if machine.accelerator else SIZES
 
     def reads(size: Size) -> float:
-        return min(machine.speed(size, vocab) * seconds, EPOCHS * tokens)
+        return min(machine.speed(size) * seconds, EPOCHS * tokens)
 
-    fitting = [s for s in SIZES if s.parameters <= PARAMETERS_PER_TOKEN * tokens and s.parameters * READS <= reads(s)]
-    size = fitting[-1] if fitting else SIZES[0]
-    size = grow(size, tokens) if machine.accelerator else size
-    by_time, by_text = (int(n / size.tokens) for n in (machine.speed(size, vocab) * seconds, EPOCHS * tokens))
+    fitting = [s for s in sizes if s.parameters <= PARAMETERS_PER_TOKEN * tokens and s.parameters * READS <= reads(s)]
+    size = fitting[-1] if fitting else sizes[0]
+    by_time, by_text = (int(n / size.tokens) for n in (machine.speed(size) * seconds, EPOCHS * tokens))
     steps = max(min(by_time, by_text), FEWEST_STEPS)
     steps = steps // 10 * 10  # a round number
     epochs = steps * size.tokens / max(tokens, 1)

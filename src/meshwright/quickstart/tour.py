@@ -20,21 +20,23 @@ PROMPT = 40  # characters of a held-out text that a prompt takes, to the end of 
 
 # The network of Qwen 3, trained with Muon.
 NETWORK = "--swiglu --position-embedding-type rope --qk-layernorm --normalization RMSNorm --disable-bias-linear"
-RECIPE = "--optimizer muon --adam-beta2 0.98 --weight-decay 0.1 --lr-decay-style linear"
+RECIPE = "--optimizer muon --muon-momentum 0.9 --adam-beta2 0.98 --weight-decay 0.1 --lr-decay-style linear"
+WARMUP = 0.1  # of the steps
 
 
 def model_flags(size: Size, dropout: float) -> list[str]:
     """Return the flags of a network and of its batch."""
     sizes = f"--num-layers {size.layers} --hidden-size {size.hidden} --num-attention-heads {size.heads}"
     batch = f"--seq-length {size.length} --micro-batch-size {size.batch}"
-    return f"{sizes} {NETWORK} --hidden-dropout {dropout:g} --attention-dropout 0 {batch}".split()
+    head = "--untie-embeddings-and-output-weights" if size.table_lr else ""
+    return f"{sizes} {NETWORK} {head} --hidden-dropout {dropout:g} --attention-dropout 0 {batch}".split()
 
 
 def recipe_flags(size: Size, steps: int) -> list[str]:
     """Return the flags of the optimizer and of a schedule over so many steps."""
-    warmup = max(1, min(50, steps // 10))
-    lr = f"--lr {size.lr:g} --min-lr {size.lr / 100:g} --lr-warmup-iters {warmup}"
-    return f"{RECIPE} {lr} --train-iters {steps}".split()
+    lr = f"--lr {size.lr:g} --min-lr {size.lr / 100:g} --lr-warmup-iters {max(1, int(WARMUP * steps))}"
+    table = f"--embedding-lr {size.table_lr:g}" if size.table_lr else ""
+    return f"{RECIPE} {lr} {table} --train-iters {steps}".split()
 
 
 class Tour:

@@ -94,12 +94,12 @@ class Graphs:
         self.totals = torch.zeros(totals, dtype=torch.float64, device=store.device)  # see step.Update
         self.seen: Counter[StepShape] = Counter()
         self.captured: dict[StepShape, Captured] = {}
-        self.is_off = False
+        self.why_off = ""  # why steps run as usual since a capture failed
 
     def find(self, batches: list[Batch], run: MicroStep) -> Captured | None:
         """Return the pieces for a step, captured if it is time; None: the step runs as usual."""
         kind = shape_of(batches)
-        if self.is_off or kind is None:
+        if self.why_off or kind is None:
             return None
         if kind not in self.captured:
             self.seen[kind] += 1
@@ -129,7 +129,7 @@ class Graphs:
         reason = on_all(world, self.store.device, find_room, try_recording)
         if not reason:
             return
-        self.is_off = True
+        self.why_off = reason
         self.release()
         remark(f" > CUDA graphs: off, because {reason}")
 
