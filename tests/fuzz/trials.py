@@ -517,8 +517,8 @@ def leg_config(case: Case, number: int, folder: Path, has_graphs: bool = True) -
         t = dataclasses.replace(t, exit_interval=leg.end + leg.lost)
     if len(case.legs) > 1 or c.save:
         c = dataclasses.replace(c, save=str(folder))
-    if not has_graphs:
-        t = dataclasses.replace(t, cuda_graphs="off")
+    if not has_graphs or ("--own-group" in leg.flags and config.parallel.zero_stage > 1):
+        t = dataclasses.replace(t, cuda_graphs="off")  # ZeRO 2 of several ranks has none
     return dataclasses.replace(config, checkpoint=c, training=t)
 
 

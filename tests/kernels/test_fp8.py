@@ -171,6 +171,35 @@ def test_scales_follow_by_a_step(margin):
         assert chosen(scales) == pytest.approx(448 / amax / 2**margin)
 
 
+def test_zeros_choose_no_scale():
+    """As of gradients behind projections that start at 0, which are small in the step after."""
+    scales, product, weight, _, x, grad = network()
+    for factor, is_settled in ((0.0, False), (torch.nan, False), (0.0, False), (1e-3, True)):
+        assert not scales.is_set[scales.slots["h.0.mlp.fc.gradient"]]
+        product(x, weight).backward(grad * factor)
+        scales.update()
+        assert scales.is_settled == is_settled
+    assert chosen(scales, "gradient") == pytest.approx(448 / (grad.abs().max().item() * 1e-3), rel=1e-2)
+    assert weight.grad.isnan().any() and x.grad.isnan().any()  # of the step with NaN
+    weight.grad = None
+    product(x, weight).backward(grad * 1e-3)
+    error = weight.grad.double() - 1e-3 * grad.double().flatten(0, 1).t() @ x.detach().double().flatten(0, 1)
+    assert error.norm() < 0.05 * weight.grad.double().norm()
+
+
+def test_weights_that_double_are_not_clamped():
+    scales, product, weight, _, x, _ = network()
+    with torch.no_grad():
+        product(x, weight)
+        for _ in range(3):
+            weight.mul_(4.0)
+            scales.update()
+            scales.refresh()
+            exact = x.double() @ weight.double().t()
+            assert (product(x, weight).double() - exact).norm() < 0.05 * exact.norm()
+            assert chosen(scales, "weight") == pytest.approx(448 / weight.abs().max().item())
+
+
 @pytest.mark.parametrize("uses_max", [False, True])
 def test_history(uses_max):
     scales, product, weight, _, x, _ = network(Recipe(history=3, uses_max=uses_max))

@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright import device as devices
 from meshwright.data.loader import Batch
+from meshwright.kernels import fp8
 from meshwright.model import pick
 from meshwright.model.kind import block_kind
 from meshwright.parallel import comm, layout
@@ -143,6 +144,7 @@ def pretended_gpu() -> Iterator[None]:
             (F, "scaled_dot_product_attention", attend),
             (F, "rms_norm", lambda x, _, weight, eps: FusedNorm.apply(x, weight)),
             (torch, "_scaled_mm", scaled_product),
+            (fp8.Scales, "_settle", lambda self: None),  # which reads numbers
             (torch, "zeros", lambda *size, pin_memory=False, **more: zeros(*size, **more)),
             (sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices", lambda: ["meta", "cpu"]),
             *((torch, name, done) for name in ("_fused_sgd_", "_fused_adamw_")),

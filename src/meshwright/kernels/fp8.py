@@ -10,8 +10,10 @@ the largest absolute values (amax) of earlier steps,
 
     scale = largest number / amax / 2^margin
 
-so the cast reads a tensor only once. The first use of a tensor takes its own amax. Formats are e4m3
-(4 bits of exponent, largest 448) and, for gradients if the recipe says so, e5m2 (5 bits, 57,344).
+so the cast reads a tensor only once. Weights take their own amax, because those that start at zero
+double in a step. So does the first use of another tensor in each step until it was not all zeros:
+projections that start at zero make most gradients of the first steps zero. Formats are e4m3 (4 bits
+of exponent, largest 448) and, for gradients if the recipe says so, e5m2 (5 bits, 57,344).
 
 torch._scaled_mm needs the second factor transposed. One kernel therefore writes both layouts of
 each tensor, and the transposed input, a byte a number, is all that is kept for backward. Where
@@ -162,6 +164,8 @@ class Scales:
         self.amax, self.scale, self.inverse = (torch.full((n, 4), x, **where) for x in (0.0, 1.0, 1.0))
         self.history = torch.zeros(n, self.recipe.history, **where)
         self.is_set = [False] * n  # on the host: whether a scale has been chosen
+        self.begun: set[int] = set()  # in this step, by the tensor's own amax
+        self.is_settled = True  # whether every tensor of the last step has a scale
         # Views made once: a step uses each many times.
         self.views = [(self.scale[i, 0], self.inverse[i, 0], self.amax[i, 0]) for i in range(n)]
         return {m.name: m for m in self.products}
@@ -180,7 +184,7 @@ class Scales:
     ) -> tuple[Cast, Rest]:
         """Return a matrix in fp8 that `make` computes, and what else that returns.
 
-        Given None, it computes bfloat16: the first use of a tensor must know its amax before.
+        Given None, it computes bfloat16: a tensor's own amax must be known before.
         """
         if not self.is_set[slot]:
             y, rest = make(None)
@@ -205,8 +209,10 @@ class Scales:
         amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32).view(1)
         if is_recorded and self.combine is not None:
             self.combine(amax)
-        self._choose(slice(slot, slot + 1), amax, torch.ones_like(amax))
-        self.is_set[slot] = is_recorded
+        self._choose(slice(slot, slot + 1), amax, self.scale[slot, :1].clone())
+        if is_recorded:
+            self.is_set[slot] = True
+            self.begun.add(slot)
 
     def _choose(self, slots: slice, amax: Tensor, otherwise: Tensor) -> None:
         """Set scales from amaxes; one of 0, or not finite, says nothing."""
@@ -217,9 +223,10 @@ class Scales:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Choose the next step's scales from this step's amaxes, without the host."""
+        """Choose the next step's scales from this step's amaxes; the host reads those of new tensors."""
         if self.combine is not None:
             self.combine(self.amax)
+        self._settle()
         if self.recipe.history > 1:
             self.history[:, 1:] = self.history[:, :-1].clone()
         self.history[:, 0] = self.amax[:, 0]
@@ -227,9 +234,21 @@ class Scales:
         self._choose(slice(None), amax, self.scale[:, 0].clone())
         self.amax.zero_()
 
+    def _settle(self) -> None:
+        """Let tensors that began in this step, and were all zeros or not finite, begin again."""
+        self.is_settled = True
+        if not self.begun:
+            return
+        amaxes = self.amax[:, 0].tolist()
+        for slot in self.begun:
+            self.is_set[slot] = amaxes[slot] > 0
+        self.is_settled = all(self.is_set[slot] for slot in self.begun)
+        self.begun.clear()
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast the new weights, those that have been used at least once; on a GPU in one launch."""
+        self._scale_weights()
         casts: list[tuple[Tensor, Tensor, Tensor, int]] = []
         for each in self.products:
             cast = each.cast
@@ -241,6 +260,19 @@ class Scales:
             self.weight_casts = launcher("fp8.prepare_casts")(casts, self.weight_casts)
             launcher("fp8.quantise_many")(casts[0], self.weight_casts, self.scale, self.amax)
 
+    def _scale_weights(self) -> None:
+        """Take the scales of the weights from their own amaxes; those not used yet keep theirs."""
+        used = [each for each in self.products if each.cast is not None]
+        if not used:
+            return
+        norms = iter(torch._foreach_norm([each.matrix for each in used], torch.inf, torch.float32))
+        none = torch.zeros((), device=self.device)
+        amax = torch.stack([none if each.cast is None else next(norms) for each in self.products])
+        if self.combine is not None:
+            self.combine(amax)
+        weights = slice(ROLES.index("weight"), None, len(ROLES))
+        self._choose(weights, amax, self.scale[weights, 0].clone())
+
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
         """Forget what the passes of this block record; other processes have no part in them.
@@ -248,13 +280,14 @@ class Scales:
         Casts of weights that were there stay in their memory, which CUDA graphs read.
         """
         tensors, is_set, combine = self.tensors(), list(self.is_set), self.combine
+        begun, is_settled = set(self.begun), self.is_settled
         before, casts = [x.clone() for x in tensors], [each.cast for each in self.products]
         self.combine = None
         try:
             yield
         finally:
             torch._foreach_copy_(tensors, before)
-            self.is_set, self.combine = is_set, combine
+            self.is_set, self.begun, self.is_settled, self.combine = is_set, begun, is_settled, combine
             for each, cast in zip(self.products, casts, strict=True):
                 each.cast = cast
 

@@ -372,6 +372,11 @@ class Store:
 
     # Scales of fp8
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next step runs the same code as later ones, as CUDA graphs must."""
+        return self.scales is None or self.scales.is_settled
+
     def set_scales(self, scales: Scales | None) -> None:
         """Update the scales of the products with each step, alike on ranks with the same layers."""
         self.scales = scales

@@ -103,7 +103,7 @@ class Graphs:
             return None
         if kind not in self.captured:
             self.seen[kind] += 1
-            if self.seen[kind] > WARM_UP:
+            if self.seen[kind] > WARM_UP and self.store.is_settled:
                 self.capture(kind, batches, run)
         return self.captured.get(kind)
 
