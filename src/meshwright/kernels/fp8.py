@@ -223,7 +223,7 @@ class Scales:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Choose the next step's scales from this step's amaxes; the host reads those of new tensors."""
+        """Choose the next step's scales from its amaxes; the host reads those of new tensors."""
         if self.combine is not None:
             self.combine(self.amax)
         self._settle()
