@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from meshwright.console import notice
 from meshwright.errors import DONE, USAGE, UserError, bad_data
 from meshwright.ranks.world import find_world
 from meshwright.settings import checks, command, data_paths
-from meshwright.settings.fields import flag, spelling
+from meshwright.settings.fields import flag, spelling, with_settings
 from meshwright.settings.grammar import prefix_of
 from meshwright.settings.help import WORDS
 from meshwright.settings.hints import did_you_mean, near_prefix
@@ -324,7 +323,7 @@ def with_prefix(config: InspectConfig, prefix: str | None) -> InspectConfig:
     named = data_paths.path_settings(config.data)
     if prefix and named:
         raise UserError(f"{prefix} and {spelling(named[0])} both name the data; give one")
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, data_path=[prefix])) if prefix else config
+    return with_settings(config, data_path=[prefix]) if prefix else config
 
 
 def index(config: IndexConfig, dry: bool) -> None:

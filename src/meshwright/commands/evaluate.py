@@ -20,7 +20,7 @@ from meshwright.evaluation.results import Result, by_task, draw_results, list_re
 from meshwright.evaluation.score import encode_documents, read_token_files
 from meshwright.evaluation.scoring import TaskScorer, score_text, step_folders
 from meshwright.settings import checks, data_paths, flags
-from meshwright.settings.fields import flag, spelling
+from meshwright.settings.fields import flag, spelling, with_settings
 from meshwright.settings.grammar import eval_tasks
 from meshwright.settings.schema import READING, Logging, ReadConfig, TokenizerFlags
 from meshwright.settings.text_inputs import TextInputs
@@ -101,8 +101,8 @@ class EvaluateConfig(ReadConfig):
         return {name[e.task]: e.valid_data[0]} if e.task else eval_tasks(self.logging.eval_tasks or "")
 
     def problems(self) -> list[str]:
-        e, c = self.evaluate, dataclasses.replace(self.checkpoint, load=next(iter(self.folders), None))
-        out = checks.reading_problems(dataclasses.replace(self, checkpoint=c), "evaluate", copies=True)
+        e, loading = self.evaluate, with_settings(self, load=next(iter(self.folders), None))
+        out = checks.reading_problems(loading, "evaluate", copies=True)
         others = [n for n in data_paths.path_settings(self.data) if n != "data_path"]
         out += [f"{spelling(n)} is not read by evaluate; name token files with --data-path" for n in others]
         given = {"--input": e.input, "--data-path": self.data.data_path, "--task": e.task, "--harness": e.harness}

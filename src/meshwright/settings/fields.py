@@ -108,6 +108,15 @@ def cached(function: F) -> F:
     return typing.cast(F, functools.cache(function))
 
 
+def with_settings(config: T, **values: Any) -> T:
+    """Return a configuration in which some settings, whatever their groups, have other values."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        groups.setdefault(config_fields(type(config))[name][0], {})[name] = value
+    changed = {group: dataclasses.replace(getattr(config, group), **given) for group, given in groups.items()}
+    return typing.cast(T, dataclasses.replace(typing.cast(Any, config), **changed))
+
+
 @cached
 def config_fields(cls: type) -> Mapping[str, tuple[str, dataclasses.Field[Any], Any]]:
     """Return field name -> (group name, field, type) of a configuration class."""

@@ -31,6 +31,7 @@ from meshwright.ranks.team import ALONE
 from meshwright.records import align_columns
 from meshwright.report import plot
 from meshwright.report.compare import COLOURS
+from meshwright.settings.fields import with_settings
 from meshwright.settings.schema import Checkpoint, Logging, Model, Optimizer, Parallel, TrainConfig, Training
 from meshwright.training.before.resolve import find_vocabulary
 from meshwright.training.health.stop import StopConditions
@@ -125,9 +126,9 @@ def at_width(m: Model, width: int) -> Model:
 
 
 def at_size(config: TrainConfig, axis: Axis, size: int) -> TrainConfig:
-    m = config.model
-    model = at_width(m, size) if axis == "width" else dataclasses.replace(m, num_layers=size)
-    return dataclasses.replace(config, model=model)
+    if axis == "depth":
+        return with_settings(config, num_layers=size)
+    return dataclasses.replace(config, model=at_width(config.model, size))
 
 
 def make_small(config: TrainConfig) -> TrainConfig:

@@ -22,7 +22,7 @@ from meshwright.data.sets import count_epochs
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.ranks.world import World
 from meshwright.settings import check_model, checks, data_paths, flags, notices
-from meshwright.settings.fields import spelling
+from meshwright.settings.fields import spelling, with_settings
 from meshwright.settings.grammar import blend
 from meshwright.settings.hints import near_path
 from meshwright.settings.other_programs import argument_dump, deepspeed_json
@@ -159,12 +159,12 @@ def resolve(
     data sets, so that no flag names any. One process raises what is wrong with its files; of
     several, all raise it when they have met.
     """
-    config = replace(config, parallel=replace(config.parallel, world_size=world.size))
+    config = with_settings(config, world_size=world.size)
     if command is None:  # a command line's flags include the file's settings already
         config = apply_deepspeed_file(config, prints=world.rank == 0)
     if has_datasets:
-        data = replace(data_paths.without(config.data), multiple_validation_sets=False, validation_set_names=[])
-        config = replace(config, data=data)
+        config = replace(config, data=data_paths.without(config.data))
+        config = with_settings(config, multiple_validation_sets=False, validation_set_names=[])
     require_settings(config, needs_data=not has_datasets)
     config, vocabulary, problem = look_at_files(config, world)
     arguments = argument_dump.dumped_arguments(config, idle or {}, config.parallel.distributed_backend or "")
