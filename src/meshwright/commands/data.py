@@ -14,7 +14,7 @@ from meshwright.console import notice
 from meshwright.errors import DONE, USAGE, UserError, bad_data
 from meshwright.ranks.world import find_world
 from meshwright.settings import checks, command, data_paths
-from meshwright.settings.fields import flag, spelling, with_settings
+from meshwright.settings.fields import flag, group, spelling, with_settings
 from meshwright.settings.grammar import prefix_of
 from meshwright.settings.help import WORDS
 from meshwright.settings.hints import did_you_mean, near_prefix
@@ -53,30 +53,25 @@ class VerifyConfig:
 
 
 @dataclass(frozen=True)
+@group(docs="data")
 class Inspection:
     """Part of token files to show."""
 
-    prefix: str | None = flag(None, "prefix of a .bin/.idx pair, as for --data-path", value="PREFIX")
-    document: int | None = flag(None, "show only this document, counted from 0", bound=">=0", docs="data")
+    prefix: str | None = flag(None, "prefix of a .bin/.idx pair, as for --data-path", value="PREFIX", docs="")
+    document: int | None = flag(None, "show only this document, counted from 0", bound=">=0")
     sample: int | None = flag(
-        None,
-        "show this sample, counted from 0 in the order of the training whose flags are given",
-        bound=">=0",
-        docs="data",
+        None, "show this sample, counted from 0 in the order of the training whose flags are given", bound=">=0"
     )
     sample_set: str | None = flag(
         None,
         "set that --sample counts in: train (the default), valid, test, or valid/NAME if there are several",
         value="FORM",
-        docs="data",
     )
-    top: int | None = flag(
-        None, "number of most frequent tokens to show (none: 20; 0: skip counting)", bound=">=0", docs="data"
-    )
+    top: int | None = flag(None, "number of most frequent tokens to show (none: 20; 0: skip counting)", bound=">=0")
     picture: str | None = flag(
         None, "write a histogram of document lengths to this .png, .svg or .pdf", value="FILE", docs="data evaluation"
     )
-    json: bool = flag(False, "print one line of JSON instead of a table", docs="data")
+    json: bool = flag(False, "print one line of JSON instead of a table")
 
 
 @dataclass(frozen=True)
@@ -181,15 +176,14 @@ class FetchConfig:
 
 
 @dataclass(frozen=True)
+@group(docs="data")
 class LooseText:
     """Files of text or JSON lines to merge into one file of JSON lines."""
 
-    json_path: str = flag(
-        ".", "folder of *.json, *.jsonl and *.txt files", "--json_path", "--data_path", value="PATH", docs="data"
-    )
-    output_file: str = flag("merged_output.json", "output file", "--output_file", value="FILE", docs="data")
-    overwrite: bool = flag(False, "replace an output file with another content")
-    each_line: bool = flag(False, "treat each line of a .txt file as a document, not the whole file", docs="data")
+    json_path: str = flag(".", "folder of *.json, *.jsonl and *.txt files", "--json_path", "--data_path", value="PATH")
+    output_file: str = flag("merged_output.json", "output file", "--output_file", value="FILE")
+    overwrite: bool = flag(False, "replace an output file with another content", docs="")
+    each_line: bool = flag(False, "treat each line of a .txt file as a document, not the whole file")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from meshwright.evaluation.results import Result, by_task, draw_results, list_re
 from meshwright.evaluation.score import encode_documents, read_token_files
 from meshwright.evaluation.scoring import TaskScorer, score_text, step_folders
 from meshwright.settings import checks, data_paths, flags
-from meshwright.settings.fields import flag, spelling, with_settings
+from meshwright.settings.fields import flag, group, spelling, with_settings
 from meshwright.settings.grammar import eval_tasks
 from meshwright.settings.schema import READING, Logging, ReadConfig, TokenizerFlags
 from meshwright.settings.text_inputs import TextInputs
@@ -30,47 +30,37 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+@group(docs="evaluation")
 class Evaluate(TextInputs):
     """What to score, and the form of the results."""
 
     folders: list[str] = flag(
-        [], "checkpoints: folders of runs, or of single steps; the same as --load", value="DIR", word="DIR", remote=True
+        [],
+        "checkpoints: folders of runs, or of single steps; the same as --load",
+        value="DIR",
+        word="DIR",
+        remote=True,
+        docs="",
     )
-    steps: str | None = flag(
-        None, "steps of these runs to score: 1000,2000, or all (none: the newest)", value="FORM", docs="evaluation"
-    )
-    task: Literal["LAMBADA", "WIKITEXT103"] | None = flag(
-        None, "Megatron's evaluation of the file --valid-data", docs="evaluation"
-    )
-    valid_data: list[str] = flag(
-        [], "file of --task: lambada_test.jsonl or wiki.test.tokens", value="FILE", docs="evaluation"
-    )
-    strict_lambada: bool = flag(False, "LAMBADA counts whole last words, not last tokens", docs="evaluation")
+    steps: str | None = flag(None, "steps of these runs to score: 1000,2000, or all (none: the newest)", value="FORM")
+    task: Literal["LAMBADA", "WIKITEXT103"] | None = flag(None, "Megatron's evaluation of the file --valid-data")
+    valid_data: list[str] = flag([], "file of --task: lambada_test.jsonl or wiki.test.tokens", value="FILE")
+    strict_lambada: bool = flag(False, "LAMBADA counts whole last words, not last tokens")
     overlapping_eval: int | None = flag(
-        None,
-        "tokens by which a window advances (none: half the sequence length; WikiText: 32)",
-        bound=">0",
-        docs="evaluation",
+        None, "tokens by which a window advances (none: half the sequence length; WikiText: 32)", bound=">0"
     )
     harness: str | None = flag(
-        None,
-        "tasks of lm-evaluation-harness, such as piqa,arc_easy (needs meshwright[eval])",
-        value="FORM",
-        docs="evaluation",
+        None, "tasks of lm-evaluation-harness, such as piqa,arc_easy (needs meshwright[eval])", value="FORM"
     )
     harness_path: str | None = flag(
-        None, "folder with further task files of the harness", "--include-path", value="DIR", docs="evaluation"
+        None, "folder with further task files of the harness", "--include-path", value="DIR"
     )
     num_fewshot: int | None = flag(
-        None, "examples before each question of the harness (none: the task's own)", bound=">=0", docs="evaluation"
+        None, "examples before each question of the harness (none: the task's own)", bound=">=0"
     )
-    limit: int | None = flag(
-        None, "most questions of each task of the harness (none: all)", bound=">0", docs="evaluation"
-    )
+    limit: int | None = flag(None, "most questions of each task of the harness (none: all)", bound=">0")
     json: bool = flag(False, "print a line of JSON for each result instead of a table", docs="data")
-    results_path: str | None = flag(
-        None, "also write the results to this file, as a JSON list", value="FILE", docs="evaluation"
-    )
+    results_path: str | None = flag(None, "also write the results to this file, as a JSON list", value="FILE")
     picture: str | None = flag(
         None, "draw the scores over the steps into this .svg, .png or .pdf", value="FILE", docs="data evaluation"
     )

@@ -396,9 +396,7 @@ class Data:
         "(BEGIN: a sample, or with a unit as in 60% or 2e9tokens)",
         value="FORM",
         short="blends from points of the run on",
-        docs="data",
         resume="free",
-        proof="fuzz",
     )
     blend_change_at: str | None = flag(
         None, "on resume, sample at which the new blend starts, or now", needs="--load", value="FORM", **UNPROVEN
@@ -416,7 +414,6 @@ class Data:
         "stream: cut the documents, one behind the other, every --seq-length tokens, as Megatron does; best-fit: fill "
         "samples with whole documents, each of which is read alone",
         short="best-fit: samples of whole documents",
-        proof="fuzz",
     )
     eod_mask_loss: bool = flag(
         False, "mask the loss of the token that follows an end of document", needs="--packing stream", proof="twin fuzz"
@@ -920,8 +917,6 @@ class Checkpoint:
         needs="an address such as s3://bucket/run",
         value="DIR",
         read="run",
-        resume="free",
-        proof="",
         docs="storage",
     )
     save_interval: int | None = flag(
@@ -981,7 +976,6 @@ class Checkpoint:
     weights: Literal["plain", "ema"] = flag(
         "plain",
         "read a checkpoint's weights, or their average that --ema kept; train: only with --finetune",
-        docs="checkpoints",
         read="model",
         once=True,
     )
