@@ -114,7 +114,6 @@ def compare(c: CoordinateFlags, config: TrainConfig, dry_run: bool) -> int:
 
 
 def verdict(faults: list[str], c: CoordinateFlags) -> str:
-    """Return the outcome in one sentence."""
     if not faults:
         return f"stable: over {c.steps} steps no change has a slope beyond ±{c.tolerance:g}, and nothing initial grows"
     return f"not stable: {'; '.join(faults)}"

@@ -150,7 +150,6 @@ def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_lead: bool) -> Rea
 
 
 def read_input(e: Evaluate) -> list[str]:
-    """Return the documents of --input."""
     from meshwright.data.prepare.cutting import read_texts, why_nothing
     from meshwright.data.prepare.inputs import find_inputs
 

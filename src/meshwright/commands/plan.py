@@ -240,7 +240,6 @@ def half_precision(config: TrainConfig, given: frozenset[str], machine: Machine)
 
 
 def text_of(plan: Plan, asked: PlanFlags) -> list[str]:
-    """Return the lines of a plan."""
     one = plan.prediction
     lines = [*describe.head_lines(one), "", *describe.memory_lines(one), *describe.sent_lines(one)]
     lines += describe.time_lines(one, plan.length, asked.price)

@@ -118,7 +118,6 @@ def preset_as_flags(name: str) -> list[str]:
 
 
 def preset_as_toml(name: str) -> str:
-    """Return a preset as a file that --config reads."""
     known, about = fields.config_fields(TrainConfig), describe_preset(name)
     lines = [f"# {name}: {about['parameters']:,} parameters with {about['vocabulary']:,} ids", f"# {about['source']}"]
     for group in fields.config_groups(TrainConfig):

@@ -144,7 +144,6 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
 
 
 def figures(r: ComparedRun) -> dict[str, Any]:
-    """Return the figures of one run."""
     steps, checks = r.history.steps, r.checks()
     last, best = steps[-1].iteration, r.history.best_validation()
     out = {"name": r.name, "steps": last, "amount": r.amount(last), "final_loss": r.final("training")}

@@ -313,7 +313,6 @@ def part_plots(history: History) -> list[str]:
 
 
 def score_plot(name: str, scores: dict[int, float]) -> str:
-    """Draw a score of --eval-tasks over the steps."""
     figure, axes = plot.new_axes((4.8, 2.7))
     x, y = np.array(sorted(scores.items()), dtype=np.float64).reshape(-1, 2).T
     plot.draw_line(axes, x, y, plot.POINT, smooth=False)

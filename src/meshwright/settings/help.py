@@ -267,7 +267,6 @@ def common_flags(command: Command, shown: list[HelpEntry]) -> list[str]:
 
 
 def all_flags(command: Command, shown: list[HelpEntry], full: bool) -> list[str]:
-    """Return all flags of a command, by groups."""
     lines = usage_lines(command, shown)
     for group in dict.fromkeys(e.group for e in shown):
         lines += ["", *_section(group, [e for e in shown if e.group == group], command)]

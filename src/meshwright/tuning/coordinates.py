@@ -86,7 +86,6 @@ class Growth:
         return out
 
     def table(self) -> list[str]:
-        """Return the lines of the table of slopes."""
         head = [f"slope over {self.axis}", "initial", *(f"step {n}" for n in range(1, 1 + len(self.changes["logits"])))]
         rows = [[name, *(f"{x:+.2f}" for x in [self.initial_slope(name), *self.slopes(name)])] for name in ACTIVATIONS]
         return align_columns([head, *rows], to_the_right=True)

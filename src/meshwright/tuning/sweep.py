@@ -168,7 +168,6 @@ class Sweep:
         self.say(run, "started")
 
     def finish(self, name: str) -> None:
-        """Note how a run ended."""
         run, child = self.runs[name], self.children.pop(name)
         run.read(self.plan.folder)
         status = child.process.returncode
