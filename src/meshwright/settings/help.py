@@ -134,8 +134,15 @@ def show_help(command: Command, topic: str) -> None:
     """Print help; all but the common flags goes through a pager if the terminal is too low."""
     lines = help_lines(command, topic)
     text = "\n".join(_styled(line) for line in lines) + "\n"
-    if topic and sys.stdout.isatty() and len(lines) >= _terminal()[1] and _page(text):
-        return
+    if topic and sys.stdout.isatty() and len(lines) >= _terminal()[1]:
+        import pydoc
+        import shutil
+
+        pager = os.environ.get("PAGER", "less")
+        if shutil.which(pager.partition(" ")[0]):
+            os.environ.setdefault("LESS", "FRX")  # as git has it: colours, and no pager for what fits
+            pydoc.pipepager(text, pager)  # waits through Ctrl-C, which is for the pager
+            return
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -377,22 +384,3 @@ def _styled(line: str) -> str:
     heading = re.match(r"[^ `].*?:(?= |$)", line)
     has_style = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return f"\033[1m{heading[0]}\033[0m{line[heading.end() :]}" if heading and has_style else line
-
-
-def _page(text: str) -> bool:
-    """Show a text as git does, by $PAGER or less; return whether that was possible."""
-    import shutil
-    import signal
-    import subprocess
-
-    pager = os.environ.get("PAGER", "less")
-    if not pager.strip() or pager.strip() == "cat" or shutil.which(pager.split()[0]) is None:
-        return False
-    how = {"LESS": "FRX", "LV": "-c"} | os.environ
-    before = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the pager, which must keep its terminal
-    try:
-        with contextlib.suppress(BrokenPipeError):
-            subprocess.run(pager, shell=True, input=text, encoding="utf-8", errors="replace", env=how)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return True

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -101,9 +102,7 @@ def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
         return 0.0  # such as branches that --zero-init-projections begins with
     if not all(0 < v < math.inf for v in values):
         return math.nan
-    x, y = [math.log(s) for s in sizes], [math.log(v) for v in values]
-    middle, mean = sum(x) / len(x), sum(y) / len(y)
-    return sum((a - middle) * (b - mean) for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)
+    return statistics.linear_regression(list(map(math.log, sizes)), list(map(math.log, values))).slope
 
 
 # Sizes
