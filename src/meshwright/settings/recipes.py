@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shlex
 import struct
 import textwrap
 from collections.abc import Mapping
@@ -389,7 +390,8 @@ def as_flag(name: str, value: Any) -> str:
     _, f, kind = config_fields(TrainConfig)[name]
     if inner_type(kind) is bool:
         return switches(f)[not value][0]
-    return f"{spelling(name)} {'none' if value is None else value}"
+    values = value if isinstance(value, list) else ["none" if value is None else value]
+    return shlex.join([spelling(name), *map(str, values)])
 
 
 def _shown(value: Any) -> str:
