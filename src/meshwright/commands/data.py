@@ -124,11 +124,7 @@ class Merging:
 
     datasets: list[str] = flag([], "prefixes of .bin/.idx pairs, joined in this order", "--prefixes", value="PREFIX")
     input: str | None = flag(
-        None,
-        "folder whose pairs are all merged, sorted by name",
-        value="PATH",
-        short="folders, or files of text; - for standard input",
-        docs="data evaluation",
+        None, "folder whose pairs are all merged, sorted by name", value="PATH", docs="data evaluation"
     )
     output_prefix: str | None = flag(None, "prefix of the output files", value="PREFIX", docs="data")
     overwrite: bool = flag(False, "replace token files that were merged from others")

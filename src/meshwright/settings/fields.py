@@ -30,7 +30,6 @@ class Facets(TypedDict, total=False):
     # What a flag of text holds. Only words may be empty; paths and forms hold no address.
     value: Literal["DIR", "FILE", "PATH", "PREFIX", "FORM", "NAME", "WORDS"] | None
     remote: bool  # a path that may also be an address of object storage, such as s3://bucket/run
-    short: str  # one line for the common flags, where no clause of the help is short enough
     docs: str  # pages of docs/ that explain it
     hidden: bool  # accepted, and not offered by completion
     # A resumed run may not change it, may with --finetune, notes the change, or is free to.
@@ -44,7 +43,7 @@ class Facets(TypedDict, total=False):
 
 PATHS = ("DIR", "FILE", "PATH", "PREFIX")
 DEFAULTS: dict[str, Any] = dict.fromkeys(Facets.__annotations__) | {"needs": (), "step": 0} | {"proof": "twin fuzz"}
-DEFAULTS |= {"resume": "note"} | dict.fromkeys(("word", "short", "docs", "outcome", "read"), "")
+DEFAULTS |= {"resume": "note"} | dict.fromkeys(("word", "docs", "outcome", "read"), "")
 
 
 def flag(default: Any, text: str, *aliases: str, **facets: Unpack[Facets]) -> Any:

@@ -36,7 +36,7 @@ from meshwright.settings.fields import (
 )
 from meshwright.settings.hints import did_you_mean
 from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
-from meshwright.settings.pages import PAGES, Page
+from meshwright.settings.pages import PAGES, SHORT, Page
 from meshwright.settings.presets import PRESETS
 from meshwright.settings.recipes import RECIPES
 from meshwright.settings.schema import TrainConfig
@@ -88,7 +88,6 @@ class HelpEntry:
     default: str = ""
     also: tuple[str, ...] = ()  # other spellings
     choices: tuple[str, ...] = ()
-    short: str = ""  # one line for the common flags
     field: dataclasses.Field[Any] | None = None
     kind: Any = None
 
@@ -107,7 +106,7 @@ class HelpEntry:
     def brief(self, width: int) -> str:
         """Return what one line holds: the text up to the end of a clause, values and default."""
         default = f" [{self.default}]" if self.default else ""
-        whole = self.short or self.text
+        whole = SHORT.get(self.name, self.text)
         cuts = [whole[: m.start()] for m in re.finditer(r"[;:] | \(|$", whole)]
         fitting = [text for text in cuts if len(text + default) <= width and text.count("(") == text.count(")")]
         text = max(fitting, key=len, default=whole)
@@ -224,7 +223,7 @@ def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
         shown = f"{default:g}"
     if isinstance(default, list):
         shown = " ".join(map(str, default))
-    rest: dict[str, Any] = {"field": f, "kind": kind, "short": meta["short"]}
+    rest: dict[str, Any] = {"field": f, "kind": kind}
     rest["choices"] = tuple(map(str, choices_of(kind)))
     if meta["positional"]:
         return HelpEntry(f.name, "arguments", word_of(f), "..." if is_list(kind) else "", text, **rest)
