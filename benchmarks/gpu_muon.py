@@ -37,8 +37,8 @@ def flops(hidden: int, layers: int, gram: bool, steps: int = 5) -> float:
         m, k = sorted((rows, columns))
         square, wide = 2.0 * m**3, 2.0 * m * m * k
         if gram and 2 * k >= 3 * m:
-            stages = [min(muon.MUON_STAGE, steps - first) for first in range(0, steps, muon.MUON_STAGE)]
-            total += sum(2 * wide + (4 * n - 3) * square for n in stages)
+            counts = [min(muon.MUON_RESTART, steps - first) for first in range(0, steps, muon.MUON_RESTART)]
+            total += sum(2 * wide + (4 * n - 3) * square for n in counts)
         else:
             total += steps * (2 * wide + square)
     return total * layers

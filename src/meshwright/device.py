@@ -98,7 +98,6 @@ def _load_torch_npu() -> None:
 
 
 def count_accelerators() -> int:
-    """Return the number of accelerators on this machine."""
     import torch
 
     return torch.accelerator.device_count() if _current() is not None else 0
@@ -299,7 +298,6 @@ def on_stream(stream: Any) -> Iterator[None]:
 
 
 def profiler_activities(device: torch.device) -> list[ProfilerActivity]:
-    """Return the activities that torch's profiler records."""
     from torch.profiler import ProfilerActivity
 
     if device.type == "cpu":

@@ -6,7 +6,11 @@ import contextlib
 import os
 import re
 import resource
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from meshwright.errors import UserError
 
@@ -21,6 +25,17 @@ REFUSED = re.compile(
     "can't allocate memory|can't start new thread|failed to map segment|bad_alloc|Cannot allocate memory|"
     r"^(\[Errno 11\] )?Resource temporarily unavailable"  # a thread or a process could not start
 )
+
+
+@contextlib.contextmanager
+def handled(signals: Iterable[int], handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Have these signals handled so during the block."""
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def cores() -> int:

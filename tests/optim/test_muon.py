@@ -230,5 +230,5 @@ def test_the_gram_form_starts_again_after_three_iterations(monkeypatch):
     x = with_singular_values(torch.logspace(0, -2, 64, dtype=torch.float64), 256)
     low = (x / x.norm()).half()[None]
     good = distance(orthogonalise(low, 5, True)[0], exact(x))
-    monkeypatch.setattr(muon, "MUON_STAGE", 5)
+    monkeypatch.setattr(muon, "MUON_RESTART", 5)
     assert distance(orthogonalise(low, 5, True)[0], exact(x)) > 4 * good

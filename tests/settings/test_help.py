@@ -19,7 +19,7 @@ from meshwright.errors import UserError
 from meshwright.settings import fields, help
 from meshwright.settings.fields import spelling
 from meshwright.settings.other_programs.megatron_flags import NO_EFFECT
-from meshwright.settings.pages import PAGES
+from meshwright.settings.pages import PAGES, SHORT
 from meshwright.settings.schema import TrainConfig
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +62,8 @@ def test_pages_name_what_their_commands_have(name: str, monkeypatch: pytest.Monk
 
 def test_pages_are_of_commands_that_exist() -> None:
     assert set(PAGES) == set(PAGED), "settings/pages.toml has a page for each command"
+    shown = {field for page in PAGES.values() for fields in page.common.values() for field in fields.split()}
+    assert set(SHORT) <= shown, "a short line is for a common flag"
     for page in PAGES.values():
         for command in re.findall(r"meshwright (\S+)", " ".join(page.examples)):
             assert command in COMMANDS

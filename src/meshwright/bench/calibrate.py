@@ -318,7 +318,6 @@ def host_per_second(device: torch.device) -> float:
 
 
 def as_toml(profile: DeviceProfile) -> str:
-    """Return a profile's file."""
     names = ("bandwidth", "latency", "collectives", "copies")
     links = {place: {n: getattr(getattr(profile.links, place), n) for n in names} for place in ("within", "between")}
     lines = [

@@ -12,9 +12,8 @@ from meshwright import device as devices
 from meshwright.bench import rows
 from meshwright.bench.rows import Peer
 from meshwright.errors import DONE, UNEXPECTED, UserError
-from meshwright.settings import flags
+from meshwright.settings import command, flags
 from meshwright.settings.fields import flag
-from meshwright.settings.schema import TrainConfig
 
 ABOUT = "Measure the speed of training: each row of a SET is one run of `meshwright train`. Its flags go after --."
 Words = list[str]  # a field below is named list
@@ -63,7 +62,10 @@ def main(argv: Words) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     words, extra = argv[:at], argv[at + 1 :]
     c = flags.parse_settings(BenchConfig, words, "meshwright bench", about=ABOUT).config
-    check_flags_of_train(extra)
+    for word in extra:
+        if (name := word.partition("=")[0].replace("_", "-")) in BENCH_FLAGS:
+            raise UserError(f"{name} after --: each row has its own; give {BENCH_FLAGS[name]}")
+    command.flags_of_train(extra)  # --help prints that of train and ends
     if c.calibrate:
         return run_calibration(c, extra)
     if c.list and not c.sets:
@@ -104,14 +106,3 @@ def run_calibration(c: BenchConfig, extra: Words) -> int:
     path = calibrate(c.device, out)
     print(f"{path.read_text(encoding='utf-8')}\nwritten to {path}; `meshwright plan --gpu {path}` takes it")
     return DONE
-
-
-def check_flags_of_train(extra: Words) -> None:
-    """Refuse what no row can run with; --help prints that of train and ends."""
-    for word in extra:
-        if (name := word.partition("=")[0].replace("_", "-")) in BENCH_FLAGS:
-            raise UserError(f"{name} after --: each row has its own; give {BENCH_FLAGS[name]}")
-    try:
-        flags.parse_settings(TrainConfig, extra, "meshwright train", check=False)
-    except UserError as error:
-        raise UserError(f"after --: {error}", error.status) from None

@@ -26,14 +26,12 @@ class ChatFlags:
         None,
         "plain, or a Jinja file or its folder (none: the one beside the tokenizer; without one, plain)",
         value="FORM",
-        short="plain, or a Jinja file (none: the tokenizer's)",
         docs="generation",
     )
     stop: list[str] = flag(
         [],
         "end an answer before any of these strings; \\n and \\t stand for characters",
         value="NAME",
-        short="strings that end a text",
         docs="generation",
     )
     history: bool = flag(True, "keep the lines that are typed for the next dialogue", docs="generation")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from meshwright.errors import DONE, UNEQUAL, UserError
 from meshwright.records import json_ready
 from meshwright.settings import checks, command, data_paths, flags
-from meshwright.settings.fields import flag, group
+from meshwright.settings.fields import flag, group, with_settings
 from meshwright.settings.schema import TrainConfig
 
 ABOUT = (
@@ -20,8 +19,6 @@ ABOUT = (
     "if the changes depend on the size."
 )
 HEAD = 32  # width of a head, unless the flags say another
-# Of more random tokens, which say little about each other, a step would learn less in wide models.
-DEFAULTS = {"num-layers": 4, "seq-length": 16, "vocab-size": 64, "micro-batch-size": 2}
 
 
 @dataclass(frozen=True)
@@ -71,19 +68,15 @@ def complete(config: TrainConfig, c: CoordinateFlags) -> TrainConfig:
     m, d, t, k = config.model, config.data, config.training, config.tokenizer
     hidden = m.hidden_size or (min(c.widths) if c.widths else None)
     heads = m.num_attention_heads or (max(1, hidden // (m.kv_channels or HEAD)) if hidden else None)
-    layers = m.num_layers or DEFAULTS["num-layers"]
     has_files = any(paths.sources for paths in data_paths.path_sets(d))
-    sized = has_files or k.vocab_size or tokenizers.is_named(k)
-    has_batch = t.micro_batch_size or t.num_accumulation_steps
-    return dataclasses.replace(
-        config,
-        model=dataclasses.replace(m, hidden_size=hidden, num_attention_heads=heads, num_layers=layers),
-        data=dataclasses.replace(d, mock_data=not has_files, seq_length=d.seq_length or DEFAULTS["seq-length"]),
-        tokenizer=dataclasses.replace(k, vocab_size=k.vocab_size if sized else DEFAULTS["vocab-size"]),
-        training=dataclasses.replace(
-            t, micro_batch_size=t.micro_batch_size if has_batch else DEFAULTS["micro-batch-size"]
-        ),
-    )
+    values = {"num_layers": m.num_layers or 4, "hidden_size": hidden, "num_attention_heads": heads}
+    # From more random tokens, which say little about each other, wide models would learn less.
+    values |= {"mock_data": not has_files, "seq_length": d.seq_length or 16}
+    if not (has_files or k.vocab_size or tokenizers.is_named(k)):
+        values["vocab_size"] = 64
+    if not (t.micro_batch_size or t.num_accumulation_steps):
+        values["micro_batch_size"] = 2
+    return with_settings(config, **values)
 
 
 def compare(c: CoordinateFlags, config: TrainConfig, dry_run: bool) -> int:
@@ -121,7 +114,6 @@ def compare(c: CoordinateFlags, config: TrainConfig, dry_run: bool) -> int:
 
 
 def verdict(faults: list[str], c: CoordinateFlags) -> str:
-    """Return the outcome in one sentence."""
     if not faults:
         return f"stable: over {c.steps} steps no change has a slope beyond ±{c.tolerance:g}, and nothing initial grows"
     return f"not stable: {'; '.join(faults)}"

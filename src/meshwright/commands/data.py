@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ from meshwright.console import notice
 from meshwright.errors import DONE, USAGE, UserError, bad_data
 from meshwright.ranks.world import find_world
 from meshwright.settings import checks, command, data_paths
-from meshwright.settings.fields import flag, spelling
+from meshwright.settings.fields import flag, group, spelling, with_settings
 from meshwright.settings.grammar import prefix_of
 from meshwright.settings.help import WORDS
 from meshwright.settings.hints import did_you_mean, near_prefix
@@ -54,30 +53,25 @@ class VerifyConfig:
 
 
 @dataclass(frozen=True)
+@group(docs="data")
 class Inspection:
     """Part of token files to show."""
 
-    prefix: str | None = flag(None, "prefix of a .bin/.idx pair, as for --data-path", value="PREFIX")
-    document: int | None = flag(None, "show only this document, counted from 0", bound=">=0", docs="data")
+    prefix: str | None = flag(None, "prefix of a .bin/.idx pair, as for --data-path", value="PREFIX", docs="")
+    document: int | None = flag(None, "show only this document, counted from 0", bound=">=0")
     sample: int | None = flag(
-        None,
-        "show this sample, counted from 0 in the order of the training whose flags are given",
-        bound=">=0",
-        docs="data",
+        None, "show this sample, counted from 0 in the order of the training whose flags are given", bound=">=0"
     )
     sample_set: str | None = flag(
         None,
         "set that --sample counts in: train (the default), valid, test, or valid/NAME if there are several",
         value="FORM",
-        docs="data",
     )
-    top: int | None = flag(
-        None, "number of most frequent tokens to show (none: 20; 0: skip counting)", bound=">=0", docs="data"
-    )
+    top: int | None = flag(None, "number of most frequent tokens to show (none: 20; 0: skip counting)", bound=">=0")
     picture: str | None = flag(
         None, "write a histogram of document lengths to this .png, .svg or .pdf", value="FILE", docs="data evaluation"
     )
-    json: bool = flag(False, "print one line of JSON instead of a table", docs="data")
+    json: bool = flag(False, "print one line of JSON instead of a table")
 
 
 @dataclass(frozen=True)
@@ -130,11 +124,7 @@ class Merging:
 
     datasets: list[str] = flag([], "prefixes of .bin/.idx pairs, joined in this order", "--prefixes", value="PREFIX")
     input: str | None = flag(
-        None,
-        "folder whose pairs are all merged, sorted by name",
-        value="PATH",
-        short="folders, or files of text; - for standard input",
-        docs="data evaluation",
+        None, "folder whose pairs are all merged, sorted by name", value="PATH", docs="data evaluation"
     )
     output_prefix: str | None = flag(None, "prefix of the output files", value="PREFIX", docs="data")
     overwrite: bool = flag(False, "replace token files that were merged from others")
@@ -182,15 +172,14 @@ class FetchConfig:
 
 
 @dataclass(frozen=True)
+@group(docs="data")
 class LooseText:
     """Files of text or JSON lines to merge into one file of JSON lines."""
 
-    json_path: str = flag(
-        ".", "folder of *.json, *.jsonl and *.txt files", "--json_path", "--data_path", value="PATH", docs="data"
-    )
-    output_file: str = flag("merged_output.json", "output file", "--output_file", value="FILE", docs="data")
-    overwrite: bool = flag(False, "replace an output file with another content")
-    each_line: bool = flag(False, "treat each line of a .txt file as a document, not the whole file", docs="data")
+    json_path: str = flag(".", "folder of *.json, *.jsonl and *.txt files", "--json_path", "--data_path", value="PATH")
+    output_file: str = flag("merged_output.json", "output file", "--output_file", value="FILE")
+    overwrite: bool = flag(False, "replace an output file with another content", docs="")
+    each_line: bool = flag(False, "treat each line of a .txt file as a document, not the whole file")
 
 
 @dataclass(frozen=True)
@@ -324,7 +313,7 @@ def with_prefix(config: InspectConfig, prefix: str | None) -> InspectConfig:
     named = data_paths.path_settings(config.data)
     if prefix and named:
         raise UserError(f"{prefix} and {spelling(named[0])} both name the data; give one")
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, data_path=[prefix])) if prefix else config
+    return with_settings(config, data_path=[prefix]) if prefix else config
 
 
 def index(config: IndexConfig, dry: bool) -> None:

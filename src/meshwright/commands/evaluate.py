@@ -20,7 +20,7 @@ from meshwright.evaluation.results import Result, by_task, draw_results, list_re
 from meshwright.evaluation.score import encode_documents, read_token_files
 from meshwright.evaluation.scoring import TaskScorer, score_text, step_folders
 from meshwright.settings import checks, data_paths, flags
-from meshwright.settings.fields import flag, spelling
+from meshwright.settings.fields import flag, group, spelling, with_settings
 from meshwright.settings.grammar import eval_tasks
 from meshwright.settings.schema import READING, Logging, ReadConfig, TokenizerFlags
 from meshwright.settings.text_inputs import TextInputs
@@ -30,47 +30,37 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+@group(docs="evaluation")
 class Evaluate(TextInputs):
     """What to score, and the form of the results."""
 
     folders: list[str] = flag(
-        [], "checkpoints: folders of runs, or of single steps; the same as --load", value="DIR", word="DIR", remote=True
+        [],
+        "checkpoints: folders of runs, or of single steps; the same as --load",
+        value="DIR",
+        word="DIR",
+        remote=True,
+        docs="",
     )
-    steps: str | None = flag(
-        None, "steps of these runs to score: 1000,2000, or all (none: the newest)", value="FORM", docs="evaluation"
-    )
-    task: Literal["LAMBADA", "WIKITEXT103"] | None = flag(
-        None, "Megatron's evaluation of the file --valid-data", docs="evaluation"
-    )
-    valid_data: list[str] = flag(
-        [], "file of --task: lambada_test.jsonl or wiki.test.tokens", value="FILE", docs="evaluation"
-    )
-    strict_lambada: bool = flag(False, "LAMBADA counts whole last words, not last tokens", docs="evaluation")
+    steps: str | None = flag(None, "steps of these runs to score: 1000,2000, or all (none: the newest)", value="FORM")
+    task: Literal["LAMBADA", "WIKITEXT103"] | None = flag(None, "Megatron's evaluation of the file --valid-data")
+    valid_data: list[str] = flag([], "file of --task: lambada_test.jsonl or wiki.test.tokens", value="FILE")
+    strict_lambada: bool = flag(False, "LAMBADA counts whole last words, not last tokens")
     overlapping_eval: int | None = flag(
-        None,
-        "tokens by which a window advances (none: half the sequence length; WikiText: 32)",
-        bound=">0",
-        docs="evaluation",
+        None, "tokens by which a window advances (none: half the sequence length; WikiText: 32)", bound=">0"
     )
     harness: str | None = flag(
-        None,
-        "tasks of lm-evaluation-harness, such as piqa,arc_easy (needs meshwright[eval])",
-        value="FORM",
-        docs="evaluation",
+        None, "tasks of lm-evaluation-harness, such as piqa,arc_easy (needs meshwright[eval])", value="FORM"
     )
     harness_path: str | None = flag(
-        None, "folder with further task files of the harness", "--include-path", value="DIR", docs="evaluation"
+        None, "folder with further task files of the harness", "--include-path", value="DIR"
     )
     num_fewshot: int | None = flag(
-        None, "examples before each question of the harness (none: the task's own)", bound=">=0", docs="evaluation"
+        None, "examples before each question of the harness (none: the task's own)", bound=">=0"
     )
-    limit: int | None = flag(
-        None, "most questions of each task of the harness (none: all)", bound=">0", docs="evaluation"
-    )
+    limit: int | None = flag(None, "most questions of each task of the harness (none: all)", bound=">0")
     json: bool = flag(False, "print a line of JSON for each result instead of a table", docs="data")
-    results_path: str | None = flag(
-        None, "also write the results to this file, as a JSON list", value="FILE", docs="evaluation"
-    )
+    results_path: str | None = flag(None, "also write the results to this file, as a JSON list", value="FILE")
     picture: str | None = flag(
         None, "draw the scores over the steps into this .svg, .png or .pdf", value="FILE", docs="data evaluation"
     )
@@ -101,8 +91,8 @@ class EvaluateConfig(ReadConfig):
         return {name[e.task]: e.valid_data[0]} if e.task else eval_tasks(self.logging.eval_tasks or "")
 
     def problems(self) -> list[str]:
-        e, c = self.evaluate, dataclasses.replace(self.checkpoint, load=next(iter(self.folders), None))
-        out = checks.reading_problems(dataclasses.replace(self, checkpoint=c), "evaluate", copies=True)
+        e, loading = self.evaluate, with_settings(self, load=next(iter(self.folders), None))
+        out = checks.reading_problems(loading, "evaluate", copies=True)
         others = [n for n in data_paths.path_settings(self.data) if n != "data_path"]
         out += [f"{spelling(n)} is not read by evaluate; name token files with --data-path" for n in others]
         given = {"--input": e.input, "--data-path": self.data.data_path, "--task": e.task, "--harness": e.harness}
@@ -160,7 +150,6 @@ def prepare_evaluate(parsed: flags.Parsed[EvaluateConfig], is_lead: bool) -> Rea
 
 
 def read_input(e: Evaluate) -> list[str]:
-    """Return the documents of --input."""
     from meshwright.data.prepare.cutting import read_texts, why_nothing
     from meshwright.data.prepare.inputs import find_inputs
 

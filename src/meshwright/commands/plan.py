@@ -47,56 +47,28 @@ class PlanFlags:
 
     gpus: int | None = flag(None, "number of devices: another name of --world-size", bound=">0")
     gpu: str | None = flag(
-        None,
-        "device: a name such as h200, or the file of a profile (none: the one of this machine)",
-        value="FORM",
-        short="device, such as h200, or a profile (none: this machine's)",
+        None, "device: a name such as h200, or the file of a profile (none: the one of this machine)", value="FORM"
     )
     gpus_per_node: int | None = flag(None, "devices of one machine (none: as the device's profile says)", bound=">0")
     link: float | None = flag(
-        None,
-        "GB/s of each device to other machines, in one direction (none: as the profile says)",
-        bound=">0",
-        short="GB/s of each device to other machines",
+        None, "GB/s of each device to other machines, in one direction (none: as the profile says)", bound=">0"
     )
     search: bool | None = flag(
-        None,
-        "search layouts, and keep what is given of one (none: search if no flag of a layout is given)",
-        short="search layouts, keeping the flags that are given",
+        None, "search layouts, and keep what is given of one (none: search if no flag of a layout is given)"
     )
-    allow_fp8: bool = flag(
-        False, "search layouts that multiply in 8 bits too, where the device can", short="search fp8 layouts too"
-    )
+    allow_fp8: bool = flag(False, "search layouts that multiply in 8 bits too, where the device can")
     best: int = flag(10, "number of layouts in the table of a search", bound=">0")
     price: float | None = flag(None, "price of a device for an hour", bound=">0")
     mtbf: float = flag(
-        50_000.0,
-        "mean hours between failures of one device; the default is that of Llama 3's 16,384 H100",
-        bound=">0",
-        short="mean hours between failures of one device",
+        50_000.0, "mean hours between failures of one device; the default is that of Llama 3's 16,384 H100", bound=">0"
     )
     restart_minutes: float = flag(5.0, "minutes from a failure to the next step", bound=">=0")
     storage_speed: float | None = flag(
-        None,
-        "GB/s at which a machine writes its part of a checkpoint (none: as the profile says)",
-        bound=">0",
-        short="GB/s at which a machine writes a checkpoint",
+        None, "GB/s at which a machine writes its part of a checkpoint (none: as the profile says)", bound=">0"
     )
-    write: str | None = flag(
-        None,
-        "write the settings to this file, for `train --config`",
-        value="FILE",
-        short="write a file for train --config",
-    )
-    write_page: str | None = flag(
-        None, "write text and pictures to this .html file", value="FILE", short="write a page with pictures"
-    )
-    pictures: str | None = flag(
-        None,
-        "write the pictures into this folder, as .svg files",
-        value="DIR",
-        short="write the pictures as .svg files",
-    )
+    write: str | None = flag(None, "write the settings to this file, for `train --config`", value="FILE")
+    write_page: str | None = flag(None, "write text and pictures to this .html file", value="FILE")
+    pictures: str | None = flag(None, "write the pictures into this folder, as .svg files", value="DIR")
     json: bool = flag(False, "print JSON instead of text")
 
 
@@ -240,7 +212,6 @@ def half_precision(config: TrainConfig, given: frozenset[str], machine: Machine)
 
 
 def text_of(plan: Plan, asked: PlanFlags) -> list[str]:
-    """Return the lines of a plan."""
     one = plan.prediction
     lines = [*describe.head_lines(one), "", *describe.memory_lines(one), *describe.sent_lines(one)]
     lines += describe.time_lines(one, plan.length, asked.price)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -11,10 +10,10 @@ from typing import Any
 
 from meshwright.errors import DONE
 from meshwright.model import counts
-from meshwright.settings import fields, flags
-from meshwright.settings.fields import flag, spelling
+from meshwright.settings import flags
+from meshwright.settings.fields import flag
 from meshwright.settings.presets import ALIASES, FAMILIES, PRESETS, family_of, require_preset
-from meshwright.settings.recipes import RECIPES
+from meshwright.settings.recipes import RECIPES, as_flag
 from meshwright.settings.schema import TrainConfig
 
 FOOT = """
@@ -108,24 +107,15 @@ def list_presets() -> list[str]:
 
 def preset_as_flags(name: str) -> list[str]:
     """Return a preset as words of a command line, each flag with its value."""
-    out = []
-    for key, value in PRESETS[name].items():
-        if isinstance(value, bool):
-            out.append(spelling(key) if value else "--no-" + spelling(key)[2:])
-        else:
-            out.append(f"{spelling(key)} {'none' if value is None else shlex.quote(str(value))}")
-    return out
+    return [as_flag(setting, value) for setting, value in PRESETS[name].items()]
 
 
 def preset_as_toml(name: str) -> str:
-    """Return a preset as a file that --config reads."""
-    known, about = fields.config_fields(TrainConfig), describe_preset(name)
-    lines = [f"# {name}: {about['parameters']:,} parameters with {about['vocabulary']:,} ids", f"# {about['source']}"]
-    for group in fields.config_groups(TrainConfig):
-        values = {k: v for k, v in PRESETS[name].items() if known[k][0] == group and v is not None}
-        if values:
-            lines += ["", f"[{group}]", *(f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())]
-    return "\n".join(lines)
+    about, settings = describe_preset(name), PRESETS[name]
+    config, _ = flags.build_config(TrainConfig, [(name, settings)])
+    stated = [setting for setting, value in settings.items() if value is not None]
+    head = f"# {name}: {about['parameters']:,} parameters with {about['vocabulary']:,} ids\n# {about['source']}\n"
+    return f"{head}\n{flags.to_toml(config, only=stated).rstrip()}"
 
 
 def _rounded(n: int) -> str:

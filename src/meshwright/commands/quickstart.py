@@ -22,19 +22,13 @@ class QuickstartConfig(TextInputs):
         positional=True,
         value="PATH",
         word="TEXT",
-        short="folders, or files of text; - for standard input",
         docs="data evaluation",
     )
     minutes: float = flag(10, "minutes until the model talks, everything included", bound=">0")
     output: Path | None = flag(
         None, "folder for everything that is made (none: the text's name and -model)", docs="tutorial"
     )
-    device: str = flag(
-        "auto",
-        "auto (an accelerator if there is one), cpu, cuda ...",
-        value="FORM",
-        short="auto, cpu, cuda, npu, xpu, or one, as cuda:1",
-    )
+    device: str = flag("auto", "auto (an accelerator if there is one), cpu, cuda ...", value="FORM")
     overwrite: bool = flag(False, "start again where a model is already; that one is kept aside")
 
     def problems(self) -> list[str]:

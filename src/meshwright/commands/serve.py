@@ -38,11 +38,7 @@ class Serve:
     allowed_hosts: list[str] = flag([], "names by which browsers may reach the server, beside localhost", value="FORM")
     served_model_name: str | None = flag(None, "name of the model in requests (none: that of its folder)", value="FORM")
     chat_template: str | None = flag(
-        None,
-        "Jinja file, or folder of a tokenizer, for dialogues; or plain",
-        value="FORM",
-        short="plain, or a Jinja file (none: the tokenizer's)",
-        docs="generation",
+        None, "Jinja file, or folder of a tokenizer, for dialogues; or plain", value="FORM", docs="generation"
     )
     slots: int = flag(16, "texts that are generated at once", "--max-num-seqs", bound=">0")
     queue: int = flag(64, "requests that may wait; more are answered with status 429", bound=">=0")

@@ -45,9 +45,7 @@ class SweepFlags:
     draws: int = flag(16, "number of random draws; more draws later add to the first ones", bound=">0")
     draw_seed: int = flag(0, "seed of the random draws", bound=">=0")
     seeds: int = flag(1, "repeat each point with so many seeds, from --seed of train on", bound=">0")
-    jobs: int | None = flag(
-        None, "runs at a time (none: one for each device, or one on the CPU)", bound=">0", docs="tuning"
-    )
+    jobs: int | None = flag(None, "runs at a time (none: one for each device, or one on the CPU)", bound=">0")
     devices_per_run: int = flag(1, "devices, and ranks, of each run", bound=">0")
     stop_at: list[float] = flag(
         [], "fractions of the steps at which the worse runs end, as 0.25 0.5 (none: no run ends early)"

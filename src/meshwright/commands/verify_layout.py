@@ -14,6 +14,7 @@ from meshwright.errors import DONE, UserError
 from meshwright.launch.launcher import LaunchPlan, build_program
 from meshwright.ranks.world import World, find_world
 from meshwright.settings import checks, data_paths, flags
+from meshwright.settings.fields import with_settings
 from meshwright.settings.schema import Model, TrainConfig
 
 if TYPE_CHECKING:
@@ -67,8 +68,7 @@ def complete_from_checkpoint(parsed: flags.Parsed[TrainConfig]) -> TrainConfig:
         return parsed.config
     from meshwright.training.before.resolve import complete_settings
 
-    config = complete_settings(parsed)
-    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=None))
+    return with_settings(complete_settings(parsed), load=None)
 
 
 def ranks_wanted(c: TrainConfig) -> int:
@@ -126,14 +126,14 @@ def compare_on_this_rank(config: TrainConfig, command: list[str]) -> int:
     from meshwright.verify.small_run import RankSetup
 
     p, steps = config.parallel, config.training.verify_layout or STEPS
-    config = dataclasses.replace(config, training=dataclasses.replace(config.training, verify_layout=steps))
+    config = with_settings(config, verify_layout=steps)
     world = find_world(os.environ, p.local_rank)
     device = devices.open_device(p.device, world.local_rank)
     with reporting(world, p.distributed_timeout_minutes):
         backend = pick_backend(p, device, world.rank == 0)
         team = join_ranks(world, backend, p.distributed_timeout_minutes, device, p.start_timeout_seconds)
         console.set_stream("stdout" if team.is_lead else None)
-        mock = dataclasses.replace(config, data=dataclasses.replace(data_paths.without(config.data), mock_data=True))
+        mock = with_settings(dataclasses.replace(config, data=data_paths.without(config.data)), mock_data=True)
         require_equal_ranks(team, identity_of(mock, NO_VOCABULARY))
         setup = RankSetup(team, device)
         verify_layout(config, setup, command, functools.partial(show_comparison, config, setup))

@@ -46,7 +46,6 @@ def _input(kind: str, u: Tensor, *_: Any) -> Tensor:
 
 @twin("activation.forward", of=_input)
 def forward(kind: str, u: Tensor, into: Into | None = None) -> Tensor:
-    """Return the activation of u."""
     a = plain(kind, halves(kind, upcast(u))).to(u.dtype)
     return a if into is None else into.fill(a)
 

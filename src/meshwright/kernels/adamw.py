@@ -77,7 +77,6 @@ def make_constants(
 
 
 def make_table(ranges: list[FlatRange], device: torch.device) -> Tensor:
-    """Return the table of some ranges."""
     rows = [torch.empty(2, 0, dtype=torch.int64)]
     for r in ranges:
         blocks = torch.arange((r.end - r.begin) // BLOCK)

@@ -46,7 +46,6 @@ def rows(seed: int, *coordinates: Tensor) -> Tensor:
 
 @twin("dropout.site_rows", of=lambda seed, count, samples, columns: samples)
 def site_rows(seed: int, count: int, samples: Tensor, columns: Tensor) -> Tensor:
-    """Return `at_sites(rows(seed, samples, columns), count)`."""
     return at_sites(rows(seed, samples, columns), count)
 
 

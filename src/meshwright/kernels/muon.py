@@ -57,6 +57,5 @@ def subtract(
 
 
 def moved(weight: Tensor, update: Tensor, decay: Tensor, rate: Tensor, is_cautious: bool) -> Tensor:
-    """Return decay * weight - rate * update, as `subtract` does."""
     kept = torch.where(update * weight >= 0, decay, 1.0) if is_cautious else decay
     return weight * kept - update * rate

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from meshwright.errors import UserError
 from meshwright.settings import check_layout, check_steps, flags
+from meshwright.settings.fields import with_settings
 from meshwright.settings.schema import TrainConfig
 from meshwright.storage.addresses import address_of
 
@@ -113,7 +114,7 @@ def fit_ranks(command: list[str], ranks: int, completed: TrainConfig) -> Shape |
         sizes += [n for n in range(min(wanted, share), 0, -1) if share % n == 0 and n != wanted]
     for size in sizes:
         if size != config.micro_batch:
-            config = dataclasses.replace(config, training=dataclasses.replace(t, micro_batch_size=size))
+            config = with_settings(config, micro_batch_size=size)
         problems = check_steps.batch_problems(config)
         if config.model.num_layers:  # else the ranks will say what is missing
             problems = check_layout.parallel_problems(config) + problems

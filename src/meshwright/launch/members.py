@@ -30,6 +30,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
 
 from meshwright import device as devices
+from meshwright import host
 from meshwright.console import no_stderr
 from meshwright.errors import DONE, HANG, SIGINT, SIGTERM, UNAVAILABLE
 from meshwright.launch import agent, elastic
@@ -73,17 +74,14 @@ def launch_elastic(plan: LaunchPlan, program: list[str]) -> int:
         raise SignalException(f"signal {number}", signal.Signals(number))
 
     # A spare has no ranks, with which torch would do this.
-    handlers = {n: signal.signal(n, leave) for n in PASSED_SIGNALS}
-    try:
-        return agent.launch_ranks(plan, program, ElasticAgent)
-    except SignalException as error:  # while it had no ranks
-        return agent.status_of_signal(error.sigval)
-    except RunOver as over:
-        say(str(over))
-        return over.status
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with host.handled(PASSED_SIGNALS, leave):
+        try:
+            return agent.launch_ranks(plan, program, ElasticAgent)
+        except SignalException as error:  # while it had no ranks
+            return agent.status_of_signal(error.sigval)
+        except RunOver as over:
+            say(str(over))
+            return over.status
 
 
 @dataclass

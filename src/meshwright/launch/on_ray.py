@@ -27,6 +27,7 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from meshwright import host
 from meshwright.errors import DONE, HANG, SIGTERM
 from meshwright.launch import elastic
 from meshwright.launch.agent import GRACE_SECONDS, LOST, describe_end, exit_status, is_final
@@ -101,15 +102,12 @@ def fit(
         ),
     )
     is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGTERM, lambda number, frame: notes.stop.remote()) if is_main else None
-    try:
-        trainer.fit()
-    except ray.train.TrainingFailedError as error:
-        print(f"meshwright on Ray: {error}", file=sys.stderr)
-        return HANG
-    finally:
-        if is_main:
-            signal.signal(signal.SIGTERM, handler)
+    with host.handled([signal.SIGTERM] * is_main, lambda number, frame: notes.stop.remote()):
+        try:
+            trainer.fit()
+        except ray.train.TrainingFailedError as error:
+            print(f"meshwright on Ray: {error}", file=sys.stderr)
+            return HANG
     status: int | None = ray.get(notes.read.remote())[1]
     return status or DONE
 

@@ -66,7 +66,6 @@ class ElementwiseRule(OwnRule):
     def advance(
         self, weight: Tensor, gradient: Tensor, state: list[Tensor], group: dict[str, Any]
     ) -> tuple[Tensor, ...]:
-        """Return the new weight and state."""
         raise NotImplementedError
 
 

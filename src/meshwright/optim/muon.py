@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from meshwright import device as devices
 from meshwright.kernels import muon as passes
 from meshwright.optim.own_rule import OwnRule, scalar
-from meshwright.optim.rule_table import GRAM, MUON_CHUNK, MUON_STAGE, MatrixForm
+from meshwright.optim.rule_table import GRAM, MUON_CHUNK, MUON_RESTART, MatrixForm
 
 T = TypeVar("T")
 V = TypeVar("V", bound=Tensor)
@@ -63,9 +63,9 @@ class Exchange(Protocol):
     @property
     def rounds(self) -> list[Any]: ...
 
-    def collect(self, stage: Any, ahead: Iterable[tuple[int, Tensor]], like: Tensor) -> Stacks: ...
+    def collect(self, one_round: Any, ahead: Iterable[tuple[int, Tensor]], like: Tensor) -> Stacks: ...
 
-    def give_back(self, stage: Any, updates: Stacks, like: Tensor) -> Iterator[list[tuple[int, Tensor]]]: ...
+    def give_back(self, one_round: Any, updates: Stacks, like: Tensor) -> Iterator[list[tuple[int, Tensor]]]: ...
 
 
 @dataclass(frozen=True)
@@ -122,14 +122,14 @@ class Muon(OwnRule):
     def _update_at_homes(self, exchange: Exchange, group: dict[str, Any]) -> None:
         parameters, forms, steps = group["params"], self.spread.forms, group["ns_steps"]
         ahead_like, update_like = formats(parameters[0].dtype, self.spread.device)
-        for stage in exchange.rounds:
-            stacks = exchange.collect(stage, self._look_ahead(stage.members, group), ahead_like)
+        for one_round in exchange.rounds:
+            stacks = exchange.collect(one_round, self._look_ahead(one_round.members, group), ahead_like)
             updates: Stacks = {}
             for form in list(stacks):
                 numbers, ahead = stacks.pop(form)
                 updates[form] = numbers, self._orthogonalise_chunks(ahead, form, steps)
                 del ahead
-            for parts in exchange.give_back(stage, updates, update_like):
+            for parts in exchange.give_back(one_round, updates, update_like):
                 for some in chunks(parts, lambda i, _: (forms[i].scale, parameters[i].shape), self.chunk):
                     x = torch.stack([update for _, update in some]).view(-1, *parameters[some[0][0]].shape)
                     self._subtract([parameters[i] for i, _ in some], x, forms[some[0][0]], group)
@@ -232,8 +232,8 @@ def orthogonalise(x: Tensor, steps: int, is_gram: bool | None = None) -> Tensor:
     if is_gram is None:
         is_gram = x.dtype is torch.float16 and 2 * x.shape[2] >= GRAM * x.shape[1]
     if is_gram:
-        for first in range(0, steps, MUON_STAGE):
-            x = multiply_symmetric(polynomial_of_gram(x, min(MUON_STAGE, steps - first)), x)
+        for first in range(0, steps, MUON_RESTART):
+            x = multiply_symmetric(polynomial_of_gram(x, min(MUON_RESTART, steps - first)), x)
         return x
     for _ in range(steps):
         r = product(x, x)

@@ -23,7 +23,7 @@ AVERAGE = "ema"  # the average of --ema, in a checkpoint beside the state of any
 OWN_RATES = {"wte.weight": "embedding_lr", "wpe.weight": "embedding_lr", "lm_head.weight": "head_lr"}
 
 MUON_CHUNK = 1 << 27  # elements that Muon updates at a time: four copies in 16 bits are 1 GB
-MUON_STAGE = 3  # iterations of Muon's gram form from one R
+MUON_RESTART = 3  # iterations of Muon's gram form, after which it begins again with a new R
 GRAM = 3  # that form is for matrices with at least so many halves of columns for a row
 MUON_HALF = 512  # rows of matrices whose products reach half of the speed of large ones
 CHUNK = 1 << 24  # elements that the other rules update at a time: four copies in float32 are 256 MB
@@ -120,8 +120,8 @@ def muon_flops(short: int, long: int, steps: int) -> float:
     """Return the operations of orthogonalising a matrix as optim/muon.py does on a GPU."""
     if 2 * long < GRAM * short:
         return steps * (4.0 * short**2 * long + 2 * short**3)
-    stages = [min(MUON_STAGE, steps - first) for first in range(0, steps, MUON_STAGE)]
-    return sum(4.0 * short**2 * long + 2 * (4 * stage - 3) * short**3 for stage in stages)
+    counts = [min(MUON_RESTART, steps - first) for first in range(0, steps, MUON_RESTART)]
+    return sum(4.0 * short**2 * long + 2 * (4 * count - 3) * short**3 for count in counts)
 
 
 def assign(costs: dict[int, float], loads: list[float]) -> dict[int, int]:

@@ -45,7 +45,6 @@ class Verdict(NamedTuple):
 
 
 def treatment(o: Optimizer, m: Model | None, name: str, parameter: Tensor) -> Treatment:
-    """Return the parameter's treatment."""
     return treatment_of(o, m, name, parameter.ndim)
 
 

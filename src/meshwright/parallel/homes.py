@@ -141,28 +141,28 @@ class Homes:
             [(Parcels(s.size, at_home(p)), Parcels(s.size, [(self.homes[i], i, mine[i]) for i in p])) for p in pieces],
         )
 
-    def collect(self, stage: Round, ahead: Iterable[tuple[int, Tensor]], like: Tensor) -> Stacks:
+    def collect(self, one_round: Round, ahead: Iterable[tuple[int, Tensor]], like: Tensor) -> Stacks:
         """Bring look-aheads home; return those of this home's parameters, stacked by form.
 
         `ahead` yields the look-ahead of this rank's part of each member, `like` has their format
         and the device.
         """
-        sent = like.new_empty(stage.sent.total)
+        sent = like.new_empty(one_round.sent.total)
         for i, values in ahead:
-            if (place := stage.sent.places.get((self.homes[i], i))) is not None:
+            if (place := one_round.sent.places.get((self.homes[i], i))) is not None:
                 sent[place] = values.flatten()
         if self.sharers.parts > 1:
-            sent = comm.exchange(sent, stage.sent.sizes, stage.received.sizes, self.sharers.group)
+            sent = comm.exchange(sent, one_round.sent.sizes, one_round.received.sizes, self.sharers.group)
         own: dict[MatrixForm, list[int]] = {}
-        for i in (i for i in stage.members if self.homes[i] == self.sharers.rank):
+        for i in (i for i in one_round.members if self.homes[i] == self.sharers.rank):
             own.setdefault(self.parameters[i].form, []).append(i)
         stacks = {form: (numbers, like.new_empty(len(numbers), *form.shape)) for form, numbers in own.items()}
-        copy_all(self._views(stacks, stage.received, sent))
+        copy_all(self._views(stacks, one_round.received, sent))
         return stacks
 
-    def give_back(self, stage: Round, updates: Stacks, like: Tensor) -> Iterator[list[tuple[int, Tensor]]]:
+    def give_back(self, one_round: Round, updates: Stacks, like: Tensor) -> Iterator[list[tuple[int, Tensor]]]:
         """Send the updates from their homes; yield those of this rank's parts, some at a time."""
-        for sent, received in stage.returns:
+        for sent, received in one_round.returns:
             out = like.new_empty(sent.total)
             copy_all((to, value) for value, to in self._views(updates, sent, out))
             values = comm.exchange(out, sent.sizes, received.sizes, self.sharers.group)

@@ -398,7 +398,6 @@ class Store:
         return self._sum_over_ranks(torch.stack([x.to(none) for x in counts]).sum() if counts else none)
 
     def weight_norm(self) -> Tensor:
-        """Return the norm of all weights."""
         squares = self.squares([p.master.detach() for p in self.update_ranges if p.is_counted])
         return self._sum_over_ranks(squares).sqrt()
 

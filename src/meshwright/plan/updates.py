@@ -13,7 +13,7 @@ from meshwright.optim.rule_table import (
     CHUNK,
     GRAM,
     MUON_CHUNK,
-    MUON_STAGE,
+    MUON_RESTART,
     STATE,
     MatrixForm,
     Rule,
@@ -230,8 +230,8 @@ def orthogonalised(memory: Memory, x: Sized, n: int, rows: int, columns: int, st
     new = functools.partial(memory.new, n * m * k, 2)
     first = x
     if 2 * k >= GRAM * m:
-        for begin in range(0, steps, MUON_STAGE):
-            q = polynomial_of_gram(memory, n * m * m, min(MUON_STAGE, steps - begin))
+        for begin in range(0, steps, MUON_RESTART):
+            q = polynomial_of_gram(memory, n * m * m, min(MUON_RESTART, steps - begin))
             x = new()
             del q
     else:

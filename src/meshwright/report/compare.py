@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from meshwright.errors import BAD_DATA, DONE, UNEXPECTED, USAGE, UserError
 from meshwright.progress import duration
 from meshwright.records import align_columns, json_ready
@@ -142,7 +144,6 @@ def read_runs(folders: Sequence[Path]) -> list[ComparedRun]:
 
 
 def figures(r: ComparedRun) -> dict[str, Any]:
-    """Return the figures of one run."""
     steps, checks = r.history.steps, r.checks()
     last, best = steps[-1].iteration, r.history.best_validation()
     out = {"name": r.name, "steps": last, "amount": r.amount(last), "final_loss": r.final("training")}
@@ -339,8 +340,6 @@ def explained(runs: Sequence[ComparedRun]) -> list[str]:
 
 def curve(r: ComparedRun, column: str, by_amount: bool) -> tuple[Any, Any]:
     """Return a column's finite values over iterations or over tokens."""
-    import numpy as np
-
     x, y = columns(r.history.steps, column, "consumed_samples" if by_amount else "iteration")
     is_finite = np.isfinite(y)
     return x[is_finite] * (r.scale if by_amount else 1), y[is_finite]
@@ -348,8 +347,6 @@ def curve(r: ComparedRun, column: str, by_amount: bool) -> tuple[Any, Any]:
 
 def plots(runs: Sequence[ComparedRun]) -> list[str]:
     """Return losses, differences and learning rates; over tokens if the steps differ in size."""
-    import numpy as np
-
     by_amount = amounts_differ(runs)
     x_label = runs[0].unit if by_amount else "iteration"
     marks = "points: validation" if any(r.validations() for r in runs) else ""

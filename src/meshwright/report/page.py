@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from meshwright.files import read_small
 from meshwright.progress import duration
 from meshwright.report import plot
@@ -260,8 +262,6 @@ def plots(history: History) -> list[str]:
 
 
 def loss_plot(history: History) -> str:
-    import numpy as np
-
     figure, axes = plot.new_axes((7.6, 3.4), resumed_at(history))
     width = draw_column(axes, history.steps, "loss", smooth=True)
     training = f"training, median of {width} steps" if width > 1 else "training"
@@ -313,9 +313,6 @@ def part_plots(history: History) -> list[str]:
 
 
 def score_plot(name: str, scores: dict[int, float]) -> str:
-    """Draw a score of --eval-tasks over the steps."""
-    import numpy as np
-
     figure, axes = plot.new_axes((4.8, 2.7))
     x, y = np.array(sorted(scores.items()), dtype=np.float64).reshape(-1, 2).T
     plot.draw_line(axes, x, y, plot.POINT, smooth=False)
@@ -328,8 +325,6 @@ def resumed_at(history: History) -> list[int]:
 
 def draw_column(axes: Axes, steps: Sequence[LoggedStep], column: str, scale: float = 1.0, smooth: bool = False) -> int:
     """Draw a column, with crosses where it is not finite; return the width of its median."""
-    import numpy as np
-
     x, y = columns(steps, column, scale=scale)
     is_finite = np.isfinite(y)
     crosses = x[~is_finite][:: max(1, int((~is_finite).sum()) // plot.POINTS)]
@@ -339,8 +334,6 @@ def draw_column(axes: Axes, steps: Sequence[LoggedStep], column: str, scale: flo
 
 def columns(steps: Sequence[LoggedStep], column: str, at: str = "iteration", scale: float = 1.0) -> tuple[Any, Any]:
     """Return column `at` and `column` as arrays, where the latter is known."""
-    import numpy as np
-
     pairs = [(getattr(s, at), v * scale) for s in steps if (v := getattr(s, column)) is not None]
     x, y = np.array(pairs, dtype=np.float64).reshape(-1, 2).T
     return x, y

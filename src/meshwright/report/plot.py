@@ -7,6 +7,8 @@ import io
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from meshwright.report.html import escape
 
 if TYPE_CHECKING:
@@ -57,8 +59,6 @@ def draw_line(axes: Axes, x: Any, y: Any, colour: str, line: Any = "-", smooth: 
 
 def thin(x: Any, y: Any, points: int = POINTS) -> tuple[Any, Any]:
     """Keep at most `points` points, the lowest and highest of each stretch: a spike still shows."""
-    import numpy as np
-
     if len(x) <= points:
         return x, y
     stretches = np.array_split(np.arange(len(x)), points // 2)
@@ -71,8 +71,6 @@ def running_median(x: Any, y: Any, half: int) -> tuple[Any, Any]:
 
     Near the start it takes as many after a point as before it: a steep fall is not flattened.
     """
-    import numpy as np
-
     at = np.unique(np.linspace(0, len(y) - 1, POINTS // 2).astype(int))
     return x[at], [np.median(y[i - min(i, half) : i + min(i, half) + 1]) for i in at]
 

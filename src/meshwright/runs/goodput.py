@@ -38,13 +38,11 @@ class Goodput:
     def line(self) -> str:
         total = f"goodput {100 * self.share:.1f} %: {duration(self.good)} of {duration(self.wall)} in steps that count"
         lost = [f"{name} {duration(seconds)}" for name, seconds in self.lost.items() if seconds >= 1e-3 * self.wall]
-        return total + (f"; {', '.join(lost)}" if lost else "") + self.describe_recoveries("; ")
-
-    def describe_recoveries(self, before: str = "") -> str:
-        if self.mean_recovery is None:
-            return ""
-        number = f"{len(self.recoveries)} recoveries, each" if len(self.recoveries) > 1 else "1 recovery,"
-        return f"{before}{number} {duration(self.mean_recovery)} from the last row to the next step"
+        parts = [total, *([", ".join(lost)] if lost else [])]
+        if self.mean_recovery is not None:
+            number = f"{len(self.recoveries)} recoveries, each" if len(self.recoveries) > 1 else "1 recovery,"
+            parts.append(f"{number} {duration(self.mean_recovery)} from the last row to the next step")
+        return "; ".join(parts)
 
 
 def read_goodput(history: History) -> Goodput | None:

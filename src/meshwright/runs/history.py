@@ -244,7 +244,6 @@ def kept_until(row: dict[str, Any]) -> int | None:
 
 
 def read_history(folder: Path) -> History:
-    """Read metrics.jsonl."""
     path = folder / METRICS
     if not path.exists():
         raise not_a_run(folder, METRICS)
@@ -301,7 +300,6 @@ def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def flat_settings(groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the settings of all groups in one dictionary."""
     return {name: value for group in groups.values() for name, value in group.items()}
 
 

@@ -13,7 +13,6 @@ from meshwright.settings.schema import Parallel, TrainConfig
 
 
 def parallel_problems(c: TrainConfig) -> list[str]:
-    """Check that ranks, model and batches can be divided as asked."""
     p, m = c.parallel, c.model
     out = naming_problems(p)
     if p.deepspeed_config and not find_address(p.deepspeed_config):

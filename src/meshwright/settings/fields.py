@@ -30,7 +30,6 @@ class Facets(TypedDict, total=False):
     # What a flag of text holds. Only words may be empty; paths and forms hold no address.
     value: Literal["DIR", "FILE", "PATH", "PREFIX", "FORM", "NAME", "WORDS"] | None
     remote: bool  # a path that may also be an address of object storage, such as s3://bucket/run
-    short: str  # one line for the common flags, where no clause of the help is short enough
     docs: str  # pages of docs/ that explain it
     hidden: bool  # accepted, and not offered by completion
     # A resumed run may not change it, may with --finetune, notes the change, or is free to.
@@ -44,7 +43,7 @@ class Facets(TypedDict, total=False):
 
 PATHS = ("DIR", "FILE", "PATH", "PREFIX")
 DEFAULTS: dict[str, Any] = dict.fromkeys(Facets.__annotations__) | {"needs": (), "step": 0} | {"proof": "twin fuzz"}
-DEFAULTS |= {"resume": "note"} | dict.fromkeys(("word", "short", "docs", "outcome", "read"), "")
+DEFAULTS |= {"resume": "note"} | dict.fromkeys(("word", "docs", "outcome", "read"), "")
 
 
 def flag(default: Any, text: str, *aliases: str, **facets: Unpack[Facets]) -> Any:
@@ -106,6 +105,15 @@ def config_groups(cls: type) -> dict[str, type]:
 def cached(function: F) -> F:
     """Cache a function of a class; mypy does not take a type[C] for functools.cache's Hashable."""
     return typing.cast(F, functools.cache(function))
+
+
+def with_settings(config: T, **values: Any) -> T:
+    """Return a configuration in which some settings, whatever their groups, have other values."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        groups.setdefault(config_fields(type(config))[name][0], {})[name] = value
+    changed = {group: dataclasses.replace(getattr(config, group), **given) for group, given in groups.items()}
+    return typing.cast(T, dataclasses.replace(typing.cast(Any, config), **changed))
 
 
 @cached

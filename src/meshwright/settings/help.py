@@ -36,7 +36,7 @@ from meshwright.settings.fields import (
 )
 from meshwright.settings.hints import did_you_mean
 from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, OLD_SWITCHES, known_elsewhere
-from meshwright.settings.pages import PAGES, Page
+from meshwright.settings.pages import PAGES, SHORT, Page
 from meshwright.settings.presets import PRESETS
 from meshwright.settings.recipes import RECIPES
 from meshwright.settings.schema import TrainConfig
@@ -88,7 +88,6 @@ class HelpEntry:
     default: str = ""
     also: tuple[str, ...] = ()  # other spellings
     choices: tuple[str, ...] = ()
-    short: str = ""  # one line for the common flags
     field: dataclasses.Field[Any] | None = None
     kind: Any = None
 
@@ -107,7 +106,7 @@ class HelpEntry:
     def brief(self, width: int) -> str:
         """Return what one line holds: the text up to the end of a clause, values and default."""
         default = f" [{self.default}]" if self.default else ""
-        whole = self.short or self.text
+        whole = SHORT.get(self.name, self.text)
         cuts = [whole[: m.start()] for m in re.finditer(r"[;:] | \(|$", whole)]
         fitting = [text for text in cuts if len(text + default) <= width and text.count("(") == text.count(")")]
         text = max(fitting, key=len, default=whole)
@@ -134,8 +133,15 @@ def show_help(command: Command, topic: str) -> None:
     """Print help; all but the common flags goes through a pager if the terminal is too low."""
     lines = help_lines(command, topic)
     text = "\n".join(_styled(line) for line in lines) + "\n"
-    if topic and sys.stdout.isatty() and len(lines) >= _terminal()[1] and _page(text):
-        return
+    if topic and sys.stdout.isatty() and len(lines) >= _terminal()[1]:
+        import pydoc
+        import shutil
+
+        pager = os.environ.get("PAGER", "less")
+        if shutil.which(pager.partition(" ")[0]):
+            os.environ.setdefault("LESS", "FRX")  # as git has it: colours, and no pager for what fits
+            pydoc.pipepager(text, pager)  # waits through Ctrl-C, which is for the pager
+            return
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -217,7 +223,7 @@ def _entry(group: str, f: dataclasses.Field[Any], kind: Any) -> HelpEntry:
         shown = f"{default:g}"
     if isinstance(default, list):
         shown = " ".join(map(str, default))
-    rest: dict[str, Any] = {"field": f, "kind": kind, "short": meta["short"]}
+    rest: dict[str, Any] = {"field": f, "kind": kind}
     rest["choices"] = tuple(map(str, choices_of(kind)))
     if meta["positional"]:
         return HelpEntry(f.name, "arguments", word_of(f), "..." if is_list(kind) else "", text, **rest)
@@ -267,7 +273,6 @@ def common_flags(command: Command, shown: list[HelpEntry]) -> list[str]:
 
 
 def all_flags(command: Command, shown: list[HelpEntry], full: bool) -> list[str]:
-    """Return all flags of a command, by groups."""
     lines = usage_lines(command, shown)
     for group in dict.fromkeys(e.group for e in shown):
         lines += ["", *_section(group, [e for e in shown if e.group == group], command)]
@@ -378,22 +383,3 @@ def _styled(line: str) -> str:
     heading = re.match(r"[^ `].*?:(?= |$)", line)
     has_style = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return f"\033[1m{heading[0]}\033[0m{line[heading.end() :]}" if heading and has_style else line
-
-
-def _page(text: str) -> bool:
-    """Show a text as git does, by $PAGER or less; return whether that was possible."""
-    import shutil
-    import signal
-    import subprocess
-
-    pager = os.environ.get("PAGER", "less")
-    if not pager.strip() or pager.strip() == "cat" or shutil.which(pager.split()[0]) is None:
-        return False
-    how = {"LESS": "FRX", "LV": "-c"} | os.environ
-    before = signal.signal(signal.SIGINT, lambda *_: None)  # Ctrl-C is for the pager, which must keep its terminal
-    try:
-        with contextlib.suppress(BrokenPipeError):
-            subprocess.run(pager, shell=True, input=text, encoding="utf-8", errors="replace", env=how)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    return True

@@ -21,7 +21,6 @@ class Page:
     settings: str = "config_file print_config dry_run"  # the last heading
 
 
-PAGES = {
-    name: Page(**page | {"examples": tuple(page.get("examples", ()))})
-    for name, page in read_table("settings/pages.toml").items()
-}
+_TABLES = read_table("settings/pages.toml")
+SHORT: dict[str, str] = _TABLES.pop("short")  # field: its line among the common flags
+PAGES = {name: Page(**page | {"examples": tuple(page.get("examples", ()))}) for name, page in _TABLES.items()}

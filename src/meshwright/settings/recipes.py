@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shlex
 import struct
 import textwrap
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 from meshwright.files import read_table
 from meshwright.settings import presets
 from meshwright.settings.data_paths import path_sets, path_settings
-from meshwright.settings.fields import config_fields, default_of, inner_type, spelling, switches
+from meshwright.settings.fields import config_fields, default_of, inner_type, spelling, switches, with_settings
 from meshwright.settings.grammar import split_shares
 from meshwright.settings.hints import did_you_mean, find_address
 from meshwright.settings.notices import CONDITIONS
@@ -70,7 +71,7 @@ class Draft:
             return
         self.choices[name] = Choice(value, reason)
         if name not in self.given:
-            self.config = _with_setting(self.config, name, value)
+            self.config = with_settings(self.config, **{name: value})
 
     def value(self, name: str) -> Any:
         return _value(self.config, name)
@@ -78,12 +79,6 @@ class Draft:
 
 def _field(name: str) -> dataclasses.Field[Any]:
     return config_fields(TrainConfig)[name][1]
-
-
-def _with_setting(config: TrainConfig, name: str, value: Any) -> TrainConfig:
-    group = config_fields(TrainConfig)[name][0]
-    changed: dict[str, Any] = {group: dataclasses.replace(getattr(config, group), **{name: value})}
-    return dataclasses.replace(config, **changed)
 
 
 class Given(NamedTuple):
@@ -224,8 +219,7 @@ def _tokens_of(prefix: str) -> int:
 
 def _choose_tokens(draft: Draft) -> None:
     if not draft.given.intersection(LENGTHS):
-        for name in LENGTHS:
-            draft.config = _with_setting(draft.config, name, None)
+        draft.config = with_settings(draft.config, **dict.fromkeys(LENGTHS))
         draft.choose("train_tokens", *auto_tokens(draft.config))
 
 
@@ -271,7 +265,7 @@ def _choose_steps(draft: Draft) -> None:
     if "train_tokens" in draft.choices and draft.given.intersection(BY_STEPS):
         tokens, reason = draft.choices.pop("train_tokens")
         steps = tokens // ((draft.config.data.seq_length or 1) * (draft.config.training.global_batch_size or 1))
-        draft.config = _with_setting(draft.config, "train_tokens", None)
+        draft.config = with_settings(draft.config, train_tokens=None)
         draft.choose("train_iters", max(1, steps), f"{_short(tokens)} tokens: {reason}")
 
 
@@ -396,7 +390,8 @@ def as_flag(name: str, value: Any) -> str:
     _, f, kind = config_fields(TrainConfig)[name]
     if inner_type(kind) is bool:
         return switches(f)[not value][0]
-    return f"{spelling(name)} {'none' if value is None else value}"
+    values = value if isinstance(value, list) else ["none" if value is None else value]
+    return shlex.join([spelling(name), *map(str, values)])
 
 
 def _shown(value: Any) -> str:

@@ -160,14 +160,12 @@ class Model:
         None,
         "width that learning rate, weight decay and initial weights are meant for; µP carries them over to this "
         "--hidden-size (none: no µP)",
-        short="width from which µP carries settings over",
         bound=">0",
         **MUP,
     )
     mup_base_num_layers: int | None = flag(
         None,
         "depth that they are meant for; CompleteP carries them over to this --num-layers (none: as they are)",
-        short="depth from which CompleteP carries settings over",
         bound=">0",
         **MUP,
     )
@@ -296,7 +294,6 @@ class TokenizerFlags:
         "the Hugging Face Hub such as gpt2, one of tiktoken's such as cl100k_base, or byte; replaces the flags below "
         "(none: the one found beside the data or in the run)",
         value="PATH",
-        short="folder, file or Hub name (none: found with the data)",
         docs="",
     )
     tokenizer_type: TokenizerType = flag("GPT2BPETokenizer", "type of tokenizer", "--tokenizer-name", docs="")
@@ -337,7 +334,6 @@ class Data:
         "--dataset",
         value="PREFIX",
         remote=True,
-        short="token files, or WEIGHT PREFIX WEIGHT PREFIX ...",
         docs="data evaluation",
     )
     seq_length: int | None = flag(
@@ -395,10 +391,7 @@ class Data:
         "further blends of the training set, each from a point of the run on: 'BEGIN: WEIGHT PREFIX WEIGHT PREFIX ...' "
         "(BEGIN: a sample, or with a unit as in 60% or 2e9tokens)",
         value="FORM",
-        short="blends from points of the run on",
-        docs="data",
         resume="free",
-        proof="fuzz",
     )
     blend_change_at: str | None = flag(
         None, "on resume, sample at which the new blend starts, or now", needs="--load", value="FORM", **UNPROVEN
@@ -415,8 +408,6 @@ class Data:
         "stream",
         "stream: cut the documents, one behind the other, every --seq-length tokens, as Megatron does; best-fit: fill "
         "samples with whole documents, each of which is read alone",
-        short="best-fit: samples of whole documents",
-        proof="fuzz",
     )
     eod_mask_loss: bool = flag(
         False, "mask the loss of the token that follows an end of document", needs="--packing stream", proof="twin fuzz"
@@ -461,17 +452,12 @@ class Training:
         None,
         "samples of one forward pass; auto: the largest number that fits, measured before training",
         bound=">0",
-        short="samples of one forward pass, or auto",
         docs="memory randomness",
         resume="free",
         read="run",
     )
     global_batch_size: int | None = flag(
-        None,
-        "samples of one step (none: one micro-batch per rank)",
-        bound=">0",
-        short="samples of one step",
-        docs="schedules data",
+        None, "samples of one step (none: one micro-batch per rank)", bound=">0", docs="schedules data"
     )
     num_accumulation_steps: int | None = flag(
         None, "micro-batches of one step, in place of a batch size", bound=">0", proof="fuzz"
@@ -483,7 +469,6 @@ class Training:
         "number of tokens, instead of --train-iters; auto: 20 for each parameter of the layers, and at most 4 readings "
         "of the data; a run notes their number",
         bound=">0",
-        short="number of tokens, or auto: from the size and the data",
         docs="recipes",
         proof="fuzz",
     )
@@ -505,7 +490,7 @@ class Training:
         docs="schedules",
         proof="",
     )
-    seed: int = flag(1234, "random seed of weights, dropout and sample order", bound=">=0", short="random seed")
+    seed: int = flag(1234, "random seed of weights, dropout and sample order", bound=">=0")
     eval_interval: int = flag(1000, "steps between validations", bound=">0", docs="tutorial", proof="fuzz")
     eval_iters: int = flag(100, "global batches of one validation", bound=">=0", docs="data")
     exit_interval: int | None = flag(None, "save and exit at a step divisible by this", bound=">0", **UNPROVEN)
@@ -613,7 +598,7 @@ class Optimizer:
     vector_lr: float | None = flag(None, "peak learning rate of biases and norms (none: --lr)", bound=">=0")
     min_lr: float = flag(0.0, "learning rate at the end of the decay", bound=">=0", **SCHEDULE)
     lr_decay_style: Literal["linear", "cosine", "constant", "inverse-square-root", "WSD"] = flag(
-        "linear", "learning rate schedule", short="linear, cosine, constant, WSD ...", resume="free"
+        "linear", "learning rate schedule", resume="free"
     )
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag(
         "exponential", "shape of the final decay of WSD", needs=WSD, **SCHEDULE
@@ -721,13 +706,7 @@ class Precision:
     """Number formats."""
 
     fp16: bool = flag(False, "train in float16 with loss scaling", docs="schedules", read="run")
-    bf16: bool = flag(
-        False,
-        "train in bfloat16 with float32 master weights and gradients",
-        short="compute in bfloat16",
-        docs="tutorial",
-        read="run",
-    )
+    bf16: bool = flag(False, "train in bfloat16 with float32 master weights and gradients", docs="tutorial", read="run")
     params_dtype: Literal["float32", "float64"] = flag(
         "float32", "type without --fp16 or --bf16; float64 is for tests", read="run"
     )
@@ -775,11 +754,7 @@ class Parallel:
     """How the work is spread over devices."""
 
     tensor_model_parallel_size: int = flag(
-        1,
-        "number of ranks that split each layer's heads and columns",
-        bound=">0",
-        short="ranks that split each layer",
-        read="run",
+        1, "number of ranks that split each layer's heads and columns", bound=">0", read="run"
     )
     pipeline_model_parallel_size: int = flag(
         1, "number of pipeline stages, each with a part of the layers", bound=">0", read="run"
@@ -820,10 +795,7 @@ class Parallel:
         proof="twin",
     )
     zero_stage: int = flag(
-        0,
-        "shard over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights",
-        needs=DATA_PARALLEL,
-        short="shard: 1 optimizer, 2 gradients, 3 weights",
+        0, "shard over data-parallel ranks: 1 optimizer state, 2 also gradients, 3 also weights", needs=DATA_PARALLEL
     )
     num_distributed_optimizer_instances: int = flag(
         1, "number of groups of data-parallel ranks, each with one complete copy (hybrid sharding)", bound=">0"
@@ -861,7 +833,6 @@ class Parallel:
         "auto",
         "auto (an accelerator if there is one), cpu, cuda, npu, xpu ..., or one, as cuda:1",
         value="FORM",
-        short="auto, cpu, cuda, npu, xpu, or one, as cuda:1",
         **START,
     )
     distributed_backend: str | None = flag(
@@ -908,7 +879,6 @@ class Checkpoint:
         None,
         "folder or s3://, gs:// address to load a checkpoint from, to resume or go on",
         value="DIR",
-        short="folder or address of a checkpoint, to resume or go on",
         word="DIR",
         read="run",
         remote=True,
@@ -920,8 +890,6 @@ class Checkpoint:
         needs="an address such as s3://bucket/run",
         value="DIR",
         read="run",
-        resume="free",
-        proof="",
         docs="storage",
     )
     save_interval: int | None = flag(
@@ -936,10 +904,7 @@ class Checkpoint:
         False, "start a new run, moving the one in --save and --run-dir aside", needs="--save or --run-dir", once=True
     )
     verify: Literal["read", "full"] = flag(
-        "read",
-        "on load, verify checksums of the chunks read, or of every byte",
-        short="verify checksums of what is read, or of every byte",
-        read="model",
+        "read", "on load, verify checksums of the chunks read, or of every byte", read="model"
     )
     trust_pickle: bool = flag(
         False, "run a checkpoint's code; only if you trust its author", needs="--load", read="model", once=True
@@ -981,7 +946,6 @@ class Checkpoint:
     weights: Literal["plain", "ema"] = flag(
         "plain",
         "read a checkpoint's weights, or their average that --ema kept; train: only with --finetune",
-        docs="checkpoints",
         read="model",
         once=True,
     )
@@ -1106,11 +1070,7 @@ class Sampling:
     top_k: int = flag(0, "sample from the k most likely tokens (0: all)", "--top_k", bound=">=0")
     top_p: float = flag(0.0, "sample from the top tokens of this probability (0: all)", "--top_p", bound="[0,1]")
     min_p: float = flag(
-        0.0,
-        "sample from tokens of at least this share of the likeliest one's probability",
-        "--min_p",
-        bound="[0,1]",
-        short="least share of the likeliest one's probability",
+        0.0, "sample from tokens of at least this share of the likeliest one's probability", "--min_p", bound="[0,1]"
     )
     repetition_penalty: float = flag(
         1.0,
@@ -1118,9 +1078,7 @@ class Sampling:
         "--repetition_penalty",
         bound=">0",
     )
-    out_seq_length: int = flag(
-        1024, "maximum number of new tokens", "--max-new-tokens", bound=">0", short="most new tokens"
-    )
+    out_seq_length: int = flag(1024, "maximum number of new tokens", "--max-new-tokens", bound=">0")
     recompute: bool = flag(False, "generate without a key/value cache: same text, slower")
 
 
@@ -1134,32 +1092,16 @@ class TextFlags:
         None,
         "continue each line of this file, or each JSON line {prompt: TEXT, max_tokens: 9, ...}; - is stdin",
         value="FILE",
-        short="continue a file's lines, or JSON lines",
     )
     output: str | None = flag(None, "file for the texts (none: standard output)", value="PATH", docs="tutorial")
     json: bool = flag(False, "write JSON lines with tokens; the default for *.jsonl", docs="data")
-    num_return_sequences: int = flag(
-        1,
-        "number of continuations of each prompt",
-        "--num_return_sequences",
-        bound=">0",
-        short="continuations of each prompt",
-    )
-    stop: list[str] = flag(
-        [],
-        "end a text before any of these strings; \\n and \\t stand for characters",
-        value="NAME",
-        short="strings that end a text",
-    )
+    num_return_sequences: int = flag(1, "number of continuations of each prompt", "--num_return_sequences", bound=">0")
+    stop: list[str] = flag([], "end a text before any of these strings; \\n and \\t stand for characters", value="NAME")
     logprobs: int | None = flag(
         None, "with --json: log-probabilities of the tokens, and of this many likeliest ones", bound=">=0"
     )
     beam_width: int | None = flag(
-        None,
-        "search for the likeliest texts, keeping this many candidates",
-        "--num-beams",
-        bound=">0",
-        short="beam search with this many candidates",
+        None, "search for the likeliest texts, keeping this many candidates", "--num-beams", bound=">0"
     )
     length_penalty: float | None = flag(
         None, "power of the length by which --beam-width divides the log-probability (none: 1)"
@@ -1168,19 +1110,10 @@ class TextFlags:
     dialogue: Literal["plain", "megatron"] = flag(
         "plain", "form of --interactive: plain, or Megatron's script's", docs=""
     )
-    num_samples: int = flag(
-        0,
-        "number of unconditional samples to write to --genfile (0: prompts)",
-        bound=">=0",
-        short="number of unconditional samples",
-    )
+    num_samples: int = flag(0, "number of unconditional samples to write to --genfile (0: prompts)", bound=">=0")
     genfile: str | None = flag(None, "output file of --num-samples, in JSON lines", value="FILE")
     sample_input_file: str | None = flag(
-        None,
-        "file with one prompt per line; the output is in Megatron's form",
-        value="FILE",
-        short="file with one prompt per line",
-        docs="",
+        None, "file with one prompt per line; the output is in Megatron's form", value="FILE", docs=""
     )
     sample_output_file: str | None = flag(
         None, "file for the continuations (none: the name of the input file + .out)", value="FILE", docs=""

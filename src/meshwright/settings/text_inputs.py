@@ -31,7 +31,6 @@ class TextInputs:
         "text, also compressed: folders, plain files, HTML, JSON lines, tables, archives; - for standard input; "
         "hf://org/name[/config][:split], a data set of the Hugging Face Hub; s3://bucket/folder, also a pattern",
         value="PATH",
-        short="folders, or files of text; - for standard input",
         docs="data evaluation storage",
     )
     include: list[str] = flag(

@@ -147,7 +147,6 @@ def run_on_rank(
 
 
 def lock_folders(config: TrainConfig, block: contextlib.ExitStack) -> None:
-    """Lock --run-dir and --save for this run."""
     c = config.checkpoint
     roots = {Path(path).resolve(): path for path in (c.run_dir, c.save) if path}
     for _, root in sorted(roots.items()):  # a folder before those in it, which are then released first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import platform
 import time
 
@@ -24,6 +23,7 @@ from meshwright.plan.sizes import describe_long_step, smaller_sizes
 from meshwright.ranks.team import Team
 from meshwright.ranks.watchdog import Watchdog
 from meshwright.settings.command import explain_out_of_memory
+from meshwright.settings.fields import with_settings
 from meshwright.tokenizers import Tokenizer
 from meshwright.training.before import memory
 from meshwright.training.before.resolve import Resolved
@@ -131,8 +131,7 @@ def fit_micro_batch(state: State) -> None:
     vocab = state.vocab, state.padded
     size, reason = memory.fit_micro_batch(state.net, state.config, vocab, state.micro_batch_before, state.team)
     remark(f" > --micro-batch-size auto: {size} ({reason})")
-    t = dataclasses.replace(state.config.training, micro_batch_size=size)
-    state.config = dataclasses.replace(state.config, training=t)
+    state.config = with_settings(state.config, micro_batch_size=size)
 
 
 def open_feed(state: State, tokenizer: Tokenizer | None, datasets: Datasets | None) -> Feed:
@@ -160,8 +159,7 @@ def open_files(state: State) -> Datasets:
     if state.will_train:
         state.blends = blends
     last = state.blends.blends[-1].begin if state.blends and not state.config.data.blend_stages else 0
-    d = dataclasses.replace(state.config.data, blend_change_at=str(last) if last else None)  # for config.toml
-    state.config = dataclasses.replace(state.config, data=d)
+    state.config = with_settings(state.config, blend_change_at=str(last) if last else None)  # for config.toml
     return opened
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from meshwright.ranks.team import ALONE
 from meshwright.records import align_columns
 from meshwright.report import plot
 from meshwright.report.compare import COLOURS
+from meshwright.settings.fields import with_settings
 from meshwright.settings.schema import Checkpoint, Logging, Model, Optimizer, Parallel, TrainConfig, Training
 from meshwright.training.before.resolve import find_vocabulary
 from meshwright.training.health.stop import StopConditions
@@ -85,7 +87,6 @@ class Growth:
         return out
 
     def table(self) -> list[str]:
-        """Return the lines of the table of slopes."""
         head = [f"slope over {self.axis}", "initial", *(f"step {n}" for n in range(1, 1 + len(self.changes["logits"])))]
         rows = [[name, *(f"{x:+.2f}" for x in [self.initial_slope(name), *self.slopes(name)])] for name in ACTIVATIONS]
         return align_columns([head, *rows], to_the_right=True)
@@ -101,9 +102,7 @@ def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
         return 0.0  # such as branches that --zero-init-projections begins with
     if not all(0 < v < math.inf for v in values):
         return math.nan
-    x, y = [math.log(s) for s in sizes], [math.log(v) for v in values]
-    middle, mean = sum(x) / len(x), sum(y) / len(y)
-    return sum((a - middle) * (b - mean) for a, b in zip(x, y, strict=True)) / sum((a - middle) ** 2 for a in x)
+    return statistics.linear_regression(list(map(math.log, sizes)), list(map(math.log, values))).slope
 
 
 # Sizes
@@ -125,9 +124,9 @@ def at_width(m: Model, width: int) -> Model:
 
 
 def at_size(config: TrainConfig, axis: Axis, size: int) -> TrainConfig:
-    m = config.model
-    model = at_width(m, size) if axis == "width" else dataclasses.replace(m, num_layers=size)
-    return dataclasses.replace(config, model=model)
+    if axis == "depth":
+        return with_settings(config, num_layers=size)
+    return dataclasses.replace(config, model=at_width(config.model, size))
 
 
 def make_small(config: TrainConfig) -> TrainConfig:

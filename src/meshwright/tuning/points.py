@@ -59,7 +59,6 @@ class Space:
     random: tuple[Axis, ...] = ()
 
     def count(self, draws: int) -> int:
-        """Return how many points there are."""
         return math.prod(len(axis.values) for axis in self.grid) * (draws if self.random else 1)
 
     def points(self, draws: int, draw_seed: int) -> Iterator[Point]:

@@ -85,7 +85,6 @@ def axes_of(swept: Sequence[SweptPoint]) -> list[str]:
 
 
 def table(swept: Sequence[SweptPoint]) -> list[str]:
-    """Return the lines of the table."""
     names, has_seeds = axes_of(swept), any(o.seeds > 1 for o in swept)
     head = [spelling(name)[2:] for name in names]
     rows = [[*head, "held-out", *["+-", "seeds"] * has_seeds, "training", "tokens", "time", "state"]]

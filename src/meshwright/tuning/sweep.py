@@ -8,7 +8,6 @@ step, or without validations the mean of the training loss around it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -16,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -127,7 +126,7 @@ class Sweep:
                 each.state = each.state if each.state in FINAL_STATES else "waiting"
                 self.note_rungs(each)
             waiting = [each for each in self.runs.values() if each.state == "waiting"]
-            with as_interrupt():
+            with host.handled([signal.SIGTERM], end_sweep):
                 try:
                     self.work(waiting, slots)
                 finally:
@@ -168,7 +167,6 @@ class Sweep:
         self.say(run, "started")
 
     def finish(self, name: str) -> None:
-        """Note how a run ended."""
         run, child = self.runs[name], self.children.pop(name)
         run.read(self.plan.folder)
         status = child.process.returncode
@@ -232,18 +230,9 @@ class Sweep:
             file.write(json.dumps(record, indent=1).encode())
 
 
-@contextlib.contextmanager
-def as_interrupt() -> Iterator[None]:
-    """Let SIGTERM end the block as Ctrl-C does, but with its own exit status."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def end_sweep(number: int, frame: object) -> None:
+    """End as after Ctrl-C, but with the exit status of SIGTERM."""
+    raise SystemExit(SIGTERM)
 
 
 def loss_at(tail: RunTail, step: int) -> float:

@@ -394,7 +394,6 @@ class _Comparing:
             run.close()
 
     def train_alone(self, steps: int) -> None:
-        """Take steps in one process."""
         with self.running(alone(self.config), Checkpoint(), ALONE) as run:
             self.drawn = run.state()
             for step in range(steps):

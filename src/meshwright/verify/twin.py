@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.errors import UserError
 from meshwright.settings import checks, flags
+from meshwright.settings.fields import with_settings
 from meshwright.settings.schema import (
     Checkpoint,
     Data,
@@ -100,7 +101,7 @@ def in_own_precision(twin: TrainConfig, p: Precision) -> TrainConfig:
         loss_scale_window=2,
         hysteresis=p.hysteresis,
     )
-    return replace(twin, precision=precision, optimizer=replace(twin.optimizer, lr=RATE, clip_grad=0.0))
+    return with_settings(replace(twin, precision=precision), lr=RATE, clip_grad=0.0)
 
 
 def alone(config: TrainConfig) -> TrainConfig:

@@ -142,7 +142,6 @@ def describe_run(run: RunTail, name: str, now: float) -> dict[str, Any]:
 
 
 def recent_figures(run: RunTail) -> dict[str, Any]:
-    """Return the figures of the last steps."""
     last = int(run.column("iteration")[-1])
     loss, count = run.final_loss()
     ms = float(np.median(run.column("ms")[-RECENT_STEPS:]))

@@ -6,7 +6,6 @@ MAPPED keys are settings here, IDLE keys change no result, and REFUSED keys woul
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections import Counter
@@ -14,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from meshwright.files import read_small, read_table
-from meshwright.settings.fields import group_values, spelling
+from meshwright.settings.fields import group_values, spelling, with_settings
 from meshwright.settings.hints import did_you_mean
 from meshwright.settings.schema import TrainConfig
 
@@ -164,13 +163,13 @@ def _sort_keys(file: dict[str, Any], path: str) -> tuple[dict[str, Any], list[st
 def _fill_accumulation(config: TrainConfig, taken: dict[str, Any], wrong: list[str]) -> TrainConfig:
     """Fill the configuration; accumulation steps count only if the batch sizes leave them open."""
     steps = taken.pop("num_accumulation_steps", None)
-    filled = _replace(config, taken)
+    filled = with_settings(config, **taken)
     t, dp = filled.training, filled.dp
     if steps is None:
         return filled
     if not (t.global_batch_size and isinstance(t.micro_batch_size, int) and t.micro_batch_size > 0):
         taken["num_accumulation_steps"] = steps
-        return _replace(config, taken)
+        return with_settings(config, **taken)
     if (unit := t.micro_batch_size * dp) * steps != t.global_batch_size:
         wrong.append(
             f'"gradient_accumulation_steps" is {steps}, but a batch of {t.global_batch_size} makes '
@@ -218,14 +217,6 @@ def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _is_off(value: Any) -> bool:
     """Return whether a refused key is switched off; -1 is "none" where DeepSpeed wants a number."""
     return not value or value == -1 or (isinstance(value, dict) and value.get("enabled", True) in (False, "auto"))
-
-
-def _replace(config: TrainConfig, values: dict[str, Any]) -> TrainConfig:
-    groups = dict[str, Any]()
-    for f in dataclasses.fields(config):
-        group = getattr(config, f.name)
-        groups[f.name] = dataclasses.replace(group, **{n: v for n, v in values.items() if n in vars(group)})
-    return dataclasses.replace(config, **groups)
 
 
 def _format(value: Any) -> str:

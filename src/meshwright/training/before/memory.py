@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 import functools
 import gc
 import math
@@ -33,6 +32,7 @@ from meshwright.model.gpt import GPT
 from meshwright.plan.memory import held_bytes, logits_bytes, state_bytes, step_bytes
 from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.ranks.team import Team
+from meshwright.settings.fields import with_settings
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.step import Network, forward_part, sum_terms
 
@@ -55,8 +55,7 @@ def require_memory(config: TrainConfig, padded: int, pipeline_rank: int, device:
 
 def planned_bytes(config: TrainConfig, padded: int, size: int) -> int:
     """Return the most bytes that the plan expects during a micro-batch of `size` samples."""
-    training = dataclasses.replace(config.training, micro_batch_size=size)
-    config = dataclasses.replace(config, training=training)
+    config = with_settings(config, micro_batch_size=size)
     held, passes = held_bytes(config, padded, 0, devices.NVIDIA), step_bytes(config, padded, 0)
     return sum(held.values()) + sum(passes.values())
 

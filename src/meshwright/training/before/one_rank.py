@@ -10,7 +10,6 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from meshwright.parallel.layout import DIMENSIONS, Layout, connect, layout_of
 from meshwright.plan.devices import load_profile
 from meshwright.plan.memory import memory_of_rank
 from meshwright.settings.data_paths import prefixes
+from meshwright.settings.fields import with_settings
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.network import Spec, build_network
 from meshwright.training.state.resume import open_options
@@ -62,8 +62,7 @@ def describe_rank(config: TrainConfig, vocab: int, padded: int) -> list[str]:
 
 def without_device(config: TrainConfig) -> TrainConfig:
     """Return the settings without what only a device can do: products in fp8, pinned memory."""
-    parallel = replace(config.parallel, cpu_optimizer=False, remote_device="none")
-    return replace(config, parallel=parallel, precision=replace(config.precision, fp8_format=None))
+    return with_settings(config, cpu_optimizer=False, remote_device="none", fp8_format=None)
 
 
 def describe_place(layout: Layout) -> str:

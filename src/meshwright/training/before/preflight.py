@@ -25,6 +25,7 @@ from meshwright.training.before.resolve import (
     bring_files,
     find_vocabulary,
     loaded_folder,
+    padded_for,
     require_free_folders,
     require_settings,
     run_folder_of,
@@ -85,7 +86,9 @@ def dry_run(config: TrainConfig) -> int:
     if lines := check_loading(config) if config.checkpoint.load else fresh_schedule(config):
         show("\n".join(lines))
     if config.parallel.rank is not None:
-        show("\n".join(set_up_rank(config, size)))
+        from meshwright.training.before.one_rank import describe_rank  # imports torch
+
+        show("\n".join(describe_rank(config, size, padded_for(config, size))))
     for problem in later:
         show(f"required before the run can start: {problem}")
     if plan := verdict_here(config, size):
@@ -94,20 +97,10 @@ def dry_run(config: TrainConfig) -> int:
     return DONE
 
 
-def set_up_rank(config: TrainConfig, vocab: int) -> list[str]:
-    """Set up the rank of --rank, and return lines about it; this imports torch."""
-    from meshwright.training.before.one_rank import describe_rank
-
-    m, tp = config.model, config.parallel.tensor_model_parallel_size
-    padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
-    return describe_rank(config, vocab, padded)
-
-
 def print_sizes(config: TrainConfig, vocab: int) -> None:
     """Print the parameters, the work and the memory of the run."""
-    m, seq, tp = config.model, config.data.seq_length, config.parallel.tensor_model_parallel_size
+    m, seq, padded = config.model, config.data.seq_length, padded_for(config, vocab)
     assert seq
-    padded = tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
     n = counts.parameters(m, padded, m.max_position_embeddings or seq)
     tokens = config.global_batch * seq
     flops = counts.flops_per_token(m, padded, seq, config.training.recompute_granularity) * tokens

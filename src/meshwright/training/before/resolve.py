@@ -22,7 +22,7 @@ from meshwright.data.sets import count_epochs
 from meshwright.errors import BAD_DATA, UserError
 from meshwright.ranks.world import World
 from meshwright.settings import check_model, checks, data_paths, flags, notices
-from meshwright.settings.fields import spelling
+from meshwright.settings.fields import spelling, with_settings
 from meshwright.settings.grammar import blend
 from meshwright.settings.hints import near_path
 from meshwright.settings.other_programs import argument_dump, deepspeed_json
@@ -159,12 +159,12 @@ def resolve(
     data sets, so that no flag names any. One process raises what is wrong with its files; of
     several, all raise it when they have met.
     """
-    config = replace(config, parallel=replace(config.parallel, world_size=world.size))
+    config = with_settings(config, world_size=world.size)
     if command is None:  # a command line's flags include the file's settings already
         config = apply_deepspeed_file(config, prints=world.rank == 0)
     if has_datasets:
-        data = replace(data_paths.without(config.data), multiple_validation_sets=False, validation_set_names=[])
-        config = replace(config, data=data)
+        config = replace(config, data=data_paths.without(config.data))
+        config = with_settings(config, multiple_validation_sets=False, validation_set_names=[])
     require_settings(config, needs_data=not has_datasets)
     config, vocabulary, problem = look_at_files(config, world)
     arguments = argument_dump.dumped_arguments(config, idle or {}, config.parallel.distributed_backend or "")
@@ -262,14 +262,12 @@ def apply_deepspeed_file(config: TrainConfig, prints: bool) -> TrainConfig:
 
 def find_vocabulary(config: TrainConfig, folder: Path | None) -> Vocabulary:
     """Return the tokenizer, if the flags or the files name one, and the sizes of its vocabulary."""
-    t, m, loaded = config.tokenizer, config.model, loaded_folder(config)
+    t, loaded = config.tokenizer, loaded_folder(config)
     beside_data = tokenizers.find_of_data(data_paths.prefixes(config.data))
-    tp = config.parallel.tensor_model_parallel_size
 
     def sized(tokenizer: Tokenizer | None, size: int, folder_found: Path | None = None) -> Vocabulary:
-        padded = tokenizers.padded_size(size, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
         named = t.tokenizer or (tokenizer.name if tokenizer and folder_found else t.tokenizer_type)
-        return Vocabulary(tokenizer, size, padded, str(named), folder_found)
+        return Vocabulary(tokenizer, size, padded_for(config, size), str(named), folder_found)
 
     if is_size_alone(config, beside_data):
         assert t.vocab_size
@@ -282,6 +280,12 @@ def find_vocabulary(config: TrainConfig, folder: Path | None) -> Vocabulary:
         raise tokenizers.missing_error(loaded)
     tokenizer = tokenizer or tokenizers.build_tokenizer(t)  # which raises, naming the missing flags
     return sized(tokenizer, tokenizer.size, None if tokenizers.is_named(t) else saved or beside_data)
+
+
+def padded_for(config: TrainConfig, vocab: int) -> int:
+    """Return the size of a vocabulary with its padding in this run."""
+    m, tp = config.model, config.parallel.tensor_model_parallel_size
+    return tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
 
 
 def is_size_alone(config: TrainConfig, beside_data: Path | None) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from meshwright import host
 from meshwright.checkpoint import steps
 from meshwright.errors import DONE, WARNINGS
 from meshwright.ranks.team import Team
@@ -91,17 +92,13 @@ class StopConditions:
             again = "; send it again to stop at once" if is_stopping else ""
             print_from_handler(f"{self.signal.name}: finishing this step {then}{again}")
 
-        before = {}
+        caught = set[int]()
         if self.t.exit_signal_handler and threading.current_thread() is threading.main_thread():
             caught = {signal.SIGTERM, signal.SIGINT, *(signal.Signals[name] for name in self.t.exit_signal)}
             if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
                 caught.add(signal.SIGHUP)
-            before = {n: signal.signal(n, note) for n in caught}
-        try:
+        with host.handled(caught, note):
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def print_from_handler(line: str) -> None:

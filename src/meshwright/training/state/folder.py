@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import resource
 import shutil
@@ -21,7 +20,7 @@ from meshwright.report.page import write_report as write_page_of
 from meshwright.runs.goodput import Goodput, read_goodput
 from meshwright.runs.history import read_history
 from meshwright.settings import flags
-from meshwright.settings.fields import default_of
+from meshwright.settings.fields import config_fields, default_of, with_settings
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
 
@@ -79,30 +78,21 @@ def as_continued(config: TrainConfig) -> TrainConfig:
     """
     no_load_optim = config.checkpoint.no_load_optim and config.checkpoint.no_save_optim
     config = without_flags_of_one_start(config) if config.checkpoint.save else config
-    c = config.checkpoint
+    c, named = config.checkpoint, config.tokenizer.tokenizer
     if c.save:
         elsewhere = c.load is not None and Path(c.load).resolve() != Path(c.save).resolve()
-        c = dataclasses.replace(
-            c,
-            load=c.save,
-            no_load_optim=no_load_optim,
-            # A run that starts with another run's weights must not restart with random ones if
-            # it is killed before its first save.
-            exit_on_missing_checkpoint=c.exit_on_missing_checkpoint or elsewhere,
-        )
-    p, t = dataclasses.replace(config.parallel, world_size=None, local_rank=None), config.tokenizer
-    if t.tokenizer and not os.path.exists(os.path.expanduser(t.tokenizer)):  # the run's own copy needs no download
-        t = dataclasses.replace(t, tokenizer="byte" if t.tokenizer == "byte" else None)
-    return dataclasses.replace(config, checkpoint=c, parallel=p, tokenizer=t)
+        # A run that starts with another run's weights must not restart with random ones if it is
+        # killed before its first save.
+        must_find = c.exit_on_missing_checkpoint or elsewhere
+        config = with_settings(config, load=c.save, no_load_optim=no_load_optim, exit_on_missing_checkpoint=must_find)
+    if named and named != "byte" and not os.path.exists(os.path.expanduser(named)):
+        config = with_settings(config, tokenizer=None)  # the run's own copy needs no download
+    return with_settings(config, world_size=None, local_rank=None)
 
 
 def without_flags_of_one_start(config: TrainConfig) -> TrainConfig:
-    groups = {}
-    for group in dataclasses.fields(config):
-        values = getattr(config, group.name)
-        defaults = {f.name: default_of(f) for f in dataclasses.fields(values) if f.metadata["once"]}
-        groups[group.name] = dataclasses.replace(values, **defaults)
-    return dataclasses.replace(config, **groups)
+    fields = config_fields(TrainConfig)
+    return with_settings(config, **{name: default_of(f) for name, (_, f, _) in fields.items() if f.metadata["once"]})
 
 
 def goodput_of(folder: Path) -> Goodput | None:

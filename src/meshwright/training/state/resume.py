@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from meshwright.runs.rows import find_last_step, holds_steps
 from meshwright.settings import flags
 from meshwright.settings.check_model import contradictions
 from meshwright.settings.data_paths import path_sets, path_settings, prefixes
-from meshwright.settings.fields import spelling
+from meshwright.settings.fields import spelling, with_settings
 from meshwright.settings.schema import ARCHITECTURE, STATED, Checkpoint, TrainConfig, flags_with
 from meshwright.storage import addresses
 from meshwright.training.state.saver import is_continued
@@ -333,12 +332,7 @@ def checkpoint_architecture(config: TrainConfig, given: Collection[str]) -> Trai
     wanted = {
         n: v for n, v in saved.items() if n in (*ARCHITECTURE, *STATED, "seq_length", "vocab_size") and n not in given
     }
-    stated = flags.from_saved(TrainConfig, wanted, str(source.folder))
-    groups: dict[str, Any] = {n: getattr(config, n) for n in ("model", "data", "tokenizer", "training")}
-    for name, group in groups.items():
-        names = {f.name for f in dataclasses.fields(group)}
-        groups[name] = dataclasses.replace(group, **{n: v for n, v in stated.items() if n in names})
-    return dataclasses.replace(config, **groups)
+    return with_settings(config, **flags.from_saved(TrainConfig, wanted, str(source.folder)))
 
 
 def fresh_schedule(config: TrainConfig) -> list[str]:

@@ -49,10 +49,6 @@ def check_export(config: TrainConfig) -> None:
         huggingface_writer.refuse_occupied(Path(c.save_hf), Path(c.save) if c.save and is_continued(c) else None)
 
 
-def explained(folder: str, step: int, act: Callable[[], T]) -> Callable[[], T]:
-    return publish.explain_failures(Path(folder), step)(act)
-
-
 def is_complete(folder: str, step: int) -> bool:
     with contextlib.suppress(UserError, OSError):
         return steps.latest(folder)[0] == step
@@ -68,7 +64,7 @@ class Saver:
 
     def __init__(self, config: TrainConfig, layout: Layout, team: Team, device: torch.device) -> None:
         c = config.checkpoint
-        self.config, self.layout, self.team = config, layout, team
+        self.config, self.layout, self.team, self.folder = config, layout, team, c.save or ""
         self.kept: int | None = None
         self.lost: list[int] = []
         self.failure: UserError | None = None  # of the last of them
@@ -91,8 +87,7 @@ class Saver:
 
         Otherwise each kill between a save and its removal would take the room of one more step.
         """
-        self.kept, folder = step, self.config.checkpoint.save
-        assert folder
+        self.kept = step
         if not self.config.training.skip_train:
             with self.tolerating():
                 self.tidy_and_send(step, best, self.team)
@@ -101,14 +96,13 @@ class Saver:
         self, step: int, named: TensorBoxes, state: dict[str, Any], settings: dict[str, Any], best: int | None
     ) -> float | None:
         """Write a step and return the seconds that the run waited; None if --save held it."""
-        began, folder = time.perf_counter(), self.config.checkpoint.save
-        assert folder
+        began = time.perf_counter()
         self.wait()
         if step == self.kept:
-            for line in native.save_messages(folder, step):
+            for line in native.save_messages(self.folder, step):
                 say(line)
             with self.tolerating():
-                self.team.run_on_lead(explained(folder, step, lambda: publish.write_tracker(folder, step)))
+                self.team.run_on_lead(self.explained(step, lambda: publish.write_tracker(self.folder, step)))
                 self.tidy_and_send(step, best, self.team)
             return None
         # The state has lists that the run will append to.
@@ -130,10 +124,10 @@ class Saver:
             is_shared = error.everywhere or self.team.size == 1
             if self.config.checkpoint.save_error == "stop" or error.status != IO or not is_shared:
                 raise
-            step, folder = self.kept, self.config.checkpoint.save
-            assert step is not None and folder
+            step = self.kept
+            assert step is not None
             remark(f"WARNING: {error}; the run goes on and saves again as usual (--save-error warn)")
-            if not self.team.run_on_lead(lambda: is_complete(folder, step)):  # else only what followed has failed
+            if not self.team.run_on_lead(lambda: is_complete(self.folder, step)):  # else only what followed has failed
                 self.kept, self.failure = None, error
                 self.lost.append(step)
                 self.unrecorded.append((step, str(error)))
@@ -157,15 +151,13 @@ class Saver:
         named: TensorBoxes,
         team: Team,
     ) -> None:
-        folder = self.config.checkpoint.save
-        assert folder
         team.run_on_all(self.wait_for_upload)
-        before, after = native.save_messages(folder, step)
+        before, after = native.save_messages(self.folder, step)
         say(before)
         if self.config.checkpoint.ckpt_format == "torch":
-            self.write_for_megatron(Path(folder), step, named, state, settings, team)
+            self.write_for_megatron(Path(self.folder), step, named, state, settings, team)
         else:
-            native.save_step(folder, step, named, state, settings, team=team, users=self.users)
+            native.save_step(self.folder, step, named, state, settings, team=team, users=self.users)
         remark(after, f"saved step {step:,}")
         self.tidy_and_send(step, best, team)
 
@@ -204,20 +196,20 @@ class Saver:
 
     def tidy_and_send(self, step: int, best: int | None, team: Team) -> None:
         """Let rank 0 do what follows a save, and the first rank of each machine send its files."""
-        folder = self.config.checkpoint.save
-        assert folder
-        removed = team.run_on_lead(explained(folder, step, lambda: self.tidy(step, best)))
-        team.run_on_all(explained(folder, step, lambda: self.send(step, removed)))
+        removed = team.run_on_lead(self.explained(step, lambda: self.tidy(step, best)))
+        team.run_on_all(self.explained(step, lambda: self.send(step, removed)))
+
+    def explained(self, step: int, act: Callable[[], T]) -> Callable[[], T]:
+        return publish.explain_failures(Path(self.folder), step)(act)
 
     def tidy(self, step: int, best: int | None) -> list[int]:
         """Update the tracker of the best step, remove old steps, and return these."""
         c, removed = self.config.checkpoint, list[int]()
-        assert c.save
         self.wait_for_upload()  # which may send a step that goes now
-        if best is not None and best in steps.list_steps(c.save):
-            publish.write_tracker(c.save, best, steps.BEST)
+        if best is not None and best in steps.list_steps(self.folder):
+            publish.write_tracker(self.folder, best, steps.BEST)
         if c.keep_last:
-            removed = publish.prune_steps(c.save, step, c.keep_last, c.keep_every, best)
+            removed = publish.prune_steps(self.folder, step, c.keep_last, c.keep_every, best)
             for old in removed:
                 remark(f" > removed step {old}: --keep-last {c.keep_last}")
         return removed
@@ -225,7 +217,7 @@ class Saver:
     def send(self, step: int, removed: list[int]) -> None:
         if self.uploader is not None:
             self.end_upload()
-            self.uploader.begin(step, removed if address_of(self.config.checkpoint.save or "") else [])
+            self.uploader.begin(step, removed if address_of(self.folder) else [])
 
     def wait_for_upload(self) -> None:
         """Wait until nothing is sent: what was sent makes room on this machine."""
@@ -259,12 +251,12 @@ class Saver:
         c = self.config.checkpoint
         if c.save_hf and self.kept is None:
             remark(" > --save-hf: nothing was trained or saved, so nothing is written")
-        elif c.save_hf and c.save and self.kept is not None and self.team.is_lead:
+        elif c.save_hf and self.kept is not None and self.team.is_lead:
             from meshwright.checkpoint.foreign.huggingface import writer as huggingface_writer
 
-            source = loading.open_checkpoint(steps.step_folder(c.save, self.kept))
+            source = loading.open_checkpoint(steps.step_folder(self.folder, self.kept))
             assert source is not None
-            target, run = Path(c.save_hf), Path(c.save)
+            target, run = Path(c.save_hf), Path(self.folder)
             for note in huggingface_writer.write_huggingface(
                 source, target, tokenizer=tokenizer, run=run, again=is_continued(c)
             ):
