@@ -171,7 +171,7 @@ class Search:
             if not self.is_legal(batch_problems(shape)):
                 continue
             smallest = [self.predict(config) for config in self.smallest(shape, OPEN)]
-            if min(map(self.estimates.held, smallest)) <= self.machine.profile.memory_bytes:
+            if self.can_hold(smallest):
                 yield shape
             else:
                 self.found.too_large += 1
@@ -196,11 +196,16 @@ class Search:
     def recompute_more(self, config: TrainConfig, left: tuple[Dimension, ...]) -> None:
         """Count a node that does not fit, and add it with more recomputation if there is more."""
         self.found.too_large += 1
-        more = self.choices(config, recomputations)[1:2]
+        smallest = [self.predict(least) for least in self.smallest(config, left)]
+        more = self.choices(config, recomputations)[1:2] if self.can_hold(smallest) else []
         for settings in more:
             self.push(with_settings(config, **settings), left)
         if not more:
-            self.note_lack(self.predict(self.smallest(config, left)[0]))
+            self.note_lack(smallest[0])
+
+    def can_hold(self, predictions: Sequence[Prediction]) -> bool:
+        """Return whether any of these layouts has room for weights and their like."""
+        return min(map(self.estimates.held, predictions)) <= self.machine.profile.memory_bytes
 
     def push(self, config: TrainConfig, left: tuple[Dimension, ...]) -> None:
         """Add a node with the least seconds of its layouts."""
