@@ -57,6 +57,8 @@ def every_layout(config: TrainConfig, machine: Machine) -> list[Prediction]:
         one = with_settings(config, **p)
         if p["zero_stage"] and one.dp * one.parallel.context_parallel_size == 1:  # nothing to shard over
             continue
+        if p["num_layers_per_virtual_pipeline_stage"] and one.chunks == 1:  # the same without
+            continue
         if not checks.problems(one, needs_data=False):
             out.append(Prediction(one, machine, VOCABULARY))
     least: dict[str, Prediction] = {}  # a layout with the least recomputation with which it fits
@@ -81,24 +83,27 @@ def small() -> TrainConfig:
 
 
 @pytest.mark.parametrize(
-    ("words", "gib"),
+    ("words", "gib", "apart"),
     [
-        ("--world-size 2", 40),
-        ("--world-size 2", 7),  # recomputation and ZeRO 2 and 3 decide
-        ("--world-size 2 --num-layers 5 --hidden-dropout 0 --attention-dropout 0", 8),  # uneven stages
-        ("--world-size 4 --vocab-size 1000 --global-batch-size 4", 3),
-        ("--world-size 2 --seq-length 128 --hidden-size 256 --num-layers 6", 40),  # the host is slower
+        ("--world-size 2", 40, False),
+        ("--world-size 2", 40, True),  # pipelines are the fastest
+        ("--world-size 2", 7, False),  # recomputation and ZeRO 2 and 3 decide
+        ("--world-size 2 --num-layers 5 --hidden-dropout 0 --attention-dropout 0", 8, True),  # uneven stages
+        ("--world-size 4 --vocab-size 1000 --global-batch-size 4", 3, False),
+        ("--world-size 2 --seq-length 128 --hidden-size 256 --num-layers 6", 40, False),  # the host is slower
     ],
 )
-def test_the_search_finds_the_fastest_of_all(words: str, gib: int, machine: Machine) -> None:
+def test_the_search_finds_the_fastest_of_all(words: str, gib: int, apart: bool, machine: Machine) -> None:
     """The times are those of all layouts, tried one by one: bounds and estimates leave none out."""
     config = config_of(f"{SMALL} {words}")
-    limited = Machine(dataclasses.replace(machine.profile, memory_bytes=gib << 30), machine.links)
+    links = dataclasses.replace(machine.links.with_network(1e9), gpus_per_node=1) if apart else machine.links
+    limited = Machine(dataclasses.replace(machine.profile, memory_bytes=gib << 30), links)
     search = searched(config, limited)
     best = search.found.fitting
     everything = sorted(every_layout(config, limited), key=lambda p: p.time.seconds)
     assert [p.time.seconds for p in best] == [p.time.seconds for p in everything[:10]]
     assert len(everything) > 10 and search.found.slower, "a search of a part of them"
+    assert apart == (best[0].config.parallel.pipeline_model_parallel_size > 1)
     for one in best:
         assert one.fits and not checks.problems(one.config, needs_data=False)
 
