@@ -85,7 +85,7 @@ def test_the_best_layouts_are_searched_and_written(capsys: pytest.CaptureFixture
     assert main(["train", "--config", str(file), "--dry-run", "--mock-data", "--vocab-size=50257"]) == 0
     assert "4 ranks = " in capsys.readouterr().out
     text = plan(capsys, *SMALL, "--best=3")
-    assert "the best 3 layouts" in text and "layouts predicted that fit" in text
+    assert "the best 3 layouts" in text and "do not fit; " in text
 
 
 @pytest.mark.flag("search")

@@ -38,6 +38,7 @@ DIVIDING = (
     "zero_stage",
 )
 GPT2_VOCABULARY = 50_257
+DRAWN = 40  # layouts at least, in the picture of a search
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ def search(start: Prediction, given: frozenset[str], asked: PlanFlags) -> tuple[
         raise UserError("--global-batch-size is needed to search layouts: samples of one step")
     config = with_settings(config, **half_precision(config, given, machine))
     freedom = Freedom(given, asked.allow_fp8 and "fp8" in machine.profile.peaks)
-    found = Search(machine, start.vocabulary, freedom, asked.best).run(config)
+    keep = max(asked.best, DRAWN) if asked.pictures or asked.write_page else asked.best
+    found = Search(machine, start.vocabulary, freedom, keep).run(config)
     chosen = found.fitting[0] if found.fitting else found.nearest
     if chosen is None:
         reasons = [f"{count:,} x {reason}" for count, reason in found.refusals.listed()]

@@ -409,6 +409,10 @@ def widths(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
+BucketState = tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, int], ...]]
+NO_BUCKETS: BucketState = ((), (), ())  # before a step
+
+
 class Buckets:
     """Gradients of ZeRO 2, as in parallel/flat.py: a unit's, in full until its sum has ended."""
 
@@ -427,6 +431,31 @@ class Buckets:
                 unit, size = "partial", size * (layers if unit == "h.0" else 1)
             self.sizes[unit] += size
 
+    @property
+    def state(self) -> BucketState:
+        """The units that are being filled, those in sums, oldest first, and the sums of each."""
+        return (
+            tuple(sorted(self.filling)),
+            tuple(self.pending),
+            tuple((n, len(x)) for n, x in sorted(self.sums.items())),
+        )
+
+    def restore(self, state: BucketState) -> None:
+        """Hold what a pass has left in this state."""
+        filling, pending, sums = state
+        self.pending = list(pending)
+        self.filling = {unit: self.full(unit) for unit in filling}
+        self.sums = {unit: [self.with_part(self.full(unit)) for _ in range(number)] for unit, number in sums}
+
+    def full(self, unit: str) -> Sized:
+        """Return the gradients of a unit."""
+        size = self.sizes["h.0" if unit.startswith("h.") else unit]
+        return self.memory.new(aligned(size, self.parts), self.width, "gradients")
+
+    def with_part(self, full: Sized) -> tuple[Sized, Sized]:
+        """Return gradients and the rank's part of their sum."""
+        return full, self.memory.new(full.elements // self.parts, self.width, "gradients")
+
     def begin_all(self, units: Iterable[str]) -> None:
         for unit in units:
             self.begin(unit)
@@ -443,17 +472,16 @@ class Buckets:
         for name in ("partial", unit):
             size = self.sizes["h.0" if name.startswith("h.") else name]
             if size and name not in self.filling:
-                self.filling[name] = self.memory.new(aligned(size, self.parts), self.width, "gradients")
+                self.filling[name] = self.full(name)
 
     def end(self, unit: str) -> None:
         """Start to sum a unit's gradients; two sums are in progress at most."""
         if unit in self.filling:
-            full = self.filling.pop(unit)
-            part = self.memory.new(full.elements // self.parts, self.width, "gradients")
+            pair = self.with_part(self.filling.pop(unit))
             self.pending.append(unit)
             if len(self.pending) > 2:
                 self.sums.pop(self.pending.pop(0), None)
-            self.sums.setdefault(unit, []).append((full, part))
+            self.sums.setdefault(unit, []).append(pair)
 
 
 def marked(x: Sized, arrive: Callable[[], object]) -> Sized:

@@ -68,7 +68,7 @@ def layout_settings(config: TrainConfig) -> Settings:
 
 def verdict(prediction: Prediction, search: bool = True) -> str:
     """Say whether a layout fits, and with `search` the least change that makes it fit."""
-    need, have = prediction.ranks[prediction.fullest].total, prediction.machine.profile.memory_bytes
+    need, have = prediction.need, prediction.machine.profile.memory_bytes
     sizes = f"{gib(need)} of {gib(have)}"
     if prediction.fits:
         return f"fits, {gib(prediction.left)} left: {sizes}"
@@ -194,7 +194,7 @@ def table_of(predictions: Sequence[Prediction]) -> list[list[str]]:
                 f"{time.seconds:,.3f} s",
                 f"{time.tokens_per_second:,.0f}",
                 f"{100 * time.mfu:.1f} %",
-                gib(one.at_ends),
+                gib(one.need),
             ]
         )
     return rows
@@ -208,8 +208,8 @@ def found_lines(found: Found, keep: int) -> list[str]:
         *align_columns(table_of(found.fitting[:keep]), True),
     ]
     lines.append(
-        f"{len(found.fitting):,} layouts predicted that fit, {found.too_large:,} that do not; "
-        f"{found.slower:,} groups of layouts left out, since none of them can be as fast"
+        f"{found.too_large:,} layouts or groups of layouts that may be as fast do not fit; "
+        f"{found.slower:,} left out, since none of them can be as fast"
     )
     refused = found.refusals.listed()
     if refused:

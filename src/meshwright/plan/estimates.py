@@ -1,86 +1,178 @@
-"""Estimates of memory for a search: one prediction of small stages serves many layouts."""
+"""Estimates of memory for a search: few predictions of small stages serve many layouts."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import itertools
+from dataclasses import replace
 
-from meshwright.plan.memory import WORKSPACES, batch_bytes, held_bytes, step_bytes
+from meshwright.device import NVIDIA
+from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
+from meshwright.plan.blocks import NO_BUCKETS, BucketState, PassSizes, Stage, sizes_of
+from meshwright.plan.graph_rule import reason_against
+from meshwright.plan.memory import (
+    GRAPHS,
+    PROCESSORS,
+    WORKSPACES,
+    PassMemory,
+    batch_bytes,
+    held_bytes,
+    measure_passes,
+    measure_step,
+    own_stages,
+    passed_micro_batches,
+    passes_of_schedule,
+    step_bytes,
+)
 from meshwright.plan.prediction import Prediction, with_settings
+from meshwright.plan.tensors import ROUNDING
 from meshwright.settings.schema import TrainConfig
 
-PER_SAMPLE = ("activations", "logits")  # kinds that grow with the micro-batch
-
-
-class Passes(NamedTuple):
-    """Bytes of a rank's passes: for each sample of a micro-batch, and whatever its size."""
-
-    per_sample: float
-    fixed: float
+Key = tuple[object, ...]
+MOST_SAVED = 20  # tensors of a layer
+SURE = 1.03  # an estimate above what there is, times this, is of a layout that does not fit
 
 
 class MemoryEstimates:
-    """Bytes of the first or last pipeline rank, which need the most as a rule.
+    """Bytes that tensors of the first or last pipeline rank need, which need the most as a rule.
 
-    What passes allocate is predicted for stages of two and of three layers and micro-batches of one
-    sample; it grows evenly with both.
+    What passes allocate is predicted for stages of two and of three layers, and grows evenly with
+    them. Gradients that ZeRO 2 keeps in full for a while do not, and are left out: with it, and in
+    what torch's allocator takes, a layout may need more.
     """
 
     def __init__(self) -> None:
-        self.passes: dict[tuple[object, ...], Passes] = {}
-        self.held: dict[tuple[object, ...], int] = {}
+        self.states: dict[Key, int] = {}
+        self.saved: dict[Key, float] = {}
+        self.passes: dict[Key, int] = {}
 
-    def total(self, prediction: Prediction) -> int:
-        """Return the bytes that the process of the fuller end takes."""
-        c, p = prediction.config, prediction.config.parallel
-        profile = prediction.machine.profile
-        ends = {0, p.pipeline_model_parallel_size - 1}
-        each = (self.held_at(prediction, rank) + self.passes_at(prediction, rank, c.micro_batch) for rank in ends)
-        return round(max(each)) + profile.context_bytes
+    def may_fit(self, prediction: Prediction) -> bool:
+        """Return whether both ends of the pipeline may have room."""
+        most = prediction.machine.profile.memory_bytes * SURE
+        return self.may_begin(prediction) and all(self.at_rank(prediction, rank) <= most for rank in ends(prediction))
+
+    def may_begin(self, prediction: Prediction) -> bool:
+        """Return whether there may be room until the first backward pass: a quicker answer."""
+        have = prediction.machine.profile.memory_bytes
+        return self.held(prediction) <= have and self.waiting(prediction) <= have
+
+    def held(self, prediction: Prediction) -> int:
+        """Return the bytes of the process of the fuller end, without what passes allocate."""
+        return max(self.held_at(prediction, rank) for rank in ends(prediction))
 
     def at_least(self, prediction: Prediction) -> int:
-        """Return the same without what passes allocate."""
-        ends = {0, prediction.config.parallel.pipeline_model_parallel_size - 1}
-        held = max(self.held_at(prediction, rank) for rank in ends)
-        return held + prediction.machine.profile.context_bytes
+        """Return the bytes of the process of the fuller end."""
+        return max(self.at_rank(prediction, rank) for rank in ends(prediction))
+
+    def at_rank(self, prediction: Prediction, rank: int) -> int:
+        c, kind = prediction.config, prediction.machine.profile.kind
+        beside = sum(WORKSPACES) if kind == NVIDIA else 0
+        beside += GRAPHS if reason_against(c, kind) is None else 0
+        return self.held_at(prediction, rank) + batch_bytes(c) + beside + self.passes_at(prediction, rank)
 
     def held_at(self, prediction: Prediction, rank: int) -> int:
-        c, p = prediction.config, prediction.config.parallel
-        key = (rank, *layout_of(c), c.dp, p.zero_stage, p.cpu_optimizer)
-        if key not in self.held:
-            held = held_bytes(c, prediction.padded, rank, prediction.machine.profile.kind)
-            self.held[key] = sum(held.values())
-        return self.held[key]
+        c, p, profile = prediction.config, prediction.config.parallel, prediction.machine.profile
+        ranks = p.tensor_model_parallel_size, p.context_parallel_size, c.dp
+        key = (rank, *order_of(c), *ranks, p.zero_stage, p.cpu_optimizer, c.precision.fp8_format, c.precision.dtype)
+        if key not in self.states:
+            held = held_bytes(c, prediction.padded, rank, profile.kind)
+            self.states[key] = sum(held.values()) + profile.context_bytes
+        return self.states[key]
 
-    def passes_at(self, prediction: Prediction, rank: int, samples: int) -> float:
+    def waiting(self, prediction: Prediction) -> int:
+        """Return the bytes of the first rank, with what waits for its first backward pass."""
         c, p = prediction.config, prediction.config.parallel
-        number = min(c.micro_batches(c.global_batch), 2 * p.pipeline_model_parallel_size)
-        recompute = c.training.recompute_granularity
-        key = (rank, *layout_of(c), p.sequence_parallel, p.zero_stage == 2, recompute, number)
+        held = self.held_at(prediction, 0)
+        if differs_by_layer(c):
+            return held
+        key = (p.pipeline_model_parallel_size > 1 and p.pipeline_schedule in SPLIT_BACKWARD, *work_of(c))
+        if key not in self.saved:
+            self.saved[key] = saved_bytes(c, prediction.padded)
+        return held + round(waiting_layers(c) * c.micro_batch * self.saved[key])
+
+    def passes_at(self, prediction: Prediction, rank: int) -> int:
+        c = prediction.config
+        number = min(c.micro_batches(c.global_batch), 2 * c.parallel.pipeline_model_parallel_size)
+        key = (rank, number, c.micro_batch, *order_of(c), *work_of(c))
         if key not in self.passes:
-            self.passes[key] = passes_of(prediction, rank, number)
-        return samples * self.passes[key].per_sample + self.passes[key].fixed
+            without_buckets = with_settings(c, zero_stage=min(c.parallel.zero_stage, 1))
+            self.passes[key] = passes_bytes(without_buckets, prediction.padded, rank)
+        return self.passes[key]
 
 
-def layout_of(c: TrainConfig) -> tuple[object, ...]:
-    p = c.parallel
-    sizes = p.tensor_model_parallel_size, p.context_parallel_size, p.pipeline_model_parallel_size
-    return (*sizes, p.pipeline_schedule, c.chunks, c.precision.fp8_format, c.precision.dtype)
+def ends(prediction: Prediction) -> list[int]:
+    """Return the first and the last pipeline rank."""
+    return sorted({0, prediction.config.parallel.pipeline_model_parallel_size - 1})
 
 
-def passes_of(prediction: Prediction, rank: int, number: int) -> Passes:
-    """Return what a rank's passes allocate, from stages of two and three layers."""
-    c, stage = prediction.config, max(prediction.config.stages)
-    if stage <= 3 or c.model.windowed_layers or c.precision.first_last_layers_bf16:
-        return passes_with(prediction, rank, number, None)
-    two, three = (passes_with(prediction, rank, number, layers) for layers in (2, 3))
-    per_sample, fixed = (a + (b - a) * (stage - 2) for a, b in zip(two, three, strict=True))
-    return Passes(per_sample, fixed)
+def order_of(c: TrainConfig) -> Key:
+    """Return what the order of a pipeline's passes depends on, beside micro-batches."""
+    return c.parallel.pipeline_model_parallel_size, c.parallel.pipeline_schedule, c.chunks
 
 
-def passes_with(prediction: Prediction, rank: int, number: int, layers: int | None) -> Passes:
-    """Return the same of stages with so many layers."""
-    c = prediction.config
-    small = with_settings(c, micro_batch_size=1, global_batch_size=c.dp * number, num_accumulation_steps=None)
-    kinds = step_bytes(small, prediction.padded, rank, layers)
-    per_sample = sum(kinds.get(kind, 0) for kind in PER_SAMPLE)
-    return Passes(per_sample, sum(kinds.values()) - per_sample + sum(WORKSPACES) + batch_bytes(small))
+def work_of(c: TrainConfig) -> Key:
+    """Return what a search changes of the work of a layer for a sample."""
+    p, t = c.parallel, c.training
+    ranks = p.tensor_model_parallel_size, p.context_parallel_size, p.sequence_parallel
+    return (*ranks, c.precision.fp8_format, c.precision.dtype, t.recompute_granularity)
+
+
+def differs_by_layer(c: TrainConfig) -> bool:
+    """Return whether passes do not allocate the same for each layer."""
+    return bool(c.model.windowed_layers) or c.precision.first_last_layers_bf16 or c.training.recompute_num_layers > 1
+
+
+def saved_bytes(c: TrainConfig, padded: int) -> float:
+    """Return the bytes that a layer saves of each sample, without what sizes are rounded up by."""
+    sizes = sizes_of(with_settings(c, zero_stage=0, micro_batch_size=1), padded, PROCESSORS)
+    two, three = (measure_passes(sizes, Stage(n, False, False), True, 0, NO_BUCKETS)["F"] for n in (2, 3))
+    return max(0, three.rest - two.rest - MOST_SAVED * ROUNDING)
+
+
+def waiting_layers(c: TrainConfig) -> int:
+    """Return the layers that micro-batches pass on the first rank until a backward pass."""
+    pp, name, stages = c.parallel.pipeline_model_parallel_size, c.parallel.pipeline_schedule, own_stages(c, 0)
+    if pp == 1:
+        return stages[0].layers
+    passes = passes_of_schedule(name, pp, 0, passed_micro_batches(c, 4), c.chunks)
+    return sum(stages[chunk].layers for chunk, _, _ in itertools.takewhile(lambda each: each[2] == "F", passes))
+
+
+def passes_bytes(c: TrainConfig, padded: int, rank: int) -> int:
+    """Return the bytes at the peak of a rank's passes."""
+    stage, is_like = own_stages(c, rank)[0], not differs_by_layer(c)
+    if c.parallel.pipeline_model_parallel_size > 1 or stage.layers <= 3 or not is_like:
+        return sum(step_bytes(c, padded, rank, measure_small if is_like else None).values())
+    sizes = sizes_of(c, padded, PROCESSORS)
+    two, three = (sum(measure_step(sizes, replace(stage, layers=layers)).values()) for layers in (2, 3))
+    return two + (stage.layers - 2) * (three - two)
+
+
+@functools.lru_cache(4096)
+def measure_small(
+    sizes: PassSizes, stage: Stage, is_first: bool, of_rank: int, buckets: BucketState
+) -> dict[str, PassMemory]:
+    """Return what passes allocate, from a stage of two layers and what a third one adds."""
+    if stage.layers <= 3:
+        return measure_passes(sizes, stage, is_first, of_rank, buckets)
+    middle = replace(stage, has_embedding=False, has_head=False)
+    two, less, more = (
+        measure_passes(sizes, replace(each, layers=layers), is_first, of_rank, buckets)
+        for each, layers in ((stage, 2), (middle, 2), (middle, 3))
+    )
+    return {op: extended(two[op], less[op], more[op], stage.layers - 2) for op in two}
+
+
+def extended(memory: PassMemory, less: PassMemory, more: PassMemory, times: int) -> PassMemory:
+    """Return `memory` and so many times the difference of two others."""
+
+    def add(kinds: dict[str, int], less: dict[str, int], more: dict[str, int]) -> dict[str, int]:
+        return {kind: kinds.get(kind, 0) + times * (more.get(kind, 0) - less.get(kind, 0)) for kind in kinds | more}
+
+    return PassMemory(
+        add(memory.at_peak, less.at_peak, more.at_peak),
+        add(memory.left, less.left, more.left),
+        memory.most + times * (more.most - less.most),
+        memory.rest + times * (more.rest - less.rest),
+        memory.buckets,
+    )

@@ -63,7 +63,7 @@ def stacked_memory(prediction: Prediction) -> dict[str, list[float]]:
 
 def layout_points(predictions: Sequence[Prediction]) -> list[tuple[float, float]]:
     """Return GiB of the fullest rank and seconds of a step of each layout."""
-    return [(one.at_ends / GIB, one.time.seconds) for one in predictions]
+    return [(one.need / GIB, one.time.seconds) for one in predictions]
 
 
 def goodput_points(losses: Interruptions, step: float) -> list[tuple[float, float]]:

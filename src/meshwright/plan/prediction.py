@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.device import ask_nvidia_smi
 from meshwright.errors import UserError
 from meshwright.plan.devices import DeviceProfile, Links, load_profile, profile_names
-from meshwright.plan.memory import RankMemory, memory_of_rank, memory_of_ranks
+from meshwright.plan.memory import RankMemory, memory_of_ranks
 from meshwright.plan.saving import SaveTime, save_time
 from meshwright.plan.timeline import StageTimes
 from meshwright.plan.timing import StepTime, stage_times, step_time
@@ -33,13 +33,6 @@ class Prediction:
     config: TrainConfig
     machine: Machine
     vocabulary: int
-    is_quick: bool = False  # for a search: a pipeline's waiting is rounded
-    estimate: int = 0  # for a search: bytes of the fuller of the first and last ranks
-
-    @cached_property
-    def in_full(self) -> Prediction:
-        """The same without the shortcuts of a search."""
-        return dataclasses.replace(self, is_quick=False, estimate=0)
 
     @cached_property
     def padded(self) -> int:
@@ -57,7 +50,7 @@ class Prediction:
     @cached_property
     def time(self) -> StepTime:
         machine = self.machine
-        return step_time(self.config, self.padded, machine.profile, machine.links, self.is_quick)
+        return step_time(self.config, self.padded, machine.profile, machine.links)
 
     @property
     def stage_times(self) -> StageTimes:
@@ -73,26 +66,18 @@ class Prediction:
         return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].allocated)
 
     @property
+    def need(self) -> int:
+        """Bytes of the fullest rank's process."""
+        return self.ranks[self.fullest].total
+
+    @property
     def left(self) -> int:
         """Bytes that the fullest rank leaves free; negative if it does not fit."""
-        return self.machine.profile.memory_bytes - self.ranks[self.fullest].total
+        return self.machine.profile.memory_bytes - self.need
 
     @property
     def fits(self) -> bool:
         return self.left >= 0
-
-    @cached_property
-    def at_ends(self) -> int:
-        """Bytes of the first or the last pipeline rank, which need the most as a rule."""
-        if self.estimate:
-            return self.estimate
-        ends = {0, self.config.parallel.pipeline_model_parallel_size - 1}
-        each = (memory_of_rank(self.config, self.padded, rank, self.machine.profile) for rank in ends)
-        return max(each, key=lambda memory: memory.allocated).total
-
-    @property
-    def left_at_ends(self) -> int:
-        return self.machine.profile.memory_bytes - self.at_ends
 
 
 def find_machine(

@@ -1,7 +1,7 @@
 """All layouts that a number of devices allows, and the fastest of those that fit.
 
 A layout is legal if `settings.checks` says so. The dimensions form a tree: each level sets one of
-them, and a refused node ends its branch, so that few configurations of the many are made.
+them, and a branch that is refused, too large or slower than what is found is never made.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from meshwright.plan.bounds import Bounds, PassOrder
 from meshwright.plan.estimates import MemoryEstimates
 from meshwright.plan.prediction import Machine, Prediction, with_settings
-from meshwright.plan.timing import least_seconds
 from meshwright.settings.check_layout import parallel_problems
 from meshwright.settings.check_steps import batch_problems
 from meshwright.settings.schema import TrainConfig
@@ -26,8 +26,6 @@ from meshwright.settings.schema import TrainConfig
 Settings = dict[str, Any]
 RECOMPUTE = (None, "selective", "full")  # slower and smaller with each
 MOST_MICRO_BATCH = 64
-# After so many layouts that fit, the rest must promise to be faster than the best by a factor.
-MANY, GAIN = 40, 1.03
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,9 @@ class Found:
     """The outcome of a search."""
 
     refusals: Refusals = field(default_factory=Refusals)
-    fitting: list[Prediction] = field(default_factory=list)  # the fastest first
-    too_large: int = 0  # predicted layouts that do not fit
-    slower: int = 0  # layouts, or groups of them, that cannot be as fast as the best ones
+    fitting: list[Prediction] = field(default_factory=list)  # the fastest, in order
+    too_large: int = 0  # layouts, or groups of them, that may be as fast and do not fit
+    slower: int = 0  # the same that cannot be as fast
     nearest: Prediction | None = None  # of those that do not fit, the one that lacks the least
 
 
@@ -115,10 +113,6 @@ def micro_batches(c: TrainConfig) -> list[Settings]:
     return [{"micro_batch_size": n} for n in divisors(each) if n <= MOST_MICRO_BATCH]
 
 
-def unchanged(c: TrainConfig) -> list[Settings]:
-    return [{}]
-
-
 def recomputations(c: TrainConfig) -> list[Settings]:
     """Return what there is now, and what saves more memory."""
     now = RECOMPUTE.index(c.training.recompute_granularity)
@@ -130,144 +124,160 @@ def formats(c: TrainConfig) -> list[Settings]:
 
 
 Dimension = Callable[[TrainConfig], list[Settings]]
+SHAPE = tensor_sizes, context_sizes, pipeline_sizes, formats
+OPEN = micro_batches, schedules, zero_stages  # the dimensions that are left of a shape
+
+
+class Branch(NamedTuple):
+    """A part of the tree: all layouts with these settings."""
+
+    seconds: float  # that a step of any takes at least
+    number: int
+    prediction: Prediction
+    left: tuple[Dimension, ...] | None  # dimensions that are open; None if `seconds` are those of the layout
 
 
 class Search:
-    """One search in the tree of legal layouts."""
+    """One search in the tree of legal layouts.
+
+    A heap holds the nodes that are left. The one that may be the fastest is looked at: it grows
+    branches, or it is a layout, which is timed if its tensors may have room, and predicted in full
+    if it still comes first. So layouts end in the order of their times, until enough of them fit.
+    """
 
     def __init__(self, machine: Machine, vocabulary: int, freedom: Freedom, keep: int = 10) -> None:
         self.machine, self.vocabulary, self.freedom, self.keep = machine, vocabulary, freedom, keep
-        self.found, self.estimates = Found(), MemoryEstimates()
-        self.nodes: list[tuple[float, int, TrainConfig, bool]] = []  # a heap: speeds, negative, and configurations
+        self.found, self.estimates, self.bounds = Found(), MemoryEstimates(), Bounds(machine)
+        self.nodes: list[Branch] = []
+        self.schedules: dict[int, list[PassOrder]] = {}  # by the number of pipeline ranks
+        self.highest: dict[tuple[object, ...], int] = {}  # legal ZeRO stage
         self.pushed = 0
         self.most_left = 0  # bytes of the nearest layout
-        self.speed_to_beat = 0.0  # of the slowest layout that is kept
 
     def run(self, config: TrainConfig) -> Found:
-        """Find the `keep` fastest layouts of a configuration that fit.
-
-        The node that may be the fastest is looked at first, so that the search ends when no other
-        may be faster than what it has.
-        """
-        for branch in self.branches(config):
-            self.push(branch, with_schedule=False)
-        self.look()
-        while self.drops_some():
-            self.look()
+        """Find the `keep` fastest layouts of a configuration that fit."""
+        for shape in self.shapes(config):
+            self.push(shape, OPEN)
+        while self.nodes and len(self.found.fitting) < self.keep:
+            self.look(heapq.heappop(self.nodes))
         self.found.slower = len(self.nodes)
-        best = [p.in_full for p in self.found.fitting[: self.keep]]
-        self.found.fitting = sorted(best, key=speed_of, reverse=True) + self.found.fitting[self.keep :]
         return self.found
 
-    def drops_some(self) -> bool:
-        """Sort what is found, and return whether some of the best do not fit in full predictions.
-
-        These are left to be looked at with more recomputation.
-        """
-        self.found.fitting.sort(key=speed_of, reverse=True)
-        lacking = [p for p in self.found.fitting[: self.keep] if p.in_full.left_at_ends < 0]
-        for prediction in lacking:
-            self.found.fitting.remove(prediction)
-            self.note_lack(prediction.config)
-            for changed in self.with_each_recomputation(prediction.config)[1:2]:
-                self.push(changed)
-        self.set_speed_to_beat()
-        return bool(lacking)
-
-    def look(self) -> None:
-        """Predict layouts until no other may be as fast as those that are kept."""
-        while self.nodes and -self.nodes[0][0] > self.speed_to_beat:
-            _, _, node, has_schedule = heapq.heappop(self.nodes)
-            fitting = self.with_recomputation(node, with_schedule=has_schedule)
-            if fitting is not None and fitting.training.recompute_granularity != node.training.recompute_granularity:
-                self.push(fitting, has_schedule)
-            elif fitting is not None and has_schedule:
-                self.predict_layout(node)
-            elif fitting is not None:
-                for layout in self.expand(node, (schedules, zero_stages)):
-                    if self.left_at_most(layout) < 0:
-                        self.note_lack(layout)
-                    else:
-                        self.push(layout)
-
-    def push(self, config: TrainConfig, with_schedule: bool = True) -> None:
-        """Add a layout, or sizes with open schedule and ZeRO stage, to what is left."""
-        least = config
-        if not with_schedule and self.shards(config):
-            least = with_settings(config, zero_stage=1)  # which sends the least
-        padded = Prediction(config, self.machine, self.vocabulary).padded
-        profile, links = self.machine.profile, self.machine.links
-        seconds = least_seconds(least, padded, profile, links, any_schedule=not with_schedule)
-        most = config.global_batch * (config.data.seq_length or 0) / seconds
-        self.pushed += 1
-        heapq.heappush(self.nodes, (-most, self.pushed, config, with_schedule))
-
-    def predict_layout(self, layout: TrainConfig) -> None:
-        """Add a layout to what is found."""
-        self.found.fitting.append(self.predict(layout))
-        self.set_speed_to_beat()
-
-    def set_speed_to_beat(self) -> None:
-        fastest = heapq.nlargest(self.keep, self.found.fitting, key=speed_of)
-        self.speed_to_beat = speed_of(fastest[-1]) if len(fastest) == self.keep else 0.0
-        if len(self.found.fitting) >= max(MANY, self.keep):
-            self.speed_to_beat = max(self.speed_to_beat, GAIN * speed_of(fastest[0]))
-
-    def branches(self, config: TrainConfig) -> Iterator[TrainConfig]:
-        """Yield legal sizes with each micro-batch, where weights and their like may fit."""
+    def shapes(self, config: TrainConfig) -> Iterator[TrainConfig]:
+        """Yield legal numbers of ranks where weights and their like may fit."""
         if not self.is_fixed("micro_batch_size"):
             config = with_settings(config, micro_batch_size=1)
-        for shape in self.expand(config, (tensor_sizes, context_sizes, pipeline_sizes)):
+        for shape in self.expand(config, SHAPE if self.freedom.fp8 else SHAPE[:-1]):
             if not self.is_legal(batch_problems(shape)):
                 continue
-            if self.left_at_most(self.smallest(shape)) < 0:
-                self.note_lack(self.smallest(shape))
-                continue
-            yield from self.expand(shape, (micro_batches, formats if self.freedom.fp8 else unchanged))
+            smallest = [self.predict(config) for config in self.smallest(shape, OPEN)]
+            if self.can_hold(smallest):
+                yield shape
+            else:
+                self.found.too_large += 1
+                self.note_lack(smallest[0])
 
-    def smallest(self, config: TrainConfig) -> TrainConfig:
-        """Return a configuration with the ZeRO stage that needs the least memory."""
-        return with_settings(config, zero_stage=3) if self.shards(config) else config
+    def look(self, node: Branch) -> None:
+        """Take a node closer to the times of its layouts."""
+        config, left = node.prediction.config, node.left
+        if left is None:
+            if node.prediction.fits:
+                self.found.fitting.append(node.prediction)
+            else:
+                self.recompute_more(config, ())
+        elif left != OPEN and not self.may_fit(config, left):
+            self.recompute_more(config, left)
+        elif left:
+            for branch in self.expand(config, left[:1]):
+                self.push(branch, left[1:])
+        else:
+            self.push_after(node.prediction.time.seconds, node.prediction, None)
 
-    def shards(self, config: TrainConfig) -> bool:
-        """Return whether ZeRO stages are searched."""
-        return not self.is_fixed("zero_stage") and len(zero_stages(config)) > 1
+    def recompute_more(self, config: TrainConfig, left: tuple[Dimension, ...]) -> None:
+        """Count a node that does not fit, and add it with more recomputation if there is more."""
+        self.found.too_large += 1
+        smallest = [self.predict(least) for least in self.smallest(config, left)]
+        more = self.choices(config, recomputations)[1:2] if self.can_hold(smallest) else []
+        for settings in more:
+            self.push(with_settings(config, **settings), left)
+        if not more:
+            self.note_lack(smallest[0])
 
-    def with_recomputation(self, config: TrainConfig, with_schedule: bool) -> TrainConfig | None:
-        """Return a configuration with the least recomputation that lets it fit; None without one.
+    def can_hold(self, predictions: Sequence[Prediction]) -> bool:
+        """Return whether any of these layouts has room for weights and their like."""
+        return min(map(self.estimates.held, predictions)) <= self.machine.profile.memory_bytes
 
-        Without a schedule, the ZeRO stage is still open too.
-        """
-        for changed in self.with_each_recomputation(config):
-            if self.predict(changed if with_schedule else self.smallest(changed)).left_at_ends >= 0:
-                return changed
-        self.note_lack(config if with_schedule else self.smallest(config))
-        return None
+    def push(self, config: TrainConfig, left: tuple[Dimension, ...]) -> None:
+        """Add a node with the least seconds of its layouts."""
+        prediction, p = self.predict(config), config.parallel
+        names = self.open_schedules(config) if schedules in left else [PassOrder(p.pipeline_schedule, config.chunks)]
+        zero = self.open_stages(config) if zero_stages in left else [p.zero_stage]
+        is_busy = micro_batches in left
+        if is_busy:  # a step of the largest ones takes the least, but for waiting
+            config = with_settings(config, **self.choices(config, micro_batches)[-1])
+        seconds = self.bounds.least(config, prediction.padded, names, zero, is_busy)
+        self.push_after(seconds, prediction, left)
 
-    def with_each_recomputation(self, config: TrainConfig) -> list[TrainConfig]:
-        return [with_settings(config, **settings) for settings in self.choices(config, recomputations)]
+    def push_after(self, seconds: float, prediction: Prediction, left: tuple[Dimension, ...] | None) -> None:
+        self.pushed += 1
+        heapq.heappush(self.nodes, Branch(seconds, self.pushed, prediction, left))
+
+    def open_schedules(self, config: TrainConfig) -> list[PassOrder]:
+        pp = config.parallel.pipeline_model_parallel_size
+        if pp not in self.schedules:
+            changed = self.changed(config, schedules)
+            self.schedules[pp] = [PassOrder(c.parallel.pipeline_schedule, c.chunks) for c in changed]
+        return self.schedules[pp]
+
+    def open_stages(self, config: TrainConfig) -> list[int]:
+        return [s.get("zero_stage", config.parallel.zero_stage) for s in self.choices(config, zero_stages)]
+
+    def may_fit(self, config: TrainConfig, left: tuple[Dimension, ...]) -> bool:
+        """Return whether any layout of a node may fit."""
+        may_fit = self.estimates.may_begin if left else self.estimates.may_fit
+        return any(may_fit(self.predict(least)) for least in self.smallest(config, left))
+
+    def smallest(self, config: TrainConfig, left: tuple[Dimension, ...]) -> list[TrainConfig]:
+        """Return the layouts of a node one of which needs the least memory."""
+        kinds, width = [config], 2 * config.parallel.pipeline_model_parallel_size
+        # ZBV may hold less than 1F1B of few micro-batches, or of layers that are not shared evenly.
+        may_hold_less = config.micro_batches(config.global_batch) < width - 1 or (config.model.num_layers or 0) % width
+        if schedules in left and may_hold_less and PassOrder("zbv", 2) in self.open_schedules(config):
+            kinds.append(with_settings(config, pipeline_schedule="zbv", num_layers_per_virtual_pipeline_stage=None))
+        if zero_stages in left:
+            kinds = [self.with_most_sharing(kind) for kind in kinds]
+        return kinds[:1] + [kind for kind in kinds[1:] if not parallel_problems(kind)]
+
+    def with_most_sharing(self, config: TrainConfig) -> TrainConfig:
+        """Return a configuration with the highest legal ZeRO stage."""
+        p, stages = config.parallel, self.open_stages(config)
+        key = len(stages), p.pipeline_model_parallel_size, p.pipeline_schedule, config.precision.fp8_format
+        if key not in self.highest:
+            changed = [with_settings(config, zero_stage=stage) for stage in stages]
+            legal = [c.parallel.zero_stage for c in changed if not parallel_problems(c)]
+            self.highest[key] = legal[-1] if legal else stages[0]
+        return with_settings(config, zero_stage=self.highest[key])
 
     def is_fixed(self, name: str) -> bool:
         return name in self.freedom.fixed
 
-    def note_lack(self, config: TrainConfig) -> None:
-        """Count a layout that does not fit, and keep it if it is the nearest so far."""
-        self.found.too_large += 1
-        if self.found.nearest is not None and self.left_at_most(config) <= self.most_left:
+    def note_lack(self, prediction: Prediction) -> None:
+        """Keep a layout that does not fit if it is the nearest so far."""
+        have = self.machine.profile.memory_bytes
+        if self.found.nearest is not None and have - self.estimates.held(prediction) <= self.most_left:
             return
-        prediction = self.predict(self.with_each_recomputation(config)[-1])
-        if self.found.nearest is None or prediction.left_at_ends > self.most_left:
-            self.most_left, self.found.nearest = prediction.left_at_ends, prediction.in_full
-
-    def left_at_most(self, config: TrainConfig) -> int:
-        """Return the bytes that a layout may leave free, without running its passes."""
-        prediction = Prediction(config, self.machine, self.vocabulary)
-        return self.machine.profile.memory_bytes - self.estimates.at_least(prediction)
+        most = self.choices(prediction.config, recomputations)[-1]
+        smaller = self.predict(with_settings(prediction.config, **most))
+        left = have - self.estimates.at_least(smaller)
+        if self.found.nearest is None or left > self.most_left:
+            self.most_left, self.found.nearest = left, smaller
 
     def predict(self, config: TrainConfig) -> Prediction:
-        """Return a quick prediction with an estimate of the memory."""
-        prediction = Prediction(config, self.machine, self.vocabulary, is_quick=True)
-        return dataclasses.replace(prediction, estimate=self.estimates.total(prediction))
+        return Prediction(config, self.machine, self.vocabulary)
+
+    def changed(self, config: TrainConfig, dimension: Dimension) -> list[TrainConfig]:
+        """Return the configurations of a dimension, legal or not."""
+        return [with_settings(config, **settings) for settings in self.choices(config, dimension)]
 
     def choices(self, config: TrainConfig, dimension: Dimension) -> list[Settings]:
         """Return what a dimension may be, without what is fixed."""
@@ -279,8 +289,7 @@ class Search:
         if not dimensions:
             yield config
             return
-        for settings in self.choices(config, dimensions[0]):
-            changed = with_settings(config, **settings)
+        for changed in self.changed(config, dimensions[0]):
             if self.is_legal(parallel_problems(changed)):
                 yield from self.expand(changed, dimensions[1:])
 
@@ -289,10 +298,6 @@ class Search:
         if problems:
             self.found.refusals.note(problems[0])
         return not problems
-
-
-def speed_of(prediction: Prediction) -> float:
-    return prediction.time.tokens_per_second
 
 
 # The least change of a layout that does not fit.
@@ -330,11 +335,10 @@ def least_change(prediction: Prediction) -> tuple[Settings, Prediction] | None:
                 config = with_settings(prediction.config, **settings)
                 if parallel_problems(config) or batch_problems(config):
                     continue
-                changed = dataclasses.replace(prediction, config=config, is_quick=True)
-                changed = dataclasses.replace(changed, estimate=estimates.total(changed))
-                if changed.left_at_ends >= 0:
+                changed = dataclasses.replace(prediction, config=config)
+                if estimates.may_fit(changed):
                     fitting.append((settings, changed))
-        for settings, changed in sorted(fitting, key=lambda pair: speed_of(pair[1]), reverse=True):
-            if changed.in_full.left_at_ends >= 0:
-                return settings, changed.in_full
+        for settings, changed in sorted(fitting, key=lambda pair: pair[1].time.seconds):
+            if changed.fits:
+                return settings, changed
     return None

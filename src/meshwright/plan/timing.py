@@ -8,6 +8,7 @@ model/counts.py, bytes sent from traffic.py, the schedule from timeline.py, all 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -77,47 +78,14 @@ class Step(NamedTuple):
     weights: Work
 
 
-def step_time(
-    config: TrainConfig, padded: int, profile: DeviceProfile, links: Links | None = None, is_quick: bool = False
-) -> StepTime:
-    """Predict a step of the slowest rank.
-
-    With `is_quick` the waiting of a pipeline is that of stages whose times are rounded, so that a
-    search needs to run few different schedules.
-    """
-    return _Prediction(config, padded, profile, links or profile.links, is_quick).result()
-
-
-def least_seconds(config: TrainConfig, padded: int, profile: DeviceProfile, links: Links, any_schedule: bool) -> float:
-    """Return seconds that a step needs at least, without running a pipeline's schedule.
-
-    With `any_schedule` no other schedule of the same ranks and micro-batches needs less.
-    """
-    terms, p, layers = _Prediction(config, padded, profile, links, True), config.parallel, config.model.num_layers or 0
-    layer = terms.layer(bool(config.model.windowed_layers), bool(config.precision.fp8_format))
-    again = config.training.recompute_granularity == "full" and config.training.recompute_method != "block"
-    seconds = terms.passes_seconds if terms.pp > 1 else lambda work: work.device_seconds  # there may be graphs
-    forward, weights = seconds(layer.forward), seconds(layer.weights)
-    backward = seconds(layer.backward) + again * forward
-    ends = (terms.embedding(False), terms.embedding(True), *terms.head())
-    split = any_schedule or p.pipeline_schedule in SPLIT_BACKWARD
-    drain = backward if split else backward + weights
-    chunk = 1 if any_schedule else layers // (terms.pp * config.chunks)  # layers that a micro-batch passes at once
-    alone = layers * (forward + backward + weights) + sum(part.device_seconds for part in ends)
-    slowest, last = (
-        terms.count * n * (forward + backward + weights) for n in (-(-layers // terms.pp), layers // terms.pp)
-    )
-    waiting = (terms.pp - 1) * chunk * (forward if split else forward + drain)
-    passes = max(terms.count * alone / terms.pp, slowest, last + waiting, layers * (forward + drain))
-    rank = Step(*(part.times(-(-layers // terms.pp)) for part in layer))
-    rank = rank._replace(backward=rank.backward + sum(ends, Work()))  # what hides the sums, at most
-    least = passes + terms.update() + terms.data_parallel([rank], [0])
-    return least / (profile.reached["slowest"] if config.world > 1 else 1)
+def step_time(config: TrainConfig, padded: int, profile: DeviceProfile, links: Links | None = None) -> StepTime:
+    """Predict a step of the slowest rank."""
+    return StepTerms(config, padded, profile, links or profile.links).result()
 
 
 def stage_times(config: TrainConfig, padded: int, profile: DeviceProfile, links: Links) -> timeline.StageTimes:
     """Return the seconds of a micro-batch in each stage."""
-    terms = _Prediction(config, padded, profile, links, False)
+    terms = StepTerms(config, padded, profile, links)
     return terms.stage_times([terms.stage(s) for s in range(len(config.stages))])
 
 
@@ -127,12 +95,11 @@ def muon_seconds(o: Optimizer, m: Model, flops_per_second: float) -> float:
     return sum(form.cost(o.muon_num_ns_steps) for form in forms) / flops_per_second
 
 
-class _Prediction:
-    """The terms of one step; made for one call of `step_time`."""
+class StepTerms:
+    """The terms of one step."""
 
-    def __init__(self, config: TrainConfig, padded: int, profile: DeviceProfile, links: Links, is_quick: bool) -> None:
+    def __init__(self, config: TrainConfig, padded: int, profile: DeviceProfile, links: Links) -> None:
         self.config, self.padded, self.profile, self.links = config, padded, profile, links
-        self.is_quick = is_quick
         self.layers: dict[tuple[bool, bool], Step] = {}
         self.stages: dict[tuple[object, ...], Step] = {}
         m, p = config.model, config.parallel
@@ -148,13 +115,19 @@ class _Prediction:
         self.low, self.full = traffic.number_bytes(config)
         self.count = max(1, config.micro_batches(config.global_batch))
         self.groups = traffic.groups(config)
-        self.has_graphs = graph_rule.reason_against(config, profile.kind) is None
         self.passes_speed = profile.bandwidth * profile.reached["passes"]
-        block = block_kind(config.training, m, config.precision, profile.kind)
-        if block == "compiled" and (p.pipeline_schedule in SPLIT_BACKWARD or config.precision.fp8_format):
-            block = "plain"
-        self.more_bytes, self.more_kernels = BLOCKS[block]
         self.flops = profile.flops(config.precision.dtype)
+
+    @functools.cached_property
+    def has_graphs(self) -> bool:
+        return graph_rule.reason_against(self.config, self.profile.kind) is None
+
+    @functools.cached_property
+    def block(self) -> BlockKind:
+        c = self.config
+        kind = block_kind(c.training, c.model, c.precision, self.profile.kind)
+        later = self.p.pipeline_schedule in SPLIT_BACKWARD or c.precision.fp8_format
+        return "plain" if kind == "compiled" and later else kind
 
     # Links
 
@@ -219,6 +192,7 @@ class _Prediction:
     def layer(self, windowed: bool, is_fp8: bool) -> Step:
         """Return the work of a layer for one micro-batch."""
         m, products = self.m, self.products_of_layer(is_fp8)
+        more_bytes, more_kernels = BLOCKS[self.block]
         attention_forward, attention_backward = self.attention(windowed)
         stream = self.rows_of_stream * self.hidden * self.low
         heads = self.rows * (m.num_attention_heads or 1) * m.head_dim * self.low / self.tp
@@ -242,10 +216,10 @@ class _Prediction:
             Work(
                 products,
                 attention,
-                self.a_pass(self.more_bytes * moved, self.more_kernels * kernels),
+                self.a_pass(more_bytes * moved, more_kernels * kernels),
                 waits,
                 context,
-                1 + PRODUCTS + self.more_kernels * kernels,
+                1 + PRODUCTS + more_kernels * kernels,
             )
             for (attention, moved, kernels), waits in zip(ways, tensor, strict=True)
         )
@@ -363,8 +337,11 @@ class _Prediction:
         work = work.times(self.count)
         busy = self.passes_seconds(work)
         passes = self.pass_of_micro_batches(stages, busy)
-        update = self.update()
-        exposed = self.data_parallel(stages, own)
+        parameters = max(parameters_of_ranks(config, self.padded))
+        update, layers = self.update(parameters), sum(config.stages[s] for s in own)
+        forward = sum(self.passes_seconds(stages[s].forward) for s in own)
+        backward = sum(self.passes_seconds(stages[s].backward + stages[s].weights) for s in own)
+        exposed = self.data_parallel(parameters, layers, forward, backward)
         between = profile.seconds["step"]
         parts = {
             "products": work.products,
@@ -407,19 +384,7 @@ class _Prediction:
         if self.pp == 1:
             return busy
         kind, times = self.p.pipeline_schedule, self.stage_times(stages)
-        if not self.is_quick:
-            return timeline.makespan(kind, self.pp, self.count, self.config.chunks, times)
-        unit = max(times.forward)
-        forward, backward, weights = (tuple(round(x / unit, 1) for x in part) for part in times[:3])
-        rounded = timeline.StageTimes(forward, backward, weights, round(times.message / unit, 2))
-        waits = timeline.makespan(kind, self.pp, self.count, self.config.chunks, rounded)
-        return waits * self.busiest(times) / self.busiest(rounded)
-
-    def busiest(self, times: timeline.StageTimes) -> float:
-        """Return the seconds of a micro-batch on the rank with the most to do."""
-        passes = [part for part in times[:3] if part]
-        ranks = (stages_of(self.p.pipeline_schedule, rank, self.pp, self.config.chunks) for rank in range(self.pp))
-        return max(sum(part[stage] for part in passes for stage in stages) for stages in ranks)
+        return timeline.makespan(kind, self.pp, self.count, self.config.chunks, times)
 
     def stage_times(self, stages: list[Step]) -> timeline.StageTimes:
         """Return the seconds of each stage's passes and of a message."""
@@ -431,10 +396,9 @@ class _Prediction:
             self.sending("pipeline", traffic.message_bytes(self.config)),
         )
 
-    def update(self) -> float:
-        """Return the seconds of clipping and updating a rank's parameters."""
+    def update(self, parameters: float) -> float:
+        """Return the seconds of clipping and updating so many parameters of a rank."""
         config, profile = self.config, self.profile
-        parameters = max(parameters_of_ranks(config, self.padded))
         shards = self.groups["data"].size if self.p.zero_stage else 1
         own = parameters / shards
         o, is_gathered = config.optimizer, self.p.zero_stage == 3 and shards > 1
@@ -457,23 +421,23 @@ class _Prediction:
             return size / HOST_UPDATE + own * (self.full + self.low) / profile.storage["host"]
         return seconds
 
-    def data_parallel(self, stages: list[Step], own: list[int]) -> float:
-        """Return the seconds that sums and gathers over the data-parallel ranks add to a step."""
+    def data_parallel(self, parameters: float, layers: int, forward: float, backward: float) -> float:
+        """Return the seconds that sums and gathers over the data-parallel ranks add to a step.
+
+        The rank has so many parameters and layers, and its passes of a micro-batch take so long.
+        """
         size, _ = self.groups["data"]
         copies_size, _ = self.groups["replicas"]
         if size * copies_size == 1:
             return 0.0
         zero, reached = self.p.zero_stage, self.profile.reached
-        parameters = max(parameters_of_ranks(self.config, self.padded))
         sent, replicas = traffic.data_bytes(self.config, parameters)
         copies = zero < 2 and self.p.data_parallel_sums != "collectives"
         copies = copies and self.link("data")[0] is self.links.within and self.links.within.copies > 0
-        layers = len(self.config.stages) and sum(self.config.stages[s] for s in own)
         seconds = self.sending("data", sent, layers + 2, copies)
-        last = sum(self.passes_seconds(stages[s].backward + stages[s].weights) for s in own)
-        beside = self.count * last if zero > 1 else last
+        beside = self.count * backward if zero > 1 else backward
         if zero == 3:
-            beside += self.count * sum(self.passes_seconds(stages[s].forward) for s in own)
+            beside += self.count * forward
         hidden = min(seconds, beside)
         # On a slow network most of a collective is waiting, which takes nothing from products.
         link, bandwidth = self.link("data")
