@@ -29,6 +29,7 @@ import torch
 from common import new_parser
 from trust_cost import NEEDED, open_trainer
 
+from meshwright import device as devices
 from meshwright.runs.rows import read_rows
 from meshwright.settings.flags import parse_settings
 from meshwright.settings.schema import TrainConfig
@@ -215,10 +216,12 @@ def train_as_rank(file: Path, words: list[str]) -> None:
     signal.alarm(SECONDS)
     run.run(parse_settings(TrainConfig, [*RUN_ON_RANKS.split(), *words], "train").config)
     free, total = torch.cuda.mem_get_info()
+    mapped = devices.mapped_memory()  # of other ranks too, which torch does not count
     measured = {
         "device": torch.cuda.get_device_name(),
-        "peak": torch.cuda.max_memory_allocated(),
-        "reserved": torch.cuda.max_memory_reserved(),
+        "peak": torch.cuda.max_memory_allocated() + mapped,
+        "reserved": torch.cuda.max_memory_reserved() + mapped,
+        "mapped": mapped,
         "context": total - free - torch.cuda.memory_reserved(),
         "torch": torch.__version__,
     }

@@ -450,6 +450,11 @@ def count_mapped(size: int) -> None:
     _mapped += size
 
 
+def mapped_memory() -> int:
+    """Return the bytes that other ranks map."""
+    return _mapped
+
+
 def memory_stats(device: torch.device) -> dict[str, int]:
     """Return the allocator's counters by torch's names; empty if there are none, as on a CPU."""
     stats = getattr(_module(device), "memory_stats", None)

@@ -23,6 +23,8 @@ def test_the_term_that_is_off_is_named_after_ten_steps() -> None:
     assert plan.compare({}) == [
         "plan: could not be compared with the first steps: KeyError: 'allocated_bytes.all.current'"
     ]
+    # Gradients that other ranks map are none of torch's tensors.
+    assert plan.compare({key: size - (2 << 30) for key, size in stats.items()}, mapped=2 << 30) == lines
     more = stats | {"allocated_bytes.all.peak": memory.allocated + (9 << 30)}
     more["reserved_bytes.all.peak"] = memory.reserved + (9 << 30)
     slow, off = compare(plan.prediction, [1.0] * 3 + [1.2 * step] * 7, more)

@@ -28,13 +28,14 @@ class Measured:
         self.seconds.append(seconds)
         return len(self.seconds) == STEPS
 
-    def compare(self, stats: Mapping[str, int]) -> list[str]:
-        """Return lines about time and memory; `stats` are torch's of rank 0.
+    def compare(self, stats: Mapping[str, int], mapped: int = 0) -> list[str]:
+        """Return lines about time and memory of rank 0.
 
-        A plan that fails does not end the run.
+        `stats` are torch's, `mapped` the bytes that other ranks map, which these leave out. A plan
+        that fails does not end the run.
         """
         try:
-            return compare(self.prediction, self.seconds, stats)
+            return compare(self.prediction, self.seconds, stats, mapped)
         except UserError:  # a format that the profile does not have
             return []
         except Exception as error:
@@ -47,12 +48,12 @@ def plan_of_run(config: TrainConfig, vocabulary: int, product: str) -> Measured 
     return Measured(Prediction(config, Machine(profile, profile.links), vocabulary)) if profile else None
 
 
-def compare(prediction: Prediction, seconds: Sequence[float], stats: Mapping[str, int]) -> list[str]:
+def compare(prediction: Prediction, seconds: Sequence[float], stats: Mapping[str, int], mapped: int = 0) -> list[str]:
     """Return predicted beside measured time and memory, and which term is off the most."""
     memory, time = prediction.ranks[0], prediction.time
     held = sum(memory.kinds.get(kind, 0) for kind in HELD)
-    current, peak = stats["allocated_bytes.all.current"], stats["allocated_bytes.all.peak"]
-    reserved = stats["reserved_bytes.all.peak"]
+    current, peak = stats["allocated_bytes.all.current"] + mapped, stats["allocated_bytes.all.peak"] + mapped
+    reserved = stats["reserved_bytes.all.peak"] + mapped
     step = statistics.median(seconds[WARM_UP:])
     terms = {
         "weights, gradients and optimizer": (held, current),

@@ -173,7 +173,7 @@ class Metrics:
         if iteration % self.g.log_interval == 0 or iteration == self.run.steps or not math.isfinite(loss):
             self._line(iteration, consumed, next_lr)
         if self.plan is not None and self.plan.note(seconds):
-            for line in self.plan.compare(devices.memory_stats(self.device)):
+            for line in self.plan.compare(devices.memory_stats(self.device), devices.mapped_memory()):
                 remark(line)
             self.plan = None
         if self.page is not None:
