@@ -50,6 +50,8 @@ LLAMA = """--position-embedding-type rope --swiglu --normalization RMSNorm --dis
 PIPELINE = "--bf16 --pipeline-model-parallel-size 3 --world-size 3"
 ONE_HEAD = "--tensor-model-parallel-size 2 --context-parallel-size 2 --world-size 4"  # of each rank
 SHARED = "--num-layers 8 --pipeline-model-parallel-size 2 --world-size 2 --hidden-dropout 0 --attention-dropout 0"
+ZERO_2 = "--zero-stage 2 --num-layers 4 --pipeline-model-parallel-size 2 --world-size 8 --global-batch-size 64"
+VIRTUAL = f"--bf16 {ZERO_2} --pipeline-schedule zero-bubble --num-layers-per-virtual-pipeline-stage 1"
 PLAIN = "--fused-kernels off --compile off"
 
 
@@ -81,6 +83,8 @@ PLAIN = "--fused-kernels off --compile off"
         ("--optimizer lion --num-layers 1 --optimizer-state-dtype float8 --micro-batch-size 1", 0),
         ("--bf16 --optimizer muon --world-size 4 --micro-batch-size 1 --num-layers 2", 0),
         (f"{SHARED} {PLAIN} --pipeline-schedule zero-bubble --global-batch-size 16", 1),
+        (f"{VIRTUAL} {PLAIN} --hidden-size 512 --num-layers 8 --seq-length 128 --recompute-granularity full", 1),
+        (f"--bf16 {ZERO_2} --pipeline-schedule zbv --tensor-model-parallel-size 2 --sequence-parallel", 1),
         (
             f"--bf16 {ONE_HEAD} --recompute-granularity full --attention-dropout 0 --micro-batch-size 8 --num-layers 2",
             0,

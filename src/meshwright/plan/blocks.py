@@ -5,10 +5,9 @@ It mirrors model/gpt.py and model/fused.py, and training/step.py for the loss.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from meshwright.device import NVIDIA
@@ -62,6 +61,10 @@ class PassSizes:
         low = WIDTHS[self.precision.dtype]
         return Formats(low, max(low, 4) if self.precision.fp32_residual_connection else low, max(low, 4))
 
+    def bucket_of(self, name: str) -> str:
+        """Return the bucket of ZeRO 2 that a parameter's gradient is in."""
+        return shard.bucket(name, self.tp, self.sequence, self.splits_backward)
+
     @property
     def writes_first_products(self) -> bool:
         """Whether a step's first micro-batch needs less memory than others."""
@@ -114,13 +117,11 @@ class SizedGPT:
         heads, groups = m.num_attention_heads // tp // cp, max(1, m.groups // tp // cp)
         copies_queries = heads > groups and m.groups // tp > 1
         self.heads = HeadCounts(self.batch, sizes.length, heads, groups, m.head_dim, copies_queries)
-        self.buckets = buckets or (Buckets(memory, sizes, stage.layers) if sizes.parts > 1 else None)
+        self.buckets = buckets or (Buckets(memory, sizes, [stage]) if sizes.parts > 1 else None)
         if self.buckets is not None:
             self.f.begin, self.f.end = self.buckets.begin, self.buckets.end
-        # Whether gradients of a layer's norms or first biases are in its bucket.
-        has_partial = shard.is_partial("h.0.ln_2.weight", tp, sizes.sequence)
-        self.keeps_norms = m.add_bias_linear or not has_partial
-        self.f.ends_at_qkv = has_partial and not sizes.splits_backward
+            self.f.begin_vectors = self.buckets.begin_late if sizes.splits_backward else self.buckets.begin
+        self.f.ends_at_qkv = sizes.bucket_of("h.0.ln_1.weight") in shard.LATE
         self.drops, self.centers = m.hidden_dropout > 0, m.normalization == "LayerNorm"
 
     # The whole network
@@ -242,19 +243,21 @@ class SizedGPT:
             self.buckets.end(table)
         return []
 
-    def begins(self, x: Sized, *units: str) -> Sized:
-        """Return x, whose gradient is followed by those of parameters of these units."""
-        buckets = self.buckets
-        return x if buckets is None else marked(x, lambda: buckets.begin_all(units))
+    def begins(self, x: Sized, unit: str) -> Sized:
+        """Return x, whose gradient is followed by those of a unit's parameters."""
+        begin = self.f.begin
+        return x if self.buckets is None else marked(x, lambda: begin(unit))
 
     def begins_vectors(self, x: Sized) -> Sized:
-        """Return x, whose gradient is followed by those of a layer's norms, not of products."""
-        return self.begins(x, self.f.unit if self.keeps_norms else "partial") if self.sizes.splits_backward else x
+        """Return x, whose gradient is followed by those of a layer's norm, not of products."""
+        if self.buckets is None or not self.sizes.splits_backward:
+            return x
+        return marked(x, self.buckets.begin_late)
 
-    def ends(self, x: Sized, *units: str) -> Sized:
-        """Return x, whose gradient follows all those of the parameters of these units."""
-        buckets = self.buckets
-        return x if buckets is None else marked(x, lambda: buckets.end_all(units))
+    def ends(self, x: Sized, unit: str) -> Sized:
+        """Return x, whose gradient follows all those of the parameters of a unit."""
+        end = self.f.end
+        return x if self.buckets is None else marked(x, lambda: end(unit))
 
     def run(
         self, residual: Sized | None, pending: Sized, layers: range, sites: Sized | None, rotation: list[Sized]
@@ -390,11 +393,12 @@ class SizedGPT:
 
     def compute_deferred(self) -> None:
         """Compute the gradients of weights; those of a unit come one after the other."""
-        for unit, products in itertools.groupby(self.f.waiting or (), key=lambda product: product.unit):
-            for product in products:
-                self.f.give_product(*product.matrix, unit)
-            if self.buckets is not None:
-                self.buckets.end(unit)
+        waiting = self.f.waiting or []
+        while waiting:
+            product = waiting.pop(0)
+            self.f.give_product(*product.matrix, product.unit)
+            if not waiting or waiting[0].unit != product.unit:
+                self.f.end(product.unit)
         self.f.waiting = None
 
     def total(self, losses: Sized) -> Sized:
@@ -412,38 +416,39 @@ def widths(shape: tuple[int, ...]) -> tuple[int, int]:
 class Buckets:
     """Gradients of ZeRO 2, as in parallel/flat.py: a unit's, in full until its sum has ended."""
 
-    def __init__(self, memory: Memory, sizes: PassSizes, layers: int) -> None:
-        """`layers`: of all stages of the rank."""
+    def __init__(self, memory: Memory, sizes: PassSizes, stages: list[Stage]) -> None:
+        """`stages`: all of the rank."""
         self.memory, self.width, self.parts = memory, sizes.formats.full, sizes.parts
         self.filling: dict[str, Sized] = {}
         self.sums: dict[str, list[tuple[Sized, Sized]]] = {}  # by unit: the full gradients, and the rank's part of them
         self.pending: list[str] = []
         self.sizes, m = Counter[str](), sizes.model
-        layer = {f"h.0.{name}": shape for name, shape in shapes_of_layer(m, sizes.tp).items()}
+        layer = {f"h.0.{name}": shape for name, shape in counts.layer_shapes(m).items()}
         outer = counts.outer_shapes(m, sizes.padded, m.max_position_embeddings or sizes.length)
-        for name, shape in layer.items() | {(name, cut_shape(name, shape, sizes.tp)) for name, shape in outer.items()}:
-            unit, size = shard.unit(name), flat_size({name: shape}, 1)
-            if shard.is_partial(name, sizes.tp, sizes.sequence):
-                unit, size = "partial", size * (layers if unit == "h.0" else 1)
-            self.sizes[unit] += size
-
-    def begin_all(self, units: Iterable[str]) -> None:
-        for unit in units:
-            self.begin(unit)
-
-    def end_all(self, units: Iterable[str]) -> None:
-        for unit in units:
-            self.end(unit)
+        first, last = any(stage.has_embedding for stage in stages), any(stage.has_head for stage in stages)
+        layers, late = sum(stage.layers for stage in stages), {"ln_f": last, "wpe": first, "ln_emb": first}
+        for name, shape in (layer | outer).items():
+            unit, size = sizes.bucket_of(name), flat_size({name: cut_shape(name, shape, sizes.tp)}, 1)
+            times = late.get(shard.unit(name), layers) if unit in shard.LATE else 1
+            self.sizes[unit] += size * times
 
     def begin(self, unit: str) -> None:
         """Allocate the gradients of a unit before its first one comes.
 
         With those of the first unit come those that are summed last.
         """
-        for name in ("partial", unit):
-            size = self.sizes["h.0" if name.startswith("h.") else name]
-            if size and name not in self.filling:
-                self.filling[name] = self.memory.new(aligned(size, self.parts), self.width, "gradients")
+        self.begin_late()
+        self.fill(unit)
+
+    def begin_late(self, *_: object) -> None:
+        """Allocate the gradients that are kept until the end of the step."""
+        for unit in shard.LATE:
+            self.fill(unit)
+
+    def fill(self, unit: str) -> None:
+        size = self.sizes["h.0" if unit.startswith("h.") else unit]
+        if size and unit not in self.filling:
+            self.filling[unit] = self.memory.new(aligned(size, self.parts), self.width, "gradients")
 
     def end(self, unit: str) -> None:
         """Start to sum a unit's gradients; two sums are in progress at most."""

@@ -70,8 +70,9 @@ class Functions:
         self.adds_gradients = False  # to totals; a step's first ones are written there, except by ZeRO 2
         self.unit = ""  # of the parameters that are used next
         self.begin: Callable[[str], None] = lambda unit: None  # called before a unit's gradients are added to
+        self.begin_vectors: Callable[[str], None] = lambda unit: None  # called before those of its biases are
         self.end: Callable[[str], None] = lambda unit: None  # called after a unit's last gradient
-        self.ends_at_qkv = False  # the norms' gradients are not in their layer's unit
+        self.ends_at_qkv = False  # the norms' gradients are not in their layer's bucket
         self.waiting: list[DeferredProduct] | None = None  # weight gradients that a pipeline computes later
 
     def new(self, elements: int, width: int | None = None) -> Sized:
@@ -91,10 +92,10 @@ class Functions:
             count = gradient.elements // columns
             rows = grid.summed_rows(count, grid.sum_slab(count, columns, self.processors))
             sums = self.new(rows * columns, self.formats.full)
-            self.begin(unit)
+            self.begin_vectors(unit)
             del sums
         elif has_bias:
-            self.begin(unit)
+            self.begin_vectors(unit)
 
     def linear(self, x: Sized, matrix: Matrix, has_bias: bool = False) -> Sized:
         """Return x @ W^T; `has_bias`: a bias gets its gradient here."""
@@ -121,11 +122,13 @@ class Functions:
         `is_last`: the layer's gradients of products end here.
         """
         (outputs, inputs), unit = matrix, self.unit
-        linear = self.fp8_linear if is_fp8 else self.linear
-        if self.tp == 1:
-            return linear(x, matrix, has_bias)
-        if self.waiting is not None or is_fp8:
-            return linear(self.gathered(x) if self.sequence else self.copied(x), matrix, has_bias)
+        ends = is_last and self.ends_at_qkv
+        if self.tp > 1 and (self.waiting is not None or is_fp8):
+            x = self.gathered(x) if self.sequence else self.copied(x)
+        if is_fp8:
+            return self.fp8_linear(x, matrix, has_bias, ends)
+        if self.tp == 1 or self.waiting is not None:
+            return self.linear(x, matrix, has_bias)
         times = self.tp if self.sequence else 1
         rows = self.new(x.elements * times) if self.sequence else None
         y = self.new(x.elements // inputs * times * outputs)
@@ -139,7 +142,7 @@ class Functions:
             del partial
             self.give_rows(gradient, outputs, has_bias, unit)
             self.give_product(outputs, inputs, unit)
-            if is_last and self.ends_at_qkv:
+            if ends:
                 self.end(unit)
             del rows
             return [back]
@@ -478,7 +481,7 @@ class Functions:
             of_qkv = self.new(tokens * sizes.columns)
             if has_bias:
                 sums = self.new(grid.packed_parts(tokens // sizes.length, sizes.length) * sizes.columns, FLOAT)
-                self.begin(unit)
+                self.begin_vectors(unit)
                 del sums
             return [of_qkv]
 
@@ -520,8 +523,11 @@ class Functions:
         if self.adds_gradients:
             self.new(outputs * inputs, FLOAT)
 
-    def fp8_linear(self, x: Sized, matrix: Matrix, has_bias: bool = False) -> Sized:
-        """Return x @ W^T of both in fp8; the input is kept transposed."""
+    def fp8_linear(self, x: Sized, matrix: Matrix, has_bias: bool = False, ends: bool = False) -> Sized:
+        """Return x @ W^T of both in fp8; the input is kept transposed.
+
+        `ends`: the gradients of the unit's products end here.
+        """
         outputs, inputs = matrix
         rows = x.elements // inputs
         q, transposed = self.cast(x, inputs)
@@ -533,6 +539,8 @@ class Functions:
             back = self.new(rows * inputs)
             self.give_fp8_product(outputs, inputs, unit)
             self.give_rows(gradient, outputs, has_bias, unit)
+            if ends:
+                self.end(unit)
             del q
             return [back]
 

@@ -194,7 +194,7 @@ def run_schedule(config: TrainConfig, sizes: PassSizes, stages: list[Stage], pip
     """
     p, memory = config.parallel, Memory()
     pp = p.pipeline_model_parallel_size
-    buckets = Buckets(memory, sizes, sum(stage.layers for stage in stages))
+    buckets = Buckets(memory, sizes, stages)
     count, running = passed_micro_batches(config, 2), dict[tuple[int, int], Iterator[None]]()
     for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
         if op == "F":
