@@ -7,6 +7,7 @@ meta device.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from accounting import config_of
 
@@ -41,14 +42,16 @@ WAYS = {  # flags by what they decide; each line is drawn once
     "kernels": ["", "", "", "", "--fused-kernels off --compile off"],
     "schedule": ["", "", "--pipeline-schedule gpipe", "--pipeline-schedule zero-bubble", "--pipeline-schedule zbv"],
     "zero": [f"--zero-stage {n}" for n in (0, 0, 1, 1, 2)],
+    "rates": ["", "", "", "--vector-lr 2e-3", "--embedding-lr 2e-3", "--head-lr 5e-4 --vector-lr 2e-3"],
+    "scale": ["", "", "", "--mup-base-hidden-size 128", "--mup-base-hidden-size 128 --mup-base-num-layers 2"],
     "instances": ["", "", "", "--num-distributed-optimizer-instances 2"],
 }  # fmt: skip
 
 
-def draw(rng: random.Random) -> tuple[list[str], int]:
-    """Return the flags of a legal run, and one of its pipeline ranks."""
+def draw(rng: random.Random, more: Sequence[str] = ()) -> tuple[list[str], int]:
+    """Return the flags of a legal run, among them those given, and one of its pipeline ranks."""
     while True:
-        words = draw_words(rng)
+        words = [*draw_words(rng), *more]
         try:
             config = config_of(*words)
         except UserError:

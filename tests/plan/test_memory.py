@@ -51,6 +51,11 @@ PIPELINE = "--bf16 --pipeline-model-parallel-size 3 --world-size 3"
 ONE_HEAD = "--tensor-model-parallel-size 2 --context-parallel-size 2 --world-size 4"  # of each rank
 SHARED = "--num-layers 8 --pipeline-model-parallel-size 2 --world-size 2 --hidden-dropout 0 --attention-dropout 0"
 ZERO_2 = "--zero-stage 2 --num-layers 4 --pipeline-model-parallel-size 2 --world-size 8 --global-batch-size 64"
+WIDE = "--num-layers 6 --hidden-size 2560 --num-attention-heads 32 --seq-length 512"
+MUP = "--mup-base-hidden-size 128 --mup-base-num-layers 2 --tensor-model-parallel-size 2 --world-size 2"
+TP = "--tensor-model-parallel-size 2 --sequence-parallel --world-size 2 --num-layers 8 --global-batch-size 256"
+NARROW = f"""--bf16 {ZERO_2} --hidden-size 384 --num-attention-heads 6 --seq-length 128 --micro-batch-size 1
+--swiglu --num-distributed-optimizer-instances 2"""
 VIRTUAL = f"--bf16 {ZERO_2} --pipeline-schedule zero-bubble --num-layers-per-virtual-pipeline-stage 1"
 PLAIN = "--fused-kernels off --compile off"
 
@@ -85,6 +90,11 @@ PLAIN = "--fused-kernels off --compile off"
         (f"{SHARED} {PLAIN} --pipeline-schedule zero-bubble --global-batch-size 16", 1),
         (f"{VIRTUAL} {PLAIN} --hidden-size 512 --num-layers 8 --seq-length 128 --recompute-granularity full", 1),
         (f"--bf16 {ZERO_2} --pipeline-schedule zbv --tensor-model-parallel-size 2 --sequence-parallel", 1),
+        (f"--bf16 {ZERO_2} --pipeline-schedule zbv {WIDE}", 1),
+        (f"--bf16 {ZERO_2} --untie-embeddings-and-output-weights --micro-batch-size 1", 1),
+        (f"{NARROW} --fp32-residual-connection --disable-bias-linear --recompute-granularity full", 0),
+        (f"--bf16 --optimizer muon {MUP} --hidden-size 512 --micro-batch-size 1 --seq-length 64", 0),
+        (f"--bf16 {TP} --recompute-granularity full --hidden-size 64 --micro-batch-size 32", 0),
         (
             f"--bf16 {ONE_HEAD} --recompute-granularity full --attention-dropout 0 --micro-batch-size 8 --num-layers 2",
             0,
@@ -94,7 +104,7 @@ PLAIN = "--fused-kernels off --compile off"
 def test_agrees_with_what_training_allocates(line, rank):
     given = line.split()
     held, peak = error_of(*(SMALL if "--global-batch-size" not in given else SMALL[:-2]), *given, pipeline_rank=rank)
-    assert abs(held) < 0.002 and abs(peak) < 0.005, f"held {held:+.2%}, peak {peak:+.2%}"
+    assert abs(held) < 0.002 and abs(peak) < 0.002, f"held {held:+.2%}, peak {peak:+.2%}"
 
 
 @pytest.mark.parametrize(

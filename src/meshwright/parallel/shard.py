@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -85,6 +86,17 @@ ALIGN = 128  # elements at whose multiples a parameter starts in a flat buffer
 def aligned(size: int, parts: int = 1) -> int:
     """Return the elements of a flat buffer for so many, which can be divided by `parts`."""
     return -(-size // (ALIGN * parts)) * ALIGN * parts
+
+
+def rows(shape: Sequence[int], ranks: int, position: int = 0) -> tuple[int, int, int]:
+    """Return a rank's rows with ZeRO 3: the dimension that is cut, the first row, their number.
+
+    The dimension is the first dimension, but the second of a gate's [2, F, H].
+    """
+    dimension = 1 if len(shape) > 1 and shape[0] < ranks and shape[1] % ranks == 0 else 0
+    each = -(-shape[dimension] // ranks)
+    first = min(position * each, shape[dimension])
+    return dimension, first, min(each, shape[dimension] - first)
 
 
 @dataclass(frozen=True)

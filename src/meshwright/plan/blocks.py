@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.device import NVIDIA
 from meshwright.model import counts
@@ -19,7 +20,7 @@ from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
 from meshwright.parallel.shard import aligned
 from meshwright.plan.functions import FLOAT, LONG, Formats, Functions, HeadCounts, NormOptions
 from meshwright.plan.parameters import WIDTHS, cut_shape, data_parts, flat_size, shapes_of_layer
-from meshwright.plan.tensors import Allocation, GraphNode, Memory, Sized, differentiate, recomputed
+from meshwright.plan.tensors import HANDED, Allocation, GraphNode, Memory, Sized, differentiate, recomputed
 from meshwright.settings.schema import Model, Precision, TrainConfig
 
 
@@ -32,6 +33,7 @@ class Stage:
     has_head: bool = True
     begin: int = 0  # number of the first layer
     is_fed_here: bool = False  # the stage before is on the same rank
+    feeds_here: bool = False  # the stage behind is
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,14 @@ def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
     )
 
 
+class SharedSizes(NamedTuple):
+    """What a forward pass makes once for all layers, as model/positions.py does."""
+
+    places: list[Sized]  # of tokens, and of the residual stream's rows
+    rotation: list[Sized]
+    sites: Sized | None  # hashes of dropout
+
+
 class SizedGPT:
     """A stage's forward passes on one rank."""
 
@@ -121,25 +131,25 @@ class SizedGPT:
         if self.buckets is not None:
             self.f.begin, self.f.end = self.buckets.begin, self.buckets.end
             self.f.begin_vectors = self.buckets.begin_late if sizes.splits_backward else self.buckets.begin
-        self.f.ends_at_qkv = sizes.bucket_of("h.0.ln_1.weight") in shard.LATE
+        self.ends_at_qkv = sizes.bucket_of("h.0.ln_1.weight") in shard.LATE  # without the norms' gradients
         self.drops, self.centers = m.hidden_dropout > 0, m.normalization == "LayerNorm"
 
     # The whole network
 
     def forward(self, stream: Sized | None = None) -> Sized:
         """Return logits, or the stage's output."""
-        places, rotation = self.memory.new(self.columns, LONG), self.rotation()
-        sites = self.dropout_rows()
-        residual, pending = None, self.embed(places) if stream is None else stream
+        shared = SharedSizes(self.places(), self.rotation(), self.dropout_rows())
+        sites = shared.sites
+        residual, pending = None, self.embed(shared.places[0]) if stream is None else stream
         if stream is None and self.m.embedding_dropout and sites is not None:
             pending = self.f.dropout(pending, sites)
         self.joins_embedding = stream is None and self.m.embedding_dropout is None  # with dropout, in the first norm
         del stream
         for layers, again in self.stretches():
             if again:
-                residual, pending = recomputed(self.run, residual, pending, layers, sites, rotation)
+                residual, pending = recomputed(self.run, residual, pending, layers, shared)
             else:
-                residual, pending = self.run(residual, pending, layers, sites, rotation)
+                residual, pending = self.run(residual, pending, layers, shared)
         if not self.stage.has_head:
             return self.join(residual, pending, sites)
         pending = self.ends(pending, "ln_f")
@@ -154,12 +164,16 @@ class SizedGPT:
         # One stage with both ends uses a tied table twice.
         ends = self.f.unit == "lm_head" or not self.stage.has_embedding
         y = self.begins(y, "ln_f")
-        y = self.ends(y, self.f.unit) if ends and not self.sizes.splits_backward else y
-        logits = self.f.column_parallel(y, (self.padded, self.hidden))
+        logits = self.f.column_parallel(y, (self.padded, self.hidden), ends=ends)
         if self.m.final_logit_softcapping:
             logits = self.f.softcap(logits)
         self.memory.kind = "activations"
         return logits
+
+    def places(self) -> list[Sized]:
+        """Return the places of tokens; with sequence parallelism, three numbers of each row."""
+        of_rows = (2 + self.sizes.resets_positions) * self.sizes.sequence
+        return [self.memory.new(n, LONG) for n in (self.columns, *[self.rows] * of_rows)]
 
     def rotation(self) -> list[Sized]:
         """Return the cosines and sines of rotary positions."""
@@ -260,12 +274,12 @@ class SizedGPT:
         return x if self.buckets is None else marked(x, lambda: end(unit))
 
     def run(
-        self, residual: Sized | None, pending: Sized, layers: range, sites: Sized | None, rotation: list[Sized]
+        self, residual: Sized | None, pending: Sized, layers: range, shared: SharedSizes
     ) -> tuple[Sized | None, Sized]:
         for i in layers:
             self.f.unit = f"h.{i}"
             pending = pending if self.sizes.splits_backward else self.ends(pending, self.f.unit)
-            residual, pending = self.block(i, residual, pending, sites, rotation)
+            residual, pending = self.block(i, residual, pending, shared)
         return residual, pending
 
     # A layer
@@ -278,17 +292,16 @@ class SizedGPT:
         adds = residual is not None or (self.drops and sites is not None)
         return self.norm(sites, adds, "" if self.sizes.splits_backward else self.f.unit)
 
-    def block(
-        self, i: int, residual: Sized | None, pending: Sized, sites: Sized | None, rotation: list[Sized]
-    ) -> tuple[Sized, Sized]:
+    def block(self, i: int, residual: Sized | None, pending: Sized, shared: SharedSizes) -> tuple[Sized, Sized]:
         """Run a layer, as FusedBlock of model/fused.py does."""
         if not self.sizes.is_fused:
-            return self.plain_block(i, residual, pending, sites, rotation)
+            return self.plain_block(i, residual, pending, shared)
         f, m, post_norm = self.f, self.m, self.m.apply_residual_connection_post_layernorm
         is_fp8 = self.sizes.precision.multiplies_fp8(i, m.num_layers or 0)
         is_joint = is_fp8 and self.sizes.tp == 1 and not post_norm
-        entering = None if residual is None and not self.joins_embedding else sites
-        base, q, k, v = (self.enter_fp8 if is_joint else self.enter)(residual, pending, is_fp8, entering, rotation)
+        sites = shared.sites
+        entering = shared if residual is not None or self.joins_embedding else shared._replace(sites=None)
+        base, q, k, v = (self.enter_fp8 if is_joint else self.enter)(residual, pending, is_fp8, entering)
         o = f.attend(q, k, v, self.heads)
         branch = f.row_parallel(f.flattened(o, self.heads), self.matrices["attn.proj"], is_fp8=is_fp8)
         fc, proj = self.matrices["mlp.fc"], self.matrices["mlp.proj"]
@@ -301,17 +314,16 @@ class SizedGPT:
         del u
         return f.converted(z, x.width) if post_norm else x, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
 
-    def plain_block(
-        self, i: int, residual: Sized | None, pending: Sized, sites: Sized | None, rotation: list[Sized]
-    ) -> tuple[Sized, Sized]:
+    def plain_block(self, i: int, residual: Sized | None, pending: Sized, shared: SharedSizes) -> tuple[Sized, Sized]:
         """Run a layer of torch's own functions, as Block of model/gpt.py does."""
         f, m, h, low = self.f, self.m, self.hidden, self.sizes.formats.low
         is_fp8 = self.sizes.precision.multiplies_fp8(i, m.num_layers or 0)
+        sites = shared.sites
         x = self.join(residual, pending, None if residual is None and not self.joins_embedding else sites)
         y, post_norm = f.converted(f.norm(x, h, self.centers), low), m.apply_residual_connection_post_layernorm
         base = f.converted(y, x.width) if post_norm else x
-        qkv = f.column_parallel(y, self.matrices["attn.qkv"], m.qkv_bias, is_fp8, is_last=True)
-        q, k, v = f.split_plainly(qkv, self.heads, rotation, m.qk_layernorm, self.centers)
+        qkv = f.column_parallel(y, self.matrices["attn.qkv"], m.qkv_bias, is_fp8, ends=self.ends_at_qkv)
+        q, k, v = f.split_plainly(qkv, self.heads, shared.rotation, m.qk_layernorm, self.centers)
         o = f.flattened(f.attend(q, k, v, self.heads), self.heads)
         branch = f.row_parallel(o, self.matrices["attn.proj"], m.add_bias_linear, is_fp8)
         del qkv, q, k, v, o
@@ -327,20 +339,20 @@ class SizedGPT:
         return leaving, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
 
     def enter(
-        self, residual: Sized | None, pending: Sized, is_fp8: bool, sites: Sized | None, rotation: list[Sized]
+        self, residual: Sized | None, pending: Sized, is_fp8: bool, shared: SharedSizes
     ) -> tuple[Sized, Sized, Sized, Sized]:
         """Return the residual stream, and attention's inputs."""
-        x, y = self.f.add_norm(residual, pending, self.hidden, self.first_norm(residual, sites))
-        qkv = self.f.column_parallel(y, self.matrices["attn.qkv"], is_fp8=is_fp8, is_last=True)
-        q, k, v = self.f.split_heads(qkv, self.heads, rotation, self.m.qkv_bias)
+        x, y = self.f.add_norm(residual, pending, self.hidden, self.first_norm(residual, shared.sites))
+        qkv = self.f.column_parallel(y, self.matrices["attn.qkv"], is_fp8=is_fp8, ends=self.ends_at_qkv)
+        q, k, v = self.f.split_heads(qkv, self.heads, shared.rotation, self.m.qkv_bias)
         return self.f.converted(y, x.width) if self.m.apply_residual_connection_post_layernorm else x, q, k, v
 
     def enter_fp8(
-        self, residual: Sized | None, pending: Sized, is_fp8: bool, sites: Sized | None, rotation: list[Sized]
+        self, residual: Sized | None, pending: Sized, is_fp8: bool, shared: SharedSizes
     ) -> tuple[Sized, Sized, Sized, Sized]:
         """Do the same by one function."""
-        norm, qkv = self.first_norm(residual, sites), self.matrices["attn.qkv"]
-        return self.f.norm_heads(residual, pending, norm, qkv, self.heads, rotation, self.m.qkv_bias)
+        norm, qkv = self.first_norm(residual, shared.sites), self.matrices["attn.qkv"]
+        return self.f.norm_heads(residual, pending, norm, qkv, self.heads, shared.rotation, self.m.qkv_bias)
 
     # The loss
 
@@ -383,13 +395,20 @@ class SizedGPT:
         output = self.forward(received)
         output = self.total(self.loss(output)) if self.stage.has_head else output
         yield
-        gradient = None if self.stage.has_head else self.f.new(output.elements, output.width)
+        gradient = None if self.stage.has_head else self.received_gradient(output)
         differentiate([(output, gradient and gradient.view())])
         del output, gradient, received
+        left = sum(x.data.size for x in arrived) if self.stage.is_fed_here else 0
         arrived.clear()
+        if left:
+            self.memory.note(HANDED, left, "activations")
         yield
         self.compute_deferred()
         yield
+
+    def received_gradient(self, output: Sized) -> Sized:
+        data = Allocation(self.memory, output.elements * output.width, "activations", self.stage.feeds_here)
+        return Sized(data, output.elements, output.width)
 
     def compute_deferred(self) -> None:
         """Compute the gradients of weights; those of a unit come one after the other."""

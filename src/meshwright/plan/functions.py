@@ -72,7 +72,6 @@ class Functions:
         self.begin: Callable[[str], None] = lambda unit: None  # called before a unit's gradients are added to
         self.begin_vectors: Callable[[str], None] = lambda unit: None  # called before those of its biases are
         self.end: Callable[[str], None] = lambda unit: None  # called after a unit's last gradient
-        self.ends_at_qkv = False  # the norms' gradients are not in their layer's bucket
         self.waiting: list[DeferredProduct] | None = None  # weight gradients that a pipeline computes later
 
     def new(self, elements: int, width: int | None = None) -> Sized:
@@ -97,8 +96,8 @@ class Functions:
         elif has_bias:
             self.begin_vectors(unit)
 
-    def linear(self, x: Sized, matrix: Matrix, has_bias: bool = False) -> Sized:
-        """Return x @ W^T; `has_bias`: a bias gets its gradient here."""
+    def linear(self, x: Sized, matrix: Matrix, has_bias: bool = False, ends: bool = False) -> Sized:
+        """Return x @ W^T. `has_bias`: a bias gets its gradient here; `ends`: a unit's end here."""
         outputs, inputs = matrix
         y, needs_gradient, unit = self.new(x.elements // inputs * outputs), x.node is not None, self.unit
 
@@ -108,6 +107,8 @@ class Functions:
                 self.give_product(outputs, inputs, unit)
             else:
                 self.waiting.append(DeferredProduct(matrix, unit, gradient.view(), saved[0]))  # without its sums
+            if ends and self.waiting is None:
+                self.end(unit)
             self.give_rows(gradient, outputs, has_bias, unit)
             return [of_x]
 
@@ -115,20 +116,15 @@ class Functions:
         return y
 
     def column_parallel(
-        self, x: Sized, matrix: Matrix, has_bias: bool = False, is_fp8: bool = False, is_last: bool = False
+        self, x: Sized, matrix: Matrix, has_bias: bool = False, is_fp8: bool = False, ends: bool = False
     ) -> Sized:
-        """Multiply as a layer's first products and the head do: a rank has some of the outputs.
-
-        `is_last`: the layer's gradients of products end here.
-        """
+        """Multiply as a layer's first products and the head do: a rank has some of the outputs."""
         (outputs, inputs), unit = matrix, self.unit
-        ends = is_last and self.ends_at_qkv
+        linear = self.fp8_linear if is_fp8 else self.linear
         if self.tp > 1 and (self.waiting is not None or is_fp8):
             x = self.gathered(x) if self.sequence else self.copied(x)
-        if is_fp8:
-            return self.fp8_linear(x, matrix, has_bias, ends)
-        if self.tp == 1 or self.waiting is not None:
-            return self.linear(x, matrix, has_bias)
+        if self.tp == 1 or self.waiting is not None or is_fp8:
+            return linear(x, matrix, has_bias, ends)
         times = self.tp if self.sequence else 1
         rows = self.new(x.elements * times) if self.sequence else None
         y = self.new(x.elements // inputs * times * outputs)
@@ -524,10 +520,7 @@ class Functions:
             self.new(outputs * inputs, FLOAT)
 
     def fp8_linear(self, x: Sized, matrix: Matrix, has_bias: bool = False, ends: bool = False) -> Sized:
-        """Return x @ W^T of both in fp8; the input is kept transposed.
-
-        `ends`: the gradients of the unit's products end here.
-        """
+        """Return x @ W^T of both in fp8; the input is kept transposed."""
         outputs, inputs = matrix
         rows = x.elements // inputs
         q, transposed = self.cast(x, inputs)

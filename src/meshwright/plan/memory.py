@@ -33,7 +33,7 @@ from meshwright.plan.parameters import (
     shapes_of_layer,
     shapes_of_rank,
 )
-from meshwright.plan.tensors import Event, Memory, kinds_of, rounded
+from meshwright.plan.tensors import HANDED, Event, Memory, kinds_of, rounded
 from meshwright.plan.updates import update_events
 from meshwright.settings.schema import TrainConfig
 
@@ -181,7 +181,8 @@ def own_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
     """Return the stages of a pipeline rank."""
     p, ends = config.parallel, len(config.stages) - 1
     own = stages_of(p.pipeline_schedule, pipeline_rank, p.pipeline_model_parallel_size, config.chunks)
-    return [Stage(config.stages[s], s == 0, s == ends, sum(config.stages[:s]), s - 1 in own) for s in own]
+    begins = list(itertools.accumulate(config.stages, initial=0))
+    return [Stage(config.stages[s], s == 0, s == ends, begins[s], s - 1 in own, s + 1 in own) for s in own]
 
 
 # What a step allocates
@@ -342,5 +343,8 @@ def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Ev
     count, out = passed_micro_batches(config, 2), list[Event]()
     for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
         first = most * (chunk * count + i)  # keys of a micro-batch's tensors count from here
-        out += [(first + key, size, kind) for key, size, kind in recorded[chunk][not i][op]]
+        handed = HANDED * (i + 1)
+        out += [
+            (handed if key == HANDED else first + key, size, kind) for key, size, kind in recorded[chunk][not i][op]
+        ]
     return out
