@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -45,7 +46,7 @@ class Account(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.counted = WeakIdKeyDictionary()
+        self.counted = WeakIdKeyDictionary()  # by storage: its bytes, and those that it holds now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -54,10 +55,17 @@ class Account(TorchDispatchMode):
 
     def note(self, x: Tensor) -> None:
         storage = x.untyped_storage()
-        if x.device == META and storage not in self.counted:
-            self.counted[storage] = size = -(-storage.nbytes() // 512) * 512
+        if x.device == META and not isinstance(x, DTensor) and storage not in self.counted:
+            size = -(-storage.nbytes() // 512) * 512
+            self.counted[storage] = sizes = [size, size]
             self.count(size)
-            weakref.finalize(storage, self.count, -size)
+            weakref.finalize(storage, lambda: self.count(-sizes[1]))
+
+    def hold(self, x: Tensor, is_held: bool) -> None:
+        """Count a tensor whose storage was emptied or filled again."""
+        sizes = self.counted[x.untyped_storage()]
+        before, sizes[1] = sizes[1], sizes[0] * is_held
+        self.count(sizes[1] - before)
 
     def count(self, size: int) -> None:
         self.now += size
@@ -207,14 +215,21 @@ def connected(config: TrainConfig, pipeline_rank: int) -> layout.Layout:
 
 def account(config: TrainConfig, pipeline_rank: int = 0, padded: int = PADDED) -> tuple[int, int]:
     """Return the bytes that a rank holds after its set-up, and most in two steps."""
+    with pretended_gpu(), Account() as counter:
+        return account_steps(config, connected(config, pipeline_rank), counter, padded)
+
+
+def account_steps(
+    config: TrainConfig, connections: layout.Layout, counter: Account, padded: int, steps: int = 2
+) -> tuple[int, int]:
+    """Return the bytes that a rank holds after its set-up, and most in some steps."""
     batch, length, d = config.micro_batch, (config.data.seq_length or 0), config.data
     columns = length // config.parallel.context_parallel_size
     ids = torch.zeros(batch, columns, dtype=torch.int64)
     mask = torch.ones(batch, columns) if d.eod_mask_loss else None
     one = Batch(ids, ids, torch.arange(batch), mask, ids if d.reset_position_ids else None)
-    with pretended_gpu(), Account() as counter:
-        net = build_network(Spec(config, connected(config, pipeline_rank), META, 1000, padded))
-        held = counter.peak = counter.now
-        for _ in range(2):
-            train_step(net, [one] * config.micro_batches(config.global_batch), StepSettings(1, 1e-3, 0.1))
+    net = build_network(Spec(config, connections, META, 1000, padded))
+    held = counter.peak = counter.now
+    for _ in range(steps):
+        train_step(net, [one] * config.micro_batches(config.global_batch), StepSettings(1, 1e-3, 0.1))
     return held, counter.peak

@@ -11,7 +11,17 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from accounting import META, PADDED, Account, account, config_of, connected, pretended_gpu  # noqa: E402
+from accounting import (  # noqa: E402
+    META,
+    PADDED,
+    Account,
+    account,
+    account_steps,
+    config_of,
+    connected,
+    pretended_gpu,
+)
+from shards import pretended_shards  # noqa: E402
 
 from meshwright.errors import UserError
 from meshwright.kernels import grid, moments
@@ -57,6 +67,7 @@ TP = "--tensor-model-parallel-size 2 --sequence-parallel --world-size 2 --num-la
 NARROW = f"""--bf16 {ZERO_2} --hidden-size 384 --num-attention-heads 6 --seq-length 128 --micro-batch-size 1
 --swiglu --num-distributed-optimizer-instances 2"""
 VIRTUAL = f"--bf16 {ZERO_2} --pipeline-schedule zero-bubble --num-layers-per-virtual-pipeline-stage 1"
+ZERO_3 = "--bf16", "--zero-stage", "3"
 PLAIN = "--fused-kernels off --compile off"
 
 
@@ -162,6 +173,47 @@ def test_an_elementwise_update_allocates_as_predicted(rule, is_cautious, state, 
     for stage in (1, 3):
         config = config_of(*words, "--zero-stage", str(stage))
         assert (updates.update_events(config, PADDED, 0).peak > 0) == (stage == 3)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--optimizer-state-dtype float8",
+        "--optimizer-state-dtype bfloat16 --cautious-weight-decay --swiglu --ffn-hidden-size 1152",
+        "--optimizer-state-dtype float8 --swiglu --ffn-hidden-size 1022 --seq-length 64",  # a rank has half of the gate
+        "--cautious-weight-decay",
+        "--optimizer lion --optimizer-state-dtype float8",
+        "--optimizer muon --optimizer-state-dtype float8",
+        "--optimizer muon --swiglu",
+    ],
+)
+def test_an_update_of_shards_allocates_as_predicted(more):
+    """The first of four ranks updates its rows of each parameter, as fully_shard cuts them."""
+    config = config_of(*SMALL[:-2], "--global-batch-size", "16", "--world-size", "4", *ZERO_3, *more.split())
+    counter = Account()
+    with pretended_shards(config, 0, counter) as layout:
+        store = build_network(Spec(config, layout, META, 1000, PADDED)).store
+        with counter:
+            for part in store.update_ranges:
+                part.master.grad = torch.empty_like(part.master)
+                for x in (part.master, part.master.grad, *part.state.values()):
+                    counter.note(x)
+            held = counter.peak = counter.now
+            for update in store.updates.values():
+                update.found_inf = torch.zeros((), device=META)
+                update.step()
+    assert counter.peak - held == pytest.approx(updates.update_events(config, PADDED, 0).peak, abs=20 * 512)
+
+
+def test_shards_keep_no_gradients_of_the_step_before():
+    """The second step takes no more than the first."""
+    config = config_of(*SMALL, "--world-size", "2", *ZERO_3)
+    peaks = []
+    for steps in (1, 2):
+        counter = Account()
+        with pretended_shards(config, 0, counter) as layout, counter:
+            peaks.append(account_steps(config, layout, counter, PADDED, steps)[1])
+    assert peaks[1] <= 1.001 * peaks[0], peaks
 
 
 @pytest.mark.parametrize(

@@ -128,8 +128,8 @@ class FullyShardedStore(Store):
             module.reshard()
 
     def clear_gradients(self) -> None:
-        for p in self.parameters.values():
-            p.grad = None
+        for name, p in self.parameters.items():
+            p.grad = self.named[name].master.grad = None  # both keep the memory of the last step's
 
     def finish_sums(self) -> None:
         partial = []

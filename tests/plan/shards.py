@@ -1,0 +1,61 @@
+"""ZeRO 3 on torch's meta device, for accounting.py: fully_shard, whose collectives do nothing.
+
+fully_shard takes the meta device for memory that is still to come, and frees gathered weights by
+emptying their storage. So what it asks of a device is answered here, and sizes are counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accounting import META, Account, connected, done, pretended_gpu
+from torch.distributed.fsdp._fully_shard import (
+    _fsdp_collectives,
+    _fsdp_init,
+    _fsdp_param,
+    _fsdp_param_group,
+    _fsdp_state,
+    _fully_shard,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _device
+
+from meshwright.parallel.layout import Layout
+from meshwright.settings.schema import TrainConfig
+
+
+@contextlib.contextmanager
+def pretended_shards(config: TrainConfig, pipeline_rank: int, counter: Account) -> Iterator[Layout]:
+    """Yield the layout of a rank that shares each parameter with the ranks of its group."""
+    _device._device_constructors()  # torch's own, before any is replaced
+    layout = connected(config, pipeline_rank)
+    ranks = layout.size("shard", "cp")
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        with pretended_gpu(), contextlib.ExitStack() as stack:
+            for owner, name, value in (
+                (_fully_shard, "_get_device_from_mesh", lambda mesh: META),
+                (_fsdp_init, "_move_states_to_device", lambda *_: None),
+                (_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None),
+                (_fsdp_param, "alloc_storage", lambda x: counter.hold(x, True)),
+                (_fsdp_param_group, "alloc_storage", lambda x: counter.hold(x, True)),
+                (_fsdp_param, "free_storage", lambda x: counter.hold(x, False)),
+                *((module, "_get_device_handle", lambda _: torch.cpu) for module in HANDLES),
+                *((dist, name, done) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")),
+            ):
+                stack.enter_context(mock.patch.object(owner, name, value))
+            yield replace(layout, groups=layout.groups | {"shard": dist.group.WORLD})
+    finally:
+        dist.destroy_process_group()
+
+
+HANDLES = tuple(
+    module
+    for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state, _fsdp_param)
+    if hasattr(module, "_get_device_handle")
+)
