@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -37,6 +38,7 @@ from meshwright.training.network import Spec, build_network
 from meshwright.training.step import StepSettings, train_step
 
 META = torch.device("meta")
+_device._device_constructors()  # `with META` keeps a list of torch's functions, as they are before any is replaced
 PADDED = 1024
 
 

@@ -23,7 +23,6 @@ from torch.distributed.fsdp._fully_shard import (
     _fully_shard,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils import _device
 
 from meshwright.parallel.layout import Layout
 from meshwright.settings.schema import TrainConfig
@@ -32,7 +31,6 @@ from meshwright.settings.schema import TrainConfig
 @contextlib.contextmanager
 def pretended_shards(config: TrainConfig, pipeline_rank: int, counter: Account) -> Iterator[Layout]:
     """Yield the layout of a rank that shares each parameter with the ranks of its group."""
-    _device._device_constructors()  # torch's own, before any is replaced
     layout = connected(config, pipeline_rank)
     ranks = layout.size("shard", "cp")
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
