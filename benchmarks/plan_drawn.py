@@ -16,8 +16,9 @@ from pathlib import Path
 from common import describe_machine, new_parser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plan"))
-from accounting import PADDED, account, config_of
+from accounting import PADDED, config_of
 from drawn import draw
+from shards import account_any
 
 from meshwright.plan import memory
 
@@ -40,7 +41,7 @@ def main() -> None:
         if given.only and number not in given.only:
             continue
         config = config_of(*words)
-        _, peak = account(config, rank)
+        _, peak = account_any(config, rank)
         predicted = memory.memory_of_rank(config, PADDED, rank, Gpu()).allocated - sum(memory.WORKSPACES)
         errors.append(predicted / peak - 1)
         print(f"{number} {errors[-1]:+.3%} {peak:,} rank {rank} {' '.join(words)}", flush=True)

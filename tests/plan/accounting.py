@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -32,6 +32,7 @@ from meshwright.data.loader import Batch
 from meshwright.model import pick
 from meshwright.model.kind import block_kind
 from meshwright.parallel import comm, layout
+from meshwright.parallel.flat import FlatStore
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.network import Spec, build_network
@@ -68,6 +69,14 @@ class Account(TorchDispatchMode):
         sizes = self.counted[x.untyped_storage()]
         before, sizes[1] = sizes[1], sizes[0] * is_held
         self.count(sizes[1] - before)
+
+    def hold_only(self, tensors: Iterable[Tensor]) -> None:
+        """Forget all others so far: those that fully_shard has before there is memory for them."""
+        for sizes in self.counted.values():
+            sizes[1] = 0
+        self.now = 0
+        for x in tensors:
+            self.hold(x, True)
 
     def count(self, size: int) -> None:
         self.now += size
@@ -211,7 +220,8 @@ def connected(config: TrainConfig, pipeline_rank: int) -> layout.Layout:
     plain = layout.layout_of(config, 0) if config.world > 1 else layout.Layout()
     plain = replace(plain, rank=pipeline_rank * plain.world // plain.pp)
     sizes = {name: plain.size(*dims) for name, dims in layout.GROUPS.items()}
-    sizes |= dict.fromkeys(("embedding", *layout.LANES), plain.pp)
+    sizes |= dict.fromkeys(layout.LANES, plain.pp)
+    sizes["embedding"] = plain.pp if pipeline_rank in (0, plain.pp - 1) else 1
     return replace(plain, groups={name: Group(n) for name, n in sizes.items() if n > 1})
 
 
@@ -231,6 +241,10 @@ def account_steps(
     mask = torch.ones(batch, columns) if d.eod_mask_loss else None
     one = Batch(ids, ids, torch.arange(batch), mask, ids if d.reset_position_ids else None)
     net = build_network(Spec(config, connections, META, 1000, padded))
+    if not isinstance(net.store, FlatStore):
+        averages = net.store.average.values if net.store.average else ()
+        state = (x for part in net.store.update_ranges for x in (part.master, *part.state.values()))
+        counter.hold_only([*state, *averages])
     held = counter.peak = counter.now
     for _ in range(steps):
         train_step(net, [one] * config.micro_batches(config.global_batch), StepSettings(1, 1e-3, 0.1))

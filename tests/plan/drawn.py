@@ -1,7 +1,7 @@
 """Settings of runs drawn at random, for benchmarks/plan_drawn.py.
 
-Left out are ZeRO 3, whose shards are torch's own, and states in host memory: neither runs on the
-meta device.
+Left out are states in host memory and several copies of ZeRO 3's shards: neither runs on the meta
+device.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WAYS = {  # flags by what they decide; each line is drawn once
     "decay": ["", "", "", "--cautious-weight-decay"],
     "kernels": ["", "", "", "", "--fused-kernels off --compile off"],
     "schedule": ["", "", "--pipeline-schedule gpipe", "--pipeline-schedule zero-bubble", "--pipeline-schedule zbv"],
-    "zero": [f"--zero-stage {n}" for n in (0, 0, 1, 1, 2)],
+    "zero": [f"--zero-stage {n}" for n in (0, 0, 1, 1, 2, 3)],
     "rates": ["", "", "", "--vector-lr 2e-3", "--embedding-lr 2e-3", "--head-lr 5e-4 --vector-lr 2e-3"],
     "scale": ["", "", "", "--mup-base-hidden-size 128", "--mup-base-hidden-size 128 --mup-base-num-layers 2"],
     "instances": ["", "", "", "--num-distributed-optimizer-instances 2"],
@@ -55,6 +55,8 @@ def draw(rng: random.Random, more: Sequence[str] = ()) -> tuple[list[str], int]:
         try:
             config = config_of(*words)
         except UserError:
+            continue
+        if config.parallel.zero_stage == 3 and config.parallel.num_distributed_optimizer_instances > 1:
             continue
         return words, rng.randrange(config.parallel.pipeline_model_parallel_size)
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from accounting import META, Account, connected, done, pretended_gpu
+from accounting import META, PADDED, Account, account, account_steps, connected, done, pretended_gpu
 from torch.distributed.fsdp._fully_shard import (
     _fsdp_collectives,
     _fsdp_init,
@@ -26,6 +26,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.parallel.layout import Layout
 from meshwright.settings.schema import TrainConfig
+
+
+def account_any(config: TrainConfig, pipeline_rank: int = 0) -> tuple[int, int]:
+    """Return the bytes that a rank holds after its set-up, and most in two steps."""
+    if config.parallel.zero_stage < 3 or config.dp * config.parallel.context_parallel_size == 1:
+        return account(config, pipeline_rank)
+    counter = Account()
+    with pretended_shards(config, pipeline_rank, counter) as layout, counter:
+        return account_steps(config, layout, counter, PADDED)
 
 
 @contextlib.contextmanager

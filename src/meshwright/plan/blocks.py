@@ -20,6 +20,7 @@ from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
 from meshwright.parallel.shard import aligned
 from meshwright.plan.functions import FLOAT, LONG, Formats, Functions, HeadCounts, NormOptions
 from meshwright.plan.parameters import WIDTHS, cut_shape, data_parts, flat_size, shapes_of_layer
+from meshwright.plan.shards import REST, Shards
 from meshwright.plan.tensors import HANDED, Allocation, GraphNode, Memory, Sized, differentiate, recomputed
 from meshwright.settings.schema import Model, Precision, TrainConfig
 
@@ -54,6 +55,7 @@ class PassSizes:
     recomputed_layers: int
     micro_batches: int  # of a step, at most 2: the others are as the second
     parts: int  # that ZeRO 2 cuts gradients into as they come, or 1
+    shards: int  # of weights and gradients with ZeRO 3, or 1
     is_fused: bool  # blocks are of fused kernels
     resets_positions: bool  # each sample has positions of its own
     processors: int  # of the device
@@ -70,7 +72,7 @@ class PassSizes:
     @property
     def writes_first_products(self) -> bool:
         """Whether a step's first micro-batch needs less memory than others."""
-        return self.precision.fp8_format is not None or self.formats.low > 2
+        return self.shards == 1 and (self.precision.fp8_format is not None or self.formats.low > 2)
 
 
 def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
@@ -93,6 +95,7 @@ def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
         t.recompute_num_layers,
         min(2, config.micro_batches(config.global_batch)),
         data_parts(config) if p.zero_stage == 2 else 1,
+        data_parts(config) if p.zero_stage == 3 else 1,
         block_kind(t, config.model, config.precision, NVIDIA) == "fused",
         config.data.document_effects[1],
         processors,
@@ -110,7 +113,14 @@ class SharedSizes(NamedTuple):
 class SizedGPT:
     """A stage's forward passes on one rank."""
 
-    def __init__(self, sizes: PassSizes, stage: Stage, memory: Memory, buckets: Buckets | None = None) -> None:
+    def __init__(
+        self,
+        sizes: PassSizes,
+        stage: Stage,
+        memory: Memory,
+        buckets: Buckets | None = None,
+        shards: Shards | None = None,
+    ) -> None:
         m = sizes.model
         assert m.hidden_size and m.num_attention_heads
         self.sizes, self.m, self.stage, self.memory = sizes, m, stage, memory
@@ -131,6 +141,9 @@ class SizedGPT:
         if self.buckets is not None:
             self.f.begin, self.f.end = self.buckets.begin, self.buckets.end
             self.f.begin_vectors = self.buckets.begin_late if sizes.splits_backward else self.buckets.begin
+        self.shards = shards or (make_shards(memory, sizes, stage) if sizes.shards > 1 else None)
+        if self.shards is not None:
+            self.f.keep = self.shards.keep
         self.ends_at_qkv = sizes.bucket_of("h.0.ln_1.weight") in shard.LATE  # without the norms' gradients
         self.drops, self.centers = m.hidden_dropout > 0, m.normalization == "LayerNorm"
 
@@ -138,6 +151,8 @@ class SizedGPT:
 
     def forward(self, stream: Sized | None = None) -> Sized:
         """Return logits, or the stage's output."""
+        if self.shards is not None:
+            self.shards.enter(REST)
         shared = SharedSizes(self.places(), self.rotation(), self.dropout_rows())
         sites = shared.sites
         residual, pending = None, self.embed(shared.places[0]) if stream is None else stream
@@ -151,7 +166,7 @@ class SizedGPT:
             else:
                 residual, pending = self.run(residual, pending, layers, shared)
         if not self.stage.has_head:
-            return self.join(residual, pending, sites)
+            return self.left(self.join(residual, pending, sites), REST)
         pending = self.ends(pending, "ln_f")
         if self.sizes.is_fused:
             _, y = self.f.add_norm(residual, pending, self.hidden, self.norm(sites))
@@ -168,7 +183,7 @@ class SizedGPT:
         if self.m.final_logit_softcapping:
             logits = self.f.softcap(logits)
         self.memory.kind = "activations"
-        return logits
+        return self.left(logits, REST)
 
     def places(self) -> list[Sized]:
         """Return the places of tokens; with sequence parallelism, three numbers of each row."""
@@ -230,6 +245,9 @@ class SizedGPT:
 
     def give_table(self, gradient: Sized) -> list[Sized | None]:
         """Give the table a gradient of its own size."""
+        if self.shards is not None:
+            self.shards.keep("wte", self.padded * self.hidden)
+            return []
         table = self.f.new(self.padded * self.hidden)
         if self.buckets is not None:
             self.buckets.begin("wte")
@@ -249,6 +267,10 @@ class SizedGPT:
 
     def give_rows_of_table(self, table: str, rows: int) -> list[Sized | None]:
         """Sort the tokens to add their rows to a table's gradient."""
+        if self.shards is not None:
+            size = self.padded if table == "wte" else self.m.max_position_embeddings or self.sizes.length
+            self.shards.keep(table, size * self.hidden)
+            return []
         if self.buckets is not None:
             self.buckets.begin(table)
         order = [self.memory.new(rows, LONG) for _ in range(3)]
@@ -279,8 +301,26 @@ class SizedGPT:
         for i in layers:
             self.f.unit = f"h.{i}"
             pending = pending if self.sizes.splits_backward else self.ends(pending, self.f.unit)
+            pending = self.entered(pending, self.f.unit)
             residual, pending = self.block(i, residual, pending, shared)
+            pending = self.left(pending, f"h.{i}")
         return residual, pending
+
+    def entered(self, x: Sized, unit: str) -> Sized:
+        """Return the input of a unit whose weights ZeRO 3 gathers."""
+        shards = self.shards
+        if shards is None:
+            return x
+        shards.enter(unit)
+        return marked(x, lambda: shards.end(unit))
+
+    def left(self, x: Sized, unit: str) -> Sized:
+        """Return its output."""
+        shards = self.shards
+        if shards is None:
+            return x
+        shards.leave(unit)
+        return marked(x, lambda: shards.begin(unit))
 
     # A layer
 
@@ -372,9 +412,15 @@ class SizedGPT:
 
     def run_step(self) -> None:
         """Run the kinds of micro-batches forward and backward, without a pipeline."""
+        if self.shards is not None:
+            self.shards.begin_step()
         for is_first in (True, False)[: min(self.sizes.micro_batches, 2)]:
             self.f.adds_gradients = not is_first or self.sizes.parts > 1
             differentiate([(self.total(self.loss(self.forward())), None)])
+            if self.shards is not None:
+                self.shards.finish()
+        if self.shards is not None:
+            self.shards.end_step()
         self.buckets = None
 
     def passes(self, is_first: bool) -> Iterator[None]:
@@ -398,6 +444,8 @@ class SizedGPT:
         gradient = None if self.stage.has_head else self.received_gradient(output)
         differentiate([(output, gradient and gradient.view())])
         del output, gradient, received
+        if self.shards is not None:
+            self.shards.finish()
         left = sum(x.data.size for x in arrived) if self.stage.is_fed_here else 0
         arrived.clear()
         if left:
@@ -430,6 +478,17 @@ class SizedGPT:
 def widths(shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the outputs and inputs of a matrix, or of a stack of them."""
     return math.prod(shape[:-1]), shape[-1]
+
+
+def make_shards(memory: Memory, sizes: PassSizes, stage: Stage) -> Shards:
+    """Return the units of a stage with ZeRO 3."""
+    m, tp = sizes.model, sizes.tp
+    outer = counts.outer_shapes(m, sizes.padded, m.max_position_embeddings or sizes.length)
+    tied, first, last = not m.untie_embeddings_and_output_weights, stage.has_embedding, stage.has_head
+    held = {"wte": first or (last and tied), "wpe": first, "ln_emb": first, "ln_f": last, "lm_head": last}
+    units = {f"h.{i}": shapes_of_layer(m, tp) for i in range(stage.begin, stage.begin + stage.layers)}
+    units[REST] = {name: cut_shape(name, shape, tp) for name, shape in outer.items() if held[shard.unit(name)]}
+    return Shards(memory, units, sizes.shards, (sizes.formats.low, sizes.formats.full), first and last)
 
 
 class Buckets:

@@ -72,6 +72,7 @@ class Functions:
         self.begin: Callable[[str], None] = lambda unit: None  # called before a unit's gradients are added to
         self.begin_vectors: Callable[[str], None] = lambda unit: None  # called before those of its biases are
         self.end: Callable[[str], None] = lambda unit: None  # called after a unit's last gradient
+        self.keep: Callable[[str, int], None] | None = None  # called with a weight's gradient that no total takes
         self.waiting: list[DeferredProduct] | None = None  # weight gradients that a pipeline computes later
 
     def new(self, elements: int, width: int | None = None) -> Sized:
@@ -82,7 +83,9 @@ class Functions:
     def give_product(self, outputs: int, inputs: int, unit: str) -> None:
         """Add a weight's gradient to its total, which a 16-bit product goes straight into."""
         self.begin(unit)
-        if self.formats.low > 2 and self.adds_gradients:
+        if self.keep is not None:
+            self.keep(unit, outputs * inputs)
+        elif self.formats.low > 2 and self.adds_gradients:
             self.new(outputs * inputs)
 
     def give_rows(self, gradient: Sized, columns: int, has_bias: bool, unit: str) -> None:
@@ -102,6 +105,8 @@ class Functions:
         y, needs_gradient, unit = self.new(x.elements // inputs * outputs), x.node is not None, self.unit
 
         def backward(saved: list[Sized], gradient: Sized) -> list[Sized | None]:
+            if self.keep is not None:  # torch's own function, which takes a view
+                gradient.sums = None
             of_x = self.new(gradient.elements // outputs * inputs) if needs_gradient else None
             if self.waiting is None:
                 self.give_product(outputs, inputs, unit)
@@ -109,7 +114,7 @@ class Functions:
                 self.waiting.append(DeferredProduct(matrix, unit, gradient.view(), saved[0]))  # without its sums
             if ends and self.waiting is None:
                 self.end(unit)
-            self.give_rows(gradient, outputs, has_bias, unit)
+            self.give_rows(gradient, outputs, has_bias and self.keep is None, unit)
             return [of_x]
 
         y.node = GraphNode([x], [x.view()], backward, takes_saved=True)

@@ -22,17 +22,9 @@ from meshwright.optim.rule_table import state_bytes as bytes_of_moment
 from meshwright.parallel.pipeline_schedule import Op, ScheduleName, schedule, stages_of
 from meshwright.parallel.shard import aligned
 from meshwright.plan.allocator import LEAST, CachingAllocator
-from meshwright.plan.blocks import Buckets, PassSizes, SizedGPT, Stage, sizes_of
+from meshwright.plan.blocks import Buckets, PassSizes, SizedGPT, Stage, make_shards, sizes_of
 from meshwright.plan.graph_rule import reason_against
-from meshwright.plan.parameters import (
-    WIDTHS,
-    Shapes,
-    data_parts,
-    flat_size,
-    flat_total,
-    shapes_of_layer,
-    shapes_of_rank,
-)
+from meshwright.plan.parameters import WIDTHS, Shapes, data_parts, flat_total, shapes_of_layer, shapes_of_rank
 from meshwright.plan.tensors import HANDED, Event, Memory, kinds_of, rounded
 from meshwright.plan.updates import update_events
 from meshwright.settings.schema import TrainConfig
@@ -112,14 +104,13 @@ def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) 
     moments = moments_of(by_rule, parts) * bytes_of_moment(config.optimizer, full)
     is_averaged = config.optimizer.ema > 0
     optimizer = 0 if p.offloads else moments + full * share * (is_separate + is_averaged)
-    if kind == NVIDIA and full == 4 and not p.offloads and by_rule["adamw"]:  # tables of blocks: updated, counted
+    has_kernel = kind == NVIDIA and full == 4 and not p.offloads and not is_gathered
+    if has_kernel and by_rule["adamw"]:  # tables of blocks: updated, counted
         optimizer += 8 * (by_rule["adamw"] // parts + share) // BLOCK
         if is_rounded(config.optimizer):  # the place of each block
             optimizer += 4 * by_rule["adamw"] // parts // BLOCK
     weights = n * low + 2 * fp8_parameters(config, pipeline_rank)
-    if is_gathered:  # what is outside of the layers, and two layers
-        layer, layers = units[0]
-        weights = low * (n - max(0, layers - 2) * flat_size(layer, parts))
+    weights *= not is_gathered  # for a pass only
     return {"weights": weights, "gradients": full * (n * keeps_all + share * keeps_share), "optimizer": optimizer}
 
 
@@ -154,8 +145,6 @@ def moments_of(by_rule: Counter[Rule], parts: int) -> int:
 def state_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> int:
     """Return the bytes that a rank holds at least; on a CPU with what it offloads."""
     held = held_bytes(config, padded, pipeline_rank, kind)
-    if config.parallel.zero_stage == 3 and data_parts(config) > 1:
-        del held["weights"]  # gathered for a pass only
     return sum(held.values()) + (host_bytes(config, padded, pipeline_rank) if kind == "cpu" else 0)
 
 
@@ -191,18 +180,25 @@ def own_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
 def run_schedule(config: TrainConfig, sizes: PassSizes, stages: list[Stage], pipeline_rank: int) -> Memory:
     """Return the memory after a rank's passes in the order of its schedule.
 
-    ZeRO 2 needs all of them at once: a pass frees gradients of the one before.
+    ZeRO 2 and 3 need all of them at once: a pass frees gradients of the one before.
     """
     p, memory = config.parallel, Memory()
     pp = p.pipeline_model_parallel_size
-    buckets = Buckets(memory, sizes, stages)
-    count, running = passed_micro_batches(config, 2), dict[tuple[int, int], Iterator[None]]()
+    buckets = Buckets(memory, sizes, stages) if sizes.parts > 1 else None
+    shards = [make_shards(memory, sizes, stage) for stage in stages] if sizes.shards > 1 else [None] * len(stages)
+    for each in shards:
+        if each is not None:
+            each.begin_step()
+    count, running = passed_micro_batches(config, 2 if sizes.parts > 1 else 4), dict[tuple[int, int], Iterator[None]]()
     for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
         if op == "F":
-            running[chunk, i] = SizedGPT(sizes, stages[chunk], memory, buckets).passes(is_first=not i)
+            running[chunk, i] = SizedGPT(sizes, stages[chunk], memory, buckets, shards[chunk]).passes(is_first=not i)
         next(running[chunk, i])
         if op in ("B", "W"):
             del running[chunk, i]
+    for each in shards:
+        if each is not None:
+            each.end_step()
     return memory
 
 
@@ -228,7 +224,7 @@ def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int, layers: int
     """
     p, sizes = config.parallel, sizes_of(config, padded, PROCESSORS)
     pp, stages = p.pipeline_model_parallel_size, own_stages(config, pipeline_rank)
-    if sizes.parts > 1 and pp > 1 and layers is None:
+    if max(sizes.parts, sizes.shards) > 1 and pp > 1 and layers is None:
         memory = run_schedule(config, sizes, stages, pipeline_rank)
         return kinds_of(memory.events[: memory.peak_at])
     begins = config.precision.first_last_layers_bf16  # otherwise the places of layers do not matter
@@ -336,7 +332,7 @@ def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Ev
         memory = Memory()
         SizedGPT(sizes, stages[0], memory).run_step()
         return memory.events
-    if sizes.parts > 1:
+    if max(sizes.parts, sizes.shards) > 1:
         return run_schedule(config, sizes, stages, pipeline_rank).events
     recorded = [[record_passes(sizes, stage, is_first) for is_first in (False, True)] for stage in stages]
     most = 1 + max(key for each in recorded for passes in each for events in passes.values() for key, _, _ in events)

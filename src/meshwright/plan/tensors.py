@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+GRADIENTS = -1  # key of the last step's gradients, which a step of ZeRO 3 begins by freeing
 HANDED = -1000  # key of a gradient that one stage of a rank leaves for another one
 ROUNDING = 512  # bytes to which torch's allocator rounds up
 

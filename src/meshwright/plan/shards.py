@@ -1,0 +1,144 @@
+"""The weights that ZeRO 3 gathers and the gradients that it sums, as torch's fully_shard does.
+
+A unit is a layer, or what a stage has outside of its layers. Its weights are gathered into a buffer
+before they are used, and copied from there; gradients are copied into a buffer that is summed.
+"""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.parallel import shard
+from meshwright.plan.parameters import Shapes
+from meshwright.plan.tensors import GRADIENTS, Memory, Sized
+
+REST = "rest"  # the unit outside of the layers
+LAST = "lm_head.weight", "ln_f.weight", "ln_emb.weight", "wpe.weight", "wte.weight"  # of its parameters, from the end
+
+
+class Shards:
+    """The units of one stage, in the order of its layers; the rest comes last."""
+
+    def __init__(
+        self, memory: Memory, units: dict[str, Shapes], ranks: int, widths: tuple[int, int], keeps_last: bool
+    ) -> None:
+        """`widths`: bytes of a gathered weight, and of a gradient that is summed."""
+        self.memory, self.units, self.ranks, (self.low, self.full) = memory, units, ranks, widths
+        self.following = dict(zip(units, list(units)[1:-1], strict=False))  # layers alone gather the next one
+        self.own = {unit: sum(own_size(shape, ranks) for shape in shapes.values()) for unit, shapes in units.items()}
+        self.keeps_last = keeps_last  # weights of the last layer and the rest, from forward to backward
+        self.gathering: dict[str, Sized] = {}
+        self.weights: dict[str, list[Sized]] = {}
+        self.last: Sized | None = None  # a buffer that is kept until the next is copied from
+        self.passed: list[str] = []  # units, in the order of forward passes
+        self.places: dict[str, list[int]] = {unit: [] for unit in units}  # of each unit there
+        self.backward: set[str] = set()  # units whose backward pass has begun
+        self.gradients: dict[str, dict[str, list[Sized]]] = {}
+        self.summed: Sized | None = None
+        self.kept: dict[str, Sized] | None = None  # the rank's part of the sums
+
+    def begin_step(self) -> None:
+        """Free the last step's sums, which count as held throughout."""
+        self.kept = {}
+        self.memory.note(GRADIENTS, -self.full * sum(self.own.values()), "gradients")
+
+    def end_step(self) -> None:
+        self.kept = None
+        self.memory.note(GRADIENTS, self.full * sum(self.own.values()), "gradients")
+
+    def gather(self, unit: str) -> None:
+        """Start to gather a unit's weights."""
+        if unit not in self.weights and unit not in self.gathering:
+            cast = self.memory.new(self.own[unit], self.low, "weights") if self.low != self.full else None
+            self.gathering[unit] = self.memory.new(self.own[unit] * self.ranks, self.low, "weights")
+            del cast
+
+    def copy_out(self, unit: str) -> Sized | None:
+        """Copy a unit's weights from their buffer, which is returned."""
+        if unit not in self.gathering:
+            return None
+        new, shapes = self.memory.new, self.units[unit].values()
+        self.weights[unit] = [new(own_size(shape, self.ranks) * self.ranks, self.low, "weights") for shape in shapes]
+        ordered = [new(math.prod(x), self.low, "weights") for x in shapes if shard.rows(x, self.ranks)[0]]
+        del ordered
+        return self.gathering.pop(unit)
+
+    def enter(self, unit: str) -> None:
+        """Gather a unit's weights before it runs forward, and start with the next layer's."""
+        self.gather(unit)
+        if unit in self.gathering:
+            self.last = None
+            self.last = self.copy_out(unit)
+        if unit not in self.backward and unit in self.following:
+            self.gather(self.following[unit])
+
+    def leave(self, unit: str) -> None:
+        """Free a unit's weights after it has run forward, unless its backward pass is next."""
+        if not self.backward:
+            if not self.keeps_last or unit in self.following:
+                self.weights.pop(unit)
+            self.places[unit].append(len(self.passed))
+            self.passed.append(unit)
+        if self.backward or unit == REST:
+            self.last = None
+
+    def begin(self, unit: str) -> None:
+        """Gather a unit's weights for its backward pass, and start with those needed next."""
+        if unit in self.backward:
+            return
+        self.backward.add(unit)
+        self.gather(unit)
+        self.copy_out(unit)
+        if self.places[unit] and (place := self.places[unit].pop()):
+            self.gather(self.passed[place - 1])
+
+    def keep(self, name: str, elements: int) -> None:
+        """Keep a gradient of a layer or a table; a table's second one is added to the first."""
+        unit = name if name in self.units else REST
+        gradients = self.gradients.setdefault(unit, {})
+        if not gradients:
+            vectors = [math.prod(x) for x in self.units[unit].values() if len(x) == 1]
+            gradients["vectors"] = [self.memory.new(size, self.low, "gradients") for size in vectors]
+        new = [self.memory.new(elements, self.low, "gradients")]
+        if name not in gradients:  # of a layer, the last parameter's comes first
+            gradients[name] = new
+        elif unit != REST:
+            gradients.setdefault("others", []).extend(new)
+
+    def end(self, unit: str) -> None:
+        """Sum a unit's gradients; the buffer of the last sum is kept until then."""
+        self.weights.pop(unit, None)
+        self.summed = None
+        if gradients := self.gradients.pop(unit, None):
+            summed = self.memory.new(self.own[unit] * self.ranks, self.full, "gradients")
+            last = gradients.get(self.named_last(unit))  # a variable of torch's still refers to it
+            gradients.clear()
+            part = self.memory.new(self.own[unit], self.full, "gradients")
+            self.summed = summed
+            del last
+            if self.kept is not None:
+                self.kept.setdefault(unit, part)
+
+    def named_last(self, unit: str) -> str:
+        """Return as what the gradient of a unit's last parameter is kept."""
+        names = self.units[unit]
+        if unit != REST:
+            return "vectors" if "mlp.proj.bias" in names else unit
+        last = next(name for name in LAST if name in names)
+        return "vectors" if last.startswith("ln") else last.removesuffix(".weight")
+
+    def finish(self) -> None:
+        """End a micro-batch's backward pass."""
+        self.end(REST)
+        self.summed = self.last = None
+        self.passed.clear()
+        for places in self.places.values():
+            places.clear()
+        self.backward.clear()
+        self.gathering.clear()
+
+
+def own_size(shape: tuple[int, ...], ranks: int) -> int:
+    """Return the elements of the first rank's rows."""
+    dimension, _, count = shard.rows(shape, ranks)
+    return count * math.prod(shape) // shape[dimension]
