@@ -21,7 +21,7 @@ from accounting import (  # noqa: E402
     connected,
     pretended_gpu,
 )
-from shards import pretended_shards  # noqa: E402
+from shards import account_any, pretended_shards  # noqa: E402
 
 from meshwright.errors import UserError
 from meshwright.kernels import grid, moments
@@ -203,6 +203,24 @@ def test_an_update_of_shards_allocates_as_predicted(more):
                 update.found_inf = torch.zeros((), device=META)
                 update.step()
     assert counter.peak - held == pytest.approx(updates.update_events(config, PADDED, 0).peak, abs=20 * 512)
+
+
+@pytest.mark.parametrize(
+    ("line", "rank"),
+    [
+        ("", 0),
+        ("--swiglu --disable-bias-linear --ffn-hidden-size 1152 --hidden-size 512 --world-size 4", 0),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2 --num-layers 6", 0),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4 --world-size 4", 1),
+        ("--tensor-model-parallel-size 2 --sequence-parallel --world-size 4 --ema 0.9", 0),
+        ("--untie-embeddings-and-output-weights --micro-batch-size 1 --seq-length 64 --num-layers 1", 0),
+        ("--optimizer muon --optimizer-state-dtype float8 --context-parallel-size 2 --attention-dropout 0", 0),
+    ],
+)
+def test_agrees_with_what_fully_shard_allocates(line, rank):
+    config = config_of(*SMALL[:-2], "--global-batch-size", "16", "--world-size", "2", *ZERO_3, *line.split())
+    predicted = memory.memory_of_rank(config, PADDED, rank, Gpu()).allocated - sum(memory.WORKSPACES)
+    assert predicted == pytest.approx(account_any(config, rank)[1], rel=0.002)
 
 
 def test_shards_keep_no_gradients_of_the_step_before():

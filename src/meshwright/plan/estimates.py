@@ -55,7 +55,8 @@ class MemoryEstimates:
         c, p = prediction.config, prediction.config.parallel
         number = min(c.micro_batches(c.global_batch), 2 * p.pipeline_model_parallel_size)
         recompute = c.training.recompute_granularity
-        key = (rank, *layout_of(c), p.sequence_parallel, p.zero_stage == 2, recompute, number)
+        cut = (p.zero_stage, c.dp * (p.zero_stage == 3)) if p.zero_stage > 1 else ()
+        key = (rank, *layout_of(c), p.sequence_parallel, cut, recompute, number)
         if key not in self.passes:
             self.passes[key] = passes_of(prediction, rank, number)
         return samples * self.passes[key].per_sample + self.passes[key].fixed

@@ -26,6 +26,11 @@ class Shards:
         self.memory, self.units, self.ranks, (self.low, self.full) = memory, units, ranks, widths
         self.following = dict(zip(units, list(units)[1:-1], strict=False))  # layers alone gather the next one
         self.own = {unit: sum(own_size(shape, ranks) for shape in shapes.values()) for unit, shapes in units.items()}
+        self.gate = sum(
+            math.prod(shape)
+            for shape in next(iter(units.values())).values()
+            if len(shape) > 2 and is_reordered(shape, ranks)
+        )
         self.keeps_last = keeps_last  # weights of the last layer and the rest, from forward to backward
         self.gathering: dict[str, Sized] = {}
         self.weights: dict[str, list[Sized]] = {}
@@ -59,7 +64,7 @@ class Shards:
             return None
         new, shapes = self.memory.new, self.units[unit].values()
         self.weights[unit] = [new(own_size(shape, self.ranks) * self.ranks, self.low, "weights") for shape in shapes]
-        ordered = [new(math.prod(x), self.low, "weights") for x in shapes if shard.rows(x, self.ranks)[0]]
+        ordered = [new(math.prod(x), self.low, "weights") for x in shapes if is_reordered(x, self.ranks)]
         del ordered
         return self.gathering.pop(unit)
 
@@ -67,7 +72,6 @@ class Shards:
         """Gather a unit's weights before it runs forward, and start with the next layer's."""
         self.gather(unit)
         if unit in self.gathering:
-            self.last = None
             self.last = self.copy_out(unit)
         if unit not in self.backward and unit in self.following:
             self.gather(self.following[unit])
@@ -97,25 +101,28 @@ class Shards:
         unit = name if name in self.units else REST
         gradients = self.gradients.setdefault(unit, {})
         if not gradients:
-            vectors = [math.prod(x) for x in self.units[unit].values() if len(x) == 1]
+            vectors = [math.prod(shape) for name, shape in self.units[unit].items() if is_vector(name)]
             gradients["vectors"] = [self.memory.new(size, self.low, "gradients") for size in vectors]
         new = [self.memory.new(elements, self.low, "gradients")]
         if name not in gradients:  # of a layer, the last parameter's comes first
             gradients[name] = new
         elif unit != REST:
-            gradients.setdefault("others", []).extend(new)
+            kind = "gate" if elements == self.gate and "gate" not in gradients else "others"
+            gradients.setdefault(kind, []).extend(new)
 
     def end(self, unit: str) -> None:
         """Sum a unit's gradients; the buffer of the last sum is kept until then."""
         self.weights.pop(unit, None)
         self.summed = None
         if gradients := self.gradients.pop(unit, None):
+            # Variables of torch's still refer to the last gradient, and to one put in order.
+            held = gradients.get(self.named_last(unit)), gradients.pop("gate", [])
+            gradients["ordered"] = [self.memory.new(x.elements, x.width, "gradients") for x in held[1]]
             summed = self.memory.new(self.own[unit] * self.ranks, self.full, "gradients")
-            last = gradients.get(self.named_last(unit))  # a variable of torch's still refers to it
             gradients.clear()
             part = self.memory.new(self.own[unit], self.full, "gradients")
             self.summed = summed
-            del last
+            del held
             if self.kept is not None:
                 self.kept.setdefault(unit, part)
 
@@ -136,6 +143,15 @@ class Shards:
             places.clear()
         self.backward.clear()
         self.gathering.clear()
+
+
+def is_vector(name: str) -> bool:
+    return name.endswith(".bias") or "ln_" in name
+
+
+def is_reordered(shape: tuple[int, ...], ranks: int) -> bool:
+    """Whether a rank's rows do not lie one behind the other."""
+    return shard.rows(shape, ranks)[0] > 0
 
 
 def own_size(shape: tuple[int, ...], ranks: int) -> int:
