@@ -76,8 +76,12 @@ def bucket(name: str, tp: int, sequence: bool, keeps_vectors: bool) -> str:
     """
     if is_partial(name, tp, sequence):
         return "partial"
-    is_vector = name.startswith("h.") and (name.endswith(".bias") or ".ln_" in name)
-    return "vectors" if keeps_vectors and is_vector else unit(name)
+    return "vectors" if keeps_vectors and name.startswith("h.") and is_vector(name) else unit(name)
+
+
+def is_vector(name: str) -> bool:
+    """Whether a parameter is a norm's or a bias."""
+    return name.endswith(".bias") or "ln_" in name
 
 
 ALIGN = 128  # elements at whose multiples a parameter starts in a flat buffer

@@ -17,11 +17,10 @@ from meshwright.model.counts import layer_matrices
 from meshwright.model.kind import block_kind
 from meshwright.parallel import shard
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
-from meshwright.parallel.shard import aligned
 from meshwright.plan.functions import FLOAT, LONG, Formats, Functions, HeadCounts, NormOptions
 from meshwright.plan.parameters import WIDTHS, cut_shape, data_parts, flat_size, shapes_of_layer
-from meshwright.plan.shards import REST, Shards
 from meshwright.plan.tensors import HANDED, Allocation, GraphNode, Memory, Sized, differentiate, recomputed
+from meshwright.plan.zero import REST, Buckets, Shards
 from meshwright.settings.schema import Model, Precision, TrainConfig
 
 
@@ -137,7 +136,7 @@ class SizedGPT:
         heads, groups = m.num_attention_heads // tp // cp, max(1, m.groups // tp // cp)
         copies_queries = heads > groups and m.groups // tp > 1
         self.heads = HeadCounts(self.batch, sizes.length, heads, groups, m.head_dim, copies_queries)
-        self.buckets = buckets or (Buckets(memory, sizes, [stage]) if sizes.parts > 1 else None)
+        self.buckets = buckets or (make_buckets(memory, sizes, [stage]) if sizes.parts > 1 else None)
         if self.buckets is not None:
             self.f.begin, self.f.end = self.buckets.begin, self.buckets.end
             self.f.begin_vectors = self.buckets.begin_late if sizes.splits_backward else self.buckets.begin
@@ -480,6 +479,20 @@ def widths(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
+def make_buckets(memory: Memory, sizes: PassSizes, stages: list[Stage]) -> Buckets:
+    """Return the buckets of all stages of a rank with ZeRO 2."""
+    m, elements = sizes.model, Counter[str]()
+    layer = {f"h.0.{name}": shape for name, shape in counts.layer_shapes(m).items()}
+    outer = counts.outer_shapes(m, sizes.padded, m.max_position_embeddings or sizes.length)
+    first, last = any(stage.has_embedding for stage in stages), any(stage.has_head for stage in stages)
+    layers, late = sum(stage.layers for stage in stages), {"ln_f": last, "wpe": first, "ln_emb": first}
+    for name, shape in (layer | outer).items():
+        unit = sizes.bucket_of(name)
+        times = late.get(shard.unit(name), layers) if unit in shard.LATE else 1
+        elements[unit] += flat_size({name: cut_shape(name, shape, sizes.tp)}, 1) * times
+    return Buckets(memory, elements, sizes.parts, sizes.formats.full)
+
+
 def make_shards(memory: Memory, sizes: PassSizes, stage: Stage) -> Shards:
     """Return the units of a stage with ZeRO 3."""
     m, tp = sizes.model, sizes.tp
@@ -489,54 +502,6 @@ def make_shards(memory: Memory, sizes: PassSizes, stage: Stage) -> Shards:
     units = {f"h.{i}": shapes_of_layer(m, tp) for i in range(stage.begin, stage.begin + stage.layers)}
     units[REST] = {name: cut_shape(name, shape, tp) for name, shape in outer.items() if held[shard.unit(name)]}
     return Shards(memory, units, sizes.shards, (sizes.formats.low, sizes.formats.full), first and last)
-
-
-class Buckets:
-    """Gradients of ZeRO 2, as in parallel/flat.py: a unit's, in full until its sum has ended."""
-
-    def __init__(self, memory: Memory, sizes: PassSizes, stages: list[Stage]) -> None:
-        """`stages`: all of the rank."""
-        self.memory, self.width, self.parts = memory, sizes.formats.full, sizes.parts
-        self.filling: dict[str, Sized] = {}
-        self.sums: dict[str, list[tuple[Sized, Sized]]] = {}  # by unit: the full gradients, and the rank's part of them
-        self.pending: list[str] = []
-        self.sizes, m = Counter[str](), sizes.model
-        layer = {f"h.0.{name}": shape for name, shape in counts.layer_shapes(m).items()}
-        outer = counts.outer_shapes(m, sizes.padded, m.max_position_embeddings or sizes.length)
-        first, last = any(stage.has_embedding for stage in stages), any(stage.has_head for stage in stages)
-        layers, late = sum(stage.layers for stage in stages), {"ln_f": last, "wpe": first, "ln_emb": first}
-        for name, shape in (layer | outer).items():
-            unit, size = sizes.bucket_of(name), flat_size({name: cut_shape(name, shape, sizes.tp)}, 1)
-            times = late.get(shard.unit(name), layers) if unit in shard.LATE else 1
-            self.sizes[unit] += size * times
-
-    def begin(self, unit: str) -> None:
-        """Allocate the gradients of a unit before its first one comes.
-
-        With those of the first unit come those that are summed last.
-        """
-        self.begin_late()
-        self.fill(unit)
-
-    def begin_late(self, *_: object) -> None:
-        """Allocate the gradients that are kept until the end of the step."""
-        for unit in shard.LATE:
-            self.fill(unit)
-
-    def fill(self, unit: str) -> None:
-        size = self.sizes["h.0" if unit.startswith("h.") else unit]
-        if size and unit not in self.filling:
-            self.filling[unit] = self.memory.new(aligned(size, self.parts), self.width, "gradients")
-
-    def end(self, unit: str) -> None:
-        """Start to sum a unit's gradients; two sums are in progress at most."""
-        if unit in self.filling:
-            full = self.filling.pop(unit)
-            part = self.memory.new(full.elements // self.parts, self.width, "gradients")
-            self.pending.append(unit)
-            if len(self.pending) > 2:
-                self.sums.pop(self.pending.pop(0), None)
-            self.sums.setdefault(unit, []).append((full, part))
 
 
 def marked(x: Sized, arrive: Callable[[], object]) -> Sized:

@@ -22,7 +22,7 @@ from meshwright.optim.rule_table import state_bytes as bytes_of_moment
 from meshwright.parallel.pipeline_schedule import Op, ScheduleName, schedule, stages_of
 from meshwright.parallel.shard import aligned
 from meshwright.plan.allocator import LEAST, CachingAllocator
-from meshwright.plan.blocks import Buckets, PassSizes, SizedGPT, Stage, make_shards, sizes_of
+from meshwright.plan.blocks import PassSizes, SizedGPT, Stage, make_buckets, make_shards, sizes_of
 from meshwright.plan.graph_rule import reason_against
 from meshwright.plan.parameters import WIDTHS, Shapes, data_parts, flat_total, shapes_of_layer, shapes_of_rank
 from meshwright.plan.tensors import HANDED, Event, Memory, kinds_of, rounded
@@ -184,21 +184,20 @@ def run_schedule(config: TrainConfig, sizes: PassSizes, stages: list[Stage], pip
     """
     p, memory = config.parallel, Memory()
     pp = p.pipeline_model_parallel_size
-    buckets = Buckets(memory, sizes, stages) if sizes.parts > 1 else None
-    shards = [make_shards(memory, sizes, stage) for stage in stages] if sizes.shards > 1 else [None] * len(stages)
+    buckets = make_buckets(memory, sizes, stages) if sizes.parts > 1 else None
+    shards = [make_shards(memory, sizes, stage) for stage in stages] if sizes.shards > 1 else []
     for each in shards:
-        if each is not None:
-            each.begin_step()
+        each.begin_step()
     count, running = passed_micro_batches(config, 2 if sizes.parts > 1 else 4), dict[tuple[int, int], Iterator[None]]()
     for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
         if op == "F":
-            running[chunk, i] = SizedGPT(sizes, stages[chunk], memory, buckets, shards[chunk]).passes(is_first=not i)
+            own = shards[chunk] if shards else None
+            running[chunk, i] = SizedGPT(sizes, stages[chunk], memory, buckets, own).passes(is_first=not i)
         next(running[chunk, i])
         if op in ("B", "W"):
             del running[chunk, i]
     for each in shards:
-        if each is not None:
-            each.end_step()
+        each.end_step()
     return memory
 
 

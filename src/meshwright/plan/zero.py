@@ -1,14 +1,12 @@
-"""The weights that ZeRO 3 gathers and the gradients that it sums, as torch's fully_shard does.
-
-A unit is a layer, or what a stage has outside of its layers. Its weights are gathered into a buffer
-before they are used, and copied from there; gradients are copied into a buffer that is summed.
-"""
+"""What ZeRO 2 and 3 hold of gradients and weights while a micro-batch passes."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from meshwright.parallel import shard
+from meshwright.parallel.shard import aligned
 from meshwright.plan.parameters import Shapes
 from meshwright.plan.tensors import GRADIENTS, Memory, Sized
 
@@ -16,8 +14,52 @@ REST = "rest"  # the unit outside of the layers
 LAST = "lm_head.weight", "ln_f.weight", "ln_emb.weight", "wpe.weight", "wte.weight"  # of its parameters, from the end
 
 
+class Buckets:
+    """Gradients of ZeRO 2, as in parallel/flat.py: a unit's, in full until its sum has ended."""
+
+    def __init__(self, memory: Memory, sizes: Counter[str], parts: int, width: int) -> None:
+        """`sizes`: elements of each unit (`h.0`: of a layer) and of those of shard.LATE."""
+        self.memory, self.sizes, self.parts, self.width = memory, sizes, parts, width
+        self.filling: dict[str, Sized] = {}
+        self.sums: dict[str, list[tuple[Sized, Sized]]] = {}  # by unit: the full gradients, and the rank's part of them
+        self.pending: list[str] = []
+
+    def begin(self, unit: str) -> None:
+        """Allocate the gradients of a unit before its first one comes.
+
+        With those of the first unit come those that are summed last.
+        """
+        self.begin_late()
+        self.fill(unit)
+
+    def begin_late(self, *_: object) -> None:
+        """Allocate the gradients that are kept until the end of the step."""
+        for unit in shard.LATE:
+            self.fill(unit)
+
+    def fill(self, unit: str) -> None:
+        size = self.sizes["h.0" if unit.startswith("h.") else unit]
+        if size and unit not in self.filling:
+            self.filling[unit] = self.memory.new(aligned(size, self.parts), self.width, "gradients")
+
+    def end(self, unit: str) -> None:
+        """Start to sum a unit's gradients; two sums are in progress at most."""
+        if unit in self.filling:
+            full = self.filling.pop(unit)
+            part = self.memory.new(full.elements // self.parts, self.width, "gradients")
+            self.pending.append(unit)
+            if len(self.pending) > 2:
+                self.sums.pop(self.pending.pop(0), None)
+            self.sums.setdefault(unit, []).append((full, part))
+
+
 class Shards:
-    """The units of one stage, in the order of its layers; the rest comes last."""
+    """The units of one stage with ZeRO 3, as torch's fully_shard treats them.
+
+    A unit is a layer, or what a stage has outside of its layers, which comes last. Its weights are
+    gathered into a buffer before they are used, and copied from there; gradients are copied into
+    a buffer that is summed.
+    """
 
     def __init__(
         self, memory: Memory, units: dict[str, Shapes], ranks: int, widths: tuple[int, int], keeps_last: bool
@@ -101,7 +143,7 @@ class Shards:
         unit = name if name in self.units else REST
         gradients = self.gradients.setdefault(unit, {})
         if not gradients:
-            vectors = [math.prod(shape) for name, shape in self.units[unit].items() if is_vector(name)]
+            vectors = [math.prod(shape) for name, shape in self.units[unit].items() if shard.is_vector(name)]
             gradients["vectors"] = [self.memory.new(size, self.low, "gradients") for size in vectors]
         new = [self.memory.new(elements, self.low, "gradients")]
         if name not in gradients:  # of a layer, the last parameter's comes first
@@ -143,10 +185,6 @@ class Shards:
             places.clear()
         self.backward.clear()
         self.gathering.clear()
-
-
-def is_vector(name: str) -> bool:
-    return name.endswith(".bias") or "ln_" in name
 
 
 def is_reordered(shape: tuple[int, ...], ranks: int) -> bool:
