@@ -105,6 +105,7 @@ PLAIN = "--fused-kernels off --compile off"
         (f"--bf16 {ZERO_2} --untie-embeddings-and-output-weights --micro-batch-size 1", 1),
         (f"{NARROW} --fp32-residual-connection --disable-bias-linear --recompute-granularity full", 0),
         (f"--bf16 --optimizer muon {MUP} --hidden-size 512 --micro-batch-size 1 --seq-length 64", 0),
+        ("--bf16 --fp8-format hybrid --swiglu --recompute-granularity full --num-layers 1", 0),
         (f"--bf16 {TP} --recompute-granularity full --hidden-size 64 --micro-batch-size 32", 0),
         (
             f"--bf16 {ONE_HEAD} --recompute-granularity full --attention-dropout 0 --micro-batch-size 8 --num-layers 2",

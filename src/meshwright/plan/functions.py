@@ -569,14 +569,14 @@ class Functions:
 
         def backward(dx: Sized | None, *gradients: Sized | None) -> list[Sized | None]:
             packed = self.new(tokens * outputs)
-            if has_bias:
-                self.new(grid.packed_parts(tokens // sizes.length, sizes.length) * outputs, FLOAT)
+            parts = grid.packed_parts(tokens // sizes.length, sizes.length)
+            sums = self.new(parts * outputs, FLOAT) if has_bias else None
             q = self.cast(packed, outputs)
             del packed
             dy = self.new(tokens * columns)
             self.give_fp8_product(outputs, columns, unit)
             out = differentiate_norm(dx, dy)
-            del q, dy
+            del q, dy, sums
             return out
 
         node = GraphNode([residual, pending], [*saved, *rotation], backward, 4)
@@ -619,14 +619,14 @@ class Functions:
             da = self.new(rows * inner)
             self.give_fp8_product(outputs, inner, unit)
             du = self.new(rows * wide)
-            if has_bias:
-                self.new(grid.cdiv(rows, grid.activation_rows(rows)) * wide, FLOAT)
+            parts = grid.cdiv(rows, grid.activation_rows(rows))
+            sums = self.new(parts * wide, FLOAT) if has_bias else None
             again = self.cast(du, wide)
             del du, q
             dy = self.new(rows * columns)
             self.give_fp8_product(wide, columns, unit)
             out = differentiate_norm(dx, dy)
-            del again, dy, da
+            del again, dy, da, sums
             return out
 
         node = GraphNode([residual, pending], [*saved, u, transposed], backward, 2)
