@@ -66,6 +66,8 @@ MUP = "--mup-base-hidden-size 128 --mup-base-num-layers 2 --tensor-model-paralle
 TP = "--tensor-model-parallel-size 2 --sequence-parallel --world-size 2 --num-layers 8 --global-batch-size 256"
 NARROW = f"""--bf16 {ZERO_2} --hidden-size 384 --num-attention-heads 6 --seq-length 128 --micro-batch-size 1
 --swiglu --num-distributed-optimizer-instances 2"""
+ONE_SAMPLE = "--micro-batch-size 1 --seq-length 512 --num-layers 1 --hidden-dropout 0 --attention-dropout 0"
+TWO_ROUNDS = "--world-size 2 --num-layers 8 --hidden-size 2048 --micro-batch-size 1 --seq-length 64"
 VIRTUAL = f"--bf16 {ZERO_2} --pipeline-schedule zero-bubble --num-layers-per-virtual-pipeline-stage 1"
 ZERO_3 = "--bf16", "--zero-stage", "3"
 PLAIN = "--fused-kernels off --compile off"
@@ -106,6 +108,8 @@ PLAIN = "--fused-kernels off --compile off"
         (f"{NARROW} --fp32-residual-connection --disable-bias-linear --recompute-granularity full", 0),
         (f"--bf16 --optimizer muon {MUP} --hidden-size 512 --micro-batch-size 1 --seq-length 64", 0),
         ("--bf16 --fp8-format hybrid --swiglu --recompute-granularity full --num-layers 1", 0),
+        (f"{ONE_SAMPLE} --num-query-groups 1 --squared-relu", 0),
+        (f"--bf16 --optimizer muon --zero-stage 2 {TWO_ROUNDS}", 0),
         (f"--bf16 {TP} --recompute-granularity full --hidden-size 64 --micro-batch-size 32", 0),
         (
             f"--bf16 {ONE_HEAD} --recompute-granularity full --attention-dropout 0 --micro-batch-size 8 --num-layers 2",

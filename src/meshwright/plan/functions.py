@@ -346,7 +346,7 @@ class Functions:
         del ones
         k, v = self.apply(k, count), self.apply(v, count)  # repeated for each head
         k, scaled = self.apply(k), k
-        x = self.multiply(self.ordered(q), k, scores)
+        x = self.multiply(self.ordered(q) if sizes.batch > 1 else q, k, scores)  # of one sample, heads lie evenly
         unsafe = self.new(scores), self.new(scores, 1)  # softmax, and which rows are masked
         x = self.apply(x, keeps="result")
         del unsafe, q, k, scaled, mask

@@ -146,6 +146,7 @@ class HomeUpdate:
             homes = assign({i: self.forms[i].cost(self.steps) for i in members}, loads)
             mine = [i for i in members if homes[i] == 0]
             stacks = self.collect(members, homes, mine)
+            updates.clear()
             updates = self.orthogonalise(stacks, mine)
             copies = self.ranks // self.parts  # of each part, for the ranks that hold it
             out = None
