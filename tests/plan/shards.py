@@ -27,6 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshwright.parallel.layout import Layout
 from meshwright.settings.schema import TrainConfig
 
+MODULES = _fsdp_collectives, _fsdp_param, _fsdp_param_group, _fsdp_state
+
 
 def account_any(config: TrainConfig, pipeline_rank: int = 0) -> tuple[int, int]:
     """Return the bytes that a rank holds after its set-up, and most in two steps."""
@@ -52,17 +54,11 @@ def pretended_shards(config: TrainConfig, pipeline_rank: int, counter: Account) 
                 (_fsdp_param, "alloc_storage", lambda x: counter.hold(x, True)),
                 (_fsdp_param_group, "alloc_storage", lambda x: counter.hold(x, True)),
                 (_fsdp_param, "free_storage", lambda x: counter.hold(x, False)),
-                *((module, "_get_device_handle", lambda _: torch.cpu) for module in HANDLES),
+                *((module, "_get_device_handle", lambda _: torch.cpu) for module in MODULES),
                 *((dist, name, done) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")),
             ):
-                stack.enter_context(mock.patch.object(owner, name, value))
+                if hasattr(owner, name):  # which of torch's modules have it depends on its version
+                    stack.enter_context(mock.patch.object(owner, name, value))
             yield replace(layout, groups=layout.groups | {"shard": dist.group.WORLD})
     finally:
         dist.destroy_process_group()
-
-
-HANDLES = tuple(
-    module
-    for module in (_fsdp_collectives, _fsdp_param_group, _fsdp_state, _fsdp_param)
-    if hasattr(module, "_get_device_handle")
-)
