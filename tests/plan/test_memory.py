@@ -228,6 +228,11 @@ def test_agrees_with_what_fully_shard_allocates(line, rank):
     assert predicted == pytest.approx(account_any(config, rank)[1], rel=0.002)
 
 
+def test_shards_in_host_memory_free_no_sums_of_the_device():
+    config = config_of(*SMALL, "--world-size", "2", *ZERO_3, "--cpu-optimizer")
+    assert min(memory.memory_of_rank(config, PADDED, 0, Gpu()).kinds.values()) >= 0
+
+
 def test_shards_keep_no_gradients_of_the_step_before():
     """The second step takes no more than the first."""
     config = config_of(*SMALL, "--world-size", "2", *ZERO_3)

@@ -55,6 +55,7 @@ class PassSizes:
     micro_batches: int  # of a step, at most 2: the others are as the second
     parts: int  # that ZeRO 2 cuts gradients into as they come, or 1
     shards: int  # of weights and gradients with ZeRO 3, or 1
+    offloads: bool  # what is summed goes to host memory
     is_fused: bool  # blocks are of fused kernels
     resets_positions: bool  # each sample has positions of its own
     processors: int  # of the device
@@ -95,6 +96,7 @@ def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
         min(2, config.micro_batches(config.global_batch)),
         data_parts(config) if p.zero_stage == 2 else 1,
         data_parts(config) if p.zero_stage == 3 else 1,
+        p.offloads,
         block_kind(t, config.model, config.precision, NVIDIA) == "fused",
         config.data.document_effects[1],
         processors,
@@ -501,7 +503,9 @@ def make_shards(memory: Memory, sizes: PassSizes, stage: Stage) -> Shards:
     held = {"wte": first or (last and tied), "wpe": first, "ln_emb": first, "ln_f": last, "lm_head": last}
     units = {f"h.{i}": shapes_of_layer(m, tp) for i in range(stage.begin, stage.begin + stage.layers)}
     units[REST] = {name: cut_shape(name, shape, tp) for name, shape in outer.items() if held[shard.unit(name)]}
-    return Shards(memory, units, sizes.shards, (sizes.formats.low, sizes.formats.full), first and last)
+    shards = Shards(memory, units, sizes.shards, (sizes.formats.low, sizes.formats.full))
+    shards.keeps_last, shards.keeps_sums = first and last, not sizes.offloads
+    return shards
 
 
 def marked(x: Sized, arrive: Callable[[], object]) -> Sized:

@@ -61,9 +61,7 @@ class Shards:
     a buffer that is summed.
     """
 
-    def __init__(
-        self, memory: Memory, units: dict[str, Shapes], ranks: int, widths: tuple[int, int], keeps_last: bool
-    ) -> None:
+    def __init__(self, memory: Memory, units: dict[str, Shapes], ranks: int, widths: tuple[int, int]) -> None:
         """`widths`: bytes of a gathered weight, and of a gradient that is summed."""
         self.memory, self.units, self.ranks, (self.low, self.full) = memory, units, ranks, widths
         self.following = dict(zip(units, list(units)[1:-1], strict=False))  # layers alone gather the next one
@@ -73,7 +71,8 @@ class Shards:
             for shape in next(iter(units.values())).values()
             if len(shape) > 2 and is_reordered(shape, ranks)
         )
-        self.keeps_last = keeps_last  # weights of the last layer and the rest, from forward to backward
+        self.keeps_sums = True  # on the device
+        self.keeps_last = True  # weights of the last layer and the rest, from forward to backward
         self.gathering: dict[str, Sized] = {}
         self.weights: dict[str, list[Sized]] = {}
         self.last: Sized | None = None  # a buffer that is kept until the next is copied from
@@ -86,12 +85,12 @@ class Shards:
 
     def begin_step(self) -> None:
         """Free the last step's sums, which count as held throughout."""
-        self.kept = {}
-        self.memory.note(GRADIENTS, -self.full * sum(self.own.values()), "gradients")
+        self.kept = {} if self.keeps_sums else None
+        self.memory.note(GRADIENTS, -self.keeps_sums * self.full * sum(self.own.values()), "gradients")
 
     def end_step(self) -> None:
         self.kept = None
-        self.memory.note(GRADIENTS, self.full * sum(self.own.values()), "gradients")
+        self.memory.note(GRADIENTS, self.keeps_sums * self.full * sum(self.own.values()), "gradients")
 
     def gather(self, unit: str) -> None:
         """Start to gather a unit's weights."""
