@@ -1,9 +1,9 @@
 """Compare predicted memory with the accounting of real steps, for settings drawn at random.
 
-    python benchmarks/plan_drawn.py [--seed 28] [--cases 240]
+    python benchmarks/plan_drawn.py [--seed 28] [--cases 240] [--only 17,151] [--more "--bf16"]
 
 Needs no device: tests/plan/accounting.py runs the program's own steps on torch's meta device. Each
-case is a line: the error of the peak, the counted bytes, the pipeline rank and the flags.
+case is a line: number, error of the peak, counted bytes, pipeline rank and flags.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from pathlib import Path
 from common import describe_machine, new_parser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "plan"))
-from accounting import PADDED, account, config_of
+from accounting import PADDED, config_of
 from drawn import draw
+from shards import account_any
 
 from meshwright.plan import memory
 
@@ -30,16 +31,20 @@ def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--seed", type=int, default=28)
     parser.add_argument("--cases", type=int, default=240)
+    parser.add_argument("--only", type=lambda text: set(map(int, text.split(","))), help="numbers of cases to run")
+    parser.add_argument("--more", type=str.split, default=[], help="flags that all cases have, whatever is drawn")
     given = parser.parse_args()
     rng, errors = random.Random(given.seed), list[float]()
     print(describe_machine("torch"))
-    for _ in range(given.cases):
-        words, rank = draw(rng)
+    for number in range(1, given.cases + 1):
+        words, rank = draw(rng, given.more)
+        if given.only and number not in given.only:
+            continue
         config = config_of(*words)
-        _, peak = account(config, rank)
+        _, peak = account_any(config, rank)
         predicted = memory.memory_of_rank(config, PADDED, rank, Gpu()).allocated - sum(memory.WORKSPACES)
         errors.append(predicted / peak - 1)
-        print(f"{errors[-1]:+.3%} {peak:,} rank {rank} {' '.join(words)}", flush=True)
+        print(f"{number} {errors[-1]:+.3%} {peak:,} rank {rank} {' '.join(words)}", flush=True)
     sizes = sorted(map(abs, errors))
     beyond = sum(size > 0.005 for size in sizes)
     print(

@@ -2,9 +2,10 @@
 
     python benchmarks/plan_memory.py FILE... [--device h100] [--half 1 --seed 28]
 
-A line has `flags` as given to `train`, and bytes: `peak` or `peak_bytes`, and if known `reserved`
-and `context`. With --half only the first or second half of each file's lines counts, drawn by
-the seed: a prediction is refined with one half and judged by the other.
+A line has `flags` as given to `train`, or the `command` of gpu_layouts.sh, and bytes: `peak` or
+`peak_bytes`, and if known `reserved` and `context`. With --half only the first or second half of
+each file's lines counts, drawn by the seed: a prediction is refined with one half and judged by the
+other.
 """
 
 from __future__ import annotations
@@ -28,15 +29,23 @@ RUN = "--mock-data --train-iters 10 --lr 1e-4".split()
 def lines_of(path: str, half: int, seed: int) -> list[dict[str, Any]]:
     """Return the measurements of a file, or of half of it."""
     rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = [row for row in rows if row.get("peak") or row.get("peak_bytes")]
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
     chosen = {1: order[: len(rows) // 2], 2: order[len(rows) // 2 :]}.get(half, order)
     return [rows[i] for i in sorted(chosen)]
 
 
+def flags_of(row: dict[str, Any]) -> list[str]:
+    if "flags" in row:
+        return row["flags"].split()
+    _, _, words = row["command"].partition(" train ")
+    return [*words.split(), "--world-size", str(row["gpus"])]
+
+
 def predict(row: dict[str, Any], device: str) -> dict[str, int]:
     """Return the largest of the pipeline ranks' memory."""
-    config = flags.parse_settings(TrainConfig, [*RUN, *row["flags"].split()], "meshwright train", check=False).config
+    config = flags.parse_settings(TrainConfig, [*RUN, *flags_of(row)], "meshwright train", check=False).config
     m, tp = config.model, config.parallel.tensor_model_parallel_size
     size = config.tokenizer.vocab_size or 50257
     padded = tokenizers.padded_size(size, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
@@ -58,7 +67,7 @@ def main() -> None:
         found = {k: predicted[k] / n - 1 for k, n in measured.items() if n}
         for kind, error in found.items():
             errors[kind].append(abs(error))
-        print("  ".join(f"{k} {predicted[k] / 2**20:,.0f} MiB ({e:+.2%})" for k, e in found.items()), row["flags"])
+        print("  ".join(f"{k} {predicted[k] / 2**20:,.0f} MiB ({e:+.2%})" for k, e in found.items()), *flags_of(row))
     for kind, values in errors.items():
         if values:
             print(f"{kind}: median {statistics.median(values):.2%}, worst {max(values):.2%} of {len(values)}")

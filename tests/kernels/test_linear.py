@@ -50,3 +50,13 @@ def test_deferred_gradients_let_go_of_a_stages_input():
         gone = weakref.ref(received)
         del received, y
         assert waiting and gone() is None
+
+
+def test_a_deferred_gradient_frees_its_factors_before_the_next():
+    given, w = [torch.randn(6, 8) for _ in range(2)], torch.randn(4, 8).requires_grad_()
+    inputs, left = [weakref.ref(x) for x in given], list[int]()
+    waiting = [(w, torch.randn(6, 4), x) for x in given]
+    del given
+    w.register_post_accumulate_grad_hook(lambda _: left.append(sum(x() is not None for x in inputs)))
+    compute(waiting)
+    assert left == [2, 1] and not waiting

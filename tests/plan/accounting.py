@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -31,12 +33,14 @@ from meshwright.kernels import fp8
 from meshwright.model import pick
 from meshwright.model.kind import block_kind
 from meshwright.parallel import comm, layout
+from meshwright.parallel.flat import FlatStore
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from meshwright.training.network import Spec, build_network
 from meshwright.training.step import StepSettings, train_step
 
 META = torch.device("meta")
+_device._device_constructors()  # `with META` keeps a list of torch's functions, as they are before any is replaced
 PADDED = 1024
 
 
@@ -46,7 +50,7 @@ class Account(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.counted = WeakIdKeyDictionary()
+        self.counted = WeakIdKeyDictionary()  # by storage: its bytes, and those that it holds now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -55,10 +59,25 @@ class Account(TorchDispatchMode):
 
     def note(self, x: Tensor) -> None:
         storage = x.untyped_storage()
-        if x.device == META and storage not in self.counted:
-            self.counted[storage] = size = -(-storage.nbytes() // 512) * 512
+        if x.device == META and not isinstance(x, DTensor) and storage not in self.counted:
+            size = -(-storage.nbytes() // 512) * 512
+            self.counted[storage] = sizes = [size, size]
             self.count(size)
-            weakref.finalize(storage, self.count, -size)
+            weakref.finalize(storage, lambda: self.count(-sizes[1]))
+
+    def hold(self, x: Tensor, is_held: bool) -> None:
+        """Count a tensor whose storage was emptied or filled again."""
+        sizes = self.counted[x.untyped_storage()]
+        before, sizes[1] = sizes[1], sizes[0] * is_held
+        self.count(sizes[1] - before)
+
+    def hold_only(self, tensors: Iterable[Tensor]) -> None:
+        """Forget all others so far: those that fully_shard has before there is memory for them."""
+        for sizes in self.counted.values():
+            sizes[1] = 0
+        self.now = 0
+        for x in tensors:
+            self.hold(x, True)
 
     def count(self, size: int) -> None:
         self.now += size
@@ -203,20 +222,32 @@ def connected(config: TrainConfig, pipeline_rank: int) -> layout.Layout:
     plain = layout.layout_of(config, 0) if config.world > 1 else layout.Layout()
     plain = replace(plain, rank=pipeline_rank * plain.world // plain.pp)
     sizes = {name: plain.size(*dims) for name, dims in layout.GROUPS.items()}
-    sizes |= dict.fromkeys(("embedding", *layout.LANES), plain.pp)
+    sizes |= dict.fromkeys(layout.LANES, plain.pp)
+    sizes["embedding"] = plain.pp if pipeline_rank in (0, plain.pp - 1) else 1
     return replace(plain, groups={name: Group(n) for name, n in sizes.items() if n > 1})
 
 
 def account(config: TrainConfig, pipeline_rank: int = 0, padded: int = PADDED) -> tuple[int, int]:
     """Return the bytes that a rank holds after its set-up, and most in two steps."""
+    with pretended_gpu(), Account() as counter:
+        return account_steps(config, connected(config, pipeline_rank), counter, padded)
+
+
+def account_steps(
+    config: TrainConfig, connections: layout.Layout, counter: Account, padded: int, steps: int = 2
+) -> tuple[int, int]:
+    """Return the bytes that a rank holds after its set-up, and most in some steps."""
     batch, length, d = config.micro_batch, (config.data.seq_length or 0), config.data
     columns = length // config.parallel.context_parallel_size
     ids = torch.zeros(batch, columns, dtype=torch.int64)
     mask = torch.ones(batch, columns) if d.eod_mask_loss else None
     one = Batch(ids, ids, torch.arange(batch), mask, ids if d.reset_position_ids else None)
-    with pretended_gpu(), Account() as counter:
-        net = build_network(Spec(config, connected(config, pipeline_rank), META, 1000, padded))
-        held = counter.peak = counter.now
-        for _ in range(2):
-            train_step(net, [one] * config.micro_batches(config.global_batch), StepSettings(1, 1e-3, 0.1))
+    net = build_network(Spec(config, connections, META, 1000, padded))
+    if not isinstance(net.store, FlatStore):
+        averages = net.store.average.values if net.store.average else ()
+        state = (x for part in net.store.update_ranges for x in (part.master, *part.state.values()))
+        counter.hold_only([*state, *averages])
+    held = counter.peak = counter.now
+    for _ in range(steps):
+        train_step(net, [one] * config.micro_batches(config.global_batch), StepSettings(1, 1e-3, 0.1))
     return held, counter.peak

@@ -1,12 +1,13 @@
 """Settings of runs drawn at random, for benchmarks/plan_drawn.py.
 
-Left out are ZeRO 3, whose shards are torch's own, and states in host memory: neither runs on the
-meta device.
+Left out are states in host memory and several copies of ZeRO 3's shards: neither runs on the meta
+device.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from accounting import config_of
 
@@ -40,18 +41,22 @@ WAYS = {  # flags by what they decide; each line is drawn once
     "decay": ["", "", "", "--cautious-weight-decay"],
     "kernels": ["", "", "", "", "--fused-kernels off --compile off"],
     "schedule": ["", "", "--pipeline-schedule gpipe", "--pipeline-schedule zero-bubble", "--pipeline-schedule zbv"],
-    "zero": [f"--zero-stage {n}" for n in (0, 0, 1, 1, 2)],
+    "zero": [f"--zero-stage {n}" for n in (0, 0, 1, 1, 2, 3)],
+    "rates": ["", "", "", "--vector-lr 2e-3", "--embedding-lr 2e-3", "--head-lr 5e-4 --vector-lr 2e-3"],
+    "scale": ["", "", "", "--mup-base-hidden-size 128", "--mup-base-hidden-size 128 --mup-base-num-layers 2"],
     "instances": ["", "", "", "--num-distributed-optimizer-instances 2"],
 }  # fmt: skip
 
 
-def draw(rng: random.Random) -> tuple[list[str], int]:
-    """Return the flags of a legal run, and one of its pipeline ranks."""
+def draw(rng: random.Random, more: Sequence[str] = ()) -> tuple[list[str], int]:
+    """Return the flags of a legal run, among them those given, and one of its pipeline ranks."""
     while True:
-        words = draw_words(rng)
+        words = [*draw_words(rng), *more]
         try:
             config = config_of(*words)
         except UserError:
+            continue
+        if config.parallel.zero_stage == 3 and config.parallel.num_distributed_optimizer_instances > 1:
             continue
         return words, rng.randrange(config.parallel.pipeline_model_parallel_size)
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 from plans import STILL, planned
 
-from meshwright.plan import memory
 from meshwright.plan.estimates import MemoryEstimates
 from meshwright.plan.prediction import Prediction, find_machine
 from meshwright.settings import checks
@@ -25,14 +24,12 @@ SCHEDULES = [
 ]
 
 
-def layouts(
-    more: str, depths: tuple[int, ...] = (2, 4, 8), zero: tuple[int, ...] = (0, 1, 2, 3)
-) -> Iterator[TrainConfig]:
+def layouts(more: str) -> Iterator[TrainConfig]:
     """Yield legal layouts of all schedules by layers of a rank, micro-batch and ZeRO stage."""
     ways = 2 if "--tensor" in more else 1
     for pp, schedule in SCHEDULES:
-        for depth in depths:
-            for micro, stage in ((micro, stage) for micro in (1, 8) for stage in zero):
+        for depth in (2, 4, 8):
+            for micro, stage in ((micro, stage) for micro in (1, 8) for stage in range(4)):
                 sizes = f"--num-layers {depth * pp} --pipeline-model-parallel-size {pp} --zero-stage {stage}"
                 batch = f"--micro-batch-size {micro} --global-batch-size {micro * 2 * 16}"
                 words = f"{MODEL} {sizes} {batch} {schedule.format(half=depth // 2)} {more}"
@@ -52,7 +49,7 @@ def layouts(
     ],
 )
 def test_estimates_agree_with_plans(more: str) -> None:
-    """They are within 1 % without ZeRO 2, and never more than that above the plan."""
+    """They are within 1 % without ZeRO 2 and 3, and never more than that above the plan."""
     machine = find_machine("h200")
     for config in layouts(more):
         prediction, estimates = Prediction(config, machine, PADDED), MemoryEstimates()  # of one model
@@ -60,22 +57,6 @@ def test_estimates_agree_with_plans(more: str) -> None:
         need = max(rank.allocated + rank.context for rank in ends)
         share = estimates.at_least(prediction) / need
         assert share <= 1.01, (config.parallel, config.micro_batch)
-        if config.parallel.zero_stage != 2:
+        if config.parallel.zero_stage < 2:
             assert share >= 0.99, (config.parallel, config.micro_batch)
         assert estimates.held(prediction) <= estimates.waiting(prediction) <= need * 1.001
-
-
-def test_zero_2_needs_in_passes_one_by_one_what_it_needs_in_all_at_once() -> None:
-    """A pass finds the gradients that the pass before has left, whatever stage that was of."""
-    for config in layouts("", zero=(2,)):
-        if config.parallel.pipeline_model_parallel_size == 1:
-            continue
-        for rank in range(config.parallel.pipeline_model_parallel_size):
-            sizes = memory.sizes_of(config, PADDED, memory.PROCESSORS)
-            stages = memory.own_stages(config, rank)
-            whole = memory.run_schedule(config, sizes, stages, rank, rounds=4)
-            kinds = memory.kinds_of(whole.events[: whole.peak_at])
-            found = memory.step_bytes(config, PADDED, rank)
-            assert {kind: size for kind, size in found.items() if size} == {
-                n: size for n, size in kinds.items() if size
-            }

@@ -83,9 +83,10 @@ def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def compute(waiting: Waiting) -> None:
-    """Compute the deferred weight gradients."""
-    for parameter, grad, x in waiting:
+    """Compute the deferred weight gradients; the list lets go of each one's factors."""
+    waiting.reverse()
+    while waiting:
+        parameter, grad, x = waiting.pop()
         of_weight = gradients.from_product(parameter, grad, x)
         if of_weight is not None:
             parameter.backward(of_weight)  # type: ignore[no-untyped-call]
-    waiting.clear()

@@ -21,6 +21,8 @@ last micro-batch has filled it, while the backward pass continues:
     ZeRO 1   reduce-scatter it; each rank updates its 1/r of the bucket, and the new weights are
              all-gathered, which the next forward pass waits for layer by layer
     ZeRO 2   the same after every micro-batch, so that full gradients of at most three buckets exist
+             (and those of norms and biases, if a pipeline defers the gradients of products: a
+             layer's first gradient would otherwise keep its full bucket until the last one comes)
 
 A gradient reaches its bucket without a copy. The store gives each parameter a `sink`; the backward
 pass of a product (kernels/gradients.py) adds into the sink's total itself, or autograd's hook does:
@@ -83,6 +85,7 @@ class Bucket:
 
     begin: int
     partial: bool  # gradients must be summed over the tensor ranks too
+    is_late: bool  # they are summed after the last micro-batch
     size: int = 0
     spans: dict[str, tuple[int, torch.Size]] = field(default_factory=dict)  # name -> offset in the bucket, shape
     kinds: list[tuple[UpdateKind, int, int]] = field(default_factory=list)  # kind, first offset, end
@@ -101,6 +104,7 @@ class FlatStore(Store):
         is_sharded = spec.zero > 0 and spec.layout.group("shard") is not None
         super().__init__(spec, ("replicas",) if is_sharded else ("replicas", "shard", "cp"), is_sharded)
         self.keeps_gradients = spec.zero < 2 or not self.is_sharded  # full ones, from micro-batch to micro-batch
+        self.keeps_vectors = spec.defers_products and not self.keeps_gradients
         self.shard_count = self.layout.size("shard", "cp") if self.is_sharded else 1
         self.shard_index = self.layout.at("shard", "cp") if self.is_sharded else 0
         self.added: set[str] = set()  # parameters that received a gradient in this step
@@ -110,7 +114,7 @@ class FlatStore(Store):
         self.shapes = {}
         self._lay_out(models)
         # The order in which sums start.
-        self.sum_order = sorted(reversed(self.buckets.values()), key=lambda bucket: bucket.partial)
+        self.sum_order = sorted(reversed(self.buckets.values()), key=lambda bucket: bucket.is_late)
         self._allocate(spec.mapper)
         for part in models:
             self._take_over(part)
@@ -123,12 +127,12 @@ class FlatStore(Store):
     def _lay_out(self, models: list[nn.Module]) -> None:
         units: dict[str, dict[UpdateKind, dict[str, torch.Size]]] = {}
         for name, p in itertools.chain(*(part.named_parameters() for part in models)):
-            unit = "partial" if self.sharding.is_partial(name) else shard.unit(name)
+            unit = shard.bucket(name, self.layout.tp, self.sharding.sequence, self.keeps_vectors)
             kind = UpdateKind(rules.treatment(self.optimizer, self.model, name, p), not self.sharding.is_cut(name))
             units.setdefault(unit, {}).setdefault(kind, {})[name] = p.shape
         begin = 0
         for unit, kinds in units.items():
-            bucket = self.buckets[unit] = Bucket(begin, unit == "partial")
+            bucket = self.buckets[unit] = Bucket(begin, unit == "partial", unit in shard.LATE)
             for kind, members in sorted(kinds.items(), reverse=True):
                 start = bucket.size
                 for name, shape in members.items():
@@ -421,7 +425,7 @@ class FlatStore(Store):
         for bucket in self.sum_order:
             if bucket.is_summed:
                 continue
-            if bucket.partial or len(bucket.seen) < len(bucket.spans):
+            if bucket.is_late or len(bucket.seen) < len(bucket.spans):
                 return
             self.sum_over_ranks(bucket)
 
@@ -446,6 +450,8 @@ class FlatStore(Store):
             return PendingSum(self.mapped.scatter(bucket.begin, bucket.size, part), full)
         if not self.keeps_gradients:  # the share holds other micro-batches' sums
             part, bucket.gradients = torch.empty_like(part), None
+            bucket.seen.clear()  # a pipeline may defer several micro-batches' products to the end
+            bucket.parts_received.clear()
             self.pending_buckets.append(bucket)
             if len(self.pending_buckets) > 2:
                 self._finish(self.pending_buckets.pop(0))
@@ -549,7 +555,7 @@ class GradientSink:
         received = bucket.parts_received[self.name] = bucket.parts_received.get(self.name, 0) + parts
         if received >= self.uses:
             bucket.seen.add(self.name)
-            if len(bucket.seen) == len(bucket.spans) and not bucket.partial:
+            if len(bucket.seen) == len(bucket.spans) and not bucket.is_late:
                 if not store.keeps_gradients:
                     store.sum_over_ranks(bucket)
                 elif store.is_last_backward:

@@ -50,7 +50,7 @@ class FullyShardedStore(Store):
         arguments |= {
             "mesh": mesh,
             "mp_policy": precision,
-            "shard_placement_fn": lambda p: Shard(self.dimension(p.shape)),
+            "shard_placement_fn": lambda p: Shard(shard.rows(p.shape, self.ranks)[0]),
         }
         self.models: list[Any] = models
         for model in models:
@@ -77,10 +77,6 @@ class FullyShardedStore(Store):
             for model in self.models:
                 model.set_requires_all_reduce(is_last)
 
-    def dimension(self, shape: torch.Size) -> int:
-        """Return the dimension to shard: the first, but the second of a gated MLP's [2, F, H]."""
-        return 1 if len(shape) > 1 and shape[0] < self.ranks and shape[1] % self.ranks == 0 else 0
-
     def _make_update_ranges(self) -> None:
         self.update_ranges, self.named = [], {}
         updated: Updated = {}
@@ -106,13 +102,10 @@ class FullyShardedStore(Store):
         return place_of(name, full, (0,) * len(full), full)  # of no element
 
     def rows(self, name: str, position: int | None = None) -> tuple[int, int, int]:
-        """Return a rank's (none: this one's) rows as torch cuts them: dimension, start, length."""
-        dimension = self.dimension(self.shapes[name])
-        position = self.layout.at("shard", "cp") if position is None else position
-        count = self.shapes[name][dimension]
-        each = -(-count // self.ranks)
-        first = min(position * each, count)
-        return dimension, first, min(each, count - first)
+        """Return a rank's (none: this one's) rows: dimension, start, length."""
+        return shard.rows(
+            self.shapes[name], self.ranks, self.layout.at("shard", "cp") if position is None else position
+        )
 
     def boxes_of(self, name: str, data: int, tensor: int) -> list[shard.Box]:
         dimension, first, size = self.rows(name, data)
@@ -135,8 +128,8 @@ class FullyShardedStore(Store):
             module.reshard()
 
     def clear_gradients(self) -> None:
-        for p in self.parameters.values():
-            p.grad = None
+        for name, p in self.parameters.items():
+            p.grad = self.named[name].master.grad = None  # both keep the memory of the last step's
 
     def finish_sums(self) -> None:
         partial = []

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -64,12 +65,42 @@ def unit(name: str) -> str:
     return ".".join(head[:2]) if head[0] == "h" else head[0]
 
 
+LATE = ("partial", "vectors")  # buckets that are summed once a step, after the last micro-batch
+
+
+def bucket(name: str, tp: int, sequence: bool, keeps_vectors: bool) -> str:
+    """Return the bucket of a parameter in flat buffers: its unit, or one of LATE.
+
+    "partial" is summed over the tensor ranks too. With `keeps_vectors` norms and biases of layers
+    are in "vectors", because their gradients come long before those of products.
+    """
+    if is_partial(name, tp, sequence):
+        return "partial"
+    return "vectors" if keeps_vectors and name.startswith("h.") and is_vector(name) else unit(name)
+
+
+def is_vector(name: str) -> bool:
+    """Whether a parameter is a norm's or a bias."""
+    return name.endswith(".bias") or "ln_" in name
+
+
 ALIGN = 128  # elements at whose multiples a parameter starts in a flat buffer
 
 
 def aligned(size: int, parts: int = 1) -> int:
     """Return the elements of a flat buffer for so many, which can be divided by `parts`."""
     return -(-size // (ALIGN * parts)) * ALIGN * parts
+
+
+def rows(shape: Sequence[int], ranks: int, position: int = 0) -> tuple[int, int, int]:
+    """Return a rank's rows with ZeRO 3: the dimension that is cut, the first row, their number.
+
+    The dimension is the first dimension, but the second of a gate's [2, F, H].
+    """
+    dimension = 1 if len(shape) > 1 and shape[0] < ranks and shape[1] % ranks == 0 else 0
+    each = -(-shape[dimension] // ranks)
+    first = min(position * each, shape[dimension])
+    return dimension, first, min(each, shape[dimension] - first)
 
 
 @dataclass(frozen=True)

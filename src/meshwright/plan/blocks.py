@@ -5,11 +5,11 @@ It mirrors model/gpt.py and model/fused.py, and training/step.py for the loss.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.device import NVIDIA
 from meshwright.model import counts
@@ -17,10 +17,10 @@ from meshwright.model.counts import layer_matrices
 from meshwright.model.kind import block_kind
 from meshwright.parallel import shard
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
-from meshwright.parallel.shard import aligned
 from meshwright.plan.functions import FLOAT, LONG, Formats, Functions, HeadCounts, NormOptions
 from meshwright.plan.parameters import WIDTHS, cut_shape, data_parts, flat_size, shapes_of_layer
-from meshwright.plan.tensors import Allocation, GraphNode, Memory, Sized, differentiate, recomputed
+from meshwright.plan.tensors import HANDED, Allocation, GraphNode, Memory, Sized, differentiate, recomputed
+from meshwright.plan.zero import REST, Buckets, Shards, begin_step, end_step
 from meshwright.settings.schema import Model, Precision, TrainConfig
 
 
@@ -33,6 +33,7 @@ class Stage:
     has_head: bool = True
     begin: int = 0  # number of the first layer
     is_fed_here: bool = False  # the stage before is on the same rank
+    feeds_here: bool = False  # the stage behind is
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class PassSizes:
     recomputed_layers: int
     micro_batches: int  # of a step, at most 2: the others are as the second
     parts: int  # that ZeRO 2 cuts gradients into as they come, or 1
+    shards: int  # of weights and gradients with ZeRO 3, or 1
+    offloads: bool  # what is summed goes to host memory
     is_fused: bool  # blocks are of fused kernels
     resets_positions: bool  # each sample has positions of its own
     processors: int  # of the device
@@ -62,10 +65,14 @@ class PassSizes:
         low = WIDTHS[self.precision.dtype]
         return Formats(low, max(low, 4) if self.precision.fp32_residual_connection else low, max(low, 4))
 
+    def bucket_of(self, name: str) -> str:
+        """Return the bucket of ZeRO 2 that a parameter's gradient is in."""
+        return shard.bucket(name, self.tp, self.sequence, self.splits_backward)
+
     @property
     def writes_first_products(self) -> bool:
         """Whether a step's first micro-batch needs less memory than others."""
-        return self.precision.fp8_format is not None or self.formats.low > 2
+        return self.shards == 1 and (self.precision.fp8_format is not None or self.formats.low > 2)
 
 
 def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
@@ -88,16 +95,33 @@ def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
         t.recompute_num_layers,
         min(2, config.micro_batches(config.global_batch)),
         data_parts(config) if p.zero_stage == 2 else 1,
+        data_parts(config) if p.zero_stage == 3 else 1,
+        p.offloads,
         block_kind(t, config.model, config.precision, NVIDIA) == "fused",
         config.data.document_effects[1],
         processors,
     )
 
 
+class SharedSizes(NamedTuple):
+    """What a forward pass makes once for all layers, as model/positions.py does."""
+
+    places: list[Sized]  # of tokens, and of the residual stream's rows
+    rotation: list[Sized]
+    sites: Sized | None  # hashes of dropout
+
+
 class SizedGPT:
     """A stage's forward passes on one rank."""
 
-    def __init__(self, sizes: PassSizes, stage: Stage, memory: Memory, buckets: Buckets | None = None) -> None:
+    def __init__(
+        self,
+        sizes: PassSizes,
+        stage: Stage,
+        memory: Memory,
+        buckets: Buckets | None = None,
+        shards: Shards | None = None,
+    ) -> None:
         m = sizes.model
         assert m.hidden_size and m.num_attention_heads
         self.sizes, self.m, self.stage, self.memory = sizes, m, stage, memory
@@ -114,33 +138,36 @@ class SizedGPT:
         heads, groups = m.num_attention_heads // tp // cp, max(1, m.groups // tp // cp)
         copies_queries = heads > groups and m.groups // tp > 1
         self.heads = HeadCounts(self.batch, sizes.length, heads, groups, m.head_dim, copies_queries)
-        self.buckets = buckets or (Buckets(memory, sizes, stage.layers) if sizes.parts > 1 else None)
+        self.buckets = buckets or (make_buckets(memory, sizes, [stage]) if sizes.parts > 1 else None)
         if self.buckets is not None:
             self.f.begin, self.f.end = self.buckets.begin, self.buckets.end
-        # Whether gradients of a layer's norms or first biases are in its bucket.
-        has_partial = shard.is_partial("h.0.ln_2.weight", tp, sizes.sequence)
-        self.keeps_norms = m.add_bias_linear or not has_partial
-        self.f.ends_at_qkv = has_partial and not sizes.splits_backward
+            self.f.begin_vectors = self.buckets.begin_late if sizes.splits_backward else self.buckets.begin
+        self.shards = shards or (make_shards(memory, sizes, stage) if sizes.shards > 1 else None)
+        if self.shards is not None:
+            self.f.keep = self.shards.keep
+        self.ends_at_qkv = sizes.bucket_of("h.0.ln_1.weight") in shard.LATE  # without the norms' gradients
         self.drops, self.centers = m.hidden_dropout > 0, m.normalization == "LayerNorm"
 
     # The whole network
 
     def forward(self, stream: Sized | None = None) -> Sized:
         """Return logits, or the stage's output."""
-        places, rotation = self.memory.new(self.columns, LONG), self.rotation()
-        sites = self.dropout_rows()
-        residual, pending = None, self.embed(places) if stream is None else stream
+        if self.shards is not None:
+            self.shards.enter(REST)
+        shared = SharedSizes(self.places(), self.rotation(), self.dropout_rows())
+        sites = shared.sites
+        residual, pending = None, self.embed(shared.places[0]) if stream is None else stream
         if stream is None and self.m.embedding_dropout and sites is not None:
             pending = self.f.dropout(pending, sites)
         self.joins_embedding = stream is None and self.m.embedding_dropout is None  # with dropout, in the first norm
         del stream
         for layers, again in self.stretches():
             if again:
-                residual, pending = recomputed(self.run, residual, pending, layers, sites, rotation)
+                residual, pending = recomputed(self.run, residual, pending, layers, shared)
             else:
-                residual, pending = self.run(residual, pending, layers, sites, rotation)
+                residual, pending = self.run(residual, pending, layers, shared)
         if not self.stage.has_head:
-            return self.join(residual, pending, sites)
+            return self.left(self.join(residual, pending, sites), REST)
         pending = self.ends(pending, "ln_f")
         if self.sizes.is_fused:
             _, y = self.f.add_norm(residual, pending, self.hidden, self.norm(sites))
@@ -153,12 +180,16 @@ class SizedGPT:
         # One stage with both ends uses a tied table twice.
         ends = self.f.unit == "lm_head" or not self.stage.has_embedding
         y = self.begins(y, "ln_f")
-        y = self.ends(y, self.f.unit) if ends and not self.sizes.splits_backward else y
-        logits = self.f.column_parallel(y, (self.padded, self.hidden))
+        logits = self.f.column_parallel(y, (self.padded, self.hidden), ends=ends)
         if self.m.final_logit_softcapping:
             logits = self.f.softcap(logits)
         self.memory.kind = "activations"
-        return logits
+        return self.left(logits, REST)
+
+    def places(self) -> list[Sized]:
+        """Return the places of tokens; with sequence parallelism, three numbers of each row."""
+        of_rows = (2 + self.sizes.resets_positions) * self.sizes.sequence
+        return [self.memory.new(n, LONG) for n in (self.columns, *[self.rows] * of_rows)]
 
     def rotation(self) -> list[Sized]:
         """Return the cosines and sines of rotary positions."""
@@ -215,6 +246,9 @@ class SizedGPT:
 
     def give_table(self, gradient: Sized) -> list[Sized | None]:
         """Give the table a gradient of its own size."""
+        if self.shards is not None:
+            self.shards.keep("wte", self.padded * self.hidden)
+            return []
         table = self.f.new(self.padded * self.hidden)
         if self.buckets is not None:
             self.buckets.begin("wte")
@@ -234,6 +268,10 @@ class SizedGPT:
 
     def give_rows_of_table(self, table: str, rows: int) -> list[Sized | None]:
         """Sort the tokens to add their rows to a table's gradient."""
+        if self.shards is not None:
+            size = self.padded if table == "wte" else self.m.max_position_embeddings or self.sizes.length
+            self.shards.keep(table, size * self.hidden)
+            return []
         if self.buckets is not None:
             self.buckets.begin(table)
         order = [self.memory.new(rows, LONG) for _ in range(3)]
@@ -242,28 +280,48 @@ class SizedGPT:
             self.buckets.end(table)
         return []
 
-    def begins(self, x: Sized, *units: str) -> Sized:
-        """Return x, whose gradient is followed by those of parameters of these units."""
-        buckets = self.buckets
-        return x if buckets is None else marked(x, lambda: buckets.begin_all(units))
+    def begins(self, x: Sized, unit: str) -> Sized:
+        """Return x, whose gradient is followed by those of a unit's parameters."""
+        begin = self.f.begin
+        return x if self.buckets is None else marked(x, lambda: begin(unit))
 
     def begins_vectors(self, x: Sized) -> Sized:
-        """Return x, whose gradient is followed by those of a layer's norms, not of products."""
-        return self.begins(x, self.f.unit if self.keeps_norms else "partial") if self.sizes.splits_backward else x
+        """Return x, whose gradient is followed by those of a layer's norm, not of products."""
+        if self.buckets is None or not self.sizes.splits_backward:
+            return x
+        return marked(x, self.buckets.begin_late)
 
-    def ends(self, x: Sized, *units: str) -> Sized:
-        """Return x, whose gradient follows all those of the parameters of these units."""
-        buckets = self.buckets
-        return x if buckets is None else marked(x, lambda: buckets.end_all(units))
+    def ends(self, x: Sized, unit: str) -> Sized:
+        """Return x, whose gradient follows all those of the parameters of a unit."""
+        end = self.f.end
+        return x if self.buckets is None else marked(x, lambda: end(unit))
 
     def run(
-        self, residual: Sized | None, pending: Sized, layers: range, sites: Sized | None, rotation: list[Sized]
+        self, residual: Sized | None, pending: Sized, layers: range, shared: SharedSizes
     ) -> tuple[Sized | None, Sized]:
         for i in layers:
             self.f.unit = f"h.{i}"
             pending = pending if self.sizes.splits_backward else self.ends(pending, self.f.unit)
-            residual, pending = self.block(i, residual, pending, sites, rotation)
+            pending = self.entered(pending, self.f.unit)
+            residual, pending = self.block(i, residual, pending, shared)
+            pending = self.left(pending, f"h.{i}")
         return residual, pending
+
+    def entered(self, x: Sized, unit: str) -> Sized:
+        """Return the input of a unit whose weights ZeRO 3 gathers."""
+        shards = self.shards
+        if shards is None:
+            return x
+        shards.enter(unit)
+        return marked(x, lambda: shards.end(unit))
+
+    def left(self, x: Sized, unit: str) -> Sized:
+        """Return its output."""
+        shards = self.shards
+        if shards is None:
+            return x
+        shards.leave(unit)
+        return marked(x, lambda: shards.begin(unit))
 
     # A layer
 
@@ -275,17 +333,16 @@ class SizedGPT:
         adds = residual is not None or (self.drops and sites is not None)
         return self.norm(sites, adds, "" if self.sizes.splits_backward else self.f.unit)
 
-    def block(
-        self, i: int, residual: Sized | None, pending: Sized, sites: Sized | None, rotation: list[Sized]
-    ) -> tuple[Sized, Sized]:
+    def block(self, i: int, residual: Sized | None, pending: Sized, shared: SharedSizes) -> tuple[Sized, Sized]:
         """Run a layer, as FusedBlock of model/fused.py does."""
         if not self.sizes.is_fused:
-            return self.plain_block(i, residual, pending, sites, rotation)
+            return self.plain_block(i, residual, pending, shared)
         f, m, post_norm = self.f, self.m, self.m.apply_residual_connection_post_layernorm
         is_fp8 = self.sizes.precision.multiplies_fp8(i, m.num_layers or 0)
         is_joint = is_fp8 and self.sizes.tp == 1 and not post_norm
-        entering = None if residual is None and not self.joins_embedding else sites
-        base, q, k, v = (self.enter_fp8 if is_joint else self.enter)(residual, pending, is_fp8, entering, rotation)
+        sites = shared.sites
+        entering = shared if residual is not None or self.joins_embedding else shared._replace(sites=None)
+        base, q, k, v = (self.enter_fp8 if is_joint else self.enter)(residual, pending, is_fp8, entering)
         o = f.attend(q, k, v, self.heads)
         branch = f.row_parallel(f.flattened(o, self.heads), self.matrices["attn.proj"], is_fp8=is_fp8)
         fc, proj = self.matrices["mlp.fc"], self.matrices["mlp.proj"]
@@ -298,17 +355,16 @@ class SizedGPT:
         del u
         return f.converted(z, x.width) if post_norm else x, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
 
-    def plain_block(
-        self, i: int, residual: Sized | None, pending: Sized, sites: Sized | None, rotation: list[Sized]
-    ) -> tuple[Sized, Sized]:
+    def plain_block(self, i: int, residual: Sized | None, pending: Sized, shared: SharedSizes) -> tuple[Sized, Sized]:
         """Run a layer of torch's own functions, as Block of model/gpt.py does."""
         f, m, h, low = self.f, self.m, self.hidden, self.sizes.formats.low
         is_fp8 = self.sizes.precision.multiplies_fp8(i, m.num_layers or 0)
+        sites = shared.sites
         x = self.join(residual, pending, None if residual is None and not self.joins_embedding else sites)
         y, post_norm = f.converted(f.norm(x, h, self.centers), low), m.apply_residual_connection_post_layernorm
         base = f.converted(y, x.width) if post_norm else x
-        qkv = f.column_parallel(y, self.matrices["attn.qkv"], m.qkv_bias, is_fp8, is_last=True)
-        q, k, v = f.split_plainly(qkv, self.heads, rotation, m.qk_layernorm, self.centers)
+        qkv = f.column_parallel(y, self.matrices["attn.qkv"], m.qkv_bias, is_fp8, ends=self.ends_at_qkv)
+        q, k, v = f.split_plainly(qkv, self.heads, shared.rotation, m.qk_layernorm, self.centers)
         o = f.flattened(f.attend(q, k, v, self.heads), self.heads)
         branch = f.row_parallel(o, self.matrices["attn.proj"], m.add_bias_linear, is_fp8)
         del qkv, q, k, v, o
@@ -324,20 +380,20 @@ class SizedGPT:
         return leaving, f.row_parallel(a, proj, m.add_bias_linear, is_fp8)
 
     def enter(
-        self, residual: Sized | None, pending: Sized, is_fp8: bool, sites: Sized | None, rotation: list[Sized]
+        self, residual: Sized | None, pending: Sized, is_fp8: bool, shared: SharedSizes
     ) -> tuple[Sized, Sized, Sized, Sized]:
         """Return the residual stream, and attention's inputs."""
-        x, y = self.f.add_norm(residual, pending, self.hidden, self.first_norm(residual, sites))
-        qkv = self.f.column_parallel(y, self.matrices["attn.qkv"], is_fp8=is_fp8, is_last=True)
-        q, k, v = self.f.split_heads(qkv, self.heads, rotation, self.m.qkv_bias)
+        x, y = self.f.add_norm(residual, pending, self.hidden, self.first_norm(residual, shared.sites))
+        qkv = self.f.column_parallel(y, self.matrices["attn.qkv"], is_fp8=is_fp8, ends=self.ends_at_qkv)
+        q, k, v = self.f.split_heads(qkv, self.heads, shared.rotation, self.m.qkv_bias)
         return self.f.converted(y, x.width) if self.m.apply_residual_connection_post_layernorm else x, q, k, v
 
     def enter_fp8(
-        self, residual: Sized | None, pending: Sized, is_fp8: bool, sites: Sized | None, rotation: list[Sized]
+        self, residual: Sized | None, pending: Sized, is_fp8: bool, shared: SharedSizes
     ) -> tuple[Sized, Sized, Sized, Sized]:
         """Do the same by one function."""
-        norm, qkv = self.first_norm(residual, sites), self.matrices["attn.qkv"]
-        return self.f.norm_heads(residual, pending, norm, qkv, self.heads, rotation, self.m.qkv_bias)
+        norm, qkv = self.first_norm(residual, shared.sites), self.matrices["attn.qkv"]
+        return self.f.norm_heads(residual, pending, norm, qkv, self.heads, shared.rotation, self.m.qkv_bias)
 
     # The loss
 
@@ -357,9 +413,15 @@ class SizedGPT:
 
     def run_step(self) -> None:
         """Run the kinds of micro-batches forward and backward, without a pipeline."""
+        if self.shards is not None:
+            begin_step(self.memory, [self.shards])
         for is_first in (True, False)[: min(self.sizes.micro_batches, 2)]:
             self.f.adds_gradients = not is_first or self.sizes.parts > 1
             differentiate([(self.total(self.loss(self.forward())), None)])
+            if self.shards is not None:
+                self.shards.finish()
+        if self.shards is not None:
+            end_step(self.memory, [self.shards])
         self.buckets = None
 
     def passes(self, is_first: bool) -> Iterator[None]:
@@ -380,21 +442,31 @@ class SizedGPT:
         output = self.forward(received)
         output = self.total(self.loss(output)) if self.stage.has_head else output
         yield
-        gradient = None if self.stage.has_head else self.f.new(output.elements, output.width)
+        gradient = None if self.stage.has_head else self.received_gradient(output)
         differentiate([(output, gradient and gradient.view())])
         del output, gradient, received
+        if self.shards is not None:
+            self.shards.finish()
+        left = sum(x.data.size for x in arrived) if self.stage.is_fed_here else 0
         arrived.clear()
+        if left:
+            self.memory.note(HANDED, left, "activations")
         yield
         self.compute_deferred()
         yield
 
+    def received_gradient(self, output: Sized) -> Sized:
+        data = Allocation(self.memory, output.elements * output.width, "activations", self.stage.feeds_here)
+        return Sized(data, output.elements, output.width)
+
     def compute_deferred(self) -> None:
         """Compute the gradients of weights; those of a unit come one after the other."""
-        for unit, products in itertools.groupby(self.f.waiting or (), key=lambda product: product.unit):
-            for product in products:
-                self.f.give_product(*product.matrix, unit)
-            if self.buckets is not None:
-                self.buckets.end(unit)
+        waiting = self.f.waiting or []
+        while waiting:
+            product = waiting.pop(0)
+            self.f.give_product(*product.matrix, product.unit)
+            if not waiting or waiting[0].unit != product.unit:
+                self.f.end(product.unit)
         self.f.waiting = None
 
     def total(self, losses: Sized) -> Sized:
@@ -409,79 +481,31 @@ def widths(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
-BucketState = tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[str, int], ...]]
-NO_BUCKETS: BucketState = ((), (), ())  # before a step
+def make_buckets(memory: Memory, sizes: PassSizes, stages: list[Stage]) -> Buckets:
+    """Return the buckets of all stages of a rank with ZeRO 2."""
+    m, elements = sizes.model, Counter[str]()
+    layer = {f"h.0.{name}": shape for name, shape in counts.layer_shapes(m).items()}
+    outer = counts.outer_shapes(m, sizes.padded, m.max_position_embeddings or sizes.length)
+    first, last = any(stage.has_embedding for stage in stages), any(stage.has_head for stage in stages)
+    layers, late = sum(stage.layers for stage in stages), {"ln_f": last, "wpe": first, "ln_emb": first}
+    for name, shape in (layer | outer).items():
+        unit = sizes.bucket_of(name)
+        times = late.get(shard.unit(name), layers) if unit in shard.LATE else 1
+        elements[unit] += flat_size({name: cut_shape(name, shape, sizes.tp)}, 1) * times
+    return Buckets(memory, elements, sizes.parts, sizes.formats.full)
 
 
-class Buckets:
-    """Gradients of ZeRO 2, as in parallel/flat.py: a unit's, in full until its sum has ended."""
-
-    def __init__(self, memory: Memory, sizes: PassSizes, layers: int) -> None:
-        """`layers`: of all stages of the rank."""
-        self.memory, self.width, self.parts = memory, sizes.formats.full, sizes.parts
-        self.filling: dict[str, Sized] = {}
-        self.sums: dict[str, list[tuple[Sized, Sized]]] = {}  # by unit: the full gradients, and the rank's part of them
-        self.pending: list[str] = []
-        self.sizes, m = Counter[str](), sizes.model
-        layer = {f"h.0.{name}": shape for name, shape in shapes_of_layer(m, sizes.tp).items()}
-        outer = counts.outer_shapes(m, sizes.padded, m.max_position_embeddings or sizes.length)
-        for name, shape in layer.items() | {(name, cut_shape(name, shape, sizes.tp)) for name, shape in outer.items()}:
-            unit, size = shard.unit(name), flat_size({name: shape}, 1)
-            if shard.is_partial(name, sizes.tp, sizes.sequence):
-                unit, size = "partial", size * (layers if unit == "h.0" else 1)
-            self.sizes[unit] += size
-
-    @property
-    def state(self) -> BucketState:
-        """The units that are being filled, those in sums, oldest first, and the sums of each."""
-        return (
-            tuple(sorted(self.filling)),
-            tuple(self.pending),
-            tuple((n, len(x)) for n, x in sorted(self.sums.items())),
-        )
-
-    def restore(self, state: BucketState) -> None:
-        """Hold what a pass has left in this state."""
-        filling, pending, sums = state
-        self.pending = list(pending)
-        self.filling = {unit: self.full(unit) for unit in filling}
-        self.sums = {unit: [self.with_part(self.full(unit)) for _ in range(number)] for unit, number in sums}
-
-    def full(self, unit: str) -> Sized:
-        """Return the gradients of a unit."""
-        size = self.sizes["h.0" if unit.startswith("h.") else unit]
-        return self.memory.new(aligned(size, self.parts), self.width, "gradients")
-
-    def with_part(self, full: Sized) -> tuple[Sized, Sized]:
-        """Return gradients and the rank's part of their sum."""
-        return full, self.memory.new(full.elements // self.parts, self.width, "gradients")
-
-    def begin_all(self, units: Iterable[str]) -> None:
-        for unit in units:
-            self.begin(unit)
-
-    def end_all(self, units: Iterable[str]) -> None:
-        for unit in units:
-            self.end(unit)
-
-    def begin(self, unit: str) -> None:
-        """Allocate the gradients of a unit before its first one comes.
-
-        With those of the first unit come those that are summed last.
-        """
-        for name in ("partial", unit):
-            size = self.sizes["h.0" if name.startswith("h.") else name]
-            if size and name not in self.filling:
-                self.filling[name] = self.full(name)
-
-    def end(self, unit: str) -> None:
-        """Start to sum a unit's gradients; two sums are in progress at most."""
-        if unit in self.filling:
-            pair = self.with_part(self.filling.pop(unit))
-            self.pending.append(unit)
-            if len(self.pending) > 2:
-                self.sums.pop(self.pending.pop(0), None)
-            self.sums.setdefault(unit, []).append(pair)
+def make_shards(memory: Memory, sizes: PassSizes, stage: Stage) -> Shards:
+    """Return the units of a stage with ZeRO 3."""
+    m, tp = sizes.model, sizes.tp
+    outer = counts.outer_shapes(m, sizes.padded, m.max_position_embeddings or sizes.length)
+    tied, first, last = not m.untie_embeddings_and_output_weights, stage.has_embedding, stage.has_head
+    held = {"wte": first or (last and tied), "wpe": first, "ln_emb": first, "ln_f": last, "lm_head": last}
+    units = {f"h.{i}": shapes_of_layer(m, tp) for i in range(stage.begin, stage.begin + stage.layers)}
+    units[REST] = {name: cut_shape(name, shape, tp) for name, shape in outer.items() if held[shard.unit(name)]}
+    shards = Shards(memory, units, sizes.shards, (sizes.formats.low, sizes.formats.full))
+    shards.keeps_last, shards.keeps_sums = first and last, not sizes.offloads
+    return shards
 
 
 def marked(x: Sized, arrive: Callable[[], object]) -> Sized:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from meshwright.device import NVIDIA
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
-from meshwright.plan.blocks import NO_BUCKETS, BucketState, PassSizes, Stage, sizes_of
+from meshwright.plan.blocks import PassSizes, Stage, sizes_of
 from meshwright.plan.graph_rule import reason_against
 from meshwright.plan.memory import (
     GRAPHS,
@@ -37,7 +37,7 @@ class MemoryEstimates:
     """Bytes that tensors of the first or last pipeline rank need, which need the most as a rule.
 
     What passes allocate is predicted for stages of two and of three layers, and grows evenly with
-    them. Gradients that ZeRO 2 keeps in full for a while do not, and are left out: with it, and in
+    them. What ZeRO 2 and 3 keep in full for a while does not, and is left out: with these, and in
     what torch's allocator takes, a layout may need more.
     """
 
@@ -95,8 +95,8 @@ class MemoryEstimates:
         number = min(c.micro_batches(c.global_batch), 2 * c.parallel.pipeline_model_parallel_size)
         key = (rank, number, c.micro_batch, *order_of(c), *work_of(c))
         if key not in self.passes:
-            without_buckets = with_settings(c, zero_stage=min(c.parallel.zero_stage, 1))
-            self.passes[key] = passes_bytes(without_buckets, prediction.padded, rank)
+            unsharded = with_settings(c, zero_stage=min(c.parallel.zero_stage, 1))
+            self.passes[key] = passes_bytes(unsharded, prediction.padded, rank)
         return self.passes[key]
 
 
@@ -125,7 +125,7 @@ def differs_by_layer(c: TrainConfig) -> bool:
 def saved_bytes(c: TrainConfig, padded: int) -> float:
     """Return the bytes that a layer saves of each sample, without what sizes are rounded up by."""
     sizes = sizes_of(with_settings(c, zero_stage=0, micro_batch_size=1), padded, PROCESSORS)
-    two, three = (measure_passes(sizes, Stage(n, False, False), True, 0, NO_BUCKETS)["F"] for n in (2, 3))
+    two, three = (measure_passes(sizes, Stage(n, False, False), True)["F"] for n in (2, 3))
     return max(0, three.rest - two.rest - MOST_SAVED * ROUNDING)
 
 
@@ -149,15 +149,13 @@ def passes_bytes(c: TrainConfig, padded: int, rank: int) -> int:
 
 
 @functools.lru_cache(4096)
-def measure_small(
-    sizes: PassSizes, stage: Stage, is_first: bool, of_rank: int, buckets: BucketState
-) -> dict[str, PassMemory]:
+def measure_small(sizes: PassSizes, stage: Stage, is_first: bool) -> dict[str, PassMemory]:
     """Return what passes allocate, from a stage of two layers and what a third one adds."""
     if stage.layers <= 3:
-        return measure_passes(sizes, stage, is_first, of_rank, buckets)
+        return measure_passes(sizes, stage, is_first)
     middle = replace(stage, has_embedding=False, has_head=False)
     two, less, more = (
-        measure_passes(sizes, replace(each, layers=layers), is_first, of_rank, buckets)
+        measure_passes(sizes, replace(each, layers=layers), is_first)
         for each, layers in ((stage, 2), (middle, 2), (middle, 3))
     )
     return {op: extended(two[op], less[op], more[op], stage.layers - 2) for op in two}
@@ -174,5 +172,4 @@ def extended(memory: PassMemory, less: PassMemory, more: PassMemory, times: int)
         add(memory.left, less.left, more.left),
         memory.most + times * (more.most - less.most),
         memory.rest + times * (more.rest - less.rest),
-        memory.buckets,
     )

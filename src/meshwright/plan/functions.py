@@ -70,8 +70,9 @@ class Functions:
         self.adds_gradients = False  # to totals; a step's first ones are written there, except by ZeRO 2
         self.unit = ""  # of the parameters that are used next
         self.begin: Callable[[str], None] = lambda unit: None  # called before a unit's gradients are added to
+        self.begin_vectors: Callable[[str], None] = lambda unit: None  # called before those of its biases are
         self.end: Callable[[str], None] = lambda unit: None  # called after a unit's last gradient
-        self.ends_at_qkv = False  # the norms' gradients are not in their layer's unit
+        self.keep: Callable[[str, int], None] | None = None  # called with a weight's gradient that no total takes
         self.waiting: list[DeferredProduct] | None = None  # weight gradients that a pipeline computes later
 
     def new(self, elements: int, width: int | None = None) -> Sized:
@@ -82,7 +83,9 @@ class Functions:
     def give_product(self, outputs: int, inputs: int, unit: str) -> None:
         """Add a weight's gradient to its total, which a 16-bit product goes straight into."""
         self.begin(unit)
-        if self.formats.low > 2 and self.adds_gradients:
+        if self.keep is not None:
+            self.keep(unit, outputs * inputs)
+        elif self.formats.low > 2 and self.adds_gradients:
             self.new(outputs * inputs)
 
     def give_rows(self, gradient: Sized, columns: int, has_bias: bool, unit: str) -> None:
@@ -91,41 +94,42 @@ class Functions:
             count = gradient.elements // columns
             rows = grid.summed_rows(count, grid.sum_slab(count, columns, self.processors))
             sums = self.new(rows * columns, self.formats.full)
-            self.begin(unit)
+            self.begin_vectors(unit)
             del sums
         elif has_bias:
-            self.begin(unit)
+            self.begin_vectors(unit)
 
-    def linear(self, x: Sized, matrix: Matrix, has_bias: bool = False) -> Sized:
-        """Return x @ W^T; `has_bias`: a bias gets its gradient here."""
+    def linear(self, x: Sized, matrix: Matrix, has_bias: bool = False, ends: bool = False) -> Sized:
+        """Return x @ W^T. `has_bias`: a bias gets its gradient here; `ends`: a unit's end here."""
         outputs, inputs = matrix
         y, needs_gradient, unit = self.new(x.elements // inputs * outputs), x.node is not None, self.unit
 
         def backward(saved: list[Sized], gradient: Sized) -> list[Sized | None]:
+            if self.keep is not None:  # torch's own function, which takes a view
+                gradient.sums = None
             of_x = self.new(gradient.elements // outputs * inputs) if needs_gradient else None
             if self.waiting is None:
                 self.give_product(outputs, inputs, unit)
             else:
                 self.waiting.append(DeferredProduct(matrix, unit, gradient.view(), saved[0]))  # without its sums
-            self.give_rows(gradient, outputs, has_bias, unit)
+            if ends and self.waiting is None:
+                self.end(unit)
+            self.give_rows(gradient, outputs, has_bias and self.keep is None, unit)
             return [of_x]
 
         y.node = GraphNode([x], [x.view()], backward, takes_saved=True)
         return y
 
     def column_parallel(
-        self, x: Sized, matrix: Matrix, has_bias: bool = False, is_fp8: bool = False, is_last: bool = False
+        self, x: Sized, matrix: Matrix, has_bias: bool = False, is_fp8: bool = False, ends: bool = False
     ) -> Sized:
-        """Multiply as a layer's first products and the head do: a rank has some of the outputs.
-
-        `is_last`: the layer's gradients of products end here.
-        """
+        """Multiply as a layer's first products and the head do: a rank has some of the outputs."""
         (outputs, inputs), unit = matrix, self.unit
         linear = self.fp8_linear if is_fp8 else self.linear
-        if self.tp == 1:
-            return linear(x, matrix, has_bias)
-        if self.waiting is not None or is_fp8:
-            return linear(self.gathered(x) if self.sequence else self.copied(x), matrix, has_bias)
+        if self.tp > 1 and (self.waiting is not None or is_fp8):
+            x = self.gathered(x) if self.sequence else self.copied(x)
+        if self.tp == 1 or self.waiting is not None or is_fp8:
+            return linear(x, matrix, has_bias, ends)
         times = self.tp if self.sequence else 1
         rows = self.new(x.elements * times) if self.sequence else None
         y = self.new(x.elements // inputs * times * outputs)
@@ -139,7 +143,7 @@ class Functions:
             del partial
             self.give_rows(gradient, outputs, has_bias, unit)
             self.give_product(outputs, inputs, unit)
-            if is_last and self.ends_at_qkv:
+            if ends:
                 self.end(unit)
             del rows
             return [back]
@@ -342,7 +346,7 @@ class Functions:
         del ones
         k, v = self.apply(k, count), self.apply(v, count)  # repeated for each head
         k, scaled = self.apply(k), k
-        x = self.multiply(self.ordered(q), k, scores)
+        x = self.multiply(self.ordered(q) if sizes.batch > 1 else q, k, scores)  # of one sample, heads lie evenly
         unsafe = self.new(scores), self.new(scores, 1)  # softmax, and which rows are masked
         x = self.apply(x, keeps="result")
         del unsafe, q, k, scaled, mask
@@ -478,7 +482,7 @@ class Functions:
             of_qkv = self.new(tokens * sizes.columns)
             if has_bias:
                 sums = self.new(grid.packed_parts(tokens // sizes.length, sizes.length) * sizes.columns, FLOAT)
-                self.begin(unit)
+                self.begin_vectors(unit)
                 del sums
             return [of_qkv]
 
@@ -520,7 +524,7 @@ class Functions:
         if self.adds_gradients:
             self.new(outputs * inputs, FLOAT)
 
-    def fp8_linear(self, x: Sized, matrix: Matrix, has_bias: bool = False) -> Sized:
+    def fp8_linear(self, x: Sized, matrix: Matrix, has_bias: bool = False, ends: bool = False) -> Sized:
         """Return x @ W^T of both in fp8; the input is kept transposed."""
         outputs, inputs = matrix
         rows = x.elements // inputs
@@ -533,6 +537,8 @@ class Functions:
             back = self.new(rows * inputs)
             self.give_fp8_product(outputs, inputs, unit)
             self.give_rows(gradient, outputs, has_bias, unit)
+            if ends:
+                self.end(unit)
             del q
             return [back]
 
@@ -563,14 +569,14 @@ class Functions:
 
         def backward(dx: Sized | None, *gradients: Sized | None) -> list[Sized | None]:
             packed = self.new(tokens * outputs)
-            if has_bias:
-                self.new(grid.packed_parts(tokens // sizes.length, sizes.length) * outputs, FLOAT)
+            parts = grid.packed_parts(tokens // sizes.length, sizes.length)
+            sums = self.new(parts * outputs, FLOAT) if has_bias else None
             q = self.cast(packed, outputs)
             del packed
             dy = self.new(tokens * columns)
             self.give_fp8_product(outputs, columns, unit)
             out = differentiate_norm(dx, dy)
-            del q, dy
+            del q, dy, sums
             return out
 
         node = GraphNode([residual, pending], [*saved, *rotation], backward, 4)
@@ -613,14 +619,14 @@ class Functions:
             da = self.new(rows * inner)
             self.give_fp8_product(outputs, inner, unit)
             du = self.new(rows * wide)
-            if has_bias:
-                self.new(grid.cdiv(rows, grid.activation_rows(rows)) * wide, FLOAT)
+            parts = grid.cdiv(rows, grid.activation_rows(rows))
+            sums = self.new(parts * wide, FLOAT) if has_bias else None
             again = self.cast(du, wide)
             del du, q
             dy = self.new(rows * columns)
             self.give_fp8_product(wide, columns, unit)
             out = differentiate_norm(dx, dy)
-            del again, dy, da
+            del again, dy, da, sums
             return out
 
         node = GraphNode([residual, pending], [*saved, u, transposed], backward, 2)

@@ -22,19 +22,12 @@ from meshwright.optim.rule_table import state_bytes as bytes_of_moment
 from meshwright.parallel.pipeline_schedule import Op, ScheduleName, schedule, stages_of
 from meshwright.parallel.shard import aligned
 from meshwright.plan.allocator import LEAST, CachingAllocator
-from meshwright.plan.blocks import NO_BUCKETS, Buckets, BucketState, PassSizes, SizedGPT, Stage, sizes_of
+from meshwright.plan.blocks import PassSizes, SizedGPT, Stage, make_buckets, make_shards, sizes_of
 from meshwright.plan.graph_rule import reason_against
-from meshwright.plan.parameters import (
-    WIDTHS,
-    Shapes,
-    data_parts,
-    flat_size,
-    flat_total,
-    shapes_of_layer,
-    shapes_of_rank,
-)
-from meshwright.plan.tensors import Event, Memory, kinds_of, rounded
+from meshwright.plan.parameters import WIDTHS, Shapes, data_parts, flat_total, shapes_of_layer, shapes_of_rank
+from meshwright.plan.tensors import HANDED, Event, Memory, kinds_of, rounded
 from meshwright.plan.updates import update_events
+from meshwright.plan.zero import begin_step, end_step
 from meshwright.settings.schema import TrainConfig
 
 PROCESSORS = 132  # of an H100 and H200; they decide about small sums only
@@ -112,14 +105,13 @@ def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) 
     moments = moments_of(by_rule, parts) * bytes_of_moment(config.optimizer, full)
     is_averaged = config.optimizer.ema > 0
     optimizer = 0 if p.offloads else moments + full * share * (is_separate + is_averaged)
-    if kind == NVIDIA and full == 4 and not p.offloads and by_rule["adamw"]:  # tables of blocks: updated, counted
+    has_kernel = kind == NVIDIA and full == 4 and not p.offloads and not is_gathered
+    if has_kernel and by_rule["adamw"]:  # tables of blocks: updated, counted
         optimizer += 8 * (by_rule["adamw"] // parts + share) // BLOCK
         if is_rounded(config.optimizer):  # the place of each block
             optimizer += 4 * by_rule["adamw"] // parts // BLOCK
     weights = n * low + 2 * fp8_parameters(config, pipeline_rank)
-    if is_gathered:  # what is outside of the layers, and two layers
-        layer, layers = units[0]
-        weights = low * (n - max(0, layers - 2) * flat_size(layer, parts))
+    weights *= not is_gathered  # for a pass only
     return {"weights": weights, "gradients": full * (n * keeps_all + share * keeps_share), "optimizer": optimizer}
 
 
@@ -154,8 +146,6 @@ def moments_of(by_rule: Counter[Rule], parts: int) -> int:
 def state_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> int:
     """Return the bytes that a rank holds at least; on a CPU with what it offloads."""
     held = held_bytes(config, padded, pipeline_rank, kind)
-    if config.parallel.zero_stage == 3 and data_parts(config) > 1:
-        del held["weights"]  # gathered for a pass only
     return sum(held.values()) + (host_bytes(config, padded, pipeline_rank) if kind == "cpu" else 0)
 
 
@@ -181,29 +171,34 @@ def own_stages(config: TrainConfig, pipeline_rank: int) -> list[Stage]:
     """Return the stages of a pipeline rank."""
     p, ends = config.parallel, len(config.stages) - 1
     own = stages_of(p.pipeline_schedule, pipeline_rank, p.pipeline_model_parallel_size, config.chunks)
-    return [Stage(config.stages[s], s == 0, s == ends, sum(config.stages[:s]), s - 1 in own) for s in own]
+    begins = list(itertools.accumulate(config.stages, initial=0))
+    return [Stage(config.stages[s], s == 0, s == ends, begins[s], s - 1 in own, s + 1 in own) for s in own]
 
 
 # What a step allocates
 
 
-def run_schedule(
-    config: TrainConfig, sizes: PassSizes, stages: list[Stage], pipeline_rank: int, rounds: int = 2
-) -> Memory:
+def run_schedule(config: TrainConfig, sizes: PassSizes, stages: list[Stage], pipeline_rank: int) -> Memory:
     """Return the memory after a rank's passes in the order of its schedule.
 
-    The events of ZeRO 2 need all of them at once: a pass frees gradients of the one before.
+    ZeRO 2 and 3 need all of them at once: a pass frees gradients of the one before.
     """
     p, memory = config.parallel, Memory()
     pp = p.pipeline_model_parallel_size
-    buckets = Buckets(memory, sizes, sum(stage.layers for stage in stages))
-    count, running = passed_micro_batches(config, rounds), dict[tuple[int, int], Iterator[None]]()
+    buckets = make_buckets(memory, sizes, stages) if sizes.parts > 1 else None
+    shards = [make_shards(memory, sizes, stage) for stage in stages] if sizes.shards > 1 else []
+    if shards:
+        begin_step(memory, shards)
+    count, running = passed_micro_batches(config, 2 if sizes.parts > 1 else 4), dict[tuple[int, int], Iterator[None]]()
     for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
         if op == "F":
-            running[chunk, i] = SizedGPT(sizes, stages[chunk], memory, buckets).passes(is_first=not i)
+            own = shards[chunk] if shards else None
+            running[chunk, i] = SizedGPT(sizes, stages[chunk], memory, buckets, own).passes(is_first=not i)
         next(running[chunk, i])
         if op in ("B", "W"):
             del running[chunk, i]
+    if shards:
+        end_step(memory, shards)
     return memory
 
 
@@ -220,10 +215,9 @@ class PassMemory(NamedTuple):
     left: dict[str, int]
     most: int  # sums of the two
     rest: int
-    buckets: BucketState  # of ZeRO 2, after it
 
 
-Measure = Callable[[PassSizes, Stage, bool, int, BucketState], dict[str, PassMemory]]
+Measure = Callable[[PassSizes, Stage, bool], dict[str, PassMemory]]
 
 
 def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int, measure: Measure | None = None) -> dict[str, int]:
@@ -233,27 +227,27 @@ def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int, measure: Me
     """
     p, sizes = config.parallel, sizes_of(config, padded, PROCESSORS)
     pp, stages = p.pipeline_model_parallel_size, own_stages(config, pipeline_rank)
-    # Otherwise the places of layers do not matter.
-    begins = config.precision.first_last_layers_bf16 or sizes.parts > 1
+    if max(sizes.parts, sizes.shards) > 1 and pp > 1:
+        memory = run_schedule(config, sizes, stages, pipeline_rank)
+        return kinds_of(memory.events[: memory.peak_at])
+    begins = config.precision.first_last_layers_bf16  # otherwise the places of layers do not matter
     stages = [replace(stage, begin=stage.begin * begins) for stage in stages]
     if pp == 1:
         return measure_step(sizes, stages[0])
-    of_rank = sum(stage.layers for stage in stages) if sizes.parts > 1 else 0
     count = passed_micro_batches(config, 4)
-    done, keys, buckets = dict[tuple[int, bool, str, BucketState], PassMemory](), [], NO_BUCKETS
-    for chunk, is_first, op in passes_of_schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
-        key = chunk, is_first and sizes.writes_first_products, op, buckets
-        if key not in done:
-            measured = (measure or measure_passes)(sizes, stages[chunk], key[1], of_rank, buckets)
-            done |= {(*key[:2], other, buckets): memory for other, memory in measured.items()}
-        keys.append(key)
-        buckets = done[key].buckets
-    before = itertools.accumulate((done[key].rest for key in keys[:-1]), initial=0)
-    peaks = [now + done[key].most for now, key in zip(before, keys, strict=True)]
+    passes = passes_of_schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks)
+    done = dict[tuple[int, bool, str], PassMemory]()
+    for stage in set(stages):
+        for is_first in (True, False):
+            measured = (measure or measure_passes)(sizes, stage, is_first or not sizes.writes_first_products)
+            chunks = [chunk for chunk, other in enumerate(stages) if other == stage]
+            done |= {(chunk, is_first, op): memory for op, memory in measured.items() for chunk in chunks}
+    before = itertools.accumulate((done[each].rest for each in passes[:-1]), initial=0)
+    peaks = [now + done[each].most for now, each in zip(before, passes, strict=True)]
     peak_at = peaks.index(max(peaks))
-    kinds = Counter(done[keys[peak_at]].at_peak)
-    for key, times in Counter(keys[:peak_at]).items():
-        for kind, size in done[key].left.items():
+    kinds = Counter(done[passes[peak_at]].at_peak)
+    for each, times in Counter(passes[:peak_at]).items():
+        for kind, size in done[each].left.items():
             kinds[kind] += times * size
     return dict(kinds)
 
@@ -287,35 +281,25 @@ def measure_step(sizes: PassSizes, stage: Stage) -> dict[str, int]:
 
 
 @functools.lru_cache(4096)
-def measure_passes(
-    sizes: PassSizes, stage: Stage, is_first: bool, of_rank: int, buckets: BucketState
-) -> dict[str, PassMemory]:
-    """Return what a micro-batch's passes through a stage allocate: F and B, or F, I and W.
-
-    With ZeRO 2, the rank has `of_rank` layers, and each pass finds `buckets` of the one before.
-    """
-    return {op: pass_memory(*each) for op, each in record_passes(sizes, stage, is_first, of_rank, buckets).items()}
+def measure_passes(sizes: PassSizes, stage: Stage, is_first: bool) -> dict[str, PassMemory]:
+    """Return what a micro-batch's passes through a stage allocate: F and B, or F, I and W."""
+    return {op: pass_memory(events) for op, events in record_passes(sizes, stage, is_first).items()}
 
 
-def pass_memory(events: Sequence[Event], buckets: BucketState) -> PassMemory:
+def pass_memory(events: Sequence[Event]) -> PassMemory:
     sizes = list(itertools.accumulate((size for _, size, _ in events), initial=0))
     at_peak, left = kinds_of(events[: sizes.index(max(sizes))]), kinds_of(events)
-    return PassMemory(at_peak, left, max(sizes), sizes[-1], buckets)
+    return PassMemory(at_peak, left, max(sizes), sizes[-1])
 
 
-def record_passes(
-    sizes: PassSizes, stage: Stage, is_first: bool, of_rank: int = 0, found: BucketState = NO_BUCKETS
-) -> dict[str, tuple[list[Event], BucketState]]:
-    """Return what a micro-batch's passes allocate and free, in order, and leave of buckets."""
-    memory, out = Memory(), dict[str, tuple[list[Event], BucketState]]()
-    buckets = Buckets(memory, sizes, of_rank) if sizes.parts > 1 else None
-    passes = SizedGPT(sizes, stage, memory, buckets).passes(is_first)
+def record_passes(sizes: PassSizes, stage: Stage, is_first: bool) -> dict[str, list[Event]]:
+    """Return what a micro-batch's passes through a stage allocate and free, in order."""
+    memory, out = Memory(), dict[str, list[Event]]()
+    passes = SizedGPT(sizes, stage, memory).passes(is_first)
     for op in ("F", "I", "W") if sizes.splits_backward else ("F", "B"):
-        if buckets is not None:
-            buckets.restore(found)
         begin = len(memory.events)
         next(passes)
-        out[op] = memory.events[begin:], NO_BUCKETS if buckets is None else buckets.state
+        out[op] = memory.events[begin:]
     return out
 
 
@@ -351,12 +335,15 @@ def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Ev
         memory = Memory()
         SizedGPT(sizes, stages[0], memory).run_step()
         return memory.events
-    if sizes.parts > 1:
+    if max(sizes.parts, sizes.shards) > 1:
         return run_schedule(config, sizes, stages, pipeline_rank).events
     recorded = [[record_passes(sizes, stage, is_first) for is_first in (False, True)] for stage in stages]
-    most = 1 + max(key for each in recorded for passes in each for events, _ in passes.values() for key, _, _ in events)
+    most = 1 + max(key for each in recorded for passes in each for events in passes.values() for key, _, _ in events)
     count, out = passed_micro_batches(config, 2), list[Event]()
     for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
         first = most * (chunk * count + i)  # keys of a micro-batch's tensors count from here
-        out += [(first + key, size, kind) for key, size, kind in recorded[chunk][not i][op][0]]
+        handed = HANDED * (i + 1)
+        out += [
+            (handed if key == HANDED else first + key, size, kind) for key, size, kind in recorded[chunk][not i][op]
+        ]
     return out

@@ -7,7 +7,7 @@ import math
 
 from meshwright.model import counts
 from meshwright.parallel import shard
-from meshwright.parallel.pipeline_schedule import stages_of
+from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
 from meshwright.parallel.shard import aligned
 from meshwright.settings.schema import Model, TrainConfig
 
@@ -67,6 +67,14 @@ def data_parts(config: TrainConfig) -> int:
     """Return the number of ranks that ZeRO shards over."""
     p = config.parallel
     return config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances if p.zero_stage else 1
+
+
+def bucket_of(config: TrainConfig, name: str) -> str:
+    """Return the bucket of the flat buffers that a parameter is in."""
+    p = config.parallel
+    defers = p.pipeline_model_parallel_size > 1 and p.pipeline_schedule in SPLIT_BACKWARD
+    keeps_vectors = defers and p.zero_stage == 2 and data_parts(config) > 1
+    return shard.bucket(name, p.tensor_model_parallel_size, p.sequence_parallel, keeps_vectors)
 
 
 def flat_total(units: list[tuple[Shapes, int]], parts: int) -> int:

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+GRADIENTS = -1  # key of the last step's gradients, which a step of ZeRO 3 begins by freeing
+HANDED = -1000  # key of a gradient that one stage of a rank leaves for another one
 ROUNDING = 512  # bytes to which torch's allocator rounds up
 
 Gradients = Sequence["Sized | None"]
@@ -59,10 +61,11 @@ class Allocation:
 
     __slots__ = ("key", "kind", "memory", "size")
 
-    def __init__(self, memory: Memory, size: int, kind: str) -> None:
+    def __init__(self, memory: Memory, size: int, kind: str, was_handed: bool = False) -> None:
         self.memory, self.kind, self.size = memory, kind, rounded(size)
-        self.key = next(memory.keys)
-        memory.note(self.key, self.size, kind)
+        self.key = HANDED if was_handed else next(memory.keys)
+        if not was_handed:
+            memory.note(self.key, self.size, kind)
 
     def __del__(self) -> None:
         self.memory.note(self.key, -self.size, self.kind)
@@ -157,9 +160,8 @@ class GraphNode:
     def differentiate(self, gradients: Sequence[Sized | None]) -> list[Sized | None]:
         """Run the backward pass and let go of what was saved."""
         if self.is_again and self.saved:
-            stretch, number = self.saved
+            stretch, number = self.saved  # the last node keeps the stretch's inputs until its end
             self.saved = stretch.restore(number)
-            del stretch
         arguments = (self.saved, *gradients) if self.takes_saved else gradients
         results = list(self.backward(*arguments))
         self.backward = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -27,7 +26,7 @@ from meshwright.optim.rule_table import (
 )
 from meshwright.parallel import shard
 from meshwright.parallel.shard import aligned
-from meshwright.plan.parameters import Shapes, data_parts, flat_size, shapes_of_layer, shapes_of_rank
+from meshwright.plan.parameters import Shapes, bucket_of, data_parts, flat_size, shapes_of_rank
 from meshwright.plan.tensors import Memory, Sized
 from meshwright.settings.schema import Optimizer, TrainConfig
 
@@ -37,14 +36,13 @@ def update_events(config: TrainConfig, padded: int, pipeline_rank: int) -> Memor
     memory, o, p = Memory(), config.optimizer, config.parallel
     memory.kind = "optimizer"
     units = [] if p.offloads else shapes_of_rank(config, padded, pipeline_rank)
-    if o.optimizer == "muon":
-        data = config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances
-        layer, layers = units[0] if units else ({}, 0)
-        local = {n: shape for n, shape in layer.items() if treatment_of(o, config.model, n, len(shape)).rule == "muon"}
-        if data * p.tensor_model_parallel_size > 1:
-            HomeUpdate(memory, config, local, data).run(layers)
-        else:
-            update_own(memory, config, local, layers)
+    data = config.dp * p.context_parallel_size // p.num_distributed_optimizer_instances
+    layer, layers = units[0] if units else ({}, 0)
+    for treatment, shapes in own_parts(config, layer).items():  # each has an optimizer
+        if treatment.rule == "muon" and data * p.tensor_model_parallel_size > 1:
+            HomeUpdate(memory, config, shapes, data).run(layers)
+        elif treatment.rule == "muon":
+            update_own(memory, config, shapes, layers)
     rule = elementwise_rule(config)
     if rule is not None:
         update_elementwise(memory, rule, largest_part(config, units, rule), o)
@@ -66,29 +64,37 @@ def is_cut_by_parameter(config: TrainConfig) -> bool:
     return config.parallel.zero_stage == 3 and data_parts(config) > 1
 
 
+def own_parts(config: TrainConfig, unit: Shapes) -> dict[Treatment, Shapes]:
+    """Return the parts of a unit's parameters that the first data rank updates, in their order."""
+    o, parts, kinds = config.optimizer, data_parts(config), dict[Treatment, Shapes]()
+    for name, shape in unit.items():
+        kinds.setdefault(treatment_of(o, config.model, name, len(shape)), {})[name] = shape
+    own_bucket = {name: shape for name, shape in unit.items() if bucket_of(config, name) not in shard.LATE}
+    left = flat_size(own_bucket, parts) // parts  # of the rank's share
+    for _, shapes in sorted(kinds.items(), reverse=True):
+        for name, shape in shapes.items():
+            if is_cut_by_parameter(config):
+                dimension, _, rows = shard.rows(shape, parts)
+                shapes[name] = (*shape[:dimension], rows, *shape[dimension + 1 :])
+            elif name in own_bucket:  # the first rank's share of the others, all layers' together, has all of this
+                size = min(aligned(math.prod(shape)), left)
+                shapes[name] = shape if size >= math.prod(shape) else (size,)
+                left -= size
+    return kinds
+
+
 def largest_part(config: TrainConfig, units: list[tuple[Shapes, int]], rule: Rule) -> int:
     """Return the most elements that an elementwise rule updates at once, on the first data rank.
 
     They are those of a parameter if the state is rounded, else of all in a unit that are treated
     alike.
     """
-    o, parts, out = config.optimizer, data_parts(config), 0
+    out, is_cut = 0, is_cut_by_parameter(config)
     for unit, _ in units:
-        kinds: dict[Treatment, list[int]] = {}
-        for name, shape in unit.items():
-            size = math.prod(shape) if is_rounded(o) or is_cut_by_parameter(config) else aligned(math.prod(shape))
-            kinds.setdefault(treatment_of(o, config.model, name, len(shape)), []).append(size)
-        begin, share = 0, flat_size(unit, parts) // parts
-        for treatment, sizes in sorted(kinds.items(), reverse=True):
-            if is_cut_by_parameter(config):
-                own = [size // parts for size in sizes]
-            else:
-                own = []
-                for size in sizes if is_rounded(o) else [sum(sizes)]:
-                    own.append(min(size, share - begin))
-                    begin += aligned(size)
+        for treatment, shapes in own_parts(config, unit).items():
             if treatment.rule == rule:
-                out = max(out, *own)
+                sizes = [math.prod(shape) if is_cut else aligned(math.prod(shape)) for shape in shapes.values()]
+                out = max(out, *(sizes if is_cut or is_rounded(config.optimizer) else [sum(sizes)]))
     return out
 
 
@@ -117,16 +123,14 @@ class HomeUpdate:
     """Muon's update where ranks share matrices, on the first of them: parallel/homes.py."""
 
     def __init__(self, memory: Memory, config: TrainConfig, shapes: Shapes, data: int) -> None:
-        """Take a tensor rank's part of a layer's matrices, and the number of its data ranks."""
+        """Take the rank's parts of a layer's matrices, and the number of its data ranks."""
         p, self.steps, self.memory = config.parallel, config.optimizer.muon_num_ns_steps, memory
         self.tensor, self.is_sharded = p.tensor_model_parallel_size, p.zero_stage > 0 and data > 1
         self.ranks, self.parts = data * self.tensor, (data if self.is_sharded else 1) * self.tensor
         full = layer_shapes(config.model)
         self.forms = [form_of(config.optimizer, config.model, name, full[name.removeprefix("h.0.")]) for name in shapes]
         self.sizes = [math.prod(form.shape) for form in self.forms]
-        own = own_sizes(config, shapes, data) if self.is_sharded else [math.prod(shape) for shape in shapes.values()]
-        # Parts are vectors, unless a rank has all of its tensor rank's part.
-        self.shapes = [s if math.prod(s) == size else (size,) for s, size in zip(shapes.values(), own, strict=True)]
+        self.shapes = list(shapes.values())
 
     def new(self, elements: int) -> Sized:
         return self.memory.new(elements, 2)
@@ -142,6 +146,7 @@ class HomeUpdate:
             homes = assign({i: self.forms[i].cost(self.steps) for i in members}, loads)
             mine = [i for i in members if homes[i] == 0]
             stacks = self.collect(members, homes, mine)
+            updates.clear()
             updates = self.orthogonalise(stacks, mine)
             copies = self.ranks // self.parts  # of each part, for the ranks that hold it
             out = None
@@ -191,21 +196,6 @@ class HomeUpdate:
             updates.append(parts[0] if len(parts) == 1 else self.new(number * size))
             del ahead, parts
         return updates
-
-
-def own_sizes(config: TrainConfig, shapes: Shapes, data: int) -> list[int]:
-    """Return the elements that the first data rank updates of a layer's matrices."""
-    p, sizes = config.parallel, [math.prod(shape) for shape in shapes.values()]
-    if p.zero_stage == 3:
-        return [size // data for size in sizes]
-    # A bucket begins with the matrices.
-    tp, layer = p.tensor_model_parallel_size, shapes_of_layer(config.model, p.tensor_model_parallel_size)
-    bucket = {
-        name: shape for name, shape in layer.items() if not shard.is_partial(f"h.0.{name}", tp, p.sequence_parallel)
-    }
-    share = flat_size(bucket, data) // data
-    begins = itertools.accumulate(map(aligned, sizes), initial=0)
-    return [min(size, max(0, share - begin)) for size, begin in zip(sizes, begins, strict=False)]
 
 
 def orthogonalise_all(memory: Memory, form: MatrixForm, count: int, steps: int) -> Sized:

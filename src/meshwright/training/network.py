@@ -63,15 +63,19 @@ class Spec:
         return self.config.parallel.sequence_parallel and self.layout.tp > 1
 
     @property
+    def defers_products(self) -> bool:
+        """Whether the pipeline computes gradients of weights later."""
+        return self.layout.pp > 1 and self.config.parallel.pipeline_schedule in SPLIT_BACKWARD
+
+    @property
     def options(self) -> Options:
-        config, p = self.config, self.config.parallel
+        config = self.config
         t = config.training
         if self.model is not None and t.fused_kernels == "auto":
             t = replace(t, fused_kernels="off")  # they compute our own blocks only
         options = pick.options(t, config.model, config.precision, self.device)
         # Gradients of weights that are computed later stay outside of any compiled graph.
-        plain = self.layout.pp > 1 and p.pipeline_schedule in SPLIT_BACKWARD
-        plain = plain or bool(config.precision.fp8_format)  # each product would end a graph
+        plain = self.defers_products or bool(config.precision.fp8_format)  # each product would end a graph
         return replace(options, compiled=False) if plain else options
 
 
@@ -100,7 +104,7 @@ def build_network(spec: Spec, report_parameters: Callable[[int], None] = lambda 
     dtype = dtype_of(config.precision)
     mapping = sums_by_copies(config, layout, device)
     gpt = m if spec.model is None else None
-    share = p.offloads, layout, p.zero_stage, spec.sequence, tied
+    share = p.offloads, layout, p.zero_stage, spec.defers_products, spec.sequence, tied
     store_spec = StoreSpec(o, dtype, device, spec.vocab, *share, mapping, gpt)
     is_sharded = p.zero_stage == 3 and layout.group("shard") is not None
     without = graph_rule.reason_against(config, device.type, bool(spec.model or spec.loss))
