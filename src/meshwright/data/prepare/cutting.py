@@ -296,23 +296,20 @@ def read_texts(
     of `inputs`; `advance` gets the number of bytes that are done.
     """
     inputs = inputs or find_inputs(given)
-    is_start, units_before, done = True, dict[int, int](), (0, 0)
+    is_start, done = True, (0, 0)
     keys = list(dict.fromkeys(given.json_keys))
     for piece in cut_inputs(inputs.inputs, given):
         if isinstance(piece, Broken):
             if given.on_error != "skip":
                 raise bad_data(str(piece))
             inputs.bad.count("input cut short", 1, piece.place(0, keys))
-        before, count = units_before.get(piece.number, 0), 0
-        for unit in piece.units(keys):
-            place = functools.partial(piece.place, count, keys, before)
+        for number, unit in enumerate(piece.units(keys)):
+            place = functools.partial(piece.place, number, keys)
             if isinstance(unit, Bad) and not unit.is_passed and given.on_error != "skip":
                 raise bad_data(f"{place()}: {unit}{advice(unit, is_start)}")
             inputs.count_unit(unit, place)
             if unit and not isinstance(unit, Bad):
                 is_start = False
                 yield from unit
-            count += 1
-        units_before[piece.number] = before + count
         advance(max(piece.behind - (done[1] if piece.number == done[0] else 0), 0))
         done = (piece.number, piece.behind)

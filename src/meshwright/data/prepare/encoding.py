@@ -23,7 +23,6 @@ Encode = Callable[[str], "Sequence[int] | Array"]
 class Encoded:
     """The counts of a piece without its tokens. Lists have one entry per key."""
 
-    units: int = 0  # lines, rows or texts
     lines: int = 0  # of plain texts, too
     documents: int = 0
     bytes: int = 0  # of text and what surrounds it
@@ -62,7 +61,6 @@ class Encoder:
         """Return counts and each key's tokens; with `stop`, up to the first bad line."""
         encoded, columns = Encoded(), [_Column(self.end) for _ in self.keys]
         for number, unit in enumerate(piece.units(self.keys)):
-            encoded.units += 1
             encoded.lines += lines_in(unit)
             if unit is None:
                 continue
