@@ -68,9 +68,11 @@ class Source(abc.ABC):
     def parts(self, name: str) -> list[tuple[str, Box]]:
         """List the boxes of a tensor with the file that each is in."""
 
-    @abc.abstractmethod
     def of_vocabulary(self, size: int) -> Source:
-        """Return this source without the rows that only pad its tables."""
+        """Return this source without the rows that only pad its tables, of which ours have none."""
+        if size != self.vocab:
+            raise bad_data(f"{self.folder} was made with a vocabulary of {self.vocab:,} ids, not {size:,}")
+        return self
 
     @property
     def identity(self) -> str:

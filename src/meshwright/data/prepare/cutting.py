@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from meshwright.data.prepare import containers, hub_sets, markup, plain, records, rows, tables, wiki
+from meshwright.data.prepare import containers, encodings, hub_sets, markup, plain, records, rows, tables, wiki
 from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import NOT_CHOSEN, PDF
 from meshwright.data.prepare.inputs import (
@@ -88,7 +88,7 @@ def cut_stream_of(number: int, source: Input, given: TextInputs) -> Iterator[Pie
     path, how = source.path, reading(given)
     file = open_input(source)
     try:
-        stream = containers.unpacked(containers.buffered(file))
+        stream = containers.unpacked(containers.buffered(containers.chunks(file)))
         members = _archive(file, stream, source)
         if members is not None:
             for begin, texts in _joined_members(_chosen(members, given), given):
@@ -165,7 +165,8 @@ def _require_text(path: str, start: bytes) -> None:
 
 
 def _as_utf8(name: str, stream: BinaryIO, given: TextInputs) -> BinaryIO:
-    return containers.transcoded(stream, plain.codec_of_file(name, containers.peek(stream), given.encoding))
+    codec = plain.codec_of_file(name, containers.peek(stream), given.encoding)
+    return containers.buffered(encodings.transcode(containers.chunks(stream), codec)) if codec else stream
 
 
 def _joined_members(members: Iterator[Member], given: TextInputs) -> Iterator[tuple[int, list[Text]]]:

@@ -19,17 +19,7 @@ from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.inputs import JSON_NAME, is_json_lines
 from meshwright.data.prepare.plain import JSON_LINES, PIECE, Span
-from meshwright.data.prepare.records import (
-    NOT_UTF8,
-    Bad,
-    Mended,
-    Prose,
-    Reading,
-    Unit,
-    check_row,
-    parse_line,
-    replace_bytes,
-)
+from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, Prose, Reading, Unit, check_row, parse_line
 from meshwright.data.prepare.rows import CSV_NAME
 
 JSON_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON array of objects begins
@@ -266,7 +256,7 @@ def line_units(lines: Span, keys: list[str], is_first: bool, on_error: str) -> I
     for line in lines_of(*lines):
         unit = parse_line(line, keys)
         if on_error == "replace" and is_broken(unit):
-            unit = parse_line(replace_bytes(line), keys)
+            unit = parse_line(memoryview(bytes(line).decode("utf-8", "replace").encode()), keys)
             unit = Mended(unit) if isinstance(unit, list) else unit
         if is_array and isinstance(unit, Bad):
             unit = Bad("part of a JSON array", "one object a line is needed: jq -c '.[]' writes an array so")

@@ -130,9 +130,7 @@ def preprocess(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: 
     with ExitStack() as stack:
         if not team.is_lead:
             stdout = stderr = stack.enter_context(open(os.devnull, "w"))
-        checked: list[Preparation] = []
-        team.run_on_all(lambda: checked.append(Preparation(config, stdout, stderr, world)))
-        (preparation,) = checked
+        preparation = team.run_on_all(lambda: Preparation(config, stdout, stderr, world))
         require_equal(team, preparation.comparable)
         if team.run_on_lead(lambda: preparation.is_done(stdout)):
             return preparation.prefixes

@@ -28,8 +28,9 @@ from meshwright.checkpoint.publish import write_durably
 from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError, bad_data
-from meshwright.files import RECORD_LIMIT, naming_file, read_small, sync, write_all
+from meshwright.files import naming_file, sync, write_all
 from meshwright.settings.schema import Model
+from meshwright.storage.copies import read_note
 from meshwright.tokenizers import CHAT_TEMPLATE, GPT2BPE, Tokenizer, save_tokenizer
 from meshwright.vocabularies import CHAT_CONFIG, Llama2, SentencePiece, WordPiece, read_bytes, read_chat_config
 
@@ -116,8 +117,8 @@ def export_notices(m: Model) -> list[str]:
 def refuse_occupied(folder: Path, run: Path | None = None) -> None:
     """Refuse to write over anything but an unchanged export of the same run."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        mark = read_mark(folder) if run is not None else None
-        if run is None or mark is None or mark.get("run") != name_of(run):
+        mark = read_note(folder / MARK)
+        if run is None or mark.get("run") != name_of(run):
             what = "is not empty" if folder.is_dir() else "is not a folder"
             raise UserError(f"{folder} {what}, and nothing is overwritten; give another folder, or remove it", LOCKED)
         if mark.get("files") != files_of(folder):
@@ -127,14 +128,6 @@ def refuse_occupied(folder: Path, run: Path | None = None) -> None:
 def name_of(run: Path) -> str:
     """Return a hash of the run's path, since the folder may be given to others."""
     return sha256([str(run.resolve()).encode(errors="surrogateescape")])
-
-
-def read_mark(folder: Path) -> dict[str, Any] | None:
-    try:
-        mark = json.loads(read_small(folder / MARK, RECORD_LIMIT))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return mark if isinstance(mark, dict) else None
 
 
 def files_of(folder: Path) -> dict[str, list[int]]:

@@ -23,19 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.foreign.adam import MOMENTS, WITHOUT, match_numbered, step_counts, unreadable_state
-from meshwright.checkpoint.foreign.megatron import names
+from meshwright.checkpoint.foreign.megatron import names, sharded
 from meshwright.checkpoint.foreign.megatron import state as megatron_state
-from meshwright.checkpoint.foreign.megatron.sharded import (
-    COPY,
-    ModelSizes,
-    Parameter,
-    RankFile,
-    Stretch,
-    fill_stretches,
-    is_rounded,
-    measure_model,
-    one_box,
-)
+from meshwright.checkpoint.foreign.megatron.sharded import ModelSizes, Parameter, RankFile, Stretch
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.registry import MEGATRON
 from meshwright.checkpoint.run_state import check_json, check_saved_state
@@ -60,7 +50,7 @@ def open_megatron(folder: Path, trust: bool = False, heads: int | None = None, o
     first, notes = ranks[0], list[str]()
     args, version = megatron_state.namespace(first.tree.get("args")), require_equal(ranks, "checkpoint_version")
     layers = name_parameters(folder, ranks, args.get("num_layers"))
-    sizes = measure_model(folder, ranks, layers, args, heads)
+    sizes = sharded.measure_model(folder, ranks, layers, args, heads)
     check_copies(ranks, notes)
     own, state = read_own(first), dict[str, Any]()
     if own:
@@ -226,14 +216,14 @@ def check_copies(ranks: Sequence[RankFile], notes: list[str]) -> None:
     for rank in ranks:
         for p in rank.parameters:
             key = (p.name, p.part, -1 if p.is_replicated else rank.tp)
-            if p.part == COPY:
+            if p.part == sharded.COPY:
                 key = ("wte.weight", "wte.weight", rank.tp)
             if key not in first:
                 first[key] = rank, p.tensor
                 continue
             other, tensor = first[key]
             # Sample the rows of a large table.
-            some = slice(None, None, max(p.shape[0] // 64, 1) if p.part == COPY else 1)
+            some = slice(None, None, max(p.shape[0] // 64, 1) if p.part == sharded.COPY else 1)
             error = difference(tensor[some], p.tensor[some])
             if not error <= DRIFT:
                 raise bad_data(
@@ -272,7 +262,7 @@ def read_optimizer(rank: RankFile, trust: bool) -> Iterator[int]:
         order = decayed_first(rank.parameters)
         weights = [(p.name, p.tensor) for p in order]
         for p, values in zip(order, match_numbered(rank.path, tree, weights, needs_masters=True), strict=True):
-            p.values = {kind: one_box(tensor) for kind, tensor in values.items()}
+            p.values = {kind: sharded.one_box(tensor) for kind, tensor in values.items()}
     for p in rank.parameters:
         check_values(rank, p)
     yield from step_counts(rank.path, tree)
@@ -304,7 +294,7 @@ def from_flat(rank: RankFile, path: Path, tree: dict[Any, Any]) -> None:
         sizes = {kind: [len(bucket) for bucket in buckets] for kind, buckets in buffers.items()}
         if any(each != sizes[""] for each in sizes.values()):
             raise unreadable_state(path, "the buffers of its masters and moments differ in size")
-        fill_stretches(in_buckets(path, sizes[""], chunk[::-1]), buffers)
+        sharded.fill_stretches(in_buckets(path, sizes[""], chunk[::-1]), buffers)
 
 
 def in_buckets(path: Path, sizes: Sequence[int], waiting: Sequence[Parameter]) -> Iterator[Stretch]:
@@ -352,7 +342,7 @@ def check_values(rank: RankFile, p: Parameter) -> None:
     for offset, master in p.values[""]:
         model = p.tensor[tuple(slice(o, o + n) for o, n in zip(offset, master.shape, strict=True))]
         for row in {0, len(master) - 1}:
-            if not is_rounded(*(x[row : row + 1].flatten()[:64] for x in (model, master))):
+            if not sharded.is_rounded(*(x[row : row + 1].flatten()[:64] for x in (model, master))):
                 raise unreadable_state(
                     rank.path, f"the master weights at the place of {p.name} are not those of the model"
                 )
