@@ -31,15 +31,8 @@ MODEL, RANKS, ENCODING, WORDS = "tokenizer.model", "ranks.tiktoken", "encoding.j
 LONG_SPACE = 500_000  # characters
 SPACE = "\u2581"  # SentencePiece's
 LONGEST_WORD = 200  # characters that WordPiece looks for in its vocabulary
-CHINESE = (
-    (0x4E00, 0x9FFF),
-    (0x3400, 0x4DBF),
-    (0x20000, 0x2A6DF),
-    (0x2A700, 0x2B73F),
-    (0x2B740, 0x2B81F),
-    (0x2B820, 0x2CEAF),
-    (0xF900, 0xFAFF),
-    (0x2F800, 0x2FA1F),
+CHINESE = re.compile(
+    r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f]"
 )
 SHIELD = "\ufdd1"  # no character, for use within a program; see Tokenizer.shield
 FILE_LIMIT = 128 << 20  # bytes of a file
@@ -474,8 +467,7 @@ def _clean(character: str) -> str:
         return " "
     if character == "\ufffd" or category in ("Cc", "Cf"):
         return ""
-    is_chinese = any(first <= ord(character) <= last for first, last in CHINESE)
-    return f" {character} " if is_chinese else character
+    return f" {character} " if CHINESE.match(character) else character
 
 
 def _punctuate(character: str) -> str:

@@ -567,11 +567,8 @@ def read_index(folder: Path, manifest: Mapping[str, File | FilePart]) -> tuple[d
     infos, boxes = {}, dict[str, StoredTensor]()
     try:
         for name, tensor in index["tensors"].items():
-            [shape], dtype, raw = (
-                parse_sizes([tensor["shape"]], len(tensor["shape"])).tolist(),
-                tensor["dtype"],
-                tensor["boxes"],
-            )
+            [shape] = parse_sizes([tensor["shape"]], len(tensor["shape"])).tolist()
+            dtype, raw = tensor["dtype"], tensor["boxes"]
             if math.prod(shape) >= 1 << 60:
                 raise ValueError(f"{str(shape)[:100]} is not a shape")
             rows = [(box["file"], box["begin"], box["offset"], box["size"]) for box in raw]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.foreign.folder import COUNT, POSITIVE, WINDOW, ForeignFolder, Views
-from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
+from meshwright.checkpoint.foreign.gpt import PLAIN, one_view, qkv_views
 from meshwright.checkpoint.foreign.huggingface.reader import RotationKeys, rotation, window_settings
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.manifests import read_small
@@ -35,10 +35,8 @@ ACTIVATIONS: dict[tuple[str, str | None], dict[str, Any]] = {
     ("GemmaMLP", "none"): {"glu_activation": "geglu"},
     ("LLaMAMLP", None): {"swiglu": True},
 }
-FIXED: dict[str, Any] = dict.fromkeys("swiglu squared_relu embed_layernorm group_query_attention".split(), False)
-FIXED |= {"apply_residual_connection_post_layernorm": False, "glu_activation": None, "layernorm_bias": True}
-FIXED |= {"window_size": None, "window_attn_skip_freq": None}
-FIXED |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02, "position_embedding_type": "rope"}
+FIXED = PLAIN | {"apply_residual_connection_post_layernorm": False, "position_embedding_type": "rope"}
+FIXED |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02}
 # The keys of rope_adjustments -> Hugging Face's kind of rotation.
 LLAMA3 = frozenset("factor low_freq_factor high_freq_factor original_max_seq_len".split())
 KINDS: dict[frozenset[str], str] = {frozenset(): "default", frozenset(["factor"]): "linear", LLAMA3: "llama3"}

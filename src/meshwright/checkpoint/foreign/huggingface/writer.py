@@ -35,7 +35,7 @@ from meshwright.tokenizers import CHAT_TEMPLATE, GPT2BPE, Tokenizer, save_tokeni
 from meshwright.vocabularies import CHAT_CONFIG, Llama2, SentencePiece, WordPiece, read_bytes, read_chat_config
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 MAX_SHARD = 5_000_000_000  # bytes, the limit that transformers has used for years
 MARK = "meshwright.json"  # in a run's export: which run, and the files as written
@@ -277,24 +277,17 @@ def write_safetensors(path: Path, source: Source, parts: list[ExportedTensor]) -
     with naming_file(path), path.open("xb", buffering=0) as file:
         write_all(file.fileno(), memoryview(head))
         for part in parts:
-            for strip in strips(part, read_exported(source, part)):
+            for strip in strips(source, part):
                 write_all(file.fileno(), strip)
         os.fsync(file.fileno())
 
 
-def read_exported(source: Source, part: ExportedTensor) -> torch.Tensor:
-    """Return the tensor in our order."""
+def strips(source: Source, part: ExportedTensor) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in their order; a transposed one in strips, for speed copied twice."""
     import torch
 
     tensor = torch.empty(part.read, dtype=getattr(torch, TORCH[part.dtype]))
     source.fill({part.ours: (source.tensors[part.ours].shape, part.boxes, tensor)})
-    return tensor
-
-
-def strips(part: ExportedTensor, tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes in their order; a transposed tensor in strips, for speed copied twice."""
-    import torch
-
     if not part.transposed:
         yield tensor.view(-1).view(torch.uint8).numpy().data
         return

@@ -17,14 +17,13 @@ from __future__ import annotations
 import math
 import os
 import re
-import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.checkpoint.foreign import gpt
 from meshwright.checkpoint.foreign.megatron import names
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.manifests import read_small
+from meshwright.checkpoint.manifests import plain_size, read_small
 from meshwright.checkpoint.registry import LIBAI, ONEFLOW
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.errors import bad_data
@@ -100,11 +99,9 @@ def variable(folder: Path, name: str) -> torch.Tensor:
         raise bad_data(f"{meta}: {text[:100]!r} is not a shape and one of {', '.join(TYPES)}")
     shape, dtype = [int(n) for n in re.findall(r"\d+", parts[1])], getattr(torch, TYPES[parts[2]])
     count = math.prod(shape)
-    status = path.lstat() if path.exists() else None
-    if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != count * dtype.itemsize or not count:
-        is_file = status is not None and stat.S_ISREG(status.st_mode)
-        size = f"{status.st_size:,} bytes" if status and is_file else "there is no plain file"
-        raise bad_data(f"{path}: {size}, by {meta.name} it has {count * dtype.itemsize:,} bytes")
+    size = plain_size(path, f"; by {meta.name} it has {count * dtype.itemsize:,} bytes")
+    if size != count * dtype.itemsize or not count:
+        raise bad_data(f"{path}: {size:,} bytes, by {meta.name} it has {count * dtype.itemsize:,} bytes")
     return torch.from_file(str(path), shared=False, size=count, dtype=dtype).view(shape)
 
 
