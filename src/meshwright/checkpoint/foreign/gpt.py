@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.sources import TensorView
 from meshwright.errors import bad_data
 from meshwright.settings.schema import Model
-
-if TYPE_CHECKING:
-    import torch
 
 # The kinds of parts of a network, each as a GPT-2 has it: what a program's files do not speak of.
 _KINDS = "swiglu squared_relu glu_activation num_query_groups group_query_attention position_embedding_type "

@@ -7,7 +7,9 @@ older versions, are by group as ours. litgpt has no dropout, and only rotary pos
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from meshwright.checkpoint.foreign.folder import COUNT, POSITIVE, WINDOW, ForeignFolder, Views
 from meshwright.checkpoint.foreign.gpt import PLAIN, one_view, qkv_views
@@ -17,9 +19,6 @@ from meshwright.checkpoint.manifests import read_small
 from meshwright.checkpoint.registry import LITGPT
 from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.errors import bad_data
-
-if TYPE_CHECKING:
-    import torch
 
 FILE, CONFIG = "lit_model.pth", "model_config.yaml"
 CONFIG_LIMIT = 1 << 20  # bytes

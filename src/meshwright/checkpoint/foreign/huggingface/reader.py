@@ -12,7 +12,9 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from meshwright.checkpoint.foreign.exports import SCALINGS
 from meshwright.checkpoint.foreign.folder import COUNT, NUMBER, POSITIVE, SHARE, WINDOW, ForeignFolder, Tensors, Views
@@ -25,9 +27,6 @@ from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.errors import bad_data
 from meshwright.settings.check_model import rope_problems
 from meshwright.settings.schema import Model
-
-if TYPE_CHECKING:
-    import torch
 
 CONFIG = "config.json"
 JSON_LIMIT = 16 << 20  # bytes, enough for an index of 100,000 tensors
@@ -100,7 +99,6 @@ def indexed(folder: Path, index: Path, where: Any, trust: bool) -> Iterator[tupl
 
 
 def read_tensors(path: Path, trust: bool) -> Tensors:
-    import torch
     from safetensors import SafetensorError, safe_open
 
     if path.suffix == ".bin" or not is_safetensors(path):

@@ -18,7 +18,9 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from meshwright.checkpoint.foreign import gpt
 from meshwright.checkpoint.foreign.megatron import names
@@ -27,9 +29,6 @@ from meshwright.checkpoint.manifests import plain_size, read_small
 from meshwright.checkpoint.registry import LIBAI, ONEFLOW
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.errors import bad_data
-
-if TYPE_CHECKING:
-    import torch
 
 META_LIMIT, YAML_LIMIT = 1 << 16, 1 << 20  # bytes
 TYPES = {"kFloat": "float32", "kDouble": "float64", "kFloat16": "float16", "kBFloat16": "bfloat16"}
@@ -88,8 +87,6 @@ def variables(folder: Path) -> dict[str, torch.Tensor]:
 
 def variable(folder: Path, name: str) -> torch.Tensor:
     """Return a view of the mapped file `out`."""
-    import torch
-
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or (folder / name).is_symlink():
         raise bad_data(f"{folder}: {name[:200]!r} is not a plain folder; nothing outside is read")
     path, meta = folder / name / "out", folder / name / "meta"
@@ -107,8 +104,6 @@ def variable(folder: Path, name: str) -> torch.Tensor:
 
 def libai_tensors(path: Path, trust: bool) -> dict[str, torch.Tensor]:
     """Read what flow.save wrote: a folder with or without a pickle, or a pickle."""
-    import torch
-
     if path.is_dir() and not (path / "pickled_data").exists():
         return variables(path)
     file = path / "pickled_data" if path.is_dir() else path

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
+import torch
+
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.foreign.adam import MOMENTS
 from meshwright.checkpoint.foreign.megatron import sharded
@@ -80,7 +82,7 @@ def filled(
             if begin + prod(shape) > size:
                 break
             end = begin + prod(shape)
-            p = Parameter(name, re.sub(r"h\.\d+\.", "", name), sharded.empty(shape))
+            p = Parameter(name, re.sub(r"h\.\d+\.", "", name), torch.empty(shape, device="meta"))
             for kind, (_, boxes) in by_kind.items():
                 add_from_bucket(p, "" if kind == "param" else kind, begin, boxes)
             out += [] if copy else [p]
@@ -125,8 +127,6 @@ def add_from_bucket(p: Parameter, kind: str, begin: int, boxes: Boxes) -> None:
 
 def check_masters(source: MappedSource, views: Mapping[str, list[TensorView]]) -> None:
     """Compare numbers of each master's first row, rounded, with the model's."""
-    import torch
-
     for name in source.tensors:
         for offset, master in views.get(name, ()):
             some = (*(1 for _ in master.shape[:-1]), min(master.shape[-1], 64))

@@ -19,7 +19,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.claims import claimed_shape
@@ -32,9 +34,6 @@ from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.registry import DEEPSPEED
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.errors import bad_data
-
-if TYPE_CHECKING:
-    import torch
 
 LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -162,7 +161,8 @@ def read_tensor_ranks(folder: Path, models: Sequence[dict[str, Any]], trust: boo
             tensors = dict(flattened(models[tp].get("module")))
         shapes = {name: shape for group in stated_shapes(models[tp]) for name, shape in group.items()}
         if not files and any(t.numel() != prod(shapes.get(key, t.shape)) for key, t in tensors.items()):
-            tensors = {key: sharded.empty(shape) for key, shape in shapes.items()}  # ZeRO-3 stores no weights here
+            # ZeRO-3 stores no weights here.
+            tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
         layers = layer_numbers(list(tensors))
         ranks.append(RankFile(folder, tp, 0, {}, [list(name_parameters(folder, tensors, layers))]))
     return ranks, layers

@@ -20,7 +20,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from meshwright.checkpoint.foreign.adam import MOMENTS, WITHOUT, match_numbered, step_counts, unreadable_state
 from meshwright.checkpoint.foreign.megatron import names, sharded
@@ -31,9 +33,6 @@ from meshwright.checkpoint.registry import MEGATRON
 from meshwright.checkpoint.run_state import check_json, check_saved_state
 from meshwright.checkpoint.sources import MappedSource, aligned
 from meshwright.errors import bad_data
-
-if TYPE_CHECKING:
-    import torch
 
 MODEL, MODEL_ALONE, SHARD, FLAT = "model_optim_rng.pt", "model_rng.pt", "optim.pt", "distrib_optim.pt"
 # Largest difference of copies, relative to the norm: some versions let them drift by rounding.
@@ -200,8 +199,6 @@ def flat(rank: RankFile, tree: Any) -> list[tuple[names.ParameterName, torch.Ten
 
 def flattened(tree: Any, before: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of nested dictionaries in their order, under joined names."""
-    import torch
-
     for key, value in tree.items() if isinstance(tree, dict) else ():
         if isinstance(value, dict):
             yield from flattened(value, f"{before}{key}.")
@@ -239,8 +236,6 @@ def check_copies(ranks: Sequence[RankFile], notes: list[str]) -> None:
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    import torch
-
     a, b = aligned(a), aligned(b)
     if torch.equal(a, b):
         return 0.0
@@ -278,8 +273,6 @@ def decayed_first(parameters: Sequence[Parameter]) -> list[Parameter]:
 
 def from_flat(rank: RankFile, path: Path, tree: dict[Any, Any]) -> None:
     """Read a buffer per chunk, last parameter first, or several padded buckets."""
-    import torch
-
     for number, chunk in enumerate(rank.chunks):
         by_type = tree.get(number)
         if not isinstance(by_type, dict) or len(by_type) != 1 or "per_bucket_numel" in tree:

@@ -11,16 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from meshwright.checkpoint.boxes import Shape, split_boxes
 from meshwright.checkpoint.claims import claimed, claimed_heads
 from meshwright.checkpoint.sources import TensorView, aligned
 from meshwright.errors import bad_data
 from meshwright.parallel import shard
-
-if TYPE_CHECKING:
-    import torch
 
 COPY = "wte.copy"
 
@@ -219,13 +218,6 @@ def one_box(tensor: torch.Tensor) -> Boxes:
     return [((0,) * tensor.ndim, tensor)]
 
 
-def empty(shape: Shape) -> torch.Tensor:
-    """Return a tensor that has a shape and no memory."""
-    import torch
-
-    return torch.empty(shape, device="meta")
-
-
 class Stretch(NamedTuple):
     """Consecutive elements of a parameter in one of several flat buffers."""
 
@@ -248,8 +240,6 @@ def fill_stretches(stretches: Iterable[Stretch], buffers: Mapping[str, Sequence[
 
 def is_rounded(model: torch.Tensor, master: torch.Tensor) -> bool:
     """Return whether the numbers are equal up to the last bit of the model's type."""
-    import torch
-
     model, master = aligned(model), aligned(master).to(model.dtype)
     return model.double().allclose(master.double(), rtol=torch.finfo(model.dtype).eps, atol=1e-7)
 

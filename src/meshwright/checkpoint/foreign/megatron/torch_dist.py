@@ -19,6 +19,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from meshwright.checkpoint.boxes import Box, Shape, inside, plus
 from meshwright.checkpoint.claims import FalseClaim, claimed, claimed_shape
 from meshwright.checkpoint.foreign.megatron import core_buffers, names, sharded
@@ -203,7 +205,7 @@ def add(by_name: dict[str, Parameter], kind: str, means: NameParts, tensor: Dist
     for layer in range(layers):
         name = (means.name._replace(layer=layer) if means.stacked else means.name).full()
         full = (2 * rows or shape[0], *shape[1:])
-        parameters.append(by_name.setdefault(name, Parameter(name, means.name.ours, sharded.empty(full))))
+        parameters.append(by_name.setdefault(name, Parameter(name, means.name.ours, torch.empty(full, device="meta"))))
     first_row = rows * (means.half or 0)
     for offset, view in tensor.boxes:
         by_layer = zip(parameters[offset[0] :], view, strict=False) if means.stacked else ((parameters[0], view),)
