@@ -301,7 +301,6 @@ def missing_speed(tokenizer: Tokenizer) -> str | None:
 
 
 def is_named(t: TokenizerFlags) -> bool:
-    """Return whether the flags name a vocabulary."""
     return bool(t.tokenizer or t.vocab_file or t.merge_file or t.tokenizer_model)
 
 
@@ -640,7 +639,6 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 
 def file_hashes(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the SHA-256 of each of its files."""
     made = {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.made.items()}
     return {name: _sha256(source) for name, source in tokenizer.files.items()} | made
 

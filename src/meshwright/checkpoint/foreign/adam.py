@@ -37,7 +37,6 @@ def torch_state(path: Path, tree: Any) -> dict[str, Any]:
 
 
 def step_counts(path: Path, tree: Any) -> Iterator[int]:
-    """Yield every count of Adam's steps in a state."""
     state_dict = torch_state(path, tree)
     for entry in (*state_dict["param_groups"], *state_dict.get("state", {}).values()):
         if isinstance(entry, dict) and "step" in entry:

@@ -60,7 +60,6 @@ def documents(content: bytes, name: str, how: Reading, before: int = 0) -> Itera
 
 
 def _articles(content: bytes, how: Reading) -> Iterator[tuple[int, Unit]]:
-    """Yield the articles of a dump."""
     if content.startswith(TOO_LONG):
         yield 0, Bad(f"page longer than {records.LONGEST:,} bytes", "a dump without old revisions is shorter")
     for at, article in wiki.articles(content):

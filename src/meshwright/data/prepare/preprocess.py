@@ -400,7 +400,6 @@ class Share:
         return 1 if is_small and plain else wanted
 
     def check_other_ranks(self) -> None:
-        """Stop early if another rank failed."""
         if not self.is_alone and time.monotonic() - self.looked_for_failure > 1:
             self.looked_for_failure = time.monotonic()
             if self.failure.exists():

@@ -93,7 +93,6 @@ def decode_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def format_summary(facts: dict[str, Any]) -> list[str]:
-    """Format the summary for people."""
     out = [
         f"{facts['prefix']}: {facts['documents']:,} documents, {facts['sequences']:,} sequences, {facts['tokens']:,} "
         f"tokens ({facts['dtype']}, {facts['bytes']:,} bytes)",

@@ -181,20 +181,17 @@ def read_gpt2(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
             norm(f"{ours}.{name}", f"{theirs}.{norm_name}")
     norm("ln_f", f"{prefix}ln_f")
     untied = hf.add_head(pieces, wte, hf.config.get("tie_word_embeddings", True) is True)
-    return gpt2_dropouts(hf) | sizes_of(h, layers, heads, f, positions) | {
+    hf.note_defaults(**GPT2_DEFAULTS)
+    hidden, embedding, attention = (hf.get(f"{x}_pdrop", SHARE, 0.1) for x in ("resid", "embd", "attn"))
+    return sizes_of(h, layers, heads, f, positions) | {
+        "hidden_dropout": hidden,
+        "attention_dropout": attention,
+        **({} if embedding == hidden else {"embedding_dropout": embedding}),
+        "init_method_std": hf.get("initializer_range", POSITIVE, 0.02),
         "bias_gelu_fusion": activation != "gelu",
         "layernorm_epsilon": hf.get("layer_norm_epsilon", POSITIVE, 1e-5),
         "untie_embeddings_and_output_weights": untied,
     }, pieces
-
-
-def gpt2_dropouts(hf: ForeignFolder) -> dict[str, float]:
-    """Return the settings of a training, which weights and shapes do not prove."""
-    hf.note_defaults(**GPT2_DEFAULTS)
-    hidden, embedding, attention = (hf.get(f"{x}_pdrop", SHARE, 0.1) for x in ("resid", "embd", "attn"))
-    out = {"hidden_dropout": hidden, "attention_dropout": attention}
-    out |= {} if embedding == hidden else {"embedding_dropout": embedding}
-    return out | {"init_method_std": hf.get("initializer_range", POSITIVE, 0.02)}
 
 
 def read_neox(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:

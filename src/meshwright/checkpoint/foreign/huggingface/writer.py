@@ -160,7 +160,6 @@ def family(kind: str) -> str:
 
 
 def describe_config(kind: str, saved: SavedModel, wte: ExportedTensor) -> dict[str, Any]:
-    """Return the contents of config.json."""
     config: dict[str, Any] = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], "vocab_size": wte.shape[0]}
     config |= {"torch_dtype": TORCH[wte.dtype]} | exports.settings_of(saved, family(kind))
     if "rope_theta" in config:  # transformers 4 reads rope_theta and rope_scaling, 5 this
