@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,22 +54,7 @@ OWN_NAMES = {  # of the types, by Megatron's other names for them
     "HFTokenizer": "HuggingFaceTokenizer",
     "GPTSentencePieceTokenizer": SentencePiece.name,
 }
-MODEL_FILES = {  # what --tokenizer-model is, by type
-    "HuggingFaceTokenizer": "a tokenizer.json, or the folder holding it",
-    SentencePiece.name: "a model of SentencePiece, such as tokenizer.model",
-    Llama2.name: "a model of SentencePiece, such as tokenizer.model",
-    TikToken.name: "a file of ranks as tiktoken writes them, or Megatron's list of them (.json)",
-}
-BERT = ("BertWordPieceLowerCase", "BertWordPieceCase")
-KEPT = {  # the first file of a type in a run folder
-    "HuggingFaceTokenizer": "tokenizer.json",
-    SentencePiece.name: MODEL,
-    Llama2.name: MODEL,
-    TikToken.name: vocabularies.RANKS,
-    **dict.fromkeys(BERT, WORDS),
-}
 KEPT_BESIDE = ".tokenizer"  # ends the name of the folder beside token files that keeps their tokenizer
-FILES = (*GPT2_FILES, *KEPT.values(), vocabularies.ADDED_TOKENS, vocabularies.ENCODING)
 
 
 class GPT2BPE(Tokenizer):
@@ -253,6 +238,30 @@ class Null(Tokenizer):
         return " ".join(map(str, ids)).encode()
 
 
+class FileKind(NamedTuple):
+    """A type whose tokenizer one file holds: the flag for it, what it is, its name in a run."""
+
+    flag: str
+    what: str
+    kept: str
+    load: Callable[[Path], Tokenizer]
+
+
+_JSON = "a tokenizer.json, or the folder holding it"
+_PIECES = "a model of SentencePiece, such as tokenizer.model"
+_RANKS = "a file of ranks as tiktoken writes them, or Megatron's list of them (.json)"
+_WORDS = "a vocab.txt, which has a token a line"
+FILE_KINDS = {
+    HuggingFace.name: FileKind("tokenizer_model", _JSON, "tokenizer.json", HuggingFace),
+    SentencePiece.name: FileKind("tokenizer_model", _PIECES, MODEL, SentencePiece),
+    Llama2.name: FileKind("tokenizer_model", _PIECES, MODEL, Llama2),
+    TikToken.name: FileKind("tokenizer_model", _RANKS, vocabularies.RANKS, vocabularies.load_ranks),
+    "BertWordPieceLowerCase": FileKind("vocab_file", _WORDS, WORDS, lambda path: WordPiece(path, lower_case=True)),
+    "BertWordPieceCase": FileKind("vocab_file", _WORDS, WORDS, lambda path: WordPiece(path, lower_case=False)),
+}
+FILES = (*GPT2_FILES, *(k.kept for k in FILE_KINDS.values()), vocabularies.ADDED_TOKENS, vocabularies.ENCODING)
+
+
 def fastest_encoder(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt.NDArray[Any]]:
     """Return the fastest encoder: with gigatoken if it is installed; most return arrays."""
     if isinstance(tokenizer, Bytes):
@@ -373,16 +382,12 @@ def _build(t: TokenizerFlags) -> Tokenizer:
         missing = "--merge-file" if t.vocab_file else "--vocab-file"
         raise UserError(f"GPT2BPETokenizer needs {missing} too; or give --tokenizer and the folder of both files")
     kind = OWN_NAMES.get(t.tokenizer_type, t.tokenizer_type)
-    if kind in MODEL_FILES:
-        if not t.tokenizer_model:
-            raise UserError(f"{t.tokenizer_type} needs --tokenizer-model: {MODEL_FILES[kind]}")
-        path = Path(t.tokenizer_model)
-        is_list = (kind, path.suffix) == (TikToken.name, ".json")
-        return vocabularies.load_rank_list(path, t) if is_list else _build_kind(kind, path)
-    if kind in BERT:
-        if not t.vocab_file:
-            raise UserError(f"{kind} needs --vocab-file: a vocab.txt, which has a token a line")
-        return _build_kind(kind, Path(t.vocab_file))
+    if kind in FILE_KINDS:
+        flag, what, _, load = FILE_KINDS[kind]
+        if not (name := getattr(t, flag)):
+            raise UserError(f"{t.tokenizer_type} needs {spelling(flag)}: {what}")
+        is_list = (kind, Path(name).suffix) == (TikToken.name, ".json")
+        return vocabularies.load_rank_list(Path(name), t) if is_list else load(Path(name))
     if t.tokenizer_type == "ByteTokenizer":
         return Bytes()
     if t.tokenizer_type == "NullTokenizer":
@@ -390,15 +395,6 @@ def _build(t: TokenizerFlags) -> Tokenizer:
             raise UserError("NullTokenizer needs --vocab-size: how many ids there are")
         return Null(t.vocab_size)
     raise AssertionError(t.tokenizer_type)
-
-
-def _build_kind(kind: str, path: Path) -> Tokenizer:
-    """Return the tokenizer of a type that one file holds."""
-    if kind == HuggingFace.name:
-        return HuggingFace(path)
-    if kind in (SentencePiece.name, Llama2.name):
-        return SentencePiece(path) if kind == SentencePiece.name else Llama2(path)
-    return vocabularies.load_ranks(path) if kind == TikToken.name else WordPiece(path, kind == "BertWordPieceLowerCase")
 
 
 def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
@@ -521,8 +517,8 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
             raise bad_data(f"{folder / name} is not the file that meta.json beside it describes: its SHA-256 differs")
     if kind == GPT2BPE.name:
         return GPT2BPE(*pair)
-    if kind in KEPT:
-        return _build_kind(kind, folder / KEPT[kind])
+    if kind in FILE_KINDS:
+        return FILE_KINDS[kind].load(folder / FILE_KINDS[kind].kept)
     return _build(TokenizerFlags(tokenizer_type=kind, vocab_size=vocab_size - 1))
 
 
