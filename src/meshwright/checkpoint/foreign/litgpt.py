@@ -13,7 +13,7 @@ import torch
 
 from meshwright.checkpoint.foreign.folder import COUNT, POSITIVE, WINDOW, ForeignFolder, Views
 from meshwright.checkpoint.foreign.gpt import PLAIN, one_view, qkv_views
-from meshwright.checkpoint.foreign.huggingface.reader import RotationKeys, rotation, window_settings
+from meshwright.checkpoint.foreign.huggingface.reader import RotationKeys, rotation, sizes_of, window_settings
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.manifests import read_small
 from meshwright.checkpoint.registry import LITGPT
@@ -94,17 +94,14 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
         raise bad_data(f"{lit.folder / CONFIG}: n_head {heads} is not a multiple of n_query_groups {groups}")
     kind = lit.want("norm_class_name", "LayerNorm", "RMSNorm", default="LayerNorm")
     bias, cap = bool(config.get("bias", True)), config.get("final_logit_softcapping")
+    positions = lit.get("block_size", COUNT)
     return (
         FIXED
         | ACTIVATIONS[mlp, gelu]
+        | sizes_of(h, layers, heads, lit.get("intermediate_size", COUNT, 4 * h), positions)
         | {
-            "num_layers": layers,
-            "hidden_size": h,
-            "num_attention_heads": heads,
             "num_query_groups": None if groups == heads else groups,
             "kv_channels": lit.get("head_size", COUNT, h // heads or None),
-            "ffn_hidden_size": lit.get("intermediate_size", COUNT, 4 * h),
-            "max_position_embeddings": lit.get("block_size", COUNT),
             "normalization": kind,
             "apply_layernorm_1p": kind == "RMSNorm" and "Gemma" in str(config.get("name")),
             "layernorm_epsilon": lit.get("norm_eps", POSITIVE, 1e-5),
@@ -115,7 +112,7 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
             "final_logit_softcapping": lit.get("final_logit_softcapping", POSITIVE) if cap else 0.0,
             "untie_embeddings_and_output_weights": True,
         }
-        | rotation(scaled(lit), lit.get("block_size", COUNT), ROTATION)
+        | rotation(scaled(lit), positions, ROTATION)
         | windows(lit, layers)
     )
 

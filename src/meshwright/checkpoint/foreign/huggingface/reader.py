@@ -140,7 +140,7 @@ GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu")  # GPT-2's and GP
 
 
 def sizes_of(h: int, layers: int, heads: int, f: int, positions: int) -> dict[str, Any]:
-    """Return the sizes of GPT-2 or GPT-NeoX."""
+    """Return the sizes of a network; its heads together are as wide as it is."""
     sizes = {"num_layers": layers, "hidden_size": h, "num_attention_heads": heads, "kv_channels": h // heads}
     return sizes | {"ffn_hidden_size": f, "max_position_embeddings": positions}
 
@@ -258,7 +258,7 @@ def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     hf.want("hidden_act", "silu", "swish", default="silu")
     h, heads, layers = hf.sizes("hidden_size", "num_attention_heads", "num_hidden_layers")
     groups, head = (hf.get("num_key_value_heads", COUNT, heads), hf.get("head_dim", COUNT, h // heads or None))
-    sizes = LlamaSizes(h, hf.get("intermediate_size", COUNT), heads, groups, head)
+    s = LlamaSizes(h, hf.get("intermediate_size", COUNT), heads, groups, head)
     if heads % groups:
         raise bad_data(f"{hf.folder / CONFIG}: {heads} heads are not a multiple of {groups} key-value heads")
     positions = hf.get("max_position_embeddings", COUNT, 2048)
@@ -277,23 +277,18 @@ def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
             if qk_norm or not name.startswith("attn."):
                 size = head if name.startswith("attn.") else h
                 pieces[f"{ours}.{name}.weight"] = one_view(hf.take(f"{theirs}.{norm}.weight", size))
-        for name, linear in linears(hf, sizes, theirs, "weight"):
+        for name, linear in linears(hf, s, theirs, "weight"):
             pieces[f"{ours}.{name}.weight"] = linear
-        for name, bias in linears(hf, sizes, theirs, "bias") if qkv_bias or all_biases else ():
+        for name, bias in linears(hf, s, theirs, "bias") if qkv_bias or all_biases else ():
             if all_biases or name == "attn.qkv":
                 pieces[f"{ours}.{name}.bias"] = bias
     untied = hf.add_head(pieces, wte, hf.config.get("tie_word_embeddings", False) is True)
     hf.note_defaults(**LLAMA_DEFAULTS)
-    return {
+    return sizes_of(h, layers, heads, s.ffn, positions) | {
         "hidden_dropout": 0.0,  # these networks have none
         "attention_dropout": hf.get("attention_dropout", SHARE, 0.0),
         "init_method_std": hf.get("initializer_range", POSITIVE, 0.02),
-        "num_layers": layers,
-        "hidden_size": h,
-        "num_attention_heads": heads,
-        "ffn_hidden_size": sizes.ffn,
         "kv_channels": head,
-        "max_position_embeddings": positions,
         "layernorm_epsilon": hf.get("rms_norm_eps", POSITIVE, 1e-6),
         "untie_embeddings_and_output_weights": untied,
         "swiglu": True,
