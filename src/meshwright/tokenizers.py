@@ -193,10 +193,7 @@ class HuggingFace(Tokenizer):
     @functools.cached_property
     def _with_special(self) -> Any:
         """The library's tokenizer that takes special tokens inside a text for themselves."""
-        library = type(self._library).from_str(self._library.to_str())
-        library.no_truncation()
-        library.no_padding()
-        return library
+        return type(self._library).from_str(self._library.to_str())
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         if self._bytes:

@@ -139,14 +139,11 @@ class SentencePiece(Tokenizer):
         # Decoding drops the space that the model puts before a text, or that it would remove.
         beginning = model.normalize("a")
         self._drops_space = beginning != "a" or model.normalize(" a") == beginning
+        self._special_ids = set(self.special.values())
 
     @functools.cached_property
     def _without_prefix(self) -> Any:
         return _load_model(self._path, self._content + NO_DUMMY_PREFIX)
-
-    @functools.cached_property
-    def _special_ids(self) -> set[int]:
-        return set(self.special.values())
 
     def encode(self, text: str) -> list[int]:
         return list(self._model.encode(text))
