@@ -320,8 +320,7 @@ class Loader:
         shape = (2,) * self.spec.packed + (self.spec.length or samples[0].shape[-1],)
         for k, ids in zip(numbers, samples, strict=True):
             if ids.dtype.kind not in "iu" or ids.shape != shape:
-                wanted = f"{self.spec.length} int64, --seq-length + 1" if self.spec.length else "one row of int64"
-                raise bad_data(f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}; give {wanted}")
+                raise self.wrong_shape(k, ids)
         return np.stack(samples).astype(np.int64, copy=False)
 
     def make_batch(self, numbers: list[int], text: npt.NDArray[np.int64]) -> Batch:
@@ -339,6 +338,10 @@ class Loader:
             batch = batch.select(spec.columns)
         # The step copies it to the device on its own stream.
         return batch.pin() if spec.device is not None and devices.is_accelerator(spec.device) else batch
+
+    def wrong_shape(self, k: int, ids: npt.NDArray[Any]) -> UserError:
+        wanted = f"{self.spec.length} int64, --seq-length + 1" if self.spec.length else "one row of int64"
+        return bad_data(f"sample {k} of the data set has {ids.dtype} of shape {ids.shape}; give {wanted}")
 
     def unknown_id(self, numbers: list[int], text: npt.NDArray[np.int64]) -> UserError:
         row, column = np.argwhere((text < 0) | (text >= self.spec.vocab_size))[0].tolist()

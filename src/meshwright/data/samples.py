@@ -106,9 +106,13 @@ class FileSamples(OrderedSamples):
     def require_whole(self) -> None:
         """Refuse files that were cut short since they were opened: SIGBUS would end a read."""
         if cut := [path for path, mapped in self.indexed.maps.items() if mapped.size() < len(mapped)]:
-            left = f"{os.path.getsize(cut[0]):,} bytes are left"
-            advice = "restore the file, and continue from the last checkpoint"
-            raise UserError(f"{cut[0]} was cut short while it was in use: {left}; {advice}", IO)
+            raise cut_short(cut[0])
+
+
+def cut_short(path: str) -> UserError:
+    left = os.path.getsize(path)
+    advice = "restore the file, and continue from the last checkpoint"
+    return UserError(f"{path} was cut short while it was in use: {left:,} bytes are left; {advice}", IO)
 
 
 def require_sample(k: int, length: int) -> None:
