@@ -17,7 +17,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.foreign import exports
@@ -33,9 +33,6 @@ from meshwright.settings.schema import Model
 from meshwright.storage.copies import read_note
 from meshwright.tokenizers import CHAT_TEMPLATE, GPT2BPE, Tokenizer, save_tokenizer
 from meshwright.vocabularies import CHAT_CONFIG, Llama2, SentencePiece, WordPiece, read_bytes, read_chat_config
-
-if TYPE_CHECKING:
-    pass
 
 MAX_SHARD = 5_000_000_000  # bytes, the limit that transformers has used for years
 MARK = "meshwright.json"  # in a run's export: which run, and the files as written
