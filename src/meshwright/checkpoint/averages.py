@@ -48,9 +48,6 @@ class WeightsOf(Source):
         for source in self.inner:
             source.share(wanted, team)
 
-    def fill(self, want: TensorBoxes) -> None:
-        raise NotImplementedError
-
 
 @dataclass
 class MovingAverageOf(WeightsOf):

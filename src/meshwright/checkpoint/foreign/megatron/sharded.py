@@ -190,17 +190,13 @@ def measure_model(
     check_complete(folder, ranks, layers)
     sizes = ModelSizes.from_shapes(ranks, args, heads)
     claimed_heads(sizes.layers, sizes.heads, "num_attention_heads")
-    check_shapes(ranks, sizes)
-    return sizes
-
-
-def check_shapes(ranks: Sequence[RankFile], sizes: ModelSizes) -> None:
     for rank in ranks:
         for p in rank.parameters:
             want = sizes.rank_shape("wte.weight" if p.part == COPY else p.part)
             if p.shape != want:
                 why = f"{sizes.heads} heads of {sizes.head_dim} and the other shapes; is --num-attention-heads right?"
                 raise bad_data(f"{rank.path}: {p.name} is {p.shape}, but {want} follows from {why}")
+    return sizes
 
 
 def cut_flat(shape: Shape, begin: int, values: torch.Tensor) -> Boxes:

@@ -50,13 +50,8 @@ INERT_NAMES = {
 }
 DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool".split()
 DTYPES += ["float8_e4m3fn", "float8_e5m2"]
-STORAGES = dict(
-    pair.split(":")
-    for pair in (
-        "Double:float64 Float:float32 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 Short:int16 Char:int8 "
-        "Byte:uint8 Bool:bool Untyped:uint8"
-    ).split()
-)
+STORAGES = dict(Double="float64", Float="float32", Half="float16", BFloat16="bfloat16", Long="int64", Int="int32")
+STORAGES |= dict(Short="int16", Char="int8", Byte="uint8", Bool="bool", Untyped="uint8")
 # NumPy's codes: kind and bytes, such as f8.
 NUMPY = {f"{kind[0]}{bits // 8}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 NUMPY |= {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool"}
