@@ -25,47 +25,19 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from meshwright import files, hub
+from meshwright import files, hub, vocabularies
 from meshwright.console import no_stderr, notice
 from meshwright.errors import BAD_DATA, UserError, bad_data
 from meshwright.settings.fields import spelling
 from meshwright.settings.grammar import prefix_of
 from meshwright.settings.hints import near_path
 from meshwright.settings.schema import TokenizerFlags
-from meshwright.vocabularies import (
-    ADDED_TOKENS,
-    CHAT_CONFIG,
-    ENCODING,
-    END_OF_TEXT,
-    MODEL,
-    R50K,
-    RANKS,
-    SHIELD,
-    WORDS,
-    Llama2,
-    SentencePiece,
-    TikToken,
-    WordPiece,
-    byte_symbols,
-    explain_failures,
-    find_end,
-    has_long_space,
-    is_encoding_name,
-    is_model_file,
-    load_encoding,
-    load_model_file,
-    load_rank_list,
-    load_ranks,
-    read_bytes,
-    read_json,
-    read_text,
-    require_dense,
-)
+from meshwright.vocabularies import CHAT_CONFIG, END_OF_TEXT, MODEL, WORDS, Llama2, SentencePiece, TikToken, WordPiece
 from meshwright.vocabularies import Tokenizer as Tokenizer  # for those who import it from here
 
 GPT2_FILES = ("vocab.json", "merges.txt")
@@ -82,22 +54,7 @@ OWN_NAMES = {  # of the types, by Megatron's other names for them
     "HFTokenizer": "HuggingFaceTokenizer",
     "GPTSentencePieceTokenizer": SentencePiece.name,
 }
-MODEL_FILES = {  # what --tokenizer-model is, by type
-    "HuggingFaceTokenizer": "a tokenizer.json, or the folder holding it",
-    SentencePiece.name: "a model of SentencePiece, such as tokenizer.model",
-    Llama2.name: "a model of SentencePiece, such as tokenizer.model",
-    TikToken.name: "a file of ranks as tiktoken writes them, or Megatron's list of them (.json)",
-}
-BERT = ("BertWordPieceLowerCase", "BertWordPieceCase")
-KEPT = {  # the first file of a type in a run folder
-    "HuggingFaceTokenizer": "tokenizer.json",
-    SentencePiece.name: MODEL,
-    Llama2.name: MODEL,
-    TikToken.name: RANKS,
-    **dict.fromkeys(BERT, WORDS),
-}
 KEPT_BESIDE = ".tokenizer"  # ends the name of the folder beside token files that keeps their tokenizer
-FILES = (*GPT2_FILES, *KEPT.values(), ADDED_TOKENS, ENCODING)
 
 
 class GPT2BPE(Tokenizer):
@@ -107,7 +64,7 @@ class GPT2BPE(Tokenizer):
 
     def __init__(self, vocab_file: Path, merge_file: Path) -> None:
         self.files = {"vocab.json": vocab_file, "merges.txt": merge_file}
-        if not read_text(vocab_file).startswith("{") and read_text(merge_file).startswith("{"):
+        if [vocabularies.read_text(file)[:1] == "{" for file in (vocab_file, merge_file)] == [False, True]:
             raise bad_data(
                 f"--vocab-file {vocab_file} and --merge-file {merge_file} are swapped; the vocabulary is the JSON file"
             )
@@ -116,7 +73,7 @@ class GPT2BPE(Tokenizer):
         if self.eod < 0:
             raise bad_data(f"{vocab_file} has no {END_OF_TEXT}; it is not a GPT-2 vocabulary")
         self.special = {END_OF_TEXT: self.eod}
-        symbols = byte_symbols()
+        symbols = vocabularies.byte_symbols()
         if missing := len(symbols.keys() - vocab.keys()):
             raise bad_data(f"{vocab_file} is not a byte-level BPE: {missing} of the 256 bytes are missing")
         if not merges and self.size > 257:
@@ -141,7 +98,8 @@ class GPT2BPE(Tokenizer):
         if not self._ranked_ids:
             return None
         ranks, special = {self._bytes[i]: i for i in self._ranked_ids}, {END_OF_TEXT: self.eod}
-        encoding = tiktoken.Encoding(self.name, pat_str=R50K, mergeable_ranks=ranks, special_tokens=special)
+        pattern = vocabularies.R50K
+        encoding = tiktoken.Encoding(self.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         return encoding.encode_ordinary
 
     @functools.cached_property
@@ -163,7 +121,7 @@ class GPT2BPE(Tokenizer):
         """All ids except the end of document; none unless they are merge ranks, in order."""
         merged = [self._vocab[left + right] for left, right in self._merges]
         is_ordered = all(a < b for a, b in pairwise(merged))
-        return [self._vocab[symbol] for symbol in byte_symbols()] + merged if is_ordered else []
+        return [self._vocab[symbol] for symbol in vocabularies.byte_symbols()] + merged if is_ordered else []
 
     def _make_library(self) -> Any:
         from tokenizers import Tokenizer as Library
@@ -180,7 +138,7 @@ class GPT2BPE(Tokenizer):
         return self.add_special(self._make_library())
 
     def encode(self, text: str) -> list[int]:
-        if self.tiktoken is None or has_long_space(text):
+        if self.tiktoken is None or vocabularies.has_long_space(text):
             return list(self._library.encode(text).ids)
         return self.tiktoken(text)
 
@@ -195,12 +153,13 @@ class HuggingFace(Tokenizer):
 
         path = path / "tokenizer.json" if path.is_dir() else path
         self.files = {"tokenizer.json": path}
-        settings = read_json(path)
+        settings = vocabularies.read_json(path)
         try:
             decoder = (settings.get("decoder") or {}).get("type")
             require_steady(path, settings)
-            with no_stderr(), explain_failures(f"{path} is not a tokenizer.json"):  # a panic writes lines of its own
-                self._library = Library.from_str(read_text(path))
+            # A panic writes lines of its own.
+            with no_stderr(), vocabularies.explain_failures(f"{path} is not a tokenizer.json"):
+                self._library = Library.from_str(vocabularies.read_text(path))
         except UserError:
             raise
         except Exception as error:
@@ -211,38 +170,35 @@ class HuggingFace(Tokenizer):
         self._library.no_padding()
         vocab = self._library.get_vocab()
         self.size = max(vocab.values(), default=-1) + 1
-        require_dense(path, len(vocab), self.size)
-        self.eod = find_end(path, vocab)
+        vocabularies.require_dense(path, len(vocab), self.size)
+        self.eod = vocabularies.find_end(path, vocab)
         added = self._library.get_added_tokens_decoder()
         self.special = {token.content: i for i, token in added.items() if token.special}
         # Only a byte-level vocabulary gives the bytes of a token that is half a character.
-        self._bytes = _token_bytes(vocab, byte_symbols()) if decoder == "ByteLevel" else []
+        self._bytes = _token_bytes(vocab, vocabularies.byte_symbols()) if decoder == "ByteLevel" else []
 
     def encode(self, text: str) -> list[int]:
-        with explain_failures(f"{self._path}: the tokenizer fails"):
+        with vocabularies.explain_failures(f"{self._path}: the tokenizer fails"):
             return list(self._library.encode(text, add_special_tokens=False).ids)
 
     def encode_special(self, text: str) -> list[int]:
-        if SHIELD in text:
+        if vocabularies.SHIELD in text:
             return super().encode_special(text)
-        with explain_failures(f"{self._path}: the tokenizer fails"):
+        with vocabularies.explain_failures(f"{self._path}: the tokenizer fails"):
             return list(self._with_special.encode(text, add_special_tokens=False).ids)
 
     def as_library(self) -> Any:
-        return type(self._library).from_str(read_text(self._path))
+        return type(self._library).from_str(vocabularies.read_text(self._path))
 
     @functools.cached_property
     def _with_special(self) -> Any:
         """The library's tokenizer that takes special tokens inside a text for themselves."""
-        library = type(self._library).from_str(self._library.to_str())
-        library.no_truncation()
-        library.no_padding()
-        return library
+        return type(self._library).from_str(self._library.to_str())
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         if self._bytes:
             return super().decode_bytes(ids)
-        with explain_failures(f"{self._path}: the tokenizer fails"):
+        with vocabularies.explain_failures(f"{self._path}: the tokenizer fails"):
             return self._library.decode(list(ids), skip_special_tokens=False).encode("utf-8")
 
 
@@ -277,6 +233,30 @@ class Null(Tokenizer):
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         return " ".join(map(str, ids)).encode()
+
+
+class FileKind(NamedTuple):
+    """A type whose tokenizer one file holds: the flag for it, what it is, its name in a run."""
+
+    flag: str
+    what: str
+    kept: str
+    load: Callable[[Path], Tokenizer]
+
+
+_JSON = "a tokenizer.json, or the folder holding it"
+_PIECES = "a model of SentencePiece, such as tokenizer.model"
+_RANKS = "a file of ranks as tiktoken writes them, or Megatron's list of them (.json)"
+_WORDS = "a vocab.txt, which has a token a line"
+FILE_KINDS = {
+    HuggingFace.name: FileKind("tokenizer_model", _JSON, "tokenizer.json", HuggingFace),
+    SentencePiece.name: FileKind("tokenizer_model", _PIECES, MODEL, SentencePiece),
+    Llama2.name: FileKind("tokenizer_model", _PIECES, MODEL, Llama2),
+    TikToken.name: FileKind("tokenizer_model", _RANKS, vocabularies.RANKS, vocabularies.load_ranks),
+    "BertWordPieceLowerCase": FileKind("vocab_file", _WORDS, WORDS, lambda path: WordPiece(path, lower_case=True)),
+    "BertWordPieceCase": FileKind("vocab_file", _WORDS, WORDS, lambda path: WordPiece(path, lower_case=False)),
+}
+FILES = (*GPT2_FILES, *(k.kept for k in FILE_KINDS.values()), vocabularies.ADDED_TOKENS, vocabularies.ENCODING)
 
 
 def fastest_encoder(tokenizer: Tokenizer) -> Callable[[str], Sequence[int] | npt.NDArray[Any]]:
@@ -327,7 +307,6 @@ def missing_speed(tokenizer: Tokenizer) -> str | None:
 
 
 def is_named(t: TokenizerFlags) -> bool:
-    """Return whether the flags name a vocabulary."""
     return bool(t.tokenizer or t.vocab_file or t.merge_file or t.tokenizer_model)
 
 
@@ -345,7 +324,7 @@ def _find_model(folder: Path) -> Path | None:
     """Return a model of SentencePiece, ranks of tiktoken, or BERT's or GPT-2's vocabulary."""
     patterns = (MODEL, "spiece.model", "tiktoken.model", "*.tiktoken", WORDS, "gpt2-vocab.json")
     named = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
-    return next(named, None) or next(filter(is_model_file, sorted(folder.glob("*.model"))), None)
+    return next(named, None) or next(filter(vocabularies.is_model_file, sorted(folder.glob("*.model"))), None)
 
 
 def resolve_tokenizer(t: TokenizerFlags, saved: Path | None = None) -> Tokenizer | None:
@@ -400,15 +379,12 @@ def _build(t: TokenizerFlags) -> Tokenizer:
         missing = "--merge-file" if t.vocab_file else "--vocab-file"
         raise UserError(f"GPT2BPETokenizer needs {missing} too; or give --tokenizer and the folder of both files")
     kind = OWN_NAMES.get(t.tokenizer_type, t.tokenizer_type)
-    if kind in MODEL_FILES:
-        if not t.tokenizer_model:
-            raise UserError(f"{t.tokenizer_type} needs --tokenizer-model: {MODEL_FILES[kind]}")
-        path = Path(t.tokenizer_model)
-        return load_rank_list(path, t) if (kind, path.suffix) == (TikToken.name, ".json") else _build_kind(kind, path)
-    if kind in BERT:
-        if not t.vocab_file:
-            raise UserError(f"{kind} needs --vocab-file: a vocab.txt, which has a token a line")
-        return _build_kind(kind, Path(t.vocab_file))
+    if kind in FILE_KINDS:
+        flag, what, _, load = FILE_KINDS[kind]
+        if not (name := getattr(t, flag)):
+            raise UserError(f"{t.tokenizer_type} needs {spelling(flag)}: {what}")
+        is_list = (kind, Path(name).suffix) == (TikToken.name, ".json")
+        return vocabularies.load_rank_list(Path(name), t) if is_list else load(Path(name))
     if t.tokenizer_type == "ByteTokenizer":
         return Bytes()
     if t.tokenizer_type == "NullTokenizer":
@@ -416,15 +392,6 @@ def _build(t: TokenizerFlags) -> Tokenizer:
             raise UserError("NullTokenizer needs --vocab-size: how many ids there are")
         return Null(t.vocab_size)
     raise AssertionError(t.tokenizer_type)
-
-
-def _build_kind(kind: str, path: Path) -> Tokenizer:
-    """Return the tokenizer of a type that one file holds."""
-    if kind == HuggingFace.name:
-        return HuggingFace(path)
-    if kind in (SentencePiece.name, Llama2.name):
-        return SentencePiece(path) if kind == SentencePiece.name else Llama2(path)
-    return load_ranks(path) if kind == TikToken.name else WordPiece(path, kind == "BertWordPieceLowerCase")
 
 
 def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
@@ -441,8 +408,8 @@ def _build_named(name: str, t: TokenizerFlags) -> Tokenizer:
         return _build_folder(path)
     if kept := _find_kept(str(path)):
         return _build_saved(TokenizerFlags(), kept)
-    if not path.exists() and is_encoding_name(name):
-        return load_encoding(name)
+    if not path.exists() and vocabularies.is_encoding_name(name):
+        return vocabularies.load_encoding(name)
     if path.exists() or path.suffix in (".json", ".txt", ".model", ".tiktoken") or not hub.is_name(name):
         return _build_file(path)
     return _build_folder(_find_on_hub(name))
@@ -467,7 +434,7 @@ def _find_on_hub(name: str) -> Path:
         return folder
     for names in (GPT2_FILES, (MODEL,), (WORDS,)):
         if folder := hub.find_folder(name, *names):
-            for beside in (CHAT_CONFIG, ADDED_TOKENS):  # special tokens, lower case
+            for beside in (CHAT_CONFIG, vocabularies.ADDED_TOKENS):  # special tokens, lower case
                 hub.find_folder(name, beside, is_needed=False)
             return folder
     raise bad_data(f"{name} on the Hugging Face Hub has no tokenizer.json; {CONVERT}")
@@ -484,15 +451,15 @@ def _build_folder(folder: Path) -> Tokenizer:
 def _build_file(path: Path) -> Tokenizer:
     """Return the tokenizer of a file, or of a vocabulary with its merges beside it."""
     if path.is_file() and ".model" in path.suffixes:  # Mistral has tokenizer.model.v3
-        return load_model_file(path)
+        return vocabularies.load_model_file(path)
     if path.is_file() and path.suffix == ".tiktoken":
-        return load_ranks(path)
+        return vocabularies.load_ranks(path)
     if path.is_file() and path.name.endswith(WORDS):
         return WordPiece(path)
     vocab = path.with_name(path.name.replace("merges.txt", "vocab.json"))
     if not path.exists():
         raise bad_data(f"--tokenizer {path} does not exist; name {WAYS.removeprefix('with ')}")
-    content = read_json(vocab)
+    content = vocabularies.read_json(vocab)
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         return HuggingFace(path)
     if isinstance(content, list):
@@ -515,7 +482,7 @@ def _has_files(folder: Path, *names: str) -> bool:
 def _splits_as_gpt2(path: Path) -> bool:
     """Return whether a tokenizer.json splits text as GPT-2 does."""
     try:
-        settings = read_json(path)
+        settings = vocabularies.read_json(path)
         added = {token["content"] for token in settings.get("added_tokens", [])}
         split = settings["pre_tokenizer"]
         return bool(
@@ -547,8 +514,8 @@ def _build_saved(t: TokenizerFlags, folder: Path) -> Tokenizer:
             raise bad_data(f"{folder / name} is not the file that meta.json beside it describes: its SHA-256 differs")
     if kind == GPT2BPE.name:
         return GPT2BPE(*pair)
-    if kind in KEPT:
-        return _build_kind(kind, folder / KEPT[kind])
+    if kind in FILE_KINDS:
+        return FILE_KINDS[kind].load(folder / FILE_KINDS[kind].kept)
     return _build(TokenizerFlags(tokenizer_type=kind, vocab_size=vocab_size - 1))
 
 
@@ -563,7 +530,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         target = folder / name
         if not target.exists() or _sha256(target) != _sha256(source):
             with files.replacing(target) as file:
-                file.write(read_bytes(source))
+                file.write(vocabularies.read_bytes(source))
     for name, content in tokenizer.made.items():
         with files.replacing(folder / name) as file:
             file.write(content)
@@ -656,7 +623,7 @@ def _meta(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
-    meta = read_json(folder / "meta.json")
+    meta = vocabularies.read_json(folder / "meta.json")
     try:
         hashes = {str(name): str(sha256) for name, sha256 in meta["sha256"].items()}
         return {"type": str(meta["type"]), "vocab_size": int(meta["vocab_size"]), "sha256": hashes}
@@ -665,7 +632,6 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 
 def file_hashes(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the SHA-256 of each of its files."""
     made = {name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.made.items()}
     return {name: _sha256(source) for name, source in tokenizer.files.items()} | made
 
@@ -724,7 +690,7 @@ def _token_bytes(vocab: dict[str, int], symbols: dict[str, int]) -> list[bytes]:
 
 
 def _read_vocab(path: Path) -> dict[str, int]:
-    vocab = read_json(path)
+    vocab = vocabularies.read_json(path)
     if not isinstance(vocab, dict) or not all(type(i) is int for i in vocab.values()):
         raise bad_data(f"{path} is not a vocabulary, one JSON object of token: id")
     if set(vocab.values()) != set(range(len(vocab))):
@@ -733,7 +699,7 @@ def _read_vocab(path: Path) -> dict[str, int]:
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
-    lines = read_text(path).split("\n")
+    lines = vocabularies.read_text(path).split("\n")
     first = 1 if lines[0].startswith("#version") else 0
     merges = []
     for number, line in enumerate(lines[first:], start=first + 1):

@@ -31,15 +31,8 @@ MODEL, RANKS, ENCODING, WORDS = "tokenizer.model", "ranks.tiktoken", "encoding.j
 LONG_SPACE = 500_000  # characters
 SPACE = "\u2581"  # SentencePiece's
 LONGEST_WORD = 200  # characters that WordPiece looks for in its vocabulary
-CHINESE = (
-    (0x4E00, 0x9FFF),
-    (0x3400, 0x4DBF),
-    (0x20000, 0x2A6DF),
-    (0x2A700, 0x2B73F),
-    (0x2B740, 0x2B81F),
-    (0x2B820, 0x2CEAF),
-    (0xF900, 0xFAFF),
-    (0x2F800, 0x2FA1F),
+CHINESE = re.compile(
+    r"[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f]"
 )
 SHIELD = "\ufdd1"  # no character, for use within a program; see Tokenizer.shield
 FILE_LIMIT = 128 << 20  # bytes of a file
@@ -146,14 +139,11 @@ class SentencePiece(Tokenizer):
         # Decoding drops the space that the model puts before a text, or that it would remove.
         beginning = model.normalize("a")
         self._drops_space = beginning != "a" or model.normalize(" a") == beginning
+        self._special_ids = set(self.special.values())
 
     @functools.cached_property
     def _without_prefix(self) -> Any:
         return _load_model(self._path, self._content + NO_DUMMY_PREFIX)
-
-    @functools.cached_property
-    def _special_ids(self) -> set[int]:
-        return set(self.special.values())
 
     def encode(self, text: str) -> list[int]:
         return list(self._model.encode(text))
@@ -474,8 +464,7 @@ def _clean(character: str) -> str:
         return " "
     if character == "\ufffd" or category in ("Cc", "Cf"):
         return ""
-    is_chinese = any(first <= ord(character) <= last for first, last in CHINESE)
-    return f" {character} " if is_chinese else character
+    return f" {character} " if CHINESE.match(character) else character
 
 
 def _punctuate(character: str) -> str:

@@ -28,7 +28,7 @@ from meshwright.data.files import merge, verify
 from meshwright.data.files.indexed import HEADER, Indexed
 from meshwright.data.tools import fetch
 from meshwright.data.tools import forecast as ahead
-from meshwright.data.tools.statistics import Lengths, document_lengths, summary, token_counts
+from meshwright.data.tools.statistics import describe_lengths, document_lengths, summary, token_counts
 from meshwright.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -146,7 +146,7 @@ def test_small_blocks_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("meshwright.data.tools.statistics.SHORT", 20)
     assert check(prefix) == whole and not whole.problems
     counted = document_lengths(Indexed(prefix))
-    assert dict(zip(counted.values.tolist(), counted.counts.tolist(), strict=True)) == dict(lengths)
+    assert dict(zip(*map(np.ndarray.tolist, counted), strict=True)) == dict(lengths)
     assert token_counts(Indexed(prefix)).sum() == len(Indexed(prefix).tokens)
 
 
@@ -184,10 +184,14 @@ def test_counts_lengths_and_frequent_tokens(tmp_path: Path) -> None:
     assert "most_frequent" not in summary(Indexed(prefix), 0, None)
 
 
-def test_quantiles_are_lengths_that_occur() -> None:
-    lengths = Lengths(np.array([3, 7, 90]), np.array([1, 2, 1]))
-    assert [lengths.quantile(q) for q in (0, 0.25, 0.26, 0.75, 0.76, 1)] == [3, 3, 7, 7, 90, 90]
-    assert lengths.doubling() == [(2, 3, 1), (4, 7, 2), (8, 15, 0), (16, 31, 0), (32, 63, 0), (64, 127, 1)]
+def test_quantiles_are_lengths_that_occur(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = (0, 0.25, 0.26, 0.75, 0.76, 1)
+    monkeypatch.setattr("meshwright.data.tools.statistics.QUANTILES", shares)
+    facts = describe_lengths(np.array([3, 7, 90]), np.array([1, 2, 1]))
+    assert facts["quantiles"] == dict(zip(map(str, shares), [3, 3, 7, 7, 90, 90], strict=True))
+    assert facts["histogram"] == [(2, 3, 1), (4, 7, 2), (8, 15, 0), (16, 31, 0), (32, 63, 0), (64, 127, 1)]
+    assert describe_lengths(np.array([0, 1, 2]), np.array([5, 1, 1]))["histogram"] == [(0, 0, 5), (1, 1, 1), (2, 3, 1)]
+    assert describe_lengths(np.array([]), np.array([]))["mean_length"] == 0
 
 
 def test_a_bar_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

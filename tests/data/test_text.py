@@ -59,6 +59,19 @@ def test_pieces_of_a_file_hold_each_line_once(tmp_path, monkeypatch, size):
         assert [bytes(one) for place in places for one in lines_of(*place)] == lines
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv"])
+def test_each_piece_knows_the_lines_of_its_file(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(cutting, "PIECE", 200)
+    rows = [str(n) if name == "a.csv" else line(str(n)).decode().strip() for n in range(300)]
+    content = "\n".join(["text"] * (name == "a.csv") + rows).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    pieces = pieces_of(tmp_path / name)
+    assert len(pieces) > 1
+    form = "{}: row {}" if name == "a.csv" else "{}:{}"
+    found = [piece.place(n, ["text"]) for piece in pieces for n, _ in enumerate(piece.units(["text"]))]
+    assert found == [form.format(tmp_path / name, n) for n in range(1, 301)]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
 def test_a_stream_is_cut_at_line_ends(size):
     rng = random.Random(size)
@@ -314,14 +327,12 @@ def test_a_column_of_lists_is_refused_by_its_type(tmp_path, kind):
 
 def units_in(path):
     """Return each unit of a file with its place."""
-    out, lines = [], 0
+    out = []
     for piece in pieces_of(path):
         if isinstance(piece, Broken):
             out.append((piece.why, str(path)))
-        found = list(piece.units(["text"]))
-        for count, unit in enumerate(found):
-            out.append((unit[0] if isinstance(unit, list) else unit, piece.place(count, ["text"], lines)))
-        lines += len(found)
+        for number, unit in enumerate(piece.units(["text"])):
+            out.append((unit[0] if isinstance(unit, list) else unit, piece.place(number, ["text"])))
     return out
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from meshwright.checkpoint import steps
 from meshwright.checkpoint.boxes import Box, Shape
@@ -24,7 +24,6 @@ from meshwright.optim.rule_table import AVERAGE
 from meshwright.ranks.team import Team
 
 PIECE = 1 << 22  # elements that are averaged at a time
-S = TypeVar("S", bound=Source)
 
 
 @dataclass
@@ -44,18 +43,10 @@ class WeightsOf(Source):
     def parts(self, name: str) -> list[tuple[str, Box]]:
         return self.inner[0].parts(name)
 
-    def of_vocabulary(self: S, size: int) -> S:
-        if size != self.vocab:
-            raise bad_data(f"{self.folder} was made with a vocabulary of {self.vocab:,} ids, not {size:,}")
-        return self
-
     def share(self, wanted: Described, team: Team) -> None:
         """Let each step keep what this rank needs of it."""
         for source in self.inner:
             source.share(wanted, team)
-
-    def fill(self, want: TensorBoxes) -> None:
-        raise NotImplementedError
 
 
 @dataclass

@@ -149,10 +149,9 @@ def suggest_older(path: Path, source: Source) -> str:
 # The source
 
 
-Complete = tuple[Source, tokenizers.Tokenizer | None]
-
-
-def complete_source(source: Source, given: Mapping[str, Any], t: TokenizerFlags) -> Complete:
+def complete_source(
+    source: Source, given: Mapping[str, Any], t: TokenizerFlags
+) -> tuple[Source, tokenizers.Tokenizer | None]:
     """Complete the source by the flags, cut it to its true vocabulary, and find its tokenizer."""
     saved, where = describe_model(source, given), source.folder
     tokenizer = find_tokenizer(saved, t)

@@ -193,16 +193,14 @@ def load_step(
     release = " release" if location.folder.name == "release" else ""
     at = f" at iteration {location.step}" if location.is_numbered and not release else ""
     say(f" loading{release} checkpoint from {location.root}{at}")
-    source = open_together(location, options, team)
-    for note in source.notes:
+    opened = open_together(location, options, team)
+    for note in opened.notes:
         say(note)
     if location.is_numbered:
-        say(f" checkpoint version {source.version}")
-    if location.kind == MEGATRON and float(source.version) < 2:  # Megatron's spelling, which scripts read
-        say(f" succesfully fixed query-key-values ordering for checkpoint version {source.version}")
-    accepted: list[Source] = []
-    team.run_on_all(lambda: accepted.append(accept(source)))
-    (source,) = accepted
+        say(f" checkpoint version {opened.version}")
+    if location.kind == MEGATRON and float(opened.version) < 2:  # Megatron's spelling, which scripts read
+        say(f" succesfully fixed query-key-values ordering for checkpoint version {opened.version}")
+    source = team.run_on_all(lambda: accept(opened))
     named = want(source) if callable(want) else want
     wanted = team.collect_merged(lambda: native.describe_wanted(named, team.rank), native.merge_described)
 
@@ -225,15 +223,13 @@ def open_together(location: StepLocation, options: OpenOptions, team: Team) -> S
 
     Rank 0 alone reads the manifest and the index of ours; another program's files are read by all.
     """
-    is_native, opened = location.kind == NATIVE, list[Source]()
     team.run_on_all(lambda: None if team.is_lead else publish.wait_until_visible(location.folder, team))
-    if is_native:
-        opened.append(open_step(location, options, team))
+    if location.kind == NATIVE:
+        source = open_step(location, options, team)
     else:
         if location.ours and options.verify != "none":
             manifests.verify_together(location.folder, team)
-        team.run_on_all(lambda: opened.append(open_step(location, options._replace(verify="none"), team)))
-    (source,) = opened
+        source = team.run_on_all(lambda: open_step(location, options._replace(verify="none"), team))
 
     def identify() -> str:
         return manifests.sha256([source.identity.encode()])

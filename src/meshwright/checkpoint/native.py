@@ -43,7 +43,7 @@ from meshwright.checkpoint.publish import Produce, Write
 from meshwright.checkpoint.run_state import check_saved_state
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.checkpoint.steps import NATIVE
-from meshwright.errors import IO, UserError, bad_data
+from meshwright.errors import IO, UserError
 from meshwright.ranks.team import ALONE, Team
 
 if TYPE_CHECKING:
@@ -376,11 +376,6 @@ class NativeSource(Source):
     def parts(self, name: str) -> list[tuple[str, Box]]:
         return [(stored.file, stored.box) for stored in self.index[1][name]]
 
-    def of_vocabulary(self, size: int) -> NativeSource:
-        if size != self.vocab:
-            raise bad_data(f"{self.folder} was made with a vocabulary of {self.vocab:,} ids, not {size:,}")
-        return self
-
     def share(self, wanted: Described, team: Team) -> None:
         """Keep what this rank needs to read the boxes it wants; rank 0 knows what all want."""
         if team.size == 1:
@@ -572,11 +567,8 @@ def read_index(folder: Path, manifest: Mapping[str, File | FilePart]) -> tuple[d
     infos, boxes = {}, dict[str, StoredTensor]()
     try:
         for name, tensor in index["tensors"].items():
-            [shape], dtype, raw = (
-                parse_sizes([tensor["shape"]], len(tensor["shape"])).tolist(),
-                tensor["dtype"],
-                tensor["boxes"],
-            )
+            [shape] = parse_sizes([tensor["shape"]], len(tensor["shape"])).tolist()
+            dtype, raw = tensor["dtype"], tensor["boxes"]
             if math.prod(shape) >= 1 << 60:
                 raise ValueError(f"{str(shape)[:100]} is not a shape")
             rows = [(box["file"], box["begin"], box["offset"], box["size"]) for box in raw]

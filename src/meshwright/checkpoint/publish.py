@@ -25,16 +25,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from meshwright.checkpoint import manifests
-from meshwright.checkpoint.manifests import (
-    THREADS,
-    DamagedCheckpoint,
-    File,
-    Manifest,
-    encode_manifest,
-    sha256,
-    verify_step,
-    verify_together,
-)
 from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, list_steps, step_folder
 from meshwright.console import remark
 from meshwright.errors import IO, LOCKED, UserError
@@ -82,7 +72,7 @@ def write_step(
         root.mkdir(parents=True, exist_ok=True)
         clear_unfinished(root)
 
-    def write() -> Manifest:
+    def write() -> manifests.Manifest:
         if files:
             wait_until_visible(folder, team)
         for name in files:
@@ -102,7 +92,7 @@ def write_step(
         parts = team.collect(explained(write))
         if users:  # each machine keeps the manifest
             parts = team.run_on_lead(lambda: parts)
-        manifest = {name: File(*file) for part in parts for name, file in part.items()}
+        manifest = {name: manifests.File(*file) for part in parts for name, file in part.items()}
         names_here = [
             name for rank, part in enumerate(parts) if not users or users[rank] == users[team.rank] for name in part
         ]
@@ -113,10 +103,10 @@ def write_step(
         raise
 
 
-def commit(root: Path, step: int, manifest: Manifest) -> None:
+def commit(root: Path, step: int, manifest: manifests.Manifest) -> None:
     """Publish the files in `iter_….tmp`."""
     folder, target = root / f"iter_{step:07d}.tmp", step_folder(root, step)
-    raw = encode_manifest(manifest)
+    raw = manifests.encode_manifest(manifest)
     if len(raw) > (limit := manifests.MANIFEST_LIMIT):
         raise UserError(f"{folder}: a manifest of {len(raw):,} bytes is above the {limit:,} we read", IO)
     is_foreign_tree = any("/" in name for name in manifest)  # Megatron's mp_rank_00/
@@ -144,8 +134,8 @@ def refuse_overwriting(root: Path, step: int, team: Team) -> None:
         return
     if not foreign:
         try:
-            verify_together(target, team)
-        except DamagedCheckpoint as damage:
+            manifests.verify_together(target, team)
+        except manifests.DamagedCheckpoint as damage:
             remark(f"WARNING: {damage}; writing the step again and keeping the damaged one as {target.name}.damaged")
             return
     raise UserError(
@@ -188,7 +178,7 @@ def wait_until_visible(path: Path, team: Team) -> None:
         time.sleep(0.05)
 
 
-def write_file(path: Path, produce: Produce) -> File:
+def write_file(path: Path, produce: Produce) -> manifests.File:
     """Write and fsync one new file; threads hash and write its chunks.
 
     Nothing is copied, so the buffers that `produce` passes on must not change until this returns.
@@ -196,15 +186,15 @@ def write_file(path: Path, produce: Produce) -> File:
     digests: list[Future[str]] = []
     parts: list[memoryview] = []  # of the current chunk
     size = 0
-    with ThreadPoolExecutor(THREADS) as pool, naming_file(path), open(path, "xb", buffering=0) as file:
+    with ThreadPoolExecutor(manifests.THREADS) as pool, naming_file(path), open(path, "xb", buffering=0) as file:
 
         def send() -> None:
             begin = size - sum(map(len, parts))
             digests.append(pool.submit(write_chunk, file.fileno(), begin, tuple(parts)))
             parts.clear()
             # Bound the chunks in flight, which are copies if they come from a GPU.
-            if len(digests) > THREADS:
-                digests[-THREADS - 1].result()
+            if len(digests) > manifests.THREADS:
+                digests[-manifests.THREADS - 1].result()
 
         def write(data: bytes | bytearray | memoryview) -> None:
             nonlocal size
@@ -224,7 +214,7 @@ def write_file(path: Path, produce: Produce) -> File:
         crash_point("written_unsynced")
         os.fsync(file.fileno())
         crash_point("shard_done")
-        return File(size, "".join(sha256s))
+        return manifests.File(size, "".join(sha256s))
 
 
 def write_chunk(fd: int, begin: int, parts: tuple[memoryview, ...]) -> str:
@@ -237,7 +227,7 @@ def write_chunk(fd: int, begin: int, parts: tuple[memoryview, ...]) -> str:
         # Linux writes to the disk now, not all at once in fsync; unwritten pages stay cached.
         os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
     pulse.tick()
-    return sha256(parts)
+    return manifests.sha256(parts)
 
 
 def write_durably(path: Path, data: bytes, point: str = "") -> None:
@@ -271,7 +261,7 @@ def prune_steps(root: str | Path, newest: int, keep_last: int, keep_every: int |
     for step in (n for n in list_steps(root) if n <= newest):
         with contextlib.suppress(UserError):
             if step != newest:  # of which other machines may still be sending their files
-                verify_step(step_folder(root, step))
+                manifests.verify_step(step_folder(root, step))
             complete.append(step)
     removed = [n for n in complete[keep_last:] if n != best and not (keep_every and n and n % keep_every == 0)]
     for step in removed:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import hashlib
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from meshwright.checkpoint.boxes import Box, Shape, check_cover, intersection, minus, not_empty, plus, split_boxes
 from meshwright.checkpoint.registry import FORMATS
 from meshwright.errors import bad_data
+from meshwright.files import sample
 from meshwright.optim.rule_table import AVERAGE
 from meshwright.parallel import shard
 
@@ -68,9 +68,11 @@ class Source(abc.ABC):
     def parts(self, name: str) -> list[tuple[str, Box]]:
         """List the boxes of a tensor with the file that each is in."""
 
-    @abc.abstractmethod
     def of_vocabulary(self, size: int) -> Source:
-        """Return this source without the rows that only pad its tables."""
+        """Return this source without the rows that only pad its tables, of which ours have none."""
+        if size != self.vocab:
+            raise bad_data(f"{self.folder} was made with a vocabulary of {self.vocab:,} ids, not {size:,}")
+        return self
 
     @property
     def identity(self) -> str:
@@ -130,7 +132,8 @@ class MappedSource(Source):
     @property
     def identity(self) -> str:
         """With the files' names, sizes and ends: other numbers make another checkpoint."""
-        return repr((super().identity, [(str(p.relative_to(self.folder)), *edges(p)) for p in files_in(self.folder)]))
+        facts = [(str(p.relative_to(self.folder)), p.stat().st_size, sample(p, EDGE, 2)) for p in files_in(self.folder)]
+        return repr((super().identity, facts))
 
     def fill(self, want: TensorBoxes) -> None:
         for name, (_, boxes, tensor) in want.items():
@@ -171,15 +174,6 @@ def files_in(folder: Path) -> list[Path]:
         return [folder]
     candidates = (path for path in sorted(folder.rglob("*")) if path.suffix in ENDINGS and path.name[0] != ".")
     return list(itertools.islice((path for path in candidates if path.is_file() and os.access(path, os.R_OK)), FILES))
-
-
-def edges(path: Path) -> tuple[int, str]:
-    """Return a file's size and the SHA-256 of its first and last bytes."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        first = file.read(EDGE)
-        file.seek(max(size - EDGE, 0))
-        return size, hashlib.sha256(first + file.read(EDGE)).hexdigest()
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -106,7 +106,7 @@ def kind_of_folder(folder: Path) -> str | None:
 
 def find_foreign(root: Path) -> StepLocation | None:
     """Return the step that another program's tracker names; raise if none does."""
-    names = foreign_names(root)
+    names = [n for n in listing(root) if not re.fullmatch(r"iter_\d+(\.\w+)?", n) or is_foreign(root / n)]
     if not names:
         return None
     for tracker in TRACKERS:
@@ -202,11 +202,6 @@ def listing(root: Path) -> list[str]:
     steps = [rf"{OUR_STEP}(\.tmp|\.damaged)?", *(record.steps for record in FORMATS.values() if record.steps)]
     pattern = "|".join([*steps, *map(re.escape, (BEST, *TRACKERS))])
     return sorted(name for name in names if re.fullmatch(pattern, name))
-
-
-def foreign_names(root: Path) -> list[str]:
-    """List the names that belong to other programs' checkpoints."""
-    return [n for n in listing(root) if not re.fullmatch(r"iter_\d+(\.\w+)?", n) or is_foreign(root / n)]
 
 
 def is_foreign(folder: Path) -> bool:

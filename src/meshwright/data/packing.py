@@ -55,7 +55,12 @@ class Packed(FileSamples):
         key = {"version": VERSION, "packed": bins, "epochs": self.epochs, "seed": seed}  # it depends on nothing else
 
         def build(storage: Storage) -> list[Ints]:
-            return [shuffle_epochs(bins, self.epochs, seed, storage)]
+            order = storage.array("shuffle", bins * self.epochs, np.uint32 if bins < 2**32 else np.int64)
+            rows = order.reshape(self.epochs, bins)
+            fill_rows(rows, 0)
+            for epoch, row in enumerate(rows):
+                shuffle(np.random.RandomState([seed, epoch]), row, bins, compiled_loops(bins))
+            return [order]
 
         (self.shuffle_idx,) = cached_indices(cache_dir, key, ("shuffle",), build)
         share = count_predicted(indexed.sizes, documents) / (bins * seq_length)
@@ -204,13 +209,3 @@ def fill_bins(lengths: Ints, capacity: int) -> tuple[Ints, Ints]:
     within = np.arange(len(lengths)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     bin_of = np.repeat(firsts, pieces) + within // np.repeat(each_of, pieces)
     return order[np.argsort(bin_of, kind="stable")], np.bincount(bin_of, minlength=bins)
-
-
-def shuffle_epochs(bins: int, epochs: int, seed: int, storage: Storage = IN_MEMORY) -> Ints:
-    """Return the order of the bins in each epoch, one after the other."""
-    order = storage.array("shuffle", bins * epochs, np.uint32 if bins < 2**32 else np.int64)
-    rows = order.reshape(epochs, bins)
-    fill_rows(rows, 0)
-    for epoch, row in enumerate(rows):
-        shuffle(np.random.RandomState([seed, epoch]), row, bins, compiled_loops(bins))
-    return order

@@ -72,7 +72,6 @@ def by_task(results: Sequence[Result]) -> list[list[Result]]:
 
 
 def write_results(results: Sequence[Result], path: str) -> None:
-    """Write all results as a JSON list."""
     with writing(Path(path), "--results-path"):
         Path(path).write_text(json.dumps([r.record for r in results], indent=1) + "\n", encoding="utf-8")
 

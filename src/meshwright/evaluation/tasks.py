@@ -58,14 +58,11 @@ class Task:
     def line(self, values: dict[str, float]) -> str:
         """Return the result in the words of Megatron's log, framed by dashes."""
         title = {"wikitext": "WIKITEXT103"}.get(self.name, self.name.partition("-")[0].upper())
-        words = LOG_LINES[self.name](values) if self.name in LOG_LINES else describe_values(values)
+        measures = (f"{name.replace('_', ' ')}: {value:,.6g}" for name, value in values.items())
+        words = LOG_LINES[self.name](values) if self.name in LOG_LINES else " | ".join(measures)
         text = f" validation results on {title} | {words}"
         frame = "-" * (len(text) + 1)
         return f"{frame}\n{text}\n{frame}"
-
-
-def describe_values(values: dict[str, float]) -> str:
-    return " | ".join(f"{name.replace('_', ' ')}: {value:,.6g}" for name, value in values.items())
 
 
 def make_task(name: str, path: str, tokenizer: Tokenizer, length: int, stride: int | None = None) -> Task:

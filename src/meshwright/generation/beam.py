@@ -11,20 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.errors import UserError
+from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Completion, Request, not_finite_error, text_until_stop
 from meshwright.kernels.twins import upcast
 from meshwright.model.cache import Cache, ContinuedTexts
 from meshwright.model.positions import Positions
-
-if TYPE_CHECKING:
-    from meshwright.generation.engine import LanguageModel
 
 
 @dataclass(frozen=True)
@@ -86,8 +83,8 @@ def begin_beam_search(m: LanguageModel, request: Request, beam: BeamOptions) -> 
     def stops(c: Candidate) -> bool:
         return bool(request.stop) and text_until_stop(m.tokenizer, request, c.tokens)[1]
 
-    steps = _Steps(m, prompt, beam.width, most)
-    logits = steps.begin()
+    steps = _Steps(m, Cache(beam.width, len(prompt) + most))
+    logits = steps.read([prompt])
     while True:
         candidates = list(_best(logits, running, 2 * beam.width))
         ended = [len(c.tokens) == most or c.tokens[-1] == eod or stops(c) for _, c in candidates]
@@ -132,22 +129,18 @@ def _finished(m: LanguageModel, request: Request, eod: int, score: float, c: Can
 class _Steps:
     """The model's passes over the prompt and over the candidates, which share one cache."""
 
-    def __init__(self, m: LanguageModel, prompt: list[int], width: int, most: int) -> None:
-        self.m, self.prompt, self.used = m, prompt, 0
-        self.cache = Cache(width, len(prompt) + most)
-
-    def begin(self) -> Tensor:
-        """Return the logits [1, V] behind the prompt."""
-        return self._pass([self.prompt])
+    def __init__(self, m: LanguageModel, cache: Cache) -> None:
+        self.m, self.cache, self.used = m, cache, 0
 
     @torch.inference_mode()
     def advance(self, rows: list[int], running: list[Candidate]) -> Tensor:
         """Return the logits [B, V] behind candidates, of which the i-th continues `rows[i]`."""
         self.m.rearrange(self.cache, self._send(rows), self.used)
-        return self._pass([[c.tokens[-1]] for c in running])
+        return self.read([[c.tokens[-1]] for c in running])
 
     @torch.inference_mode()
-    def _pass(self, tokens: list[list[int]]) -> Tensor:
+    def read(self, tokens: list[list[int]]) -> Tensor:
+        """Return the logits [B, V] behind the prompt or the next tokens."""
         before, self.used = self.used, self.used + len(tokens[0])
         slots = self._send(list(range(len(tokens))))
         where = Positions(

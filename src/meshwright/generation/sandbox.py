@@ -64,17 +64,14 @@ def compile_template(text: str) -> Any:
     def refuse(message: str) -> str:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, **options: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False} | options)
-
-    def now(form: str) -> str:
-        return datetime.datetime.now().strftime(form)
-
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
-    environment.filters["tojson"] = tojson
-    environment.globals |= {"raise_exception": refuse, "strftime_now": now}
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+    }
     return environment.from_string(text)
 
 

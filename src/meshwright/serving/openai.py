@@ -307,7 +307,7 @@ class Token:
 
 @dataclass
 class TextPart:
-    """What a token adds to a text."""
+    """What a token adds to a text, or all of a text."""
 
     text: str = ""
     tokens: list[Token] = field(default_factory=list)  # only with log-probabilities
@@ -320,15 +320,15 @@ class ChoiceText:
     def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
         self.tokenizer, self.request = tokenizer, request
         self._echoed, self._stream = TokenText(tokenizer), request.new_text(tokenizer)
-        self._length = self._count = 0
+        self._count = 0
         self._waiting: list[Token] = []
-        self.finish: str | None = None
+        self.whole = TextPart()
         self.generated = 0
         self.sum = 0.0  # of log-probabilities
 
     def push(self, event: Event) -> TextPart:
         """Return what is certain of the text now; nothing after its end."""
-        if self.finish:
+        if self.whole.finish:
             return TextPart()
         self.generated += not event.echoed
         self._count += 1
@@ -340,13 +340,14 @@ class ChoiceText:
         if event.echoed and self._count == len(self.request.prompt):
             text += self._echoed.flush()
         if event.finish or self._stream.stopped:
-            self.finish = "stop" if self._stream.stopped else event.finish
+            self.whole.finish = "stop" if self._stream.stopped else event.finish
             text += self._stream.flush()
-        self._length += len(text)
-        keep_all = self.finish and not self._stream.stopped
-        certain = [t for t in self._waiting if keep_all or t.offset < self._length]
+        self.whole.text += text
+        keep_all = self.whole.finish and not self._stream.stopped
+        certain = [t for t in self._waiting if keep_all or t.offset < len(self.whole.text)]
         self._waiting = self._waiting[len(certain) :]
-        return TextPart(text, certain, self.finish)
+        self.whole.tokens += certain
+        return TextPart(text, certain, self.whole.finish)
 
     def _note(self, event: Event) -> None:
         if self.request.logprobs is None:
@@ -358,11 +359,6 @@ class ChoiceText:
     @property
     def mean(self) -> float:
         return self.sum / max(1, self.generated)
-
-
-def join_parts(pieces: Sequence[TextPart]) -> TextPart:
-    tokens = [t for p in pieces for t in p.tokens]
-    return TextPart("".join(p.text for p in pieces), tokens, pieces[-1].finish if pieces else None)
 
 
 def spell(tokenizer: Tokenizer, token: int) -> str:
@@ -441,16 +437,15 @@ def usage_of(call: OpenAICall, generated: int) -> dict[str, int]:
 async def answer_call(call: OpenAICall, served: ServedModel, job: QueuedRequest) -> dict[str, Any]:
     """Return the whole answer; of `best_of` texts those with the likeliest tokens."""
     texts = [ChoiceText(served.model.tokenizer, r) for r in call.requests]
-    pieces: list[list[TextPart]] = [[] for _ in texts]
     async for row, event in job.events():
-        pieces[row].append(texts[row].push(event))
+        texts[row].push(event)
     choices: list[dict[str, Any]] = []
     for first in range(0, len(texts), call.best_of):
         rows: list[int] = list(range(first, first + call.best_of))
         if call.best_of > call.n:
             rows.sort(key=lambda row: -texts[row].mean)
         for row in rows[: call.n]:
-            choices.append(choice_of(call, served, len(choices), join_parts(pieces[row])))
+            choices.append(choice_of(call, served, len(choices), texts[row].whole))
     return {**envelope(call, served, choices), "usage": usage_of(call, sum(t.generated for t in texts))}
 
 

@@ -14,17 +14,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from meshwright import device as devices
 from meshwright.errors import UserError
 from meshwright.fields import Refusal
+from meshwright.generation.decoder import Decoder
 from meshwright.generation.requests import Event, Request
-
-if TYPE_CHECKING:
-    import torch
-
-    from meshwright.generation.decoder import Decoder
 
 T = TypeVar("T")
 
@@ -183,8 +181,16 @@ class Scheduler:
             for job in self._jobs():
                 self._drop(job)
                 self._loop.call_soon_threadsafe(job.arrived.put_nowait, ModelFailed(str(error)))
-        else:
-            self._deliver(events)
+            return
+        batch = []
+        for event in events:
+            job, number = self._rows[event.id]
+            if event.finish is not None:
+                del self._rows[event.id]
+                job.active.discard(event.id)
+            batch.append((job, (number, event)))
+        if batch:
+            self._loop.call_soon_threadsafe(_put_all, batch)
 
     def _call(self, work: Generator[None, None, Any], done: asyncio.Future[Any]) -> None:
         """Advance a generator by a step, unless its caller has left; by turns with others."""
@@ -228,17 +234,6 @@ class Scheduler:
             self._rows[row] = job, number
             if job.pending:
                 self._turns.append(job)
-
-    def _deliver(self, events: Sequence[Event]) -> None:
-        batch = []
-        for event in events:
-            job, number = self._rows[event.id]
-            if event.finish is not None:
-                del self._rows[event.id]
-                job.active.discard(event.id)
-            batch.append((job, (number, event)))
-        if batch:
-            self._loop.call_soon_threadsafe(_put_all, batch)
 
     def _jobs(self) -> list[QueuedRequest]:
         both = itertools.chain(self._turns, (job for job, _ in self._rows.values()))

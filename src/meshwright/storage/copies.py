@@ -130,7 +130,7 @@ def read_note(path: Path) -> dict[str, Any]:
     """Return what write_note wrote; nothing if there is no such file."""
     try:
         value = json.loads(files.read_small(path, files.RECORD_LIMIT))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

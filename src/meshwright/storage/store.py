@@ -220,7 +220,6 @@ def locate(path: str | Path) -> tuple[BucketObjects, str]:
 
 
 def store_at(address: str) -> tuple[BucketObjects, str]:
-    """Return the store and the key of an address."""
     scheme, _, rest = address.partition("://")
     bucket, _, key = rest.partition("/")
     return store_of(f"{scheme}://{bucket}"), key.rstrip("/")

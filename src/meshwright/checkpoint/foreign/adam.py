@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.claims import claimed_steps
 from meshwright.errors import UserError, bad_data
-
-if TYPE_CHECKING:
-    import torch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WITHOUT = "add --no-load-optim (of convert: --no-optimizer) to load only the weights"
@@ -38,7 +37,6 @@ def torch_state(path: Path, tree: Any) -> dict[str, Any]:
 
 
 def step_counts(path: Path, tree: Any) -> Iterator[int]:
-    """Yield every count of Adam's steps in a state."""
     state_dict = torch_state(path, tree)
     for entry in (*state_dict["param_groups"], *state_dict.get("state", {}).values()):
         if isinstance(entry, dict) and "step" in entry:
@@ -85,8 +83,6 @@ def match_numbered(
 
 def require_tensor(path: Path, value: Any, shape: Shape, name: str) -> torch.Tensor:
     """Return the value if it is a tensor of this shape."""
-    import torch
-
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
         actual = tuple(value.shape) if isinstance(value, torch.Tensor) else "nothing"
         raise unreadable_state(path, f"at the place of {name} {shape} it has {actual}")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from meshwright.checkpoint.claims import claimed, claimed_heads
 from meshwright.checkpoint.foreign.gpt import one_view
 from meshwright.checkpoint.sources import TensorView
 from meshwright.errors import UserError, bad_data
-
-if TYPE_CHECKING:
-    import torch
 
 Tensors = Mapping[str, "torch.Tensor"]
 Views = dict[str, list[TensorView]]

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.sources import TensorView
 from meshwright.errors import bad_data
+from meshwright.settings.schema import Model
 
-if TYPE_CHECKING:
-    import torch
-
-OFF = "bias_gelu_fusion swiglu squared_relu untie_embeddings_and_output_weights embed_layernorm use_parallel_residual"
-FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "num_query_groups": None}
-FIXED |= {"normalization": "LayerNorm", "add_qkv_bias": False, "position_embedding_type": "learned_absolute"}
-FIXED |= {"final_logit_softcapping": 0.0, "window_size": None, "window_attn_skip_freq": None}
+# The kinds of parts of a network, each as a GPT-2 has it: what a program's files do not speak of.
+_KINDS = "swiglu squared_relu glu_activation num_query_groups group_query_attention position_embedding_type "
+_KINDS += "rotary_percent rope_scaling window_size window_attn_skip_freq normalization layernorm_bias "
+_KINDS += "apply_layernorm_1p qk_layernorm add_bias_linear add_qkv_bias embed_layernorm use_parallel_residual "
+_KINDS += "untie_embeddings_and_output_weights final_logit_softcapping"
+PLAIN: dict[str, Any] = {name: getattr(Model(), name) for name in _KINDS.split()}
 
 
 def rename_tensors(
@@ -59,7 +61,7 @@ def measure_gpt(folder: Path, weights: Mapping[str, torch.Tensor], biased: bool 
     if wrong:
         raise bad_data("\n  ".join([f"{folder} is not a complete GPT:", *wrong[:10]]))
     sizes = {"num_layers": layers, "hidden_size": width, "ffn_hidden_size": ffn, "max_position_embeddings": positions}
-    return sizes | FIXED | {"add_bias_linear": biased, "layernorm_bias": biased}
+    return PLAIN | sizes | {"bias_gelu_fusion": False, "add_bias_linear": biased, "layernorm_bias": biased}
 
 
 def one_view(tensor: torch.Tensor) -> list[TensorView]:

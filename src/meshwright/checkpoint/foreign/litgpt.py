@@ -7,19 +7,18 @@ older versions, are by group as ours. litgpt has no dropout, and only rotary pos
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from meshwright.checkpoint.foreign.folder import COUNT, POSITIVE, WINDOW, ForeignFolder, Views
-from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
-from meshwright.checkpoint.foreign.huggingface.reader import RotationKeys, rotation, window_settings
+from meshwright.checkpoint.foreign.gpt import PLAIN, one_view, qkv_views
+from meshwright.checkpoint.foreign.huggingface.reader import RotationKeys, rotation, sizes_of, window_settings
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.manifests import read_small
 from meshwright.checkpoint.registry import LITGPT
 from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.errors import bad_data
-
-if TYPE_CHECKING:
-    import torch
 
 FILE, CONFIG = "lit_model.pth", "model_config.yaml"
 CONFIG_LIMIT = 1 << 20  # bytes
@@ -35,10 +34,8 @@ ACTIVATIONS: dict[tuple[str, str | None], dict[str, Any]] = {
     ("GemmaMLP", "none"): {"glu_activation": "geglu"},
     ("LLaMAMLP", None): {"swiglu": True},
 }
-FIXED: dict[str, Any] = dict.fromkeys("swiglu squared_relu embed_layernorm group_query_attention".split(), False)
-FIXED |= {"apply_residual_connection_post_layernorm": False, "glu_activation": None, "layernorm_bias": True}
-FIXED |= {"window_size": None, "window_attn_skip_freq": None}
-FIXED |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02, "position_embedding_type": "rope"}
+FIXED = PLAIN | {"apply_residual_connection_post_layernorm": False, "position_embedding_type": "rope"}
+FIXED |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "init_method_std": 0.02}
 # The keys of rope_adjustments -> Hugging Face's kind of rotation.
 LLAMA3 = frozenset("factor low_freq_factor high_freq_factor original_max_seq_len".split())
 KINDS: dict[frozenset[str], str] = {frozenset(): "default", frozenset(["factor"]): "linear", LLAMA3: "llama3"}
@@ -97,17 +94,14 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
         raise bad_data(f"{lit.folder / CONFIG}: n_head {heads} is not a multiple of n_query_groups {groups}")
     kind = lit.want("norm_class_name", "LayerNorm", "RMSNorm", default="LayerNorm")
     bias, cap = bool(config.get("bias", True)), config.get("final_logit_softcapping")
+    positions = lit.get("block_size", COUNT)
     return (
         FIXED
         | ACTIVATIONS[mlp, gelu]
+        | sizes_of(h, layers, heads, lit.get("intermediate_size", COUNT, 4 * h), positions)
         | {
-            "num_layers": layers,
-            "hidden_size": h,
-            "num_attention_heads": heads,
             "num_query_groups": None if groups == heads else groups,
             "kv_channels": lit.get("head_size", COUNT, h // heads or None),
-            "ffn_hidden_size": lit.get("intermediate_size", COUNT, 4 * h),
-            "max_position_embeddings": lit.get("block_size", COUNT),
             "normalization": kind,
             "apply_layernorm_1p": kind == "RMSNorm" and "Gemma" in str(config.get("name")),
             "layernorm_epsilon": lit.get("norm_eps", POSITIVE, 1e-5),
@@ -118,7 +112,7 @@ def read_settings(lit: ForeignFolder) -> dict[str, Any]:
             "final_logit_softcapping": lit.get("final_logit_softcapping", POSITIVE) if cap else 0.0,
             "untie_embeddings_and_output_weights": True,
         }
-        | rotation(scaled(lit), lit.get("block_size", COUNT), ROTATION)
+        | rotation(scaled(lit), positions, ROTATION)
         | windows(lit, layers)
     )
 

@@ -14,7 +14,9 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from meshwright.checkpoint.claims import claimed_heads, claimed_steps
 from meshwright.checkpoint.foreign import gpt
@@ -25,9 +27,6 @@ from meshwright.checkpoint.run_state import RunState, check_saved_state
 from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.errors import UserError, bad_data
 from meshwright.optim.schedule import Schedule
-
-if TYPE_CHECKING:
-    import torch
 
 FILE = "ckpt.pt"
 LAYER = {  # in the order of its parameters
@@ -96,8 +95,6 @@ def our_name(theirs: str) -> str | None:
 
 def read_weights(path: Path, model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the parameters under our names."""
-    import torch
-
     tensors = {name.removeprefix("_orig_mod."): tensor for name, tensor in model.items()}
     masks = [name for name in tensors if re.fullmatch(r"transformer\.h\.\d+\.attn\.bias", name)]
     weights = gpt.rename_tensors(path, {n: t for n, t in tensors.items() if n not in masks}, our_name)

@@ -214,7 +214,6 @@ class Indexed:
         return (end - begin) // self.dtype.itemsize
 
     def document(self, number: int) -> Ints:
-        """Return a document's tokens."""
         first, end = (int(border) for border in self.doc_idx[number : number + 2])
         start = self.tokens_of(0, first)
         return self.tokens[start : start + self.tokens_of(first, end)]

@@ -80,20 +80,10 @@ def unpacked(file: BinaryIO) -> BinaryIO:
         kind = kind_of_bytes(peek(file))
         if kind not in STREAMS:
             return file
-        file = _buffered(_streams(file, kind))
+        file = buffered(_streams(file, kind))
     if kind_of_bytes(peek(file)) in STREAMS:
         raise DamagedInput(f"compressed more than {LAYERS} times, one in another")
     return file
-
-
-def buffered(file: BinaryIO) -> BinaryIO:
-    """Buffer a stream that comes in small parts, such as a pipe, for `peek`."""
-    return _buffered(chunks(file))
-
-
-def transcoded(file: BinaryIO, codec: str) -> BinaryIO:
-    """Return a stream of text in UTF-8; `codec` is "" if it is."""
-    return _buffered(encodings.transcode(chunks(file), codec)) if codec else file
 
 
 def peek(file: BinaryIO) -> bytes:
@@ -140,7 +130,8 @@ def _library(kind: str) -> tuple[Callable[[], Any], tuple[type[Exception], ...]]
     return lambda: zstandard.ZstdDecompressor().decompressobj(), (zstandard.ZstdError,)
 
 
-def _buffered(parts: Iterator[bytes]) -> BinaryIO:
+def buffered(parts: Iterator[bytes]) -> BinaryIO:
+    """Return parts of any size as a stream that can `peek`."""
     return cast(BinaryIO, io.BufferedReader(cast(Any, _Chunks(parts)), START))
 
 
@@ -292,7 +283,7 @@ def zip_members(file: BinaryIO) -> Iterator[tuple[str, BinaryIO | Exception]]:
             if not member.is_dir():
                 try:
                     with archive.open(member) as opened:
-                        yield from _member(member.filename, _buffered(_zipped(opened)))
+                        yield from _member(member.filename, buffered(_zipped(opened)))
                 except (*DAMAGES, RuntimeError) as error:  # encrypted, or packed in another way
                     yield member.filename, DamagedInput(str(error))
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from meshwright.data.prepare import containers, hub_sets, markup, plain, records, rows, tables, wiki
+from meshwright.data.prepare import containers, encodings, hub_sets, markup, plain, records, rows, tables, wiki
 from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import NOT_CHOSEN, PDF
 from meshwright.data.prepare.inputs import (
@@ -88,7 +88,7 @@ def cut_stream_of(number: int, source: Input, given: TextInputs) -> Iterator[Pie
     path, how = source.path, reading(given)
     file = open_input(source)
     try:
-        stream = containers.unpacked(containers.buffered(file))
+        stream = containers.unpacked(containers.buffered(containers.chunks(file)))
         members = _archive(file, stream, source)
         if members is not None:
             for begin, texts in _joined_members(_chosen(members, given), given):
@@ -165,7 +165,8 @@ def _require_text(path: str, start: bytes) -> None:
 
 
 def _as_utf8(name: str, stream: BinaryIO, given: TextInputs) -> BinaryIO:
-    return containers.transcoded(stream, plain.codec_of_file(name, containers.peek(stream), given.encoding))
+    codec = plain.codec_of_file(name, containers.peek(stream), given.encoding)
+    return containers.buffered(encodings.transcode(containers.chunks(stream), codec)) if codec else stream
 
 
 def _joined_members(members: Iterator[Member], given: TextInputs) -> Iterator[tuple[int, list[Text]]]:
@@ -296,23 +297,20 @@ def read_texts(
     of `inputs`; `advance` gets the number of bytes that are done.
     """
     inputs = inputs or find_inputs(given)
-    is_start, units_before, done = True, dict[int, int](), (0, 0)
+    is_start, done = True, (0, 0)
     keys = list(dict.fromkeys(given.json_keys))
     for piece in cut_inputs(inputs.inputs, given):
         if isinstance(piece, Broken):
             if given.on_error != "skip":
                 raise bad_data(str(piece))
             inputs.bad.count("input cut short", 1, piece.place(0, keys))
-        before, count = units_before.get(piece.number, 0), 0
-        for unit in piece.units(keys):
-            place = functools.partial(piece.place, count, keys, before)
+        for number, unit in enumerate(piece.units(keys)):
+            place = functools.partial(piece.place, number, keys)
             if isinstance(unit, Bad) and not unit.is_passed and given.on_error != "skip":
                 raise bad_data(f"{place()}: {unit}{advice(unit, is_start)}")
             inputs.count_unit(unit, place)
             if unit and not isinstance(unit, Bad):
                 is_start = False
                 yield from unit
-            count += 1
-        units_before[piece.number] = before + count
         advance(max(piece.behind - (done[1] if piece.number == done[0] else 0), 0))
         done = (piece.number, piece.behind)

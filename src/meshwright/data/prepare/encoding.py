@@ -23,7 +23,6 @@ Encode = Callable[[str], "Sequence[int] | Array"]
 class Encoded:
     """The counts of a piece without its tokens. Lists have one entry per key."""
 
-    units: int = 0  # lines, rows or texts
     lines: int = 0  # of plain texts, too
     documents: int = 0
     bytes: int = 0  # of text and what surrounds it
@@ -54,19 +53,18 @@ class Encoder:
         sentences: Callable[[str], list[str]] | None = None,
         longest: int | None = None,
     ) -> None:
-        self.encode, self.keys, self.dtype, self.sentences = encode, keys, np.dtype(dtype), sentences
-        self.longest = longest
+        self.encode, self.keys, self.dtype, self.longest = encode, keys, np.dtype(dtype), longest
+        self.sentences = sentences or (lambda text: [text])
         self.end = None if eod is None else np.array([eod], np.uint32)
 
     def __call__(self, piece: Piece, stop: bool = False) -> tuple[Encoded, list[Array]]:
         """Return counts and each key's tokens; with `stop`, up to the first bad line."""
         encoded, columns = Encoded(), [_Column(self.end) for _ in self.keys]
         for number, unit in enumerate(piece.units(self.keys)):
-            encoded.units += 1
             encoded.lines += lines_in(unit)
             if unit is None:
                 continue
-            documents = unit if isinstance(unit, Bad) else self._encode_parts(unit)
+            documents = unit if isinstance(unit, Bad) else self._encode(unit)
             if isinstance(documents, Bad):
                 if documents.is_passed:
                     encoded.passed.note_unit(documents)
@@ -91,21 +89,13 @@ class Encoder:
         nothing = np.zeros(0, self.dtype)
         return encoded, [np.concatenate([nothing, *c.parts], dtype=self.dtype, casting="unsafe") for c in columns]
 
-    def _encode_parts(self, texts: list[str]) -> list[list[list[Sequence[int] | Array]]] | Bad:
+    def _encode(self, texts: list[str]) -> list[list[list[Sequence[int] | Array]]] | Bad:
         """Return the documents that a unit gives, one unless it is too long."""
-        units = [texts] if self.longest is None else [[part] for part in cut_document(texts[0], self.longest)]
-        documents = []
-        for unit in units or [texts]:
-            if isinstance(encoded := self._encode_texts(unit), Bad):
-                return encoded
-            documents.append(encoded)
-        return documents
-
-    def _encode_texts(self, texts: list[str]) -> list[list[Sequence[int] | Array]] | Bad:
+        documents = [texts]
+        if self.longest is not None:
+            documents = [[part] for part in cut_document(texts[0], self.longest)] or [texts]
         try:
-            if self.sentences is None:
-                return [[self.encode(text)] for text in texts]
-            return [[self.encode(sentence) for sentence in self.sentences(text)] for text in texts]
+            return [[list(map(self.encode, self.sentences(text))) for text in document] for document in documents]
         except UserError as error:
             return Bad("refused by the tokenizer", str(error))
 

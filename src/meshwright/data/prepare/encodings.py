@@ -88,11 +88,9 @@ def declared_codec(page: bytes) -> str:
 
 def transcode(chunks: Iterable[bytes], codec: str) -> Iterator[bytes]:
     """Yield a text in UTF-8, after its mark."""
-    decoder = codecs.getincrementaldecoder(codec)("meshwright-broken")
     yield BOM
-    for chunk in chunks:
-        yield decoder.decode(chunk).encode("utf-8", "surrogateescape")
-    yield decoder.decode(b"", final=True).encode("utf-8", "surrogateescape")
+    for text in codecs.iterdecode(chunks, codec, "meshwright-broken"):
+        yield text.encode("utf-8", "surrogateescape")
 
 
 def to_utf8(content: bytes, codec: str) -> bytes:

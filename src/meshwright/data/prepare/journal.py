@@ -21,7 +21,7 @@ from meshwright.data.prepare.plain import PIECE
 from meshwright.errors import IO, LOCKED, UserError
 from meshwright.files import RECORD_LIMIT, lock, read_small
 
-VERSION = 6  # of the format of a state
+VERSION = 7  # of the format of a state
 NOTE_EVERY = 0.5  # seconds
 PATIENCE = 2.0  # seconds; forked workers share the lock of a killed command until they have ended too
 

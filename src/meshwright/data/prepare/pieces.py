@@ -19,17 +19,7 @@ from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.inputs import JSON_NAME, is_json_lines
 from meshwright.data.prepare.plain import JSON_LINES, PIECE, Span
-from meshwright.data.prepare.records import (
-    NOT_UTF8,
-    Bad,
-    Mended,
-    Prose,
-    Reading,
-    Unit,
-    check_row,
-    parse_line,
-    replace_bytes,
-)
+from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, Prose, Reading, Unit, check_row, parse_line
 from meshwright.data.prepare.rows import CSV_NAME
 
 JSON_ARRAY = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON array of objects begins
@@ -61,11 +51,8 @@ class Piece(ABC):
         """Yield the texts under the keys of each line, row or text, or what is wrong."""
 
     @abstractmethod
-    def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
-        """Name the place of a unit.
-
-        `before`: units of the same input in earlier pieces, from byte `entered` of it on.
-        """
+    def place(self, unit: int, keys: list[str]) -> str:
+        """Name the place of a unit, by its number in the piece."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +63,9 @@ class LinesAt(Piece):
         span, _ = plain.read_span(self.path, self.begin, self.end, JSON_LINES)
         yield from line_units(span, keys, not self.begin, self.how.on_error)
 
-    def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
-        return f"{shown(self.path)}:{count_lines(self.path, entered) + before + unit + 1}"
+    def place(self, unit: int, keys: list[str]) -> str:
+        _, start = plain.read_span(self.path, self.begin, self.end, JSON_LINES)
+        return f"{shown(self.path)}:{count_lines(self.path, start) + unit + 1}"
 
 
 @dataclass(frozen=True)
@@ -97,8 +85,8 @@ class LinesHere(Piece):
                 unit = Bad(NOT_UTF8, unit.detail.partition(" at ")[0])  # the column is not the table's
             yield unit
 
-    def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
-        row = before + unit + 1
+    def place(self, unit: int, keys: list[str]) -> str:
+        row = self.begin + unit + 1
         return f"{shown(self.path)}: row {row}" if self.is_table else f"{shown(self.path)}:{row}"
 
 
@@ -120,7 +108,7 @@ class Rows(Piece):
         except containers.DamagedInput as error:
             yield Bad("damaged table", str(error))
 
-    def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
+    def place(self, unit: int, keys: list[str]) -> str:
         return f"{shown(self.path)}: row {self.begin + unit + 1}"
 
 
@@ -136,7 +124,7 @@ class Broken(Piece):
     def units(self, keys: list[str]) -> Iterator[Unit]:
         return iter(())
 
-    def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
+    def place(self, unit: int, keys: list[str]) -> str:
         return f"{shown(self.path)} ({self.why})"
 
 
@@ -156,7 +144,7 @@ class TextPiece(Piece):
         for where, unit in self.placed_units(keys):
             yield unit._replace(place=where()) if isinstance(unit, Bad) and unit.is_passed else unit
 
-    def place(self, unit: int, keys: list[str], before: int = 0, entered: int = 0) -> str:
+    def place(self, unit: int, keys: list[str]) -> str:
         places = (where for where, _ in self.placed_units(keys))
         return next(islice(places, unit, None), lambda: shown(self.path))()
 
@@ -268,7 +256,7 @@ def line_units(lines: Span, keys: list[str], is_first: bool, on_error: str) -> I
     for line in lines_of(*lines):
         unit = parse_line(line, keys)
         if on_error == "replace" and is_broken(unit):
-            unit = parse_line(replace_bytes(line), keys)
+            unit = parse_line(memoryview(bytes(line).decode("utf-8", "replace").encode()), keys)
             unit = Mended(unit) if isinstance(unit, list) else unit
         if is_array and isinstance(unit, Bad):
             unit = Bad("part of a JSON array", "one object a line is needed: jq -c '.[]' writes an array so")

@@ -60,7 +60,6 @@ def documents(content: bytes, name: str, how: Reading, before: int = 0) -> Itera
 
 
 def _articles(content: bytes, how: Reading) -> Iterator[tuple[int, Unit]]:
-    """Yield the articles of a dump."""
     if content.startswith(TOO_LONG):
         yield 0, Bad(f"page longer than {records.LONGEST:,} bytes", "a dump without old revisions is shorter")
     for at, article in wiki.articles(content):
@@ -197,7 +196,11 @@ def read_span(path: str, begin: int, end: int, separator: str) -> tuple[Span, in
         with open(path, "rb") as file:
             file.seek(start)
             data = file.read(size + REST)
-            require_length(path, start, len(data), end)
+            if len(data) < end - start:
+                raise bad_data(
+                    f"{shown(path)} has become shorter while it was read: it ends at byte {start + len(data):,} and "
+                    f"had at least {end:,}; start again when it is complete"
+                )
             first = next_end(data, separator, begin - start) if begin else len(BOM) * data.startswith(BOM)
             if first >= size or (begin and not first):
                 return (b"", 0, 0), 0  # no document begins here
@@ -212,15 +215,6 @@ def read_span(path: str, begin: int, end: int, separator: str) -> tuple[Span, in
     except OSError as error:
         raise UserError(f"{shown(path)} cannot be read at byte {begin:,}: {error.strerror or error}", IO) from None
     return (data, first, stop or len(data)), start + first
-
-
-def require_length(path: str, start: int, have: int, end: int) -> None:
-    """Raise if a file ends before a place that it had when it was inspected."""
-    if have < end - start:
-        raise bad_data(
-            f"{shown(path)} has become shorter while it was read: it ends at byte {start + have:,} and had at least "
-            f"{end:,}; start again when it is complete"
-        )
 
 
 def cut_stream(chunks: Iterator[bytes], size: int, separator: str) -> Iterator[bytes]:

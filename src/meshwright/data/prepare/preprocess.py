@@ -66,7 +66,6 @@ class Totals:
     bytes: int = 0
     bad: SkippedLines = field(default_factory=SkippedLines)
     passed: PassedOver = field(default_factory=PassedOver)  # by the workers
-    position: tuple[int, int, int] = (-1, 0, 0)  # the current input, its units so far, and the byte of the first
     started: float = field(default_factory=time.perf_counter)
     before: tuple[int, int] = (0, 0)  # documents and bytes of the interrupted run that this one continues
     printed: int = -1  # documents in the last line of progress
@@ -78,7 +77,7 @@ class Totals:
 
     def state(self, pieces: int) -> dict[str, Any]:
         """Return what the journal notes after so many pieces."""
-        state = dict(pieces=pieces, documents=self.documents, bytes=self.bytes, input=self.position, bad=dict(self.bad))
+        state = dict(pieces=pieces, documents=self.documents, bytes=self.bytes, bad=dict(self.bad))
         state |= {"passed": vars(self.passed), "lengths": self.lengths, "on_error": self.on_error}
         return {**state, "lines": self.bad.lines, "is_complete": False}
 
@@ -92,13 +91,10 @@ class Totals:
         self.bad = SkippedLines({kind: (count, first) for kind, (count, first) in state["bad"].items()})
         self.bad.lines = state["lines"]
         self.passed = PassedOver(**{**state["passed"], "counts": Counter(state["passed"]["counts"])})
-        self.position, self.lengths = tuple(state["input"]), state["lengths"]
+        self.lengths = state["lengths"]
 
     def add_piece(self, piece: Piece, encoded: Encoded, keys: list[str], stop: bool) -> None:
         """Count a piece; with `stop`, raise for its first bad line."""
-        if piece.number != self.position[0]:
-            self.position = (piece.number, 0, piece.begin)
-        number, units, entered = self.position
         if isinstance(piece, Broken):
             if stop:
                 raise bad_data(
@@ -106,12 +102,11 @@ class Totals:
                 )
             self.bad.count("input cut short", 1, piece.place(0, keys))
         if stop and encoded.first_bad:
-            place = piece.place(list(encoded.bad.values())[-1][1], keys, units, entered)
+            place = piece.place(list(encoded.bad.values())[-1][1], keys)
             raise bad_data(f"{place}: {encoded.first_bad} (nothing was written)")
         self.bad.lines += encoded.lines
         for kind, (count, unit) in encoded.bad.items():
-            self.bad.count(kind, count, "" if kind in self.bad else piece.place(unit, keys, units, entered))
-        self.position = (number, units + encoded.units, entered)
+            self.bad.count(kind, count, "" if kind in self.bad else piece.place(unit, keys))
         self.documents += encoded.documents
         self.bytes += encoded.bytes
         self.passed += encoded.passed
@@ -135,9 +130,7 @@ def preprocess(config: PreprocessConfig, stdout: TextIO, stderr: TextIO, world: 
     with ExitStack() as stack:
         if not team.is_lead:
             stdout = stderr = stack.enter_context(open(os.devnull, "w"))
-        checked: list[Preparation] = []
-        team.run_on_all(lambda: checked.append(Preparation(config, stdout, stderr, world)))
-        (preparation,) = checked
+        preparation = team.run_on_all(lambda: Preparation(config, stdout, stderr, world))
         require_equal(team, preparation.comparable)
         if team.run_on_lead(lambda: preparation.is_done(stdout)):
             return preparation.prefixes
@@ -407,7 +400,6 @@ class Share:
         return 1 if is_small and plain else wanted
 
     def check_other_ranks(self) -> None:
-        """Stop early if another rank failed."""
         if not self.is_alone and time.monotonic() - self.looked_for_failure > 1:
             self.looked_for_failure = time.monotonic()
             if self.failure.exists():

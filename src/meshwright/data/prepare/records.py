@@ -160,10 +160,6 @@ def advice(bad: Bad, is_first: bool) -> str:
     return f"{hint if is_first and bad.kind == 'not JSON' else ''}; mend the line, or {LEAVE_OUT}"
 
 
-def replace_bytes(line: memoryview) -> memoryview:
-    return memoryview(bytes(line).decode("utf-8", "replace").encode())
-
-
 def check_row(row: list[Any], keys: list[str], on_error: str) -> Unit:
     """Return the texts of a row of a table, or what is wrong with the first that is none."""
     if on_error == "replace" and any(isinstance(value, UnicodeDecodeError) for value in row):

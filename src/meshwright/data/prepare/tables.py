@@ -7,6 +7,7 @@ on: its pieces come in increasing order.
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 from collections.abc import Collection, Iterator
@@ -27,6 +28,7 @@ UNPACKED = 64  # times its bytes that a piece or batch may unpack to, if each ro
 DICTIONARY = 1 << 26  # bytes of the values that rows of a row group may repeat; writers mostly stop at 1 MiB
 RATIO = 1000  # of the unpacked and the packed bytes of a column; texts have less than 100
 
+pyarrow: Any = None  # see _import_pyarrow
 Start = tuple[int, int]  # the row group or batch to enter at, and its first row
 # A row group or batch: its number if the table can be entered there, rows, bytes, the end.
 Part = tuple[int | None, int, int, int]
@@ -70,7 +72,7 @@ def refuse_schema(path: str, kind: str, keys: list[str]) -> Refused | None:
 
     What is wrong with a damaged table is reported where it is read.
     """
-    pyarrow = _import_pyarrow(path)
+    _import_pyarrow(path)
     try:
         if kind == "parquet":
             schema = pyarrow.parquet.read_schema(path)
@@ -87,18 +89,18 @@ def refuse_schema(path: str, kind: str, keys: list[str]) -> Refused | None:
     return Refused(", ".join(odd), ", or ".join(ways)) if odd else None
 
 
-def _import_pyarrow(path: str) -> Any:
+def _import_pyarrow(path: str) -> None:
+    """Import what the functions below use; the package is optional, and slow to import."""
+    global pyarrow
     try:
-        import pyarrow.parquet
+        pyarrow = importlib.import_module("pyarrow")
+        importlib.import_module("pyarrow.parquet")
     except ImportError:
         raise missing("pyarrow", path) from None
-    return pyarrow
 
 
 def _is_text(kind: Any) -> bool:
     """Return whether a column of this type can hold text; a column of nulls may be of any."""
-    import pyarrow
-
     types = pyarrow.types
     if types.is_dictionary(kind):
         return _is_text(kind.value_type)
@@ -138,7 +140,8 @@ def spans(
 
 
 def _row_groups(path: str, kind: str, size: int, keys: Collection[str]) -> Iterator[Part]:
-    pyarrow, opened = _import_pyarrow(path), False
+    _import_pyarrow(path)
+    opened = False
     try:
         if kind == "parquet":
             about = pyarrow.parquet.read_metadata(path)
@@ -178,7 +181,6 @@ def _weight(path: str, group: Any, keys: Collection[str]) -> int:
 
 def _batch_weight(batch: Any, keys: Collection[str]) -> int:
     """Return the bytes of a batch of Arrow, or more if its rows may repeat a long value."""
-    import pyarrow
     import pyarrow.compute
 
     longest = 0
@@ -192,8 +194,6 @@ def _batch_weight(batch: Any, keys: Collection[str]) -> int:
 
 def _longest_value(path: str, chunk: Any) -> int:
     """Return the bytes of the longest value in a column's dictionary."""
-    import pyarrow
-
     begin, end = chunk.dictionary_page_offset, chunk.data_page_offset
     with open(path, "rb") as file:
         file.seek(begin)
@@ -233,15 +233,11 @@ def _page_sizes(head: bytes) -> tuple[int, int]:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    import pyarrow
-
     return (OSError, ValueError, pyarrow.ArrowException)
 
 
 def _arrow(source: Any) -> tuple[Any, int | None]:
     """Return a reader and its number of batches, None for a stream, read from its start."""
-    import pyarrow
-
     if bytes(source.read(6)) == b"ARROW1":
         reader = pyarrow.ipc.open_file(source)
         return reader, int(reader.num_record_batches)
@@ -283,9 +279,6 @@ class _TableReader:
     """A position in a table that moves forward, and the row from which a part is damaged."""
 
     def __init__(self, path: str, kind: str, keys: tuple[str, ...]) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
         self.path, self.kind, self.keys = path, kind, list(keys)
         if kind == "parquet":
             self.file = pyarrow.parquet.ParquetFile(path, buffer_size=BUFFER, page_checksum_verification=True)
@@ -354,8 +347,6 @@ class _TableReader:
 
 def _values(column: Any) -> list[Any]:
     """Return a column's values, checked: pyarrow would read a damaged column beyond its memory."""
-    import pyarrow
-
     try:
         column.validate(full=True)
         return list(column.to_pylist())

@@ -173,16 +173,12 @@ def deduplicate(
         out.is_unchanged = not write_lines(target, lines, overwrite, "--output-file")
         if report:
             with replacing(Path(report)) as listing:
-                listing.writelines(_reasons(documents, out))
+                for i, (other, index) in sorted(out.removed.items()):
+                    why = {"removed": documents.place(i), "kept": documents.place(other), "jaccard": round(index, 4)}
+                    listing.write(orjson.dumps(why) + b"\n")
     except OSError as error:
         raise UserError(f"{error.filename or output}: {error.strerror or error}", IO_ERROR) from None
     return out
-
-
-def _reasons(documents: JsonDocuments, out: Outcome) -> Iterator[bytes]:
-    for i, (other, index) in sorted(out.removed.items()):
-        why = {"removed": documents.place(i), "kept": documents.place(other), "jaccard": round(index, 4)}
-        yield orjson.dumps(why) + b"\n"
 
 
 def _write_keys(documents: JsonDocuments, rule: Similarity, file: IO[bytes], out: Outcome) -> None:

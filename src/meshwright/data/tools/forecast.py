@@ -11,14 +11,14 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from meshwright import console
 from meshwright.data.blend import Composite, blend_order
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.samples import FileSamples
+from meshwright.data.samples import Dataset, FileSamples
 from meshwright.data.sets import SetPart, SetSpec, cache_folder, count_epochs, find_parts, needed_sets, samples_of_epoch
 from meshwright.data.tools.statistics import decode_ids
 from meshwright.errors import IO, UserError, bad_data
@@ -27,9 +27,6 @@ from meshwright.settings import data_paths
 from meshwright.settings.grammar import split_shares
 from meshwright.settings.schema import TrainConfig
 from meshwright.tokenizers import Tokenizer
-
-if TYPE_CHECKING:
-    from meshwright.data.samples import Dataset
 
 INDEX_ARRAYS = ("doc_idx", "sample_idx", "shuffle_idx", "dataset_idx", "piece_idx", "bin_idx")  # of data sets
 ANY_ID = 2**31  # without a tokenizer ids are not compared with one

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +19,8 @@ SHORT = 1 << 22
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
 
-@dataclass
-class Lengths:
-    """The exact number of documents of each length."""
-
-    values: Ints
-    counts: Ints
-
-    @property
-    def documents(self) -> int:
-        return int(self.counts.sum())
-
-    @property
-    def mean(self) -> float:
-        return float((self.values.astype(np.float64) * self.counts).sum()) / max(self.documents, 1)
-
-    def quantile(self, share: float) -> int:
-        """The smallest length that at least this share of the documents does not exceed."""
-        if not len(self.values):
-            return 0
-        ranks = np.cumsum(self.counts)
-        return int(self.values[np.searchsorted(ranks, max(1, math.ceil(share * int(ranks[-1]))))])
-
-    def doubling(self) -> list[tuple[int, int, int]]:
-        """Return (first, last, documents) for lengths 0, 1, 2-3, 4-7 and so on, ascending."""
-        if not len(self.values):
-            return []
-        places = np.array([int(value).bit_length() for value in self.values])
-        table = np.bincount(places, weights=self.counts).astype(np.int64)
-        return [(1 << n - 1 if n else 0, (1 << n) - 1, int(table[n])) for n in range(int(places[0]), len(table))]
-
-
-def document_lengths(indexed: Indexed) -> Lengths:
+def document_lengths(indexed: Indexed) -> tuple[Ints, Ints]:
+    """Return the lengths that occur, ascending, and the number of documents of each."""
     documents = len(indexed.doc_idx) - 1
     table, long, previous = np.zeros(SHORT, np.int64), list[Ints](), 0
     with open(f"{indexed.prefix}.idx", "rb") as idx:
@@ -64,7 +32,22 @@ def document_lengths(indexed: Indexed) -> Lengths:
     table[0] = documents - table.sum() - sum(map(len, long))
     values = np.flatnonzero(table)
     beyond, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *long]), return_counts=True)
-    return Lengths(np.concatenate([values, beyond]), np.concatenate([table[values], counts]))
+    return np.concatenate([values, beyond]), np.concatenate([table[values], counts])
+
+
+def describe_lengths(lengths: Ints, counts: Ints) -> dict[str, Any]:
+    """Return the mean, quantiles, which are lengths that occur, and a histogram by powers of two.
+
+    Its rows are (first, last, documents) for lengths 0, 1, 2-3, 4-7 and so on.
+    """
+    if not len(lengths):
+        return {"mean_length": 0.0, "quantiles": {f"{share:g}": 0 for share in QUANTILES}, "histogram": []}
+    quantiles = np.quantile(lengths, QUANTILES, weights=counts, method="inverted_cdf").astype(np.int64)
+    bits = np.frexp(lengths)[1]
+    table = np.bincount(bits, weights=counts).astype(np.int64).tolist()
+    rows = [((1 << n) >> 1, (1 << n) - 1, table[n]) for n in range(int(bits[0]), len(table))]
+    named = {f"{share:g}": length for share, length in zip(QUANTILES, quantiles.tolist(), strict=True)}
+    return {"mean_length": float(np.average(lengths, weights=counts)), "quantiles": named, "histogram": rows}
 
 
 def token_counts(indexed: Indexed) -> Ints:
@@ -85,11 +68,9 @@ def token_counts(indexed: Indexed) -> Ints:
 
 def summary(indexed: Indexed, top: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return all facts about a pair of files, as JSON can hold them."""
-    lengths = document_lengths(indexed)
     out: dict[str, Any] = dict(prefix=indexed.prefix, dtype=indexed.dtype.name, documents=len(indexed.doc_idx) - 1)
     out |= dict(sequences=len(indexed), tokens=len(indexed.tokens), bytes=indexed.tokens.nbytes)
-    out |= dict(mean_length=lengths.mean, quantiles={f"{share:g}": lengths.quantile(share) for share in QUANTILES})
-    out["histogram"] = lengths.doubling()
+    out |= describe_lengths(*document_lengths(indexed))
     if top:
         counts = token_counts(indexed)
         order = np.argsort(-counts, kind="stable")[:top]
@@ -112,7 +93,6 @@ def decode_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 
 def format_summary(facts: dict[str, Any]) -> list[str]:
-    """Format the summary for people."""
     out = [
         f"{facts['prefix']}: {facts['documents']:,} documents, {facts['sequences']:,} sequences, {facts['tokens']:,} "
         f"tokens ({facts['dtype']}, {facts['bytes']:,} bytes)",

@@ -12,11 +12,13 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from meshwright.checkpoint.foreign.exports import SCALINGS
 from meshwright.checkpoint.foreign.folder import COUNT, NUMBER, POSITIVE, SHARE, WINDOW, ForeignFolder, Tensors, Views
-from meshwright.checkpoint.foreign.gpt import one_view, qkv_views
+from meshwright.checkpoint.foreign.gpt import PLAIN, one_view, qkv_views
 from meshwright.checkpoint.foreign.huggingface import names
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.manifests import parse_json, read_small
@@ -25,9 +27,6 @@ from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.errors import bad_data
 from meshwright.settings.check_model import rope_problems
 from meshwright.settings.schema import Model
-
-if TYPE_CHECKING:
-    import torch
 
 CONFIG = "config.json"
 JSON_LIMIT = 16 << 20  # bytes, enough for an index of 100,000 tensors
@@ -39,15 +38,16 @@ def open_huggingface(
     folder: Path, trust: bool = False, heads: int | None = None, optimizer: bool = True
 ) -> MappedSource:
     """Open the folder; its heads are config.json's, and loading compares them with the flags."""
-    config = read_object(inside(folder, CONFIG))
-    kind = config.get("model_type")
+    stated = read_object(inside(folder, CONFIG))
+    kind = stated.get("model_type")
     if not isinstance(kind, str) or kind not in READERS:
         what = f"it is a {kind!r} model, which this package does not compute"
         raise bad_data(f"{folder / CONFIG}: {what}; it loads {', '.join(READERS)}")
-    hf = ForeignFolder(folder, CONFIG, config, dict(tensors_of(folder, trust)))
+    hf = ForeignFolder(folder, CONFIG, stated, dict(tensors_of(folder, trust)))
     settings, views = READERS[kind](hf)
     hf.check_used()
-    source = MappedSource(HUGGING_FACE, folder, 0, config=FIXED | settings, notes=hf.notes, views=views)
+    config = PLAIN | {"apply_residual_connection_post_layernorm": False} | settings
+    source = MappedSource(HUGGING_FACE, folder, 0, config=config, notes=hf.notes, views=views)
     return source.of_vocabulary(hf.get("vocab_size", COUNT))
 
 
@@ -99,7 +99,6 @@ def indexed(folder: Path, index: Path, where: Any, trust: bool) -> Iterator[tupl
 
 
 def read_tensors(path: Path, trust: bool) -> Tensors:
-    import torch
     from safetensors import SafetensorError, safe_open
 
     if path.suffix == ".bin" or not is_safetensors(path):
@@ -132,13 +131,6 @@ def is_safetensors(path: Path) -> bool:
 # Settings and tensors
 
 
-# Settings that are equal in every folder of these kinds.
-OFF = "embed_layernorm apply_layernorm_1p apply_residual_connection_post_layernorm squared_relu qk_layernorm"
-FIXED: dict[str, Any] = dict.fromkeys(OFF.split(), False) | {"glu_activation": None, "rotary_percent": 1.0}
-FIXED |= {"final_logit_softcapping": 0.0, "use_parallel_residual": False, "rope_scaling": "none"}
-FIXED |= {"window_size": None, "window_attn_skip_freq": None}
-
-
 # transformers' values where config.json states none.
 GPT2_DEFAULTS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 GPT2_DEFAULTS |= {"layer_norm_epsilon": 1e-5, "initializer_range": 0.02}
@@ -147,23 +139,10 @@ LLAMA_DEFAULTS = {"attention_dropout": 0.0, "rms_norm_eps": 1e-6, "initializer_r
 GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu")  # GPT-2's and GPT-NeoX's; only the last is exact
 
 
-def plain_settings(h: int, layers: int, heads: int, f: int, positions: int) -> dict[str, Any]:
-    """Return the sizes of GPT-2 or GPT-NeoX, and what both always have."""
-    return {
-        "num_layers": layers,
-        "hidden_size": h,
-        "num_attention_heads": heads,
-        "ffn_hidden_size": f,
-        "kv_channels": h // heads,
-        "max_position_embeddings": positions,
-        "swiglu": False,
-        "num_query_groups": None,
-        "group_query_attention": False,
-        "normalization": "LayerNorm",
-        "layernorm_bias": True,
-        "add_bias_linear": True,
-        "add_qkv_bias": False,
-    }
+def sizes_of(h: int, layers: int, heads: int, f: int, positions: int) -> dict[str, Any]:
+    """Return the sizes of a network; its heads together are as wide as it is."""
+    sizes = {"num_layers": layers, "hidden_size": h, "num_attention_heads": heads, "kv_channels": h // heads}
+    return sizes | {"ffn_hidden_size": f, "max_position_embeddings": positions}
 
 
 def read_gpt2(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
@@ -202,21 +181,17 @@ def read_gpt2(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
             norm(f"{ours}.{name}", f"{theirs}.{norm_name}")
     norm("ln_f", f"{prefix}ln_f")
     untied = hf.add_head(pieces, wte, hf.config.get("tie_word_embeddings", True) is True)
-    return gpt2_dropouts(hf) | plain_settings(h, layers, heads, f, positions) | {
+    hf.note_defaults(**GPT2_DEFAULTS)
+    hidden, embedding, attention = (hf.get(f"{x}_pdrop", SHARE, 0.1) for x in ("resid", "embd", "attn"))
+    return sizes_of(h, layers, heads, f, positions) | {
+        "hidden_dropout": hidden,
+        "attention_dropout": attention,
+        **({} if embedding == hidden else {"embedding_dropout": embedding}),
+        "init_method_std": hf.get("initializer_range", POSITIVE, 0.02),
         "bias_gelu_fusion": activation != "gelu",
         "layernorm_epsilon": hf.get("layer_norm_epsilon", POSITIVE, 1e-5),
         "untie_embeddings_and_output_weights": untied,
-        "position_embedding_type": "learned_absolute",
     }, pieces
-
-
-def gpt2_dropouts(hf: ForeignFolder) -> dict[str, float]:
-    """Return the settings of a training, which weights and shapes do not prove."""
-    hf.note_defaults(**GPT2_DEFAULTS)
-    hidden, embedding, attention = (hf.get(f"{x}_pdrop", SHARE, 0.1) for x in ("resid", "embd", "attn"))
-    out = {"hidden_dropout": hidden, "attention_dropout": attention}
-    out |= {} if embedding == hidden else {"embedding_dropout": embedding}
-    return out | {"init_method_std": hf.get("initializer_range", POSITIVE, 0.02)}
 
 
 def read_neox(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
@@ -242,7 +217,7 @@ def read_neox(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     head = names.NEOX_HEAD if hf.has(f"{names.NEOX_HEAD}.weight") else names.HEAD
     untied = hf.add_head(pieces, wte, hf.config.get("tie_word_embeddings", False) is True, head)
     hf.note_defaults(**NEOX_DEFAULTS)
-    return rotation(hf, positions, NEOX_ROTATION) | plain_settings(h, layers, heads, f, positions) | {
+    return rotation(hf, positions, NEOX_ROTATION) | sizes_of(h, layers, heads, f, positions) | {
         "bias_gelu_fusion": activation != "gelu",
         "hidden_dropout": hf.get("hidden_dropout", SHARE, 0.0),
         "attention_dropout": hf.get("attention_dropout", SHARE, 0.0),
@@ -283,7 +258,7 @@ def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
     hf.want("hidden_act", "silu", "swish", default="silu")
     h, heads, layers = hf.sizes("hidden_size", "num_attention_heads", "num_hidden_layers")
     groups, head = (hf.get("num_key_value_heads", COUNT, heads), hf.get("head_dim", COUNT, h // heads or None))
-    sizes = LlamaSizes(h, hf.get("intermediate_size", COUNT), heads, groups, head)
+    s = LlamaSizes(h, hf.get("intermediate_size", COUNT), heads, groups, head)
     if heads % groups:
         raise bad_data(f"{hf.folder / CONFIG}: {heads} heads are not a multiple of {groups} key-value heads")
     positions = hf.get("max_position_embeddings", COUNT, 2048)
@@ -302,23 +277,18 @@ def read_llama(hf: ForeignFolder) -> tuple[dict[str, Any], Views]:
             if qk_norm or not name.startswith("attn."):
                 size = head if name.startswith("attn.") else h
                 pieces[f"{ours}.{name}.weight"] = one_view(hf.take(f"{theirs}.{norm}.weight", size))
-        for name, linear in linears(hf, sizes, theirs, "weight"):
+        for name, linear in linears(hf, s, theirs, "weight"):
             pieces[f"{ours}.{name}.weight"] = linear
-        for name, bias in linears(hf, sizes, theirs, "bias") if qkv_bias or all_biases else ():
+        for name, bias in linears(hf, s, theirs, "bias") if qkv_bias or all_biases else ():
             if all_biases or name == "attn.qkv":
                 pieces[f"{ours}.{name}.bias"] = bias
     untied = hf.add_head(pieces, wte, hf.config.get("tie_word_embeddings", False) is True)
     hf.note_defaults(**LLAMA_DEFAULTS)
-    return {
+    return sizes_of(h, layers, heads, s.ffn, positions) | {
         "hidden_dropout": 0.0,  # these networks have none
         "attention_dropout": hf.get("attention_dropout", SHARE, 0.0),
         "init_method_std": hf.get("initializer_range", POSITIVE, 0.02),
-        "num_layers": layers,
-        "hidden_size": h,
-        "num_attention_heads": heads,
-        "ffn_hidden_size": sizes.ffn,
         "kv_channels": head,
-        "max_position_embeddings": positions,
         "layernorm_epsilon": hf.get("rms_norm_eps", POSITIVE, 1e-6),
         "untie_embeddings_and_output_weights": untied,
         "swiglu": True,

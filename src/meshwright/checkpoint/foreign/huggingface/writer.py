@@ -17,7 +17,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.foreign import exports
@@ -28,13 +28,11 @@ from meshwright.checkpoint.publish import write_durably
 from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source
 from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError, bad_data
-from meshwright.files import RECORD_LIMIT, naming_file, read_small, sync, write_all
+from meshwright.files import naming_file, sync, write_all
 from meshwright.settings.schema import Model
+from meshwright.storage.copies import read_note
 from meshwright.tokenizers import CHAT_TEMPLATE, GPT2BPE, Tokenizer, save_tokenizer
 from meshwright.vocabularies import CHAT_CONFIG, Llama2, SentencePiece, WordPiece, read_bytes, read_chat_config
-
-if TYPE_CHECKING:
-    import torch
 
 MAX_SHARD = 5_000_000_000  # bytes, the limit that transformers has used for years
 MARK = "meshwright.json"  # in a run's export: which run, and the files as written
@@ -116,8 +114,8 @@ def export_notices(m: Model) -> list[str]:
 def refuse_occupied(folder: Path, run: Path | None = None) -> None:
     """Refuse to write over anything but an unchanged export of the same run."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        mark = read_mark(folder) if run is not None else None
-        if run is None or mark is None or mark.get("run") != name_of(run):
+        mark = read_note(folder / MARK)
+        if run is None or mark.get("run") != name_of(run):
             what = "is not empty" if folder.is_dir() else "is not a folder"
             raise UserError(f"{folder} {what}, and nothing is overwritten; give another folder, or remove it", LOCKED)
         if mark.get("files") != files_of(folder):
@@ -127,14 +125,6 @@ def refuse_occupied(folder: Path, run: Path | None = None) -> None:
 def name_of(run: Path) -> str:
     """Return a hash of the run's path, since the folder may be given to others."""
     return sha256([str(run.resolve()).encode(errors="surrogateescape")])
-
-
-def read_mark(folder: Path) -> dict[str, Any] | None:
-    try:
-        mark = json.loads(read_small(folder / MARK, RECORD_LIMIT))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return mark if isinstance(mark, dict) else None
 
 
 def files_of(folder: Path) -> dict[str, list[int]]:
@@ -167,7 +157,6 @@ def family(kind: str) -> str:
 
 
 def describe_config(kind: str, saved: SavedModel, wte: ExportedTensor) -> dict[str, Any]:
-    """Return the contents of config.json."""
     config: dict[str, Any] = {"model_type": kind, "architectures": [ARCHITECTURES[kind]], "vocab_size": wte.shape[0]}
     config |= {"torch_dtype": TORCH[wte.dtype]} | exports.settings_of(saved, family(kind))
     if "rope_theta" in config:  # transformers 4 reads rope_theta and rope_scaling, 5 this
@@ -284,24 +273,17 @@ def write_safetensors(path: Path, source: Source, parts: list[ExportedTensor]) -
     with naming_file(path), path.open("xb", buffering=0) as file:
         write_all(file.fileno(), memoryview(head))
         for part in parts:
-            for strip in strips(part, read_exported(source, part)):
+            for strip in strips(source, part):
                 write_all(file.fileno(), strip)
         os.fsync(file.fileno())
 
 
-def read_exported(source: Source, part: ExportedTensor) -> torch.Tensor:
-    """Return the tensor in our order."""
+def strips(source: Source, part: ExportedTensor) -> Iterator[memoryview]:
+    """Yield a tensor's bytes in their order; a transposed one in strips, for speed copied twice."""
     import torch
 
     tensor = torch.empty(part.read, dtype=getattr(torch, TORCH[part.dtype]))
     source.fill({part.ours: (source.tensors[part.ours].shape, part.boxes, tensor)})
-    return tensor
-
-
-def strips(part: ExportedTensor, tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes in their order; a transposed tensor in strips, for speed copied twice."""
-    import torch
-
     if not part.transposed:
         yield tensor.view(-1).view(torch.uint8).numpy().data
         return

@@ -17,20 +17,18 @@ from __future__ import annotations
 import math
 import os
 import re
-import stat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from meshwright.checkpoint.foreign import gpt
 from meshwright.checkpoint.foreign.megatron import names
 from meshwright.checkpoint.foreign.pickle import pickles
-from meshwright.checkpoint.manifests import read_small
+from meshwright.checkpoint.manifests import plain_size, read_small
 from meshwright.checkpoint.registry import LIBAI, ONEFLOW
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.errors import bad_data
-
-if TYPE_CHECKING:
-    import torch
 
 META_LIMIT, YAML_LIMIT = 1 << 16, 1 << 20  # bytes
 TYPES = {"kFloat": "float32", "kDouble": "float64", "kFloat16": "float16", "kBFloat16": "bfloat16"}
@@ -89,8 +87,6 @@ def variables(folder: Path) -> dict[str, torch.Tensor]:
 
 def variable(folder: Path, name: str) -> torch.Tensor:
     """Return a view of the mapped file `out`."""
-    import torch
-
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or (folder / name).is_symlink():
         raise bad_data(f"{folder}: {name[:200]!r} is not a plain folder; nothing outside is read")
     path, meta = folder / name / "out", folder / name / "meta"
@@ -100,18 +96,14 @@ def variable(folder: Path, name: str) -> torch.Tensor:
         raise bad_data(f"{meta}: {text[:100]!r} is not a shape and one of {', '.join(TYPES)}")
     shape, dtype = [int(n) for n in re.findall(r"\d+", parts[1])], getattr(torch, TYPES[parts[2]])
     count = math.prod(shape)
-    status = path.lstat() if path.exists() else None
-    if status is None or not stat.S_ISREG(status.st_mode) or status.st_size != count * dtype.itemsize or not count:
-        is_file = status is not None and stat.S_ISREG(status.st_mode)
-        size = f"{status.st_size:,} bytes" if status and is_file else "there is no plain file"
-        raise bad_data(f"{path}: {size}, by {meta.name} it has {count * dtype.itemsize:,} bytes")
+    size = plain_size(path, f"; by {meta.name} it has {count * dtype.itemsize:,} bytes")
+    if size != count * dtype.itemsize or not count:
+        raise bad_data(f"{path}: {size:,} bytes, by {meta.name} it has {count * dtype.itemsize:,} bytes")
     return torch.from_file(str(path), shared=False, size=count, dtype=dtype).view(shape)
 
 
 def libai_tensors(path: Path, trust: bool) -> dict[str, torch.Tensor]:
     """Read what flow.save wrote: a folder with or without a pickle, or a pickle."""
-    import torch
-
     if path.is_dir() and not (path / "pickled_data").exists():
         return variables(path)
     file = path / "pickled_data" if path.is_dir() else path

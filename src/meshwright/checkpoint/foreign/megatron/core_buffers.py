@@ -13,18 +13,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
+import torch
+
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.foreign.adam import MOMENTS
-from meshwright.checkpoint.foreign.megatron.sharded import (
-    Boxes,
-    ModelSizes,
-    Parameter,
-    RankFile,
-    empty,
-    is_rounded,
-    lay_out,
-    layers_of,
-)
+from meshwright.checkpoint.foreign.megatron import sharded
+from meshwright.checkpoint.foreign.megatron.sharded import Boxes, ModelSizes, Parameter, RankFile
 from meshwright.checkpoint.sources import MappedSource, TensorView
 from meshwright.parallel import shard
 
@@ -62,7 +56,7 @@ def by_parameter(
                 for chunk, buckets in by_chunk.items():
                     position = range(chunk * stages + group // tensor_ranks, stages * chunks)
                     ranks[group % tensor_ranks].chunks[0] += filled(source, order, position, buckets, tensor_ranks)
-            views = lay_out(ranks, dataclasses.replace(sizes, t=tensor_ranks), 3.0)
+            views = sharded.lay_out(ranks, dataclasses.replace(sizes, t=tensor_ranks), 3.0)
             check_masters(source, views)
             return views
         except ValueError as error:
@@ -88,7 +82,7 @@ def filled(
             if begin + prod(shape) > size:
                 break
             end = begin + prod(shape)
-            p = Parameter(name, re.sub(r"h\.\d+\.", "", name), empty(shape))
+            p = Parameter(name, re.sub(r"h\.\d+\.", "", name), torch.empty(shape, device="meta"))
             for kind, (_, boxes) in by_kind.items():
                 add_from_bucket(p, "" if kind == "param" else kind, begin, boxes)
             out += [] if copy else [p]
@@ -103,7 +97,7 @@ def filled(
 def module_order(source: MappedSource, order: Sequence[str], position: range) -> Iterator[tuple[str, bool]]:
     """Yield a chunk's parameters in the order of its modules: (name, is the last stage's copy)."""
     first, last = position.start == 0, len(position) == 1
-    layers = 1 + max(layers_of(source.tensors))
+    layers = 1 + max(sharded.layers_of(source.tensors))
     own_layers = range(position.start * layers // position.stop, (position.start + 1) * layers // position.stop)
     names = ["wte.weight", "wpe.weight"] * first
     names += [f"h.{layer}.{part}.{kind}" for layer in own_layers for part in order for kind in ("weight", "bias")]
@@ -133,12 +127,10 @@ def add_from_bucket(p: Parameter, kind: str, begin: int, boxes: Boxes) -> None:
 
 def check_masters(source: MappedSource, views: Mapping[str, list[TensorView]]) -> None:
     """Compare numbers of each master's first row, rounded, with the model's."""
-    import torch
-
     for name in source.tensors:
         for offset, master in views.get(name, ()):
             some = (*(1 for _ in master.shape[:-1]), min(master.shape[-1], 64))
             model = torch.empty(some, dtype=getattr(torch, source.tensors[name].dtype))
             source.fill({name: (source.tensors[name].shape, [(offset, some)], model)})
-            if not is_rounded(model, master[tuple(slice(0, n) for n in some)]):
+            if not sharded.is_rounded(model, master[tuple(slice(0, n) for n in some)]):
                 raise ValueError(f"the masters at the place of {name} are not the model's weights")

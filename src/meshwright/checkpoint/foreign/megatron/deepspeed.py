@@ -19,32 +19,21 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from meshwright.checkpoint.boxes import Shape
 from meshwright.checkpoint.claims import claimed_shape
 from meshwright.checkpoint.foreign.adam import MOMENTS, WITHOUT, match_numbered, numbered_state
-from meshwright.checkpoint.foreign.megatron import names
+from meshwright.checkpoint.foreign.megatron import names, sharded
 from meshwright.checkpoint.foreign.megatron import state as megatron_state
 from meshwright.checkpoint.foreign.megatron.reader import check_copies, check_values, decayed_first, flattened
-from meshwright.checkpoint.foreign.megatron.sharded import (
-    COPY,
-    Parameter,
-    RankFile,
-    Stretch,
-    empty,
-    fill_stretches,
-    layers_of,
-    measure_model,
-    one_box,
-)
+from meshwright.checkpoint.foreign.megatron.sharded import Parameter, RankFile, Stretch
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.registry import DEEPSPEED
 from meshwright.checkpoint.sources import MappedSource
 from meshwright.errors import bad_data
-
-if TYPE_CHECKING:
-    import torch
 
 LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -65,8 +54,8 @@ def open_deepspeed(folder: Path, trust: bool = False, heads: int | None = None, 
     args, notes = megatron_state.namespace(models[0].get("args")), list[str]()
     joined = (folder / "zero").is_dir()
     ranks, layers = read_universal(folder, trust) if joined else read_tensor_ranks(folder, models, trust)
-    layer_count = len(layers_of(p.name for p in ranks[0].parameters))
-    sizes = measure_model(folder, ranks, args.get("num_layers", layer_count), args, heads)
+    layer_count = len(sharded.layers_of(p.name for p in ranks[0].parameters))
+    sizes = sharded.measure_model(folder, ranks, args.get("num_layers", layer_count), args, heads)
     if joined and sizes.gates == 2 and int(args.get("tensor_model_parallel_size", len(models))) > 1:
         check_gates(folder, layers, trust)
     is_zero3 = ranks[0].parameters[0].tensor.is_meta
@@ -150,7 +139,7 @@ def name_parameters(folder: Path, tensors: Mapping[str, torch.Tensor], layers: L
         name = our_name(key, layers)
         if name is None:
             raise bad_data(f"{folder}: {key[:200]} is not a known parameter of a GPT")
-        if name.full() not in seen and name.ours != COPY:
+        if name.full() not in seen and name.ours != sharded.COPY:
             seen.add(name.full())
             yield Parameter(name.full(), name.ours, tensor)
 
@@ -172,7 +161,8 @@ def read_tensor_ranks(folder: Path, models: Sequence[dict[str, Any]], trust: boo
             tensors = dict(flattened(models[tp].get("module")))
         shapes = {name: shape for group in stated_shapes(models[tp]) for name, shape in group.items()}
         if not files and any(t.numel() != prod(shapes.get(key, t.shape)) for key, t in tensors.items()):
-            tensors = {key: empty(shape) for key, shape in shapes.items()}  # ZeRO-3 stores no weights here
+            # ZeRO-3 stores no weights here.
+            tensors = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
         layers = layer_numbers(list(tensors))
         ranks.append(RankFile(folder, tp, 0, {}, [list(name_parameters(folder, tensors, layers))]))
     return ranks, layers
@@ -235,7 +225,7 @@ def universal_states(folder: Path, rank: RankFile, layers: Layers, trust: bool) 
         p = by_name.get(name.full()) if name else None
         if p is None:  # a buffer, or a copy
             continue
-        p.values = {kind: one_box(read_tensor(path / f"{kind or 'fp32'}.pt", trust)) for kind in KINDS}
+        p.values = {kind: sharded.one_box(read_tensor(path / f"{kind or 'fp32'}.pt", trust)) for kind in KINDS}
         if step is None and (path / "step.pt").is_file():
             step = pickles.load_pickle(path / "step.pt", trust=trust)
     check_filled(folder, rank)
@@ -319,7 +309,7 @@ def from_shares(
         else:
             sizes = [[len(b) for b in flat_buffers(t, is_zero3)[""]] for t in trees]
             stretches = ordered_stretches(parameter_of, shapes, number, sizes)
-        fill_stretches(stretches, buffers)
+        sharded.fill_stretches(stretches, buffers)
 
 
 def flat_buffers(tree: Mapping[str, Any], is_zero3: bool) -> dict[str, list[torch.Tensor]]:
@@ -384,11 +374,11 @@ def from_one_file(folder: Path, waiting: list[Parameter], tree: dict[str, Any]) 
     if "fp32_groups_flat" in tree:
         states, _ = numbered_state(folder, tree)
         rows = {kind: [state[kind].reshape(-1) for state in states] for kind in MOMENTS}
-        fill_stretches(flat_stretches(order, len(states)), {"": tree["fp32_groups_flat"], **rows})
+        sharded.fill_stretches(flat_stretches(order, len(states)), {"": tree["fp32_groups_flat"], **rows})
         return
     weights = [(p.name, p.tensor) for p in order]
     for p, values in zip(order, match_numbered(folder, tree, weights), strict=True):
-        p.values = {kind: one_box(tensor) for kind, tensor in values.items()}
+        p.values = {kind: sharded.one_box(tensor) for kind, tensor in values.items()}
 
 
 def flat_stretches(order: Sequence[Parameter], groups: int) -> Iterator[Stretch]:

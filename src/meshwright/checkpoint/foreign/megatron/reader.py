@@ -20,30 +20,19 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from meshwright.checkpoint.foreign.adam import MOMENTS, WITHOUT, match_numbered, step_counts, unreadable_state
-from meshwright.checkpoint.foreign.megatron import names
+from meshwright.checkpoint.foreign.megatron import names, sharded
 from meshwright.checkpoint.foreign.megatron import state as megatron_state
-from meshwright.checkpoint.foreign.megatron.sharded import (
-    COPY,
-    ModelSizes,
-    Parameter,
-    RankFile,
-    Stretch,
-    fill_stretches,
-    is_rounded,
-    measure_model,
-    one_box,
-)
+from meshwright.checkpoint.foreign.megatron.sharded import ModelSizes, Parameter, RankFile, Stretch
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.registry import MEGATRON
 from meshwright.checkpoint.run_state import check_json, check_saved_state
 from meshwright.checkpoint.sources import MappedSource, aligned
 from meshwright.errors import bad_data
-
-if TYPE_CHECKING:
-    import torch
 
 MODEL, MODEL_ALONE, SHARD, FLAT = "model_optim_rng.pt", "model_rng.pt", "optim.pt", "distrib_optim.pt"
 # Largest difference of copies, relative to the norm: some versions let them drift by rounding.
@@ -60,7 +49,7 @@ def open_megatron(folder: Path, trust: bool = False, heads: int | None = None, o
     first, notes = ranks[0], list[str]()
     args, version = megatron_state.namespace(first.tree.get("args")), require_equal(ranks, "checkpoint_version")
     layers = name_parameters(folder, ranks, args.get("num_layers"))
-    sizes = measure_model(folder, ranks, layers, args, heads)
+    sizes = sharded.measure_model(folder, ranks, layers, args, heads)
     check_copies(ranks, notes)
     own, state = read_own(first), dict[str, Any]()
     if own:
@@ -210,8 +199,6 @@ def flat(rank: RankFile, tree: Any) -> list[tuple[names.ParameterName, torch.Ten
 
 def flattened(tree: Any, before: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of nested dictionaries in their order, under joined names."""
-    import torch
-
     for key, value in tree.items() if isinstance(tree, dict) else ():
         if isinstance(value, dict):
             yield from flattened(value, f"{before}{key}.")
@@ -226,14 +213,14 @@ def check_copies(ranks: Sequence[RankFile], notes: list[str]) -> None:
     for rank in ranks:
         for p in rank.parameters:
             key = (p.name, p.part, -1 if p.is_replicated else rank.tp)
-            if p.part == COPY:
+            if p.part == sharded.COPY:
                 key = ("wte.weight", "wte.weight", rank.tp)
             if key not in first:
                 first[key] = rank, p.tensor
                 continue
             other, tensor = first[key]
             # Sample the rows of a large table.
-            some = slice(None, None, max(p.shape[0] // 64, 1) if p.part == COPY else 1)
+            some = slice(None, None, max(p.shape[0] // 64, 1) if p.part == sharded.COPY else 1)
             error = difference(tensor[some], p.tensor[some])
             if not error <= DRIFT:
                 raise bad_data(
@@ -249,8 +236,6 @@ def check_copies(ranks: Sequence[RankFile], notes: list[str]) -> None:
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    import torch
-
     a, b = aligned(a), aligned(b)
     if torch.equal(a, b):
         return 0.0
@@ -272,7 +257,7 @@ def read_optimizer(rank: RankFile, trust: bool) -> Iterator[int]:
         order = decayed_first(rank.parameters)
         weights = [(p.name, p.tensor) for p in order]
         for p, values in zip(order, match_numbered(rank.path, tree, weights, needs_masters=True), strict=True):
-            p.values = {kind: one_box(tensor) for kind, tensor in values.items()}
+            p.values = {kind: sharded.one_box(tensor) for kind, tensor in values.items()}
     for p in rank.parameters:
         check_values(rank, p)
     yield from step_counts(rank.path, tree)
@@ -288,8 +273,6 @@ def decayed_first(parameters: Sequence[Parameter]) -> list[Parameter]:
 
 def from_flat(rank: RankFile, path: Path, tree: dict[Any, Any]) -> None:
     """Read a buffer per chunk, last parameter first, or several padded buckets."""
-    import torch
-
     for number, chunk in enumerate(rank.chunks):
         by_type = tree.get(number)
         if not isinstance(by_type, dict) or len(by_type) != 1 or "per_bucket_numel" in tree:
@@ -304,7 +287,7 @@ def from_flat(rank: RankFile, path: Path, tree: dict[Any, Any]) -> None:
         sizes = {kind: [len(bucket) for bucket in buckets] for kind, buckets in buffers.items()}
         if any(each != sizes[""] for each in sizes.values()):
             raise unreadable_state(path, "the buffers of its masters and moments differ in size")
-        fill_stretches(in_buckets(path, sizes[""], chunk[::-1]), buffers)
+        sharded.fill_stretches(in_buckets(path, sizes[""], chunk[::-1]), buffers)
 
 
 def in_buckets(path: Path, sizes: Sequence[int], waiting: Sequence[Parameter]) -> Iterator[Stretch]:
@@ -352,7 +335,7 @@ def check_values(rank: RankFile, p: Parameter) -> None:
     for offset, master in p.values[""]:
         model = p.tensor[tuple(slice(o, o + n) for o, n in zip(offset, master.shape, strict=True))]
         for row in {0, len(master) - 1}:
-            if not is_rounded(*(x[row : row + 1].flatten()[:64] for x in (model, master))):
+            if not sharded.is_rounded(*(x[row : row + 1].flatten()[:64] for x in (model, master))):
                 raise unreadable_state(
                     rank.path, f"the master weights at the place of {p.name} are not those of the model"
                 )

@@ -11,16 +11,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from meshwright.checkpoint.boxes import Shape, split_boxes
 from meshwright.checkpoint.claims import claimed, claimed_heads
 from meshwright.checkpoint.sources import TensorView, aligned
 from meshwright.errors import bad_data
 from meshwright.parallel import shard
-
-if TYPE_CHECKING:
-    import torch
 
 COPY = "wte.copy"
 
@@ -191,17 +190,13 @@ def measure_model(
     check_complete(folder, ranks, layers)
     sizes = ModelSizes.from_shapes(ranks, args, heads)
     claimed_heads(sizes.layers, sizes.heads, "num_attention_heads")
-    check_shapes(ranks, sizes)
-    return sizes
-
-
-def check_shapes(ranks: Sequence[RankFile], sizes: ModelSizes) -> None:
     for rank in ranks:
         for p in rank.parameters:
             want = sizes.rank_shape("wte.weight" if p.part == COPY else p.part)
             if p.shape != want:
                 why = f"{sizes.heads} heads of {sizes.head_dim} and the other shapes; is --num-attention-heads right?"
                 raise bad_data(f"{rank.path}: {p.name} is {p.shape}, but {want} follows from {why}")
+    return sizes
 
 
 def cut_flat(shape: Shape, begin: int, values: torch.Tensor) -> Boxes:
@@ -217,13 +212,6 @@ def layers_of(names: Iterable[str]) -> set[int]:
 
 def one_box(tensor: torch.Tensor) -> Boxes:
     return [((0,) * tensor.ndim, tensor)]
-
-
-def empty(shape: Shape) -> torch.Tensor:
-    """Return a tensor that has a shape and no memory."""
-    import torch
-
-    return torch.empty(shape, device="meta")
 
 
 class Stretch(NamedTuple):
@@ -248,8 +236,6 @@ def fill_stretches(stretches: Iterable[Stretch], buffers: Mapping[str, Sequence[
 
 def is_rounded(model: torch.Tensor, master: torch.Tensor) -> bool:
     """Return whether the numbers are equal up to the last bit of the model's type."""
-    import torch
-
     model, master = aligned(model), aligned(master).to(model.dtype)
     return model.double().allclose(master.double(), rtol=torch.finfo(model.dtype).eps, atol=1e-7)
 

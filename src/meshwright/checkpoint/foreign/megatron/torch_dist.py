@@ -19,19 +19,13 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from meshwright.checkpoint.boxes import Box, Shape, inside, plus
 from meshwright.checkpoint.claims import FalseClaim, claimed, claimed_shape
-from meshwright.checkpoint.foreign.megatron import core_buffers, names
+from meshwright.checkpoint.foreign.megatron import core_buffers, names, sharded
 from meshwright.checkpoint.foreign.megatron import state as megatron_state
-from meshwright.checkpoint.foreign.megatron.sharded import (
-    Boxes,
-    Parameter,
-    RankFile,
-    cut_flat,
-    empty,
-    layers_of,
-    measure_model,
-)
+from meshwright.checkpoint.foreign.megatron.sharded import Boxes, Parameter, RankFile
 from meshwright.checkpoint.foreign.pickle import pickles
 from meshwright.checkpoint.registry import TORCH_DIST
 from meshwright.checkpoint.sources import MappedSource
@@ -91,8 +85,8 @@ def from_tensors(
         if args.get(option) is not None and args[option] not in harmless:
             raise bad_data(f"{folder}: its model has {option} {args[option]}, which we do not build")
     rank = RankFile(folder, 0, 0, common, [list(named_parameters(folder, tensors))])
-    layers = layers_of(p.name for p in rank.parameters)
-    sizes = measure_model(folder, [rank], 1 + max(layers, default=-1), args, heads)
+    layers = sharded.layers_of(p.name for p in rank.parameters)
+    sizes = sharded.measure_model(folder, [rank], 1 + max(layers, default=-1), args, heads)
     complete_optimizer(rank)
     source = megatron_state.as_source(TORCH_DIST, folder, [rank], sizes, args, notes)
     if not source.has_optimizer and any(map(BUFFERS.match, tensors)):
@@ -194,7 +188,7 @@ def join_shares(tensor: DistTensor, shape: Shape) -> DistTensor:
     boxes = []
     for (*which, begin), values in tensor.boxes:
         at = tuple(i * n for i, n in zip(which, share, strict=True))
-        boxes += [(plus(at, offset), part) for offset, part in cut_flat(share, begin, values.reshape(-1))]
+        boxes += [(plus(at, offset), part) for offset, part in sharded.cut_flat(share, begin, values.reshape(-1))]
     return DistTensor(shape, boxes)
 
 
@@ -211,7 +205,7 @@ def add(by_name: dict[str, Parameter], kind: str, means: NameParts, tensor: Dist
     for layer in range(layers):
         name = (means.name._replace(layer=layer) if means.stacked else means.name).full()
         full = (2 * rows or shape[0], *shape[1:])
-        parameters.append(by_name.setdefault(name, Parameter(name, means.name.ours, empty(full))))
+        parameters.append(by_name.setdefault(name, Parameter(name, means.name.ours, torch.empty(full, device="meta"))))
     first_row = rows * (means.half or 0)
     for offset, view in tensor.boxes:
         by_layer = zip(parameters[offset[0] :], view, strict=False) if means.stacked else ((parameters[0], view),)

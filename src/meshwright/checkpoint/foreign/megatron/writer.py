@@ -17,7 +17,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from meshwright.checkpoint.foreign import exports
 from meshwright.checkpoint.foreign.adam import MOMENTS
@@ -34,9 +36,6 @@ from meshwright.optim.schedule import Schedule
 from meshwright.parallel import shard
 from meshwright.settings.other_programs.argument_dump import OFF
 from meshwright.settings.schema import Model
-
-if TYPE_CHECKING:
-    import torch
 
 PARTS = ("ln_1", "attn.qkv", "attn.proj", "ln_2", "mlp.fc", "mlp.proj")  # in Megatron's order
 ENCODER, WORDS = ("language_model", "encoder"), ("language_model", "embedding", "word_embeddings")
@@ -68,8 +67,6 @@ class MegatronExport:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights: the run's if masters are stored too, else the source's."""
-        import torch
-
         config, name = self.source.config, self.tensors["wte.weight"].dtype
         if self.optimizer:
             name = "bfloat16" if config.get("bf16") else "float16" if config.get("fp16") else name
@@ -164,8 +161,6 @@ def rank_part(target: MegatronExport, name: str, tp: int, dtype: torch.dtype | N
 
     Moments of fewer bits are written in float32.
     """
-    import torch
-
     full, stored_dtype = target.tensors[name]
     ours, _, moment = name.partition("/")
     if moment and stored_dtype in ("bfloat16", "int8", "uint8"):
@@ -244,8 +239,6 @@ def adam_state(target: MegatronExport, stage: list[str], tp: int) -> dict[str, A
 
     Masters are added if the model is rounded.
     """
-    import torch
-
     state, config = target.source.state, target.source.config
     plain = [ours for ours in stage if "ln_" in ours or ours.endswith("bias")]
     groups = [[ours for ours in stage if ours not in plain], plain]

@@ -21,20 +21,22 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from meshwright.checkpoint.boxes import strides
 from meshwright.checkpoint.foreign.pickle import archive
 from meshwright.checkpoint.foreign.pickle.unpickler import STORAGES, PickleReader
+from meshwright.checkpoint.publish import Write
 from meshwright.errors import bad_data
-
-if TYPE_CHECKING:
-    import torch
-
-    from meshwright.checkpoint.publish import Write
 
 MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of torch.save before 1.6
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # named since Python 3.13
+
+STORAGE_CLASSES: dict[torch.dtype, Any] = {
+    getattr(torch, dtype): getattr(torch, f"{name}Storage") for name, dtype in STORAGES.items() if name != "Untyped"
+}
 
 # Reading
 
@@ -82,8 +84,6 @@ def mapped(path: Path) -> mmap.mmap:
 
 def run_trusted(path: Path, part: memoryview | None) -> Any:
     """Run the file, as the user asked with --trust-pickle."""
-    import torch
-
     head = bytes(memoryview(mapped(path))[:32] if part is None else part[:32])
     is_zip = head.startswith(b"PK\3\4")
     if is_zip or MAGIC.to_bytes(10, "little") in head:
@@ -181,29 +181,20 @@ class TensorPickler(pickle.Pickler):
         self.tensors: list[torch.Tensor | Later] = []
 
     def reducer_override(self, value: Any) -> Any:
-        import torch
-
         if isinstance(value, (torch.Tensor, Later)):
             shape = tuple(value.shape)
             stored = StorageReference(str(len(self.tensors)), value.dtype, math.prod(shape))
             self.tensors.append(value)
             return torch._utils._rebuild_tensor_v2, (stored, 0, shape, strides(shape), False, OrderedDict())
-        allowed = (torch._utils._rebuild_tensor_v2, OrderedDict, argparse.Namespace, *storage_classes().values())
+        allowed = (torch._utils._rebuild_tensor_v2, OrderedDict, argparse.Namespace, *STORAGE_CLASSES.values())
         if type(value) in (argparse.Namespace, OrderedDict, torch.dtype) or any(value is known for known in allowed):
             return NotImplemented
         raise TypeError(f"a {type(value).__name__} is not written into a checkpoint")
 
     def persistent_id(self, value: Any) -> Any:
         if type(value) is StorageReference:
-            return "storage", storage_classes()[value.dtype], value.key, "cpu", value.numbers
+            return "storage", STORAGE_CLASSES[value.dtype], value.key, "cpu", value.numbers
         return None
-
-
-def storage_classes() -> dict[torch.dtype, Any]:
-    import torch
-
-    typed = {name: dtype for name, dtype in STORAGES.items() if name != "Untyped"}
-    return {getattr(torch, dtype): getattr(torch, f"{name}Storage") for name, dtype in typed.items()}
 
 
 def write_torch_file(tree: Any, send: Write) -> None:
@@ -218,8 +209,6 @@ def write_torch_file(tree: Any, send: Write) -> None:
 
 
 def tensor_bytes(tensor: torch.Tensor | Later) -> memoryview:
-    import torch
-
     made = tensor.make() if isinstance(tensor, Later) else tensor
     if tuple(made.shape) != tuple(tensor.shape) or made.dtype != tensor.dtype:
         promised = f"{tuple(tensor.shape)} {tensor.dtype}"

@@ -24,12 +24,11 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from meshwright.device import NVIDIA
-
-if TYPE_CHECKING:
-    import torch
 
 COST = 128 << 20  # bytes of memory that one file's objects may take, where each instruction counts
 STEP = 24  # bytes: 5 million of them take some seconds
@@ -51,13 +50,8 @@ INERT_NAMES = {
 }
 DTYPES = "float64 float32 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool".split()
 DTYPES += ["float8_e4m3fn", "float8_e5m2"]
-STORAGES = dict(
-    pair.split(":")
-    for pair in (
-        "Double:float64 Float:float32 Half:float16 BFloat16:bfloat16 Long:int64 Int:int32 Short:int16 Char:int8 "
-        "Byte:uint8 Bool:bool Untyped:uint8"
-    ).split()
-)
+STORAGES = dict(Double="float64", Float="float32", Half="float16", BFloat16="bfloat16", Long="int64", Int="int32")
+STORAGES |= dict(Short="int16", Char="int8", Byte="uint8", Bool="bool", Untyped="uint8")
 # NumPy's codes: kind and bytes, such as f8.
 NUMPY = {f"{kind[0]}{bits // 8}": f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 NUMPY |= {"f2": "float16", "f4": "float32", "f8": "float64", "b1": "bool"}
@@ -316,7 +310,7 @@ class PickleReader:
         elif id(target) in self.arrays and type(state) is tuple:
             _, shape, dtype, fortran, raw = state
             target.data = self.array(raw, dtype, shape, "F" if fortran else "C")
-        elif is_dtype(target) and type(state) is tuple and len(state) > 1 and state[1] in ("<", "|", "="):
+        elif type(target) is torch.dtype and type(state) is tuple and len(state) > 1 and state[1] in ("<", "|", "="):
             pass  # a little-endian type of NumPy
         elif type(target) is dict and type(state) is dict:
             pass  # attributes of an OrderedDict, where torch notes the versions of modules
@@ -371,7 +365,7 @@ class PickleReader:
             if (
                 not (type(part) in (str, bytes) and len(part) <= 1024)
                 and not (type(part) is int and abs(part) < largest)
-                and not (part is None or type(part) is bool or isinstance(part, Stub) or is_dtype(part))
+                and not (part is None or type(part) is bool or isinstance(part, Stub) or type(part) is torch.dtype)
             ):
                 raise RefusedPickle(f"a {type(key).__name__} as a key")
         if is_tuple or (type(key) is int and abs(key) > PLAIN_KEY):
@@ -385,7 +379,7 @@ class PickleReader:
         if self.place is None or type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
             raise RefusedPickle("a reference to something outside of it that is not a storage of a tensor")
         _, dtype, key, _, count, *view = pid
-        if not is_dtype(dtype) or type(key) is not str or type(count) is not int or count < 0:
+        if type(dtype) is not torch.dtype or type(key) is not str or type(count) is not int or count < 0:
             raise RefusedPickle("a storage without type, key or size")
         begin = self.place(key, count * dtype.itemsize)
         if view and view[0] is not None:  # in files before torch 1.6: a part of another storage
@@ -409,8 +403,6 @@ class PickleReader:
         return self.globals[full]
 
     def resolve(self, full: str, module: str, name: str) -> Any:
-        import torch
-
         if module == "torch" and name in DTYPES and hasattr(torch, name):
             return getattr(torch, name)
         kind, storage, _ = name.partition("Storage")
@@ -430,14 +422,7 @@ class PickleReader:
     # The functions that files call
 
     def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> torch.Tensor:
-        import torch
-
-        if (
-            not isinstance(storage, StorageRange)
-            or not are_sizes((offset,))
-            or not are_sizes(size)
-            or not are_sizes(stride)
-        ):
+        if not isinstance(storage, StorageRange) or not all(map(are_sizes, ((offset,), size, stride))):
             raise RefusedPickle("a tensor made of something other than a storage and numbers")
         self.charge(1500)
         if storage.begin is None:
@@ -457,14 +442,12 @@ class PickleReader:
     def tensor_of_bytes(self, storage: Any, *args: Any) -> torch.Tensor:
         """Return a tensor on a storage of bytes; strides and offset count elements."""
         offset, size, stride, _, _, dtype, *_ = args
-        if not isinstance(storage, StorageRange) or not is_dtype(dtype):
+        if not isinstance(storage, StorageRange) or type(dtype) is not torch.dtype:
             raise RefusedPickle("a tensor without a storage or type")
         count = storage.count * storage.dtype.itemsize // dtype.itemsize
         return self.tensor(StorageRange(dtype, storage.begin, count), offset, size, stride)
 
     def parameter(self, tensor: Any, *_: Any) -> torch.Tensor:
-        import torch
-
         if not isinstance(tensor, torch.Tensor):
             raise RefusedPickle("a parameter that is not a tensor")
         return tensor
@@ -503,16 +486,12 @@ class PickleReader:
         return Stub(kind, (name,))
 
     def empty_array(self, *_: Any) -> torch.Tensor:
-        import torch
-
         self.charge(1500)
         array = torch.empty(0)
         self.arrays[id(array)] = array
         return array
 
     def numpy_type(self, code: Any, *_: Any) -> Any:
-        import torch
-
         if type(code) is not str or code.lstrip("<|=") not in NUMPY:
             raise RefusedPickle(f"a NumPy array of {str(code)[:20] if type(code) is str else 'objects'}: not numbers")
         return getattr(torch, NUMPY[code.lstrip("<|=")])
@@ -522,11 +501,10 @@ class PickleReader:
 
     def array(self, raw: Any, dtype: Any, shape: Any, order: Any = "C") -> torch.Tensor:
         """Return NumPy's array as a tensor: a view of the file if it is large."""
-        import torch
-
         raw = raw.encode("latin1") if type(raw) is str else raw
         shape = (shape,) if type(shape) is int else shape
-        if not isinstance(raw, (bytes, bytearray, memoryview)) or not is_dtype(dtype) or not are_sizes(shape):
+        is_raw = isinstance(raw, (bytes, bytearray, memoryview))
+        if not is_raw or type(dtype) is not torch.dtype or not are_sizes(shape):
             raise RefusedPickle("a NumPy array that is not numbers")
         if math.prod(shape) * dtype.itemsize != len(raw):
             raise RefusedPickle(f"a NumPy array of {shape} in {len(raw):,} bytes")
@@ -569,12 +547,6 @@ class PickleReader:
         if seen[1] > DEPTH or seen[0] > VALUES:
             raise RefusedPickle(f"its containers hold themselves, or each other {DEPTH} deep, or {VALUES:,} times")
         return seen
-
-
-def is_dtype(value: Any) -> bool:
-    import torch
-
-    return isinstance(value, torch.dtype)
 
 
 def are_sizes(values: Any) -> bool:
