@@ -24,7 +24,7 @@ from meshwright.plan import memory
 
 
 class Gpu:
-    kind, context_bytes = "cuda", 10**9
+    kind, context_bytes, mapped_ranks = "cuda", 10**9, 1
 
 
 def main() -> None:

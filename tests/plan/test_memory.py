@@ -42,7 +42,7 @@ SMALL = """--num-layers 3 --hidden-size 256 --num-attention-heads 4 --seq-length
 
 
 class Gpu:
-    kind, context_bytes = "cuda", 10**9
+    kind, context_bytes, mapped_ranks = "cuda", 10**9, 1
 
 
 def error_of(*words: str, pipeline_rank: int = 0) -> tuple[float, float]:

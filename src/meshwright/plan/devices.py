@@ -67,6 +67,11 @@ class DeviceProfile:
     names: tuple[str, ...] = ()  # parts of the product's name as torch reports it
     sources: tuple[str, ...] = ()
 
+    @property
+    def mapped_ranks(self) -> int:
+        """How many devices map each other's memory: those of a machine, or 1."""
+        return self.links.gpus_per_node if self.links.within.copies else 1
+
     def flops(self, dtype: str) -> float:
         """Return the FLOP/s of large matrix products of a format."""
         at = dtype if dtype in self.peaks else SAME_SPEED.get(dtype, dtype)

@@ -6,16 +6,14 @@ import functools
 import itertools
 from dataclasses import replace
 
-from meshwright.device import NVIDIA
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
 from meshwright.plan.blocks import PassSizes, Stage, sizes_of
-from meshwright.plan.graph_rule import reason_against
 from meshwright.plan.memory import (
-    GRAPHS,
     PROCESSORS,
-    WORKSPACES,
     PassMemory,
     batch_bytes,
+    buffer_bytes,
+    context_bytes,
     held_bytes,
     measure_passes,
     measure_step,
@@ -65,10 +63,10 @@ class MemoryEstimates:
         return max(self.at_rank(prediction, rank) for rank in ends(prediction))
 
     def at_rank(self, prediction: Prediction, rank: int) -> int:
-        c, kind = prediction.config, prediction.machine.profile.kind
-        beside = sum(WORKSPACES) if kind == NVIDIA else 0
-        beside += GRAPHS if reason_against(c, kind) is None else 0
-        return self.held_at(prediction, rank) + batch_bytes(c) + beside + self.passes_at(prediction, rank)
+        c, profile = prediction.config, prediction.machine.profile
+        beside = batch_bytes(c) + buffer_bytes(c, prediction.padded, rank, profile)
+        beside += context_bytes(c, profile) - profile.context_bytes
+        return self.held_at(prediction, rank) + beside + self.passes_at(prediction, rank)
 
     def held_at(self, prediction: Prediction, rank: int) -> int:
         c, p, profile = prediction.config, prediction.config.parallel, prediction.machine.profile

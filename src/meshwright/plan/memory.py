@@ -21,10 +21,19 @@ from meshwright.optim.rule_table import STATE, Rule, is_rounded, treatment_of
 from meshwright.optim.rule_table import state_bytes as bytes_of_moment
 from meshwright.parallel.pipeline_schedule import Op, ScheduleName, schedule, stages_of
 from meshwright.parallel.shard import aligned
+from meshwright.plan import traffic
 from meshwright.plan.allocator import LEAST, CachingAllocator
 from meshwright.plan.blocks import PassSizes, SizedGPT, Stage, make_buckets, make_shards, sizes_of
 from meshwright.plan.graph_rule import reason_against
-from meshwright.plan.parameters import WIDTHS, Shapes, data_parts, flat_total, shapes_of_layer, shapes_of_rank
+from meshwright.plan.parameters import (
+    WIDTHS,
+    Shapes,
+    data_parts,
+    flat_size,
+    flat_total,
+    shapes_of_layer,
+    shapes_of_rank,
+)
 from meshwright.plan.tensors import HANDED, Event, Memory, kinds_of, rounded
 from meshwright.plan.updates import update_events
 from meshwright.plan.zero import begin_step, end_step
@@ -33,6 +42,8 @@ from meshwright.settings.schema import TrainConfig
 PROCESSORS = 132  # of an H100 and H200; they decide about small sums only
 BLOCK = 128  # elements of an entry in the tables of AdamW
 GRAPHS = 72 << 20  # of the driver for CUDA graphs, as measured on an H100
+NCCL = 365 << 20  # of NCCL in a process of several, as measured on two H100
+MAPPED_TRIAL = 16 << 20  # of the trial of sums by copy engines
 WORKSPACES = 32 << 20, 32 << 20, 1 << 20  # of cuBLAS, for the threads of both passes, and of cuBLASLt
 
 
@@ -44,6 +55,9 @@ class Device(Protocol):
 
     @property
     def context_bytes(self) -> int: ...
+
+    @property
+    def mapped_ranks(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -79,16 +93,34 @@ def memory_of_ranks(config: TrainConfig, padded: int, profile: Device) -> list[R
 def memory_of_rank(config: TrainConfig, padded: int, pipeline_rank: int, profile: Device) -> RankMemory:
     """Return the memory of a pipeline rank."""
     held = held_bytes(config, padded, pipeline_rank, profile.kind)
-    held["buffers"] = sum(WORKSPACES) if profile.kind == NVIDIA else 0
+    held["buffers"] = buffer_bytes(config, padded, pipeline_rank, profile)
     held["batches"] = batch_bytes(config)
     passes, update = step_bytes(config, padded, pipeline_rank), update_events(config, padded, pipeline_rank)
     most = max(passes, kinds_of(update.events[: update.peak_at]), key=lambda kinds: sum(kinds.values()))
     reserve = functools.partial(reserved_bytes, config, padded, pipeline_rank, profile)
-    graphs = 0 if reason_against(config, profile.kind) else GRAPHS
-    return RankMemory(add_kinds(held, most), profile.context_bytes + graphs, reserve)
+    return RankMemory(add_kinds(held, most), context_bytes(config, profile), reserve)
 
 
 # What is held throughout
+
+
+def context_bytes(config: TrainConfig, profile: Device) -> int:
+    """Return the bytes of the driver and its libraries."""
+    graphs = 0 if reason_against(config, profile.kind) else GRAPHS
+    return profile.context_bytes + graphs + NCCL * (profile.kind == NVIDIA and (config.parallel.world_size or 1) > 1)
+
+
+def buffer_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: Device) -> int:
+    """Return the bytes that libraries work in, and of gradients that copy engines fetch."""
+    if profile.kind != NVIDIA:
+        return 0
+    p, (size, stride) = config.parallel, traffic.groups(config)["data"]
+    is_mapped = 1 < size and size * stride <= profile.mapped_ranks and p.data_parallel_sums != "collectives"
+    if p.zero_stage > 1 or not is_mapped:
+        return sum(WORKSPACES)
+    units, width = shapes_of_rank(config, padded, pipeline_rank), max(WIDTHS[config.precision.dtype], 4)
+    largest = max(flat_size(unit, data_parts(config)) for unit, _ in units)
+    return sum(WORKSPACES) + -(-largest // size) * width + MAPPED_TRIAL
 
 
 def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> dict[str, int]:
@@ -312,7 +344,8 @@ def reserved_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile
     held = held_bytes(config, padded, pipeline_rank, profile.kind)
     number = 3 + (config.optimizer.ema > 0)  # master and moments, and the average of --ema
     buffers = [held["gradients"], held["weights"], *[held["optimizer"] // number] * number]
-    for size in (*buffers, *(WORKSPACES if profile.kind == NVIDIA else ())):
+    beside = buffer_bytes(config, padded, pipeline_rank, profile) - sum(WORKSPACES)
+    for size in (*buffers, *((*WORKSPACES, beside) if profile.kind == NVIDIA else ())):
         if size:
             allocator.allocate(next(keys), -(-size // LEAST) * LEAST)
     step, update = step_events(config, padded, pipeline_rank), update_events(config, padded, pipeline_rank).events
