@@ -13,12 +13,12 @@ from meshwright.errors import DONE, USAGE, UserError
 from meshwright.files import replacing
 from meshwright.plan import describe
 from meshwright.plan.goodput import ExpectedGoodput, Interruptions, expect, losses_of
-from meshwright.plan.prediction import Machine, Prediction, find_machine, with_settings
+from meshwright.plan.prediction import Machine, Prediction, find_machine
 from meshwright.plan.search import Found, Freedom, Search
 from meshwright.records import json_ready
 from meshwright.report.html import write_page
 from meshwright.settings import checks, flags
-from meshwright.settings.fields import flag, group
+from meshwright.settings.fields import flag, group, with_settings
 from meshwright.settings.presets import family_of
 from meshwright.settings.schema import TrainConfig
 

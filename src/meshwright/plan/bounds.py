@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, ScheduleName
 from meshwright.plan import traffic
 from meshwright.plan.parameters import parameters_of_ranks
-from meshwright.plan.prediction import Machine, with_settings
+from meshwright.plan.prediction import Machine
 from meshwright.plan.timing import Step, StepTerms, Work
+from meshwright.settings.fields import with_settings
 from meshwright.settings.grammar import split_layers
 from meshwright.settings.schema import TrainConfig
 

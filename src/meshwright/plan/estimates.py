@@ -22,8 +22,9 @@ from meshwright.plan.memory import (
     passes_of_schedule,
     step_bytes,
 )
-from meshwright.plan.prediction import Prediction, with_settings
+from meshwright.plan.prediction import Prediction
 from meshwright.plan.tensors import ROUNDING
+from meshwright.settings.fields import with_settings
 from meshwright.settings.schema import TrainConfig
 
 Key = tuple[object, ...]

@@ -115,7 +115,7 @@ def buffer_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: 
     if profile.kind != NVIDIA:
         return 0
     p, (size, stride) = config.parallel, traffic.groups(config)["data"]
-    is_mapped = 1 < size and size * stride <= profile.mapped_ranks and p.data_parallel_sums != "collectives"
+    is_mapped = size > 1 and size * stride <= profile.mapped_ranks and p.data_parallel_sums != "collectives"
     if p.zero_stage > 1 or not is_mapped:
         return sum(WORKSPACES)
     units, width = shapes_of_rank(config, padded, pipeline_rank), max(WIDTHS[config.precision.dtype], 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from meshwright.device import ask_nvidia_smi
 from meshwright.errors import UserError
@@ -14,7 +13,6 @@ from meshwright.plan.memory import RankMemory, memory_of_ranks
 from meshwright.plan.saving import SaveTime, save_time
 from meshwright.plan.timeline import StageTimes
 from meshwright.plan.timing import StepTime, stage_times, step_time
-from meshwright.settings.fields import config_fields
 from meshwright.settings.schema import TrainConfig
 
 
@@ -108,14 +106,3 @@ def profile_of(product: str) -> DeviceProfile | None:
     """Return the profile of a device by its product's name, if there is one."""
     profiles = map(load_profile, profile_names())
     return next((p for p in profiles if any(part.lower() in product.lower() for part in p.names)), None)
-
-
-def with_settings(config: TrainConfig, **settings: Any) -> TrainConfig:
-    """Return a configuration with other values of some settings, by name."""
-    groups: dict[str, dict[str, Any]] = {}
-    for name, value in settings.items():
-        group = config_fields(TrainConfig)[name][0]
-        if getattr(getattr(config, group), name) != value:
-            groups.setdefault(group, {})[name] = value
-    changed = {group: dataclasses.replace(getattr(config, group), **values) for group, values in groups.items()}
-    return dataclasses.replace(config, **changed) if changed else config

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 
 from meshwright.plan.bounds import Bounds, PassOrder
 from meshwright.plan.estimates import MemoryEstimates
-from meshwright.plan.prediction import Machine, Prediction, with_settings
+from meshwright.plan.prediction import Machine, Prediction
 from meshwright.settings.check_layout import parallel_problems
 from meshwright.settings.check_steps import batch_problems
+from meshwright.settings.fields import with_settings
 from meshwright.settings.schema import TrainConfig
 
 Settings = dict[str, Any]

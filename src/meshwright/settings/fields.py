@@ -111,9 +111,11 @@ def with_settings(config: T, **values: Any) -> T:
     """Return a configuration in which some settings, whatever their groups, have other values."""
     groups: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        groups.setdefault(config_fields(type(config))[name][0], {})[name] = value
+        group = config_fields(type(config))[name][0]
+        if getattr(getattr(config, group), name) != value:
+            groups.setdefault(group, {})[name] = value
     changed = {group: dataclasses.replace(getattr(config, group), **given) for group, given in groups.items()}
-    return typing.cast(T, dataclasses.replace(typing.cast(Any, config), **changed))
+    return typing.cast(T, dataclasses.replace(typing.cast(Any, config), **changed)) if changed else config
 
 
 @cached
