@@ -152,7 +152,7 @@ WITH = {
         "--world-size 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --muon-split-qkv groups",
         "--world-size 4 --zero-stage 3",
         "--world-size 4",
-        "--world-size 4 --zero-stage 2 --num-distributed-optimizer-instances 2 --num-accumulation-steps 2",
+        "--world-size 4 --zero-stage 2 --num-distributed-optimizer-instances 2 --global-batch-size 8",
         "--world-size 2 --tensor-model-parallel-size 2 --cpu-optimizer",
         "--world-size 2 --pipeline-model-parallel-size 2 --pipeline-schedule zbv",
         "--world-size 4 --context-parallel-size 2 --pipeline-model-parallel-size 2",
