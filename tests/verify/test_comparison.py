@@ -12,7 +12,7 @@ import pytest
 from fuzz.bugs import BUGS
 from layouts import parse
 from meshwright.errors import UNEQUAL, UserError
-from meshwright.parallel.shard import Sharding
+from meshwright.parallel import shard
 from meshwright.report.page import CERTIFICATE, show_certificate
 from meshwright.verify import certificate, small_run
 from meshwright.verify.compare import Quantity, compare_with_one_process
@@ -36,7 +36,7 @@ def compare_all(file: str, lines: list[str]) -> None:
     team, found = make_team(), {}
     setup = RankSetup(team, connect=small_run.Connected())
     for line in lines:
-        wrong = mock.patch.object(Sharding, "is_partial", lambda parts, name: False)
+        wrong = mock.patch.object(shard, "is_partial", lambda *_: False)
         flags = re.sub("--(bf16|fp16)", r"--params-dtype float32 --\1", TP if line == "broken" else line)
         with wrong if line == "broken" else mock.MagicMock():
             made = compare_with_one_process(parse(flags), team, 1, None, setup)

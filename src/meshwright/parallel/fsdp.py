@@ -136,7 +136,7 @@ class FullyShardedStore(Store):
         for name, owned in self.named.items():
             grad = self.parameters[name].grad
             owned.master.grad = torch.zeros_like(owned.master) if grad is None else grad.to_local()
-            if self.sharding.is_partial(name):
+            if shard.is_partial(name, self.layout.tp, self.sharding.sequence):
                 partial.append(owned.master.grad)
         if partial:  # in one collective
             flat = self._total(torch.cat([x.flatten() for x in partial]), "tp")

@@ -121,10 +121,6 @@ class Sharding:
     def is_cut(self, name: str) -> bool:
         return self.layout.tp > 1 and rule(name).cut is not None
 
-    def is_partial(self, name: str) -> bool:
-        """Whether the gradient must be summed over the tensor ranks."""
-        return is_partial(name, self.layout.tp, self.sequence)
-
     def is_counted(self, name: str) -> bool:
         """Whether this rank's values count in norms and are saved; the others are copies."""
         at = self.layout.at

@@ -19,6 +19,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright import host
 from meshwright.errors import UserError
 from meshwright.settings.fields import (
     choices_of,
@@ -136,11 +137,13 @@ def show_help(command: Command, topic: str) -> None:
     if topic and sys.stdout.isatty() and len(lines) >= _terminal()[1]:
         import pydoc
         import shutil
+        import signal
 
         pager = os.environ.get("PAGER", "less")
         if shutil.which(pager.partition(" ")[0]):
             os.environ.setdefault("LESS", "FRX")  # as git has it: colours, and no pager for what fits
-            pydoc.pipepager(text, pager)  # waits through Ctrl-C, which is for the pager
+            with host.handled([signal.SIGINT], lambda *_: None):  # Ctrl-C is for the pager
+                pydoc.pipepager(text, pager)
             return
     sys.stdout.write(text)
     sys.stdout.flush()
