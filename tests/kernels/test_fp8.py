@@ -320,6 +320,46 @@ def test_state():
     assert fresh.is_set == [False, True, True]
 
 
+def test_a_run_that_goes_back_has_the_scales_of_one_that_resumes():
+    """Also those that were not chosen yet when the state was saved."""
+    scales, product, weight, _, x, grad = network()
+    product(x, weight).backward(grad * 0)
+    scales.update()
+    saved = scales.state()
+    product(x, weight).backward(grad)
+    scales.update()
+    assert all(scales.is_set)
+    again, *_ = network()
+    for each in (scales, again):
+        each.load(saved)
+        assert each.is_set == [True, True, False] and not each.is_settled and each.steps == 1
+    for name in ("scale", "inverse", "history"):
+        assert torch.equal(getattr(scales, name), getattr(again, name))
+
+
+def test_a_tensor_may_be_zero_for_ever():
+    """Then steps become CUDA graphs after all."""
+    scales, product, weight, _, x, grad = network()
+    settled = []
+    for _ in range(fp8.BEGINNING + 2):
+        product(x, weight).backward(grad * 0)
+        scales.update()
+        settled.append(scales.is_settled)
+    assert settled == [False] * fp8.BEGINNING + [True] * 2
+
+
+def test_processes_share_in_a_trial_if_they_all_have_it():
+    scales, product, weight, *_ = network()
+    product.know(weight)
+    scales.combine = lambda amax: amax.mul_(2)
+    with scales.trial(is_shared=True):
+        scales.refresh()
+        assert chosen(scales, "weight") == pytest.approx(224 / weight.abs().max().item())
+    with scales.trial():
+        scales.refresh()
+        assert chosen(scales, "weight") == pytest.approx(448 / weight.abs().max().item())
+
+
 def test_a_trial_leaves_no_trace():
     scales, product, weight, _, x, grad = network()
     scales.combine = pytest.fail

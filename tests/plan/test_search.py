@@ -11,10 +11,11 @@ import pytest
 from meshwright.plan import pictures
 from meshwright.plan.describe import layout_settings
 from meshwright.plan.goodput import Interruptions
-from meshwright.plan.prediction import Machine, Prediction, find_machine, with_settings
+from meshwright.plan.prediction import Machine, Prediction, find_machine
 from meshwright.plan.search import Freedom, Search, least_change
 from meshwright.settings import checks, flags
 from meshwright.settings.check_layout import parallel_problems
+from meshwright.settings.fields import with_settings
 from meshwright.settings.schema import TrainConfig
 
 VOCABULARY = 50_257

@@ -1,5 +1,6 @@
 """The quickstart at a small scale; only trainings run in processes of their own."""
 
+import functools
 import itertools
 import json
 import random
@@ -345,9 +346,13 @@ def test_the_plan_compares_sizes(tmp_path):
     """In batches that keep the device busy, a larger model reads fewer tokens a second."""
     made = tour.Tour(tmp_path, "log", "cpu")
     for profile in map(own_text.load_profile, ("cpu", "h100")):
-        speeds = [own_text.expected_speed(made, 1024, profile, plan.grow(size, 10**9)) for size in plan.SIZES]
-        assert speeds == sorted(speeds, reverse=True) and speeds[0] > 4 * speeds[-1]
-    assert own_text.find_profile("cpu").name == "cpu"
+        grown = [plan.grow(size, 10**9) for size in plan.SIZES]
+        speeds = [own_text.expected_speed(made, 1024, profile, 1e12, size) for size in grown]
+        assert speeds == sorted(speeds, reverse=True) and speeds[0] > 4 * speeds[-1] > 0
+    assert own_text.find_profile("cpu")[0].name == "cpu"
+    small = functools.partial(own_text.expected_speed, made, 1024, profile, 8e9)  # bytes
+    assert [small(size) > 0 for size in grown] == [True] * 5 + [False]
+    assert plan.trial_size(10**9, True, small, 1e6) == grown[4]
 
 
 def test_what_is_passed_over_is_said(tmp_path, capsys):

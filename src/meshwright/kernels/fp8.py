@@ -44,6 +44,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 MULTIPLE = 16  # of the dimensions that a product sums over, or the second factor has
 ROLES = ("input", "weight", "gradient")
+BEGINNING = 100  # steps in which a tensor that was all zeros may choose its first scale again
 Rest = TypeVar("Rest")
 
 
@@ -164,8 +165,9 @@ class Scales:
         self.amax, self.scale, self.inverse = (torch.full((n, 4), x, **where) for x in (0.0, 1.0, 1.0))
         self.history = torch.zeros(n, self.recipe.history, **where)
         self.is_set = [False] * n  # on the host: whether a scale has been chosen
-        self.begun: set[int] = set()  # in this step, by the tensor's own amax
-        self.is_settled = True  # whether every tensor of the last step has a scale
+        self.begun: set[int] = set()  # slots whose first scale was chosen in this step
+        self.is_settled = True  # whether no first scale is to be chosen again
+        self.steps = 0
         # Views made once: a step uses each many times.
         self.views = [(self.scale[i, 0], self.inverse[i, 0], self.amax[i, 0]) for i in range(n)]
         return {m.name: m for m in self.products}
@@ -223,10 +225,11 @@ class Scales:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Choose the next step's scales from its amaxes; the host reads those of new tensors."""
+        """Choose the next step's scales; the host reads amaxes if this one chose first scales."""
         if self.combine is not None:
             self.combine(self.amax)
         self._settle()
+        self.steps += 1
         if self.recipe.history > 1:
             self.history[:, 1:] = self.history[:, :-1].clone()
         self.history[:, 0] = self.amax[:, 0]
@@ -235,14 +238,13 @@ class Scales:
         self.amax.zero_()
 
     def _settle(self) -> None:
-        """Let tensors that began in this step, and were all zeros or not finite, begin again."""
+        """Let tensors that were all zeros, or not finite, choose a first scale again."""
         self.is_settled = True
-        if not self.begun:
-            return
-        amaxes = self.amax[:, 0].tolist()
-        for slot in self.begun:
-            self.is_set[slot] = amaxes[slot] > 0
-        self.is_settled = all(self.is_set[slot] for slot in self.begun)
+        if self.begun and self.steps < BEGINNING:
+            amaxes = self.amax[:, 0].tolist()
+            for slot in self.begun:
+                self.is_set[slot] = amaxes[slot] > 0
+            self.is_settled = all(self.is_set[slot] for slot in self.begun)
         self.begun.clear()
 
     @torch.no_grad()
@@ -274,20 +276,22 @@ class Scales:
         self._choose(weights, amax, self.scale[weights, 0].clone())
 
     @contextlib.contextmanager
-    def trial(self) -> Iterator[None]:
-        """Forget what the passes of this block record; other processes have no part in them.
+    def trial(self, is_shared: bool = False) -> Iterator[None]:
+        """Forget what the passes of this block record; all processes have a part if `is_shared`.
 
         Casts of weights that were there stay in their memory, which CUDA graphs read.
         """
         tensors, is_set, combine = self.tensors(), list(self.is_set), self.combine
-        begun, is_settled = set(self.begun), self.is_settled
+        begun, is_settled, steps = set(self.begun), self.is_settled, self.steps
         before, casts = [x.clone() for x in tensors], [each.cast for each in self.products]
-        self.combine = None
+        if not is_shared:
+            self.combine = None
         try:
             yield
         finally:
             torch._foreach_copy_(tensors, before)
-            self.is_set, self.begun, self.is_settled, self.combine = is_set, begun, is_settled, combine
+            self.is_set, self.begun, self.is_settled = is_set, begun, is_settled
+            self.steps, self.combine = steps, combine
             for each, cast in zip(self.products, casts, strict=True):
                 each.cast = cast
 
@@ -305,12 +309,17 @@ class Scales:
         rows = torch.cat([self.scale[:, :1], self.history], 1).tolist()
         mine = {name: rows[i] for name, i in self.slots.items() if self.is_set[i]}
         everyone = {name: row for some in gather(mine) for name, row in some.items()}
-        return {"recipe": self._kind(), "scales": everyone}
+        return {"recipe": self._kind(), "scales": everyone, "steps": self.steps}
 
     def load(self, state: dict[str, Any] | None) -> None:
         """Continue with saved scales, if their recipe is this one; else begin anew."""
         if not state or state["recipe"] != self._kind():
             return
+        self.steps = state.get("steps", BEGINNING)
+        self.is_set = [False] * len(self.is_set)
+        self.begun.clear()
+        self.scale.fill_(1.0)  # in place, where CUDA graphs read it
+        self.history.zero_()
         for name, (scale, *history) in state["scales"].items():
             if (i := self.slots.get(name)) is None:
                 continue
@@ -318,6 +327,7 @@ class Scales:
             saved = torch.tensor(history[: self.recipe.history], device=self.device)
             self.history[i, : len(saved)] = saved
         self.inverse[:, 0] = 1 / self.scale[:, 0]
+        self.is_settled = all(self.is_set) or self.steps >= BEGINNING
         self.amax.zero_()  # of a step that is undone; casts, which CUDA graphs read, are refreshed in place
 
     def _kind(self) -> dict[str, Any]:

@@ -470,7 +470,8 @@ class FlatStore(Store):
         for bucket in self.sum_order:
             if not self.keeps_gradients and bucket.gradients is None and bucket.spans.keys() <= self.added:
                 continue  # the sums of all micro-batches have started
-            if not bucket.is_summed:
+            is_left = not self.keeps_gradients and bucket.gradients is not None
+            if is_left or not bucket.is_summed:
                 self._complete(bucket)
         for bucket in self.buckets.values():
             self._finish(bucket)

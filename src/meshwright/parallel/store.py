@@ -359,7 +359,7 @@ class Store:
         Afterwards masters, weights and scales of fp8 are what they were, bit for bit. An error ends
         the run, and other ranks may not be there to publish weights: then nothing is put back.
         """
-        with contextlib.nullcontext() if self.scales is None else self.scales.trial():
+        with contextlib.nullcontext() if self.scales is None else self.scales.trial(is_shared=True):
             self._swap_average()
             yield
         self._swap_average()

@@ -120,6 +120,8 @@ class Bounds:
                 forward = max(most * each.heaviest.forward + each.ends.forward for each in kinds)
                 backward = max(most * sum(each.heaviest[1:]) + sum(each.ends[1:]) for each in kinds)
             parameters = sum(parameters_of_ranks(config, padded)) / pp
+            if pp > 1 and not config.model.untie_embeddings_and_output_weights:  # not every schedule has it twice
+                parameters -= padded * (config.model.hidden_size or 0) / p.tensor_model_parallel_size / pp
             terms = self.terms(with_settings(config, zero_stage=zero_stage), padded)
             self.after[key] = terms.update(parameters) + terms.data_parallel(parameters, 1, forward, backward)
         return self.after[key]
@@ -172,7 +174,12 @@ def parts_of(terms: StepTerms, work: PartsWork, is_split: bool) -> Parts:
         return Passes(*(x.kernels * launch if is_slower else x.device_seconds for x, is_slower in pairs))
 
     message = terms.sending("pipeline", traffic.message_bytes(terms.config)) if terms.pp > 1 else 0.0
-    heaviest, ends_at_most = (Passes(*map(terms.passes_seconds, joined(step))) for step in (work.heaviest, ends))
+    always = terms.profile.seconds["launch"]  # for layouts of other ZeRO stages, which may have no graphs
+
+    def at_most(step: Step) -> Passes:
+        return Passes(*(max(x.device_seconds, x.kernels * always) for x in joined(step)))
+
+    heaviest, ends_at_most = at_most(work.heaviest), at_most(ends)
     return Parts(seconds(work.layer), seconds(work.first), seconds(work.last), message, heaviest, ends_at_most)
 
 

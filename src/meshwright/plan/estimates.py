@@ -29,7 +29,7 @@ from meshwright.settings.schema import TrainConfig
 
 Key = tuple[object, ...]
 MOST_SAVED = 20  # tensors of a layer
-SURE = 1.03  # an estimate above what there is, times this, is of a layout that does not fit
+SURE = 1.03  # a layout does not fit if its estimate is more than this times the memory
 
 
 class MemoryEstimates:

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.parallel.pipeline_schedule import Action, ScheduleName, schedule, stages_of
+from meshwright.parallel.pipeline_schedule import V_SHAPED, Action, ScheduleName, schedule, stages_of
 
 Message = tuple[str, int, int]  # F or B, the stage that makes it, micro-batch
 ROUNDS = 2  # of as many micro-batches as ranks, after which a pipeline repeats itself
+ROUNDS_OF_V = 6  # the same of ZBV
 
 
 class StageTimes(NamedTuple):
@@ -128,9 +129,10 @@ def order(kind: ScheduleName, pp: int, microbatches: int, chunks: int) -> tuple[
 def makespan(kind: ScheduleName, pp: int, microbatches: int, chunks: int, times: StageTimes) -> float:
     """Return the seconds of all micro-batches' passes.
 
-    Beyond ROUNDS rounds every further one takes as long as the one before.
+    Beyond some rounds every further one takes as long as the one before; a V needs more of them.
     """
-    rest = max(0, (microbatches - ROUNDS * pp) // pp - 1)
+    rounds = ROUNDS_OF_V if kind in V_SHAPED else ROUNDS
+    rest = max(0, (microbatches - rounds * pp) // pp - 1)
     few = microbatches - rest * pp
     total = _total(kind, pp, few, chunks, times)
     return total + rest * (total - _total(kind, pp, few - pp, chunks, times)) if rest else total

@@ -161,7 +161,7 @@ def choose_training(
 ) -> dict[str, Any]:
     """Measure a trial; return the command of the run, and what limits its length."""
     vocab = vocabulary_size(tour)
-    predict = functools.cache(functools.partial(expected_speed, tour, vocab, find_profile(tour.device)))
+    predict = functools.cache(functools.partial(expected_speed, tour, vocab, *find_profile(tour.device)))
     size = plans.trial_size(tokens, accelerator, predict, deadline.left() - deadline.trial)
     how, (speed, deadline.start, start) = choose_precision(tour, size, deadline, accelerator)
     machine = MeasuredSpeed(size, speed, predict, accelerator)
@@ -180,22 +180,25 @@ def choose_training(
     return {"command": command, "limit": plan.limit, "start": deadline.start, "after": deadline.after}
 
 
-def find_profile(device: str) -> DeviceProfile:
-    """Return the plan's profile of this machine's device.
+def find_profile(device: str) -> tuple[DeviceProfile, float]:
+    """Return the plan's profile of this machine's device, and the bytes that are free there.
 
-    An accelerator without one is taken for an A100, as only the ratios of its speeds count.
+    An accelerator without a profile is taken for an A100: its own trial then sets the speed.
     """
     opened = devices.open_device(device)
     if opened.type == "cpu":
-        return load_profile("cpu")
-    return profile_of(devices.device_name(opened)) or load_profile("a100-80")
+        return load_profile("cpu"), math.inf
+    return profile_of(devices.device_name(opened)) or load_profile("a100-80"), devices.free_memory(opened)
 
 
-def expected_speed(tour: Tour, vocab: int, profile: DeviceProfile, size: Size) -> float:
-    """Return the tokens per second that `meshwright plan` expects of a size."""
+def expected_speed(tour: Tour, vocab: int, profile: DeviceProfile, room: float, size: Size) -> float:
+    """Return the tokens per second that the plan expects of a size, 0 if there is no room for it."""
     _, *words = tour.training(size, 0, USUAL_STEPS, *speed_flags(profile.kind != "cpu", 0))
     config = parse_settings(TrainConfig, words, "train", check=False).config
-    return Prediction(config, Machine(profile, profile.links), vocab).time.tokens_per_second
+    prediction = Prediction(config, Machine(profile, profile.links), vocab)
+    if math.isfinite(room) and prediction.need > room:
+        return 0.0
+    return prediction.time.tokens_per_second
 
 
 def choose_precision(

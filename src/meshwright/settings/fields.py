@@ -107,12 +107,12 @@ def cached(function: F) -> F:
     return typing.cast(F, functools.cache(function))
 
 
-def with_settings(config: T, **values: Any) -> T:
+def with_settings(config: T, /, **values: Any) -> T:
     """Return a configuration in which some settings, whatever their groups, have other values."""
     groups: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         group = config_fields(type(config))[name][0]
-        if getattr(getattr(config, group), name) != value:
+        if repr(getattr(getattr(config, group), name)) != repr(value):  # 1 is not True
             groups.setdefault(group, {})[name] = value
     changed = {group: dataclasses.replace(getattr(config, group), **given) for group, given in groups.items()}
     return typing.cast(T, dataclasses.replace(typing.cast(Any, config), **changed)) if changed else config

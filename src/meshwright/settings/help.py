@@ -140,7 +140,7 @@ def show_help(command: Command, topic: str) -> None:
         import signal
 
         pager = os.environ.get("PAGER", "less")
-        if shutil.which(pager.partition(" ")[0]):
+        if pager.strip() not in ("", "cat") and shutil.which(pager.split()[0]):
             os.environ.setdefault("LESS", "FRX")  # as git has it: colours, and no pager for what fits
             with host.handled([signal.SIGINT], lambda *_: None):  # Ctrl-C is for the pager
                 pydoc.pipepager(text, pager)

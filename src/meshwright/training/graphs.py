@@ -99,11 +99,11 @@ class Graphs:
     def find(self, batches: list[Batch], run: MicroStep) -> Captured | None:
         """Return the pieces for a step, captured if it is time; None: the step runs as usual."""
         kind = shape_of(batches)
-        if self.why_off or kind is None:
+        if self.why_off or kind is None or not self.store.is_settled:
             return None
         if kind not in self.captured:
             self.seen[kind] += 1
-            if self.seen[kind] > WARM_UP and self.store.is_settled:
+            if self.seen[kind] > WARM_UP:
                 self.capture(kind, batches, run)
         return self.captured.get(kind)
 

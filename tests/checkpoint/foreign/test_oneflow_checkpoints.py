@@ -245,7 +245,7 @@ def test_damage_is_refused(weights, flow_tensor, tmp_path):
         (lambda f: shutil.rmtree(f / qkv), r"h.0.attn.qkv.weight: missing"),
         (lambda f: shutil.rmtree(f / "model-wte"), "no table of tokens"),
         (lambda f: (f / qkv / "out").write_bytes(b"x"), "1 bytes, by meta it has"),
-        (lambda f: (f / qkv / "out").unlink(), "No such file or directory; by meta it has"),
+        (lambda f: (f / qkv / "out").unlink(), "No such file or directory; meta gives it"),
         (link, "not a plain file"),
         (lambda f: (f / qkv / "meta").unlink(), "meta: No such file"),
         (lambda f: (f / qkv / "meta").write_text("shape {}"), "not a shape"),

@@ -96,7 +96,7 @@ def variable(folder: Path, name: str) -> torch.Tensor:
         raise bad_data(f"{meta}: {text[:100]!r} is not a shape and one of {', '.join(TYPES)}")
     shape, dtype = [int(n) for n in re.findall(r"\d+", parts[1])], getattr(torch, TYPES[parts[2]])
     count = math.prod(shape)
-    size = plain_size(path, f"; by {meta.name} it has {count * dtype.itemsize:,} bytes")
+    size = plain_size(path, f"; {meta.name} gives it {count * dtype.itemsize:,} bytes")
     if size != count * dtype.itemsize or not count:
         raise bad_data(f"{path}: {size:,} bytes, by {meta.name} it has {count * dtype.itemsize:,} bytes")
     return torch.from_file(str(path), shared=False, size=count, dtype=dtype).view(shape)
