@@ -192,7 +192,7 @@ def find_profile(device: str) -> tuple[DeviceProfile, float]:
 
 
 def expected_speed(tour: Tour, vocab: int, profile: DeviceProfile, room: float, size: Size) -> float:
-    """Return the tokens per second that the plan expects of a size, 0 if there is no room for it."""
+    """Return the tokens per second that the plan expects of a size, 0 if there is no room."""
     _, *words = tour.training(size, 0, USUAL_STEPS, *speed_flags(profile.kind != "cpu", 0))
     config = parse_settings(TrainConfig, words, "train", check=False).config
     prediction = Prediction(config, Machine(profile, profile.links), vocab)
