@@ -2,7 +2,7 @@
 
     python cpu_steps.py OUT       with benchmarks/ and src/ on PYTHONPATH
 
-Losses are those of small.jsonl, trained on a GPU; a step's time is the median of 24 here, in
+Losses are those of small.jsonl, trained on a GPU; a step's time is the median of 10 here, in
 bfloat16, of the configurations in turns. OUT gets times.txt and over-time.svg.
 """
 
@@ -40,7 +40,7 @@ RUNS = {
         "recipe@16e6",
     ),
 }
-STEPS, TURNS = 8, 3
+STEPS, TURNS = 5, 2
 
 
 def milliseconds(run: learning.Run) -> list[float]:
