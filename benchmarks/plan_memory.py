@@ -2,7 +2,7 @@
 
     python benchmarks/plan_memory.py FILE... [--device h100] [--half 1 --seed 28]
 
-A line has `flags` as given to `train`, or the `command` of gpu_layouts.sh, and bytes: `peak` or
+A line has `flags` as given to `train`, or its `command`, and bytes: `peak` or
 `peak_bytes`, and if known `reserved` and `context`. With --half only the first or second half of
 each file's lines counts, drawn by the seed: a prediction is refined with one half and judged by the
 other.
