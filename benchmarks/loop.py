@@ -39,6 +39,7 @@ from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
 from meshwright.data.loader import Batch, Loader, LoaderSpec, Samples
 from meshwright.model import pick
+from meshwright.model.counts import padded_size
 from meshwright.model.gpt import GPT, initialise
 from meshwright.model.loss import loss_sum, token_losses
 from meshwright.model.positions import Positions
@@ -47,7 +48,6 @@ from meshwright.parallel.flat import FlatStore
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.store import StoreSpec
 from meshwright.settings import flags, schema
-from meshwright.tokenizers import padded_size
 from meshwright.training import network
 from meshwright.training.step import Network, StepSettings, train_step
 

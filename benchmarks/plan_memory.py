@@ -17,7 +17,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from meshwright import tokenizers
+from meshwright.model import counts
 from meshwright.plan.devices import load_profile
 from meshwright.plan.memory import memory_of_ranks
 from meshwright.settings import flags
@@ -48,7 +48,7 @@ def predict(row: dict[str, Any], device: str) -> dict[str, int]:
     config = flags.parse_settings(TrainConfig, [*RUN, *flags_of(row)], "meshwright train", check=False).config
     m, tp = config.model, config.parallel.tensor_model_parallel_size
     size = config.tokenizer.vocab_size or 50257
-    padded = tokenizers.padded_size(size, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
+    padded = counts.padded_size(size, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
     most = max(memory_of_ranks(config, padded, load_profile(device)), key=lambda rank: rank.allocated)
     return {"allocated": most.allocated, "reserved": most.reserved, "context": most.context}
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.bench import rows
+from meshwright.model.counts import padded_size
 from meshwright.plan.devices import load_profile
 from meshwright.plan.timing import StepTime, step_time
 from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
-from meshwright.tokenizers import padded_size
 
 RECORDS = Path(__file__).parent / "records"
 SEED = 28  # of the halves

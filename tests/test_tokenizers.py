@@ -20,6 +20,7 @@ from helpers import named, refused
 from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA, UNAVAILABLE, USAGE, UserError
+from meshwright.model import counts
 from meshwright.settings.schema import TokenizerFlags as Flags
 from meshwright.tokenizers import build_tokenizer, resolve_tokenizer, save_tokenizer
 
@@ -493,15 +494,13 @@ def test_a_folder_with_a_near_name_is_suggested_before_the_hub_is_asked(hub_serv
 
 
 def test_padded_size():
-    sizes = [tokenizers.padded_size(50257, 128, tp, None) for tp in (1, 2, 4, 8)]
+    sizes = [counts.padded_size(50257, 128, tp, None) for tp in (1, 2, 4, 8)]
     assert sizes == [50304, 50432, 50688, 51200]
-    assert tokenizers.padded_size(50304, 128, 1, None) == 50304
-    assert tokenizers.padded_size(50257, 128, 2, 51200) == 51200
-    refused(USAGE, "50176 is below the tokenizer's 50257", lambda: tokenizers.padded_size(50257, 128, 1, 50176))
+    assert counts.padded_size(50304, 128, 1, None) == 50304
+    assert counts.padded_size(50257, 128, 2, 51200) == 51200
+    refused(USAGE, "50176 is below the tokenizer's 50257", lambda: counts.padded_size(50257, 128, 1, 50176))
     refused(
-        USAGE,
-        "50304 is not a multiple of 256 .* the next one is 50432",
-        lambda: tokenizers.padded_size(9, 128, 2, 50304),
+        USAGE, "50304 is not a multiple of 256 .* the next one is 50432", lambda: counts.padded_size(9, 128, 2, 50304)
     )
     line = " > padded vocab (size: 50257) with 47 dummy tokens (new size: 50304)"
     assert tokenizers.padding_line(50257, 50304) == line

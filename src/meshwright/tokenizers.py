@@ -636,22 +636,6 @@ def file_hashes(tokenizer: Tokenizer) -> dict[str, str]:
     return {name: _sha256(source) for name, source in tokenizer.files.items()} | made
 
 
-def padded_size(size: int, divisible_by: int, tensor_parallel: int, pad_to: int | None) -> int:
-    """Return the smallest multiple of divisible_by * tensor_parallel from `size`, or `pad_to`."""
-    multiple = divisible_by * tensor_parallel
-    if pad_to is None:
-        return -(-size // multiple) * multiple
-    if pad_to < size:
-        raise UserError(f"--pad-vocab-size-to {pad_to} is below the tokenizer's {size} ids")
-    if pad_to % multiple:
-        following = -(-pad_to // multiple) * multiple
-        raise UserError(
-            f"--pad-vocab-size-to {pad_to} is not a multiple of {multiple} (--make-vocab-size-divisible-by "
-            f"{divisible_by} x tensor parallel size {tensor_parallel}); the next one is {following}"
-        )
-    return pad_to
-
-
 def padding_line(size: int, padded: int) -> str:
     """Return Megatron's console line about the padding."""
     return f" > padded vocab (size: {size}) with {padded - size} dummy tokens (new size: {padded})"

@@ -31,10 +31,10 @@ from torch import Tensor, nn
 
 from meshwright import device as devices
 from meshwright.errors import UserError
+from meshwright.model.counts import padded_size
 from meshwright.ranks.orphans import die_with_launcher
 from meshwright.settings import flags
 from meshwright.settings.schema import Model, TrainConfig
-from meshwright.tokenizers import padded_size
 
 PeerStep = Callable[[Tensor], Tensor]  # tokens [micro, seq + 1] -> loss
 TRIAL_STEPS = 5  # steps of each micro-batch, the first two not counted

@@ -27,6 +27,7 @@ from meshwright.checkpoint.saved_model import SavedModel, describe_model
 from meshwright.checkpoint.sources import Source, TensorBoxes, TensorInfo
 from meshwright.console import notice
 from meshwright.errors import LOCKED, UserError, bad_data
+from meshwright.model import counts
 from meshwright.progress import progress_bar
 from meshwright.settings import check_values, fields, flags
 from meshwright.settings.fields import spelling
@@ -323,5 +324,5 @@ def files_for_megatron(source: Selection, conversion: PreparedConversion) -> dic
         source.config |= {"fp16": target.dtype == "float16", "bf16": target.dtype == "bfloat16"}
     t, p = target.tensor_parallel, target.pipeline_parallel
     assert source.vocab
-    padded = tokenizers.padded_size(source.vocab, model.make_vocab_size_divisible_by, t, model.pad_vocab_size_to)
+    padded = counts.padded_size(source.vocab, model.make_vocab_size_divisible_by, t, model.pad_vocab_size_to)
     return megatron_writer.megatron_files(source, t, p, padded, source.has_optimizer)

@@ -22,6 +22,7 @@ from meshwright.errors import UserError, bad_data, not_a_run
 from meshwright.generation import decoder
 from meshwright.generation.requests import Request
 from meshwright.generation.sharded import ShardedModel
+from meshwright.model import counts
 from meshwright.model.cache import Cache
 from meshwright.model.gpt import GPT
 from meshwright.model.positions import Positions
@@ -249,7 +250,7 @@ def check_model(
     )
     if wrong := check_layout.parallel_problems(config):
         raise UserError("\n  ".join([f"{where} cannot be divided so:", *wrong]))
-    padded = tokenizers.padded_size(vocab, model.make_vocab_size_divisible_by, layout.tp, model.pad_vocab_size_to)
+    padded = counts.padded_size(vocab, model.make_vocab_size_divisible_by, layout.tp, model.pad_vocab_size_to)
     return CheckedModel(saved, model, vocab, padded, positions, tokenizer, config.stages)
 
 

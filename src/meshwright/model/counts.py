@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from meshwright.errors import UserError
 from meshwright.settings.schema import Model
 
 
@@ -83,3 +84,19 @@ def flops_per_token(m: Model, vocab: int, seq: int, recompute: str | None = None
     products = m.num_layers * sum(2 * outputs * inputs for outputs, inputs in layer_matrices(m).values())
     again = {"full": products + attention, "selective": attention}.get(recompute or "", 0)
     return 3 * (products + attention) + again + 3 * head_flops(m, vocab)
+
+
+def padded_size(size: int, divisible_by: int, tensor_parallel: int, pad_to: int | None) -> int:
+    """Return the smallest multiple of divisible_by * tensor_parallel from `size`, or `pad_to`."""
+    multiple = divisible_by * tensor_parallel
+    if pad_to is None:
+        return -(-size // multiple) * multiple
+    if pad_to < size:
+        raise UserError(f"--pad-vocab-size-to {pad_to} is below the tokenizer's {size} ids")
+    if pad_to % multiple:
+        following = -(-pad_to // multiple) * multiple
+        raise UserError(
+            f"--pad-vocab-size-to {pad_to} is not a multiple of {multiple} (--make-vocab-size-divisible-by "
+            f"{divisible_by} x tensor parallel size {tensor_parallel}); the next one is {following}"
+        )
+    return pad_to

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from meshwright.device import ask_nvidia_smi
 from meshwright.errors import UserError
+from meshwright.model.counts import padded_size
 from meshwright.plan.devices import DeviceProfile, Links, load_profile, profile_names
 from meshwright.plan.memory import RankMemory, memory_of_ranks
 from meshwright.plan.saving import SaveTime, save_time
@@ -34,8 +35,6 @@ class Prediction:
 
     @cached_property
     def padded(self) -> int:
-        from meshwright.tokenizers import padded_size  # imports numpy
-
         m, p = self.config.model, self.config.parallel
         divisor = m.make_vocab_size_divisible_by
         return padded_size(self.vocabulary, divisor, p.tensor_model_parallel_size, m.pad_vocab_size_to)

@@ -112,7 +112,8 @@ def with_settings(config: T, /, **values: Any) -> T:
     groups: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         group = config_fields(type(config))[name][0]
-        if repr(getattr(getattr(config, group), name)) != repr(value):  # 1 is not True
+        before = getattr(getattr(config, group), name)
+        if before != value or type(before) is not type(value):  # 1 is not True
             groups.setdefault(group, {})[name] = value
     changed = {group: dataclasses.replace(getattr(config, group), **given) for group, given in groups.items()}
     return typing.cast(T, dataclasses.replace(typing.cast(Any, config), **changed)) if changed else config

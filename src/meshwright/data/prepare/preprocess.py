@@ -40,6 +40,7 @@ from meshwright.data.prepare.records import LEAVE_OUT, NOT_UTF8
 from meshwright.data.prepare.workers import encode_pieces
 from meshwright.errors import UserError, bad_data
 from meshwright.host import cores
+from meshwright.model import counts
 from meshwright.progress import SkippedLines, new_bar
 from meshwright.ranks.compare import require_equal
 from meshwright.ranks.connect import join_ranks
@@ -203,7 +204,7 @@ class Preparation:
         tokenizers.fastest_encoder(tokenizer)
         if hint := tokenizers.missing_speed(tokenizer):
             print(f"note: {hint}, with the same ids", file=stderr)
-        padded = tokenizers.padded_size(tokenizer.size, 128, 1, None)
+        padded = counts.padded_size(tokenizer.size, 128, 1, None)
         say_to_scripts(tokenizers.padding_line(tokenizer.size, padded), stdout)
         say_to_scripts(f"Vocab size: {tokenizer.size}", stdout)
         say_to_scripts(f"Output prefix: {p.output_prefix}", stdout)

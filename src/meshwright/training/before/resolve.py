@@ -20,6 +20,7 @@ from meshwright.checkpoint import mirror, owner, steps
 from meshwright.console import say
 from meshwright.data.sets import count_epochs
 from meshwright.errors import BAD_DATA, UserError
+from meshwright.model import counts
 from meshwright.ranks.world import World
 from meshwright.settings import check_model, checks, data_paths, flags, notices
 from meshwright.settings.fields import spelling, with_settings
@@ -285,7 +286,7 @@ def find_vocabulary(config: TrainConfig, folder: Path | None) -> Vocabulary:
 def padded_for(config: TrainConfig, vocab: int) -> int:
     """Return the size of a vocabulary with its padding in this run."""
     m, tp = config.model, config.parallel.tensor_model_parallel_size
-    return tokenizers.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
+    return counts.padded_size(vocab, m.make_vocab_size_divisible_by, tp, m.pad_vocab_size_to)
 
 
 def is_size_alone(config: TrainConfig, beside_data: Path | None) -> bool:
