@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from meshwright import device as devices
+from meshwright import host
 
 MEMORY_SHARE = 0.92  # of free memory; the rest is for the gaps of the allocator and for other libraries
 
@@ -34,7 +35,7 @@ class CudaGraphs:
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        with collector_off():  # it could free an older graph, which a capture does not survive
+        with host.collector_off():  # it could free an older graph, which a capture does not survive
             # Other threads read files, pin memory and watch over NCCL meanwhile.
             graph.capture_begin(self.pool, capture_error_mode="thread_local")
             try:
@@ -62,14 +63,3 @@ class CudaGraphs:
     def discard(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.prepare()
-
-
-@contextlib.contextmanager
-def collector_off() -> Iterator[None]:
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

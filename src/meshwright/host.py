@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import resource
@@ -36,6 +37,18 @@ def handled(signals: Iterable[int], handler: Callable[[int, FrameType | None], A
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Collect no cycles of objects during the block."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def cores() -> int:
