@@ -37,12 +37,13 @@ BLOCK = 1 << 22  # bytes that are read at once, a multiple of every item size
 
 
 @contextmanager
-def naming_file(path: str | Path) -> Iterator[None]:
-    """Name the file in an OSError that was raised for its descriptor."""
+def naming_file(path: str | Path, temporary: Path | None = None) -> Iterator[None]:
+    """Name the file in an OSError that was raised for its descriptor, or for a temporary one."""
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.filename in (None, temporary, str(temporary)):
+            error.filename = str(path)
         raise
 
 
@@ -117,7 +118,7 @@ def replacing(path: Path, durably: bool = False) -> Iterator[BinaryIO]:
         return
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
-        with naming_file(path), temporary.open("wb") as file:
+        with naming_file(path, temporary), temporary.open("wb") as file:
             yield file
             file.flush()
             if durably:

@@ -169,3 +169,9 @@ def test_text_that_is_not_utf8_is_the_reason(tmp_path):
     assert list(documents) == ["话\n"] and documents.left_out() == [
         f"left out 1 bad line: 1 not UTF-8, first {tmp_path / 'a.txt'}:2"
     ]
+
+
+def test_a_text_of_equal_parts_is_refused(tmp_path):
+    """Parts with the same text are all on one side."""
+    with pytest.raises(UserError, match="all parts of the text are the same, so none can be held out; give other text"):
+        collect.collect(["a\n" * 100_000], tmp_path)

@@ -705,3 +705,9 @@ def test_a_negative_learning_rate_is_one_mistake(capsys):
     assert main([*argv.split(), *"--seq-length 16 --micro-batch-size 1 --train-iters 3 --dry-run".split()]) == 2
     err = capsys.readouterr().err
     assert "--lr -1.0 must be above 0" in err and "is above" not in err
+
+
+@pytest.mark.parametrize(("text", "advice"), [("26B", "26e9"), ("1.5 m", "1.5e6"), ("300k", "300e3")])
+def test_large_numbers_are_written_with_a_power_of_ten(text, advice):
+    with pytest.raises(UserError, match=f"'{text}' is not a whole number; write {advice}"):
+        flags.parse_settings(TrainConfig, ["--train-tokens", text, "--mock-data"], "train")

@@ -938,6 +938,9 @@ def test_an_error_of_the_disk_names_its_file(tmp_path, capsys, monkeypatch):
     assert said in capsys.readouterr().err
     with pytest.raises(OSError, match="page.html"), replacing(tmp_path / "page.html"):
         raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(FileNotFoundError) as caught, replacing(tmp_path / "none" / "page.html"):
+        pass
+    assert caught.value.filename == str(tmp_path / "none" / "page.html")
 
 
 def test_the_name_of_a_token_file_stands_for_the_pair(tmp_path):

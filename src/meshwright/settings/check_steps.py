@@ -64,7 +64,12 @@ def batch_problems(c: TrainConfig) -> list[str]:
     is_counted = not out and c.lengths[0] not in ("train_iters", "train_epochs") and t.train_tokens != "auto"
     if is_counted and c.steps == 0:
         length = f"{spelling(c.lengths[0])} {getattr(t, c.lengths[0])}"
-        out.append(f"{length} is less than one global batch of {c.batch(0)} samples; raise it")
+        least = f"{c.batch(0)} samples"
+        if c.lengths[0] == "train_tokens":
+            least += f", which are {c.batch(0) * (c.data.seq_length or 0):,} tokens"
+        out.append(
+            f"{length} is less than one global batch of {least}; raise it, or give more data if a recipe chose it"
+        )
     return out
 
 

@@ -51,6 +51,7 @@ from meshwright.settings.other_programs.megatron_flags import EQUAL, NO_EFFECT, 
 from meshwright.settings.schema import AMOUNTS, LENGTHS, OUTCOME, TrainConfig
 from meshwright.storage import addresses
 
+POWERS = {"k": 3, "m": 6, "b": 9, "g": 9, "t": 12}  # of ten, as people abbreviate them
 SETTINGS_LIMIT = 4 << 20  # bytes of a file of settings
 ENVIRONMENT = "environment"  # the source of a value of MESHWRIGHT_*
 C = TypeVar("C")
@@ -510,7 +511,9 @@ def convert_value(kind: Any, value: Any) -> Any:
         return inner(value)
     except (ValueError, TypeError, OverflowError):
         wanted = {"int": "a whole number", "float": "a number", "str": "text"}[inner.__name__]
-        raise argparse.ArgumentTypeError(f"{_short(value)} is not {wanted}") from None
+        large = re.fullmatch(r"([\d.]+) ?([kmbtg])", str(value).strip(), re.I)
+        advice = f"; write {large[1]}e{POWERS[large[2].lower()]}" if large else ""
+        raise argparse.ArgumentTypeError(f"{_short(value)} is not {wanted}{advice}") from None
 
 
 def _unknown(word: str, parser: FlagParser) -> str:

@@ -80,7 +80,7 @@ def dry_run(config: TrainConfig) -> int:
             show(f"tokenizer: {vocabulary.tokenizer.name}, {size:,} ids")
         for indexed in files:
             check_vocabulary(indexed, size)
-    print_sizes(config, size)
+    lack = print_sizes(config, size)
     if files and (tokens := sum(len(indexed.tokens) for indexed in files)) < config.global_batch * (d.seq_length or 0):
         show(f"warning: one step reads more than the {tokens:,} tokens of the data; give a smaller batch or more text")
     if lines := check_loading(config) if config.checkpoint.load else fresh_schedule(config):
@@ -91,14 +91,14 @@ def dry_run(config: TrainConfig) -> int:
         show("\n".join(describe_rank(config, size, padded_for(config, size))))
     for problem in later:
         show(f"required before the run can start: {problem}")
-    if plan := verdict_here(config, size):
+    if not lack and (plan := verdict_here(config, size)):
         show(plan)
     show("dry run: nothing was built or written")
     return DONE
 
 
-def print_sizes(config: TrainConfig, vocab: int) -> None:
-    """Print the parameters, the work and the memory of the run."""
+def print_sizes(config: TrainConfig, vocab: int) -> str:
+    """Print the parameters, the work and the memory of the run; return why it cannot fit, if so."""
     m, seq, padded = config.model, config.data.seq_length, padded_for(config, vocab)
     assert seq
     n = counts.parameters(m, padded, m.max_position_embeddings or seq)
@@ -120,6 +120,7 @@ def print_sizes(config: TrainConfig, vocab: int) -> None:
     show(f"memory of weights, gradients and optimizer: {describe_memory(config, padded)}, activations apart")
     if lack := describe_lack(config, padded):
         show(lack)
+    return lack
 
 
 def _large(x: float) -> str:
