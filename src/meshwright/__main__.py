@@ -172,6 +172,8 @@ def _as_typed(message: str, argv: list[str], spellings: Mapping[str, str]) -> st
     command = next((name for name in (" ".join(argv[:2]), *argv[:1]) if name in PAGES), None)
     typed = typed_spellings(pkgutil.resolve_name(PAGES[command].config), argv) if command else {}
     for ours, theirs in (typed | dict(spellings)).items():
+        if re.search(rf"(?<![\w-]){re.escape(theirs)}(?![\w-])", message):
+            continue  # an error about both of them
         message = re.sub(rf"(?<![\w-]){re.escape(ours)}(?![\w-])", theirs.replace("\\", r"\\"), message)
     return message
 

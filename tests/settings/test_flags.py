@@ -711,3 +711,8 @@ def test_a_negative_learning_rate_is_one_mistake(capsys):
 def test_large_numbers_are_written_with_a_power_of_ten(text, advice):
     with pytest.raises(UserError, match=f"'{text}' is not a whole number; write {advice}"):
         flags.parse_settings(TrainConfig, ["--train-tokens", text, "--mock-data"], "train")
+
+
+def test_an_error_about_two_names_of_a_setting_has_both(capsys):
+    assert main("train --mock-data --lr 1e-3 --learning-rate 1e-2 --preset gpt2-345m --train-iters 5".split()) == USAGE
+    assert "--lr and --learning-rate are names of one setting" in capsys.readouterr().err

@@ -511,7 +511,7 @@ def convert_value(kind: Any, value: Any) -> Any:
         return inner(value)
     except (ValueError, TypeError, OverflowError):
         wanted = {"int": "a whole number", "float": "a number", "str": "text"}[inner.__name__]
-        large = re.fullmatch(r"([\d.]+) ?([kmbtg])", str(value).strip(), re.I)
+        large = re.fullmatch(r"([\d.]{1,20}) ?([kmbtg])", value.strip(), re.I) if isinstance(value, str) else None
         advice = f"; write {large[1]}e{POWERS[large[2].lower()]}" if large else ""
         raise argparse.ArgumentTypeError(f"{_short(value)} is not {wanted}{advice}") from None
 
