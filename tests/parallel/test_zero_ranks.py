@@ -278,13 +278,15 @@ def check_low(layout, micro, dtype):
         assert is_equal(stages[1], stages[2])
     if layout.world == 2:
         assert is_equal(stages[0], stages[1])
-        assert micro > 1 or is_equal(stages[0], want)
+        # In float32 one process rounds otherwise: a CPU adds a table's gradient row by row into its total.
+        assert micro > 1 or dtype is torch.float32 or is_equal(stages[0], want)
+    near = 1e-4 if micro == 1 and dtype is torch.float32 else 0.1
     for values in stages:
         assert values.keys() == want.keys()
         apart, moved = (
             sum((a[n] - b[n]).square().sum() for n in first).sqrt() for a, b in ((values, want), (want, first))
         )
-        assert apart < 0.1 * moved, (apart, moved)
+        assert apart < near * moved, (apart, moved)
 
 
 @sampled(("sizes", "micro", "dtype"), LAYOUTS, [1, 3], [torch.bfloat16, torch.float32], quick=[(0, 0, 1), (2, 1, 0)])

@@ -468,10 +468,8 @@ class FlatStore(Store):
 
     def finish_sums(self) -> None:
         for bucket in self.sum_order:
-            if not self.keeps_gradients and bucket.gradients is None and bucket.spans.keys() <= self.added:
-                continue  # the sums of all micro-batches have started
-            is_left = not self.keeps_gradients and bucket.gradients is not None
-            if is_left or not bucket.is_summed:
+            has_none = bucket.gradients is None and bucket.spans.keys() <= self.added  # ZeRO 2: all sums have started
+            if not (bucket.is_summed if self.keeps_gradients else has_none):
                 self._complete(bucket)
         for bucket in self.buckets.values():
             self._finish(bucket)
