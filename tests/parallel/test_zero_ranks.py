@@ -278,7 +278,7 @@ def check_low(layout, micro, dtype):
         assert is_equal(stages[1], stages[2])
     if layout.world == 2:
         assert is_equal(stages[0], stages[1])
-        # In float32 one process rounds otherwise: a CPU adds a table's gradient row by row into its total.
+        # A CPU adds a table's gradient row by row into its total: float32 rounds otherwise alone.
         assert micro > 1 or dtype is torch.float32 or is_equal(stages[0], want)
     near = 1e-4 if micro == 1 and dtype is torch.float32 else 0.1
     for values in stages:
