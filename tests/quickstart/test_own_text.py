@@ -353,6 +353,9 @@ def test_the_plan_compares_sizes(tmp_path):
     small = functools.partial(own_text.expected_speed, made, 1024, profile, 8e9)  # bytes
     assert [small(size) > 0 for size in grown] == [True] * 5 + [False]
     assert plan.trial_size(10**9, True, small, 1e6) == grown[4]
+    none = functools.partial(own_text.expected_speed, made, 1024, profile, 0.0)
+    assert [none(size) > 0 for size in grown] == [True] + [False] * 5
+    assert plan.trial_size(10**9, True, none, 1e6) == grown[0]
 
 
 def test_what_is_passed_over_is_said(tmp_path, capsys):

@@ -1,5 +1,4 @@
-# Four GPUs, ten minutes: tests of kernels and updates, Muon's update, the best rates with µP; recipes at 1M, 3M and 10M with three
-# seeds and a grid of AdamW; 124M, AdamW's grid beside the recipe; what helps quickstart's model.
+# Token files, tests of kernels and updates, Muon's update, the best rates with µP, and what helps quickstart's model: six minutes.
 #     OUT=FOLDER FOLDERS="..." PROSE=FILE bash first.sh, in the root of the project, with FOLDERS of installed packages
 set -u
 export PYTHONPATH=src:${PYTHONPATH:-} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=2
@@ -14,11 +13,6 @@ texts() {
     python3 -m meshwright train-tokenizer --input $PROSE --vocab-size 4096 --output /tmp/prose-tokenizer > $OUT/prose.txt 2>&1
     python3 -m meshwright preprocess --input $PROSE --output-prefix /tmp/prose --tokenizer /tmp/prose-tokenizer --append-eod >> $OUT/prose.txt 2>&1
     echo "prose after $(since) s" >> $OUT/prose.txt
-}
-learn() {  # NAME SECONDS FLAGS...
-    local name=$1 seconds=$2; shift 2
-    python3 benchmarks/learning.py /tmp/$name --held-out 3e5 --seconds $seconds --grace 15 --flags "--bf16 --device cuda" "$@" > $OUT/$name.txt 2>&1
-    cp /tmp/$name/figures.jsonl $OUT/$name.jsonl; echo "$name after $(since) s" >> $OUT/$name.txt
 }
 quickstart() {  # what helps a model of 1.3M parameters in 1.5 M tokens
     local base="--data-path /tmp/prose_text_document --tokenizer /tmp/prose-tokenizer --split 97,3,0 --num-layers 4 --hidden-size 128 --num-attention-heads 2 --swiglu
@@ -46,11 +40,6 @@ P
     CUDA_VISIBLE_DEVICES=0 xargs -a /tmp/variants -d '\n' -P 14 -I{} bash -c 'one $(echo "$1" | md5sum | cut -c1-8) $1' _ {} 2> $OUT/quickstart-errors.txt
     echo "quickstart after $(since) s" >> $OUT/quickstart.txt
 }
-small() { for seed in 1 2 3; do
-    for size in 1M:10e6:4e6:8e6 3M:15e6:6e6:12e6 10M:20e6:8e6:16e6; do IFS=: read name all less more <<< $size
-        echo documents@$all@$name@$seed recipe@$less@$name@$seed recipe@$more@$name@$seed
-        for lr in ${RATES:-6e-4 1.2e-3 2.4e-3 4.8e-3}; do for batch in 16 32; do echo tuned,lr=$lr,global-batch-size=$batch,lr-warmup-fraction=0.1@$all@$name@$seed; done; done
-    done; done; }
 tests() {
     CUDA_VISIBLE_DEVICES=0 timeout 200 python3 -m pytest -q -n 6 --maxfail=20 -p no:cacheprovider -m "not long" tests/kernels/test_adamw.py tests/kernels/test_moments.py \
         tests/kernels/test_muon_passes.py tests/optim tests/training/test_graph.py tests/training/test_fit.py tests/test_cuda_graphs.py > $OUT/tests.txt 2>&1
@@ -64,16 +53,7 @@ tests & testing=$!
 texts; quickstart & trying=$!
 while ! [ -e /tmp/large/corpus_text_document.idx ] || ! [ -e /tmp/small/corpus_text_document.idx ]; do sleep 1; [ $(since) -gt 120 ] && break; done
 sleep 2; echo "texts after $(since) s" >> $OUT/text.txt
-learn large-first $((LIMIT - $(since))) --data /tmp/large/corpus_text_document --tokenizer /tmp/large/tokenizer --size 124M --points 8 --jobs 2 --gpus 3 \
-    tuned,lr=1.2e-3,global-batch-size=16,lr-warmup-fraction=0.1@60e6 recipe@46e6 tuned,lr=6e-4,global-batch-size=16,lr-warmup-fraction=0.1@60e6 \
-    tuned,lr=2.4e-3,global-batch-size=16,lr-warmup-fraction=0.1@60e6 recipe@40e6 tuned,lr=6e-4,global-batch-size=8,lr-warmup-fraction=0.1@60e6 tuned,lr=1.2e-3,global-batch-size=32,lr-warmup-fraction=0.1@60e6 recipe@20e6 &
-learning=$!
-learn small $(( (LIMIT - $(since)) * 2 / 3 )) --data /tmp/small/corpus_text_document --tokenizer /tmp/small/tokenizer --points 8 --jobs 20 --gpus 1,2 $(small)
-learn large-second $((LIMIT - $(since) - 45)) --data /tmp/large/corpus_text_document --tokenizer /tmp/large/tokenizer --size 124M --points 8 --jobs 4 --gpus 1,2 \
-    documents@60e6 tuned,lr=1.2e-3,global-batch-size=16,lr-warmup-fraction=0.1,adam-beta2=0.99@60e6 tuned,lr=1.2e-3,global-batch-size=16,lr-warmup-fraction=0.1,weight-decay=0.3@60e6 \
-    tuned,lr=1.2e-3,global-batch-size=8,lr-warmup-fraction=0.1@60e6
-wait $testing $trying $learning
-for name in small large-first large-second; do tail -n 70 $OUT/$name.txt | cut -c1-110; done
+wait $testing $trying
 sort $OUT/quickstart.txt; tail -n 3 $OUT/quickstart-errors.txt; tail -n 25 $OUT/tests.txt | cut -c1-160; tail -n 20 $OUT/muon.txt $OUT/mup.txt; tail -n 12 $OUT/fuzz.txt | cut -c1-200
 nvidia-smi --query-gpu=name,driver_version --format=csv,noheader; lscpu | grep -E "Model name|amx" | cut -c1-80
 kill $archiving; tar czf $back/all.tar.gz -C $OUT .

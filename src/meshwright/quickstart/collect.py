@@ -190,11 +190,9 @@ def collect(documents: Iterable[str], folder: Path, expected: float = 0) -> Coll
             f"give at least {LEAST_BYTES:,}, better some millions",
             BAD_DATA,
         )
-    if not all(parts):
-        same = (
-            "all parts of the text are the same" if count > 1 or sum(parts) > 1 else "the text is a single short part"
-        )
-        raise UserError(f"{same}, so none can be held out; give other text", BAD_DATA)
+    if not parts[0]:
+        alike = "all parts of the text are the same" if parts[1] > 1 else "the text is a single short part"
+        raise UserError(f"{alike}, so none can be held out; give other text", BAD_DATA)
     sample = str(folder / names[2]) if sampled else None
     wide_share = wide / sum(sizes)
     return CollectedText(count, sizes[0], sizes[1], wide_share, sample, train_parts=parts[0], held_out_parts=parts[1])

@@ -192,11 +192,14 @@ def find_profile(device: str) -> tuple[DeviceProfile, float]:
 
 
 def expected_speed(tour: Tour, vocab: int, profile: DeviceProfile, room: float, size: Size) -> float:
-    """Return the tokens per second that the plan expects of a size, 0 if there is no room."""
+    """Return the tokens per second that the plan expects of a size, 0 if there is no room.
+
+    The smallest is tried in any case: training says what to do where memory runs out.
+    """
     _, *words = tour.training(size, 0, USUAL_STEPS, *speed_flags(profile.kind != "cpu", 0))
     config = parse_settings(TrainConfig, words, "train", check=False).config
     prediction = Prediction(config, Machine(profile, profile.links), vocab)
-    if math.isfinite(room) and prediction.need > room:
+    if size.hidden > plans.SIZES[0].hidden and math.isfinite(room) and prediction.need > room:
         return 0.0
     return prediction.time.tokens_per_second
 
