@@ -1,7 +1,8 @@
 """Generation on one GPU: tokens per second beside transformers, and whether the texts are right.
 
 usage: python benchmarks/gpu_decode.py [--check | --profile | --sweep] [--sizes 345M 1.3B]
-                                       [--rows 1 8 64] [--quick] [--peers] [--json FILE]
+                                       [--rows 1 8 64] [--quick] [--torch] [--peers]
+                                       [--json FILE]
 
 Prompts have 128 random tokens, and 128 are generated, greedily, in bfloat16, by networks of random
 weights. A figure is tokens divided by the time from the first prompt to the last token, the best of
@@ -13,6 +14,7 @@ fails is printed, and the others go on.
 --profile  time one step by kernel
 --sweep    time products of one row with other tiles
 --quick    no plain steps, with whose texts the captured ones are compared
+--torch    captured steps without Triton's kernels too
 --peers    transformers, eager and with a static cache and compiled, in the same run
 """
 
@@ -23,8 +25,11 @@ import functools
 import json
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from common import SIZES, VOCAB, attempt, distance, doubled, new_parser, seconds_of
@@ -33,7 +38,7 @@ from meshwright import device as devices
 from meshwright.generation.decoder import Decoder
 from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Request
-from meshwright.kernels import decode
+from meshwright.kernels import decode, twins
 from meshwright.kernels.decode import CachedTexts, DecodeLinear
 from meshwright.kernels.heads import HeadSizes
 from meshwright.kernels.norm import NormWeights
@@ -222,7 +227,14 @@ def agreement(model: LanguageModel, a: list[list[int]], b: list[list[int]]) -> s
     return f"{len(gaps)} of {len(a)} part, where logits differ by at most {max(map(abs, gaps)):.3f} deviations"
 
 
-def speed(sizes: list[str], rows: list[int], peers: bool, quick: bool) -> list[dict[str, Any]]:
+@contextmanager
+def without_triton() -> Iterator[None]:
+    """Let every kernel's plain twin run."""
+    with mock.patch.object(twins, "is_triton", lambda x: False):
+        yield
+
+
+def speed(sizes: list[str], rows: list[int], peers: bool, quick: bool, torch_alone: bool) -> list[dict[str, Any]]:
     table = []
     for size in sizes:
         model = attempt(size, named, size)
@@ -237,6 +249,12 @@ def speed(sizes: list[str], rows: list[int], peers: bool, quick: bool) -> list[d
                         found["texts"] = attempt("texts", agreement, model, tokens[name], tokens["plain"])
                     line[name] = found
                     show(name, line)
+            if torch_alone:
+                with without_triton():
+                    line["torch alone"] = attempt(f"{size} {b} torch alone", ours, model, b, "on")
+                if line["torch alone"]:
+                    line["torch alone"].pop("tokens")
+                show("torch alone", line)
             for name, compiled in (("transformers", False), ("static, compiled", True)) if peers else ():
                 line[name] = attempt(f"{size} {b} {name}", peer, size, b, compiled)
                 show(name, line)
@@ -313,7 +331,7 @@ def product_time(n: int, k: int, tile: tuple[int, int] | None) -> float:
 
 def main() -> None:
     parser = new_parser(__doc__)
-    for flag in ("--check", "--profile", "--sweep", "--peers", "--quick"):
+    for flag in ("--check", "--profile", "--sweep", "--peers", "--quick", "--torch"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("--sizes", nargs="+", default=["345M", "1.3B"], choices=SIZES)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64])
@@ -329,7 +347,7 @@ def main() -> None:
     elif args.sweep:
         attempt("sweep", sweep)
     else:
-        table = speed(args.sizes, args.rows, args.peers, args.quick)
+        table = speed(args.sizes, args.rows, args.peers, args.quick, args.torch)
         if args.json:
             args.json.write_text(json.dumps(table, indent=1) + "\n")
 

@@ -1,9 +1,11 @@
 """Time and error of each Triton kernel on one GPU, in a table.
 
-usage: python benchmarks/gpu_kernels.py [NAME ...] [--shape SHAPE] [--sweep] [--json FILE]
+usage: python benchmarks/gpu_kernels.py [NAME ...] [--shape SHAPE] [--sweep] [--compiled]
+                                        [--json FILE]
 
 NAME selects kernels by the start of their names, as "norm backward"; `--sweep` also times each with
-other numbers of warps, programs and stages. A time is the median of five replays of a CUDA graph
+other numbers of warps, programs and stages, and `--compiled` what torch.compile makes of the plain
+twin, its time over the kernel's. A time is the median of five replays of a CUDA graph
 that runs the kernel on several sets of fresh inputs, together larger than the L2 cache. The
 bandwidth is the bytes that the kernel must move, divided by that time, and is compared with a copy
 of 1 GiB in the same run. The error is ||out - exact|| / ||exact|| against float64, the worst of the
@@ -26,13 +28,16 @@ from common import GPU, attempt, distance, doubled, new_parser, print_head, prin
 if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when kernels are defined
 
-from meshwright.kernels import activation, adamw, dropout, embedding, grid, heads, norm  # noqa: E402
+from meshwright.kernels import activation, adamw, dropout, embedding, gradients, grid, heads, muon, norm  # noqa: E402
 from meshwright.kernels.triton import activation as activation_triton  # noqa: E402
 from meshwright.kernels.triton import adamw as adamw_triton  # noqa: E402
+from meshwright.kernels.triton import cross_entropy as cross_entropy_triton  # noqa: E402
+from meshwright.kernels.triton import dropout as dropout_triton  # noqa: E402
 from meshwright.kernels.triton import gradients as gradients_triton  # noqa: E402
 from meshwright.kernels.triton import heads as heads_triton  # noqa: E402
 from meshwright.kernels.triton import muon as muon_triton  # noqa: E402
 from meshwright.kernels.triton import norm as norm_triton  # noqa: E402
+from meshwright.kernels.triton import softcap as softcap_triton  # noqa: E402
 
 DEVICE = "cuda" if GPU else "cpu"
 SETS_BYTES = 256 << 20  # of all sets of inputs, five times the L2 cache of an H200
@@ -53,6 +58,7 @@ class Case:
     flops: int = 0
     compared: Callable[[Outputs], Outputs] = lambda out: out  # such as the sums of partial sums
     variants: Callable[[], Iterator[str]] | None = None  # set each variant and yield its name; restore
+    plain: Callable[..., Any] | None = None  # the same by torch alone, which torch.compile takes
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, mean: float = 0.0) -> torch.Tensor:
@@ -104,6 +110,7 @@ def norm_forward(n: int, width: int, p: float) -> Case:
             norm.Operands(*doubled(operands)), norm.NormWeights(*doubled(weights))
         ),
         n * width * 2 * 4,
+        plain=norm.forward.plain,  # type: ignore[attr-defined]
     )
 
 
@@ -141,6 +148,7 @@ def norm_backward(n: int, width: int, p: float) -> Case:
         n * width * 2 * (5 if p else 4),
         compared=lambda out: (*out[:2], out[2].sum(1)),  # type: ignore[union-attr]
         variants=variants,
+        plain=norm.backward.plain,  # type: ignore[attr-defined]
     )
 
 
@@ -154,6 +162,7 @@ def column_cases() -> Iterator[Case]:
             lambda x: [x.double().sum(0, keepdim=True)],
             n * width * 2,
             compared=lambda out: [out[0].sum(0)],  # type: ignore[union-attr]
+            plain=gradients.sum_rows.plain,  # type: ignore[attr-defined]
         )
     for n, width in shapes((528, 1024), (256, 1024), (132, 4096)):
         yield Case(
@@ -166,6 +175,7 @@ def column_cases() -> Iterator[Case]:
             lambda partials, places: gradients_triton.reduce_into(places, partials) or [t for t, _ in places],
             lambda partials, places: list(partials.double().sum(1)),
             3 * n * width * 4,
+            plain=lambda partials, places: gradients.reduce_into.plain(places, partials),  # type: ignore[attr-defined]
         )
 
 
@@ -179,6 +189,12 @@ def activation_cases() -> Iterator[Case]:
 
 def activation_pair(kind: str, n: int, width: int) -> Iterator[Case]:
     inputs = 2 if kind == "swiglu" else 1
+
+    def differentiate(u: torch.Tensor, grad: torch.Tensor) -> Outputs:
+        _, pull_back = torch.func.vjp(lambda x: activation.plain(kind, activation.halves(kind, x)), u.float())
+        (du,) = pull_back(grad.float())
+        return du.to(u.dtype), du.sum(0)
+
     yield Case(
         f"activation {kind} forward",
         f"{n} x {inputs} x {width}",
@@ -187,6 +203,7 @@ def activation_pair(kind: str, n: int, width: int) -> Iterator[Case]:
         lambda u: [activation.forward(kind, u.double())],
         n * width * 2 * (inputs + 1),
         variants=activation_blocks,
+        plain=lambda u: activation.forward.plain(kind, u),  # type: ignore[attr-defined]
     )
     yield Case(
         f"activation {kind} backward",
@@ -197,6 +214,7 @@ def activation_pair(kind: str, n: int, width: int) -> Iterator[Case]:
         n * width * 2 * (2 * inputs + 1),
         compared=lambda out: (out[0], out[1].sum(0)),  # type: ignore[union-attr]
         variants=activation_tiles,
+        plain=differentiate,
     )
 
 
@@ -244,6 +262,7 @@ def heads_forward(b: int, t: int, sizes: heads.HeadSizes) -> Case:
         lambda qkv, rotation: heads.split_and_rotate(qkv.double(), sizes, rotation)[:2],
         b * t * groups * (per_group + 1) * dim * 2 * 2,
         variants=heads_tiles,
+        plain=lambda qkv, rotation: heads.rotate_qk.plain(qkv, sizes, rotation),  # type: ignore[attr-defined]
     )
 
 
@@ -263,6 +282,7 @@ def heads_backward(b: int, t: int, sizes: heads.HeadSizes, rotated: bool) -> Cas
         b * t * groups * (per_group + 2) * dim * 2 * 2,
         compared=lambda out: (out[0], out[1].sum(0)),  # type: ignore[union-attr]
         variants=heads_tiles,
+        plain=lambda grads, rotation: heads.pack.plain(grads, sizes, rotation, True),  # type: ignore[attr-defined]
     )
 
 
@@ -306,9 +326,15 @@ def muon_cases() -> Iterator[Case]:
         def applied(weights: Any, updates: Any) -> Outputs:
             return list((torch.stack(weights).double() - updates.double()) / 2)
 
+        def advance_plainly(gradients: Any, moments: Any, number: torch.Tensor = number) -> Outputs:
+            return muon.advance.plain(gradients, moments, number, number * 0, 0.95)  # type: ignore[attr-defined,no-any-return]
+
+        def apply_plainly(weights: Any, updates: Any, number: torch.Tensor = number) -> None:
+            muon.subtract.plain(weights, updates, number, number, number * 0)  # type: ignore[attr-defined]
+
         shape, size = f"{count} x {rows} x {columns}", count * rows * columns
-        yield Case("muon: advance", shape, make, advance, ahead, size * 14)
-        yield Case("muon: apply", shape, with_updates, apply, applied, size * 10)
+        yield Case("muon: advance", shape, make, advance, ahead, size * 14, plain=advance_plainly)
+        yield Case("muon: apply", shape, with_updates, apply, applied, size * 10, plain=apply_plainly)
 
 
 def adamw_cases() -> Iterator[Case]:
@@ -338,12 +364,16 @@ def norm_of_gradients(size: int) -> Case:
         exact,
         size * 4,
         variants=variants,
+        plain=lambda x: [x.double().square().sum()],
     )
 
 
 def adamw_update(size: int, low: torch.dtype | None) -> Case:
     """The first 2^20 elements are compared; all in float64 would not fit."""
-    table, settings = adamw.make_table([adamw.FlatRange(0, size, True)], torch.device(DEVICE)), (0.9, 0.95, 1e-8)
+    table, settings = (
+        adamw.make_table([adamw.FlatRange(0, size, True)], torch.device(DEVICE)),
+        adamw.AdamWConstants(0.9, 0.95, 1e-8),
+    )
     decision = torch.tensor([1.0, 0.5, 1.0, 0.5, 1.5, *[1e-3, 1e-2] * adamw.KINDS], device=DEVICE)
 
     def make() -> tuple[Any, ...]:
@@ -362,6 +392,15 @@ def adamw_update(size: int, low: torch.dtype | None) -> Case:
         p = p * (1 - decay) - step_size * m / (v.sqrt() * inverse_root + 1e-8)
         return [m, v, p, None if w is None else p.to(w.dtype).double()]
 
+    def update(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, p: torch.Tensor, w: torch.Tensor | None) -> None:
+        """Do the same to every element, without a table."""
+        factor, root, decay, step_size = decision[adamw.FACTOR : adamw.OF_KINDS + 2]
+        new = adamw.advance(p, g * factor, [m, v], settings, decay, step_size, root)
+        for old, value in zip((p, m, v), new, strict=True):
+            old.copy_(torch.where(decision[adamw.FINITE] > 0, value, old))
+        if w is not None:
+            w.copy_(p)
+
     def variants() -> Iterator[str]:
         return vary(vars(adamw_triton), ["ROWS", "WARPS"], ((4, 4), (8, 4), (8, 8), (16, 4), (32, 8)))
 
@@ -374,6 +413,7 @@ def adamw_update(size: int, low: torch.dtype | None) -> Case:
         size * (28 if low is None else 30),
         compared=lambda out: [None if x is None else x[: 1 << 20] for x in out],
         variants=variants,
+        plain=update,
     )
 
 
@@ -396,6 +436,90 @@ def embedding_cases() -> Iterator[Case]:
             run,
             lambda total, ids, rows: [total.double().index_add_(0, ids, rows.double())],
             n * width * 2,
+            plain=embedding.add_rows.plain,  # type: ignore[attr-defined]
+        )
+
+
+def loss_cases() -> Iterator[Case]:
+    """Cross entropy of bf16 logits of GPT-2's vocabulary; backward overwrites them."""
+    for n, width in shapes((32768, 50304), (1024, 50304)):
+        vocab = min(width, 50257)
+
+        def make(n: int = n, width: int = width, vocab: int = vocab) -> tuple[Any, ...]:
+            return draw(n, width), torch.randint(0, vocab, (n,), device=DEVICE)
+
+        def with_gradients(n: int = n, width: int = width, vocab: int = vocab) -> tuple[Any, ...]:
+            logits, labels = draw(n, width), torch.randint(0, vocab, (n,), device=DEVICE)
+            return logits, labels, logits.float().logsumexp(1), draw(n, dtype=torch.float32)
+
+        def normalise(logits: torch.Tensor, labels: torch.Tensor, vocab: int = vocab) -> Outputs:
+            x = logits[:, :vocab].float()
+            return x.logsumexp(1), x.gather(1, labels[:, None]).squeeze(1)
+
+        def overwrite(*given: torch.Tensor, vocab: int = vocab) -> Outputs:
+            cross_entropy_triton.overwrite(*given, vocab)
+            return given[:1]
+
+        def overwrite_plainly(
+            logits: torch.Tensor, labels: torch.Tensor, lse: torch.Tensor, grad: torch.Tensor, vocab: int = vocab
+        ) -> Outputs:
+            ids = torch.arange(logits.shape[1], device=logits.device)
+            p = (logits.float() - lse[:, None]).exp() - (ids == labels[:, None]).float()
+            logits.copy_(torch.where(ids < vocab, p * grad[:, None], 0.0))
+            return [logits]
+
+        def exact_overwrite(*given: torch.Tensor, vocab: int = vocab) -> Outputs:
+            logits, labels, lse, grad = (x[:512] for x in given)
+            p = logits[:, :vocab].double().softmax(1)
+            p.scatter_add_(1, labels[:, None], -torch.ones_like(p[:, :1]))
+            return [torch.nn.functional.pad(p * grad.double()[:, None], (0, logits.shape[1] - vocab))]
+
+        yield Case(
+            "cross entropy: log-sum-exp",
+            f"{n} x {width}",
+            make,
+            lambda logits, labels, vocab=vocab: cross_entropy_triton.log_sum_exp(logits, labels, vocab),
+            lambda logits, labels: normalise(logits[:512], labels[:512]),
+            n * width * 2,
+            compared=lambda out: [x[:512] for x in out],  # type: ignore[index]
+            plain=normalise,
+        )
+        yield Case(
+            "cross entropy: overwrite",
+            f"{n} x {width}",
+            with_gradients,
+            overwrite,
+            exact_overwrite,
+            n * width * 2 * 2,
+            compared=lambda out: [x[:512] for x in out],  # type: ignore[index]
+            plain=overwrite_plainly,
+        )
+
+
+def dropout_cases() -> Iterator[Case]:
+    for n, width in shapes((32768, 1024), (1024, 1024)):
+        yield Case(
+            "dropout",
+            f"{n} x {width}",
+            lambda n=n, width=width: (draw(n, width), hashes(n, 0.1), 0.1),
+            lambda x, rows, p: [dropout_triton.drop(x, rows, p)],
+            lambda x, rows, p: [dropout.mask_and_scale(x.double(), rows, p)],
+            n * width * 2 * 2,
+            plain=dropout.mask_and_scale,
+        )
+
+
+def softcap_cases() -> Iterator[Case]:
+    for n, width in shapes((32768, 50304)):
+        yield Case(
+            "softcap: bound",
+            f"{n} x {width}",
+            lambda n=n, width=width: (draw(n, width), 30.0),
+            lambda x, cap: [softcap_triton.bound(x, cap)],
+            lambda x, cap: [torch.tanh(x[:512].double() / cap) * cap],
+            n * width * 2 * 2,
+            compared=lambda out: [x[:512] for x in out],  # type: ignore[index]
+            plain=lambda x, cap: torch.tanh(x.float() / cap).mul(cap).to(x.dtype),
         )
 
 
@@ -407,6 +531,9 @@ GROUPS: list[Callable[[], Iterator[Case]]] = [  # a part adds its own here
     muon_cases,
     adamw_cases,
     embedding_cases,
+    loss_cases,
+    dropout_cases,
+    softcap_cases,
 ]
 
 
@@ -424,7 +551,16 @@ def error(case: Case, given: tuple[Any, ...]) -> float:
     return max(distance(a, b) for a, b in pairs if a is not None and b is not None)
 
 
-def measure(case: Case, copy: float, variant: str = "") -> dict[str, Any]:
+def compiled_over(case: Case, sets: list[tuple[Any, ...]], time_of_one: float) -> float | None:
+    """Return the time that torch.compile's code for the plain twin takes, over the kernel's."""
+    if case.plain is None:
+        return None
+    torch._dynamo.reset()
+    compiled = torch.compile(case.plain, dynamic=False)
+    return round(seconds_of(compiled, sets, least=LEAST_SECONDS) / time_of_one, 2)
+
+
+def measure(case: Case, copy: float, variant: str, compiles: bool) -> dict[str, Any]:
     """Return a row of the table."""
     count = max(2, min(32, SETS_BYTES // case.bytes + 1)) if GPU else 1
     sets = [case.make() for _ in range(count)]
@@ -438,12 +574,12 @@ def measure(case: Case, copy: float, variant: str = "") -> dict[str, Any]:
         "% of copy": round(100 * case.bytes / time_of_one / copy, 1),
         "TFLOP/s": round(case.flops / time_of_one / 1e12, 1),
         "error": float(f"{worst:.1e}"),
-    }
+    } | ({"compiled": attempt("compiled", compiled_over, case, sets, time_of_one)} if compiles else {})
 
 
-def print_case(case: Case, copy: float, variant: str = "") -> dict[str, Any]:
+def print_case(case: Case, copy: float, variant: str = "", compiles: bool = False) -> dict[str, Any]:
     """Print the row of a case, and return it."""
-    row = attempt(f"{case.name}{variant}, {case.shape}", measure, case, copy, variant)
+    row = attempt(f"{case.name}{variant}, {case.shape}", measure, case, copy, variant, compiles)
     if row is None:
         return {"kernel": case.name + variant, "shape": case.shape, "failed": True}
     print_row(*row.values())
@@ -455,19 +591,20 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--shape", default="", help="only this one, as it is printed")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name() if GPU else 'CPU, interpreted'}: copy {copy / 1e9:.0f} GB/s\n")
-    print_head("kernel", "shape", "us", "GB/s", "% of copy", "TFLOP/s", "error")
+    print_head("kernel", "shape", "us", "GB/s", "% of copy", "TFLOP/s", "error", *["compiled"] * args.compiled)
     rows = []
     for case in (case for group in GROUPS for case in group()):
         if args.names and not any(case.name.startswith(name) for name in args.names):
             continue
         if args.shape and case.shape != args.shape:
             continue
-        rows.append(print_case(case, copy))
+        rows.append(print_case(case, copy, compiles=args.compiled))
         for variant in case.variants() if args.sweep and case.variants else ():
             rows.append(print_case(case, copy, f" {variant}"))
     if args.json:
