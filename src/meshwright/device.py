@@ -231,6 +231,20 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == NVIDIA and bool(_module(device).is_current_stream_capturing())
 
 
+def reserve_workspaces(device: torch.device, dtype: torch.dtype) -> None:
+    """Let the library of products take its memory now, for the threads of both passes.
+
+    Taken in the first backward pass it would lie within a large block that was free just then, such
+    as the logits', which no later step could use again.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    if is_accelerator(device):
+        x = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
+        F.linear(x, x, x[0]).sum().backward()  # type: ignore[no-untyped-call]
+
+
 def synchronize(device: torch.device | None) -> None:
     """Wait until the device has finished all submitted work."""
     import torch

@@ -689,13 +689,22 @@ class Distances:
                 mine, theirs = getattr(got, kind)[i], getattr(before, kind)[i]
                 wrong = [name for name in mine if not equal(mine[name], theirs[name])]
                 if wrong and not (kind == "gradients" and got.rows[i]["skipped"]):
-                    self.wrong.append(f"step {i}, {how}: other {kind} of {', '.join(wrong[:4])}")
+                    where = ", ".join(f"{name} ({difference(mine[name], theirs[name])})" for name in wrong[:4])
+                    self.wrong.append(f"step {i}, {how}: other {kind} of {where}")
 
 
 def of_squares(size: float, apart: float) -> float:
     """Return how far a square may be if another, so far from this size, is of a rounded number."""
     root = math.sqrt(size)
     return (root + SPREAD * (math.sqrt(size + apart) - root)) ** 2 - size
+
+
+def difference(a: Pieces, b: Pieces) -> str:
+    """Say how many numbers differ, where the first one is, and how far apart they are."""
+    mine, theirs = (torch.cat([x.flatten().double() for _, x in pieces]) for pieces in (a, b))
+    differ = (mine != theirs).nonzero().flatten()
+    apart = (mine - theirs).abs()[differ]
+    return f"{len(differ)} of {len(mine)} from {int(differ[0])}, at most {float(apart.max()):.1e} apart"
 
 
 def equal(a: Pieces, b: Pieces) -> bool:

@@ -148,7 +148,7 @@ def done(*_: Any, **__: Any) -> Done:
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[None]:
     """Let the program take the meta device for a GPU, and its ranks for connected ones."""
-    kernels, functional, zeros = triton.runtime.jit.KernelInterface, comm.functional, torch.zeros
+    kernels, zeros = triton.runtime.jit.KernelInterface, torch.zeros
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
             (devices, "has_kernels", lambda device: device == META),
@@ -167,15 +167,10 @@ def pretended_gpu() -> Iterator[None]:
             (torch, "zeros", lambda *size, pin_memory=False, **more: zeros(*size, **more)),
             (sys.modules["torch.optim.optimizer"], "_get_fused_kernels_supported_devices", lambda: ["meta", "cpu"]),
             *((torch, name, done) for name in ("_fused_sgd_", "_fused_adamw_")),
-            (functional, "all_reduce", lambda x, op, group: x.clone()),
-            (functional, "wait_tensor", lambda x: x),
-            (functional, "all_to_all_single", lambda x, *_: torch.empty_like(x)),
-            (comm, "_gather", lambda x, _, group: x.new_empty(group.count * len(x), *x.shape[1:])),
-            (comm, "_scatter", lambda x, op, _, group: x.new_empty(len(x) // group.count, *x.shape[1:])),
             (comm, "exchange", lambda x, sent, received, group: x.new_empty(sum(received))),
             (comm, "gather_into", done),
             (comm, "scatter_into", done),
-            *((dist, name, done) for name in ("all_reduce", "send", "recv", "isend", "broadcast")),
+            *((dist, name, done) for name in ("all_reduce", "all_to_all_single", "send", "recv", "isend", "broadcast")),
             (dist, "get_world_size", lambda group=None: group.count),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))

@@ -87,12 +87,9 @@ def counting(name, trainer, step):
 
     with contextlib.ExitStack() as stack:
         for target, attribute, read in [
-            (comm, "_gather", lambda x, dim, group: (x, group, group.size())),
-            (comm, "_scatter", lambda x, op, dim, group: (x, group, 1)),
-            (comm.functional, "all_reduce", lambda x, op, group: (x, group, 2)),
-            (comm.functional, "all_to_all_single", lambda x, a, b, group: (x, group, 1)),
             (comm, "gather_into", lambda full, own, group, async_op: (full, group, 1)),
             (comm, "scatter_into", lambda part, full, group, async_op: (full, group, 1)),
+            (dist, "all_to_all_single", lambda out, x, group: (x, group, 1)),
             (dist, "all_reduce", lambda x, op=None, group=None, async_op=False: (x, group, 2)),
             (dist, "isend", lambda x, to, group: (x, group, 0)),
         ]:

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright import device as devices
 from meshwright.kernels import gradients
-from meshwright.kernels.twins import twin
+from meshwright.kernels.twins import is_triton, twin
 
 
 class _Embedding(torch.autograd.Function):
@@ -42,8 +41,12 @@ class _Embedding(torch.autograd.Function):
 
 
 def adds_rows(weight: Tensor) -> bool:
-    """Return whether `add_rows` runs: not for float16 on a CPU, where nothing is fast."""
-    return devices.has_kernels(weight.device) or (weight.device.type == "cpu" and weight.dtype is not torch.float16)
+    """Return whether `add_rows` runs.
+
+    It does not for float16 on a CPU, where nothing is fast, nor without its kernel on a GPU, where
+    rows would be added in any order.
+    """
+    return is_triton(weight) or (weight.device.type == "cpu" and weight.dtype is not torch.float16)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:

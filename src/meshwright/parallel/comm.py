@@ -1,12 +1,13 @@
 """Collectives: plain ones, and differentiable ones whose backward pass is the opposite collective.
 
-The differentiable ones use torch's functional collectives, which torch.compile can trace.
+Where torch.compile traces them they are torch's functional collectives, which it needs. Those take
+the host several times as long, which a step that no CUDA graph replays would wait for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,33 +26,68 @@ _gather: Any = getattr(functional, "all_gather_single", None) or functional.all_
 _scatter: Any = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
-def wait_for(x: Tensor) -> Tensor:
+class Started(NamedTuple):
+    """A collective that may still be under way."""
+
+    result: Tensor
+    work: Any  # None if the compiler waits for it, or it has ended
+
+
+def wait_for(started: Started) -> Tensor:
     """Return a collective's result when it is there."""
-    return functional.wait_tensor(x)  # type: ignore[no-any-return,no-untyped-call]
+    if started.work is not None:
+        started.work.wait()
+    elif torch.compiler.is_compiling():
+        return functional.wait_tensor(started.result)  # type: ignore[no-any-return,no-untyped-call]
+    return started.result
 
 
-def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum", wait: bool = True) -> Tensor:
-    y = functional.all_reduce(x.contiguous(), op, group)
-    return wait_for(y) if wait else y
+def start_all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum", waits: bool = False) -> Started:
+    if torch.compiler.is_compiling():
+        return Started(functional.all_reduce(x.contiguous(), op, group), None)
+    y = x.clone(memory_format=torch.contiguous_format)
+    return Started(y, dist.all_reduce(y, OPERATIONS[op], group, async_op=not waits))
 
 
-def all_gather(x: Tensor, group: ProcessGroup, wait: bool = True) -> Tensor:
+def start_all_gather(x: Tensor, group: ProcessGroup, waits: bool = False) -> Started:
+    if torch.compiler.is_compiling():
+        return Started(_gather(x.contiguous(), 0, group), None)
+    y = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
+    return Started(y, gather_into(y, x.contiguous(), group=group, async_op=not waits))
+
+
+def start_reduce_scatter(x: Tensor, group: ProcessGroup, waits: bool = False) -> Started:
+    if torch.compiler.is_compiling():
+        return Started(_scatter(x.contiguous(), "sum", 0, group), None)
+    y = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
+    return Started(y, scatter_into(y, x.contiguous(), group=group, async_op=not waits))
+
+
+def all_reduce(x: Tensor, group: ProcessGroup, op: str = "sum") -> Tensor:
+    return wait_for(start_all_reduce(x, group, op, waits=True))
+
+
+def all_gather(x: Tensor, group: ProcessGroup) -> Tensor:
     """Concatenate the ranks' tensors along the first dimension."""
-    y = _gather(x.contiguous(), 0, group)
-    return wait_for(y) if wait else y
+    return wait_for(start_all_gather(x, group, waits=True))
 
 
-def reduce_scatter(x: Tensor, group: ProcessGroup, wait: bool = True) -> Tensor:
+def reduce_scatter(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the ranks and return this rank's part along the first dimension."""
-    y = _scatter(x.contiguous(), "sum", 0, group)
-    return wait_for(y) if wait else y
+    return wait_for(start_reduce_scatter(x, group, waits=True))
 
 
 def all_to_all(x: Tensor, group: ProcessGroup) -> Tensor:
     """Send part i of the first dimension to rank i and concatenate the parts received."""
-    return wait_for(functional.all_to_all_single(x.contiguous(), None, None, group))
+    x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return wait_for(Started(functional.all_to_all_single(x, None, None, group), None))
+    y = torch.empty_like(x)
+    dist.all_to_all_single(y, x, group=group)
+    return y
 
 
 def exchange(x: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:

@@ -45,13 +45,13 @@ class PlainProducts:
         rows = comm.all_gather(x, self.group)
         return affine(rows, weight, bias), rows
 
-    def multiply_scatter(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return this rank's rows of the sum of x @ weight^T over the ranks, for comm.wait_for."""
-        return comm.reduce_scatter(affine(x, weight), self.group, wait=False)
+    def multiply_scatter(self, x: Tensor, weight: Tensor) -> comm.Started:
+        """Start to sum x @ weight^T over the ranks, of which this one keeps its rows."""
+        return comm.start_reduce_scatter(affine(x, weight), self.group)
 
-    def back_multiply_scatter(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def back_multiply_scatter(self, grad: Tensor, weight: Tensor) -> comm.Started:
         """Do the same for grad @ weight."""
-        return comm.reduce_scatter(product(grad, weight), self.group, wait=False)
+        return comm.start_reduce_scatter(product(grad, weight), self.group)
 
     def back_gather_multiply(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return all ranks' rows @ weight, and the rows."""
@@ -91,10 +91,10 @@ class OverlappedProducts(PlainProducts):
         self.pipelines._pipelined_all_gather_and_consume(x, multiply, rows, self.name, keeps_rows)
         return y, rows
 
-    def multiply_scatter(self, x: Tensor, weight: Tensor) -> Tensor:
+    def multiply_scatter(self, x: Tensor, weight: Tensor) -> comm.Started:
         return self.back_multiply_scatter(x, weight.t())
 
-    def back_multiply_scatter(self, grad: Tensor, weight: Tensor) -> Tensor:
+    def back_multiply_scatter(self, grad: Tensor, weight: Tensor) -> comm.Started:
         n = len(grad) // self.ranks
         if not self.fits(n, grad, weight.shape[1], copies=2):
             return super().back_multiply_scatter(grad, weight)
@@ -105,7 +105,7 @@ class OverlappedProducts(PlainProducts):
             torch.mm(parts[rank], weight, out=out)
 
         self.pipelines._pipelined_produce_and_all2all(multiply, partial, self.name)
-        return partial.view(self.ranks, n, -1).sum(0)
+        return comm.Started(partial.view(self.ranks, n, -1).sum(0), None)
 
     def back_gather_multiply(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return self.gather_multiply(grad, weight.t(), keeps_rows=True)

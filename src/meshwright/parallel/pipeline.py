@@ -6,6 +6,10 @@ sends the residual stream forward and its gradient back, through one group per d
 where the path wraps around or turns back between a rank's chunks), so that messages arrive in the
 order sent and cannot deadlock. A message is received only when it is needed: NCCL would wait for an
 earlier request on processors of the GPU that the computation needs (2 % of a step).
+
+A gradient is kept until it has arrived. Of those of a chunk two may be on their way: before a rank
+sends the third, it has received what the first one's receiver computed after it, so that nothing
+waits, and memory does not depend on how far the host is ahead of the GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +24,15 @@ from torch import Tensor
 
 from meshwright.kernels.linear import Waiting, compute, deferred
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED, Action, ScheduleName, schedule, stages_of
+from meshwright.parallel.pipeline_schedule import (
+    KEPT,
+    SPLIT_BACKWARD,
+    V_SHAPED,
+    Action,
+    ScheduleName,
+    schedule,
+    stages_of,
+)
 
 if TYPE_CHECKING:
     from meshwright.model.gpt import GPT
@@ -109,6 +121,8 @@ class Pipeline:
                 if source is not None:
                     assert source.grad is not None
                     self._send_and_keep(source.grad, stage, -1, i)
+                    if len(self.sent) > KEPT * len(self.parts):
+                        self.sent.pop(0)[0].wait()
 
         with deferred() if is_split else contextlib.nullcontext(queue) as queue:
             self._run(actions, tokens, run_action)
@@ -125,6 +139,8 @@ class Pipeline:
                 results.append(output)
             else:
                 self._send_and_keep(output, self.stages[action.chunk], 1, action.microbatch)
+                while self.sent and self.sent[0][0].is_completed():  # the receiver may need another one first
+                    self.sent.pop(0)
 
         order = [Action("F", chunk, i) for chunk in range(len(self.parts)) for i in range(len(tokens))]
         self._run(order, tokens, run_action)
@@ -161,12 +177,9 @@ class Pipeline:
         return dist.isend(x.contiguous(), self.ranks[to], group=self._lane(stage, way))
 
     def _send_and_keep(self, x: Tensor, stage: int, way: int, microbatch: int) -> None:
-        """Send `x`, which is kept until it arrives: the receiver may need something first."""
         work = self._send(x, stage, way, microbatch)
         if work is not None:
             self.sent.append((work, x))
-            while self.sent and self.sent[0][0].is_completed():
-                self.sent.pop(0)
 
     def rank_of(self, stage: int) -> int:
         chunk, rank = divmod(stage, self.size)

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 ScheduleName = Literal["1f1b", "gpipe", "zero-bubble", "zbv"]
 SPLIT_BACKWARD = ("zero-bubble", "zbv")  # the gradients of weights are computed in passes of their own
+KEPT = 2  # gradients of a chunk that may be on their way, see parallel/pipeline.py
 V_SHAPED = ("zbv",)  # rank r has the stages r and 2 pp - 1 - r
 Op = Literal["F", "B", "I", "W"]  # I and W: backward for activations, and later for weights
 

@@ -67,7 +67,7 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
-        back = comm.all_reduce(product(grad, parameter.flatten(0, -2)), ctx.group, wait=False)
+        back = comm.start_all_reduce(product(grad, parameter.flatten(0, -2)), ctx.group)
         of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
         of_weight = gradients.from_product(ctx.parameter, grad, x)
         return comm.wait_for(back), of_weight, of_bias, None
@@ -85,7 +85,7 @@ class _GatheredColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
-        rows = comm.all_gather(x, ctx.by.group, wait=False)
+        rows = comm.start_all_gather(x, ctx.by.group)
         back = ctx.by.back_multiply_scatter(grad, parameter.flatten(0, -2))
         of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
         of_weight = gradients.from_product(ctx.parameter, grad, comm.wait_for(rows))

@@ -2,14 +2,17 @@
 
 It takes segments from the driver and cuts them into blocks: 2 MiB for tensors of at most 1 MiB,
 20 MiB for those below 10 MiB, and for larger ones their size in multiples of 2 MiB. A tensor gets
-the smallest free block that it fits into. Free neighbours become one block; a segment goes back to
-the driver only when the cache is emptied.
+the smallest free block of its stream that it fits into. Free neighbours become one block; a segment
+goes back to the driver only when the cache is emptied.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections import defaultdict
 from collections.abc import Iterable
+
+from meshwright.plan.tensors import Event
 
 MIB = 1 << 20
 SMALL, MEDIUM = MIB, 10 * MIB  # bytes of tensors in small segments, and of those in medium ones
@@ -28,24 +31,29 @@ class Slab:
         self.after: Slab | None = None
 
 
+Pool = tuple[int, bool]  # a stream, and whether its tensors are small
+
+
 class CachingAllocator:
-    """Segments and blocks of one stream; `begin_pool` starts a pool of CUDA graphs."""
+    """Segments and blocks; `begin_pool` starts a pool of CUDA graphs."""
 
     def __init__(self) -> None:
         self.reserved = self.most = self.end = 0
-        self.free: dict[bool, list[tuple[int, int, Slab]]] = {True: [], False: []}  # small tensors or not
-        self.taken: dict[int, tuple[Slab, bool]] = {}
+        self.free: defaultdict[Pool, list[tuple[int, int, Slab]]] = defaultdict(list)
+        self.taken: dict[int, tuple[Slab, Pool]] = {}
 
-    def run(self, events: Iterable[tuple[int, int, str]]) -> None:
+    def run(self, events: Iterable[Event]) -> None:
         """Allocate (sizes above 0) and free tensors, which keys name."""
-        for key, size, _ in events:
+        for key, size, _, stream in events:
             if size > 0:
-                self.allocate(key, size)
+                self.allocate(key, size, stream)
             elif size < 0:
                 self.release(key)
 
-    def allocate(self, key: int, size: int) -> None:
-        is_small, free = size <= SMALL, self.free[size <= SMALL]
+    def allocate(self, key: int, size: int, stream: int = 0) -> None:
+        is_small = size <= SMALL
+        pool = stream, is_small
+        free = self.free[pool]
         place = bisect.bisect_left(free, (size, -1))
         slab = free.pop(place)[2] if place < len(free) else self.new_segment(size)
         rest = slab.size - size
@@ -54,9 +62,9 @@ class CachingAllocator:
             other.before, other.after, slab.after, slab.size = slab, slab.after, other, size
             if other.after is not None:
                 other.after.before = other
-            self.put(other, is_small)
+            self.put(other, pool)
         slab.is_free = False
-        self.taken[key] = slab, is_small
+        self.taken[key] = slab, pool
 
     def new_segment(self, size: int) -> Slab:
         taken = SMALL_SEGMENT if size <= SMALL else MEDIUM_SEGMENT if size < MEDIUM else -(-size // STEP) * STEP
@@ -65,38 +73,38 @@ class CachingAllocator:
         at, self.end = self.end, self.end + taken
         return Slab(at, taken)
 
-    def put(self, slab: Slab, is_small: bool) -> None:
+    def put(self, slab: Slab, pool: Pool) -> None:
         slab.is_free = True
-        bisect.insort(self.free[is_small], (slab.size, slab.at, slab))
+        bisect.insort(self.free[pool], (slab.size, slab.at, slab))
 
-    def take_out(self, slab: Slab, is_small: bool) -> None:
-        free = self.free[is_small]
+    def take_out(self, slab: Slab, pool: Pool) -> None:
+        free = self.free[pool]
         del free[bisect.bisect_left(free, (slab.size, slab.at))]
 
     def release(self, key: int) -> None:
-        slab, is_small = self.taken.pop(key)
+        slab, pool = self.taken.pop(key)
         if (after := slab.after) is not None and after.is_free:
-            self.take_out(after, is_small)
+            self.take_out(after, pool)
             slab.size += after.size
             slab.after = after.after
             if slab.after is not None:
                 slab.after.before = slab
         if (before := slab.before) is not None and before.is_free:
-            self.take_out(before, is_small)
+            self.take_out(before, pool)
             before.size += slab.size
             before.after = slab.after
             if before.after is not None:
                 before.after.before = before
             slab = before
-        self.put(slab, is_small)
+        self.put(slab, pool)
 
     def empty_cache(self) -> None:
         """Give segments without tensors back."""
-        for is_small, free in self.free.items():
+        for pool, free in self.free.items():
             whole = [entry for entry in free if entry[2].before is None and entry[2].after is None]
             self.reserved -= sum(size for size, _, _ in whole)
-            self.free[is_small] = [entry for entry in free if entry not in whole]
+            self.free[pool] = [entry for entry in free if entry not in whole]
 
     def begin_pool(self) -> None:
         """Take new segments from here on, as the capture of a graph does."""
-        self.free = {True: [], False: []}
+        self.free = defaultdict(list)

@@ -19,10 +19,10 @@ from meshwright.device import NVIDIA
 from meshwright.model.counts import layer_matrices
 from meshwright.optim.rule_table import STATE, Rule, is_rounded, treatment_of
 from meshwright.optim.rule_table import state_bytes as bytes_of_moment
-from meshwright.parallel.pipeline_schedule import Op, ScheduleName, schedule, stages_of
+from meshwright.parallel.pipeline_schedule import KEPT, Op, ScheduleName, schedule, stages_of
 from meshwright.parallel.shard import aligned
 from meshwright.plan import traffic
-from meshwright.plan.allocator import LEAST, CachingAllocator
+from meshwright.plan.allocator import CachingAllocator
 from meshwright.plan.blocks import PassSizes, SizedGPT, Stage, make_buckets, make_shards, sizes_of
 from meshwright.plan.graph_rule import reason_against
 from meshwright.plan.parameters import (
@@ -34,9 +34,9 @@ from meshwright.plan.parameters import (
     shapes_of_layer,
     shapes_of_rank,
 )
-from meshwright.plan.tensors import HANDED, Event, Memory, kinds_of, rounded
+from meshwright.plan.tensors import GRADIENTS, HANDED, Event, Memory, kinds_of, rounded
 from meshwright.plan.updates import update_events
-from meshwright.plan.zero import begin_step, end_step
+from meshwright.plan.zero import begin_step, end_step, own_size
 from meshwright.settings.schema import TrainConfig
 
 PROCESSORS = 132  # of an H100 and H200; they decide about small sums only
@@ -95,7 +95,9 @@ def memory_of_rank(config: TrainConfig, padded: int, pipeline_rank: int, profile
     held = held_bytes(config, padded, pipeline_rank, profile.kind)
     held["buffers"] = buffer_bytes(config, padded, pipeline_rank, profile)
     held["batches"] = batch_bytes(config)
-    passes, update = step_bytes(config, padded, pipeline_rank), update_events(config, padded, pipeline_rank)
+    sent = {"communication": sum(sent_gradients(config, pipeline_rank))}
+    passes = add_kinds(step_bytes(config, padded, pipeline_rank), sent)
+    update = update_events(config, padded, pipeline_rank)
     most = max(passes, kinds_of(update.events[: update.peak_at]), key=lambda kinds: sum(kinds.values()))
     reserve = functools.partial(reserved_bytes, config, padded, pipeline_rank, profile)
     return RankMemory(add_kinds(held, most), context_bytes(config, profile), reserve)
@@ -115,12 +117,23 @@ def buffer_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: 
     if profile.kind != NVIDIA:
         return 0
     p, (size, stride) = config.parallel, traffic.groups(config)["data"]
+    streams = 2 if p.tensor_model_parallel_size > 1 and traffic.overlaps_products(config, profile.mapped_ranks) else 1
     is_mapped = size > 1 and size * stride <= profile.mapped_ranks and p.data_parallel_sums != "collectives"
     if p.zero_stage > 1 or not is_mapped:
-        return sum(WORKSPACES)
+        return streams * sum(WORKSPACES)
     units, width = shapes_of_rank(config, padded, pipeline_rank), max(WIDTHS[config.precision.dtype], 4)
     largest = max(flat_size(unit, data_parts(config)) for unit, _ in units)
-    return sum(WORKSPACES) + -(-largest // size) * width + MAPPED_TRIAL
+    return streams * sum(WORKSPACES) + -(-largest // size) * width + MAPPED_TRIAL
+
+
+def sent_gradients(config: TrainConfig, pipeline_rank: int) -> list[int]:
+    """Return the bytes of the gradients that are on their way to the stage before."""
+    p, stages = config.parallel, own_stages(config, pipeline_rank)
+    sends = any(not stage.has_embedding and not stage.is_fed_here for stage in stages)
+    if not sends or p.pipeline_schedule == "gpipe":  # whose peak is before the first one
+        return []
+    count = min(KEPT, config.micro_batches(config.global_batch) - 1) * config.chunks
+    return [rounded(int(traffic.message_bytes(config)))] * count
 
 
 def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> dict[str, int]:
@@ -319,7 +332,7 @@ def measure_passes(sizes: PassSizes, stage: Stage, is_first: bool) -> dict[str, 
 
 
 def pass_memory(events: Sequence[Event]) -> PassMemory:
-    sizes = list(itertools.accumulate((size for _, size, _ in events), initial=0))
+    sizes = list(itertools.accumulate((size for _, size, _, _ in events), initial=0))
     at_peak, left = kinds_of(events[: sizes.index(max(sizes))]), kinds_of(events)
     return PassMemory(at_peak, left, max(sizes), sizes[-1])
 
@@ -340,15 +353,16 @@ def record_passes(sizes: PassSizes, stage: Stage, is_first: bool) -> dict[str, l
 
 def reserved_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: Device) -> int:
     """Return the most bytes that torch's allocator reserves in the first steps and for graphs."""
-    allocator, keys = CachingAllocator(), itertools.count(-1, -1)
-    held = held_bytes(config, padded, pipeline_rank, profile.kind)
-    number = 3 + (config.optimizer.ema > 0)  # master and moments, and the average of --ema
-    buffers = [held["gradients"], held["weights"], *[held["optimizer"] // number] * number]
+    allocator, keys = CachingAllocator(), itertools.count(GRADIENTS - 1, -1)
     beside = buffer_bytes(config, padded, pipeline_rank, profile) - sum(WORKSPACES)
-    for size in (*buffers, *((*WORKSPACES, beside) if profile.kind == NVIDIA else ())):
+    buffers = (*WORKSPACES, beside) if profile.kind == NVIDIA else ()
+    held = *held_tensors(config, padded, pipeline_rank, profile.kind), *buffers, *sent_gradients(config, pipeline_rank)
+    for size in held:
         if size:
-            allocator.allocate(next(keys), -(-size // LEAST) * LEAST)
-    step, update = step_events(config, padded, pipeline_rank), update_events(config, padded, pipeline_rank).events
+            allocator.allocate(next(keys), rounded(size))
+    # Sums of ZeRO 3 are events of each unit too.
+    step = [event for event in step_events(config, padded, pipeline_rank) if event[0] != GRADIENTS]
+    update = update_events(config, padded, pipeline_rank).events
     for _ in range(2):
         allocator.run(step)
         allocator.run(update)
@@ -358,6 +372,24 @@ def reserved_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile
         allocator.run(step)
         allocator.run(update)
     return allocator.most
+
+
+def held_tensors(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> list[int]:
+    """Return the bytes of the buffers that a device holds; ZeRO 3 has a parameter's apart."""
+    o, p, parts = config.optimizer, config.parallel, data_parts(config)
+    if p.zero_stage < 3 or parts == 1:
+        held = held_bytes(config, padded, pipeline_rank, kind)
+        number = 3 + (o.ema > 0)  # masters and moments, and the average of --ema
+        return [held["gradients"], held["weights"], *[held["optimizer"] // number] * number]
+    if p.offloads:
+        return []
+    full, masters, moments = max(WIDTHS[config.precision.dtype], 4), list[int](), list[int]()
+    for unit, number in shapes_of_rank(config, padded, pipeline_rank):
+        for name, shape in unit.items():
+            own, rule = own_size(shape, parts), treatment_of(o, config.model, name, len(shape)).rule
+            masters += [own * full] * number * (1 + (o.ema > 0))
+            moments += [own * bytes_of_moment(o, full)] * number * len(STATE[rule])
+    return [*masters, *moments]
 
 
 def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Event]:
@@ -371,12 +403,13 @@ def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Ev
     if max(sizes.parts, sizes.shards) > 1:
         return run_schedule(config, sizes, stages, pipeline_rank).events
     recorded = [[record_passes(sizes, stage, is_first) for is_first in (False, True)] for stage in stages]
-    most = 1 + max(key for each in recorded for passes in each for events in passes.values() for key, _, _ in events)
+    most = 1 + max(key for each in recorded for passes in each for events in passes.values() for key, *_ in events)
     count, out = passed_micro_batches(config, 2), list[Event]()
     for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
         first = most * (chunk * count + i)  # keys of a micro-batch's tensors count from here
         handed = HANDED * (i + 1)
         out += [
-            (handed if key == HANDED else first + key, size, kind) for key, size, kind in recorded[chunk][not i][op]
+            (handed if key == HANDED else first + key, size, kind, stream)
+            for key, size, kind, stream in recorded[chunk][not i][op]
         ]
     return out

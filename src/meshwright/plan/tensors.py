@@ -18,9 +18,10 @@ from typing import Any
 GRADIENTS = -1  # key of the last step's gradients, which a step of ZeRO 3 begins by freeing
 HANDED = -1000  # key of a gradient that one stage of a rank leaves for another one
 ROUNDING = 512  # bytes to which torch's allocator rounds up
+MAIN, GATHERING, SUMMING = range(3)  # streams; torch's fully_shard has two of its own
 
 Gradients = Sequence["Sized | None"]
-Event = tuple[int, int, str]  # key of a tensor, its bytes (negative: freed), its kind
+Event = tuple[int, int, str, int]  # key of a tensor, its bytes (negative: freed), its kind, its stream
 
 
 def rounded(size: int) -> int:
@@ -37,12 +38,12 @@ class Memory:
         self.keys = itertools.count()
         self.kind = "activations"  # of what is allocated next
 
-    def new(self, elements: int, width: int = 4, kind: str | None = None) -> Sized:
+    def new(self, elements: int, width: int = 4, kind: str | None = None, stream: int = MAIN) -> Sized:
         """Return a tensor of so many elements of `width` bytes."""
-        return Sized(Allocation(self, elements * width, kind or self.kind), elements, width)
+        return Sized(Allocation(self, elements * width, kind or self.kind, stream=stream), elements, width)
 
-    def note(self, key: int, size: int, kind: str) -> None:
-        self.events.append((key, size, kind))
+    def note(self, key: int, size: int, kind: str, stream: int = MAIN) -> None:
+        self.events.append((key, size, kind, stream))
         self.now += size
         if self.now > self.peak:
             self.peak, self.peak_at = self.now, len(self.events)
@@ -51,7 +52,7 @@ class Memory:
 def kinds_of(events: Sequence[Event]) -> dict[str, int]:
     """Return the bytes by kind that are left after these events."""
     out: dict[str, int] = {}
-    for _, size, kind in events:
+    for _, size, kind, _ in events:
         out[kind] = out.get(kind, 0) + size
     return out
 
@@ -59,16 +60,16 @@ def kinds_of(events: Sequence[Event]) -> dict[str, int]:
 class Allocation:
     """Memory that one or several tensors share; it is freed when none refers to it."""
 
-    __slots__ = ("key", "kind", "memory", "size")
+    __slots__ = ("key", "kind", "memory", "size", "stream")
 
-    def __init__(self, memory: Memory, size: int, kind: str, was_handed: bool = False) -> None:
-        self.memory, self.kind, self.size = memory, kind, rounded(size)
+    def __init__(self, memory: Memory, size: int, kind: str, was_handed: bool = False, stream: int = MAIN) -> None:
+        self.memory, self.kind, self.size, self.stream = memory, kind, rounded(size), stream
         self.key = HANDED if was_handed else next(memory.keys)
         if not was_handed:
-            memory.note(self.key, self.size, kind)
+            memory.note(self.key, self.size, kind, stream)
 
     def __del__(self) -> None:
-        self.memory.note(self.key, -self.size, self.kind)
+        self.memory.note(self.key, -self.size, self.kind, self.stream)
 
 
 class Sized:

@@ -17,7 +17,6 @@ from typing import NamedTuple
 from meshwright.model import counts
 from meshwright.model.kind import BlockKind, block_kind
 from meshwright.optim.rule_table import form_of, state_bytes
-from meshwright.parallel.layout import WORTHWHILE_BYTES
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, stages_of
 from meshwright.plan import graph_rule, timeline, traffic
 from meshwright.plan.devices import DeviceProfile, Links, LinkSpeed
@@ -89,10 +88,11 @@ def stage_times(config: TrainConfig, padded: int, profile: DeviceProfile, links:
     return terms.stage_times([terms.stage(s) for s in range(len(config.stages))])
 
 
-def muon_seconds(o: Optimizer, m: Model, flops_per_second: float) -> float:
-    """Return the seconds of orthogonalising a layer's matrices as optim/muon.py does."""
+def muon_flops(o: Optimizer, m: Model, layers: float, ranks: int) -> float:
+    """Return the operations of orthogonalising layers' matrices on the busiest home."""
     forms = (form_of(o, m, f"h.0.{name}", shape) for name, shape in counts.layer_shapes(m).items() if len(shape) > 1)
-    return sum(form.cost(o.muon_num_ns_steps) for form in forms) / flops_per_second
+    costs = [form.cost(o.muon_num_ns_steps) for form in forms]
+    return max(layers * sum(costs) / ranks, *costs)
 
 
 class StepTerms:
@@ -241,20 +241,12 @@ class StepTerms:
         sent = traffic.tensor_bytes(self.config)
         forward = self.sending("tensor", sent.layer_forward, 4 if self.p.sequence_parallel else 2)
         backward = self.sending("tensor", sent.layer_backward, 6 if self.p.sequence_parallel else 2)
-        if self.overlaps_products():
+        ranks_within = self.links.gpus_per_node if self.links.within.copies else 1
+        if traffic.overlaps_products(self.config, ranks_within):
             share = self.links.within.collectives / self.links.within.copies
             return forward * share * 0.8, backward * share * 0.8
         # The sum of the activations' gradient runs beside the product of the weights' own.
         return forward, max(backward / 3, backward - products)
-
-    def overlaps_products(self) -> bool:
-        """Whether products run while rows are copied, as parallel/overlap.py decides."""
-        if not self.p.sequence_parallel or self.p.tp_overlap == "off" or self.config.precision.fp8_format:
-            return False
-        if not self.links.within.copies or self.groups["tensor"].size > self.links.gpus_per_node:
-            return False
-        large = self.rows // self.tp * self.hidden * self.low >= WORTHWHILE_BYTES
-        return self.p.tp_overlap == "on" or large
 
     # Stages
 
@@ -415,8 +407,9 @@ class StepTerms:
         seconds = size / (profile.bandwidth * profile.reached["update"])
         if config.optimizer.optimizer == "muon":
             speed = profile.peaks.get("float16", self.flops) * profile.reached["muon"]
-            layers = (self.m.num_layers or 0) / self.pp
-            seconds += layers * muon_seconds(config.optimizer, self.m, speed)
+            layers, data = (self.m.num_layers or 0) / self.pp, self.groups["data"].size
+            seconds += muon_flops(config.optimizer, self.m, layers, self.tp * data) / speed
+            seconds += self.sending("data" if data > 1 else "tensor", traffic.homes_bytes(config), 2)
         if self.p.offloads:
             return size / HOST_UPDATE + own * (self.full + self.low) / profile.storage["host"]
         return seconds

@@ -6,13 +6,16 @@ all-reduce twice that. The tables of docs/parallelism.md come from here.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
+from meshwright.model.counts import layer_matrices
+from meshwright.parallel.layout import WORTHWHILE_BYTES
 from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.settings.schema import TrainConfig
 
-DIMENSIONS = ("data", "replicas", "tensor", "context", "pipeline", "embedding")
+DIMENSIONS = ("data", "replicas", "muon", "tensor", "context", "pipeline", "embedding")
 
 
 class Group(NamedTuple):
@@ -69,6 +72,20 @@ def tensor_bytes(config: TrainConfig) -> TensorBytes:
     return TensorBytes(4 * stream, 4 * stream + 2 * again, last, 2 * stream + again / 2, loss)
 
 
+def overlaps_products(config: TrainConfig, ranks_within: int) -> bool:
+    """Whether products run while rows are copied, as parallel/overlap.py decides.
+
+    So many ranks can map each other's memory.
+    """
+    p, precision = config.parallel, config.precision
+    if not p.sequence_parallel or p.tp_overlap == "off" or precision.fp8_format:
+        return False
+    if p.tensor_model_parallel_size > ranks_within:
+        return False
+    size = rows(config) // p.tensor_model_parallel_size * (config.model.hidden_size or 0) * number_bytes(config)[0]
+    return p.tp_overlap == "on" or size >= WORTHWHILE_BYTES
+
+
 def context_bytes(config: TrainConfig) -> float:
     """Return the bytes of a layer's exchanges for a micro-batch, forward; backward has as many."""
     p, m = config.parallel, config.model
@@ -100,6 +117,19 @@ def data_bytes(config: TrainConfig, parameters: float) -> tuple[float, float]:
     return sent, 2 * (copies - 1) / copies * full * parameters / n
 
 
+def homes_bytes(config: TrainConfig) -> float:
+    """Return the bytes that a rank sends for Muon's matrices, home and back: parallel/homes.py."""
+    if config.optimizer.optimizer != "muon":
+        return 0.0
+    tp, (data, _) = config.parallel.tensor_model_parallel_size, groups(config)["data"]
+    ranks, is_sharded = data * tp, config.parallel.zero_stage > 0 or data == 1
+    layer = sum(math.prod(shape) for shape in layer_matrices(config.model).values())
+    low = number_bytes(config)[1] // 2  # travels in half of full precision
+    numbers = max(layers_of_ranks(config)) * layer / tp
+    returned = (ranks - 1) / ranks * low * numbers / (data if is_sharded else 1)
+    return returned + (returned if is_sharded else (tp - 1) / tp * low * numbers / data)
+
+
 def bytes_sent(config: TrainConfig, padded: int) -> dict[str, int]:
     """Return the most bytes that a rank sends in a step, by dimension; no dimension of one rank."""
     p, m = config.parallel, config.model
@@ -114,6 +144,7 @@ def bytes_sent(config: TrainConfig, padded: int) -> dict[str, int]:
     sent = {
         "data": data,
         "replicas": replicas,
+        "muon": homes_bytes(config),
         "tensor": count * (in_layers + ends * tensor.end + tensor.loss),
         "context": count * (2 * layers + again) * context_bytes(config),
         "pipeline": 2 * config.chunks * count * message_bytes(config) * (pp > 1),

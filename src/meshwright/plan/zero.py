@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 from meshwright.parallel import shard
 from meshwright.parallel.shard import aligned
 from meshwright.plan.parameters import Shapes
-from meshwright.plan.tensors import GRADIENTS, Memory, Sized
+from meshwright.plan.tensors import GATHERING, GRADIENTS, SUMMING, Memory, Sized
 
 REST = "rest"  # the unit outside of the layers
 LAST = "lm_head.weight", "ln_f.weight", "ln_emb.weight", "wpe.weight", "wte.weight"  # of its parameters, from the end
@@ -87,8 +88,9 @@ class Shards:
     def gather(self, unit: str) -> None:
         """Start to gather a unit's weights."""
         if unit not in self.weights and unit not in self.gathering:
-            cast = self.memory.new(self.own[unit], self.low, "weights") if self.low != self.full else None
-            self.gathering[unit] = self.memory.new(self.own[unit] * self.ranks, self.low, "weights")
+            new = functools.partial(self.memory.new, width=self.low, kind="weights", stream=GATHERING)
+            cast = new(self.own[unit]) if self.low != self.full else None
+            self.gathering[unit] = new(self.own[unit] * self.ranks)
             del cast
 
     def copy_out(self, unit: str) -> Sized | None:
@@ -142,6 +144,8 @@ class Shards:
         elif unit != REST:
             kind = "gate" if elements == self.gate and "gate" not in gradients else "others"
             gradients.setdefault(kind, []).extend(new)
+        else:
+            gradients[name] = [self.memory.new(elements, self.low, "gradients")]  # autograd's sum of both
 
     def end(self, unit: str) -> None:
         """Sum a unit's gradients; the buffer of the last sum is kept until then."""
@@ -153,7 +157,7 @@ class Shards:
             gradients["ordered"] = [self.memory.new(x.elements, x.width, "gradients") for x in held[1]]
             summed = self.memory.new(self.own[unit] * self.ranks, self.full, "gradients")
             gradients.clear()
-            part = self.memory.new(self.own[unit], self.full, "gradients")
+            part = self.memory.new(self.own[unit], self.full, "gradients", SUMMING)
             self.summed = summed
             del held
             if self.kept is not None:

@@ -110,6 +110,7 @@ def build_network(spec: Spec, report_parameters: Callable[[int], None] = lambda 
     without = graph_rule.reason_against(config, device.type, bool(spec.model or spec.loss))
     stream = None if without else devices.new_stream(device)
     with devices.on_stream(stream):  # where parameters are made, autograd adds up their gradients
+        devices.reserve_workspaces(device, dtype)
         store = new_store(parts, store_spec, is_sharded)
         store.set_scales(fp8.attach_fp8(parts, config.precision, device))
     if options.compiled:
