@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.parallel.pipeline_schedule import Action, schedule, stages_of
+from meshwright.parallel.pipeline_schedule import KEPT, V_SHAPED, Action, schedule, stages_of
 from meshwright.plan import timeline as timelines
 from meshwright.plan.timeline import StageTimes, happening, makespan, simulate
 
@@ -49,6 +49,56 @@ def test_messages_are_received_in_the_order_of_sending(kind, chunks, pp):
                         messages.setdefault(channel, []).append((end, i))
         assert sent == received
         assert len(sent) == 2 * (pp - 1) + (2 if chunks > 1 else 0)
+
+
+def ends_with(kind, pp, m, chunks, kept):
+    """Return when each rank has ended if it waits for the arrival of gradients but the last `kept`.
+
+    A message is received when the action that needs it begins. A forward pass takes 1, others 2 or,
+    split in two, 1 each.
+    """
+    todo = [schedule(kind, pp, rank, m, chunks) for rank in range(pp)]
+    stages, last = [stages_of(kind, rank, pp, chunks) for rank in range(pp)], pp * chunks - 1
+    homes = {stage: rank for rank, own in enumerate(stages) for stage in own}
+    clocks, done, sent, received, waiting = [0.0] * pp, [0] * pp, {}, {}, [[] for _ in range(pp)]
+
+    def advance(rank):
+        if len(waiting[rank]) > kept:
+            if waiting[rank][0] not in received:
+                return False
+            clocks[rank] = max(clocks[rank], received[waiting[rank].pop(0)])
+            return True
+        if done[rank] == len(todo[rank]):
+            return False
+        op, chunk, i = todo[rank][done[rank]]
+        stage, way = stages[rank][chunk], 1 if op == "F" else -1
+        needed = (stage - way, way, i)
+        if op != "W" and 0 <= needed[0] <= last:
+            if needed not in sent:
+                return False
+            clocks[rank] = received[needed] = max(clocks[rank], sent[needed])
+        clocks[rank] += 2 if op == "B" else 1
+        if op != "W" and 0 <= stage + way <= last:
+            sent[stage, way, i] = clocks[rank]
+            if way < 0 and homes[stage - 1] != rank:
+                waiting[rank].append((stage, way, i))
+        done[rank] += 1
+        return True
+
+    while any([advance(rank) for rank in range(pp)]):  # every rank, not only the first that can
+        pass
+    assert done == [len(actions) for actions in todo], "a deadlock"
+    return clocks
+
+
+@pytest.mark.parametrize("pp", SIZES[1:])
+@pytest.mark.parametrize(("kind", "chunks"), [*CASES, ("zero-bubble", 1), ("zbv", 2)])
+def test_waiting_for_old_messages_ends_and_costs_nothing(kind, chunks, pp):
+    for m in [pp * n for n in (1, 2, 3)]:
+        assert ends_with(kind, pp, m, chunks, KEPT * chunks) == ends_with(kind, pp, m, chunks, 1000)
+    if kind in V_SHAPED or chunks > 1:
+        with pytest.raises(AssertionError, match="deadlock"):
+            ends_with(kind, pp, 2 * pp, chunks, 0)
 
 
 @pytest.mark.parametrize("pp", SIZES)

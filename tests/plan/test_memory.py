@@ -30,7 +30,7 @@ from meshwright.optim.rule_table import STATE
 from meshwright.optim.rules import make_optimizer, state_dtype
 from meshwright.parallel import pipeline_schedule, shard
 from meshwright.parallel.layout import Layout
-from meshwright.plan import blocks, memory, parameters, updates
+from meshwright.plan import blocks, memory, parameters, tensors, updates
 from meshwright.plan.allocator import MIB, CachingAllocator
 from meshwright.plan.tensors import Memory
 from meshwright.settings.schema import Optimizer, TrainConfig
@@ -353,6 +353,26 @@ def test_allocator_takes_segments_as_torch_does():
     allocator.release(6)
     allocator.empty_cache()
     assert allocator.reserved == 14 * MIB and allocator.most == 34 * MIB
+
+
+def test_streams_share_no_block():
+    allocator = CachingAllocator()
+    allocator.allocate(1, 12 * MIB)
+    allocator.release(1)
+    allocator.allocate(2, 12 * MIB, stream=1)
+    assert allocator.reserved == 24 * MIB
+    allocator.release(2)
+    allocator.allocate(3, 12 * MIB)
+    assert allocator.reserved == 24 * MIB
+
+
+def test_shards_are_gathered_and_summed_in_streams_of_their_own():
+    config = config_of(*SMALL, "--world-size", "2", *ZERO_3)
+    sums = [event for event in memory.step_events(config, PADDED, 0) if event[3] == tensors.SUMMING and event[1] > 0]
+    gathered = [event for event in memory.step_events(config, PADDED, 0) if event[3] == tensors.GATHERING]
+    held = memory.held_bytes(config, PADDED, 0, "cuda")
+    assert sum(size for _, size, _, _ in sums) == pytest.approx(held["gradients"], rel=0.01)
+    assert {kind for _, _, kind, _ in gathered} == {"weights"} and sum(size for _, size, _, _ in gathered) == 0
 
 
 def test_graphs_take_a_pool_of_their_own():

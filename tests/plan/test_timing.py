@@ -7,7 +7,7 @@ from plans import LARGE, STILL, planned
 
 from meshwright.model import counts
 from meshwright.parallel import overlap, pipeline, pipeline_schedule
-from meshwright.plan import graph_rule, saving, timeline, timing
+from meshwright.plan import graph_rule, saving, timeline, timing, traffic
 from meshwright.plan.devices import load_profile
 from meshwright.plan.timing import step_time
 from meshwright.training import network
@@ -82,7 +82,7 @@ def test_one_rule_says_whether_a_step_is_a_graph(monkeypatch):
 
 
 def test_constants_of_training():
-    assert timing.WORTHWHILE_BYTES == overlap.WORTHWHILE_BYTES
+    assert traffic.WORTHWHILE_BYTES == overlap.WORTHWHILE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,14 @@ def test_a_setting_moves_its_terms(more, parts):
         ratio = changed.parts[name] / plain.parts[name]
         most, least = want if isinstance(want, tuple) else (want * 1.1, want * 0.9)
         assert least <= ratio <= most, name
+
+
+def test_homes_share_the_work_of_muon():
+    words = f"{LARGE} {STILL} --optimizer muon --micro-batch-size 8 --global-batch-size 16"
+    alone, two = predicted(words).parts["update"], predicted(words, 2).parts["update"]
+    tensor = predicted(f"{words} --tensor-model-parallel-size 2", 2).parts["update"]
+    assert 0.5 < two / alone < 0.8 and 0.4 < tensor / alone < 0.6
+    assert "muon" in predicted(words, 2).bytes_sent and "muon" not in predicted(words).bytes_sent
 
 
 @pytest.mark.parametrize(

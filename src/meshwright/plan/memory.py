@@ -34,7 +34,7 @@ from meshwright.plan.parameters import (
     shapes_of_layer,
     shapes_of_rank,
 )
-from meshwright.plan.tensors import GRADIENTS, HANDED, Event, Memory, kinds_of, rounded
+from meshwright.plan.tensors import GRADIENTS, HANDED, MAIN, Event, Memory, Sized, kinds_of, rounded
 from meshwright.plan.updates import update_events
 from meshwright.plan.zero import begin_step, end_step, own_size
 from meshwright.settings.schema import TrainConfig
@@ -44,6 +44,7 @@ BLOCK = 128  # elements of an entry in the tables of AdamW
 GRAPHS = 72 << 20  # of the driver for CUDA graphs, as measured on an H100
 NCCL = 365 << 20  # of NCCL in a process of several, as measured on two H100
 MAPPED_TRIAL = 16 << 20  # of the trial of sums by copy engines
+SENT = -(1 << 40)  # key of the first gradient that is sent, from which the others count down
 WORKSPACES = 32 << 20, 32 << 20, 1 << 20  # of cuBLAS, for the threads of both passes, and of cuBLASLt
 
 
@@ -95,9 +96,7 @@ def memory_of_rank(config: TrainConfig, padded: int, pipeline_rank: int, profile
     held = held_bytes(config, padded, pipeline_rank, profile.kind)
     held["buffers"] = buffer_bytes(config, padded, pipeline_rank, profile)
     held["batches"] = batch_bytes(config)
-    sent = {"communication": sum(sent_gradients(config, pipeline_rank))}
-    passes = add_kinds(step_bytes(config, padded, pipeline_rank), sent)
-    update = update_events(config, padded, pipeline_rank)
+    passes, update = step_bytes(config, padded, pipeline_rank), update_events(config, padded, pipeline_rank)
     most = max(passes, kinds_of(update.events[: update.peak_at]), key=lambda kinds: sum(kinds.values()))
     reserve = functools.partial(reserved_bytes, config, padded, pipeline_rank, profile)
     return RankMemory(add_kinds(held, most), context_bytes(config, profile), reserve)
@@ -124,16 +123,6 @@ def buffer_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: 
     units, width = shapes_of_rank(config, padded, pipeline_rank), max(WIDTHS[config.precision.dtype], 4)
     largest = max(flat_size(unit, data_parts(config)) for unit, _ in units)
     return streams * sum(WORKSPACES) + -(-largest // size) * width + MAPPED_TRIAL
-
-
-def sent_gradients(config: TrainConfig, pipeline_rank: int) -> list[int]:
-    """Return the bytes of the gradients that are on their way to the stage before."""
-    p, stages = config.parallel, own_stages(config, pipeline_rank)
-    sends = any(not stage.has_embedding and not stage.is_fed_here for stage in stages)
-    if not sends or p.pipeline_schedule == "gpipe":  # whose peak is before the first one
-        return []
-    count = min(KEPT, config.micro_batches(config.global_batch) - 1) * config.chunks
-    return [rounded(int(traffic.message_bytes(config)))] * count
 
 
 def held_bytes(config: TrainConfig, padded: int, pipeline_rank: int, kind: str) -> dict[str, int]:
@@ -234,7 +223,8 @@ def run_schedule(config: TrainConfig, sizes: PassSizes, stages: list[Stage], pip
     shards = [make_shards(memory, sizes, stage) for stage in stages] if sizes.shards > 1 else []
     if shards:
         begin_step(memory, shards)
-    count, running = passed_micro_batches(config, 2 if sizes.parts > 1 else 4), dict[tuple[int, int], Iterator[None]]()
+    count, running = passed_micro_batches(config, 4), dict[tuple[int, int], Iterator[None]]()
+    sent = list[Sized]()
     for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
         if op == "F":
             own = shards[chunk] if shards else None
@@ -242,9 +232,18 @@ def run_schedule(config: TrainConfig, sizes: PassSizes, stages: list[Stage], pip
         next(running[chunk, i])
         if op in ("B", "W"):
             del running[chunk, i]
+        if sends(stages[chunk], op):
+            sent.append(memory.new(traffic.message_elements(config), sizes.formats.stream, "communication"))
+            del sent[: -KEPT * config.chunks]
+    sent.clear()
     if shards:
         end_step(memory, shards)
     return memory
+
+
+def sends(stage: Stage, op: Op) -> bool:
+    """Return whether a pass sends a gradient to another rank, where it is kept until it arrives."""
+    return op in ("B", "I") and not stage.has_embedding and not stage.is_fed_here
 
 
 def passed_micro_batches(config: TrainConfig, rounds: int) -> int:
@@ -288,9 +287,13 @@ def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int, measure: Me
             chunks = [chunk for chunk, other in enumerate(stages) if other == stage]
             done |= {(chunk, is_first, op): memory for op, memory in measured.items() for chunk in chunks}
     before = itertools.accumulate((done[each].rest for each in passes[:-1]), initial=0)
-    peaks = [now + done[each].most for now, each in zip(before, passes, strict=True)]
+    counts = itertools.accumulate((sends(stages[chunk], op) for chunk, _, op in passes[:-1]), initial=0)
+    message, most = rounded(traffic.message_elements(config) * sizes.formats.stream), KEPT * config.chunks
+    sent = [min(count, most) * message for count in counts]
+    peaks = [now + kept + done[each].most for now, kept, each in zip(before, sent, passes, strict=True)]
     peak_at = peaks.index(max(peaks))
     kinds = Counter(done[passes[peak_at]].at_peak)
+    kinds["communication"] = sent[peak_at]
     for each, times in Counter(passes[:peak_at]).items():
         for kind, size in done[each].left.items():
             kinds[kind] += times * size
@@ -356,7 +359,7 @@ def reserved_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile
     allocator, keys = CachingAllocator(), itertools.count(GRADIENTS - 1, -1)
     beside = buffer_bytes(config, padded, pipeline_rank, profile) - sum(WORKSPACES)
     buffers = (*WORKSPACES, beside) if profile.kind == NVIDIA else ()
-    held = *held_tensors(config, padded, pipeline_rank, profile.kind), *buffers, *sent_gradients(config, pipeline_rank)
+    held = *held_tensors(config, padded, pipeline_rank, profile.kind), *buffers
     for size in held:
         if size:
             allocator.allocate(next(keys), rounded(size))
@@ -392,6 +395,11 @@ def held_tensors(config: TrainConfig, padded: int, pipeline_rank: int, kind: str
     return [*masters, *moments]
 
 
+def freed(event: Event) -> Event:
+    key, size, kind, stream = event
+    return key, -size, kind, stream
+
+
 def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Event]:
     """Return what a rank's passes allocate and free, in order."""
     p, sizes = config.parallel, sizes_of(config, padded, PROCESSORS)
@@ -404,7 +412,8 @@ def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Ev
         return run_schedule(config, sizes, stages, pipeline_rank).events
     recorded = [[record_passes(sizes, stage, is_first) for is_first in (False, True)] for stage in stages]
     most = 1 + max(key for each in recorded for passes in each for events in passes.values() for key, *_ in events)
-    count, out = passed_micro_batches(config, 2), list[Event]()
+    count, out, sent = passed_micro_batches(config, 2), list[Event](), list[Event]()
+    message = rounded(traffic.message_elements(config) * sizes.formats.stream)
     for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
         first = most * (chunk * count + i)  # keys of a micro-batch's tensors count from here
         handed = HANDED * (i + 1)
@@ -412,4 +421,10 @@ def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Ev
             (handed if key == HANDED else first + key, size, kind, stream)
             for key, size, kind, stream in recorded[chunk][not i][op]
         ]
+        if sends(stages[chunk], op):
+            sent.append((SENT - len(sent), message, "communication", MAIN))
+            out.append(sent[-1])
+            if (arrived := len(sent) - 1 - KEPT * config.chunks) >= 0:
+                out.append(freed(sent[arrived]))
+    out += map(freed, sent[-KEPT * config.chunks :])
     return out

@@ -94,12 +94,16 @@ def context_bytes(config: TrainConfig) -> float:
     return (n - 1) / n * rows(config) * columns * number_bytes(config)[0]
 
 
-def message_bytes(config: TrainConfig) -> float:
-    """Return the bytes that a stage sends to the next one for a micro-batch."""
-    p, (low, full) = config.parallel, number_bytes(config)
-    sent = full if config.precision.fp32_residual_connection else low
+def message_elements(config: TrainConfig) -> int:
+    """Return the numbers that a stage sends to the next one for a micro-batch."""
+    p = config.parallel
     share = p.tensor_model_parallel_size if p.sequence_parallel else 1
-    return rows(config) * (config.model.hidden_size or 0) * sent / share
+    return rows(config) * (config.model.hidden_size or 0) // share
+
+
+def message_bytes(config: TrainConfig) -> float:
+    low, full = number_bytes(config)
+    return message_elements(config) * (full if config.precision.fp32_residual_connection else low)
 
 
 def data_bytes(config: TrainConfig, parameters: float) -> tuple[float, float]:

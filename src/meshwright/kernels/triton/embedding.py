@@ -42,7 +42,7 @@ def add_rows(total: Tensor, ids: Tensor, rows: Tensor) -> None:
     """Add each of the rows [N, H] to the row of `total` that `ids` [N] names."""
     count, width = rows.shape
     with torch.accelerator.device_index(total.device.index):
-        sorted_ids, order = torch.sort(ids, stable=True)
+        sorted_ids, order = torch.sort(ids.int(), stable=True)
         ends = torch.searchsorted(sorted_ids, sorted_ids, right=True)
         _embedding_add_rows[(count, cdiv(width, COLUMNS))](
             total, rows.contiguous(), sorted_ids, order, ends, width, ROWS, COLUMNS, num_warps=WARPS
