@@ -180,7 +180,7 @@ def write_output(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], out
         chat = Chat(m, dialogue, s, tuple(map(unescape, t.stop)), seed, ("stop",))
         chat.run()
         if not chat.inputs and not chat.terminal.is_person:
-            raise UserError("standard input holds no prompt; give --prompt TEXT or --prompts FILE, or write lines to it")
+            raise UserError("standard input holds no prompt; give --prompt TEXT or --prompts FILE, or lines to read")
 
 
 def write_texts(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], is_json: bool) -> None:

@@ -31,7 +31,7 @@ from meshwright.training.before.resolve import (
     run_folder_of,
     settle_length,
 )
-from meshwright.training.state.resume import check_loading, fresh_schedule, note_kept_model
+from meshwright.training.state.resume import check_loading, fresh_schedule, note_kept_model, note_texts
 
 
 def require_equal_ranks(team: Team, identity: dict[str, Any], problem: UserError | None = None) -> None:
@@ -62,6 +62,7 @@ def dry_run(config: TrainConfig) -> int:
     require_free_folders(config)
     require_packages(config.logging)
     note_kept_model(config.checkpoint)
+    note_texts(config.checkpoint)
     d, t = config.data, config.tokenizer
     files = [Indexed(prefix) for prefix in prefixes(d)]
     for indexed in files:
