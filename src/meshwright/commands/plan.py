@@ -18,7 +18,7 @@ from meshwright.plan.prediction import Machine, Prediction, find_machine
 from meshwright.plan.search import Found, Freedom, Search
 from meshwright.records import json_ready
 from meshwright.report.html import write_page
-from meshwright.settings import checks, flags
+from meshwright.settings import checks, flags, recipes
 from meshwright.settings.fields import flag, group, with_settings
 from meshwright.settings.presets import family_of
 from meshwright.settings.schema import TrainConfig
@@ -129,7 +129,8 @@ def main(argv: list[str]) -> int:
         completed = cast(LayoutPlanConfig, complete_settings(cast(flags.Parsed[TrainConfig], parsed)))
         parsed = dataclasses.replace(parsed, config=completed)
     asked = parsed.config.plan
-    plan = make_plan(parsed)
+    with recipes.naming_choices(parsed.sources, parsed.config):
+        plan = make_plan(parsed)
     text = text_of(plan, asked)
     print(json.dumps(json_ready(as_json(plan, asked)), indent=2) if asked.json else "\n".join(text))
     written = write_drawings(plan, asked, text) if asked.pictures or asked.write_page else []
