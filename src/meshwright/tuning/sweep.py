@@ -121,7 +121,7 @@ class Sweep:
         A slot is the environment of its runs, by which they see their devices.
         """
         self.plan.folder.mkdir(parents=True, exist_ok=True)
-        with lock_folder(self.plan.folder):
+        with lock_folder(self.plan.folder, "choose another folder"):
             for each in self.runs.values():  # what an earlier start left
                 each.state = each.state if each.state in FINAL_STATES else "waiting"
                 self.note_rungs(each)
