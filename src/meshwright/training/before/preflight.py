@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright import device as devices
 from meshwright import tokenizers
 from meshwright.console import set_stream, show
 from meshwright.data.files.indexed import Indexed, check_vocabulary
@@ -94,6 +95,8 @@ def dry_run(config: TrainConfig) -> int:
         show(f"required before the run can start: {problem}")
     if not lack and (plan := verdict_here(config, size)):
         show(plan)
+    if missing := devices.missing_here(config.parallel.device, config.world):
+        show(f"this machine cannot run it: {missing}")
     show("dry run: nothing was built or written")
     return DONE
 
