@@ -160,6 +160,27 @@ def test_too_many_processes_and_another_kind(machine):
         devices.open_device("mtia", 1)
 
 
+def test_a_dry_run_says_that_this_machine_cannot_run_it(machine, monkeypatch, capsys):
+    """Its last lines, with status 0: the run may be meant for another machine."""
+
+    def last_lines(*flags):
+        assert main(["train", *TINY_FLAGS, "--global-batch-size=16", "--dry-run", *flags]) == 0
+        return capsys.readouterr().out.splitlines()[-3:]
+
+    machine(None, 0)
+    plan, missing, _ = last_lines("--device=cuda")
+    assert missing.startswith("this machine cannot run it: --device cuda: torch sees no GPU") and "CPU" not in plan
+    assert "cannot run" not in "".join(last_lines("--device=cpu", "--world-size=8"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(devices, "ask_nvidia_smi", lambda *words: "0\n1\n")
+    few = "this machine cannot run it: it has 2 devices for 8 ranks; start some on other machines, or take fewer"
+    assert last_lines("--device=auto", "--world-size=8")[1] == few
+    assert "cannot run" not in "".join(last_lines("--device=auto", "--world-size=2"))
+    used = machine("cuda", 2)
+    assert last_lines("--device=cuda", "--world-size=8")[1] == few and not used
+    assert "wants cuda:7, but torch sees 2" in last_lines("--device=cuda:7")[1]
+
+
 def test_apples_gpu_is_not_used(machine):
     machine("mps", 1)
     assert (

@@ -42,6 +42,15 @@ FUSED_MULTIPLY_ADD = "TRITON_DEFAULT_FP_FUSION", "1"
 
 
 def open_device(wanted: str, local_rank: int = 0) -> torch.device:
+    """Return the device of --device, and let this process use it."""
+    device = find_device(wanted, local_rank)
+    if device.type != "cpu":
+        set_current(device)
+        os.environ.setdefault(*FUSED_MULTIPLY_ADD)
+    return device
+
+
+def find_device(wanted: str, local_rank: int = 0) -> torch.device:
     """Return the device of --device; `auto` is an accelerator if accelerator is one."""
     host.require_address_space()
     import torch
@@ -74,10 +83,26 @@ def open_device(wanted: str, local_rank: int = 0) -> torch.device:
             f"process {local_rank} of this machine wants {accelerator.type}:{number}, but torch sees {count} of them; "
             f"start at most {count} here (--nproc-per-node {count}){hides}"
         )
-    device = torch.device(accelerator.type, number)
-    set_current(device)
-    os.environ.setdefault(*FUSED_MULTIPLY_ADD)
-    return device
+    return torch.device(accelerator.type, number)
+
+
+def missing_here(wanted: str, ranks: int) -> str:
+    """Say what this machine lacks for these ranks on --device, or return an empty text.
+
+    torch is imported only for an accelerator that is named; for `auto`, nvidia-smi counts.
+    """
+    kind = wanted.partition(":")[0]
+    try:
+        if kind == "auto":
+            count = 0 if HIDES[NVIDIA] in os.environ else len(ask_nvidia_smi("index", "csv,noheader").split())
+        else:
+            count = 0 if find_device(wanted).type == "cpu" else count_accelerators()
+    except UserError as error:
+        return str(error)
+    except RuntimeError:  # no such GPUs: then it runs on the CPU
+        return ""
+    lack = f"it has {count} device{'s' * (count > 1)} for {ranks} ranks; start some on other machines, or take fewer"
+    return lack if 0 < count < ranks else ""
 
 
 def _load_torch_npu() -> None:

@@ -615,6 +615,18 @@ def test_validation_on_training_data_is_reported():
     assert reports(data_path=["a"]) == reports(data_path=["1", "a", "2", "a"]) == []
 
 
+def test_a_split_without_validation_is_reported():
+    def reports(**given):
+        return [line for line in notices.without_effect(data_config(**given)) if "validation" in line]
+
+    [line] = reports(data_path=["a"], split="100,0,0")
+    assert line == "--split 100,0,0 leaves nothing for validation, so there is none; raise its second number"
+    assert reports(data_path=["a"], split="1") and not reports(data_path=["a"])
+    assert not reports(data_path=["a"], split="1", eval_iters=0)  # none is wanted
+    assert not reports(data_path=["a"], split="1", mock_data=True)
+    assert not reports(train_data_path=["a"], valid_data_path=["b"], split="1")
+
+
 @pytest.mark.pictures
 def test_several_sets_in_the_report(files):
     from meshwright.report import page

@@ -248,6 +248,13 @@ def test_bare_ids(tmp_path, capsys, monkeypatch):
     assert re.fullmatch(r"1 2( \d+)*\n", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize("typed", ["", " \n\n"])
+def test_an_input_without_a_prompt_is_refused(generate, typed):
+    status, out, err = generate(typed=typed)
+    assert (status, out) == (2, "") and "standard input holds no prompt; give --prompt TEXT" in err
+    assert generate(typed="/quit\n")[0] == 0
+
+
 # Characters
 
 

@@ -70,6 +70,28 @@ def test_a_layout_that_does_not_fit_says_the_least_change(capsys: pytest.Capture
     assert "no change of layout makes it fit" in hopeless
 
 
+def test_devices_that_are_too_few_are_answered_by_a_number_that_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the flags of the layout kept; a plan of that number then fits."""
+    full = "--zero-stage=3 --bf16 --micro-batch-size=1 --recompute-granularity=full --gpu=h100".split()
+    for argv in (["--preset=llama2-7b", "--gpu=h100"], ["--preset=gpt3-175b", "--tensor-model-parallel-size=8", *full]):
+        text = plan(capsys, *argv, "--gpus=8" if full[0] in argv else "--gpus=1", status=USAGE)
+        enough = re.search(r"^  ([\d,]+) devices of this kind are enough: see (--gpus \d+)$", text, re.M)
+        assert enough
+        assert "  fits, " in plan(capsys, *argv, *enough[2].split())
+    data = plan_json(capsys, "--preset=llama2-7b", "--gpu=h100", "--gpus=1", status=USAGE)
+    assert data["enough_devices"] == data["tried_devices"] == 2
+    alone = plan(capsys, "--preset=gpt3-175b", "--gpus=8", "--gpu=h100", "--tensor-model-parallel-size=8", status=USAGE)
+    assert "  no layout with these flags was found that fits up to 16,384 devices of this kind\n" in alone
+    assert "of this kind" not in plan(capsys, *LAYOUT)
+
+
+def test_a_number_of_devices_is_corrected_by_the_flag_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--preset=gpt2-345m", "--gpu=h100", "--gpus=7", "--tensor-model-parallel-size=2"]) == USAGE
+    error = capsys.readouterr().err
+    assert "7 ranks are not a multiple of --tensor-model-parallel-size 2 = 2: take --gpus 8, or change" in error
+    assert "launch" not in error
+
+
 @pytest.mark.flag("write best")
 def test_the_best_layouts_are_searched_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """`train --config` takes the file that the search writes."""

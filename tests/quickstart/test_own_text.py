@@ -11,8 +11,9 @@ import pytest
 from in_process import InProcess
 from meshwright import device as devices
 from meshwright.__main__ import main
+from meshwright.checkpoint import owner
 from meshwright.commands import quickstart
-from meshwright.errors import BAD_DATA, LOCKED, USAGE, UserError
+from meshwright.errors import BAD_DATA, IO, LOCKED, USAGE, UserError
 from meshwright.quickstart import collect, own_text, plan, shell, start, tour
 from meshwright.quickstart.collect import InputDocuments
 from meshwright.quickstart.folder import TourProgress, describe_changes
@@ -457,6 +458,19 @@ def test_a_restart_that_costs_more_than_it_saves():
 def test_validation_takes_a_small_part_of_a_short_run(tmp_path, steps, iters):
     command = tour.Tour(tmp_path, "log", "cpu").run_command(plan.SIZES[0], 0, steps)
     assert command[command.index("--eval-iters") + 1] == str(iters)
+
+
+def test_a_folder_that_cannot_be_taken_is_changed_by_its_own_flag(text, tmp_path, capsys):
+    for folder in ("texts", "mine"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "texts" / "own.txt").touch()
+    (tmp_path / "mine" / ".meshwright-quickstart").touch()
+    with owner.lock_folder(tmp_path / "mine"):
+        for output in (text, "texts", "mine"):
+            assert quickstart_of(text, "--output", output) == LOCKED
+            assert "name another folder by --output" in capsys.readouterr().err
+    assert quickstart_of(text, "--output", f"{text}/in a file") == IO
+    assert "Not a directory; name another folder by --output" in capsys.readouterr().err
 
 
 def test_bad_inputs(text, tmp_path, capsys):

@@ -98,22 +98,28 @@ def test_a_last_line_cut_by_a_kill_is_no_row(tmp_path, capsys, tail):
     assert len(losses(run_folder(tmp_path, ROWS, tail), capsys)) == 6
 
 
+NOT_JSON, WRONG_KIND = "it is not JSON", "a value is not of the kind that its column has"
+
+
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "why"),
     [
-        *("garbage", "", "3", '{"event": "step", "iteration": 2}', json.dumps(step(1, 2, "many")), "\udcff"),
-        json.dumps(step(1, 2, 5.0) | {"ms": "nan"}),
-        '{"event": "start", "attempt": 2, "iteration": 2, "time": "inf"}',
+        *((line, NOT_JSON) for line in ("garbage", "", "\0", "[" * 100_000, "\udcff")),
+        *((line, WRONG_KIND) for line in ("3", json.dumps(step(1, 2, "many")), json.dumps(step(1, 2, None)))),
+        ('{"event": "step", "iteration": 2}', "'loss' is missing"),
+        (json.dumps(step(1, 2, 5.0) | {"ms": "nan"}), "nan is not a time"),
+        ('{"event": "start", "attempt": 2, "iteration": 2, "time": "inf"}', "inf is not a time"),
     ],
 )
 @pytest.mark.promise("A run folder is data")
-def test_any_other_damaged_line_is_an_error_that_names_it(tmp_path, capsys, damage):
+def test_any_other_damaged_line_is_an_error_that_names_it(tmp_path, capsys, damage, why):
     folder = run_folder(tmp_path, ROWS)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     lines[2] = damage
     (folder / "metrics.jsonl").write_bytes(("\n".join(lines) + "\n").encode(errors="surrogateescape"))
     assert main(["report", "--losses", str(folder)]) == 65
-    assert "metrics.jsonl:3 is not a row" in capsys.readouterr().err
+    said = f"metrics.jsonl:3 is not a row that a run writes: {why}; remove that line to read the others\n"
+    assert said in capsys.readouterr().err
 
 
 def test_missing_folder_metrics_and_broken_settings(tmp_path, capsys):

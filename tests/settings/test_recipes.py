@@ -199,6 +199,34 @@ def test_a_recipe_that_cannot_work_is_refused_in_one_line(
     assert [words in line for line in capsys.readouterr().err.splitlines() if ": error:" in line] == [True]
 
 
+BATCH = "--global-batch-size 64 (chosen by --recipe modern; --global-batch-size overrides it) is not a multiple of"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("--depth 4 --micro-batch-size 3", f"{BATCH} --micro-batch-size 3; "),
+        ("--depth 4 --micro-batch-size 64 --global-batch-size 32", "--global-batch-size 32 is not a multiple of"),
+        ("--depth 2 --num-query-groups 3", "--num-attention-heads 2 (chosen by --recipe modern; "),
+        ("--depth 4 --pipeline-model-parallel-size 5 --world-size 5", "5 is above --depth 4: "),
+        ("--preset tiny --train-tokens auto --global-batch-size 8000000 --lr 1e-3", "(chosen by --train-tokens auto; "),
+    ],
+)
+def test_an_error_says_that_the_recipe_chose_a_value(argv: str, words: str) -> None:
+    assert words in refusal(*argv.split(), *MOCK, check=True)
+
+
+def test_an_error_of_a_start_says_so_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found only when the number of ranks is known."""
+    found = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--depth=4", *MOCK]) == USAGE
+    assert BATCH in capsys.readouterr().err
+    assert main(["plan", "--depth=4", "--gpus=3", "--gpu=h100", "--zero-stage=1"]) == USAGE
+    assert BATCH in capsys.readouterr().err
+
+
 def test_every_choice_has_a_reason_that_is_printed() -> None:
     parsed = parse("--depth", "12", "--lr", "0.001", *MOCK)
     [lines] = [line.splitlines() for line in parsed.notices if line.startswith("--recipe")]

@@ -225,6 +225,23 @@ def test_a_refused_start_leaves_nothing_behind(tmp_path, monkeypatch):
     assert status == 2 and not list(tmp_path.iterdir())
 
 
+def test_a_folder_of_texts_is_noted_before_a_run_lies_in_it(tmp_path, capsys):
+    """Once, and not for what else may lie beside a run."""
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("log.txt", "ds_config.json", "README.md", "run.sh", "job.log"):
+        (run / name).write_text("x")
+    note = f"note: --save {run} holds texts (a.txt, b.jsonl): as inputs `preprocess` would read the run's files"
+    train(tmp_path, "--dry-run")
+    assert "holds texts" not in capsys.readouterr().out
+    for name in ("a.txt", "b.jsonl"):
+        (run / name).write_text("{}")
+    assert train(tmp_path, "--dry-run")[0] == 0 and note in capsys.readouterr().out
+    assert train(tmp_path, "--exit-interval", "1")[0] == 0 and capsys.readouterr().out.count(note) == 1
+    assert train(tmp_path, "--load", str(run), "--exit-interval", "2")[0] == 0
+    assert "holds texts" not in capsys.readouterr().out
+
+
 @pytest.mark.flag("exit_interval")
 def test_exit_interval_saves_and_leaves(tmp_path, capsys):
     status, steps = train(tmp_path, "--exit-interval", "4")

@@ -258,6 +258,33 @@ def test_every_run_is_checked_before_one_starts(tmp_path: Path, capsys: pytest.C
     assert [line.split("--seed=")[1].split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == ["1235"]
 
 
+def test_the_files_of_every_run_are_checked_before_one_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is wrong is listed, and no folder is left."""
+    monkeypatch.chdir(tmp_path)
+    flags = [word for word in TINY_FLAGS if word != "--mock-data"]
+    assert main(["sweep", "s", "--grid", "data-path=a,b lr=1e-3,2e-3", "--", *flags]) == 65
+    error = capsys.readouterr().err
+    assert "data-path=a,lr=0.001: data a: missing a.bin and a.idx" in error and "data-path=b,lr=0.001: data b" in error
+    assert "lr=0.002" not in error and not (tmp_path / "s").exists()  # the same files
+    assert main(["sweep", "s", "--grid", "num-attention-heads=5,7", "--", *TINY_FLAGS]) == 2
+    error = capsys.readouterr().err
+    assert "heads=5: " in error and "heads=7: " in error and not (tmp_path / "s").exists()
+
+
+def test_a_start_that_trained_nothing_binds_no_later_one(folder: Path) -> None:
+    plan = sweep.SweepPlan(folder, ("--device=none",))
+    (started,) = (runs := sweep.join_runs(folder, [{"lr": "1"}], ["--device=none"])).values()
+    folder.mkdir(exist_ok=True)
+    sweep.Sweep(plan, runs, []).write()
+    assert list(sweep.join_runs(folder, [{"lr": "2"}], ["--device=cpu"])) == ["lr=2"]
+    started.state = "done"
+    sweep.Sweep(plan, runs, []).write()
+    with pytest.raises(UserError, match="choose another folder"):
+        sweep.join_runs(folder, [{"lr": "2"}], ["--device=cpu"])
+
+
 @pytest.mark.flag("random draws draw_seed no_checkpoints")
 def test_draws_and_what_runs_save_follow_the_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def commands(*words: str) -> list[str]:

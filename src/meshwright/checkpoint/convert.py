@@ -273,7 +273,7 @@ def write_step(source: Selection, conversion: PreparedConversion) -> None:
     step = source.step or int(conversion.target.to == "torch")  # Megatron takes no iteration 0
     is_new = not folder.exists()
     try:
-        with owner.lock_folder(folder):
+        with owner.lock_folder(folder, "give another folder"):
             publish.write_step(folder, step, files, bytes_needed=source.bytes)
             save_tokenizer(conversion.tokenizer, source, folder)
     except BaseException:

@@ -18,9 +18,10 @@ PATIENCE = 0.5  # seconds: a killed owner may still be dying, a new one still wr
 
 
 @contextlib.contextmanager
-def lock_folder(root: str | Path) -> Iterator[None]:
+def lock_folder(root: str | Path, remedy: str = "change --save") -> Iterator[None]:
     """Hold an exclusive lock on the folder; the kernel releases it when this process dies.
 
+    `remedy` says how the user chooses another folder.
     A folder that stands for an address is leased there too. A folder in which nothing was written
     is left as it was: absent, or without a lock.
     """
@@ -32,9 +33,9 @@ def lock_folder(root: str | Path) -> Iterator[None]:
             root.mkdir(parents=True, exist_ok=True)
             has_locks = stack.enter_context(files.lock(path, PATIENCE, stays=True))
         except BlockingIOError as error:
-            raise in_use(root, error) from None
+            raise in_use(root, error, remedy) from None
         except OSError as error:
-            raise UserError(f"cannot lock {root}: {error.strerror or error}; change --save", IO) from error
+            raise UserError(f"cannot lock {root}: {error.strerror or error}; {remedy}", IO) from error
         if not has_locks:
             remark(f"WARNING: the file system of {root} has no locks: a second run there would not be noticed")
         stack.enter_context(mirror.leased(root))
@@ -60,8 +61,8 @@ def require_unlocked(root: str | Path) -> None:
         return
 
 
-def in_use(root: Path, error: BlockingIOError) -> UserError:
-    return UserError(f"{root} is in use by {error.strerror}: wait for it, end it, or change --save", LOCKED)
+def in_use(root: Path, error: BlockingIOError, remedy: str = "change --save") -> UserError:
+    return UserError(f"{root} is in use by {error.strerror}: wait for it, end it, or {remedy}", LOCKED)
 
 
 def move_aside(root: str | Path, others: Sequence[str] = ()) -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from meshwright.plan.prediction import Machine, Prediction, find_machine
 from meshwright.plan.search import Found, Freedom, Search
 from meshwright.records import json_ready
 from meshwright.report.html import write_page
-from meshwright.settings import checks, flags
+from meshwright.settings import checks, flags, recipes
 from meshwright.settings.fields import flag, group, with_settings
 from meshwright.settings.presets import family_of
 from meshwright.settings.schema import TrainConfig
@@ -39,6 +41,8 @@ DIVIDING = (
     "zero_stage",
 )
 GPT2_VOCABULARY = 50_257
+MOST_DEVICES = 16_384  # that are tried where a run does not fit
+ENOUGH_SECONDS = 1.0  # for these trials
 DRAWN = 40  # layouts at least, in the picture of a search
 
 
@@ -110,6 +114,8 @@ class Plan:
     length: int | None  # steps
     losses: Interruptions
     goodput: ExpectedGoodput
+    enough: int | None = None  # devices that hold the run, if these do not
+    tried: int = 0  # the most devices that were tried for that
 
 
 def unneeded(c: TrainConfig) -> dict[str, Any]:
@@ -129,7 +135,8 @@ def main(argv: list[str]) -> int:
         completed = cast(LayoutPlanConfig, complete_settings(cast(flags.Parsed[TrainConfig], parsed)))
         parsed = dataclasses.replace(parsed, config=completed)
     asked = parsed.config.plan
-    plan = make_plan(parsed)
+    with recipes.naming_choices(parsed.sources, parsed.config):
+        plan = make_plan(parsed)
     text = text_of(plan, asked)
     print(json.dumps(json_ready(as_json(plan, asked)), indent=2) if asked.json else "\n".join(text))
     written = write_drawings(plan, asked, text) if asked.pictures or asked.write_page else []
@@ -151,12 +158,35 @@ def make_plan(parsed: flags.Parsed[LayoutPlanConfig]) -> Plan:
         with host.collector_off():  # a tenth of its time: it makes many objects, and hardly any cycles
             prediction, found = search(prediction, given, asked)
     elif problems := checks.problems(config, needs_data=False):
-        raise UserError(flags.listed(problems))
+        raise UserError(flags.listed([take_devices(line) for line in problems]))
     length = prediction.config.steps if parsed.config.lengths else None
     losses = losses_of(prediction.save, config.world, asked.mtbf, asked.restart_minutes)
     step = prediction.time.seconds
     expected = expect(losses, step, None if length is None else length * step, config.checkpoint.save_interval)
-    return Plan(prediction, found, length, losses, expected)
+    plan = Plan(prediction, found, length, losses, expected)
+    if prediction.fits or machine.profile.kind == "cpu":
+        return plan
+    if found is not None:
+        config = with_settings(config, **half_precision(config, given, machine))
+    fixed = given if found is not None else given.union(describe.LAYOUT)
+    enough, tried = find_enough(dataclasses.replace(prediction, config=config), Freedom(fixed))
+    return dataclasses.replace(plan, enough=enough, tried=tried)
+
+
+def take_devices(problem: str) -> str:
+    """Return a problem of the number of ranks with plan's flag in place of a launch."""
+    return re.sub(r"start (\d+) \(meshwright launch [^)]*\)", r"take --gpus \1", problem)
+
+
+def find_enough(start: Prediction, freedom: Freedom) -> tuple[int | None, int]:
+    """Return the first power of two that is enough devices, and the last that was tried."""
+    began, count = time.perf_counter(), start.config.world
+    while count < MOST_DEVICES and time.perf_counter() - began < ENOUGH_SECONDS:
+        count = 1 << count.bit_length()
+        trial = Search(start.machine, start.vocabulary, freedom)
+        if trial.find_small(with_settings(start.config, world_size=count)) is not None:
+            return count, count
+    return None, count
 
 
 def given_settings(parsed: flags.Parsed[LayoutPlanConfig]) -> frozenset[str]:
@@ -217,7 +247,12 @@ def half_precision(config: TrainConfig, given: frozenset[str], machine: Machine)
 
 def text_of(plan: Plan, asked: PlanFlags) -> list[str]:
     one = plan.prediction
-    lines = [*describe.head_lines(one), "", *describe.memory_lines(one), *describe.sent_lines(one)]
+    lines = [*describe.head_lines(one), "", *describe.memory_lines(one)]
+    if plan.enough:
+        lines.append(f"  {plan.enough:,} devices of this kind are enough: see --gpus {plan.enough}")
+    elif plan.tried:
+        lines.append(f"  no layout with these flags was found that fits up to {plan.tried:,} devices of this kind")
+    lines += describe.sent_lines(one)
     lines += describe.time_lines(one, plan.length, asked.price)
     lines += describe.checkpoint_lines(plan.losses, plan.goodput, one.save.bytes)
     if plan.found is not None:
@@ -235,6 +270,8 @@ def as_json(plan: Plan, asked: PlanFlags) -> dict[str, Any]:
         out |= {} if asked.price is None else {"cost": hours * asked.price}
     out["checkpoint"] = {"bytes": one.save.bytes, **dataclasses.asdict(plan.losses)}
     out["goodput"] = dataclasses.asdict(plan.goodput)
+    if not one.fits:
+        out["enough_devices"], out["tried_devices"] = plan.enough, plan.tried
     if plan.found is not None:
         out["best"] = [describe.as_dict(each) for each in plan.found.fitting[: asked.best]]
         out["refused"] = [{"count": count, "reason": reason} for count, reason in plan.found.refusals.listed()]

@@ -102,9 +102,7 @@ def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) 
     stop_at = tuple(sorted(c.stop_at))
     plan = sweep.SweepPlan(c.sweep_dir, tuple(extra), c.devices_per_run, not c.no_checkpoints, stop_at, c.stop_share)
     runs = sweep.join_runs(c.sweep_dir, points, extra)
-    for run in runs.values():
-        if run.state not in sweep.FINAL_STATES:
-            plan.read_settings(run.name, run.point)
+    sweep.require_runs(plan, [run for run in runs.values() if run.state not in sweep.FINAL_STATES])
     if dry_run:
         for run in runs.values():
             print(f"{run.state:<11} {shlex.join(['meshwright', *plan.command(run.name, run.point)])}")

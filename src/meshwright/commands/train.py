@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.commands import launch
 from meshwright.errors import DONE, UserError
 from meshwright.ranks.world import World
-from meshwright.settings import flags
+from meshwright.settings import flags, recipes
 from meshwright.settings.schema import TrainConfig
 
 
@@ -49,7 +49,8 @@ def command_line(argv: list[str], words: list[str], world: World) -> int:
         flags.print_notices(parsed)
     if config.parallel.rank is not None and not dry:
         raise UserError(f"--rank {config.parallel.rank} is for --dry-run; a launcher gives a run's ranks their numbers")
-    if dry:
-        return preflight.dry_run(config)
-    command = ["meshwright", "train", *argv]
-    return run.run(config, run.Caller(handle_signals=True, rehearse=rehearse), command, parsed.idle)
+    with recipes.naming_choices(parsed.sources, config):
+        if dry:
+            return preflight.dry_run(config)
+        command = ["meshwright", "train", *argv]
+        return run.run(config, run.Caller(handle_signals=True, rehearse=rehearse), command, parsed.idle)

@@ -177,7 +177,10 @@ def write_output(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], out
         megatron.talk(m, s, seed)
     else:
         dialogue = Dialogue(m.tokenizer, None, m.seq_length)
-        Chat(m, dialogue, s, tuple(map(unescape, t.stop)), seed, ("stop",)).run()
+        chat = Chat(m, dialogue, s, tuple(map(unescape, t.stop)), seed, ("stop",))
+        chat.run()
+        if not chat.inputs and not chat.terminal.is_person:
+            raise UserError("standard input holds no prompt; give --prompt TEXT or --prompts FILE, or lines to read")
 
 
 def write_texts(c: GenerateConfig, m: LanguageModel, prompts: list[Prompt], is_json: bool) -> None:

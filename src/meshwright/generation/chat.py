@@ -60,6 +60,7 @@ class Chat:
     terminal: Terminal = field(default_factory=Terminal)
     last: list[Event] = field(default_factory=list)  # of the last answer
     answers: int = 0
+    inputs: int = 0  # that are not blank, commands included
 
     def run(self, keep_history: bool = True) -> None:
         """Answer inputs until the input ends."""
@@ -85,6 +86,7 @@ class Chat:
                 raise
             self.terminal.note("\n(Ctrl-D or /quit leaves)")
             return True
+        self.inputs += bool(line and line.strip())
         if line is None or line.strip() in ("/quit", "/exit", *self.words_to_leave):
             return False
         if line.startswith("/") and not line.startswith("//"):

@@ -89,7 +89,8 @@ def predict_here(config: TrainConfig, device: str | None = None, vocabulary: int
         return None
     try:
         prediction = Prediction(config, find_machine(device or ("cpu" if kind == "cpu" else None)), vocabulary)
-        return prediction if prediction.ranks and prediction.time else None
+        is_absent = device is None and kind == NVIDIA and prediction.machine.profile.kind == "cpu"
+        return prediction if not is_absent and prediction.ranks and prediction.time else None
     except UserError:
         if device is not None:
             raise

@@ -27,6 +27,7 @@ from meshwright.settings.schema import TrainConfig
 Settings = dict[str, Any]
 RECOMPUTE = (None, "selective", "full")  # slower and smaller with each
 MOST_MICRO_BATCH = 64
+MOST_TRIALS = 3  # of layouts that are to fit, however fast they are
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,15 @@ class Search:
             self.look(heapq.heappop(self.nodes))
         self.found.slower = len(self.nodes)
         return self.found
+
+    def find_small(self, config: TrainConfig) -> Prediction | None:
+        """Return a layout that fits, of the few that need the least memory; None if none does."""
+        most = self.choices(config, recomputations)[-1]
+        smallest = [self.smallest(with_settings(shape, **most), OPEN) for shape in self.shapes(config)]
+        predictions = [self.predict(least) for each in smallest for least in each]
+        hopeful = [prediction for prediction in predictions if self.estimates.may_fit(prediction)]
+        few = heapq.nsmallest(MOST_TRIALS, hopeful, key=self.estimates.at_least)
+        return next((prediction for prediction in few if prediction.fits), None)
 
     def shapes(self, config: TrainConfig) -> Iterator[TrainConfig]:
         """Yield legal numbers of ranks where weights and their like may fit."""

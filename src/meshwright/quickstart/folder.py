@@ -26,12 +26,13 @@ def claim_folder(folder: Path, mark: str, name: str) -> Iterator[None]:
 
     A first attempt that fails before it finished a step leaves nothing there.
     """
+    remedy = "name another folder" + " by --output" * (name == "quickstart")
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file; name another folder", LOCKED)
+        raise UserError(f"{folder} is a file; {remedy}", LOCKED)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / mark).is_file():
-        raise UserError(f"{folder} is not empty, and no {name} made it; name another folder", LOCKED)
+        raise UserError(f"{folder} is not empty, and no {name} made it; {remedy}", LOCKED)
     is_new = not folder.exists()
-    with owner.lock_folder(folder):  # which makes it
+    with owner.lock_folder(folder, remedy):  # which makes it
         (folder / mark).touch()
         try:
             yield
@@ -66,7 +67,7 @@ def clear_folder(folder: Path, name: str) -> None:
             number = 1
             while (aside := folder / f"run-{number}").exists():
                 number += 1
-            with owner.lock_folder(path):  # someone may be training there
+            with owner.lock_folder(path, "name another folder"):  # someone may be training there
                 path.rename(aside)
             print(f"its model is kept in {aside}")
         else:

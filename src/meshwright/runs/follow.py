@@ -27,7 +27,7 @@ from meshwright.errors import UserError
 from meshwright.files import open_plain
 from meshwright.runs.goodput import Goodput, measure_goodput
 from meshwright.runs.history import Record, final_loss, final_steps, flat_settings, kept_until, read_settings
-from meshwright.runs.rows import DAMAGED, METRICS, explain_damage, read_line
+from meshwright.runs.rows import DAMAGED, METRICS, DamagedRow, explain_damage, read_line
 
 COLUMNS = "iteration consumed_samples loss grad_norm lr ms tokens_per_second skipped mfu memory time".split()
 NEEDED = COLUMNS[:-3]  # the others are unknown on some devices or to older versions, which is NaN here
@@ -170,7 +170,7 @@ class RunTail:
                 continue
             try:
                 if isinstance(content, str):
-                    raise ValueError(content)
+                    raise DamagedRow(content)
                 self.record.take(content)
                 if (kept := kept_until(content)) is not None:
                     self.count = int(np.searchsorted(self.column("iteration"), kept, "right"))

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import BAD_DATA, UserError, not_a_run
+from meshwright.errors import bad_data, not_a_run
 from meshwright.files import read_small
-from meshwright.runs.rows import DAMAGED, METRICS, explain_damage, read_lines
+from meshwright.runs.rows import DAMAGED, METRICS, DamagedRow, explain_damage, read_lines
 
 CONFIG_LIMIT = 4 << 20  # bytes of config.toml
 PATIENCE = 900.0  # seconds without a new row after which a run counts as killed
@@ -264,8 +264,8 @@ def read_history(folder: Path) -> History:
         except DAMAGED as e:
             if not line.endswith(b"\n"):
                 break  # the last line, cut by a kill
-            why = explain_damage(e)
-            raise UserError(f"{path}:{number} is not a row that a run writes: {why}", BAD_DATA) from None
+            what = f"{path}:{number} is not a row that a run writes: {explain_damage(e)}"
+            raise bad_data(f"{what}; remove that line to read the others") from None
     history.steps = [steps[i] for i in sorted(steps)]
     return history
 
@@ -274,7 +274,7 @@ def _time(value: Any) -> float:
     """Return a time or a duration, which a run never writes as NaN or infinity."""
     seconds = float(value)
     if not 0 <= seconds < 1e11:
-        raise ValueError(f"{value} is not a time")
+        raise DamagedRow(f"{value} is not a time")
     return seconds
 
 
@@ -295,7 +295,7 @@ def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as e:
-        raise UserError(f"{path} is damaged: {e}", BAD_DATA) from None
+        raise bad_data(f"{path} is damaged: {e}") from None
     return {group: values for group, values in groups.items() if isinstance(values, dict)}
 
 

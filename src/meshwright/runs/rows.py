@@ -21,8 +21,18 @@ ROWS_LIMIT = 4 * ROW_LIMIT  # bytes that are read at once
 DAMAGED = (ValueError, TypeError, KeyError, OverflowError, AttributeError, RecursionError)
 
 
+class DamagedRow(ValueError):
+    """What is wrong with a row, in words."""
+
+
 def explain_damage(error: Exception) -> str:
-    return f"{error} is missing" if isinstance(error, KeyError) else str(error)
+    """Say what is wrong with a row at which reading raised one of DAMAGED."""
+    if isinstance(error, DamagedRow):
+        return str(error)
+    if isinstance(error, KeyError):
+        return f"{error} is missing"
+    is_text = isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError)
+    return "it is not JSON" if is_text else "a value is not of the kind that its column has"
 
 
 def read_lines(folder: Path) -> Iterator[bytes]:

@@ -67,9 +67,7 @@ def batch_problems(c: TrainConfig) -> list[str]:
         least = f"{c.batch(0)} samples"
         if c.lengths[0] == "train_tokens":
             least += f", which are {c.batch(0) * (c.data.seq_length or 0):,} tokens"
-        out.append(
-            f"{length} is less than one global batch of {least}; raise it, or give more data if a recipe chose it"
-        )
+        out.append(f"{length} is less than one global batch of {least}; raise it, or lower the batch")
     return out
 
 

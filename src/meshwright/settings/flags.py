@@ -157,7 +157,7 @@ def parse_settings(
     if not recipe and (control["recipe"] or control["depth"] is not None):  # a recipe that is refused sets nothing
         complaints[:] = [line for line in complaints if " is needed" not in line]
     if complaints:
-        raise UserError(listed(complaints))
+        raise UserError(recipes.name_choices(listed(complaints), sources, built))
     built = localized(built)
     only_prints = bool(control["dry_run"]), bool(control["print_config"])
     return Parsed(built, sources, reader.notices, reader.idle, *only_prints, recipe)

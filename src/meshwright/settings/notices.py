@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.settings import data_paths
 from meshwright.settings.fields import group_values, spelling
+from meshwright.settings.grammar import split_shares
 from meshwright.settings.schema import Data, Model, TrainConfig
 from meshwright.storage import addresses
 
@@ -90,6 +91,9 @@ def without_effect(config: Any) -> list[str]:
     }
     with contextlib.suppress(ValueError):  # reported as a problem
         out += data_paths.overlaps(d)
+        is_divided = not d.mock_data and (d.data_path or d.data_args_path)
+        if t.eval_iters and is_divided and not split_shares(d.split)[1]:
+            out.append(f"--split {d.split} leaves nothing for validation, so there is none; raise its second number")
     with contextlib.suppress(ValueError):
         out += idle_long_context(m, d)
     return out + [line for line, applies in others.items() if applies]

@@ -7,17 +7,20 @@ numbers are in recipes.toml; here are the rules that compute the others.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
+import re
 import shlex
 import struct
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.errors import UserError
 from meshwright.files import read_table
 from meshwright.settings import presets
 from meshwright.settings.data_paths import path_sets, path_settings
@@ -355,6 +358,33 @@ def explained(recipe: str, choices: Mapping[str, Choice], sources: Mapping[str, 
         elif name == "train_tokens" and sources[name] != "default":  # it was given as auto
             out[name] = f"{sources[name]} (auto: {reason})"
     return out
+
+
+def name_choices(text: str, sources: Mapping[str, str], config: Any) -> str:
+    """Say in an error's text which values a recipe chose, by the sources from `explained`."""
+    for name, source in sources.items():
+        if not (match := re.match(r"recipe (\S+): |.* \((auto): ", source)):
+            continue
+        value, (_, f, kind) = _value(config, name), config_fields(TrainConfig)[name]
+        chooser = f"--recipe {match[1]}" if match[1] else "--train-tokens auto"
+        other = switches(f)[bool(value)][0] if inner_type(kind) is bool else spelling(name)
+        because = rf"\g<0> (chosen by {chooser}; {other} overrides it)"
+        if source.endswith(": --depth"):
+            because = f"--depth {value}"
+        amount = f"{spelling(name)} {value:,}" if isinstance(value, int) else as_flag(name, value)
+        stated = rf"(?<![\w-])({re.escape(as_flag(name, value))}|{re.escape(amount)})(?!\S*\w)"
+        text = "\n".join(re.sub(stated, because, line, count=1) for line in text.split("\n"))
+    return text
+
+
+@contextlib.contextmanager
+def naming_choices(sources: Mapping[str, str], config: TrainConfig) -> Iterator[None]:
+    """Say in the errors of a block which values a recipe chose."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (name_choices(str(error), sources, config),)
+        raise
 
 
 def describe(recipe: str, choices: Mapping[str, Choice], config: TrainConfig) -> list[str]:

@@ -31,7 +31,7 @@ from meshwright.training.before.preflight import require_equal_ranks
 from meshwright.training.before.resolve import Resolved, resolve
 from meshwright.training.log.timers import Startup
 from meshwright.training.state.folder import goodput_of, write_report
-from meshwright.training.state.resume import note_kept_model
+from meshwright.training.state.resume import note_kept_model, note_texts
 
 if TYPE_CHECKING:
     import torch
@@ -152,6 +152,7 @@ def lock_folders(config: TrainConfig, block: contextlib.ExitStack) -> None:
     for _, root in sorted(roots.items()):  # a folder before those in it, which are then released first
         block.enter_context(owner.lock_folder(root))
     note_kept_model(c)
+    note_texts(c)
 
 
 def finish_run(trainer: Trainer, reason: str, tokenizer: Tokenizer | None) -> None:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5
 # The flags of train that a sweep gives each run.
 OWN_FLAGS = (*map(spelling, OWN), "--dry-run", "--print-config")
+MOST_LISTED = 10  # runs that are refused
 # States that a later start of the sweep leaves as they are.
 FINAL_STATES = ("done", "stopped", "diverged")
 
@@ -72,10 +73,7 @@ class SweepPlan:
         """Return the checked settings of a run; raise UserError for what train would refuse."""
         words = [*self.flags_of(name, point), "--load=none"]  # no checkpoint gives an architecture yet
         words += [f"--world-size={self.ranks}"] if self.ranks > 1 else []
-        try:
-            return flags.parse_settings(TrainConfig, words, "meshwright train").config
-        except UserError as error:
-            raise UserError(f"{name}: {error}", error.status) from None
+        return flags.parse_settings(TrainConfig, words, "meshwright train").config
 
 
 @dataclass
@@ -120,8 +118,7 @@ class Sweep:
 
         A slot is the environment of its runs, by which they see their devices.
         """
-        self.plan.folder.mkdir(parents=True, exist_ok=True)
-        with lock_folder(self.plan.folder):
+        with lock_folder(self.plan.folder, "choose another folder"):
             for each in self.runs.values():  # what an earlier start left
                 each.state = each.state if each.state in FINAL_STATES else "waiting"
                 self.note_rungs(each)
@@ -261,14 +258,38 @@ def read_runs_of_sweep(folder: Path) -> dict[str, SweepRun]:
 
 
 def join_runs(folder: Path, points: list[Point], train_flags: list[str]) -> dict[str, SweepRun]:
-    """Return the runs of an earlier start and the new ones; refuse other flags of train."""
+    """Return the runs of an earlier start and the new ones; refuse other flags of train.
+
+    An earlier start that trained nothing binds no later one.
+    """
     runs = read_runs_of_sweep(folder)
     if runs and (earlier := read_record(folder)["train_flags"]) != train_flags:
-        raise UserError(f"{folder} holds a sweep of `train {' '.join(earlier)}`; choose another folder")
+        if any(run.state in FINAL_STATES or (run.tail and run.tail.count) for run in runs.values()):
+            raise UserError(f"{folder} holds a sweep of `train {' '.join(earlier)}`; choose another folder")
+        runs = {}
     for point in points:
         name = name_of_point(point)
         runs.setdefault(name, SweepRun(name, point))
     return runs
+
+
+def require_runs(plan: SweepPlan, runs: Iterable[SweepRun]) -> None:
+    """Raise UserError with what train would refuse in the settings and the files of these runs."""
+    from meshwright.training.before.resolve import bring_files, find_vocabulary, run_folder_of
+
+    wrong, seen = list[UserError](), set[str]()
+    for run in runs:
+        try:
+            config = plan.read_settings(run.name, run.point)
+            if (named := repr((config.data, config.tokenizer))) not in seen:
+                seen.add(named)
+                bring_files(config)
+                find_vocabulary(config, run_folder_of(config))
+        except UserError as error:
+            wrong.append(UserError(f"{run.name}: {error}", error.status))
+    if wrong:
+        more = [f"and {len(wrong) - MOST_LISTED:,} more runs"] if len(wrong) > MOST_LISTED else []
+        raise UserError(flags.listed([*map(str, wrong[:MOST_LISTED]), *more]), wrong[0].status)
 
 
 def find_slots(jobs: int | None, ranks: int, device: str) -> list[dict[str, str]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright import device as devices
 from meshwright import tokenizers
 from meshwright.console import set_stream, show
 from meshwright.data.files.indexed import Indexed, check_vocabulary
@@ -31,7 +32,7 @@ from meshwright.training.before.resolve import (
     run_folder_of,
     settle_length,
 )
-from meshwright.training.state.resume import check_loading, fresh_schedule, note_kept_model
+from meshwright.training.state.resume import check_loading, fresh_schedule, note_kept_model, note_texts
 
 
 def require_equal_ranks(team: Team, identity: dict[str, Any], problem: UserError | None = None) -> None:
@@ -62,6 +63,7 @@ def dry_run(config: TrainConfig) -> int:
     require_free_folders(config)
     require_packages(config.logging)
     note_kept_model(config.checkpoint)
+    note_texts(config.checkpoint)
     d, t = config.data, config.tokenizer
     files = [Indexed(prefix) for prefix in prefixes(d)]
     for indexed in files:
@@ -93,6 +95,8 @@ def dry_run(config: TrainConfig) -> int:
         show(f"required before the run can start: {problem}")
     if not lack and (plan := verdict_here(config, size)):
         show(plan)
+    if missing := devices.missing_here(config.parallel.device, config.world):
+        show(f"this machine cannot run it: {missing}")
     show("dry run: nothing was built or written")
     return DONE
 

@@ -20,7 +20,7 @@ from meshwright.errors import BAD_DATA, LOCKED, UserError, bad_data, first_line,
 from meshwright.optim.rule_table import AVERAGE, STATE
 from meshwright.optim.schedule import build_schedule, resume_schedule, warn_of_idle_steps
 from meshwright.runs.history import read_settings
-from meshwright.runs.rows import find_last_step, holds_steps
+from meshwright.runs.rows import METRICS, find_last_step, holds_steps
 from meshwright.settings import flags
 from meshwright.settings.check_model import contradictions
 from meshwright.settings.data_paths import path_sets, path_settings, prefixes
@@ -199,6 +199,24 @@ def note_kept_model(c: Checkpoint) -> None:
     if c.save and not steps.list_checkpoints(c.save) and kind in FORMATS and not FORMATS[kind].is_numbered:
         note = f" > note: the {kind} model in {c.save} is kept; from the first save on, commands given this "
         remark(note + "folder use the run's checkpoints")
+
+
+def note_texts(c: Checkpoint) -> None:
+    """Say that a new run would lie among texts, with whose folder `preprocess` would read it."""
+    for flag, folder in (("--save", c.save), ("--run-dir", c.run_dir)):
+        if not folder or steps.kind_of_folder(Path(folder)) or steps.list_checkpoints(folder):
+            continue
+        names = sorted(path.name for path in Path(folder).glob("[!.]*") if path.is_file())
+        if not names or {"config.toml", METRICS} & {*names}:
+            continue
+        from meshwright.data.prepare.folders import is_known, suffix_of  # imports orjson
+
+        beside_runs = (".json", ".md", ".sh")  # settings, notes and launchers
+        suffixes = {name: suffix_of(name) for name in names if name not in ("log.txt", "merges.txt", "vocab.txt")}
+        if texts := [name for name, suffix in suffixes.items() if is_known(suffix) and suffix not in beside_runs]:
+            some = f"{', '.join(texts[:3])}{', ...' * (len(texts) > 3)}"
+            then = "as inputs `preprocess` would read the run's files with them; better give a folder of its own"
+            remark(f" > note: {flag} {folder} holds texts ({some}): {then}")
 
 
 def guard_run_folder(config: TrainConfig) -> None:
