@@ -33,6 +33,7 @@ from meshwright.kernels.triton import activation as activation_triton  # noqa: E
 from meshwright.kernels.triton import adamw as adamw_triton  # noqa: E402
 from meshwright.kernels.triton import cross_entropy as cross_entropy_triton  # noqa: E402
 from meshwright.kernels.triton import dropout as dropout_triton  # noqa: E402
+from meshwright.kernels.triton import embedding as embedding_triton  # noqa: E402
 from meshwright.kernels.triton import gradients as gradients_triton  # noqa: E402
 from meshwright.kernels.triton import heads as heads_triton  # noqa: E402
 from meshwright.kernels.triton import muon as muon_triton  # noqa: E402
@@ -437,7 +438,22 @@ def embedding_cases() -> Iterator[Case]:
             lambda total, ids, rows: [total.double().index_add_(0, ids, rows.double())],
             n * width * 2,
             plain=embedding.add_rows.plain,  # type: ignore[attr-defined]
+            variants=embedding_tiles,
         )
+
+
+def embedding_tiles() -> Iterator[str]:
+    tried = (
+        (16, 256, 4),
+        (16, 512, 4),
+        (16, 512, 8),
+        (8, 512, 4),
+        (4, 1024, 4),
+        (8, 1024, 4),
+        (8, 1024, 8),
+        (32, 256, 8),
+    )
+    return vary(vars(embedding_triton), ["ROWS", "COLUMNS", "WARPS"], tried)
 
 
 def loss_cases() -> Iterator[Case]:

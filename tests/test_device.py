@@ -281,6 +281,18 @@ def test_a_cpu_answers_every_question():
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_products_have_their_memory_before_activations_do():
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    torch._C._cuda_clearCublasWorkspaces()
+    devices.reserve_workspaces(device, dtype)
+    before = torch.cuda.memory_allocated()
+    x = torch.ones(512, 512, dtype=dtype, device=device, requires_grad=True)
+    (x @ x).sum().backward()
+    del x
+    assert torch.cuda.memory_allocated() == before
+
+
 @pytest.mark.parametrize("files", host.CGROUP_FILES, ids=["version 2", "version 1"])
 def test_container_memory_excludes_cached_files(tmp_path, monkeypatch, files):
     """Data in memory-mapped files fills the page cache.
