@@ -25,6 +25,8 @@ import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # else no process forked from this one may use the GPU
+
 import torch
 from common import new_parser
 from trust_cost import NEEDED, open_trainer

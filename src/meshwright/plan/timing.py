@@ -27,6 +27,10 @@ BLOCK = 128  # rows of a block of the attention kernel, which computes blocks on
 BLOCK_STARTS = 3  # blocks of keys that the begin and the end of a block of rows cost
 # Kernels of a layer: products in each direction, and others besides attention.
 PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
+# What the host takes for a layer's communication, in launches of kernels: for a collective of tensor
+# ranks, plain and overlapped; for context ranks and for a unit of ZeRO 3 in each direction. As
+# measured on two H100 in steps without CUDA graphs, see benchmarks/records/2026-11-28-four-gpus.
+TENSOR_LAUNCHES, CONTEXT_LAUNCHES, SHARD_LAUNCHES = (2, 3), 5, 10
 # How much more a layer's passes move, and how many more kernels they are, than in fused blocks.
 BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled": (1.4, 3.0), "plain": (2.2, 2.5)}
 HOST_UPDATE = 40e9  # bytes per second of an update in host memory, on 16 cores beside an H200
@@ -207,10 +211,10 @@ class StepTerms:
             forward += 2 * stream + heads + middle
             backward += 2 * (2 * stream + key_share * heads + gates * middle)
         tensor, context = self.tensor_waits(products), self.sending("context", traffic.context_bytes(self.config), 2)
-        casts = 4 if is_fp8 else 0
+        casts, launches = 4 if is_fp8 else 0, self.launches_to_communicate()
         ways = (
-            (attention_forward, forward, PASSES_FORWARD + casts),
-            (attention_backward, backward, PASSES_BACKWARD + casts),
+            (attention_forward, forward, PASSES_FORWARD + casts, launches[0]),
+            (attention_backward, backward, PASSES_BACKWARD + casts, launches[1]),
         )
         first, second = (
             Work(
@@ -219,9 +223,9 @@ class StepTerms:
                 self.a_pass(more_bytes * moved, more_kernels * kernels),
                 waits,
                 context,
-                1 + PRODUCTS + more_kernels * kernels,
+                1 + PRODUCTS + more_kernels * kernels + others,
             )
-            for (attention, moved, kernels), waits in zip(ways, tensor, strict=True)
+            for (attention, moved, kernels, others), waits in zip(ways, tensor, strict=True)
         )
         t = self.config.training
         if t.recompute_granularity == "selective":
@@ -239,14 +243,33 @@ class StepTerms:
         if self.tp == 1:
             return 0.0, 0.0
         sent = traffic.tensor_bytes(self.config)
-        forward = self.sending("tensor", sent.layer_forward, 4 if self.p.sequence_parallel else 2)
-        backward = self.sending("tensor", sent.layer_backward, 6 if self.p.sequence_parallel else 2)
-        ranks_within = self.links.gpus_per_node if self.links.within.copies else 1
-        if traffic.overlaps_products(self.config, ranks_within):
+        forward, backward = (
+            self.sending("tensor", size, messages)
+            for size, messages in zip((sent.layer_forward, sent.layer_backward), self.tensor_messages, strict=True)
+        )
+        if self.overlaps_products:
             share = self.links.within.collectives / self.links.within.copies
             return forward * share * 0.8, backward * share * 0.8
         # The sum of the activations' gradient runs beside the product of the weights' own.
         return forward, max(backward / 3, backward - products)
+
+    @property
+    def tensor_messages(self) -> tuple[int, int]:
+        """The collectives of a layer between tensor ranks, forward and backward."""
+        return (4, 6) if self.p.sequence_parallel else (2, 2)
+
+    @functools.cached_property
+    def overlaps_products(self) -> bool:
+        ranks_within = self.links.gpus_per_node if self.links.within.copies else 1
+        return traffic.overlaps_products(self.config, ranks_within)
+
+    def launches_to_communicate(self) -> tuple[float, float]:
+        """Return what the host takes for a layer's communication, in launches of kernels."""
+        each = TENSOR_LAUNCHES[self.overlaps_products] * (self.tp > 1)
+        others = CONTEXT_LAUNCHES * (self.cp > 1)
+        others += SHARD_LAUNCHES * (self.p.zero_stage == 3 and self.groups["data"].size > 1)
+        forward, backward = self.tensor_messages
+        return forward * each + others, backward * each + others
 
     # Stages
 

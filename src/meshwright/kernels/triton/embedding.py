@@ -9,12 +9,12 @@ from torch import Tensor
 
 from meshwright.kernels.grid import cdiv
 
-ROWS, COLUMNS, WARPS = 16, 128, 4  # of a tile
+ROWS, COLUMNS, WARPS = 16, 512, 4  # of a tile
 
 
 @triton.jit
 def _embedding_add_rows(total, rows, ids, order, ends, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum the rows of one token, in 128 columns, and add them to its row of the total.
+    """Sum the rows of one token, in 512 columns, and add them to its row of the total.
 
     In: rows [N, width], ids [N] sorted, order [N] (where a sorted one was), ends [N] (the first
     place after the same ids). In and out: total float32 [V, width]. Reads each row once; reads and
