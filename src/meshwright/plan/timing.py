@@ -27,9 +27,9 @@ BLOCK = 128  # rows of a block of the attention kernel, which computes blocks on
 BLOCK_STARTS = 3  # blocks of keys that the begin and the end of a block of rows cost
 # Kernels of a layer: products in each direction, and others besides attention.
 PRODUCTS, PASSES_FORWARD, PASSES_BACKWARD = 4, 3, 11
-# What the host takes for a layer's communication, in launches of kernels: for a collective of tensor
-# ranks, plain and overlapped; for context ranks and for a unit of ZeRO 3 in each direction. As
-# measured on two H100 in steps without CUDA graphs, see benchmarks/records/2026-11-28-four-gpus.
+# What a layer's communication takes of the host, in launches of kernels: a collective of tensor
+# ranks, plain and overlapped; context ranks, and a unit of ZeRO 3, in each direction. From steps
+# without CUDA graphs on two H100: benchmarks/records/2026-11-28-four-gpus.
 TENSOR_LAUNCHES, CONTEXT_LAUNCHES, SHARD_LAUNCHES = (2, 3), 5, 10
 # How much more a layer's passes move, and how many more kernels they are, than in fused blocks.
 BLOCKS: dict[BlockKind, tuple[float, float]] = {"fused": (1.0, 1.0), "compiled": (1.4, 3.0), "plain": (2.2, 2.5)}
