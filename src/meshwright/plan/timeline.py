@@ -14,7 +14,7 @@ from typing import NamedTuple
 from meshwright.parallel.pipeline_schedule import V_SHAPED, Action, ScheduleName, schedule, stages_of
 
 Message = tuple[str, int, int]  # F or B, the stage that makes it, micro-batch
-ROUNDS = 2  # of as many micro-batches as ranks, after which a pipeline repeats itself
+ROUNDS = 4  # of as many micro-batches as ranks, after which a pipeline repeats itself, to 1 %
 ROUNDS_OF_V = 6  # the same of ZBV
 
 
