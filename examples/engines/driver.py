@@ -1,4 +1,4 @@
-"""Written by `meshwright launch --write`, version 0.15.1.
+"""Written by `meshwright launch --write`, version 0.16.0.
 
 Submit it from the folder that holds this file; the variable is the time to save after `ray job stop`:
 
