@@ -356,7 +356,7 @@ def record_passes(sizes: PassSizes, stage: Stage, is_first: bool) -> dict[str, l
 
 def reserved_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: Device) -> int:
     """Return the most bytes that torch's allocator reserves in the first steps and for graphs."""
-    allocator, keys = CachingAllocator(), itertools.count(GRADIENTS - 1, -1)
+    allocator, keys = CachingAllocator(), itertools.count(2 * SENT, -1)  # keys that no event has
     beside = buffer_bytes(config, padded, pipeline_rank, profile) - sum(WORKSPACES)
     buffers = (*WORKSPACES, beside) if profile.kind == NVIDIA else ()
     held = *held_tensors(config, padded, pipeline_rank, profile.kind), *buffers
