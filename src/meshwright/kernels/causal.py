@@ -46,7 +46,7 @@ class _Causal(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         b, t, n, _ = q.shape
         o, largest = q.new_empty(q.shape), q.new_empty(b, n, t, 1)
-        scores = Scores(q)
+        scores = ScoreBlocks(q)
         for samples in scores.samples:
             queries, keys, values = (by_head(x[samples], n) for x in (q, k, v))
             sums, offsets = torch.empty_like(queries), largest[samples].flatten(0, 1)
@@ -62,7 +62,7 @@ class _Causal(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         q, k, v, largest = ctx.saved_tensors
         grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
-        scores, gradients = Scores(q), Scores(q)
+        scores, gradients = ScoreBlocks(q), ScoreBlocks(q)
         for samples in scores.samples:
             queries, keys, values, of_sums = (by_head(x[samples], q.shape[2]) for x in (q, k, v, grad))
             dq, dk, dv = (torch.empty_like(queries) for _ in range(3))
@@ -80,7 +80,7 @@ class _Causal(torch.autograd.Function):
         return grads
 
 
-class Scores:
+class ScoreBlocks:
     """The blocks of scores of one call, which come one after the other into the same memory.
 
     `samples` lists the samples whose scores are computed together, `blocks` the queries of each
