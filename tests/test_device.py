@@ -5,6 +5,7 @@ accelerator.
 import ast
 import errno
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -258,6 +259,19 @@ def test_a_cpu_answers_every_question():
     devices.seed_generator(CPU, 5)
     drawn = torch.rand(3)
     assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_a_cpu_keeps_freed_memory():
+    """A second tensor of 256 MB takes the first one's pages, none of which the system clears again."""
+    code = (
+        "import resource, torch; from meshwright import device\n"
+        "device.open_device('cpu'); size = 2**26; torch.ones(size)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt; torch.ones(size)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"
+    )
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(got.stdout) < 20
 
 
 @pytest.mark.parametrize("files", host.CGROUP_FILES, ids=["version 2", "version 1"])
