@@ -111,3 +111,14 @@ def test_recomputation_changes_no_bit(monkeypatch):
         for on in (False, True)
     )
     assert all(a.equal(b) for a, b in zip(plain, again, strict=True))
+
+
+@pytest.mark.parametrize(
+    "capabilities, expected",
+    [({"avx512_bf16": True}, True), ({"avx512_bf16": True, "amx_bf16": True}, False), ({"bf16": True}, False)],
+)
+def test_processors_with_products(capabilities, expected, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert causal.has_products.__wrapped__() is expected
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # of an older torch
+    assert causal.has_products.__wrapped__() is False
