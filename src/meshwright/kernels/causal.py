@@ -51,35 +51,36 @@ class _Causal(torch.autograd.Function):
         o, largest = q.new_empty(q.shape), q.new_empty(b, n, t, 1)
         scores = ScoreBlocks(q)
         for samples in scores.samples:
-            queries, keys, values = (by_head(x[samples], n) for x in (q, k, v))
-            sums, offsets = torch.empty_like(queries), largest[samples].flatten(0, 1)
+            keys, values, offsets = by_head(k[samples], n), by_head(v[samples], n), largest[samples].flatten(0, 1)
             for rows, seen in scores.blocks:
-                torch.amax(scores.of(queries[:, rows], keys[:, seen]), -1, keepdim=True, out=offsets[:, rows])
-                p = scores.probabilities(queries[:, rows], keys[:, seen], offsets[:, rows])
-                torch.bmm(p, values[:, seen], out=sums[:, rows])
-            put_by_token(o[samples], sums)
+                queries = by_head(q[samples, rows], n)
+                torch.amax(scores.of(queries, keys[:, seen]), -1, keepdim=True, out=offsets[:, rows])
+                p = scores.probabilities(queries, keys[:, seen], offsets[:, rows])
+                put_by_token(o[samples, rows], p @ values[:, seen])
         ctx.save_for_backward(q, k, v, largest)
         return o
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         q, k, v, largest = ctx.saved_tensors
-        grads = tuple(x.new_empty(x.shape) for x in (q, k, v))
+        n, grads = q.shape[2], tuple(x.new_empty(x.shape) for x in (q, k, v))
         scores, gradients = ScoreBlocks(q), ScoreBlocks(q)
         for samples in scores.samples:
-            queries, keys, values, of_sums = (by_head(x[samples], q.shape[2]) for x in (q, k, v, grad))
-            dq, dk, dv = (torch.empty_like(queries) for _ in range(3))
-            offsets = largest[samples].flatten(0, 1)
+            keys, values, offsets = by_head(k[samples], n), by_head(v[samples], n), largest[samples].flatten(0, 1)
+            dk, dv = torch.empty_like(keys), torch.empty_like(values)
             for rows, seen in reversed(scores.blocks):
                 first = seen.stop == q.shape[1]  # the last queries, which see all keys
-                p = scores.probabilities(queries[:, rows], keys[:, seen], offsets[:, rows])
-                dp = torch.bmm(of_sums[:, rows], values[:, seen].mT, out=gradients.room(p.shape))
-                add_product(dv[:, seen], p.mT, of_sums[:, rows], 1.0, first)
+                queries, of_sums = by_head(q[samples, rows], n), by_head(grad[samples, rows], n)
+                p = scores.probabilities(queries, keys[:, seen], offsets[:, rows])
+                dp = torch.bmm(of_sums, values[:, seen].mT, out=gradients.room(p.shape))
+                add_product(dv[:, seen], p.mT, of_sums, 1.0, first)
                 ds = torch._softmax_backward_data(dp, p, -1, p.dtype, grad_input=dp)
-                add_product(dk[:, seen], ds.mT, queries[:, rows], scores.scale, first)
-                add_product(dq[:, rows], ds, keys[:, seen], scores.scale, True)
-            for whole, part in zip(grads, (dq, dk, dv), strict=True):
-                put_by_token(whole[samples], part)
+                add_product(dk[:, seen], ds.mT, queries, scores.scale, first)
+                dq = torch.empty_like(queries)
+                add_product(dq, ds, keys[:, seen], scores.scale, True)
+                put_by_token(grads[0][samples, rows], dq)
+            put_by_token(grads[1][samples], dk)
+            put_by_token(grads[2][samples], dv)
         return grads
 
 
@@ -111,7 +112,7 @@ class ScoreBlocks:
         else:
             torch.neg(offsets.expand_as(scores), out=scores)
             scores.baddbmm_(q, k.mT, alpha=self.scale)
-        scores[..., seen - rows :] += self.later[:rows, :rows]
+        scores[..., seen - rows :].add_(self.later[:rows, :rows])
         return scores
 
     def probabilities(self, q: Tensor, k: Tensor, offsets: Tensor) -> Tensor:
