@@ -75,6 +75,7 @@ def test_no_scores_are_kept():
     [
         (64, torch.bfloat16, "auto", 0.0, None, True),
         (63, torch.bfloat16, "auto", 0.0, None, False),
+        (1025, torch.bfloat16, "auto", 0.0, None, False),
         (64, torch.float32, "auto", 0.0, None, False),
         (64, torch.bfloat16, "sdpa", 0.0, None, False),
         (64, torch.bfloat16, "reference", 0.0, None, False),

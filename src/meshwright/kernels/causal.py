@@ -20,7 +20,7 @@ from torch import Tensor
 
 BLOCK = 128  # queries
 SCORES = 1 << 22  # of a block that are held at once, if that is no less than a sample's
-LENGTHS = range(64, 2049)  # for which it is faster
+LENGTHS = range(64, 1025)  # for which it is faster
 
 
 @functools.cache
