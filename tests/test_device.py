@@ -5,6 +5,7 @@ accelerator.
 import ast
 import errno
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -291,6 +292,21 @@ def test_products_have_their_memory_before_activations_do():
     (x @ x).sum().backward()
     del x
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_a_cpu_keeps_freed_memory():
+    """The system clears at most half of the pages of tensors that come and go."""
+    code = (
+        "import resource, torch; from meshwright import device\n"
+        "def fill(): return [torch.ones(2**20 * n) for n in (4, 4, 4, 4, 40)]\n"
+        "def cleared(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "device.open_device('cpu'); fill(); before = cleared()\n"
+        "for _ in range(5): fill()\n"
+        "print((cleared() - before) * resource.getpagesize() / (5 * 4 * 2**20 * 56))"
+    )
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(got.stdout) < 0.5
 
 
 @pytest.mark.parametrize("files", host.CGROUP_FILES, ids=["version 2", "version 1"])

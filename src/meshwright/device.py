@@ -62,6 +62,7 @@ def find_device(wanted: str, local_rank: int = 0) -> torch.device:
         _load_torch_npu()
     accelerator = _current() if kind != "cpu" else None
     if kind == "cpu" or (kind == "auto" and accelerator is None):
+        host.keep_freed_memory()
         return torch.device("cpu")
     if accelerator is None or kind not in ("auto", accelerator.type):
         missing = "no GPU" if kind == NVIDIA else "no such device"

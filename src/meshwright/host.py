@@ -21,6 +21,7 @@ CGROUP_FILES = [
     ("memory.max", "memory.current", "memory.stat"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
 ]
+MALLOPT = {-1: 2**31 - 1, -3: 2**30}  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, in bytes
 ADDRESS_SPACE = 800_000_000  # bytes that torch's build for CPUs, one thread and a tiny model fill
 REFUSED = re.compile(
     "can't allocate memory|can't start new thread|failed to map segment|bad_alloc|Cannot allocate memory|"
@@ -49,6 +50,19 @@ def collector_off() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep up to 2 GB of freed memory for its next tensors.
+
+    GNU's C library returns large blocks to the system, which clears each page before it is used
+    again: a tenth of a training step on a CPU.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library
+        import ctypes
+
+        for setting, size in MALLOPT.items():
+            ctypes.CDLL(None).mallopt(setting, size)
 
 
 def cores() -> int:

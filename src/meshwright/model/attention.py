@@ -1,4 +1,4 @@
-"""Causal attention: torch's fused kernels, and a plain reference to test them."""
+"""Causal attention: torch's fused kernels, a CPU's products, and a plain reference to test them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from meshwright import device as devices
-from meshwright.kernels import dropout
+from meshwright.kernels import causal, dropout
 from meshwright.kernels.heads import rotate, split
 from meshwright.model.kind import uses_reference
 from meshwright.model.layers import Linear, Norm
@@ -58,6 +58,8 @@ class Attend(nn.Module):
         mask = shared.window_mask if self.windowed else shared.mask
         if is_reference(self.impl, p, q.device):
             return self.run(reference, p, q, k, v, mask, shared.where, p, self.layer)
+        if self.impl == "auto" and mask is None and p == 0 and causal.suits(q, k):
+            return self.run(causal.attend, p, q, k, v)
         return self.run(fused, p, q, k, v, mask, shared.slopes, p)
 
     def run(self, attend: Any, p: float, *arguments: Any) -> Tensor:

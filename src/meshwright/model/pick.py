@@ -27,7 +27,7 @@ def pick(m: Model, device: torch.device, options: Options) -> tuple[type[Block],
     elif is_reference(m.attention_impl, m.attention_dropout, device):
         attention = "reference attention, whose dropout depends on no micro-batch"
     else:
-        attention = "torch's fused attention"
+        attention = "fused attention"
     if options.fused:
         return FusedBlock, f"block of fused kernels on {device.type} with {attention}"
     how = "compiled" if options.compiled else "plain"

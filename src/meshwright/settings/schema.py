@@ -74,7 +74,7 @@ class Model:
         True, "tanh approximation of GELU; else the exact one", needs="a GELU activation", outcome="activation"
     )
     attention_impl: Literal["auto", "sdpa", "reference"] = flag(
-        "auto", "auto: SDPA, or reference on CPU with dropout", docs="memory randomness", resume="note", read="model"
+        "auto", "auto: fastest, or reference on CPU with dropout", docs="memory randomness", resume="note", read="model"
     )
     num_query_groups: int | None = flag(
         None, "number of key/value heads; enables --group-query-attention", bound=">0", outcome="groups"

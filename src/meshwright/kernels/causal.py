@@ -1,0 +1,138 @@
+"""Causal attention in bfloat16 on a CPU, out of batched products.
+
+Hand-written because torch's kernel for CPUs reaches a fraction of the speed of oneDNN's products,
+above all in its backward pass. A block of queries sees only the keys up to its end. The backward
+pass computes the probabilities again, so only q, k, v and a number for each query are kept.
+
+A product rounds its sums to bfloat16, which would make a score of 30 wrong by up to 0.06. So the
+scores are computed twice: first only to find each query's largest, which the second product
+subtracts before it rounds. The scores near the largest, which make up the result, are then small.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 128  # queries
+SCORES = 1 << 22  # of a block that are held at once, if that is no less than a sample's
+LENGTHS = range(64, 1025)  # for which it is faster
+
+
+@functools.cache
+def has_products() -> bool:
+    """Return whether oneDNN has AVX-512's instructions for products of bfloat16.
+
+    For AMX, torch's kernel has a form of its own, beside which this one was not measured.
+    """
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(known.get("avx512_bf16") and not known.get("amx_bf16"))
+
+
+def suits(q: Tensor, k: Tensor) -> bool:
+    """Return whether `attend` is faster than torch's for q [B, T, n, d] and k [B, S, g, d]."""
+    applies = q.device.type == "cpu" and q.dtype is torch.bfloat16 and q.shape[1] == k.shape[1] in LENGTHS
+    return applies and has_products() and not torch.compiler.is_compiling()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend with q [B, T, n, d] to the keys and values [B, T, g, d] up to each query's place."""
+    return _Causal.apply(q, k, v)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _Causal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        b, t, n, _ = q.shape
+        o, largest = q.new_empty(q.shape), q.new_empty(b, n, t, 1)
+        scores = ScoreBlocks(q)
+        for samples in scores.samples:
+            keys, values, offsets = by_head(k[samples], n), by_head(v[samples], n), largest[samples].flatten(0, 1)
+            for rows, seen in scores.blocks:
+                queries = by_head(q[samples, rows], n)
+                torch.amax(scores.of(queries, keys[:, seen]), -1, keepdim=True, out=offsets[:, rows])
+                p = scores.probabilities(queries, keys[:, seen], offsets[:, rows])
+                put_by_token(o[samples, rows], p @ values[:, seen])
+        ctx.save_for_backward(q, k, v, largest)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, largest = ctx.saved_tensors
+        n, grads = q.shape[2], tuple(x.new_empty(x.shape) for x in (q, k, v))
+        scores, gradients = ScoreBlocks(q), ScoreBlocks(q)
+        for samples in scores.samples:
+            keys, values, offsets = by_head(k[samples], n), by_head(v[samples], n), largest[samples].flatten(0, 1)
+            dk, dv = torch.empty_like(keys), torch.empty_like(values)
+            for rows, seen in reversed(scores.blocks):
+                first = seen.stop == q.shape[1]  # the last queries, which see all keys
+                queries, of_sums = by_head(q[samples, rows], n), by_head(grad[samples, rows], n)
+                p = scores.probabilities(queries, keys[:, seen], offsets[:, rows])
+                dp = torch.bmm(of_sums, values[:, seen].mT, out=gradients.room(p.shape))
+                add_product(dv[:, seen], p.mT, of_sums, 1.0, first)
+                ds = torch._softmax_backward_data(dp, p, -1, p.dtype, grad_input=dp)
+                add_product(dk[:, seen], ds.mT, queries, scores.scale, first)
+                dq = torch.empty_like(queries)
+                add_product(dq, ds, keys[:, seen], scores.scale, True)
+                put_by_token(grads[0][samples, rows], dq)
+            put_by_token(grads[1][samples], dk)
+            put_by_token(grads[2][samples], dv)
+        return grads
+
+
+class ScoreBlocks:
+    """The blocks of scores of one call, which come one after the other into the same memory.
+
+    `samples` lists the samples whose scores are computed together, `blocks` the queries of each
+    block and the keys that they see.
+    """
+
+    def __init__(self, q: Tensor) -> None:
+        b, t, n, d = q.shape
+        self.scale, size = d**-0.5, min(BLOCK, t)
+        together = min(b, max(1, SCORES // (n * size * t)))
+        self.samples = [slice(i, i + together) for i in range(0, b, together)]
+        self.blocks = [(slice(i, i + size), slice(min(i + size, t))) for i in range(0, t, size)]
+        self.memory = q.new_empty(together * n * size * t)
+        self.later = q.new_full((size, size), float("-inf")).triu(1)
+
+    def room(self, shape: Sequence[int]) -> Tensor:
+        return self.memory[: torch.Size(shape).numel()].view(shape)
+
+    def of(self, q: Tensor, k: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """Return the scores of a block's queries [N, rows, d] minus their offsets [N, rows, 1]."""
+        rows, seen = q.shape[1], k.shape[1]
+        scores = self.room((len(q), rows, seen))
+        if offsets is None:
+            torch.baddbmm(scores, q, k.mT, beta=0, alpha=self.scale, out=scores)
+        else:
+            torch.neg(offsets.expand_as(scores), out=scores)
+            scores.baddbmm_(q, k.mT, alpha=self.scale)
+        scores[..., seen - rows :].add_(self.later[:rows, :rows])
+        return scores
+
+    def probabilities(self, q: Tensor, k: Tensor, offsets: Tensor) -> Tensor:
+        scores = self.of(q, k, offsets)
+        return torch.softmax(scores, -1, out=scores)
+
+
+def by_head(x: Tensor, heads: int) -> Tensor:
+    """Copy [B, T, g, d] to [B x heads, T, d]: a group once for each head that reads it."""
+    b, t, groups, d = x.shape
+    each = x.transpose(1, 2).unsqueeze(2).expand(b, groups, heads // groups, t, d)
+    return each.reshape(b * heads, t, d)
+
+
+def put_by_token(whole: Tensor, part: Tensor) -> None:
+    """Copy [B x heads, T, d] into [B, T, g, d], where heads of a group are summed."""
+    b, t, groups, d = whole.shape
+    each = part.view(b, groups, -1, t, d)
+    whole.copy_((each[:, :, 0] if each.shape[2] == 1 else each.sum(2)).transpose(1, 2))
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, scale: float, first: bool) -> None:
+    torch.baddbmm(total, a, b, beta=0 if first else 1, alpha=scale, out=total)
