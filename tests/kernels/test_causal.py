@@ -83,7 +83,6 @@ def test_no_scores_are_kept():
         (64, torch.bfloat16, "auto", 0.0, 16, False),
     ],
 )
-@pytest.mark.flag("attention_impl")
 def test_where_it_is_chosen(length, dtype, impl, p, window, expected, monkeypatch):
     calls = []
     monkeypatch.setattr(causal, "has_products", lambda: True)

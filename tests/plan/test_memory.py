@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -373,6 +374,19 @@ def test_shards_are_gathered_and_summed_in_streams_of_their_own():
     held = memory.held_bytes(config, PADDED, 0, "cuda")
     assert sum(size for _, size, _, _ in sums) == pytest.approx(held["gradients"], rel=0.01)
     assert {kind for _, _, kind, _ in gathered} == {"weights"} and sum(size for _, size, _, _ in gathered) == 0
+
+
+@pytest.mark.parametrize(
+    ("schedule", "zero_stage"),
+    [*itertools.product(["1f1b", "zero-bubble", "zbv"], [0, 1, 2]), ("1f1b", 3), ("gpipe", 3)],
+)
+def test_every_rank_of_a_pipeline_frees_what_it_takes(schedule, zero_stage):
+    line = f"--pipeline-model-parallel-size 2 --world-size 4 --pipeline-schedule {schedule} --zero-stage {zero_stage}"
+    sizes = "--bf16 --num-layers 8 --micro-batch-size 2 --global-batch-size 16 --hidden-dropout 0 --attention-dropout 0"
+    config = config_of(*SMALL, *sizes.split(), *line.split())
+    for rank in range(2):
+        found = memory.memory_of_rank(config, PADDED, rank, Gpu())
+        assert found.reserved >= found.allocated
 
 
 def test_graphs_take_a_pool_of_their_own():

@@ -81,7 +81,7 @@ def test_devices_that_are_too_few_are_answered_by_a_number_that_is_enough(capsys
     data = plan_json(capsys, "--preset=llama2-7b", "--gpu=h100", "--gpus=1", status=USAGE)
     assert data["enough_devices"] == data["tried_devices"] == 2
     alone = plan(capsys, "--preset=gpt3-175b", "--gpus=8", "--gpu=h100", "--tensor-model-parallel-size=8", status=USAGE)
-    assert "  no layout with these flags was found that fits up to 16,384 devices of this kind\n" in alone
+    assert "  with this layout unchanged it fits no number up to 16,384 devices of this kind\n" in alone
     assert "of this kind" not in plan(capsys, *LAYOUT)
 
 

@@ -231,7 +231,7 @@ def test_a_folder_of_texts_is_noted_before_a_run_lies_in_it(tmp_path, capsys):
     run.mkdir()
     for name in ("log.txt", "ds_config.json", "README.md", "run.sh", "job.log"):
         (run / name).write_text("x")
-    note = f"note: --save {run} holds texts (a.txt, b.jsonl): as inputs `preprocess` would read the run's files"
+    note = f"note: --save {run} holds texts (a.txt, b.jsonl): `preprocess` on this folder would also read"
     train(tmp_path, "--dry-run")
     assert "holds texts" not in capsys.readouterr().out
     for name in ("a.txt", "b.jsonl"):

@@ -251,7 +251,11 @@ def text_of(plan: Plan, asked: PlanFlags) -> list[str]:
     if plan.enough:
         lines.append(f"  {plan.enough:,} devices of this kind are enough: see --gpus {plan.enough}")
     elif plan.tried:
-        lines.append(f"  no layout with these flags was found that fits up to {plan.tried:,} devices of this kind")
+        which = "with this layout unchanged it fits no number"
+        if plan.found is not None:
+            which = "no layout with these flags was found that fits"
+        more = "; more were not tried" if plan.tried < MOST_DEVICES else ""
+        lines.append(f"  {which} up to {plan.tried:,} devices of this kind{more}")
     lines += describe.sent_lines(one)
     lines += describe.time_lines(one, plan.length, asked.price)
     lines += describe.checkpoint_lines(plan.losses, plan.goodput, one.save.bytes)

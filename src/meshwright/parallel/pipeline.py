@@ -7,9 +7,8 @@ where the path wraps around or turns back between a rank's chunks), so that mess
 order sent and cannot deadlock. A message is received only when it is needed: NCCL would wait for an
 earlier request on processors of the GPU that the computation needs (2 % of a step).
 
-A gradient is kept until it has arrived. Of those of a chunk two may be on their way: before a rank
-sends the third, it has received what the first one's receiver computed after it, so that nothing
-waits, and memory does not depend on how far the host is ahead of the GPU.
+A gradient is kept until it has arrived. Few may be on their way at a time, so that memory does not
+depend on how far the host is ahead of the GPU: see `most_sent` of pipeline_schedule.py.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from torch import Tensor
 from meshwright.kernels.linear import Waiting, compute, deferred
 from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline_schedule import (
-    KEPT,
     SPLIT_BACKWARD,
     V_SHAPED,
     Action,
     ScheduleName,
+    most_sent,
     schedule,
     stages_of,
 )
@@ -90,7 +89,7 @@ class Pipeline:
         losses: list[Tensor] = []
         waiting: dict[tuple[int, int], Waiting] = {}
         actions = schedule(self.schedule, self.size, self.rank, len(tokens), len(self.parts))
-        is_split = self.schedule in SPLIT_BACKWARD
+        is_split, most = self.schedule in SPLIT_BACKWARD, most_sent(self.schedule, self.size, len(self.parts))
         queue: Waiting = []
 
         def run_action(action: Action, received: Tensor | None) -> None:
@@ -121,7 +120,7 @@ class Pipeline:
                 if source is not None:
                     assert source.grad is not None
                     self._send_and_keep(source.grad, stage, -1, i)
-                    if len(self.sent) > KEPT * len(self.parts):
+                    if len(self.sent) > most:
                         self.sent.pop(0)[0].wait()
 
         with deferred() if is_split else contextlib.nullcontext(queue) as queue:

@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 
 ScheduleName = Literal["1f1b", "gpipe", "zero-bubble", "zbv"]
 SPLIT_BACKWARD = ("zero-bubble", "zbv")  # the gradients of weights are computed in passes of their own
-KEPT = 2  # gradients of a chunk that may be on their way, see parallel/pipeline.py
 V_SHAPED = ("zbv",)  # rank r has the stages r and 2 pp - 1 - r
 Op = Literal["F", "B", "I", "W"]  # I and W: backward for activations, and later for weights
 
@@ -23,6 +22,15 @@ class Action(NamedTuple):
     op: Op
     chunk: int
     microbatch: int
+
+
+def most_sent(name: ScheduleName, pp: int, chunks: int) -> int:
+    """Return how many gradients of a rank may be on their way to other ranks.
+
+    So many that a rank never waits: before it sends one more, it has received what the first one's
+    receiver computed after it.
+    """
+    return max(2 * chunks, -(-pp // 2)) if name == "zero-bubble" and chunks > 1 else 2 * chunks
 
 
 def schedule(name: ScheduleName, pp: int, rank: int, microbatches: int, chunks: int = 1) -> list[Action]:

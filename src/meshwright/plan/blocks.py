@@ -19,7 +19,7 @@ from meshwright.parallel import shard
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
 from meshwright.plan.functions import FLOAT, LONG, Formats, Functions, HeadCounts, NormOptions
 from meshwright.plan.parameters import WIDTHS, cut_shape, data_parts, flat_size, shapes_of_layer
-from meshwright.plan.tensors import HANDED, Allocation, GraphNode, Memory, Sized, differentiate, recomputed
+from meshwright.plan.tensors import Allocation, GraphNode, Memory, Sized, differentiate, recomputed
 from meshwright.plan.zero import REST, Buckets, Shards, begin_step, end_step
 from meshwright.settings.schema import Model, Precision, TrainConfig
 
@@ -450,7 +450,7 @@ class SizedGPT:
         left = sum(x.data.size for x in arrived) if self.stage.is_fed_here else 0
         arrived.clear()
         if left:
-            self.memory.note(HANDED, left, "activations")
+            self.memory.note(self.memory.handed, left, "activations")
         yield
         self.compute_deferred()
         yield

@@ -19,7 +19,7 @@ from meshwright.device import NVIDIA
 from meshwright.model.counts import layer_matrices
 from meshwright.optim.rule_table import STATE, Rule, is_rounded, treatment_of
 from meshwright.optim.rule_table import state_bytes as bytes_of_moment
-from meshwright.parallel.pipeline_schedule import KEPT, Op, ScheduleName, schedule, stages_of
+from meshwright.parallel.pipeline_schedule import Op, ScheduleName, most_sent, schedule, stages_of
 from meshwright.parallel.shard import aligned
 from meshwright.plan import traffic
 from meshwright.plan.allocator import CachingAllocator
@@ -229,12 +229,13 @@ def run_schedule(config: TrainConfig, sizes: PassSizes, stages: list[Stage], pip
         if op == "F":
             own = shards[chunk] if shards else None
             running[chunk, i] = SizedGPT(sizes, stages[chunk], memory, buckets, own).passes(is_first=not i)
+        memory.handed = HANDED * (i + 1)
         next(running[chunk, i])
         if op in ("B", "W"):
             del running[chunk, i]
         if sends(stages[chunk], op):
             sent.append(memory.new(traffic.message_elements(config), sizes.formats.stream, "communication"))
-            del sent[: -KEPT * config.chunks]
+            del sent[: -most_sent(p.pipeline_schedule, pp, config.chunks)]
     sent.clear()
     if shards:
         end_step(memory, shards)
@@ -288,7 +289,8 @@ def step_bytes(config: TrainConfig, padded: int, pipeline_rank: int, measure: Me
             done |= {(chunk, is_first, op): memory for op, memory in measured.items() for chunk in chunks}
     before = itertools.accumulate((done[each].rest for each in passes[:-1]), initial=0)
     counts = itertools.accumulate((sends(stages[chunk], op) for chunk, _, op in passes[:-1]), initial=0)
-    message, most = rounded(traffic.message_elements(config) * sizes.formats.stream), KEPT * config.chunks
+    message = rounded(traffic.message_elements(config) * sizes.formats.stream)
+    most = most_sent(p.pipeline_schedule, pp, config.chunks)
     sent = [min(count, most) * message for count in counts]
     peaks = [now + kept + done[each].most for now, kept, each in zip(before, sent, passes, strict=True)]
     peak_at = peaks.index(max(peaks))
@@ -403,7 +405,7 @@ def freed(event: Event) -> Event:
 def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Event]:
     """Return what a rank's passes allocate and free, in order."""
     p, sizes = config.parallel, sizes_of(config, padded, PROCESSORS)
-    pp, stages = p.pipeline_model_parallel_size, own_stages(config, pipeline_rank)
+    name, pp, stages = p.pipeline_schedule, p.pipeline_model_parallel_size, own_stages(config, pipeline_rank)
     if pp == 1:
         memory = Memory()
         SizedGPT(sizes, stages[0], memory).run_step()
@@ -413,8 +415,8 @@ def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Ev
     recorded = [[record_passes(sizes, stage, is_first) for is_first in (False, True)] for stage in stages]
     most = 1 + max(key for each in recorded for passes in each for events in passes.values() for key, *_ in events)
     count, out, sent = passed_micro_batches(config, 2), list[Event](), list[Event]()
-    message = rounded(traffic.message_elements(config) * sizes.formats.stream)
-    for op, chunk, i in schedule(p.pipeline_schedule, pp, pipeline_rank, count, config.chunks):
+    message, kept = rounded(traffic.message_elements(config) * sizes.formats.stream), most_sent(name, pp, config.chunks)
+    for op, chunk, i in schedule(name, pp, pipeline_rank, count, config.chunks):
         first = most * (chunk * count + i)  # keys of a micro-batch's tensors count from here
         handed = HANDED * (i + 1)
         out += [
@@ -424,7 +426,7 @@ def step_events(config: TrainConfig, padded: int, pipeline_rank: int) -> list[Ev
         if sends(stages[chunk], op):
             sent.append((SENT - len(sent), message, "communication", MAIN))
             out.append(sent[-1])
-            if (arrived := len(sent) - 1 - KEPT * config.chunks) >= 0:
-                out.append(freed(sent[arrived]))
-    out += map(freed, sent[-KEPT * config.chunks :])
+            if len(sent) > kept:
+                out.append(freed(sent[-1 - kept]))
+    out += map(freed, sent[-kept:])
     return out

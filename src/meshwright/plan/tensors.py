@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 GRADIENTS = -1  # key of the last step's gradients, which a step of ZeRO 3 begins by freeing
-HANDED = -1000  # key of a gradient that one stage of a rank leaves for another one
+HANDED = -1000  # key of a gradient that one stage of a rank leaves for another one, times its micro-batch from 1
 ROUNDING = 512  # bytes to which torch's allocator rounds up
 MAIN, GATHERING, SUMMING = range(3)  # streams; torch's fully_shard has two of its own
 
@@ -37,6 +37,7 @@ class Memory:
         self.events: list[Event] = []
         self.keys = itertools.count()
         self.kind = "activations"  # of what is allocated next
+        self.handed = HANDED  # key of the gradient that this micro-batch hands over
 
     def new(self, elements: int, width: int = 4, kind: str | None = None, stream: int = MAIN) -> Sized:
         """Return a tensor of so many elements of `width` bytes."""
@@ -64,7 +65,7 @@ class Allocation:
 
     def __init__(self, memory: Memory, size: int, kind: str, was_handed: bool = False, stream: int = MAIN) -> None:
         self.memory, self.kind, self.size, self.stream = memory, kind, rounded(size), stream
-        self.key = HANDED if was_handed else next(memory.keys)
+        self.key = memory.handed if was_handed else next(memory.keys)
         if not was_handed:
             memory.note(self.key, self.size, kind, stream)
 

@@ -75,7 +75,7 @@ def tensor_bytes(config: TrainConfig) -> TensorBytes:
 def overlaps_products(config: TrainConfig, ranks_within: int) -> bool:
     """Whether products run while rows are copied, as parallel/overlap.py decides.
 
-    So many ranks can map each other's memory.
+    `ranks_within`: how many ranks can map each other's memory.
     """
     p, precision = config.parallel, config.precision
     if not p.sequence_parallel or p.tp_overlap == "off" or precision.fp8_format:
@@ -128,7 +128,7 @@ def homes_bytes(config: TrainConfig) -> float:
     tp, (data, _) = config.parallel.tensor_model_parallel_size, groups(config)["data"]
     ranks, is_sharded = data * tp, config.parallel.zero_stage > 0 or data == 1
     layer = sum(math.prod(shape) for shape in layer_matrices(config.model).values())
-    low = number_bytes(config)[1] // 2  # travels in half of full precision
+    low = 8 if config.precision.dtype == "float64" else 2
     numbers = max(layers_of_ranks(config)) * layer / tp
     returned = (ranks - 1) / ranks * low * numbers / (data if is_sharded else 1)
     return returned + (returned if is_sharded else (tp - 1) / tp * low * numbers / data)

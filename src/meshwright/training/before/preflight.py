@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from meshwright import device as devices
@@ -18,6 +19,7 @@ from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.plan.sizes import describe_lack, describe_layout, describe_memory, describe_place
 from meshwright.ranks.compare import require_equal
 from meshwright.ranks.team import Team
+from meshwright.ranks.world import find_world
 from meshwright.settings import checks
 from meshwright.settings.data_paths import prefixes
 from meshwright.settings.schema import TrainConfig
@@ -51,7 +53,7 @@ def require_equal_ranks(team: Team, identity: dict[str, Any], problem: UserError
 
 
 def dry_run(config: TrainConfig) -> int:
-    """Check settings, files and sizes without torch; print what would run.
+    """Check settings, files and sizes; print what would run, without torch for a CPU.
 
     Nothing is written, except local copies of what is in object storage.
     """
@@ -95,7 +97,9 @@ def dry_run(config: TrainConfig) -> int:
         show(f"required before the run can start: {problem}")
     if not lack and (plan := verdict_here(config, size)):
         show(plan)
-    if missing := devices.missing_here(config.parallel.device, config.world):
+    world = find_world(os.environ, config.parallel.local_rank)
+    ranks_here = world.local_size if world.size > 1 else config.world
+    if missing := devices.missing_here(config.parallel.device, ranks_here):
         show(f"this machine cannot run it: {missing}")
     show("dry run: nothing was built or written")
     return DONE

@@ -202,7 +202,7 @@ def note_kept_model(c: Checkpoint) -> None:
 
 
 def note_texts(c: Checkpoint) -> None:
-    """Say that a new run would lie among texts, with whose folder `preprocess` would read it."""
+    """Warn that a new run's folder holds texts, with which `preprocess` would read its files."""
     for flag, folder in (("--save", c.save), ("--run-dir", c.run_dir)):
         if not folder or steps.kind_of_folder(Path(folder)) or steps.list_checkpoints(folder):
             continue
@@ -215,7 +215,7 @@ def note_texts(c: Checkpoint) -> None:
         suffixes = {name: suffix_of(name) for name in names if name not in ("log.txt", "merges.txt", "vocab.txt")}
         if texts := [name for name, suffix in suffixes.items() if is_known(suffix) and suffix not in beside_runs]:
             some = f"{', '.join(texts[:3])}{', ...' * (len(texts) > 3)}"
-            then = "as inputs `preprocess` would read the run's files with them; better give a folder of its own"
+            then = "`preprocess` on this folder would also read the run's files; give the run a folder of its own"
             remark(f" > note: {flag} {folder} holds texts ({some}): {then}")
 
 
