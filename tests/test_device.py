@@ -180,6 +180,10 @@ def test_a_dry_run_says_that_this_machine_cannot_run_it(machine, monkeypatch, ca
     used = machine("cuda", 2)
     assert last_lines("--device=cuda", "--world-size=8")[1] == few and not used
     assert "wants cuda:7, but torch sees 2" in last_lines("--device=cuda:7")[1]
+    launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "first"}
+    for name, value in (launched | {"MASTER_PORT": "29500"}).items():  # two ranks on each of four machines
+        monkeypatch.setenv(name, value)
+    assert "cannot run" not in "".join(last_lines("--device=auto"))
 
 
 def test_apples_gpu_is_not_used(machine):
