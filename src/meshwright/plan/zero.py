@@ -116,8 +116,9 @@ class Shards:
         if not self.backward:
             if not self.keeps_last or unit in self.following:
                 self.weights.pop(unit)
-            self.places[unit].append(len(self.passed))
-            self.passed.append(unit)
+            if self.units[unit]:  # fully_shard notes none without parameters
+                self.places[unit].append(len(self.passed))
+                self.passed.append(unit)
         if self.backward or unit == REST:
             self.last = None
 
