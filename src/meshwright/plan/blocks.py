@@ -416,7 +416,7 @@ class SizedGPT:
         if self.shards is not None:
             begin_step(self.memory, [self.shards])
         for is_first in (True, False)[: min(self.sizes.micro_batches, 2)]:
-            self.f.adds_gradients = not is_first or self.sizes.parts > 1
+            self.f.adds_gradients, self.f.knows_scales = not is_first or self.sizes.parts > 1, not is_first
             differentiate([(self.total(self.loss(self.forward())), None)])
             if self.shards is not None:
                 self.shards.finish()
@@ -438,7 +438,7 @@ class SizedGPT:
             received = Sized(memory, elements, width, GraphNode([], [], keep))
             del memory
         self.f.waiting = [] if self.sizes.splits_backward else None
-        self.f.adds_gradients = not is_first or self.sizes.parts > 1
+        self.f.adds_gradients, self.f.knows_scales = not is_first or self.sizes.parts > 1, not is_first
         output = self.forward(received)
         output = self.total(self.loss(output)) if self.stage.has_head else output
         yield

@@ -68,6 +68,7 @@ class Functions:
         self.sequence = sequence and tp > 1
         self.cp, self.recomputes_attention, self.drops_attention = cp, False, False
         self.adds_gradients = False  # to totals; a step's first ones are written there, except by ZeRO 2
+        self.knows_scales = False  # of fp8; the first micro-batch of all has none before
         self.unit = ""  # of the parameters that are used next
         self.begin: Callable[[str], None] = lambda unit: None  # called before a unit's gradients are added to
         self.begin_vectors: Callable[[str], None] = lambda unit: None  # called before those of its biases are
@@ -512,11 +513,18 @@ class Functions:
 
     # fp8
 
-    def cast(self, x: Sized, columns: int) -> tuple[Sized, Sized]:
+    def cast(self, elements: int, columns: int) -> tuple[Sized, Sized]:
         """Return a matrix in fp8, and its transposed, whose rows are padded."""
-        rows = x.elements // columns
+        rows = elements // columns
         transposed = self.new(columns * -(-rows // 16) * 16, 1)
-        return self.new(x.elements, 1), transposed
+        return self.new(elements, 1), transposed
+
+    def written(self, elements: int, columns: int) -> tuple[Sized, Sized]:
+        """Return what a function computes in fp8, or in 16 bits first to find its scale."""
+        wide = None if self.knows_scales else self.new(elements)
+        casts = self.cast(elements, columns)
+        del wide
+        return casts
 
     def give_fp8_product(self, outputs: int, inputs: int, unit: str) -> None:
         """Add a weight's gradient to its total, or write it there."""
@@ -528,12 +536,12 @@ class Functions:
         """Return x @ W^T of both in fp8; the input is kept transposed."""
         outputs, inputs = matrix
         rows = x.elements // inputs
-        q, transposed = self.cast(x, inputs)
+        q, transposed = self.cast(x.elements, inputs)
         y, unit = self.new(rows * outputs), self.unit
         del q
 
         def backward(gradient: Sized) -> list[Sized | None]:
-            q = self.cast(gradient, outputs)
+            q = self.cast(gradient.elements, outputs)
             back = self.new(rows * inputs)
             self.give_fp8_product(outputs, inputs, unit)
             self.give_rows(gradient, outputs, has_bias, unit)
@@ -568,11 +576,9 @@ class Functions:
             q, k = rotated
 
         def backward(dx: Sized | None, *gradients: Sized | None) -> list[Sized | None]:
-            packed = self.new(tokens * outputs)
             parts = grid.packed_parts(tokens // sizes.length, sizes.length)
             sums = self.new(parts * outputs, FLOAT) if has_bias else None
-            q = self.cast(packed, outputs)
-            del packed
+            q = self.written(tokens * outputs, outputs)
             dy = self.new(tokens * columns)
             self.give_fp8_product(outputs, columns, unit)
             out = differentiate_norm(dx, dy)
@@ -590,11 +596,9 @@ class Functions:
         rows, elements = pending.elements // columns, pending.elements
         width = pending.width if residual is None else residual.width
         x = self.new(elements, width) if norm.adds else pending
-        y = self.new(elements)
         rstd = self.new(rows, FLOAT)
         mean = self.new(rows, FLOAT) if norm.centers else None
-        q, transposed = self.cast(y, columns)
-        del y
+        q, transposed = self.written(elements, columns)
         out = self.new(rows * outputs)
         del q
         return x, out, [x.view(), mean, rstd, norm.sites, transposed]
@@ -607,22 +611,19 @@ class Functions:
         x, u, saved = self.norm_product(residual, pending, norm, first)
         differentiate_norm, unit = self.norm_backward(residual, pending, columns, norm), self.unit
         rows = pending.elements // columns
-        a = self.new(rows * inner)
-        q, transposed = self.cast(a, inner)
-        del a
+        q, transposed = self.written(rows * inner, inner)
         y = self.new(rows * outputs)
         del q
 
         def backward(dx: Sized | None, gradient: Sized) -> list[Sized | None]:
-            q = self.cast(gradient, outputs)
+            q = self.cast(gradient.elements, outputs)
             self.give_rows(gradient, outputs, has_bias, unit)
             da = self.new(rows * inner)
             self.give_fp8_product(outputs, inner, unit)
-            du = self.new(rows * wide)
             parts = grid.cdiv(rows, grid.activation_rows(rows))
             sums = self.new(parts * wide, FLOAT) if has_bias else None
-            again = self.cast(du, wide)
-            del du, q
+            again = self.written(rows * wide, wide)
+            del q
             dy = self.new(rows * columns)
             self.give_fp8_product(wide, columns, unit)
             out = differentiate_norm(dx, dy)
