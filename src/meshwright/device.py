@@ -44,7 +44,9 @@ FUSED_MULTIPLY_ADD = "TRITON_DEFAULT_FP_FUSION", "1"
 def open_device(wanted: str, local_rank: int = 0) -> torch.device:
     """Return the device of --device, and let this process use it."""
     device = find_device(wanted, local_rank)
-    if device.type != "cpu":
+    if device.type == "cpu":
+        host.keep_freed_memory()
+    else:
         set_current(device)
         os.environ.setdefault(*FUSED_MULTIPLY_ADD)
     return device
@@ -62,7 +64,6 @@ def find_device(wanted: str, local_rank: int = 0) -> torch.device:
         _load_torch_npu()
     accelerator = _current() if kind != "cpu" else None
     if kind == "cpu" or (kind == "auto" and accelerator is None):
-        host.keep_freed_memory()
         return torch.device("cpu")
     if accelerator is None or kind not in ("auto", accelerator.type):
         missing = "no GPU" if kind == NVIDIA else "no such device"

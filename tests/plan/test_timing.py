@@ -6,8 +6,8 @@ import pytest
 from plans import LARGE, STILL, planned
 
 from meshwright.model import counts
-from meshwright.parallel import overlap, pipeline, pipeline_schedule
-from meshwright.plan import graph_rule, saving, timeline, timing, traffic
+from meshwright.parallel import pipeline, pipeline_schedule
+from meshwright.plan import graph_rule, saving, timeline, timing
 from meshwright.plan.devices import load_profile
 from meshwright.plan.timing import step_time
 from meshwright.training import network
@@ -79,10 +79,6 @@ def test_one_rule_says_whether_a_step_is_a_graph(monkeypatch):
     monkeypatch.setattr(graph_rule, "reason_against", lambda *_: "of a test")
     small = "--num-layers 12 --hidden-size 256 --num-attention-heads 4 --seq-length 128 --bf16 --micro-batch-size 1"
     assert predicted(small).parts["host"] > 0.5 * predicted(small).seconds
-
-
-def test_constants_of_training():
-    assert traffic.WORTHWHILE_BYTES == overlap.WORTHWHILE_BYTES
 
 
 @pytest.mark.parametrize(

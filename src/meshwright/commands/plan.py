@@ -254,7 +254,7 @@ def text_of(plan: Plan, asked: PlanFlags) -> list[str]:
         which = "with this layout unchanged it fits no number"
         if plan.found is not None:
             which = "no layout with these flags was found that fits"
-        more = "; more were not tried" if plan.tried < MOST_DEVICES else ""
+        more = "; more were not tried, give a larger --gpus" if plan.tried < MOST_DEVICES else ""
         lines.append(f"  {which} up to {plan.tried:,} devices of this kind{more}")
     lines += describe.sent_lines(one)
     lines += describe.time_lines(one, plan.length, asked.price)

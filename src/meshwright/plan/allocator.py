@@ -12,7 +12,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Iterable
 
-from meshwright.plan.tensors import Event
+from meshwright.plan.tensors import MAIN, Event
 
 MIB = 1 << 20
 SMALL, MEDIUM = MIB, 10 * MIB  # bytes of tensors in small segments, and of those in medium ones
@@ -50,7 +50,7 @@ class CachingAllocator:
             elif size < 0:
                 self.release(key)
 
-    def allocate(self, key: int, size: int, stream: int = 0) -> None:
+    def allocate(self, key: int, size: int, stream: int = MAIN) -> None:
         is_small = size <= SMALL
         pool = stream, is_small
         free = self.free[pool]

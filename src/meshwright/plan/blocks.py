@@ -411,12 +411,16 @@ class SizedGPT:
         losses.node = GraphNode([logits], [lse], backward)
         return losses
 
+    def begin_micro_batch(self, is_first: bool) -> None:
+        self.f.adds_gradients = not is_first or self.sizes.parts > 1
+        self.f.knows_scales = not is_first
+
     def run_step(self) -> None:
         """Run the kinds of micro-batches forward and backward, without a pipeline."""
         if self.shards is not None:
             begin_step(self.memory, [self.shards])
         for is_first in (True, False)[: min(self.sizes.micro_batches, 2)]:
-            self.f.adds_gradients, self.f.knows_scales = not is_first or self.sizes.parts > 1, not is_first
+            self.begin_micro_batch(is_first)
             differentiate([(self.total(self.loss(self.forward())), None)])
             if self.shards is not None:
                 self.shards.finish()
@@ -438,7 +442,7 @@ class SizedGPT:
             received = Sized(memory, elements, width, GraphNode([], [], keep))
             del memory
         self.f.waiting = [] if self.sizes.splits_backward else None
-        self.f.adds_gradients, self.f.knows_scales = not is_first or self.sizes.parts > 1, not is_first
+        self.begin_micro_batch(is_first)
         output = self.forward(received)
         output = self.total(self.loss(output)) if self.stage.has_head else output
         yield
