@@ -123,7 +123,7 @@ def check_kernels() -> None:
         for rows in (1, 8, 64):
             sizes, room = HeadSizes(groups, per_group, dim), 1088
             keys, values = draw(rows + 1, room, groups, dim), draw(rows + 1, room, groups, dim)
-            used = torch.randint(0, 1000, (rows,), device="cuda")
+            used = torch.randint(0, 1000, (rows + 1,), device="cuda")
             texts = CachedTexts(keys, values, torch.randperm(rows + 1, device="cuda")[:rows], used, 1024)
             angles = torch.randn(room, half, device="cuda")
             rotation = (angles.cos(), angles.sin()) if half else None

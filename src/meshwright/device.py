@@ -195,6 +195,13 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == NVIDIA and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def has_dependent_launch(device: torch.device) -> bool:
+    """Return whether a kernel can start before the one before it ends (NVIDIA from Hopper on)."""
+    import torch
+
+    return device.type == NVIDIA and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @functools.cache
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors; 2 on a CPU, which runs kernels in tests only."""

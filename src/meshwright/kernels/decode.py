@@ -43,7 +43,7 @@ class CachedTexts(NamedTuple):
     keys: Tensor  # [slots, room, groups, head_dim]
     values: Tensor
     slots: Tensor  # [B]
-    used: Tensor  # [B] tokens in the cache, the place of the new one
+    used: Tensor  # [slots] tokens in the cache, the place of the new one
     longest: int  # above every row's `used`; decides how the work is split
 
 
@@ -67,11 +67,10 @@ NONE, BAD = -1, -2  # in the place of a token: the row had ended; its logits wer
 
 
 @twin("decode.embed", of=lambda state, slots, wte, wpe: wte)
-def embed(state: TextState, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the embeddings [B, H] of the slots' last tokens, and `used` [B]."""
-    used = state.used[slots]
+def embed(state: TextState, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> Tensor:
+    """Return the embeddings [B, H] of the slots' last tokens."""
     x = F.embedding(state.token[slots], wte)
-    return (x if wpe is None else x + F.embedding(used, wpe)), used
+    return x if wpe is None else x + F.embedding(state.used[slots], wpe)
 
 
 @twin("decode.choose_tokens")
@@ -128,13 +127,14 @@ def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Te
     float32.
     """
     q, k, v = split(qkv[:, None], sizes.per_group, sizes.head_dim)
+    used = texts.used[texts.slots]
     if rotation is not None:
-        angles = rotation[0][texts.used][:, None, None], rotation[1][texts.used][:, None, None]
+        angles = rotation[0][used][:, None, None], rotation[1][used][:, None, None]
         q, k = rotate(q, angles), rotate(k, angles)
-    texts.keys[texts.slots, texts.used], texts.values[texts.slots, texts.used] = k[:, 0], v[:, 0]
+    texts.keys[texts.slots, used], texts.values[texts.slots, used] = k[:, 0], v[:, 0]
     end = min(texts.longest + 1, texts.keys.shape[1])
     k, v = texts.keys[texts.slots, :end], texts.values[texts.slots, :end]
-    seen = torch.arange(end, device=qkv.device) <= texts.used[:, None]
+    seen = torch.arange(end, device=qkv.device) <= used[:, None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], enable_gqa=sizes.per_group > 1)
     return o.transpose(1, 2).flatten(1)

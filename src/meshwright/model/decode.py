@@ -47,8 +47,8 @@ class DecodeStep:
         No text has `longest` tokens or more before them.
         """
         model, wpe = self.model, self.model.wpe
-        x, used = decode.embed(state, slots, model.wte.weight, None if wpe is None else wpe.weight)
-        return (self.run_row if len(slots) == 1 else self.run_rows)(x, slots, used, longest)
+        x = decode.embed(state, slots, model.wte.weight, None if wpe is None else wpe.weight)
+        return (self.run_row if len(slots) == 1 else self.run_rows)(x, slots, state.used, longest)
 
     def texts(self, layer: int, x: Tensor, sizes: HeadSizes, slots: Tensor, used: Tensor, longest: int) -> CachedTexts:
         like = x.new_empty(1, 1, sizes.groups, sizes.head_dim)

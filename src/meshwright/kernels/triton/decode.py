@@ -1,11 +1,17 @@
 """The kernels of decode.py in Triton.
 
-Tests compare them with the plain twin in Triton's interpreter, and on a GPU.
+A kernel of one row takes 2 to 5 us, of which its bytes need 0.5 to 2.5: the rest is its start, and
+the time in which it waits for the row. So a kernel lets the next one start at once (programmatic
+dependent launch, from Hopper on), which loads its weights and waits only then, in `_await_row`,
+until the kernels before it have ended. What those write is read after it, and nothing is written
+before it.
+
+Tests compare the kernels with the plain twin in Triton's interpreter, and on a GPU.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -19,7 +25,22 @@ from meshwright.kernels.grid import cdiv, power_of_2
 from meshwright.kernels.heads import HeadSizes
 from meshwright.kernels.triton.activation import GATES, value_and_slope
 
+LAUNCH: dict[bool, dict[str, bool]] = {False: {}, True: {"launch_pdl": True}}
 COUNTERS = 4096  # attention is divided only where rows x groups are fewer than the multiprocessors
+
+
+@triton.jit
+def _start_next(EARLY: tl.constexpr):
+    """Let the next kernel's programs start where there is room for them."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _await_row(EARLY: tl.constexpr):
+    """Wait until the kernels before this one have ended and their results can be read."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
 
 
 class LinearTile(NamedTuple):
@@ -47,12 +68,14 @@ def _decode_linear(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     CENTERS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Compute out [columns] = f(norm(x) W^T + bias) + residual, by the ordinary units.
 
     A program loads the weights of COLUMNS at once, and computes the norm for itself. Bytes moved:
     W once; x and the norm's weights, once per program, come from the L2 cache.
     """
+    _start_next(EARLY)
     n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     k = tl.arange(0, INNER)[None, :]
     is_column, known = n < columns, k < inner
@@ -64,7 +87,14 @@ def _decode_linear(
         scale = tl.load(norm_weight + k, mask=known, other=0.0).to(tl.float32) + plus
         if norm_bias is not None:
             shift = tl.load(norm_bias + k, mask=known, other=0.0).to(tl.float32)
+    if bias is not None:
+        added = tl.load(bias + n, mask=is_column, other=0.0).to(tl.float32)
+        if GATED:
+            added_up = tl.load(bias + columns + n, mask=is_column, other=0.0).to(tl.float32)
+    _await_row(EARLY)
     y = tl.load(x + k, mask=known, other=0.0)
+    if residual is not None:
+        kept = tl.load(residual + n, mask=is_column, other=0.0).to(tl.float32)
     if norm_weight is not None:
         f = y.to(tl.float32)
         if CENTERS:
@@ -75,17 +105,17 @@ def _decode_linear(
         y = f.to(w.dtype)
     acc = tl.sum(w.to(tl.float32) * y.to(tl.float32), 1)
     if bias is not None:
-        acc += tl.load(bias + n, mask=is_column, other=0.0).to(tl.float32)
+        acc += added
     form: tl.constexpr = weight.dtype.element_ty
     if KIND != "":
         acc, _ = value_and_slope(acc.to(form).to(tl.float32), KIND)
     if GATED:
         more = tl.sum(up.to(tl.float32) * y.to(tl.float32), 1)
         if bias is not None:
-            more += tl.load(bias + columns + n, mask=is_column, other=0.0).to(tl.float32)
+            more += added_up
         acc *= more.to(form).to(tl.float32)
     if residual is not None:
-        acc = acc.to(form).to(tl.float32) + tl.load(residual + n, mask=is_column, other=0.0).to(tl.float32)
+        acc = acc.to(form).to(tl.float32) + kept
     tl.store(out + n, acc.to(out.dtype.element_ty), mask=is_column)
 
 
@@ -123,6 +153,37 @@ def _add_up(base, parts, HEADS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _load_block(
+    keys,
+    values,
+    start,
+    end,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Load keys and values [BLOCK, WIDTH] of a group from the place `start` on."""
+    s, d = start + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
+    at = s.to(tl.int64)[:, None] * (GROUPS * DIM) + d[None, :]
+    known = (s < end)[:, None] & (d < DIM)[None, :]
+    return tl.load(keys + at, mask=known, other=0.0), tl.load(values + at, mask=known, other=0.0)
+
+
+@triton.jit
+def _add_block(q, k, v, start, end, high, total, acc, scale, BLOCK: tl.constexpr):
+    """Add the attention to a block of places to the sums of a softmax with the maximum `high`."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where((start + tl.arange(0, BLOCK) < end)[None, :], scores, float("-inf"))
+    higher = tl.maximum(high, tl.max(scores, 1))
+    p = tl.exp(scores - higher[:, None])
+    fade = tl.exp(high - higher)
+    total = total * fade + tl.sum(p, 1)
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit
 def _attend(
     qkv,
     keys,
@@ -146,17 +207,27 @@ def _attend(
     BLOCK: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Attend with the queries of one row and group to `chunk` places of its text.
 
+    The first block of the cache is read before the row is there: a step changes neither `slots` nor
+    `used` before it chooses a token, and no earlier place of the cache.
     The first part adds the new key and value to the cache, and begins its sums with them. With
     SPLIT each part writes its sums to `partials`, and the last one to end adds them up, in their
     order; it sets the counter back to 0. Bytes moved: the row's keys and values once.
     """
+    _start_next(EARLY)
     row, group, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     h, d = tl.arange(0, HEADS), tl.arange(0, WIDTH)
-    length = tl.load(used + row).to(tl.int32)
-    first = tl.load(slots + row).to(tl.int64) * room * (GROUPS * DIM) + group * DIM
+    slot = tl.load(slots + row).to(tl.int64)
+    length = tl.load(used + slot).to(tl.int32)
+    first = slot * room * (GROUPS * DIM) + group * DIM
+    keys += first
+    values += first
+    begin, end = part * chunk, tl.minimum((part + 1) * chunk, length)
+    k, v = _load_block(keys, values, begin, end, GROUPS, DIM, WIDTH, BLOCK)
+    _await_row(EARLY)
     head = qkv + (row.to(tl.int64) * GROUPS + group) * ((PER_GROUP + 2) * DIM)
     cos += length * HALF
     sin += length * HALF
@@ -165,28 +236,18 @@ def _attend(
     k_new = _rotated(head + PER_GROUP * DIM, d[None, :], (d < DIM)[None, :], cos, sin, HALF)
     v_new = tl.load(head + (PER_GROUP + 1) * DIM + d[None, :], mask=(d < DIM)[None, :], other=0.0)
     is_first = part == 0
-    at = first + tl.cast(length, tl.int64) * (GROUPS * DIM) + d[None, :]
+    at = tl.cast(length, tl.int64) * (GROUPS * DIM) + d[None, :]
     if is_first:
         tl.store(keys + at, k_new, mask=(d < DIM)[None, :])
         tl.store(values + at, v_new, mask=(d < DIM)[None, :])
     high = tl.where(is_first, tl.sum(q.to(tl.float32) * k_new.to(tl.float32), 1) * scale, float("-inf"))
     total = tl.where(is_first, 1.0, 0.0) + tl.zeros((HEADS,), tl.float32)
     acc = tl.where(is_first, v_new.to(tl.float32), 0.0) + tl.zeros((HEADS, WIDTH), tl.float32)
-    end = tl.minimum((part + 1) * chunk, length)
-    for start in tl.range(part * chunk, end, BLOCK, num_stages=STAGES):
-        s = start + tl.arange(0, BLOCK)
-        of_place = first + s.to(tl.int64)[:, None] * (GROUPS * DIM) + d[None, :]
-        known = (s < end)[:, None] & (d < DIM)[None, :]
-        k = tl.load(keys + of_place, mask=known, other=0.0)
-        v = tl.load(values + of_place, mask=known, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where((s < end)[None, :], scores, float("-inf"))
-        higher = tl.maximum(high, tl.max(scores, 1))
-        p = tl.exp(scores - higher[:, None])
-        fade = tl.exp(high - higher)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        high = higher
+    if begin < end:
+        high, total, acc = _add_block(q, k, v, begin, end, high, total, acc, scale, BLOCK)
+    for start in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
+        k, v = _load_block(keys, values, start, end, GROUPS, DIM, WIDTH, BLOCK)
+        high, total, acc = _add_block(q, k, v, start, end, high, total, acc, scale, BLOCK)
     if SPLIT:
         parts = tl.num_programs(2)
         unit = row * GROUPS + group
@@ -207,18 +268,18 @@ def _attend(
 
 
 @triton.jit
-def _embed_tokens(tokens, used, slots, wte, wpe, out, places, width, BLOCK: tl.constexpr):
-    """Write wte[token] + wpe[place] of a row, and its place. Bytes moved: these rows once."""
+def _embed_tokens(tokens, used, slots, wte, wpe, out, width, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """Write wte[token] + wpe[place] of a row. Bytes moved: these rows once."""
+    _start_next(EARLY)
     row, c = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row)
-    token, place = tl.load(tokens + slot), tl.load(used + slot)
+    token = tl.load(tokens + slot)
     x = tl.load(wte + token * width + c, mask=c < width, other=0.0)
     if wpe is not None:
+        place = tl.load(used + slot)
         y = x.to(tl.float32) + tl.load(wpe + place * width + c, mask=c < width, other=0.0).to(tl.float32)
         x = y.to(x.dtype)
     tl.store(out + row.to(tl.int64) * width + c, x, mask=c < width)
-    if tl.program_id(1) == 0:
-        tl.store(places + row, place)
 
 
 @triton.jit
@@ -257,6 +318,7 @@ def _choose_tokens(
     BAD: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Find a row's largest logit, the first of equals, and advance the row's state.
 
@@ -264,6 +326,7 @@ def _choose_tokens(
     logits has a program; the last one to end compares the parts' largest and sets the counter back
     to 0. Bytes moved: the logits once.
     """
+    _await_row(EARLY)
     row, part = tl.program_id(0), tl.program_id(1)
     c = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * stride + c, mask=c < vocab, other=float("-inf")).to(tl.float32)
@@ -295,13 +358,14 @@ def _choose_tokens(
         tl.store(counters + row, 0)
 
 
-def embed(state: TextState, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the embeddings of the slots' last tokens, and their places."""
-    out, places = wte.new_empty(len(slots), wte.shape[1]), torch.empty_like(slots)
+def embed(state: TextState, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> Tensor:
+    """Return the embeddings of the slots' last tokens."""
+    out = wte.new_empty(len(slots), wte.shape[1])
     grid = len(slots), cdiv(wte.shape[1], 1024)
     with torch.accelerator.device_index(wte.device.index):
-        _embed_tokens[grid](state.token, state.used, slots, wte, wpe, out, places, wte.shape[1], 1024)
-    return out, places
+        numbers = wte.shape[1], 1024, starts_early(wte.device)
+        _embed_tokens[grid](state.token, state.used, slots, wte, wpe, out, *numbers)
+    return out
 
 
 def choose_tokens(
@@ -316,8 +380,9 @@ def choose_tokens(
     with torch.accelerator.device_index(logits.device.index):
         texts = state.token, state.used, state.limit, state.active.view(torch.int8), *(draws or (None, None))
         scratch = report, peaks, places, counters(logits.device, max(COUNTERS, power_of_2(b)))
-        numbers = vocab, logits.stride(0), eod, NONE, BAD, parts, block
-        _choose_tokens[b, cdiv(vocab, block)](logits, slots, *texts, *scratch, *numbers)
+        early = starts_early(logits.device)
+        numbers = vocab, logits.stride(0), eod, NONE, BAD, parts, block, early
+        _choose_tokens[b, cdiv(vocab, block)](logits, slots, *texts, *scratch, *numbers, **LAUNCH[early])
     return report
 
 
@@ -332,8 +397,12 @@ def linear_of_row(
     with torch.accelerator.device_index(x.device.index):
         norm_weight, norm_bias, eps, plus, centers = layer.norm or (None, None, 0.0, 0.0, False)
         tensors = x, layer.weight, layer.bias, norm_weight, norm_bias, residual, out
-        constants = GATES.get(layer.kind, layer.kind), gated, tile.columns, max(16, power_of_2(k)), centers
-        _decode_linear[(cdiv(n, tile.columns),)](*tensors, n, k, eps, plus, *constants, num_warps=tile.warps)
+        early = starts_early(x.device)
+        constants = GATES.get(layer.kind, layer.kind), gated, tile.columns, max(16, power_of_2(k)), centers, early
+        numbers = n, k, eps, plus
+        _decode_linear[(cdiv(n, tile.columns),)](
+            *tensors, *numbers, *constants, num_warps=tile.warps, **LAUNCH[early]
+        )
     return out
 
 
@@ -359,9 +428,16 @@ def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Te
         tensors = *texts[:4], cos, sin, out, partials, counters(qkv.device, COUNTERS)
         numbers = dim**-0.5, texts.keys.shape[1], chunk
         half = 0 if rotation is None else cos.shape[-1]
-        constants = groups, per_group, dim, half, heads, width, block, parts > 1, 2
-        _attend[b, groups, parts](qkv, *tensors, *numbers, *constants, num_warps=4)
+        early = starts_early(qkv.device)
+        constants = groups, per_group, dim, half, heads, width, block, parts > 1, 2, early
+        _attend[b, groups, parts](qkv, *tensors, *numbers, *constants, num_warps=4, **LAUNCH[early])
     return out
+
+
+@cache
+def starts_early(device: torch.device) -> bool:
+    """Return whether kernels start before the ones before them have ended."""
+    return devices.has_dependent_launch(device) and hasattr(tl.extra.cuda, "gdc_wait")
 
 
 @lru_cache
