@@ -14,10 +14,12 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels.gradients import Total
-from meshwright.kernels.grid import SUM_COLUMNS, SUM_ROWS, cdiv, sum_slab, summed_rows
+from meshwright.kernels.grid import SUM_COLUMNS, SUM_ROWS, cdiv, power_of_2, sum_slab, summed_rows
 
 STAGES = 3  # of `_sum_rows`: loads in flight; its tile is in grid.py
-REDUCED_COLUMNS, REDUCED_ROWS = 32, 128  # the tile of `_reduce_columns`: 128 bytes a row, few steps
+REDUCED_COLUMNS = 8  # of a program of `_reduce_columns` at least: 32 bytes, which memory moves at once
+REDUCED_ROWS = 1024  # at most
+REDUCED = 4096  # elements of its tile, if that is large enough
 
 
 @triton.jit
@@ -85,6 +87,7 @@ def _reduce_columns(
 ):
     """Write or add the column sums of partials [k, n, C] (float32) to k <= 3 vectors [C].
 
+    A program reads all rows of its few columns at once: steps one after the other would take longer.
     Bytes moved: 4 k n C, from the L2 cache if they were just written, and 4 or 8 C for each vector.
     """
     which = tl.program_id(1)
@@ -102,7 +105,9 @@ def reduce_into(totals: Sequence[Total | None], partials: Tensor) -> None:
     k, n, width = partials.shape
     vectors = [None if total is None else total[0] for total in totals] + [None] * (3 - k)
     adds = [total is not None and total[1] for total in totals] + [False] * (3 - k)
+    rows = min(REDUCED_ROWS, power_of_2(n))
+    columns = max(REDUCED_COLUMNS, min(128, REDUCED // rows))
     with torch.accelerator.device_index(partials.device.index):
-        _reduce_columns[(cdiv(width, REDUCED_COLUMNS), k)](
-            partials, *vectors, n, width, *adds, REDUCED_ROWS, REDUCED_COLUMNS, num_warps=4
+        _reduce_columns[(cdiv(width, columns), k)](
+            partials, *vectors, n, width, *adds, rows, columns, num_warps=4 if rows * columns <= REDUCED else 8
         )
