@@ -198,11 +198,12 @@ def test_a_missing_peer_is_named(tmp_path, monkeypatch):
     assert found["failed"] == "not measured: pip install no_such-core no_such"
 
 
-def test_peers_beside_a_row(tmp_path, monkeypatch):
-    """The best micro-batch counts, also if the time ends before its longer run."""
-    program = """import json, sys
-        for micro, speed in ((2, 10.0), (4, 40.0)):
-            row = dict(event="tried", version="1", micro=micro, tokens_per_second=speed)
+@pytest.mark.parametrize("more", ["", '("done", 4, 0.0)'])
+def test_peers_beside_a_row(more, tmp_path, monkeypatch):
+    """The best micro-batch counts, also if time or memory end before its longer run."""
+    program = f"""import json, sys
+        for event, micro, speed in [("tried", 2, 10.0), ("tried", 4, 40.0), {more}]:
+            row = dict(event=event, version="1", micro=micro, tokens_per_second=speed)
             print(json.dumps(row), file=open(sys.argv[-1], "a"))"""
     script = tmp_path / "peer.py"
     script.write_text("\n".join(line.removeprefix("        ") for line in program.splitlines()))

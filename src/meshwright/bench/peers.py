@@ -66,14 +66,15 @@ def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
 
 
 def read_result(name: str, results: Path, console: Path, seconds: float) -> dict[str, Any]:
-    """Return the last figures; those of the fastest trial if the time ended before the others."""
+    """Return the last figures; those of the fastest trial if time or memory ended before the others."""
     entries: list[dict[str, Any]] = []
     with contextlib.suppress(OSError, ValueError):
         for line in results.read_text().splitlines():
             entries.append(json.loads(line))
     tried = [e for e in entries if e["event"] == "tried"]
-    done = [e for e in entries if e["event"] == "done"]
-    best = done or sorted((e for e in tried if e["tokens_per_second"]), key=lambda e: -e["tokens_per_second"])
+    ran = [e for e in entries if e["tokens_per_second"]]
+    done = [e for e in ran if e["event"] == "done"]
+    best = done or sorted(ran, key=lambda e: -e["tokens_per_second"])
     if not best:
         too_large = tried and f"micro-batches {', '.join(str(e['micro']) for e in tried)} do not fit"
         reason = too_large or find_reason(console) or f"no step in {seconds:g} s (--peer-seconds)"

@@ -50,6 +50,14 @@ class LinearTile(NamedTuple):
     warps: int = 4
 
 
+class AttendTile(NamedTuple):
+    """Shape of a program's work in `attend`: places of the cache at a time."""
+
+    places: int
+    warps: int = 4
+    stages: int = 2  # blocks in flight, in shared memory
+
+
 @triton.jit
 def _decode_linear(
     x,
@@ -134,13 +142,13 @@ def _rotated(head, d, inside, cos, sin, HALF: tl.constexpr):
 
 
 @triton.jit
-def _add_up(base, parts, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+def _add_up(base, HEADS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):
     """Return the attention [HEADS, WIDTH] of parts that each have a maximum and sums."""
     h, d = tl.arange(0, HEADS), tl.arange(0, WIDTH)
     high = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     acc = tl.zeros((HEADS, WIDTH), tl.float32)
-    for i in range(0, parts):
+    for i in tl.static_range(PARTS):
         theirs = base + i * (HEADS * (WIDTH + 2))
         peak = tl.load(theirs + h, cache_modifier=".cg")
         higher = tl.maximum(high, peak)
@@ -172,15 +180,27 @@ def _load_block(
 
 @triton.jit
 def _add_block(q, k, v, start, end, high, total, acc, scale, BLOCK: tl.constexpr):
-    """Add the attention to a block of places to the sums of a softmax with the maximum `high`."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    scores = tl.where((start + tl.arange(0, BLOCK) < end)[None, :], scores, float("-inf"))
-    higher = tl.maximum(high, tl.max(scores, 1))
-    p = tl.exp(scores - higher[:, None])
+    """Add the attention to a block of places to the sums of a softmax with the maximum `high`.
+
+    One query is multiplied by the ordinary units, which need no copy of keys and values in shared
+    memory.
+    """
+    known = start + tl.arange(0, BLOCK) < end
+    if q.shape[0] == 1:
+        scores = tl.where(known, tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale, float("-inf"))
+        higher = tl.maximum(high, tl.max(scores, 0))
+        p = tl.exp(scores - tl.max(higher, 0))
+        more = tl.sum(p[:, None] * v.to(tl.float32), 0)[None, :]
+        added = tl.sum(p, 0)
+    else:
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(known[None, :], scores, float("-inf"))
+        higher = tl.maximum(high, tl.max(scores, 1))
+        p = tl.exp(scores - higher[:, None])
+        more = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        added = tl.sum(p, 1)
     fade = tl.exp(high - higher)
-    total = total * fade + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-    return higher, total, acc
+    return higher, total * fade + added, acc * fade[:, None] + more
 
 
 @triton.jit
@@ -205,7 +225,7 @@ def _attend(
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -213,8 +233,8 @@ def _attend(
 
     The first block of the cache is read before the row is there: a step changes neither `slots` nor
     `used` before it chooses a token, and no earlier place of the cache.
-    The first part adds the new key and value to the cache, and begins its sums with them. With
-    SPLIT each part writes its sums to `partials`, and the last one to end adds them up, in their
+    The first part adds the new key and value to the cache, and begins its sums with them. Each of
+    several parts writes its sums to `partials`, and the last one to end adds them up, in their
     order; it sets the counter back to 0. Bytes moved: the row's keys and values once.
     """
     _start_next(EARLY)
@@ -248,19 +268,18 @@ def _attend(
     for start in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
         k, v = _load_block(keys, values, start, end, GROUPS, DIM, WIDTH, BLOCK)
         high, total, acc = _add_block(q, k, v, start, end, high, total, acc, scale, BLOCK)
-    if SPLIT:
-        parts = tl.num_programs(2)
+    if PARTS > 1:
         unit = row * GROUPS + group
-        base = partials + (unit * parts).to(tl.int64) * (HEADS * (WIDTH + 2))
+        base = partials + (unit * PARTS).to(tl.int64) * (HEADS * (WIDTH + 2))
         mine = base + part * (HEADS * (WIDTH + 2))
         tl.store(mine + h, high)
         tl.store(mine + HEADS + h, total)
         tl.store(mine + 2 * HEADS + h[:, None] * WIDTH + d[None, :], acc)
         tl.debug_barrier()  # all stores of this program come before its count
         done = tl.atomic_add(counters + unit, 1, sem="acq_rel", scope="gpu")
-        if done == parts - 1:
+        if done == PARTS - 1:
             o = out + (unit * PER_GROUP).to(tl.int64) * DIM + h[:, None] * DIM + d[None, :]
-            tl.store(o, _add_up(base, parts, HEADS, WIDTH).to(out.dtype.element_ty), mask=inside)
+            tl.store(o, _add_up(base, HEADS, WIDTH, PARTS).to(out.dtype.element_ty), mask=inside)
             tl.store(counters + unit, 0)
     else:
         o = out + ((row * GROUPS + group) * PER_GROUP).to(tl.int64) * DIM + h[:, None] * DIM + d[None, :]
@@ -417,10 +436,8 @@ def tile_of(columns: int, inner: int, processors: int) -> LinearTile:
 def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
     """Return the attention of new tokens, and add their keys and values to the cache."""
     b, (groups, per_group, dim) = len(qkv), sizes
-    block, heads, width = 64, max(16, power_of_2(per_group)), max(16, power_of_2(dim))
-    parts = min(cdiv(texts.longest, block), max(1, 2 * devices.processors(qkv.device) // (b * groups)))
-    chunk = cdiv(cdiv(texts.longest, parts), block) * block
-    parts = cdiv(texts.longest, chunk)
+    heads, width = 1 if per_group == 1 else max(16, power_of_2(per_group)), max(16, power_of_2(dim))
+    tile, parts, chunk = attend_tile(texts.longest, b * groups, heads, width, devices.processors(qkv.device))
     out = qkv.new_empty(b, groups * per_group * dim)
     partials = out.new_empty(b * groups * parts * heads * (width + 2) if parts > 1 else 0, dtype=torch.float32)
     cos, sin = rotation if rotation is not None else (partials, partials)
@@ -429,9 +446,20 @@ def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Te
         numbers = dim**-0.5, texts.keys.shape[1], chunk
         half = 0 if rotation is None else cos.shape[-1]
         early = starts_early(qkv.device)
-        constants = groups, per_group, dim, half, heads, width, block, parts > 1, 2, early
-        _attend[b, groups, parts](qkv, *tensors, *numbers, *constants, num_warps=4, **LAUNCH[early])
+        constants = groups, per_group, dim, half, heads, width, tile.places, parts, tile.stages, early
+        _attend[b, groups, parts](qkv, *tensors, *numbers, *constants, num_warps=tile.warps, **LAUNCH[early])
     return out
+
+
+@lru_cache
+def attend_tile(longest: int, units: int, heads: int, width: int, processors: int) -> tuple[AttendTile, int, int]:
+    """Return the tile, and in how many parts of how many places each row and group is divided."""
+    is_wide = heads == 1 and units <= processors
+    places = max(64, min(16384 // width, power_of_2(longest))) if is_wide else 64
+    parts = min(cdiv(longest, places), max(1, 2 * processors // units))
+    chunk = cdiv(cdiv(longest, parts), places) * places
+    tile = AttendTile(places, max(4, places * width // 2048), 1 if is_wide else 2)
+    return tile, cdiv(longest, chunk), chunk
 
 
 @cache
