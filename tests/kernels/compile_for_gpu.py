@@ -114,7 +114,8 @@ def splits() -> None:
 def muons() -> None:
     matrices = [torch.zeros(512, 512) for _ in range(2)]
     one = torch.ones(())
-    updates, _ = muon.advance(matrices, [m.clone() for m in matrices], one, one, 0.95)
+    ahead, norms = muon.advance(matrices, [m.clone() for m in matrices], one, one, 0.95)
+    updates = muon.normalise(ahead, norms, torch.float16)
     for is_cautious in (False, True):
         muon.subtract(matrices, updates, one, one, one, is_cautious)
 

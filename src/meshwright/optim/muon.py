@@ -53,7 +53,6 @@ Stacks = dict[MatrixForm, tuple[list[int], Tensor]]
 
 # Keller Jordan's coefficients, as torch has them: the steepest slope at 0.
 A, B, C = 3.4445, -4.7750, 2.0315
-SMALLEST_NORM = 1e-7
 SPREAD = 256.0  # factor of a stored R: its entries, about 1 / m, are far from float16's smallest
 
 
@@ -188,12 +187,8 @@ def formats(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def normalised(x: Tensor, norms: Tensor) -> Tensor:
-    """Return x [n, r, c] / its norms [n], rounded as torch does, in the iterations' format."""
-    if x.dtype is torch.float64:
-        return x / norms.clamp(min=SMALLEST_NORM)[:, None, None]
-    rounded = norms.bfloat16().clamp(min=SMALLEST_NORM)[:, None, None]
-    _, low = formats(x.dtype, x.device)
-    return torch.div(x, rounded, out=torch.empty_like(x, dtype=low.dtype))
+    """Return x [n, r, c] / its norms [n] in the iterations' format."""
+    return passes.normalise(x, norms, formats(x.dtype, x.device)[1].dtype)
 
 
 def orthogonalise_all(ahead: Tensor, form: MatrixForm, steps: int) -> Tensor:
