@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 from meshwright import device as devices
 from meshwright.kernels import muon as passes
+from meshwright.kernels.symmetric import product
 from meshwright.optim.own_rule import OwnRule, scalar
 from meshwright.optim.rule_table import GRAM, MUON_CHUNK, MUON_RESTART, MatrixForm
 
@@ -247,17 +248,6 @@ def polynomial_of_gram(x: Tensor, steps: int) -> Tensor:
             r = product(product(p, r), p)
     assert q is not None
     return q
-
-
-def product(
-    a: Tensor, b: Tensor, c: Tensor | None = None, scale: float = 1.0, keep: float = 0.0, diagonal: float = 0.0
-) -> Tensor:
-    """Return scale a b^T + keep c + diagonal I of a, b [n, m, k]; the diagonal is rounded twice."""
-    added, factor = (a.new_zeros(1, 1, 1), 0.0) if c is None else (c, keep)
-    out = torch.baddbmm(added, a, b.mT, beta=factor, alpha=scale)
-    if diagonal:
-        out.diagonal(dim1=1, dim2=2).add_(diagonal)
-    return out
 
 
 def multiply_symmetric(q: Tensor, x: Tensor, keep: float = 0.0) -> Tensor:
