@@ -10,15 +10,14 @@ With X [m, k], m <= k, of norm 1, an iteration is X <- P X, where R = X X^T, P =
     gram    keeps R and the product Q of the P, which are all symmetric and commute:
             R <- P R P, Q <- P Q, 8 m^3 flops. X itself is read and written once in 3 iterations.
 
+Every product but P X and Q X is symmetric. Where kernels/symmetric.py has a kernel for it, the half
+below the diagonal is computed in tiles of 128 x 128: 56 % of a product at m = 1024, 53 % at 2048.
 The work by arithmetic, for the 24 layers of a model of hidden size 1024 (345M) and 5 iterations, in
-TFLOP and in ms at 600 TFLOP/s (benchmarks/gpu_muon.py measures it):
+TFLOP (benchmarks/gpu_muon.py measures the times):
 
-    plain   7.2   12.0
-    gram    5.2    8.7       k >= 1.5 m; plain for square matrices
-
-Every product but P X and Q X is symmetric. A Triton kernel that computed half of each took 10.0 ms
-where cuBLAS takes 11.6, on one H200: 1 % of a step of 32,768 tokens, 0.1 % of one of 524,288. That
-did not pay for its code.
+            full   halves
+    plain    7.2      5.4
+    gram     5.2      3.5       k >= 1.5 m; plain for square matrices
 
 R has the squares of X's singular values; its rounding errors grow with 1 / value^2. So R is
 computed again from X after 3 iterations, and all is in float16, whose 3 more bits of precision need
