@@ -197,6 +197,16 @@ def has_fp8(device: torch.device) -> bool:
 
 def has_dependent_launch(device: torch.device) -> bool:
     """Return whether a kernel can start before the one before it ends (NVIDIA from Hopper on)."""
+    return _is_hopper(device)
+
+
+def has_copy_engine(device: torch.device) -> bool:
+    """Return whether a copy engine brings tiles to multiprocessors (TMA: NVIDIA from Hopper on)."""
+    return _is_hopper(device)
+
+
+def _is_hopper(device: torch.device) -> bool:
+    """Return whether it is an NVIDIA GPU of this generation or a later one."""
     import torch
 
     return device.type == NVIDIA and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -24,11 +24,25 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from meshwright import device
-from meshwright.kernels import activation, adamw, decode, dropout, embedding, fp8, gradients, heads, moments, muon, norm
+from meshwright.kernels import (
+    activation,
+    adamw,
+    decode,
+    dropout,
+    embedding,
+    fp8,
+    gradients,
+    heads,
+    moments,
+    muon,
+    norm,
+    symmetric,
+)
 from meshwright.kernels.cross_entropy import cross_entropy, losses_and_normalisers
 from meshwright.kernels.softcap import softcap
 from meshwright.kernels.triton import clock as clock_triton
 from meshwright.kernels.triton import fp8 as fp8_triton
+from meshwright.kernels.triton import symmetric as symmetric_triton
 
 compiled = {}  # by the compiler's key
 
@@ -49,7 +63,7 @@ def compile_only() -> None:
         compiled[kernel.hash] = kernel
 
     JITFunction.run = record
-    device.has_kernels = device.has_dependent_launch = lambda device: True
+    device.has_kernels = device.has_dependent_launch = device.has_copy_engine = lambda device: True
 
 
 def take(*shape, dtype=torch.bfloat16):  # type: ignore[no-untyped-def]
@@ -111,10 +125,21 @@ def splits() -> None:
         backward(*heads.split_heads(take(2, 8, 1536), heads.HeadSizes(4, 4, 64), rotation, take(1536)))
 
 
+def symmetric_products() -> None:
+    x, r = (torch.zeros(2, 256, k, dtype=torch.float16) for k in (512, 256))
+    for a in (x, x.mT.contiguous().mT):
+        symmetric.product(a, a, None, 2.0)
+        symmetric_triton.product(a, a, r, 2.0, 3.0, 4.0, symmetric_triton.TILES._replace(descriptors=False))
+    symmetric.product(r, r, r, 2.0, 3.0, 4.0)
+    odd = torch.zeros(2, 272, 272, dtype=torch.float16)
+    symmetric.product(odd, odd, odd, 2.0, 3.0, 4.0)
+
+
 def muons() -> None:
     matrices = [torch.zeros(512, 512) for _ in range(2)]
     one = torch.ones(())
-    updates, _ = muon.advance(matrices, [m.clone() for m in matrices], one, one, 0.95)
+    ahead, norms = muon.advance(matrices, [m.clone() for m in matrices], one, one, 0.95)
+    updates = muon.normalise(ahead, norms, torch.float16)
     for is_cautious in (False, True):
         muon.subtract(matrices, updates, one, one, one, is_cautious)
 
@@ -213,6 +238,7 @@ CALLS = {
         activations,
         splits,
         muons,
+        symmetric_products,
         updates,
         tables,
         casts,

@@ -1,4 +1,4 @@
-"""Muon's elementwise passes: both kernels equal their twins, also where a step is skipped."""
+"""Muon's elementwise passes: the kernels equal their twins, also where a step is skipped."""
 
 import math
 
@@ -53,6 +53,24 @@ def test_advance(shape, gap, skipped, momentum):
     torch.testing.assert_close(ahead, want, rtol=0.01, atol=1e-5)
     torch.testing.assert_close(norms, ahead.double().norm(dim=(1, 2)).float())
     torch.testing.assert_close(norms, want_norms, rtol=1 / 128, atol=0)  # the interpreter rounds towards 0
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((4, 8), 8), ((64, 65), 64), ((64, 80), 70), ((3, 5), 4)])
+@pytest.mark.parametrize("scale", [1.0, 1e-9])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float16), (torch.float16, torch.float32)])
+def test_normalise(shape, rows, scale, dtypes):
+    """Both round alike: norms and quotients to the format of x, and only then to the other."""
+    x = (torch.randn(3, rows, shape[1]) * scale).to(dtypes[0])[:, : shape[0]]
+    x[2] = 0
+    norms = x.double().norm(dim=(1, 2)).float()
+    divisors = norms.to(x.dtype).float().clamp(min=1e-7).to(x.dtype).float()
+    want = (x.float() / divisors[:, None, None]).to(x.dtype).to(dtypes[1])
+    got = muon_triton.normalise(x, norms, dtypes[1])
+    assert got.dtype is dtypes[1] and got.is_contiguous() and torch.isfinite(got).all()
+    # The interpreter rounds to bfloat16 towards 0.
+    exact = x.is_cuda or x.dtype is torch.float16
+    torch.testing.assert_close(got, want, rtol=0 if exact else 1 / 64, atol=0 if exact else 1e-7)
+    torch.testing.assert_close(muon.normalise.plain(x, norms, dtypes[1]), want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("shape", "gap"), CASES)

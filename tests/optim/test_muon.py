@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.kernels import symmetric
 from meshwright.optim import muon
 from meshwright.optim.muon import Muon, chunks, orthogonalise
 
@@ -207,6 +208,26 @@ def test_both_forms_orthogonalise(steps, is_gram, tall):
     assert got.stride() == low.stride() and got.dtype is torch.float16
     for matrix, start in zip(got, low, strict=True):
         assert distance(matrix, exact(start, steps)) < 2 * ROUNDING
+
+
+@pytest.mark.parametrize("is_gram", [False, True])
+@pytest.mark.parametrize("tall", [False, True])
+def test_products_of_which_one_half_is_computed(monkeypatch, is_gram, tall):
+    """With the kernel for every symmetric product, the result is as close to float64's."""
+    kernel = pytest.importorskip("meshwright.kernels.triton.symmetric", reason="Triton is not installed")
+    monkeypatch.setattr(kernel, "TILES", kernel.SymmetricTiles(32, 32, 32, 4, 2))
+    x = torch.randn(2, 48, 112, generator=torch.Generator().manual_seed(1))
+    low = (x / x.norm(dim=(1, 2), keepdim=True)).half()
+    low = low.mT.contiguous().mT if tall else low
+    low = low.cuda() if torch.cuda.is_available() else low
+    torchs = orthogonalise(low, 5, is_gram)  # too small for the kernel
+    monkeypatch.setattr(symmetric, "SMALLEST", 16)
+    monkeypatch.setattr("meshwright.device.has_kernels", lambda device: True)
+    got = orthogonalise(low, 5, is_gram)
+    assert got.stride() == low.stride() and not torch.equal(got, torchs)
+    for matrix, one, start in zip(got.cpu(), torchs.cpu(), low.cpu(), strict=True):
+        want = exact(start)
+        assert distance(matrix, want) < min(2 * ROUNDING, 1.5 * distance(one, want))
 
 
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6])

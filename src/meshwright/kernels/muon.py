@@ -1,10 +1,10 @@
 """The elementwise passes of the Muon update over many matrices of one shape.
 
-`advance` reads the gradients and returns what Newton-Schulz orthogonalises; `subtract` subtracts
-the result from the weights. Both leave everything as it was if `skipped` is not 0, which the host
-never reads. On CUDA each is one Triton kernel over all matrices; the plain twin takes one matrix
-after the other. As in torch, the update is computed in 16 bits; only matrices of float64, by which
-layouts are compared, keep their format.
+`advance` reads the gradients and returns what Newton-Schulz orthogonalises after `normalise`;
+`subtract` subtracts the result from the weights. `advance` and `subtract` leave everything as it
+was if `skipped` is not 0, which the host never reads. On CUDA each is one Triton kernel over all
+matrices; the plain twins of these two take one matrix after the other. As in torch, the update is
+computed in 16 bits; only matrices of float64, by which layouts are compared, keep their format.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from meshwright.kernels import moments as formats
 from meshwright.kernels.twins import twin
+
+SMALLEST_NORM = 1e-7
 
 
 @twin("muon.advance", of=lambda gradients, *_: gradients[0])
@@ -42,6 +44,16 @@ def advance(
         else:
             formats.store(new, moment, draws[i], skipped)
     return out, torch.linalg.vector_norm(out, dim=tuple(range(1, out.ndim)), dtype=wide)
+
+
+@twin("muon.normalise")
+def normalise(x: Tensor, norms: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x [n, r, c] / its norms [n] in a format.
+
+    As in torch, norms and quotients are rounded to the format of x first.
+    """
+    divisors = norms.to(x.dtype).clamp(min=SMALLEST_NORM)[:, None, None]
+    return torch.div(x, divisors, out=torch.empty_like(x, dtype=dtype))
 
 
 @twin("muon.subtract", of=lambda weights, *_: weights[0])

@@ -10,15 +10,14 @@ With X [m, k], m <= k, of norm 1, an iteration is X <- P X, where R = X X^T, P =
     gram    keeps R and the product Q of the P, which are all symmetric and commute:
             R <- P R P, Q <- P Q, 8 m^3 flops. X itself is read and written once in 3 iterations.
 
+Every product but P X and Q X is symmetric. Where kernels/symmetric.py has a kernel for it, the half
+below the diagonal is computed in tiles of 128 x 128: 56 % of a product at m = 1024, 53 % at 2048.
 The work by arithmetic, for the 24 layers of a model of hidden size 1024 (345M) and 5 iterations, in
-TFLOP and in ms at 600 TFLOP/s (benchmarks/gpu_muon.py measures it):
+TFLOP (benchmarks/gpu_muon.py measures the times):
 
-    plain   7.2   12.0
-    gram    5.2    8.7       k >= 1.5 m; plain for square matrices
-
-Every product but P X and Q X is symmetric. A Triton kernel that computed half of each took 10.0 ms
-where cuBLAS takes 11.6, on one H200: 1 % of a step of 32,768 tokens, 0.1 % of one of 524,288. That
-did not pay for its code.
+            full   halves
+    plain    7.2      5.4
+    gram     5.2      3.5       k >= 1.5 m; plain for square matrices
 
 R has the squares of X's singular values; its rounding errors grow with 1 / value^2. So R is
 computed again from X after 3 iterations, and all is in float16, whose 3 more bits of precision need
@@ -43,6 +42,7 @@ from torch import Tensor, nn
 
 from meshwright import device as devices
 from meshwright.kernels import muon as passes
+from meshwright.kernels.symmetric import product
 from meshwright.optim.own_rule import OwnRule, scalar
 from meshwright.optim.rule_table import GRAM, MUON_CHUNK, MUON_RESTART, MatrixForm
 
@@ -53,7 +53,6 @@ Stacks = dict[MatrixForm, tuple[list[int], Tensor]]
 
 # Keller Jordan's coefficients, as torch has them: the steepest slope at 0.
 A, B, C = 3.4445, -4.7750, 2.0315
-SMALLEST_NORM = 1e-7
 SPREAD = 256.0  # factor of a stored R: its entries, about 1 / m, are far from float16's smallest
 
 
@@ -188,12 +187,8 @@ def formats(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def normalised(x: Tensor, norms: Tensor) -> Tensor:
-    """Return x [n, r, c] / its norms [n], rounded as torch does, in the iterations' format."""
-    if x.dtype is torch.float64:
-        return x / norms.clamp(min=SMALLEST_NORM)[:, None, None]
-    rounded = norms.bfloat16().clamp(min=SMALLEST_NORM)[:, None, None]
-    _, low = formats(x.dtype, x.device)
-    return torch.div(x, rounded, out=torch.empty_like(x, dtype=low.dtype))
+    """Return x [n, r, c] / its norms [n] in the iterations' format."""
+    return passes.normalise(x, norms, formats(x.dtype, x.device)[1].dtype)
 
 
 def orthogonalise_all(ahead: Tensor, form: MatrixForm, steps: int) -> Tensor:
@@ -252,17 +247,6 @@ def polynomial_of_gram(x: Tensor, steps: int) -> Tensor:
             r = product(product(p, r), p)
     assert q is not None
     return q
-
-
-def product(
-    a: Tensor, b: Tensor, c: Tensor | None = None, scale: float = 1.0, keep: float = 0.0, diagonal: float = 0.0
-) -> Tensor:
-    """Return scale a b^T + keep c + diagonal I of a, b [n, m, k]; the diagonal is rounded twice."""
-    added, factor = (a.new_zeros(1, 1, 1), 0.0) if c is None else (c, keep)
-    out = torch.baddbmm(added, a, b.mT, beta=factor, alpha=scale)
-    if diagonal:
-        out.diagonal(dim1=1, dim2=2).add_(diagonal)
-    return out
 
 
 def multiply_symmetric(q: Tensor, x: Tensor, keep: float = 0.0) -> Tensor:

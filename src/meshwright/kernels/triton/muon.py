@@ -1,10 +1,13 @@
-"""The elementwise passes of muon.py as two Triton kernels, each one launch for all matrices.
+"""The elementwise passes of muon.py as three Triton kernels, each one launch for all matrices.
 
-The matrices lie anywhere in memory, so the kernels read their addresses from a table. All are
-float32, contiguous and of one shape; moments may have one of the formats of moments.py.
+Gradients, moments and weights lie anywhere in memory, so the kernels read their addresses from a
+table. All are float32, contiguous and of one shape; moments may have one of the formats of
+moments.py.
 
 _muon_advance    in: gradient, moment; out: moment, look-ahead in bfloat16, squares per block
                  bytes moved per element: 4 + 4 read, 4 + 2 written
+_muon_normalise  in: look-ahead, norms; out: their quotient in float16
+                 bytes moved per element: 2 read, 2 written
 _muon_subtract   in: weight, update (bfloat16 or float16); out: weight
                  bytes moved per element: 4 + 2 read, 4 written
 """
@@ -21,6 +24,7 @@ from torch import Tensor
 from meshwright.kernels.dropout import MASK, as_int32
 from meshwright.kernels.grid import cdiv
 from meshwright.kernels.moments import Place, PlaceDraws
+from meshwright.kernels.muon import SMALLEST_NORM
 from meshwright.kernels.triton import moments as formats
 
 BLOCK = 4096
@@ -66,6 +70,17 @@ def _muon_advance(
 
 
 @triton.jit
+def _muon_normalise(x, norms, out, stride, size, SMALLEST: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    rounded = tl.load(norms + n).to(x.dtype.element_ty).to(tl.float32)
+    norm = tl.maximum(rounded, SMALLEST, propagate_nan=tl.PropagateNan.ALL).to(x.dtype.element_ty).to(tl.float32)
+    quotient = tl.div_rn(tl.load(x + n * stride + at, mask=inside, other=0.0).to(tl.float32), norm)
+    tl.store(out + n * size + at, quotient.to(x.dtype.element_ty).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _muon_subtract(
     weights, updates, decay, rate, skipped, size, CAUTIOUS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -103,6 +118,16 @@ def advance(
         numbers = first.numel(), float(momentum), FORMATS[dtype], alignment(*gradients, *moments), BLOCK
         _muon_advance[(blocks, n)](*tensors, *numbers, num_warps=WARPS)
     return out, squares.sum(1).sqrt()
+
+
+def normalise(x: Tensor, norms: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x [n, r, c] / its norms [n] in a format. Matrices may be some rows of larger ones."""
+    assert x[0].is_contiguous()
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    with torch.accelerator.device_index(x.device.index):
+        numbers = x.stride(0), x[0].numel(), SMALLEST_NORM, BLOCK
+        _muon_normalise[(cdiv(x[0].numel(), BLOCK), len(x))](x, norms, out, *numbers, num_warps=WARPS)
+    return out
 
 
 def subtract(
