@@ -205,6 +205,7 @@ def has_copy_engine(device: torch.device) -> bool:
     return _is_hopper(device)
 
 
+@functools.cache
 def _is_hopper(device: torch.device) -> bool:
     """Return whether it is an NVIDIA GPU of this generation or a later one."""
     import torch

@@ -59,7 +59,6 @@ def test_a_polynomial(tiles, dtype, m):
     exact = r.double()
     want = numbers[0] * exact @ exact + numbers[1] * exact + numbers[2] * torch.eye(m)
     assert torch.equal(got, got.mT) and farthest(got, want) < 0.55
-    assert farthest(symmetric.half_product.plain(r, r, r, *numbers), want) > 0.6  # rounds twice
 
 
 @pytest.mark.parametrize("tiles", TILES)

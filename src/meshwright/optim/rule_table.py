@@ -24,6 +24,7 @@ OWN_RATES = {"wte.weight": "embedding_lr", "wpe.weight": "embedding_lr", "lm_hea
 
 MUON_CHUNK = 1 << 27  # elements that Muon updates at a time: four copies in 16 bits are 1 GB
 MUON_RESTART = 3  # iterations of Muon's gram form, after which it begins again with a new R
+MUON_TILE = 128  # rows of a tile of symmetric products
 GRAM = 3  # that form is for matrices with at least so many halves of columns for a row
 MUON_HALF = 512  # rows of matrices whose products reach half of the speed of large ones
 CHUNK = 1 << 24  # elements that the other rules update at a time: four copies in float32 are 256 MB
@@ -117,11 +118,16 @@ def form_of(o: Optimizer, m: Model | None, name: str, shape: tuple[int, ...]) ->
 
 
 def muon_flops(short: int, long: int, steps: int) -> float:
-    """Return the operations of orthogonalising a matrix as optim/muon.py does on a GPU."""
+    """Return the operations of orthogonalising a matrix as optim/muon.py does on a GPU.
+
+    Of symmetric products, the half below the diagonal and the tiles on it are computed.
+    """
+    half = min(1.0, 0.5 + MUON_TILE / short)
+    wide, square = 2.0 * short**2 * long, 2.0 * short**3
     if 2 * long < GRAM * short:
-        return steps * (4.0 * short**2 * long + 2 * short**3)
+        return steps * (wide + half * (wide + square))
     counts = [min(MUON_RESTART, steps - first) for first in range(0, steps, MUON_RESTART)]
-    return sum(4.0 * short**2 * long + 2 * (4 * count - 3) * short**3 for count in counts)
+    return sum(wide + half * (wide + (4 * count - 3) * square) for count in counts)
 
 
 def assign(costs: dict[int, float], loads: list[float]) -> dict[int, int]:

@@ -11,7 +11,7 @@ Tests compare the kernels with the plain twin in Triton's interpreter, and on a 
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -162,14 +162,7 @@ def _add_up(base, HEADS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr)
 
 @triton.jit
 def _load_block(
-    keys,
-    values,
-    start,
-    end,
-    GROUPS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    keys, values, start, end, GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Load keys and values [BLOCK, WIDTH] of a group from the place `start` on."""
     s, d = start + tl.arange(0, BLOCK), tl.arange(0, WIDTH)
@@ -382,7 +375,7 @@ def embed(state: TextState, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> T
     out = wte.new_empty(len(slots), wte.shape[1])
     grid = len(slots), cdiv(wte.shape[1], 1024)
     with torch.accelerator.device_index(wte.device.index):
-        numbers = wte.shape[1], 1024, starts_early(wte.device)
+        numbers = wte.shape[1], 1024, devices.has_dependent_launch(wte.device)
         _embed_tokens[grid](state.token, state.used, slots, wte, wpe, out, *numbers)
     return out
 
@@ -399,7 +392,7 @@ def choose_tokens(
     with torch.accelerator.device_index(logits.device.index):
         texts = state.token, state.used, state.limit, state.active.view(torch.int8), *(draws or (None, None))
         scratch = report, peaks, places, counters(logits.device, max(COUNTERS, power_of_2(b)))
-        early = starts_early(logits.device)
+        early = devices.has_dependent_launch(logits.device)
         numbers = vocab, logits.stride(0), eod, NONE, BAD, parts, block, early
         _choose_tokens[b, cdiv(vocab, block)](logits, slots, *texts, *scratch, *numbers, **LAUNCH[early])
     return report
@@ -416,12 +409,10 @@ def linear_of_row(
     with torch.accelerator.device_index(x.device.index):
         norm_weight, norm_bias, eps, plus, centers = layer.norm or (None, None, 0.0, 0.0, False)
         tensors = x, layer.weight, layer.bias, norm_weight, norm_bias, residual, out
-        early = starts_early(x.device)
+        early = devices.has_dependent_launch(x.device)
         constants = GATES.get(layer.kind, layer.kind), gated, tile.columns, max(16, power_of_2(k)), centers, early
         numbers = n, k, eps, plus
-        _decode_linear[(cdiv(n, tile.columns),)](
-            *tensors, *numbers, *constants, num_warps=tile.warps, **LAUNCH[early]
-        )
+        _decode_linear[(cdiv(n, tile.columns),)](*tensors, *numbers, *constants, num_warps=tile.warps, **LAUNCH[early])
     return out
 
 
@@ -445,7 +436,7 @@ def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Te
         tensors = *texts[:4], cos, sin, out, partials, counters(qkv.device, COUNTERS)
         numbers = dim**-0.5, texts.keys.shape[1], chunk
         half = 0 if rotation is None else cos.shape[-1]
-        early = starts_early(qkv.device)
+        early = devices.has_dependent_launch(qkv.device)
         constants = groups, per_group, dim, half, heads, width, tile.places, parts, tile.stages, early
         _attend[b, groups, parts](qkv, *tensors, *numbers, *constants, num_warps=tile.warps, **LAUNCH[early])
     return out
@@ -460,12 +451,6 @@ def attend_tile(longest: int, units: int, heads: int, width: int, processors: in
     chunk = cdiv(cdiv(longest, parts), places) * places
     tile = AttendTile(places, max(4, places * width // 2048), 1 if is_wide else 2)
     return tile, cdiv(longest, chunk), chunk
-
-
-@cache
-def starts_early(device: torch.device) -> bool:
-    """Return whether kernels start before the ones before them have ended."""
-    return devices.has_dependent_launch(device) and hasattr(tl.extra.cuda, "gdc_wait")
 
 
 @lru_cache

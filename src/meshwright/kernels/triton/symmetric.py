@@ -7,7 +7,7 @@ Inputs     a, b [n, m, k] in float16 or bfloat16, both row by row or both column
            c [n, m, m] or none
 Output     scale a b^T + keep c + diagonal I, [n, m, m], rounded once from float32
 Work       m^2 k multiply-adds of a matrix for a full product; here T (T + 1) / 2 of its T^2 tiles,
-           T = m / 128: 56 % at m = 1024, 53 % at 2048
+           T = m / 128, or a few more where tiles are wide: 62 % at m = 1024, 56 % at 2048
 Bytes      2 m k for each of a and b (once, if the tiles of a matrix meet in the L2 cache),
            m^2 for the half of c, 2 m^2 written
 
@@ -32,14 +32,13 @@ from meshwright.kernels.grid import cdiv
 class SymmetricTiles(NamedTuple):
     """Sizes of the kernel's tiles, and how one is computed.
 
-    Of 128 x 128 by 4 warps in 3 stages, two fit a multiprocessor of an H100 or H200 (96 KiB of
-    shared memory each), so that one multiplies while the other stores.
+    Of ten that were timed on an H100, 128 x 256 by 8 warps was the fastest (benchmarks/gpu_muon.py).
     """
 
     rows: int = 128
-    columns: int = 128  # a multiple of the rows
+    columns: int = 256  # a multiple of the rows
     depth: int = 64
-    warps: int = 4
+    warps: int = 8
     stages: int = 3
     registers: int | None = None  # of a thread, where the compiler should use fewer
     descriptors: bool = True  # the copy engine loads operands, not the threads
