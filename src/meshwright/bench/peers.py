@@ -66,7 +66,7 @@ def run_peer(name: str, row: BenchRow, plan: BenchPlan) -> dict[str, Any]:
 
 
 def read_result(name: str, results: Path, console: Path, seconds: float) -> dict[str, Any]:
-    """Return the last figures; those of the fastest trial if time or memory ended before the others."""
+    """Return the last figures, or the fastest trial's if time or memory ended before them."""
     entries: list[dict[str, Any]] = []
     with contextlib.suppress(OSError, ValueError):
         for line in results.read_text().splitlines():

@@ -87,7 +87,7 @@ def _reduce_columns(
 ):
     """Write or add the column sums of partials [k, n, C] (float32) to k <= 3 vectors [C].
 
-    A program reads all rows of its few columns at once: steps one after the other would take longer.
+    A program reads all rows of its few columns at once, which takes less time than step by step.
     Bytes moved: 4 k n C, from the L2 cache if they were just written, and 4 or 8 C for each vector.
     """
     which = tl.program_id(1)

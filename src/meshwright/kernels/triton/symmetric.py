@@ -32,7 +32,7 @@ from meshwright.kernels.grid import cdiv
 class SymmetricTiles(NamedTuple):
     """Sizes of the kernel's tiles, and how one is computed.
 
-    Of ten that were timed on an H100, 128 x 256 by 8 warps was the fastest (benchmarks/gpu_muon.py).
+    The fastest of ten that benchmarks/gpu_muon.py timed on an H100.
     """
 
     rows: int = 128
