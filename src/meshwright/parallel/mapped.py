@@ -8,8 +8,8 @@ one part of a bucket:
     barrier: all buckets are full | fetch the others' values of my part, and add them |
     barrier: all parts are added  | fetch the others' parts
 
-A barrier is one small kernel. All of this is submitted to a stream of its own; only the addition,
-which touches 3 / r of the bucket's bytes, needs multiprocessors. A rank has fetched all it needs
+A barrier takes no multiprocessor (barrier.py). All of this is submitted to a stream of its own; only
+the addition, which touches 3 / r of the bucket's bytes, needs some. A rank has fetched all it needs
 before it joins the norm's all-reduce, so buffers may be overwritten after that.
 
 Hand-written because torch has no sum of its symmetric memory by copy engines: its own operations
@@ -18,7 +18,6 @@ on it (torch.ops.symm_mem) are kernels, which take multiprocessors as NCCL's do.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.parallel.agree import map_memory_of, to_map_memory
+from meshwright.parallel.barrier import make_barrier
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -114,6 +114,7 @@ class BufferMapper:
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.symmetric, self.group, self.stream = map_memory_of(group), group, devices.new_stream(device)
+        self.barrier = make_barrier(self.symmetric, group, device)
 
     def zeros(self, size: int, dtype: torch.dtype) -> MappedBuffer:
         own: Tensor = self.symmetric.empty(size, dtype=dtype, device=self.stream.device).zero_()
@@ -121,9 +122,8 @@ class BufferMapper:
         handle: Any = self.symmetric.rendezvous(own, self.group.group_name)
         rank, ranks = dist.get_rank(self.group), range(dist.get_world_size(self.group))
         buffers = [own if r == rank else handle.get_buffer(r, (size,), dtype) for r in ranks]
-        barrier = functools.partial(handle.barrier, channel=0)
-        barrier()  # no rank may read what another has yet to clear
-        return MappedBuffer(buffers, rank, barrier, self.stream)
+        handle.barrier(channel=0)  # no rank may read what another has yet to clear
+        return MappedBuffer(buffers, rank, self.barrier, self.stream)
 
 
 def choose_mapper(wanted: str, group: ProcessGroup | None, device: torch.device) -> tuple[BufferMapper | None, str]:

@@ -1,0 +1,93 @@
+"""Barrier of ranks that map each other's memory, which takes no multiprocessor while it waits.
+
+    phase 0: write 1 into each other rank's memory | wait for theirs in mine | write 0 over them
+    phase 1: the same with other words, so that no rank comes to the next barrier's phase 0 before
+             all have reset this one's
+
+Hand-written because torch's barrier of symmetric memory is a kernel that waits on a multiprocessor.
+A matrix product that fills the GPU then has to wait for its last blocks: on two H100 GPUs, products
+of 1.3B parameters took 11.9 % longer while the other rank was late. Here the stream itself writes
+and waits, by CUDA's stream memory operations, which CUDA graphs record too. torch can submit the
+writes, but not the waits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright import device as devices
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+WAIT, WRITE, IS_EQUAL = 1, 2, 1  # CU_STREAM_MEM_OP_WAIT_VALUE_32, ..._WRITE_VALUE_32, CU_STREAM_WAIT_VALUE_EQ
+
+
+class Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams of cuda.h, for both kinds of operation."""
+
+    _fields_ = (
+        ("kind", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("unused", ctypes.c_uint64 * 2),
+    )
+
+
+def operations(words: list[int], rank: int) -> list[tuple[int, int, int]]:
+    """Return a barrier's operations as (kind, address, value).
+
+    `words` has the address of each rank's memory, of 2 x ranks words of 4 bytes, which begin as 0.
+    """
+    ranks, out = len(words), []
+    others = [(rank + k) % ranks for k in range(1, ranks)]
+    for phase in (0, 1):
+        out += [(WRITE, words[r] + 4 * (phase * ranks + rank), 1) for r in others]
+        for r in others:
+            own = words[rank] + 4 * (phase * ranks + r)
+            out += [(WAIT, own, 1), (WRITE, own, 0)]
+    return out
+
+
+class StreamBarrier:
+    """Let the current stream wait until those of all ranks have come here.
+
+    All barriers of one object must be submitted to one stream, or in an order that streams keep.
+    """
+
+    def __init__(self, words: list[int], rank: int, device: torch.device) -> None:
+        listed = [Operation(kind, at, value, IS_EQUAL * (kind == WAIT)) for kind, at, value in operations(words, rank)]
+        self.count, self.device = len(listed), device
+        self.list = (Operation * self.count)(*listed)
+        self.submit = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
+        self.submit.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
+
+    def __call__(self) -> None:
+        if not self.count:
+            return
+        stream = devices.current_stream(self.device).cuda_stream
+        if error := self.submit(stream, self.count, self.list, 0):
+            raise RuntimeError(f"cuStreamBatchMemOp failed with error {error}")
+
+
+def make_barrier(symmetric: Any, group: ProcessGroup, device: torch.device) -> Callable[[], None]:
+    """Return a barrier for one stream of each of the group's ranks, all of which must call this."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    own = symmetric.empty(max(2 * ranks, 64), dtype=torch.int32, device=device).zero_()
+    handle = symmetric.rendezvous(own, group.group_name)
+    by_kernels = functools.partial(handle.barrier, channel=0)
+    by_kernels()  # no rank may write what another has yet to clear
+    if device.type != devices.NVIDIA or os.environ.get("MESHWRIGHT_BARRIER") == "kernel":
+        return by_kernels
+    buffers = [own if r == rank else handle.get_buffer(r, (own.numel(),), own.dtype) for r in range(ranks)]
+    barrier = StreamBarrier([x.data_ptr() for x in buffers], rank, device)
+    barrier.kept = own, handle, buffers  # type: ignore[attr-defined]
+    return barrier
