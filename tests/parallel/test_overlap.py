@@ -1,10 +1,12 @@
 """Products overlapped with copies of rows compute what they do with collectives around them.
 
-torch's pipelines copy between GPUs; stand-ins here send the same rows through gloo, and leave
-everything else as they do: memory that nobody wrote holds NaN.
+Copy engines copy between GPUs; here ranks copy in files that all of them map, and do so at once.
 """
 
 import contextlib
+import itertools
+import os
+import tempfile
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 from layouts import FLAGS, rows_of, trained
+from meshwright import device as devices
 from meshwright.errors import UserError
 from meshwright.parallel import agree, comm, overlap
 from meshwright.parallel.layout import connect
@@ -25,49 +28,64 @@ CPU = torch.device("cpu")
 SIZE = 2 * overlap.WORTHWHILE_BYTES
 
 
-class Pipelines:
-    """Stand-ins for torch's pipelines over gloo, which count their calls."""
+class Stream:
+    """The part of a stream that is used: on a CPU, all work is done when it is submitted."""
+
+    device = CPU
+
+    def wait_stream(self, other):
+        pass
+
+    def wait_event(self, event):
+        pass
+
+    def record_event(self):
+        pass
+
+
+class Memory:
+    """Stand-in for torch's symmetric memory, in files; it counts what the products do with it."""
 
     def __init__(self):
-        self.gathers = self.scatters = self.reserved = 0
+        names = [tempfile.mkdtemp(dir="/dev/shm") if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(names)
+        self.folder, self.numbers = names[0], itertools.count()
+        self.others_come = True
+        self.calls = dict.fromkeys(("gather_multiply", "scatter", "start_gather"), 0)
 
-    def workspace(self, name, min_size):
-        self.reserved = max(self.reserved, min_size)
+    def empty(self, size, dtype, device):
+        self.newest = next(self.numbers)
+        return self.file(dist.get_rank(), size, dtype)
 
-    def gather(self, shard, consume, rows, name, keeps_rows=True):
-        self.gathers += 1
-        assert shard.is_contiguous() and shard.numel() * shard.element_size() <= self.reserved
-        rank, world = dist.get_rank(), dist.get_world_size()
-        parts, found = rows.fill_(torch.nan).chunk(world), [torch.empty_like(shard) for _ in range(world)]
-        dist.all_gather(found, shard)
-        consume(shard, rank)
-        for step in range(1, world):
-            other = (rank + step) % world
-            parts[other].copy_(found[other])
-            consume(parts[other], other)
-        if keeps_rows:
-            parts[rank].copy_(shard)
+    def file(self, rank, size, dtype):
+        return torch.from_file(os.path.join(self.folder, f"{self.newest}-{rank}"), True, size, dtype=dtype)
 
-    def scatter(self, produce, out, name):
-        self.scatters += 1
-        rank, parts = dist.get_rank(), out.fill_(torch.nan).chunk(dist.get_world_size())
-        assert 2 * parts[0].numel() * out.element_size() <= self.reserved
-        for to in range(len(parts)):
-            buffer = torch.full_like(parts[to], torch.nan)
-            produce(to, buffer)
-            found = [torch.empty_like(buffer) for _ in parts] if to == rank else None
-            dist.gather(buffer, found, dst=to)
-            for part, x in zip(parts, found or (), strict=False):
-                part.copy_(x)
+    def rendezvous(self, own, name):
+        return SimpleNamespace(
+            get_buffer=lambda rank, shape, dtype: self.file(rank, *shape, dtype),
+            barrier=lambda channel: self.others_come and dist.barrier(),
+        )
+
+    def counted(self, name):
+        plain = getattr(overlap.OverlappedProducts, name)
+
+        def call(*args, **kwargs):
+            self.calls[name] += 1
+            return plain(*args, **kwargs)
+
+        return mock.patch.object(overlap.OverlappedProducts, name, call)
 
     @contextlib.contextmanager
     def installed(self):
-        with (
-            mock.patch.object(symmetric, "get_symm_mem_workspace", self.workspace),
-            mock.patch.object(symmetric, "_pipelined_all_gather_and_consume", self.gather),
-            mock.patch.object(symmetric, "_pipelined_produce_and_all2all", self.scatter),
-            mock.patch.object(agree, "devices", SimpleNamespace(NVIDIA="cpu")),
-        ):
+        with contextlib.ExitStack() as stack:
+            for name in ("empty", "rendezvous"):
+                stack.enter_context(mock.patch.object(symmetric, name, getattr(self, name)))
+            for name in self.calls:
+                stack.enter_context(self.counted(name))
+            stack.enter_context(mock.patch.object(agree, "devices", SimpleNamespace(NVIDIA="cpu")))
+            for name in ("new_stream", "current_stream"):
+                stack.enter_context(mock.patch.object(devices, name, lambda device: Stream()))
+            stack.enter_context(mock.patch.object(devices, "use_stream", lambda stream: contextlib.nullcontext()))
             yield
 
 
@@ -77,30 +95,42 @@ def products():
     x, weight, bias, wide = (
         torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((6, 5), (7, 5), (7,), (6 * world, 7))
     )
-    pipelines = Pipelines()
-    with pipelines.installed():
-        by = overlap.OverlappedProducts(group, 6 * 7 * 8 * 2)
+    dist.broadcast(bias, 0)
+    memory, size = Memory(), 6 * 7 * 8 * 2
+    with memory.installed():
+        by = overlap.OverlappedProducts(group, size, CPU)
         plain = overlap.PlainProducts(group)
-        for b in (bias, None):
-            y, rows = by.gather_multiply(x, weight, b, keeps_rows=True)
-            want, want_rows = plain.gather_multiply(x, weight, b)
-            torch.testing.assert_close(y, want)
-            assert torch.equal(rows, want_rows)
-        torch.testing.assert_close(by.back_gather_multiply(x, weight.t()), plain.back_gather_multiply(x, weight.t()))
-        for name, matrix in (("multiply_scatter", weight.t()), ("back_multiply_scatter", weight)):
-            got, want = (comm.wait_for(getattr(each, name)(wide, matrix)) for each in (by, plain))
+        for _ in range(2):  # in memory that has been used before
+            for b in (bias, None):
+                y, rows = by.gather_multiply(x, weight, b, keeps_rows=True)
+                want, want_rows = plain.gather_multiply(x, weight, b)
+                torch.testing.assert_close(y, want)
+                assert torch.equal(rows, want_rows)
+                got, want = (
+                    comm.wait_for(each.multiply_scatter(wide, weight.t(), None if b is None else b[:5]))
+                    for each in (by, plain)
+                )
+                torch.testing.assert_close(got, want)
+            torch.testing.assert_close(by.gather_multiply(x, weight)[0], plain.gather_multiply(x, weight)[0])
+            back = by.back_gather_multiply(x, weight.t())
+            torch.testing.assert_close(back, plain.back_gather_multiply(x, weight.t()))
+            started = by.start_gather(x)
+            got, want = (comm.wait_for(each.back_multiply_scatter(wide, weight)) for each in (by, plain))
             torch.testing.assert_close(got, want)
-        assert (pipelines.gathers, pipelines.scatters) == (3, 2)
+            assert torch.equal(comm.wait_for(started), want_rows)
+        calls = {"gather_multiply": 8, "scatter": 6, "start_gather": 2}
+        assert memory.calls == calls
         # What is too large for the memory that is mapped takes the collectives.
         more = torch.randn(18, 5, generator=draw, dtype=torch.float64)
         torch.testing.assert_close(by.gather_multiply(more, weight, None), plain.gather_multiply(more, weight, None))
+        assert torch.equal(comm.wait_for(by.start_gather(more)), comm.all_gather(more, group))
         large = torch.randn(18 * world, 7, generator=draw, dtype=torch.float64)
         got, want = (comm.wait_for(each.back_multiply_scatter(large, weight)) for each in (by, plain))
         torch.testing.assert_close(got, want)
-        assert (pipelines.gathers, pipelines.scatters) == (3, 2)
+        assert memory.calls["scatter"] == calls["scatter"]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_products(world):
     run_ranks(products, world)
 
@@ -112,7 +142,8 @@ def choice():
         assert (type(by), why) == (overlap.PlainProducts, reason)
     with pytest.raises(UserError, match="--tp-overlap on: the device is not an NVIDIA GPU; give --tp-overlap auto"):
         overlap.choose_products("on", group, CPU, SIZE)
-    with Pipelines().installed():
+    memory = Memory()
+    with memory.installed():
         by, why = overlap.choose_products("on", group, CPU, SIZE)
         assert (type(by), why) == (overlap.OverlappedProducts, "")
         few = "the rows of a micro-batch are few: 15 MiB on a rank, of 16"
@@ -121,13 +152,14 @@ def choice():
         # A rank that cannot map memory, or computes something else, takes the others with it.
         compare, refused = overlap.largest_difference, mock.Mock(side_effect=RuntimeError("no rights\nto map"))
         for own_reason, owner, name, broken in (
-            ("it failed: RuntimeError: no rights", symmetric, "get_symm_mem_workspace", refused),
-            ("its result is 50.0% from", overlap, "largest_difference", lambda *given: compare(*given) + 0.5),
+            ("it failed: RuntimeError: no rights", symmetric, "empty", refused),
+            ("its result is 50.", overlap, "largest_difference", lambda *given: compare(*given) + 0.5),
         ):
+            memory.others_come, memory.numbers = owner is overlap, itertools.count(100)
             with mock.patch.object(owner, name, broken) if dist.get_rank() == 1 else contextlib.nullcontext():
                 by, why = overlap.choose_products("auto", group, CPU, SIZE)
             assert type(by) is overlap.PlainProducts
-            assert why.startswith(own_reason if dist.get_rank() == 1 else "it failed on another rank")
+            assert why.startswith(own_reason if dist.get_rank() == 1 else "it failed on another rank"), why
         with mock.patch.object(agree.socket, "gethostname", lambda: f"host-{dist.get_rank()}"):
             assert overlap.choose_products("auto", group, CPU, SIZE)[1] == "tensor ranks are on several machines"
 
@@ -147,8 +179,8 @@ def training(line):
     config, overlapped = (
         flags.parse_settings(TrainConfig, [*words, f"--tp-overlap={how}"], "test").config for how in ("auto", "on")
     )
-    want, pipelines = rows_of(trained(config, 2, connect=connect)), Pipelines()
-    with pipelines.installed():
+    want, memory = rows_of(trained(config, 2, connect=connect)), Memory()
+    with memory.installed():
         got = rows_of(trained(overlapped, 2, connect=connect))
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-9, atol=0)
     # A layer gathers for qkv and fc, and in backward for both proj; it scatters as often.
@@ -157,8 +189,9 @@ def training(line):
     in_layers = in_training * layers * (6 if again else 4) + in_validation * layers * 2
     probes, of_head = 2, in_training
     wanted = in_layers + of_head + probes
-    counted = pipelines.scatters, pipelines.gathers
-    assert counted == (wanted, wanted + in_validation), (counted, wanted, in_validation)
+    again = in_training * (2 * layers + 1)  # rows for the gradients of qkv, fc and the head
+    counts = {"gather_multiply": wanted + in_validation, "scatter": wanted, "start_gather": again}
+    assert memory.calls == counts
 
 
 @pytest.mark.parametrize("line", LINES, ids=["plain", "recomputed"])

@@ -8,9 +8,9 @@ one part of a bucket:
     barrier: all buckets are full | fetch the others' values of my part, and add them |
     barrier: all parts are added  | fetch the others' parts
 
-A barrier takes no multiprocessor (barrier.py). All of this is submitted to a stream of its own; only
-the addition, which touches 3 / r of the bucket's bytes, needs some. A rank has fetched all it needs
-before it joins the norm's all-reduce, so buffers may be overwritten after that.
+A barrier takes no multiprocessor (barrier.py). All of this is submitted to a stream of its own; of
+it, only the addition, which touches 3 / r of the bucket's bytes, needs multiprocessors. A rank has
+fetched all it needs before it joins the norm's all-reduce, so buffers may be overwritten after that.
 
 Hand-written because torch has no sum of its symmetric memory by copy engines: its own operations
 on it (torch.ops.symm_mem) are kernels, which take multiprocessors as NCCL's do.

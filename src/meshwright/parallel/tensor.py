@@ -85,7 +85,7 @@ class _GatheredColumnParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
-        rows = comm.start_all_gather(x, ctx.by.group)
+        rows = ctx.by.start_gather(x)
         back = ctx.by.back_multiply_scatter(grad, parameter.flatten(0, -2))
         of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
         of_weight = gradients.from_product(ctx.parameter, grad, comm.wait_for(rows))
@@ -93,19 +93,20 @@ class _GatheredColumnParallel(torch.autograd.Function):
 
 
 class _RowParallel(torch.autograd.Function):
-    """x @ W with this rank's rows of W: the sum over the ranks, cut into rows."""
+    """x @ W + b with this rank's rows of W: the sum over the ranks, cut into rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor, by: PlainProducts) -> Tensor:
+    def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainProducts) -> Tensor:
         ctx.save_for_backward(x, parameter)
-        ctx.by, ctx.parameter = by, parameter
-        return comm.wait_for(by.multiply_scatter(x, parameter))
+        ctx.by, ctx.parameter, ctx.bias = by, parameter, bias
+        return comm.wait_for(by.multiply_scatter(x, parameter, bias))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
+        of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
         back, rows = ctx.by.back_gather_multiply(grad, parameter)
-        return back, gradients.from_product(ctx.parameter, rows, x), None
+        return back, gradients.from_product(ctx.parameter, rows, x), of_bias, None
 
 
 class VocabularyRows(nn.Module):
@@ -181,8 +182,8 @@ def cut_layers(model: GPT, layout: Layout, by_rows: PlainProducts | None, column
         """Multiply as a layer's second products do: partial sums, added up before the bias."""
         if not sequence or is_deferred() or by is not linear:
             return add_bias(add_up(by(x, parameter)), bias)
-        y: Tensor = _RowParallel.apply(x.flatten(0, 1), parameter, by_rows)  # type: ignore[no-untyped-call]
-        return add_bias(y.unsqueeze(0), bias)
+        y: Tensor = _RowParallel.apply(x.flatten(0, 1), parameter, bias, by_rows)  # type: ignore[no-untyped-call]
+        return y.unsqueeze(0)
 
     for name, p in list(model.named_parameters()):
         rule = shard.rule(name)
