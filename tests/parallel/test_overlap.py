@@ -5,9 +5,6 @@ Copy engines copy between GPUs; here ranks copy in files that all of them map, a
 
 import contextlib
 import itertools
-import os
-import tempfile
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 from layouts import FLAGS, rows_of, trained
-from meshwright import device as devices
+from mapped_files import CPU, Memory
 from meshwright.errors import UserError
 from meshwright.parallel import agree, comm, overlap
 from meshwright.parallel.layout import connect
@@ -24,69 +21,8 @@ from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from on_ranks import run_ranks
 
-CPU = torch.device("cpu")
 SIZE = 2 * overlap.WORTHWHILE_BYTES
-
-
-class Stream:
-    """The part of a stream that is used: on a CPU, all work is done when it is submitted."""
-
-    device = CPU
-
-    def wait_stream(self, other):
-        pass
-
-    def wait_event(self, event):
-        pass
-
-    def record_event(self):
-        pass
-
-
-class Memory:
-    """Stand-in for torch's symmetric memory, in files; it counts what the products do with it."""
-
-    def __init__(self):
-        names = [tempfile.mkdtemp(dir="/dev/shm") if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(names)
-        self.folder, self.numbers = names[0], itertools.count()
-        self.others_come = True
-        self.calls = dict.fromkeys(("gather_multiply", "scatter", "start_gather"), 0)
-
-    def empty(self, size, dtype, device):
-        self.newest = next(self.numbers)
-        return self.file(dist.get_rank(), size, dtype)
-
-    def file(self, rank, size, dtype):
-        return torch.from_file(os.path.join(self.folder, f"{self.newest}-{rank}"), True, size, dtype=dtype)
-
-    def rendezvous(self, own, name):
-        return SimpleNamespace(
-            get_buffer=lambda rank, shape, dtype: self.file(rank, *shape, dtype),
-            barrier=lambda channel: self.others_come and dist.barrier(),
-        )
-
-    def counted(self, name):
-        plain = getattr(overlap.OverlappedProducts, name)
-
-        def call(*args, **kwargs):
-            self.calls[name] += 1
-            return plain(*args, **kwargs)
-
-        return mock.patch.object(overlap.OverlappedProducts, name, call)
-
-    @contextlib.contextmanager
-    def installed(self):
-        with contextlib.ExitStack() as stack:
-            for name in ("empty", "rendezvous"):
-                stack.enter_context(mock.patch.object(symmetric, name, getattr(self, name)))
-            for name in self.calls:
-                stack.enter_context(self.counted(name))
-            stack.enter_context(mock.patch.object(agree, "devices", SimpleNamespace(NVIDIA="cpu")))
-            for name in ("new_stream", "current_stream"):
-                stack.enter_context(mock.patch.object(devices, name, lambda device: Stream()))
-            stack.enter_context(mock.patch.object(devices, "use_stream", lambda stream: contextlib.nullcontext()))
-            yield
+COUNTED = [(overlap.OverlappedProducts, name) for name in ("gather_multiply", "scatter", "start_gather")]
 
 
 def products():
@@ -97,7 +33,7 @@ def products():
     )
     dist.broadcast(bias, 0)
     memory, size = Memory(), 6 * 7 * 8 * 2
-    with memory.installed():
+    with memory.installed(*COUNTED):
         by = overlap.OverlappedProducts(group, size, CPU)
         plain = overlap.PlainProducts(group)
         for _ in range(2):  # in memory that has been used before
@@ -143,7 +79,7 @@ def choice():
     with pytest.raises(UserError, match="--tp-overlap on: the device is not an NVIDIA GPU; give --tp-overlap auto"):
         overlap.choose_products("on", group, CPU, SIZE)
     memory = Memory()
-    with memory.installed():
+    with memory.installed(*COUNTED):
         by, why = overlap.choose_products("on", group, CPU, SIZE)
         assert (type(by), why) == (overlap.OverlappedProducts, "")
         few = "the rows of a micro-batch are few: 15 MiB on a rank, of 16"
@@ -180,7 +116,7 @@ def training(line):
         flags.parse_settings(TrainConfig, [*words, f"--tp-overlap={how}"], "test").config for how in ("auto", "on")
     )
     want, memory = rows_of(trained(config, 2, connect=connect)), Memory()
-    with memory.installed():
+    with memory.installed(*COUNTED):
         got = rows_of(trained(overlapped, 2, connect=connect))
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-9, atol=0)
     # A layer gathers for qkv and fc, and in backward for both proj; it scatters as often.

@@ -9,8 +9,8 @@ one part of a bucket:
     barrier: all parts are added  | fetch the others' parts
 
 A barrier takes no multiprocessor (barrier.py). All of this is submitted to a stream of its own; of
-it, only the addition, which touches 3 / r of the bucket's bytes, needs multiprocessors. A rank has
-fetched all it needs before it joins the norm's all-reduce, so buffers may be overwritten after that.
+it, only the addition, which touches 3 / r of the bucket's bytes, needs some. A rank has fetched all
+it needs before it joins the norm's all-reduce, so buffers may be overwritten after that.
 
 Hand-written because torch has no sum of its symmetric memory by copy engines: its own operations
 on it (torch.ops.symm_mem) are kernels, which take multiprocessors as NCCL's do.
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright import device as devices
+from meshwright.kernels.addition import add_into
 from meshwright.parallel.agree import map_memory_of, to_map_memory
 from meshwright.parallel.barrier import make_barrier
 
@@ -72,7 +73,7 @@ class MappedBuffer:
         return self.arrival()
 
     def scatter(self, begin: int, size: int, out: Tensor) -> Arrival:
-        """Start to sum this rank's part of a range into `out`."""
+        """Start to sum this rank's part of a range into `out`, in the precision of that."""
         with self.submitting():
             self.add(self.part(begin, size, self.rank), out)
         return self.arrival()
@@ -89,7 +90,11 @@ class MappedBuffer:
         fetched = self.fetched[: len(total)]
         for k in range(1, len(self.all)):  # another rank first, so that no rank is asked by all at once
             fetched.copy_(self.all[(self.rank + k) % len(self.all)][part], non_blocking=True)
-            total = torch.add(total, fetched, out=out)
+            if fetched.dtype is out.dtype:
+                torch.add(total, fetched, out=out)
+            else:
+                add_into(out, total, fetched)
+            total = out
         if len(self.all) == 1:
             out.copy_(total)
 
