@@ -4,8 +4,8 @@
 set -u
 given=${PYTHONPATH:-}
 export PYTHONPATH=$PWD/src:$given PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE=0 CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0,1}
-LIMIT=${LIMIT:-560} began=$SECONDS back=$OUT OUT=/tmp/out-layouts
-rm -rf $OUT; mkdir -p $OUT $back
+LIMIT=${LIMIT:-560} began=$SECONDS back=$OUT OUT=$(mktemp -d)
+mkdir -p $back
 TP="^2.7B TP2 SP$ --micro-batch-size 4 --global-batch-size 4"
 ZERO="^2.7B DP2 ZeRO-3$ --micro-batch-size 4 --global-batch-size 8"
 DP="^1.3B DP2$"
