@@ -68,13 +68,13 @@ def _decode_linear(
     residual,
     out,
     columns,
-    inner,
     eps,
     plus,
+    WIDTH: tl.constexpr,
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     COLUMNS: tl.constexpr,
-    INNER: tl.constexpr,
+    BLOCK: tl.constexpr,
     CENTERS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -85,12 +85,12 @@ def _decode_linear(
     """
     _start_next(EARLY)
     n = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    k = tl.arange(0, INNER)[None, :]
-    is_column, known = n < columns, k < inner
-    at = weight + n[:, None] * inner + k
+    k = tl.arange(0, BLOCK)[None, :]
+    is_column, known = n < columns, k < WIDTH
+    at = weight + n[:, None] * WIDTH + k
     w = tl.load(at, mask=is_column[:, None] & known, other=0.0)
     if GATED:
-        up = tl.load(at + tl.cast(columns, tl.int64) * inner, mask=is_column[:, None] & known, other=0.0)
+        up = tl.load(at + tl.cast(columns, tl.int64) * WIDTH, mask=is_column[:, None] & known, other=0.0)
     if norm_weight is not None:
         scale = tl.load(norm_weight + k, mask=known, other=0.0).to(tl.float32) + plus
         if norm_bias is not None:
@@ -106,8 +106,8 @@ def _decode_linear(
     if norm_weight is not None:
         f = y.to(tl.float32)
         if CENTERS:
-            f = tl.where(known, f - tl.sum(f, 1)[:, None] / inner, 0.0)
-        f = f / tl.sqrt(tl.sum(f * f, 1)[:, None] / inner + eps) * scale
+            f = tl.where(known, f - tl.sum(f, 1)[:, None] / WIDTH, 0.0)
+        f = f / tl.sqrt(tl.sum(f * f, 1)[:, None] / WIDTH + eps) * scale
         if norm_bias is not None:
             f += shift
         y = f.to(w.dtype)
@@ -404,24 +404,27 @@ def linear_of_row(
     """Return f(norm(x) W^T + bias) + residual of one row."""
     (_, k), gated = x.shape, layer.kind in GATES
     n = layer.weight.shape[0] // (1 + gated)
-    tile = tile or tile_of(n, k, devices.processors(x.device))
+    tile = tile or tile_of(n, k, devices.processors(x.device), gated)
     out = x.new_empty(1, n) if residual is None else torch.empty_like(residual)
     with torch.accelerator.device_index(x.device.index):
         norm_weight, norm_bias, eps, plus, centers = layer.norm or (None, None, 0.0, 0.0, False)
         tensors = x, layer.weight, layer.bias, norm_weight, norm_bias, residual, out
         early = devices.has_dependent_launch(x.device)
         constants = GATES.get(layer.kind, layer.kind), gated, tile.columns, max(16, power_of_2(k)), centers, early
-        numbers = n, k, eps, plus
+        numbers = n, eps, plus, k
         _decode_linear[(cdiv(n, tile.columns),)](*tensors, *numbers, *constants, num_warps=tile.warps, **LAUNCH[early])
     return out
 
 
 @lru_cache
-def tile_of(columns: int, inner: int, processors: int) -> LinearTile:
-    """Return a tile that leaves two programs or more for each multiprocessor, if it can be."""
+def tile_of(columns: int, inner: int, processors: int, gated: bool = False) -> LinearTile:
+    """Return a tile that leaves two programs or more for each multiprocessor, if it can be.
+
+    A thread holds 128 weights or fewer.
+    """
     inner = max(16, power_of_2(inner))
     width = next((w for w in (16, 8, 4, 2) if w * inner <= 16384 and columns // w >= 2 * processors), 1)
-    return LinearTile(width, min(16, max(4, width * inner // 2048)))
+    return LinearTile(width, min(16, max(4, width * inner * (1 + gated) // 4096)))
 
 
 def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
