@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from meshwright import device as devices
 from meshwright.parallel import agree
@@ -53,9 +54,10 @@ class Memory:
         return torch.from_file(os.path.join(self.folder, f"{self.newest}-{rank}"), True, size, dtype=dtype)
 
     def rendezvous(self, own, name):
+        group = _resolve_process_group(name)
         return SimpleNamespace(
-            get_buffer=lambda rank, shape, dtype: self.file(rank, *shape, dtype),
-            barrier=lambda channel: self.others_come and dist.barrier(),
+            get_buffer=lambda rank, shape, dtype: self.file(dist.get_global_rank(group, rank), *shape, dtype),
+            barrier=lambda channel: self.others_come and dist.barrier(group),
         )
 
     def counted(self, owner, name):

@@ -36,7 +36,7 @@ READ = {
     "torch._utils": "checkpoint/foreign/pickle: how torch's pickles name a tensor",
     "torch._utils._rebuild_tensor_v2": "",
     "torch.distributed._functional_collectives": "parallel/comm: collectives that torch.compile can trace",
-    "torch.distributed._symmetric_memory": "parallel/overlap, mapped: memory that ranks map from each other",
+    "torch.distributed._symmetric_memory": "parallel/agree: memory that ranks map from each other",
     "torch.distributed.ProcessGroupGloo._Options": "ranks/gloo: the number of threads",
     "torch.distributed.distributed_c10d._get_default_store": "parallel/layout: a group that its own ranks alone make",
     "torch.distributed.distributed_c10d._get_default_timeout": "",
@@ -49,10 +49,7 @@ READ = {
 # Reached through objects, so that `used` cannot find them.
 REACHED = {
     "torch._disable_dynamo": "lazy_compiler: its attribute __dynamo_disable of a function",
-    "torch.distributed._symmetric_memory._pipelined_all_gather_and_consume": "parallel/overlap",
-    "torch.distributed._symmetric_memory._pipelined_produce_and_all2all": "parallel/overlap",
-    "torch.distributed._symmetric_memory.get_symm_mem_workspace": "parallel/overlap",
-    "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "parallel/overlap",
+    "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "parallel/agree",
     "torch.distributed._symmetric_memory.empty": "parallel/mapped",
     "torch.distributed._symmetric_memory.rendezvous": "parallel/mapped",
     "torch._C._distributed_c10d.Store.clone": "ranks/watchdog: since torch 2.8, but not in torch's type stubs",

@@ -1,10 +1,14 @@
-"""The barrier's operations, run in every order that streams allow."""
+"""The barrier's operations, run in every order that streams allow, and who does without them."""
 
 import ctypes
 import random
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+import torch
 
+from meshwright.parallel import barrier
 from meshwright.parallel.barrier import WAIT, Operation, operations
 
 
@@ -40,3 +44,32 @@ def test_operations_are_as_cuda_reads_them():
     """CUstreamBatchMemOpParams is a union of 48 bytes; its members begin as these two do."""
     assert ctypes.sizeof(Operation) == 48
     assert [getattr(Operation, name).offset for name in ("kind", "address", "value", "flags")] == [0, 8, 16, 24]
+
+
+def old_library(name):
+    return SimpleNamespace()  # has no cuStreamBatchMemOp_v2
+
+
+def no_library(name):
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+def library(name):
+    return SimpleNamespace(cuStreamBatchMemOp_v2=lambda *operations: 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "load", "has_operations"),
+    [("cuda", library, True), ("cuda", old_library, False), ("cuda", no_library, False), ("cpu", library, False)],
+)
+def test_what_cannot_wait_in_the_stream_takes_kernels(monkeypatch, kind, load, has_operations):
+    monkeypatch.setattr(barrier, "dist", SimpleNamespace(get_rank=lambda group: 0, get_world_size=lambda group: 2))
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    handle = mock.Mock(get_buffer=lambda rank, shape, dtype: torch.zeros(shape, dtype=dtype))
+    symmetric = mock.Mock(empty=lambda size, dtype, device: torch.ones(size, dtype=dtype), rendezvous=lambda *_: handle)
+    made = barrier.make_barrier(symmetric, SimpleNamespace(group_name="0"), torch.device(kind))
+    assert handle.barrier.call_count == 1  # after all have cleared their words
+    assert isinstance(made, barrier.StreamBarrier) == has_operations
+    if not has_operations:
+        made()
+        assert handle.barrier.mock_calls == [mock.call(channel=0)] * 2

@@ -172,6 +172,7 @@ def pretended_gpu() -> Iterator[None]:
             (comm, "scatter_into", done),
             *((dist, name, done) for name in ("all_reduce", "all_to_all_single", "send", "recv", "isend", "broadcast")),
             (dist, "get_world_size", lambda group=None: group.count),
+            (dist, "get_rank", lambda group=None: 0),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield

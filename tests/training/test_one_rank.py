@@ -36,7 +36,16 @@ def test_a_rank_of_4096(capsys: pytest.CaptureFixture[str]) -> None:
     assert not any("rank 5 of" in line for line in dry_run(capsys, *LAYOUT, "--world-size=4096"))
 
 
-@pytest.mark.parametrize("more", [["--zero-stage=3"], ["--cpu-optimizer", "--zero-stage=2"], ["--swiglu"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--zero-stage=3"],
+        ["--cpu-optimizer", "--zero-stage=2"],
+        ["--swiglu"],
+        ["--zero-stage=3", "--data-parallel-sums=copies"],
+        ["--tensor-model-parallel-size=2", "--sequence-parallel", "--tp-overlap=on"],
+    ],
+)
 def test_other_stores(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     lines = dry_run(capsys, *LAYOUT, "--rank=4095", "--world-size=4096", *more)
     assert "rank 4095 of 4096: pipeline 1 of 2, data 1023 of 1024, tensor 1 of 2" in lines

@@ -1,4 +1,4 @@
-# Variants of the kernels of generation, then layouts before and after: four GPUs, under five minutes.
+# Variants of the kernels of generation, then layouts: four GPUs, under five minutes.
 #     OUT=FOLDER bash fourth.sh, in the root of the project
 set -u
 given=${PYTHONPATH:-} here=$(dirname $0)
@@ -10,10 +10,10 @@ rm -rf $OUT; mkdir -p $OUT
 lab() { CUDA_VISIBLE_DEVICES=$1 PYTHONPATH=$PWD/src:$given timeout 90 taskset -c $((16 * $1))-$((16 * $1 + 15)) python3 .carry/decode_lab.py $2 > $OUT/lab-$2.txt 2>&1; }
 first() {
     if [ -e .carry/decode_lab.py ]; then lab 0 345M & lab 1 1.3B & wait; fi
-    CUDA_VISIBLE_DEVICES=0,1 LIMIT=$(left) OUT=$OUT/tp taskset -c 0-31 bash $here/layouts.sh tp-before tp-after tp-four-pieces tp-kernel-barrier > $OUT/tp.txt 2>&1
+    CUDA_VISIBLE_DEVICES=0,1 LIMIT=$(left) OUT=$OUT/tp taskset -c 0-31 bash $here/layouts.sh tp one-2.7B > $OUT/tp.txt 2>&1
 }
 second() {
-    CUDA_VISIBLE_DEVICES=2,3 LIMIT=$(left) OUT=$OUT/zero taskset -c 32-63 bash $here/layouts.sh zero-before zero-after dp-before dp-after zero-gathers zero-keep one-2.7B-8 > $OUT/zero.txt 2>&1
+    CUDA_VISIBLE_DEVICES=2,3 LIMIT=$(left) OUT=$OUT/zero taskset -c 32-63 bash $here/layouts.sh zero-before zero-after dp one-2.7B-8 > $OUT/zero.txt 2>&1
 }
 first & a=$!
 second & b=$!

@@ -1,6 +1,6 @@
-# Before and after of the layouts on two GPUs, a line each; under three minutes.
+# The layouts on two GPUs, ZeRO 3 with collectives (before) and copies (after), a line each.
 #     OUT=FOLDER bash layouts.sh [CASE ...], in the root of the project
-# Without cases: tp-before tp-after zero-before zero-after dp-before dp-after. The others answer why.
+# Without cases: tp zero-before zero-after dp.
 set -u
 given=${PYTHONPATH:-}
 export PYTHONPATH=$PWD/src:$given PYTHONUNBUFFERED=1 NCCL_NVLS_ENABLE=0 CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0,1}
@@ -10,23 +10,13 @@ TP="^2.7B TP2 SP$ --micro-batch-size 4 --global-batch-size 4"
 ZERO="^2.7B DP2 ZeRO-3$ --micro-batch-size 4 --global-batch-size 8"
 DP="^1.3B DP2$"
 declare -A cases=(
-    [one-2.7B]=";^2.7B$ --micro-batch-size 4 --global-batch-size 4"
-    [one-2.7B-8]=";^2.7B$ --micro-batch-size 4 --global-batch-size 8"
-    [one-1.3B]=";^1.3B$"
-    [tp-before]="MESHWRIGHT_TP_PIPELINES=torch;$TP"
-    [tp-after]=";$TP"
-    [zero-before]=";$ZERO"
-    [zero-after]="MESHWRIGHT_ZERO3=gathers,sums;$ZERO"
-    [dp-before]="MESHWRIGHT_BARRIER=kernel;$DP"
-    [dp-after]=";$DP"
-    [tp-one-piece]="MESHWRIGHT_TP_PIECES=1;$TP"
-    [tp-four-pieces]="MESHWRIGHT_TP_PIECES=4;$TP"
-    [tp-kernel-barrier]="MESHWRIGHT_BARRIER=kernel;$TP"
-    [zero-sums]="MESHWRIGHT_ZERO3=sums;$ZERO"
-    [zero-gathers]="MESHWRIGHT_ZERO3=gathers;$ZERO"
-    [zero-keep]="MESHWRIGHT_ZERO3=gathers,sums,keep=31;$ZERO"
-    [zero-pool]="MESHWRIGHT_ZERO3=pool;$ZERO"
-    [zero-nccl]="NCCL_CTA_POLICY=2 MESHWRIGHT_ZERO3=nccl;$ZERO"
+    [one-2.7B]="^2.7B$ --micro-batch-size 4 --global-batch-size 4"
+    [one-2.7B-8]="^2.7B$ --micro-batch-size 4 --global-batch-size 8"
+    [one-1.3B]="^1.3B$"
+    [tp]="$TP"
+    [zero-before]="$ZERO --data-parallel-sums collectives"
+    [zero-after]="$ZERO --data-parallel-sums copies"
+    [dp]="$DP"
 )
 # A row on several GPUs would bring the one of one GPU each time.
 bench='import dataclasses, runpy, sys
@@ -35,12 +25,12 @@ of_set = rows.rows_of
 rows.rows_of = lambda *set_of: [dataclasses.replace(row, beside="") for row in of_set(*set_of)]
 sys.argv[0] = "meshwright"
 runpy.run_module("meshwright", run_name="__main__")'
-[ $# = 0 ] && set -- tp-before tp-after zero-before zero-after dp-before dp-after
+[ $# = 0 ] && set -- tp zero-before zero-after dp
 for name in "$@"; do
     [ $((LIMIT - SECONDS + began)) -lt 15 ] && echo "$name: no time left" && continue
-    at=$SECONDS; IFS=';' read -r variables row <<< "${cases[$name]}"; pattern=${row%% --*} more=${row#"$pattern"}
+    at=$SECONDS row=${cases[$name]}; pattern=${row%% --*} more=${row#"$pattern"}
     # A barrier that is never left would otherwise take the time of all later cases.
-    env $variables timeout -k 5 ${EACH:-70} python3 -c "$bench" bench ${PROFILE---profile} layouts --gpus 2 --rows "$pattern" \
+    timeout -k 5 ${EACH:-70} python3 -c "$bench" bench ${PROFILE---profile} layouts --gpus 2 --rows "$pattern" \
         --out $OUT/$name -- $more > $OUT/$name.txt 2>&1 || echo "$name: status $?"
     tar czf $back/all.tar.gz -C $OUT .
     # The row, its kinds of time, and what the run said about its copies, graphs and memory.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -85,9 +84,12 @@ def make_barrier(symmetric: Any, group: ProcessGroup, device: torch.device) -> C
     handle = symmetric.rendezvous(own, group.group_name)
     by_kernels = functools.partial(handle.barrier, channel=0)
     by_kernels()  # no rank may write what another has yet to clear
-    if device.type != devices.NVIDIA or os.environ.get("MESHWRIGHT_BARRIER") == "kernel":
+    if device.type != devices.NVIDIA:
         return by_kernels
     buffers = [own if r == rank else handle.get_buffer(r, (own.numel(),), own.dtype) for r in range(ranks)]
-    barrier = StreamBarrier([x.data_ptr() for x in buffers], rank, device)
+    try:
+        barrier = StreamBarrier([x.data_ptr() for x in buffers], rank, device)
+    except (AttributeError, OSError):  # an AMD GPU, or an old driver
+        return by_kernels
     barrier.kept = own, handle, buffers  # type: ignore[attr-defined]
     return barrier

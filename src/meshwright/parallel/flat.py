@@ -42,7 +42,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -116,16 +115,7 @@ class FlatStore(Store):
         self._lay_out(models)
         # The order in which sums start.
         self.sum_order = sorted(reversed(self.buckets.values()), key=lambda bucket: bucket.is_late)
-        # Those that are under way when the backward pass ends. The norm of the others' gradients is
-        # computed meanwhile, unless their sums are summed again.
-        names = {id(bucket): name for name, bucket in self.buckets.items()}
-        of_layers = ["." in names[id(bucket)] for bucket in reversed(self.sum_order)]
-        group = self.layout.group
-        again = group("embedding") or (group("replicas") if self.is_sharded else not group("gradients"))
-        tail = of_layers.index(True) + 1 if True in of_layers and not again else len(of_layers)
-        if os.environ.get("MESHWRIGHT_NORM") == "whole":
-            tail = len(self.buckets)
-        self.last_sums = self.sum_order[len(self.sum_order) - tail :]
+        self.last_sums = self._last_sums()
         self.early_squares: Tensor | None = None
         self._allocate(spec.mapper)
         for part in models:
@@ -503,6 +493,17 @@ class FlatStore(Store):
             early = self.flat.squares(0)
         late = self.flat.squares(1)
         return late if early is None else early + late
+
+    def _last_sums(self) -> list[Bucket]:
+        """Return the sums that are under way when the backward pass ends.
+
+        The norm of the others' gradients is computed meanwhile, unless they are summed again.
+        """
+        group = self.layout.group
+        is_final = not group("embedding") and (not group("replicas") if self.is_sharded else group("gradients"))
+        layers = [id(bucket) for name, bucket in self.buckets.items() if "." in name]
+        last = max((i for i, bucket in enumerate(self.sum_order) if id(bucket) in layers), default=0)
+        return self.sum_order[last if is_final else 0 :]
 
     def _complete(self, bucket: Bucket) -> None:
         """Sum a bucket although some losses of this step do not depend on all of its parameters."""

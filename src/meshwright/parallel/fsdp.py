@@ -11,7 +11,6 @@ only the table in shard.py knows how they are cut.
 from __future__ import annotations
 
 import itertools
-import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -32,12 +31,6 @@ from meshwright.parallel.mapped import BufferMapper
 from meshwright.parallel.store import Member, RuleState, Store, StoreSpec, Updated, UpdateRange
 from meshwright.parallel.unit_copies import GatherByCopies, SumByCopies
 
-# A trial's ways, by commas: gathers and sums by copy engines; the last N layers stay gathered after
-# the forward pass; memory of the process group, or NCCL's symmetric memory, for collectives.
-TRIED = dict.fromkeys(os.environ.get("MESHWRIGHT_ZERO3", "").split(","), "") | dict(
-    way.split("=") for way in os.environ.get("MESHWRIGHT_ZERO3", "").split(",") if "=" in way
-)
-
 
 class FullyShardedStore(Store):
     """Store for ZeRO 3; allocates and owns the memory of `models`, a pipeline rank's stages."""
@@ -50,8 +43,8 @@ class FullyShardedStore(Store):
         mesh, self.ranks = make_mesh(layout, device), layout.size("shard", "cp")
         low = dtype if dtype is not self.full_dtype else None
         # The residual stream may be wider than the weights, so inputs are not cast.
-        sums_low = "sums" in TRIED or not low  # SumByCopies adds them up in the full precision
-        precision = MixedPrecisionPolicy(low, None if sums_low else self.full_dtype, cast_forward_inputs=False)
+        full = self.full_dtype if low and spec.mapper is None else None  # SumByCopies takes the lower one
+        precision = MixedPrecisionPolicy(low, full, cast_forward_inputs=False)
         arguments: dict[str, Any] = {}
         if spec.offload:
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
@@ -68,9 +61,8 @@ class FullyShardedStore(Store):
             self.shapes |= {name: p.shape for name, p in model.named_parameters()}
             # Keep what backward needs first, unless other micro-batches run forward in between.
             *blocks, last = model.h.children()
-            kept = len(blocks) - int(TRIED.get("keep", 0))
-            for i, block in enumerate(blocks):
-                fully_shard(block, reshard_after_forward=i < kept, **arguments)
+            for block in blocks:
+                fully_shard(block, reshard_after_forward=True, **arguments)
             fully_shard(last, reshard_after_forward=self.layout.pp > 1, **arguments)
             fully_shard(model, reshard_after_forward=self.layout.pp > 1, **arguments)
             for block, following in itertools.pairwise([*blocks, last]):  # gather the next before this one runs
@@ -81,27 +73,19 @@ class FullyShardedStore(Store):
                     module.set_force_sum_reduction_for_comms(True)
             model.to_empty(device=self.update_device)
             self.parameters |= dict(model.named_parameters())
-        self._use_copies(layout.group("shard"), device, dtype)
+        if spec.mapper is not None:
+            self._use_copies(spec.mapper)
         self._make_update_ranges()
 
-    def _use_copies(self, group: Any, device: torch.device, dtype: torch.dtype) -> None:
-        """Let copy engines gather weights and sum gradients."""
-        ways = TRIED.keys() & {"gathers", "sums", "pool", "nccl"}
-        units = [m for model in self.models for m in model.modules() if isinstance(m, FSDPModule)]
-        if not ways or device.type == "meta":
-            return
+    def _use_copies(self, mapper: BufferMapper) -> None:
+        """Let copy engines gather weights and sum gradients, which take a stream each."""
+        units: list[Any] = [m for model in self.models for m in model.modules() if isinstance(m, FSDPModule)]
         size = max(sum(self._padded_size(p.shape) for p in unit_parameters(unit)) for unit in units)
-        gathers = GatherByCopies(BufferMapper(group, device), size, dtype) if "gathers" in ways else None
-        sums = SumByCopies(BufferMapper(group, device), size, dtype, self.full_dtype) if "sums" in ways else None
+        gathers = GatherByCopies(mapper, size, self.dtype)
+        sums = SumByCopies(BufferMapper(mapper.group, self.device), size, self.dtype, self.full_dtype)
         for unit in units:
-            if "pool" in ways:
-                unit.set_allocate_memory_from_process_group_for_comm(True)
-            if "nccl" in ways:
-                unit.set_symm_mem_for_comm()
-            if gathers:
-                unit.set_custom_all_gather(gathers)  # type: ignore[arg-type]
-            if sums:
-                unit.set_custom_reduce_scatter(sums)  # type: ignore[arg-type]
+            unit.set_custom_all_gather(gathers)
+            unit.set_custom_reduce_scatter(sums)
 
     def _padded_size(self, shape: torch.Size) -> int:
         """Return the elements of a parameter whose rows are the same number on all ranks."""
@@ -201,6 +185,12 @@ class FullyShardedStore(Store):
         kept = owned.state if self.average is None else owned.state | {AVERAGE: self.averages[name]}
         state = {key: values.narrow(dimension, 0, part[dimension]) for key, values in kept.items()}
         return tuple(full), boxes, owned.master.detach().narrow(dimension, 0, part[dimension]), state
+
+
+def lacks_copies() -> str:
+    """Return why fully_shard cannot gather and sum by copies, or ""."""
+    has_both = hasattr(FSDPModule, "set_custom_all_gather") and hasattr(FSDPModule, "set_custom_reduce_scatter")
+    return "" if has_both else f"fully_shard of torch {torch.__version__} takes no other collectives"
 
 
 def unit_parameters(unit: FSDPModule) -> Iterator[nn.Parameter]:

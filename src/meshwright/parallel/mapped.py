@@ -18,7 +18,7 @@ on it (torch.ops.symm_mem) are kernels, which take multiprocessors as NCCL's do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.kernels.addition import add_into
-from meshwright.parallel.agree import map_memory_of, to_map_memory
+from meshwright.parallel.agree import Step, map_memory_of, to_map_memory
 from meshwright.parallel.barrier import make_barrier
 
 if TYPE_CHECKING:
@@ -131,9 +131,12 @@ class BufferMapper:
         return MappedBuffer(buffers, rank, self.barrier, self.stream)
 
 
-def choose_mapper(wanted: str, group: ProcessGroup | None, device: torch.device) -> tuple[BufferMapper | None, str]:
+def choose_mapper(
+    wanted: str, group: ProcessGroup | None, device: torch.device, unworthy: str = "", requirements: Sequence[Step] = ()
+) -> tuple[BufferMapper | None, str]:
     """Return a way to map memory of a group's ranks, or None and the reason.
 
+    `unworthy` says why "auto" does without; `requirements` say why there can be none, or "".
     Every rank of the group must call this; all get the same answer.
     """
     if group is None:
@@ -148,7 +151,7 @@ def choose_mapper(wanted: str, group: ProcessGroup | None, device: torch.device)
         return "" if sums_are_right(trials[0], group) else "its sums differ from the collectives'"
 
     flag = "data-parallel --data-parallel-sums collectives copies"
-    reason = to_map_memory(flag, wanted, group, device, [map_memory, compare])
+    reason = to_map_memory(flag, wanted, group, device, [*requirements, map_memory, compare], unworthy)
     return (None if reason else mappers[0]), reason
 
 

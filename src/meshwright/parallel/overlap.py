@@ -20,7 +20,6 @@ were exposed too. Multicast is not needed and is left off.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor
 from meshwright import device as devices
 from meshwright.kernels.products import affine, product
 from meshwright.parallel import comm
-from meshwright.parallel.agree import map_memory_of, to_map_memory
+from meshwright.parallel.agree import to_map_memory
 from meshwright.parallel.layout import WORTHWHILE_BYTES
 from meshwright.parallel.mapped import Arrival, BufferMapper
 
@@ -39,7 +38,9 @@ if TYPE_CHECKING:
 
 
 TRIAL_BYTES = 1 << 20  # to map at least, for `largest_difference`
-PIECES = int(os.environ.get("MESHWRIGHT_TP_PIECES", "2"))  # of a rank's rows, each multiplied and fetched alone
+# Of a rank's rows, each multiplied and fetched alone: the fewest of which one is fetched while
+# another is multiplied, since each takes a barrier and makes products smaller.
+PIECES = 2
 
 
 class PlainProducts:
@@ -220,59 +221,6 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         torch.addmm(bias, a, b, out=out)
 
 
-class PipelinedProducts(PlainProducts):
-    """torch's pipelines, for a comparison: MESHWRIGHT_TP_PIPELINES=torch."""
-
-    def __init__(self, group: ProcessGroup, size: int) -> None:
-        super().__init__(group)
-        self.pipelines: Any = map_memory_of(group)
-        self.name, self.ranks, self.size = group.group_name, dist.get_world_size(group), size
-        self.pipelines.get_symm_mem_workspace(self.name, min_size=size)
-
-    def fits(self, rows: int, x: Tensor, width: int, copies: int = 1) -> bool:
-        """Return whether a rank's rows fit: CUDA graphs use the memory, so it must never move."""
-        return copies * rows * width * x.element_size() <= self.size
-
-    def gather_multiply(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, keeps_rows: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        if not self.fits(len(x), x, x.shape[1]):
-            return super().gather_multiply(x, weight, bias, keeps_rows)
-        x, transposed = x.contiguous(), weight.t()
-        rows = x.new_empty(len(x) * self.ranks, x.shape[1])
-        y = x.new_empty(len(rows), len(weight))
-        parts = y.chunk(self.ranks)
-
-        def consume(part: Tensor, rank: int) -> None:
-            if bias is None:
-                torch.mm(part, transposed, out=parts[rank])
-            else:
-                torch.addmm(bias, part, transposed, out=parts[rank])
-
-        self.pipelines._pipelined_all_gather_and_consume(x, consume, rows, self.name, keeps_rows)
-        return y, rows
-
-    def multiply_scatter(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> comm.Started:
-        started = self.back_multiply_scatter(x, weight.t())
-        return started if bias is None else comm.Started(comm.wait_for(started) + bias, None)
-
-    def back_multiply_scatter(self, grad: Tensor, weight: Tensor) -> comm.Started:
-        n = len(grad) // self.ranks
-        if not self.fits(n, grad, weight.shape[1], copies=2):
-            return super().back_multiply_scatter(grad, weight)
-        parts = grad.chunk(self.ranks)
-        partial = grad.new_empty(len(grad), weight.shape[1])
-
-        def produce(rank: int, out: Tensor) -> None:
-            torch.mm(parts[rank], weight, out=out)
-
-        self.pipelines._pipelined_produce_and_all2all(produce, partial, self.name)
-        return comm.Started(partial.view(self.ranks, n, -1).sum(0), None)
-
-    def back_gather_multiply(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        return self.gather_multiply(grad, weight.t(), keeps_rows=True)
-
-
 def choose_products(wanted: str, group: ProcessGroup, device: torch.device, size: int) -> tuple[PlainProducts, str]:
     """Return the products for a group, and why they are not overlapped ("" if they are).
 
@@ -282,10 +230,7 @@ def choose_products(wanted: str, group: ProcessGroup, device: torch.device, size
     chosen = [PlainProducts(group)]
 
     def map_memory() -> None:
-        if os.environ.get("MESHWRIGHT_TP_PIPELINES") == "torch":
-            chosen.append(PipelinedProducts(group, max(size, TRIAL_BYTES)))
-        else:
-            chosen.append(OverlappedProducts(group, max(size, TRIAL_BYTES), device))
+        chosen.append(OverlappedProducts(group, max(size, TRIAL_BYTES), device))
 
     def compare() -> str:
         difference = largest_difference(chosen[-1], device)

@@ -12,6 +12,9 @@ first, as NCCL requires, with half of the bytes.
 Of two buffers each, one is written while other ranks may still read the other: when a rank has
 passed the next use's barrier, they have fetched all of this one. fully_shard itself waits for the
 use before the last to end, since it would free that memory.
+
+Ranks of the sharding group must be on one machine; its replicas, if there are some, need not, since
+fully_shard sums over those by itself. fp8 never comes here: it is refused with ZeRO 3.
 """
 
 from __future__ import annotations

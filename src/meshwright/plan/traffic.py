@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 from meshwright.model.counts import layer_matrices
-from meshwright.parallel.layout import WORTHWHILE_BYTES
+from meshwright.parallel.layout import AUTO_COPIES_ZERO_3, WORTHWHILE_BYTES
 from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.settings.schema import TrainConfig
@@ -77,13 +77,23 @@ def overlaps_products(config: TrainConfig, ranks_within: int) -> bool:
 
     `ranks_within`: how many ranks can map each other's memory.
     """
-    p, precision = config.parallel, config.precision
-    if not p.sequence_parallel or p.tp_overlap == "off" or precision.fp8_format:
-        return False
-    if p.tensor_model_parallel_size > ranks_within:
-        return False
-    size = rows(config) // p.tensor_model_parallel_size * (config.model.hidden_size or 0) * number_bytes(config)[0]
-    return p.tp_overlap == "on" or size >= WORTHWHILE_BYTES
+    return not config.precision.fp8_format and mapped_rows(config, ranks_within) > 0
+
+
+def mapped_rows(config: TrainConfig, ranks_within: int) -> int:
+    """Return the bytes of mapped memory for rows, which products in fp8 leave unused."""
+    p, tp = config.parallel, config.parallel.tensor_model_parallel_size
+    if not p.sequence_parallel or p.tp_overlap == "off" or not 1 < tp <= ranks_within:
+        return 0
+    size = rows(config) // tp * (config.model.hidden_size or 0) * number_bytes(config)[0]
+    return (tp + 2) * size * (p.tp_overlap == "on" or size >= WORTHWHILE_BYTES)
+
+
+def copies_gradients(config: TrainConfig) -> bool:
+    """Whether data-parallel ranks copy gradients, where they map each other's memory."""
+    p = config.parallel
+    by_auto = p.zero_stage < 2 or (p.zero_stage == 3 and AUTO_COPIES_ZERO_3)
+    return p.data_parallel_sums == "copies" or (p.data_parallel_sums == "auto" and by_auto)
 
 
 def context_bytes(config: TrainConfig) -> float:
@@ -116,7 +126,7 @@ def data_bytes(config: TrainConfig, parameters: float) -> tuple[float, float]:
         0: 2 * gradients,
         1: gradients + gathered,
         2: count * gradients + gathered,
-        3: count * (gradients + 2 * gathered),
+        3: count * ((gathered if copies_gradients(config) else gradients) + 2 * gathered),  # copies are in 16 bits
     }[config.parallel.zero_stage]
     return sent, 2 * (copies - 1) / copies * full * parameters / n
 

@@ -61,8 +61,9 @@ def describe_rank(config: TrainConfig, vocab: int, padded: int) -> list[str]:
 
 
 def without_device(config: TrainConfig) -> TrainConfig:
-    """Return the settings without what only a device can do: products in fp8, pinned memory."""
-    return with_settings(config, cpu_optimizer=False, remote_device="none", fp8_format=None)
+    """Return the settings without what only a device can do: fp8, pinned and mapped memory."""
+    maps_none = {"tp_overlap": "off", "data_parallel_sums": "collectives"}
+    return with_settings(config, cpu_optimizer=False, remote_device="none", fp8_format=None, **maps_none)
 
 
 def describe_place(layout: Layout) -> str:
