@@ -26,7 +26,7 @@ MUON_CHUNK = 1 << 27  # elements that Muon updates at a time: four copies in 16 
 MUON_RESTART = 3  # iterations of Muon's gram form, after which it begins again with a new R
 MUON_TILE = 128  # rows of a tile of symmetric products
 GRAM = 3  # that form is for matrices with at least so many halves of columns for a row
-MUON_HALF = 512  # rows of matrices whose products reach half of the speed of large ones
+MUON_HALF = 665  # rows of matrices whose products reach half of the speed of large ones
 CHUNK = 1 << 24  # elements that the other rules update at a time: four copies in float32 are 256 MB
 
 
