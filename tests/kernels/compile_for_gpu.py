@@ -27,7 +27,6 @@ from meshwright import device
 from meshwright.kernels import (
     activation,
     adamw,
-    addition,
     decode,
     dropout,
     embedding,
@@ -169,7 +168,6 @@ def updates() -> None:
 
 def tables() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        addition.add_into(torch.zeros(8), torch.zeros(8, dtype=dtype), torch.zeros(8, dtype=dtype))
         embedding.add_rows(torch.zeros(64, 1024), torch.zeros(8, dtype=torch.int64), torch.zeros(8, 1024, dtype=dtype))
 
 

@@ -24,20 +24,17 @@ from accounting import (  # noqa: E402
 )
 from shards import account_any, pretended_shards  # noqa: E402
 
-from mapped_files import Stream  # noqa: E402
 from meshwright.errors import UserError
 from meshwright.kernels import grid, moments
 from meshwright.kernels.moments import Place, Rounding
 from meshwright.optim.rule_table import STATE
 from meshwright.optim.rules import make_optimizer, state_dtype
-from meshwright.parallel import fsdp, mapped, pipeline_schedule, shard
+from meshwright.parallel import pipeline_schedule, shard
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.mapped import MappedBuffer
 from meshwright.plan import blocks, memory, parameters, tensors, updates
 from meshwright.plan.allocator import MIB, CachingAllocator
 from meshwright.plan.tensors import Memory
 from meshwright.settings.schema import Optimizer, TrainConfig
-from meshwright.training import network
 from meshwright.training.before import memory as require
 from meshwright.training.network import Spec, build_network
 
@@ -232,49 +229,8 @@ def test_agrees_with_what_fully_shard_allocates(line, rank):
     assert predicted == pytest.approx(account_any(config, rank)[1], rel=0.002)
 
 
-class Mapper:
-    """Memory that no other rank maps, and copies that take none."""
-
-    group, made = None, []
-
-    def __init__(self, *_):
-        pass
-
-    def zeros(self, size, dtype):
-        own = torch.empty(size, dtype=dtype, device=META)
-        self.made.append(MappedBuffer([own, own], 0, lambda: None, Stream()))
-        return self.made[-1]
-
-
 class Node(Gpu):
     mapped_ranks = 8
-
-
-@pytest.mark.parametrize(
-    ("line", "rank"),
-    [
-        ("", 0),
-        ("--num-layers 2 --hidden-size 512 --swiglu --untie-embeddings-and-output-weights", 0),
-        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --num-layers 4 --world-size 4", 1),
-    ],
-)
-def test_agrees_with_copies_of_shards(monkeypatch, line, rank):
-    """Buffers of copies are there throughout; what they do without is not allocated."""
-    words = *SMALL[:-2], "--global-batch-size", "16", "--world-size", "2", *ZERO_3, "--data-parallel-sums", "copies"
-    config = config_of(*words, *line.split())
-    monkeypatch.setattr(Mapper, "made", [])
-    monkeypatch.setattr(network, "sums_by_copies", Mapper)
-    monkeypatch.setattr(fsdp, "BufferMapper", Mapper)
-    monkeypatch.setattr(mapped, "add_into", lambda *_: None)
-    monkeypatch.setattr(mapped.devices, "current_stream", lambda device: Stream())
-    monkeypatch.setattr(mapped.devices, "use_stream", lambda stream: contextlib.nullcontext())
-    predicted = memory.memory_of_rank(config, PADDED, rank, Node())
-    assert predicted.kinds["buffers"] > memory.memory_of_rank(config, PADDED, rank, Gpu()).kinds["buffers"]
-    counted = account_any(config, rank)[1]
-    counted += sum({id(x): x.nbytes for each in Mapper.made for x in (each.own, each.fetched)}.values())
-    beside = sum(memory.WORKSPACES) + memory.MAPPED_TRIAL
-    assert predicted.allocated - beside == pytest.approx(counted, rel=0.002)
-    assert predicted.reserved >= predicted.allocated
 
 
 def test_rows_of_tensor_ranks_are_mapped():

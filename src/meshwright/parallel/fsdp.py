@@ -27,9 +27,7 @@ from meshwright.optim.average import MovingAverage
 from meshwright.optim.rule_table import AVERAGE
 from meshwright.parallel import comm, shard
 from meshwright.parallel.layout import Layout
-from meshwright.parallel.mapped import BufferMapper
 from meshwright.parallel.store import Member, RuleState, Store, StoreSpec, Updated, UpdateRange
-from meshwright.parallel.unit_copies import GatherByCopies, SumByCopies
 
 
 class FullyShardedStore(Store):
@@ -43,8 +41,7 @@ class FullyShardedStore(Store):
         mesh, self.ranks = make_mesh(layout, device), layout.size("shard", "cp")
         low = dtype if dtype is not self.full_dtype else None
         # The residual stream may be wider than the weights, so inputs are not cast.
-        full = self.full_dtype if low and spec.mapper is None else None  # SumByCopies takes the lower one
-        precision = MixedPrecisionPolicy(low, full, cast_forward_inputs=False)
+        precision = MixedPrecisionPolicy(low, self.full_dtype if low else None, cast_forward_inputs=False)
         arguments: dict[str, Any] = {}
         if spec.offload:
             arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
@@ -73,24 +70,7 @@ class FullyShardedStore(Store):
                     module.set_force_sum_reduction_for_comms(True)
             model.to_empty(device=self.update_device)
             self.parameters |= dict(model.named_parameters())
-        if spec.mapper is not None:
-            self._use_copies(spec.mapper)
         self._make_update_ranges()
-
-    def _use_copies(self, mapper: BufferMapper) -> None:
-        """Let copy engines gather weights and sum gradients, which take a stream each."""
-        units: list[Any] = [m for model in self.models for m in model.modules() if isinstance(m, FSDPModule)]
-        size = max(sum(self._padded_size(p.shape) for p in unit_parameters(unit)) for unit in units)
-        gathers = GatherByCopies(mapper, size, self.dtype)
-        sums = SumByCopies(BufferMapper(mapper.group, self.device), size, self.dtype, self.full_dtype)
-        for unit in units:
-            unit.set_custom_all_gather(gathers)
-            unit.set_custom_reduce_scatter(sums)
-
-    def _padded_size(self, shape: torch.Size) -> int:
-        """Return the elements of a parameter whose rows are the same number on all ranks."""
-        dimension, _, each = shard.rows(shape, self.ranks)
-        return each * self.ranks * shape.numel() // shape[dimension]
 
     def begin_backward(self, is_last: bool) -> None:
         if self.layout.replicas > 1:  # the last pass alone sums over them
@@ -185,21 +165,6 @@ class FullyShardedStore(Store):
         kept = owned.state if self.average is None else owned.state | {AVERAGE: self.averages[name]}
         state = {key: values.narrow(dimension, 0, part[dimension]) for key, values in kept.items()}
         return tuple(full), boxes, owned.master.detach().narrow(dimension, 0, part[dimension]), state
-
-
-def lacks_copies() -> str:
-    """Return why fully_shard cannot gather and sum by copies, or ""."""
-    has_both = hasattr(FSDPModule, "set_custom_all_gather") and hasattr(FSDPModule, "set_custom_reduce_scatter")
-    return "" if has_both else f"fully_shard of torch {torch.__version__} takes no other collectives"
-
-
-def unit_parameters(unit: FSDPModule) -> Iterator[nn.Parameter]:
-    """Yield the parameters that are gathered with this unit, not with one within it."""
-    pending: list[Any] = [unit]
-    while pending:
-        module = pending.pop()
-        yield from module.parameters(recurse=False)
-        pending += [child for child in module.children() if not isinstance(child, FSDPModule)]
 
 
 def make_mesh(layout: Layout, device: torch.device) -> DeviceMesh:

@@ -18,7 +18,7 @@ on it (torch.ops.symm_mem) are kernels, which take multiprocessors as NCCL's do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright import device as devices
-from meshwright.kernels.addition import add_into
-from meshwright.parallel.agree import Step, map_memory_of, to_map_memory
+from meshwright.parallel.agree import map_memory_of, to_map_memory
 from meshwright.parallel.barrier import make_barrier
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ class MappedBuffer:
         return self.arrival()
 
     def scatter(self, begin: int, size: int, out: Tensor) -> Arrival:
-        """Start to sum this rank's part of a range into `out`, in the precision of that."""
+        """Start to sum this rank's part of a range into `out`."""
         with self.submitting():
             self.add(self.part(begin, size, self.rank), out)
         return self.arrival()
@@ -90,11 +89,7 @@ class MappedBuffer:
         fetched = self.fetched[: len(total)]
         for k in range(1, len(self.all)):  # another rank first, so that no rank is asked by all at once
             fetched.copy_(self.all[(self.rank + k) % len(self.all)][part], non_blocking=True)
-            if fetched.dtype is out.dtype:
-                torch.add(total, fetched, out=out)
-            else:
-                add_into(out, total, fetched)
-            total = out
+            total = torch.add(total, fetched, out=out)
         if len(self.all) == 1:
             out.copy_(total)
 
@@ -131,12 +126,9 @@ class BufferMapper:
         return MappedBuffer(buffers, rank, self.barrier, self.stream)
 
 
-def choose_mapper(
-    wanted: str, group: ProcessGroup | None, device: torch.device, unworthy: str = "", requirements: Sequence[Step] = ()
-) -> tuple[BufferMapper | None, str]:
+def choose_mapper(wanted: str, group: ProcessGroup | None, device: torch.device) -> tuple[BufferMapper | None, str]:
     """Return a way to map memory of a group's ranks, or None and the reason.
 
-    `unworthy` says why "auto" does without; `requirements` say why there can be none, or "".
     Every rank of the group must call this; all get the same answer.
     """
     if group is None:
@@ -151,7 +143,7 @@ def choose_mapper(
         return "" if sums_are_right(trials[0], group) else "its sums differ from the collectives'"
 
     flag = "data-parallel --data-parallel-sums collectives copies"
-    reason = to_map_memory(flag, wanted, group, device, [*requirements, map_memory, compare], unworthy)
+    reason = to_map_memory(flag, wanted, group, device, [map_memory, compare])
     return (None if reason else mappers[0]), reason
 
 

@@ -20,7 +20,6 @@ from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD
 from meshwright.plan.functions import FLOAT, LONG, Formats, Functions, HeadCounts, NormOptions
 from meshwright.plan.parameters import WIDTHS, cut_shape, data_parts, flat_size, shapes_of_layer
 from meshwright.plan.tensors import Allocation, GraphNode, Memory, Sized, differentiate, recomputed
-from meshwright.plan.traffic import copies_gradients
 from meshwright.plan.zero import REST, Buckets, Shards, begin_step, end_step
 from meshwright.settings.schema import Model, Precision, TrainConfig
 
@@ -56,7 +55,6 @@ class PassSizes:
     micro_batches: int  # of a step, at most 2: the others are as the second
     parts: int  # that ZeRO 2 cuts gradients into as they come, or 1
     shards: int  # of weights and gradients with ZeRO 3, or 1
-    copies: bool  # their buffers are mapped memory
     offloads: bool  # what is summed goes to host memory
     is_fused: bool  # blocks are of fused kernels
     resets_positions: bool  # each sample has positions of its own
@@ -98,7 +96,6 @@ def sizes_of(config: TrainConfig, padded: int, processors: int) -> PassSizes:
         min(2, config.micro_batches(config.global_batch)),
         data_parts(config) if p.zero_stage == 2 else 1,
         data_parts(config) if p.zero_stage == 3 else 1,
-        p.zero_stage == 3 and copies_gradients(config),
         p.offloads,
         block_kind(t, config.model, config.precision, NVIDIA) == "fused",
         config.data.document_effects[1],
@@ -512,7 +509,6 @@ def make_shards(memory: Memory, sizes: PassSizes, stage: Stage) -> Shards:
     units[REST] = {name: cut_shape(name, shape, tp) for name, shape in outer.items() if held[shard.unit(name)]}
     shards = Shards(memory, units, sizes.shards, (sizes.formats.low, sizes.formats.full))
     shards.keeps_last, shards.keeps_sums = first and last, not sizes.offloads
-    shards.has_buffers = not sizes.copies
     return shards
 
 

@@ -117,13 +117,9 @@ def buffer_bytes(config: TrainConfig, padded: int, pipeline_rank: int, profile: 
         return 0
     p, (size, stride) = config.parallel, traffic.groups(config)["data"]
     buffers = sum(WORKSPACES) + traffic.mapped_rows(config, profile.mapped_ranks)
-    if not 1 < size <= profile.mapped_ranks // stride or not traffic.copies_gradients(config):
+    is_mapped = 1 < size <= profile.mapped_ranks // stride and p.data_parallel_sums != "collectives"
+    if p.zero_stage > 1 or not is_mapped:
         return buffers
-    if p.zero_stage == 3:  # two for gathers, two for sums, and what a sum fetches
-        sizes = sizes_of(config, padded, PROCESSORS)
-        shards = [make_shards(Memory(), sizes, stage) for stage in own_stages(config, pipeline_rank)]
-        most = max(own for each in shards for own in each.own.values())
-        return buffers + (4 * size + 1) * most * sizes.formats.low + MAPPED_TRIAL
     units, width = shapes_of_rank(config, padded, pipeline_rank), max(WIDTHS[config.precision.dtype], 4)
     largest = max(flat_size(unit, data_parts(config)) for unit, _ in units)
     return buffers + -(-largest // size) * width + MAPPED_TRIAL

@@ -448,11 +448,8 @@ class StepTerms:
             return 0.0
         zero, reached = self.p.zero_stage, self.profile.reached
         sent, replicas = traffic.data_bytes(self.config, parameters)
-        copies = (
-            traffic.copies_gradients(self.config)
-            and self.link("data")[0] is self.links.within
-            and self.links.within.copies > 0
-        )
+        copies = zero < 2 and self.p.data_parallel_sums != "collectives"
+        copies = copies and self.link("data")[0] is self.links.within and self.links.within.copies > 0
         seconds = self.sending("data", sent, layers + 2, copies)
         beside = self.count * backward if zero > 1 else backward
         if zero == 3:

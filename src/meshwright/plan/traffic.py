@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 from meshwright.model.counts import layer_matrices
-from meshwright.parallel.layout import AUTO_COPIES_ZERO_3, WORTHWHILE_BYTES
+from meshwright.parallel.layout import WORTHWHILE_BYTES
 from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.settings.schema import TrainConfig
@@ -89,13 +89,6 @@ def mapped_rows(config: TrainConfig, ranks_within: int) -> int:
     return (tp + 2) * size * (p.tp_overlap == "on" or size >= WORTHWHILE_BYTES)
 
 
-def copies_gradients(config: TrainConfig) -> bool:
-    """Whether data-parallel ranks copy gradients, where they map each other's memory."""
-    p = config.parallel
-    by_auto = p.zero_stage < 2 or (p.zero_stage == 3 and AUTO_COPIES_ZERO_3)
-    return p.data_parallel_sums == "copies" or (p.data_parallel_sums == "auto" and by_auto)
-
-
 def context_bytes(config: TrainConfig) -> float:
     """Return the bytes of a layer's exchanges for a micro-batch, forward; backward has as many."""
     p, m = config.parallel, config.model
@@ -126,7 +119,7 @@ def data_bytes(config: TrainConfig, parameters: float) -> tuple[float, float]:
         0: 2 * gradients,
         1: gradients + gathered,
         2: count * gradients + gathered,
-        3: count * ((gathered if copies_gradients(config) else gradients) + 2 * gathered),  # copies are in 16 bits
+        3: count * (gradients + 2 * gathered),
     }[config.parallel.zero_stage]
     return sent, 2 * (copies - 1) / copies * full * parameters / n
 

@@ -73,7 +73,6 @@ class Shards:
             for shape in next(iter(units.values())).values()
             if len(shape) > 2 and is_reordered(shape, ranks)
         )
-        self.has_buffers = True  # mapped memory has them if copy engines gather and sum
         self.keeps_sums = True  # on the device
         self.keeps_last = True  # weights of the last layer and the rest, from forward to backward
         self.gathering: dict[str, Sized] = {}
@@ -91,7 +90,7 @@ class Shards:
         if unit not in self.weights and unit not in self.gathering:
             new = functools.partial(self.memory.new, width=self.low, kind="weights", stream=GATHERING)
             cast = new(self.own[unit]) if self.low != self.full else None
-            self.gathering[unit] = new(self.own[unit] * self.ranks * self.has_buffers)
+            self.gathering[unit] = new(self.own[unit] * self.ranks)
             del cast
 
     def copy_out(self, unit: str) -> Sized | None:
@@ -157,7 +156,7 @@ class Shards:
             # Variables of torch's still refer to the last gradient, and to one put in order.
             held = gradients.get(self.named_last(unit)), gradients.pop("gate", [])
             gradients["ordered"] = [self.memory.new(x.elements, x.width, "gradients") for x in held[1]]
-            summed = self.memory.new(self.own[unit] * self.ranks * self.has_buffers, self.full, "gradients")
+            summed = self.memory.new(self.own[unit] * self.ranks, self.full, "gradients")
             gradients.clear()
             part = self.memory.new(self.own[unit], self.full, "gradients", SUMMING)
             self.summed = summed

@@ -790,8 +790,7 @@ class Parallel:
     )
     data_parallel_sums: Literal["auto", "copies", "collectives"] = flag(
         "auto",
-        "add gradients (ZeRO 3: and gather weights) by copies of mapped memory or collectives; auto: copies for ZeRO "
-        "0 and 1 where GPUs map memory",
+        "add gradients by copies of mapped memory or by collectives; auto: copies where GPUs map memory",
         needs=DATA_PARALLEL,
         proof="twin",
     )

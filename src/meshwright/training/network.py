@@ -19,9 +19,8 @@ from meshwright.model.gpt import GPT, Options, name_of
 from meshwright.optim.loss_scale import dtype_of
 from meshwright.optim.rule_table import OWN_RATES
 from meshwright.parallel import comm, mapped, overlap
-from meshwright.parallel.agree import Step
 from meshwright.parallel.flat import FlatStore
-from meshwright.parallel.layout import AUTO_COPIES_ZERO_3, Layout
+from meshwright.parallel.layout import Layout
 from meshwright.parallel.pipeline import Pipeline, stages
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED
 from meshwright.parallel.store import StoreSpec
@@ -198,22 +197,15 @@ def products_by_rows(spec: Spec) -> overlap.PlainProducts:
 
 
 def sums_by_copies(config: TrainConfig, layout: Layout, device: torch.device) -> mapped.BufferMapper | None:
-    """Choose how data-parallel ranks add up gradients (ZeRO 3: and gather weights), and log it."""
+    """Choose how data-parallel ranks add up gradients, and log it."""
     wanted, zero = config.parallel.data_parallel_sums, config.parallel.zero_stage
-    group = layout.group("shard" if zero else "gradients")
-    unworthy, requirements, fetched = "", list[Step](), "gradients"
-    if zero == 2 and group is not None:
+    if zero > 1 and layout.group("shard") is not None:
         if wanted == "copies":
-            raise UserError("--data-parallel-sums copies is for ZeRO 0, 1 and 3, not 2; leave it out")
+            raise UserError(f"--data-parallel-sums copies is for ZeRO 0 and 1, not {zero}; leave it out")
         return None
-    if zero == 3 and group is not None:
-        from meshwright.parallel.fsdp import lacks_copies  # torch takes a second to import FSDP
-
-        unworthy = "" if AUTO_COPIES_ZERO_3 else "ZeRO 3 takes copies only by --data-parallel-sums copies"
-        requirements, fetched = [lacks_copies], "weights and gradients"
-    chosen, reason = mapped.choose_mapper(wanted, group, device, unworthy, requirements)
+    chosen, reason = mapped.choose_mapper(wanted, layout.group("shard" if zero else "gradients"), device)
     if chosen is not None:
-        remark(f" > data parallelism: copy engines fetch {fetched} from the other ranks' memory")
+        remark(" > data parallelism: copy engines fetch gradients from the other ranks' memory")
     elif reason and devices.is_accelerator(device):
         remark(f" > data parallelism: collectives, because {reason}")
     return chosen
