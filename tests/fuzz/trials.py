@@ -204,7 +204,6 @@ def traced(trainer: Any, trace: Trace, shake: float, seed: int) -> Iterator[None
             if shake:
                 noise = (torch.rand(gradient.shape, generator=random, dtype=gradient.dtype) * 2 - 1).to(gradient.device)
                 gradient.add_(noise * gradient.abs().max(), alpha=shake)
-                store.early_squares = None  # of what they were
 
     def keep_state() -> None:
         trace.states[progress.iteration] = placed(store.named_state())

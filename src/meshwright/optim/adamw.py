@@ -40,15 +40,15 @@ class FlatAdamW:
         self.buffers = adamw.AdamWBuffers(gradients, exp_avg, exp_avg_sq, master, weights)
         parts = zip(torch.split(exp_avg, sizes), torch.split(exp_avg_sq, sizes), strict=True)
         self.states = {r: {"exp_avg": m, "exp_avg_sq": v} for r, (m, v) in zip(ranges, parts, strict=True)}
-        self.counted = [self.table[:, :0]]
+        self.counted = self.table[:, :0]
 
-    def count(self, *parts: list[adamw.FlatRange]) -> None:
-        """Let the norm consist of these parts, each of ranges of whatever rule."""
-        self.counted = [adamw.make_table(ranges, self.step.device) for ranges in parts]
+    def count(self, ranges: list[adamw.FlatRange]) -> None:
+        """Let the norm consist of these ranges, of whatever rule."""
+        self.counted = adamw.make_table(ranges, self.step.device)
 
-    def squares(self, part: int) -> Tensor:
-        """Return the sum of squares of the gradients that count, in one part."""
-        return adamw.sum_squares(self.buffers.gradients, self.counted[part])
+    def squares(self) -> Tensor:
+        """Return the sum of squares of the gradients that count."""
+        return adamw.sum_squares(self.buffers.gradients, self.counted)
 
     def judge(self, squares: Tensor, loss: Tensor, numbers: Numbers) -> Verdict:
         """Compute the clip factor and whether the step is applied, which counts it."""

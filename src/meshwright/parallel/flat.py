@@ -115,8 +115,6 @@ class FlatStore(Store):
         self._lay_out(models)
         # The order in which sums start.
         self.sum_order = sorted(reversed(self.buckets.values()), key=lambda bucket: bucket.is_late)
-        self.last_sums = self._last_sums()
-        self.early_squares: Tensor | None = None
         self._allocate(spec.mapper)
         for part in models:
             self._take_over(part)
@@ -234,7 +232,7 @@ class FlatStore(Store):
                 for _, begin, end, place in self._parts_of(bucket, r)
             ]
             self.flat = FlatAdamW(self.optimizer, self._adamw_treatments(), own, flats, places)
-        early, late = list[adamw.FlatRange](), list[adamw.FlatRange]()
+        counted: list[adamw.FlatRange] = []
         for bucket, kind, r in self._ranges():
             rule = kind.treatment.rule
             master = nn.Parameter(self.master[r.begin : r.end])
@@ -248,10 +246,10 @@ class FlatStore(Store):
             if rule != "muon" and (self.flat is None or rule != "adamw"):
                 updated.setdefault(kind.treatment, []).extend(self._members(bucket, r, first, master, state))
             is_counted = self.sharding.is_counted(first)
-            (late if bucket in self.last_sums else early).extend([r] * is_counted)
+            counted += [r] * is_counted
             self.update_ranges.append(UpdateRange(is_counted, r.begin, master, state, rule, r.target))
         if self.flat is not None:
-            self.flat.count(early, late)
+            self.flat.count(counted)
         for bucket in self.buckets.values():
             for kind, begin, end in bucket.kinds:
                 is_muon = kind.treatment.rule == "muon"
@@ -473,37 +471,13 @@ class FlatStore(Store):
             has_none = bucket.gradients is None and bucket.spans.keys() <= self.added  # ZeRO 2: all sums have started
             if not (bucket.is_summed if self.keeps_gradients else has_none):
                 self._complete(bucket)
-        for bucket in self.sum_order[: len(self.sum_order) - len(self.last_sums)]:
-            self._finish(bucket)
-        if self.flat is not None and len(self.last_sums) < len(self.sum_order):
-            self.early_squares = self.flat.squares(0)
-        for bucket in self.last_sums:
+        for bucket in self.buckets.values():
             self._finish(bucket)
         self.pending_buckets.clear()
         if self.is_sharded:
             comm.total(self.share, self.layout.group("replicas"))
         if self.sharding.tied and "wte" in self.buckets:
             comm.total(self.own_share(self.buckets["wte"]), self.layout.group("embedding"))
-
-    def sum_of_squares(self) -> Tensor:
-        if self.flat is None:
-            return super().sum_of_squares()
-        early, self.early_squares = self.early_squares, None
-        if early is None and len(self.last_sums) < len(self.sum_order):
-            early = self.flat.squares(0)
-        late = self.flat.squares(1)
-        return late if early is None else early + late
-
-    def _last_sums(self) -> list[Bucket]:
-        """Return the sums that are under way when the backward pass ends.
-
-        The norm of the others' gradients is computed meanwhile, unless they are summed again.
-        """
-        group = self.layout.group
-        is_final = not group("embedding") and (not group("replicas") if self.is_sharded else group("gradients"))
-        layers = [id(bucket) for name, bucket in self.buckets.items() if "." in name]
-        last = max((i for i, bucket in enumerate(self.sum_order) if id(bucket) in layers), default=0)
-        return self.sum_order[last if is_final else 0 :]
 
     def _complete(self, bucket: Bucket) -> None:
         """Sum a bucket although some losses of this step do not depend on all of its parameters."""

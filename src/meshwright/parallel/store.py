@@ -312,6 +312,8 @@ class Store:
 
     def sum_of_squares(self) -> Tensor:
         """Return the sum of squares of this rank's summed gradients that count."""
+        if self.flat is not None:
+            return self.flat.squares()
         return self.squares([self.summed(p) for p in self.update_ranges if p.is_counted])
 
     def note_time(self, moment: int) -> None:
