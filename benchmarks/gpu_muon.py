@@ -7,8 +7,8 @@ form needs by arithmetic, TFLOP/s, the largest distance of a first update from f
 to it, and the memory of the update: with cuBLAS's full symmetric products, and with halves. Then
 each part's time, with TFLOP/s of the flops that are computed, or GB/s of the bytes that must move.
 `--sweep` instead times the symmetric products with tiles of other sizes (rows x columns x depth,
-warps, stages, most registers, loads by the copy engine or by threads), and their distance from
-cuBLAS's. A variant that fails is named, and the others go on.
+warps, stages, most registers), and their distance from cuBLAS's. A variant that fails is named,
+and the others go on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LR = 0.02
 FULL = symmetric.half_product.plain  # type: ignore[attr-defined]
 QUINTIC = muon.C / muon.SPREAD**2, muon.B / muon.SPREAD, muon.A  # of R, as it is stored
 
-# rows, columns, depth, warps, stages, registers, descriptors
+# rows, columns, depth, warps, stages, registers
 SWEEP = [
     SymmetricTiles(128, 128, 64, 4, 3),
     SymmetricTiles(128, 128, 64, 4, 4),
@@ -45,9 +45,6 @@ SWEEP = [
     SymmetricTiles(128, 256, 64, 8, 3),
     SymmetricTiles(128, 256, 64, 8, 4),
     SymmetricTiles(64, 128, 64, 4, 4),
-    SymmetricTiles(128, 128, 64, 4, 3, None, False),
-    SymmetricTiles(128, 128, 64, 8, 3, 128, False),
-    SymmetricTiles(128, 256, 64, 8, 3, None, False),
 ]
 
 
@@ -197,7 +194,7 @@ def sweep(hidden: int, n: int) -> None:
         print(f"  {n} x {hidden} x {x.shape[2]}: {name}")
         print_part("cuBLAS", functools.partial(FULL, x, x, c, 1.0, -0.5, 0.25), tera, "TFLOP/s")
         for tiles in SWEEP:
-            label = " ".join(map(str, tiles[:-1])) + (" engine" if tiles.descriptors else " threads")
+            label = " ".join(map(str, tiles))
             run = functools.partial(half_product, x, x, c, 1.0, -0.5, 0.25, tiles)
             off = attempt(label, lambda run=run, want=want: distance(run(), want))
             if off is not None:

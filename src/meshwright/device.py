@@ -1,5 +1,6 @@
-"""The device that a process computes on. Besides this file only cuda_graphs.py and kernels/, which
-ask for ROCm, name a kind of accelerator.
+"""The device that a process computes on. Besides this file, only those that use what
+CUDA alone has name a kind of accelerator: cuda_graphs.py, parallel/barrier.py and
+kernels/triton/decode.py; kernels/ ask for ROCm.
 
 torch.accelerator serves every kind, except for memory: not every backend implements its functions,
 and they are ten times as slow. Memory is asked of torch.cuda, torch.npu or torch.xpu itself.
@@ -197,16 +198,16 @@ def has_fp8(device: torch.device) -> bool:
 
 def has_dependent_launch(device: torch.device) -> bool:
     """Return whether a kernel can start before the one before it ends (NVIDIA from Hopper on)."""
-    return _is_hopper(device)
+    return _is_hopper_or_later(device)
 
 
-def has_copy_engine(device: torch.device) -> bool:
-    """Return whether a copy engine brings tiles to multiprocessors (TMA: NVIDIA from Hopper on)."""
-    return _is_hopper(device)
+def has_tile_loads(device: torch.device) -> bool:
+    """Return whether hardware loads tiles of tensors (TMA: NVIDIA from Hopper on)."""
+    return _is_hopper_or_later(device)
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
+def _is_hopper_or_later(device: torch.device) -> bool:
     """Return whether it is an NVIDIA GPU of this generation or a later one."""
     import torch
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from meshwright.kernels import gradients, grid, twins
+from meshwright.kernels.linear import add_bias
+from meshwright.parallel import comm, tensor
 from sinks import Total
 
 
@@ -69,18 +71,32 @@ def test_shapes(shape, dtype, form):
         torch.testing.assert_close(total.double(), matrix.double().sum(0) + 3.0, rtol=1e-6, atol=1e-5)
 
 
-def test_sums_kept_with_a_gradient(monkeypatch):
+class OneRank:
+    """Products of tensor parallelism on one rank."""
+
+    def multiply_scatter(self, x, weight, bias):
+        return comm.Started(x @ weight.t() + bias, None)
+
+    def back_gather_multiply(self, grad, weight):
+        return grad @ weight, grad
+
+
+def row_parallel(x, bias):
+    return tensor._RowParallel.apply(x.flatten(0, 1), torch.eye(24), bias, OneRank())
+
+
+@pytest.mark.parametrize("product", [add_bias, row_parallel])
+def test_sums_kept_with_a_gradient(product, monkeypatch):
     """The norm's backward pass has summed what the product before it needs, if unchanged."""
     from meshwright.kernels import norm
-    from meshwright.kernels.linear import add_bias
 
     torch.manual_seed(0)
     weights = norm.NormWeights(torch.ones(24), torch.zeros(24), 1e-5)
     grads, summed, real = [], [], gradients.column_sums
     monkeypatch.setattr(gradients, "column_sums", lambda x: summed.append(hasattr(x, "column_sums")) or real(x))
     for changed in (False, True):
-        x, bias, residual = (torch.randn(shape, requires_grad=True) for shape in ((2, 5, 24), (24,), (2, 5, 24)))
-        pending = add_bias(x, bias)
+        x, bias, residual = (torch.randn(shape, requires_grad=True) for shape in ((1, 10, 24), (24,), (1, 10, 24)))
+        pending = product(x, bias)
         if changed:
             pending.register_hook(lambda grad: grad.mul_(2.0))
         joined, y = norm.add_norm(residual, pending, None, None, 0.0, weights)

@@ -8,10 +8,10 @@ from meshwright.kernels import symmetric, twins
 kernel = pytest.importorskip("meshwright.kernels.triton.symmetric", reason="Triton is not installed")
 
 TILES = [
-    kernel.SymmetricTiles(32, 32, 16, 4, 2, descriptors=False),
+    kernel.SymmetricTiles(32, 32, 16, 4, 2),
     kernel.SymmetricTiles(32, 32, 32, 4, 2),
     kernel.SymmetricTiles(16, 32, 32, 4, 2),
-    kernel.SymmetricTiles(64, 128, 32, 4, 2, descriptors=False),
+    kernel.SymmetricTiles(64, 128, 32, 4, 2),
 ]
 ON_GPU = torch.cuda.is_available()
 # bfloat16 is rounded towards 0 by the interpreter.
@@ -86,7 +86,8 @@ def test_the_lower_half_is_taken(tiles, c_is_given):
     ],
 )
 def test_small_odd_and_float64_matrices_take_torchs_product(monkeypatch, shape, dtype, is_kernel):
-    monkeypatch.setattr(twins.devices, "has_kernels", lambda device: True)
+    for name in ("has_kernels", "has_tile_loads"):
+        monkeypatch.setattr(twins.devices, name, lambda device: True)
     monkeypatch.setattr(kernel, "product", lambda *_: None)
     x = torch.randn(shape, dtype=dtype)
     got = symmetric.product(x, x, scale=2.0)

@@ -225,7 +225,8 @@ def test_products_of_which_one_half_is_computed(monkeypatch, is_gram, tall):
     torchs = orthogonalise(low, 5, is_gram)
     assert not calls  # it is too small for the kernel
     monkeypatch.setattr(symmetric, "SMALLEST", 16)
-    monkeypatch.setattr("meshwright.device.has_kernels", lambda device: True)
+    for name in ("has_kernels", "has_tile_loads"):
+        monkeypatch.setattr(f"meshwright.device.{name}", lambda device: True)
     got = orthogonalise(low, 5, is_gram)
     assert got.stride() == low.stride() and len(calls) == (16 if is_gram else 10)
     for matrix, one, start in zip(got.cpu(), torchs.cpu(), low.cpu(), strict=True):

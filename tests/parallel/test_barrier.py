@@ -55,16 +55,27 @@ def no_library(name):
 
 
 def library(name):
-    return SimpleNamespace(cuStreamBatchMemOp_v2=lambda *operations: 0)
+    return SimpleNamespace(cuStreamBatchMemOp_v2=mock.Mock(return_value=0))
+
+
+def refusing_library(name):
+    return SimpleNamespace(cuStreamBatchMemOp_v2=mock.Mock(return_value=801))
 
 
 @pytest.mark.parametrize(
     ("kind", "load", "has_operations"),
-    [("cuda", library, True), ("cuda", old_library, False), ("cuda", no_library, False), ("cpu", library, False)],
+    [
+        ("cuda", library, True),
+        ("cuda", old_library, False),
+        ("cuda", no_library, False),
+        ("cuda", refusing_library, False),
+        ("cpu", library, False),
+    ],
 )
 def test_what_cannot_wait_in_the_stream_takes_kernels(monkeypatch, kind, load, has_operations):
     monkeypatch.setattr(barrier, "dist", SimpleNamespace(get_rank=lambda group: 0, get_world_size=lambda group: 2))
     monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(barrier.devices, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     handle = mock.Mock(get_buffer=lambda rank, shape, dtype: torch.zeros(shape, dtype=dtype))
     symmetric = mock.Mock(empty=lambda size, dtype, device: torch.ones(size, dtype=dtype), rendezvous=lambda *_: handle)
     made = barrier.make_barrier(symmetric, SimpleNamespace(group_name="0"), torch.device(kind))

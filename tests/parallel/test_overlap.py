@@ -21,7 +21,7 @@ from meshwright.settings import flags
 from meshwright.settings.schema import TrainConfig
 from on_ranks import run_ranks
 
-SIZE = 2 * overlap.WORTHWHILE_BYTES
+SIZE = overlap.WORTHWHILE_BYTES
 COUNTED = [(overlap.OverlappedProducts, name) for name in ("gather_multiply", "scatter", "start_gather")]
 
 
@@ -32,7 +32,7 @@ def products():
         torch.randn(shape, generator=draw, dtype=torch.float64) for shape in ((6, 5), (7, 5), (7,), (6 * world, 7))
     )
     dist.broadcast(bias, 0)
-    memory, size = Memory(), 6 * 7 * 8 * 2
+    memory, size = Memory(), 6 * 7 * 8
     with memory.installed(*COUNTED):
         by = overlap.OverlappedProducts(group, size, CPU)
         plain = overlap.PlainProducts(group)
@@ -85,6 +85,7 @@ def choice():
         few = "the rows of a micro-batch are few: 15 MiB on a rank, of 16"
         assert overlap.choose_products("auto", group, CPU, SIZE - 1)[1] == few
         assert type(overlap.choose_products("on", group, CPU, SIZE - 1)[0]) is overlap.OverlappedProducts
+        assert overlap.choose_products("auto", group, CPU, SIZE, "no")[1] == "no"
         # A rank that cannot map memory, or computes something else, takes the others with it.
         compare, refused = overlap.largest_difference, mock.Mock(side_effect=RuntimeError("no rights\nto map"))
         for own_reason, owner, name, broken in (
@@ -123,10 +124,10 @@ def training(line):
     layers, again = config.model.num_layers, "full" in line
     in_training, in_validation = 2 * config.global_batch, config.training.eval_iters * config.global_batch
     in_layers = in_training * layers * (6 if again else 4) + in_validation * layers * 2
-    probes, of_head = 2, in_training
+    probes, of_head = 4, in_training
     wanted = in_layers + of_head + probes
     again = in_training * (2 * layers + 1)  # rows for the gradients of qkv, fc and the head
-    counts = {"gather_multiply": wanted + in_validation, "scatter": wanted, "start_gather": again}
+    counts = {"gather_multiply": wanted + in_validation, "scatter": wanted, "start_gather": again + probes // 2}
     assert memory.calls == counts
 
 

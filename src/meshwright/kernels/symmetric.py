@@ -1,7 +1,7 @@
 """Batched products that are known to be symmetric, such as X X^T or those of matrices that commute.
 
-On CUDA a Triton kernel computes the lower triangle and mirrors it; its plain twin computes all of
-the product.
+From NVIDIA's Hopper on, whose tiles and speed the kernel is made for, it computes the lower
+triangle and mirrors it; its plain twin computes all of the product.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshwright import device as devices
 from meshwright.kernels.twins import twin
 
 SMALLEST = 256  # rows; below, all of a product is four tiles of the kernel
@@ -20,7 +21,7 @@ def product(
 ) -> Tensor:
     """Return scale a b^T + keep c + diagonal I, for a, b [n, m, k] whose product is symmetric."""
     _, m, k = a.shape
-    is_halved = m >= SMALLEST and m % MULTIPLE == k % MULTIPLE == 0
+    is_halved = m >= SMALLEST and m % MULTIPLE == k % MULTIPLE == 0 and devices.has_tile_loads(a.device)
     multiply = half_product if is_halved else half_product.plain  # type: ignore[attr-defined]
     return multiply(a, b, c, scale, keep, diagonal)
 

@@ -11,13 +11,13 @@ With X [m, k], m <= k, of norm 1, an iteration is X <- P X, where R = X X^T, P =
             R <- P R P, Q <- P Q, 8 m^3 flops. X itself is read and written once in 3 iterations.
 
 Every product but P X and Q X is symmetric. Where kernels/symmetric.py has a kernel for it, the half
-below the diagonal is computed in tiles of 128 x 128: 56 % of a product at m = 1024, 53 % at 2048.
+below the diagonal is computed in tiles of 128 x 256: 62 % of a product at m = 1024, 56 % at 2048.
 The work by arithmetic, for the 24 layers of a model of hidden size 1024 (345M) and 5 iterations, in
 TFLOP (benchmarks/gpu_muon.py measures the times):
 
             full   halves
-    plain    7.2      5.4
-    gram     5.2      3.5       k >= 1.5 m; plain for square matrices
+    plain    7.2      5.7
+    gram     5.2      3.8       k >= 1.5 m; plain for square matrices
 
 R has the squares of X's singular values; its rounding errors grow with 1 / value^2. So R is
 computed again from X after 3 iterations, and all is in float16, whose 3 more bits of precision need

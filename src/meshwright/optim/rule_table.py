@@ -24,7 +24,7 @@ OWN_RATES = {"wte.weight": "embedding_lr", "wpe.weight": "embedding_lr", "lm_hea
 
 MUON_CHUNK = 1 << 27  # elements that Muon updates at a time: four copies in 16 bits are 1 GB
 MUON_RESTART = 3  # iterations of Muon's gram form, after which it begins again with a new R
-MUON_TILE = 128  # rows of a tile of symmetric products
+MUON_TILE = 128  # rows of a tile of symmetric products, whose columns are twice as many
 GRAM = 3  # that form is for matrices with at least so many halves of columns for a row
 MUON_HALF = 665  # rows of matrices whose products reach half of the speed of large ones
 CHUNK = 1 << 24  # elements that the other rules update at a time: four copies in float32 are 256 MB
@@ -118,7 +118,7 @@ def form_of(o: Optimizer, m: Model | None, name: str, shape: tuple[int, ...]) ->
 
 
 def muon_flops(short: int, long: int, steps: int) -> float:
-    """Return the operations of orthogonalising a matrix as optim/muon.py does on a GPU.
+    """Return the operations of orthogonalising a matrix as optim/muon.py does from Hopper on.
 
     Of symmetric products, the half below the diagonal and the tiles on it are computed.
     """

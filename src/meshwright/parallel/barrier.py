@@ -57,15 +57,16 @@ def operations(words: list[int], rank: int) -> list[tuple[int, int, int]]:
 
 
 class StreamBarrier:
-    """Let the current stream wait until those of all ranks have come here.
+    """Let the current stream write and wait: by `operations`, until those of all ranks come here.
 
     All barriers of one object must be submitted to one stream, or in an order that streams keep.
+    `kept` lives as long as the object.
     """
 
-    def __init__(self, words: list[int], rank: int, device: torch.device) -> None:
-        listed = [Operation(kind, at, value, IS_EQUAL * (kind == WAIT)) for kind, at, value in operations(words, rank)]
-        self.count, self.device = len(listed), device
-        self.list = (Operation * self.count)(*listed)
+    def __init__(self, listed: list[tuple[int, int, int]], device: torch.device, kept: Any = None) -> None:
+        batch = [Operation(kind, address, value, IS_EQUAL * (kind == WAIT)) for kind, address, value in listed]
+        self.count, self.device, self.kept = len(batch), device, kept
+        self.batch = (Operation * self.count)(*batch)
         self.submit = ctypes.CDLL("libcuda.so.1").cuStreamBatchMemOp_v2
         self.submit.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
 
@@ -73,23 +74,24 @@ class StreamBarrier:
         if not self.count:
             return
         stream = devices.current_stream(self.device).cuda_stream
-        if error := self.submit(stream, self.count, self.list, 0):
+        if error := self.submit(stream, self.count, self.batch, 0):
             raise RuntimeError(f"cuStreamBatchMemOp failed with error {error}")
 
 
 def make_barrier(symmetric: Any, group: ProcessGroup, device: torch.device) -> Callable[[], None]:
     """Return a barrier for one stream of each of the group's ranks, all of which must call this."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    own = symmetric.empty(max(2 * ranks, 64), dtype=torch.int32, device=device).zero_()
+    own = symmetric.empty(2 * ranks + 64, dtype=torch.int32, device=device).zero_()
     handle = symmetric.rendezvous(own, group.group_name)
     by_kernels = functools.partial(handle.barrier, channel=0)
     by_kernels()  # no rank may write what another has yet to clear
     if device.type != devices.NVIDIA:
         return by_kernels
     buffers = [own if r == rank else handle.get_buffer(r, (own.numel(),), own.dtype) for r in range(ranks)]
+    words = [x.data_ptr() for x in buffers]
     try:
-        barrier = StreamBarrier([x.data_ptr() for x in buffers], rank, device)
-    except (AttributeError, OSError):  # an AMD GPU, or an old driver
+        last = own.data_ptr() + 4 * (own.numel() - 1)
+        StreamBarrier([(WRITE, last, 1), (WAIT, last, 1), (WRITE, last, 0)], device)()  # whether the driver can
+        return StreamBarrier(operations(words, rank), device, (own, handle, buffers))
+    except (AttributeError, OSError, RuntimeError):  # an AMD GPU, or an old driver
         return by_kernels
-    barrier.kept = own, handle, buffers  # type: ignore[attr-defined]
-    return barrier

@@ -8,14 +8,15 @@ from each other (torch's symmetric memory), without multiprocessors of the GPU a
     multiply + scatter    rank 1's rows @ W, which the next rank fetches, adds to its own product of
                           these rows, and so on: a ring, whose last product is that of own rows
 
-Each part of the second is cut into pieces, so that one is fetched while another is multiplied, and
-a product adds to what has been fetched: there is no sum of its own.
+A rank's rows are cut into pieces in the second, so that one is fetched while another is multiplied,
+and a product adds to what has been fetched: there is no sum of its own. It is rounded to the rows'
+format at each rank, as in NCCL's ring.
 
 Hand-written because torch's pipelines of the same purpose (torch.ops.symm_mem.fused_*) make a step
-of 2.7B take 167 ms on two H100 GPUs, where half of one GPU's is 135: in 97 of 129 scatters they ran
-the product of own rows first, so that nothing hid the copy of the others (5.8 ms); a sum (6.2),
-seven barriers for each pair of a gather and a scatter (4.3) and copies into mapped memory (1.8)
-were exposed too. Multicast is not needed and is left off.
+of 2.7B take 167 ms on two H100 GPUs, where it takes 153 by these and half of one GPU's is 135: they
+run the product of own rows first in most scatters, so that nothing hides the copy of the others,
+and a sum, more barriers and copies into mapped memory come on top. Multicast is not needed and is
+left off.
 """
 
 from __future__ import annotations
@@ -79,9 +80,11 @@ class PlainProducts:
 
 
 class Arrivals(list[Arrival]):
-    """Several copies, waited for together."""
+    """Several copies of one tensor, which it keeps until then, waited for together."""
 
-    source: Tensor
+    def __init__(self, source: Tensor) -> None:
+        super().__init__()
+        self.source = source
 
     def wait(self) -> None:
         for arrival in self:
@@ -91,27 +94,27 @@ class Arrivals(list[Arrival]):
 class OverlappedProducts(PlainProducts):
     """Products while rows are copied.
 
-    `size` is twice the bytes of a rank's rows. Each rank's mapped memory has a part of that size
-    for each rank's rows, which their ranks send, and two for sums, which the next rank fetches.
+    Each rank's mapped memory has room for all ranks' rows, which their ranks send, and two more
+    rooms of this size, `room` bytes, for sums, which the next rank fetches.
     """
 
-    def __init__(self, group: ProcessGroup, size: int, device: torch.device) -> None:
+    def __init__(self, group: ProcessGroup, room: int, device: torch.device) -> None:
         super().__init__(group)
         self.rank, self.ranks, self.device = dist.get_rank(group), dist.get_world_size(group), device
-        self.part = size // 2
+        self.room = room
         mapper = BufferMapper(group, device)
-        memory = mapper.zeros(self.part * (self.ranks + 2), torch.uint8)
+        memory = mapper.zeros(mapped_bytes(room, self.ranks), torch.uint8)
         self.memory, self.barrier, self.stream = memory.all, mapper.barrier, mapper.stream
         self.filling = devices.new_stream(device)
 
     def fits(self, rows: int, width: int, like: Tensor) -> bool:
         """Return whether a rank's rows fit: CUDA graphs use the memory, so it must never move."""
-        return rows * width * like.element_size() <= self.part
+        return rows * width * like.element_size() <= self.room
 
-    def mapped(self, rank: int, part: int, rows: int, width: int, like: Tensor) -> Tensor:
-        """Return rows at the beginning of a part of a rank's memory."""
+    def mapped(self, rank: int, number: int, rows: int, width: int, like: Tensor) -> Tensor:
+        """Return rows at the beginning of one of a rank's rooms."""
         size = rows * width * like.element_size()
-        return self.memory[rank][part * self.part :][:size].view(like.dtype).view(rows, width)
+        return self.memory[rank][number * self.room :][:size].view(like.dtype).view(rows, width)
 
     def send(self, x: Tensor, keeps_rows: bool) -> tuple[Tensor, Arrivals]:
         """Start to send contiguous rows to all ranks; return all ranks' rows, and how to wait.
@@ -122,7 +125,7 @@ class OverlappedProducts(PlainProducts):
         n, width = x.shape
         # Those of all ranks are consecutive.
         rows = self.memory[self.rank][: self.ranks * x.nbytes].view(x.dtype).view(self.ranks * n, width)
-        arrivals = Arrivals()
+        arrivals = Arrivals(x)
         with self.submitting(self.stream):
             self.barrier()  # all ranks have used the rows of the last gather
             for k in range(1, self.ranks):
@@ -139,9 +142,7 @@ class OverlappedProducts(PlainProducts):
     def start_gather(self, x: Tensor) -> comm.Started:
         if not self.fits(len(x), x.shape[1], x):
             return super().start_gather(x)
-        rows, arrivals = self.send(x := x.contiguous(), keeps_rows=True)
-        arrivals.source = x  # which must outlive the copies
-        return comm.Started(rows, arrivals)
+        return comm.Started(*self.send(x.contiguous(), keeps_rows=True))
 
     def gather_multiply(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, keeps_rows: bool = False
@@ -175,7 +176,7 @@ class OverlappedProducts(PlainProducts):
         parts = [part.chunk(PIECES) for part in x.chunk(self.ranks)]
         y = x.new_empty(n, width)
         before = (self.rank - 1) % self.ranks
-        # A step's sums are where those of the last but one were: fetched before this one's begin.
+        # A round's sums are where those of the last but one were: fetched before this one's begin.
         sums, others = (
             [self.mapped(rank, self.ranks + k % 2, n, width, x).chunk(PIECES) for k in range(self.ranks - 1)]
             for rank in (self.rank, before)
@@ -221,40 +222,56 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         torch.addmm(bias, a, b, out=out)
 
 
-def choose_products(wanted: str, group: ProcessGroup, device: torch.device, size: int) -> tuple[PlainProducts, str]:
+def mapped_bytes(room: int, ranks: int) -> int:
+    """Return the bytes that a rank maps for rows of `room` bytes on each rank."""
+    return room * (ranks + 2)
+
+
+def choose_products(
+    wanted: str, group: ProcessGroup, device: torch.device, room: int, unworthy: str = ""
+) -> tuple[PlainProducts, str]:
     """Return the products for a group, and why they are not overlapped ("" if they are).
 
-    `size` is the number of bytes to map, twice those of the rows. Every rank of the group must call
-    this; all get the same kind.
+    `room` is the bytes of a rank's rows; `unworthy` says why "auto" does without. Every rank of the
+    group must call this; all get the same kind.
     """
     chosen = [PlainProducts(group)]
 
     def map_memory() -> None:
-        chosen.append(OverlappedProducts(group, max(size, TRIAL_BYTES), device))
+        chosen.append(OverlappedProducts(group, max(room, TRIAL_BYTES), device))
 
     def compare() -> str:
         difference = largest_difference(chosen[-1], device)
         return "" if difference < 0.01 else f"its result is {difference:.1%} from that of NCCL"
 
-    few = f"the rows of a micro-batch are few: {size >> 21} MiB on a rank, of {WORTHWHILE_BYTES >> 20}"
-    few *= size < 2 * WORTHWHILE_BYTES
-    reason = to_map_memory("tensor --tp-overlap off on", wanted, group, device, [map_memory, compare], few)
+    if not unworthy and room < WORTHWHILE_BYTES:
+        unworthy = f"the rows of a micro-batch are few: {room >> 20} MiB on a rank, of {WORTHWHILE_BYTES >> 20}"
+    reason = to_map_memory("tensor --tp-overlap off on", wanted, group, device, [map_memory, compare], unworthy)
     return chosen[0 if reason else -1], reason
 
 
 @torch.no_grad()
 def largest_difference(chosen: PlainProducts, device: torch.device) -> float:
-    """Return the largest relative difference of small products of each kind from the plain ones."""
+    """Return the largest relative difference of products of each kind from the plain ones.
+
+    Each runs twice with other numbers, so that rows of the first time, which a missing wait would
+    leave, show. Rows of 1 MiB take longer to copy than small products to begin.
+    """
     plain, ranks = PlainProducts(chosen.group), dist.get_world_size(chosen.group)
-    draw = torch.Generator(device).manual_seed(1 + dist.get_rank(chosen.group))
-    x, weight, bias, wide = (
-        torch.randn(shape, generator=draw, device=device).bfloat16()
-        for shape in ((128, 64), (128, 64), (128,), (128 * ranks, 128))
-    )
-    results = []
-    for by in (plain, chosen):
-        y, _ = by.gather_multiply(x, weight, bias)
-        back, rows = by.back_gather_multiply(x, weight.t())
-        sums = [by.multiply_scatter(wide, weight.t()), by.back_multiply_scatter(wide, weight)]
-        results.append([y, back, rows, *map(comm.wait_for, sums)])
+    own, common = (torch.Generator(device).manual_seed(n) for n in (1 + dist.get_rank(chosen.group), 0))
+    width = 64
+    rows = TRIAL_BYTES // (2 * width)
+    results: list[list[Tensor]] = [[], []]
+    for _ in range(2):
+        bias = torch.randn(width, generator=common, device=device).bfloat16()
+        x, weight, wide = (
+            torch.randn(count, width, generator=own, device=device).bfloat16() for count in (rows, width, rows * ranks)
+        )
+        for by, found in zip((plain, chosen), results, strict=True):
+            found.append(by.gather_multiply(x, weight, bias)[0])
+            found += [part.clone() for part in by.back_gather_multiply(x, weight.t())]
+            found.append(comm.wait_for(by.multiply_scatter(wide, weight.t(), bias)))
+            started = by.start_gather(x)
+            found.append(comm.wait_for(by.back_multiply_scatter(wide, weight)))
+            found.append(comm.wait_for(started).clone())
     return max(float((a.float() - b.float()).norm() / a.float().norm()) for a, b in zip(*results, strict=True))

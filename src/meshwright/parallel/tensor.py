@@ -93,19 +93,19 @@ class _GatheredColumnParallel(torch.autograd.Function):
 
 
 class _RowParallel(torch.autograd.Function):
-    """x @ W + b with this rank's rows of W: the sum over the ranks, cut into rows."""
+    """x @ W + b with this rank's rows of W: the sum over the ranks, cut into rows [1, n, H]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, bias: Tensor | None, by: PlainProducts) -> Tensor:
         ctx.save_for_backward(x, parameter)
         ctx.by, ctx.parameter, ctx.bias = by, parameter, bias
-        return comm.wait_for(by.multiply_scatter(x, parameter, bias))
+        return comm.wait_for(by.multiply_scatter(x, parameter, bias)).unsqueeze(0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, parameter = ctx.saved_tensors
-        of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None
-        back, rows = ctx.by.back_gather_multiply(grad, parameter)
+        of_bias = gradients.from_rows(ctx.bias, grad) if ctx.needs_input_grad[2] else None  # which may know its sums
+        back, rows = ctx.by.back_gather_multiply(grad[0], parameter)
         return back, gradients.from_product(ctx.parameter, rows, x), of_bias, None
 
 
@@ -182,8 +182,7 @@ def cut_layers(model: GPT, layout: Layout, by_rows: PlainProducts | None, column
         """Multiply as a layer's second products do: partial sums, added up before the bias."""
         if not sequence or is_deferred() or by is not linear:
             return add_bias(add_up(by(x, parameter)), bias)
-        y: Tensor = _RowParallel.apply(x.flatten(0, 1), parameter, bias, by_rows)  # type: ignore[no-untyped-call]
-        return y.unsqueeze(0)
+        return _RowParallel.apply(x.flatten(0, 1), parameter, bias, by_rows)  # type: ignore[no-any-return,no-untyped-call]
 
     for name, p in list(model.named_parameters()):
         rule = shard.rule(name)

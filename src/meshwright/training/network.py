@@ -187,10 +187,12 @@ def products_by_rows(spec: Spec) -> overlap.PlainProducts:
     config, layout, group = spec.config, spec.layout, spec.layout.group("tp")
     assert group is not None
     tokens = config.micro_batch * (config.data.seq_length or 0) // (layout.cp * layout.tp)
-    size = 2 * tokens * (config.model.hidden_size or 0) * dtype_of(config.precision).itemsize
-    chosen, reason = overlap.choose_products(config.parallel.tp_overlap, group, spec.device, size)
+    room = tokens * (config.model.hidden_size or 0) * dtype_of(config.precision).itemsize
+    unworthy = "compiled layers would be cut at each product" if spec.options.compiled else ""
+    chosen, reason = overlap.choose_products(config.parallel.tp_overlap, group, spec.device, room, unworthy)
     if not reason:
-        remark(f" > tensor parallelism: products overlap the copies of rows ({size / 2**20:.0f} MiB are mapped)")
+        size = overlap.mapped_bytes(room, layout.tp) / 2**20
+        remark(f" > tensor parallelism: products overlap the copies of rows ({size:.0f} MiB are mapped)")
     elif devices.is_accelerator(spec.device):
         remark(f" > tensor parallelism: collectives before and after products, because {reason}")
     return chosen

@@ -420,7 +420,7 @@ def linear_of_row(
 def tile_of(columns: int, inner: int, processors: int, gated: bool = False) -> LinearTile:
     """Return a tile that leaves two programs or more for each multiprocessor, if it can be.
 
-    A thread holds 128 weights or fewer.
+    A thread holds 128 weights or fewer, of a program's 65,536.
     """
     inner = max(16, power_of_2(inner))
     width = next((w for w in (16, 8, 4, 2) if w * inner <= 16384 and columns // w >= 2 * processors), 1)

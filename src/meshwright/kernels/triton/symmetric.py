@@ -25,12 +25,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from meshwright import device as devices
 from meshwright.kernels.grid import cdiv
 
 
 class SymmetricTiles(NamedTuple):
-    """Sizes of the kernel's tiles, and how one is computed.
+    """Sizes of the kernel's tiles, and how one is computed; hardware loads them (TMA).
 
     The fastest of ten that benchmarks/gpu_muon.py timed on an H100.
     """
@@ -41,40 +40,18 @@ class SymmetricTiles(NamedTuple):
     warps: int = 8
     stages: int = 3
     registers: int | None = None  # of a thread, where the compiler should use fewer
-    descriptors: bool = True  # the copy engine loads operands, not the threads
 
 
 TILES = SymmetricTiles()
 
 
 @triton.jit
-def _load(
-    x,
-    batch,
-    row,
-    start,
-    m,
-    k,
-    WHOLE: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
-    ROWS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+def _load(x, batch, row, start, BY_ROW: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr):
     """Return rows of a matrix of x [n, m, k] from a column on: [ROWS, DEPTH]."""
-    if DESCRIPTOR:
-        if BY_ROW:
-            return x.load([batch, row, start]).reshape(ROWS, DEPTH)
-        else:
-            return x.load([batch, start, row]).reshape(DEPTH, ROWS).T
+    if BY_ROW:
+        return x.load([batch, row, start]).reshape(ROWS, DEPTH)
     else:
-        rows, depth = row + tl.arange(0, ROWS), start + tl.arange(0, DEPTH)
-        at = rows[:, None] * k + depth[None, :] if BY_ROW else depth[None, :] * m + rows[:, None]
-        matrix = x + batch.to(tl.int64) * m * k
-        if WHOLE:
-            return tl.load(matrix + at)
-        else:
-            return tl.load(matrix + at, mask=(rows < m)[:, None] & (depth < k)[None, :], other=0.0)
+        return x.load([batch, start, row]).reshape(DEPTH, ROWS).T
 
 
 @triton.jit
@@ -91,7 +68,6 @@ def _symmetric_product(
     HAS_C: tl.constexpr,
     WHOLE: tl.constexpr,
     BY_ROW: tl.constexpr,
-    DESCRIPTOR: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -105,8 +81,8 @@ def _symmetric_product(
     row, column = i * ROWS, j * COLUMNS
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, k, DEPTH):
-        x = _load(a, batch, row, start, m, k, WHOLE, BY_ROW, DESCRIPTOR, ROWS, DEPTH)
-        y = _load(b, batch, column, start, m, k, WHOLE, BY_ROW, DESCRIPTOR, COLUMNS, DEPTH)
+        x = _load(a, batch, row, start, BY_ROW, ROWS, DEPTH)
+        y = _load(b, batch, column, start, BY_ROW, COLUMNS, DEPTH)
         total = tl.dot(x, y.T, total)
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     offset = batch.to(tl.int64) * m * m
@@ -140,24 +116,22 @@ def product(
 ) -> Tensor:
     """Return scale a b^T + keep c + diagonal I."""
     n, m, k = a.shape
-    tiles = tiles or TILES._replace(descriptors=devices.has_copy_engine(a.device))
+    tiles = tiles or TILES
     assert a.stride() == b.stride() and (c is None or c.is_contiguous())
     assert max(k, m) * m < 2**31  # offsets within a matrix are 32-bit
     out = torch.empty(n, m, m, dtype=a.dtype, device=a.device)
     grid = count_tiles(m, tiles), n
     by_row = a.is_contiguous()
     assert by_row or a.mT.is_contiguous()
-    left, right = a, b
-    if tiles.descriptors:
-        left, right = (_describe(x, rows, tiles.depth) for x, rows in ((a, tiles.rows), (b, tiles.columns)))
-    is_whole = m % tiles.columns == 0 and k % tiles.depth == 0
+    left, right = (_describe(x, rows, tiles.depth) for x, rows in ((a, tiles.rows), (b, tiles.columns)))
+    is_whole = m % tiles.columns == 0
     options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    if tiles.registers is not None and not torch.version.hip:
+    if tiles.registers is not None:
         options["maxnreg"] = tiles.registers
     with torch.accelerator.device_index(a.device.index):
         tensors = left, right, out if c is None else c, out
         numbers = m, k, float(scale), float(keep), float(diagonal)
-        constants = c is not None, is_whole, by_row, tiles.descriptors, tiles.rows, tiles.columns, tiles.depth
+        constants = c is not None, is_whole, by_row, tiles.rows, tiles.columns, tiles.depth
         _symmetric_product[grid](*tensors, *numbers, *constants, **options)
     return out
 
@@ -168,7 +142,7 @@ def count_tiles(m: int, tiles: SymmetricTiles) -> int:
 
 
 def _describe(x: Tensor, rows: int, depth: int) -> TensorDescriptor:
-    """Return a descriptor of tiles of x [n, m, k]; beyond its ends the copy engine reads zeros."""
+    """Return a descriptor of tiles of x [n, m, k]; beyond its ends zeros are read."""
     if x.is_contiguous():
         return TensorDescriptor.from_tensor(x, [1, rows, depth])
     return TensorDescriptor.from_tensor(x.mT, [1, depth, rows])
