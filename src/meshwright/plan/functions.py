@@ -165,14 +165,14 @@ class Functions:
         del partial
 
         def backward(gradient: Sized) -> list[Sized | None]:
+            self.give_rows(gradient, outputs, has_bias, unit)
             rows = self.new(gradient.elements * self.tp)
             back = self.new(rows.elements // outputs * inputs)
             self.give_product(outputs, inputs, unit)
             return [back]
 
         y.node = GraphNode([x], [x.view()], backward)
-        rows = y.view(GraphNode([y], [], lambda gradient: [gradient.view()]))
-        return self.add_bias(rows, outputs, has_bias)
+        return y
 
     def added_up(self, x: Sized) -> Sized:
         """Sum partial results over the tensor ranks; with sequence parallelism keep own rows."""
