@@ -17,7 +17,7 @@ one() {
 decode() {
     export CUDA_VISIBLE_DEVICES=1
     timeout 60 python3 benchmarks/gpu_decode.py --check > $OUT/decode-check.txt 2>&1
-    [ -e .carry/decode_try.py ] && timeout 190 python3 .carry/decode_try.py 345M 1.3B > $OUT/decode-try.txt 2>&1
+    [ -e trials/decode_try.py ] && timeout 190 python3 trials/decode_try.py 345M 1.3B > $OUT/decode-try.txt 2>&1
     timeout 60 python3 benchmarks/gpu_decode.py --profile --rows 1 8 > $OUT/decode-profile.txt 2>&1
     timeout 90 python3 benchmarks/gpu_decode.py --rows 1 8 > $OUT/decode.txt 2>&1
     timeout 100 python3 -m pytest -q -n 6 -p no:cacheprovider -m "not long" tests/kernels/test_decode.py tests/generation > $OUT/tests.txt 2>&1

@@ -7,9 +7,9 @@ LIMIT=${LIMIT:-270} began=$SECONDS back=$OUT OUT=/tmp/out
 left() { echo $((LIMIT - SECONDS + began)); }
 rm -rf $OUT; mkdir -p $OUT
 (while sleep 15; do tar czf $back/all.part -C $OUT . 2> /dev/null && mv $back/all.part $back/all.tar.gz; done) & archiving=$!
-lab() { CUDA_VISIBLE_DEVICES=$1 PYTHONPATH=$PWD/src:$given timeout 90 taskset -c $((16 * $1))-$((16 * $1 + 15)) python3 .carry/decode_lab.py $2 > $OUT/lab-$2.txt 2>&1; }
+lab() { CUDA_VISIBLE_DEVICES=$1 PYTHONPATH=$PWD/src:$given timeout 90 taskset -c $((16 * $1))-$((16 * $1 + 15)) python3 trials/decode_lab.py $2 > $OUT/lab-$2.txt 2>&1; }
 first() {
-    if [ -e .carry/decode_lab.py ]; then lab 0 345M & lab 1 1.3B & wait; fi
+    if [ -e trials/decode_lab.py ]; then lab 0 345M & lab 1 1.3B & wait; fi
     CUDA_VISIBLE_DEVICES=0,1 LIMIT=$(left) OUT=$OUT/tp taskset -c 0-31 bash $here/layouts.sh tp one-2.7B > $OUT/tp.txt 2>&1
 }
 second() {

@@ -11,12 +11,12 @@ on() { export CUDA_VISIBLE_DEVICES=$1; cpus="taskset -c $((16 * $1))-$((16 * $1 
 bench() { timeout $(left) $cpus python3 -m meshwright bench --peer-seconds 230 "$@"; }
 generation() {
     on 0
-    for size in 345M 1.3B; do [ -e .carry/decode_lab.py ] && timeout 100 $cpus python3 .carry/decode_lab.py $size > $OUT/lab-$size.txt 2>&1; done
+    for size in 345M 1.3B; do [ -e trials/decode_lab.py ] && timeout 100 $cpus python3 trials/decode_lab.py $size > $OUT/lab-$size.txt 2>&1; done
     bench sizes --rows '^2.7B dropout 0.1$' --peer-names megatron-core --out $OUT/2.7B -- --micro-batch-size 4 --global-batch-size 4
 }
 llama() {
     on 1
-    [ -e .carry/reduce_try.py ] && timeout 40 $cpus python3 .carry/reduce_try.py > $OUT/reduce.txt 2>&1
+    [ -e trials/reduce_try.py ] && timeout 40 $cpus python3 trials/reduce_try.py > $OUT/reduce.txt 2>&1
     bench sizes --rows '^1.3B Llama$' --peer-names transformers-compiled --out $OUT/llama
 }
 small() { on 2; bench 345m --rows '^345M dropout 0.1$' --peer-names megatron-core transformers-compiled --out $OUT/345M; }

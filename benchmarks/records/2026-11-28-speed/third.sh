@@ -11,7 +11,7 @@ on() { export CUDA_VISIBLE_DEVICES=$1; cpus="taskset -c $((16 * $1))-$((16 * $1 
 bench() { timeout $(left) $cpus python3 -m meshwright bench --profile "$@"; }
 lab() {
     on $1
-    [ -e .carry/decode_lab.py ] && timeout 120 $cpus python3 .carry/decode_lab.py $2 > $OUT/lab-$2.txt 2>&1
+    [ -e trials/decode_lab.py ] && timeout 120 $cpus python3 trials/decode_lab.py $2 > $OUT/lab-$2.txt 2>&1
     timeout $(left) $cpus python3 -m pytest -q -n 6 -p no:cacheprovider -m "not long" $3 > $OUT/tests-$1.txt 2>&1
 }
 muon() {
