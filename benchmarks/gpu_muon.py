@@ -7,7 +7,7 @@ form needs by arithmetic, TFLOP/s, the largest distance of a first update from f
 to it, and the memory of the update: with cuBLAS's full symmetric products, and with halves. Then
 each part's time, with TFLOP/s of the flops that are computed, or GB/s of the bytes that must move.
 `--sweep` instead times the symmetric products with tiles of other sizes (rows x columns x depth,
-warps, stages, most registers), and their distance from cuBLAS's. A variant that fails is named,
+warps, stages), and their distance from cuBLAS's. A variant that fails is named,
 and the others go on.
 """
 
@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from meshwright.kernels import muon as passes
 from meshwright.kernels import symmetric
-from meshwright.kernels.triton.symmetric import TILES, SymmetricTiles, count_tiles
-from meshwright.kernels.triton.symmetric import product as half_product
+from meshwright.kernels.triton.symmetric import TILES, SymmetricTiles, count_tiles, half_product
 from meshwright.optim import muon
 
 MODELS = {name: SIZES[name][:2] for name in ("345M", "1.3B", "2.7B")}  # layers, hidden size
@@ -36,12 +35,11 @@ LR = 0.02
 FULL = symmetric.half_product.plain  # type: ignore[attr-defined]
 QUINTIC = muon.C / muon.SPREAD**2, muon.B / muon.SPREAD, muon.A  # of R, as it is stored
 
-# rows, columns, depth, warps, stages, registers
+# rows, columns, depth, warps, stages
 SWEEP = [
     SymmetricTiles(128, 128, 64, 4, 3),
     SymmetricTiles(128, 128, 64, 4, 4),
     SymmetricTiles(128, 128, 32, 4, 6),
-    SymmetricTiles(128, 128, 64, 8, 3, 128),
     SymmetricTiles(128, 256, 64, 8, 3),
     SymmetricTiles(128, 256, 64, 8, 4),
     SymmetricTiles(64, 128, 64, 4, 4),
@@ -167,9 +165,9 @@ def parts(n: int, rows: int, columns: int) -> None:
     print_part("normalise", lambda: muon.normalised(ahead, norms), 4 * giga, "GB/s")
     x = muon.normalised(ahead, norms)
     x = x if rows <= columns else x.mT
-    r = symmetric.product(x, x, scale=muon.SPREAD)
+    r = symmetric.symmetric_product(x, x, scale=muon.SPREAD)
     tera = 2e-12 * n * m * m
-    for kind, multiply, part in (("full", FULL, 1.0), ("half", symmetric.product, computed(m))):
+    for kind, multiply, part in (("full", FULL, 1.0), ("half", symmetric.symmetric_product, computed(m))):
         gram = functools.partial(multiply, x, x, None, muon.SPREAD, 0.0, 0.0)
         print_part(f"X X^T, {kind}", gram, tera * k * part, "TFLOP/s")
         quintic = functools.partial(multiply, r, r, r, *QUINTIC)

@@ -196,19 +196,12 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == NVIDIA and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def has_dependent_launch(device: torch.device) -> bool:
-    """Return whether a kernel can start before the one before it ends (NVIDIA from Hopper on)."""
-    return _is_hopper_or_later(device)
-
-
-def has_tile_loads(device: torch.device) -> bool:
-    """Return whether hardware loads tiles of tensors (TMA: NVIDIA from Hopper on)."""
-    return _is_hopper_or_later(device)
-
-
 @functools.cache
-def _is_hopper_or_later(device: torch.device) -> bool:
-    """Return whether it is an NVIDIA GPU of this generation or a later one."""
+def is_hopper_or_later(device: torch.device) -> bool:
+    """Return whether it is an NVIDIA GPU of this generation or a later one.
+
+    There a kernel can start before the one before it ends, and hardware loads tiles of tensors.
+    """
     import torch
 
     return device.type == NVIDIA and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)

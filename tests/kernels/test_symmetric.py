@@ -42,7 +42,7 @@ def with_order(x, by_row):
 def test_a_matrix_times_its_transpose(tiles, dtype, m, k, by_row):
     """Every tile is computed once, and rounded once; the other half has its very bits."""
     x = with_order(torch.randn(2, m, k).to(dtype), by_row)
-    got = kernel.product(x, x, None, 0.5, 0.0, 0.0, tiles)
+    got = kernel.half_product(x, x, None, 0.5, 0.0, 0.0, tiles)
     assert got.is_contiguous() and torch.equal(got, got.mT)
     assert farthest(got, 0.5 * x.double() @ x.double().mT) < 0.55
 
@@ -55,7 +55,7 @@ def test_a_polynomial(tiles, dtype, m):
     x = torch.randn(3, m, 2 * m).double() / (2 * m) ** 0.5
     r = (x @ x.mT).to(dtype)
     numbers = 2.0315, -4.775, 3.4445
-    got = kernel.product(r, r, r, *numbers, tiles)
+    got = kernel.half_product(r, r, r, *numbers, tiles)
     exact = r.double()
     want = numbers[0] * exact @ exact + numbers[1] * exact + numbers[2] * torch.eye(m)
     assert torch.equal(got, got.mT) and farthest(got, want) < 0.55
@@ -69,7 +69,7 @@ def test_the_lower_half_is_taken(tiles, c_is_given):
     Products of matrices that commute are symmetric but for their rounding.
     """
     a, b, c = (torch.randn(2, 96, 96).half() for _ in range(3))
-    got = kernel.product(a, b, c if c_is_given else None, 1.0, 0.25, 0.0, tiles)
+    got = kernel.half_product(a, b, c if c_is_given else None, 1.0, 0.25, 0.0, tiles)
     full = a.double() @ b.double().mT + (0.25 * c.double() if c_is_given else 0.0)
     square = torch.arange(96) // tiles.rows
     assert farthest(got, torch.where(square[:, None] >= square, full, full.mT)) < 0.55
@@ -86,11 +86,11 @@ def test_the_lower_half_is_taken(tiles, c_is_given):
     ],
 )
 def test_small_odd_and_float64_matrices_take_torchs_product(monkeypatch, shape, dtype, is_kernel):
-    for name in ("has_kernels", "has_tile_loads"):
+    for name in ("has_kernels", "is_hopper_or_later"):
         monkeypatch.setattr(twins.devices, name, lambda device: True)
-    monkeypatch.setattr(kernel, "product", lambda *_: None)
+    monkeypatch.setattr(kernel, "half_product", lambda *_: None)
     x = torch.randn(shape, dtype=dtype)
-    got = symmetric.product(x, x, scale=2.0)
+    got = symmetric.symmetric_product(x, x, scale=2.0)
     assert (got is None) == is_kernel
     if not is_kernel:
         torch.testing.assert_close(got, (2 * x.double() @ x.double().mT).to(dtype))

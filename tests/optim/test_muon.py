@@ -216,8 +216,8 @@ def test_products_of_which_one_half_is_computed(monkeypatch, is_gram, tall):
     """With the kernel for every symmetric product, the result is as close to float64's."""
     kernel = pytest.importorskip("meshwright.kernels.triton.symmetric", reason="Triton is not installed")
     monkeypatch.setattr(kernel, "TILES", kernel.SymmetricTiles(32, 32, 32, 4, 2))
-    calls, real = [], kernel.product
-    monkeypatch.setattr(kernel, "product", lambda *args: calls.append(args) or real(*args))
+    calls, real = [], kernel.half_product
+    monkeypatch.setattr(kernel, "half_product", lambda *args: calls.append(args) or real(*args))
     x = torch.randn(2, 48, 112, generator=torch.Generator().manual_seed(1))
     low = (x / x.norm(dim=(1, 2), keepdim=True)).half()
     low = low.mT.contiguous().mT if tall else low
@@ -225,7 +225,7 @@ def test_products_of_which_one_half_is_computed(monkeypatch, is_gram, tall):
     torchs = orthogonalise(low, 5, is_gram)
     assert not calls  # it is too small for the kernel
     monkeypatch.setattr(symmetric, "SMALLEST", 16)
-    for name in ("has_kernels", "has_tile_loads"):
+    for name in ("has_kernels", "is_hopper_or_later"):
         monkeypatch.setattr(f"meshwright.device.{name}", lambda device: True)
     got = orthogonalise(low, 5, is_gram)
     assert got.stride() == low.stride() and len(calls) == (16 if is_gram else 10)

@@ -233,14 +233,17 @@ class Node(Gpu):
     mapped_ranks = 8
 
 
-def test_rows_of_tensor_ranks_are_mapped():
+def test_rows_of_tensor_ranks_are_mapped(monkeypatch):
     """A part for each rank's rows and two for sums, where memory can be mapped."""
     words = *SMALL, "--world-size", "4", "--tensor-model-parallel-size", "4", "--sequence-parallel"
-    for more, device, parts in (
-        ("--tp-overlap on", Node(), 6),
-        ("--tp-overlap on", Gpu(), 0),
-        ("--tp-overlap auto", Node(), 0),
+    for more, device, worthwhile, parts in (
+        ("--tp-overlap on", Node(), 16 << 20, 6),
+        ("--tp-overlap on", Gpu(), 16 << 20, 0),
+        ("--tp-overlap auto", Node(), 16 << 20, 0),
+        ("--tp-overlap auto", Node(), 1, 6),
+        ("--tp-overlap auto --compile on", Node(), 1, 0),
     ):
+        monkeypatch.setattr(memory.traffic, "WORTHWHILE_BYTES", worthwhile)
         kinds = memory.memory_of_rank(config_of(*words, *more.split()), PADDED, 0, device).kinds
         assert kinds["buffers"] == sum(memory.WORKSPACES) + parts * (4 * 256 // 4) * 256 * 4  # of float32
 

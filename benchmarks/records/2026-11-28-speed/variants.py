@@ -35,7 +35,7 @@ TILES = "w * inner <= 16384 and columns // w >= 2 * processors"
 Replacements = list[tuple[str, str]]
 VARIANTS: dict[str, Replacements] = {
     "as it is": [],
-    "each kernel after the one before": [("devices.has_dependent_launch(", "bool(0) and (")],
+    "each kernel after the one before": [("devices.is_hopper_or_later(", "bool(0) and (")],
     "without attention (wrong)": [("        _attend[b, groups", "        0 and _attend[b, groups")],
     "without norms (wrong)": [("= layer.norm or (", "= (")],
     "attention in parts of 64 places": [("max(64, min(16384 // width, power_of_2(longest)))", "64")],

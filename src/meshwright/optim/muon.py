@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from meshwright import device as devices
 from meshwright.kernels import muon as passes
-from meshwright.kernels.symmetric import product
+from meshwright.kernels.symmetric import symmetric_product
 from meshwright.optim.own_rule import OwnRule, scalar
 from meshwright.optim.rule_table import GRAM, MUON_CHUNK, MUON_RESTART, MatrixForm
 
@@ -231,20 +231,20 @@ def orthogonalise(x: Tensor, steps: int, is_gram: bool | None = None) -> Tensor:
             x = multiply_symmetric(polynomial_of_gram(x, min(MUON_RESTART, steps - first)), x)
         return x
     for _ in range(steps):
-        r = product(x, x)
-        x = multiply_symmetric(product(r, r, r, C, B), x, A)
+        r = symmetric_product(x, x)
+        x = multiply_symmetric(symmetric_product(r, r, r, C, B), x, A)
     return x
 
 
 def polynomial_of_gram(x: Tensor, steps: int) -> Tensor:
     """Return the product Q [n, m, m] of the steps' P. R is stored multiplied by SPREAD."""
-    r = product(x, x, scale=SPREAD)
+    r = symmetric_product(x, x, scale=SPREAD)
     q = None
     for step in range(steps):
-        p = product(r, r, r, C / SPREAD**2, B / SPREAD, A)
-        q = p if q is None else product(q, p)
+        p = symmetric_product(r, r, r, C / SPREAD**2, B / SPREAD, A)
+        q = p if q is None else symmetric_product(q, p)
         if step + 1 < steps:
-            r = product(product(p, r), p)
+            r = symmetric_product(symmetric_product(p, r), p)
     assert q is not None
     return q
 

@@ -14,17 +14,12 @@ writes, but not the waits.
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from meshwright import device as devices
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 WAIT, WRITE, IS_EQUAL = 1, 2, 1  # CU_STREAM_MEM_OP_WAIT_VALUE_32, ..._WRITE_VALUE_32, CU_STREAM_WAIT_VALUE_EQ
 
@@ -71,27 +66,27 @@ class StreamBarrier:
         self.submit.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
 
     def __call__(self) -> None:
-        if not self.count:
-            return
         stream = devices.current_stream(self.device).cuda_stream
         if error := self.submit(stream, self.count, self.batch, 0):
             raise RuntimeError(f"cuStreamBatchMemOp failed with error {error}")
 
 
-def make_barrier(symmetric: Any, group: ProcessGroup, device: torch.device) -> Callable[[], None]:
-    """Return a barrier for one stream of each of the group's ranks, all of which must call this."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    own = symmetric.empty(2 * ranks + 64, dtype=torch.int32, device=device).zero_()
-    handle = symmetric.rendezvous(own, group.group_name)
-    by_kernels = functools.partial(handle.barrier, channel=0)
-    by_kernels()  # no rank may write what another has yet to clear
-    if device.type != devices.NVIDIA:
-        return by_kernels
-    buffers = [own if r == rank else handle.get_buffer(r, (own.numel(),), own.dtype) for r in range(ranks)]
-    words = [x.data_ptr() for x in buffers]
+def count_words(ranks: int) -> int:
+    """Return the words of a rank's barrier, and one to try whether streams can wait."""
+    return 2 * ranks + 1
+
+
+def stream_barrier(words: list[Tensor], rank: int) -> StreamBarrier | None:
+    """Return a barrier for one stream of each rank, or None where streams cannot wait.
+
+    `words` are what each rank has mapped for it, `count_words` of 4 bytes, which are 0.
+    """
+    own = words[rank]
+    if own.device.type != devices.NVIDIA:
+        return None
     try:
-        last = own.data_ptr() + 4 * (own.numel() - 1)
-        StreamBarrier([(WRITE, last, 1), (WAIT, last, 1), (WRITE, last, 0)], device)()  # whether the driver can
-        return StreamBarrier(operations(words, rank), device, (own, handle, buffers))
+        last = own[-1:].data_ptr()  # which no barrier uses
+        StreamBarrier([(WRITE, last, 1), (WAIT, last, 1)], own.device)()
+        return StreamBarrier(operations([x.data_ptr() for x in words], rank), own.device, words)
     except (AttributeError, OSError, RuntimeError):  # an AMD GPU, or an old driver
-        return by_kernels
+        return None

@@ -18,6 +18,7 @@ on it (torch.ops.symm_mem) are kernels, which take multiprocessors as NCCL's do.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from meshwright import device as devices
 from meshwright.parallel.agree import map_memory_of, to_map_memory
-from meshwright.parallel.barrier import make_barrier
+from meshwright.parallel.barrier import count_words, stream_barrier
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -114,16 +115,23 @@ class BufferMapper:
 
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self.symmetric, self.group, self.stream = map_memory_of(group), group, devices.new_stream(device)
-        self.barrier = make_barrier(self.symmetric, group, device)
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        words, by_kernel = self.map(count_words(self.ranks), torch.int32)
+        self.barrier = stream_barrier(words, self.rank) or by_kernel
 
     def zeros(self, size: int, dtype: torch.dtype) -> MappedBuffer:
+        buffers, _ = self.map(size, dtype)
+        return MappedBuffer(buffers, self.rank, self.barrier, self.stream)
+
+    def map(self, size: int, dtype: torch.dtype) -> tuple[list[Tensor], Callable[[], None]]:
+        """Return zeros of each rank, and torch's barrier, a kernel that waits."""
         own: Tensor = self.symmetric.empty(size, dtype=dtype, device=self.stream.device).zero_()
         devices.count_mapped(own.nbytes)
         handle: Any = self.symmetric.rendezvous(own, self.group.group_name)
-        rank, ranks = dist.get_rank(self.group), range(dist.get_world_size(self.group))
-        buffers = [own if r == rank else handle.get_buffer(r, (size,), dtype) for r in ranks]
-        handle.barrier(channel=0)  # no rank may read what another has yet to clear
-        return MappedBuffer(buffers, rank, self.barrier, self.stream)
+        buffers = [own if r == self.rank else handle.get_buffer(r, (size,), dtype) for r in range(self.ranks)]
+        barrier = functools.partial(handle.barrier, channel=0)
+        barrier()  # no rank may read what another has yet to clear
+        return buffers, barrier
 
 
 def choose_mapper(wanted: str, group: ProcessGroup | None, device: torch.device) -> tuple[BufferMapper | None, str]:

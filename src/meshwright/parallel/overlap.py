@@ -31,7 +31,7 @@ from meshwright import device as devices
 from meshwright.kernels.products import affine, product
 from meshwright.parallel import comm
 from meshwright.parallel.agree import to_map_memory
-from meshwright.parallel.layout import WORTHWHILE_BYTES
+from meshwright.parallel.layout import MORE_ROOMS, WORTHWHILE_BYTES
 from meshwright.parallel.mapped import Arrival, BufferMapper
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class OverlappedProducts(PlainProducts):
         self.rank, self.ranks, self.device = dist.get_rank(group), dist.get_world_size(group), device
         self.room = room
         mapper = BufferMapper(group, device)
-        memory = mapper.zeros(mapped_bytes(room, self.ranks), torch.uint8)
+        memory = mapper.zeros(room * (self.ranks + MORE_ROOMS), torch.uint8)
         self.memory, self.barrier, self.stream = memory.all, mapper.barrier, mapper.stream
         self.filling = devices.new_stream(device)
 
@@ -220,11 +220,6 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> None:
         torch.mm(a, b, out=out)
     else:
         torch.addmm(bias, a, b, out=out)
-
-
-def mapped_bytes(room: int, ranks: int) -> int:
-    """Return the bytes that a rank maps for rows of `room` bytes on each rank."""
-    return room * (ranks + 2)
 
 
 def choose_products(

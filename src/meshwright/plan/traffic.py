@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from meshwright.device import NVIDIA
 from meshwright.model.counts import layer_matrices
-from meshwright.parallel.layout import WORTHWHILE_BYTES
+from meshwright.model.kind import block_kind
+from meshwright.parallel.layout import MORE_ROOMS, WORTHWHILE_BYTES
 from meshwright.parallel.pipeline_schedule import stages_of
 from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.settings.schema import TrainConfig
@@ -86,7 +88,10 @@ def mapped_rows(config: TrainConfig, ranks_within: int) -> int:
     if not p.sequence_parallel or p.tp_overlap == "off" or not 1 < tp <= ranks_within:
         return 0
     size = rows(config) // tp * (config.model.hidden_size or 0) * number_bytes(config)[0]
-    return (tp + 2) * size * (p.tp_overlap == "on" or size >= WORTHWHILE_BYTES)
+    is_compiled = block_kind(config.training, config.model, config.precision, NVIDIA) == "compiled"
+    if p.tp_overlap == "auto" and (size < WORTHWHILE_BYTES or is_compiled):
+        return 0
+    return (tp + MORE_ROOMS) * size
 
 
 def context_bytes(config: TrainConfig) -> float:

@@ -20,7 +20,7 @@ from meshwright.optim.loss_scale import dtype_of
 from meshwright.optim.rule_table import OWN_RATES
 from meshwright.parallel import comm, mapped, overlap
 from meshwright.parallel.flat import FlatStore
-from meshwright.parallel.layout import Layout
+from meshwright.parallel.layout import MORE_ROOMS, Layout
 from meshwright.parallel.pipeline import Pipeline, stages
 from meshwright.parallel.pipeline_schedule import SPLIT_BACKWARD, V_SHAPED
 from meshwright.parallel.store import StoreSpec
@@ -191,7 +191,7 @@ def products_by_rows(spec: Spec) -> overlap.PlainProducts:
     unworthy = "compiled layers would be cut at each product" if spec.options.compiled else ""
     chosen, reason = overlap.choose_products(config.parallel.tp_overlap, group, spec.device, room, unworthy)
     if not reason:
-        size = overlap.mapped_bytes(room, layout.tp) / 2**20
+        size = room * (layout.tp + MORE_ROOMS) / 2**20
         remark(f" > tensor parallelism: products overlap the copies of rows ({size:.0f} MiB are mapped)")
     elif devices.is_accelerator(spec.device):
         remark(f" > tensor parallelism: collectives before and after products, because {reason}")

@@ -375,7 +375,7 @@ def embed(state: TextState, slots: Tensor, wte: Tensor, wpe: Tensor | None) -> T
     out = wte.new_empty(len(slots), wte.shape[1])
     grid = len(slots), cdiv(wte.shape[1], 1024)
     with torch.accelerator.device_index(wte.device.index):
-        numbers = wte.shape[1], 1024, devices.has_dependent_launch(wte.device)
+        numbers = wte.shape[1], 1024, devices.is_hopper_or_later(wte.device)
         _embed_tokens[grid](state.token, state.used, slots, wte, wpe, out, *numbers)
     return out
 
@@ -392,7 +392,7 @@ def choose_tokens(
     with torch.accelerator.device_index(logits.device.index):
         texts = state.token, state.used, state.limit, state.active.view(torch.int8), *(draws or (None, None))
         scratch = report, peaks, places, counters(logits.device, max(COUNTERS, power_of_2(b)))
-        early = devices.has_dependent_launch(logits.device)
+        early = devices.is_hopper_or_later(logits.device)
         numbers = vocab, logits.stride(0), eod, NONE, BAD, parts, block, early
         _choose_tokens[b, cdiv(vocab, block)](logits, slots, *texts, *scratch, *numbers, **LAUNCH[early])
     return report
@@ -409,7 +409,7 @@ def linear_of_row(
     with torch.accelerator.device_index(x.device.index):
         norm_weight, norm_bias, eps, plus, centers = layer.norm or (None, None, 0.0, 0.0, False)
         tensors = x, layer.weight, layer.bias, norm_weight, norm_bias, residual, out
-        early = devices.has_dependent_launch(x.device)
+        early = devices.is_hopper_or_later(x.device)
         constants = GATES.get(layer.kind, layer.kind), gated, tile.columns, max(16, power_of_2(k)), centers, early
         numbers = n, eps, plus, k
         _decode_linear[(cdiv(n, tile.columns),)](*tensors, *numbers, *constants, num_warps=tile.warps, **LAUNCH[early])
@@ -439,7 +439,7 @@ def attend(qkv: Tensor, texts: CachedTexts, sizes: HeadSizes, rotation: tuple[Te
         tensors = *texts[:4], cos, sin, out, partials, counters(qkv.device, COUNTERS)
         numbers = dim**-0.5, texts.keys.shape[1], chunk
         half = 0 if rotation is None else cos.shape[-1]
-        early = devices.has_dependent_launch(qkv.device)
+        early = devices.is_hopper_or_later(qkv.device)
         constants = groups, per_group, dim, half, heads, width, tile.places, parts, tile.stages, early
         _attend[b, groups, parts](qkv, *tensors, *numbers, *constants, num_warps=tile.warps, **LAUNCH[early])
     return out

@@ -17,7 +17,7 @@ other row by row, matrix by matrix, so that those in flight share their operands
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -39,7 +39,6 @@ class SymmetricTiles(NamedTuple):
     depth: int = 64
     warps: int = 8
     stages: int = 3
-    registers: int | None = None  # of a thread, where the compiler should use fewer
 
 
 TILES = SymmetricTiles()
@@ -105,7 +104,7 @@ def _symmetric_product(
         tl.store(out + mirrored, rounded.T, mask=below)
 
 
-def product(
+def half_product(
     a: Tensor,
     b: Tensor,
     c: Tensor | None,
@@ -125,9 +124,7 @@ def product(
     assert by_row or a.mT.is_contiguous()
     left, right = (_describe(x, rows, tiles.depth) for x, rows in ((a, tiles.rows), (b, tiles.columns)))
     is_whole = m % tiles.columns == 0
-    options: dict[str, Any] = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    if tiles.registers is not None:
-        options["maxnreg"] = tiles.registers
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     with torch.accelerator.device_index(a.device.index):
         tensors = left, right, out if c is None else c, out
         numbers = m, k, float(scale), float(keep), float(diagonal)
