@@ -31,6 +31,17 @@ def farthest(got, want):
     return float(((got.double() - wide).abs() / unit).max())
 
 
+def is_mirrored(x, tiles):
+    """Whether the elements above the squares of the diagonal have the bits of those below.
+
+    Within such a square a GPU's products are symmetric too. Triton's interpreter multiplies by
+    numpy's BLAS, whose sums may have another order for the transposed element.
+    """
+    square = torch.arange(x.shape[-1]) // tiles.rows
+    mirrored = square[:, None] != square
+    return torch.equal(x, x.mT) if ON_GPU else torch.equal(x[:, mirrored], x.mT[:, mirrored])
+
+
 def with_order(x, by_row):
     return x if by_row else x.mT.contiguous().mT
 
@@ -43,7 +54,7 @@ def test_a_matrix_times_its_transpose(tiles, dtype, m, k, by_row):
     """Every tile is computed once, and rounded once; the other half has its very bits."""
     x = with_order(torch.randn(2, m, k).to(dtype), by_row)
     got = kernel.half_product(x, x, None, 0.5, 0.0, 0.0, tiles)
-    assert got.is_contiguous() and torch.equal(got, got.mT)
+    assert got.is_contiguous() and is_mirrored(got, tiles)
     assert farthest(got, 0.5 * x.double() @ x.double().mT) < 0.55
 
 
@@ -58,7 +69,7 @@ def test_a_polynomial(tiles, dtype, m):
     got = kernel.half_product(r, r, r, *numbers, tiles)
     exact = r.double()
     want = numbers[0] * exact @ exact + numbers[1] * exact + numbers[2] * torch.eye(m)
-    assert torch.equal(got, got.mT) and farthest(got, want) < 0.55
+    assert is_mirrored(got, tiles) and farthest(got, want) < 0.55
 
 
 @pytest.mark.parametrize("tiles", TILES)

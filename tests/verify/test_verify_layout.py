@@ -6,13 +6,14 @@ import json
 import socket
 
 import pytest
+import torch
 
 from meshwright.__main__ import main
 from meshwright.commands import verify_layout
 from meshwright.errors import UNEQUAL, UserError
 from meshwright.report.page import CERTIFICATE
 from meshwright.settings import flags
-from meshwright.settings.schema import TrainConfig
+from meshwright.settings.schema import Optimizer, Parallel, Precision, TrainConfig
 from meshwright.verify import compare
 from meshwright.verify.twin import make_twin
 from on_ranks import run_programs
@@ -60,6 +61,30 @@ def test_a_layout_that_fails_is_a_difference(monkeypatch, capsys):
 
 @pytest.mark.flag("verify_layout")
 @pytest.mark.long
+@pytest.mark.parametrize("beta2", [0.95, 0.999, 0.9995])
+def test_torchs_rounding_of_beta2_is_no_difference(beta2):
+    """On GPUs, torch's fused AdamW makes exp_avg_sq of 1 - float32(beta2), ours of 1 - beta2."""
+    squares = torch.rand(20, 1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    torchs, ours = torch.zeros(1000, dtype=torch.float64), torch.zeros(1000, dtype=torch.float64)
+    rounded = float(torch.tensor(beta2, dtype=torch.float32))
+    for square in squares:
+        torchs = rounded * torchs + (1.0 - rounded) * square
+        ours = beta2 * ours + (1.0 - beta2) * square
+    apart = float((torchs - ours).abs().max() / ours.max())
+
+    def allowed(device="cuda", quantity=compare.Quantity.MOMENTS, stage=3, **optimizer):
+        settings = TrainConfig(
+            precision=Precision(bf16=True),
+            parallel=Parallel(zero_stage=stage),
+            optimizer=Optimizer(adam_beta2=beta2, **optimizer),
+        )
+        return quantity.tolerance(settings, torch.device(device))
+
+    assert apart < allowed() - compare.UPDATED < 1.5 * apart + 1e-7
+    assert compare.UPDATED == allowed("cpu") == allowed(stage=1) == allowed(cautious_weight_decay=True)
+    assert compare.UPDATED == allowed(quantity=compare.Quantity.WEIGHTS)
+
+
 def test_train_verifies_before_it_begins(tmp_path):
     """A difference ends the run before its first step; the certificate says where it is."""
     statuses, (log, _) = run(tmp_path, ["train", *TRAIN, *TP, "--run-dir", "run"], BROKEN="1")

@@ -33,11 +33,12 @@ from meshwright.checkpoint.sources import TensorBoxes
 from meshwright.data.loader import Batch
 from meshwright.errors import UNEQUAL, UserError
 from meshwright.kernels import dropout
+from meshwright.optim import rule_table
 from meshwright.parallel.layout import layout_of
 from meshwright.ranks.lost import bare_message, is_lost_rank
 from meshwright.ranks.team import ALONE, Team
 from meshwright.settings.command import out_of_memory
-from meshwright.settings.schema import Checkpoint, TrainConfig
+from meshwright.settings.schema import Checkpoint, Optimizer, TrainConfig
 from meshwright.training.log.columns import STEP_COLUMNS
 from meshwright.training.loop import Trainer
 from meshwright.verify import small_run
@@ -78,7 +79,7 @@ class Quantity(StrEnum):
         """Whether no rounding excuses a difference."""
         return self in (Q.DRAWN, Q.SAMPLES, Q.DROPOUT, Q.SCALE, Q.LOADED, Q.LOADED_ALONE)
 
-    def tolerance(self, config: TrainConfig) -> float:
+    def tolerance(self, config: TrainConfig, device: torch.device) -> float:
         """Return the largest difference that rounding makes."""
         dtype = config.precision.dtype
         if self.is_exact:
@@ -87,7 +88,23 @@ class Quantity(StrEnum):
             return TOLERANCE[dtype]
         if self is Q.LOSS:
             return TOLERANCE[dtype] / 10  # a mean of many
-        return ORTHOGONALISED if config.optimizer.optimizer == "muon" else UPDATED
+        if config.optimizer.optimizer == "muon":
+            return ORTHOGONALISED
+        if self is Q.MOMENTS and device.type != "cpu" and config.parallel.zero_stage == 3:
+            return UPDATED + fused_adamw_error(config.optimizer)
+        return UPDATED
+
+
+def fused_adamw_error(o: Optimizer) -> float:
+    """Return the relative error of a GPU's exp_avg_sq in torch's fused AdamW, which ZeRO 3 uses.
+
+    It rounds beta2 to float32 before it takes it from 1: of 1 - 0.999, that is 1.3e-5. Its bias
+    correction is rounded alike, so the weights hardly move. Our own kernel rounds 1 - beta2.
+    """
+    if rule_table.is_beyond_torch(o):
+        return 0.0
+    rounded = 1.0 - float(torch.tensor(o.adam_beta2, dtype=torch.float32))
+    return abs(rounded / (1.0 - o.adam_beta2) - 1.0)
 
 
 Q = Quantity
@@ -303,12 +320,13 @@ class Recorder:
     """The differences that one rank has seen."""
 
     config: TrainConfig  # of both runs
+    device: torch.device
     seen: dict[tuple[Quantity, str], Seen] = field(default_factory=dict)
 
     def note(self, what: Quantity, name: str, step: int, far: float) -> None:
         seen = self.seen.setdefault((what, name), Seen())
         seen.largest = max(seen.largest, far)
-        if seen.first is None and not far <= what.tolerance(self.config):
+        if seen.first is None and not far <= what.tolerance(self.config, self.device):
             seen.first = step, far
 
     def tensors(
@@ -349,7 +367,7 @@ class _Comparing:
 
     def __init__(self, config: TrainConfig, steps: int, setup: RankSetup, folder: Path | None) -> None:
         self.config, self.steps, self.setup, self.folder, self.team = config, steps, setup, folder, setup.team
-        self.seen = Recorder(config)
+        self.seen = Recorder(config, setup.device)
         self.is_repeatable = setup.device.type == "cpu"
         self.one: list[RecordedStep] = []  # rank 0: of one process
         self.drawn: TensorBoxes = {}  # rank 0: its initial weights
@@ -536,14 +554,15 @@ class _Comparing:
             of_kind = {name: far for (kind, name), far in largest.items() if kind == what}
             if of_kind:
                 worst = max(of_kind, key=lambda name: of_kind[name])
-                compared.append(Compared(what, len(of_kind), of_kind[worst], worst, what.tolerance(self.config), dtype))
+                allowed = what.tolerance(self.config, self.setup.device)
+                compared.append(Compared(what, len(of_kind), of_kind[worst], worst, allowed, dtype))
         order = sorted(first, key=lambda key: (first[key][0], list(Quantity).index(key[0]), -first[key][1]))
-        differences = [
-            Difference(
-                *key, largest[key], key[0].tolerance(self.config), dtype, f"step {first[key][0]}, rank {first[key][2]}"
-            )
-            for key in order
-        ]
+        differences = []
+        for what, name in order:
+            step, _, rank = first[what, name]
+            allowed = what.tolerance(self.config, self.setup.device)
+            where = f"step {step}, rank {rank}"
+            differences.append(Difference(what, name, largest[what, name], allowed, dtype, where))
         gradients = {name: far for (kind, name), far in largest.items() if kind == Q.GRADIENTS}
         return Comparison(self.steps, compared, differences, gradients, not_compared, self.config)
 
