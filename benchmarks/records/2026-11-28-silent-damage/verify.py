@@ -1,6 +1,6 @@
 """Verify every layout that two GPUs allow, four at a time, and print a line for each.
 
-    python3 verify.py OUT [--device cpu] [NAME ...]
+python3 verify.py OUT [--device cpu] [NAME ...]
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ LAYOUTS = {
     "ZeRO 2": f"{GPT} --bf16 --zero-stage 2",
     "ZeRO 3": f"{GPT} --bf16 --zero-stage 3",
     "ZeRO 3 by collectives": f"{GPT} --bf16 --zero-stage 3 --data-parallel-sums collectives",
-    "ZeRO 3 by copies": f"{GPT} --bf16 --zero-stage 3 --data-parallel-sums copies",
     "ZeRO 3 fp16 recomputed": f"{GPT} --fp16 --zero-stage 3 --recompute-granularity full --recompute-method uniform",
     "ZeRO 3 cautious": f"{GPT} --bf16 --zero-stage 3 --cautious-weight-decay",
     "ZeRO 3 rounded state": f"{GPT} --bf16 --zero-stage 3 --optimizer-state-dtype bfloat16",
@@ -52,16 +51,19 @@ LAYOUTS = {
 
 
 def verify(name: str, folder: Path, device: list[str]) -> str:
-    """Run one layout; return its line: status, seconds, the rows of the table that are not equal."""
-    words = [*LAYOUTS[name].split(), "--world-size", "2", *device]
+    """Run one layout; return its line: status, seconds, device, the rows that tell most."""
+    launched = (
+        ["launch", "--nproc-per-node", "2", "verify-layout"] if not device else ["verify-layout", "--world-size=2"]
+    )
     begin = time.monotonic()
     log = folder / f"{re.sub('[^a-zA-Z0-9]+', '-', name)}.txt"
     with log.open("w") as file:
-        command = [sys.executable, "-m", "meshwright", "verify-layout", *words]
+        command = [sys.executable, "-m", "meshwright", *launched, *LAYOUTS[name].split(), *device]
         status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=300).returncode
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    told = [line for line in lines if "optimizer state" in line or "differs" in line or "error" in line]
-    return f"{name:28} {status:3} {time.monotonic() - begin:5.0f} s  {' | '.join(told or lines[-1:])[:220]}"
+    marks = "gloo on", "nccl on", "optimizer state", "differs", "error"
+    told = [" ".join(line.split()) for line in lines if any(mark in line for mark in marks)]
+    return f"{name:28} {status:3} {time.monotonic() - begin:5.0f} s  {' | '.join(told or lines[-1:])[:300]}"
 
 
 def main() -> int:
