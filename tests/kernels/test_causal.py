@@ -1,4 +1,7 @@
-"""Attention by products on a CPU: as exact as torch's kernel, and chosen where it is faster."""
+"""Attention by products on a CPU: as exact as torch's kernel, and chosen where it is faster.
+
+Torch's own kernel is not run in bfloat16: some processors lack what it needs.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ from meshwright.kernels import causal
 from meshwright.model import attention
 from meshwright.model.positions import Positions, Shared
 from meshwright.settings.schema import Model
+
+
+SPACING = 2.0**-8  # of bfloat16, relative
 
 
 def by_torch(q, k, v):
@@ -46,14 +52,17 @@ def draw(batch, length, heads, groups, dim, spread=1.0):
     ],
 )
 def test_as_exact_as_torchs_kernel(sizes, spread, monkeypatch):
-    """Up to a half more error; scores rounded to bfloat16 have nine times as much at spread 16."""
+    """Torch's errors are up to 0.5 of bfloat16's spacing for the output and 2.2 for gradients.
+
+    Scores that are rounded to bfloat16 have nine times as much at spread 16.
+    """
     monkeypatch.setattr(causal, "SCORES", sizes[2] * 128 * sizes[1] * 2)  # of two samples at a time
     inputs, grad = draw(*sizes, spread=spread)
     exact = results(by_torch, [x.double() for x in inputs], grad.double())
-    theirs, ours = (results(attend, inputs, grad) for attend in (by_torch, causal.attend))
-    for mine, other, want in zip(ours, theirs, exact, strict=True):
+    ours = results(causal.attend, inputs, grad)
+    for mine, want, allowed in zip(ours, exact, (0.75, 2.2, 2.2, 2.2), strict=True):
         assert mine.dtype is torch.bfloat16 and mine.shape == want.shape
-        assert (mine.double() - want).norm() <= 1.5 * (other.double() - want).norm()
+        assert (mine.double() - want).norm() <= allowed * SPACING * want.norm()
 
 
 def test_the_same_bits_each_time():
@@ -86,7 +95,8 @@ def test_no_scores_are_kept():
 def test_where_it_is_chosen(length, dtype, impl, p, window, expected, monkeypatch):
     calls = []
     monkeypatch.setattr(causal, "has_products", lambda: True)
-    monkeypatch.setattr(causal, "attend", lambda q, k, v: calls.append(1) or by_torch(q, k, v))
+    monkeypatch.setattr(causal, "attend", lambda q, k, v: calls.append(1) or q)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: q)
     m = Model(num_layers=1, hidden_size=32, num_attention_heads=2, attention_impl=impl, attention_dropout=p)
     where = Positions(samples=torch.arange(2), columns=torch.arange(length))
     shared = Shared(where)
