@@ -177,7 +177,7 @@ def test_what_a_folder_states_is_trained_with_and_exported(name, tmp_path, capsy
 
 
 def test_a_gpt2_states_what_theirs_does_and_what_other_programs_read(tmp_path):
-    """llama.cpp's converter reads config.json itself, and there `n_ctx`, which transformers writes no more."""
+    """llama.cpp reads config.json itself, and there `n_ctx`, which transformers left out."""
     theirs("gpt2").save_pretrained(tmp_path / "theirs")
     source = as_native(tmp_path / "run", huggingface.open_huggingface(tmp_path / "theirs"))
     write(source, tmp_path / "ours", tokenizer=tokenizers.Null(VOCAB - 1))
