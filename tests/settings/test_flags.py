@@ -368,7 +368,7 @@ def test_all_problems_at_once(tmp_path, monkeypatch, capsys):
         "for BERT",
         "--hidden-size 30 is not a multiple",
         "--num-experts 4 is not yet",
-        "--seq-length is needed",
+        "--seq-length and --train-iters are needed too",
     ):
         assert err.count(words) == 1, words
     assert "--lr is needed" not in err and "Traceback" not in err  # it is there, only not a number
