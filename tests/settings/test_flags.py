@@ -236,7 +236,7 @@ def test_no_abbreviations():
         (["--img-h", "224"], "for vision models"),
         (["--vocab-extra-ids", "1"], "for encoder-decoder models"),
         (["--fp4-format", "e2m1"], "this kind of 8-bit or 4-bit training is not supported"),
-        (["--use-bnb-optimizer"], "--use-bnb-optimizer is refused: 8-bit"),
+        (["--use-bnb-optimizer"], "--use-bnb-optimizer is refused: give --optimizer-state-dtype float8"),
         (["--lr", "fast"], "--lr: 'fast' is not a number"),
         (["--lr", "nan"], "--lr: 'nan' is not a number"),
         (["--seed", "1.5"], "--seed: '1.5' is not a whole number"),
