@@ -257,14 +257,15 @@ def keywords_in_errors(given: Collection[str] = (), typed: Collection[str] = ())
 
 def in_keywords(message: str, given: Collection[str] = (), typed: Collection[str] = ()) -> str:
     """Return a message with keywords of Python for flags, outside of commands in backticks."""
-    known = {spelling(name): name for name in given} | keyword_arguments()
+    known = {**{spelling(name): name for name in given}, **keyword_arguments()}
 
     def keyword(found: re.Match[str]) -> str:
-        flag, space = found["flag"], found["space"]
+        flag: str | None = found["flag"]
+        space: str = found["space"] or ""
         if flag is None:
             return "setting"
         if flag in typed or flag not in known:
-            return found[0]
+            return str(found[0])
         return known[flag] + ("=" if space and "=" not in known[flag] else space)
 
     words = r"(?<![\w/.-])(?:(?P<flag>--[A-Za-z][\w-]*)(?P<space>( (?=[A-Z]+\b))?)|flag(?=s?\b(?![/.-]\w)))"
