@@ -118,14 +118,15 @@ def test_train_takes_flags_keywords_and_a_config(run, tmp_path):
         (lambda: meshwright.train(nmu_layers=2), "unknown setting 'nmu_layers'.*num_layers"),
         (lambda: meshwright.train(preset="gpt2-117"), "no preset 'gpt2-117'.*gpt2-117m"),
         (lambda: meshwright.train("--help"), "belongs to the command line"),
-        (lambda: meshwright.train(FLAGS, train_iters="many"), "--train-iters"),
+        (lambda: meshwright.train(train_iters="many"), "train_iters: 'many' is not a whole number"),
+        (lambda: meshwright.train(FLAGS, train_iters="many"), "--train-iters: 'many' is not a whole number"),
         (lambda: meshwright.train(FLAGS, num_gpus_per_node=2), "meshwright launch"),
         (lambda: meshwright.train(meshwright.TrainConfig(), seed=1), "beside a TrainConfig"),
         (lambda: meshwright.load("nowhere"), "nowhere"),
-        (lambda: meshwright.load("nowhere", device="abacus"), "--device|nowhere"),
+        (lambda: meshwright.load("nowhere", device="abacus"), "^device abacus: torch sees no such"),
         (lambda: meshwright.load("nowhere", dtype="nn"), "dtype 'nn' is unknown"),
         (lambda: meshwright.load("nowhere", bf16=True), "load\\(\\) does not use bf16"),
-        (lambda: meshwright.load("nowhere", num_attention_heads=-1), "--num-attention-heads"),
+        (lambda: meshwright.load("nowhere", num_attention_heads=-1), "^num_attention_heads -1 must"),
         (lambda: meshwright.convert("nowhere", "there", temperature=0.5), "does not use temperature"),
         (lambda: meshwright.evaluate("nowhere", "text"), "give a list of documents"),
         (lambda: meshwright.convert("nowhere", "there", to="onnx"), "native, torch or huggingface"),
@@ -136,6 +137,33 @@ def test_mistakes_raise_one_class(call, message, tmp_path, monkeypatch):
     with pytest.raises(meshwright.UserError, match=f"(?s){message}"):
         call()
     assert not list(tmp_path.iterdir())
+
+
+WRITTEN = ["--lr", "fast", "--seq-length=8"]
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: meshwright.train(preset="gpt2-117m"), "data_path is needed (a prefix written by `meshwright prep"),
+        (lambda: meshwright.train(preset="gpt2-117m"), "or mock_data=True"),
+        (lambda: meshwright.train(bf16=True, fp16=True), "fp16=True and bf16=True cannot be combined"),
+        (lambda: meshwright.train(num_layers=2, mock_data=True), "(or preset, which gives a whole architecture)"),
+        (lambda: meshwright.train(batch_size=2, lora=True), "no setting batch_size; here it is micro_batch_size"),
+        (lambda: meshwright.train(lora=True), "lora is refused: load=DIR with finetune=True trains"),
+        (lambda: meshwright.train(epochs=2), "unknown setting 'epochs'; here it is train_epochs"),
+        (lambda: meshwright.train(WRITTEN, num_layers=0), "--lr: 'fast' is not a number"),
+        (lambda: meshwright.train(WRITTEN, num_layers=0), "hidden_size, num_attention_heads, micro_batch_size, "),
+        (lambda: meshwright.train(WRITTEN), "--num-layers, --hidden-size"),  # as the caller writes them
+        (lambda: meshwright.convert("nowhere", "x", num_attention_heads=0), "num_attention_heads 0 must be above 0"),
+        (lambda: meshwright.generate("a/--save/flag", "x"), "there is no folder a/--save/flag; give the save folder"),
+        (lambda: meshwright.evaluate("a/flags.d", ["x"]), "there is no folder a/flags.d; give the save folder"),
+    ],
+)
+def test_errors_name_what_the_caller_wrote(call, said):
+    with pytest.raises(meshwright.UserError) as caught:
+        call()
+    assert said in str(caught.value)
 
 
 def test_load(run):
@@ -149,6 +177,17 @@ def test_load(run):
     # The continuation is what it adds to the prompt's text, not its own tokens' text.
     assert "a" + greedy == m.tokenizer.decode([*m.encode("a"), int(m.logits("a")[-1].argmax())])
     assert meshwright.generate(run.folder, "a", max_new_tokens=1, greedy=True) == greedy
+
+
+def test_the_network_maps_ids_to_logits(run):
+    """Called with ids alone it returns what `logits` does, without the columns that only pad."""
+    m = meshwright.load(run.folder, device="cpu")
+    ids = torch.tensor([m.encode("abc"), m.encode("xyz")])
+    logits = m.model(ids)
+    assert logits.shape == (2, 3, 257) and m.model.wte.weight.shape[0] > 257
+    assert torch.allclose(logits[0], m.logits("abc"), atol=1e-6) and torch.allclose(
+        logits[1], m.logits("xyz"), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The public functions: train, load, generate, evaluate, convert.
 
 They raise UserError for whatever the caller can correct, never exit the interpreter, and leave
-signals alone unless asked. Keyword settings have the names and values of docs/flags.md.
+signals alone unless asked. Keyword settings have the names and values of docs/flags.md, and errors
+name them so.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from meshwright import console
 from meshwright import device as devices
 from meshwright.errors import UserError, bad_data
 from meshwright.settings import check_values, flags
+from meshwright.settings.fields import keywords_in_errors
 from meshwright.settings.schema import DESCRIBING, GenerateConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -80,8 +82,10 @@ def train(
 
     if handle_signals and threading.current_thread() is not threading.main_thread():
         raise UserError("handle_signals=True works in the main thread only; leave it out in this one")
-    with console.quiet(quiet):
-        config, idle = _complete(config, settings, has_data=datasets is not None)
+    given = config if isinstance(config, TrainConfig) else shlex.split(config) if isinstance(config, str) else [*config]
+    typed = () if isinstance(given, TrainConfig) else {word.partition("=")[0] for word in given}
+    with console.quiet(quiet), keywords_in_errors(settings, typed):
+        config, idle = _complete(given, settings, has_data=datasets is not None)
         if launch_flags_of(config.parallel) is not None:
             raise UserError("train() runs in this process; start several ranks with `meshwright launch` or torchrun")
         status = run(config, Caller(model, loss, datasets, handle_signals, rehearse), idle=idle)
@@ -90,7 +94,7 @@ def train(
 
 
 def _complete(
-    config: TrainConfig | Sequence[str] | str, settings: dict[str, Any], has_data: bool
+    config: TrainConfig | list[str], settings: dict[str, Any], has_data: bool
 ) -> tuple[TrainConfig, Mapping[str, Any]]:
     """Return the settings of a training, and those that were given and have no effect."""
     from meshwright.training.before.resolve import complete_settings, note_export
@@ -99,16 +103,16 @@ def _complete(
         if settings:
             raise UserError(f"settings {', '.join(settings)} were given beside a TrainConfig; put them into it")
         return config, {}
-    words = shlex.split(config) if isinstance(config, str) else list(config)
-    if only_prints := {"-h", "--help", "--print-config", "--dry-run"}.intersection(words):
+    if only_prints := {"-h", "--help", "--print-config", "--dry-run"}.intersection(config):
         raise UserError(f"{', '.join(sorted(only_prints))} belongs to the command line, not to train()")
-    parsed = flags.parse_settings(TrainConfig, words, "meshwright.train", values=settings, check=not has_data)
+    parsed = flags.parse_settings(TrainConfig, config, "meshwright.train", values=settings, check=not has_data)
     completed = complete_settings(parsed)
     note_export(parsed, completed)
     flags.print_notices(parsed)
     return completed, parsed.idle
 
 
+@keywords_in_errors()
 def load(
     path: str | os.PathLike[str], *, device: str | None = None, dtype: DType = "float32", **settings: Any
 ) -> LanguageModel:
@@ -145,6 +149,7 @@ def load(
 def generate(model: LanguageModel | str | os.PathLike[str], prompt: str = "", **options: Any) -> str: ...
 @overload
 def generate(model: LanguageModel | str | os.PathLike[str], prompt: list[str], **options: Any) -> list[str]: ...
+@keywords_in_errors()
 def generate(
     model: LanguageModel | str | os.PathLike[str], prompt: str | list[str] = "", **options: Any
 ) -> str | list[str]:
@@ -153,6 +158,7 @@ def generate(
     return m.generate(prompt, **options)
 
 
+@keywords_in_errors()
 def evaluate(
     model: LanguageModel | str | os.PathLike[str],
     texts: Iterable[str],

@@ -24,7 +24,7 @@ import yaml
 from documents import ROOT
 from helpers import TINY_FLAGS, free_port, read_rows
 from meshwright.__main__ import main
-from meshwright.errors import DONE, FINAL, LOCKED, UNEQUAL, USAGE
+from meshwright.errors import DONE, FINAL, HANG, LOCKED, UNAVAILABLE, UNEQUAL, UNEXPECTED, USAGE
 from meshwright.launch import agent, engines
 from meshwright.launch.launcher import LaunchConfig
 from meshwright.settings import flags
@@ -405,6 +405,13 @@ def test_no_engine_starts_again_what_ends_the_same_way(engine: str, capsys: pyte
     (statuses,) = re.findall(lists.get(engine, r"values:\n([- \d\n]+?)\n +template"), text)
     assert [int(n) for n in re.findall(r"\d+", statuses)] == list(FINAL) and UNEQUAL in FINAL
     assert all(agent.is_final(status) for status in FINAL)
+
+
+@pytest.mark.parametrize("page", ["docs/engines.md", "docs/zh/engines.md"])
+def test_the_page_lists_the_statuses(page: str) -> None:
+    rows = re.findall(r"^\| (\d[^|]*) \| [^|]+ \| ([^|]+) \|$", (ROOT / page).read_text(), re.M)
+    statuses = [[int(n) for n in re.findall(r"\d+", first)] for first, _ in rows]
+    assert statuses[:3] == [[DONE], [UNEXPECTED, UNAVAILABLE, HANG], list(FINAL)]
 
 
 # Their own tools, where they are installed (the extra `engines`)

@@ -236,7 +236,7 @@ def test_no_abbreviations():
         (["--img-h", "224"], "for vision models"),
         (["--vocab-extra-ids", "1"], "for encoder-decoder models"),
         (["--fp4-format", "e2m1"], "this kind of 8-bit or 4-bit training is not supported"),
-        (["--use-bnb-optimizer"], "--use-bnb-optimizer is refused: 8-bit"),
+        (["--use-bnb-optimizer"], "--use-bnb-optimizer is refused: give --optimizer-state-dtype float8"),
         (["--lr", "fast"], "--lr: 'fast' is not a number"),
         (["--lr", "nan"], "--lr: 'nan' is not a number"),
         (["--seed", "1.5"], "--seed: '1.5' is not a whole number"),
@@ -368,7 +368,7 @@ def test_all_problems_at_once(tmp_path, monkeypatch, capsys):
         "for BERT",
         "--hidden-size 30 is not a multiple",
         "--num-experts 4 is not yet",
-        "--seq-length is needed",
+        "--seq-length and --train-iters are needed too",
     ):
         assert err.count(words) == 1, words
     assert "--lr is needed" not in err and "Traceback" not in err  # it is there, only not a number

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from parsing import parse, refusal
 
+import meshwright
 from helpers import TINY_FLAGS
 from meshwright.__main__ import COMMANDS, _as_typed, main
 from meshwright.commands.bench import BenchConfig
+from meshwright.commands.convert import ConvertConfig
 from meshwright.commands.data import DedupConfig
 from meshwright.commands.evaluate import EvaluateConfig
 from meshwright.commands.train_tokenizer import TrainTokenizerConfig
@@ -99,7 +101,9 @@ def test_a_word_without_a_flag_is_answered(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("c.toml").write_text("lr = 0.1\nseq_length = 16\n")
     said = refusal("c.toml", check=True)
-    assert "'c.toml'; give it to --config" in said and "--lr is" not in said and "--num-layers is needed" in said
+    assert (
+        "'c.toml'; give it to --config" in said and "--lr" not in said and said.endswith(" --data-path are needed too")
+    )
     for name in ("held-out.txt", "more.jsonl"):
         Path(name).write_text("a")
     assert "'held-out.txt'; give the file to --prompts" in refusal("held-out.txt", cls=GenerateConfig)
@@ -158,12 +162,35 @@ def test_a_missing_value_hides_no_other_mistake():
         "unknown flag --learning_rat; ",
         "--n_embd; here it is --hidden-size",
         "argument --window-size: expected one argument; a value that begins with - is written --window-size=-1,0",
-        "--num-layers is needed",
+        "--num-layers, --num-attention-heads, --seq-length, --micro-batch-size, --train-iters and --data-path are ",
     ):
         assert line in said
     assert said.count("--lr") == 1
     said = refusal("--output", "a", "--vocab-size", cls=TrainTokenizerConfig)
     assert said == "argument --vocab-size: expected one argument"
+
+
+@pytest.mark.parametrize("typed", ["--epochs 3", "--lr fast", "--lora"])
+def test_a_mistake_is_not_lost_above_the_flags_that_are_missing(typed):
+    mistake, missing = refusal(*typed.split(), check=True).strip().splitlines()
+    assert typed.split()[0] in mistake
+    needed = {"--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size"}
+    assert needed < set(re.findall(r"--[\w-]+", missing)) and missing.endswith(" --data-path are needed too")
+
+
+@pytest.mark.parametrize("flag", ["--lora", "--lora_rank=8", "--lora-alpha 16", "--qlora", "--use-peft", "--peft"])
+def test_adapters_are_refused_with_what_there_is(flag):
+    for cls in (TrainConfig, GenerateConfig):
+        said = refusal(*flag.split(), cls=cls)
+        assert "is refused: --load DIR with --finetune trains all weights; for adapters, export the model" in said
+
+
+def test_gguf_is_made_of_an_export():
+    way = "native, torch(,| or) huggingface; llama.cpp's convert_hf_to_gguf.py makes it of a huggingface folder"
+    assert re.search(way, refusal("run", "out", "--to", "gguf", cls=ConvertConfig))
+    with pytest.raises(UserError, match=way):
+        meshwright.convert("run", "out", to="gguf")
+    assert "export the model with `meshwright convert" in refusal("--quantize", "q4", cls=ConvertConfig)
 
 
 def test_presets():

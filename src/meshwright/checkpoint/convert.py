@@ -30,7 +30,7 @@ from meshwright.errors import LOCKED, UserError, bad_data
 from meshwright.model import counts
 from meshwright.progress import progress_bar
 from meshwright.settings import check_values, fields, flags
-from meshwright.settings.fields import spelling
+from meshwright.settings.fields import keywords_in_errors, spelling
 from meshwright.settings.hints import find_address, refuse_address
 from meshwright.settings.schema import ARCHITECTURE, DESCRIBING, STATED, GenerateConfig, TokenizerFlags
 
@@ -59,7 +59,9 @@ class ConversionTarget:
 
     def __post_init__(self) -> None:
         if self.to not in ("native", "torch", "huggingface"):
-            raise UserError(f"no format {self.to!r}; give native, torch or huggingface")
+            raise UserError(
+                f"no format {self.to!r}; give native, torch or huggingface{flags.NOT_WRITTEN.get(self.to, '')}"
+            )
         if min(self.tensor_parallel, self.pipeline_parallel) < 1:
             raise UserError("the sizes of --to torch must be above 0")
         if self.to != "torch" and (self.tensor_parallel, self.pipeline_parallel) != (1, 1):
@@ -75,6 +77,7 @@ class Converted:
     seconds: float
 
 
+@keywords_in_errors()
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],

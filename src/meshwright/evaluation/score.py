@@ -178,7 +178,7 @@ def document_windows(ids: Sequence[int], length: int, stride: int) -> Iterator[W
 
 def require_finite(total: float) -> None:
     if not math.isfinite(total):
-        why = "the model's weights are damaged, or --fp16 overflows (try --bf16)"
+        why = "the model's weights are damaged, or float16 overflows (try bfloat16)"
         raise UserError(f"the loss is not finite; {why}", NON_FINITE)
 
 

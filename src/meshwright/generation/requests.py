@@ -132,7 +132,7 @@ class Completion:
 
 
 def not_finite_error() -> UserError:
-    message = "the model's logits are not finite; its weights are damaged, or --fp16 overflows (try --bf16)"
+    message = "the model's logits are not finite; its weights are damaged, or float16 overflows (try bfloat16)"
     return UserError(message, NON_FINITE)
 
 

@@ -128,13 +128,16 @@ class GPT(nn.Module):
             del self.wte
 
     def forward(
-        self, tokens: Tensor, where: Positions, last_only: bool = False, stream: Tensor | None = None
+        self, tokens: Tensor, where: Positions | None = None, last_only: bool = False, stream: Tensor | None = None
     ) -> Tensor:
         """Map tokens [B, T] to logits [B, T, padded], or [B, 1, padded] with `last_only`.
 
-        Only the first `vocab` logits count. A stage that is not the first continues the residual
-        `stream`; one that is not the last returns it.
+        Only the first `vocab` logits count; tokens alone, which begin their texts and drop nothing,
+        get these. A stage that is not the first continues the residual `stream`; one that is not
+        the last returns it.
         """
+        if where is None:
+            return self.forward(tokens, Positions(), last_only, stream)[..., : self.vocab]
         shared = share(
             self.m, where, tokens, next(self.parameters()).dtype, self.options.compiled or self.options.fused
         )

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import pkgutil
+import re
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING as MISSING
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
+from meshwright.errors import UserError
 from meshwright.settings.pages import PAGES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -221,3 +224,50 @@ def typed_spellings(cls: type, argv: Collection[str]) -> dict[str, str]:
         if ours == "--train-epochs" and given in typed:
             out.setdefault("--train-samples", given)
     return out
+
+
+@functools.cache
+def keyword_arguments() -> Mapping[str, str]:
+    """Return flag -> what it is in a call from Python: save, bf16=True or mock_data=False."""
+    out = {f"--{name}": name for name in ("preset", "recipe", "depth")} | {"--config": "config_file"}
+    for cls in every_config():
+        for name, (_, f, kind) in config_fields(cls).items():
+            if inner_type(kind) is bool:
+                on, off = switches(f)
+                out |= dict.fromkeys(on, f"{name}=True") | dict.fromkeys(off, f"{name}=False")
+            else:
+                out |= dict.fromkeys([spelling(name), *f.metadata["aliases"]], name)
+    return types.MappingProxyType(out)
+
+
+@contextlib.contextmanager
+def keywords_in_errors(given: Collection[str] = (), typed: Collection[str] = ()) -> Iterator[None]:
+    """Let errors of a call from Python name keywords in the place of flags, but not in commands.
+
+    `given` are the caller's keywords; `typed` are flags that it gave, which stay. If it gave flags
+    alone, all do.
+    """
+    try:
+        yield
+    except UserError as error:
+        if given or not typed:
+            error.args = (in_keywords(str(error), given, typed),)
+        raise
+
+
+def in_keywords(message: str, given: Collection[str] = (), typed: Collection[str] = ()) -> str:
+    """Return a message with keywords of Python for flags, outside of commands in backticks."""
+    known = {**{spelling(name): name for name in given}, **keyword_arguments()}
+
+    def keyword(found: re.Match[str]) -> str:
+        flag: str | None = found["flag"]
+        space: str = found["space"] or ""
+        if flag is None:
+            return "setting"
+        if flag in typed or flag not in known:
+            return str(found[0])
+        return known[flag] + ("=" if space and "=" not in known[flag] else space)
+
+    words = r"(?<![\w/.-])(?:(?P<flag>--[A-Za-z][\w-]*)(?P<space>( (?=[A-Z]+\b))?)|flag(?=s?\b(?![/.-]\w)))"
+    parts = re.split("(`[^`]*`)", message)
+    return "".join(part if part[:1] == "`" else re.sub(words, keyword, part) for part in parts)

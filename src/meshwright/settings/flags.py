@@ -67,7 +67,8 @@ REPLACES["step_batch_size_schedule"] = ["global_batch_size", "rampup_batch_size"
 # Words of other programs for values of ours, too different for a suggestion by spelling.
 OTHER_VALUES = {"hf": "huggingface", "k8s": "kubernetes", "GPT2Tokenizer": "GPT2BPETokenizer"}
 SWITCHED = {"true": "on", "false": "off"}  # for choices that have these words; YAML reads `on` as True
-ONLY_READ = {"nanogpt": "; its ckpt.pt is read, not written", "litgpt": "; its folders are read, not written"}
+NOT_WRITTEN = {"nanogpt": "; its ckpt.pt is read, not written", "litgpt": "; its folders are read, not written"}
+NOT_WRITTEN["gguf"] = "; llama.cpp's convert_hf_to_gguf.py makes it of a huggingface folder"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,9 +154,10 @@ def parse_settings(
         reader.notices.append("\n".join(recipes.describe(recipe, choices, built)))
     objections = checks.problems(built) if check and is_complete else remote
     answered = _answered(complaints) | ({"--output-prefix"} if control["dry_run"] else set())  # it writes nothing
-    complaints += [line for line in objections if line.split()[0] not in answered]
+    objections = [line for line in objections if line.split()[0] not in answered]
     if not recipe and (control["recipe"] or control["depth"] is not None):  # a recipe that is refused sets nothing
-        complaints[:] = [line for line in complaints if " is needed" not in line]
+        objections = [line for line in objections if " is needed" not in line]
+    complaints += _missing_in_one_line(objections) if complaints else objections
     if complaints:
         raise UserError(recipes.name_choices(listed(complaints), sources, built))
     built = localized(built)
@@ -230,6 +232,15 @@ def _answered(complaints: list[str]) -> set[str]:
     flags = {flag for line in complaints for flag in re.findall(r"--[\w-]+", line)}
     lengths = set(map(spelling, REPLACES["train_iters"]))
     return flags | {spelling("train_iters")} if flags & lengths else flags
+
+
+def _missing_in_one_line(objections: list[str]) -> list[str]:
+    """Name several missing flags in one last line, so that no other mistake is lost above them."""
+    missing = [line for line in objections if re.match(r"--[\w-]+ is needed", line)]
+    if len(missing) < 2:
+        return objections
+    *names, last = (line.split()[0] for line in missing)
+    return [*(line for line in objections if line not in missing), f"{', '.join(names)} and {last} are needed too"]
 
 
 def _given_twice(argv: list[str], parser: argparse.ArgumentParser) -> list[str]:
@@ -490,7 +501,7 @@ def convert_value(kind: Any, value: Any) -> Any:
         if word in choices:
             return word
         raise argparse.ArgumentTypeError(
-            f"{_short(value)} is none of {', '.join(map(str, choices))}{ONLY_READ.get(word, '')}"
+            f"{_short(value)} is none of {', '.join(map(str, choices))}{NOT_WRITTEN.get(word, '')}"
         )
     if inner is bool:
         word = str(value).lower() if isinstance(value, bool | int | str) else ""

@@ -176,6 +176,25 @@ def test_what_a_folder_states_is_trained_with_and_exported(name, tmp_path, capsy
     )
 
 
+def test_a_gpt2_states_what_theirs_does_and_what_other_programs_read(tmp_path):
+    """llama.cpp reads config.json itself, and there `n_ctx`, which transformers left out."""
+    theirs("gpt2").save_pretrained(tmp_path / "theirs")
+    source = as_native(tmp_path / "run", huggingface.open_huggingface(tmp_path / "theirs"))
+    write(source, tmp_path / "ours", tokenizer=tokenizers.Null(VOCAB - 1))
+    stated = json.loads((tmp_path / "ours" / "config.json").read_text())
+    # What the config.json of OpenAI's models says of the network and of texts.
+    names = "activation_function architectures attn_pdrop bos_token_id embd_pdrop eos_token_id initializer_range"
+    names += " layer_norm_epsilon model_type n_ctx n_embd n_head n_layer n_positions resid_pdrop vocab_size"
+    assert not set(names.split()) - stated.keys()
+    assert stated["n_ctx"] == stated["n_positions"] == LENGTH
+    ends = {"bos_token_id": VOCAB - 1, "eos_token_id": VOCAB - 1}
+    same_size = transformers.GPT2Config(**GPT2 | ends, architectures=["GPT2LMHeadModel"], dtype="float32").to_dict()
+    read = transformers.AutoConfig.from_pretrained(tmp_path / "ours").to_dict()
+    differing = {name for name in read.keys() | same_size.keys() if read.get(name) != same_size.get(name)}
+    assert differing == {"n_ctx", "n_inner", "_name_or_path"}
+    assert read["n_inner"] == 4 * read["n_embd"]  # their None
+
+
 def test_what_a_folder_does_not_state_is_noted(tmp_path, capsys):
     theirs("llama-grouped").save_pretrained(tmp_path / "a")
     change_config(tmp_path / "a", attention_dropout=None, rms_norm_eps=1e-5)

@@ -135,7 +135,7 @@ EXPORTS = {
     "ffn_hidden_size": expressed("n_inner", "intermediate_size", "ffn"),
     "kv_channels": Export(refuse(_equal_heads), from_model("head_dim", "head_dim"), refuse(_equal_heads), SAME),
     "max_position_embeddings": Export(
-        setting("n_positions", _LENGTH),
+        setting("n_positions n_ctx", _LENGTH),  # llama.cpp reads the second
         setting("max_position_embeddings", _LENGTH),
         setting("max_position_embeddings", _LENGTH),
         SAME,
