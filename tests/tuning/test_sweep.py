@@ -26,7 +26,7 @@ from meshwright.runs import sweeps
 from meshwright.tuning import points, results, sweep
 from meshwright.tuning.points import read_space
 
-# Writes 8 steps and validations whose loss is that of --lr, waiting at step 4 while a file named
+# Writes 8 steps and validations whose loss is that of --lr, waiting at step 5 while a file named
 # `wait` is beside the run; a rate of 9 diverges, and SIGTERM or SIGINT end it as a training ends.
 PROGRAM = """
 import json, os, signal, sys, time
@@ -44,7 +44,7 @@ for i in range(1, 9):
     step = dict(iteration=i, consumed_samples=i, loss=lr, grad_norm=1.0, lr=lr, skipped=False, ms=1.0)
     write(event="step", tokens_per_second=1.0, **step)
     write(event="validation", iteration=i, name="validation", loss=lr + i, ppl=1.0, seconds=0.0)
-    while i == 4 and os.path.exists(os.path.dirname(folder) + "/wait") and not ended:
+    while i == 5 and os.path.exists(os.path.dirname(folder) + "/wait") and not ended:
         time.sleep(0.01)
     if ended:
         write(event="end", iteration=i, reason="signal", status=128 + ended[0])
@@ -137,7 +137,7 @@ def test_done_runs_are_not_repeated_and_new_values_are_added(folder: Path) -> No
 
 @pytest.mark.flag("stop_at")
 def test_worse_runs_end_at_their_fraction(folder: Path) -> None:
-    """Runs wait at step 4 of 8, where the losses of all are known: the best two of four go on."""
+    """Runs wait after step 4 of 8 until the losses of all are known: the best two of four go on."""
     folder.mkdir()
     made = make(folder, ["4", "1", "3", "2"], stop_at=(0.5,))
     real_reason = made.reason_to_stop

@@ -8,9 +8,9 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright import origin
 from meshwright.console import fit, notice
@@ -52,10 +52,7 @@ def main(argv: list[str]) -> int:
         reason = "".join(f" ({line})" for line in why_nothing(inputs, given))
         raise bad_data(f"{', '.join(given.input)}: no text to learn from{reason}")
     vocabulary = [given.output / name for name in FILES]
-    settings = {n: getattr(given, n) for n in ("vocab_size", "json_keys", "document_separator")}
-    later = {n: getattr(given, n) for n in ("encoding", "on_error", "table")}  # unknown to earlier records
-    settings |= {n: value for n, value in later.items() if value != getattr(TextInputs, n)}
-    made_from = {"command": "train-tokenizer", "inputs": origin.inputs_of(inputs.paths), "settings": settings}
+    made_from = {"command": "train-tokenizer", "inputs": origin.inputs_of(inputs.paths), "settings": settings_of(given)}
     if origin.is_done(given.output / RECORD, made_from, vocabulary, given.overwrite, "--output"):
         print(f"{' and '.join(map(str, vocabulary))} are already there, unchanged")
     else:
@@ -75,6 +72,13 @@ def main(argv: list[str]) -> int:
     words = ["meshwright", "preprocess", *given.words(), "--tokenizer", str(given.output)]
     notice(f"next: {shlex.join(words)} --append-eod --output-prefix PREFIX")
     return DONE
+
+
+def settings_of(given: TrainTokenizerConfig) -> dict[str, Any]:
+    """Return the settings that decide what is learned; records name most of them only if given."""
+    defaults, always = asdict(TextInputs()), ("vocab_size", "json_keys", "document_separator")
+    chosen = [name for name in defaults if name != "input" and getattr(given, name) != defaults[name]]
+    return {name: getattr(given, name) for name in dict.fromkeys((*always, *chosen))}
 
 
 def _read_progress(given: TextInputs, inputs: Inputs) -> Iterator[str]:

@@ -21,6 +21,9 @@ from meshwright.settings.grammar import split_layers
 from meshwright.settings.schema import TrainConfig
 
 Key = tuple[Any, ...]
+# A model as one rank would have it: some schedules have a tied table twice.
+WITHOUT_PIPELINE: dict[str, Any] = {"pipeline_model_parallel_size": 1, "pipeline_schedule": "1f1b"}
+WITHOUT_PIPELINE |= {"pipeline_layout": None, "num_layers_per_virtual_pipeline_stage": None}
 
 
 class PassOrder(NamedTuple):
@@ -97,11 +100,11 @@ class Bounds:
         return seconds / (profile.reached["slowest"] if config.world > 1 else 1)
 
     def parts_of(self, config: TrainConfig, padded: int, sizes: Key, name: ScheduleName) -> Parts:
-        """Return the parts of passes in the order of a schedule."""
+        """Return the parts of passes in the order of a schedule, without the launches of ZeRO 3."""
         is_split = name in SPLIT_BACKWARD and config.parallel.pipeline_model_parallel_size > 1
         key = (*sizes, is_split)
         if key not in self.parts:
-            terms = self.terms(with_settings(config, pipeline_schedule=name), padded)
+            terms = self.terms(with_settings(config, pipeline_schedule=name, zero_stage=0), padded)
             of_block = (*sizes, terms.block)
             if of_block not in self.work:
                 self.work[of_block] = work_of(terms)
@@ -119,11 +122,9 @@ class Bounds:
                 kinds = [self.parts_of(config, padded, tuple(sizes), name) for name in ("1f1b", "zero-bubble")]
                 forward = max(most * each.heaviest.forward + each.ends.forward for each in kinds)
                 backward = max(most * sum(each.heaviest[1:]) + sum(each.ends[1:]) for each in kinds)
-            parameters = sum(parameters_of_ranks(config, padded)) / pp
-            if pp > 1 and not config.model.untie_embeddings_and_output_weights:  # not every schedule has it twice
-                parameters -= padded * (config.model.hidden_size or 0) / p.tensor_model_parallel_size / pp
+            (parameters,) = parameters_of_ranks(with_settings(config, **WITHOUT_PIPELINE), padded)
             terms = self.terms(with_settings(config, zero_stage=zero_stage), padded)
-            self.after[key] = terms.update(parameters) + terms.data_parallel(parameters, 1, forward, backward)
+            self.after[key] = terms.update(parameters / pp) + terms.data_parallel(parameters / pp, 1, forward, backward)
         return self.after[key]
 
     def terms(self, config: TrainConfig, padded: int) -> StepTerms:

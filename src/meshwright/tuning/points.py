@@ -47,8 +47,9 @@ class Axis:
         is_log = low > 0
         number = generator.uniform(*(map(math.log, self.ends) if is_log else self.ends))
         number = math.exp(number) if is_log else number
-        text = str(round(number)) if _kind(name) is int else f"{min(max(float(f'{number:.3g}'), low), high):g}"
-        return {name: text}
+        if _kind(name) is int:
+            return {name: str(round(number))}
+        return {name: _text_of(min(max(float(f"{number:.3g}"), low), high))}
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,16 @@ def _normal(name: str, text: str, where: str) -> str:
     except ArgumentTypeError as error:
         raise UserError(f"{where}: {spelling(name)}: {error}") from None
     if isinstance(value, float):
-        return f"{value:.12g}"
+        return _text_of(value)
     if value is None or isinstance(value, bool):
         return str(value).lower()
     return text if isinstance(value, list) else str(value)
+
+
+def _text_of(number: float) -> str:
+    """Return a number as short as it can be said exactly."""
+    text = f"{number:.12g}"
+    return text if float(text) == number else repr(number)
 
 
 def _joined(parts: Any) -> Point:

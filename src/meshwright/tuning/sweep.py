@@ -2,8 +2,8 @@
 
 A run ends early by asynchronous successive halving: at given fractions of its steps it is compared
 with all runs that came so far, at that step, and ends unless its loss is in the best share of them.
-With a share of one half that is a median rule. The loss is that of the last validation before the
-step, or without validations the mean of the training loss around it.
+With a share of one half that is a median rule. The loss is that of the last validation up to the
+step, or without validations the mean of the training loss before it.
 """
 
 from __future__ import annotations
@@ -190,21 +190,25 @@ class Sweep:
         print(f"{time.strftime('%H:%M:%S')} {event:<11} {run.name}{figure}{note}   {ended} of {len(self.runs)} ended")
 
     def note_rungs(self, run: SweepRun) -> None:
-        """Record the losses of a run at the steps where it is compared."""
+        """Record the losses of a run at the steps where it is compared, once it has left them.
+
+        A validation after a step is logged later than the step, which may be much later.
+        """
         tail = run.read(self.plan.folder)
         total = tail.record.attempts[-1].start.get("train_iters") if tail.record.attempts else None
         if not isinstance(total, int) or not tail.count:
             return
+        last, has_ended = tail.column("iteration")[-1], tail.record.attempts[-1].end is not None
         for fraction in self.plan.stop_at:
-            step = max(1, int(fraction * total))
-            if tail.column("iteration")[-1] >= step and step not in run.rungs:
+            step = max(1, round(fraction * total))
+            if (last > step or (last == step and has_ended)) and step not in run.rungs:
                 run.rungs[step] = loss_at(tail, step)
 
     def reason_to_stop(self, run: SweepRun) -> str:
         """Return why a run must end now, or an empty text."""
         for step, loss in run.rungs.items():
             others = sorted(x for each in self.runs.values() if (x := each.rungs.get(step)) is not None)
-            best = math.ceil(self.plan.share * len(others))
+            best = math.ceil(self.plan.share * len(others) - 1e-9)  # 0.07 x 100 is above 7
             if not loss <= others[best - 1]:
                 return f"{loss:.4f} at step {step:,}: not among the best {best} of {len(others)}"
         return ""
@@ -235,10 +239,11 @@ def end_sweep(number: int, frame: object) -> None:
 def loss_at(tail: RunTail, step: int) -> float:
     """Return the loss by which a run is compared at a step; infinity if it is not a number."""
     checks = [loss for i, loss in tail.record.mean_validations() if i <= step]
-    steps = tail.column("iteration")
-    recent = tail.column("loss")[(steps <= step) & (steps > step - max(10, final_steps(step, 1)))]
-    loss = checks[-1] if checks else float(recent.mean())
-    return loss if math.isfinite(loss) else math.inf
+    if checks:
+        return checks[-1] if math.isfinite(checks[-1]) else math.inf
+    steps, is_applied = tail.column("iteration"), tail.column("skipped") == 0
+    recent = tail.column("loss")[is_applied & (steps <= step) & (steps > step - max(10, final_steps(step, 1)))]
+    return float(recent.mean()) if len(recent) else math.inf
 
 
 def last_loss(tail: RunTail) -> float | None:

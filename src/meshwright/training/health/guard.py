@@ -148,6 +148,7 @@ class Guard:
         begin, self.since = p.consumed_train_samples, p.schedule_samples
         p.iteration, p.consumed_train_samples = step.iteration, step.consumed
         p.rollbacks, p.nonfinite_in_a_row = done + 1, 0
+        self.in_spike = False
         self.feed.close()
         self.state.skips.append([begin, f"rolled back, passed over to {step.consumed}"])
         seconds = time.perf_counter() - begun

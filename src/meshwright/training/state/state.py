@@ -142,7 +142,7 @@ class State:
             self.loaded = loaded.step
             seconds = time.perf_counter() - begun
             remark(f" > {self.team.run_on_lead(lambda: describe_recovery(self.config, loaded, seconds))}")
-            self.forget_best()
+            self.forget_best(is_moved=c.save_overwrite)
             if self.team.run_on_lead(lambda: is_kept(c, loaded.step)):
                 self.saver.continue_from(loaded.step, self.best_to_keep)
 
@@ -188,7 +188,7 @@ class State:
         self.take_over(state)
         if c.no_load_optim:
             self.net.store.steps = 0
-        self.skips, self.epochs = state.get("skips", []), state.get("epochs")
+        self.epochs = state.get("epochs")
         self.blends = BlendHistory.from_state(state.get("blends"))
         before = saved.get("micro_batch_size")
         self.micro_batch_before = before if isinstance(before, int) else None
@@ -203,6 +203,7 @@ class State:
             scales.load(state.get("fp8"))
         self.losses.clear()
         self.losses.extend(state.get("losses", []))
+        self.skips = state.get("skips", [])
         self.net.store.steps = state.get("optimizer_steps", self.progress.iteration)
         if (average := self.net.store.average) is not None:
             average.count.fill_(state.get("ema_steps", 0))
@@ -226,6 +227,7 @@ class State:
         if loaded is None:
             return None
         self.begin_average()
+        self.forget_best(is_moved=False)
         self.net.store.renew_weights()
         self.saver.kept = None
         return loaded.step
@@ -266,12 +268,15 @@ class State:
     def best_to_keep(self) -> int | None:
         return self.progress.best_iteration if self.config.checkpoint.keep_best else None
 
-    def forget_best(self) -> None:
-        """Forget a best step that --save does not hold, so that a later one can take its place."""
+    def forget_best(self, is_moved: bool) -> None:
+        """Forget a best step that --save does not hold, so that a later one can take its place.
+
+        `is_moved`: what --save holds is another run's, and is moved aside.
+        """
         c, best = self.config.checkpoint, self.progress.best_iteration
         if c.keep_best and c.save and best is not None:
             save = c.save
-            if c.save_overwrite or not self.team.run_on_lead(lambda: best in steps.list_steps(save)):
+            if is_moved or not self.team.run_on_lead(lambda: best in steps.list_steps(save)):
                 self.progress.best_iteration = self.progress.best_loss = None
 
     def set_epochs(self, epochs: list[list[Any]]) -> None:
