@@ -133,8 +133,6 @@ def read_own_text(tour: Tour, documents: InputDocuments, progress: TourProgress)
     known = {entry.name for entry in fields(CollectedText)}  # an earlier release's has others
     text = CollectedText(**{name: value for name, value in progress.done["text"].items() if name in known})
     print(f"  {text.describe()}")
-    if text.is_sample:
-        print("  that is a sample: there is more text than can be read in the time")
     if text.train_bytes < LITTLE_TEXT:
         print(f"  this is little text: below {LITTLE_TEXT:,} bytes a model learns spelling and a few phrases")
     return text
