@@ -135,7 +135,7 @@ class InputDocuments:
             raise bad_data(self._too_much_undecoded())
 
     def _draw(self, text: str, place: str, share: float) -> Iterator[str]:
-        """Yield a share of a document's parts, of a short one all or none; no more than the limit."""
+        """Yield a share of a document's parts, and no more than the limit."""
         share = min(share, self.limit / len(text))
         if share >= 1:
             yield text
