@@ -32,6 +32,7 @@ TRIAL_SHARE = 0.15  # share of the time, at most, for the trial with its start
 STEPPING_SECONDS = 20  # seconds of steps that are enough for it
 LITTLE_TEXT = 500_000  # bytes of a text that is called small
 TIME_MARGIN = 0.05  # of the time by which the end may be off before the number of steps is corrected
+WORTH_A_START = 1.5  # times as long as a start must be what a correction saves or uses
 LAST_STEPS = 10  # of a run that has no time left, in which its learning rate falls to its end
 USUAL_STEPS = 1000  # of a run whose speed is predicted, which it does not depend on
 START_SECONDS = 5  # seconds that a start takes, where it was not measured
@@ -384,7 +385,7 @@ def correct_steps(at: LoggedInterval, steps: int, deadline: Deadline, most: int)
     """Return the number of steps that ends in time, `steps` if that does.
 
     On a machine that became slower, what follows the training takes longer too. No correction is
-    made that saves or uses less time than another start takes.
+    made that saves or uses hardly more time than another start takes.
     """
     slower = at.seconds / deadline.pace
     left, step = deadline.left(slower), at.seconds * plans.validating(steps)
@@ -392,4 +393,4 @@ def correct_steps(at: LoggedInterval, steps: int, deadline: Deadline, most: int)
         return steps
     fitting = at.iteration + int((left - slower * deadline.start) / step)
     new = min(max(fitting, at.iteration + LAST_STEPS, plans.FEWEST_STEPS), most)
-    return steps if abs(new - steps) * step < 2 * slower * deadline.start else new
+    return steps if abs(new - steps) * step < WORTH_A_START * slower * deadline.start else new
