@@ -133,6 +133,8 @@ def test_a_machine_that_becomes_slow_near_the_end_takes_no_step_too_many(tmp_pat
         (100, 0.3, 0, 9999, 100 + 225),  # 103 s less three times as long a start and what follows
         (900, 0.1, -86, 9999, 1000),  # so late that a start takes as long as what is left
         (100, 0.05, 0, 9999, 100 + 1887),  # faster
+        (100, 0.107, 0, 9999, 100 + 824),  # 7 s late, which is too much;
+        (100, 0.093, 0, 9999, 1000),  # 7 s early, which is not
         (100, 0.05, 0, 1000, 1000),  # the text does not ask for more
         (100, 0.3, 0, 1000, 100 + 225),
         (300, 0.3, -110, 9999, 310),  # no time is left
@@ -149,7 +151,7 @@ def test_one_odd_interval_changes_nothing():
     watch = own_text.PaceWatch({"command": ["train", "--train-iters", "1000"], "most": 9999}, deadline_of(100), False)
     paces = [9.0, 0.1, 0.5, 0.1, 0.5, 0.01, 0.5, 0.5]
     reasons = [watch.stop(LoggedInterval(10 * n, 1000, pace, 1)) for n, pace in enumerate(paces, 1)]
-    assert reasons[:-1] == [None] * 7 and reasons[-1].startswith("a step takes 500 ms now: it goes on to ")
+    assert reasons[:-1] == [None] * 7 and reasons[-1].startswith("a step takes 500 ms now: it saves and goes on, to ")
     assert number_of(watch.next_command, "--train-iters") < 1000 and own_text.NEW_LENGTH in watch.next_command
 
 

@@ -31,7 +31,7 @@ PRECISION_GAIN = 1.05  # times as fast as float32 that bfloat16 must be
 TRIAL_SHARE = 0.15  # share of the time, at most, for the trial with its start
 STEPPING_SECONDS = 20  # seconds of steps that are enough for it
 LITTLE_TEXT = 500_000  # bytes of a text that is called small
-TIME_MARGIN = 0.05  # of the time by which the end may be off before the number of steps is corrected
+TIME_MARGIN = 0.05  # of the time by which the end may be late before the number of steps is corrected
 WORTH_A_START = 1.5  # times as long as a start must be what a correction saves or uses
 LAST_STEPS = 10  # of a run that has no time left, in which its learning rate falls to its end
 USUAL_STEPS = 1000  # of a run whose speed is predicted, which it does not depend on
@@ -369,7 +369,8 @@ class PaceWatch:
             before, self.before = self.before, (new > steps) - (new < steps)
             if self.before and self.before == before:  # two intervals agree
                 self.next_command = with_steps(self.command, new)
-                return f"a step takes {at.seconds * 1000:.0f} ms now: it goes on to {new:,} steps instead"
+                pace = f"a step takes {at.seconds * 1000:.0f} ms now"
+                return f"{pace}: it saves and goes on, to {new:,} steps in place of {steps:,}, so as to end in time"
         if self.is_shown and at.iteration >= steps // 2:
             self.next_command = self.command
             return "SIGTERM, as a cluster's scheduler sends it: the training saves and ends"
@@ -389,7 +390,8 @@ def correct_steps(at: LoggedInterval, steps: int, deadline: Deadline, most: int)
     """
     slower = at.seconds / deadline.pace
     left, step = deadline.left(slower), at.seconds * plans.validating(steps)
-    if abs(left - (steps - at.iteration) * step) < TIME_MARGIN * deadline.minutes * 60:
+    spare = left - (steps - at.iteration) * step
+    if -TIME_MARGIN < spare / (deadline.minutes * 60) < 2 * TIME_MARGIN:  # to be late is worse
         return steps
     fitting = at.iteration + int((left - slower * deadline.start) / step)
     new = min(max(fitting, at.iteration + LAST_STEPS, plans.FEWEST_STEPS), most)
