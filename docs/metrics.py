@@ -27,6 +27,7 @@ START_COLUMNS = {
     "startup": "seconds of each phase of the start",
     "ready": "seconds until the first step",
     "tokens_per_step": "tokens of a full global batch",
+    "bytes_per_token": "about how many bytes of the training text a token stands for",
     "train_iters": "steps of the run",
 }
 

@@ -99,7 +99,7 @@ def test_it_stops_half_way_once(tmp_path, monkeypatch, steps, begun, stops):
     if begun:
         (tmp_path / "metrics.jsonl").write_text('{"event": "step", "iteration": 60, "ms": 9}\n')
     progress = own_text.TourProgress(tmp_path / "progress", {})
-    progress.done["plan"] = {"command": ["train", "--train-iters", str(steps)], "limit": "time"}
+    progress.done["plan"] = {"command": ["train", "--train-iters", str(steps)]}
     stub = Stub()
     stub.commands = []
     own_text.train_in_time(stub, progress, own_text.Deadline(4), own_text.Showing(resumes=True))

@@ -145,8 +145,8 @@ def _release(remarks_only: bool = False) -> None:
 def say(line: str = "", shown: str | None = None, is_figure: bool = False, is_remark: bool = False) -> None:
     """Add one line to the log: print it immediately, unless there is a short screen.
 
-    `shown` is printed in its place, and the log's file has the line itself. A line that `is_figure`
-    is a setting, a time or a date, and does not say what is being done.
+    `shown` is printed in its place, and the log's file has the line itself. A short screen does
+    not follow a line that `is_figure`, as a setting or a time, which does not say what is done.
     """
     if _stream is None:
         return
@@ -166,8 +166,8 @@ def say(line: str = "", shown: str | None = None, is_figure: bool = False, is_re
 
 
 def remark(line: str, on_screen: str = "") -> None:
-    """Add a line to the log that a person needs too; `on_screen` is its text on a short screen."""
-    say(line, is_remark=True)
+    """Add a line to the log that a person needs too; `on_screen` replaces it on a short screen."""
+    say(line, is_figure=bool(on_screen), is_remark=True)
     if _stream is not None and _screen is not None and (text := _screen.format_remark(on_screen or line)):
         show(text)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import re
 import zipfile
 
 import pytest
@@ -90,6 +91,35 @@ def test_more_text_than_the_limit_is_sampled_from_everywhere(tmp_path, monkeypat
     documents = documents_of(file, 4_000_000)
     numbers = [int(one.split()[0]) for one in documents]
     assert documents.is_sample and 1500 < len(numbers) < 6500 and min(numbers) < 1000 and max(numbers) > 7000
+
+
+@pytest.mark.parametrize("name", ["one.txt", "one.txt.zst", "one.jsonl", "two/long.jsonl", "two/long.txt"])
+def test_a_document_larger_than_the_limit_is_cut(tmp_path, monkeypatch, name):
+    """Parts of it are drawn, from everywhere in it, whether it is the only one or not."""
+    monkeypatch.setattr(cutting, "PIECE", 1 << 16)
+    text = "".join(f"{n} {words(20, n)}\n" for n in range(5000))
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    content = json.dumps({"text": text}) if name.endswith(".jsonl") else text
+    file.write_bytes(zstandard.compress(content.encode()) if name.endswith(".zst") else content.encode())
+    if file.parent != tmp_path:
+        (file.parent / "short.md").write_text("short")
+    limit = min(len(text), file.stat().st_size) // 5
+    documents = documents_of(file if file.parent == tmp_path else file.parent, limit)
+    drawn = list(documents)
+    assert documents.is_sample and 0.5 * limit < sum(map(len, drawn)) < 1.6 * limit
+    numbers = [int(n) for part in drawn for n in re.findall(r"\d+", part)]
+    assert min(numbers) < 1000 and max(numbers) > 4000
+    assert len(set(drawn)) == len(drawn) and all(part in text + "short" for part in drawn)
+
+
+def test_a_sample_says_that_it_is_one(tmp_path):
+    (tmp_path / "one.txt").write_text(words(100_000))
+    documents = documents_of(tmp_path / "one.txt", 100_000)
+    facts = collect.collect(documents, tmp_path, 100_000)
+    facts = dataclasses.replace(facts, is_sample=documents.is_sample)
+    assert facts.describe().startswith("more text than can be read in the time; a sample of ")
+    assert 0.03 < facts.held_out_bytes / facts.train_bytes < 0.1  # both are drawn
 
 
 @pytest.mark.parametrize(

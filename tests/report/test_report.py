@@ -59,10 +59,12 @@ def test_losses_by_position_and_data_set_are_drawn(tmp_path):
     rows = [start(1, 0), *(step(1, i, 5 - i / 3) for i in range(1, 5))]
     parts = [{"by_position": {"0": 5.0, "1": 4.0, "2-3": 3.0 - i}, "by_data": {"x/a": 2.0, "x/b": 3.5}} for i in (1, 2)]
     rows += [check(1, i, 3.0) | part for i, part in zip((2, 4), parts, strict=True)]
+    rows.append(rows[-1] | {"end": True})  # the last step is validated twice
     text = write_report(run_folder(tmp_path, rows)).read_text()
     drawings = Page(text).drawings
     assert ">2-3</text>" in drawings["Validation loss by position"] and "step 4" in text
     assert "Validation loss by data set" in drawings and "b: 3.5000" in text
+    assert text.count("</b> step 4") == 1 == text.count("</b> step 2")
     broken = check(1, 4, 3.0) | {"by_position": [1.0]}
     (tmp_path / "a run/metrics.jsonl").write_text(json.dumps(broken) + "\n")
     assert "not a row that a run writes" in error_of(lambda: read_history(tmp_path / "a run"))

@@ -83,6 +83,15 @@ def top(token: int, k: int) -> list[tuple[int, float]]:
     return [(token + 1, TOP[0]), (token, TOP[1]), (token + 2, TOP[2])][:k]
 
 
+class Template:
+    """A template that marks turns, whose answers end at `|`."""
+
+    stop = ("|",)
+
+    def encode(self, tokenizer: tokenizers.Bytes, messages: list[dict[str, str]]) -> list[int]:
+        return tokenizer.encode("".join(f"{m['role'][0]}:{m['content']}|" for m in messages))
+
+
 def fake_served(template: Any = None) -> ServedModel:
     network = SimpleNamespace(vocab=257)
     model = SimpleNamespace(tokenizer=tokenizers.Bytes(), seq_length=LENGTH, model=network, step=7)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from sites import LENGTH, LOGPROB, TOP, Site, site
+from sites import LENGTH, LOGPROB, TOP, Site, Template, site
 
 from meshwright.generation.requests import Event, Request
 from meshwright.serving import openai
@@ -134,15 +134,6 @@ def test_a_dialogue_without_a_template_is_one_text(fake: Site) -> None:
     body = {"messages": [{"role": role, "content": text} for role, text in turns], "max_tokens": 1}
     assert fake.ask("POST", "/v1/chat/completions", body)[0] == 200
     assert bytes(fake.decoder.submitted[-1].prompt) == b"be\nso it\nand"
-
-
-class Template:
-    """A template that marks turns, whose answers end at `|`."""
-
-    stop = ("|",)
-
-    def encode(self, tokenizer: Bytes, messages: list[dict[str, str]]) -> list[int]:
-        return tokenizer.encode("".join(f"{m['role'][0]}:{m['content']}|" for m in messages))
 
 
 def test_chat_with_a_template() -> None:
@@ -276,6 +267,9 @@ def test_a_prompts_end_alone_if_asked_for(fake: Site) -> None:
 def test_models(fake: Site) -> None:
     listed = fake.ask("GET", "/v1/models")[1]["data"]
     assert listed == [fake.ask("GET", "/v1/models/fake")[1]] and listed[0]["max_model_len"] == LENGTH
+    assert listed[0]["has_chat_template"] is False  # the page then offers no chat
+    with site(template=Template()) as running:
+        assert running.ask("GET", "/v1/models")[1]["data"][0]["has_chat_template"] is True
     assert fake.ask("GET", "/v1/models/other/one")[0] == 404
     status, error = fake.error(prompt="a", model="gpt-4")
     assert status == 404 and error["code"] == "model_not_found" and "'fake'" in error["message"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sites import Site, site, wait_until
+from sites import Site, Template, site, wait_until
 
 from meshwright.web.guard import Limits
 
@@ -35,18 +36,31 @@ def slow() -> Iterator[Site]:
         yield running
 
 
-@pytest.fixture
-def page(browser: Any, slow: Site) -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def talking() -> Iterator[Site]:
+    """Serve a model with a chat template."""
+    with site(pause=0.03, template=Template()) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def opened(browser: Any, running: Site) -> Iterator[Any]:
     errors: list[str] = []
     page = browser.new_page(viewport={"width": 1000, "height": 720}, locale="en-US")
     page.on("console", lambda m: errors.append(m.text) if m.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: errors.append(str(error)))
-    address = f"http://127.0.0.1:{slow.port}/"
+    address = f"http://127.0.0.1:{running.port}/"
     page.on("request", lambda r: None if r.url.startswith((address, "data:")) else errors.append(r.url))
     page.goto(address)
     yield page
     page.close()
     assert errors == []
+
+
+@pytest.fixture
+def page(browser: Any, slow: Site) -> Iterator[Any]:
+    with opened(browser, slow) as page:
+        yield page
 
 
 def test_a_completion(page: Any, slow: Site) -> None:
@@ -102,23 +116,33 @@ def test_stop(page: Any, slow: Site, by: str) -> None:
     expect(page.locator("#generate")).to_be_enabled()
 
 
-def test_a_dialogue(page: Any, slow: Site) -> None:
-    page.focus("#tab-completion")
-    page.keyboard.press("ArrowRight")
-    expect(page.locator("#chat")).to_be_visible()
-    page.locator("#max_tokens").fill("6")
-    for said in ("ab", "cd"):
-        page.fill("#message", said)
+def test_a_base_model_offers_no_chat(page: Any) -> None:
+    expect(page.locator("#base")).to_contain_text("A base model: it continues a text.")
+    expect(page.locator("#tabs")).to_be_hidden()
+    expect(page.locator("#completion")).to_be_visible()
+
+
+def test_a_dialogue(browser: Any, talking: Site) -> None:
+    with opened(browser, talking) as page:
+        expect(page.locator("#base")).to_be_hidden()
+        page.focus("#tab-completion")
+        page.keyboard.press("ArrowRight")
+        expect(page.locator("#chat")).to_be_visible()
+        page.locator("#max_tokens").fill("6")
+        turns = []
+        for said in ("ab", "cd"):
+            page.fill("#message", said)
+            page.keyboard.press("Control+Enter")
+            turns += [f"You{said}", "Modelu:ab"]
+            expect(page.locator(".turn")).to_have_text(turns)
+            expect(page.locator("#send")).to_be_enabled()
+        assert bytes(talking.decoder.submitted[-1].prompt) == b"u:ab|a:u:ab|u:cd|"
+        page.fill("#message", "e" * 40)  # with what was said, more than the model reads
         page.keyboard.press("Control+Enter")
         expect(page.locator("#state")).to_contain_text("6 tokens in")
-    expect(page.locator(".turn")).to_have_text(["Youab", "Modelababab", "Youcd", "Modelababab"])
-    assert bytes(slow.decoder.submitted[-1].prompt) == b"ab" + b"ababab" + b"\ncd"
-    page.fill("#message", "e" * 40)  # with what was said, more than the model reads
-    page.keyboard.press("Control+Enter")
-    expect(page.locator("#state")).to_contain_text("6 tokens in")
-    assert bytes(slow.decoder.submitted[-1].prompt).endswith(b"\n" + b"e" * 40)
-    page.click("#clear")
-    expect(page.locator(".turn")).to_have_count(0)
+        assert bytes(talking.decoder.submitted[-1].prompt).endswith(b"u:" + b"e" * 40 + b"|")
+        page.click("#clear")
+        expect(page.locator(".turn")).to_have_count(0)
 
 
 def test_languages_and_colours(page: Any) -> None:

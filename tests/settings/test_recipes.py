@@ -69,6 +69,10 @@ def test_the_page_has_this_table() -> None:
         ("--depth 12 --train-tokens 15e6 --global-batch-size 512", {"lr": 0.004}),
         ("--depth 12 --train-samples 14648", {"global_batch_size": 8, "train_tokens": None}),
         ("--depth 12 --train-iters 1831", {"global_batch_size": 8, "train_iters": 1831, "train_tokens": None}),
+        ("--depth 12 --train-iters 292", {"log_interval": 7}),  # a curve of at least 40 points
+        ("--depth 12 --train-iters 20", {"log_interval": 1}),
+        ("--depth 12 --train-iters 9999", {"log_interval": 100}),  # as without a recipe
+        ("--depth 12 --train-iters 292 --log-interval 50", {"log_interval": 50}),
         ("--depth 12 --num-attention-heads 12", {"num_attention_heads": 12, "hidden_size": 768}),
         ("--recipe modern --num-layers 6 --hidden-size 192", {"num_attention_heads": 3, "seq_length": 128}),
         ("--recipe modern --num-layers 6 --hidden-size 200", {"num_attention_heads": 25}),

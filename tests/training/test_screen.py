@@ -279,6 +279,24 @@ def test_long_texts():
     ]
 
 
+def test_a_first_start_warns_of_nothing(monkeypatch, capsys):
+    """Megatron's line about a folder without a checkpoint is for its log: here nothing is wrong."""
+
+    class Recording(console.Warnings):
+        lines = []
+
+        def follow(self, line):
+            self.lines.append(line)
+
+    for shown in (Recording(), console.Warnings()):
+        console.set_stream("stdout", shown)
+        console.remark("WARNING: could not find the metadata file", on_screen="run holds no checkpoint yet")
+        console.remark("another remark")
+        console.set_stream("stdout")
+        assert capsys.readouterr().out == "run holds no checkpoint yet\nanother remark\n"
+    assert Recording.lines == ["another remark"]
+
+
 def test_an_early_error_leaves_no_screen_behind(monkeypatch):
     class Screen:
         closed = False

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers import read_rows
 from meshwright import tokenizers
 from meshwright.__main__ import main
 from meshwright.errors import BAD_DATA
@@ -80,6 +81,18 @@ def test_training_finds_the_tokenizer_beside_the_data(train, made, tmp_path):
     assert status == 0 and f"found in {tmp_path / '0' / 'tokenizer'}" in err  # the run's own comes first
     status, out, _ = train("--data-path", "bytes_text_document", "--dry-run")
     assert status == 0 and "tokenizer: ByteTokenizer, 257 ids" in out
+
+
+def test_a_run_says_how_many_bytes_a_token_has(made, train):
+    """Without ends of documents; so that losses of two vocabularies can be compared."""
+
+    def size_of(prefix, *more):
+        assert train("--data-path", prefix, "--save", f"sized-{prefix}", *more)[0] == 0
+        return read_rows(made / f"sized-{prefix}", "start")[0]["bytes_per_token"]
+
+    encoded = [len(tokenizers.build_tokenizer(Flags(tokenizer=str(made / "one"))).encode(text)) for text in TEXTS]
+    assert size_of("a_text_document") == pytest.approx(sum(map(len, TEXTS)) / sum(encoded), abs=1e-3)
+    assert size_of("bytes_text_document") == 1.0
 
 
 def test_another_tokenizer_than_that_of_the_data_is_refused(train, made, tmp_path):

@@ -341,6 +341,22 @@ def test_changed_settings_are_printed(tmp_path, capsys):
     assert " > overriding learning rate value to 0.01" in out
 
 
+def test_a_finetuning_lists_what_a_new_run_changes_in_one_line():
+    """What changes the function that the weights were trained for has a line of its own."""
+    from meshwright.training.state.resume import differences, saved_settings
+
+    given = [*TINY_FLAGS, "--position-embedding-type=rope", "--load=a", "--save=b"]
+    changes = "--rotary-base=500000 --train-iters=9 --clip-grad=0.5 --seed=7".split()
+    saved = saved_settings(parse_settings(TrainConfig, given, "train").config)
+    tuned = parse_settings(TrainConfig, [*given, "--finetune", *changes], "train").config
+    assert differences(tuned, saved) == [
+        " > note: rotary_base is 500000.0, the checkpoint was trained with 10000.0",
+        " > note: with --finetune, these settings are not the checkpoint's: train_iters, seed, clip_grad",
+    ]
+    resumed = parse_settings(TrainConfig, [*given, *changes[1:]], "train").config
+    assert [line.split()[2] for line in differences(resumed, saved)] == ["train_iters", "seed", "clip_grad"]
+
+
 def test_a_batch_that_follows_the_ranks_is_said_and_kept(tmp_path, capsys):
     """A resumed run has the checkpoint's batch, or another one that is named."""
     follows = ["--global-batch-size=none", "--eval-iters=0"]

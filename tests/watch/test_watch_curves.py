@@ -1,13 +1,14 @@
 """Curves of the live page: thinned without losing extremes, on three axes, zoomed."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 from pages import check_row, step_row
 
 from meshwright.runs.follow import RunTail
-from meshwright.watch.curves import View, curves
+from meshwright.watch.curves import View, curves, loss_units
 
 
 @pytest.fixture
@@ -62,3 +63,37 @@ def test_a_median_at_a_border_reads_beyond_it(run):
 def test_nothing_yet(tmp_path):
     found = curves(RunTail(tmp_path), View())
     assert found == {"range": None, "lines": {}, "checks": {}, "scores": {}, "resumed": []}
+
+
+@pytest.fixture
+def run_of(tmp_path):
+    def read(name, size, vocabulary):
+        start = {"event": "start", "attempt": 1, "iteration": 0, "time": 1.7e9, "bytes_per_token": size}
+        rows = [start, step_row(1, 2 * math.log(2)), check_row(1, math.log(2)) | {"ema_loss": 4 * math.log(2)}]
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "config.toml").write_text(f'[data]\ntokenizer = "{vocabulary}"\n')
+        out = RunTail(folder)
+        out.read_new(lambda: None)
+        return out
+
+    return read
+
+
+def test_losses_of_two_vocabularies_are_drawn_in_bits_per_byte(run_of):
+    a, b, other = run_of("a", 4.0, "x"), run_of("b", 2.0, "x"), run_of("c", 4.01, "x")
+    assert loss_units([a]) == ("", [1.0]) and loss_units([a, other]) == ("", [1.0, 1.0]) and loss_units([]) == ("", [])
+    unit, factors = loss_units([a, b])
+    assert unit == "bits"
+    drawn = [curves(run, View(), factor) for run, factor in zip((a, b), factors, strict=True)]
+    assert [one["lines"]["loss"]["y"] for one in drawn] == [[pytest.approx(0.5)], [pytest.approx(1.0)]]
+    assert [one["checks"]["validation"]["y"] for one in drawn] == [[pytest.approx(0.25)], [pytest.approx(0.5)]]
+    assert drawn[0]["checks"]["validation, average"]["y"] == [pytest.approx(1.0)]
+    assert drawn[0]["lines"]["lr"] == curves(a, View())["lines"]["lr"]
+
+
+@pytest.mark.parametrize(("size", "vocabulary", "unit"), [(None, "x", ""), (None, "y", "mixed"), (4.0, "y", "bits")])
+def test_losses_that_cannot_be_compared_are_said_to_be_so(run_of, size, vocabulary, unit):
+    """Where a run, as of an earlier release, does not say how many bytes a token has."""
+    assert loss_units([run_of("a", 4.0, "x"), run_of("b", size, vocabulary)])[0] == unit

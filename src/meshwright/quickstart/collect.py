@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshwright.data.prepare import plain, wiki
 from meshwright.data.prepare.cutting import cut_inputs, why_nothing
 from meshwright.data.prepare.documents import cut_document
 from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.inputs import find_inputs
-from meshwright.data.prepare.pieces import Broken, Piece, TextPiece
-from meshwright.data.prepare.records import NOT_UTF8, Bad, advice
+from meshwright.data.prepare.pieces import Broken, Piece, TextAt, TextPiece, Where
+from meshwright.data.prepare.records import LONGEST, NOT_UTF8, Bad, Unit, advice
 from meshwright.errors import BAD_DATA, UserError, bad_data
 from meshwright.files import replacing
 from meshwright.settings.text_inputs import TextInputs
@@ -52,13 +53,16 @@ class CollectedText:
     def describe(self) -> str:
         """Return the numbers of documents, parts and bytes."""
         parts, plural = self.train_parts + self.held_out_parts, "s" if self.documents != 1 else ""
+        names = ", ".join(list(self.archives)[:3]) + ", ..." * (len(self.archives) > 3)
+        archives = f"{len(self.archives):,} archive{'s' if len(self.archives) > 1 else ''} ({names})"
         number = f"{self.documents:,} document{plural}"
         if self.archives:
-            names = ", ".join(list(self.archives)[:3]) + ", ..." * (len(self.archives) > 3)
-            archives = f"{len(self.archives):,} archive{'s' if len(self.archives) > 1 else ''} ({names})"
             number += f", {sum(self.archives.values()):,} of them from {archives}"
         if parts > self.documents:
             number += f", cut into {parts:,} parts"
+        if self.is_sample:  # how many documents there are is not known
+            number = f"more text than can be read in the time{f', some from {archives}' * bool(self.archives)}"
+            number += f"; a sample of {parts:,} parts"
         learnt = f"{self.train_parts:,} to learn from ({self.train_bytes:,} bytes)"
         return f"{number}: {learnt}, {self.held_out_parts:,} held out ({self.held_out_bytes:,} bytes)"
 
@@ -68,8 +72,21 @@ def fraction(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:6]) / 2**48
 
 
+class TextWithin(TextAt):
+    """The text between these bytes of a file, to whole lines: a longer document is cut there."""
+
+    def placed_units(self, keys: list[str]) -> Iterator[tuple[Where, Unit]]:
+        (data, first, stop), start = plain.read_span(self.path, self.begin, self.end, "\n")
+        for begin, unit in self.documents(data[first:stop], self.path, keys, start):
+            yield functools.partial(self.line_at, start + begin), unit
+
+
 class InputDocuments:
-    """The documents of the inputs; if they exceed `limit` bytes, a sample spread over them."""
+    """The documents of the inputs; if they exceed `limit` bytes, a sample spread over them.
+
+    A sample is drawn in two steps: pieces, which alone are read, and of them parts of documents. So
+    many pieces are read that the longest document is among them even if there is no other.
+    """
 
     def __init__(self, settings: TextInputs, limit: float) -> None:
         try:
@@ -83,10 +100,12 @@ class InputDocuments:
         self.archives = Counter[str]()  # the number of documents from each
 
     def __iter__(self) -> Iterator[str]:
-        share = self.limit / max(self.bytes, 1)
-        characters = 0
+        share, read = (size / max(self.bytes, 1) for size in (self.limit, max(self.limit, LONGEST)))
+        characters, is_empty = 0, True
         for piece in cut_inputs(self.inputs.inputs, self.settings):
-            if fraction(f"{piece.number} {piece.begin}") >= share:
+            if share < 1 and isinstance(piece, TextAt) and piece.how.separator != wiki.PAGES:
+                piece = TextWithin(**vars(piece))
+            if fraction(f"{piece.number} {piece.begin}") >= read:
                 self.is_sample = True
                 continue
             if isinstance(piece, Broken):
@@ -98,20 +117,34 @@ class InputDocuments:
                     self.note_undecoded(piece, place, unit)
                 self.inputs.count_unit(unit, place)
                 for text in () if unit is None or isinstance(unit, Bad) else unit:
-                    characters += len(text)
+                    is_empty = False
                     if text.strip():
                         self.archives.update([os.path.basename(piece.path)] if piece.is_archive else [])
-                        yield text
+                        for part in self._draw(text, f"{piece.number} {piece.begin} {number}", share / min(read, 1)):
+                            characters += len(part)
+                            yield part
                     else:
                         self.inputs.bad.count(BLANK, 1, "" if BLANK in self.inputs.bad else place())
             if characters > 1.5 * self.limit:  # a compressed input holds more than its size says
                 self.is_sample = True
                 return
-        if not characters:
+        if is_empty:
             reasons = "; ".join(why_nothing(self.inputs, self.settings)) or "all of it is blank"
             raise bad_data(f"{' '.join(map(shown, self.settings.input))} holds no text; {reasons}")
         if self.undecoded > MOST_UNDECODED * self.bytes:
             raise bad_data(self._too_much_undecoded())
+
+    def _draw(self, text: str, place: str, share: float) -> Iterator[str]:
+        """Yield a share of a document's parts, and no more than the limit."""
+        share = min(share, self.limit / len(text))
+        if share >= 1:
+            yield text
+            return
+        self.is_sample = True
+        longest = int(min(LONGEST_PART, max(SHORTEST_PART, self.limit // 100)))
+        for number, part in enumerate(cut_document(text, longest)):
+            if fraction(f"{place} {number}") < share:
+                yield part
 
     def _too_much_undecoded(self) -> str:
         """Say how much of the text is in another encoding, and what reads it or leaves it out."""

@@ -31,10 +31,11 @@ PRECISION_GAIN = 1.05  # times as fast as float32 that bfloat16 must be
 TRIAL_SHARE = 0.15  # share of the time, at most, for the trial with its start
 STEPPING_SECONDS = 20  # seconds of steps that are enough for it
 LITTLE_TEXT = 500_000  # bytes of a text that is called small
-TIME_MARGIN = 0.05  # of the time by which the end may be off before the number of steps is corrected
+TIME_MARGIN = 0.05  # of the time by which the end may be late before the number of steps is corrected
+WORTH_A_START = 1.5  # times as long as a start must be what a correction saves or uses
+LAST_STEPS = 10  # of a run that has no time left, in which its learning rate falls to its end
 USUAL_STEPS = 1000  # of a run whose speed is predicted, which it does not depend on
 START_SECONDS = 5  # seconds that a start takes, where it was not measured
-CORRECTABLE = 0.5  # of the steps; later corrections would bend the learning rate
 NEW_LENGTH = "--override-opt_param-scheduler"
 
 
@@ -54,15 +55,16 @@ class Deadline:
     began: float = field(default_factory=time.perf_counter)
     after: float = 0.0
     start: float = START_SECONDS  # seconds that a training needs before its first step
+    pace: float = math.inf  # seconds of a step on the machine for which `after` and `start` hold
 
     @property
     def trial(self) -> float:
         """Seconds that a trial may take; a start takes a large part of a short time."""
         return min(max(TRIAL_SHARE * self.minutes * 60, 20), self.minutes * 60 / 3)
 
-    def left(self) -> float:
-        """Return the seconds that are left for the training."""
-        return self.minutes * 60 - (time.perf_counter() - self.began) - self.after
+    def left(self, slower: float = 1.0) -> float:
+        """Return the seconds left for training, on a machine that became so many times as slow."""
+        return self.minutes * 60 - (time.perf_counter() - self.began) - slower * self.after
 
 
 def make_model(
@@ -133,8 +135,6 @@ def read_own_text(tour: Tour, documents: InputDocuments, progress: TourProgress)
     known = {entry.name for entry in fields(CollectedText)}  # an earlier release's has others
     text = CollectedText(**{name: value for name, value in progress.done["text"].items() if name in known})
     print(f"  {text.describe()}")
-    if text.is_sample:
-        print("  that is a sample: there is more text than can be read in the time")
     if text.train_bytes < LITTLE_TEXT:
         print(f"  this is little text: below {LITTLE_TEXT:,} bytes a model learns spelling and a few phrases")
     return text
@@ -177,7 +177,9 @@ def choose_training(
         enough = math.ceil(deadline.minutes + 1.2 * missing / 60)
         print(f"  these minutes are too few for a useful model on this machine; --minutes {enough} would do")
     command = tour.run_command(plan.size, plan.dropout, plan.steps, *how)
-    return {"command": command, "limit": plan.limit, "start": deadline.start, "after": deadline.after}
+    deadline.pace = plan.size.tokens / machine.speed(plan.size)
+    most = plans.most_steps(plan.size, tokens)
+    return {"command": command, "most": most, "start": deadline.start, "after": deadline.after}
 
 
 def find_profile(device: str) -> tuple[DeviceProfile, float]:
@@ -308,9 +310,11 @@ def train_longer(tour: Tour, progress: TourProgress, deadline: Deadline) -> bool
     command = plan["command"]
     deadline.minutes = progress.more_minutes
     deadline.start, deadline.after = plan.get("start", START_SECONDS), plan.get("after", 2 * START_SECONDS)
+    deadline.pace = pace_of(rows)
     per_step = math.prod(int(command[command.index(f) + 1]) for f in ("--seq-length", "--micro-batch-size"))
     before, most = steps_of(command), plans.EPOCHS * progress.done["training tokens"] // per_step
-    wanted = before + max(int((deadline.left() - deadline.start) / pace_of(rows)), plans.FEWEST_STEPS)
+    further = (deadline.left() - deadline.start) / deadline.pace
+    wanted = before + max(int(further / plans.validating(before)), plans.FEWEST_STEPS)
     steps = min(wanted, most) // 10 * 10
     if steps <= before:
         print(f"{before:,} steps have read the text {plans.EPOCHS} times; more would only teach it by heart")
@@ -319,8 +323,7 @@ def train_longer(tour: Tour, progress: TourProgress, deadline: Deadline) -> bool
     print(f"training the model for another {minutes}: from step {before:,} to step {steps:,}")
     for name in ("bits per byte", "end"):
         progress.done.pop(name, None)
-    limit = "text" if wanted > most else "time"
-    progress.finish("plan", {**plan, "command": with_steps(command, steps), "limit": limit})
+    progress.finish("plan", {**plan, "command": with_steps(command, steps), "most": most})
     return True
 
 
@@ -330,45 +333,48 @@ def run_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def train_in_time(tour: Tour, progress: TourProgress, deadline: Deadline, showing: Showing) -> None:
-    """Train; if the machine turns out faster or slower, correct the number of steps once."""
-    plan = progress.done["plan"]
-    command, limit = plan["command"], plan["limit"]
-    steps = steps_of(command)
-    next_command: list[str] = []
-    # A run that is continued after an interruption keeps its length, as a very short one does.
-    is_timed = deadline.after > 0 and deadline.minutes >= 1
+    """Train; where the machine becomes faster or slower, correct the number of steps."""
     is_shown = showing.resumes and not run_rows(Path(tour.run))
+    while True:
+        plan = progress.done["plan"]
+        watch = PaceWatch(plan, deadline, is_shown)
+        tour.pre_train(plan["command"], watch.stop if watch.is_timed or is_shown else None)
+        if watch.next_command == plan["command"]:
+            is_shown = False
+            print("  the same command continues from the checkpoint:")
+        elif not watch.next_command:
+            return
+        progress.finish("plan", {**plan, "command": watch.next_command})
 
-    def check(at: LoggedInterval) -> str | None:
-        nonlocal next_command
-        if is_timed and (corrected := correct_steps(at, steps, deadline, limit)):
-            next_command = with_steps(command, corrected)
-            return f"a step takes {at.seconds * 1000:.0f} ms now: it saves, and goes on to {corrected:,} steps instead"
-        if is_shown and at.iteration >= steps // 2:
-            next_command = command
+
+class PaceWatch:
+    """Stops a training that would end too early or too late, or to show that it can be resumed.
+
+    `next_command` is what continues it then. A run that is continued after an interruption keeps
+    its length, as a very short one does.
+    """
+
+    def __init__(self, plan: dict[str, Any], deadline: Deadline, is_shown: bool) -> None:
+        self.command, self.most, self.deadline, self.is_shown = plan["command"], plan.get("most", 0), deadline, is_shown
+        self.is_timed = deadline.after > 0 and deadline.minutes >= 1
+        self.next_command: list[str] = []
+        self.intervals, self.before = 0, 0  # the way in which the interval before asked for a correction
+
+    def stop(self, at: LoggedInterval) -> str | None:
+        """Return the reason to stop after this interval, None if it is to go on."""
+        steps = steps_of(self.command)
+        self.intervals += 1  # the first one's time is not that of later steps
+        if self.is_timed and self.intervals > 1:
+            new = correct_steps(at, steps, self.deadline, self.most)
+            before, self.before = self.before, (new > steps) - (new < steps)
+            if self.before and self.before == before:  # two intervals agree
+                self.next_command = with_steps(self.command, new)
+                pace = f"a step takes {at.seconds * 1000:.0f} ms now"
+                return f"{pace}: it saves and goes on, to {new:,} steps in place of {steps:,}, so as to end in time"
+        if self.is_shown and at.iteration >= steps // 2:
+            self.next_command = self.command
             return "SIGTERM, as a cluster's scheduler sends it: the training saves and ends"
         return None
-
-    tour.pre_train(command, check if is_timed or is_shown else None)
-    if next_command:
-        progress.finish("plan", {**plan, "command": next_command})
-        if next_command == command:
-            print("  the same command continues from the checkpoint:")
-        tour.pre_train(next_command)
-    command = progress.done["plan"]["command"]
-    if is_timed and limit == "time" and (longer := steps_for_the_rest(tour, steps_of(command), deadline)):
-        print(f"  {deadline.left():.0f} s are left before the last steps: it trains on to {longer:,} steps")
-        progress.finish("plan", {**plan, "command": with_steps(command, longer)})
-        tour.pre_train(progress.done["plan"]["command"])
-
-
-def steps_for_the_rest(tour: Tour, steps: int, deadline: Deadline) -> int | None:
-    """Return a length that uses the rest of the time, None if too little is left."""
-    seconds, rows = deadline.left() - deadline.start, run_rows(Path(tour.run))
-    if not rows or seconds < 2 * TIME_MARGIN * deadline.minutes * 60:
-        return None
-    longer = steps + int(seconds / pace_of(rows)) // 10 * 10
-    return longer if longer > steps else None
 
 
 def pace_of(rows: list[dict[str, Any]]) -> float:
@@ -376,12 +382,17 @@ def pace_of(rows: list[dict[str, Any]]) -> float:
     return float(statistics.median(row["ms"] for row in rows[-200:])) / 1000
 
 
-def correct_steps(at: LoggedInterval, steps: int, deadline: Deadline, limit: str) -> int | None:
-    """Return the number of steps that ends in time, or None if `steps` does."""
-    if not steps * 0.1 <= at.iteration <= steps * CORRECTABLE:
-        return None
-    left, needed = deadline.left(), (steps - at.iteration) * at.seconds
-    if abs(left - needed) < 2 * TIME_MARGIN * deadline.minutes * 60 or (limit == "text" and needed < left):
-        return None
-    new = max(at.iteration + int((left - deadline.start) / at.seconds), at.iteration + 10, plans.FEWEST_STEPS)
-    return None if abs(new - steps) * at.seconds < 2 * deadline.start else new
+def correct_steps(at: LoggedInterval, steps: int, deadline: Deadline, most: int) -> int:
+    """Return the number of steps that ends in time, `steps` if that does.
+
+    On a machine that became slower, what follows the training takes longer too. No correction is
+    made that saves or uses hardly more time than another start takes.
+    """
+    slower = at.seconds / deadline.pace
+    left, step = deadline.left(slower), at.seconds * plans.validating(steps)
+    spare = left - (steps - at.iteration) * step
+    if -TIME_MARGIN < spare / (deadline.minutes * 60) < 2 * TIME_MARGIN:  # to be late is worse
+        return steps
+    fitting = at.iteration + int((left - slower * deadline.start) / step)
+    new = min(max(fitting, at.iteration + LAST_STEPS, plans.FEWEST_STEPS), most)
+    return steps if abs(new - steps) * step < WORTH_A_START * slower * deadline.start else new

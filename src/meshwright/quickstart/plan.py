@@ -22,6 +22,7 @@ READS = 4  # tokens to be read per parameter of the layers before a larger model
 PARAMETERS_PER_TOKEN = 2  # most parameters of the layers per token of text
 FULL_BATCH = 8192  # tokens of a step that keep an accelerator busy
 ENOUGH_STEPS = 2000  # steps that a text must still give in larger batches
+VALIDATED = 20  # batches of a validation, at most; no more than a twentieth of the steps
 EPOCHS = 12  # most readings of a text; more only learn it by heart
 
 
@@ -131,6 +132,19 @@ def useful(machine: MeasuredSpeed) -> float:
     return USEFUL_STEPS * SIZES[0].tokens / machine.speed(SIZES[0])
 
 
+def validating(steps: float) -> float:
+    """Return how many times as long as its steps a run takes with its five validations.
+
+    They need no backward pass, which is two thirds of a step.
+    """
+    return 1 + 5 / 3 * min(VALIDATED / max(steps, 1), 1 / 20)
+
+
+def most_steps(size: Size, tokens: int) -> int:
+    """Return the number of steps after which more would only teach the text by heart."""
+    return EPOCHS * tokens // size.tokens
+
+
 def plan_training(tokens: int, machine: MeasuredSpeed, seconds: float) -> TrainingPlan:
     """Plan a training of `seconds` on a text of so many tokens."""
     sizes = [grow(size, tokens) for size in SIZES] if machine.accelerator else SIZES
@@ -140,7 +154,8 @@ def plan_training(tokens: int, machine: MeasuredSpeed, seconds: float) -> Traini
 
     fitting = [s for s in sizes if s.parameters <= PARAMETERS_PER_TOKEN * tokens and s.parameters * READS <= reads(s)]
     size = fitting[-1] if fitting else sizes[0]
-    by_time, by_text = (int(n / size.tokens) for n in (machine.speed(size) * seconds, EPOCHS * tokens))
+    by_time, by_text = machine.speed(size) * seconds / size.tokens, most_steps(size, tokens)
+    by_time = int(by_time / validating(by_time))
     steps = max(min(by_time, by_text), FEWEST_STEPS)
     steps = steps // 10 * 10  # a round number
     epochs = steps * size.tokens / max(tokens, 1)

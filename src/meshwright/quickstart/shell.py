@@ -17,6 +17,8 @@ from pathlib import Path
 
 from meshwright.errors import DONE, SIGTERM, UNEXPECTED, UserError
 
+SHOWN_LINES = 20  # of a training's log; all of them say how fast it is
+
 
 @dataclass(frozen=True)
 class LoggedInterval:
@@ -114,12 +116,13 @@ class TrainingLines:
     """Shortens each line of a training's log to what a newcomer wants to see, or to None."""
 
     def __init__(self) -> None:
-        self.total, self.validated, self.saved = 0, "", ""
+        self.total, self.shown, self.validated, self.saved = 0, 0, "", ""
 
     def __call__(self, line: str) -> str | None:
         if interval := read_step_line(line):
-            self.total = interval.total
-            return str(interval)
+            self.total, before = interval.total, self.shown
+            self.shown = SHOWN_LINES * interval.iteration // interval.total
+            return str(interval) if self.shown > before else None
         if at := re.match(r" validation loss at (.*?) \| lm loss value: (\S+) ", line):
             is_again = at[1].startswith("the end") and self.validated == f"iteration {self.total}"
             self.validated = at[1]
@@ -127,7 +130,7 @@ class TrainingLines:
         if "successfully" in line and line != self.saved:  # the last step may be saved twice
             self.saved = line
             return line.strip()
-        return line.strip() if line.startswith("exiting") else None
+        return None
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.data.prepare.cutting import read_texts
 from meshwright.progress import duration
-from meshwright.quickstart.plan import Size
+from meshwright.quickstart.plan import VALIDATED, Size
 from meshwright.quickstart.shell import LoggedInterval, TrainingLines, call
 from meshwright.settings.text_inputs import TextInputs
 
@@ -71,8 +71,8 @@ class Tour:
 
     def run_command(self, size: Size, dropout: float, steps: int, *more: str) -> list[str]:
         """Return the command of the run."""
-        checked = max(1, min(20, steps // 20))  # all validations take less than a tenth of the training
-        keep = f"--log-interval {max(1, steps // 20)} --eval-interval {max(1, steps // 4)} --eval-iters {checked}"
+        checked = max(1, min(VALIDATED, steps // 20))
+        keep = f"--log-interval {max(1, steps // 60)} --eval-interval {max(1, steps // 4)} --eval-iters {checked}"
         keep += f" --save-interval {max(1, steps // 4)} --keep-last 1"
         command = self.training(size, dropout, steps, *keep.split(), *more)
         return [*command, "--save", self.run, "--load", self.run]

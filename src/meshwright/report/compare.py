@@ -152,6 +152,7 @@ def figures(r: ComparedRun) -> dict[str, Any]:
     speed = statistics.median(s.tokens_per_second for s in steps)
     goodput = read_goodput(r.history)
     out |= {"tokens_per_second": speed, "seconds": wall_time(r.history.attempts)[1]}
+    out["scores"] = {name: scores[max(scores)] for name, scores in r.history.scores.items() if scores}
     return out | {"goodput": goodput.share if goodput else None}
 
 
@@ -253,6 +254,9 @@ def summary(comparison: dict[str, Any]) -> list[list[str]]:
         [label, *("-" if r[key] is None else format(r[key], how) for r in comparison["runs"])]
         for key, (label, how) in form.items()
     ]
+    for name in dict.fromkeys(name for r in comparison["runs"] for name in r["scores"]):
+        scores = (r["scores"].get(name) for r in comparison["runs"])
+        body.append([f"final {name}", *("-" if score is None else f"{score:,.4f}" for score in scores)])
     body.append(["wall time", *(duration(r["seconds"]) for r in comparison["runs"])])
     shares = [r["goodput"] for r in comparison["runs"]]
     return [*body, ["goodput", *("-" if share is None else f"{share:.1%}" for share in shares)]]

@@ -294,7 +294,8 @@ def part_plots(history: History) -> list[str]:
         on, last = suffix(checks[0]), checks[-1]
         if len(last.by_position) > 1:
             figure, axes = plot.new_axes((4.8, 2.7), x="position")
-            chosen = [checks[i] for i in sorted({0, len(checks) // 2, len(checks) - 1})]
+            by_step = list({v.iteration: v for v in checks}.values())  # the last step is validated twice
+            chosen = [by_step[i] for i in sorted({0, len(by_step) // 2, len(by_step) - 1})]
             legend, names = [], list(last.by_position)
             for (line, dashes), v in zip(SET_LINES, reversed(chosen), strict=False):
                 axes.plot([v.by_position.get(name, math.nan) for name in names], color=plot.POINT, ls=line, marker=".")

@@ -97,7 +97,8 @@ class TextServer:
 
     def model_object(self) -> dict[str, Any]:
         facts = {"id": self.served.name, "object": "model", "created": self.served.created, "owned_by": "meshwright"}
-        return facts | {"max_model_len": self.served.model.seq_length, "step": self.served.model.step}
+        facts |= {"max_model_len": self.served.model.seq_length, "step": self.served.model.step}
+        return facts | {"has_chat_template": self.served.template is not None}
 
     async def models(self, request: HttpRequest) -> Response:
         return json_response({"object": "list", "data": [self.model_object()]})

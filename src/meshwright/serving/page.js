@@ -11,6 +11,7 @@ const WORDS = {
     repetition_penalty: "Repetition penalty", max_tokens: "Most new tokens",
     keys: "Ctrl+Enter generates, Escape stops. In the text, the arrow keys move from token to token and show the "
       + "probabilities of each; the less likely a token was, the warmer its colour.",
+    base: "A base model: it continues a text. It has no chat template, so it was not made to answer questions.",
     facts: m => `step ${m.step}, reads ${m.max_model_len} tokens`, waiting: "Waiting ...",
     running: n => `${n} tokens ...`, other: "other language: 中文",
     done: (n, s, why) => `${n} tokens in ${s} s (${n && s > 0 ? (n / s).toFixed(1) : 0}/s), ${why}`,
@@ -24,6 +25,7 @@ const WORDS = {
     keyHint: "服务器需要时填写", temperature: "温度", top_p: "Top-p", top_k: "Top-k（0：关闭）", min_p: "Min-p",
     repetition_penalty: "重复惩罚", max_tokens: "最多新词元数",
     keys: "Ctrl+Enter 生成，Escape 停止。在文本中用方向键逐个移动词元并查看其概率；词元的概率越低，颜色越暖。",
+    base: "基础模型：它续写文本。它没有对话模板，不是为回答问题而训练的。",
     facts: m => `第 ${m.step} 步，可读 ${m.max_model_len} 个词元`, waiting: "等待中……",
     running: n => `${n} 个词元……`, other: "other language: English",
     done: (n, s, why) => `${n} 个词元，${s} 秒（每秒 ${n && s > 0 ? (n / s).toFixed(1) : 0} 个），${why}`,
@@ -279,6 +281,8 @@ async function readModel() {
   model = answer.data[0];
   $("name").textContent = model.id;
   document.title = `${model.id} · Meshwright`;
+  $("tabs").hidden = !model.has_chat_template;
+  $("base").hidden = model.has_chat_template;
   const length = $("max_tokens");
   length.max = model.max_model_len - 1;
   length.value = Math.min(128, model.max_model_len >> 1);

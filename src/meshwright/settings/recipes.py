@@ -139,7 +139,7 @@ def apply_recipe(name: str, config: TrainConfig, given: Given) -> dict[str, Choi
         _choose_steps(draft)
     _choose_rates(draft, numbers)
     _choose_decay(draft, numbers)
-    _choose_validations(draft, numbers)
+    _choose_lines(draft, numbers)
     return draft.choices
 
 
@@ -327,9 +327,12 @@ def _choose_decay(draft: Draft, n: Mapping[str, Any]) -> None:
     draft.choose("weight_decay", decay, f"{reason}; from {low:g} to {high:g}")
 
 
-def _choose_validations(draft: Draft, n: Mapping[str, Any]) -> None:
+def _choose_lines(draft: Draft, n: Mapping[str, Any]) -> None:
+    """Choose how often the run logs and validates, so that a short one has a readable curve too."""
     t, length = draft.config.training, draft.config.data.seq_length or 1
     steps = int((_tokens(draft) or 1) / (length * (t.global_batch_size or 1)))
+    interval = min(max(1, steps // n["log_lines"]), default_of(_field("log_interval")))
+    draft.choose("log_interval", interval, f"{n['log_lines']} lines or more")
     draft.choose("eval_interval", max(1, steps // n["validations"]), f"{n['validations']} validations")
     # A step takes about as long as three forward passes.
     batches = round(3 * n["validation_share"] * steps / n["validations"])

@@ -12,6 +12,7 @@ from meshwright import host
 from meshwright.console import remark, say, say_time, show
 from meshwright.data.datasets import Datasets, check_datasets, continue_datasets, make_document_ends
 from meshwright.data.feed import Feed
+from meshwright.data.files.indexed import Indexed
 from meshwright.data.loader import DocumentEnds, LoaderSpec
 from meshwright.data.samples import OrderedSamples
 from meshwright.errors import HANG, UserError
@@ -23,8 +24,10 @@ from meshwright.plan.sizes import describe_long_step, smaller_sizes
 from meshwright.ranks.team import Team
 from meshwright.ranks.watchdog import Watchdog
 from meshwright.settings.command import explain_out_of_memory
+from meshwright.settings.data_paths import path_sets, path_settings
 from meshwright.settings.fields import with_settings
-from meshwright.tokenizers import Tokenizer
+from meshwright.settings.schema import TrainConfig
+from meshwright.tokenizers import Null, Tokenizer
 from meshwright.training.before import memory
 from meshwright.training.before.resolve import Resolved
 from meshwright.training.beside.samples import SampleWriter
@@ -39,6 +42,8 @@ from meshwright.training.network import Spec, build_network
 from meshwright.training.state import folder as run_folder
 from meshwright.training.state.state import State
 from meshwright.version import our_version
+
+COUNTED_TOKENS = 1 << 14  # of a pair of token files, from which the bytes of a token are estimated
 
 
 def build_trainer(
@@ -229,11 +234,27 @@ def open_log(
         "startup": startup.seconds,
         "ready": round(time.perf_counter() - startup.began, 3),
         "tokens_per_step": tokens,
+        "bytes_per_token": bytes_per_token(c, vocabulary.tokenizer) if team.is_lead else None,
         "train_iters": c.steps,
     }
     # A "start" replaces earlier rows from this iteration on, an "evaluate" none.
     metrics.row("evaluate" if c.training.skip_train else "start", run.iteration, **row)
     return metrics
+
+
+def bytes_per_token(config: TrainConfig, tokenizer: Tokenizer | None) -> float | None:
+    """Return about how many bytes of the training text a token stands for; None if it is unknown.
+
+    By it, losses of different vocabularies can be compared.
+    """
+    if tokenizer is None or isinstance(tokenizer, Null) or config.data.mock_data or not path_settings(config.data):
+        return None
+    count = size = 0
+    for source in [s for paths in path_sets(config.data) if paths.split == "train" for s in paths.sources][:8]:
+        tokens = Indexed(source.prefix).tokens[:COUNTED_TOKENS]
+        tokens = tokens[tokens != tokenizer.eod]
+        count, size = count + len(tokens), size + len(tokenizer.decode_bytes(tokens.tolist()))
+    return round(size / count, 4) if count else None
 
 
 def sizes_of_run(state: State) -> RunSizes:

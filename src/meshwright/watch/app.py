@@ -18,7 +18,7 @@ from meshwright.errors import UNAVAILABLE, UserError
 from meshwright.fields import Fields, Refusal
 from meshwright.records import json_ready
 from meshwright.runs.follow import RunTail
-from meshwright.watch.curves import Axis, View, curves
+from meshwright.watch.curves import Axis, View, curves, loss_units
 from meshwright.watch.overview import Watcher, describe_samples
 from meshwright.web.guard import Limits, RequestGuard
 from meshwright.web.protocol import make_server
@@ -56,10 +56,11 @@ def make_app(watcher: Watcher) -> RequestGuard:
     def draw(request: Request) -> Response:
         folders = request.query_params.getlist("run")[:MOST_RUNS]
         view = read_view(query_fields(request, without="run"))
-        out = {}
-        for folder, run in {folder: find_run(folder) for folder in folders}.items():
+        runs, out = {folder: find_run(folder) for folder in folders}, {}
+        unit, factors = loss_units(list(runs.values()))
+        for (folder, run), factor in zip(runs.items(), factors, strict=True):
             with run.lock:
-                out[folder] = curves(run, view)
+                out[folder] = curves(run, view, factor) | {"loss_unit": unit}
         return answer(out)
 
     def samples(request: Request) -> Response:

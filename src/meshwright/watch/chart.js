@@ -28,7 +28,7 @@ export class Chart {
   // `key` names the quantity; `hooks` has zoom(begin, end) and cursor(x, chart).
   constructor(key, hooks, wide = false) {
     Object.assign(this, { key, hooks, lines: [], drawn: [], axis: "step", range: null, at: null, isHere: false, drag: null });
-    Object.assign(this, { log: false, logX: false, uplot: null, form: "" });
+    Object.assign(this, { log: false, logX: false, uplot: null, form: "", unit: "" });
     this.choseLog = false;
     this.element = document.createElement("figure");
     this.element.className = wide ? "wide" : "";
@@ -64,8 +64,8 @@ export class Chart {
   }
 
   // `lines`: {name, colour, dash, x, y, mx, my, bad, marks: [{name, x, y, step}]}; marks are joined points.
-  show(lines, { axis, range, logX, resumed }) {
-    Object.assign(this, { lines, axis, range, logX, resumed });
+  show(lines, { axis, range, logX, resumed, unit = "" }) {
+    Object.assign(this, { lines, axis, range, logX, resumed, unit });
     if (this.key === "grad_norm" && !this.choseLog) this.log = isSpiky(lines);
     this.draw();
     this.point(this.at, this.isHere);
@@ -212,7 +212,7 @@ export class Chart {
     const text = entry("titles", this.key) || this.key;
     this.title.textContent = text;
     const width = this.lines.find((line) => line.width > 1)?.width;
-    const unit = entry("units", this.key), median = width ? word("medianOf").replace("{n}", whole(width)) : "";
+    const unit = entry("units", this.unit || this.key), median = width ? word("medianOf").replace("{n}", whole(width)) : "";
     this.note.textContent = [unit, median].filter(Boolean).join("; ");
     this.button.textContent = word("log");
     this.button.setAttribute("aria-pressed", String(this.log));

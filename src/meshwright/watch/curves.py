@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,7 +43,33 @@ def scale_of(run: RunTail) -> int:
     return length if isinstance(length, int) and length > 0 else 1
 
 
-def curves(run: RunTail, view: View) -> dict[str, Any]:
+def loss_units(runs: Sequence[RunTail]) -> tuple[str, list[float]]:
+    """Return the unit in which the runs' losses are drawn together, and the factor of each.
+
+    It is "" where they are comparable as they are: nats per token of one vocabulary. Runs of
+    several are drawn in bits per byte ("bits") if all say how many bytes a token has, and are
+    "mixed" otherwise.
+    """
+    sizes = [bytes_per_token(run) for run in runs]
+    known = [size for size in sizes if size]
+    is_one = len({vocabulary_of(run) for run in runs}) < 2 and max(known, default=1) < 1.01 * min(known, default=1)
+    if not is_one and len(known) == len(runs):
+        return "bits", [1 / (math.log(2) * size) for size in known]
+    return "" if is_one else "mixed", [1.0] * len(runs)
+
+
+def bytes_per_token(run: RunTail) -> float:
+    """Return about how many bytes of text a token stands for, 0 if the run does not say it."""
+    size = run.record.attempts[-1].start.get("bytes_per_token") if run.record.attempts else None
+    return float(size) if isinstance(size, int | float) and 0 < size < math.inf else 0.0
+
+
+def vocabulary_of(run: RunTail) -> str:
+    """Return what the settings say of the vocabulary."""
+    return repr([run.settings.get(n) for n in ("tokenizer", "tokenizer_type", "vocab_file", "vocab_size")])
+
+
+def curves(run: RunTail, view: View, loss_factor: float = 1.0) -> dict[str, Any]:
     """Return what is drawn of a run, as lists; the caller holds its lock.
 
     Each line has the points "x", "y", and if it is smoothed their median "mx", "my", which is of
@@ -54,16 +80,16 @@ def curves(run: RunTail, view: View) -> dict[str, Any]:
     half = round(view.smooth * (shown_steps[1] - shown_steps[0]) / 2)
     lines = {}
     for name in DRAWN:
-        y = run.column(name) * UNITS.get(name, 1.0)
+        y = run.column(name) * (loss_factor if name == "loss" else UNITS.get(name, 1.0))
         lines[name] = curve_line(x, y, shown_steps, half if name in SMOOTH else 0, view.points)
         if name in UNITS:
             lines[name]["bad"] = []  # unknown on this device
     record, places = run.record, Places(run, x)
     checks: dict[str, list[tuple[int, float]]] = {}
     for v in record.validations:
-        checks.setdefault(v.title, []).append((v.iteration, v.loss))
+        checks.setdefault(v.title, []).append((v.iteration, v.loss * loss_factor))
         if v.ema_loss is not None:
-            checks.setdefault(f"{v.title}, average", []).append((v.iteration, v.ema_loss))
+            checks.setdefault(f"{v.title}, average", []).append((v.iteration, v.ema_loss * loss_factor))
     return {
         "range": [float(x[0]), float(x[-1])] if len(x) else None,
         "lines": {name: drawn for name, drawn in lines.items() if drawn["x"] or drawn["bad"]},

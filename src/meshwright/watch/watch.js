@@ -64,6 +64,7 @@ function drawCurves() {
   const whole = has ? extent() : null, range = whole && [zoom[0] ?? whole[0], zoom[1] ?? whole[1]];
   if (range && range[0] === range[1]) range[1] += 1;
   const view = { axis, logX, range, resumed: runs.length === 1 ? curves[runs[0].folder].resumed : [] };
+  const lossUnit = runs.length ? curves[runs[0].folder].loss_unit : "";
   const base = (run) => ({ name: run.name, colour: run.colour, dash: run.dash });
   for (const key of KEYS) {
     const lines = runs.map((run) => {
@@ -73,7 +74,7 @@ function drawCurves() {
     const isEmpty = !lines.some((line) => line.x?.length || line.bad?.length || line.marks.some((m) => m.x.length));
     const one = chart(charts, key, $("charts"));
     one.element.hidden = isEmpty && key !== "loss";
-    one.show(lines, view);
+    one.show(lines, { ...view, unit: key === "loss" ? lossUnit : "" });
   }
   const names = [...new Set(runs.flatMap((run) => Object.keys(curves[run.folder].scores)))].sort();
   $("scores-section").hidden = !names.length;

@@ -15,7 +15,8 @@ const WORDS = {
     damaged: "a line that is no row", skipped: "skipped steps", equal: "none",
     titles: { loss: "Loss", lr: "Learning rate", grad_norm: "Gradient norm", tokens_per_second: "Speed", ms: "Step time",
       mfu: "MFU", memory: "Peak memory" },
-    units: { grad_norm: "before clipping", tokens_per_second: "tokens per second", ms: "milliseconds", memory: "GiB",
+    units: { bits: "about bits per byte, as the vocabularies differ",
+      mixed: "per token, not comparable: the vocabularies differ", grad_norm: "before clipping", tokens_per_second: "tokens per second", ms: "milliseconds", memory: "GiB",
       mfu: "share of the peak" },
   },
   zh: {
@@ -32,7 +33,7 @@ const WORDS = {
     damaged: "有一行不是有效数据", skipped: "跳过的步", equal: "无",
     titles: { loss: "损失", lr: "学习率", grad_norm: "梯度范数", tokens_per_second: "速度", ms: "每步用时", mfu: "MFU",
       memory: "显存峰值" },
-    units: { grad_norm: "裁剪之前", tokens_per_second: "词元/秒", ms: "毫秒", memory: "GiB", mfu: "占峰值的比例" },
+    units: { bits: "约为每字节比特数（词表不同）", mixed: "按词元计，不可比较（词表不同）", grad_norm: "裁剪之前", tokens_per_second: "词元/秒", ms: "毫秒", memory: "GiB", mfu: "占峰值的比例" },
   },
 };
 

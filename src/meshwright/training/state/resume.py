@@ -252,11 +252,16 @@ def differences(config: TrainConfig, saved: dict[str, Any]) -> list[str]:
     if contradicted:
         raise UserError("\n  ".join(["these flags contradict the checkpoint:", *contradicted]), BAD_DATA)
     ours, noted = saved_settings(config), flags_with(TrainConfig, "resume", "note")
+    changed = [n for n in ours if n in (*noted, *tunable) and n in saved and saved[n] != ours[n]]
+    # A new run has data and a recipe of its own: only changes of the network are worth a line each.
+    listed = [n for n in changed if n not in tunable] if config.checkpoint.finetune else []
     out = [
         f" > note: {name} is {_shown(ours[name])}, the checkpoint was trained with {_shown(saved[name])}"
-        for name in ours
-        if name in (*noted, *tunable) and name in saved and saved[name] != ours[name]
+        for name in changed
+        if name not in listed
     ]
+    if listed:
+        out.append(f" > note: with --finetune, these settings are not the checkpoint's: {', '.join(listed)}")
     needed = [
         *(n for n in STATED if n not in ("embedding_dropout", "z_loss_coef")),
         "layernorm_epsilon",
