@@ -42,7 +42,7 @@ Settings = dict[str, dict[str, Any]]
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
     """Write the page of a run folder, by default to report.html in it; return its path."""
     text = page(run_dir, read_history(run_dir), read_settings(run_dir), time.time())
-    return write_page(output or run_dir / "report.html", text)
+    return write_page(output or run_dir / "report.html", text, typed=output is not None)
 
 
 CERTIFICATE = "layout-certificate.json"  # in a run's folder; see verify/certificate.py

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.files import replacing
 from meshwright.progress import duration
 from meshwright.records import align_columns
 from meshwright.report import plot
@@ -170,5 +171,6 @@ def _numbers(texts: Sequence[str]) -> list[float]:
 
 def write_picture(folder: Path, swept: Sequence[SweptPoint]) -> Path:
     path = folder / PICTURE
-    path.write_text(picture(swept, folder.resolve().name), encoding="utf-8")
+    with replacing(path) as file:
+        file.write(picture(swept, folder.resolve().name).encode())
     return path

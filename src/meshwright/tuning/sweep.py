@@ -24,7 +24,7 @@ from meshwright import device as devices
 from meshwright import host
 from meshwright.checkpoint.owner import lock_folder
 from meshwright.errors import DONE, MEANINGS, NON_FINITE, SIGINT, SIGTERM, UNEXPECTED, UserError
-from meshwright.files import replacing
+from meshwright.files import own_file, replacing, require_unlinked
 from meshwright.ranks.orphans import LAUNCHER_PID
 from meshwright.runs.history import final_steps
 from meshwright.runs.sweeps import RECORD, read_record
@@ -149,7 +149,8 @@ class Sweep:
 
     def start(self, run: SweepRun, slot: int, slots: list[dict[str, str]]) -> None:
         log = self.plan.folder / f"{run.name}.log"
-        with log.open("ab") as output:
+        require_unlinked(self.plan.folder / run.name)
+        with open(log, "ab", opener=own_file) as output:
             process = subprocess.Popen(
                 [*self.program, *self.plan.command(run.name, run.point)],
                 stdin=subprocess.DEVNULL,

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from meshwright.data.files.writer import PART_ENDINGS
 from meshwright.data.prepare.plain import PIECE
 from meshwright.errors import IO, LOCKED, UserError
-from meshwright.files import RECORD_LIMIT, lock, read_small
+from meshwright.files import RECORD_LIMIT, lock, read_small, replacing
 
 VERSION = 7  # of the format of a state
 NOTE_EVERY = 0.5  # seconds
@@ -31,7 +31,6 @@ class Journal:
 
     def __init__(self, path: Path, identity: dict[str, Any], stderr: TextIO) -> None:
         self.path, self.is_kept, self.noted = path, True, time.monotonic()
-        self.temporary = Path(f"{path}.tmp")  # of one name: only the owner of the lock writes it
         named = {"version": VERSION, "piece": PIECE, **identity}
         self.digest = hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()
         self.state: dict[str, Any] | None = None
@@ -48,8 +47,8 @@ class Journal:
         return time.monotonic() - self.noted >= NOTE_EVERY
 
     def note(self, state: dict[str, Any]) -> None:
-        self.temporary.write_text(json.dumps({"command": self.digest, "state": state}))
-        os.replace(self.temporary, self.path)
+        with replacing(self.path) as file:
+            file.write(json.dumps({"command": self.digest, "state": state}).encode())
         self.state, self.noted = state, time.monotonic()
 
 
@@ -72,7 +71,6 @@ def open_journal(path: Path, identity: dict[str, Any], stderr: TextIO) -> Iterat
         finally:
             if not journal.is_kept:
                 path.unlink(missing_ok=True)
-                journal.temporary.unlink(missing_ok=True)
 
 
 def has_parts(prefix: str, lengths: list[int], itemsize: int) -> bool:

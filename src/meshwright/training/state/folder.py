@@ -15,7 +15,7 @@ from meshwright import tokenizers
 from meshwright.checkpoint import owner, publish, steps
 from meshwright.console import remark
 from meshwright.errors import UserError
-from meshwright.files import replacing
+from meshwright.files import replacing, require_unlinked
 from meshwright.report.page import write_report as write_page_of
 from meshwright.runs.goodput import Goodput, read_goodput
 from meshwright.runs.history import read_history
@@ -53,7 +53,8 @@ def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | Non
 def move_aside(root: Path, others: list[str]) -> Path:
     aside = owner.move_aside(root, others)
     if (root / "tokenizer").is_dir():
-        shutil.copytree(root / "tokenizer", aside / "tokenizer")
+        require_unlinked(root / "tokenizer")
+        shutil.copytree(root / "tokenizer", aside / "tokenizer", symlinks=True)
     return aside
 
 
@@ -172,7 +173,8 @@ class LivePage:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            (self.folder / f"report.html.{self.process.pid}.tmp").unlink(missing_ok=True)
+            for left in self.folder.glob(f"report.html.{self.process.pid}.*.tmp"):
+                left.unlink(missing_ok=True)
             self.process = None
         if failed and (last := self.draw()) is not None:
             threading.Thread(target=last.wait, daemon=True).start()  # leaves no zombie in a program that goes on
