@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from helpers import TINY_FLAGS
 from meshwright import files
-from meshwright.__main__ import main
 from meshwright.errors import UnfitFile
 
 SECRET = "ssh-ed25519 AAAA the user's own\n"

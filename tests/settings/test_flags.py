@@ -1,6 +1,7 @@
 """Flags and settings: where values come from, and what is refused with which message."""
 
 import dataclasses
+import json
 import os
 import re
 import resource
@@ -15,6 +16,7 @@ from parsing import parse, refusal
 import meshwright
 from helpers import TINY_FLAGS
 from meshwright.__main__ import COMMANDS, main
+from meshwright.commands.convert import ConvertConfig
 from meshwright.commands.data import VERBS, MergeConfig
 from meshwright.errors import BAD_DATA, USAGE, UserError
 from meshwright.settings import check_model, fields, flags, schema
@@ -716,3 +718,40 @@ def test_large_numbers_are_written_with_a_power_of_ten(text, advice):
 def test_an_error_about_two_names_of_a_setting_has_both(capsys):
     assert main("train --mock-data --lr 1e-3 --learning-rate 1e-2 --preset gpt2-345m --train-iters 5".split()) == USAGE
     assert "--lr and --learning-rate are names of one setting" in capsys.readouterr().err
+
+
+# Flags for one start
+
+ONE_START = {
+    "data_changed": "ok",
+    "override_opt_param_scheduler": True,
+    "save_overwrite": True,
+    "trust_pickle": True,
+    "finetune": True,
+    "no_load_optim": True,
+    "use_checkpoint_args": True,
+    "weights": "ema",
+}
+
+
+@pytest.mark.promise("What allows code to run, and every other flag for one start")
+def test_no_file_or_shell_gives_a_flag_for_one_start(tmp_path, monkeypatch):
+    assert {*schema.flags_with(TrainConfig, "once", True)} == {*ONE_START}
+    for name, value in ONE_START.items():
+        path = tmp_path / f"{name}.toml"
+        path.write_text(f"{name} = {json.dumps(value)}\n")
+        typed = fields.spelling(name) + (f"={value}" if isinstance(value, str) else "")
+        why = "a flag for one start is taken from the command line alone; type it there, or leave it out"
+        for cls in (TrainConfig, GenerateConfig, ConvertConfig):
+            if name not in fields.config_fields(cls):
+                continue
+            assert refusal("--config", str(path), cls=cls) == f"{fields.spelling(name)} in {path}: {why}"
+            assert flags.to_dict(parse("--config", str(path), typed, cls=cls).config)[name] == value
+            with monkeypatch.context() as shell:
+                shell.setenv(f"MESHWRIGHT_{name.upper()}", str(value))
+                assert refusal(cls=cls) == f"{fields.spelling(name)} in the environment: {why}"
+    path.write_text("trust_pickle = false\n[checkpoint]\nweights = 'plain'\n")  # as --print-config writes them
+    assert not parse("--config", str(path)).config.checkpoint.trust_pickle
+    path.write_text("[checkpoint]\noverride-lr-scheduler = true\n")
+    assert "--override-opt_param-scheduler in" in refusal("--config", str(path))
+    assert parse(values={"trust_pickle": True}).config.checkpoint.trust_pickle  # Python

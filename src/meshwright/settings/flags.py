@@ -137,6 +137,7 @@ def parse_settings(
 
     layers = _layers_below(reader, control["preset"], control["config_file"])
     layers.append(("command line", reader.convert_all(cli, "") | reader.convert_all(values, "")))
+    complaints += _for_one_start(reader, layers)
     recipe, choices = _fit_layers(reader, control, layers)
     if complaints and is_flat(cls):
         raise UserError(listed(complaints))
@@ -161,6 +162,19 @@ def parse_settings(
     built = localized(built)
     only_prints = bool(control["dry_run"]), bool(control["print_config"])
     return Parsed(built, sources, reader.notices, reader.idle, *only_prints, recipe)
+
+
+def _for_one_start(reader: LayerReader, layers: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Refuse flags for one start, such as --trust-pickle, where the user may not see them."""
+    *below, (_, typed) = layers
+    given = [(n, label) for label, layer in below for n in layer.keys() & reader.fields.keys() - typed.keys()]
+    refused = [(n, label) for n, label in given if reader.fields[n][1].metadata["once"]]
+    return [
+        f"{spelling(n)} in {'the ' * (label == ENVIRONMENT)}{label}: a flag for one start is taken from the command "
+        "line alone; type it there, or leave it out"
+        for n, label in sorted(refused)
+        if dict(below)[label][n] != default_of(reader.fields[n][1])
+    ]
 
 
 def _merged(layers: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:

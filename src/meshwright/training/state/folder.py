@@ -74,8 +74,8 @@ def keep_settings(folder: Path, config: TrainConfig, tokenizer: Tokenizer | None
 def as_continued(config: TrainConfig) -> TrainConfig:
     """Return the settings for continuing this run.
 
-    Settings that apply only to its first start are left out. The rank settings are cleared too,
-    because the next launcher assigns them again.
+    Flags for its first start are left out; one that saves nothing keeps them, to be told that they
+    must be typed again. The rank settings are cleared too: the next launcher assigns them.
     """
     no_load_optim = config.checkpoint.no_load_optim and config.checkpoint.no_save_optim
     config = without_flags_of_one_start(config) if config.checkpoint.save else config
@@ -88,7 +88,7 @@ def as_continued(config: TrainConfig) -> TrainConfig:
         config = with_settings(config, load=c.save, no_load_optim=no_load_optim, exit_on_missing_checkpoint=must_find)
     if named and named != "byte" and not os.path.exists(os.path.expanduser(named)):
         config = with_settings(config, tokenizer=None)  # the run's own copy needs no download
-    return with_settings(config, world_size=None, local_rank=None)
+    return with_settings(config, world_size=None, local_rank=None, trust_pickle=False)
 
 
 def without_flags_of_one_start(config: TrainConfig) -> TrainConfig:
@@ -109,7 +109,8 @@ def write_report(folder: Path) -> None:
     try:
         write_page_of(folder)
     except Exception as e:
-        print(f"note: no report.html: {e}", file=sys.stderr)
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
+        print(f"note: no report.html: {reason}", file=sys.stderr)
 
 
 DRAW = """
