@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import shutil
 import threading
@@ -11,8 +12,11 @@ from pathlib import Path
 import pytest
 
 import meshwright
+from helpers import TINY_FLAGS
 from meshwright import files
-from meshwright.errors import UnfitFile
+from meshwright.__main__ import main
+from meshwright.errors import BAD_DATA, DONE, IO, USAGE, UnfitFile
+from meshwright.training.state.folder import write_report
 
 SECRET = "ssh-ed25519 AAAA the user's own\n"
 PACKAGE = Path(meshwright.__file__).parent
@@ -73,6 +77,7 @@ def test_a_file_of_ours_is_not_written_through_a_link(tmp_path: Path, elsewhere:
     assert is_untouched(elsewhere) and [found.name for found in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.promise("A path that you type may be a link")
 def test_a_path_that_the_user_typed_may_be_a_link(tmp_path: Path, elsewhere: Path) -> None:
     (tmp_path / "page.html").symlink_to(elsewhere / "secret")
     with files.replacing(tmp_path / "page.html", typed=True) as file:
@@ -99,6 +104,104 @@ def test_two_threads_that_write_one_file_do_not_share_its_temporary_one(tmp_path
     assert len({*names}) == 2 and path.read_bytes() in (b"a" * 100_000, b"b" * 100_000)
     assert all(Path(name).name.startswith(f"record.{os.getpid()}.") for name in names)
     assert [found.name for found in tmp_path.iterdir()] == ["record"]
+
+
+# Commands on a folder that someone else has made
+
+
+def write_run(folder: Path) -> None:
+    start = {"event": "start", "attempt": 1, "iteration": 0, "time": 1.0, "version": "1", "command": [], "world": 1}
+    step = dict.fromkeys("consumed_samples loss grad_norm lr ms tokens_per_second skipped time".split(), 1.0)
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text(
+        f"{json.dumps(start)}\n{json.dumps({'event': 'step', 'iteration': 1} | step)}\n"
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_report_is_not_written_through_a_link(
+    tmp_path: Path, elsewhere: Path, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("page", "compare"):  # drawing is slow
+        monkeypatch.setattr(f"meshwright.report.{module}.page", lambda *_: "<!doctype html>")
+    run, other = tmp_path / "run", tmp_path / "other"
+    for folder in (run, other):
+        write_run(folder)
+    plant(kind, run / "report.html", elsewhere)
+    write_report(run)  # as a run does at its end
+    assert capsys.readouterr().err.startswith("note: no report.html: ") and is_untouched(elsewhere)
+    for name, folders in {"report.html": [run], "compare.html": [run, other]}.items():
+        plant(kind, run / name, elsewhere)
+        status = main(["report", *map(str, folders)])
+        said = capsys.readouterr().err
+        assert status in (USAGE, BAD_DATA) and f"{run / name}" in said and "Traceback" not in said
+        assert is_untouched(elsewhere)
+        page = tmp_path / "page.html"
+        page.symlink_to(elsewhere / "page.html")  # which the user typed
+        assert main(["report", *map(str, folders), "--output", str(page)]) == 0
+        assert (elsewhere / "page.html").read_text().startswith("<!doctype html>")
+        (elsewhere / "page.html").unlink()
+        page.unlink()
+
+
+TRAIN = [word for word in TINY_FLAGS if not word.startswith(("--vocab", "--no-tensorboard", "--train-iters"))]
+TRAIN += ["--tokenizer=byte", "--tensorboard", "--keep-best", "--train-iters=3"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert main(["train", *TRAIN, "--exit-interval=2", f"--save={folder}"]) == 0
+    return folder
+
+
+# What a training says of a link with this name, and its status.
+NAMES = {
+    "config.toml": (BAD_DATA, "config.toml: a link, which is not followed"),
+    "metrics.jsonl": (BAD_DATA, "metrics.jsonl: a link out of"),
+    ".lock": (IO, "cannot lock {run}/.lock: a link, which is not followed"),
+    "latest_checkpointed_iteration.txt": (IO, "latest_checkpointed_iteration.txt: a link, which is not followed"),
+    "best_checkpointed_iteration.txt": (IO, "best_checkpointed_iteration.txt: a link, which is not followed"),
+    "tokenizer": (BAD_DATA, "tokenizer: a link, which is not followed"),
+    "tokenizer/meta.json": (BAD_DATA, "tokenizer/meta.json cannot be read: a link out of"),
+    "tensorboard": (BAD_DATA, "tensorboard: a link, which is not followed"),
+    "tensorboard/samples": (BAD_DATA, "tensorboard/samples: a link, which is not followed"),
+    "iter_0000003.tmp": (DONE, ""),
+    "iter_0000003": (DONE, ""),
+    "log.txt": (
+        DONE,
+        "log.txt: a link, which is not followed, so nothing is written there; remove it; the run continues",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_training_writes_through_no_link_in_its_folder(
+    trained: Path, tmp_path: Path, elsewhere: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    plant(
+        "folder" if name.startswith(("iter", "tensorboard", "tokenizer")) and "." not in name else "link",
+        run / name,
+        elsewhere,
+    )
+    (tmp_path / "way").symlink_to(run)  # a run folder on another disk may be reached by a link
+    words = [f"--save={tmp_path / 'way'}", f"--load={tmp_path / 'way'}"]
+    status, said = NAMES[name]
+    assert main(["train", *TRAIN, *words]) == status
+    assert said.format(run=tmp_path / "way") in capsys.readouterr().err
+    assert is_untouched(elsewhere)
+
+
+def test_a_training_waits_for_no_pipe_in_its_folder(
+    trained: Path, tmp_path: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    plant("pipe", run / "log.txt", elsewhere)
+    assert main(["train", *TRAIN, f"--save={run}", f"--load={run}"]) == 0
+    assert "log.txt: not a regular file, so nothing is written there; remove it; the run" in capsys.readouterr().err
 
 
 # Every place that writes
@@ -151,5 +254,6 @@ def writing_calls(source: str) -> list[ast.Call]:
 
 def test_every_file_of_ours_is_opened_without_following_links() -> None:
     """A new place that writes uses `replacing` or `opener=own_file`, or is listed with a reason."""
-    places = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if writing_calls(path.read_text())}
-    assert places == {*OTHERS}
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    some = {path: source for path, source in sources.items() if any(f"{name}(" in source for name in {*WRITES, "open"})}
+    assert {path for path, source in some.items() if writing_calls(source)} == {*OTHERS}
