@@ -34,6 +34,14 @@ from typing import Any, BinaryIO
 from meshwright.errors import IO, LOCKED, UnfitFile, UserError
 
 RECORD_LIMIT = 64 << 20  # bytes of a record of ours; it may name thousands of files
+TOML_DEPTH, TOML_ENTRIES = 8, 10_000  # of a file of settings
+# Strings and comments of TOML. An open string lasts to the end of the file or line: tomllib stops.
+TOML_STRINGS = re.compile(
+    r'''"""(?:[^"\\]++|\\.|"(?!""))*+(?:"""|\\?\Z)|"(?:[^"\\\n]++|\\[^\n])*+"?'''
+    r"""|'''(?:[^']++|'(?!''))*+(?:'''|\Z)|'[^'\n]*+'?|\#[^\n]*+""",
+    re.DOTALL,
+)
+DEEP_KEY = re.compile(rf"(?<![\w-])[\w-]+(?:[ \t]*\.[ \t]*[\w-]+){{{TOML_DEPTH}}}")
 BLOCK = 1 << 22  # bytes that are read at once, a multiple of every item size
 
 
@@ -289,6 +297,19 @@ def fill(template: str, **values: object) -> str:
     """Return a file of this package with its names of the form @NAME@ replaced by values."""
     text = resources.files("meshwright").joinpath(template).read_text(encoding="utf-8")
     return re.sub("@([A-Z]+)@", lambda name: str(values[name[1]]), text)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tables of TOML that strangers wrote; raise ValueError for what no settings need.
+
+    tomllib keeps every beginning of a dotted key: 100 KB of `a.a.a...` would take 10 GB.
+    """
+    outside = TOML_STRINGS.sub("_", text)
+    if DEEP_KEY.search(outside):
+        raise ValueError(f"a key has more than {TOML_DEPTH} parts; no file of settings needs that")
+    if (count := outside.count("=") + outside.count("[")) > TOML_ENTRIES:
+        raise ValueError(f"{count:,} keys and tables; at most {TOML_ENTRIES:,} are read")
+    return tomllib.loads(text)
 
 
 def read_table(name: str) -> dict[str, Any]:

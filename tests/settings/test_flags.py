@@ -407,6 +407,11 @@ def test_unknown_environment(monkeypatch):
         ("a.toml", b"batch_size = 2", "or --global-batch-size in"),
         ("a.toml", b"lr = 1\nlr = 2", "--config"),
         ("a.toml", b"lr = " + b"[" * 5000, "--config"),
+        ("a.toml", b"a." * 100_000 + b"a = 1", "a.toml: a key has more than 8 parts; no file of settings needs that"),
+        ("a.toml", b"lr = 1\n[" + b"a . " * 100_000 + b"a]\n", "a key has more than 8 parts"),
+        ("a.toml", b"lr = 1 # '\n" + b'\'\'."\\"".' * 50_000 + b"a = 1", "a key has more than 8 parts"),
+        ("a.toml", b"lr = [{" + b"a." * 100_000 + b"a = 1}]", "a key has more than 8 parts"),
+        ("a.toml", b"".join(b"[a%d]\n" % i for i in range(20_000)), "20,000 keys and tables; at most 10,000 are read"),
         ("a.toml", bytes(range(256)), "not UTF-8 text"),
         ("a.toml", b"\x00", "--config"),
     ],
@@ -418,6 +423,22 @@ def test_hostile_files(tmp_path, monkeypatch, name, raw, words):
     (tmp_path / name).write_bytes(raw)
     assert words in refusal("--config", name)
     assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+QUOTE = "'"
+
+
+def test_text_in_toml_may_have_dots_and_brackets(tmp_path):
+    """Only keys and tables are counted, and an open string takes no longer than a closed one."""
+    dots, path = "a.b.c.d.e.f.g.h.i.j [[ = " * 4_000, tmp_path / "a.toml"
+    forms = [f'"{dots}"', f"'{dots}'", f'"""\n{dots}"\n\\"""{dots}"""', f"'''\n{dots}'\n'''", f'"" # {dots}']
+    for text in forms:
+        path.write_text(f"save = {text}\nseed = 7\n")
+        assert parse("--config", str(path)).config.training.seed == 7
+    escaped = '\\"' * 200_000
+    for text in (f'"""{escaped}', f'"""{escaped}\\', '"""' * 200_001, f"{3 * QUOTE}{200_000 * QUOTE}", f'"{escaped}'):
+        path.write_text(f"lr = {text}")
+        assert "--config" in refusal("--config", str(path))
 
 
 # Addresses instead of paths

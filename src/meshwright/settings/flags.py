@@ -17,7 +17,6 @@ import os
 import re
 import reprlib
 import shlex
-import tomllib
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from meshwright import console
 from meshwright.errors import BAD_DATA, DONE, UserError
-from meshwright.files import read_small
+from meshwright.files import parse_toml, read_small
 from meshwright.settings import check_values, checks, help, notices, presets, recipes
 from meshwright.settings.fields import (
     cached,
@@ -661,7 +660,7 @@ class LayerReader:
 
                 data = yaml.safe_load(text) or {}
             else:
-                data = tomllib.loads(text)
+                data = parse_toml(text)
         except Exception as e:  # a hostile file can break a reader in many ways, such as by deep nesting
             raise UserError(f"--config {path}: {e}") from None
         if not isinstance(data, dict):
