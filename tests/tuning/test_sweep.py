@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import warm
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
 from meshwright.commands.sweep import show_results
-from meshwright.errors import UserError
+from meshwright.errors import BAD_DATA, IO, USAGE, UserError
 from meshwright.runs import sweeps
 from meshwright.tuning import points, results, sweep
 from meshwright.tuning.points import read_space
@@ -341,12 +342,68 @@ def test_points_that_differ_have_different_names() -> None:
     assert points.words_of(listed("ffn-hidden-size=none")[0]) == ["--ffn-hidden-size=none"]
 
 
+RUN = {"point": {"seed": "1"}, "state": "done", "note": ""}
+
+
 def test_a_record_with_an_unknown_flag_is_refused(tmp_path: Path) -> None:
     write_record(tmp_path, [])
     text = (tmp_path / sweeps.RECORD).read_text()
     (tmp_path / sweeps.RECORD).write_text(text.replace('{"seed": "1"}', '{"sede": "1"}'))
     with pytest.raises(UserError, match="train has no flag --sede"):
         sweep.join_runs(tmp_path, [], [])
+
+
+HOSTILE = {
+    "a NUL in a name": {"runs": {"lr=1\0": RUN}},
+    "a surrogate in a name": {"runs": {"lr=\ud800": RUN}},
+    "a name that leads out": {"runs": {"../lr=1": RUN}},
+    "a name too long for a file": {"runs": {"a" * 300: RUN}},
+    "a NUL in a flag": {"train_flags": ["--lr\0=1"]},
+    "a surrogate in a flag": {"train_flags": ["--lr=\ud800"]},
+    "a number for a flag": {"train_flags": [10**400]},
+    "a NUL in a word": {"words": ["--grid", "seed=1\0"]},
+    "a text for words": {"words": 7},
+    "a NUL in a point": {"runs": {"seed=1": RUN | {"point": {"seed": "1\0"}}}},
+    "a number for a value": {"runs": {"seed=1": RUN | {"point": {"seed": 10**400}}}},
+    "a list for a point": {"runs": {"seed=1": RUN | {"point": ["seed"]}}},
+    "an unknown state": {"runs": {"seed=1": RUN | {"state": "perhaps"}}},
+    "a list for a state": {"runs": {"seed=1": RUN | {"state": []}}},
+    "a number for a note": {"runs": {"seed=1": RUN | {"note": 1e400}}},
+    "a number for a run": {"runs": {"seed=1": 7}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_record_is_refused_in_words(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_record(tmp_path, [])
+    record = json.loads((tmp_path / sweeps.RECORD).read_text()) | HOSTILE[name]
+    (tmp_path / sweeps.RECORD).write_text(json.dumps(record))
+    for command in ("sweep", "report"):
+        assert main([command, str(tmp_path)]) == BAD_DATA
+        assert f"{sweeps.RECORD} is not the record of a sweep: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.name)])
+def test_a_record_that_is_no_file_is_refused_in_words(
+    tmp_path: Path, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / sweeps.RECORD)
+    assert main(["sweep", str(tmp_path)]) in (BAD_DATA, IO)
+    assert f"error: {tmp_path / sweeps.RECORD}: " in capsys.readouterr().err
+
+
+@pytest.mark.promise("What allows code to run, and every other flag for one start")
+def test_a_record_gives_no_flag_for_one_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever made the folder would have a pickle of its run read as code."""
+    write_record(tmp_path, ["--mock-data", "--trust-pickle"])
+    assert main(["sweep", str(tmp_path)]) == USAGE
+    why = f"--trust-pickle in {tmp_path / sweeps.RECORD}: a flag for one start is taken from the command line alone"
+    assert why in capsys.readouterr().err
+    write_record(tmp_path, [])
+    text = (tmp_path / sweeps.RECORD).read_text().replace('{"seed": "1"}', '{"trust_pickle": "true"}')
+    (tmp_path / sweeps.RECORD).write_text(text)
+    assert main(["sweep", str(tmp_path), "--dry-run"]) == USAGE
+    assert "--trust-pickle is for one start, not for a run; leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.flag("stop_share")
@@ -387,9 +444,8 @@ def test_without_checkpoints_an_interrupted_run_begins_anew(
 
 
 def write_record(folder: Path, train_flags: list[str]) -> None:
-    run = {"point": {"seed": "1"}, "state": "done", "note": ""}
     (folder / sweeps.RECORD).write_text(
-        json.dumps({"words": ["--grid", "seed=1"], "train_flags": train_flags, "runs": {"seed=1": run}})
+        json.dumps({"words": ["--grid", "seed=1"], "train_flags": train_flags, "runs": {"seed=1": RUN}})
     )
 
 

@@ -16,6 +16,7 @@ from meshwright.records import align_columns
 from meshwright.report import plot
 from meshwright.report.compare import COLOURS
 from meshwright.runs.history import wall_time
+from meshwright.runs.sweeps import STATES
 from meshwright.settings.fields import spelling
 from meshwright.tuning.points import Point, is_logarithmic
 from meshwright.tuning.sweep import SweepRun
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 PICTURE = "sweep.svg"
 MOST_LINES = 8  # in a panel; beyond that only points are drawn
 MOST_PANELS = 6
-ORDER = ("done", "running", "interrupted", "stopped", "diverged", "failed", "waiting")
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def swept_points(runs: Sequence[SweepRun]) -> list[SweptPoint]:
     for run in runs:
         groups.setdefault(tuple((n, v) for n, v in run.point.items() if n != "seed"), []).append(run)
     listed = [_mean_of(dict(key), members) for key, members in groups.items()]
-    return sorted(listed, key=lambda o: (ORDER.index(o.state), o.loss))
+    return sorted(listed, key=lambda o: (STATES.index(o.state), o.loss))
 
 
 def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
@@ -69,7 +69,7 @@ def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
         seconds += wall_time(tail.record.attempts)[1]
     return SweptPoint(
         point=point,
-        state=max((run.state for run in runs), key=ORDER.index),
+        state=max((run.state for run in runs), key=STATES.index),
         held_out=statistics.fmean(held_out) if held_out else None,
         spread=statistics.stdev(held_out) if len(held_out) > 1 and all(map(math.isfinite, held_out)) else None,
         training=statistics.fmean(training) if training else None,
