@@ -24,6 +24,7 @@ from meshwright.__main__ import main
 from meshwright.commands.sweep import show_results
 from meshwright.errors import BAD_DATA, IO, USAGE, UserError
 from meshwright.runs import sweeps
+from meshwright.runs.history import final_loss
 from meshwright.tuning import points, results, sweep
 from meshwright.tuning.points import read_space
 
@@ -491,3 +492,31 @@ def test_a_folder_alone_goes_on_with_the_words_of_the_first_start(
     (folder / sweeps.RECORD).write_text(json.dumps(record))
     assert main(["sweep", str(folder), "--jobs=2", "--dry-run"]) == 0
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["--keep-last=1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("metrics.jsonl", '"train_iters": 1', f'"train_iters": {10**400}'),
+        ("metrics.jsonl", '"consumed_samples": ', '"consumed_samples": 9e307, "before": '),
+        ("config.toml", "", f"[data]\nseq_length = {10**400}\n"),
+        ("config.toml", "", "[data]\nseq_length = 'long'\n"),
+    ],
+)
+def test_numbers_of_no_run_end_no_sweep(tmp_path: Path, name: str, old: str, new: str) -> None:
+    run = sweep.SweepRun("a", {"lr": "1e400"}, "done")
+    other = sweep.SweepRun("b", {"lr": "1"}, "done")
+    for each in (run, other):
+        write_run(tmp_path / each.name, 3.0)
+    path = tmp_path / "a" / name
+    text = path.read_text() if path.exists() else ""
+    assert old in text
+    path.write_text(text.replace(old, new) if old else new)
+    made = sweep.Sweep(sweep.SweepPlan(tmp_path, stop_at=(0.5,)), {"a": run, "b": other}, [])
+    for each in (run, other):
+        made.note_rungs(each)
+    assert results.write_picture(tmp_path, results.swept_points([run, other])).stat().st_size
+
+
+def test_a_log_interval_of_no_run_ends_no_report() -> None:
+    assert final_loss([1.0, 3.0], 2, 10**400) == final_loss([1.0, 3.0], 10**400) == (2.0, 2)

@@ -121,7 +121,7 @@ def show_certificate(run_dir: Path) -> list[str]:
         c = json.loads(read_small(run_dir / CERTIFICATE, CERTIFICATE_LIMIT, run_dir))
         words = f"{c['summary']} ({date(c['time'])}, {CERTIFICATE})"
         return [f"<p><b>Layout {'verified' if c['verdict'] == 'equal' else 'differs'}</b>: {escape(words)}.</p>"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return []
 
 

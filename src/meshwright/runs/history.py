@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 from collections.abc import Reversible, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -307,7 +308,7 @@ def final_steps(iteration: int, log_interval: Any) -> int:
 
     It is the last logged interval, in a long run the last fiftieth of all steps.
     """
-    return max(1, iteration // 50, log_interval if isinstance(log_interval, int) else 1)
+    return min(max(1, iteration // 50, log_interval if isinstance(log_interval, int) else 1), sys.maxsize)
 
 
 def final_loss(losses: Reversible[float], iteration: int, log_interval: Any = 1) -> tuple[float, int]:

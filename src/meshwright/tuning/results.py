@@ -19,7 +19,7 @@ from meshwright.runs.history import wall_time
 from meshwright.runs.sweeps import STATES
 from meshwright.settings.fields import spelling
 from meshwright.tuning.points import Point, is_logarithmic
-from meshwright.tuning.sweep import SweepRun
+from meshwright.tuning.sweep import MOST_STEPS, SweepRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -65,7 +65,9 @@ def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
         if checks := tail.record.mean_validations():
             held_out.append(checks[-1][1])
         training.append(tail.final_loss()[0])
-        tokens = max(tokens, int(tail.column("consumed_samples")[-1]) * tail.settings.get("seq_length", 1))
+        length, samples = tail.settings.get("seq_length", 1), float(tail.column("consumed_samples")[-1])
+        if isinstance(length, int) and max(length, samples) < MOST_STEPS:  # not of a log or settings that are no run's
+            tokens = max(tokens, int(samples) * length)
         seconds += wall_time(tail.record.attempts)[1]
     return SweptPoint(
         point=point,
@@ -162,11 +164,12 @@ def _scale(axes: Axes, texts: Sequence[str], numbers: Sequence[float]) -> None:
 
 
 def _numbers(texts: Sequence[str]) -> list[float]:
-    """Return the values of an axis, or nothing if not all of them are numbers."""
+    """Return the values of an axis, or nothing if not all of them are finite numbers."""
     try:
-        return list(map(float, texts))
+        numbers = list(map(float, texts))
     except ValueError:
         return []
+    return numbers if all(map(math.isfinite, numbers)) else []
 
 
 def write_picture(folder: Path, swept: Sequence[SweptPoint]) -> Path:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5
 # The flags of train that a sweep gives each run.
 OWN_FLAGS = (*map(spelling, OWN), "--dry-run", "--print-config")
+MOST_STEPS = 1 << 53  # that are exact as a float; a log of someone else may say more
 MOST_LISTED = 10  # runs that are refused
 # States that a later start of the sweep leaves as they are.
 FINAL_STATES = ("done", "stopped", "diverged")
@@ -194,7 +195,7 @@ class Sweep:
         """Record the losses of a run at the steps where it is compared."""
         tail = run.read(self.plan.folder)
         total = tail.record.attempts[-1].start.get("train_iters") if tail.record.attempts else None
-        if not isinstance(total, int) or not tail.count:
+        if not isinstance(total, int) or total > MOST_STEPS or not tail.count:
             return
         for fraction in self.plan.stop_at:
             step = max(1, int(fraction * total))
