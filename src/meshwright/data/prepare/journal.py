@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from meshwright.data.files.writer import PART_ENDINGS
 from meshwright.data.prepare.plain import PIECE
 from meshwright.errors import IO, LOCKED, UserError
-from meshwright.files import RECORD_LIMIT, lock, read_small, replacing
+from meshwright.files import RECORD_LIMIT, lock, own_file, read_small
 
 VERSION = 7  # of the format of a state
 NOTE_EVERY = 0.5  # seconds
@@ -31,6 +31,7 @@ class Journal:
 
     def __init__(self, path: Path, identity: dict[str, Any], stderr: TextIO) -> None:
         self.path, self.is_kept, self.noted = path, True, time.monotonic()
+        self.temporary = Path(f"{path}.tmp")  # of one name: only the owner of the lock writes it
         named = {"version": VERSION, "piece": PIECE, **identity}
         self.digest = hashlib.sha256(json.dumps(named, sort_keys=True, default=str).encode()).hexdigest()
         self.state: dict[str, Any] | None = None
@@ -47,8 +48,9 @@ class Journal:
         return time.monotonic() - self.noted >= NOTE_EVERY
 
     def note(self, state: dict[str, Any]) -> None:
-        with replacing(self.path) as file:
-            file.write(json.dumps({"command": self.digest, "state": state}).encode())
+        with open(self.temporary, "w", opener=own_file) as file:
+            file.write(json.dumps({"command": self.digest, "state": state}))
+        os.replace(self.temporary, self.path)
         self.state, self.noted = state, time.monotonic()
 
 
@@ -71,6 +73,7 @@ def open_journal(path: Path, identity: dict[str, Any], stderr: TextIO) -> Iterat
         finally:
             if not journal.is_kept:
                 path.unlink(missing_ok=True)
+                journal.temporary.unlink(missing_ok=True)
 
 
 def has_parts(prefix: str, lengths: list[int], itemsize: int) -> bool:
