@@ -299,6 +299,8 @@ def test_wordpiece(bert, tmp_path):
         "the the ##me ##s of un ##want ##ed , 你 好 ! [UNK] [UNK] [UNK]"
     )
     assert tokens("NAÏVE don't 2024x " + "s" * 201) == "naive don ' t [UNK] [UNK]"
+    looked_for = ours._split.cache_info().misses
+    assert tokens("s" * 2_000) == "[UNK]" and ours._split.cache_info().misses == looked_for  # too long for that
     ids = ours.encode("The themes, unwanted! 你好 the")
     assert ours.decode(ids) == stream(ours, ids) == "the themes, unwanted!你好the"
     assert ours.encode_special("[CLS] the[SEP]") == [2, 5, 3]

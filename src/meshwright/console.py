@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
 from meshwright.errors import UserError
+from meshwright.files import own_file
 from meshwright.storage import addresses
 
 _stream: Literal["stdout", "stderr"] | None = "stdout"
@@ -220,7 +221,7 @@ class LogFile:
         """Open the file and write the lines that were added so far."""
         lines, self.unwritten = "\n".join(self.unwritten or []), None
         try:
-            self.fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self.fd = own_file(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         except OSError as error:
             self._leave_off(error)
         self.add(lines)

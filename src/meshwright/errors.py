@@ -49,7 +49,7 @@ class UserError(Exception):
 
 
 class UnfitFile(OSError):
-    """A file that is not read: a device, a pipe, a link out of its folder, or one too long."""
+    """A file that is not read or written: a device, a pipe, a link, or one too long."""
 
     def __init__(self, path: object, reason: str) -> None:
         super().__init__(errno.EINVAL, reason, str(path))

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import resource
+import secrets
 import shutil
 import socket
 import stat
@@ -33,6 +34,14 @@ from typing import Any, BinaryIO
 from meshwright.errors import IO, LOCKED, UnfitFile, UserError
 
 RECORD_LIMIT = 64 << 20  # bytes of a record of ours; it may name thousands of files
+TOML_DEPTH, TOML_ENTRIES = 8, 10_000  # of a file of settings
+# Strings and comments of TOML. An open string lasts to the end of the file or line: tomllib stops.
+TOML_STRINGS = re.compile(
+    r'''"""(?:[^"\\]++|\\.|"(?!""))*+(?:"""|\\?\Z)|"(?:[^"\\\n]++|\\[^\n])*+"?'''
+    r"""|'''(?:[^']++|'(?!''))*+(?:'''|\Z)|'[^'\n]*+'?|\#[^\n]*+""",
+    re.DOTALL,
+)
+DEEP_KEY = re.compile(rf"(?<![\w-])[\w-]+(?:[ \t]*\.[ \t]*[\w-]+){{{TOML_DEPTH}}}")
 BLOCK = 1 << 22  # bytes that are read at once, a multiple of every item size
 
 
@@ -52,7 +61,8 @@ def open_plain(path: str | Path, folder: Path | None = None) -> BufferedReader:
 
     Raise UnfitFile for others: a device may have no end, and a pipe nobody who writes.
     """
-    if folder is not None and not Path(path).resolve().is_relative_to(folder.resolve()):
+    # A link to itself stays as it is here, and fails when it is opened; Path.resolve raises for it.
+    if folder is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
         raise UnfitFile(path, f"a link out of {folder}, which is not followed; put the file itself there")
     file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")  # a pipe opens at once
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -105,25 +115,79 @@ def sync(path: str | Path) -> None:
         os.close(fd)
 
 
+def require_unlinked(path: Path) -> None:
+    """Raise UnfitFile if a link, a pipe or a device has the name of a file or folder of ours.
+
+    Whoever made the folder may have put it there, so that we write to another file of the user.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise unwritable(path, "a link, which is not followed" if stat.S_ISLNK(mode) else "not a regular file")
+
+
+def unwritable(path: object, what: str) -> UnfitFile:
+    return UnfitFile(path, f"{what}, so nothing is written there; remove it")
+
+
+def own_file(path: str | Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file of ours to write it and return its descriptor; made to be an `opener` of `open`.
+
+    Raise UnfitFile for a link, a pipe or a device; see require_unlinked.
+    """
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # a pipe without a reader opens at once
+    try:
+        fd = os.open(path, flags, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            require_unlinked(Path(path))
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise unwritable(path, "not a regular file")
+    return fd
+
+
+def own_folder(path: Path) -> None:
+    """Make a folder in one of ours, unless it is there; raise UnfitFile for a link."""
+    require_unlinked(path)
+    path.mkdir(exist_ok=True)
+
+
+def make_anew(folder: Path) -> None:
+    """Make an empty folder in one of ours, in the place of an earlier one; refuse a link."""
+    require_unlinked(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    own_folder(folder)
+
+
 @contextmanager
-def replacing(path: Path, durably: bool = False) -> Iterator[BinaryIO]:
+def replacing(path: Path, durably: bool = False, typed: bool = False) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends without an error.
 
-    With `durably`, its bytes reach the disk before it gets its name.
+    With `durably`, its bytes reach the disk before it gets its name. If the user has `typed` the
+    path, a link there is followed and a device or a pipe written; else see require_unlinked.
     """
-    path = path.resolve()  # a link stays a link
-    if path.exists() and not path.is_file():  # a device or a pipe
+    if not typed:
+        require_unlinked(path)
+    elif path.exists() and not path.is_file():
         with naming_file(path), path.open("wb") as file:
             yield file
         return
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    else:
+        path = Path(os.path.realpath(path))  # the link stays
+    # The process names the file for who looks; the word keeps threads and other machines apart.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        with naming_file(path, temporary), temporary.open("wb") as file:
-            yield file
-            file.flush()
-            if durably:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with naming_file(path, temporary):
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
+                if durably:
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -138,7 +202,7 @@ def write_lines(path: Path, lines: Iterable[bytes], overwrite: bool, flag: str) 
     Another content is kept, unless `overwrite`; the error names `flag`, which chose the path.
     """
     try:
-        with replacing(path) as file:
+        with replacing(path, typed=True) as file:
             file.writelines(line + b"\n" for line in lines)
             file.flush()
             if path.is_file() and filecmp.cmp(file.name, path, shallow=False):
@@ -183,7 +247,7 @@ def open_locked(path: Path, patience: float = 0.0) -> tuple[int, bool]:
     """
     until = time.monotonic() + patience
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = own_file(path, os.O_RDWR | os.O_CREAT)
         has_locks = True
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | (0 if patience == math.inf else fcntl.LOCK_NB))
@@ -233,6 +297,19 @@ def fill(template: str, **values: object) -> str:
     """Return a file of this package with its names of the form @NAME@ replaced by values."""
     text = resources.files("meshwright").joinpath(template).read_text(encoding="utf-8")
     return re.sub("@([A-Z]+)@", lambda name: str(values[name[1]]), text)
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tables of TOML that strangers wrote; raise ValueError for what no settings need.
+
+    tomllib keeps every beginning of a dotted key: 100 KB of `a.a.a...` would take 10 GB.
+    """
+    outside = TOML_STRINGS.sub("_", text)
+    if DEEP_KEY.search(outside):
+        raise ValueError(f"a key has more than {TOML_DEPTH} parts; no file of settings needs that")
+    if (count := outside.count("=") + outside.count("[")) > TOML_ENTRIES:
+        raise ValueError(f"{count:,} keys and tables; at most {TOML_ENTRIES:,} are read")
+    return tomllib.loads(text)
 
 
 def read_table(name: str) -> dict[str, Any]:

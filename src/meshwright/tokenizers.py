@@ -524,7 +524,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
     A chat template beside it is copied too. It is no part of the tokenizer: anyone may change it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    files.own_folder(folder)
     beside = {source.parent / name for source in tokenizer.files.values() for name in (CHAT_TEMPLATE, CHAT_CONFIG)}
     for name, source in {**tokenizer.files, **{path.name: path for path in beside if path.is_file()}}.items():
         target = folder / name

@@ -407,7 +407,8 @@ class WordPiece(Tokenizer):
         text = text.translate(_CLEANED)
         if self._lower_case:
             text = unicodedata.normalize("NFD", text.lower()).translate(_UNMARKED)
-        return [i for word in text.translate(_PUNCTUATED).split() for i in self._split(word)]
+        words, unknown = text.translate(_PUNCTUATED).split(), (self._vocab["[UNK]"],)
+        return [i for word in words for i in (unknown if len(word) > LONGEST_WORD else self._split(word))]
 
     def as_library(self) -> Any:
         from tokenizers import Tokenizer as Library
@@ -428,7 +429,7 @@ class WordPiece(Tokenizer):
             prefix = "##" if begin else ""
             ends = range(len(word), begin, -1)
             end = next((end for end in ends if prefix + word[begin:end] in self._vocab), None)
-            if end is None or len(word) > LONGEST_WORD:
+            if end is None:
                 return (self._vocab["[UNK]"],)
             ids.append(self._vocab[prefix + word[begin:end]])
             begin = end

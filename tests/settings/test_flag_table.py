@@ -55,8 +55,9 @@ HEAD = """# Flags
 
 Generated from the dataclasses of settings, most of them in `src/meshwright/settings/schema.py`.
 Every flag is also a setting of `--config FILE` (`--seq-length` is `seq_length`) and of the environment
-(`MESHWRIGHT_SEQ_LENGTH`). A switch `--x` also has `--no-x`. *Not yet*: only the default works, or
-all values but those named. [Flags of other programs](#flags-of-other-programs) are at the end.
+(`MESHWRIGHT_SEQ_LENGTH`), but for [flags for one start](checkpoints.md#continue-a-run). A switch `--x`
+also has `--no-x`. *Not yet*: only the default works, or all values but those named.
+[Flags of other programs](#flags-of-other-programs) are at the end.
 """
 OTHERS = """## Flags of other programs
 

@@ -1,6 +1,7 @@
 """Flags and settings: where values come from, and what is refused with which message."""
 
 import dataclasses
+import json
 import os
 import re
 import resource
@@ -15,6 +16,7 @@ from parsing import parse, refusal
 import meshwright
 from helpers import TINY_FLAGS
 from meshwright.__main__ import COMMANDS, main
+from meshwright.commands.convert import ConvertConfig
 from meshwright.commands.data import VERBS, MergeConfig
 from meshwright.errors import BAD_DATA, USAGE, UserError
 from meshwright.settings import check_model, fields, flags, schema
@@ -405,6 +407,11 @@ def test_unknown_environment(monkeypatch):
         ("a.toml", b"batch_size = 2", "or --global-batch-size in"),
         ("a.toml", b"lr = 1\nlr = 2", "--config"),
         ("a.toml", b"lr = " + b"[" * 5000, "--config"),
+        ("a.toml", b"a." * 100_000 + b"a = 1", "a.toml: a key has more than 8 parts; no file of settings needs that"),
+        ("a.toml", b"lr = 1\n[" + b"a . " * 100_000 + b"a]\n", "a key has more than 8 parts"),
+        ("a.toml", b"lr = 1 # '\n" + b'\'\'."\\"".' * 50_000 + b"a = 1", "a key has more than 8 parts"),
+        ("a.toml", b"lr = [{" + b"a." * 100_000 + b"a = 1}]", "a key has more than 8 parts"),
+        ("a.toml", b"".join(b"[a%d]\n" % i for i in range(20_000)), "20,000 keys and tables; at most 10,000 are read"),
         ("a.toml", bytes(range(256)), "not UTF-8 text"),
         ("a.toml", b"\x00", "--config"),
     ],
@@ -416,6 +423,22 @@ def test_hostile_files(tmp_path, monkeypatch, name, raw, words):
     (tmp_path / name).write_bytes(raw)
     assert words in refusal("--config", name)
     assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+QUOTE = "'"
+
+
+def test_text_in_toml_may_have_dots_and_brackets(tmp_path):
+    """Only keys and tables are counted, and an open string takes no longer than a closed one."""
+    dots, path = "a.b.c.d.e.f.g.h.i.j [[ = " * 4_000, tmp_path / "a.toml"
+    forms = [f'"{dots}"', f"'{dots}'", f'"""\n{dots}"\n\\"""{dots}"""', f"'''\n{dots}'\n'''", f'"" # {dots}']
+    for text in forms:
+        path.write_text(f"save = {text}\nseed = 7\n")
+        assert parse("--config", str(path)).config.training.seed == 7
+    escaped = '\\"' * 200_000
+    for text in (f'"""{escaped}', f'"""{escaped}\\', '"""' * 200_001, f"{3 * QUOTE}{200_000 * QUOTE}", f'"{escaped}'):
+        path.write_text(f"lr = {text}")
+        assert "--config" in refusal("--config", str(path))
 
 
 # Addresses instead of paths
@@ -716,3 +739,40 @@ def test_large_numbers_are_written_with_a_power_of_ten(text, advice):
 def test_an_error_about_two_names_of_a_setting_has_both(capsys):
     assert main("train --mock-data --lr 1e-3 --learning-rate 1e-2 --preset gpt2-345m --train-iters 5".split()) == USAGE
     assert "--lr and --learning-rate are names of one setting" in capsys.readouterr().err
+
+
+# Flags for one start
+
+ONE_START = {
+    "data_changed": "ok",
+    "override_opt_param_scheduler": True,
+    "save_overwrite": True,
+    "trust_pickle": True,
+    "finetune": True,
+    "no_load_optim": True,
+    "use_checkpoint_args": True,
+    "weights": "ema",
+}
+
+
+@pytest.mark.promise("What allows code to run, and every other flag for one start")
+def test_no_file_or_shell_gives_a_flag_for_one_start(tmp_path, monkeypatch):
+    assert {*schema.flags_with(TrainConfig, "once", True)} == {*ONE_START}
+    for name, value in ONE_START.items():
+        path = tmp_path / f"{name}.toml"
+        path.write_text(f"{name} = {json.dumps(value)}\n")
+        typed = fields.spelling(name) + (f"={value}" if isinstance(value, str) else "")
+        why = "a flag for one start is taken from the command line alone; type it there, or leave it out"
+        for cls in (TrainConfig, GenerateConfig, ConvertConfig):
+            if name not in fields.config_fields(cls):
+                continue
+            assert refusal("--config", str(path), cls=cls) == f"{fields.spelling(name)} in {path}: {why}"
+            assert flags.to_dict(parse("--config", str(path), typed, cls=cls).config)[name] == value
+            with monkeypatch.context() as shell:
+                shell.setenv(f"MESHWRIGHT_{name.upper()}", str(value))
+                assert refusal(cls=cls) == f"{fields.spelling(name)} in the environment: {why}"
+    path.write_text("trust_pickle = false\n[checkpoint]\nweights = 'plain'\n")  # as --print-config writes them
+    assert not parse("--config", str(path)).config.checkpoint.trust_pickle
+    path.write_text("[checkpoint]\noverride-lr-scheduler = true\n")
+    assert "--override-opt_param-scheduler in" in refusal("--config", str(path))
+    assert parse(values={"trust_pickle": True}).config.checkpoint.trust_pickle  # Python

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ import warm
 from helpers import TINY_FLAGS
 from meshwright.__main__ import main
 from meshwright.commands.sweep import show_results
-from meshwright.errors import UserError
+from meshwright.errors import BAD_DATA, IO, USAGE, UserError
 from meshwright.runs import sweeps
+from meshwright.runs.history import final_loss
 from meshwright.tuning import points, results, sweep
 from meshwright.tuning.points import read_space
 
@@ -341,12 +343,68 @@ def test_points_that_differ_have_different_names() -> None:
     assert points.words_of(listed("ffn-hidden-size=none")[0]) == ["--ffn-hidden-size=none"]
 
 
+RUN = {"point": {"seed": "1"}, "state": "done", "note": ""}
+
+
 def test_a_record_with_an_unknown_flag_is_refused(tmp_path: Path) -> None:
     write_record(tmp_path, [])
     text = (tmp_path / sweeps.RECORD).read_text()
     (tmp_path / sweeps.RECORD).write_text(text.replace('{"seed": "1"}', '{"sede": "1"}'))
     with pytest.raises(UserError, match="train has no flag --sede"):
         sweep.join_runs(tmp_path, [], [])
+
+
+HOSTILE = {
+    "a NUL in a name": {"runs": {"lr=1\0": RUN}},
+    "a surrogate in a name": {"runs": {"lr=\ud800": RUN}},
+    "a name that leads out": {"runs": {"../lr=1": RUN}},
+    "a name too long for a file": {"runs": {"a" * 300: RUN}},
+    "a NUL in a flag": {"train_flags": ["--lr\0=1"]},
+    "a surrogate in a flag": {"train_flags": ["--lr=\ud800"]},
+    "a number for a flag": {"train_flags": [10**400]},
+    "a NUL in a word": {"words": ["--grid", "seed=1\0"]},
+    "a text for words": {"words": 7},
+    "a NUL in a point": {"runs": {"seed=1": RUN | {"point": {"seed": "1\0"}}}},
+    "a number for a value": {"runs": {"seed=1": RUN | {"point": {"seed": 10**400}}}},
+    "a list for a point": {"runs": {"seed=1": RUN | {"point": ["seed"]}}},
+    "an unknown state": {"runs": {"seed=1": RUN | {"state": "perhaps"}}},
+    "a list for a state": {"runs": {"seed=1": RUN | {"state": []}}},
+    "a number for a note": {"runs": {"seed=1": RUN | {"note": 1e400}}},
+    "a number for a run": {"runs": {"seed=1": 7}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_record_is_refused_in_words(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_record(tmp_path, [])
+    record = json.loads((tmp_path / sweeps.RECORD).read_text()) | HOSTILE[name]
+    (tmp_path / sweeps.RECORD).write_text(json.dumps(record))
+    for command in ("sweep", "report"):
+        assert main([command, str(tmp_path)]) == BAD_DATA
+        assert f"{sweeps.RECORD} is not the record of a sweep: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.name)])
+def test_a_record_that_is_no_file_is_refused_in_words(
+    tmp_path: Path, make: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path / sweeps.RECORD)
+    assert main(["sweep", str(tmp_path)]) in (BAD_DATA, IO)
+    assert f"error: {tmp_path / sweeps.RECORD}: " in capsys.readouterr().err
+
+
+@pytest.mark.promise("What allows code to run, and every other flag for one start")
+def test_a_record_gives_no_flag_for_one_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever made the folder would have a pickle of its run read as code."""
+    write_record(tmp_path, ["--mock-data", "--trust-pickle"])
+    assert main(["sweep", str(tmp_path)]) == USAGE
+    why = f"--trust-pickle in {tmp_path / sweeps.RECORD}: a flag for one start is taken from the command line alone"
+    assert why in capsys.readouterr().err
+    write_record(tmp_path, [])
+    text = (tmp_path / sweeps.RECORD).read_text().replace('{"seed": "1"}', '{"trust_pickle": "true"}')
+    (tmp_path / sweeps.RECORD).write_text(text)
+    assert main(["sweep", str(tmp_path), "--dry-run"]) == USAGE
+    assert "--trust-pickle is for one start, not for a run; leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.flag("stop_share")
@@ -387,9 +445,8 @@ def test_without_checkpoints_an_interrupted_run_begins_anew(
 
 
 def write_record(folder: Path, train_flags: list[str]) -> None:
-    run = {"point": {"seed": "1"}, "state": "done", "note": ""}
     (folder / sweeps.RECORD).write_text(
-        json.dumps({"words": ["--grid", "seed=1"], "train_flags": train_flags, "runs": {"seed=1": run}})
+        json.dumps({"words": ["--grid", "seed=1"], "train_flags": train_flags, "runs": {"seed=1": RUN}})
     )
 
 
@@ -435,3 +492,31 @@ def test_a_folder_alone_goes_on_with_the_words_of_the_first_start(
     (folder / sweeps.RECORD).write_text(json.dumps(record))
     assert main(["sweep", str(folder), "--jobs=2", "--dry-run"]) == 0
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["--keep-last=1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("metrics.jsonl", '"train_iters": 1', f'"train_iters": {10**400}'),
+        ("metrics.jsonl", '"consumed_samples": ', '"consumed_samples": 9e307, "before": '),
+        ("config.toml", "", f"[data]\nseq_length = {10**400}\n"),
+        ("config.toml", "", "[data]\nseq_length = 'long'\n"),
+    ],
+)
+def test_numbers_of_no_run_end_no_sweep(tmp_path: Path, name: str, old: str, new: str) -> None:
+    run = sweep.SweepRun("a", {"lr": "1e400"}, "done")
+    other = sweep.SweepRun("b", {"lr": "1"}, "done")
+    for each in (run, other):
+        write_run(tmp_path / each.name, 3.0)
+    path = tmp_path / "a" / name
+    text = path.read_text() if path.exists() else ""
+    assert old in text
+    path.write_text(text.replace(old, new) if old else new)
+    made = sweep.Sweep(sweep.SweepPlan(tmp_path, stop_at=(0.5,)), {"a": run, "b": other}, [])
+    for each in (run, other):
+        made.note_rungs(each)
+    assert results.write_picture(tmp_path, results.swept_points([run, other])).stat().st_size
+
+
+def test_a_log_interval_of_no_run_ends_no_report() -> None:
+    assert final_loss([1.0, 3.0], 2, 10**400) == final_loss([1.0, 3.0], 10**400) == (2.0, 2)

@@ -17,6 +17,7 @@ from meshwright import host
 from meshwright.bench import table
 from meshwright.bench.rows import BenchRow
 from meshwright.bench.runs import BenchPlan, measure_row
+from meshwright.files import replacing
 from meshwright.progress import duration, new_bar
 from meshwright.version import installed_version, our_version
 
@@ -92,8 +93,10 @@ class Bench:
             print(line, flush=True)
 
     def write(self) -> None:
-        (self.plan.out / "table.txt").write_text("".join(f"{line}\n" for line in self.lines))
-        (self.plan.out / "results.json").write_text(json.dumps(self.about | {"rows": self.results}, indent=1) + "\n")
+        results = json.dumps(self.about | {"rows": self.results}, indent=1)
+        for name, lines in {"table.txt": self.lines, "results.json": [results]}.items():
+            with replacing(self.plan.out / name) as file:
+                file.writelines(f"{line}\n".encode() for line in lines)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from meshwright import files
 from meshwright.checkpoint import mirror
 from meshwright.checkpoint.steps import listing
 from meshwright.console import remark
-from meshwright.errors import IO, LOCKED, UserError
+from meshwright.errors import IO, LOCKED, UnfitFile, UserError
 
 PATIENCE = 0.5  # seconds: a killed owner may still be dying, a new one still writing its name
 
@@ -35,7 +35,8 @@ def lock_folder(root: str | Path, remedy: str = "change --save") -> Iterator[Non
         except BlockingIOError as error:
             raise in_use(root, error, remedy) from None
         except OSError as error:
-            raise UserError(f"cannot lock {root}: {error.strerror or error}; {remedy}", IO) from error
+            place = error.filename if isinstance(error, UnfitFile) else root
+            raise UserError(f"cannot lock {place}: {error.strerror or error}; {remedy}", IO) from error
         if not has_locks:
             remark(f"WARNING: the file system of {root} has no locks: a second run there would not be noticed")
         stack.enter_context(mirror.leased(root))

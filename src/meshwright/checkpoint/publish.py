@@ -27,8 +27,8 @@ from pathlib import Path
 from meshwright.checkpoint import manifests
 from meshwright.checkpoint.steps import BEST, TRACKER, is_foreign, latest, list_steps, step_folder
 from meshwright.console import remark
-from meshwright.errors import IO, LOCKED, UserError
-from meshwright.files import naming_file, replacing, sync
+from meshwright.errors import IO, LOCKED, UnfitFile, UserError
+from meshwright.files import naming_file, own_file, replacing, require_unlinked, sync
 from meshwright.ranks.pulse import pulse
 from meshwright.ranks.team import ALONE, Team
 
@@ -231,7 +231,7 @@ def write_chunk(fd: int, begin: int, parts: tuple[memoryview, ...]) -> str:
 
 
 def write_durably(path: Path, data: bytes, point: str = "") -> None:
-    with naming_file(path), open(path, "wb") as file:
+    with naming_file(path), open(path, "wb", opener=own_file) as file:
         file.write(data)
         file.flush()
         crash_point(point)
@@ -275,7 +275,7 @@ def prune_steps(root: str | Path, newest: int, keep_last: int, keep_every: int |
 
 def clear_unfinished(root: Path) -> None:
     for path in list(root.iterdir()):
-        if re.fullmatch(rf"(iter_\d{{7,}}|({re.escape(TRACKER)}|{re.escape(BEST)})\.\d+)\.tmp", path.name):
+        if re.fullmatch(rf"(iter_\d{{7,}}|({re.escape(TRACKER)}|{re.escape(BEST)})\.[\da-f.]+)\.tmp", path.name):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -313,9 +313,12 @@ def check_writable(root: str | Path, bytes_needed: int, team: Team = ALONE, copi
     def write() -> None:
         try:
             root.mkdir(parents=True, exist_ok=True)
+            for name in (TRACKER, BEST):  # which would fail only after the first step is saved
+                require_unlinked(root / name)
             write_durably(probe, b"x")
         except OSError as error:
-            raise UserError(f"cannot write to {root}: {error.strerror or error}; change --save", IO) from error
+            place = error.filename if isinstance(error, UnfitFile) else root
+            raise UserError(f"cannot write to {place}: {error.strerror or error}; change --save", IO) from error
 
     def measure_free_space() -> int:
         # The first user of a folder looks for the files of all, the others for the first one's.

@@ -288,7 +288,7 @@ def write_settings(path: Path, plan: Plan, filled_in: Collection[str]) -> Path:
     config, defaults = flags.to_dict(plan.prediction.config), flags.to_dict(TrainConfig())
     names = {name for name, value in config.items() if value != defaults[name]} - {*filled_in}
     head = ["# Made by `meshwright plan`. Train with `meshwright train --config FILE`, data and --save.", ""]
-    with replacing(path) as file:
+    with replacing(path, typed=True) as file:
         file.write("\n".join([*head, flags.to_toml(plan.prediction.config, only=names)]).encode())
     return path
 
@@ -308,5 +308,5 @@ def write_drawings(plan: Plan, asked: PlanFlags, text: list[str]) -> list[Path]:
     written = pictures.write_pictures(Path(asked.pictures), drawn) if asked.pictures else []
     if asked.write_page:
         page = pictures.page_of(describe.title(plan.prediction), text, drawn)
-        written.append(write_page(Path(asked.write_page), page))
+        written.append(write_page(Path(asked.write_page), page, typed=True))
     return written

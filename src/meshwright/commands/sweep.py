@@ -10,9 +10,9 @@ from pathlib import Path
 
 from meshwright.errors import DONE, UserError
 from meshwright.records import json_ready
-from meshwright.runs.sweeps import read_record
+from meshwright.runs.sweeps import RECORD, read_record
 from meshwright.settings import command, flags
-from meshwright.settings.fields import flag, group
+from meshwright.settings.fields import config_fields, default_of, flag, group, spelling
 from meshwright.settings.schema import TrainConfig
 from meshwright.tuning import sweep
 from meshwright.tuning.points import Point, read_space
@@ -84,9 +84,19 @@ def main(argv: list[str]) -> int:
         if not (record := read_record(c.sweep_dir)):
             raise UserError(f"{c.sweep_dir} holds no sweep; give --grid or --random, and after -- the flags of train")
         words, extra = list(record["words"]), list(record["train_flags"])
+        require_repeatable(c.sweep_dir, extra)
         given = {name: getattr(c, name) for name, source in parsed.sources.items() if source == "command line"}
         c = flags.parse_settings(SweepConfig, words, "meshwright sweep", "sweep_dir", values=given).config.sweep
     return run_sweep(c, words, extra, parsed.dry_run)
+
+
+def require_repeatable(folder: Path, extra: list[str]) -> None:
+    """Refuse recorded flags for one start, such as --trust-pickle: who typed them is not known."""
+    settings = flags.to_dict(command.flags_of_train(extra))
+    for name, (_, f, _) in config_fields(TrainConfig).items():
+        if f.metadata["once"] and settings[name] != default_of(f):
+            why = "a flag for one start is taken from the command line alone"
+            raise UserError(f"{spelling(name)} in {folder / RECORD}: {why}; type the whole command again")
 
 
 def run_sweep(c: SweepFlags, words: list[str], extra: list[str], dry_run: bool) -> int:

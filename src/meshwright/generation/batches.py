@@ -209,7 +209,7 @@ def opened(path: str | None) -> Iterator[Callable[[str], object]]:
     if path is None:
         yield Terminal().write
         return
-    with replacing(Path(path)) as file:
+    with replacing(Path(path), typed=True) as file:
         yield lambda text: file.write(text.encode())
 
 

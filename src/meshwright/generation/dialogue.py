@@ -111,7 +111,7 @@ class Dialogue:
                 raise UserError(f"{path} exists and holds no dialogue; name another file") from None
         turns = [{k: v for k, v in asdict(turn).items() if v or k != "ended"} for turn in self.turns]
         messages = [*({"role": SYSTEM, "content": self.system} for _ in range(bool(self.system))), *turns]
-        with replacing(path) as file:
+        with replacing(path, typed=True) as file:
             file.write(json.dumps({"messages": messages}, ensure_ascii=False, indent=1).encode() + b"\n")
 
     def load(self, path: Path) -> None:

@@ -86,7 +86,7 @@ def write_engine_file(
         path = Path(config.write_to)
         if path.exists() and not config.overwrite:
             raise UserError(f"--write-to {path} exists; give another name, or --overwrite to replace it", LOCKED)
-        with replacing(path) as file:
+        with replacing(path, typed=True) as file:
             file.write(text.encode())
         print(f"{path}: {config.write}, {job.nodes} x {job.devices} ranks; its first lines say how to start it")
     for line in notes:

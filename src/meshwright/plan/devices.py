@@ -8,7 +8,6 @@ training reaches. Files beside this one have the devices that people ask for; `m
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -17,7 +16,7 @@ from typing import Any
 
 from meshwright import host
 from meshwright.errors import UserError
-from meshwright.files import read_table
+from meshwright.files import parse_toml, read_table
 from meshwright.settings.hints import did_you_mean
 
 FOLDER = "plan/profiles"
@@ -133,7 +132,7 @@ def load_profile(name_or_path: str) -> DeviceProfile:
         hint = did_you_mean(name, known) or f"; there are {' '.join(known)}"
         raise UserError(f"no profile of a device is named {name_or_path}{hint}, or give a file of `bench --calibrate`")
     try:
-        return read_profile(path.stem, tomllib.loads(path.read_text(encoding="utf-8")))
+        return read_profile(path.stem, parse_toml(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UserError(f"the profile {path} cannot be read: {error.strerror}; give another file") from error
     except (KeyError, TypeError, ValueError) as error:

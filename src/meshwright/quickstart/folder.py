@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.checkpoint import owner
 from meshwright.errors import LOCKED, UserError
-from meshwright.files import replacing
+from meshwright.files import replacing, require_unlinked
 from meshwright.settings.fields import spelling
 
 # Names in it that a new tour may remove; a model is kept aside.
@@ -33,6 +33,8 @@ def claim_folder(folder: Path, mark: str, name: str) -> Iterator[None]:
         raise UserError(f"{folder} is not empty, and no {name} made it; {remedy}", LOCKED)
     is_new = not folder.exists()
     with owner.lock_folder(folder, remedy):  # which makes it
+        for entry in (*TOUR_FILES, mark):
+            require_unlinked(folder / entry)
         (folder / mark).touch()
         try:
             yield

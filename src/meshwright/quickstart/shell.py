@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import DONE, SIGTERM, UNEXPECTED, UserError
+from meshwright.files import own_file
 
 SHOWN_LINES = 20  # of a training's log; all of them say how fast it is
 
@@ -65,7 +66,7 @@ def call(
     print(f"$ {shlex.join(['meshwright', *argv])}", flush=True)
     printed, expected = "", DONE
     with (
-        open(log, "a", encoding="utf-8", buffering=1) as everything,
+        open(log, "a", encoding="utf-8", buffering=1, opener=own_file) as everything,
         subprocess.Popen(
             [sys.executable, "-m", "meshwright", *argv],
             stdout=subprocess.PIPE,

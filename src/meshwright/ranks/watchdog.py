@@ -41,6 +41,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from meshwright.errors import HANG
+from meshwright.files import own_file
 from meshwright.ranks import pulse as pulses
 from meshwright.ranks.compare import format_ranks
 from meshwright.ranks.connect import find_missing
@@ -376,7 +377,7 @@ class Watchdog:
         fd = 2
         with contextlib.suppress(OSError):
             if self.folder is not None and self.folder.is_dir():
-                fd = os.open(stacks_of(self.folder, self.world.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+                fd = own_file(stacks_of(self.folder, self.world.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         if fd == 2 and not prints and self.sign.waiting > self.limit / 2:
             return  # it waits as the one that prints does
         write_text(fd, head)
@@ -397,7 +398,8 @@ class Watchdog:
                 wait_for_stacks(memory.fileno(), tries=6, pause=0.5)
                 text = f"rank {rank}, process {pid} on {who['host']}\n{memory.read()[pulses.PHASE_BYTES :]}"
             if self.folder is not None and self.folder.is_dir():
-                stacks_of(self.folder, rank).write_text(text)
+                with open(stacks_of(self.folder, rank), "w", opener=own_file) as file:
+                    file.write(text)
             else:
                 write_text(2, text)
             for _ in range(25):  # it first waits for its own stacks

@@ -114,7 +114,8 @@ def compare_runs(folders: Sequence[Path], output: Path | None, as_json: bool, to
     else:
         print("\n".join(comparison_as_text(comparison)))
     if output or not as_json:
-        target = write_page(output or folders[0] / "compare.html", page(runs, comparison))
+        text = page(runs, comparison)
+        target = write_page(output or folders[0] / "compare.html", text, typed=output is not None)
         print(target, file=sys.stderr if as_json else sys.stdout)
     if tolerance is None:
         return DONE

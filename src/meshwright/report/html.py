@@ -34,11 +34,11 @@ def html_table(body: Iterable[Sequence[str]], kind: str, head: Sequence[str] = (
     return f'<div class="scroll"><table class="{kind}">{top}{"".join(lines)}</table></div>'
 
 
-def write_page(target: Path, text: str) -> Path:
-    """Write a file completely or not at all; return its path."""
+def write_page(target: Path, text: str, typed: bool = False) -> Path:
+    """Write a file completely or not at all; return its path. See `replacing` for `typed`."""
     if target.exists() and not target.is_file():
         raise UserError(f"{target} is not a regular file; choose another name for the page", USAGE)
-    with replacing(target) as file:
+    with replacing(target, typed=typed) as file:
         # A command line that is not valid text has lone surrogates, which UTF-8 cannot encode.
         file.write(text.encode(errors="replace"))
     return target

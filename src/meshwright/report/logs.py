@@ -457,7 +457,7 @@ def draw_logs(rows: Sequence[LogRow]) -> Figure:
 
 
 def write_picture(target: Path, figure: Figure) -> None:
-    with replacing(target) as file:
+    with replacing(target, typed=True) as file:
         figure.savefig(
             file, format=target.suffix[1:], dpi=150, metadata={"Date": None} if target.suffix == ".svg" else {}
         )

@@ -42,7 +42,7 @@ Settings = dict[str, dict[str, Any]]
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
     """Write the page of a run folder, by default to report.html in it; return its path."""
     text = page(run_dir, read_history(run_dir), read_settings(run_dir), time.time())
-    return write_page(output or run_dir / "report.html", text)
+    return write_page(output or run_dir / "report.html", text, typed=output is not None)
 
 
 CERTIFICATE = "layout-certificate.json"  # in a run's folder; see verify/certificate.py
@@ -121,7 +121,7 @@ def show_certificate(run_dir: Path) -> list[str]:
         c = json.loads(read_small(run_dir / CERTIFICATE, CERTIFICATE_LIMIT, run_dir))
         words = f"{c['summary']} ({date(c['time'])}, {CERTIFICATE})"
         return [f"<p><b>Layout {'verified' if c['verdict'] == 'equal' else 'differs'}</b>: {escape(words)}.</p>"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return []
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import tomllib
+import sys
 from collections.abc import Reversible, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import bad_data, not_a_run
-from meshwright.files import read_small
+from meshwright.files import parse_toml, read_small
 from meshwright.runs.rows import DAMAGED, METRICS, DamagedRow, explain_damage, read_lines
 
 CONFIG_LIMIT = 4 << 20  # bytes of config.toml
@@ -291,7 +291,7 @@ def read_settings(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the groups of settings in config.toml; none if the file does not exist."""
     path = folder / "config.toml"
     try:
-        groups = tomllib.loads(read_small(path, CONFIG_LIMIT, folder).decode(errors="surrogateescape"))
+        groups = parse_toml(read_small(path, CONFIG_LIMIT, folder).decode(errors="surrogateescape"))
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as e:
@@ -308,7 +308,7 @@ def final_steps(iteration: int, log_interval: Any) -> int:
 
     It is the last logged interval, in a long run the last fiftieth of all steps.
     """
-    return max(1, iteration // 50, log_interval if isinstance(log_interval, int) else 1)
+    return min(max(1, iteration // 50, log_interval if isinstance(log_interval, int) else 1), sys.maxsize)
 
 
 def final_loss(losses: Reversible[float], iteration: int, log_interval: Any = 1) -> tuple[float, int]:

@@ -38,7 +38,7 @@ class Facets(TypedDict, total=False):
     # A resumed run may not change it, may with --finetune, notes the change, or is free to.
     resume: Literal["refuse", "tune", "note", "free"]
     inherited: bool  # a run that loads a checkpoint takes it over, unless a flag is given
-    once: bool  # meant for one start of a run: its config.toml, which continues it, leaves the flag out
+    once: bool  # for one start of a run: typed, never from a file or the environment, nor in its config.toml
     outcome: str  # property that it decides with others or by a default; that is compared on resume
     proof: Literal["twin fuzz", "twin", "fuzz", ""]  # drawn by the tests' fuzz, copied by verify-layout's twin
     read: Literal["model", "run", ""]  # commands that read a model use it, to describe or to run it

@@ -17,7 +17,6 @@ import os
 import re
 import reprlib
 import shlex
-import tomllib
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any, Generic, TypeVar
 
 from meshwright import console
 from meshwright.errors import BAD_DATA, DONE, UserError
-from meshwright.files import read_small
+from meshwright.files import parse_toml, read_small
 from meshwright.settings import check_values, checks, help, notices, presets, recipes
 from meshwright.settings.fields import (
     cached,
@@ -138,6 +137,7 @@ def parse_settings(
 
     layers = _layers_below(reader, control["preset"], control["config_file"])
     layers.append(("command line", reader.convert_all(cli, "") | reader.convert_all(values, "")))
+    complaints += _for_one_start(reader, layers)
     recipe, choices = _fit_layers(reader, control, layers)
     if complaints and is_flat(cls):
         raise UserError(listed(complaints))
@@ -163,6 +163,19 @@ def parse_settings(
     built = localized(built)
     only_prints = bool(control["dry_run"]), bool(control["print_config"])
     return Parsed(built, sources, reader.notices, reader.idle, *only_prints, recipe)
+
+
+def _for_one_start(reader: LayerReader, layers: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Refuse flags for one start, such as --trust-pickle, where the user may not see them."""
+    *below, (_, typed) = layers
+    given = [(n, label) for label, layer in below for n in layer.keys() & reader.fields.keys() - typed.keys()]
+    refused = [(n, label) for n, label in given if reader.fields[n][1].metadata["once"]]
+    return [
+        f"{spelling(n)} in {'the ' * (label == ENVIRONMENT)}{label}: a flag for one start is taken from the command "
+        "line alone; type it there, or leave it out"
+        for n, label in sorted(refused)
+        if dict(below)[label][n] != default_of(reader.fields[n][1])
+    ]
 
 
 def _merged(layers: Sequence[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -658,7 +671,7 @@ class LayerReader:
 
                 data = yaml.safe_load(text) or {}
             else:
-                data = tomllib.loads(text)
+                data = parse_toml(text)
         except Exception as e:  # a hostile file can break a reader in many ways, such as by deep nesting
             raise UserError(f"--config {path}: {e}") from None
         if not isinstance(data, dict):

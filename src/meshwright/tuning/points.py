@@ -123,6 +123,8 @@ def _field_of(word: str, where: str) -> str:
     name = aliases.get(key, key.replace("-", "_"))
     if name in OWN:
         raise UserError(f"{where}: a sweep gives each run its own folder; leave {spelling(name)} out")
+    if name in fields and fields[name][1].metadata["once"]:
+        raise UserError(f"{where}: {spelling(name)} is for one start, not for a run; leave it out")
     if name not in fields and name not in CONTROLS:
         raise UserError(f"{where}: train has no flag --{key}{did_you_mean(key, fields)}")
     return name

@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from meshwright.files import replacing
 from meshwright.progress import duration
 from meshwright.records import align_columns
 from meshwright.report import plot
 from meshwright.report.compare import COLOURS
 from meshwright.runs.history import wall_time
+from meshwright.runs.sweeps import STATES
 from meshwright.settings.fields import spelling
 from meshwright.tuning.points import Point, is_logarithmic
-from meshwright.tuning.sweep import SweepRun
+from meshwright.tuning.sweep import MOST_STEPS, SweepRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 PICTURE = "sweep.svg"
 MOST_LINES = 8  # in a panel; beyond that only points are drawn
 MOST_PANELS = 6
-ORDER = ("done", "running", "interrupted", "stopped", "diverged", "failed", "waiting")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def swept_points(runs: Sequence[SweepRun]) -> list[SweptPoint]:
     for run in runs:
         groups.setdefault(tuple((n, v) for n, v in run.point.items() if n != "seed"), []).append(run)
     listed = [_mean_of(dict(key), members) for key, members in groups.items()]
-    return sorted(listed, key=lambda o: (ORDER.index(o.state), o.loss))
+    return sorted(listed, key=lambda o: (STATES.index(o.state), o.loss))
 
 
 def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
@@ -64,11 +65,13 @@ def _mean_of(point: Point, runs: list[SweepRun]) -> SweptPoint:
         if checks := tail.record.mean_validations():
             held_out.append(checks[-1][1])
         training.append(tail.final_loss()[0])
-        tokens = max(tokens, int(tail.column("consumed_samples")[-1]) * tail.settings.get("seq_length", 1))
+        length, samples = tail.settings.get("seq_length", 1), float(tail.column("consumed_samples")[-1])
+        if isinstance(length, int) and max(length, samples) < MOST_STEPS:  # not of a log or settings that are no run's
+            tokens = max(tokens, int(samples) * length)
         seconds += wall_time(tail.record.attempts)[1]
     return SweptPoint(
         point=point,
-        state=max((run.state for run in runs), key=ORDER.index),
+        state=max((run.state for run in runs), key=STATES.index),
         held_out=statistics.fmean(held_out) if held_out else None,
         spread=statistics.stdev(held_out) if len(held_out) > 1 and all(map(math.isfinite, held_out)) else None,
         training=statistics.fmean(training) if training else None,
@@ -161,14 +164,16 @@ def _scale(axes: Axes, texts: Sequence[str], numbers: Sequence[float]) -> None:
 
 
 def _numbers(texts: Sequence[str]) -> list[float]:
-    """Return the values of an axis, or nothing if not all of them are numbers."""
+    """Return the values of an axis, or nothing if not all of them are finite numbers."""
     try:
-        return list(map(float, texts))
+        numbers = list(map(float, texts))
     except ValueError:
         return []
+    return numbers if all(map(math.isfinite, numbers)) else []
 
 
 def write_picture(folder: Path, swept: Sequence[SweptPoint]) -> Path:
     path = folder / PICTURE
-    path.write_text(picture(swept, folder.resolve().name), encoding="utf-8")
+    with replacing(path) as file:
+        file.write(picture(swept, folder.resolve().name).encode())
     return path

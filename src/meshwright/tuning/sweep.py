@@ -24,7 +24,7 @@ from meshwright import device as devices
 from meshwright import host
 from meshwright.checkpoint.owner import lock_folder
 from meshwright.errors import DONE, MEANINGS, NON_FINITE, SIGINT, SIGTERM, UNEXPECTED, UserError
-from meshwright.files import replacing
+from meshwright.files import own_file, replacing, require_unlinked
 from meshwright.ranks.orphans import LAUNCHER_PID
 from meshwright.runs.history import final_steps
 from meshwright.runs.sweeps import RECORD, read_record
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.5
 # The flags of train that a sweep gives each run.
 OWN_FLAGS = (*map(spelling, OWN), "--dry-run", "--print-config")
+MOST_STEPS = 1 << 53  # that are exact as a float; a log of someone else may say more
 MOST_LISTED = 10  # runs that are refused
 # States that a later start of the sweep leaves as they are.
 FINAL_STATES = ("done", "stopped", "diverged")
@@ -149,7 +150,8 @@ class Sweep:
 
     def start(self, run: SweepRun, slot: int, slots: list[dict[str, str]]) -> None:
         log = self.plan.folder / f"{run.name}.log"
-        with log.open("ab") as output:
+        require_unlinked(self.plan.folder / run.name)
+        with open(log, "ab", opener=own_file) as output:
             process = subprocess.Popen(
                 [*self.program, *self.plan.command(run.name, run.point)],
                 stdin=subprocess.DEVNULL,
@@ -196,7 +198,7 @@ class Sweep:
         """
         tail = run.read(self.plan.folder)
         total = tail.record.attempts[-1].start.get("train_iters") if tail.record.attempts else None
-        if not isinstance(total, int) or not tail.count:
+        if not isinstance(total, int) or total > MOST_STEPS or not tail.count:
             return
         last, has_ended = tail.column("iteration")[-1], tail.record.attempts[-1].end is not None
         for fraction in self.plan.stop_at:

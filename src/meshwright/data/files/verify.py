@@ -199,7 +199,7 @@ def compare_checksums(path: Path, findings: Findings) -> None:
 def write_checksums(path: Path, digests: dict[str, str]) -> None:
     folder = path.parent.resolve()
     names = {name: Path(name).resolve() for name in digests}
-    with writing(path, "--checksums"), replacing(path) as file:
+    with writing(path, "--checksums"), replacing(path, typed=True) as file:
         for name, digest in digests.items():
             below = names[name].relative_to(folder) if names[name].is_relative_to(folder) else names[name]
             file.write(f"{digest}  {below}\n".encode())

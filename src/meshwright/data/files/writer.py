@@ -19,7 +19,7 @@ import numpy.typing as npt
 from meshwright import origin
 from meshwright.data.files.indexed import CODES, HEADER, MAGIC, FileColumn
 from meshwright.errors import IO, UserError
-from meshwright.files import sync
+from meshwright.files import own_file, sync
 
 # Tokens, int32 lengths of sequences, int64 ends of documents; each name ends with `.tmp`.
 PART_ENDINGS = (".bin", ".sizes", ".docs")
@@ -58,7 +58,7 @@ class Writer:
         with contextlib.ExitStack() as failed, self.reported():
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             for part, length in zip(PART_ENDINGS, lengths, strict=True):
-                file = open(f"{self.prefix}{part}.tmp", "r+b" if begun else "wb", buffering=1 << 20)
+                file = open(f"{self.prefix}{part}.tmp", "r+b" if begun else "wb", 1 << 20, opener=own_file)
                 self.files[part] = failed.enter_context(file)
                 file.truncate(length)
                 file.seek(length)
@@ -158,7 +158,11 @@ def write_index(path: str | Path, dtype: np.dtype[Any], sizes_path: str | Path, 
     """Write the .idx for the lengths and document ends in two files, block by block."""
     n, m = os.path.getsize(sizes_path) // 4, os.path.getsize(ends_path) // 8
     code = next(code for code, code_dtype in CODES.items() if code_dtype == dtype)
-    with open(path, "wb", buffering=1 << 20) as idx, open(sizes_path, "rb") as lengths, open(ends_path, "rb") as ends:
+    with (
+        open(path, "wb", buffering=1 << 20, opener=own_file) as idx,
+        open(sizes_path, "rb") as lengths,
+        open(ends_path, "rb") as ends,
+    ):
         sizes = FileColumn(lengths, "<i4", n)
         idx.write(HEADER.pack(MAGIC, 1, code, n, m + 1))
         for _, block in sizes.blocks():

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from meshwright.data.files.writer import PART_ENDINGS
 from meshwright.data.prepare.plain import PIECE
 from meshwright.errors import IO, LOCKED, UserError
-from meshwright.files import RECORD_LIMIT, lock, read_small
+from meshwright.files import RECORD_LIMIT, lock, own_file, read_small
 
 VERSION = 7  # of the format of a state
 NOTE_EVERY = 0.5  # seconds
@@ -48,7 +48,8 @@ class Journal:
         return time.monotonic() - self.noted >= NOTE_EVERY
 
     def note(self, state: dict[str, Any]) -> None:
-        self.temporary.write_text(json.dumps({"command": self.digest, "state": state}))
+        with open(self.temporary, "w", opener=own_file) as file:
+            file.write(json.dumps({"command": self.digest, "state": state}))
         os.replace(self.temporary, self.path)
         self.state, self.noted = state, time.monotonic()
 

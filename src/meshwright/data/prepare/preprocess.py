@@ -39,6 +39,7 @@ from meshwright.data.prepare.pieces import Broken, Piece
 from meshwright.data.prepare.records import LEAVE_OUT, NOT_UTF8
 from meshwright.data.prepare.workers import encode_pieces
 from meshwright.errors import UserError, bad_data
+from meshwright.files import replacing
 from meshwright.host import cores
 from meshwright.model import counts
 from meshwright.progress import SkippedLines, new_bar
@@ -348,7 +349,8 @@ class Share:
                 for writer in writers:
                     writer.is_kept = journal.is_kept
                 if not self.is_alone and not self.failure.exists():  # the first failure is the reason
-                    self.failure.write_text(f"rank {self.world.rank}: {error}")
+                    with replacing(self.failure) as file:
+                        file.write(f"rank {self.world.rank}: {error}".encode())
                 raise
             if self.is_alone:
                 journal.is_kept = False

@@ -172,7 +172,7 @@ def deduplicate(
         lines = (documents.line(i).strip() for i in range(out.documents) if i not in out.removed)
         out.is_unchanged = not write_lines(target, lines, overwrite, "--output-file")
         if report:
-            with replacing(Path(report)) as listing:
+            with replacing(Path(report), typed=True) as listing:
                 for i, (other, index) in sorted(out.removed.items()):
                     why = {"removed": documents.place(i), "kept": documents.place(other), "jaccard": round(index, 4)}
                     listing.write(orjson.dumps(why) + b"\n")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from meshwright.console import notice
 from meshwright.errors import IO, UNAVAILABLE, UserError, bad_data
-from meshwright.files import lock, make_folder
+from meshwright.files import lock, make_folder, own_file
 from meshwright.files import sha256 as sha256_of
 from meshwright.progress import progress_bar
 from meshwright.version import our_version
@@ -241,7 +241,7 @@ def save_answer(answer: http.client.HTTPResponse, part: Path, have: int) -> None
     length = answer.headers.get("Content-Length", "")
     total = have + int(length) if length.isdigit() else None
     make_folder(part.parent, "--output", (total or have) - have)
-    with part.open("r+b" if have else "wb") as file, progress_bar(part.name, total) as advance:
+    with open(part, "r+b" if have else "wb", opener=own_file) as file, progress_bar(part.name, total) as advance:
         file.seek(have)
         advance(have)
         while block := answer.read1(BLOCK_BYTES):

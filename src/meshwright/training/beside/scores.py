@@ -24,6 +24,7 @@ from meshwright.console import remark, say
 from meshwright.errors import UserError
 from meshwright.evaluation import tasks
 from meshwright.evaluation.tasks import Task
+from meshwright.files import make_anew
 from meshwright.parallel.window_scores import WindowBatch, score_part
 from meshwright.ranks.team import Team
 from meshwright.settings.grammar import eval_tasks
@@ -148,7 +149,7 @@ class ScoresBeside(Scores):
         self.begin(iteration, consumed)
 
     def begin(self, iteration: int, consumed: int) -> None:
-        self.team.run_on_lead(lambda: shutil.rmtree(self.root, ignore_errors=True))
+        self.team.run_on_lead(lambda: make_anew(self.root))
         self.snapshot(self.root)
         self.scored_step = iteration
         if not self.team.is_lead:
@@ -163,7 +164,7 @@ class ScoresBeside(Scores):
         if (self.run_folder / "tokenizer").is_dir():
             words.append(f"--tokenizer={self.run_folder / 'tokenizer'}")
         self.scored = iteration, consumed
-        with open(self.root / "log.txt", "w") as log:
+        with open(self.root / "log.txt", "x") as log:
             self.child = subprocess.Popen(
                 [sys.executable, "-c", BESIDE, str(os.getpid()), *words],
                 stdin=subprocess.DEVNULL,

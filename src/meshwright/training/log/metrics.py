@@ -19,7 +19,7 @@ from meshwright import device as devices
 from meshwright.console import is_quiet, remark, say, show
 from meshwright.errors import BAD_DATA, NON_FINITE, SIGINT, UNEXPECTED, UserError
 from meshwright.evaluation.tasks import Task
-from meshwright.files import naming_file
+from meshwright.files import naming_file, own_file
 from meshwright.plan.compare import Measured
 from meshwright.progress import new_bar
 from meshwright.ranks.team import Team
@@ -77,8 +77,8 @@ class Metrics:
         self.is_late = False  # whether that was logged
         self.path = (folder or Path()) / METRICS
         if folder is not None:
+            self.file = own_file(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             self.attempt_number = 1 + _count_starts(folder)
-            self.file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         name = folder.resolve().name if folder is not None else "meshwright"
         self.trackers, self.bar = [], None
         if team.is_lead:
@@ -305,12 +305,10 @@ def _count_starts(folder: Path) -> int:
         for line in read_lines(folder):
             starts += line.startswith((b'{"event": "start"', b'{"event": "evaluate"'))
             size += len(line)
-    except FileNotFoundError:
-        return 0
     except OSError as e:
         raise UserError(f"cannot read {folder / METRICS}: {e.strerror}", BAD_DATA) from None
     if not line.endswith(b"\n"):
-        os.truncate(folder / METRICS, size - len(line))
+        os.truncate(folder / METRICS, size - len(line))  # no link: it was opened before
     return starts
 
 

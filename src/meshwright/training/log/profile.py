@@ -17,6 +17,7 @@ import torch
 
 from meshwright import device as devices
 from meshwright.console import remark, say
+from meshwright.files import own_folder, replacing, require_unlinked
 from meshwright.settings.schema import Logging
 
 # The kinds of work by their kernels' or operators' names; the first that matches counts.
@@ -161,7 +162,8 @@ def profiler(
         say(profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60))
         if folder is not None:
             trace = folder / "profile" / f"trace_{g.profile_step_start}_{g.profile_step_end}.json.gz"
-            trace.parent.mkdir(exist_ok=True)
+            own_folder(trace.parent)
+            require_unlinked(trace)
             profile.export_chrome_trace(str(trace))
             steps = min(begun[0] + 1, g.profile_step_end) - g.profile_step_start
             write_summary(trace, steps)
@@ -187,5 +189,6 @@ def write_summary(trace: Path, steps: int) -> None:
         return
     text = "\n".join(summary.lines())
     say(text)
-    (trace.parent / "summary.txt").write_text(text + "\n")
-    (trace.parent / "summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n")
+    for name, content in {"summary.txt": text, "summary.json": json.dumps(asdict(summary), indent=1)}.items():
+        with replacing(trace.parent / name) as file:
+            file.write(f"{content}\n".encode())

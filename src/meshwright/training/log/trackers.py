@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import UNAVAILABLE, UserError
-from meshwright.files import read_small
+from meshwright.files import own_folder, read_small, replacing, require_unlinked
 from meshwright.settings.schema import Logging
 from meshwright.training.before.packages import require_packages
 from meshwright.training.log.columns import STEP_COLUMNS
@@ -71,6 +71,8 @@ def open_trackers(
     out: list[Tracker] = []
     root = Path(logging.tensorboard_dir) if logging.tensorboard_dir else folder and folder / "tensorboard"
     if logging.tensorboard and root:
+        if not logging.tensorboard_dir:
+            require_unlinked(root)
         try:
             out.append(TensorBoard(root, logging.tensorboard_queue_size, first, samples))
             lines = (f"    {key}: {json.dumps(value, default=str)}" for key, value in settings.items())
@@ -101,6 +103,8 @@ class TensorBoard(Tracker):
 
         writer: Any = SummaryWriter
         self.first = first
+        folder.mkdir(parents=True, exist_ok=True)
+        own_folder(folder / "samples")
         self.over_iterations = writer(str(folder), max_queue=queue, purge_step=first)
         self.over_samples = writer(str(folder / "samples"), max_queue=queue, purge_step=samples + 1)
 
@@ -125,6 +129,8 @@ class Wandb(Tracker):
     def __init__(self, logging: Logging, folder: Path | None, settings: dict[str, Any], name: str, first: int) -> None:
         wandb: Any = importlib.import_module("wandb")
         root, id_file = logging.wandb_save_dir or folder, folder and folder / "wandb-id"
+        if folder and not logging.wandb_save_dir:
+            require_unlinked(folder / "wandb")  # which the package makes
         is_new = first == 1 or id_file is None or not id_file.exists()
         run_id = uuid.uuid4().hex if is_new or id_file is None else read_small(id_file, 4096, folder).decode().strip()
         try:
@@ -140,7 +146,8 @@ class Wandb(Tracker):
             hint = "wandb login, or WANDB_MODE=offline to upload later"
             raise UserError(f"--wandb-project {logging.wandb_project}: {e} ({hint})", UNAVAILABLE) from None
         if id_file:
-            id_file.write_text(run_id + "\n")
+            with replacing(id_file) as file:
+                file.write(f"{run_id}\n".encode())
 
     def add_text(self, name: str, text: str, iteration: int | None) -> None:
         self.run.summary[name] = text

@@ -15,7 +15,7 @@ from meshwright import tokenizers
 from meshwright.checkpoint import owner, publish, steps
 from meshwright.console import remark
 from meshwright.errors import UserError
-from meshwright.files import replacing
+from meshwright.files import replacing, require_unlinked
 from meshwright.report.page import write_report as write_page_of
 from meshwright.runs.goodput import Goodput, read_goodput
 from meshwright.runs.history import read_history
@@ -53,7 +53,8 @@ def prepare(folder: Path | None, config: TrainConfig, tokenizer: Tokenizer | Non
 def move_aside(root: Path, others: list[str]) -> Path:
     aside = owner.move_aside(root, others)
     if (root / "tokenizer").is_dir():
-        shutil.copytree(root / "tokenizer", aside / "tokenizer")
+        require_unlinked(root / "tokenizer")
+        shutil.copytree(root / "tokenizer", aside / "tokenizer", symlinks=True)
     return aside
 
 
@@ -73,8 +74,8 @@ def keep_settings(folder: Path, config: TrainConfig, tokenizer: Tokenizer | None
 def as_continued(config: TrainConfig) -> TrainConfig:
     """Return the settings for continuing this run.
 
-    Settings that apply only to its first start are left out. The rank settings are cleared too,
-    because the next launcher assigns them again.
+    Flags for its first start are left out; one that saves nothing keeps them, to be told that they
+    must be typed again. The rank settings are cleared too: the next launcher assigns them.
     """
     no_load_optim = config.checkpoint.no_load_optim and config.checkpoint.no_save_optim
     config = without_flags_of_one_start(config) if config.checkpoint.save else config
@@ -87,7 +88,7 @@ def as_continued(config: TrainConfig) -> TrainConfig:
         config = with_settings(config, load=c.save, no_load_optim=no_load_optim, exit_on_missing_checkpoint=must_find)
     if named and named != "byte" and not os.path.exists(os.path.expanduser(named)):
         config = with_settings(config, tokenizer=None)  # the run's own copy needs no download
-    return with_settings(config, world_size=None, local_rank=None)
+    return with_settings(config, world_size=None, local_rank=None, trust_pickle=False)
 
 
 def without_flags_of_one_start(config: TrainConfig) -> TrainConfig:
@@ -108,7 +109,8 @@ def write_report(folder: Path) -> None:
     try:
         write_page_of(folder)
     except Exception as e:
-        print(f"note: no report.html: {e}", file=sys.stderr)
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
+        print(f"note: no report.html: {reason}", file=sys.stderr)
 
 
 DRAW = """
@@ -172,7 +174,8 @@ class LivePage:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
-            (self.folder / f"report.html.{self.process.pid}.tmp").unlink(missing_ok=True)
+            for left in self.folder.glob(f"report.html.{self.process.pid}.*.tmp"):
+                left.unlink(missing_ok=True)
             self.process = None
         if failed and (last := self.draw()) is not None:
             threading.Thread(target=last.wait, daemon=True).start()  # leaves no zombie in a program that goes on

@@ -15,6 +15,7 @@ from meshwright.checkpoint import loading, native, publish, steps
 from meshwright.checkpoint.upload import Uploader
 from meshwright.console import remark, say
 from meshwright.errors import IO, UserError
+from meshwright.files import make_anew
 from meshwright.storage.addresses import address_of
 
 if TYPE_CHECKING:
@@ -172,7 +173,7 @@ class Saver:
         from meshwright.checkpoint.foreign.megatron import writer as megatron_writer
 
         parts, at = root / publish.PARTS, self.layout.at
-        team.run_on_lead(lambda: shutil.rmtree(parts, ignore_errors=True))  # left by a killed run
+        team.run_on_lead(self.explained(step, lambda: make_anew(parts)))
         try:
             native.save_step(parts, step, named, state, settings, team=team, run=root)
             files_of_rank: dict[str, publish.Produce] = {}
