@@ -8,6 +8,8 @@ training reaches. Files beside this one have the devices that people ask for; `m
 from __future__ import annotations
 
 import functools
+import math
+import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -114,6 +116,31 @@ SECONDS = {
 
 
 STORAGE = {"disk": 2e9, "host": 25e9}
+TRIAL_SECONDS = 0.05  # in which a CPU shows its speed
+
+
+@functools.cache
+def this_cpu() -> DeviceProfile:
+    """Return the profile of this machine's CPU, each core as fast as one is measured to be."""
+    guessed, cores, speed = load_profile("cpu"), host.cores(), product_speed()
+    faster = cores * speed / guessed.peaks["float32"]
+    title = f"this CPU of {cores} core{'s' * (cores > 1)}, {speed / 1e9:.0f} GFLOP/s measured of one"
+    return replace(guessed, title=title, peaks={dtype: faster * peak for dtype, peak in guessed.peaks.items()})
+
+
+def product_speed() -> float:
+    """Return the FLOP/s of one core, by the fastest of many products of small float32 matrices.
+
+    They are too small for several threads, and too short for other programs to delay each of them.
+    """
+    import numpy as np
+
+    size, shortest, begun = 64, math.inf, time.perf_counter()
+    x, y = (np.ones((size, size), np.float32) for _ in range(2))
+    while (now := time.perf_counter()) - begun < TRIAL_SECONDS:
+        np.matmul(x, x, out=y)
+        shortest = min(shortest, time.perf_counter() - now)
+    return 2 * size**3 / shortest
 
 
 def profile_names() -> list[str]:
