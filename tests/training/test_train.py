@@ -36,6 +36,7 @@ from meshwright.settings.flags import parse_settings
 from meshwright.settings.schema import Parallel, TrainConfig, Training
 from meshwright.training.before.resolve import NO_VOCABULARY, Resolved
 from meshwright.training.run import print_settings
+from meshwright.training.state.resume import require_chosen_batch
 
 
 def train(tmp_path, *more, save="run"):
@@ -358,6 +359,22 @@ def test_a_batch_that_follows_the_ranks_is_said_and_kept(tmp_path, capsys):
     capsys.readouterr()
     print_settings(Resolved(config, NO_VOCABULARY))
     assert "a step has 6 samples, 2 from each of 3 data-parallel ranks; --global-batch-size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ranks", "before", "words"),
+    [
+        (2, 8, "would be 16 now (--micro-batch-size 8 x 2 data-parallel ranks); add --global-batch-size 8 --micro-bat"),
+        (2, 8, "--micro-batch-size 4 to continue with the same batch, which keeps the losses, or add --global-batch-"),
+        (1, 16, "add --global-batch-size 16 to continue"),
+        (2, 24, "add --global-batch-size 24 --micro-batch-size 6 to continue"),
+        (3, 8, "take a number of data-parallel ranks that divides 8 to keep the batch and the losses"),
+    ],
+)
+def test_more_ranks_keep_the_losses_by_a_smaller_micro_batch(ranks, before, words):
+    config = TrainConfig(training=Training(micro_batch_size=8, train_iters=1), parallel=Parallel(world_size=ranks))
+    with pytest.raises(UserError, match=re.escape(words)):
+        require_chosen_batch(config, before)
 
 
 def test_z_loss_and_cap_are_taken_over(tmp_path, capsys):
