@@ -18,8 +18,8 @@ from helpers import TINY_FLAGS
 from meshwright.__main__ import main
 from meshwright.errors import USAGE, UserError
 from meshwright.plan import describe
-from meshwright.plan.devices import load_profile, product_speed, this_cpu
-from meshwright.plan.prediction import Machine, find_machine, profile_of
+from meshwright.plan.devices import load_profile, product_speed, profile_of, this_cpu
+from meshwright.plan.prediction import Machine, find_machine
 from meshwright.settings import checks, flags
 from meshwright.settings.schema import TrainConfig
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import time
 import tomllib
 from collections.abc import Mapping
@@ -167,12 +168,14 @@ def load_profile(name_or_path: str) -> DeviceProfile:
         raise UserError(f"{path} is no profile of a device: {error}; `bench --calibrate` writes one") from error
 
 
-def profile_of_device(title: str, kind: str) -> DeviceProfile:
-    """Return the profile whose names fit best what torch calls a device; else that of a CPU."""
-    named = [(part, name) for name in profile_names() for part in load_profile(name).names if part in title]
-    if kind == "cpu" or not named:
-        return load_profile("cpu")
-    return load_profile(max(named, key=lambda pair: len(pair[0]))[1])
+def profile_of(product: str) -> DeviceProfile | None:
+    """Return the profile with the longest name that is in a product's, as whole words, if any.
+
+    A laptop's GPU is another one than the card that it is named after.
+    """
+    named = [(part, profile) for profile in map(load_profile, profile_names()) for part in profile.names]
+    fitting = [pair for pair in named if re.search(rf"\b{re.escape(pair[0])}\b(?! Laptop)", product, re.IGNORECASE)]
+    return max(fitting, key=lambda pair: len(pair[0]))[1] if fitting else None
 
 
 def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:

@@ -9,7 +9,7 @@ from functools import cached_property
 from meshwright.device import ask_nvidia_smi
 from meshwright.errors import UserError
 from meshwright.model.counts import padded_size
-from meshwright.plan.devices import DeviceProfile, Links, load_profile, profile_names, this_cpu
+from meshwright.plan.devices import DeviceProfile, Links, load_profile, profile_names, profile_of, this_cpu
 from meshwright.plan.memory import RankMemory, memory_of_ranks
 from meshwright.plan.saving import SaveTime, save_time
 from meshwright.plan.timeline import StageTimes
@@ -100,9 +100,3 @@ def this_device() -> DeviceProfile:
         known = ", ".join(profile_names())
         raise UserError(f"no profile of {product}; give --gpu one of {known}, or a file of `bench --calibrate`")
     return profile
-
-
-def profile_of(product: str) -> DeviceProfile | None:
-    """Return the profile of a device by its product's name, if there is one."""
-    profiles = map(load_profile, profile_names())
-    return next((p for p in profiles if any(part.lower() in product.lower() for part in p.names)), None)
