@@ -61,7 +61,7 @@ def test_other_devices_have_no_profile(title):
     ],
 )
 def test_the_cards_of_workstations_have_the_figures_of_their_sheets(name, gib, gigabytes_per_second, half):
-    """Dense, not with the sparsity that doubles them; torch can give less memory than the sheet says."""
+    """Dense, not with the sparsity that doubles them; torch gives less memory than they say."""
     profile = load_profile(name)
     assert 0.9 * gib < profile.memory_bytes / 2**30 < gib and profile.bandwidth == gigabytes_per_second * 1e9
     assert profile.peaks["float16"] == half * 1e12 and not profile.measured

@@ -142,6 +142,9 @@ def test_fp8_is_searched_where_the_device_has_it_and_the_user_allows(capsys: pyt
             "--gpu h100 --gpus 29 --global-batch-size 7",
             "no layout of 29 devices is legal; take --gpus 28 or --gpus 30 or --global-batch-size 29",
         ),
+        # 29 is prime and above 24 layers, so all ranks are data-parallel: next to 50 are 29 and 58
+        # samples. Of 28 and 30 ranks 2 and 10 share 50.
+        ("--gpu h100 --gpus 29 --global-batch-size 50", "take --gpus 28 or --gpus 30 or --global-batch-size 58"),
         ("--gpu h100 --hidden-size 30", "--hidden-size 30 is not a multiple of --num-attention-heads 16"),
     ],
 )

@@ -66,7 +66,8 @@ class InFlight:
         self.logs_late = is_asynchronous and not runs_ahead  # while the device computes the next step
         self.submitted = deque[Submitted]()
         self.unwritten: Callable[[], None] | None = None  # writes the log of the last settled step
-        self.restart_clock()
+        self.ended: Any = devices.mark(state.net.device)  # of the last step, else of the clock's start
+        self.pauses: list[tuple[Any, Any]] = []  # marks since then
 
     def add(self, update: Update, settings: StepSettings, data_ms: float) -> None:
         """Count a step as applied, which `settle` corrects, and begin to read its numbers."""
@@ -129,7 +130,7 @@ class InFlight:
 
         The host may read a step's numbers long after its end, when it has submitted the next step.
         """
-        pauses = sum(devices.seconds_between(*pause) for pause in self.pauses)
+        pauses = math.fsum(devices.seconds_between(*pause) for pause in self.pauses)
         seconds = devices.seconds_between(self.ended, step.ended) - pauses
         self.ended, self.pauses = step.ended, []
         return seconds
@@ -162,8 +163,7 @@ class InFlight:
 
     def restart_clock(self) -> None:
         """Time the next step from now on."""
-        self.ended = devices.mark(self.state.net.device)  # of the last step, else
-        self.pauses: list[tuple[Any, Any]] = []  # marks since then
+        self.ended, self.pauses = devices.mark(self.state.net.device), []
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
