@@ -107,7 +107,7 @@ def test_scores_equal_the_harness_own_backend(harness, trained, exported, folder
     )
 
 
-@pytest.mark.flag("harness harness_path num_fewshot limit")
+@pytest.mark.flag("harness harness_path num_fewshot")
 @pytest.mark.filterwarnings("ignore")
 def test_the_command(harness, trained, folder, capsys):
     flags = ["--harness=small_words,small_choice", f"--harness-path={folder}", "--limit=2", "--num-fewshot=1"]

@@ -216,7 +216,6 @@ def test_an_infinite_loss_is_no_finite_perplexity():
     assert measures["accuracy"] == 0.5 and measures["perplexity"] == math.inf
 
 
-@pytest.mark.flag("limit")
 def test_limit_is_that_of_passages(evaluate, files):
     _, [found], _ = evaluate("--task=LAMBADA", f"--valid-data={files}/lambada_test.jsonl", "--limit=2")
     assert found["values"]["examples"] == 2 and found["variant"].endswith("; at most the first 2")
