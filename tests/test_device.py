@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import numpy as np
@@ -470,3 +471,27 @@ def test_limits_on_address_space(kilobytes: int, words: str) -> None:
     if kilobytes < 780_000:
         assert done.returncode == USAGE and done.stderr.count("\n") == 1
     assert done.returncode == 0 or is_blas or "address space" in done.stderr
+
+
+# The time on the device
+
+
+def test_marks_of_an_accelerator_are_its_own_events(monkeypatch):
+    class Event:
+        passed = iter([10.0, 2055.0])
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = next(self.passed)
+
+        def elapsed_time(self, later):
+            return later.at - self.at
+
+    monkeypatch.setattr(devices, "is_accelerator", lambda device: device.type == "cuda")
+    monkeypatch.setattr(devices, "_module", lambda device: types.SimpleNamespace(Event=Event))
+    first, last = (devices.mark(torch.device("cuda")) for _ in range(2))
+    assert devices.seconds_between(first, last) == 2.045
+    first, last = (devices.mark(CPU) for _ in range(2))
+    assert 0 <= devices.seconds_between(first, last) < 60

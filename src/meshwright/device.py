@@ -317,6 +317,20 @@ def start_read(x: torch.Tensor) -> Callable[[], list[float]]:
     return wait
 
 
+def mark(device: torch.device) -> Any:
+    """Mark the moment at which the device has done all work that was submitted so far."""
+    if not is_accelerator(device):
+        return time.perf_counter()
+    event = _module(device).Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(first: Any, last: Any) -> float:
+    """Return the time between two marks, both of which the device has passed."""
+    return last - first if isinstance(first, float) else first.elapsed_time(last) / 1e3  # type: ignore[no-any-return]
+
+
 def new_stream(device: torch.device) -> Any:
     """Return a stream of its own for the work of `on_stream`."""
     return _module(device).Stream(device)

@@ -54,6 +54,7 @@ BRINGS = {
 NOT_OF_USERS = ("test", "peers", "engines")  # extras for work on Meshwright itself
 IMPORT_NAMES = {"PyYAML": "yaml", "lm-eval": "lm_eval"}
 NETWORK = re.compile(r"nfs|cifs|smb|lustre|gpfs|beegfs|ceph|glusterfs|9p|afs|fuse\.|virtiofs")
+PIP = re.compile(r"(\S*python\S* -m )?pip install [^;]+")
 NAMES = 14  # columns of the names in the table
 
 
@@ -99,20 +100,27 @@ def conclude(facts: list[Fact]) -> list[str]:
 
 
 def fact_table(facts: list[Fact], verdict: list[str]) -> list[str]:
-    """Return the lines for people, within 80 columns."""
+    """Return the lines for people, within 80 columns but for commands, which are one line each."""
     lines: list[str] = []
     for section in dict.fromkeys(f.section for f in facts):
         lines += [*([""] if lines else []), section]
         for f in (f for f in facts if f.section == section):
             mark = "!" if f.level in ("problem", "fatal") else " "
-            texts = textwrap.wrap(f.text, 80 - NAMES - 2, break_on_hyphens=False) or [""]
+            texts = wrap(f.text, 80 - NAMES - 2) or [""]
             lines.append(f"{mark} {f.name:<{NAMES}}{texts[0]}")
             lines += [" " * (NAMES + 2) + text for text in texts[1:]]
     lines += ["", "Verdict"]
     for text in verdict:
-        indent = " " * (4 if text.startswith("  ") else 2)
-        lines += textwrap.wrap(text, 80, initial_indent="  ", subsequent_indent=indent, break_on_hyphens=False)
+        own = text[: len(text) - len(text.lstrip())]
+        lines += [f"  {own}{line}" for line in wrap(text.lstrip(), 78 - len(own))]
     return lines
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Break a text at words, but no command of pip, which is copied."""
+    joined = PIP.sub(lambda command: command[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(joined, width, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\0", " ") for line in lines]
 
 
 def as_dict(facts: list[Fact], verdict: list[str]) -> dict[str, Any]:

@@ -33,9 +33,9 @@ def new_bar(*columns: str, total: int | None, file: TextIO | None = None, **fiel
 
 
 @contextmanager
-def progress_bar(description: str, total: int | None, of: str = "bytes") -> Iterator[Callable[[int], None]]:
-    """Show a bar of bytes, or of a "count", on a terminal; yield a function that advances it."""
-    if not sys.stderr.isatty() or (total is not None and total < 2):
+def progress_bar(description: str, total: int | None, of: str = "bytes") -> Iterator[Callable[[float], None]]:
+    """Show a bar of bytes, of a "count" or its "percent" on a terminal; yield what advances it."""
+    if not sys.stderr.isatty() or (total is not None and total < 2 and of != "percent"):
         yield lambda count: None
         return
     columns = ("bytes", "speed") if of == "bytes" else (of,)

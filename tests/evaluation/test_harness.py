@@ -1,6 +1,7 @@
 """lm-evaluation-harness by our adapter: the scores of its own hf backend, and the command."""
 
 import json
+import math
 import sys
 import types
 
@@ -8,6 +9,7 @@ import pytest
 
 import meshwright.evaluation
 from meshwright.__main__ import main
+from meshwright.generation import engine
 
 LENGTH = 32  # of conftest.py
 TASKS = {
@@ -105,7 +107,7 @@ def test_scores_equal_the_harness_own_backend(harness, trained, exported, folder
     )
 
 
-@pytest.mark.flag("harness harness_path num_fewshot limit")
+@pytest.mark.flag("harness harness_path num_fewshot")
 @pytest.mark.filterwarnings("ignore")
 def test_the_command(harness, trained, folder, capsys):
     flags = ["--harness=small_words,small_choice", f"--harness-path={folder}", "--limit=2", "--num-fewshot=1"]
@@ -115,6 +117,56 @@ def test_the_command(harness, trained, folder, capsys):
     assert found == {("small_words", 2, 1), ("small_choice", 2, 1)}
     assert main(["evaluate", str(trained), "--device=cpu", "--harness=small_wrods", f"--harness-path={folder}"]) == 65
     assert "--harness small_wrods: the harness has no such task" in capsys.readouterr().err
+
+
+@pytest.fixture
+def small_harness(monkeypatch):
+    """A package in the place of lm-eval, whose evaluation asks for one log-likelihood."""
+    asked = [(("the cat", " sat"), [1, 2], [3])]
+
+    def simple_evaluate(adapter, tasks, **more):
+        adapter._loglikelihood_tokens(asked)
+        return {
+            "results": {"small": {"acc,none": 1.0, "perplexity,none": simple_evaluate.perplexity}},
+            "n-shot": {},
+            "versions": {},
+        }
+
+    simple_evaluate.perplexity = 3.0
+    package = {name: types.ModuleType(name) for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model")}
+    package |= {name: types.ModuleType(name) for name in ("lm_eval.models", "lm_eval.models.utils", "lm_eval.tasks")}
+    hook = types.SimpleNamespace(add_partial=lambda *a: None)
+    package["lm_eval.api.model"].TemplateLM = type("TemplateLM", (), {"cache_hook": hook})
+    package["lm_eval.models.utils"].normalize_gen_kwargs = None
+    package["lm_eval.tasks"].TaskManager = lambda include_path: types.SimpleNamespace(match_tasks=lambda names: names)
+    package["lm_eval"].evaluator = types.SimpleNamespace(simple_evaluate=simple_evaluate)
+    for name, module in package.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "meshwright.evaluation.harness", raising=False)
+    monkeypatch.delattr(meshwright.evaluation, "harness", raising=False)
+    yield simple_evaluate
+    sys.modules.pop("meshwright.evaluation.harness", None)
+
+
+@pytest.mark.parametrize("what", ["nothing", "weights", "perplexity"])
+def test_an_accuracy_does_not_hide_what_is_not_finite(small_harness, trained, monkeypatch, capsys, what):
+    """An accuracy compares numbers that are not finite as if they were."""
+    load = engine.load_model
+
+    def damaged(*args, **layout):
+        found = load(*args, **layout)
+        found.model.ln_f.weight.fill_(math.nan)
+        return found
+
+    if what == "weights":
+        monkeypatch.setattr(engine, "load_model", damaged)
+    if what == "perplexity":
+        small_harness.perplexity = math.inf
+    status = main(["evaluate", str(trained), "--device=cpu", "--json", "--harness=small"])
+    out, err = capsys.readouterr()
+    assert status == (0 if what == "nothing" else 70) and ('"acc": 1.0' in out) == (what == "nothing")
+    said = {"nothing": "", "weights": "the loss is not finite", "perplexity": "perplexity of small is not finite"}
+    assert said[what] in err
 
 
 def test_without_the_package(trained, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """Scoring text: each token once with any windows and batches; input files; the trigram baseline."""
 
+import contextlib
 import json
 import math
 import random
@@ -286,7 +287,7 @@ def test_bad_input_is_refused(score, tmp_path, name, content, message):
         ("--input=FILE --load=/nowhere", 65, ["/nowhere"]),
         ("--input=FILE --task=LAMBADA", 2, ["--input and --task cannot be combined", "--valid-data has 0"]),
         (
-            "--input=FILE --strict-lambada --limit=3 --steps=two",
+            "--input=FILE --strict-lambada --num-fewshot=3 --steps=two",
             2,
             ["belongs to --task LAMBADA", "to --harness", "two"],
         ),
@@ -312,6 +313,39 @@ def test_a_loss_that_is_not_finite_is_an_error(score, monkeypatch, tmp_path):
     (tmp_path / "a.txt").write_text("a")
     status, got, err = score("--input", tmp_path / "a.txt")
     assert status == 70 and got is None and "not finite" in err
+
+
+@pytest.mark.flag("limit")
+def test_limit_is_that_of_documents(score, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{n} {TEXT}"}) + "\n" for n in range(5)))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": f"{n} {TEXT}"}) + "\n" for n in range(2)))
+    _, limited, _ = score("--input", tmp_path / "a.jsonl", "--limit", 2)
+    _, all_of_few, _ = score("--input", tmp_path / "b.jsonl")
+    assert limited == all_of_few and limited["documents"] == 2
+    status, _, err = score("--eval-tasks", f"wikitext={tmp_path}/a.jsonl", "--limit", 2)
+    assert status == 2 and "--limit 2: WikiText is one text" in err
+
+
+def test_a_bar_follows_the_windows_of_each_document(score, monkeypatch, tmp_path):
+    """Whatever their lengths, documents add up to the total; a micro-batch is a step of the bar."""
+    steps = []
+
+    @contextlib.contextmanager
+    def bar(description, total, of):
+        steps.append((description, total, of))
+        yield steps.append
+
+    monkeypatch.setattr("meshwright.evaluation.scoring.progress_bar", bar)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": TEXT * n}) + "\n" for n in (1, 3, 2)))
+    assert score("--input", tmp_path / "a.jsonl", "--micro-batch-size=1")[0] == 0
+    head, *shares = steps
+    assert head == ("scoring", 3, "percent") and len(shares) > 9 and sum(shares) == pytest.approx(3)
+
+
+def test_the_repr_of_a_score_has_its_measures():
+    """Loss 512 / 256 = 2, e^2 = 7.389, 512 nats = 738.65 bits of 1,000 bytes."""
+    shown = "Score(loss=2.0000, perplexity=7.3891, bits_per_byte=0.7387, documents=2, tokens=256, bytes=1,000)"
+    assert repr(scoring.Score(512.0, 256, 1000, 2, {"0": 3.0})) == shown
 
 
 def test_dry_run(run, capsys, tmp_path):

@@ -13,7 +13,7 @@ from meshwright.__main__ import main
 from meshwright.commands.evaluate import EvaluateConfig, Scoring, choose_measure, step_folders
 from meshwright.errors import UserError
 from meshwright.evaluation import lambada, results, wikitext
-from meshwright.evaluation.score import window_spans
+from meshwright.evaluation.score import Window, window_spans
 from meshwright.generation import ranks
 from meshwright.settings import flags
 from meshwright.tokenizers import Bytes
@@ -208,6 +208,17 @@ def test_the_words_that_lambada_counts():
     assert got == {"correct": 2, "examples": 3, "accuracy": 2 / 3, "perplexity": pytest.approx(math.exp(2))}
     last = lambada.word_windows(Bytes(), texts, False, 20)
     assert [len(w.tokens) - 1 - w.first for w in last] == [1, 1, 1] and len(last[2].tokens) == 21
+
+
+def test_an_infinite_loss_is_no_finite_perplexity():
+    values = torch.tensor([[math.inf, 1.0], [1.0, 0.0]], dtype=torch.float64)
+    measures = lambada.measure_words([Window([1, 2])] * 2, values)
+    assert measures["accuracy"] == 0.5 and measures["perplexity"] == math.inf
+
+
+def test_limit_is_that_of_passages(evaluate, files):
+    _, [found], _ = evaluate("--task=LAMBADA", f"--valid-data={files}/lambada_test.jsonl", "--limit=2")
+    assert found["values"]["examples"] == 2 and found["variant"].endswith("; at most the first 2")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -13,10 +14,12 @@ from typing import Any
 import pytest
 from pages import Page
 
+from helpers import TINY_FLAGS
 from meshwright.__main__ import main
 from meshwright.errors import USAGE, UserError
 from meshwright.plan import describe
-from meshwright.plan.prediction import find_machine, profile_of
+from meshwright.plan.devices import load_profile, product_speed, profile_of, this_cpu
+from meshwright.plan.prediction import Machine, find_machine
 from meshwright.settings import checks, flags
 from meshwright.settings.schema import TrainConfig
 
@@ -135,7 +138,13 @@ def test_fp8_is_searched_where_the_device_has_it_and_the_user_allows(capsys: pyt
         ("--gpu h100 --write plan.yaml", "give a name that ends in .toml"),
         ("--gpu h100 --write-page plan.svg", "give a name that ends in .html"),
         ("--gpu h100 --gpus 7 --tensor-model-parallel-size 2", "7 ranks are not a multiple of"),
-        ("--gpu h100 --gpus 29 --global-batch-size 7", "no layout of 29 devices is legal"),
+        (
+            "--gpu h100 --gpus 29 --global-batch-size 7",
+            "no layout of 29 devices is legal; take --gpus 28 or --gpus 30 or --global-batch-size 29",
+        ),
+        # 29 is prime and above 24 layers, so all ranks are data-parallel: next to 50 are 29 and 58
+        # samples. Of 28 and 30 ranks 2 and 10 share 50.
+        ("--gpu h100 --gpus 29 --global-batch-size 50", "take --gpus 28 or --gpus 30 or --global-batch-size 58"),
         ("--gpu h100 --hidden-size 30", "--hidden-size 30 is not a multiple of --num-attention-heads 16"),
     ],
 )
@@ -216,6 +225,38 @@ def test_launch_refuses_to_write_what_cannot_fit(capsys: pytest.CaptureFixture[s
 
 def test_a_dry_run_ends_with_the_plan(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(describe, "find_machine", lambda name: find_machine("h200"))
-    argv = ["train", "--preset=gpt2-345m", "--bf16", "--mock-data", "--vocab-size=50257", "--dry-run"]
-    assert main(argv) == 0
+    argv = ["train", "--bf16", "--mock-data", "--vocab-size=50257", "--dry-run"]
+    assert main([*argv, "--preset=gpt2-345m"]) == 0
     assert re.search(r"plan on NVIDIA H200.*: fits, .* left: .*; a step takes about ", capsys.readouterr().out)
+
+
+def test_a_dry_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    """But not one of another --world-size, which is meant for other machines."""
+    tiny = dataclasses.replace(load_profile("h200"), memory_bytes=1)
+    monkeypatch.setattr(describe, "find_machine", lambda name: Machine(tiny, tiny.links))
+    argv = ["train", *TINY_FLAGS, "--dry-run"]
+    assert main(argv) == USAGE
+    assert re.search(r"plan on NVIDIA H200.*: does not fit: ", capsys.readouterr().out)
+    assert main([*argv, "--world-size=2"]) == 0
+
+
+def test_the_plan_of_this_cpu_is_by_its_measured_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.plan.devices.product_speed", lambda: 80e9)
+    monkeypatch.setattr("meshwright.host.cores", lambda: 3)
+    load_profile.cache_clear()
+    this_cpu.cache_clear()
+    profile = find_machine("cpu").profile
+    assert profile.title == "this CPU of 3 cores, 80 GFLOP/s measured of one"
+    assert profile.peaks["float32"] == pytest.approx(240e9) and profile.peaks["float64"] == pytest.approx(120e9)
+    load_profile.cache_clear()
+    this_cpu.cache_clear()
+
+
+def test_the_speed_of_a_core_is_that_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another program delays one product, not all: 2 x 64^3 operations in 4 us, the shortest."""
+    ticks = [0.0]
+    for seconds in (9e-6, 4e-6, 2e-2, 6e-6, 1.0):
+        ticks += [ticks[-1], ticks[-1] + seconds]
+    times = iter([*ticks, ticks[-1]])
+    monkeypatch.setattr("meshwright.plan.devices.time.perf_counter", lambda: next(times))
+    assert product_speed() == pytest.approx(524_288 / 4e-6)

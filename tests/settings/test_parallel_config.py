@@ -253,6 +253,10 @@ def test_wrong_layouts(layout, words):
             "10 is not a multiple of --micro-batch-size 2 x 4 data-parallel ranks = 8; the nearest multiple is 8",
         ),
         (
+            f"{W} 4 --global-batch-size 12",
+            "ranks = 8; --micro-batch-size 1 keeps the batch and its losses, and the nearest multiple is 16",
+        ),
+        (
             f"{W} 4 --micro-batch-size none --num-accumulation-steps 3",
             "16 is not a multiple of --num-accumulation-steps 3 x 4 data-parallel ranks = 12; the nearest multiple is",
         ),

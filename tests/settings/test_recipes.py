@@ -50,6 +50,50 @@ def test_depth_decides_everything(row: tuple[Any, ...]) -> None:
     assert flags.to_dict(parse("--recipe=modern", "--depth", str(row[0]), *MOCK).config) == flags.to_dict(parsed.config)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            # Width 64 x 12 = 768, with 768 / 128 = 6 heads. A layer: 4 x 768^2 + 3 x 768 x 2,048 =
+            # 7,077,888, twelve: 84,934,656, of 20 tokens each: 1,698,693,120. Batch: 8,192 x
+            # (1,698.7 / 15)^0.383 = 50,130 tokens, which are 49 of 1,024: 2^5.61, so 64. Steps:
+            # 1,698,693,120 / 65,536 = 25,920; a tenth is 2,592. Rate: 0.002 x 768 / 768. Decay:
+            # share 1.084 x 20^-0.527 = 0.2236; 1.5 / (0.2236 x 0.002 x 25,920) = 0.129. Validation:
+            # 3 x 1 % x 25,920 / 10 = 77.8 batches.
+            "--depth 12",
+            {"hidden_size": 768, "num_attention_heads": 6, "train_tokens": 1_698_693_120, "global_batch_size": 64}
+            | {"lr": 0.002, "lr_warmup_fraction": 0.02, "embedding_lr": 0.006, "vector_lr": 0.006}
+            | {"weight_decay": 0.13, "eval_interval": 2592, "eval_iters": 78},
+        ),
+        (
+            # Width 256, heads of 64. A layer: 4 x 256^2 + 3 x 256 x 640 = 753,664; tokens 20 x 4 x
+            # that = 60,293,120. Batch: 8,192 x 4.02^0.383 = 13,957 tokens, 54.5 of 256: 2^5.77, so
+            # 64; steps 60,293,120 / 16,384 = 3,680. Rate: 0.002 x 768 / 256. Decay: 1.5 / (0.2236 x
+            # 0.006 x 3,680) = 0.304, at most 0.3. 11.04 batches.
+            "--depth 4",
+            {"hidden_size": 256, "num_attention_heads": 4, "train_tokens": 60_293_120, "global_batch_size": 64}
+            | {"lr": 0.006, "lr_warmup_fraction": 0.02, "weight_decay": 0.3, "eval_interval": 368, "eval_iters": 11},
+        ),
+        (
+            # Twice the batch: rate 0.002 x root of 2 = 0.0028, the others' 0.006 x 1.4 = 0.0084,
+            # half the steps: 12,960. Decay: 1.5 / (0.2236 x 0.0028 x 12,960) = 0.185. Validation:
+            # 0.03 x 1,296 = 38.9 batches.
+            "--depth 12 --global-batch-size 128",
+            {"lr": 0.0028, "embedding_lr": 0.0084, "weight_decay": 0.18, "eval_interval": 1296, "eval_iters": 39},
+        ),
+        (
+            # AdamW: 0.0006 x 768 / 256, a warm-up of a tenth; decay 1.5 / (0.2236 x 0.0018 x 3,680)
+            # = 1.01, at most 0.3.
+            "--depth 4 --optimizer adam",
+            {"lr": 0.0018, "lr_warmup_fraction": 0.1, "weight_decay": 0.3, "embedding_lr": None},
+        ),
+    ],
+)
+def test_the_numbers_of_a_recipe_computed_by_hand(given: str, expected: dict[str, Any]) -> None:
+    config = parse(*given.split(), *MOCK, check=True).config
+    assert {name: value(config, name) for name in expected} == expected
+
+
 def test_the_page_has_this_table() -> None:
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     for row in BY_DEPTH:

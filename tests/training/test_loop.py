@@ -1,5 +1,6 @@
 """Around the steps of a run: early ends, skipped ranges, checkpoints, resuming and the log."""
 
+import functools
 import io
 import itertools
 import json
@@ -790,6 +791,44 @@ def test_the_log_of_a_device_that_computes_by_itself(run, monkeypatch, tmp_path)
     monkeypatch.setattr(device, "is_asynchronous", lambda d: True)
     assert record("b") == at_once
     assert [event for event, *_ in at_once[0]].count("step") == 6 and written.count(False) == 6
+
+
+class SlowDevice:
+    """A device whose steps take 2 s, of which the host waits 1.7 s to submit each.
+
+    So it reads a step's numbers 1.7 s after their end, unless no further step was submitted.
+    """
+
+    def __init__(self, monkeypatch):
+        self.host, self.free_at, real = 0.0, 0.0, device.start_read
+        monkeypatch.setattr(device, "is_asynchronous", lambda d: True)
+        monkeypatch.setattr(loop, "train_step", functools.partial(self.submit, loop.train_step))
+        monkeypatch.setattr(loop, "evaluate", self.validate)
+        monkeypatch.setattr(device, "start_read", lambda x: functools.partial(self.wait, self.free_at, real(x)))
+        monkeypatch.setattr(device, "mark", lambda d: max(self.host, self.free_at))
+        monkeypatch.setattr("time.perf_counter", lambda: self.host)
+
+    def submit(self, take_step, *a):
+        self.free_at = max(self.host, self.free_at) + 2.0
+        self.host += 1.7
+        return take_step(*a)
+
+    def wait(self, end, read):
+        self.host = max(self.host, end)
+        return read()
+
+    def validate(self, *a):
+        self.host += 5.0
+        return 1.0
+
+
+def test_the_time_of_each_step_is_that_between_ends_on_the_device(run, monkeypatch):
+    """Also of the last step, and of those before and after a validation and a save."""
+    SlowDevice(monkeypatch)
+    flags = ("--train-iters", 7, "--eval-interval", 3, "--eval-iters", 1, "--save-interval", 5, "--log-interval", 1)
+    got = run(*flags)
+    assert got.status == 0 and got.column("ms") == [2000.0] * 7
+    assert re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", got.out) == ["2000.0"] * 7
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -36,6 +36,7 @@ from meshwright.settings.flags import parse_settings
 from meshwright.settings.schema import Parallel, TrainConfig, Training
 from meshwright.training.before.resolve import NO_VOCABULARY, Resolved
 from meshwright.training.run import print_settings
+from meshwright.training.state.resume import require_chosen_batch
 
 
 def train(tmp_path, *more, save="run"):
@@ -376,6 +377,22 @@ def test_a_batch_that_follows_the_ranks_is_said_and_kept(tmp_path, capsys):
     assert "a step has 6 samples, 2 from each of 3 data-parallel ranks; --global-batch-size" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("ranks", "before", "words"),
+    [
+        (2, 8, "would be 16 now (--micro-batch-size 8 x 2 data-parallel ranks); add --global-batch-size 8 --micro-bat"),
+        (2, 8, "--micro-batch-size 4 to continue with the same batch, which keeps the losses, or add --global-batch-"),
+        (1, 16, "add --global-batch-size 16 to continue"),
+        (2, 24, "add --global-batch-size 24 --micro-batch-size 6 to continue"),
+        (3, 8, "take a number of data-parallel ranks that divides 8 to keep the batch and the losses"),
+    ],
+)
+def test_more_ranks_keep_the_losses_by_a_smaller_micro_batch(ranks, before, words):
+    config = TrainConfig(training=Training(micro_batch_size=8, train_iters=1), parallel=Parallel(world_size=ranks))
+    with pytest.raises(UserError, match=re.escape(words)):
+        require_chosen_batch(config, before)
+
+
 def test_z_loss_and_cap_are_taken_over(tmp_path, capsys):
     """From a checkpoint, without their flags; the z-loss may change, the cap may not."""
     given = ["--final-logit-softcapping=0.5", "--z-loss-coef=0.1"]
@@ -470,7 +487,7 @@ def test_dry_run_writes_nothing_and_needs_no_torch(tmp_path):
         text=True,
     )
     print(f"dry run: {time.perf_counter() - start:.2f} s")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2, done.stderr  # no machine's memory holds it
     assert "174,6" in done.stdout and "--data-path is needed" in done.stdout and not (tmp_path / "x").exists()
 
 
@@ -741,14 +758,13 @@ def test_dry_run_prints_sizes(tmp_path, capsys):
 
 
 def test_dry_run_says_what_does_not_fit_the_device(monkeypatch, capsys):
-    """It ends with 0 all the same: the run may be meant for another machine."""
     flags = [*TINY_FLAGS, "--dry-run"]
     for have, words in ((2**30, False), (2**10, True)):
         monkeypatch.setattr("meshwright.host.physical_memory", lambda have=have: have)
-        assert main(["train", *flags]) == 0
+        assert main(["train", *flags]) == (2 if words else 0)
         assert ("it does not fit this device (0.0 GiB), where the run" in capsys.readouterr().out) is words
     monkeypatch.setattr(device, "ask_nvidia_smi", lambda *words: "24064\n24064\n")
-    assert main(["train", "--preset=gpt3-175b", "--mock-data", "--vocab-size=50257", "--dry-run"]) == 0
+    assert main(["train", "--preset=gpt3-175b", "--mock-data", "--vocab-size=50257", "--dry-run"]) == 2
     assert "does not fit this device (23.5 GiB)" in capsys.readouterr().out
 
 

@@ -33,7 +33,7 @@ from meshwright.model.attention import fused
 from meshwright.model.gpt import GPT, Options
 from meshwright.model.pick import pick
 from meshwright.model.positions import Positions
-from meshwright.plan.devices import SECONDS, DeviceProfile, LinkSpeed, profile_of_device
+from meshwright.plan.devices import SECONDS, DeviceProfile, LinkSpeed, load_profile, profile_of
 from meshwright.plan.timing import BLOCK, BLOCK_STARTS, PASSES_BACKWARD, PASSES_FORWARD, PRODUCTS
 from meshwright.settings.schema import Model
 
@@ -62,7 +62,7 @@ def calibrate(wanted: str, folder: Path) -> Path:
     """Measure this machine, and return the file of its profile."""
     device = devices.open_device(wanted)
     sizes, title = (LARGE if device.type != "cpu" else SMALL), devices.device_name(device)
-    known = profile_of_device(title, device.type)
+    known = profile_of(title) or load_profile("cpu")
     copied = copied_per_second(device, sizes)
     rates = products(device, sizes, copied)
     on_sheet = known.name != "cpu"

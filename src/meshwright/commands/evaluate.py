@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -58,7 +59,7 @@ class Evaluate(TextInputs):
     num_fewshot: int | None = flag(
         None, "examples before each question of the harness (none: the task's own)", bound=">=0"
     )
-    limit: int | None = flag(None, "most questions of each task of the harness (none: all)", bound=">0")
+    limit: int | None = flag(None, "most documents, passages or questions of each task (none: all)", bound=">0")
     json: bool = flag(False, "print a line of JSON for each result instead of a table", docs="data")
     results_path: str | None = flag(None, "also write the results to this file, as a JSON list", value="FILE")
     picture: str | None = flag(
@@ -121,10 +122,12 @@ class EvaluateConfig(ReadConfig):
             if not is_there and getattr(e, name) not in (None, False, [])
         ]
         out += checks.eval_tasks_problems(self.logging)
+        if e.limit and not out and "wikitext" in self.tasks:
+            out.append(f"--limit {e.limit}: WikiText is one text, so there is nothing to limit; leave it out")
         return [*out, *(e.input_problems() if e.input else [])]
 
 
-_OF_HARNESS = ("harness_path", "num_fewshot", "limit")
+_OF_HARNESS = ("harness_path", "num_fewshot")
 ABOUT = """Score text with a model. Every token counts, a document's first one too: it follows an end of document.
 
 LAMBADA https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl
@@ -154,7 +157,7 @@ def read_input(e: Evaluate) -> list[str]:
     from meshwright.data.prepare.inputs import find_inputs
 
     inputs = find_inputs(e)
-    texts = list(read_texts(e, inputs))
+    texts = list(itertools.islice(read_texts(e, inputs), e.limit))
     if not any(texts):
         reason = "".join(f" ({line})" for line in why_nothing(inputs, e))
         raise bad_data(f"{', '.join(e.input)}: no text to score{reason}")
@@ -179,12 +182,14 @@ def choose_measure(
             m, run, e.harness or "", e.harness_path, e.num_fewshot, e.limit, seed, batch
         )
     if c.tasks:
-        return TaskScorer(c.tasks, e.overlapping_eval, batch, c.logging.log_interval if e.task else None).score
+        return TaskScorer(c.tasks, e.overlapping_eval, batch, c.logging.log_interval if e.task else None, e.limit).score
     if c.data.data_path:
         return lambda m, run: score_text(
-            m, run, read_token_files(c.data, m.tokenizer, divided=is_divided), e.overlapping_eval, batch
+            m, run, *read_token_files(c.data, m.tokenizer, is_divided, e.limit), e.overlapping_eval, batch
         )
-    return lambda m, run: score_text(m, run, encode_documents(m.tokenizer, texts), e.overlapping_eval, batch)
+    return lambda m, run: score_text(
+        m, run, encode_documents(m.tokenizer, texts), len(texts), e.overlapping_eval, batch
+    )
 
 
 class Scoring:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from meshwright.plan.search import Found, Freedom, Search
 from meshwright.records import json_ready
 from meshwright.report.html import write_page
 from meshwright.settings import checks, flags, recipes
+from meshwright.settings.check_steps import batch_problems
 from meshwright.settings.fields import flag, group, with_settings
 from meshwright.settings.presets import family_of
 from meshwright.settings.schema import TrainConfig
@@ -226,12 +228,39 @@ def search(start: Prediction, given: frozenset[str], asked: PlanFlags) -> tuple[
     chosen = found.fitting[0] if found.fitting else found.nearest
     if chosen is None:
         reasons = [f"{count:,} x {reason}" for count, reason in found.refusals.listed()]
-        raise UserError(
-            flags.listed([f"no layout of {config.world:,} devices is legal; take another number", *reasons])
-        )
+        near = near_flags(Search(machine, start.vocabulary, freedom), config)
+        cure = f"take {' or '.join(near)}" if near else "take another number of devices"
+        raise UserError(flags.listed([f"no layout of {config.world:,} devices is legal; {cure}", *reasons]))
     if problems := checks.problems(chosen.config, needs_data=False):
         raise UserError(flags.listed(problems))
     return chosen, found
+
+
+def near_flags(finder: Search, config: TrainConfig) -> list[str]:
+    """Return the next numbers of devices and the next global batch that have a legal layout."""
+    count, batch = config.world, config.global_batch
+    fewer, more = (
+        next_number(finder, config, numbers) for numbers in (range(count - 1, 0, -1), range(count + 1, 2 * count))
+    )
+    changed = set[int]()
+    for shape in finder.divided(config):
+        unit = shape.micro_batch * shape.dp
+        sizes = {batch // unit * unit, -(-batch // unit) * unit} - {0} - changed
+        changed |= {size for size in sizes if not batch_problems(with_settings(shape, global_batch_size=size))}
+    nearest = [f"--global-batch-size {min(changed, key=lambda size: (abs(size - batch), size))}"] if changed else []
+    return [*filter(None, (fewer, more)), *nearest]
+
+
+def next_number(finder: Search, config: TrainConfig, numbers: Iterable[int]) -> str:
+    """Return the first of these numbers of devices for which a layout is legal, as a flag.
+
+    Nothing is returned if it is not found within ENOUGH_SECONDS.
+    """
+    began = time.perf_counter()
+    for number in itertools.takewhile(lambda _: time.perf_counter() - began < ENOUGH_SECONDS, numbers):
+        if any(not batch_problems(shape) for shape in finder.divided(with_settings(config, world_size=number))):
+            return f"--gpus {number}"
+    return ""
 
 
 def half_precision(config: TrainConfig, given: frozenset[str], machine: Machine) -> dict[str, bool]:

@@ -17,10 +17,12 @@ from lm_eval.tasks import TaskManager
 
 from meshwright.errors import bad_data
 from meshwright.evaluation.results import Result
-from meshwright.evaluation.score import Window, document_windows, score_windows
+from meshwright.evaluation.score import Window, document_windows, require_finite, score_windows
+from meshwright.evaluation.scoring import shown_scorer
 from meshwright.generation.decoder import complete
 from meshwright.generation.engine import LanguageModel
 from meshwright.generation.requests import Request
+from meshwright.progress import progress_bar
 from meshwright.settings.schema import Sampling
 
 MOST_NEW = 256  # tokens of an answer whose task gives no number, as in the harness
@@ -43,8 +45,11 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
 
     def score(self, windows: list[Window]) -> list[list[float]]:
         """Return the nats and the hits of each window."""
-        scores = score_windows(self.model.scorer, windows, self.model.seq_length, self.batch)
-        return torch.cat([torch.empty(0, 2, dtype=torch.float64), *scores]).tolist()
+        with progress_bar("scoring", len(windows), "percent") as advance:
+            scores = score_windows(shown_scorer(self.model, advance), windows, self.model.seq_length, self.batch)
+            values = torch.cat([torch.empty(0, 2, dtype=torch.float64), *scores])
+        require_finite(float(values[:, 0].sum()))
+        return values.tolist()
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **more: Any
@@ -77,6 +82,8 @@ class Adapter(TemplateLM):  # type: ignore[misc]  # it has no types
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Return the continuation of each prompt, up to a stop string."""
         asked = list[Request]()
+        for request in requests[:1]:  # answers have no loss by which damaged weights would be seen
+            self.score([Window([self.eot_token_id, *self.tok_encode(request.args[0])][: self.model.seq_length + 1])])
         for request in requests:
             context, task_options = request.args
             options = dict(normalize_gen_kwargs(task_options, MOST_NEW))
@@ -122,6 +129,9 @@ def score_harness(
         # The key of a measure is its name and its filter; other keys describe the task.
         measures = {key: v for key, v in row.items() if "," in key and isinstance(v, int | float)}
         values = {key.removesuffix(",none"): float(v) for key, v in measures.items()}
+        for key, value in values.items():
+            if "stderr" not in key:  # one question has no standard error
+                require_finite(value, f"{key} of {name}")
         facts = {"few_shot": report["n-shot"].get(name), "version": report["versions"].get(name)}
         facts["samples"] = report.get("n-samples", {}).get(name, {}).get("effective")
         stated = {key: value for key, value in facts.items() if value is not None}

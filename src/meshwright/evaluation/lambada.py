@@ -72,7 +72,8 @@ def measure_words(made: list[Window], values: Tensor) -> dict[str, float]:
 
     counted = torch.tensor([len(w.tokens) - 1 - w.first for w in made], dtype=values.dtype)
     correct, loss = int((values[:, 1] == counted).sum()), float(values[:, 0].mean())
-    shares = {"accuracy": correct / len(made), "perplexity": math.exp(min(loss, 700))}
+    perplexity = math.exp(min(loss, 700)) if math.isfinite(loss) else loss
+    shares = {"accuracy": correct / len(made), "perplexity": perplexity}
     return {"correct": correct, "examples": len(made)} | shares
 
 

@@ -82,7 +82,7 @@ def make_rows(windows: list[Window], at_least: int, width: int) -> WindowBatch:
 # Documents
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Score:
     """Sums over all documents, and the measures made of them."""
 
@@ -105,6 +105,11 @@ class Score:
     def bits_per_byte(self) -> float:
         return self.total_loss / math.log(2) / self.bytes
 
+    def __repr__(self) -> str:
+        measures = (f"{name}={getattr(self, name):.4f}" for name in ("loss", "perplexity", "bits_per_byte"))
+        counts = (f"{name}={getattr(self, name):,}" for name in ("documents", "tokens", "bytes"))
+        return f"Score({', '.join((*measures, *counts))})"
+
 
 def score_texts(
     scorer: Scorer, tokenizer: Tokenizer, texts: Iterable[str], length: int, stride: int, batch: int
@@ -118,11 +123,17 @@ def encode_documents(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterator[tup
     return ((tokenizer.encode(text), len(text.encode())) for text in texts)
 
 
-def read_token_files(d: Data, tokenizer: Tokenizer, divided: bool) -> Iterator[tuple[list[int], int]]:
-    """Yield tokens and bytes of the documents of --data-path, or of --split's validation part."""
+def read_token_files(
+    d: Data, tokenizer: Tokenizer, divided: bool, limit: int | None = None
+) -> tuple[Iterator[tuple[list[int], int]], int]:
+    """Return the documents of --data-path, or of --split's validation part, and their number.
+
+    A document is its tokens and the number of its bytes; `limit` is the most documents.
+    """
     from meshwright.data.files.indexed import Indexed, check_vocabulary
     from meshwright.data.samples import split_bounds
 
+    parts: list[tuple[Indexed, range]] = []
     for source in path_sets(d)[0].sources:
         copies.prepare_tokens(source.prefix)
         for missing in (f"{source.prefix}{end}" for end in (".idx", ".bin")):
@@ -132,11 +143,17 @@ def read_token_files(d: Data, tokenizer: Tokenizer, divided: bool) -> Iterator[t
         check_vocabulary(indexed, tokenizer.size)
         count = len(indexed.doc_idx) - 1
         bounds = split_bounds(d.split, count, d.split_arithmetic)[1:3] if divided else (0, count)
-        for document in range(*bounds):
+        parts.append((indexed, range(*bounds)))
+
+    def read() -> Iterator[tuple[list[int], int]]:
+        for indexed, document in ((indexed, document) for indexed, part in parts for document in part):
             ids = indexed.document(document).tolist()
             while ids and ids[-1] == tokenizer.eod:  # of --append-eod
                 ids.pop()
             yield ids, len(tokenizer.decode_bytes(ids))
+
+    count = sum(len(part) for _, part in parts)
+    return itertools.islice(read(), limit), min(count, limit or count)
 
 
 def score_documents(
@@ -176,10 +193,10 @@ def document_windows(ids: Sequence[int], length: int, stride: int) -> Iterator[W
         yield Window(ids[begin : end + 1], first - begin)
 
 
-def require_finite(total: float) -> None:
-    if not math.isfinite(total):
+def require_finite(value: float, what: str = "the loss") -> None:
+    if not math.isfinite(value):
         why = "the model's weights are damaged, or float16 overflows (try bfloat16)"
-        raise UserError(f"the loss is not finite; {why}", NON_FINITE)
+        raise UserError(f"{what} is not finite; {why}", NON_FINITE)
 
 
 def window_spans(n: int, length: int, stride: int, at_multiples: bool = False) -> Iterator[tuple[int, int, int]]:

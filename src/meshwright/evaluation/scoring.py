@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from meshwright import console
 from meshwright.checkpoint import mirror, steps
 from meshwright.errors import bad_data
 from meshwright.evaluation.results import Result
-from meshwright.evaluation.score import require_finite, score_documents
+from meshwright.evaluation.score import require_finite, score_documents, window_spans
 from meshwright.evaluation.tasks import Task, make_task, score_task
+from meshwright.progress import progress_bar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,11 +42,41 @@ def step_folders(folders: list[str], which: str | None) -> list[str]:
     return out
 
 
-def score_text(m: LanguageModel, folder: str, documents: Documents, stride: int | None, batch: int) -> list[Result]:
-    """Score documents; `stride` is that of overlapping windows (none: half the length)."""
+def shown_scorer(m: LanguageModel, advance: Callable[[int], None]) -> Scorer:
+    """Return a model's scorer that says how many windows it has scored.
+
+    One process scores a micro-batch after the other; ranks share out all that they are given.
+    """
+
+    def score(batches: list[WindowBatch]) -> Tensor:
+        import torch
+
+        scores = []
+        for part in [[batch] for batch in batches] if m.sharded is None else [batches]:
+            scores.append(m.scorer(part))
+            advance(sum(len(batch.tokens) for batch in part))
+        return torch.cat(scores)
+
+    return score
+
+
+def score_text(
+    m: LanguageModel, folder: str, documents: Documents, count: int, stride: int | None, batch: int
+) -> list[Result]:
+    """Score `count` documents; `stride` is that of overlapping windows (none: half the length)."""
     length = m.seq_length
     stride = min(stride or max(1, length // 2), length)
-    s = score_documents(m.scorer, m.tokenizer.eod, documents, length, stride, batch)
+    shares = collections.deque[float]()  # of a document, for each window that is not scored
+
+    def cut() -> Documents:
+        for ids, size in documents:
+            windows = sum(1 for _ in window_spans(len(ids), length, stride))
+            shares.extend([1 / windows] * windows if windows else [])
+            yield ids, size
+
+    with progress_bar("scoring", count, "percent") as advance:
+        scorer = shown_scorer(m, lambda windows: advance(sum(shares.popleft() for _ in range(windows))))
+        s = score_documents(scorer, m.tokenizer.eod, cut(), length, stride, batch)
     names = "documents tokens bytes loss perplexity bits_per_byte".split()
     facts = {"sequence_length": length, "stride": stride}
     values = {name: getattr(s, name) for name in names}
@@ -54,21 +86,25 @@ def score_text(m: LanguageModel, folder: str, documents: Documents, stride: int 
 class TaskScorer:
     """Scores named tasks, which are cut into windows once for models of one run and length."""
 
-    def __init__(self, files: Mapping[str, str], stride: int | None, batch: int, every: int | None) -> None:
-        self.files, self.stride, self.batch, self.every = files, stride, batch, every
+    def __init__(
+        self, files: Mapping[str, str], stride: int | None, batch: int, every: int | None, limit: int | None = None
+    ) -> None:
+        self.files, self.stride, self.batch, self.every, self.limit = files, stride, batch, every, limit
         self.made: dict[tuple[str, int], list[Task]] = {}  # by folder and sequence length
 
     def score(self, m: LanguageModel, folder: str) -> list[Result]:
         key = folder, m.seq_length
         if key not in self.made:
-            named = self.files.items()
-            self.made[key] = [make_task(n, file, m.tokenizer, m.seq_length, self.stride) for n, file in named]
+            sizes = m.seq_length, self.stride, self.limit
+            self.made[key] = [make_task(name, file, m.tokenizer, *sizes) for name, file in self.files.items()]
         return [self.score_task(m, folder, task) for task in self.made[key]]
 
     def score_task(self, m: LanguageModel, folder: str, task: Task) -> Result:
         began = time.perf_counter()
-        scorer = m.scorer if self.every is None else log_batches(m.scorer, self.every)
-        values = score_task(task, scorer, m.seq_length, self.batch)
+        with progress_bar(task.name, len(task.windows), "percent") as advance:
+            scorer = shown_scorer(m, advance)
+            scorer = scorer if self.every is None else log_batches(scorer, self.every)
+            values = score_task(task, scorer, m.seq_length, self.batch)
         assert values is not None
         require_finite(sum(values.values()))
         console.say(task.line(values))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,10 +66,13 @@ class Task:
         return f"{frame}\n{text}\n{frame}"
 
 
-def make_task(name: str, path: str, tokenizer: Tokenizer, length: int, stride: int | None = None) -> Task:
+def make_task(
+    name: str, path: str, tokenizer: Tokenizer, length: int, stride: int | None = None, limit: int | None = None
+) -> Task:
     """Read a task's file and cut it into windows of at most `length` predictions.
 
-    `stride` is that of overlapping windows (none: 32 for wikitext, half the length for text).
+    `stride` is that of overlapping windows (none: 32 for wikitext, half the length for text), and
+    `limit` the most passages or documents (wikitext has neither).
     """
     assert name in EVAL_TASKS
     if not Path(path).is_file() and name != "text":
@@ -76,7 +80,7 @@ def make_task(name: str, path: str, tokenizer: Tokenizer, length: int, stride: i
     digest = sha256(path) if Path(path).is_file() else ""
     if name == "text":
         stride = min(stride or max(1, length // 2), length)
-        made, measure = text_windows(path, tokenizer, length, stride)
+        made, measure = text_windows(path, tokenizer, length, stride, limit)
         variant = f"each document alone, windows of {length} tokens that advance by {stride}"
     elif name == "wikitext":
         stride = min(stride or WIKITEXT_STRIDE, length)
@@ -85,21 +89,22 @@ def make_task(name: str, path: str, tokenizer: Tokenizer, length: int, stride: i
         variant = f"{table} detokenizer, windows of {length} tokens that advance by {stride}"
     else:
         say(f"> building lambada dataset from {path} ...")
-        examples, strict = lambada.read_examples(path), name == "lambada-strict"
+        examples, strict = lambada.read_examples(path)[:limit], name == "lambada-strict"
         say(f" > found {len(examples)} samples.")
         made = lambada.word_windows(tokenizer, examples, strict, length)
         measure = functools.partial(lambada.measure_words, made)
         kind = "OpenAI's file" if digest == lambada.OPENAI_SHA256 else "another file than OpenAI's"
         variant = f"{'strict: the whole last word' if strict else 'not strict: the last token'}; {kind}"
+    variant += f"; at most the first {limit:,}" if limit else ""
     return Task(name, path, variant, digest, made, measure)
 
 
 def text_windows(
-    path: str, tokenizer: Tokenizer, length: int, stride: int
+    path: str, tokenizer: Tokenizer, length: int, stride: int, limit: int | None
 ) -> tuple[list[Window], Callable[[Tensor], dict[str, float]]]:
     from meshwright.data.prepare.cutting import read_texts
 
-    texts = [text for text in read_texts(TextInputs(input=[path])) if text]
+    texts = list(itertools.islice(filter(None, read_texts(TextInputs(input=[path]))), limit))
     if not texts:
         raise bad_data(f"text={path}: no text to score")
     made: list[Window] = []

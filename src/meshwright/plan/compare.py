@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.errors import UserError, first_line
-from meshwright.plan.prediction import Machine, Prediction, profile_of
+from meshwright.plan.devices import profile_of
+from meshwright.plan.prediction import Machine, Prediction
 from meshwright.settings.schema import TrainConfig
 
 STEPS = 10  # after which a run is compared

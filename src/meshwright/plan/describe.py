@@ -97,11 +97,8 @@ def predict_here(config: TrainConfig, device: str | None = None, vocabulary: int
         return None
 
 
-def verdict_here(config: TrainConfig, vocabulary: int) -> str:
-    """Return the verdict of a plan on this machine's devices; empty if they have no profile."""
-    prediction = predict_here(config, None, vocabulary)
-    if prediction is None:
-        return ""
+def verdict_here(prediction: Prediction) -> str:
+    """Return the verdict of a plan on this machine's devices, with the time of a step."""
     seconds = f"a step takes about {duration(prediction.time.seconds)}"
     return f"plan on {prediction.machine.profile.title}: {verdict(prediction)}; {seconds}"
 

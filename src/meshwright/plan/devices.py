@@ -8,6 +8,9 @@ training reaches. Files beside this one have the devices that people ask for; `m
 from __future__ import annotations
 
 import functools
+import math
+import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -113,6 +116,31 @@ SECONDS = {
 
 
 STORAGE = {"disk": 2e9, "host": 25e9}
+TRIAL_SECONDS = 0.05  # in which a CPU shows its speed
+
+
+@functools.cache
+def this_cpu() -> DeviceProfile:
+    """Return the profile of this machine's CPU, each core as fast as one is measured to be."""
+    guessed, cores, speed = load_profile("cpu"), host.cores(), product_speed()
+    faster = cores * speed / guessed.peaks["float32"]
+    title = f"this CPU of {cores} core{'s' * (cores > 1)}, {speed / 1e9:.0f} GFLOP/s measured of one"
+    return replace(guessed, title=title, peaks={dtype: faster * peak for dtype, peak in guessed.peaks.items()})
+
+
+def product_speed() -> float:
+    """Return the FLOP/s of one core, by the fastest of many products of small float32 matrices.
+
+    They are too small for several threads, and too short for other programs to delay each of them.
+    """
+    import numpy as np
+
+    size, shortest, begun = 64, math.inf, time.perf_counter()
+    x, y = (np.ones((size, size), np.float32) for _ in range(2))
+    while (now := time.perf_counter()) - begun < TRIAL_SECONDS:
+        np.matmul(x, x, out=y)
+        shortest = min(shortest, time.perf_counter() - now)
+    return 2 * size**3 / shortest
 
 
 def profile_names() -> list[str]:
@@ -139,12 +167,14 @@ def load_profile(name_or_path: str) -> DeviceProfile:
         raise UserError(f"{path} is no profile of a device: {error}; `bench --calibrate` writes one") from error
 
 
-def profile_of_device(title: str, kind: str) -> DeviceProfile:
-    """Return the profile whose names fit best what torch calls a device; else that of a CPU."""
-    named = [(part, name) for name in profile_names() for part in load_profile(name).names if part in title]
-    if kind == "cpu" or not named:
-        return load_profile("cpu")
-    return load_profile(max(named, key=lambda pair: len(pair[0]))[1])
+def profile_of(product: str) -> DeviceProfile | None:
+    """Return the profile with the longest name that is in a product's, as whole words, if any.
+
+    A laptop's GPU is another one than the card that it is named after.
+    """
+    named = [(part, profile) for profile in map(load_profile, profile_names()) for part in profile.names]
+    fitting = [pair for pair in named if re.search(rf"\b{re.escape(pair[0])}\b(?! Laptop)", product, re.IGNORECASE)]
+    return max(fitting, key=lambda pair: len(pair[0]))[1] if fitting else None
 
 
 def read_profile(name: str, table: Mapping[str, Any]) -> DeviceProfile:

@@ -9,7 +9,7 @@ from functools import cached_property
 from meshwright.device import ask_nvidia_smi
 from meshwright.errors import UserError
 from meshwright.model.counts import padded_size
-from meshwright.plan.devices import DeviceProfile, Links, load_profile, profile_names
+from meshwright.plan.devices import DeviceProfile, Links, load_profile, profile_names, profile_of, this_cpu
 from meshwright.plan.memory import RankMemory, memory_of_ranks
 from meshwright.plan.saving import SaveTime, save_time
 from meshwright.plan.timeline import StageTimes
@@ -82,6 +82,7 @@ def find_machine(
 ) -> Machine:
     """Return the machine of a profile, or this one, with other links or storage in GB/s."""
     profile = load_profile(name) if name else this_device()
+    profile = this_cpu() if profile.name == "cpu" else profile
     if disk is not None:
         profile = dataclasses.replace(profile, storage={**profile.storage, "disk": disk * 1e9})
     links = profile.links if per_node is None else dataclasses.replace(profile.links, gpus_per_node=per_node)
@@ -99,9 +100,3 @@ def this_device() -> DeviceProfile:
         known = ", ".join(profile_names())
         raise UserError(f"no profile of {product}; give --gpu one of {known}, or a file of `bench --calibrate`")
     return profile
-
-
-def profile_of(product: str) -> DeviceProfile | None:
-    """Return the profile of a device by its product's name, if there is one."""
-    profiles = map(load_profile, profile_names())
-    return next((p for p in profiles if any(part.lower() in product.lower() for part in p.names)), None)

@@ -176,9 +176,7 @@ class Search:
 
     def shapes(self, config: TrainConfig) -> Iterator[TrainConfig]:
         """Yield legal numbers of ranks where weights and their like may fit."""
-        if not self.is_fixed("micro_batch_size"):
-            config = with_settings(config, micro_batch_size=1)
-        for shape in self.expand(config, SHAPE if self.freedom.fp8 else SHAPE[:-1]):
+        for shape in self.divided(config):
             if not self.is_legal(batch_problems(shape)):
                 continue
             smallest = [self.predict(config) for config in self.smallest(shape, OPEN)]
@@ -187,6 +185,12 @@ class Search:
             else:
                 self.found.too_large += 1
                 self.note_lack(smallest[0])
+
+    def divided(self, config: TrainConfig) -> Iterator[TrainConfig]:
+        """Yield legal numbers of ranks, for any batch."""
+        if not self.is_fixed("micro_batch_size"):
+            config = with_settings(config, micro_batch_size=1)
+        return self.expand(config, SHAPE if self.freedom.fp8 else SHAPE[:-1])
 
     def look(self, node: Branch) -> None:
         """Take a node closer to the times of its layouts."""

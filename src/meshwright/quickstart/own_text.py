@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import device as devices
-from meshwright.plan.devices import DeviceProfile, load_profile
-from meshwright.plan.prediction import Machine, Prediction, profile_of
+from meshwright.plan.devices import DeviceProfile, load_profile, profile_of
+from meshwright.plan.prediction import Machine, Prediction
 from meshwright.quickstart import plan as plans
 from meshwright.quickstart.collect import CollectedText, InputDocuments, collect
 from meshwright.quickstart.folder import TourProgress, require_no_model

@@ -21,6 +21,11 @@ def state_problems(o: Optimizer) -> list[str]:
     return []
 
 
+def kept_by(batch: int, c: TrainConfig) -> int | None:
+    """Return the largest micro-batch, up to that of `c`, of which its ranks can make a batch."""
+    return next((micro for micro in range(c.micro_batch, 0, -1) if batch % (micro * c.dp) == 0), None)
+
+
 def batch_problems(c: TrainConfig) -> list[str]:
     """Check micro-batch, accumulation, global batch, ramp-up and the length of the run."""
     t = c.training
@@ -50,7 +55,11 @@ def batch_problems(c: TrainConfig) -> list[str]:
         product = f"--num-accumulation-steps {number}" if micro is None else f"--micro-batch-size {micro}"
         product += f"{ranks} = {unit}" if ranks else ""
         nearest = max(1, round(batch / unit)) * unit
-        out.append(f"--global-batch-size {batch} is not a multiple of {product}; the nearest multiple is {nearest}")
+        less = kept_by(batch, c) if isinstance(micro, int) else None
+        keeps = f"--micro-batch-size {less} keeps the batch and its losses, and " if less else ""
+        out.append(
+            f"--global-batch-size {batch} is not a multiple of {product}; {keeps}the nearest multiple is {nearest}"
+        )
     if not c.lengths:
         others = ", ".join(map(spelling, LENGTHS[1:]))
         out.append(f"--train-iters is needed: how many steps (or one of {others})")

@@ -6,12 +6,12 @@ is possible only where a bad step ends the run, or undoes the step after it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,7 @@ class Submitted(NamedTuple):
     settings: StepSettings
     data_ms: float  # the wait for its batch
     names: tuple[str, ...]  # of its numbers, columns of metrics.jsonl but for a few
+    ended: Any  # the device's mark of its end
     numbers: Callable[[], list[float]]  # waits for the device
 
 
@@ -65,7 +66,8 @@ class InFlight:
         self.logs_late = is_asynchronous and not runs_ahead  # while the device computes the next step
         self.submitted = deque[Submitted]()
         self.unwritten: Callable[[], None] | None = None  # writes the log of the last settled step
-        self.ended = time.perf_counter()  # the last step's end, from which the next one is timed
+        self.ended: Any = devices.mark(state.net.device)  # of the last step, else of the clock's start
+        self.pauses: list[tuple[Any, Any]] = []  # marks since then
 
     def add(self, update: Update, settings: StepSettings, data_ms: float) -> None:
         """Count a step as applied, which `settle` corrects, and begin to read its numbers."""
@@ -81,10 +83,11 @@ class InFlight:
         p.iteration += 1
         p.consumed_train_samples += size
         p.schedule_samples += size
-        read = devices.start_read(numbers)
-        names = (*self.state.net.update_columns, *extras)
-        step = Submitted(p.iteration, p.consumed_train_samples, scheduled, size, settings, data_ms, names, read)
-        self.submitted.append(step)
+        # Before the numbers are copied, so that the device has passed it when they are here.
+        ended = devices.mark(self.state.net.device)
+        read, names = devices.start_read(numbers), (*self.state.net.update_columns, *extras)
+        counters = p.iteration, p.consumed_train_samples, scheduled, size
+        self.submitted.append(Submitted(*counters, settings, data_ms, names, ended, read))
         if self.logs_late:
             self.write_log()  # of the step before
 
@@ -116,13 +119,21 @@ class InFlight:
         p.nonfinite_in_a_row = p.nonfinite_in_a_row + 1 if skipped and not harmless else 0
         row = {"batch": step.size, "loss": loss, "grad_norm": norm, "lr": settings.lr, "loss_scale": settings.scale}
         row |= {"skipped": skipped, "data_ms": round(step.data_ms, 3), **numbers}
-        now, next_lr = time.perf_counter(), schedule.lr(scheduled)
-        logged = step.iteration, step.consumed, now - self.ended
-        self.unwritten = functools.partial(self.metrics.step, *logged, next_lr, row)
-        self.ended = now
+        logged = step.iteration, step.consumed, self.seconds_of(step), schedule.lr(scheduled)
+        self.unwritten = functools.partial(self.metrics.step, *logged, row)
         if skipped:  # whatever was submitted since then does not count
             p.iteration, p.consumed_train_samples, p.schedule_samples = step.iteration, step.consumed, scheduled
         return Settled(step, loss, norm, not skipped, votes)
+
+    def seconds_of(self, step: Submitted) -> float:
+        """Return the time on the device from the end of the step before to this one's, less pauses.
+
+        The host may read a step's numbers long after its end, when it has submitted the next step.
+        """
+        pauses = math.fsum(devices.seconds_between(*pause) for pause in self.pauses)
+        seconds = devices.seconds_between(self.ended, step.ended) - pauses
+        self.ended, self.pauses = step.ended, []
+        return seconds
 
     def write_log(self) -> None:
         """Log the last step that was settled, unless that is done."""
@@ -150,6 +161,13 @@ class InFlight:
             pass
         self.write_log()
 
-    def restart_clock(self, pause: float | None = None) -> None:
-        """Leave a pause out of the next step's time; None: all since the last step."""
-        self.ended = time.perf_counter() if pause is None else self.ended + pause
+    def restart_clock(self) -> None:
+        """Time the next step from now on."""
+        self.ended, self.pauses = devices.mark(self.state.net.device), []
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave the block, which no step is under way in, out of the next step's time."""
+        begun = devices.mark(self.state.net.device)
+        yield
+        self.pauses.append((begun, devices.mark(self.state.net.device)))

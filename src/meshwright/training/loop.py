@@ -222,22 +222,21 @@ class Trainer:
         self.finish()
         if self.stragglers is not None:
             self.stragglers.pause()
-        pause = time.perf_counter()
-        if prints:
-            self.metrics.print_gpus()
-        if validates:
-            loss = self.validate("valid")
-            is_best = math.isfinite(loss) and (p.best_loss is None or loss < p.best_loss)
-            if is_best:
-                p.best_iteration, p.best_loss = p.iteration, loss
-        if samples:
-            pulse.enter("samples")
-            samples.write(p.iteration, self.metrics)
-        if saves or (c.save and is_best and c.keep_best):
-            self.save()
-        if scores:
-            self.score(scores.run)
-        self.in_flight.restart_clock(time.perf_counter() - pause)
+        with self.in_flight.pause():
+            if prints:
+                self.metrics.print_gpus()
+            if validates:
+                loss = self.validate("valid")
+                is_best = math.isfinite(loss) and (p.best_loss is None or loss < p.best_loss)
+                if is_best:
+                    p.best_iteration, p.best_loss = p.iteration, loss
+            if samples:
+                pulse.enter("samples")
+                samples.write(p.iteration, self.metrics)
+            if saves or (c.save and is_best and c.keep_best):
+                self.save()
+            if scores:
+                self.score(scores.run)
 
     def score(self, act: Callable[..., None]) -> None:
         """Call one of the methods of `scores` for the weights after the last step."""

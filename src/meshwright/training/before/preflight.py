@@ -12,9 +12,9 @@ from meshwright import device as devices
 from meshwright import tokenizers
 from meshwright.console import set_stream, show
 from meshwright.data.files.indexed import Indexed, check_vocabulary
-from meshwright.errors import DONE, UserError
+from meshwright.errors import DONE, USAGE, UserError
 from meshwright.model import counts
-from meshwright.plan.describe import verdict_here
+from meshwright.plan.describe import predict_here, verdict_here
 from meshwright.plan.parameters import parameters_of_ranks
 from meshwright.plan.sizes import describe_lack, describe_layout, describe_memory, describe_place
 from meshwright.ranks.compare import require_equal
@@ -55,7 +55,8 @@ def require_equal_ranks(team: Team, identity: dict[str, Any], problem: UserError
 def dry_run(config: TrainConfig) -> int:
     """Check settings, files and sizes; print what would run, without torch for a CPU.
 
-    Nothing is written, except local copies of what is in object storage.
+    Nothing is written, except local copies of what is in object storage. The status is USAGE if
+    the run is for this machine, not for another --world-size, and does not fit its memory.
     """
     set_stream("stdout")
     require_settings(config, needs_data=False)
@@ -95,14 +96,17 @@ def dry_run(config: TrainConfig) -> int:
         show("\n".join(describe_rank(config, size, padded_for(config, size))))
     for problem in later:
         show(f"required before the run can start: {problem}")
-    if not lack and (plan := verdict_here(config, size)):
-        show(plan)
+    plan = None if lack else predict_here(config, None, size)
+    if plan is not None:
+        show(verdict_here(plan))
     world = find_world(os.environ, config.parallel.local_rank)
     ranks_here = world.local_size if world.size > 1 else config.world
     if missing := devices.missing_here(config.parallel.device, ranks_here):
         show(f"this machine cannot run it: {missing}")
     show("dry run: nothing was built or written")
-    return DONE
+    does_fit = not lack and (plan is None or plan.fits)
+    is_for_here = config.parallel.world_size in (None, world.size)
+    return USAGE if is_for_here and not does_fit else DONE
 
 
 def print_sizes(config: TrainConfig, vocab: int) -> str:

@@ -23,6 +23,7 @@ from meshwright.runs.history import read_settings
 from meshwright.runs.rows import METRICS, find_last_step, holds_steps
 from meshwright.settings import flags
 from meshwright.settings.check_model import contradictions
+from meshwright.settings.check_steps import kept_by
 from meshwright.settings.data_paths import path_sets, path_settings, prefixes
 from meshwright.settings.fields import spelling, with_settings
 from meshwright.settings.schema import ARCHITECTURE, STATED, Checkpoint, TrainConfig, flags_with
@@ -130,10 +131,14 @@ def require_chosen_batch(config: TrainConfig, before: int | None) -> None:
     now = config.global_batch
     if config.training.global_batch_size is None and before and before != now:
         ranks = f" x {config.dp} data-parallel ranks" if config.dp > 1 else " on one data-parallel rank"
+        micro = kept_by(before, config)
+        smaller = f" --micro-batch-size {micro}" if micro != config.micro_batch else ""
+        keep = f"add --global-batch-size {before}{smaller} to continue with the same batch, which keeps the losses"
+        if micro is None:
+            keep = f"take a number of data-parallel ranks that divides {before} to keep the batch and the losses"
         raise UserError(
             f"the checkpoint's global batch was {before}, and without --global-batch-size it would be {now} now "
-            f"(--micro-batch-size {config.micro_batch}{ranks}); add --global-batch-size {before} to continue with the "
-            f"same batch, or --global-batch-size {now} to change it"
+            f"(--micro-batch-size {config.micro_batch}{ranks}); {keep}, or add --global-batch-size {now} to change it"
         )
 
 
