@@ -33,6 +33,8 @@ COMMON = frozenset(
 SAMPLE = 1 << 16  # bytes that show the encoding of a text
 LEAST_COMMON = 0.1  # share of them by which an encoding is recognised
 
+BROKEN = re.compile(rb"\xf0[\x90-\x93][\x80-\xbf](?![\x80-\xbf])")  # what `mark_broken` writes
+
 
 def mark_broken(error: UnicodeError) -> tuple[str, int]:
     """Return the first three bytes of a character of four, which carry a byte that is bad.
@@ -74,6 +76,11 @@ def is_utf8(start: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def is_decoded(text: bytes) -> bool:
+    """Return whether this is UTF-8, but for marks of bytes that could not be decoded."""
+    return is_utf8(text) or is_utf8(BROKEN.sub(b"", text))
 
 
 def declared_codec(page: bytes) -> str:

@@ -43,20 +43,30 @@ def documents(content: bytes, name: str, how: Reading, before: int = 0) -> Itera
     if how.separator == wiki.PAGES:
         yield from _articles(content, how)
         return
-    is_page = HTML_NAME.search(name) or markup.IS_HTML.match(content)
-    if is_page:
-        how = how._replace(encoding=encodings.declared_codec(content) or encodings.codec_of(content, how.encoding))
-        content = _page_text(encodings.to_utf8(content, how.encoding), how)
-    begin = len(BOM) * content.startswith(BOM)
+    is_named = HTML_NAME.search(name) is not None  # a page as a whole, whatever lines are in it
     # Looking for the bytes first is many times as fast as the pattern alone.
-    is_whole = is_page or how.separator.encode() not in content
+    is_whole = is_named or how.separator.encode() not in content
     separators = [] if is_whole else ends_of(how.separator)[1].finditer(content)
+    begin = 0
     for start, end in [*(line.span() for line in separators), (len(content), len(content))]:
         if part := content[begin:start]:
-            for at, unit in decode(part, how, before + begin):
+            for at, unit in _document(part, is_named, how, before + begin):
                 if not isinstance(unit, list) or not unit[0].isspace():
                     yield begin + at, unit
         begin = end
+
+
+def _document(content: bytes, is_named: bool, how: Reading, before: int) -> Iterator[tuple[int, Unit]]:
+    """Yield one document: a page if its file is named as one or if it begins as one, else plain text.
+
+    A page within a text is mostly UTF-8 as the text is, whatever it declared when it was a file.
+    """
+    if markup.IS_HTML.match(content) or (is_named and not content.startswith(TOO_LONG)):
+        if is_named or not encodings.is_decoded(content):
+            codec = encodings.declared_codec(content) or encodings.codec_of(content, how.encoding)
+            content, how = encodings.to_utf8(content, codec), how._replace(encoding=codec)
+        content = _page_text(content, how)
+    yield from decode(content, how, before)
 
 
 def _articles(content: bytes, how: Reading) -> Iterator[tuple[int, Unit]]:
@@ -98,6 +108,7 @@ def decode(content: bytes, how: Reading, before: int = 0) -> Iterator[tuple[int,
             text, mended = content.decode("utf-8", "replace"), error.start
         else:
             text, mended = (yield from _intact_lines(content, how, before)), None
+    text = text.removeprefix("\ufeff")  # a mark of a file that became a document among others
     text = text.replace("\r\n", "\n") if "\r" in text else text
     if text:
         yield (0, [text]) if mended is None else (mended, Mended([text], *count_bad_lines(text)))
@@ -163,9 +174,9 @@ def read_text_file(path: str, encoding: str = "") -> bytes | Bad:
 
 
 def codec_of_file(name: str, start: bytes, encoding: str) -> str:
-    """Return the codec in which to read a file, "" for UTF-8 and for pages without a mark."""
-    is_page = HTML_NAME.search(name) or markup.IS_HTML.match(start)
-    return encodings.codec_of(start, "" if is_page else encoding)
+    """Return the codec in which to read a file, "" for UTF-8 and for pages that may declare their own."""
+    declares = HTML_NAME.search(name) or (markup.IS_HTML.match(start) and encodings.declared_codec(start))
+    return encodings.codec_of(start, "" if declares else encoding)
 
 
 def next_end(data: bytes, separator: str, least: int) -> int:
