@@ -57,7 +57,7 @@ def documents(content: bytes, name: str, how: Reading, before: int = 0) -> Itera
 
 
 def _document(content: bytes, is_named: bool, how: Reading, before: int) -> Iterator[tuple[int, Unit]]:
-    """Yield one document: a page if its file is named as one or if it begins as one, else plain text.
+    """Yield one document: a page if its file is named as one or it begins as one, else plain text.
 
     A page within a text is mostly UTF-8 as the text is, whatever it declared when it was a file.
     """
@@ -174,7 +174,7 @@ def read_text_file(path: str, encoding: str = "") -> bytes | Bad:
 
 
 def codec_of_file(name: str, start: bytes, encoding: str) -> str:
-    """Return the codec in which to read a file, "" for UTF-8 and for pages that may declare their own."""
+    """Return the codec in which to read a file, "" for UTF-8 and pages that declare their own."""
     declares = HTML_NAME.search(name) or (markup.IS_HTML.match(start) and encodings.declared_codec(start))
     return encodings.codec_of(start, "" if declares else encoding)
 

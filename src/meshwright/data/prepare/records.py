@@ -16,7 +16,7 @@ import orjson
 
 LONGEST = 1 << 28  # bytes of a line or of a text; longer ones count as bad
 TOO_LONG = b"\xff too long"  # stands for such a line
-BAD_ROW = b"\xff bad row: "  # begins a line that says what is wrong with a row
+BAD_ROW = b"\xff bad row: "  # begins a line that says what is wrong with a row: its kind and detail as JSON
 
 
 NOT_UTF8 = "not UTF-8"
@@ -85,7 +85,7 @@ def parse_line(line: memoryview, keys: list[str]) -> Unit:
         if not content.strip():
             return None
         if content.startswith(BAD_ROW):
-            return Bad(content.removeprefix(BAD_ROW).decode())
+            return Bad(*orjson.loads(content.removeprefix(BAD_ROW)))
         record, is_lax = parse_laxly(content), True
         if isinstance(record, Bad):
             return record
