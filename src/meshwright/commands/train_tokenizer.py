@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     settings = {n: getattr(given, n) for n in ("vocab_size", "json_keys", "document_separator")}
     later = {n: getattr(given, n) for n in ("encoding", "on_error", "table")}  # unknown to earlier records
     settings |= {n: value for n, value in later.items() if value != getattr(TextInputs, n)}
-    made_from = {"command": "train-tokenizer", "inputs": origin.inputs_of(inputs.paths), "settings": settings}
+    made_from = {"command": "train-tokenizer", "inputs": inputs.identity(), "settings": settings}
     if origin.is_done(given.output / RECORD, made_from, vocabulary, given.overwrite, "--output"):
         print(f"{' and '.join(map(str, vocabulary))} are already there, unchanged")
     else:
