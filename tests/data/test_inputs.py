@@ -23,6 +23,7 @@ from meshwright.data.prepare.folders import PassedOver
 from meshwright.data.prepare.inputs import find_inputs
 from meshwright.data.prepare.records import Bad
 from meshwright.errors import BAD_DATA, IO, USAGE
+from meshwright.quickstart.collect import InputDocuments
 from meshwright.settings.text_inputs import TextInputs
 
 
@@ -241,7 +242,30 @@ def test_files_given_by_name(tmp_path):
     )
     assert read(*(folder / name for name in ("c.py", "b.css", "a", "d.json")))[0] == ["{\n}", "p {}\n", "json", "d"]
     assert "e: binary (NUL byte at 8)" in error_of(lambda: read(folder / "e"))
-    assert "e: binary (NUL byte at 8); mend" in error_of(lambda: preprocess(tmp_path, folder / "e"))
+
+
+def noise(size, least=1):
+    rng = random.Random(size)
+    return bytes(rng.randrange(least, 256) for _ in range(size))
+
+
+@pytest.mark.parametrize("content", [PHOTO + noise(500), PHOTO + noise(5000), noise(3000), noise(10, 128) + PHOTO])
+def test_a_photo_among_texts_is_called_binary(tmp_path, monkeypatch, content):
+    """Refused if it is named, passed over in a folder; no encoding is blamed."""
+    for module in (plain, inputs, cutting):
+        monkeypatch.setattr(module, "PIECE", 1000)
+    fill(tmp_path, {"a.txt": "a", "b.png": content, "in/a.txt": "a", "in/b.txt": content})
+    cure = "such a file holds no text: leave it out with --exclude, or all such files with --on-error skip"
+    paths = [tmp_path / "a.txt", tmp_path / "b.png"]
+    for flags in ({}, {"document_separator": ""}, {"encoding": "gb18030"}, {"on_error": "replace"}):
+        given = TextInputs(input=[*map(str, paths)], **flags)
+        for act in (lambda given=given: find_inputs(given), lambda given=given: InputDocuments(given, 1e9)):
+            assert re.search(r"b\.png: binary \(.*\); " + cure, error_of(act)), flags
+        assert read(*paths, **flags, exclude=["*.png"])[0] == ["a"]
+        assert read(tmp_path / "in", **flags) == (["a"], "passed over 1 file: 1 binary")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert "-: binary (" in error_of(lambda: read("-"))
+    assert read(*paths, on_error="skip")[0][0] == "a"
 
 
 def test_what_is_no_text_is_refused_by_its_kind(tmp_path, capsys):

@@ -21,7 +21,7 @@ from meshwright import origin
 from meshwright.data.prepare import containers, encodings, folders, hub_sets, plain, rows, tables, wiki
 from meshwright.data.prepare.folders import NOT_CHOSEN, NameFilter, PassedOver, shown
 from meshwright.data.prepare.plain import HTML_NAME, PIECE
-from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, Unit, lines_in, parse_line
+from meshwright.data.prepare.records import BINARY, NOT_UTF8, Bad, Mended, Unit, advice, lines_in, parse_line
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.progress import SkippedLines
 from meshwright.settings.hints import near_path
@@ -358,6 +358,9 @@ def _recognise(source: Input, given: TextInputs, kind: str | None, start: bytes)
         return replace(source, kind="stream" if kind or codec else "text", is_wiki=True)
     if not is_named and (reason := _why_no_text(suffix, kind, start, given)):
         return reason
+    if is_named and not kind and given.on_error != "skip" and (why := encodings.why_binary(start)):
+        binary = Bad(BINARY, why)
+        raise bad_data(f"--input {shown(path)}: {binary}{advice(binary, True)}")
     return source if codec else _text(source, kind)
 
 
@@ -369,7 +372,7 @@ def _why_no_text(suffix: str, kind: str | None, start: bytes, given: TextInputs)
         return Bad("not of the kind that their suffix says")
     if kind == "pdf":
         return Bad(folders.PDF)
-    return Bad("binary") if b"\0" in start else None
+    return Bad(BINARY) if b"\0" in start else None
 
 
 def _table(source: Input, refused: rows.Refused | None) -> Input | Bad:

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 from meshwright.data.prepare import containers, encodings, markup, records, wiki
 from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import shown
-from meshwright.data.prepare.records import NOT_UTF8, TOO_LONG, Bad, Mended, Reading, Unit
+from meshwright.data.prepare.records import BINARY, NOT_UTF8, TOO_LONG, Bad, Mended, Reading, Unit
 from meshwright.errors import IO, UserError, bad_data
 
 PIECE = 1 << 20  # bytes
@@ -95,12 +95,15 @@ def decode(content: bytes, how: Reading, before: int = 0) -> Iterator[tuple[int,
         long = f"divide it: lines {how.separator!r}, or --document-separator"
         yield 0, Bad(f"longer than {records.LONGEST:,} bytes", long)
         return
-    if (at := content.find(b"\0")) >= 0:
-        yield 0, Bad("binary", f"NUL byte at {at}", is_passed=True, size=len(content))
+    if b"\0" in content:
+        yield 0, Bad(BINARY, encodings.why_binary(content), is_passed=True, size=len(content))
         return
     try:
         text, mended = content.decode("utf-8"), None
     except UnicodeDecodeError as error:
+        if why := encodings.why_binary(content):
+            yield 0, Bad(BINARY, why, is_passed=True, size=len(content))
+            return
         if how.on_error == "stop":
             yield error.start, _not_utf8(error, how, before)
             return

@@ -19,7 +19,7 @@ TOO_LONG = b"\xff too long"  # stands for such a line
 BAD_ROW = b"\xff bad row: "  # begins a line that says what is wrong with a row: its kind and detail as JSON
 
 
-NOT_UTF8 = "not UTF-8"
+NOT_UTF8, BINARY = "not UTF-8", "binary"  # kinds of what is bad
 MOST_KEYS = 10  # so many are named
 MESSAGES = (("role", "content"), ("from", "value"))  # keys of a message in a list of them
 
@@ -150,6 +150,8 @@ LEAVE_OUT = "leave such lines out with --on-error skip"
 
 def advice(bad: Bad, is_first: bool) -> str:
     """Return what to do about a bad line, also for plain text that is named like JSON lines."""
+    if bad.kind == BINARY:
+        return "; such a file holds no text: leave it out with --exclude, or all such files with --on-error skip"
     if bad.cure and bad.kind == NOT_UTF8:
         return f"; {bad.cure}"
     if bad.cure and is_first:
