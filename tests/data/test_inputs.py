@@ -249,7 +249,10 @@ def noise(size, least=1):
     return bytes(rng.randrange(least, 256) for _ in range(size))
 
 
-@pytest.mark.parametrize("content", [PHOTO + noise(500), PHOTO + noise(5000), noise(3000), noise(10, 128) + PHOTO])
+PHOTOS = {"small": PHOTO + noise(500), "large": PHOTO + noise(5000), "without NUL": noise(3000), "short": PHOTO}
+
+
+@pytest.mark.parametrize("content", PHOTOS.values(), ids=PHOTOS)
 def test_a_photo_among_texts_is_called_binary(tmp_path, monkeypatch, content):
     """Refused if it is named, passed over in a folder; no encoding is blamed."""
     for module in (plain, inputs, cutting):

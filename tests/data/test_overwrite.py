@@ -146,15 +146,16 @@ def test_what_an_earlier_release_read_otherwise_is_not_called_unchanged(here, ca
     """Neither tokens nor a vocabulary; a reader that has not changed since is not in the record."""
     content = b'{"text": "one"}\n' if name == "a.jsonl" else b"text\none\n"
     Path(name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    words = [name, "--workers", "1"]
     train = ["train-tokenizer", "--input", name, "--output", "vocabulary", "--vocab-size", "260"]
     with monkeypatch.context() as patched:
         patched.setattr(inputs.Inputs, "readers", {})  # as 0.17.0 wrote the records
-        assert preprocess(capsys, name)[0] == call(capsys, *train)[0] == 0
+        assert preprocess(capsys, *words)[0] == call(capsys, *train)[0] == 0
     said = f"(the same files, but another release read {kinds} in another way): they are kept; add --overwrite"
-    for status, _, err in (preprocess(capsys, name), call(capsys, *train)):
+    for status, _, err in (preprocess(capsys, *words), call(capsys, *train)):
         assert (status, said in err) == ((LOCKED, True) if kinds else (0, False))
-    assert preprocess(capsys, name, "--overwrite")[0] == call(capsys, *train, "--overwrite")[0] == 0
-    assert "unchanged" in preprocess(capsys, name)[1] and "unchanged" in call(capsys, *train)[1]
+    assert preprocess(capsys, *words, "--overwrite")[0] == call(capsys, *train, "--overwrite")[0] == 0
+    assert "unchanged" in preprocess(capsys, *words)[1] and "unchanged" in call(capsys, *train)[1]
 
 
 def test_data_of_other_programs_are_never_replaced_in_silence(here, capsys):

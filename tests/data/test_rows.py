@@ -126,10 +126,10 @@ def test_empty_fields_at_the_end_may_be_too_many_or_lack_a_column(tmp_path):
 
 
 def test_the_rows_before_damage_are_kept(tmp_path):
-    path, rows = tmp_path / "a.csv.gz", [f"{random.Random(n).random()},{n}\n" for n in range(2000)]
+    path, rows = tmp_path / "a.csv.gz", [f"{random.Random(n).random()},{n}\n" for n in range(500)]
     path.write_bytes(gzip.compress(("text,n\n" + "".join(rows)).encode())[:-9])
     documents = read(path, on_error="skip")[0]
-    assert len(documents) > 1000 and documents == [row.partition(",")[0] for row in rows[: len(documents)]]
+    assert len(documents) > 100 and documents == [row.partition(",")[0] for row in rows[: len(documents)]]
 
 
 @pytest.fixture
