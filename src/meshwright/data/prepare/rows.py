@@ -149,7 +149,8 @@ def _rows(reader: Iterator[list[str]]) -> Iterator[Row]:
 
 def _with_neighbours(rows: Iterator[Row]) -> Iterator[tuple[Row, Row, Row]]:
     """Yield each row between the ones before and after it; after damage, the intact ones."""
-    before, row, damage = b"", next(rows, None), None
+    before: Row = b""
+    row, damage = next(rows, None), None
     while row is not None:
         try:
             after = next(rows, None)
