@@ -48,6 +48,9 @@ def _changed(name: str, before: Any, now: Any) -> str:
     if name == "settings":
         differ = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
         return f"{name} ({' '.join('--' + key.replace('_', '-') for key in differ)})"
+    if before.get("content") == now["content"]:
+        kinds = " and ".join(now.get("readers") or before.get("readers") or ["them"])
+        return f"{name} (the same files, but another release read {kinds} in another way)"
     if before.get("names") == now["names"]:
         return f"{name} (of the same names, but changed)"
     then, these = (_listed(inputs) for inputs in (before, now))

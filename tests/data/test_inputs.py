@@ -18,11 +18,12 @@ from corpora import preprocess_inputs, texts_in
 
 from helpers import error_of
 from meshwright.__main__ import main
-from meshwright.data.prepare import cutting, folders, inputs, markup, plain, records
+from meshwright.data.prepare import cutting, encodings, folders, inputs, markup, plain, records
 from meshwright.data.prepare.folders import PassedOver
 from meshwright.data.prepare.inputs import find_inputs
 from meshwright.data.prepare.records import Bad
 from meshwright.errors import BAD_DATA, IO, USAGE
+from meshwright.quickstart.collect import InputDocuments
 from meshwright.settings.text_inputs import TextInputs
 
 
@@ -241,7 +242,33 @@ def test_files_given_by_name(tmp_path):
     )
     assert read(*(folder / name for name in ("c.py", "b.css", "a", "d.json")))[0] == ["{\n}", "p {}\n", "json", "d"]
     assert "e: binary (NUL byte at 8)" in error_of(lambda: read(folder / "e"))
-    assert "e: binary (NUL byte at 8); mend" in error_of(lambda: preprocess(tmp_path, folder / "e"))
+
+
+def noise(size, least=1):
+    rng = random.Random(size)
+    return bytes(rng.randrange(least, 256) for _ in range(size))
+
+
+PHOTOS = {"small": PHOTO + noise(500), "large": PHOTO + noise(5000), "without NUL": noise(3000), "short": PHOTO}
+
+
+@pytest.mark.parametrize("content", PHOTOS.values(), ids=PHOTOS)
+def test_a_photo_among_texts_is_called_binary(tmp_path, monkeypatch, content):
+    """Refused if it is named, passed over in a folder; no encoding is blamed."""
+    for module in (plain, inputs, cutting):
+        monkeypatch.setattr(module, "PIECE", 1000)
+    fill(tmp_path, {"a.txt": "a", "b.png": content, "in/a.txt": "a", "in/b.txt": content})
+    cure = "such a file holds no text: leave it out with --exclude, or all such files with --on-error skip"
+    paths = [tmp_path / "a.txt", tmp_path / "b.png"]
+    for flags in ({}, {"document_separator": ""}, {"encoding": "gb18030"}, {"on_error": "replace"}):
+        given = TextInputs(input=[*map(str, paths)], **flags)
+        for act in (lambda given=given: find_inputs(given), lambda given=given: InputDocuments(given, 1e9)):
+            assert re.search(r"b\.png: binary \(.*\); " + cure, error_of(act)), flags
+        assert read(*paths, **flags, exclude=["*.png"])[0] == ["a"]
+        assert read(tmp_path / "in", **flags) == (["a"], "passed over 1 file: 1 binary")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert "-: binary (" in error_of(lambda: read("-"))
+    assert read(*paths, on_error="skip")[0][0] == "a"
 
 
 def test_what_is_no_text_is_refused_by_its_kind(tmp_path, capsys):
@@ -282,6 +309,53 @@ def test_separators(tmp_path, monkeypatch, separator):
                 tar.add(tmp_path / "a.txt", "c.txt")
             for name in ("a.txt", "b", "c.tar"):
                 assert read(tmp_path / name, document_separator=separator)[0] == want, (size, name, content)
+
+
+def with_pages(count, first):
+    """Return documents, of which every fifth is a page from the `first` on, and their texts."""
+    rng, documents = random.Random(first), []
+    for n in range(count):
+        text = f"<p>{n} a < b\n{'é' * rng.choice([1, 1, 20, 400])}\n"
+        page = f"<html><head><meta charset=gbk></head>\n<body>\n{text}<br>end</body></html>\n"
+        documents.append((page, markup.page_text(page)) if n % 5 == first else (text, text))
+    return zip(*documents, strict=True)
+
+
+@pytest.mark.parametrize(("count", "first"), [(12, 0), (12, 3), (1, 0)])
+@pytest.mark.parametrize("separator", ["<|endoftext|>", ""])
+@pytest.mark.parametrize("size", [60, 1000, 1 << 20])
+def test_each_document_is_a_page_or_a_text_by_itself(tmp_path, monkeypatch, size, separator, count, first):
+    """The same documents in a file, packed, in a stream or an archive, wherever pieces begin."""
+    for module in (plain, inputs, cutting):
+        monkeypatch.setattr(module, "PIECE", size)
+    monkeypatch.setattr("meshwright.data.prepare.containers.CHUNK", 70)
+    documents, texts = with_pages(count, first)
+    content = f"{separator}\n".join(documents).encode()
+    fill(tmp_path, {"in/a.txt": content, "b.gz": gzip.compress(content), "c.txt": encodings.BOM + content})
+    fill(tmp_path, {"d.txt": content.decode().encode("utf-16"), "e.txt": content.replace(b"\n", b"\r\n")})
+    with tarfile.open(tmp_path / "f.tar", "w") as tar:
+        tar.add(tmp_path / "in" / "a.txt", "a")
+    for name in ("in/a.txt", "in", "b.gz", "c.txt", "d.txt", "e.txt", "f.tar"):
+        assert read(tmp_path / name, document_separator=separator) == ([*texts], ""), name
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert read("-", document_separator=separator) == ([*texts], "")
+
+
+def test_pages_of_a_divided_text_may_each_have_their_charset(tmp_path, monkeypatch):
+    """Unless --encoding names that of the file; a file that is named as a page is one."""
+    monkeypatch.setattr(plain, "PIECE", 30)
+    pages = [
+        f"<html><meta charset={name}>".encode() + "é朱"[n].encode(name) for n, name in enumerate(["cp1252", "gbk"])
+    ]
+    plain_text = "朱镕基\n".encode("gbk")
+    fill(
+        tmp_path,
+        {"a.txt": b"\n<|endoftext|>\n".join([*pages, "é".encode()]), "b.html": pages[0] + b"\n<|endoftext|>\na"},
+    )
+    fill(tmp_path, {"c.txt": b"\n<|endoftext|>\n".join([plain_text, pages[1], plain_text])})
+    assert read(tmp_path / "a.txt") == (["é \n", "朱 \n", "é"], "")
+    assert read(tmp_path / "b.html") == (["é <|endoftext|> a\n"], "")
+    assert read(tmp_path / "c.txt", encoding="gb18030") == (["朱镕基\n\n", "朱 \n", "朱镕基\n"], "")
 
 
 def test_a_text_too_long_without_separators(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Commands that are run again: the same ones change nothing, others never replace in silence."""
 
+import gzip
 import json
 import os
 import shlex
@@ -10,6 +11,7 @@ import pytest
 from meshwright.__main__ import main
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
+from meshwright.data.prepare import inputs
 from meshwright.errors import LOCKED, SIGINT
 
 SHORT = ["one text", "another text"]
@@ -135,6 +137,25 @@ def test_what_has_changed_is_named(here, capsys):
         known["made_from"]["inputs"] = json.loads(damage)
         record.write_text(json.dumps(known))
         assert preprocess(capsys, "texts")[0] == LOCKED
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("a.txt", "plain text"), ("a.txt.gz", "plain text and CSV"), ("a.csv", "CSV"), ("a.jsonl", "")]
+)
+def test_what_an_earlier_release_read_otherwise_is_not_called_unchanged(here, capsys, monkeypatch, name, kinds):
+    """Neither tokens nor a vocabulary; a reader that has not changed since is not in the record."""
+    content = b'{"text": "one"}\n' if name == "a.jsonl" else b"text\none\n"
+    Path(name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    words = [name, "--workers", "1"]
+    train = ["train-tokenizer", "--input", name, "--output", "vocabulary", "--vocab-size", "260"]
+    with monkeypatch.context() as patched:
+        patched.setattr(inputs.Inputs, "readers", {})  # as 0.17.0 wrote the records
+        assert preprocess(capsys, *words)[0] == call(capsys, *train)[0] == 0
+    said = f"(the same files, but another release read {kinds} in another way): they are kept; add --overwrite"
+    for status, _, err in (preprocess(capsys, *words), call(capsys, *train)):
+        assert (status, said in err) == ((LOCKED, True) if kinds else (0, False))
+    assert preprocess(capsys, *words, "--overwrite")[0] == call(capsys, *train, "--overwrite")[0] == 0
+    assert "unchanged" in preprocess(capsys, *words)[1] and "unchanged" in call(capsys, *train)[1]
 
 
 def test_data_of_other_programs_are_never_replaced_in_silence(here, capsys):

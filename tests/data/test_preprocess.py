@@ -19,7 +19,7 @@ from corpora import line, preprocess_inputs, texts_in
 from helpers import error_of, tokens_of
 from meshwright import tokenizers
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.prepare import cutting
+from meshwright.data.prepare import cutting, preprocess
 from meshwright.data.prepare.encoding import Encoder
 from meshwright.data.prepare.inputs import find_inputs
 from meshwright.errors import BAD_DATA, IO
@@ -62,7 +62,8 @@ def test_documents_in_order_with_eod(tmp_path):
     ]
     assert lines[5].startswith("Time to startup: ")
     assert lines[6] == (
-        f"wrote {tmp_path / 'out'}_text_document.bin/.idx: 2 documents, 2 sequences, 6 tokens, 12 bytes (uint16)"
+        f"wrote {tmp_path / 'out'}_text_document.bin/.idx: 2 documents, 2 sequences, 6 tokens "
+        "(the largest document has 3), 12 bytes (uint16)"
     )
     notice, *processed = stderr.splitlines()
     assert notice == "--dataset-impl lazy: written as mmap, which every loader reads"
@@ -91,6 +92,20 @@ def test_short_documents_are_remarked(tmp_path):
     _, err = preprocess_inputs(tmp_path / "x", tmp_path / "book.txt", document_separator="")
     assert "note: 100 documents, half of them of 9 tokens or fewer: if headings" in err
     assert "another --document-separator" in err
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_document_of_more_than_a_million_tokens_is_named(tmp_path, monkeypatch, name):
+    """Several documents that nothing divides become one."""
+    monkeypatch.setattr(preprocess, "LONG_DOCUMENT", 99)
+    for size, is_long in ((99, False), (100, True)):
+        text = "x" * size
+        (tmp_path / name).write_bytes(line(text) if name == "a.jsonl" else text.encode())
+        out, err = preprocess_inputs(tmp_path / "x", tmp_path / name)
+        assert f"1 documents, 1 sequences, {size} tokens (the largest document has {size}), " in out
+        cure = "give each a line or row" if name == "a.jsonl" else "divide them by lines <|endoftext|>, or name"
+        warning = f"warning: the largest document has 100 tokens; if it was meant as several, {cure}"
+        assert (warning in err) == is_long == ("warning" in err)
 
 
 def test_blanks_of_a_key_and_rows_without_text(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import gzip
 import io
 import json
 import multiprocessing
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-from corpora import preprocess_inputs
+from corpora import preprocess_inputs, texts_in
 
 import on_ranks  # noqa: F401  so that the fork server has imported torch
 from helpers import error_of
@@ -23,7 +24,7 @@ from meshwright.__main__ import main
 from meshwright.data.files import merge as merging
 from meshwright.data.files import writer as writing
 from meshwright.data.files.indexed import Indexed
-from meshwright.data.prepare import containers, cutting, encoding, journal, pieces, preprocess, workers
+from meshwright.data.prepare import containers, cutting, encoding, inputs, journal, markup, pieces, preprocess, workers
 from meshwright.errors import BAD_DATA, HANG, IO, LOCKED, UserError
 from meshwright.settings.schema import TokenizerFlags
 from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
@@ -92,6 +93,21 @@ def test_workers_write_the_bytes_of_one(tmp_path, small, size, monkeypatch):
     assert output_bytes(tmp_path, "by1", "text", "title") == output_bytes(tmp_path, f"by{size}", "text", "title")
     assert printed[0].splitlines()[-1] == printed[1].splitlines()[-1] and "bad lines" in printed[0]
     assert leftovers(tmp_path) == [] and pools == [size]
+
+
+def test_workers_divide_a_text_as_one_does(tmp_path, small, monkeypatch):
+    """Pages among its documents, some of them larger than a piece; packed, too."""
+    monkeypatch.setattr(inputs, "PIECE", 3000)
+    documents = [f"<html><p>{n}\n" if n % 5 == 0 else f"<p>{n} {'x' * (n * n % 7000)}\n" for n in range(99)]
+    content = "<|endoftext|>\n".join(documents).encode()
+    (tmp_path / "a.txt").write_bytes(content)
+    (tmp_path / "b.gz").write_bytes(gzip.compress(content))
+    made = []
+    for name, size in (("a.txt", 1), ("a.txt", 3), ("b.gz", 3)):
+        run(tmp_path, "x", tmp_path / name, workers=size, append_eod=False)
+        made.append(texts_in(tmp_path / "x_text_document"))
+    want = [markup.page_text(text) if n % 5 == 0 else text for n, text in enumerate(documents)]
+    assert made == [want, want, want]
 
 
 def test_results_wait_in_bounded_numbers(small, monkeypatch):

@@ -81,8 +81,9 @@ def test_bad_rows(tmp_path):
     """Fields too many or too few, quotes that do not close, bytes that are not UTF-8."""
     good, path = table_of(["a", "b"]), tmp_path / "a.csv"
     for bad, what in (
-        (b"3,so, what,5\n", "4 fields instead of 3"),
-        (b"3\n", "1 fields instead of 3"),
+        (b"3,so, what,5\n", "too many fields, probably because a ',' in a text lacks quotes (4 instead of 3); mend"),
+        (b"3\n", "too few fields, probably because a line break in a text lacks quotes (1 instead of 3); mend"),
+        (b"3,so\n", "too few fields, probably because a line break in a text lacks quotes (2 instead of 3); mend"),
         (b'3,"a"b,5\n', "not CSV ("),
         (b"3,\xe9,5\n", "not UTF-8 (byte 0xe9)"),
     ):
@@ -93,6 +94,42 @@ def test_bad_rows(tmp_path):
     assert read(path, json_keys=["review"], on_error="replace")[0] == ["a", "b", "�", "c"]
     path.write_bytes(good + b'3,"open,5\n4,c,5\n')
     assert "a.csv: row 3: not CSV (unexpected end of data)" in error_of(lambda: read(path, json_keys=["review"]))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_no_half_of_a_row_is_a_document(tmp_path, place):
+    """A line break without quotes in the first column, one in the middle or the last."""
+    path, names, broken = tmp_path / "a.csv", ["n", "stars"], "one\n\ntwo\nthree"
+    names.insert(place, "text")
+
+    def write(text):
+        rows = [["0", "5"], ["1", "5"], ["2", "5"]]
+        for row, content in zip(rows, ("before", text, "after"), strict=True):
+            row.insert(place, content)
+        path.write_text("".join(f"{','.join(row)}\n" for row in [names, *rows]))
+
+    write(f'"{broken}"')
+    assert read(path) == (["before", broken, "after"], [])
+    write(broken)
+    assert "a.csv: row 2: " in (message := error_of(lambda: read(path))) and "line break" in message
+    documents, (left_out,) = read(path, on_error="skip")
+    assert documents == ["before", "after"] and "too few fields, probably because a line break" in left_out
+
+
+def test_empty_fields_at_the_end_may_be_too_many_or_lack_a_column(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("id,text,,\n1,a\n2,b,\n3,c,,,,,\n4,,,,,\n5,d,x,y\n")
+    assert read(path) == (["a", "b", "c", "", "d"], [])
+    path.write_text("id,text,,\n1\n2,b,,,x\n")
+    documents, (left_out,) = read(path, on_error="skip")
+    assert documents == [] and "1 too few fields" in left_out and "1 too many fields" in left_out
+
+
+def test_the_rows_before_damage_are_kept(tmp_path):
+    path, rows = tmp_path / "a.csv.gz", [f"{random.Random(n).random()},{n}\n" for n in range(500)]
+    path.write_bytes(gzip.compress(("text,n\n" + "".join(rows)).encode())[:-9])
+    documents = read(path, on_error="skip")[0]
+    assert len(documents) > 100 and documents == [row.partition(",")[0] for row in rows[: len(documents)]]
 
 
 @pytest.fixture
@@ -156,8 +193,8 @@ def several_keys(folder, form):
     records = [{"n": n, "body": body, "my title": title} for n, (body, title) in enumerate(PAIRS)]
     if form == "jsonl":
         path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    elif form in ("csv", "tsv"):  # a row that is no row, for the null
-        lines = [f"{r['body']},{r['my title']},{r['n']}" if r["body"] is not None else ",,,," for r in records]
+    elif form in ("csv", "tsv"):  # a row of too many fields, for the null
+        lines = [f"{r['body']},{r['my title']},{r['n']}" if r["body"] is not None else ",,,,x" for r in records]
         path.write_text("\n".join(["body,my title,n", *lines]).replace(",", "\t" if form == "tsv" else ","))
     elif form == "sqlite":
         with sqlite3.connect(path) as made:

@@ -15,7 +15,6 @@ from meshwright.model import attention
 from meshwright.model.positions import Positions, Shared
 from meshwright.settings.schema import Model
 
-
 SPACING = 2.0**-8  # of bfloat16, relative
 
 

@@ -82,7 +82,7 @@ def test_torchs_rounding_of_beta2_is_no_difference(beta2):
 
     assert apart < allowed() - compare.UPDATED < 1.5 * apart + 1e-7
     assert compare.UPDATED == allowed("cpu") == allowed(stage=1) == allowed(cautious_weight_decay=True)
-    assert compare.UPDATED == allowed(quantity=compare.Quantity.WEIGHTS)
+    assert allowed(quantity=compare.Quantity.WEIGHTS) == compare.UPDATED
 
 
 def test_train_verifies_before_it_begins(tmp_path):

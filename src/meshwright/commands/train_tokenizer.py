@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         reason = "".join(f" ({line})" for line in why_nothing(inputs, given))
         raise bad_data(f"{', '.join(given.input)}: no text to learn from{reason}")
     vocabulary = [given.output / name for name in FILES]
-    made_from = {"command": "train-tokenizer", "inputs": origin.inputs_of(inputs.paths), "settings": settings_of(given)}
+    made_from = {"command": "train-tokenizer", "inputs": inputs.identity(), "settings": settings_of(given)}
     if origin.is_done(given.output / RECORD, made_from, vocabulary, given.overwrite, "--output"):
         print(f"{' and '.join(map(str, vocabulary))} are already there, unchanged")
     else:

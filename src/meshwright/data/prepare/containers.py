@@ -11,7 +11,6 @@ from __future__ import annotations
 import bz2
 import io
 import lzma
-import re
 import sys
 import tarfile
 import zipfile
@@ -39,7 +38,6 @@ PDF = b"%PDF-"
 SKIPPABLE = b"\x2a\x4d\x18"  # after a byte from 0x50 to 0x5f: a zstd frame without data, as pzstd writes
 STREAMS = ("gzip", "xz", "bzip2", "zstd")
 LAYERS = 4  # of compression within compression, at most
-NO_TEXT = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")
 CHUNK = 1 << 18
 HEADER = 1 << 20  # bytes of a member's headers in a tar archive, with its names
 ENDS = 100  # times that tarfile may read at the end
@@ -58,7 +56,7 @@ def kind_of_bytes(start: bytes) -> str | None:
     start = start[:HEAD]
     if start.startswith(PDF):
         return "pdf"
-    if encodings.is_utf8(start) and not NO_TEXT.search(start):
+    if encodings.is_utf8(start) and not encodings.CONTROL.search(start):
         return None
     if start[257:262] == b"ustar":
         return "tar"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from meshwright.data.prepare import containers, encodings, hub_sets, markup, plain, records, rows, tables, wiki
+from meshwright.data.prepare import containers, encodings, hub_sets, plain, records, rows, tables, wiki
 from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import NOT_CHOSEN, PDF
 from meshwright.data.prepare.inputs import (
@@ -240,15 +240,14 @@ def _refuse_member(name: str, start: bytes, given: TextInputs) -> Bad | None:
 
 
 def _parts(name: str, stream: BinaryIO, separator: str) -> Iterator[bytes]:
-    """Yield JSON lines or documents in pieces, a page of HTML at once."""
-    start = containers.peek(stream)
+    """Yield JSON lines or documents in pieces, a file of HTML at once."""
     if JSON_NAME.search(name):
         yield from plain.cut_stream(_without_mark(stream), PIECE, JSON_LINES)
-    elif HTML_NAME.search(name) or markup.IS_HTML.match(start):
+    elif HTML_NAME.search(name):
         page = stream.read(records.LONGEST + 1)
         yield page if len(page) <= records.LONGEST else TOO_LONG
     else:
-        yield from plain.cut_stream(_without_mark(stream), PIECE, separator) if start else [b""]
+        yield from plain.cut_stream(_without_mark(stream), PIECE, separator) if containers.peek(stream) else [b""]
 
 
 def _without_mark(stream: BinaryIO) -> Iterator[bytes]:

@@ -32,6 +32,10 @@ COMMON = frozenset(
 )
 SAMPLE = 1 << 16  # bytes that show the encoding of a text
 LEAST_COMMON = 0.1  # share of them by which an encoding is recognised
+CONTROL = re.compile(rb"[\0-\x08\x0e-\x1a\x1c-\x1f]")
+LEAST_CONTROL = 0.02  # share of them that no text has; a tenth of all bytes is usual in compressed files
+
+BROKEN = re.compile(rb"\xf0[\x90-\x93][\x80-\xbf](?![\x80-\xbf])")  # what `mark_broken` writes
 
 
 def mark_broken(error: UnicodeError) -> tuple[str, int]:
@@ -74,6 +78,21 @@ def is_utf8(start: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def why_binary(content: bytes) -> str:
+    """Return what shows that a file is no text in any encoding that is read, "" if nothing does."""
+    if (at := content.find(b"\0")) >= 0:
+        return f"NUL byte at {at}"
+    sample = content[:SAMPLE]
+    number = len(CONTROL.findall(sample))
+    is_much = number > LEAST_CONTROL * len(sample) and not is_utf8(sample)
+    return f"{number:,} control characters in {len(sample):,} bytes" if is_much else ""
+
+
+def is_decoded(text: bytes) -> bool:
+    """Return whether this is UTF-8, but for marks of bytes that could not be decoded."""
+    return is_utf8(text) or is_utf8(BROKEN.sub(b"", text))
 
 
 def declared_codec(page: bytes) -> str:

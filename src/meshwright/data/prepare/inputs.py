@@ -15,12 +15,13 @@ import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
+from meshwright import origin
 from meshwright.data.prepare import containers, encodings, folders, hub_sets, plain, rows, tables, wiki
 from meshwright.data.prepare.folders import NOT_CHOSEN, NameFilter, PassedOver, shown
 from meshwright.data.prepare.plain import HTML_NAME, PIECE
-from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, Unit, lines_in, parse_line
+from meshwright.data.prepare.records import BINARY, NOT_UTF8, Bad, Mended, Unit, advice, lines_in, parse_line
 from meshwright.errors import IO, UserError, bad_data
 from meshwright.progress import SkippedLines
 from meshwright.settings.hints import near_path
@@ -35,6 +36,9 @@ JSON_START = re.compile(rb"(\xef\xbb\xbf)?\s*(\{[ \t]*[\"}]|\[\s*\{)")
 
 
 NEEDED = "; give a file or a folder of text"
+# Versions of readers that have changed. One is raised when it reads other documents in a file than
+# before: what an earlier release made of the file is not what this one would make.
+READERS = {"plain text": 2, "CSV": 2}
 MANY_BAD, FEW_BAD = 0.03, 10  # the share of bad lines above which a warning comes, and their number
 
 Kind = Literal["lines", "stream", "csv", "sqlite", "hub", "parquet", "arrow", "text", "small files"]
@@ -90,6 +94,18 @@ class Inputs:
         )
         data_sets = [f"{source.path}@{source.revision}" for source in self.inputs if source.revision]
         return [*(path for paths in named for path in paths), *data_sets]
+
+    @property
+    def readers(self) -> dict[str, int]:
+        """The versions of those of READERS that read these inputs."""
+        kinds = {"plain text": [source.is_plain for source in self.inputs]}
+        kinds["CSV"] = [source.kind == "csv" or (source.is_plain and source.is_stream) for source in self.inputs]
+        return {name: READERS[name] for name, reads in kinds.items() if any(reads)}
+
+    def identity(self) -> dict[str, Any]:
+        """Return what an output's record says of its text: which files, and how they were read."""
+        files = origin.inputs_of(self.paths)
+        return {**files, "readers": self.readers} if self.readers else files
 
     def describe(self) -> str:
         """Say how many files of which kind there are."""
@@ -342,6 +358,9 @@ def _recognise(source: Input, given: TextInputs, kind: str | None, start: bytes)
         return replace(source, kind="stream" if kind or codec else "text", is_wiki=True)
     if not is_named and (reason := _why_no_text(suffix, kind, start, given)):
         return reason
+    if is_named and not kind and given.on_error != "skip" and (why := encodings.why_binary(start)):
+        binary = Bad(BINARY, why)
+        raise bad_data(f"--input {shown(path)}: {binary}{advice(binary, True)}")
     return source if codec else _text(source, kind)
 
 
@@ -353,7 +372,7 @@ def _why_no_text(suffix: str, kind: str | None, start: bytes, given: TextInputs)
         return Bad("not of the kind that their suffix says")
     if kind == "pdf":
         return Bad(folders.PDF)
-    return Bad("binary") if b"\0" in start else None
+    return Bad(BINARY) if b"\0" in start else None
 
 
 def _table(source: Input, refused: rows.Refused | None) -> Input | Bad:

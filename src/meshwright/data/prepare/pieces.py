@@ -18,7 +18,7 @@ from meshwright.data.prepare import containers, plain, tables
 from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.inputs import JSON_NAME, is_json_lines
-from meshwright.data.prepare.plain import JSON_LINES, PIECE, Span
+from meshwright.data.prepare.plain import HTML_NAME, JSON_LINES, PIECE, Span
 from meshwright.data.prepare.records import NOT_UTF8, Bad, Mended, Prose, Reading, Unit, check_row, parse_line
 from meshwright.data.prepare.rows import CSV_NAME
 
@@ -172,9 +172,10 @@ class TextPiece(Piece):
             yield lambda: place, content
             return
         is_empty = True
-        for begin, unit in self.documents(content, name, keys):
+        text = content if HTML_NAME.search(name) else content.removeprefix(BOM)
+        for begin, unit in self.documents(text, name, keys, len(content) - len(text)):
             is_empty = False
-            yield place_in(place, content, begin, unit), unit
+            yield place_in(place, text, begin, unit), unit
         if is_empty:
             yield lambda: place, Bad("empty", is_passed=True)
 

@@ -14,7 +14,7 @@ from collections.abc import Generator, Iterator
 from meshwright.data.prepare import containers, encodings, markup, records, wiki
 from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import shown
-from meshwright.data.prepare.records import NOT_UTF8, TOO_LONG, Bad, Mended, Reading, Unit
+from meshwright.data.prepare.records import BINARY, NOT_UTF8, TOO_LONG, Bad, Mended, Reading, Unit
 from meshwright.errors import IO, UserError, bad_data
 
 PIECE = 1 << 20  # bytes
@@ -43,20 +43,30 @@ def documents(content: bytes, name: str, how: Reading, before: int = 0) -> Itera
     if how.separator == wiki.PAGES:
         yield from _articles(content, how)
         return
-    is_page = HTML_NAME.search(name) or markup.IS_HTML.match(content)
-    if is_page:
-        how = how._replace(encoding=encodings.declared_codec(content) or encodings.codec_of(content, how.encoding))
-        content = _page_text(encodings.to_utf8(content, how.encoding), how)
-    begin = len(BOM) * content.startswith(BOM)
+    is_named = HTML_NAME.search(name) is not None  # a page as a whole, whatever lines are in it
     # Looking for the bytes first is many times as fast as the pattern alone.
-    is_whole = is_page or how.separator.encode() not in content
+    is_whole = is_named or how.separator.encode() not in content
     separators = [] if is_whole else ends_of(how.separator)[1].finditer(content)
+    begin = 0
     for start, end in [*(line.span() for line in separators), (len(content), len(content))]:
         if part := content[begin:start]:
-            for at, unit in decode(part, how, before + begin):
+            for at, unit in _document(part, is_named, how, before + begin):
                 if not isinstance(unit, list) or not unit[0].isspace():
                     yield begin + at, unit
         begin = end
+
+
+def _document(content: bytes, is_named: bool, how: Reading, before: int) -> Iterator[tuple[int, Unit]]:
+    """Yield one document: a page if its file is named as one or it begins as one, else plain text.
+
+    A page within a text is mostly UTF-8 as the text is, whatever it declared when it was a file.
+    """
+    if markup.IS_HTML.match(content) or (is_named and not content.startswith(TOO_LONG)):
+        if is_named or not encodings.is_decoded(content):
+            codec = encodings.declared_codec(content) or encodings.codec_of(content, how.encoding)
+            content, how = encodings.to_utf8(content, codec), how._replace(encoding=codec)
+        content = _page_text(content, how)
+    yield from decode(content, how, before)
 
 
 def _articles(content: bytes, how: Reading) -> Iterator[tuple[int, Unit]]:
@@ -85,12 +95,15 @@ def decode(content: bytes, how: Reading, before: int = 0) -> Iterator[tuple[int,
         long = f"divide it: lines {how.separator!r}, or --document-separator"
         yield 0, Bad(f"longer than {records.LONGEST:,} bytes", long)
         return
-    if (at := content.find(b"\0")) >= 0:
-        yield 0, Bad("binary", f"NUL byte at {at}", is_passed=True, size=len(content))
+    if b"\0" in content:
+        yield 0, Bad(BINARY, encodings.why_binary(content), is_passed=True, size=len(content))
         return
     try:
         text, mended = content.decode("utf-8"), None
     except UnicodeDecodeError as error:
+        if why := encodings.why_binary(content):
+            yield 0, Bad(BINARY, why, is_passed=True, size=len(content))
+            return
         if how.on_error == "stop":
             yield error.start, _not_utf8(error, how, before)
             return
@@ -98,6 +111,7 @@ def decode(content: bytes, how: Reading, before: int = 0) -> Iterator[tuple[int,
             text, mended = content.decode("utf-8", "replace"), error.start
         else:
             text, mended = (yield from _intact_lines(content, how, before)), None
+    text = text.removeprefix("\ufeff")  # a mark of a file that became a document among others
     text = text.replace("\r\n", "\n") if "\r" in text else text
     if text:
         yield (0, [text]) if mended is None else (mended, Mended([text], *count_bad_lines(text)))
@@ -163,9 +177,9 @@ def read_text_file(path: str, encoding: str = "") -> bytes | Bad:
 
 
 def codec_of_file(name: str, start: bytes, encoding: str) -> str:
-    """Return the codec in which to read a file, "" for UTF-8 and for pages without a mark."""
-    is_page = HTML_NAME.search(name) or markup.IS_HTML.match(start)
-    return encodings.codec_of(start, "" if is_page else encoding)
+    """Return the codec in which to read a file, "" for UTF-8 and pages that declare their own."""
+    declares = HTML_NAME.search(name) or (markup.IS_HTML.match(start) and encodings.declared_codec(start))
+    return encodings.codec_of(start, "" if declares else encoding)
 
 
 def next_end(data: bytes, separator: str, least: int) -> int:

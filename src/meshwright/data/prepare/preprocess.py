@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+import numpy.typing as npt
 
-from meshwright import origin, tokenizers
+from meshwright import tokenizers
 from meshwright.console import fit
 from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.merge import join_pairs
@@ -49,12 +50,12 @@ from meshwright.ranks.team import Team
 from meshwright.ranks.world import World
 from meshwright.settings.fields import spelling
 from meshwright.settings.schema import TokenizerFlags
-from meshwright.settings.text_inputs import Preprocess, PreprocessConfig
+from meshwright.settings.text_inputs import SEPARATOR, Preprocess, PreprocessConfig
 from meshwright.version import our_version
 
 MIB = 1 << 20
 FEW_DOCUMENTS = 10  # so few are named, since --split divides no document
-SHORT_DOCUMENT = 32  # tokens
+SHORT_DOCUMENT, LONG_DOCUMENT = 32, 1_000_000  # tokens
 WAIT_MINUTES = 7 * 24 * 60  # faster ranks wait for the slowest one
 
 
@@ -233,6 +234,7 @@ class Preparation:
         return {
             "version": our_version(),
             "tokenizer": self.tokenizer_identity,
+            "readers": self.inputs.readers,
             **{spelling(name): value for name, value in self.settings.items()},
             "--on-error": self.config.preprocess.on_error,
             **{f"--input {n}": [source.path, source.kind, source.bytes, len(source.files)] for n, source in inputs},
@@ -255,7 +257,7 @@ class Preparation:
         if p.split_sentences:  # before 0.8 all were split by Punkt, and the record did not say so
             settings.pop("sentence_splitter", None)
             settings |= {"sentence_splitter": "rules"} if p.sentence_splitter == "rules" else {}
-        inputs = origin.inputs_of(self.inputs.paths)
+        inputs = self.inputs.identity()
         return {"command": "preprocess", "inputs": inputs, "settings": settings, "tokenizer": self.tokenizer_identity}
 
     def is_done(self, stdout: TextIO, dry_run: bool = False) -> bool:
@@ -475,27 +477,30 @@ def report(preparation: Preparation, totals: Totals, stdout: TextIO, stderr: Tex
     for prefix, (tokens, sequences, _) in zip(preparation.prefixes, totals.lengths, strict=True):
         blank = 0 if p.split_sentences else totals.documents - sequences
         lacking = f" ({blank:,} without text, which have no sequence)" if blank else ""
-        counts = f"{totals.documents:,} documents{lacking}, {sequences:,} sequences, {tokens:,} tokens"
+        sizes = None if p.split_sentences else Indexed(prefix).sizes
+        largest = "" if sizes is None else f" (the largest document has {sizes.max():,})"
+        counts = f"{totals.documents:,} documents{lacking}, {sequences:,} sequences, {tokens:,} tokens{largest}"
         size = f"{tokens * dtype.itemsize:,} bytes ({dtype.name})"
         print(fit(f"wrote {prefix}.bin/.idx: {counts}, {size}", stdout), file=stdout)
-        if advice := "" if p.split_sentences else advise_on_documents(prefix, p.document_length, is_plain):
-            print(fit(f"note: {advice}", stderr), file=stderr)
+        for line in [] if sizes is None else advise_on_documents(sizes, p.document_length, is_plain):
+            print(fit(line, stderr), file=stderr)
 
 
-def advise_on_documents(prefix: str, longest: int | None, is_plain: bool) -> str:
-    """Say what to do about documents that are too few to be divided by --split, or very short.
+def advise_on_documents(sizes: npt.NDArray[np.int32], longest: int | None, is_plain: bool) -> Iterator[str]:
+    """Say what to do about documents that are too few to be divided by --split, short or very long.
 
     Short ones are remarked in a plain text, which may be meant to be divided otherwise.
     """
-    sizes = Indexed(prefix).sizes
+    if sizes.max() > LONG_DOCUMENT:
+        lines = f"divide them by lines {SEPARATOR}, or name the line between them with --document-separator"
+        cure = lines if is_plain else "give each a line or row of its own"
+        yield f"warning: the largest document has {sizes.max():,} tokens; if it was meant as several, {cure}"
     if len(sizes) < FEW_DOCUMENTS:
         number = "1 document" if len(sizes) == 1 else f"{len(sizes)} documents"
         no_text = "no --split can keep text of it" if len(sizes) == 1 else "--split can only keep whole ones of them"
         cut = f"--document-length {longest // 2 or 1 if longest else 4000} cuts longer ones into parts"
-        return f"{number}: {no_text} for validation; {cut}"
-    if is_plain and 2 * np.count_nonzero(sizes < SHORT_DOCUMENT) > len(sizes):
+        yield f"note: {number}: {no_text} for validation; {cut}"
+    elif is_plain and 2 * np.count_nonzero(sizes < SHORT_DOCUMENT) > len(sizes):
         line = f"{len(sizes):,} documents, half of them of {np.median(sizes):,.0f} tokens or fewer"
-        return (
-            f"{line}: if headings or single lines were meant to stay with their text, try another --document-separator"
-        )
-    return ""
+        again = "if headings or single lines were meant to stay with their text, try another --document-separator"
+        yield f"note: {line}: {again}"

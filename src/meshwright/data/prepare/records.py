@@ -16,10 +16,10 @@ import orjson
 
 LONGEST = 1 << 28  # bytes of a line or of a text; longer ones count as bad
 TOO_LONG = b"\xff too long"  # stands for such a line
-BAD_ROW = b"\xff bad row: "  # begins a line that says what is wrong with a row
+BAD_ROW = b"\xff bad row: "  # begins a line that says what is wrong with a row: its kind and detail as JSON
 
 
-NOT_UTF8 = "not UTF-8"
+NOT_UTF8, BINARY = "not UTF-8", "binary"  # kinds of what is bad
 MOST_KEYS = 10  # so many are named
 MESSAGES = (("role", "content"), ("from", "value"))  # keys of a message in a list of them
 
@@ -85,7 +85,7 @@ def parse_line(line: memoryview, keys: list[str]) -> Unit:
         if not content.strip():
             return None
         if content.startswith(BAD_ROW):
-            return Bad(content.removeprefix(BAD_ROW).decode())
+            return Bad(*orjson.loads(content.removeprefix(BAD_ROW)))
         record, is_lax = parse_laxly(content), True
         if isinstance(record, Bad):
             return record
@@ -150,6 +150,8 @@ LEAVE_OUT = "leave such lines out with --on-error skip"
 
 def advice(bad: Bad, is_first: bool) -> str:
     """Return what to do about a bad line, also for plain text that is named like JSON lines."""
+    if bad.kind == BINARY:
+        return "; such a file holds no text: leave it out with --exclude, or all such files with --on-error skip"
     if bad.cure and bad.kind == NOT_UTF8:
         return f"; {bad.cure}"
     if bad.cure and is_first:

@@ -13,13 +13,15 @@ import re
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
 
 import orjson
 
 from meshwright.data.prepare import records
-from meshwright.data.prepare.containers import DamagedInput
+from meshwright.data.prepare.containers import DAMAGES, DamagedInput
 from meshwright.data.prepare.encodings import BOM
 from meshwright.data.prepare.folders import shown
 from meshwright.data.prepare.records import BAD_ROW, MOST_KEYS, Bad, choose_key
@@ -77,7 +79,12 @@ def json_line(row: dict[str, Any]) -> bytes:
         return json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape") + b"\n"
     except TypeError:
         key, value = next((key, value) for key, value in row.items() if not isinstance(value, str))
-        return BAD_ROW + f"no text under {key!r} ({type(value).__name__})\n".encode()
+        return bad_line(f"no text under {key!r} ({type(value).__name__})")
+
+
+def bad_line(kind: str, detail: str = "") -> bytes:
+    """Return the line that stands for a row without a text, and says why."""
+    return BAD_ROW + orjson.dumps([kind, detail]) + b"\n"
 
 
 def header_of(start: bytes) -> tuple[bytes, bool]:
@@ -103,31 +110,91 @@ def refuse_header(name: str, start: bytes, keys: list[str]) -> Refused | None:
 
 
 def csv_lines(stream: BinaryIO, name: str, start: bytes, keys: list[str]) -> Iterator[bytes]:
-    """Yield the rows of CSV or TSV whose first line names the columns.
-
-    A row with more fields than columns is bad: a comma in a text lacks its quotes.
-    """
+    """Yield the rows of CSV or TSV whose first line names the columns."""
     csv.field_size_limit(records.LONGEST)
     text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-    reader = csv.reader(text, delimiter=delimiter_of(name, header_of(start)[0]), strict=True)
+    sign = delimiter_of(name, header_of(start)[0])
+    reader = csv.reader(text, delimiter=sign, strict=True)
     try:
         columns = next(reader, [])
         require_columns(name, refuse_columns(columns, keys))
         places = {key: columns.index(key) for key in keys}
-        while True:
-            try:
-                row = next(reader)
-            except StopIteration:
-                return
-            except csv.Error as error:
-                yield BAD_ROW + f"not CSV ({error})\n".encode()
-                continue
-            if len(row) > len(columns) or 0 < len(row) <= max(places.values()):
-                yield BAD_ROW + f"{len(row)} fields instead of {len(columns)}\n".encode()
-            elif row:
+        form = _Form(columns, set(places.values()), sign)
+        for before, row, after in _with_neighbours(_rows(reader)):
+            if isinstance(row, bytes):
+                yield row
+            elif bad := form.wrong_number(row) or form.half_row(before, after):
+                yield bad
+            else:
                 yield json_line({key: row[place] for key, place in places.items()})
     finally:
         text.detach()
+
+
+Row = list[str] | bytes  # the fields, or the line that says what is wrong
+
+
+def _rows(reader: Iterator[list[str]]) -> Iterator[Row]:
+    while True:
+        try:
+            row = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield bad_line(f"not CSV ({error})")
+            continue
+        if row:
+            yield row
+
+
+def _with_neighbours(rows: Iterator[Row]) -> Iterator[tuple[Row, Row, Row]]:
+    """Yield each row between the ones before and after it; after damage, the intact ones."""
+    before: Row = b""
+    row, damage = next(rows, None), None
+    while row is not None:
+        try:
+            after = next(rows, None)
+        except DAMAGES as error:
+            after, damage = None, error
+        yield before, row, b"" if after is None else after
+        before, row = row, after
+    if damage:
+        raise damage
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a row of a table must look like, by its first line."""
+
+    columns: list[str]
+    places: set[int]  # of the texts
+    sign: str  # between fields
+
+    @cached_property
+    def least(self) -> int:
+        """The fewest fields of a row: columns without a name at the end may lack."""
+        return max((number for number, column in enumerate(self.columns, 1) if column), default=0)
+
+    def wrong_number(self, row: list[str]) -> bytes | None:
+        """Return what is wrong with a row of more or fewer fields; more of them may be empty."""
+        if len(row) < self.least:
+            why = "too few fields, probably because a line break in a text lacks quotes"
+        elif any(row[len(self.columns) :]):
+            why = f"too many fields, probably because a {self.sign!r} in a text lacks quotes"
+        else:
+            return None
+        return bad_line(why, f"{len(row)} instead of {len(self.columns)}")
+
+    def half_row(self, before: Row, after: Row) -> bytes | None:
+        """Return what is wrong with a row of all fields that may be half of one.
+
+        A line break without quotes in the first column leaves a row of one field before the rest,
+        in the last column one after the beginning.
+        """
+        for neighbour, place in ((before, 0), (after, len(self.columns) - 1)):
+            if place in self.places and isinstance(neighbour, list) and len(neighbour) == 1 < self.least:
+                return bad_line("perhaps half a row", "the row beside it has one field: does a line break lack quotes?")
+        return None
 
 
 def sqlite_lines(path: str, table: str | None, keys: list[str]) -> Iterator[bytes]:
