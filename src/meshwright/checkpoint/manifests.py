@@ -280,7 +280,7 @@ class VerifiedReader:
         """Read into `data` what the file has from byte `begin` on."""
         if self.fd is None:
             objects, key = store.locate(self.path)
-            data[:] = objects.read(key, begin, len(data))
+            data[:] = objects.read(key, begin, len(data), tag=None)
             return
         got = 0
         try:
