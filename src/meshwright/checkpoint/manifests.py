@@ -141,6 +141,7 @@ def verify_step(folder: str | Path, full: bool = False) -> Manifest:
     Raise DamagedCheckpoint, which names file and offset.
     """
     folder = Path(folder)
+    store.forget_sizes(folder)
     manifest = read_manifest(folder)
     for name, file in manifest.items():
         check_size(folder / name, file)

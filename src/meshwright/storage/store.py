@@ -99,7 +99,9 @@ class BucketObjects:
         Without a tag, the caller has hashes of what it expects.
         """
         options: Any = {"range": (begin, begin + size)} | ({"if_match": tag} if tag else {})
-        data = self.ask(key, lambda: self.objects.get(key, options=options).bytes(), CONFLICT)
+        data = self.ask(
+            key, lambda: self.objects.get(key, options=options).bytes(), (*CONFLICT, *MISSING) if tag else ()
+        )
         if data is None:
             raise ChangedObject(f"{self.bucket}/{key}")
         if len(data) != size:
@@ -243,6 +245,11 @@ def size_of(path: Path) -> int | None:
         store, key = locate(path.parent)
         _sizes[path.parent] = {name: entry.size for name, entry in store.entries(key).items()}
     return _sizes[path.parent].get(path.name)
+
+
+def forget_sizes(folder: Path) -> None:
+    """Ask storage anew for the sizes below a folder: another writer may have removed some."""
+    _sizes.pop(folder, None)
 
 
 def forget() -> None:
