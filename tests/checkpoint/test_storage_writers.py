@@ -95,6 +95,17 @@ def test_steps_that_another_run_has_removed_leave_nothing(root: Path, tmp_path: 
     assert steps.list_steps(root) == [2] and not (root / "replaced-1").exists()
 
 
+def test_a_manifest_is_kept_as_long_as_storage_has_the_files(root: Path, tmp_path: Path, bucket: Bucket) -> None:
+    with mirror.leased(root):
+        save(root, 1)
+        save(root, 2)
+        send(root)
+    with mirror.leased(on_machine(tmp_path / "b")):
+        remove_manifest(bucket)
+    mirror.refresh(root)
+    assert steps.list_steps(root) == [2] and (root / "replaced-1/iter_0000001/manifest.json").exists()
+
+
 def remove_manifest(bucket: Bucket) -> None:
     del bucket.objects[f"{FIRST}/manifest.json"]
 

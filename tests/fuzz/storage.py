@@ -88,6 +88,8 @@ class World:
     def ask(self, objects: Any, key: str, act: Callable[[], Any], none_for: tuple[str, ...] = ()) -> Any:
         """Stand for BucketObjects.ask: let something happen before a request."""
         self.count_down()
+        if self.rng.random() < 0.1:
+            self.bucket.listed = None
         if self.rng.random() < self.danger:
             self.happen(key)
         answer = ASK(objects, key, act, none_for)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from meshwright import files
 from meshwright.checkpoint.lease import Lease, confirm, identity, noting_failure, read_owner, wrote_last
-from meshwright.checkpoint.manifests import MANIFEST
+from meshwright.checkpoint.manifests import MANIFEST, DamagedCheckpoint, read_manifest
 from meshwright.checkpoint.steps import OUR_STEP, TRACKER, list_steps, make_aside, split_path, step_folder
 from meshwright.console import notice
 from meshwright.errors import IO, UserError, not_a_run
@@ -136,7 +136,7 @@ def set_steps_aside(root: Path) -> None:
         folder = step_folder(root, step)
         if is_published(folder):
             continue
-        if {path.name for path in folder.iterdir()} <= {MANIFEST}:
+        if not is_of_use(folder):
             shutil.rmtree(folder)  # its files were in storage, and another run has removed them
             continue
         aside = aside or make_aside(root)
@@ -145,6 +145,16 @@ def set_steps_aside(root: Path) -> None:
     if aside:
         what = f"{address_of(root)} does not have {', '.join(kept)} as this machine does: another run has written there"
         notice(f"WARNING: {what} since; what is here is kept as {aside.name} in the local copy, and not used")
+
+
+def is_of_use(folder: Path) -> bool:
+    """Return whether a step has files here, or a manifest of files that are in storage."""
+    if {path.name for path in folder.iterdir()} - {MANIFEST}:
+        return True
+    store, key = locate(folder)
+    with contextlib.suppress(DamagedCheckpoint):
+        return store.entry(f"{key}/{next(iter(read_manifest(folder)), MANIFEST)}") is not None
+    return False
 
 
 def is_published(folder: Path) -> bool:
