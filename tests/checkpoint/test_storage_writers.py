@@ -95,6 +95,27 @@ def test_steps_that_another_run_has_removed_leave_nothing(root: Path, tmp_path: 
     assert steps.list_steps(root) == [2] and not (root / "replaced-1").exists()
 
 
+def test_an_old_folder_does_not_overwrite_steps_where_the_owner_was_removed(
+    root: Path, tmp_path: Path, bucket: Bucket
+) -> None:
+    with mirror.leased(root):
+        save(root, 1)
+        send(root)
+        save(root, 3)
+    remove_manifest(bucket)
+    other = on_machine(tmp_path / "b")
+    with mirror.leased(other):
+        for step in (1, 2):
+            save(other, step, b"of the second")
+        send(other)
+    del bucket.objects[f"{RUN}/{lease.OWNER}"]
+    with mirror.leased(root):
+        assert steps.list_steps(root) == [3, 2, 1] and not is_whole_here(root, 1)
+        send(root)
+    assert content_there(bucket, 1) == {b"of the second"} and content_there(bucket, 3) == {b"\3" * 100}
+    assert (root / "replaced-1/iter_0000001/rank.safetensors").exists()
+
+
 def test_a_manifest_is_kept_as_long_as_storage_has_the_files(root: Path, tmp_path: Path, bucket: Bucket) -> None:
     with mirror.leased(root):
         save(root, 1)

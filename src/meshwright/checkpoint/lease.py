@@ -73,7 +73,7 @@ class Lease:
         root.mkdir(parents=True, exist_ok=True)
         process = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}"
         self.name = {"id": identity(root) or uuid.uuid4().hex, "process": process, "start": uuid.uuid4().hex}
-        before = self.wait_for_other()
+        self.before = before = self.wait_for_other()
         mode: Any = "create" if before is None else {"e_tag": before["tag"]}
         if not wrote_last(root, before):
             (root / OWNER).unlink(missing_ok=True)  # what is here is not what is there, until `record`

@@ -54,11 +54,12 @@ def fetch_runs(path: Path) -> None:
         refresh(path / run)
 
 
-def refresh(path: str | Path) -> None:
+def refresh(path: str | Path, had_owner: bool = True) -> None:
     """Make the folder of a run like its address, unless this folder is the last that wrote there.
 
     Our steps are copied as their manifests alone, other programs' folders with all files. A run
-    that is at work changes its objects meanwhile: then all is looked at again.
+    that is at work changes its objects meanwhile: then all is looked at again. Unless it
+    `had_owner`, nobody knows who wrote last: then steps that only this machine has stay too.
     """
     root = split_path(path)[0]
     store, key = locate(root)
@@ -67,7 +68,7 @@ def refresh(path: str | Path) -> None:
             if objects := list_run(store, key):
                 root.mkdir(parents=True, exist_ok=True)
                 with files.lock(root / ".fetch.lock"):
-                    bring(root, os.path.relpath(path, root), objects)
+                    bring(root, os.path.relpath(path, root), objects, had_owner)
             return
         except ChangedObject:
             if not left:
@@ -89,14 +90,14 @@ def list_run(store: BucketObjects, key: str) -> dict[str, Entry]:
     return objects
 
 
-def bring(root: Path, below: str, objects: dict[str, Entry]) -> None:
+def bring(root: Path, below: str, objects: dict[str, Entry], had_owner: bool) -> None:
     """Copy what the folder of a run needs of its objects."""
     store, key = locate(root)
     owner = read_owner(store, key)
-    is_ahead, kept = wrote_last(root, owner), read_note(root / FETCHED)
+    is_ahead, kept = wrote_last(root, owner if had_owner else None), read_note(root / FETCHED)
     ours = {name for name in objects if re.fullmatch(rf"{OUR_STEP}/{MANIFEST}", name)}
-    if not is_ahead:
-        set_steps_aside(root)
+    if not is_ahead or owner is None or not had_owner:
+        set_steps_aside(root, keeps_unsent=is_ahead)
     lacking = {
         name: entry
         for name, entry in wanted_files(objects, ours, owner is not None, below).items()
@@ -126,15 +127,17 @@ def wanted_files(objects: dict[str, Entry], ours: set[str], has_owner: bool, bel
     return {n: e for n, e in objects.items() if n.startswith(prefix) or "/" not in n or n.startswith("tokenizer/")}
 
 
-def set_steps_aside(root: Path) -> None:
+def set_steps_aside(root: Path, keeps_unsent: bool) -> None:
     """Set steps aside that storage lacks, or has with other bytes: another run wrote there since.
 
-    Each may be the only copy of what this machine has computed.
+    Each may be the only copy of what this machine has computed. With `keeps_unsent`, those that
+    storage lacks stay.
     """
     aside, kept = None, list[str]()
     for step in list_steps(root):
         folder = step_folder(root, step)
-        if is_published(folder):
+        there = manifest_there(folder)
+        if is_here(folder, there) or (there is None and keeps_unsent):
             continue
         if not is_of_use(folder):
             shutil.rmtree(folder)  # its files were in storage, and another run has removed them
@@ -159,9 +162,17 @@ def is_of_use(folder: Path) -> bool:
 
 def is_published(folder: Path) -> bool:
     """Return whether storage has the manifest that a step has here."""
+    return is_here(folder, manifest_there(folder))
+
+
+def manifest_there(folder: Path) -> bytes | None:
     store, key = locate(folder)
-    there, path = store.get(f"{key}/{MANIFEST}"), folder / MANIFEST
-    return there is not None and path.exists() and path.read_bytes() == there[0]
+    found = store.get(f"{key}/{MANIFEST}")
+    return found[0] if found else None
+
+
+def is_here(folder: Path, manifest: bytes | None) -> bool:
+    return (folder / MANIFEST).exists() and (folder / MANIFEST).read_bytes() == manifest
 
 
 @contextlib.contextmanager
@@ -171,8 +182,8 @@ def leased(root: Path, is_locked: bool = True) -> Iterator[None]:
         yield
         return
     with Lease(root, is_locked) as lease:
-        if not identity(root):
-            refresh(root)
+        if lease.before is None or not identity(root):
+            refresh(root, had_owner=lease.before is not None)
         lease.record()
         (root / FETCHED).unlink(missing_ok=True)  # these files will change here
         try:
