@@ -17,6 +17,7 @@ pytest.importorskip("obstore")
 pytestmark = pytest.mark.fault("F38")
 RUN = "runs/a"
 FIRST = f"{RUN}/iter_0000001"
+TAKEN = json.dumps({"id": "b", "process": "b", "beat": "1", "released": False}).encode()
 
 
 @pytest.fixture
@@ -174,6 +175,21 @@ def test_a_step_that_cannot_be_sent_again_is_not_removed_here(root: Path, bucket
         assert is_whole_here(root, 1) and is_whole_here(root, 2)
 
 
+def test_the_tracker_follows_a_step_whose_upload_was_killed(
+    root: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(point: str) -> None:
+        assert point != "after_manifest"
+
+    with mirror.leased(root):
+        save(root, 1)
+        with monkeypatch.context() as patch, pytest.raises(AssertionError):
+            patch.setattr(publish, "crash_point", kill)
+            send(root)
+        send(root)
+    assert bucket.objects[f"{RUN}/latest_checkpointed_iteration.txt"] == b"1"
+
+
 def test_a_file_that_is_replaced_before_the_manifest_does_not_count(root: Path, bucket: Bucket) -> None:
     def replace(method: str, key: str) -> None:
         if key == "" and f"{FIRST}/rank.safetensors" in bucket.objects:
@@ -275,11 +291,20 @@ def test_a_kill_while_a_lease_begins_does_not_set_steps_aside(
         assert steps.list_steps(root) == [2, 1]
 
 
+def test_a_run_that_was_taken_over_leaves_the_tracker_alone(root: Path, bucket: Bucket) -> None:
+    with mirror.leased(root):
+        save(root, 1)
+        send(root)
+        bucket.objects[f"{RUN}/{lease.OWNER}"] = TAKEN
+        bucket.objects[f"{RUN}/latest_checkpointed_iteration.txt"] = b"2"
+        assert "was taken over" in error_of(lambda: send(root), LOCKED)
+    assert bucket.objects[f"{RUN}/latest_checkpointed_iteration.txt"] == b"2"
+
+
 def test_files_beside_steps_are_not_sent_after_a_takeover(root: Path, bucket: Bucket) -> None:
     def take_over(method: str, key: str) -> None:
         if method == "PUT" and key.endswith("a.txt"):
-            taken = {"id": "b", "process": "b", "beat": "1", "released": False}
-            bucket.objects[f"{RUN}/{lease.OWNER}"] = json.dumps(taken).encode()
+            bucket.objects[f"{RUN}/{lease.OWNER}"] = TAKEN
 
     with mirror.leased(root):
         bucket.faults = take_over

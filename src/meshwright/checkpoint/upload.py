@@ -60,8 +60,14 @@ class Uploader:
     def send(self) -> None:
         steps = list_steps(self.root)
         for step in reversed(steps):
-            if self.send_step(step) and step < steps[0]:
+            if not self.send_step(step):
+                continue
+            if step < steps[0]:
                 self.thin(step)
+            elif not self.rank:
+                store, key = locate(self.root)
+                self.confirm()
+                store.put(f"{key}/{TRACKER}", str(step).encode())
         if self.rank:
             for step in self.removed:
                 shutil.rmtree(step_folder(self.root, step), ignore_errors=True)
@@ -125,8 +131,6 @@ class Uploader:
         if not is_published:
             self.publish(step, manifest, raw, sent)
         publish.crash_point("after_manifest")
-        if not self.rank and step == list_steps(self.root)[0]:
-            store.put(f"{locate(self.root)[1]}/{TRACKER}", str(step).encode())
         if not self.rank:
             remark(f" > uploaded step {step:,} to {address_of(self.root)}")
         return is_published or not self.rank
