@@ -227,7 +227,7 @@ class World:
         """Run the sessions of a case."""
         self.bucket.objects |= self.versions[0]
         self.look()
-        acts = [self.train, self.train, self.train, self.read_run, self.read_tokens, self.lose]
+        acts = [self.train, self.train, self.train, self.read_run, self.read_tokens, self.read_tokens, self.lose]
         for _ in range(self.rng.randrange(5, 10)):
             act = self.rng.choice(acts)
             act(self.rng.choice(MACHINES))
@@ -341,12 +341,18 @@ class World:
     def read_tokens(self, machine: str) -> None:
         self.start(machine)
         prefix = addresses.localize(f"s3://bucket/{DATA}", str(self.folder / machine))
+        if self.rng.random() < 0.2:
+            self.lose_blocks(Path(f"{prefix}.bin"))
 
         def act() -> None:
             copies.prepare_tokens(prefix)
             indexed = Indexed(prefix)
             pieces = []
             for _ in range(8):
+                if self.rng.random() < self.danger:
+                    self.events["replace_tokens"] += 1
+                    self.replace_tokens()
+                    self.look()
                 begin = self.rng.randrange(len(indexed.tokens))
                 end = min(begin + self.rng.randrange(1, 600), len(indexed.tokens))
                 indexed.need([(begin, end)])
@@ -375,11 +381,15 @@ class World:
                 shutil.copytree(self.folder / machine, self.folder / other)
             elif what == "map":
                 copies.map_of(binary).unlink(missing_ok=True)
-            elif what == "blocks" and binary.exists():
-                size = binary.stat().st_size
-                with open(binary, "r+b") as file:
-                    file.truncate(self.rng.randrange(size))
-                    file.truncate(size)
+            elif what == "blocks":
+                self.lose_blocks(binary)
+
+    def lose_blocks(self, binary: Path) -> None:
+        if binary.exists():
+            size = binary.stat().st_size
+            with open(binary, "r+b") as file:
+                file.truncate(self.rng.randrange(size))
+                file.truncate(size)
 
 
 def pass_on(content: bytes, write: publish.Write) -> None:
