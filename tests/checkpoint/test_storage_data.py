@@ -14,7 +14,9 @@ from meshwright.data.files.indexed import Indexed
 from meshwright.data.files.writer import Writer
 from meshwright.data.loader import Samples
 from meshwright.errors import BAD_DATA, USAGE
+from meshwright.settings.schema import Data, TrainConfig
 from meshwright.storage import addresses, copies, store
+from meshwright.training.before.resolve import NO_VOCABULARY, identity_of
 from s3 import Bucket, serving_bucket
 
 pytest.importorskip("obstore")
@@ -163,6 +165,16 @@ def test_a_copy_that_is_replaced_after_it_was_mapped_is_not_read_as_zeros(
     bucket.objects |= versions["second"]
     start()  # another process, on the same machine
     assert "was replaced while it was read" in error_of(lambda: read(indexed), BAD_DATA)
+
+
+def test_ranks_compare_the_objects_that_they_have_copied(bucket: Bucket, versions: dict[str, dict[str, bytes]]) -> None:
+    config = TrainConfig(data=Data(data_path=[local()]))
+    start()
+    before = identity_of(config, NO_VOCABULARY)
+    bucket.salts["data/text.bin"] = b"another version"
+    start()
+    differing = {name for name, value in identity_of(config, NO_VOCABULARY).items() if before[name] != value}
+    assert differing == {f"--data-path {ADDRESS} (its objects)"}
 
 
 def test_documents_are_read_before_they_are_scored(bucket: Bucket, versions: dict[str, dict[str, bytes]]) -> None:

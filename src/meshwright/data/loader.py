@@ -85,7 +85,8 @@ class Samples(FileSamples):
         indexed, itemsize = self.indexed, self.indexed.dtype.itemsize
         self.require_whole()
         places = [(int(indexed.pointers[d]) // itemsize + offset, n) for d, offset, n in self.pieces(k)]
-        indexed.need((at, at + n) for at, n in places)
+        if indexed.is_sparse:
+            indexed.need((at, at + n) for at, n in places)
         return np.concatenate([indexed.tokens[at : at + n] for at, n in places], dtype=np.int64)
 
     def read(self, numbers: list[int]) -> npt.NDArray[np.int64]:
@@ -102,7 +103,8 @@ class Samples(FileSamples):
         begins[stops - counts] += offset
         # Slices of the memory-mapped file: the concatenation is the one copy.
         ranges = list(zip(begins.tolist(), ends.tolist(), strict=True))
-        indexed.need(ranges)
+        if indexed.is_sparse:
+            indexed.need(ranges)
         pieces = [indexed.tokens[a:b] for a, b in ranges]
         return np.concatenate(pieces, dtype=np.int64, casting="unsafe").reshape(len(j), -1)
 

@@ -82,7 +82,8 @@ class Packed(FileSamples):
                 begin = int(indexed.pointers[document]) // itemsize + offset
                 copies.append((row, at, begin, length))
                 at += length
-        indexed.need((begin, begin + length) for _, _, begin, length in copies)
+        if indexed.is_sparse:
+            indexed.need((begin, begin + length) for _, _, begin, length in copies)
         positions = np.arange(self.seq_length + 1)
         for row, at, begin, length in copies:
             out[row, 0, at : at + length] = indexed.tokens[begin : begin + length]

@@ -185,6 +185,7 @@ class Indexed:
         self.prefix = str(prefix)
         # Opened before the files are mapped: `need` then sees if they are replaced meanwhile.
         self.copy = copies.sparse_copy(f"{self.prefix}.bin")
+        self.is_sparse = self.copy is not None
         maps = {f"{self.prefix}{ending}": map_file(f"{self.prefix}{ending}") for ending in (".idx", ".bin")}
         idx, tokens = maps.values()
         with open(f"{self.prefix}.idx", "rb") as file:
